@@ -1,0 +1,168 @@
+"""What every method is made of: a config dataclass, a description, a fast form, a readable form, one registration."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
+
+
+def option(default: Any, help: str, *, minimum: int | None = None, choices: tuple | None = None) -> Any:
+    """A config field: default, one sentence of help, and the values it may take."""
+    metadata = {"help": help, "minimum": minimum, "choices": choices}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodConfig:
+    """Hyperparameters of one method; immutable, checked when made.
+
+    Raises:
+        UnsupportedAttentionError: a value of the wrong type or out of its range.
+    """
+
+    method: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        for spec in dataclasses.fields(self):
+            value, meta = getattr(self, spec.name), spec.metadata
+            where = f"{self.method}: {spec.name}={value!r}"
+            if meta.get("choices") is not None and (not isinstance(value, str) or value not in meta["choices"]):
+                raise UnsupportedAttentionError(
+                    f"{where} is not one of its values: {unknown_name(spec.name, value, meta['choices'])}"
+                )
+            if meta.get("minimum") is not None:
+                if isinstance(value, bool) or not isinstance(value, int):
+                    raise UnsupportedAttentionError(f"{where} must be an integer, not {type(value).__name__}")
+                if not meta["minimum"] <= value < 2**31:
+                    raise UnsupportedAttentionError(f"{where} must be at least {meta['minimum']} and below 2**31")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The hyperparameters and the method's name, as plain values that JSON can hold."""
+        values = {spec.name: getattr(self, spec.name) for spec in dataclasses.fields(self)}
+        return {"method": self.method, **{k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "MethodConfig":
+        """Inverse of `to_dict`; keys that are left out keep their defaults.
+
+        Raises:
+            UnsupportedAttentionError: a key that this method does not have (the known ones are named), or another
+                method's dictionary.
+        """
+        values = dict(values)
+        named = values.pop("method", cls.method)
+        if named != cls.method:
+            raise UnsupportedAttentionError(f"a dictionary of {named!r} cannot make a {cls.__name__}")
+        return cls(**cls.check_keys(values))
+
+    @classmethod
+    def check_keys(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """`values` with lists made tuples, after every key was found among the hyperparameters."""
+        known = [spec.name for spec in dataclasses.fields(cls)]
+        for key in values:
+            if key not in known:
+                raise UnsupportedAttentionError(f"{cls.method}: {unknown_name('hyperparameter', key, known)}")
+        return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+
+    def with_budget(self, columns: int) -> "MethodConfig":
+        """A copy whose cost per query is that of `columns` exact columns.
+
+        Raises:
+            UnsupportedAttentionError: `columns` is not a positive integer, or too small for the method.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def check_budget(cls, columns: int, least: int = 1) -> int:
+        """`columns`, if a budget of so many columns makes sense."""
+        if isinstance(columns, bool) or not isinstance(columns, int) or columns < least:
+            raise UnsupportedAttentionError(
+                f"{cls.method}: a budget of {columns!r} columns makes no attention; give an integer of {least} or more"
+            )
+        return columns
+
+
+@dataclass(frozen=True)
+class MethodInfo:
+    """What one method is and can do; plain values throughout."""
+
+    name: str
+    title: str
+    paper: str
+    year: int
+    causal: bool
+    rectangular: bool
+    recurrent: bool
+    learned_parameters: tuple[str, ...]
+    config_class: type
+    summary: str
+
+
+@dataclass(frozen=True)
+class Method:
+    """An entry of the registry.
+
+    attend, naive: the fast and the readable form, of one signature: see `hf_efficient_attn.methods.call`.
+    decode: causal attention of a few last queries with the keys of all positions, decode(config, query, key, value, *,
+        mask, scale, dropout_p); without it such a step costs what the whole sequence costs.
+    """
+
+    info: MethodInfo
+    attend: Callable
+    naive: Callable
+    decode: Callable | None = None
+
+
+_REGISTRY: dict[str, Method] = {}
+
+
+def register(method: Method) -> None:
+    """Add a method. Its name must not be taken, nor hold anything that Transformers reads in a name."""
+    name = method.info.name
+    if name in _REGISTRY:
+        raise ValueError(f"a method named {name!r} is registered already")
+    for reserved in ("flash", "/", "sdpa", "flex_attention", "|"):
+        if reserved in name:
+            raise ValueError(f"{name!r}: Transformers gives {reserved!r} in a name a meaning of its own")
+    _REGISTRY[name] = method
+
+
+def unregister(name: str) -> None:
+    """Take a method out again (for tests that register broken ones)."""
+    del _REGISTRY[name]
+
+
+def available_methods() -> tuple[str, ...]:
+    """Names of all methods, each also an `attn_implementation`."""
+    return tuple(_REGISTRY)
+
+
+def get_method(name: str) -> Method:
+    """The registry's entry of `name`.
+
+    Raises:
+        UnsupportedAttentionError: no such method; the nearest known name is given.
+    """
+    if not isinstance(name, str) or name not in _REGISTRY:
+        raise UnsupportedAttentionError(unknown_name("attention method", name, _REGISTRY))
+    return _REGISTRY[name]
+
+
+def method_info(name: str) -> MethodInfo:
+    """Description of one method; raises `UnsupportedAttentionError` for a name that is not known."""
+    return get_method(name).info
+
+
+def make_config(method_or_config: "str | MethodConfig", **hyperparameters) -> MethodConfig:
+    """A config from a name and hyperparameters, or from a config with some of them replaced.
+
+    Raises:
+        UnsupportedAttentionError: unknown method or hyperparameter, or a value out of range.
+    """
+    if isinstance(method_or_config, MethodConfig):
+        values = type(method_or_config).check_keys(hyperparameters)
+        return dataclasses.replace(method_or_config, **values) if values else method_or_config
+    config_class = method_info(method_or_config).config_class
+    return config_class(**config_class.check_keys(hyperparameters))

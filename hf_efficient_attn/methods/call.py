@@ -1,0 +1,219 @@
+"""From a user's call to a method: checks, masks, grouped queries, precision, and the walk over heads.
+
+A method sees none of this. Its `attend` (and its `naive`) has the signature
+
+    attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed, first_head) -> (B,H,Nq,Dv)
+
+with query (B,H,Nq,D), key (B,H,Nk,D), value (B,H,Nk,Dv), floating; `mask` bool (B,Nk) or None, what it shuts out being
+zero in key and value; Nq = Nk where causal; `seed` an integer or a scalar tensor; `first_head` the number of the first
+head of this call within the layer, for draws that differ by head.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.methods.base import MethodConfig, available_methods, get_method, make_config
+from hf_efficient_attn.ops.random import draw_seed
+
+# Numbers of one input that are worked on at a time on the CPU: a head of 16,384 x 64. What a method allocates for them
+# is then taken from memory that the previous heads have touched already, which is where naive code loses half its time.
+_TILE = 1 << 20
+
+# So many queries at the end of longer keys are a step of decoding; more are the chunk of a prompt.
+_DECODE = 128
+
+
+def attention(
+    method_or_config: str | MethodConfig,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attention_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = 0,
+    **hyperparameters,
+) -> Tensor:
+    """Attention by any method of this package.
+
+    Args:
+        method_or_config: a name from `available_methods()` or a method's config.
+        query: (B, H, Nq, D).
+        key: (B, Hkv, Nk, D); Hkv divides H (grouped queries: query head h reads key head h // (H // Hkv)).
+        value: (B, Hkv, Nk, Dv).
+        attention_mask: bool (B, Nk), True = attend. What stands in keys shut out, NaN included, has no influence.
+        is_causal: query i sees the keys up to its own position. Where Nq < Nk the queries are the last Nq positions
+            (as with a key-value cache); where Nq > Nk the first Nq - Nk queries see nothing.
+        scale: factor of the scores; 1/sqrt(D) by default.
+        dropout_p: probability of dropping an attention weight, drawn from the global generator.
+        seed: of hashing, sampling and random features, added to the config's own; the same seed gives the same output
+            and leaves the global random state alone. None draws one from the global generator (training).
+        **hyperparameters: replace those of the config.
+
+    Returns:
+        (B, H, Nq, Dv) in the type of `value`; rows with nothing to attend to are 0.
+
+    Raises:
+        UnsupportedAttentionError: unknown method or hyperparameter, shapes or types that do not fit, a mask that is not
+            (B, Nk), a method without a causal form with `is_causal`, without a rectangular form with Nq != Nk.
+    """
+    return _call(get_attend, method_or_config, query, key, value, attention_mask, is_causal, scale, dropout_p, seed,
+                 hyperparameters)  # fmt: skip
+
+
+def naive_attention(method_or_config, query, key, value, *, attention_mask=None, is_causal=False, scale=None,
+                    seed=0, **hyperparameters) -> Tensor:  # fmt: skip
+    """The readable form of the same method: dense (Nq, Nk) matrices, for tests and for reading. Arguments as above."""
+    return _call(get_naive, method_or_config, query, key, value, attention_mask, is_causal, scale, 0.0, seed,
+                 hyperparameters)  # fmt: skip
+
+
+def get_attend(name: str) -> Callable:
+    return get_method(name).attend
+
+
+def get_naive(name: str) -> Callable:
+    return get_method(name).naive
+
+
+def _call(form, method_or_config, query, key, value, mask, is_causal, scale, dropout_p, seed, hyperparameters) -> Tensor:
+    config = make_config(method_or_config, **hyperparameters)
+    query, key, value = _under_autocast(query, key, value)
+    _check(config, query, key, value, mask, is_causal, scale, dropout_p, seed)
+    (batch, heads, length, width), columns = query.shape, key.shape[2]
+    if query.numel() == 0:
+        return value.new_zeros(batch, heads, length, value.shape[-1])
+    scale = width**-0.5 if scale is None else float(scale)
+    seed = draw_seed(query.device) if seed is None else seed
+    seed = seed + getattr(config, "seed", 0)
+    if mask is not None:
+        hidden = ~mask[:, None, :, None]
+        key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
+    shift = columns - length if is_causal else 0
+    decode = get_method(config.method).decode
+    if decode is not None and shift > 0 and length <= _DECODE:
+        with torch.autocast(query.device.type, enabled=False):
+            return decode(config, query, *_grouped(query, key, value), mask=mask, scale=scale, dropout_p=dropout_p)
+    if shift < 0:  # the first queries stand before every key
+        query = query[:, :, -shift:]
+    elif shift > 0:  # the keys before the first query have queries too, of no interest
+        query = torch.cat((query.new_zeros(batch, heads, shift, width), query), 2)
+    options = {"is_causal": is_causal, "scale": scale, "dropout_p": dropout_p, "seed": seed}
+    with torch.autocast(query.device.type, enabled=False):
+        out = _over_heads(form(config.method), config, query, key, value, mask, options)
+    if shift < 0:
+        return torch.cat((out.new_zeros(batch, heads, -shift, out.shape[-1]), out), 2)
+    return out[:, :, shift:] if shift else out
+
+
+def _over_heads(attend, config, query, key, value, mask, options) -> Tensor:
+    """Call the method on a few heads at a time (see `_TILE`), or on all at once when compiling or on an accelerator."""
+    batch, heads = query.shape[:2]
+    each = max(query.shape[2], key.shape[2]) * max(query.shape[3], value.shape[3])
+    if query.device.type != "cpu" or torch.compiler.is_compiling() or batch * heads * each <= _TILE:
+        return attend(config, query, *_grouped(query, key, value), mask=mask, first_head=0, **options)
+    rows = max(1, _TILE // (heads * each))
+    step = heads if rows > 1 or heads * each <= _TILE else max(1, _TILE // each)
+    groups = heads // key.shape[1]
+    step = max(groups, step // groups * groups)
+    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    out = None if keep else query.new_empty(batch, heads, query.shape[2], value.shape[-1])
+    parts = []
+    # `split` rather than slices: its gradient is one concatenation, that of each slice a whole tensor of zeros.
+    for b, (q, k, v) in enumerate(zip(query.split(rows), key.split(rows), value.split(rows), strict=True)):
+        here = slice(b * rows, b * rows + q.shape[0])
+        row = []
+        pieces = zip(q.split(step, 1), k.split(step // groups, 1), v.split(step // groups, 1), strict=True)
+        for h, (q1, k1, v1) in enumerate(pieces):
+            part_mask = None if mask is None else mask[here]
+            piece = attend(config, q1, *_grouped(q1, k1, v1), mask=part_mask, first_head=h * step, **options)
+            if out is None:
+                row.append(piece)
+            else:
+                out[here, h * step : h * step + q1.shape[1]] = piece
+        if row:
+            parts.append(torch.cat(row, 1))
+    return torch.cat(parts) if out is None else out
+
+
+def _grouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values with as many heads as the queries."""
+    groups = query.shape[1] // key.shape[1]
+    if groups == 1:
+        return key, value
+    return key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+
+
+def _under_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast, all three in its type, as torch does for its own attention."""
+    device = query.device.type
+    if not torch.is_autocast_enabled(device) or query.dtype == torch.float64:
+        return query, key, value
+    dtype = torch.get_autocast_dtype(device)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def _check(config, query, key, value, mask, is_causal, scale, dropout_p, seed) -> None:
+    """Everything that can be wrong with a call, before any work is done."""
+    info = get_method(config.method).info
+    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+
+    def refuse(sentence: str):
+        raise UnsupportedAttentionError(f"{config.method}: {sentence}")
+
+    if not query.ndim == key.ndim == value.ndim == 4:
+        refuse(f"query, key and value are (batch, heads, length, width); got {shapes}")
+    if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
+        refuse(f"these shapes do not fit together: {shapes}")
+    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+        refuse(f"{query.shape[1]} query heads cannot share {key.shape[1]} key heads: the second must divide the first")
+    if not query.dtype == key.dtype == value.dtype or not query.is_floating_point():
+        refuse(f"query, key and value need one floating type; got {query.dtype}, {key.dtype}, {value.dtype}")
+    if mask is not None:
+        expected = (key.shape[0], key.shape[2])
+        if mask.ndim == 4:
+            refuse(
+                "a 4-D attention mask is not supported: no (queries, keys) mask is ever built here. Give a bool mask "
+                f"{expected} of the keys that are there (True = attend) and is_causal, or use attention 'sdpa'"
+            )
+        if tuple(mask.shape) != expected or mask.dtype != torch.bool:
+            refuse(f"attention_mask must be bool {expected}, True = attend; got {mask.dtype} {tuple(mask.shape)}")
+    if is_causal and not info.causal:
+        refuse(f"it has no causal form. Methods that have one: {', '.join(causal_methods())}")
+    if query.shape[2] != key.shape[2] and not info.rectangular and not is_causal:
+        refuse(f"it needs as many queries as keys; got {query.shape[2]} and {key.shape[2]}")
+    if not 0.0 <= dropout_p < 1.0:
+        refuse(f"dropout_p={dropout_p!r} is not a probability below 1")
+    if seed is not None and not isinstance(seed, (int, Tensor)):
+        refuse(f"seed must be an integer or None, not {type(seed).__name__}")
+
+
+def causal_methods() -> list[str]:
+    """Names of the methods that have a causal form."""
+    return [name for name in available_methods() if get_method(name).info.causal]
+
+
+def functional_form(name: str) -> Callable:
+    """`functional.<name>_attention`: `attention` for one method, its hyperparameters spelt out in the signature."""
+    info = get_method(name).info
+
+    def call(query, key, value, *, attention_mask=None, is_causal=False, scale=None, dropout_p=0.0, seed=0, **options):
+        return attention(name, query, key, value, attention_mask=attention_mask, is_causal=is_causal, scale=scale,
+                         dropout_p=dropout_p, seed=seed, **options)  # fmt: skip
+
+    own = [f for f in dataclasses.fields(info.config_class) if f.name != "seed"]
+    lines = "\n".join(f"    {f.name}: {f.metadata.get('help', '')} Default {f.default!r}." for f in own)
+    call.__name__ = call.__qualname__ = f"{name}_attention"
+    call.__doc__ = f"{info.title} ({info.paper}, {info.year}): {info.summary}\n\n{lines}\n\nThe rest as in `attention`."
+    signature = inspect.signature(call)
+    standard = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    extra = [inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default) for f in own]
+    call.__signature__ = signature.replace(parameters=standard + extra)
+    return call

@@ -1,0 +1,41 @@
+"""HyperAttention (Han, Jayaram, Karbasi, Mirrokni, Woodruff, Zandieh, ICLR 2024): LSH blocks and uniform columns.
+
+The near field is Algorithm 1 (sortLSH), the far field the uniform sampling of Algorithm 2 and of the authors' practical
+version: m columns, each with weight (number of keys) / m for the queries whose block does not hold them. Departures: the
+columns are drawn without replacement (systematic sampling; `draw="independent"` is the paper's), and the causal form is
+`hf_efficient_attn.ops.causal`, since the paper's recursion lets later queries influence earlier ones.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hf_efficient_attn.methods.base import Method, MethodInfo, register
+from hf_efficient_attn.methods.near_far import NearFarConfig, attend, decode, naive
+
+
+@dataclass(frozen=True, kw_only=True)
+class HyperAttentionConfig(NearFarConfig):
+    __doc__ = NearFarConfig.__doc__
+
+    method: ClassVar[str] = "hyperattention"
+
+
+register(
+    Method(
+        info=MethodInfo(
+            name="hyperattention",
+            title="HyperAttention",
+            paper="Han, Jayaram, Karbasi, Mirrokni, Woodruff, Zandieh, ICLR 2024",
+            year=2023,
+            causal=True,
+            rectangular=True,
+            recurrent=False,
+            learned_parameters=(),
+            config_class=HyperAttentionConfig,
+            summary="blocks of an angular hash exactly, and uniformly sampled columns for the rest",
+        ),
+        attend=attend,
+        naive=naive,
+        decode=decode,
+    )
+)

@@ -1,0 +1,59 @@
+"""KDEformer (Zandieh, Han, Daliri, Karbasi, ICML 2023): LSH blocks, and columns sampled by their estimated norms.
+
+Which equation is which line, and where this departs from the paper:
+
+- Near field, A_spar of Eq. 10: blocks of equal size in the Gray order of an angular hash (Appendix A),
+  `near_far.plan_lsh`. The key block of a query block is placed by the hash of its middle query, not by its number.
+- Far field, A_res = A - A_spar: m columns with p_j proportional to the squared norm of column j of D^-1 A_res plus
+  gamma |v_j|^2 (Algorithm 1, lines 2 and 5; Algorithm 3, line 3), gamma = 1 / |V|_op^2 by the power method. A sampled
+  column that lies in a query's own block has weight 0 for it. The norms come from the exact rows of `num_probes` queries
+  rather than from a kernel density estimate.
+- Columns are drawn without replacement (systematic sampling, inclusion probability pi_j, weight 1/pi_j), which has a lower
+  variance at the same budget; `draw="independent"` is Algorithm 1's draw with weights 1/(m p_j).
+- Algorithm 1 divides by a separate estimate of D. Here the denominator of a row is the sum of the very weights of its
+  numerator (the merged lse of near and far field), so that every output is a convex combination of values, the errors of
+  numerator and denominator cancel in part, and no row is scaled up by a poor estimate.
+- Causal form: `hf_efficient_attn.ops.causal`; the paper has none.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hf_efficient_attn.methods.base import Method, MethodInfo, option, register
+from hf_efficient_attn.methods.near_far import NearFarConfig, attend, decode, naive
+
+
+@dataclass(frozen=True, kw_only=True)
+class KDEformerConfig(NearFarConfig):
+    __doc__ = NearFarConfig.__doc__
+
+    method: ClassVar[str] = "kdeformer"
+
+    column_scores: str = option(
+        "probe",
+        "What columns are sampled by. 'probe': their norms in the exact rows of some queries, plus gamma |v|^2. "
+        "'value_norm': |v|^2 alone.",
+        choices=("probe", "value_norm"),
+    )
+    num_probes: int = option(32, "Queries whose exact rows estimate the column norms.", minimum=1)
+
+
+register(
+    Method(
+        info=MethodInfo(
+            name="kdeformer",
+            title="KDEformer",
+            paper="Zandieh, Han, Daliri, Karbasi, ICML 2023",
+            year=2023,
+            causal=True,
+            rectangular=True,
+            recurrent=False,
+            learned_parameters=(),
+            config_class=KDEformerConfig,
+            summary="blocks of an angular hash exactly, and columns sampled by their estimated norms in the rest",
+        ),
+        attend=attend,
+        naive=naive,
+        decode=decode,
+    )
+)

@@ -1,0 +1,112 @@
+"""Linear transformer (Katharopoulos, Vyas, Pappas, Fleuret, ICML 2020): phi(q) . phi(k) with phi(x) = elu(x) + 1.
+
+Bidirectional: Eq. 4-6, out_i = phi(q_i)^T S / phi(q_i)^T Z with S = sum_j phi(k_j) v_j^T and Z = sum_j phi(k_j). Causal:
+Eq. 9-12 in chunks: S and Z of the completed chunks, and the triangle of the own chunk. The paper knows no scale; another
+one than 1/sqrt(D) multiplies the queries by scale * sqrt(D) before phi. Dropout acts on phi(q_i) / phi(q_i)^T Z.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout, elu
+
+from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, option, register
+from hf_efficient_attn.ops.blocks import pad_to_blocks
+from hf_efficient_attn.ops.partial import accumulator
+
+_CHUNK = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearConfig(MethodConfig):
+    """The linear transformer has no hyperparameters."""
+
+    method: ClassVar[str] = "linear"
+
+    seed: int = option(0, "Without effect: nothing is drawn. There since every method has one.", minimum=0)
+
+    def with_budget(self, columns: int) -> "LinearConfig":
+        """Itself: its cost per query is that of about D / 2 columns, whatever the budget."""
+        self.check_budget(columns)
+        return self
+
+
+def elu_features(x: Tensor) -> Tensor:
+    """phi(x) = elu(x) + 1 (Eq. 7), positive."""
+    return elu(x) + 1.0
+
+
+def _features(query, key, mask, scale) -> tuple[Tensor, Tensor]:
+    """phi of queries and keys in the accumulator's type, 0 for keys that are not there."""
+    wide = accumulator(query.dtype)
+    stretch = scale * query.shape[-1] ** 0.5
+    query = query.to(wide) if abs(stretch - 1.0) < 1e-12 else query.to(wide) * stretch
+    query, key = elu_features(query), elu_features(key.to(wide))
+    return query, key if mask is None else key * mask[:, None, :, None]
+
+
+def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed, first_head) -> Tensor:
+    """Fast form; arguments as in `hf_efficient_attn.methods.call`."""
+    shape, dtype = query.shape, value.dtype
+    phi_q, phi_k = (x.flatten(0, 1) for x in _features(query, key, mask, scale))
+    value = value.flatten(0, 1).to(phi_k.dtype)
+    if is_causal:
+        out = _causal(phi_q, phi_k, value, dropout_p)
+    else:
+        total = phi_q @ phi_k.sum(1).unsqueeze(-1)
+        out = (dropout(phi_q, dropout_p) if dropout_p else phi_q) @ (phi_k.transpose(1, 2) @ value)
+        out = _divide(out, total)
+    return out.to(dtype).unflatten(0, shape[:2])
+
+
+def _causal(phi_q, phi_k, value, dropout_p: float) -> Tensor:
+    """Chunked prefix sums: (A, N, D), (A, N, D), (A, N, Dv) -> (A, N, Dv)."""
+    length, size = phi_q.shape[1], min(_CHUNK, phi_q.shape[1])
+    phi_q, phi_k, value = (pad_to_blocks(x, size) for x in (phi_q, phi_k, value))
+    dropped = dropout(phi_q, dropout_p) if dropout_p else phi_q
+    own = (phi_q @ phi_k.transpose(2, 3)).tril()
+    total = own.sum(-1, keepdim=True)
+    # Dropout must fall on the same features in the own chunk and before it.
+    out = ((dropped @ phi_k.transpose(2, 3)).tril() if dropout_p else own) @ value
+    if phi_q.shape[1] > 1:
+        state = (phi_k.transpose(2, 3) @ value)[:, :-1].cumsum(1)
+        norm = phi_k.sum(2)[:, :-1].cumsum(1).unsqueeze(-1)
+        out = torch.cat((out[:, :1], out[:, 1:] + dropped[:, 1:] @ state), 1)
+        total = torch.cat((total[:, :1], total[:, 1:] + phi_q[:, 1:] @ norm), 1)
+    return _divide(out, total).flatten(1, 2)[:, :length]
+
+
+def _divide(out: Tensor, total: Tensor) -> Tensor:
+    """out / total, and 0 where the weights sum to 0: nothing to attend to, or features that all underflow."""
+    return out / total.masked_fill(total == 0, 1.0)
+
+
+def naive(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed, first_head) -> Tensor:
+    """Readable form: the dense matrix of phi(q_i) . phi(k_j)."""
+    phi_q, phi_k = _features(query.double(), key.double(), mask, scale)
+    weights = phi_q @ phi_k.transpose(2, 3)
+    if is_causal:
+        weights = weights.tril()
+    return _divide(weights @ value.double(), weights.sum(-1, keepdim=True)).to(value.dtype)
+
+
+register(
+    Method(
+        info=MethodInfo(
+            name="linear",
+            title="Linear transformer",
+            paper="Katharopoulos, Vyas, Pappas, Fleuret, ICML 2020",
+            year=2020,
+            causal=True,
+            rectangular=True,
+            recurrent=True,
+            learned_parameters=(),
+            config_class=LinearConfig,
+            summary="elu(x) + 1 features in place of the exponential; an attention of its own, for training",
+        ),
+        attend=attend,
+        naive=naive,
+    )
+)

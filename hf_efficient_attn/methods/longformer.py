@@ -1,0 +1,146 @@
+"""Longformer (Beltagy, Peters, Cohan 2020): a sliding window, and optional global tokens.
+
+A query sees `window_size` keys to each side (to the left only, when causal; section 3.1). Global tokens (the first
+`global_tokens` that are there) see all and are seen by all, with the same projections as the others: the paper's second
+set of projections would be new parameters in a checkpoint that has none.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, option, register
+from hf_efficient_attn.ops.blocks import pad_to_blocks, take, valid_first
+from hf_efficient_attn.ops.exact import exact_attention, key_bias
+from hf_efficient_attn.ops.near_far import dense_attention
+from hf_efficient_attn.ops.partial import Partial, attend, merge
+from hf_efficient_attn.ops.window import window_partial
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongformerConfig(MethodConfig):
+    """Hyperparameters of the sliding window. Up to window_size + 1 keys the output is exact."""
+
+    method: ClassVar[str] = "longformer"
+
+    window_size: int = option(256, "Keys that a query sees to each side (when causal: to the left).", minimum=0)
+    global_tokens: int = option(0, "So many first tokens see all and are seen by all.", minimum=0)
+    seed: int = option(0, "Without effect: nothing is drawn. There since every method has one.", minimum=0)
+
+    def with_budget(self, columns: int) -> "LongformerConfig":
+        """Half the columns, less the global tokens, to each side."""
+        least = self.global_tokens + 1
+        window = (self.check_budget(columns, least) - least) // 2
+        return LongformerConfig(window_size=window, global_tokens=self.global_tokens, seed=self.seed)
+
+
+def attend_window(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed, first_head) -> Tensor:
+    """Fast form; arguments as in `hf_efficient_attn.methods.call`."""
+    options = {"scale": scale, "dropout_p": dropout_p}
+    if key.shape[2] <= config.window_size + 1:
+        flat_mask = None if mask is None else mask.repeat_interleave(query.shape[1], 0)
+        out = exact_attention(*(x.flatten(0, 1) for x in (query, key, value)), flat_mask, is_causal=is_causal, **options)
+        return out.unflatten(0, query.shape[:2])
+    if mask is None:
+        flat = (x.flatten(0, 1) for x in (query, key, value))
+        return _rows(config, *flat, None, is_causal, options).unflatten(0, query.shape[:2])
+    # With a mask the window's bias differs from tile to tile: one batch row at a time, all heads share it.
+    rows = [
+        _rows(config, query[b], key[b], value[b], mask[b], is_causal, options) for b in range(query.shape[0])
+    ]
+    return torch.stack(rows)
+
+
+def _rows(config: LongformerConfig, query, key, value, mask, is_causal: bool, options) -> Tensor:
+    """(A, N, D) inputs with one mask (N,) for all of them."""
+    length, count = query.shape[1], min(config.global_tokens, query.shape[1])
+    left = min(config.window_size, length - 1)
+    right = 0 if is_causal else left
+    if not count:
+        return window_partial(query, key, value, mask, left=left, right=right, **options).out
+    # The global tokens: the first `count` that are there, at the positions `index`.
+    if mask is None:
+        index, seen, hidden, rest = torch.arange(count, device=query.device), None, count, None
+    else:
+        index = valid_first(mask[None])[0, :count]
+        seen, hidden = mask[index], 0
+        rest = mask & (mask.cumsum(0) > count)
+    near = window_partial(query, key, value, rest, left=left, right=right, hidden=hidden, **options)
+    flat = index.expand(query.shape[0], -1)
+    columns = [take(x, flat)[:, None] for x in (key, value)]
+    # A query before a global token does not see it when causal; with holes in the mask, others than it may be such.
+    shown = torch.ones(length, count, dtype=torch.bool, device=query.device) if seen is None else seen.expand(length, -1)
+    if is_causal:
+        shown = shown & (index <= torch.arange(length, device=query.device)[:, None])
+    blocks = pad_to_blocks(query, min(length, 128))
+    bias = pad_to_blocks(key_bias(shown, query.dtype)[None], blocks.shape[2])
+    far = attend(blocks, *columns, bias, **options)
+    far = Partial(far.out.flatten(1, 2)[:, :length], far.lse.flatten(1, 2)[:, :length])
+    out = merge(near, far).out
+    everything = torch.ones(length, dtype=torch.bool, device=query.device) if mask is None else mask
+    shown = everything.expand(count, -1)
+    if is_causal:
+        shown = shown & (torch.arange(length, device=query.device) <= index[:, None])
+    own = attend(take(query, flat)[:, None], key[:, None], value[:, None], key_bias(shown, query.dtype)[None, None], **options)
+    is_global = torch.zeros(length, dtype=torch.bool, device=query.device)
+    is_global = is_global.index_fill(0, index, True) if seen is None else is_global.index_put((index,), seen)
+    own = out.index_copy(1, index, own.out[:, 0])
+    return torch.where(is_global[:, None], own, out)
+
+
+def allowed_pairs(config: LongformerConfig, queries: int, columns: int, mask, is_causal: bool, device) -> Tensor:
+    """The pairs that may attend, as a bool matrix (B, queries, columns), B = 1 without a mask.
+
+    The queries are the last ones: all of them, or those of a step of decoding.
+    """
+    position = torch.arange(columns, device=device)
+    distance = position - position[columns - queries :, None]
+    there = torch.ones(1, columns, dtype=torch.bool, device=device) if mask is None else mask
+    is_global = there & (there.cumsum(1) <= config.global_tokens)
+    pairs = (distance.abs() <= config.window_size) | is_global[:, None] | is_global[:, columns - queries :, None]
+    pairs = pairs & there[:, None]
+    return pairs & (distance <= 0) if is_causal else pairs
+
+
+def naive(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed, first_head) -> Tensor:
+    """Readable form: the dense matrix of allowed pairs."""
+    pairs = allowed_pairs(config, query.shape[2], key.shape[2], mask, is_causal, query.device)
+    weights = torch.zeros(pairs.shape, dtype=torch.float64, device=query.device).masked_fill(~pairs, -torch.inf)
+    weights = weights.expand(query.shape[0], -1, -1).repeat_interleave(query.shape[1], 0)
+    out = dense_attention(*(x.flatten(0, 1) for x in (query, key, value)), weights, scale=scale)
+    return out.unflatten(0, query.shape[:2])
+
+
+def decode(config, query, key, value, *, mask, scale, dropout_p) -> Tensor:
+    """A few last queries with the keys of all positions: see `Method.decode`."""
+    reach = min(config.window_size + query.shape[2], key.shape[2])
+    if not config.global_tokens:
+        key, value = key[:, :, -reach:], value[:, :, -reach:]
+        mask = None if mask is None else mask[:, -reach:]
+    pairs = allowed_pairs(config, query.shape[2], key.shape[2], mask, True, query.device)
+    bias = key_bias(pairs, query.dtype).expand(query.shape[0], -1, -1).repeat_interleave(query.shape[1], 0)
+    flat = [x.flatten(0, 1)[:, None] for x in (query, key, value)]
+    return attend(*flat, bias[:, None], scale=scale, dropout_p=dropout_p).out[:, 0].unflatten(0, query.shape[:2])
+
+
+register(
+    Method(
+        info=MethodInfo(
+            name="longformer",
+            title="Longformer",
+            paper="Beltagy, Peters, Cohan 2020",
+            year=2020,
+            causal=True,
+            rectangular=False,
+            recurrent=False,
+            learned_parameters=(),
+            config_class=LongformerConfig,
+            summary="a sliding window, and optional global tokens",
+        ),
+        attend=attend_window,
+        naive=naive,
+        decode=decode,
+    )
+)

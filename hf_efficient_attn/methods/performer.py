@@ -1,0 +1,139 @@
+"""Performer (Choromanski et al., ICLR 2021): positive orthogonal random features of the softmax kernel (FAVOR+).
+
+Eq. 5 with the orthogonal features of section 3.2, and the scale split evenly between queries and keys. Two departures, both
+in rounding alone: the sums are kept in the log domain with one maximum per feature and per query (`ops.features`), where
+the authors subtract one maximum over all keys, a leak of the future in a causal model, and add 1e-6. Causal: the state of
+the completed chunks is an exclusive scan over the chunks' partials; within a chunk the feature products are formed pair by
+pair, with one maximum per query and per key. Dropout acts on the weights of a query over the features (and over the keys
+of its own chunk).
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout
+
+from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, option, register
+from hf_efficient_attn.ops.blocks import pad_to_blocks
+from hf_efficient_attn.ops.exact import key_bias
+from hf_efficient_attn.ops.features import key_state, orthogonal_features, read_state
+from hf_efficient_attn.ops.partial import Partial, accumulator, merge, prefix_merge
+
+_CHUNK = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerformerConfig(MethodConfig):
+    """Hyperparameters of the Performer."""
+
+    method: ClassVar[str] = "performer"
+
+    num_features: int = option(256, "Random features; the cost per query is that of as many columns.", minimum=1)
+    seed: int = option(0, "Seed of the features. In training they are redrawn at every call.", minimum=0)
+
+    def with_budget(self, columns: int) -> "PerformerConfig":
+        """As many features as columns."""
+        return PerformerConfig(num_features=self.check_budget(columns), seed=self.seed)
+
+
+_cached_features = functools.lru_cache(maxsize=64)(orthogonal_features)
+
+
+def _features(config: PerformerConfig, width: int, seed, device) -> Tensor:
+    """The (F, D) directions: kept for a seed that is a number, since QR costs more than a short attention."""
+    if isinstance(seed, int) and not torch.compiler.is_compiling():
+        with torch.no_grad():
+            return _cached_features(config.num_features, width, seed, device)
+    return orthogonal_features(config.num_features, width, seed, device)
+
+
+def _scaled(query, key, value, mask, scale):
+    """Flat queries and keys, each times sqrt(scale), in the accumulator's type; bias -|k|^2/2, -inf for absent keys."""
+    wide, root = accumulator(query.dtype), abs(scale) ** 0.5
+    query, key, value = (x.flatten(0, 1).to(wide) for x in (query, key, value))
+    query, key = query * (root if scale >= 0 else -root), key * root
+    bias = -0.5 * key.square().sum(-1)
+    if mask is not None:
+        bias = bias + key_bias(mask, wide).repeat_interleave(key.shape[0] // mask.shape[0], 0)
+    return query, key, value, bias
+
+
+def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed, first_head) -> Tensor:
+    """Fast form; arguments as in `hf_efficient_attn.methods.call`."""
+    shape, dtype = query.shape[:2], value.dtype
+    features = _features(config, query.shape[-1], seed, query.device)
+    query, key, value, bias = _scaled(query, key, value, mask, scale)
+    if is_causal:
+        out = _causal(query, key, value, bias, features, dropout_p)
+    else:
+        state = key_state(key[:, None], value[:, None], features, bias[:, None, None])
+        rows = pad_to_blocks(query, min(query.shape[1], 1024))
+        out = read_state(rows, state, features, dropout_p).out.flatten(1, 2)[:, : query.shape[1]]
+    return out.to(dtype).unflatten(0, shape)
+
+
+def _causal(query, key, value, bias, features, dropout_p: float) -> Tensor:
+    length, size = query.shape[1], min(_CHUNK, query.shape[1])
+    query, key, value = (pad_to_blocks(x, size) for x in (query, key, value))
+    missing = query.shape[1] * size - length
+    bias = torch.nn.functional.pad(bias, (0, missing), value=-torch.inf).view(key.shape[:3])
+    parts = [_own_chunk(query, key, value, bias, features, dropout_p)]
+    if query.shape[1] > 1:
+        before = prefix_merge(key_state(key, value, features, bias[:, :, None]), 1)
+        parts.append(read_state(query, before, features, dropout_p))
+    return merge(*parts).out.flatten(1, 2)[:, :length]
+
+
+def _own_chunk(query, key, value, bias, features, dropout_p: float) -> Partial:
+    """Causal attention of each chunk to itself by the feature products of its pairs: (A, T, C, .) -> Partial."""
+    directions = features.to(query.dtype).t()
+    query, key = query @ directions, key @ directions
+    query_top, key_top = (x.detach().amax(-1, keepdim=True) for x in (query, key))
+    products = torch.exp(query - query_top) @ torch.exp(key - key_top).transpose(2, 3)
+    seen = torch.ones(products.shape[-2:], dtype=torch.bool, device=query.device).tril() & (products > 0)
+    scores = products.masked_fill(~seen, 1.0).log() + query_top + (key_top + bias.unsqueeze(-1)).transpose(2, 3)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    top = scores.detach().amax(-1, keepdim=True)
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1, keepdim=True)
+    empty = total == 0
+    total = total.masked_fill(empty, 1.0)
+    weights = weights / total
+    weights = dropout(weights, dropout_p) if dropout_p else weights
+    return Partial(weights @ value, (total.log() + top).masked_fill(empty, -torch.inf).squeeze(-1))
+
+
+def naive(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed, first_head) -> Tensor:
+    """Readable form: the dense matrix of feature products, in the log domain."""
+    shape, dtype = query.shape[:2], value.dtype
+    features = _features(config, query.shape[-1], seed, query.device)
+    query, key, value, bias = _scaled(query.double(), key.double(), value.double(), mask, scale)
+    pairs = (query @ features.t())[:, :, None] + (key @ features.t())[:, None]
+    scores = pairs.logsumexp(-1) + bias[:, None]
+    if is_causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), -torch.inf)
+    return (scores.softmax(-1).nan_to_num(0.0) @ value).to(dtype).unflatten(0, shape)
+
+
+register(
+    Method(
+        info=MethodInfo(
+            name="performer",
+            title="Performer",
+            paper="Choromanski et al., ICLR 2021",
+            year=2020,
+            causal=True,
+            rectangular=True,
+            recurrent=True,
+            learned_parameters=(),
+            config_class=PerformerConfig,
+            summary="positive orthogonal random features of the softmax kernel (FAVOR+)",
+        ),
+        attend=attend,
+        naive=naive,
+    )
+)

@@ -1,0 +1,1 @@
+"""Tensor primitives. They know nothing of methods, nor of Transformers."""

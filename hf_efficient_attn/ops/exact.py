@@ -1,0 +1,53 @@
+"""Exact attention in tiles of queries: linear memory, any mask of keys, causal or not. For what is within a budget."""
+
+import torch
+from torch import Tensor
+
+from hf_efficient_attn.ops.blocks import pad_to_blocks
+from hf_efficient_attn.ops.partial import accumulator, attend
+
+_ROWS = 256
+
+
+def key_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where the mask is True, else -inf, of the accumulator's type of `dtype`; the mask's shape."""
+    zeros = torch.zeros(mask.shape, dtype=accumulator(dtype), device=mask.device)
+    return zeros.masked_fill_(~mask, -torch.inf)
+
+
+def exact_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *,
+    is_causal: bool,
+    scale: float,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """softmax(scale * query key^T) value.
+
+    Args:
+        query: (A, Nq, D); key: (A, Nk, D); value: (A, Nk, Dv); Nq = Nk where causal.
+        mask: bool (A, Nk) or None, True = attend.
+
+    Returns:
+        (A, Nq, Dv); rows with nothing to attend to are 0.
+    """
+    length = query.shape[1]
+    options = {"scale": scale, "dropout_p": dropout_p}
+    bias = None if mask is None else key_bias(mask, query.dtype)[:, None, None]
+    if not is_causal:
+        out = attend(pad_to_blocks(query, min(length, _ROWS)), key[:, None], value[:, None], bias, **options).out
+        return out.flatten(1, 2)[:, :length]
+    outs = []
+    for start in range(0, length, _ROWS):
+        end = min(start + _ROWS, length)
+        rows = torch.arange(start, end, device=query.device)
+        seen = torch.arange(end, device=query.device) <= rows[:, None]
+        here = key_bias(seen, query.dtype)[None, None]
+        if bias is not None:
+            here = here + bias[..., :end]
+        piece = attend(query[:, None, start:end], key[:, None, :end], value[:, None, :end], here, **options).out
+        outs.append(piece[:, 0])
+    return torch.cat(outs, 1)

@@ -1,0 +1,247 @@
+"""A near field of blocks and a far field of sampled columns, bidirectional.
+
+Every tile of queries attends exactly to one run of `block_size` keys (its near field: in the order of a hash, or in that
+of the positions) and to the sampled columns that are not in that run; the two partials are merged. `Plan` says which; it
+is made without gradient, and the readable form in `dense_log_weights` is made from the same one.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_efficient_attn.ops.blocks import ceil_div, inverse, pad_to_blocks, take, valid_first
+from hf_efficient_attn.ops.exact import key_bias
+from hf_efficient_attn.ops.hashing import angular_hash, hyperplanes, sort_by_hash
+from hf_efficient_attn.ops.partial import accumulator, attend, merge
+from hf_efficient_attn.ops.random import offsets, uniform
+from hf_efficient_attn.ops.sampling import (
+    inclusion_probabilities,
+    independent_sample,
+    operator_norm_squared,
+    stratified_ranks,
+    systematic_sample,
+)
+
+
+class Near(NamedTuple):
+    """Which run of keys each tile of queries sees.
+
+    query_order: (A, Nq), the query at each place, or None where places are positions.
+    key_order: (A, Nk), the key at each place, valid keys first, or None.
+    start: (A, T), the place at which the run of tile t begins.
+    rows: queries a tile. span: keys a run.
+    count: (A, 1), how many keys are there (all stand at the first places), or an integer.
+    queries: the same of the queries, whose own absence is known only where they are the same tokens as the keys.
+    """
+
+    query_order: Tensor | None
+    key_order: Tensor | None
+    start: Tensor
+    rows: int
+    span: int
+    count: Tensor | int
+    queries: Tensor | int
+
+
+class Far(NamedTuple):
+    """Sampled columns: place (A, m) in the order of the keys, log_weight (A, m), -inf in an empty slot."""
+
+    place: Tensor
+    log_weight: Tensor
+
+
+def plan_window(length: int, columns: int, span: int, mask: Tensor | None, heads: int, device: torch.device) -> Near:
+    """Runs of `span` keys centred on tiles of span / 2 queries, moved inwards at the ends; places are positions.
+
+    A mask (A, Nk) takes out the places of the keys that are not there, and of the queries too where they are the same
+    tokens (as many queries as keys).
+    """
+    rows = max(1, span // 2)
+    tiles = ceil_div(length, rows)
+    first = torch.arange(tiles, device=device) * rows - (span - rows) // 2
+    if mask is None:
+        start = first.clamp(0, columns - span).expand(heads, -1)
+        return Near(None, None, start, rows, span, columns, length)
+    count = mask.sum(1, keepdim=True)
+    order = valid_first(mask)
+    start = torch.minimum(first.clamp(min=0), (count - span).clamp(min=0))
+    if length == columns:
+        return Near(order, order, start, rows, span, count, count)
+    return Near(None, order, start, rows, span, count, length)
+
+
+def plan_lsh(query: Tensor, key: Tensor, span: int, mask: Tensor | None, num_hashes: int, seed) -> Near:
+    """Runs of `span` keys in hash order for tiles of `span` queries in hash order (Zandieh et al. 2023, Appendix A).
+
+    Queries and keys are sorted alike (Definition A.3) and the queries cut into equal blocks. The paper pairs the b-th
+    block of queries with the b-th of keys, which is off wherever the two are distributed differently over the cells; here
+    a block of queries gets the run of keys around the place that its middle query would have among the keys.
+    """
+    length, columns = query.shape[1], key.shape[1]
+    planes = hyperplanes(query.shape[2], num_hashes, seed, query.device)
+    query_mask = mask if length == columns else None
+    query_order, query_codes = sort_by_hash(angular_hash(query, planes), query_mask)
+    key_order, key_codes = sort_by_hash(angular_hash(key, planes), mask)
+    count = columns if mask is None else mask.sum(1, keepdim=True)
+    queries = length if query_mask is None else count
+    tiles = ceil_div(length, span)
+    middle = (torch.arange(tiles, device=query.device) * span + span // 2).expand(query.shape[0], -1)
+    last = queries - 1
+    middle = middle.clamp(max=last) if isinstance(last, int) else torch.minimum(middle, last.clamp(min=0))
+    code = query_codes.gather(1, middle)
+
+    def bounds(codes):
+        return torch.searchsorted(codes, code), torch.searchsorted(codes, code, right=True)
+
+    # Within a cell the tile stands among the keys of the cell where it stands among its queries.
+    (query_low, query_high), (key_low, key_high) = bounds(query_codes), bounds(key_codes)
+    part = (2 * (middle - query_low) + 1) * (key_high - key_low) // (2 * (query_high - query_low)).clamp(min=1)
+    centre = key_low + part
+    start = (centre - span // 2).clamp(min=0)
+    limit = count - span
+    start = start.clamp(max=limit) if isinstance(limit, int) else torch.minimum(start, limit.clamp(min=0))
+    return Near(query_order, key_order, start, span, span, count, queries)
+
+
+def probe_scores(query, key, near: Near, mask, scale: float, num_probes: int, offset: Tensor) -> Tensor:
+    """Squared norms of the residual's columns, estimated from the exact rows of some queries.
+
+    Column j of D^-1 A_res (Eq. 10 of Zandieh et al. 2023) is summed over `num_probes` queries, one from each of as many
+    equal strata of the tiles; what the near field of a query holds counts 0.
+
+    Returns:
+        (A, Nk), in the order of the positions.
+    """
+    columns, wide = key.shape[1], accumulator(query.dtype)
+    place = stratified_ranks(num_probes, near.queries, offset.reshape(-1, 1))
+    start = near.start.gather(1, place // near.rows).unsqueeze(-1)
+    if near.query_order is not None:
+        place = near.query_order.gather(1, place)
+    scores = take(query, place).to(wide) @ key.to(wide).transpose(1, 2) * scale
+    if mask is not None:
+        scores = scores + key_bias(mask, wide)[:, None]
+    # Only a row with no key at all gives NaN; it has no column to score.
+    weights = scores.softmax(-1).nan_to_num(0.0)
+    place = torch.arange(columns, device=key.device)[None] if near.key_order is None else inverse(near.key_order)
+    distance = place[:, None] - start
+    weights = weights.masked_fill((distance >= 0) & (distance < near.span), 0.0)
+    return weights.square_().sum(1) * (near.queries / num_probes)
+
+
+def column_scores(kind: str, query, key, value, near: Near, mask, scale, num_probes, offset) -> Tensor:
+    """Unnormalised sampling probabilities of the columns, (A, Nk) in the order of the places; 0 for absent keys.
+
+    kind: "uniform"; "value_norm", |v_j|^2; "probe", estimated squared column norm of D^-1 A_res + gamma |v_j|^2 with
+    gamma = 1 / |V|_op^2 (Algorithm 1, lines 2 and 5, and Algorithm 3, line 3, of Zandieh et al. 2023).
+    """
+    wide = accumulator(value.dtype)
+    if kind == "uniform":
+        scores = torch.ones(key.shape[:2], dtype=wide, device=key.device)
+    else:
+        squares = value.to(wide).square().sum(-1)
+        if kind == "value_norm":
+            scores = squares
+        else:
+            gamma = 1.0 / operator_norm_squared(value.to(wide)).clamp(min=torch.finfo(wide).tiny)
+            scores = probe_scores(query, key, near, mask, scale, num_probes, offset) + gamma * squares
+        # A column of zero norm could still hold weight in the denominator: every key keeps some chance.
+        mean = scores.mean(1, keepdim=True)
+        scores = scores + 1e-6 * mean + torch.finfo(wide).tiny
+    if near.key_order is not None:
+        scores = scores.gather(1, near.key_order)
+    if mask is not None:
+        places = torch.arange(key.shape[1], device=key.device)
+        scores = scores.masked_fill(places >= near.count, 0.0)
+    return scores
+
+
+def plan_far(scores: Tensor, num_samples: int, offset: Tensor, seed, independent: bool = False) -> Far:
+    """Draw columns: systematic without replacement, or independently as in the paper's Algorithm 1."""
+    if independent:
+        numbers = uniform((num_samples,), seed, 3, scores.device).expand(scores.shape[0], -1)
+        place, log_weight, _ = independent_sample(scores, num_samples, (numbers + offset[:, None]).frac())
+    else:
+        chances = inclusion_probabilities(scores, num_samples)
+        place, log_weight, _ = systematic_sample(chances, num_samples, offset)
+    return Far(place, log_weight.to(accumulator(scores.dtype)))
+
+
+def plan_small_rows(near: Near, scores: Tensor, num_samples: int) -> tuple[Near, Tensor]:
+    """Make rows whose keys fit into one run and the columns exact, as they would be in a batch without padding.
+
+    There every tile gets the last run of keys, and the keys before it are the only ones with a score, so that all of
+    them become columns of weight 1.
+    """
+    small = near.count <= near.span + num_samples
+    rest = (near.count - near.span).clamp(min=0)
+    start = torch.where(small, rest, near.start)
+    places = torch.arange(scores.shape[1], device=scores.device)
+    return near._replace(start=start), torch.where(small, (places < rest).to(scores.dtype), scores)
+
+
+def make_plan(query, key, value, mask, *, near_field, block_size, num_samples, num_hashes, scores, num_probes,
+              independent, scale, seed, first_head, batch) -> tuple[Near, Far]:  # fmt: skip
+    """Near and far field of (A, N, D) inputs, A = `batch` rows of heads numbered from `first_head`. No gradient."""
+    with torch.no_grad():
+        heads = query.shape[0] // batch
+        if near_field == "lsh":
+            near = plan_lsh(query, key, block_size, mask, num_hashes, seed)
+        else:
+            near = plan_window(query.shape[1], key.shape[1], block_size, mask, query.shape[0], query.device)
+        probe_offset, draw_offset = (
+            offsets(heads, first_head, seed, stream, query.device).repeat(batch) for stream in (11, 12)
+        )
+        weights = column_scores(scores, query, key, value, near, mask, scale, num_probes, probe_offset)
+        if mask is not None:
+            near, weights = plan_small_rows(near, weights, num_samples)
+        return near, plan_far(weights, num_samples, draw_offset, seed, independent)
+
+
+def near_far_attention(query, key, value, near: Near, far: Far, *, scale: float, dropout_p: float = 0.0) -> Tensor:
+    """The merged attention of a plan: query (A, Nq, D), key (A, Nk, D), value (A, Nk, Dv) -> (A, Nq, Dv)."""
+    length, wide = query.shape[1], accumulator(query.dtype)
+    options = {"scale": scale, "dropout_p": dropout_p}
+    tiles = near.start.shape[1]
+    rows = query if near.query_order is None else take(query, near.query_order)
+    rows = pad_to_blocks(rows, near.rows)
+    places = near.start[:, :, None] + torch.arange(near.span, device=query.device)
+    index, columns = places, far.place
+    if near.key_order is not None:
+        index = near.key_order.gather(1, places.flatten(1)).view_as(places)
+        columns = near.key_order.gather(1, far.place)
+    bias = None if isinstance(near.count, int) else key_bias(places < near.count[:, :, None], wide)[:, :, None]
+    parts = [attend(rows, take(key, index), take(value, index), bias, **options)]
+    if columns.shape[1]:
+        distance = far.place[:, None] - near.start[:, :, None]
+        inside = (distance >= 0) & (distance < near.span)
+        bias = far.log_weight[:, None].expand(-1, tiles, -1).masked_fill(inside, -torch.inf)[:, :, None]
+        parts.append(attend(rows, take(key, columns)[:, None], take(value, columns)[:, None], bias, **options))
+    out = merge(*parts).out.flatten(1, 2)[:, :length]
+    return out if near.query_order is None else take(out, inverse(near.query_order))
+
+
+def dense_log_weights(near: Near, far: Far, length: int, columns: int) -> Tensor:
+    """The readable form: for every head the (Nq, Nk) matrix of what is added to the scores before the softmax.
+
+    0 for a pair of the near field, -log(chance) for a sampled column that is not in it, -inf elsewhere.
+    """
+    weights = torch.full((near.start.shape[0], length, columns), -torch.inf, dtype=torch.float64)
+    for a in range(weights.shape[0]):
+        keys = torch.arange(columns) if near.key_order is None else near.key_order[a].cpu()
+        queries = torch.arange(length) if near.query_order is None else near.query_order[a].cpu()
+        count = near.count if isinstance(near.count, int) else int(near.count[a])
+        for t, start in enumerate(near.start[a].tolist()):
+            rows = queries[t * near.rows : (t + 1) * near.rows, None]
+            for place, log_weight in zip(far.place[a].tolist(), far.log_weight[a].tolist(), strict=True):
+                # logaddexp: the independent draw may pick a column twice.
+                old = weights[a, rows, keys[place]]
+                weights[a, rows, keys[place]] = torch.logaddexp(old, torch.full_like(old, log_weight))
+            weights[a, rows, keys[start : min(start + near.span, count)]] = 0.0
+    return weights
+
+
+def dense_attention(query, key, value, log_weights: Tensor, *, scale: float) -> Tensor:
+    """softmax(scale * query key^T + log_weights) value with dense float64 matrices; empty rows are 0."""
+    scores = query.double() @ key.double().transpose(1, 2) * scale + log_weights.to(query.device)
+    return (scores.softmax(-1).nan_to_num(0.0) @ value.double()).to(value.dtype)
