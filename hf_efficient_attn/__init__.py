@@ -1,8 +1,10 @@
 """Sub-quadratic attention for Transformers: `from_pretrained(..., attn_implementation="kdeformer")` after this import."""
 
 import hf_efficient_attn.methods  # noqa: F401  (registers the methods)
-from hf_efficient_attn import functional
+from hf_efficient_attn import functional, integration
+from hf_efficient_attn.conversion import convert, extend_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods.base import MethodConfig, MethodInfo, available_methods, method_info
 from hf_efficient_attn.methods.call import attention, naive_attention
 from hf_efficient_attn.methods.hyperattention import HyperAttentionConfig
@@ -12,3 +14,5 @@ from hf_efficient_attn.methods.longformer import LongformerConfig
 from hf_efficient_attn.methods.performer import PerformerConfig
 
 __version__ = "0.1.0"
+
+integration.register()

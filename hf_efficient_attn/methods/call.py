@@ -1,12 +1,11 @@
-"""From a user's call to a method: checks, masks, grouped queries, precision, and the walk over heads.
+"""From a user's call to a method: checks, masks, grouped queries, precision.
 
 A method sees none of this. Its `attend` (and its `naive`) has the signature
 
-    attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed, first_head) -> (B,H,Nq,Dv)
+    attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> (B,H,Nq,Dv)
 
 with query (B,H,Nq,D), key (B,H,Nk,D), value (B,H,Nk,Dv), floating; `mask` bool (B,Nk) or None, what it shuts out being
-zero in key and value; Nq = Nk where causal; `seed` an integer or a scalar tensor; `first_head` the number of the first
-head of this call within the layer, for draws that differ by head.
+zero in key and value; Nq = Nk where causal; `seed` an integer or a scalar tensor.
 """
 
 import dataclasses
@@ -19,10 +18,6 @@ from torch import Tensor
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods.base import MethodConfig, available_methods, get_method, make_config
 from hf_efficient_attn.ops.random import draw_seed
-
-# Numbers of one input that are worked on at a time on the CPU: a head of 16,384 x 64. What a method allocates for them
-# is then taken from memory that the previous heads have touched already, which is where naive code loses half its time.
-_TILE = 1 << 20
 
 # So many queries at the end of longer keys are a step of decoding; more are the chunk of a prompt.
 _DECODE = 128
@@ -107,40 +102,10 @@ def _call(form, method_or_config, query, key, value, mask, is_causal, scale, dro
         query = torch.cat((query.new_zeros(batch, heads, shift, width), query), 2)
     options = {"is_causal": is_causal, "scale": scale, "dropout_p": dropout_p, "seed": seed}
     with torch.autocast(query.device.type, enabled=False):
-        out = _over_heads(form(config.method), config, query, key, value, mask, options)
+        out = form(config.method)(config, query, *_grouped(query, key, value), mask=mask, **options)
     if shift < 0:
         return torch.cat((out.new_zeros(batch, heads, -shift, out.shape[-1]), out), 2)
     return out[:, :, shift:] if shift else out
-
-
-def _over_heads(attend, config, query, key, value, mask, options) -> Tensor:
-    """Call the method on a few heads at a time (see `_TILE`), or on all at once when compiling or on an accelerator."""
-    batch, heads = query.shape[:2]
-    each = max(query.shape[2], key.shape[2]) * max(query.shape[3], value.shape[3])
-    if query.device.type != "cpu" or torch.compiler.is_compiling() or batch * heads * each <= _TILE:
-        return attend(config, query, *_grouped(query, key, value), mask=mask, first_head=0, **options)
-    rows = max(1, _TILE // (heads * each))
-    step = heads if rows > 1 or heads * each <= _TILE else max(1, _TILE // each)
-    groups = heads // key.shape[1]
-    step = max(groups, step // groups * groups)
-    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    out = None if keep else query.new_empty(batch, heads, query.shape[2], value.shape[-1])
-    parts = []
-    # `split` rather than slices: its gradient is one concatenation, that of each slice a whole tensor of zeros.
-    for b, (q, k, v) in enumerate(zip(query.split(rows), key.split(rows), value.split(rows), strict=True)):
-        here = slice(b * rows, b * rows + q.shape[0])
-        row = []
-        pieces = zip(q.split(step, 1), k.split(step // groups, 1), v.split(step // groups, 1), strict=True)
-        for h, (q1, k1, v1) in enumerate(pieces):
-            part_mask = None if mask is None else mask[here]
-            piece = attend(config, q1, *_grouped(q1, k1, v1), mask=part_mask, first_head=h * step, **options)
-            if out is None:
-                row.append(piece)
-            else:
-                out[here, h * step : h * step + q1.shape[1]] = piece
-        if row:
-            parts.append(torch.cat(row, 1))
-    return torch.cat(parts) if out is None else out
 
 
 def _grouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

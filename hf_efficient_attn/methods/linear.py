@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import dropout, elu
 
 from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, option, register
-from hf_efficient_attn.ops.blocks import pad_to_blocks
+from hf_efficient_attn.ops.blocks import over_heads, pad_to_blocks
 from hf_efficient_attn.ops.partial import accumulator
 
 _CHUNK = 128
@@ -39,26 +39,30 @@ def elu_features(x: Tensor) -> Tensor:
 
 
 def _features(query, key, mask, scale) -> tuple[Tensor, Tensor]:
-    """phi of queries and keys in the accumulator's type, 0 for keys that are not there."""
+    """phi of queries and keys (A, N, D) in the accumulator's type, 0 for keys that are not there."""
     wide = accumulator(query.dtype)
     stretch = scale * query.shape[-1] ** 0.5
     query = query.to(wide) if abs(stretch - 1.0) < 1e-12 else query.to(wide) * stretch
     query, key = elu_features(query), elu_features(key.to(wide))
-    return query, key if mask is None else key * mask[:, None, :, None]
+    return query, key if mask is None else key * mask[:, :, None]
 
 
-def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed, first_head) -> Tensor:
+def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
     """Fast form; arguments as in `hf_efficient_attn.methods.call`."""
-    shape, dtype = query.shape, value.dtype
-    phi_q, phi_k = (x.flatten(0, 1) for x in _features(query, key, mask, scale))
-    value = value.flatten(0, 1).to(phi_k.dtype)
-    if is_causal:
-        out = _causal(phi_q, phi_k, value, dropout_p)
-    else:
+
+    def some_heads(query, key, value, mask):
+        dtype = value.dtype
+        phi_q, phi_k = _features(query, key, mask, scale)
+        value = value.to(phi_k.dtype)
+        if is_causal:
+            return _causal(phi_q, phi_k, value, dropout_p).to(dtype)
         total = phi_q @ phi_k.sum(1).unsqueeze(-1)
         out = (dropout(phi_q, dropout_p) if dropout_p else phi_q) @ (phi_k.transpose(1, 2) @ value)
-        out = _divide(out, total)
-    return out.to(dtype).unflatten(0, shape[:2])
+        return _divide(out, total).to(dtype)
+
+    flat = (x.flatten(0, 1) for x in (query, key, value))
+    flat_mask = None if mask is None else mask.repeat_interleave(query.shape[1], 0)
+    return over_heads(some_heads, *flat, flat_mask).unflatten(0, query.shape[:2])
 
 
 def _causal(phi_q, phi_k, value, dropout_p: float) -> Tensor:
@@ -83,13 +87,15 @@ def _divide(out: Tensor, total: Tensor) -> Tensor:
     return out / total.masked_fill(total == 0, 1.0)
 
 
-def naive(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed, first_head) -> Tensor:
+def naive(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
     """Readable form: the dense matrix of phi(q_i) . phi(k_j)."""
-    phi_q, phi_k = _features(query.double(), key.double(), mask, scale)
-    weights = phi_q @ phi_k.transpose(2, 3)
+    flat = [x.flatten(0, 1).double() for x in (query, key, value)]
+    phi_q, phi_k = _features(*flat[:2], None if mask is None else mask.repeat_interleave(query.shape[1], 0), scale)
+    weights = phi_q @ phi_k.transpose(1, 2)
     if is_causal:
         weights = weights.tril()
-    return _divide(weights @ value.double(), weights.sum(-1, keepdim=True)).to(value.dtype)
+    out = _divide(weights @ flat[2], weights.sum(-1, keepdim=True))
+    return out.to(value.dtype).unflatten(0, query.shape[:2])
 
 
 register(

@@ -5,6 +5,7 @@ A query sees `window_size` keys to each side (to the left only, when causal; sec
 set of projections would be new parameters in a checkpoint that has none.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, option, register
-from hf_efficient_attn.ops.blocks import pad_to_blocks, take, valid_first
+from hf_efficient_attn.ops.blocks import over_heads, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.exact import exact_attention, key_bias
 from hf_efficient_attn.ops.near_far import dense_attention
 from hf_efficient_attn.ops.partial import Partial, attend, merge
@@ -36,21 +37,23 @@ class LongformerConfig(MethodConfig):
         return LongformerConfig(window_size=window, global_tokens=self.global_tokens, seed=self.seed)
 
 
-def attend_window(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed, first_head) -> Tensor:
+def attend_window(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
     """Fast form; arguments as in `hf_efficient_attn.methods.call`."""
     options = {"scale": scale, "dropout_p": dropout_p}
     if key.shape[2] <= config.window_size + 1:
         flat_mask = None if mask is None else mask.repeat_interleave(query.shape[1], 0)
         out = exact_attention(*(x.flatten(0, 1) for x in (query, key, value)), flat_mask, is_causal=is_causal, **options)
         return out.unflatten(0, query.shape[:2])
+
+    def some_heads(query, key, value, mask=None):
+        return _rows(config, query, key, value, mask, is_causal, options)
+
     if mask is None:
         flat = (x.flatten(0, 1) for x in (query, key, value))
-        return _rows(config, *flat, None, is_causal, options).unflatten(0, query.shape[:2])
+        return over_heads(some_heads, *flat).unflatten(0, query.shape[:2])
     # With a mask the window's bias differs from tile to tile: one batch row at a time, all heads share it.
-    rows = [
-        _rows(config, query[b], key[b], value[b], mask[b], is_causal, options) for b in range(query.shape[0])
-    ]
-    return torch.stack(rows)
+    rows = zip(query.unbind(), key.unbind(), value.unbind(), mask, strict=True)
+    return torch.stack([over_heads(functools.partial(some_heads, mask=here), q, k, v) for q, k, v, here in rows])
 
 
 def _rows(config: LongformerConfig, query, key, value, mask, is_causal: bool, options) -> Tensor:
@@ -104,7 +107,7 @@ def allowed_pairs(config: LongformerConfig, queries: int, columns: int, mask, is
     return pairs & (distance <= 0) if is_causal else pairs
 
 
-def naive(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed, first_head) -> Tensor:
+def naive(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
     """Readable form: the dense matrix of allowed pairs."""
     pairs = allowed_pairs(config, query.shape[2], key.shape[2], mask, is_causal, query.device)
     weights = torch.zeros(pairs.shape, dtype=torch.float64, device=query.device).masked_fill(~pairs, -torch.inf)

@@ -59,7 +59,7 @@ class NearFarConfig(MethodConfig):
             )
 
 
-def _plan_options(config: NearFarConfig, query: Tensor, scale: float, seed, first_head: int) -> dict:
+def _plan_options(config: NearFarConfig, query: Tensor, scale: float, seed) -> dict:
     return {
         "num_samples": config.num_samples,
         "scores": config.column_scores,
@@ -67,7 +67,6 @@ def _plan_options(config: NearFarConfig, query: Tensor, scale: float, seed, firs
         "independent": config.draw == "independent",
         "scale": scale,
         "seed": seed,
-        "first_head": first_head,
         "batch": query.shape[0],
     }
 
@@ -93,10 +92,10 @@ def _restore(out: Tensor, order: Tensor | None, mask: Tensor | None) -> Tensor:
     return take(out, inverse(order)).masked_fill(~mask[:, :, None], 0.0)
 
 
-def attend(config: NearFarConfig, query, key, value, *, mask, is_causal, scale, dropout_p, seed, first_head) -> Tensor:
+def attend(config: NearFarConfig, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
     """Fast form; arguments as in `hf_efficient_attn.methods.call`."""
     shape, budget = query.shape[:2], config.block_size + config.num_samples
-    options = _plan_options(config, query, scale, seed, first_head)
+    options = _plan_options(config, query, scale, seed)
     query, key, value, mask = _flat(query, key, value, mask)
     if key.shape[1] <= budget:
         out = exact_attention(query, key, value, mask, is_causal=is_causal, scale=scale, dropout_p=dropout_p)
@@ -118,10 +117,10 @@ def attend(config: NearFarConfig, query, key, value, *, mask, is_causal, scale, 
     return out.unflatten(0, shape)
 
 
-def naive(config: NearFarConfig, query, key, value, *, mask, is_causal, scale, dropout_p, seed, first_head) -> Tensor:
+def naive(config: NearFarConfig, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
     """Readable form: the same plan as a dense matrix of log-weights beside the dense scores."""
     shape, budget = query.shape[:2], config.block_size + config.num_samples
-    options = _plan_options(config, query, scale, seed, first_head)
+    options = _plan_options(config, query, scale, seed)
     query, key, value, mask = _flat(query, key, value, mask)
     heads, length, columns = query.shape[0], query.shape[1], key.shape[1]
     order = None

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import dropout
 
 from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, option, register
-from hf_efficient_attn.ops.blocks import pad_to_blocks
+from hf_efficient_attn.ops.blocks import over_heads, pad_to_blocks
 from hf_efficient_attn.ops.exact import key_bias
 from hf_efficient_attn.ops.features import key_state, orthogonal_features, read_state
 from hf_efficient_attn.ops.partial import Partial, accumulator, merge, prefix_merge
@@ -51,28 +51,30 @@ def _features(config: PerformerConfig, width: int, seed, device) -> Tensor:
 
 
 def _scaled(query, key, value, mask, scale):
-    """Flat queries and keys, each times sqrt(scale), in the accumulator's type; bias -|k|^2/2, -inf for absent keys."""
+    """(A, N, D) queries and keys, each times sqrt(scale), in the accumulator's type; bias -|k|^2/2, -inf if absent."""
     wide, root = accumulator(query.dtype), abs(scale) ** 0.5
-    query, key, value = (x.flatten(0, 1).to(wide) for x in (query, key, value))
+    query, key, value = (x.to(wide) for x in (query, key, value))
     query, key = query * (root if scale >= 0 else -root), key * root
     bias = -0.5 * key.square().sum(-1)
-    if mask is not None:
-        bias = bias + key_bias(mask, wide).repeat_interleave(key.shape[0] // mask.shape[0], 0)
-    return query, key, value, bias
+    return query, key, value, bias if mask is None else bias + key_bias(mask, wide)
 
 
-def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed, first_head) -> Tensor:
+def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
     """Fast form; arguments as in `hf_efficient_attn.methods.call`."""
-    shape, dtype = query.shape[:2], value.dtype
     features = _features(config, query.shape[-1], seed, query.device)
-    query, key, value, bias = _scaled(query, key, value, mask, scale)
-    if is_causal:
-        out = _causal(query, key, value, bias, features, dropout_p)
-    else:
+
+    def some_heads(query, key, value, mask):
+        dtype = value.dtype
+        query, key, value, bias = _scaled(query, key, value, mask, scale)
+        if is_causal:
+            return _causal(query, key, value, bias, features, dropout_p).to(dtype)
         state = key_state(key[:, None], value[:, None], features, bias[:, None, None])
         rows = pad_to_blocks(query, min(query.shape[1], 1024))
-        out = read_state(rows, state, features, dropout_p).out.flatten(1, 2)[:, : query.shape[1]]
-    return out.to(dtype).unflatten(0, shape)
+        return read_state(rows, state, features, dropout_p).out.flatten(1, 2)[:, : query.shape[1]].to(dtype)
+
+    flat = (x.flatten(0, 1) for x in (query, key, value))
+    flat_mask = None if mask is None else mask.repeat_interleave(query.shape[1], 0)
+    return over_heads(some_heads, *flat, flat_mask).unflatten(0, query.shape[:2])
 
 
 def _causal(query, key, value, bias, features, dropout_p: float) -> Tensor:
@@ -107,11 +109,13 @@ def _own_chunk(query, key, value, bias, features, dropout_p: float) -> Partial:
     return Partial(weights @ value, (total.log() + top).masked_fill(empty, -torch.inf).squeeze(-1))
 
 
-def naive(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed, first_head) -> Tensor:
+def naive(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
     """Readable form: the dense matrix of feature products, in the log domain."""
     shape, dtype = query.shape[:2], value.dtype
     features = _features(config, query.shape[-1], seed, query.device)
-    query, key, value, bias = _scaled(query.double(), key.double(), value.double(), mask, scale)
+    flat = (x.flatten(0, 1).double() for x in (query, key, value))
+    flat_mask = None if mask is None else mask.repeat_interleave(query.shape[1], 0)
+    query, key, value, bias = _scaled(*flat, flat_mask, scale)
     pairs = (query @ features.t())[:, :, None] + (key @ features.t())[:, None]
     scores = pairs.logsumexp(-1) + bias[:, None]
     if is_causal:

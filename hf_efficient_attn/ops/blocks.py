@@ -1,8 +1,15 @@
-"""Moving tokens about: padding to whole blocks, gathering by index, valid tokens first."""
+"""Moving tokens about: padding to whole blocks, gathering by index, valid tokens first, a few heads at a time."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+# Numbers of a head's queries or keys that are worked on at a time on the CPU: one head of 8,192 x 64. What is allocated
+# for them then fits the cache, and is memory that the heads before have touched already: naive code loses half its time
+# to page faults on fresh memory.
+_TILE = 1 << 19
 
 
 def ceil_div(number: int, divisor: int) -> int:
@@ -19,6 +26,11 @@ def pad_to_blocks(x: Tensor, size: int, value: float = 0.0) -> Tensor:
 
 def take(x: Tensor, index: Tensor) -> Tensor:
     """Tokens of each row by index: x (A, N, D), index (A, ...) of integers below N -> (A, ..., D)."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        # Whole rows of memory at a time: five times as fast as `gather`, whose gradient is the faster of the two.
+        first = torch.arange(x.shape[0], device=x.device) * x.shape[1]
+        flat = index + first.view(-1, *[1] * (index.ndim - 1))
+        return x.reshape(-1, x.shape[2]).index_select(0, flat.flatten()).view(*index.shape, x.shape[2])
     flat = index.reshape(index.shape[0], -1, 1).expand(-1, -1, x.shape[2])
     return x.gather(1, flat).reshape(*index.shape, x.shape[2])
 
@@ -32,3 +44,25 @@ def inverse(order: Tensor) -> Tensor:
 def valid_first(mask: Tensor) -> Tensor:
     """Order that puts the tokens that are there first, each kind in its old order: mask bool (A, N) -> (A, N)."""
     return (~mask).to(torch.int8).argsort(dim=1, stable=True)
+
+
+def over_heads(function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
+    """function(*tensors) for a few heads at a time: (A, ...) tensors or None -> (A, N, Dv), the pieces joined.
+
+    All heads at once when compiling, on an accelerator, and where they are small.
+    """
+    given = [x for x in tensors if x is not None]
+    heads, each = given[0].shape[0], max(x[0].numel() for x in given)
+    step = max(1, _TILE // max(1, each))
+    if step >= heads or given[0].device.type != "cpu" or torch.compiler.is_compiling():
+        return function(*tensors)
+    # `split` rather than slices: its gradient is one concatenation, that of every slice a whole tensor of zeros.
+    splits = [[None] * -(-heads // step) if x is None else x.split(step) for x in tensors]
+    pieces = (function(*piece) for piece in zip(*splits, strict=True))
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        return torch.cat(list(pieces))
+    out = None
+    for i, piece in enumerate(pieces):
+        out = piece.new_empty(heads, *piece.shape[1:]) if out is None else out
+        out[i * step : i * step + piece.shape[0]] = piece
+    return out

@@ -12,14 +12,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.blocks import ceil_div, take
+from hf_efficient_attn.ops.blocks import ceil_div, over_heads, pad_to_blocks, take
 from hf_efficient_attn.ops.exact import exact_attention, key_bias
 from hf_efficient_attn.ops.near_far import plan_far
-from hf_efficient_attn.ops.partial import Partial, accumulator, attend, merge
+from hf_efficient_attn.ops.partial import Partial, accumulator, attend
 from hf_efficient_attn.ops.random import offsets
-from hf_efficient_attn.ops.sampling import operator_norm_squared, stratified_ranks
+from hf_efficient_attn.ops.sampling import largest_eigenvalue, stratified_ranks
 
 
 class Segments(NamedTuple):
@@ -31,55 +30,74 @@ class Segments(NamedTuple):
     log_weight: Tensor
 
 
-def segment_scores(kind: str, query, key, value, scale: float, num_probes: int, offset: Tensor) -> Tensor:
-    """Unnormalised sampling probabilities of a segment's keys from the segment's own queries: (S, L, D) -> (S, L)."""
-    wide = accumulator(value.dtype)
-    if kind == "uniform":
-        return torch.ones(key.shape[:2], dtype=wide, device=key.device)
-    squares = value.to(wide).square().sum(-1)
+def _segments(x: Tensor, pairs: int, span: int) -> Tensor:
+    """The left segments of the first `pairs` pairs of `span` tokens each: (A, N, ...) -> view (A, pairs, span, ...)."""
+    view = x.unfold(1, span, 2 * span)[:, :pairs]
+    return view.movedim(-1, 2)
+
+
+def segment_scores(kind: str, query, key, squares, gram, scale: float, num_probes: int, offset: Tensor) -> Tensor:
+    """Unnormalised sampling probabilities of the keys of segments, from each segment's own queries.
+
+    Args:
+        kind: as in `near_far.column_scores`.
+        query, key: (A, J, L, D), the tokens of J segments. squares: (A, J, L), |v_j|^2. gram: (A, J, Dv, Dv), V^T V.
+        offset: (A, 1), see `stratified_ranks`.
+
+    Returns:
+        (A, J, L).
+    """
+    heads, pairs, length, _ = key.shape
     if kind == "probe":
-        length = key.shape[1]
-        place = stratified_ranks(num_probes, length, offset.reshape(-1, 1))
-        weights = (take(query, place).to(wide) @ key.to(wide).transpose(1, 2) * scale).softmax(-1)
-        gamma = 1.0 / operator_norm_squared(value.to(wide)).clamp(min=torch.finfo(wide).tiny)
-        squares = weights.square_().sum(1) * (length / num_probes) + gamma * squares
-    return squares + 1e-6 * squares.mean(1, keepdim=True) + torch.finfo(wide).tiny
+        place = stratified_ranks(num_probes, length, offset)
+        place = place[:, None, :, None].expand(-1, pairs, -1, query.shape[3])
+        probes = query.gather(2, place).to(squares.dtype) * scale
+        weights = (probes @ key.transpose(2, 3).to(squares.dtype)).softmax(-1)
+        gamma = 1.0 / largest_eigenvalue(gram.flatten(0, 1)).clamp(min=torch.finfo(squares.dtype).tiny)
+        norms = weights.square_().sum(2) * (length / num_probes)
+        squares = torch.addcmul(norms, squares, gamma.view(heads, pairs, 1))
+    return squares + 1e-6 * squares.mean(2, keepdim=True) + torch.finfo(squares.dtype).tiny
 
 
-def plan_segments(query, key, value, *, size, num_samples, scores, num_probes, independent, scale, seed, first_head,
+def plan_segments(query, key, value, *, size, num_samples, scores, num_probes, independent, scale, seed,
                   batch) -> list[Segments]:  # fmt: skip
     """Samples of all segments of blocks of `size` keys, num_samples / 2 columns each (or all keys, where fewer)."""
-    heads, plans, level = query.shape[0] // batch, [], 0
-    # The queries of block t have t-1 completed blocks behind block t-1.
-    completed = ceil_div(query.shape[1], size) - 2
     with torch.no_grad():
-        while completed >= 1 << level:
+        heads, wide = query.shape[0], accumulator(value.dtype)
+        # The queries of block t have t-1 completed blocks behind block t-1.
+        completed = ceil_div(query.shape[1], size) - 2
+        count, plans = max(1, num_samples // 2), []
+        squares = torch.ones(value.shape[:2], dtype=wide, device=value.device)
+        gram = torch.zeros(heads, max(completed, 0), 0, 0, dtype=wide, device=value.device)
+        if scores != "uniform":
+            squares = torch.linalg.vector_norm(value, dim=-1, dtype=wide).square()
+        if scores == "probe" and completed > 0:
+            blocks = value[:, : completed * size].to(wide).unflatten(1, (completed, size))
+            gram = blocks.transpose(2, 3) @ blocks
+        for level in range(max(completed, 0).bit_length()):
             span = size << level
             pairs = ((completed >> level) + 1) >> 1
-
-            def segments(x, pairs=pairs, span=span):
-                x = x[:, : (2 * pairs - 1) * span]
-                x = pad(x, (0, 0, 0, span)).reshape(x.shape[0], pairs, 2, span, x.shape[2])
-                return x[:, :, 0].flatten(0, 1)
-
-            count = max(1, num_samples // 2)
             if count >= span:
-                index = torch.arange(span, device=key.device).expand(key.shape[0], pairs, -1)
-                plans.append(Segments(level, index, torch.zeros_like(index, dtype=accumulator(key.dtype))))
-            else:
-                turn = (
-                    offsets(heads, first_head, seed, stream + 2 * level, key.device).repeat(batch)
-                    for stream in (21, 22)
-                )
-                probe_offset, draw_offset = (x.repeat_interleave(pairs) for x in turn)
-                weights = segment_scores(
-                    scores, segments(query), segments(key), segments(value), scale, num_probes, probe_offset
-                )
-                far = plan_far(weights, count, draw_offset, seed, independent)
-                shape = (key.shape[0], pairs, count)
-                plans.append(Segments(level, far.place.view(shape), far.log_weight.view(shape)))
-            level += 1
-    return plans
+                index = torch.arange(span, device=key.device).expand(heads, pairs, -1)
+                plans.append(Segments(level, index, torch.zeros_like(index, dtype=wide)))
+                continue
+            probe_offset, draw_offset = (
+                offsets(heads // batch, seed, stream + 2 * level, key.device).repeat(batch).unsqueeze(1)
+                for stream in (21, 22)
+            )
+            weights = segment_scores(
+                scores,
+                *(_segments(x, pairs, span) for x in (query, key, squares)),
+                _segments(gram, pairs, 1 << level).sum(2),
+                scale,
+                num_probes,
+                probe_offset,
+            )
+            turns = draw_offset.expand(-1, pairs).flatten()
+            far = plan_far(weights.flatten(0, 1), count, turns, seed, independent)
+            shape = (heads, pairs, count)
+            plans.append(Segments(level, far.place.view(shape), far.log_weight.view(shape)))
+        return plans
 
 
 def causal_near_far_attention(
@@ -87,53 +105,91 @@ def causal_near_far_attention(
 ) -> Tensor:
     """Attention of a plan: (A, N, D), (A, N, D), (A, N, Dv) -> (A, N, Dv).
 
-    The first `exact` positions, at most, are computed exactly, whatever the length.
+    The first `exact` positions, at most, are computed exactly, whatever the length; `exact` is at least `size`.
     """
-    length = query.shape[1]
-    options = {"scale": scale, "dropout_p": dropout_p}
+    length, options = query.shape[1], {"scale": scale, "dropout_p": dropout_p}
     head = exact_attention(query[:, :exact], key[:, :exact], value[:, :exact], is_causal=True, **options)
     if length <= exact:
         return head
-    tiles = ceil_div(length, size)
-    missing = tiles * size - length
-    query, key, value = (pad(x, (0, 0, 0, missing)) for x in (query, key, value))
-    near = attend_block_and_previous(query, key, value, size, **options)
-    total = merge(near, *(_far_level(query, key, value, plan, size, options) for plan in plans))
-    return torch.cat((head, total.out[:, exact:length]), 1)
+
+    def some_heads(query, key, value, *samples):
+        near = attend_block_and_previous(query, key, value, size, **options)
+        parts = [(slice(None), near)]
+        for plan, index, log_weight in zip(plans, samples[::2], samples[1::2], strict=True):
+            parts += _far_parts(query[:, size:], key, value, Segments(plan.level, index, log_weight), size, options)
+        return merge_rows(parts)[:, exact - size :]
+
+    samples = [x for plan in plans for x in (plan.index, plan.log_weight)]
+    return torch.cat((head, over_heads(some_heads, query, key, value, *samples)), 1)
 
 
 def attend_block_and_previous(query, key, value, size: int, *, scale: float, dropout_p: float = 0.0) -> Partial:
-    """Each block of `size` queries to its own keys up to each query, and to all of the block before: (A, T*size, .)."""
-    blocks = [x.view(x.shape[0], -1, size, x.shape[2]) for x in (query, key, value)]
-    device, wide = query.device, accumulator(query.dtype)
-    seen = torch.ones(size, size, dtype=torch.bool, device=device)
-    causal = key_bias(seen.tril(), wide)[None, None]
-    first = attend(*(x[:, :1] for x in blocks), causal, scale=scale, dropout_p=dropout_p)
-    if blocks[0].shape[1] == 1:
-        return Partial(first.out.flatten(1, 2), first.lse.flatten(1, 2))
-    both = key_bias(torch.cat((seen, seen.tril()), 1), wide)[None, None]
-    keys, values = (torch.cat((x[:, :-1], x[:, 1:]), 2) for x in blocks[1:])
-    rest = attend(blocks[0][:, 1:], keys, values, both, scale=scale, dropout_p=dropout_p)
-    return Partial(*(torch.cat(pair, 1).flatten(1, 2) for pair in zip(first, rest, strict=True)))
+    """The queries from position `size` on, each to its own block up to itself and to all of the block before.
+
+    Returns:
+        Partial of out (A, N - size, Dv) and lse (A, N - size), blocks having `size` tokens.
+    """
+    length = query.shape[1]
+    query = pad_to_blocks(query[:, size:], size)
+    key, value = (pad_to_blocks(x, size) for x in (key, value))
+    key, value = (torch.cat((x[:, :-1], x[:, 1:]), 2) for x in (key, value))
+    seen = torch.ones(size, size, dtype=torch.bool, device=query.device)
+    bias = key_bias(torch.cat((seen, seen.tril()), 1), query.dtype)[None, None]
+    part = attend(query, key, value, bias, scale=scale, dropout_p=dropout_p)
+    return Partial(*(x.flatten(1, 2)[:, : length - size] for x in part))
 
 
-def _far_level(query, key, value, plan: Segments, size: int, options) -> Partial:
-    """The columns of one level's segments, for the queries that they serve; empty for all others: (A, N, .)."""
+def _far_parts(query, key, value, plan: Segments, size: int, options) -> list[tuple[slice, Partial]]:
+    """The columns of one level's segments, each for the queries that it serves: queries (A, R, D) from block 1 on.
+
+    Returns:
+        pairs of rows and their partial: the rows of all whole segments, as every second run of the level's span, and
+        those of a last one that is cut off.
+    """
     heads, pairs, count = plan.index.shape
-    span, length = size << plan.level, query.shape[1]
+    span = size << plan.level
     first = (torch.arange(pairs, device=query.device) * 2 * span)[:, None]
-    index = (plan.index + first).flatten(1)
-    keys, values = (take(x, index).view(heads, pairs, count, -1) for x in (key, value))
-    # Block t reaches over segment j at this level where t-1 lies in [(2j+1) 2**level, (2j+2) 2**level).
-    ends = size + 2 * pairs * span
-    rows = pad(query[:, size:ends], (0, 0, 0, max(0, ends - length))).reshape(heads, pairs, 2, span, -1)[:, :, 1]
-    part = attend(rows, keys, values, plan.log_weight[:, :, None], **options)
-    out, lse = part.out, part.lse.unsqueeze(-1)
-    laid = []
-    for tensor, empty in ((out, 0.0), (lse, -torch.inf)):
-        pair = torch.stack((torch.full_like(tensor, empty), tensor), 2).flatten(1, 3)
-        laid.append(pad(pair, (0, 0, size, max(0, length - ends)), value=empty)[:, :length])
-    return Partial(laid[0], laid[1].squeeze(-1))
+    index = plan.index + first
+    keys, values, bias = take(key, index), take(value, index), plan.log_weight[:, :, None]
+    # In rows from block 1 on, segment j serves the rows (2j+1) span .. (2j+2) span - 1.
+    whole, parts = query.shape[1] // (2 * span), []
+    if whole:
+        rows = query[:, : whole * 2 * span].unflatten(1, (whole, 2, span))[:, :, 1]
+        part = attend(rows, keys[:, :whole], values[:, :whole], bias[:, :whole], **options)
+        parts.append((slice(0, whole * 2 * span), part))
+    if whole < pairs:
+        rows = slice((2 * whole + 1) * span, query.shape[1])
+        part = attend(query[:, None, rows], keys[:, whole:], values[:, whole:], bias[:, whole:], **options)
+        parts.append((rows, part))
+    return parts
+
+
+def _rows_of(x: Tensor, rows: slice, part: Tensor) -> Tensor:
+    """The view of x (A, R, ...) that a part (A, R', ...), or (A, J, span, ...) of every second run, covers."""
+    x = x[:, rows]
+    if part.ndim == x.ndim:
+        return x
+    if part.shape[1] == 1 and part.shape[2] == x.shape[1]:
+        return x[:, None]
+    return x.unflatten(1, (part.shape[1], 2, part.shape[2]))[:, :, 1]
+
+
+def merge_rows(parts: list[tuple[slice, Partial]]) -> Tensor:
+    """`merge` of partials that cover some of the rows each; the first one covers all: (A, R, Dv).
+
+    In place on the rows of one output, since most parts cover half of it or less.
+    """
+    first = parts[0][1]
+    lses = torch.full((len(parts), *first.lse.shape), -torch.inf, dtype=first.lse.dtype, device=first.lse.device)
+    for lse, (rows, part) in zip(lses, parts, strict=True):
+        _rows_of(lse, rows, part.lse).copy_(part.lse)
+    # Every query sees itself, so that no row is empty.
+    weights = lses.softmax(0)
+    out = first.out * weights[0].unsqueeze(-1)
+    for weight, (rows, part) in zip(weights[1:], parts[1:], strict=True):
+        here = _rows_of(weight, rows, part.lse).unsqueeze(-1)
+        _rows_of(out, rows, part.out).addcmul_(part.out.to(out.dtype), here)
+    return out.to(first.out.dtype)
 
 
 def dense_causal_log_weights(plans: list[Segments], length: int, size: int, exact: int, heads: int) -> Tensor:

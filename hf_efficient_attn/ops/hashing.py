@@ -28,11 +28,12 @@ def gray_rank(bits: Tensor) -> Tensor:
     Returns:
         int64 (...), from 0 to 2**r - 1.
     """
-    rank = parity = torch.zeros_like(bits[..., 0], dtype=torch.int64)
-    for b in reversed(range(bits.shape[-1])):
-        parity = parity ^ bits[..., b].to(torch.int64)
-        rank = rank * 2 + parity
-    return rank
+    code = (bits.to(torch.int64) << torch.arange(bits.shape[-1], device=bits.device)).sum(-1)
+    shift = 1
+    while shift < bits.shape[-1]:  # the parity of all higher bits, by doubling
+        code = code ^ (code >> shift)
+        shift *= 2
+    return code
 
 
 def angular_hash(x: Tensor, planes: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """A near field of blocks and a far field of sampled columns, bidirectional.
 
 Every tile of queries attends exactly to one run of `block_size` keys (its near field: in the order of a hash, or in that
-of the positions) and to the sampled columns that are not in that run; the two partials are merged. `Plan` says which; it
-is made without gradient, and the readable form in `dense_log_weights` is made from the same one.
+of the positions) and to the sampled columns that are not in that run; the two are one softmax. `Near` and `Far` say
+which they are; they are made without gradient, and the readable form in `dense_log_weights` is made from the same one.
 """
 
 from typing import NamedTuple
@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.blocks import ceil_div, inverse, pad_to_blocks, take, valid_first
+from hf_efficient_attn.ops.blocks import ceil_div, inverse, over_heads, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.exact import key_bias
 from hf_efficient_attn.ops.hashing import angular_hash, hyperplanes, sort_by_hash
-from hf_efficient_attn.ops.partial import accumulator, attend, merge
+from hf_efficient_attn.ops.partial import accumulator, attend
 from hf_efficient_attn.ops.random import offsets, uniform
 from hf_efficient_attn.ops.sampling import (
     inclusion_probabilities,
@@ -113,19 +113,21 @@ def probe_scores(query, key, near: Near, mask, scale: float, num_probes: int, of
     Returns:
         (A, Nk), in the order of the positions.
     """
-    columns, wide = key.shape[1], accumulator(query.dtype)
+    wide = accumulator(query.dtype)
     place = stratified_ranks(num_probes, near.queries, offset.reshape(-1, 1))
-    start = near.start.gather(1, place // near.rows).unsqueeze(-1)
+    start = near.start.gather(1, place // near.rows)
     if near.query_order is not None:
         place = near.query_order.gather(1, place)
-    scores = take(query, place).to(wide) @ key.to(wide).transpose(1, 2) * scale
+    scores = (take(query, place).to(wide) * scale) @ key.to(wide).transpose(1, 2)
     if mask is not None:
         scores = scores + key_bias(mask, wide)[:, None]
     # Only a row with no key at all gives NaN; it has no column to score.
-    weights = scores.softmax(-1).nan_to_num(0.0)
-    place = torch.arange(columns, device=key.device)[None] if near.key_order is None else inverse(near.key_order)
-    distance = place[:, None] - start
-    weights = weights.masked_fill((distance >= 0) & (distance < near.span), 0.0)
+    weights = scores.softmax(-1)
+    weights = weights if mask is None else weights.nan_to_num(0.0)
+    held = start[:, :, None] + torch.arange(near.span, device=key.device)
+    if near.key_order is not None:
+        held = near.key_order.gather(1, held.flatten(1)).view_as(held)
+    weights = weights.scatter_(2, held, 0.0)
     return weights.square_().sum(1) * (near.queries / num_probes)
 
 
@@ -139,7 +141,7 @@ def column_scores(kind: str, query, key, value, near: Near, mask, scale, num_pro
     if kind == "uniform":
         scores = torch.ones(key.shape[:2], dtype=wide, device=key.device)
     else:
-        squares = value.to(wide).square().sum(-1)
+        squares = torch.linalg.vector_norm(value, dim=-1, dtype=wide).square()
         if kind == "value_norm":
             scores = squares
         else:
@@ -181,8 +183,8 @@ def plan_small_rows(near: Near, scores: Tensor, num_samples: int) -> tuple[Near,
 
 
 def make_plan(query, key, value, mask, *, near_field, block_size, num_samples, num_hashes, scores, num_probes,
-              independent, scale, seed, first_head, batch) -> tuple[Near, Far]:  # fmt: skip
-    """Near and far field of (A, N, D) inputs, A = `batch` rows of heads numbered from `first_head`. No gradient."""
+              independent, scale, seed, batch) -> tuple[Near, Far]:  # fmt: skip
+    """Near and far field of (A, N, D) inputs, A = `batch` rows of heads. No gradient."""
     with torch.no_grad():
         heads = query.shape[0] // batch
         if near_field == "lsh":
@@ -190,7 +192,7 @@ def make_plan(query, key, value, mask, *, near_field, block_size, num_samples, n
         else:
             near = plan_window(query.shape[1], key.shape[1], block_size, mask, query.shape[0], query.device)
         probe_offset, draw_offset = (
-            offsets(heads, first_head, seed, stream, query.device).repeat(batch) for stream in (11, 12)
+            offsets(heads, seed, stream, query.device).repeat(batch) for stream in (11, 12)
         )
         weights = column_scores(scores, query, key, value, near, mask, scale, num_probes, probe_offset)
         if mask is not None:
@@ -199,26 +201,33 @@ def make_plan(query, key, value, mask, *, near_field, block_size, num_samples, n
 
 
 def near_far_attention(query, key, value, near: Near, far: Far, *, scale: float, dropout_p: float = 0.0) -> Tensor:
-    """The merged attention of a plan: query (A, Nq, D), key (A, Nk, D), value (A, Nk, Dv) -> (A, Nq, Dv)."""
-    length, wide = query.shape[1], accumulator(query.dtype)
-    options = {"scale": scale, "dropout_p": dropout_p}
-    tiles = near.start.shape[1]
-    rows = query if near.query_order is None else take(query, near.query_order)
-    rows = pad_to_blocks(rows, near.rows)
-    places = near.start[:, :, None] + torch.arange(near.span, device=query.device)
-    index, columns = places, far.place
+    """The attention of a plan: query (A, Nq, D), key (A, Nk, D), value (A, Nk, Dv) -> (A, Nq, Dv).
+
+    Both fields are laid side by side as the keys of one tile, with the columns' log-weights as bias: one softmax over the
+    two is the merge of their partials, and one long product is faster than two short ones and a merge.
+    """
+    wide = accumulator(query.dtype)
+    run = near.start[:, :, None] + torch.arange(near.span, device=query.device)
+    columns = far.place[:, None].expand(-1, run.shape[1], -1)
+    distance = columns - near.start[:, :, None]
+    inside = (distance >= 0) & (distance < near.span)
+    far_bias = far.log_weight[:, None].to(wide).masked_fill(inside, -torch.inf)
+    near_bias = torch.zeros(run.shape, dtype=wide, device=query.device)
+    if not isinstance(near.count, int):
+        near_bias = near_bias.masked_fill_(run >= near.count[:, :, None], -torch.inf)
+    index = torch.cat((run, columns), 2)
     if near.key_order is not None:
-        index = near.key_order.gather(1, places.flatten(1)).view_as(places)
-        columns = near.key_order.gather(1, far.place)
-    bias = None if isinstance(near.count, int) else key_bias(places < near.count[:, :, None], wide)[:, :, None]
-    parts = [attend(rows, take(key, index), take(value, index), bias, **options)]
-    if columns.shape[1]:
-        distance = far.place[:, None] - near.start[:, :, None]
-        inside = (distance >= 0) & (distance < near.span)
-        bias = far.log_weight[:, None].expand(-1, tiles, -1).masked_fill(inside, -torch.inf)[:, :, None]
-        parts.append(attend(rows, take(key, columns)[:, None], take(value, columns)[:, None], bias, **options))
-    out = merge(*parts).out.flatten(1, 2)[:, :length]
-    return out if near.query_order is None else take(out, inverse(near.query_order))
+        index = near.key_order.gather(1, index.flatten(1)).view_as(index)
+    bias = torch.cat((near_bias, far_bias), 2)[:, :, None]
+    place = None if near.query_order is None else inverse(near.query_order)
+
+    def some_heads(query, key, value, order, place, index, bias):
+        rows = pad_to_blocks(query if order is None else take(query, order), near.rows)
+        out = attend(rows, take(key, index), take(value, index), bias, scale=scale, dropout_p=dropout_p).out
+        out = out.flatten(1, 2)
+        return out[:, : query.shape[1]] if place is None else take(out, place)
+
+    return over_heads(some_heads, query, key, value, near.query_order, place, index, bias)
 
 
 def dense_log_weights(near: Near, far: Far, length: int, columns: int) -> Tensor:

@@ -52,7 +52,7 @@ def merge(*partials: Partial) -> Partial:
     total = total.masked_fill(empty, 1.0)
     out = outs[0] * (weights[0] / total).unsqueeze(-1)
     for part, weight in zip(outs[1:], weights[1:], strict=True):
-        out = torch.addcmul(out, part.to(out.dtype), (weight / total).unsqueeze(-1).to(out.dtype))
+        out.addcmul_(part.to(out.dtype), (weight / total).unsqueeze(-1))
     return Partial(out.to(outs[0].dtype), (total.log() + top).masked_fill(empty, -torch.inf))
 
 
@@ -138,13 +138,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scal
         lse = torch.full((heads, tiles, rows), -torch.inf, dtype=wide, device=query.device)
         return value.new_zeros(heads, tiles, rows, value.shape[-1]), lse
     if query.device.type == "cpu" and width == value.shape[-1]:
-        keys, values = (x.expand(heads, tiles, -1, -1) for x in (key, value))
-        out, lse = _FUSED(query, keys, values, attn_mask=bias, scale=scale)
-        # The kernel lays its output out as (A, Nq, T, D) and gives rows with no key a lse of 0.
-        if bias is not None:
-            empty = bias.amax(-1) == -torch.inf
-            lse = torch.where(empty, -torch.inf, lse)
-        return out.contiguous(), lse.contiguous()
+        return _attend_fused(query, key, value, bias, scale)
     out = query.new_empty(heads, tiles, rows, value.shape[-1])
     lse = query.new_empty(heads, tiles, rows, dtype=wide)
     pieces = _tiles(query, key)
@@ -159,6 +153,29 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scal
             lse[a, t] = (total.log() + top).squeeze(-1)
             out[a, t] = (scores @ values).div_(total.masked_fill_(total == 0, 1.0))
     return out, lse
+
+
+def _attend_fused(query, key, value, bias, scale) -> tuple[Tensor, Tensor]:
+    """The CPU's own kernel, with the tiles as its batch: its output is then laid out as ours is.
+
+    One call where the tiles of all heads have keys of their own, else one a head.
+    """
+    heads, tiles, rows, width = query.shape
+    own_keys = key.shape[1] == value.shape[1] == tiles
+    if own_keys and (bias is None or bias.shape[:2] in ((1, 1), (heads, tiles))):
+        one = None if bias is None else bias.flatten(0, 1)[:, None]
+        query, key, value = (x.reshape(heads * tiles, 1, -1, width) for x in (query, key, value))
+        outs = [_FUSED(query, key, value, attn_mask=one, scale=scale)]
+    else:
+        outs = []
+        for a in range(heads):
+            keys, values = (x[a].expand(tiles, -1, -1)[:, None] for x in (key, value))
+            here = None if bias is None else bias[min(a, bias.shape[0] - 1)][:, None]
+            outs.append(_FUSED(query[a][:, None], keys, values, attn_mask=here, scale=scale))
+    out, lse = outs[0] if len(outs) == 1 else (torch.stack(x) for x in zip(*outs, strict=True))
+    out, lse = out.view(heads, tiles, rows, width), lse.view(heads, tiles, rows)
+    # The kernel gives rows with no key an output of 0, and a lse of 0 too.
+    return out, lse if bias is None else torch.where(bias.amax(-1) == -torch.inf, -torch.inf, lse)
 
 
 def _longest(pieces) -> int:

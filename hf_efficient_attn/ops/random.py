@@ -40,10 +40,10 @@ def normal(shape: tuple[int, ...], seed: int | Tensor, stream: int, device: torc
     return radius * (2.0 * math.pi * uniform(shape, seed, 2 * stream + 102, device)).cos()
 
 
-def offsets(heads: int, first_head: int, seed: int | Tensor, stream: int, device: torch.device) -> Tensor:
+def offsets(heads: int, seed: int | Tensor, stream: int, device: torch.device) -> Tensor:
     """One offset in (0, 1) for each of `heads` heads, float64 (heads,): the same for every row of a batch.
 
     Heads take turns around the circle by the golden ratio, so that no two of them sample alike.
     """
-    turn = (torch.arange(heads, device=device, dtype=torch.float64) + first_head) * 0.6180339887498949
+    turn = torch.arange(heads, device=device, dtype=torch.float64) * 0.6180339887498949
     return (uniform((1,), seed, stream, device) + turn).frac()

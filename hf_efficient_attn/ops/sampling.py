@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def inclusion_probabilities(scores: Tensor, budget: Tensor | int, rounds: int = 12) -> Tensor:
+def inclusion_probabilities(scores: Tensor, budget: Tensor | int, rounds: int = 8) -> Tensor:
     """pi_j = min(1, c * score_j) with c such that they sum to `budget` (or all 1 where fewer have a positive score).
 
     Each round sets c by the scores that are not cut off yet; a score that was cut off stays so, since c only grows, and
@@ -85,12 +85,16 @@ def stratified_ranks(count: int, available: Tensor | int, offset: Tensor) -> Ten
     return ranks.clamp(max=last) if isinstance(last, int) else torch.minimum(ranks, last.clamp(min=0))
 
 
-def operator_norm_squared(x: Tensor, steps: int = 12) -> Tensor:
+def operator_norm_squared(x: Tensor) -> Tensor:
     """Largest eigenvalue of x^T x by the power method: x (A, N, D) -> (A, 1)."""
-    gram = x.transpose(1, 2) @ x
-    # Never orthogonal to the first eigenvector unless it is 0 in every column: start at the longest row of the matrix.
-    start = gram.gather(1, gram.diagonal(dim1=1, dim2=2).argmax(1)[:, None, None].expand(-1, 1, gram.shape[2]))
-    vector = start.transpose(1, 2)
+    return largest_eigenvalue(x.transpose(1, 2) @ x)
+
+
+def largest_eigenvalue(gram: Tensor, steps: int = 12) -> Tensor:
+    """Largest eigenvalue of positive semi-definite matrices by the power method: (A, D, D) -> (A, 1)."""
+    # Start at the column of the largest diagonal entry, which is orthogonal to the first eigenvector in no random matrix.
+    largest = gram.diagonal(dim1=1, dim2=2).argmax(1)
+    vector = gram.gather(2, largest[:, None, None].expand(-1, gram.shape[1], 1))
     tiny = torch.finfo(gram.dtype).tiny
     for _ in range(steps):
         vector = vector / vector.norm(dim=1, keepdim=True).clamp(min=tiny)

@@ -1,0 +1,198 @@
+"""What is done to a model whose config names a method: its attention modules get numbers, and what cannot work is refused."""
+
+import sys
+from collections.abc import Iterator
+
+from torch import nn
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.integration.attention import Place, no_attentions, settings_of, warn_of_exact_cross_attention
+from hf_efficient_attn.integration.configs import method_of
+from hf_efficient_attn.integration.settings import EfficientAttentionConfig
+from hf_efficient_attn.methods.base import available_methods, get_method
+from hf_efficient_attn.methods.call import causal_methods
+
+_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "num_decoder_layers", "encoder_layers", "decoder_layers")
+_CROSS = ("cross", "encdec", "enc_dec", "encoder_attn")
+
+
+def models_in(module: nn.Module) -> list[PreTrainedModel]:
+    """The model itself and those inside it, outermost first."""
+    return [m for m in module.modules() if isinstance(m, PreTrainedModel)]
+
+
+def configs_of(model: nn.Module) -> list[PreTrainedConfig]:
+    """Every config, each once, of the models in `model`, their sub-configs included."""
+    found: dict[int, PreTrainedConfig] = {}
+    waiting = [m.config for m in models_in(model)]
+    while waiting:
+        config = waiting.pop(0)
+        if id(config) not in found:
+            found[id(config)] = config
+            parts = (getattr(config, key, None) for key in config.sub_configs)
+            waiting += [part for part in parts if isinstance(part, PreTrainedConfig)]
+    return list(found.values())
+
+
+def attention_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Place, PreTrainedConfig]]:
+    """The modules that compute attention, with their places, and the configs that rule them.
+
+    Names count from the innermost model that holds the module, so that a model inside another keeps its numbers.
+    """
+    owners: dict[str, tuple[str, PreTrainedConfig | None]] = {}
+    for path, module in model.named_modules():
+        above = owners.get(path.rpartition(".")[0], ("", None))
+        owners[path] = (path, module.config) if isinstance(module, PreTrainedModel) else above
+        if isinstance(module, PreTrainedModel) or not _is_attention(module):
+            continue
+        name = path.removeprefix(above[0]).removeprefix(".")
+        numbers = [int(part) for part in name.split(".") if part.isdigit()]
+        is_cross = bool(getattr(module, "is_cross_attention", False)) or any(
+            word in f"{name}.{type(module).__name__}".lower() for word in _CROSS
+        )
+        config = getattr(module, "config", None)
+        config = config if isinstance(config, PreTrainedConfig) else above[1]
+        if config is not None:
+            yield module, Place(numbers[0] if numbers else None, name, is_cross), config
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "is_causal", None), bool) or "Attention" in type(module).__name__
+
+
+def _uses_interface(module: nn.Module) -> bool:
+    """Whether the module's class, or one that it derives from, was written where Transformers' interface is at hand."""
+    sources = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)
+    return any(hasattr(source, "ALL_ATTENTION_FUNCTIONS") for source in sources)
+
+
+def prepare(model: PreTrainedModel, strict: bool = False) -> None:
+    """Make a model ready for the methods that its configs name; does nothing to one that names none. Idempotent.
+
+    Args:
+        strict: whether `model` is known to be whole. A part of a model under construction may lack some layers that
+            `layers` names, or all attention.
+
+    Raises:
+        UnsupportedAttentionError: a decoder with a method without causal form, a model that does not go through the
+            attention interface, or `layers` that the model does not have.
+    """
+    models = models_in(model)
+    if not any(method_of(m.config) for m in models):
+        return
+    _hand_down(model, models)
+    found = [(module, place, config) for module, place, config in attention_modules(model) if method_of(config)]
+    _check_interface(model, [module for module, _, _ in found], strict)
+    _check_layers(model, found, strict)
+    _check_causal(model, found)
+    for module, place, _ in found:
+        module._efficient_attention = place
+    for part in models:
+        # Some models drop the argument on the way to their attention, so that it is caught where it enters.
+        if not getattr(part, "_efficient_attention_guarded", False):
+            part.register_forward_pre_hook(_refuse_output_attentions, with_kwargs=True)
+            part._efficient_attention_guarded = True
+    _warn_of_cross_attention(found)
+
+
+def _hand_down(model: PreTrainedModel, models: list[PreTrainedModel]) -> None:
+    """A choice on the config of a composite model holds for its parts, as `attn_implementation` does."""
+    stored = model.config.efficient_attention
+    for part in models:
+        if stored is not None and part.config.efficient_attention is None:
+            if method_of(part.config) == stored.settings.method:
+                part.config.efficient_attention = stored.settings
+
+
+def _settings(config: PreTrainedConfig) -> EfficientAttentionConfig:
+    return settings_of(config, EfficientAttentionConfig(method_of(config)))
+
+
+def _check_interface(model: PreTrainedModel, modules: list[nn.Module], strict: bool) -> None:
+    if any(_uses_interface(module) for module in modules) or (not modules and not strict):
+        return
+    raise UnsupportedAttentionError(
+        f"{type(model).__name__} does not compute its attention through Transformers' attention interface, so that "
+        f"attn_implementation={method_of(model.config)!r} would have no effect: load it without that argument"
+    )
+
+
+def _check_layers(model: PreTrainedModel, found: list, strict: bool) -> None:
+    there = {place.layer for _, place, _ in found if place.layer is not None}
+    for config in {id(config): config for _, _, config in found}.values():
+        known = set(there)
+        if not strict:
+            counts = (getattr(config, key, 0) for key in _LAYER_COUNTS)
+            known |= set(range(max((count for count in counts if isinstance(count, int)), default=0)))
+        missing = [layer for layer in _settings(config).named_layers() if layer not in known]
+        if missing:
+            raise UnsupportedAttentionError(
+                f"{type(model).__name__} has no attention in layers {missing}; its layers are {sorted(there)}"
+            )
+
+
+def _check_causal(model: PreTrainedModel, found: list) -> None:
+    for module, place, config in found:
+        method = _settings(config).for_layer(place.layer)
+        if method is None or place.is_cross or getattr(module, "is_causal", None) is not True:
+            continue
+        if not get_method(method.method).info.causal:
+            raise UnsupportedAttentionError(
+                f"{type(model).__name__} is a decoder ({place.name} is causal) and {method.method} has no causal form. "
+                f"Methods that have one: {', '.join(causal_methods())}"
+            )
+
+
+def _warn_of_cross_attention(found: list) -> None:
+    names: dict[str, list] = {}
+    for module, place, config in found:
+        method = _settings(config).for_layer(place.layer)
+        if method is not None and place.is_cross and not get_method(method.method).info.rectangular:
+            if not getattr(module, "_efficient_attention_warned", False):
+                names.setdefault(method.method, []).append((module, place.name))
+    for method, places in names.items():
+        warn_of_exact_cross_attention(places[0][0], method, [name for _, name in places])
+        for module, _ in places:
+            module._efficient_attention_warned = True
+
+
+def _refuse_output_attentions(model: PreTrainedModel, args: tuple, kwargs: dict) -> None:
+    name = method_of(model.config)
+    wanted = kwargs.get("output_attentions")
+    if name and (model.config.output_attentions if wanted is None else wanted):
+        raise UnsupportedAttentionError(no_attentions(name))
+
+
+def switch(models: list[PreTrainedModel], settings: EfficientAttentionConfig) -> None:
+    """Put a choice into every config of the models, which stay as they were if one of them cannot take it."""
+    configs = [config for model in models for config in configs_of(model)]
+    before = [(config, config._attn_implementation, config.efficient_attention) for config in configs]
+    done = False
+    try:
+        for config in configs:
+            config._attn_implementation_internal = settings.method
+            config.efficient_attention = settings
+        for model in models:
+            prepare(model, strict=True)
+        done = True
+    finally:
+        if not done:
+            restore(before)
+
+
+def restore(before: list[tuple]) -> None:
+    """Set configs back to what (config, attn_implementation, efficient_attention) says."""
+    for config, implementation, stored in before:
+        config._attn_implementation_internal = implementation
+        config.efficient_attention = None
+        if stored is not None:
+            config.__dict__["efficient_attention"] = stored
+
+
+def requested(implementation: "str | dict") -> list[str]:
+    """The methods of this package that an `attn_implementation` argument names."""
+    if isinstance(implementation, dict):
+        return [name for value in implementation.values() for name in requested(value)]
+    return [implementation] if implementation in available_methods() else []

@@ -1,0 +1,144 @@
+"""The one list of method instances that feeds every parametrised test.
+
+A new method adds its instances here, and every promise, every comparison of the fast with the readable form and every
+check of its config runs on it. Budgets are so small that sequences of 30 to 300 tokens go through the approximation.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hf_efficient_attn as hea
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One method with the hyperparameters under test.
+
+    budget: the longest sequence that is computed exactly; 0 where the method never switches by length.
+    small: the same with a budget so small that gradients of 13 tokens go through the approximation.
+    limit: "exact" where `with_budget` of the whole sequence gives exact attention, "expectation" where the error falls
+        with the budget without an end, "none" where the method is an attention of its own.
+    random: whether the seed matters.
+    reads_positions: whether a hole in the middle of a mask is more than the absence of its tokens.
+    """
+
+    method: str
+    hyperparameters: dict[str, Any] = field(default_factory=dict)
+    budget: int = 0
+    small: dict[str, Any] = field(default_factory=dict)
+    limit: str = "none"
+    random: bool = False
+    reads_positions: bool = False
+
+    def __str__(self) -> str:
+        values = ",".join(str(v) for v in self.hyperparameters.values())
+        return f"{self.method}({values})" if values else self.method
+
+    @property
+    def info(self):
+        return hea.method_info(self.method)
+
+    @property
+    def forms(self) -> tuple[bool, ...]:
+        """The values of `is_causal` that the method has a form for."""
+        return (False, True) if self.info.causal else (False,)
+
+    def config(self, **changes):
+        return self.info.config_class(**{**self.hyperparameters, **changes})
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **options) -> Tensor:
+        return hea.attention(self.config(), query, key, value, attention_mask=mask, **options)
+
+
+def _near_far(method: str, **options) -> Instance:
+    return Instance(
+        method,
+        {"block_size": 16, "num_samples": 24, **options},
+        budget=40,
+        small={"block_size": 4, "num_samples": 5},
+        limit="exact",
+        random=True,
+    )
+
+
+INSTANCES = [
+    _near_far("kdeformer"),
+    _near_far("kdeformer", near_field="window"),
+    _near_far("kdeformer", draw="independent"),
+    _near_far("kdeformer", column_scores="value_norm"),
+    _near_far("hyperattention"),
+    _near_far("hyperattention", near_field="window"),
+    _near_far("hyperattention", draw="independent"),
+    Instance(
+        "longformer",
+        {"window_size": 8},
+        budget=9,
+        small={"window_size": 2},
+        limit="exact",
+        reads_positions=True,
+    ),
+    Instance(
+        "longformer",
+        {"window_size": 8, "global_tokens": 3},
+        budget=9,
+        small={"window_size": 2, "global_tokens": 2},
+        limit="exact",
+        reads_positions=True,
+    ),
+    Instance("linear"),
+    Instance("performer", {"num_features": 32}, small={"num_features": 7}, limit="expectation", random=True),
+]
+
+# One per method, at the method's own default hyperparameters.
+DEFAULTS = [Instance(name) for name in hea.available_methods()]
+
+
+def inputs(
+    batch: int = 1,
+    heads: int = 2,
+    queries: int = 64,
+    width: int = 8,
+    *,
+    keys: int | None = None,
+    key_heads: int | None = None,
+    value_width: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    spread: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query (batch, heads, queries, width), key and value of standard normal numbers times `spread`."""
+    generator = torch.Generator().manual_seed(seed)
+    keys = queries if keys is None else keys
+    key_heads = heads if key_heads is None else key_heads
+    shapes = (
+        (batch, heads, queries, width),
+        (batch, key_heads, keys, width),
+        (batch, key_heads, keys, width if value_width is None else value_width),
+    )
+    return tuple((torch.randn(s, generator=generator, dtype=torch.float64) * spread).to(dtype) for s in shapes)
+
+
+def padding_mask(kind: str, batch: int, length: int, seed: int = 0) -> Tensor | None:
+    """Bool (batch, length), True = attend, of one kind: none, left, right, holes, or empty (the first row shuts out all).
+
+    Rows of "left" and "right" have different numbers of tokens, at least one each.
+    """
+    if kind == "none":
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    if kind in ("left", "right"):
+        counts = torch.randint(1, length + 1, (batch, 1), generator=generator)
+        mask = torch.arange(length) < counts
+        return mask.flip(1) if kind == "left" else mask
+    mask = torch.rand(batch, length, generator=generator) < 0.7
+    if kind == "empty":
+        mask[0] = False
+    return mask
+
+
+def relative_error(approximate: Tensor, exact: Tensor) -> float:
+    """Frobenius norm of the difference over that of the exact."""
+    return ((approximate - exact).double().norm() / exact.double().norm()).item()
