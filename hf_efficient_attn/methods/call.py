@@ -78,7 +78,9 @@ def get_naive(name: str) -> Callable:
     return get_method(name).naive
 
 
-def _call(form, method_or_config, query, key, value, mask, is_causal, scale, dropout_p, seed, hyperparameters) -> Tensor:
+def _call(
+    form, method_or_config, query, key, value, mask, is_causal, scale, dropout_p, seed, hyperparameters
+) -> Tensor:
     config = make_config(method_or_config, **hyperparameters)
     query, key, value = _under_autocast(query, key, value)
     _check(config, query, key, value, mask, is_causal, scale, dropout_p, seed)

@@ -1,9 +1,9 @@
 """HyperAttention (Han, Jayaram, Karbasi, Mirrokni, Woodruff, Zandieh, ICLR 2024): LSH blocks and uniform columns.
 
 The near field is Algorithm 1 (sortLSH), the far field the uniform sampling of Algorithm 2 and of the authors' practical
-version: m columns, each with weight (number of keys) / m for the queries whose block does not hold them. Departures: the
-columns are drawn without replacement (systematic sampling; `draw="independent"` is the paper's), and the causal form is
-`hf_efficient_attn.ops.causal`, since the paper's recursion lets later queries influence earlier ones.
+version: m columns, each with weight (number of keys) / m for the queries whose block does not hold them. Departures:
+the columns are drawn without replacement (systematic sampling; `draw="independent"` is the paper's), and the causal
+form is `hf_efficient_attn.ops.causal`, since the paper's recursion lets later queries influence earlier ones.
 """
 
 from dataclasses import dataclass

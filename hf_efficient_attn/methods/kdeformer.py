@@ -6,13 +6,13 @@ Which equation is which line, and where this departs from the paper:
   `near_far.plan_lsh`. The key block of a query block is placed by the hash of its middle query, not by its number.
 - Far field, A_res = A - A_spar: m columns with p_j proportional to the squared norm of column j of D^-1 A_res plus
   gamma |v_j|^2 (Algorithm 1, lines 2 and 5; Algorithm 3, line 3), gamma = 1 / |V|_op^2 by the power method. A sampled
-  column that lies in a query's own block has weight 0 for it. The norms come from the exact rows of `num_probes` queries
-  rather than from a kernel density estimate.
-- Columns are drawn without replacement (systematic sampling, inclusion probability pi_j, weight 1/pi_j), which has a lower
-  variance at the same budget; `draw="independent"` is Algorithm 1's draw with weights 1/(m p_j).
+  column that lies in a query's own block has weight 0 for it. The norms come from the exact rows of `num_probes`
+  queries rather than from a kernel density estimate.
+- Columns are drawn without replacement (systematic sampling, inclusion probability pi_j, weight 1/pi_j), which has a
+  lower variance at the same budget; `draw="independent"` is Algorithm 1's draw with weights 1/(m p_j).
 - Algorithm 1 divides by a separate estimate of D. Here the denominator of a row is the sum of the very weights of its
-  numerator (the merged lse of near and far field), so that every output is a convex combination of values, the errors of
-  numerator and denominator cancel in part, and no row is scaled up by a poor estimate.
+  numerator (the merged lse of near and far field), so that every output is a convex combination of values, the errors
+  of numerator and denominator cancel in part, and no row is scaled up by a poor estimate.
 - Causal form: `hf_efficient_attn.ops.causal`; the paper has none.
 """
 

@@ -1,8 +1,9 @@
 """Linear transformer (Katharopoulos, Vyas, Pappas, Fleuret, ICML 2020): phi(q) . phi(k) with phi(x) = elu(x) + 1.
 
-Bidirectional: Eq. 4-6, out_i = phi(q_i)^T S / phi(q_i)^T Z with S = sum_j phi(k_j) v_j^T and Z = sum_j phi(k_j). Causal:
-Eq. 9-12 in chunks: S and Z of the completed chunks, and the triangle of the own chunk. The paper knows no scale; another
-one than 1/sqrt(D) multiplies the queries by scale * sqrt(D) before phi. Dropout acts on phi(q_i) / phi(q_i)^T Z.
+Bidirectional: Eq. 4-6, out_i = phi(q_i)^T S / phi(q_i)^T Z with S = sum_j phi(k_j) v_j^T and Z = sum_j phi(k_j).
+Causal: Eq. 9-12 in chunks: S and Z of the completed chunks, and the triangle of the own chunk. The paper knows no
+scale; another one than 1/sqrt(D) multiplies the queries by scale * sqrt(D) before phi. Dropout acts on phi(q_i) /
+phi(q_i)^T Z.
 """
 
 from dataclasses import dataclass
@@ -15,8 +16,9 @@ from torch.nn.functional import dropout, elu
 from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, option, register
 from hf_efficient_attn.ops.blocks import over_heads, pad_to_blocks
 from hf_efficient_attn.ops.partial import accumulator
+from hf_efficient_attn.ops.scan import exclusive_prefix_sum
 
-_CHUNK = 128
+_CHUNK = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +37,7 @@ class LinearConfig(MethodConfig):
 
 def elu_features(x: Tensor) -> Tensor:
     """phi(x) = elu(x) + 1 (Eq. 7), positive."""
-    return elu(x) + 1.0
+    return elu(x).add_(1.0)
 
 
 def _features(query, key, mask, scale) -> tuple[Tensor, Tensor]:
@@ -67,19 +69,20 @@ def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed
 
 def _causal(phi_q, phi_k, value, dropout_p: float) -> Tensor:
     """Chunked prefix sums: (A, N, D), (A, N, D), (A, N, Dv) -> (A, N, Dv)."""
-    length, size = phi_q.shape[1], min(_CHUNK, phi_q.shape[1])
-    phi_q, phi_k, value = (pad_to_blocks(x, size) for x in (phi_q, phi_k, value))
-    dropped = dropout(phi_q, dropout_p) if dropout_p else phi_q
-    own = (phi_q @ phi_k.transpose(2, 3)).tril()
-    total = own.sum(-1, keepdim=True)
-    # Dropout must fall on the same features in the own chunk and before it.
-    out = ((dropped @ phi_k.transpose(2, 3)).tril() if dropout_p else own) @ value
-    if phi_q.shape[1] > 1:
-        state = (phi_k.transpose(2, 3) @ value)[:, :-1].cumsum(1)
-        norm = phi_k.sum(2)[:, :-1].cumsum(1).unsqueeze(-1)
-        out = torch.cat((out[:, :1], out[:, 1:] + dropped[:, 1:] @ state), 1)
-        total = torch.cat((total[:, :1], total[:, 1:] + phi_q[:, 1:] @ norm), 1)
-    return _divide(out, total).flatten(1, 2)[:, :length]
+    heads, length = phi_q.shape[:2]
+    size = min(_CHUNK, length)
+    blocks = [pad_to_blocks(x, size) for x in (phi_q, phi_k, value)]
+    state = exclusive_prefix_sum(blocks[1].transpose(2, 3) @ blocks[2]).flatten(0, 1)
+    norm = exclusive_prefix_sum(blocks[1].sum(2)).flatten(0, 1).unsqueeze(-1)
+    phi_q, phi_k, value = (x.flatten(0, 1) for x in blocks)
+    own = (phi_q @ phi_k.transpose(1, 2)).tril()
+    total = torch.baddbmm(own.sum(-1, keepdim=True), phi_q, norm)
+    if dropout_p:
+        # Dropout falls on the same features in the own chunk and before it.
+        phi_q = dropout(phi_q, dropout_p)
+        own = (phi_q @ phi_k.transpose(1, 2)).tril()
+    out = _divide(torch.baddbmm(own @ value, phi_q, state), total)
+    return out.view(heads, -1, out.shape[-1])[:, :length]
 
 
 def _divide(out: Tensor, total: Tensor) -> Tensor:

@@ -42,7 +42,9 @@ def attend_window(config, query, key, value, *, mask, is_causal, scale, dropout_
     options = {"scale": scale, "dropout_p": dropout_p}
     if key.shape[2] <= config.window_size + 1:
         flat_mask = None if mask is None else mask.repeat_interleave(query.shape[1], 0)
-        out = exact_attention(*(x.flatten(0, 1) for x in (query, key, value)), flat_mask, is_causal=is_causal, **options)
+        out = exact_attention(
+            *(x.flatten(0, 1) for x in (query, key, value)), flat_mask, is_causal=is_causal, **options
+        )
         return out.unflatten(0, query.shape[:2])
 
     def some_heads(query, key, value, mask=None):
@@ -74,7 +76,9 @@ def _rows(config: LongformerConfig, query, key, value, mask, is_causal: bool, op
     flat = index.expand(query.shape[0], -1)
     columns = [take(x, flat)[:, None] for x in (key, value)]
     # A query before a global token does not see it when causal; with holes in the mask, others than it may be such.
-    shown = torch.ones(length, count, dtype=torch.bool, device=query.device) if seen is None else seen.expand(length, -1)
+    shown = (
+        torch.ones(length, count, dtype=torch.bool, device=query.device) if seen is None else seen.expand(length, -1)
+    )
     if is_causal:
         shown = shown & (index <= torch.arange(length, device=query.device)[:, None])
     blocks = pad_to_blocks(query, min(length, 128))
@@ -86,7 +90,9 @@ def _rows(config: LongformerConfig, query, key, value, mask, is_causal: bool, op
     shown = everything.expand(count, -1)
     if is_causal:
         shown = shown & (torch.arange(length, device=query.device) <= index[:, None])
-    own = attend(take(query, flat)[:, None], key[:, None], value[:, None], key_bias(shown, query.dtype)[None, None], **options)
+    own = attend(
+        take(query, flat)[:, None], key[:, None], value[:, None], key_bias(shown, query.dtype)[None, None], **options
+    )
     is_global = torch.zeros(length, dtype=torch.bool, device=query.device)
     is_global = is_global.index_fill(0, index, True) if seen is None else is_global.index_put((index,), seen)
     own = out.index_copy(1, index, own.out[:, 0])

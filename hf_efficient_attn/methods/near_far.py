@@ -1,4 +1,4 @@
-"""What the methods with an exact near field and sampled columns share: their hyperparameters and the way to the plan."""
+"""What methods with an exact near field and sampled columns share: hyperparameters and the way to the plan."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -44,7 +44,9 @@ class NearFarConfig(MethodConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.num_hashes > 62:
-            raise UnsupportedAttentionError(f"{self.method}: num_hashes={self.num_hashes} is more than the 62 of a code")
+            raise UnsupportedAttentionError(
+                f"{self.method}: num_hashes={self.num_hashes} is more than the 62 of a code"
+            )
 
     def with_budget(self, columns: int) -> "NearFarConfig":
         """A quarter of the columns near, the rest far: of the splits tried on real activations, among the best."""
@@ -54,9 +56,8 @@ class NearFarConfig(MethodConfig):
     def check_causal(self) -> None:
         if self.near_field == "lsh":
             raise UnsupportedAttentionError(
-                f"{self.method}: near_field='lsh' has no causal form, since blocks of hashed queries depend on the queries "
-                "that follow; use near_field='window' (or 'auto', which takes it when causal)"
-            )
+                f"{self.method}: near_field='lsh' has no causal form: blocks of hashed queries depend on the queries
+                that " "follow; use near_field='window' (or 'auto', which takes it when causal)" )
 
 
 def _plan_options(config: NearFarConfig, query: Tensor, scale: float, seed) -> dict:
@@ -111,7 +112,14 @@ def attend(config: NearFarConfig, query, key, value, *, mask, is_causal, scale, 
     else:
         near = "lsh" if config.near_field == "auto" else config.near_field
         near, far = near_far.make_plan(
-            query, key, value, mask, near_field=near, block_size=config.block_size, num_hashes=config.num_hashes, **options
+            query,
+            key,
+            value,
+            mask,
+            near_field=near,
+            block_size=config.block_size,
+            num_hashes=config.num_hashes,
+            **options,
         )
         out = near_far.near_far_attention(query, key, value, near, far, scale=scale, dropout_p=dropout_p)
     return out.unflatten(0, shape)
@@ -139,7 +147,14 @@ def naive(config: NearFarConfig, query, key, value, *, mask, is_causal, scale, d
     else:
         near = "lsh" if config.near_field == "auto" else config.near_field
         plan = near_far.make_plan(
-            query, key, value, mask, near_field=near, block_size=config.block_size, num_hashes=config.num_hashes, **options
+            query,
+            key,
+            value,
+            mask,
+            near_field=near,
+            block_size=config.block_size,
+            num_hashes=config.num_hashes,
+            **options,
         )
         log_weights = near_far.dense_log_weights(*plan, length, columns)
     out = near_far.dense_attention(query, key, value, log_weights, scale=scale)

@@ -146,8 +146,7 @@ def _far_parts(query, key, value, plan: Segments, size: int, options) -> list[tu
         pairs of rows and their partial: the rows of all whole segments, as every second run of the level's span, and
         those of a last one that is cut off.
     """
-    heads, pairs, count = plan.index.shape
-    span = size << plan.level
+    pairs, span = plan.index.shape[1], size << plan.level
     first = (torch.arange(pairs, device=query.device) * 2 * span)[:, None]
     index = plan.index + first
     keys, values, bias = take(key, index), take(value, index), plan.log_weight[:, :, None]

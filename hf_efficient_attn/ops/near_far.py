@@ -191,9 +191,7 @@ def make_plan(query, key, value, mask, *, near_field, block_size, num_samples, n
             near = plan_lsh(query, key, block_size, mask, num_hashes, seed)
         else:
             near = plan_window(query.shape[1], key.shape[1], block_size, mask, query.shape[0], query.device)
-        probe_offset, draw_offset = (
-            offsets(heads, seed, stream, query.device).repeat(batch) for stream in (11, 12)
-        )
+        probe_offset, draw_offset = (offsets(heads, seed, stream, query.device).repeat(batch) for stream in (11, 12))
         weights = column_scores(scores, query, key, value, near, mask, scale, num_probes, probe_offset)
         if mask is not None:
             near, weights = plan_small_rows(near, weights, num_samples)
