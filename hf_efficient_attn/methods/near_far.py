@@ -56,8 +56,9 @@ class NearFarConfig(MethodConfig):
     def check_causal(self) -> None:
         if self.near_field == "lsh":
             raise UnsupportedAttentionError(
-                f"{self.method}: near_field='lsh' has no causal form: blocks of hashed queries depend on the queries
-                that " "follow; use near_field='window' (or 'auto', which takes it when causal)" )
+                f"{self.method}: near_field='lsh' has no causal form: blocks of hashed queries depend on the queries "
+                "that follow; use near_field='window' (or 'auto', which takes it when causal)"
+            )
 
 
 def _plan_options(config: NearFarConfig, query: Tensor, scale: float, seed) -> dict:

@@ -1,11 +1,11 @@
 """Performer (Choromanski et al., ICLR 2021): positive orthogonal random features of the softmax kernel (FAVOR+).
 
-Eq. 5 with the orthogonal features of section 3.2, and the scale split evenly between queries and keys. Two departures, both
-in rounding alone: the sums are kept in the log domain with one maximum per feature and per query (`ops.features`), where
-the authors subtract one maximum over all keys, a leak of the future in a causal model, and add 1e-6. Causal: the state of
-the completed chunks is an exclusive scan over the chunks' partials; within a chunk the feature products are formed pair by
-pair, with one maximum per query and per key. Dropout acts on the weights of a query over the features (and over the keys
-of its own chunk).
+Eq. 5 with the orthogonal features of section 3.2, and the scale split evenly between queries and keys. Two
+departures, both in rounding alone: the sums are kept in the log domain with one maximum per feature and per query
+(`ops.features`), where the authors subtract one maximum over all keys, a leak of the future in a causal model, and
+add 1e-6. Causal: the state of the completed chunks is an exclusive scan over the chunks' partials; within a chunk the
+feature products are formed pair by pair, with one maximum per query and per key. Dropout acts on the weights of a
+query over the features (and over the keys of its own chunk).
 """
 
 import functools

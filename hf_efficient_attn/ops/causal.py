@@ -1,11 +1,12 @@
 """A near field of blocks and a far field of sampled columns that never look ahead.
 
-Queries are cut into blocks by position. Block t attends causally to itself and to block t-1, exactly. The completed blocks
-before those, 0 .. t-2, are split into aligned segments of 1, 2, 4, ... blocks by the binary digits of t-1; each segment
-has one weighted sample of its keys, drawn once from what stands in the segment alone, and shared by all blocks to which
-it belongs. So nothing that a query meets was ever chosen by what follows it, and its output does not even depend on how
-long the sequence is. These are the off-diagonal squares of HyperAttention's causal recursion (Han et al. 2023, Algorithm
-4), without its sorting of a square's queries among themselves, which lets later queries move earlier ones.
+Queries are cut into blocks by position. Block t attends causally to itself and to block t-1, exactly. The completed
+blocks before those, 0 .. t-2, are split into aligned segments of 1, 2, 4, ... blocks by the binary digits of t-1;
+each segment has one weighted sample of its keys, drawn once from what stands in the segment alone, and shared by all
+blocks to which it belongs. So nothing that a query meets was ever chosen by what follows it, and its output does not
+even depend on how long the sequence is. These are the off-diagonal squares of HyperAttention's causal recursion (Han
+et al. 2023, Algorithm 4), without its sorting of a square's queries among themselves, which lets later queries move
+earlier ones.
 """
 
 from typing import NamedTuple

@@ -4,9 +4,9 @@ exp(q . k) = E_w [exp(w . q - |q|^2/2) exp(w . k - |k|^2/2)]. With F features w_
 
     b_f = log sum_j exp(w_f . k_j - |k_j|^2/2),   M_f = the average of v_j by those weights,
 
-are the `Partial` of features attending to keys, and the output of a query is the softmax over features of w_f . q + b_f,
-applied to M_f: a second attention. So each of the two maxima that keep it from overflowing is taken per feature and per
-query, never over queries and keys of a sequence at once, and no epsilon is added anywhere.
+are the `Partial` of features attending to keys, and the output of a query is the softmax over features of w_f . q +
+b_f, applied to M_f: a second attention. So each of the two maxima that keep it from overflowing is taken per feature
+and per query, never over queries and keys of a sequence at once, and no epsilon is added anywhere.
 """
 
 import torch

@@ -1,8 +1,9 @@
 """A near field of blocks and a far field of sampled columns, bidirectional.
 
-Every tile of queries attends exactly to one run of `block_size` keys (its near field: in the order of a hash, or in that
-of the positions) and to the sampled columns that are not in that run; the two are one softmax. `Near` and `Far` say
-which they are; they are made without gradient, and the readable form in `dense_log_weights` is made from the same one.
+Every tile of queries attends exactly to one run of `block_size` keys (its near field: in the order of a hash, or in
+that of the positions) and to the sampled columns that are not in that run; the two are one softmax. `Near` and `Far`
+say which they are; they are made without gradient, and the readable form in `dense_log_weights` is made from the same
+one.
 """
 
 from typing import NamedTuple
@@ -75,8 +76,8 @@ def plan_lsh(query: Tensor, key: Tensor, span: int, mask: Tensor | None, num_has
     """Runs of `span` keys in hash order for tiles of `span` queries in hash order (Zandieh et al. 2023, Appendix A).
 
     Queries and keys are sorted alike (Definition A.3) and the queries cut into equal blocks. The paper pairs the b-th
-    block of queries with the b-th of keys, which is off wherever the two are distributed differently over the cells; here
-    a block of queries gets the run of keys around the place that its middle query would have among the keys.
+    block of queries with the b-th of keys, which is off wherever the two are distributed differently over the cells;
+    here a block of queries gets the run of keys around the place that its middle query would have among the keys.
     """
     length, columns = query.shape[1], key.shape[1]
     planes = hyperplanes(query.shape[2], num_hashes, seed, query.device)
@@ -201,8 +202,8 @@ def make_plan(query, key, value, mask, *, near_field, block_size, num_samples, n
 def near_far_attention(query, key, value, near: Near, far: Far, *, scale: float, dropout_p: float = 0.0) -> Tensor:
     """The attention of a plan: query (A, Nq, D), key (A, Nk, D), value (A, Nk, Dv) -> (A, Nq, Dv).
 
-    Both fields are laid side by side as the keys of one tile, with the columns' log-weights as bias: one softmax over the
-    two is the merge of their partials, and one long product is faster than two short ones and a merge.
+    Both fields are laid side by side as the keys of one tile, with the columns' log-weights as bias: one softmax over
+    the two is the merge of their partials, and one long product is faster than two short ones and a merge.
     """
     wide = accumulator(query.dtype)
     run = near.start[:, :, None] + torch.arange(near.span, device=query.device)

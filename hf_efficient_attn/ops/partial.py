@@ -1,8 +1,9 @@
 """Softmax attention over a part of the keys, and the exact merge of such parts.
 
-A `Partial` is what attention over some set of keys leaves behind: the normalised output and the log of the total weight.
-Two of them over disjoint sets merge to the one over the union (the online softmax of Milakov & Gimelshein 2018, used for
-blocks by FlashAttention, Dao et al. 2022). Everything in this package is made of the two functions here.
+A `Partial` is what attention over some set of keys leaves behind: the normalised output and the log of the total
+weight. Two of them over disjoint sets merge to the one over the union (the online softmax of Milakov & Gimelshein
+2018, used for blocks by FlashAttention, Dao et al. 2022). Everything in this package is made of the two functions
+here.
 """
 
 from typing import NamedTuple
@@ -19,7 +20,8 @@ class Partial(NamedTuple):
     """Attention over a part of the keys.
 
     out: (..., Nq, Dv), the normalised output; 0 where the part holds no key.
-    lse: (..., Nq), log of the sum of the weights, float32 (float64 for float64 input); -inf where the part holds no key.
+    lse: (..., Nq), log of the sum of the weights, float32 (float64 for float64 input); -inf where the part holds no
+    key.
     """
 
     out: Tensor
@@ -258,8 +260,8 @@ torch.library.register_autograd("hf_efficient_attn::attend", _backward, setup_co
 def prefix_merge(partial: Partial, dim: int) -> Partial:
     """For each index c along `dim` of the partials, the merge of those at 0 .. c-1 (an exclusive scan; empty at 0).
 
-    By doubling (Hillis & Steele 1986): log2 of the length steps, and what stands at c is made of nothing but what stands
-    before it, also in its rounding, which a running sum with one common maximum is not.
+    By doubling (Hillis & Steele 1986): log2 of the length steps, and what stands at c is made of nothing but what
+    stands before it, also in its rounding, which a running sum with one common maximum is not.
 
     Args:
         partial: out (..., C, ..., Dv) and lse (..., C, ...), `dim` the non-negative position of C in both.

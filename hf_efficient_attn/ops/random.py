@@ -1,8 +1,8 @@
 """Random numbers as a pure function of a seed.
 
 A counter is hashed instead of a generator being advanced: the same seed gives the same numbers on every device, inside
-`torch.compile`, and in whatever order they are asked for, and the global random state is never touched. The mixer is the
-finaliser of MurmurHash3 (Appleby, public domain), applied twice.
+`torch.compile`, and in whatever order they are asked for, and the global random state is never touched. The mixer is
+the finaliser of MurmurHash3 (Appleby, public domain), applied twice.
 """
 
 import math

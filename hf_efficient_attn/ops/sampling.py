@@ -92,7 +92,8 @@ def operator_norm_squared(x: Tensor) -> Tensor:
 
 def largest_eigenvalue(gram: Tensor, steps: int = 12) -> Tensor:
     """Largest eigenvalue of positive semi-definite matrices by the power method: (A, D, D) -> (A, 1)."""
-    # Start at the column of the largest diagonal entry, which is orthogonal to the first eigenvector in no random matrix.
+    # Start at the column of the largest diagonal entry, which is orthogonal to the first eigenvector in no random
+    # matrix.
     largest = gram.diagonal(dim1=1, dim2=2).argmax(1)
     vector = gram.gather(2, largest[:, None, None].expand(-1, gram.shape[1], 1))
     tiny = torch.finfo(gram.dtype).tiny
