@@ -19,7 +19,7 @@ class NearFarConfig(MethodConfig):
     """Hyperparameters of a near field of blocks with sampled columns.
 
     Up to block_size + num_samples keys (and, when causal, at the first so many positions of any sequence) the output is
-    exact. The causal form is that of `hf_efficient_attn.ops.causal`: its near field is always the window.
+    exact. The causal form is that of `hf_efficient_attn.ops.causal`.
     """
 
     block_size: int = option(256, "Keys that each query attends to exactly: the near field.", minimum=1)
@@ -27,8 +27,8 @@ class NearFarConfig(MethodConfig):
     num_hashes: int = option(7, "Random hyperplanes of the hash, whose cells order the tokens.", minimum=1)
     near_field: str = option(
         "auto",
-        "'lsh': blocks of an angular hash, as in the paper (no causal form). 'window': the neighbours by position. "
-        "'auto': 'lsh', or 'window' when causal.",
+        "'lsh': blocks of an angular hash, as in the paper (when causal: the window and runs of hashed keys before). "
+        "'window': the neighbours by position. 'auto': 'lsh', or 'window' when causal.",
         choices=("auto", "lsh", "window"),
     )
     draw: str = option(
@@ -53,13 +53,6 @@ class NearFarConfig(MethodConfig):
         near = max(1, self.check_budget(columns) // 4)
         return dataclasses.replace(self, block_size=near, num_samples=columns - near)
 
-    def check_causal(self) -> None:
-        if self.near_field == "lsh":
-            raise UnsupportedAttentionError(
-                f"{self.method}: near_field='lsh' has no causal form: blocks of hashed queries depend on the queries "
-                "that follow; use near_field='window' (or 'auto', which takes it when causal)"
-            )
-
 
 def _plan_options(config: NearFarConfig, query: Tensor, scale: float, seed) -> dict:
     return {
@@ -71,6 +64,14 @@ def _plan_options(config: NearFarConfig, query: Tensor, scale: float, seed) -> d
         "seed": seed,
         "batch": query.shape[0],
     }
+
+
+def _plan_segments(config: NearFarConfig, query, key, value, size: int, options: dict) -> list[causal.Segments]:
+    """The causal far field, and its runs of hashed keys where they are asked for."""
+    num_hashes = config.num_hashes if config.near_field == "lsh" else 0
+    if not config.num_samples and not num_hashes:
+        return []
+    return causal.plan_segments(query, key, value, size=size, num_hashes=num_hashes, **options)
 
 
 def _flat(query, key, value, mask):
@@ -102,10 +103,9 @@ def attend(config: NearFarConfig, query, key, value, *, mask, is_causal, scale, 
     if key.shape[1] <= budget:
         out = exact_attention(query, key, value, mask, is_causal=is_causal, scale=scale, dropout_p=dropout_p)
     elif is_causal:
-        config.check_causal()
         query, key, value, order = _compact(query, key, value, mask)
         size = max(1, config.block_size // 2)
-        plans = causal.plan_segments(query, key, value, size=size, **options) if config.num_samples else []
+        plans = _plan_segments(config, query, key, value, size, options)
         out = causal.causal_near_far_attention(
             query, key, value, plans, size=size, exact=budget, scale=scale, dropout_p=dropout_p
         )
@@ -140,10 +140,9 @@ def naive(config: NearFarConfig, query, key, value, *, mask, is_causal, scale, d
         if mask is not None:
             log_weights.masked_fill_(~mask[:, None].cpu(), -torch.inf)
     elif is_causal:
-        config.check_causal()
         query, key, value, order = _compact(query, key, value, mask)
         size = max(1, config.block_size // 2)
-        plans = causal.plan_segments(query, key, value, size=size, **options) if config.num_samples else []
+        plans = _plan_segments(config, query, key, value, size, options)
         log_weights = causal.dense_causal_log_weights(plans, length, size, budget, heads)
     else:
         near = "lsh" if config.near_field == "auto" else config.near_field

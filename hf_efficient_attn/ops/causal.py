@@ -13,9 +13,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.blocks import ceil_div, over_heads, pad_to_blocks, take
+from hf_efficient_attn.ops.blocks import ceil_div, inverse, over_heads, pad_to_blocks, take
 from hf_efficient_attn.ops.exact import exact_attention, key_bias
+from hf_efficient_attn.ops.hashing import angular_hash, hyperplanes, sort_by_hash
 from hf_efficient_attn.ops.near_far import plan_far
 from hf_efficient_attn.ops.partial import Partial, accumulator, attend
 from hf_efficient_attn.ops.random import offsets
@@ -23,12 +25,21 @@ from hf_efficient_attn.ops.sampling import largest_eigenvalue, stratified_ranks
 
 
 class Segments(NamedTuple):
-    """Samples of the segments of 2**level blocks: segment j begins at 2 j 2**level blocks and serves the blocks whose
-    completed part reaches over it; index (A, J, m) is relative to the segment's first key, log_weight (A, J, m)."""
+    """The segments of 2**level blocks: segment j begins at 2 j 2**level blocks, and serves the blocks whose completed
+    part reaches over it, which are the 2**level blocks behind the one after it.
+
+    index: (A, J, m), the sampled keys, counted from the segment's first. log_weight: (A, J, m).
+    order: (A, J, L), the keys of each segment in the order of a hash, or None where the near field is the window alone.
+    run: (A, J, L), for each query that the segment serves the number of its run of `width` keys in that order, or None.
+    width: keys a run.
+    """
 
     level: int
     index: Tensor
     log_weight: Tensor
+    order: Tensor | None = None
+    run: Tensor | None = None
+    width: int = 0
 
 
 def _segments(x: Tensor, pairs: int, span: int) -> Tensor:
@@ -60,14 +71,18 @@ def segment_scores(kind: str, query, key, squares, gram, scale: float, num_probe
     return squares + 1e-6 * squares.mean(2, keepdim=True) + torch.finfo(squares.dtype).tiny
 
 
-def plan_segments(query, key, value, *, size, num_samples, scores, num_probes, independent, scale, seed,
-                  batch) -> list[Segments]:  # fmt: skip
-    """Samples of all segments of blocks of `size` keys, num_samples / 2 columns each (or all keys, where fewer)."""
+def plan_segments(query, key, value, *, size, num_samples, scores, num_probes, independent, scale, seed, batch,
+                  num_hashes=0) -> list[Segments]:  # fmt: skip
+    """Samples of all segments of blocks of `size` keys, num_samples / 2 columns each (or all keys, where fewer).
+
+    With `num_hashes` also the order of the segments' keys by an angular hash, in runs of size / 2, and the run of each
+    query: the one in which its own hash would stand, whatever the other queries are.
+    """
     with torch.no_grad():
         heads, wide = query.shape[0], accumulator(value.dtype)
         # The queries of block t have t-1 completed blocks behind block t-1.
         completed = ceil_div(query.shape[1], size) - 2
-        count, plans = max(1, num_samples // 2), []
+        count, plans = min(num_samples, max(1, num_samples // 2)), []
         squares = torch.ones(value.shape[:2], dtype=wide, device=value.device)
         gram = torch.zeros(heads, max(completed, 0), 0, 0, dtype=wide, device=value.device)
         if scores != "uniform":
@@ -97,8 +112,31 @@ def plan_segments(query, key, value, *, size, num_samples, scores, num_probes, i
             turns = draw_offset.expand(-1, pairs).flatten()
             far = plan_far(weights.flatten(0, 1), count, turns, seed, independent)
             shape = (heads, pairs, count)
-            plans.append(Segments(level, far.place.view(shape), far.log_weight.view(shape)))
+            plan = Segments(level, far.place.view(shape), far.log_weight.view(shape))
+            if num_hashes:
+                planes = hyperplanes(key.shape[2], num_hashes, seed, key.device)
+                plan = _plan_runs(plan, query[:, size:], key, span, max(1, size // 2), planes)
+            plans.append(plan)
         return plans
+
+
+def _served(rows: Tensor, pairs: int, span: int) -> Tensor:
+    """The queries that each segment serves, out of those from block 1 on, 0 behind: (A, R, D) -> (A, J, span, D)."""
+    missing = 2 * pairs * span - rows.shape[1]
+    rows = pad(rows, (0, 0, 0, missing)) if missing > 0 else rows[:, : 2 * pairs * span]
+    return rows.unflatten(1, (pairs, 2, span))[:, :, 1]
+
+
+def _plan_runs(plan: Segments, rows: Tensor, key: Tensor, span: int, width: int, planes: Tensor) -> Segments:
+    """Add the hash order of each segment's keys, and the run in which the hash of each query served would stand."""
+    heads, pairs, _ = plan.index.shape
+    order, codes = sort_by_hash(angular_hash(_segments(key, pairs, span), planes).flatten(0, 1))
+    wanted = angular_hash(_served(rows, pairs, span), planes).flatten(0, 1)
+    # In the middle of the cell's keys: a query knows its cell, but nothing of its place among other queries.
+    low, high = torch.searchsorted(codes, wanted), torch.searchsorted(codes, wanted, right=True)
+    run = ((low + high) // 2).clamp(max=span - 1) // width
+    shape = (heads, pairs, span)
+    return plan._replace(order=order.view(shape), run=run.view(shape), width=width)
 
 
 def causal_near_far_attention(
@@ -113,15 +151,17 @@ def causal_near_far_attention(
     if length <= exact:
         return head
 
-    def some_heads(query, key, value, *samples):
+    def some_heads(query, key, value, *tensors):
         near = attend_block_and_previous(query, key, value, size, **options)
         parts = [(slice(None), near)]
-        for plan, index, log_weight in zip(plans, samples[::2], samples[1::2], strict=True):
-            parts += _far_parts(query[:, size:], key, value, Segments(plan.level, index, log_weight), size, options)
+        for i, plan in enumerate(plans):
+            here = Segments(plan.level, *tensors[4 * i : 4 * i + 4], plan.width)
+            attend_segments = _far_parts if here.run is None else _run_and_far_parts
+            parts += attend_segments(query[:, size:], key, value, here, size, options)
         return merge_rows(parts)[:, exact - size :]
 
-    samples = [x for plan in plans for x in (plan.index, plan.log_weight)]
-    return torch.cat((head, over_heads(some_heads, query, key, value, *samples)), 1)
+    tensors = [x for plan in plans for x in plan[1:5]]
+    return torch.cat((head, over_heads(some_heads, query, key, value, *tensors)), 1)
 
 
 def attend_block_and_previous(query, key, value, size: int, *, scale: float, dropout_p: float = 0.0) -> Partial:
@@ -164,6 +204,70 @@ def _far_parts(query, key, value, plan: Segments, size: int, options) -> list[tu
     return parts
 
 
+def _run_and_far_parts(query, key, value, plan: Segments, size: int, options) -> list[tuple[slice, Partial]]:
+    """`_far_parts` with a near field: each query also sees the run of keys to which its hash sends it.
+
+    The queries of a run are gathered into tiles of their own, which then have one run of keys and the columns.
+    """
+    heads, pairs, _ = plan.index.shape
+    span, width = size << plan.level, plan.width
+    runs = ceil_div(span, width)
+    rows, keys, values = (
+        x.flatten(0, 1) for x in (_served(query, pairs, span), *(_segments(x, pairs, span) for x in (key, value)))
+    )
+    order, run, index, log_weight = (x.flatten(0, 1) for x in (plan.order, plan.run, plan.index, plan.log_weight))
+    slot, tile_run = group_by_run(run, runs, width)
+    tiles = tile_run.shape[1]
+    source = torch.full((rows.shape[0], tiles * width), span, device=rows.device).scatter_(
+        1, slot, torch.arange(span, device=rows.device).expand_as(slot)
+    )
+    grouped = take(pad(rows, (0, 0, 0, 1)), source).unflatten(1, (tiles, width))
+    place = tile_run[:, :, None] * width + torch.arange(width, device=rows.device)
+    near = order.gather(1, place.clamp(max=span - 1).flatten(1)).view_as(place)
+    column_run = inverse(order).gather(1, index) // width
+    far_bias = (
+        log_weight[:, None].expand(-1, tiles, -1).masked_fill(column_run[:, None] == tile_run[:, :, None], -torch.inf)
+    )
+    bias = torch.cat((key_bias(place < span, far_bias.dtype), far_bias), 2)[:, :, None]
+    columns = torch.cat((near, index[:, None].expand(-1, tiles, -1)), 2)
+    part = attend(grouped, take(keys, columns), take(values, columns), bias, **options)
+    out = take(part.out.flatten(1, 2), slot).unflatten(0, (heads, pairs))
+    lse = part.lse.flatten(1, 2).gather(1, slot).unflatten(0, (heads, pairs))
+    whole, parts = query.shape[1] // (2 * span), []
+    if whole:
+        parts.append((slice(0, whole * 2 * span), Partial(out[:, :whole], lse[:, :whole])))
+    if whole < pairs:
+        cut = slice((2 * whole + 1) * span, query.shape[1])
+        left = query.shape[1] - cut.start
+        parts.append((cut, Partial(out[:, whole:, :left], lse[:, whole:, :left])))
+    return parts
+
+
+def group_by_run(run: Tensor, runs: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Places for queries in tiles of `rows` that hold queries of one run each, as few tiles as a fixed shape allows.
+
+    Where in its tile a query stands depends on the queries before it alone.
+
+    Args:
+        run: (S, L), the run of each query, below `runs`.
+
+    Returns:
+        slot (S, L), the place of each query among the tiles' rows, and tile_run (S, T), T = ceil(L / rows) + runs - 1.
+    """
+    tiles = ceil_div(run.shape[1], rows) + runs - 1
+    sizes = torch.zeros(run.shape[0], runs, dtype=torch.int64, device=run.device)
+    sizes = sizes.scatter_add_(1, run, torch.ones_like(run))
+    needed = (sizes + rows - 1) // rows
+    tile_ends = needed.cumsum(1)
+    order = run.argsort(dim=1, stable=True)
+    sorted_run = run.gather(1, order)
+    rank = torch.arange(run.shape[1], device=run.device) - (sizes.cumsum(1) - sizes).gather(1, sorted_run)
+    slot = (tile_ends - needed).gather(1, sorted_run) * rows + rank
+    slot = torch.empty_like(slot).scatter_(1, order, slot)
+    numbers = torch.arange(tiles, device=run.device).expand(run.shape[0], -1).contiguous()
+    return slot, torch.searchsorted(tile_ends, numbers, right=True).clamp(max=runs - 1)
+
+
 def _rows_of(x: Tensor, rows: slice, part: Tensor) -> Tensor:
     """The view of x (A, R, ...) that a part (A, R', ...), or (A, J, span, ...) of every second run, covers."""
     x = x[:, rows]
@@ -204,10 +308,14 @@ def dense_causal_log_weights(plans: list[Segments], length: int, size: int, exac
         done = block - 1
         for plan in plans:
             if done >= 0 and done >> plan.level & 1:
-                pair = (done >> plan.level) // 2
-                first = 2 * pair * (size << plan.level)
+                pair, span = (done >> plan.level) // 2, size << plan.level
+                first = 2 * pair * span
                 for a in range(heads):
                     for at, weight in zip(plan.index[a, pair].tolist(), plan.log_weight[a, pair].tolist(), strict=True):
                         old = weights[a, i, first + at]
                         weights[a, i, first + at] = torch.logaddexp(old, torch.full_like(old, weight))
+                    if plan.run is not None:
+                        run = int(plan.run[a, pair, i - size - (2 * pair + 1) * span])
+                        near = plan.order[a, pair, run * plan.width : (run + 1) * plan.width]
+                        weights[a, i, first + near.cpu()] = 0.0
     return weights
