@@ -1,7 +1,7 @@
 """The command hf-efficient-attn: `methods`, `info NAME`, `demo`.
 
-Exit status: 0 done, 1 failed while working (a file that could not be written), 2 asked for something that does not exist,
-130 interrupted. Errors are one line on stderr.
+Exit status: 0 done, 1 failed while working (a file that could not be written), 2 asked for something that does not
+exist, 130 interrupted. Errors are one line on stderr.
 """
 
 import dataclasses
@@ -31,6 +31,8 @@ def run(application: typer.Typer, arguments: Sequence[str] | None, name: str) ->
     try:
         status = application(args=arguments, prog_name=name, standalone_mode=False)
         sys.stdout.flush()
+        if status == 130:  # how typer hands over Ctrl-C; older ones raise Abort
+            raise typer.Abort
         return status if isinstance(status, int) else 0
     except (KeyboardInterrupt, typer.Abort):
         return _complain("interrupted", 130)
@@ -55,7 +57,12 @@ def _complain(message: str, status: int) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the command; ends the process with its exit status."""
-    sys.exit(run(app, arguments, "hf-efficient-attn"))
+    main_of(app, "hf-efficient-attn", arguments)
+
+
+def main_of(application: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> None:
+    """The same for any typer application."""
+    sys.exit(run(application, arguments, name))
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -101,6 +108,10 @@ def _pair(text: str) -> tuple[str, Any]:
         return key.strip(), value
 
 
+def _fields(config: MethodConfig) -> list[str]:
+    return [spec.name for spec in dataclasses.fields(config)]
+
+
 def parse_methods(methods: Iterable[str], settings: Iterable[str] = ()) -> dict[str, MethodConfig]:
     """Label -> config, out of what the command line says.
 
@@ -120,7 +131,7 @@ def parse_methods(methods: Iterable[str], settings: Iterable[str] = ()) -> dict[
         only, dot, key = key.rpartition(".")
         if dot:
             hea.method_info(only)
-        reached = [c for c in configs if c.method == only or (not dot and key in {f.name for f in dataclasses.fields(c)})]
+        reached = [c for c in configs if c.method == only or (not dot and key in _fields(c))]
         if not reached:
             chosen = ", ".join(dict.fromkeys(config.method for config in configs))
             raise UnsupportedAttentionError(f"--set {setting}: none of the chosen methods ({chosen}) has it")
@@ -136,7 +147,11 @@ def _describe(info: MethodInfo) -> dict[str, Any]:
 
 def _hyperparameters(info: MethodInfo) -> list[dict[str, Any]]:
     return [
-        {"name": spec.name, "default": spec.default, **{k: spec.metadata.get(k) for k in ("help", "minimum", "choices")}}
+        {
+            "name": spec.name,
+            "default": spec.default,
+            **{k: spec.metadata.get(k) for k in ("help", "minimum", "choices")},
+        }
         for spec in dataclasses.fields(info.config_class)
     ]
 
@@ -162,6 +177,9 @@ def _root(
         typer.echo(context.get_help())
 
 
+Settings = Annotated[
+    list[str], typer.Option("--set", metavar="KEY=VALUE", help="Hyperparameter; method.key=value for one method.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -180,7 +198,8 @@ def methods(as_json: Json = False) -> None:
 
 @app.command(epilog="Example: hf-efficient-attn info kdeformer")
 def info(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A method, as `methods` lists them.")], as_json: Json = False
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A method, as `methods` lists them.")],
+    as_json: Json = False,
 ) -> None:
     """Describe one method: its paper, its hyperparameters, their defaults and choices."""
     about = hea.method_info(name)
@@ -209,21 +228,23 @@ def demo(
     method: Annotated[
         list[str],
         typer.Option(
-            metavar="NAME", show_default=False,
-            help="A method, NAME or NAME:key=value; repeated or with commas. [default: kdeformer,hyperattention,longformer]",
+            metavar="NAME",
+            show_default=False,
+            help="NAME or NAME:key=value; repeated or with commas. [default: kdeformer,longformer]",
         ),
-    ] = ["kdeformer", "hyperattention", "longformer"],  # noqa: B006 (typer copies it)
+    ] = ["kdeformer", "longformer"],  # noqa: B006 (typer copies it)
     length: Annotated[
         list[str],
         typer.Option(
-            metavar="N", show_default=False,
+            metavar="N",
+            show_default=False,
             help="Tokens of a document, 512 to 16384; repeated or with commas. [default: 512,2048,8192]",
         ),
     ] = ["512,2048,8192"],  # noqa: B006
-    setting: Annotated[
-        list[str], typer.Option("--set", metavar="KEY=VALUE", help="Hyperparameter; method.key=value for one method.")
-    ] = [],  # noqa: B006
-    plot: Annotated[pathlib.Path | None, typer.Option(metavar="FILE", help="Draw time and error against length.")] = None,
+    setting: Settings = [],  # noqa: B006
+    plot: Annotated[
+        pathlib.Path | None, typer.Option(metavar="FILE", help="Draw time and error against length.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(metavar="N", min=1, help="Threads of PyTorch.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -245,14 +266,15 @@ def demo(
         draw(result, plot)
     if as_json:
         return _print_json(result)
+    forms = {"seconds": "{:.3f}", "speed_up": "{:.2f}x", "error": "{:.3f}", "cosine": "{:.4f}"}
     rows = [
-        (e["tokens"], e["method"], f"{e['seconds']:.3f}", f"{e['speed_up']:.2f}x", f"{e['error']:.3f}", f"{e['cosine']:.4f}")
-        for e in result["measurements"]
+        (entry["tokens"], entry["method"], *(form.format(entry[key]) for key, form in forms.items()))
+        for entry in result["measurements"]
     ]
     typer.echo(table(("tokens", "attention", "seconds", "speed-up", "error", "cosine"), rows))
     typer.echo(
-        "\nseconds: one forward pass of the whole model. error: |H - H_exact| / |H_exact| of the last hidden states (Frobenius "
-        "norm).\ncosine: of the mean-pooled embeddings. Means over the documents of a length; times are medians.\n"
+        "\nseconds: one forward pass of the whole model. error: |H - H_exact| / |H_exact| of the last hidden states\n"
+        "(Frobenius norm). cosine: of the mean-pooled embeddings. Means over the documents of a length.\n"
     )
     entry = result["search"][0]
     typer.echo(f"Search: {entry['questions']} questions among {entry['topics']} topics, against the lists of {EXACT}")
@@ -263,8 +285,9 @@ def demo(
     typer.echo(table(("attention", "tokens up to", "same first topic", "shared among the first five"), rows))
     typer.echo("\n" + "\n".join(result["summary"]))
     typer.echo(
-        "MiniLM was trained on 512 positions; beyond them its table repeats, untrained. The reference is exact attention at "
-        "the same length,\nso the figures say how well a method stands in for it, not how good a long embedding is."
+        "MiniLM was trained on 512 positions; beyond them its table repeats, untrained. The reference is exact\n"
+        "attention at the same length: the figures say how well a method stands in for it, not how good a long\n"
+        "embedding is."
     )
     if plot is not None:
         typer.echo(f"Drawn: {plot}")

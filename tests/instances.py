@@ -12,6 +12,9 @@ from torch import Tensor
 
 import hf_efficient_attn as hea
 
+# The tests run in several processes, and what they compute is small: one thread each.
+torch.set_num_threads(1)
+
 
 @dataclass(frozen=True)
 class Instance:
@@ -96,6 +99,11 @@ INSTANCES = [
 DEFAULTS = [Instance(name) for name in hea.available_methods()]
 
 
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Standard normal numbers, the same in every type up to its rounding."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
 def inputs(
     batch: int = 1,
     heads: int = 2,
@@ -122,7 +130,7 @@ def inputs(
 
 
 def padding_mask(kind: str, batch: int, length: int, seed: int = 0) -> Tensor | None:
-    """Bool (batch, length), True = attend, of one kind: none, left, right, holes, or empty (the first row shuts out all).
+    """Bool (batch, length), True = attend: of kind none, left, right, holes, or empty (the first row shuts out all).
 
     Rows of "left" and "right" have different numbers of tokens, at least one each.
     """

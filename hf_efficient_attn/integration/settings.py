@@ -155,10 +155,9 @@ def _mix_entry(entry: Any, method: str | None) -> Entry:
         )
     if "version" in entry:
         raise UnsupportedAttentionError("'version' stands beside 'layers', not in its entries")
-    plain = EfficientAttentionConfig.from_dict(entry, method)
-    if plain.layers is None or len(plain.entries) != 1 or plain.entries[0].layers is None:
+    if any(isinstance(layer, Mapping) for layer in _as_list(entry["layers"])):
         raise UnsupportedAttentionError("an entry of 'layers' holds indices, not entries again")
-    return plain.entries[0]
+    return EfficientAttentionConfig.from_dict(entry, method).entries[0]
 
 
 class Stored(dict):

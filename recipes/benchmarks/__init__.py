@@ -1,0 +1,1 @@
+"""`python -m recipes.benchmarks.attention` (speed, memory) and `python -m recipes.benchmarks.error` (accuracy)."""

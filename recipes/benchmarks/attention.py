@@ -1,0 +1,244 @@
+"""Speed and memory of the methods against torch's exact attention.
+
+    python -m recipes.benchmarks.attention --length 1024,2048,4096,8192,16384 --plot speed.png     (about 4 minutes on
+    2 cores) python -m recipes.benchmarks.attention --check                                                  (about 6
+    minutes)
+
+Speed is a ratio: in every round the exact attention of the same causality (forward, or forward and backward) runs
+before and after each method, and the ratio is that of their mean to the method's time, so that the drift of a busy
+machine cancels; the table gives the median of the rounds with the smallest and the greatest. Clock and medians are
+those of torch.utils.benchmark. Memory is that of a child process (`recipes.benchmarks.memory`). `--check` measures
+every setting that has a goal, or those asked for, and exits with status 1 when one goal is missed.
+"""
+
+import itertools
+import pathlib
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch.utils.benchmark import timer
+from tqdm import tqdm
+
+from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods, table
+from hf_efficient_attn.demo import replacing
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.methods.base import MethodConfig
+from recipes.benchmarks.memory import EXACT, extra_memory, make_inputs, run_once
+from recipes.benchmarks.report import Check, Csv, Plot, Verdict, check_outputs, conclude, write_csv
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+METHODS = ("kdeformer", "hyperattention", "longformer", "linear", "performer", "performer:num_features=64")
+SIZES = {"batch": 1, "heads": 8, "width": 64, "dtype": "float32", "threads": 2}
+
+# Times faster than exact attention: (length, causal, backward) -> {label: goal}, for the sizes above.
+_FORWARD = {"kdeformer": 8, "hyperattention": 8, "longformer": 8, "linear": 40, "performer (num_features=64)": 20}
+SPEED_GOALS: dict[tuple[int, bool, bool], dict[str, float]] = {
+    (8192, False, False): _FORWARD,
+    (16384, False, False): {"kdeformer": 12, "hyperattention": 12},
+    (8192, False, True): {label: goal / 2 for label, goal in _FORWARD.items()},
+    (8192, True, False): {"kdeformer": 1, "hyperattention": 1, "longformer": 1, "linear": 8, "performer": 1},
+}
+# Extra memory as a multiple of the inputs, forward, at (length, causal).
+MEMORY_GOALS = {(16384, False): 3.0}
+
+
+def _time(work: Callable[[], None], number: int) -> float:
+    """Seconds of one of `number` calls."""
+    start = timer()
+    for _ in range(number):
+        work()
+    return (timer() - start) / number
+
+
+def measure(configs: Mapping[str, MethodConfig], case: Mapping[str, Any], rounds: int, bar=None) -> dict[str, dict]:
+    """Times of exact attention and of every method in one case.
+
+    Returns:
+        label -> {"seconds", "exact_seconds", "ratio", "ratio_min", "ratio_max"}, `sdpa` first.
+    """
+    inputs = make_inputs(dict(case))
+
+    def work(config: MethodConfig | None) -> Callable[[], None]:
+        return lambda: run_once(config, inputs, dict(case))
+
+    calls = {label: work(config) for label, config in configs.items()}
+    exact = work(None)
+    # The first call of each pays for its memory and caches. A short one is then timed over so many calls as take .1 s.
+    numbers = {}
+    for label, call in {EXACT: exact, **calls}.items():
+        _time(call, 1)
+        numbers[label] = max(1, min(50, round(0.1 / _time(call, 1)))) if label != EXACT else 1
+    before = _time(exact, numbers[EXACT])
+    numbers[EXACT] = max(1, min(50, round(0.1 / before)))
+    notes: dict[str, list[tuple[float, float]]] = {label: [] for label in calls}
+    exacts = []
+    for _ in range(rounds):
+        before = _time(exact, numbers[EXACT])
+        exacts.append(before)
+        for label, call in calls.items():
+            taken = _time(call, numbers[label])
+            after = _time(exact, numbers[EXACT])
+            exacts.append(after)
+            notes[label].append((taken, (before + after) / 2))
+            before = after
+            if bar is not None:
+                bar.update()
+    return {EXACT: _row([(x, x) for x in exacts])} | {label: _row(note) for label, note in notes.items()}
+
+
+def _row(notes: Sequence[tuple[float, float]]) -> dict[str, float]:
+    ratios = [exact / taken for taken, exact in notes]
+    return {
+        "seconds": statistics.median(taken for taken, _ in notes),
+        "exact_seconds": statistics.median(exact for _, exact in notes),
+        "ratio": statistics.median(ratios),
+        "ratio_min": min(ratios),
+        "ratio_max": max(ratios),
+    }
+
+
+def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
+    """Every measured row that has a goal, beside it."""
+    found = []
+    for row in rows:
+        passes = "forward+backward" if row["backward"] else "forward"
+        setting = f"{row['method']}, {row['length']}, {'causal ' if row['causal'] else ''}{passes}"
+        goal = SPEED_GOALS.get((row["length"], row["causal"], row["backward"]), {}).get(row["method"])
+        if goal is not None:
+            found.append(Verdict(f"{setting}: times faster", row["ratio"], goal, True))
+        most = None if row["backward"] else MEMORY_GOALS.get((row["length"], row["causal"]))
+        if most is not None and row["method"] != EXACT and row["extra_memory"] is not None:
+            found.append(Verdict(f"{setting}: extra memory / inputs", row["extra_memory"], most, False))
+    return found
+
+
+def draw(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
+    """Time and speed-up against length: a row of two panels for each causality and direction."""
+    from matplotlib.figure import Figure
+
+    settings = list(dict.fromkeys((row["causal"], row["backward"]) for row in rows))
+    figure = Figure(figsize=(11, 4 * len(settings)), layout="constrained")
+    panels = figure.subplots(len(settings), 2, squeeze=False)
+    ticks = sorted({row["length"] for row in rows})
+    for (causal, backward), pair in zip(settings, panels, strict=True):
+        here = [row for row in rows if (row["causal"], row["backward"]) == (causal, backward)]
+        name = ("causal, " if causal else "") + ("forward+backward" if backward else "forward")
+        for number, label in enumerate(dict.fromkeys(row["method"] for row in here)):
+            own = [row for row in here if row["method"] == label]
+            for axes, key in zip(pair, ("seconds", "ratio"), strict=True):
+                axes.plot(
+                    [r["length"] for r in own], [r[key] for r in own], marker="o", color=f"C{number}", label=label
+                )
+        for axes, what in zip(pair, ("seconds", "times faster than exact"), strict=True):
+            axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel=what, title=name)
+            axes.set_xticks(ticks, [str(tick) for tick in ticks])
+            axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+            axes.grid(alpha=0.3)
+        pair[0].legend(fontsize="small")
+    with replacing(path) as draft:
+        figure.savefig(draft, dpi=150)
+
+
+def _format(row: Mapping[str, Any], memory: bool) -> tuple[str, ...]:
+    cells = (
+        row["length"],
+        ("causal " if row["causal"] else "") + ("fwd+bwd" if row["backward"] else "fwd"),
+        row["method"],
+        f"{1000 * row['seconds']:.1f}",
+        f"{row['ratio']:.1f}x",
+        f"{row['ratio_min']:.1f}..{row['ratio_max']:.1f}",
+    )
+    return (*cells, "" if row["extra_memory"] is None else f"{row['extra_memory']:.2f}") if memory else cells
+
+
+@app.command(
+    epilog="Example: python -m recipes.benchmarks.attention --length 8192 --causal --set kdeformer.block_size=128"
+)
+def attention(
+    length: Annotated[
+        list[str],
+        typer.Option(metavar="N", show_default=False, help="Tokens, repeated or with commas. [default: 1024..16384]"),
+    ] = [],  # noqa: B006 (typer copies it)
+    method: Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME",
+            show_default=False,
+            help="NAME or NAME:key=value, repeated or with commas. [default: all five; performer with 64 features too]",
+        ),
+    ] = [],  # noqa: B006
+    setting: Settings = [],  # noqa: B006
+    causal: Annotated[bool | None, typer.Option("--causal/--bidirectional", help="[default: bidirectional]")] = None,
+    backward: Annotated[
+        bool | None, typer.Option("--backward/--forward", help="Time the gradient too. [default: forward]")
+    ] = None,
+    dtype: Annotated[str, typer.Option(metavar="TYPE", help="float32, bfloat16 or float16.")] = "float32",
+    batch: Annotated[int, typer.Option(metavar="N", min=1)] = 1,
+    heads: Annotated[int, typer.Option(metavar="N", min=1)] = 8,
+    width: Annotated[int, typer.Option(metavar="N", min=1, help="Of a head.")] = 64,
+    threads: Annotated[int, typer.Option(metavar="N", min=1)] = 2,
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Paired measurements of each.")] = 5,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the inputs.")] = 0,
+    memory: Annotated[
+        bool, typer.Option("--memory/--no-memory", help="Measure peak memory in child processes.")
+    ] = True,
+    check: Check = False,
+    csv: Csv = None,
+    plot: Plot = None,
+) -> None:
+    """Times and memory of the methods on random inputs, as multiples of torch's exact attention and of the inputs."""
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise UnsupportedAttentionError(f"--dtype {dtype!r} is not one of float32, bfloat16, float16")
+    sizes = {"batch": batch, "heads": heads, "width": width, "dtype": dtype, "threads": threads}
+    if check and sizes != SIZES:
+        raise UnsupportedAttentionError(f"--check: the goals hold for {SIZES}; leave out the options that change them")
+    check_outputs(csv, plot)
+    configs, lengths = parse_methods(method or METHODS, setting), parse_lengths(length)
+    settings = _settings(lengths, causal, backward, check)
+    rows: list[dict[str, Any]] = []
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with tqdm(total=len(settings) * len(configs) * rounds, unit="pair", disable=None, leave=False) as bar:
+            for tokens, is_causal, with_backward in settings:
+                case = {"length": tokens, "causal": is_causal, "backward": with_backward, "seed": seed, **sizes}
+                bar.set_description(f"{tokens}{' causal' if is_causal else ''}{' backward' if with_backward else ''}")
+                for name, figures in measure(configs, case, rounds, bar).items():
+                    extra = extra_memory(configs.get(name), case) if memory else None
+                    rows.append({"method": name, **case, **figures, "extra_memory": extra})
+    finally:
+        torch.set_num_threads(before)
+    if csv is not None:
+        write_csv(csv, rows)
+    if plot is not None:
+        draw(rows, plot)
+    headers = ("tokens", "pass", "attention", "ms", "times faster", "min..max", "extra memory / inputs")
+    typer.echo(table(headers[: 7 if memory else 6], [_format(row, memory) for row in rows]))
+    typer.echo(
+        f"\n{', '.join(f'{k} {v}' for k, v in sizes.items())}; medians of {rounds} rounds; torch {torch.__version__}"
+    )
+    if check:
+        conclude(verdicts(rows))
+
+
+def _settings(
+    lengths: list[int], causal: bool | None, backward: bool | None, check: bool
+) -> list[tuple[int, bool, bool]]:
+    """What to measure: with `check`, the settings that have a goal and fit what was asked; else what was asked."""
+    if check:
+        known = dict.fromkeys([*SPEED_GOALS, *((*key, False) for key in MEMORY_GOALS)])
+        return [
+            (tokens, is_causal, with_backward)
+            for tokens, is_causal, with_backward in known
+            if (not lengths or tokens in lengths) and causal in (None, is_causal) and backward in (None, with_backward)
+        ]
+    lengths = lengths or [1024, 2048, 4096, 8192, 16384]
+    return list(itertools.product(lengths, [bool(causal)], [bool(backward)]))
+
+
+if __name__ == "__main__":
+    main_of(app, "python -m recipes.benchmarks.attention")

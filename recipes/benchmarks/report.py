@@ -1,0 +1,58 @@
+"""What both benchmarks write: CSV, pictures, and the verdict on goals."""
+
+import csv
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from hf_efficient_attn.cli import table
+from hf_efficient_attn.demo import check_picture, check_writable, replacing
+from hf_efficient_attn.errors import UnsupportedAttentionError
+
+Check = Annotated[bool, typer.Option("--check", help="Compare with the goals; exit status 1 when one is missed.")]
+Csv = Annotated[pathlib.Path | None, typer.Option(metavar="FILE", help="Write the figures.")]
+Plot = Annotated[pathlib.Path | None, typer.Option(metavar="FILE", help="Draw the figures.")]
+
+
+class Verdict(NamedTuple):
+    """A measured figure beside its goal."""
+
+    what: str
+    figure: float
+    goal: float
+    at_least: bool
+
+    @property
+    def reached(self) -> bool:
+        return self.figure >= self.goal if self.at_least else self.figure <= self.goal
+
+
+def check_outputs(csv_path: pathlib.Path | None, plot: pathlib.Path | None) -> None:
+    """That the files asked for can be written, before the work rather than after it."""
+    if plot is not None:
+        check_picture(plot)
+    if csv_path is not None:
+        check_writable(csv_path)
+
+
+def write_csv(path: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Rows of one set of columns, as CSV."""
+    with replacing(path) as draft, draft.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def conclude(verdicts: Sequence[Verdict]) -> None:
+    """Print every goal with its figure; exit status 1 when one is missed."""
+    if not verdicts:
+        raise UnsupportedAttentionError("--check: nothing that was measured has a goal; leave out some of the options")
+    rows = [
+        (v.what, f"{v.figure:.3g}", f"at {'least' if v.at_least else 'most'} {v.goal:g}", "yes" if v.reached else "NO")
+        for v in verdicts
+    ]
+    typer.echo("\n" + table(("goal", "measured", "wanted", "reached"), rows))
+    if not all(v.reached for v in verdicts):
+        raise typer.Exit(1)

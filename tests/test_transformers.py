@@ -1,0 +1,589 @@
+"""Every way of switching a Transformers model, what then reaches the method, and what is refused."""
+
+import copy
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+import transformers
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import hf_efficient_attn as hea
+from hf_efficient_attn.integration import attention as attention_module
+from hf_efficient_attn.integration import register
+from hf_efficient_attn.integration.exact import exact_layer
+from hf_efficient_attn.methods import base
+from hf_efficient_attn.methods.linear import LinearConfig
+from tiny_models import (
+    DECODERS,
+    ENCODERS,
+    EXACT,
+    FAMILIES,
+    METHODS,
+    SMALL,
+    output,
+    tiny_batch,
+    tiny_class,
+    tiny_config,
+    tiny_model,
+)
+
+Refused = hea.UnsupportedAttentionError
+each_method = pytest.mark.parametrize("method", METHODS)
+each_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Every call of a method, as (config, keyword arguments and the tensors' shapes)."""
+    found, real = [], attention_module.attention
+
+    def spy(config, query, key, value, **options):
+        found.append({"config": config, "query": query, "key": key, "value": value, **options})
+        return real(config, query, key, value, **options)
+
+    monkeypatch.setattr(attention_module, "attention", spy)
+    return found
+
+
+@pytest.fixture
+def no_causal():
+    """A registered method that has no causal form and wants as many queries as keys."""
+
+    def attend(config, query, key, value, **_):
+        return value.mean(2, keepdim=True).expand(-1, -1, query.shape[2], -1)
+
+    class AverageConfig(LinearConfig):
+        method = "average"
+
+    info = copy.copy(base.method_info("longformer"))
+    changes = {"name": "average", "causal": False, "rectangular": False, "config_class": AverageConfig}
+    info = type(info)(**{**vars(info), **changes})
+    base.register(base.Method(info=info, attend=attend, naive=attend))
+    register()
+    yield "average"
+    base.unregister("average")
+    for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        del type(interface)._global_mapping["average"]
+
+
+# Every way in
+
+
+@each_family
+@each_method
+def test_every_way_in_gives_the_same_model(family, method, tmp_path):
+    exact = tiny_model(family)
+    inputs = tiny_batch(family, padding="none")
+    plain = output(exact, inputs)
+    exact.save_pretrained(tmp_path)
+    choice = {"method": method, **SMALL[method]}
+    expected = output(hea.convert(copy.deepcopy(exact), method, **SMALL[method]), inputs)
+    assert torch.isfinite(expected).all()
+    assert (expected - plain).abs().max() > 1e-4, "the method did not run"
+
+    cls = tiny_class(family)
+    ways = {"from_pretrained": cls.from_pretrained(tmp_path, attn_implementation=method, efficient_attention=choice)}
+    ways["without the method's name in the dictionary"] = cls.from_pretrained(
+        tmp_path, attn_implementation=method, efficient_attention=SMALL[method]
+    )
+    ways["by the dictionary alone"] = cls.from_pretrained(tmp_path, efficient_attention=choice)
+    ways["AutoModel"] = transformers.AutoModel.from_pretrained(
+        tmp_path, attn_implementation=method, efficient_attention=choice
+    )
+    config = tiny_config(family)
+    config.efficient_attention = hea.EfficientAttentionConfig(method, SMALL[method])
+    ways["constructor"] = cls(config)
+    config = tiny_config(family)
+    config._attn_implementation = method
+    config.efficient_attention = SMALL[method]
+    ways["constructor, by the implementation"] = cls(config)
+    config = tiny_config(family, efficient_attention=choice)
+    ways["from_config"] = transformers.AutoModel.from_config(config, attn_implementation=method)
+    ways["set_attn_implementation"] = cls(tiny_config(family))
+    ways["set_attn_implementation"].config.efficient_attention = choice
+    ways["set_attn_implementation"].set_attn_implementation(method)
+    ways["convert by a config"] = hea.convert(cls(tiny_config(family)), hea.method_info(method).config_class(**SMALL[method]))
+    ways["convert by a dictionary"] = hea.convert(cls(tiny_config(family)), choice)
+    for way, model in ways.items():
+        model.load_state_dict(exact.state_dict())
+        assert model.config._attn_implementation == method, way
+        assert torch.equal(output(model.eval(), inputs), expected), way
+
+
+@each_family
+def test_going_back_gives_the_exact_model(family):
+    model, inputs = tiny_model(family), tiny_batch(family)
+    before = output(model, inputs)
+    for back in (lambda: hea.convert(model, "sdpa"), lambda: model.set_attn_implementation("sdpa")):
+        hea.convert(model, "performer")
+        assert not torch.equal(output(model, inputs), before)
+        back()
+        assert torch.equal(output(model, inputs), before)
+    assert hea.convert(model, "eager").config._attn_implementation == "eager"
+    assert model.config.efficient_attention is None
+
+
+@pytest.mark.parametrize("method", EXACT)
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("family", ["bert", "roberta", "distilbert", "vit", "gpt2", "llama"])
+def test_a_budget_of_the_whole_sequence_is_the_exact_model(family, method, padding):
+    """Masks, scale, causality and grouped queries all arrive: any of them lost would show here."""
+    model, inputs = tiny_model(family), tiny_batch(family, padding=padding)
+    valid = inputs.get("attention_mask", torch.ones(2, 1)).bool().expand(2, -1)
+    exact = output(model, inputs)
+    assert model.config._attn_implementation == "sdpa"
+    ours = output(hea.convert(model, hea.method_info(method).config_class().with_budget(200)), inputs)
+    shown = valid.expand(exact.shape[:2]) if valid.shape[1] == 1 else valid
+    torch.testing.assert_close(ours[shown], exact[shown], atol=2e-5, rtol=1e-4)
+
+
+@each_family
+def test_what_reaches_the_method(family, calls):
+    model = tiny_model(family, "kdeformer")
+    padding = "none" if family in ("vit", "deit") else "right"
+    output(model, tiny_batch(family, padding=padding))
+    assert len(calls) == 2
+    for call in calls:
+        assert call["config"] == hea.KDEformerConfig(**SMALL["kdeformer"])
+        assert call["is_causal"] is (family in DECODERS)
+        mask = call["attention_mask"]
+        assert mask is None if padding == "none" else (mask.dtype, tuple(mask.shape)) == (torch.bool, (2, 70))
+        assert call["scale"] == pytest.approx(call["query"].shape[-1] ** -0.5)
+        assert call["key"].shape[1] == 2  # grouped keys are not repeated on the way
+    assert calls[0]["seed"] != calls[1]["seed"] and None not in (calls[0]["seed"], calls[1]["seed"])
+    model.train()(**tiny_batch(family))
+    assert calls[-1]["seed"] is None
+    unpadded = tiny_batch(family)
+    if "input_ids" in unpadded:
+        unpadded["attention_mask"] = torch.ones_like(unpadded["input_ids"])
+        output(model.eval(), unpadded)
+        assert calls[-1]["attention_mask"] is None
+
+
+# Layers
+
+
+@pytest.mark.parametrize("family", ["bert", "distilbert", "vit", "gpt2", "llama"])
+def test_layers_not_named_stay_exact(family, calls):
+    inputs = tiny_batch(family)
+    exact = tiny_model(family)
+    hidden = exact(**inputs, output_hidden_states=True).hidden_states
+    model = hea.convert(copy.deepcopy(exact), "longformer", layers=[1], window_size=8)
+    ours = model(**inputs, output_hidden_states=True).hidden_states
+    assert len(calls) == 1
+    assert torch.equal(hidden[1], ours[1])
+    assert not torch.equal(hidden[2], ours[2])
+    assert model.config.efficient_attention["layers"] == [1]
+    assert torch.equal(output(hea.convert(model, "longformer", layers=range(2)), inputs), output(
+        hea.convert(copy.deepcopy(exact), "longformer"), inputs))  # fmt: skip
+
+
+def test_a_mix_of_methods(calls):
+    model, inputs = tiny_model("bert"), tiny_batch("bert")
+    mix = {"layers": [{"layers": [0], "method": "performer", "num_features": 8}, {"layers": [1], "method": "linear"}]}
+    hea.convert(model, mix)
+    output(model, inputs)
+    assert [call["config"] for call in calls] == [hea.PerformerConfig(num_features=8), LinearConfig()]
+    assert model.config._attn_implementation == "performer"
+    settings = hea.EfficientAttentionConfig.from_dict(model.config.efficient_attention)
+    assert settings.for_layer(1) == LinearConfig() and settings.for_layer(2) is None
+    # A method that the mix is not registered under runs alone, with its defaults.
+    calls.clear()
+    model.set_attn_implementation("longformer")
+    output(model, inputs)
+    assert [call["config"] for call in calls] == [hea.LongformerConfig()] * 2
+    calls.clear()
+    hea.convert(model, hea.EfficientAttentionConfig("linear", layers=mix["layers"]))
+    output(model, inputs)
+    assert [call["config"].method for call in calls] == ["performer", "linear"]
+    assert model.config._attn_implementation == "linear"
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("mask_kind", ["none", "left", "right", "empty"])
+def test_exact_layers_against_the_definition(is_causal, mask_kind):
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, h, n, 8, generator=generator) for h, n in ((4, 300), (2, 310), (2, 310)))
+    mask = None
+    if mask_kind != "none":
+        mask = torch.ones(2, 310, dtype=torch.bool)
+        mask[1, {"left": slice(0, 100), "right": slice(200, None), "empty": slice(None)}[mask_kind]] = False
+        hidden = ~mask[:, None, :, None]
+        key, value = key.masked_fill(hidden, torch.nan), value.masked_fill(hidden, torch.inf)
+    query.requires_grad_()
+    out = exact_layer(query, key, value, mask, is_causal=is_causal, scale=0.5, dropout_p=0.0)
+    seen = torch.ones(2, 1, 300, 310, dtype=torch.bool) if mask is None else mask[:, None, None].expand(2, 1, 300, 310)
+    if is_causal:
+        seen = seen & (torch.arange(310) <= torch.arange(300)[:, None] + 10)
+    clean = [x.nan_to_num(0.0, 0.0).repeat_interleave(2, 1).double() for x in (key, value)]
+    scores = (query.double() @ clean[0].transpose(2, 3) * 0.5).masked_fill(~seen, -torch.inf)
+    expected = scores.softmax(-1).nan_to_num(0.0) @ clean[1]
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+    out.sum().backward()
+    assert torch.isfinite(query.grad).all()
+
+
+# Padding and the future, through whole models
+
+
+@pytest.mark.parametrize(("method", "layers"), [*((method, None) for method in METHODS), (METHODS[0], [1])])
+@pytest.mark.parametrize("padding", ["left", "right"])
+@pytest.mark.parametrize("family", ENCODERS + DECODERS)
+def test_padding_never_leaks(family, method, padding, layers):
+    model = hea.convert(tiny_model(family), method, layers=layers, **SMALL[method])
+    inputs = tiny_batch(family, padding=padding)
+    mask = inputs["attention_mask"].bool()
+    # RoBERTa counts its positions by the ids that are not padding: given explicitly, they stay where they are.
+    inputs["position_ids"] = torch.arange(2, 72).expand(2, -1) if family == "roberta" else torch.arange(70).expand(2, -1)
+    other = {**inputs, "input_ids": torch.where(mask, inputs["input_ids"], torch.randint(5, 60, (2, 70)))}
+    assert not torch.equal(inputs["input_ids"], other["input_ids"])
+    first, second = output(model, inputs), output(model, other)
+    assert torch.isfinite(first).all()
+    assert torch.equal(first[mask], second[mask])
+
+
+@each_method
+@pytest.mark.parametrize("family", DECODERS)
+def test_the_future_never_leaks(family, method):
+    model, inputs = tiny_model(family, method), tiny_batch(family)
+    whole = output(model, inputs)
+    for cut in (1, 37, 61):
+        later = inputs["input_ids"].clone()
+        later[:, cut:] = torch.randint(5, 60, later[:, cut:].shape)
+        torch.testing.assert_close(output(model, {"input_ids": later})[:, :cut], whole[:, :cut], atol=1e-6, rtol=0)
+
+
+@each_method
+@pytest.mark.parametrize("family", ENCODERS + DECODERS)
+def test_rows_without_any_token(family, method):
+    inputs = tiny_batch(family, padding="right")
+    inputs["attention_mask"][1] = 0
+    model = tiny_model(family, method)
+    out = output(model, inputs)
+    assert torch.isfinite(out).all()
+    alone = output(model, {key: x[:1] for key, x in inputs.items()})
+    torch.testing.assert_close(out[:1], alone, atol=1e-5, rtol=1e-5)
+
+
+# Cross attention
+
+
+def _decoder(method, family="bert"):
+    changes = {"add_cross_attention": True, "is_decoder": True} if family == "bert" else {"add_cross_attention": True}
+    torch.manual_seed(0)
+    name = "BertLMHeadModel" if family == "bert" else "GPT2LMHeadModel"
+    model = getattr(transformers, name)(tiny_config(family, **changes)).eval()
+    states = torch.randn(2, 90, 32)
+    mask = torch.ones(2, 90, dtype=torch.int64)
+    mask[1, 45:] = 0
+    return hea.convert(model, method, **SMALL[method]), {
+        **tiny_batch(family), "encoder_hidden_states": states, "encoder_attention_mask": mask
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+@pytest.mark.parametrize("method", [m for m in METHODS if hea.method_info(m).rectangular])
+def test_cross_attention_by_the_method(family, method, calls):
+    model, inputs = _decoder(method, family)
+    out = output(model, inputs, use_cache=False)
+    assert [(call["is_causal"], call["key"].shape[2]) for call in calls] == [(True, 70), (False, 90)] * 2
+    assert calls[1]["attention_mask"].sum().item() == 135
+    inputs["encoder_hidden_states"][1, 45:] = 7.0
+    assert torch.equal(out, output(model, inputs, use_cache=False))
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+@pytest.mark.parametrize("encoder_length", [90, 70])
+def test_cross_attention_stays_exact_with_one_warning(family, encoder_length, calls):
+    method = next(m for m in METHODS if not hea.method_info(m).rectangular)
+    with pytest.warns(UserWarning, match="cross.*attention.*stays exact in .*cross") as caught:
+        model, inputs = _decoder(method, family)
+        states = inputs["encoder_hidden_states"] = inputs["encoder_hidden_states"][:, :encoder_length].contiguous()
+        inputs["encoder_attention_mask"] = inputs["encoder_attention_mask"][:, :encoder_length]
+        out = output(model, inputs, use_cache=False)
+        output(model, inputs, use_cache=False)
+    assert len([w for w in caught if "stays exact" in str(w.message)]) == 1
+    assert [call["is_causal"] for call in calls] == [True] * 4
+    # With a window over everything the whole model is exact.
+    exact = hea.convert(copy.deepcopy(model), "sdpa")
+    wide = hea.convert(model, method, window_size=200)
+    torch.testing.assert_close(output(wide, inputs, use_cache=False), output(exact, inputs, use_cache=False))
+    states[1, 45:] = 7.0
+    narrow = hea.convert(model, method, **SMALL[method])
+    assert torch.equal(out, output(narrow, inputs, use_cache=False))
+
+
+# Composite models
+
+
+def _clip():
+    text = {**SIZES_CLIP, "vocab_size": 60, "max_position_embeddings": 80, "bos_token_id": 2, "eos_token_id": 59}
+    vision = {**SIZES_CLIP, "image_size": 32, "patch_size": 4}
+    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
+    torch.manual_seed(0)
+    return transformers.CLIPModel(config).eval()
+
+
+SIZES_CLIP = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+
+
+def _clip_batch():
+    return {**tiny_batch("bert"), **tiny_batch("vit")}
+
+
+def test_composite_models_are_switched_whole_and_in_part(calls, tmp_path):
+    model, inputs = _clip(), _clip_batch()
+    before = output(model, inputs)
+    hea.convert(model, "longformer", window_size=8, layers=[0])
+    output(model, inputs)
+    assert sorted(call["is_causal"] for call in calls) == [False, True]
+    assert {call["config"] for call in calls} == {hea.LongformerConfig(window_size=8)}
+    expected = output(model, inputs)
+    model.save_pretrained(tmp_path / "whole")
+    again = transformers.AutoModel.from_pretrained(tmp_path / "whole")
+    assert torch.equal(output(again, inputs), expected)
+    # The choice given on the outer config alone goes down to the parts.
+    hea.convert(model, "sdpa").save_pretrained(tmp_path / "exact")
+    assert torch.equal(output(model, inputs), before)
+    loaded = transformers.AutoModel.from_pretrained(
+        tmp_path / "exact", attn_implementation="longformer", efficient_attention={"window_size": 8, "layers": [0]}
+    )
+    assert torch.equal(output(loaded, inputs), expected)
+    # One part only, through saving and loading.
+    model.set_attn_implementation({"vision_config": "linear"})
+    calls.clear()
+    part = output(model, inputs)
+    assert [call["config"].method for call in calls] == ["linear"] * 2
+    model.save_pretrained(tmp_path / "part")
+    again = transformers.AutoModel.from_pretrained(tmp_path / "part")
+    assert again.config.vision_config._attn_implementation == "linear"
+    assert again.config.text_config._attn_implementation == "sdpa"
+    assert torch.equal(output(again, inputs), part)
+
+
+def test_an_encoder_decoder_model(calls):
+    config = transformers.BartConfig(
+        vocab_size=60, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=128, bos_token_id=2, eos_token_id=3, pad_token_id=1,
+        decoder_start_token_id=2,
+    )  # fmt: skip
+    config.efficient_attention = {"method": "hyperattention", **SMALL["hyperattention"], "layers": [1]}
+    model = transformers.BartForConditionalGeneration(config).eval()
+    output(model, tiny_batch("bert", padding="right"))
+    assert [call["is_causal"] for call in calls] == [True, False]  # the decoder's second layer alone
+    ids = model.generate(**tiny_batch("bert", padding="right"), max_new_tokens=4, num_beams=2)
+    assert ids.shape[0] == 2
+
+
+# What is refused
+
+
+def test_unknown_names_and_values_are_refused_at_once():
+    config, model = tiny_config("bert"), tiny_model("bert")
+    for value, words in (
+        ({"method": "kdeformr"}, "Did you mean 'kdeformer'"),
+        ({"method": "kdeformer", "num_sample": 3}, "Did you mean 'num_samples'.*layers"),
+        ({"method": "kdeformer", "layer": [1]}, "Did you mean 'layers'"),
+        ({"method": "kdeformer", "block_size": 0}, "at least 1"),
+        ({"method": "kdeformer", "block_size": "8"}, "must be an integer"),
+        ({"method": "kdeformer", "version": 2}, "newer.*upgrade"),
+        ({"method": "kdeformer", "version": "1"}, "positive integer"),
+        ({"method": "kdeformer", "layers": []}, "empty"),
+        ({"method": "kdeformer", "layers": [-1]}, "non-negative"),
+        ({"method": "kdeformer", "layers": [0, 0]}, "more than once"),
+        ({"method": "kdeformer", "layers": "all"}, "list of layer indices"),
+        ({"method": "kdeformer", "num_samples": 8, "layers": [{"layers": [0]}]}, "inside the entries"),
+        ({"layers": [{"layers": [0], "method": "linear"}, {"layers": [0], "method": "performer"}]}, "more than once"),
+        ({"layers": [{"method": "linear"}]}, "every entry is"),
+        ({"layers": [{"layers": [{"layers": [0]}], "method": "linear"}]}, "indices, not entries"),
+        ({"num_samples": 8}, "names no method"),
+        ("kdeformer", "must be a dictionary"),
+    ):
+        with pytest.raises(Refused, match=words):
+            config.efficient_attention = value
+        assert config.efficient_attention is None and config._attn_implementation is None
+    for call, words in (
+        (lambda: hea.convert(model, "kdeformr"), "Did you mean 'kdeformer'"),
+        (lambda: hea.convert(model, "kdeformer", num_sample=3), "Did you mean 'num_samples'"),
+        (lambda: hea.convert(model, "kdeformer", layers=[0, 7]), r"no attention in layers \[7\]; its layers are \[0, 1\]"),
+        (lambda: hea.convert(model, "sdpa", layers=[0]), "takes no layers"),
+        (lambda: hea.convert(model, {"method": "linear", "layers": [0]}, layers=[1]), "says already"),
+        (lambda: hea.convert(torch.nn.Linear(2, 2), "linear"), "holds no Transformers model"),
+        (lambda: hea.convert("bert-base-uncased", "linear"), "holds no Transformers model"),
+    ):
+        with pytest.raises(Refused, match=words):
+            call()
+        assert model.config._attn_implementation == "sdpa" and model.config.efficient_attention is None
+    config.efficient_attention = {"method": "kdeformer"}
+    with pytest.raises(Refused, match="read-only"):
+        config.efficient_attention["num_samples"] = 8
+
+
+def test_layers_that_do_not_exist_are_refused_when_the_model_is_made():
+    with pytest.raises(Refused, match=r"no attention in layers \[9\]"):
+        tiny_class("bert")(tiny_config("bert", efficient_attention={"method": "linear", "layers": [1, 9]}))
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_a_decoder_refuses_a_method_without_causal_form(family, no_causal, tmp_path):
+    model, inputs = tiny_model(family), tiny_batch(family)
+    before = output(model, inputs)
+    model.save_pretrained(tmp_path)
+    for call in (
+        lambda: tiny_class(family).from_pretrained(tmp_path, attn_implementation=no_causal),
+        lambda: transformers.AutoModel.from_config(tiny_config(family), attn_implementation=no_causal),
+        lambda: model.set_attn_implementation(no_causal),
+        lambda: hea.convert(model, no_causal),
+    ):
+        with pytest.raises(Refused, match="average has no causal form. Methods that have one: .*longformer"):
+            call()
+        assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(output(model, inputs), before)
+    # An encoder takes it.
+    hea.convert(tiny_model("bert"), no_causal)
+
+
+def test_masks_that_cannot_be_kept_are_refused():
+    for family in ("bert", "gpt2", "llama"):
+        model, ids = tiny_model(family, "longformer"), tiny_batch(family)["input_ids"]
+        with pytest.raises(Refused, match="4-D"):
+            output(model, {"input_ids": ids, "attention_mask": torch.ones(2, 1, 70, 70)})
+    packed = torch.cat((torch.arange(30), torch.arange(40))).expand(2, -1)
+    for family in DECODERS:
+        model = tiny_model(family, "longformer")
+        with pytest.raises(Refused, match="packed sequences"):
+            output(model, {"input_ids": ids, "position_ids": packed}, use_cache=False)
+        output(model, {"input_ids": ids, "position_ids": torch.arange(70)[None]}, use_cache=False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_output_attentions_is_refused(family):
+    model, inputs = tiny_model(family, "linear"), tiny_batch(family)
+    with pytest.raises(Refused, match="output_attentions"):
+        model(**inputs, output_attentions=True)
+    with pytest.raises(ValueError, match="output_attentions"):
+        model.config.output_attentions = True
+    with pytest.raises(Refused, match="output_attentions"):
+        tiny_model(family, "linear", head=True)(**inputs, output_attentions=True)
+    eager = tiny_model(family, attn_implementation="eager", output_attentions=True)
+    assert len(eager(**inputs).attentions) == 2
+    hea.convert(eager, "linear")
+    with pytest.raises(Refused, match="output_attentions"):
+        eager(**inputs)
+    assert len(hea.convert(eager, "eager")(**inputs, output_attentions=True).attentions) == 2
+
+
+def test_a_window_of_the_model_itself():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "vocab_size": 60}
+    make = lambda window: transformers.MistralModel(  # noqa: E731
+        transformers.MistralConfig(**sizes, num_key_value_heads=1, sliding_window=window)
+    ).eval()
+    inputs = tiny_batch("llama")
+    wide = make(4096)
+    exact = output(wide, inputs)
+    torch.testing.assert_close(output(hea.convert(wide, "kdeformer"), inputs), exact, atol=1e-5, rtol=1e-5)
+    with pytest.raises(Refused, match="window of 32 keys"):
+        output(hea.convert(make(32), "kdeformer"), inputs)
+
+
+def test_models_with_an_attention_of_their_own():
+    funnel = transformers.FunnelConfig(
+        vocab_size=60, d_model=32, n_head=2, d_head=16, d_inner=48, block_sizes=[1, 1], num_decoder_layers=1
+    )
+    with pytest.raises(Refused, match="FunnelModel does not compute its attention through"):
+        transformers.FunnelModel._from_config(funnel, attn_implementation="linear")
+    funnel._attn_implementation = None
+    model = transformers.FunnelModel(funnel)
+    for call in (lambda: hea.convert(model, "linear"), lambda: model.set_attn_implementation("linear")):
+        with pytest.raises(Refused, match="attention interface"):
+            call()
+    resnet = transformers.ResNetModel(transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1]))
+    with pytest.raises(Refused, match="attention interface"):
+        hea.convert(resnet, "linear")
+
+
+def test_arguments_that_change_the_meaning_are_refused():
+    gemma = transformers.Gemma2Config(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        intermediate_size=48, vocab_size=60, efficient_attention={"method": "linear"},
+    )  # fmt: skip
+    with pytest.raises(Refused, match="softcap"):
+        output(transformers.Gemma2Model(gemma), tiny_batch("llama"))
+    model = tiny_model("bert", "linear")
+    forward = ALL_ATTENTION_FUNCTIONS["linear"]
+    layer = model.encoder.layer[0].attention.self
+    q = torch.randn(1, 2, 9, 16)
+    for name, value in (
+        ("position_bias", torch.zeros(1)), ("softcap", 30.0), ("s_aux", torch.zeros(2)), ("cache", object()),
+        ("cu_seq_lens_q", torch.zeros(2)), ("something_new", torch.zeros(1)), ("pairs", (torch.zeros(1),)),
+        ("sliding_window", 4), ("output_attentions", True),
+    ):  # fmt: skip
+        with pytest.raises(Refused, match=name if name != "sliding_window" else "window of 4"):
+            forward(layer, q, q, q, None, **{name: value})
+    harmless = {"position_ids": torch.arange(9), "use_cache": True, "sliding_window": 9, "softcap": None,
+                "num_items_in_batch": torch.tensor(3), "position_embeddings": (q, q)}  # fmt: skip
+    out, weights = forward(layer, q, q, q, None, **harmless)
+    assert weights is None and out.shape == (1, 9, 2, 16) and out.is_contiguous()
+
+
+def test_is_causal_can_be_given_with_the_call(calls):
+    output(tiny_model("llama", "linear"), tiny_batch("llama", padding="right"), is_causal=False)
+    assert [call["is_causal"] for call in calls] == [False, False]
+
+
+def test_a_model_switched_by_hand_works_or_says_what_to_do(calls):
+    bert, vit = tiny_model("bert"), tiny_model("vit")
+    bert.config._attn_implementation = vit.config._attn_implementation = "performer"
+    output(bert, tiny_batch("bert"))
+    assert calls[0]["seed"] != calls[1]["seed"]
+    with pytest.raises(Refused, match="set_attn_implementation"):
+        output(vit, tiny_batch("vit"))
+
+
+def test_a_choice_that_waits_says_so(caplog):
+    model = tiny_model("bert")
+    logger = transformers.utils.logging.get_logger("transformers")
+    type(logger).warning_once.cache_clear()  # another test may have been told already
+    transformers.utils.logging.set_verbosity_warning()
+    logger.addHandler(caplog.handler)
+    try:
+        model.config.efficient_attention = {"method": "longformer", "window_size": 3}
+    finally:
+        logger.removeHandler(caplog.handler)
+        transformers.utils.logging.set_verbosity_error()
+    assert "no effect while attn_implementation is 'sdpa'" in caplog.text
+
+
+# The import
+
+
+def test_importing_is_light_and_registers_everything():
+    program = """
+import sys, transformers, hf_efficient_attn as hea
+assert "transformers.modeling_utils" not in sys.modules, "the import of the package imports modeling_utils"
+assert not {"peft", "accelerate", "datasets", "matplotlib", "scipy", "sklearn"} & set(sys.modules)
+from transformers import BertConfig
+config = BertConfig(efficient_attention={"method": "linear"})
+assert config._attn_implementation == "linear"
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.modeling_utils import PreTrainedModel
+for name in hea.available_methods():
+    assert name in AttentionInterface().valid_keys() and name in AttentionMaskInterface().valid_keys(), name
+post_init = PreTrainedModel.post_init
+hea.integration.register()
+assert PreTrainedModel.post_init is post_init
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_other_models_pass_unchanged():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = tiny_model("bert")
+    assert not any(name.startswith("_efficient_attention") for module in model.modules() for name in vars(module))
+    assert not {"efficient_attention", "attn_implementation"} & set(model.config.to_dict())

@@ -1,0 +1,88 @@
+"""Tiny random models of every family that is promised, and the smallest budgets of every method."""
+
+import re
+
+import torch
+import transformers
+
+import hf_efficient_attn as hea
+from instances import INSTANCES
+
+# One instance a method: its hyperparameters are so small that 70 tokens go through the approximation.
+SMALL = {instance.method: instance.hyperparameters for instance in reversed(INSTANCES)}
+METHODS = list(hea.available_methods())
+# Methods whose budget can be the whole sequence, and those whose step of decoding is the last row of the whole sequence
+# (the others attend all cached keys exactly).
+EXACT = list(dict.fromkeys(i.method for i in INSTANCES if i.limit == "exact"))
+SAME_BY_STEP = list(dict.fromkeys(i.method for i in INSTANCES if i.limit != "exact" or not i.random))
+RANDOM = list(dict.fromkeys(i.method for i in INSTANCES if i.random))
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+TEXT = {"vocab_size": 60, "max_position_embeddings": 128}
+IMAGE = {"image_size": 32, "patch_size": 4}
+ROWS = {
+    "bert": ("Bert", {**SIZES, **TEXT}, "Model", "ForMaskedLM"),
+    "roberta": ("Roberta", {**SIZES, **TEXT, "max_position_embeddings": 130}, "Model", "ForMaskedLM"),
+    "distilbert": (
+        "DistilBert",
+        {**TEXT, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48},
+        "Model",
+        "ForMaskedLM",
+    ),
+    "vit": ("ViT", {**SIZES, **IMAGE}, "Model", "ForImageClassification"),
+    "deit": ("DeiT", {**SIZES, **IMAGE}, "Model", "ForImageClassification"),
+    "gpt2": (
+        "GPT2",
+        {"vocab_size": 60, "n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 2},
+        "Model",
+        "LMHeadModel",
+    ),
+    "llama": ("Llama", {**SIZES, **TEXT, "num_attention_heads": 4, "num_key_value_heads": 2}, "Model", "ForCausalLM"),
+}
+FAMILIES = list(ROWS)
+ENCODERS = ["bert", "roberta", "distilbert"]
+IMAGES = ["vit", "deit"]
+DECODERS = ["gpt2", "llama"]
+
+
+def tiny_config(family: str, method: str | None = None, **changes):
+    """The config of a tiny model; with `method`, that method at its small budget."""
+    name, values, *_ = ROWS[family]
+    tokens = {} if family in IMAGES else {"bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 1}
+    config = getattr(transformers, f"{name}Config")(**{**values, **tokens, **changes})
+    if method is not None:
+        config.efficient_attention = {"method": method, **SMALL[method]}
+    return config
+
+
+def tiny_class(family: str, head: bool = False):
+    name, _, body, with_head = ROWS[family]
+    return getattr(transformers, name + (with_head if head else body))
+
+
+def tiny_model(family: str, method: str | None = None, *, head: bool = False, seed: int = 0, **changes):
+    """A tiny model in eval mode, its layers' weights larger than usual so that attention is not flat."""
+    torch.manual_seed(seed)
+    model = tiny_class(family, head)(tiny_config(family, method, **changes)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 and re.search(r"\d\.", name):
+                parameter.mul_(10.0)
+    return model
+
+
+def tiny_batch(family: str, batch: int = 2, length: int = 70, padding: str = "none", seed: int = 0) -> dict:
+    """Input of a model; `padding` ("none", "left", "right") leaves the second row 50 tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    if family in IMAGES:
+        return {"pixel_values": torch.randn(batch, 3, 32, 32, generator=generator)}
+    inputs = {"input_ids": torch.randint(5, 60, (batch, length), generator=generator)}
+    if padding != "none":
+        mask = torch.ones(batch, length, dtype=torch.int64)
+        mask[1, slice(0, length - 50) if padding == "left" else slice(50, None)] = 0
+        inputs["attention_mask"] = mask
+    return inputs
+
+
+def output(model, inputs: dict, **options) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**inputs, **options)[0]
