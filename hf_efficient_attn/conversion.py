@@ -76,8 +76,8 @@ def _check_other(name: str, layers, hyperparameters) -> None:
         raise UnsupportedAttentionError(unknown_name("attention method", name, [*available_methods(), "sdpa", "eager"]))
     if layers is not None or hyperparameters:
         raise UnsupportedAttentionError(
-            f"{name!r} is not one of this package's methods and takes no layers or hyperparameters; to keep some layers exact "
-            "name the others: convert(model, method, layers=[...])"
+            f"{name!r} is no method of this package and takes no layers or hyperparameters; to keep some layers "
+            "exact name the others: convert(model, method, layers=[...])"
         )
 
 
@@ -103,7 +103,7 @@ def _transformers_models(model: nn.Module) -> list:
 def extend_positions(model: nn.Module, max_length: int, method: str = "tile") -> nn.Module:
     """Grow the learned position table of BERT, RoBERTa, DistilBERT or GPT-2 (and models built like them), in place.
 
-    The config follows, so that the model saves and loads; the tokenizer does not, and has a `model_max_length` of its own.
+    The config follows, so that the model saves and loads; the tokenizer has a `model_max_length` of its own.
 
     Args:
         model: a Transformers model, or a module that holds some.
@@ -198,7 +198,7 @@ def _position_tables(root) -> list[tuple[nn.Module, nn.Embedding, object]]:
         reason = "counts image patches, not tokens: call it with interpolate_pos_encoding=True on larger images"
     else:
         reason = (
-            "has no learned table over token positions that is known here (BERT, RoBERTa, DistilBERT, GPT-2 and models built "
-            "like them have)"
+            "has no learned table over token positions that is known here (BERT, RoBERTa, DistilBERT, GPT-2 and models "
+            "built like them have)"
         )
     raise UnsupportedAttentionError(f"extend_positions: {kind} {reason}")

@@ -178,7 +178,8 @@ def empty_rows_are_nan(config, query, key, value, mask, is_causal, scale, seed) 
 
 def empty_rows_have_no_gradient(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
     """The output of an empty row is 0, but the gradient of its softmax is NaN, for every key."""
-    return _scores(query, key, mask, is_causal, scale).softmax(-1).nan_to_num(0.0) @ value
+    bias = _scores(torch.zeros_like(query), torch.zeros_like(key), mask, is_causal, scale).detach()
+    return (query @ key.transpose(2, 3) * scale + bias).softmax(-1).nan_to_num(0.0) @ value
 
 
 def empty_rows_are_means(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:

@@ -57,6 +57,7 @@ class Instance:
 
 
 def _near_far(method: str, **options) -> Instance:
+    """The default near field, "auto", is that of "lsh" but for the causal form, which is that of "window"."""
     return Instance(
         method,
         {"block_size": 16, "num_samples": 24, **options},
@@ -69,10 +70,12 @@ def _near_far(method: str, **options) -> Instance:
 
 INSTANCES = [
     _near_far("kdeformer"),
+    _near_far("kdeformer", near_field="lsh"),
     _near_far("kdeformer", near_field="window"),
     _near_far("kdeformer", draw="independent"),
     _near_far("kdeformer", column_scores="value_norm"),
     _near_far("hyperattention"),
+    _near_far("hyperattention", near_field="lsh"),
     _near_far("hyperattention", near_field="window"),
     _near_far("hyperattention", draw="independent"),
     Instance(
@@ -97,6 +100,12 @@ INSTANCES = [
 
 # One per method, at the method's own default hyperparameters.
 DEFAULTS = [Instance(name) for name in hea.available_methods()]
+
+
+def forms() -> list[tuple[Instance, bool]]:
+    """Every instance with every value of `is_causal`, but for those that are another instance's."""
+    same = [(i, i.hyperparameters.get("near_field") == "lsh") for i in INSTANCES]
+    return [(i, is_causal) for i, hashed in same for is_causal in i.forms if is_causal or not hashed]
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

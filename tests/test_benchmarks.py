@@ -24,10 +24,8 @@ needs_matplotlib = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib (extra plots)"
 )
 
-CASE = {
-    "length": 256, "causal": False, "backward": False, "seed": 0, "batch": 1, "heads": 1, "width": 16, "dtype": "float32",
-    "threads": 1,
-}  # fmt: skip
+SIZES = {"batch": 1, "heads": 1, "width": 16, "dtype": "float32", "threads": 1}
+CASE = {"length": 256, "causal": False, "backward": False, "seed": 0, **SIZES}
 
 
 def speed(*arguments):
@@ -72,9 +70,8 @@ def test_ratio_is_the_median_of_pairs():
 
 
 def speed_row(method, length, ratio, *, causal=False, backward=False, extra=None):
-    return {
-        "method": method, "length": length, "causal": causal, "backward": backward, "ratio": ratio, "extra_memory": extra
-    }  # fmt: skip
+    setting = {"method": method, "length": length, "causal": causal, "backward": backward}
+    return {**setting, "ratio": ratio, "extra_memory": extra}
 
 
 @pytest.mark.parametrize(
@@ -148,15 +145,17 @@ def test_speed_command_refuses_before_it_works(arguments, said, capsys):
 
 def test_extra_memory_sees_what_a_method_allocates():
     case = {**CASE, "length": 8192, "width": 64}  # inputs of 6 MB
+    held = torch.ones(75_000_000)  # what the parent holds must not count as a peak of its children
     lean = memory.extra_memory(hea.LinearConfig(), case)
-    # 8192 x 8192 features of the keys in one piece: 256 MB, or 42 times the inputs.
+    # At least the state of the keys, 8192 x 64, and the features of 1024 queries, 1024 x 8192: 34 MB.
     wide = memory.extra_memory(hea.PerformerConfig(num_features=8192), case)
-    assert -1 < lean < 8
-    assert wide > 30
+    assert held.numel() == 75_000_000
+    assert -1 < lean < 5
+    assert wide > lean + 5
 
 
 def test_a_child_that_fails_says_why():
-    with pytest.raises(RuntimeError, match="NaN is no length|Invalid JSON|KeyError"):
+    with pytest.raises(RuntimeError, match="KeyError"):
         memory._child("{}")
 
 

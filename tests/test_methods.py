@@ -11,9 +11,9 @@ import torch
 import hf_efficient_attn as hea
 from broken_methods import broken, correct
 from hf_efficient_attn.methods.base import Method, get_method, make_config, register
-from instances import DEFAULTS, INSTANCES, Instance, inputs, padding_mask, relative_error
+from instances import DEFAULTS, INSTANCES, Instance, forms, inputs, padding_mask, relative_error
 
-FORMS = [pytest.param(i, c, id=f"{i}{'-causal' if c else ''}") for i in INSTANCES for c in i.forms]
+FORMS = [pytest.param(i, c, id=f"{i}{'-causal' if c else ''}") for i, c in forms()]
 each_form = pytest.mark.parametrize(("instance", "is_causal"), FORMS)
 each_instance = pytest.mark.parametrize("instance", INSTANCES, ids=str)
 each_method = pytest.mark.parametrize("instance", DEFAULTS, ids=str)

@@ -706,17 +706,18 @@ def test_the_far_field_is_unbiased(scores, independent):
 # The causal plan.
 
 
-def causal_plan(length: int, scores: str = "probe", independent: bool = False, seed: int = 0):
+def causal_plan(length: int, scores: str = "probe", independent: bool = False, seed: int = 0, num_hashes: int = 0):
     row = numbers(4, length, 6), numbers(4, length, 6, seed=1), numbers(4, length, 5, seed=2)
-    options = {"size": 8, "num_samples": 12, "num_probes": 5, "scale": 0.5, "batch": 2}
+    options = {"size": 8, "num_samples": 12, "num_probes": 5, "scale": 0.5, "batch": 2, "num_hashes": num_hashes}
     return row, causal.plan_segments(*row, scores=scores, independent=independent, seed=seed, **options)
 
 
+@pytest.mark.parametrize("num_hashes", [0, 3])
 @pytest.mark.parametrize("independent", [False, True])
 @pytest.mark.parametrize("scores", ["probe", "value_norm", "uniform"])
-def test_causal_columns_lie_in_completed_blocks_only(scores, independent):
+def test_causal_columns_lie_in_completed_blocks_only(scores, independent, num_hashes):
     length, size = 203, 8
-    row, plans = causal_plan(length, scores, independent)
+    row, plans = causal_plan(length, scores, independent, num_hashes=num_hashes)
     assert [p.level for p in plans] == list(range(5))
     for plan_ in plans:
         assert ((plan_.index >= 0) & (plan_.index < size << plan_.level)).all()
@@ -730,10 +731,33 @@ def test_causal_columns_lie_in_completed_blocks_only(scores, independent):
     # Every completed segment is met: in expectation all columns together weigh as many as there are.
     far = weights.exp().masked_fill(~(completed & ~first), 0.0).sum((0, 2))[20:] / 4
     assert torch.equal(far > 0, (completed.sum(1) > 0)[20:])
-    if scores == "uniform":
+    if scores == "uniform" and not num_hashes:
         close(far, completed.sum(1)[20:].double(), 1e-9)
     ours = causal.causal_near_far_attention(*row, plans, size=size, exact=20, scale=0.5)
     close(ours, near_far.dense_attention(*row, weights, scale=0.5), 1e-6)
+
+
+def test_causal_runs_are_of_similar_keys_and_count_no_key_twice():
+    (query, key, _), plans = causal_plan(203, num_hashes=3)
+    (_, _, _), without = causal_plan(203)
+    hashed, plain = (causal.dense_causal_log_weights(p, 203, 8, 20, 4) for p in (plans, without))
+    assert torch.equal(hashed[plain == 0], plain[plain == 0])
+    # What a run adds to the near field is what resembles the query; elsewhere the columns are as they were.
+    added = (hashed == 0) & (plain != 0)
+    similar = torch.nn.functional.cosine_similarity(query[:, :, None], key[:, None], dim=-1)
+    assert similar[added].mean() > similar.mean() + 0.15
+    assert torch.equal(hashed[~added], plain[~added])
+
+
+@quick
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=60), st.integers(1, 9))
+def test_grouping_by_run(run, rows):
+    """Every query has a place of its own in a tile of its own run."""
+    run = torch.tensor([run])
+    slot, tile_run = causal.group_by_run(run, 5, rows)
+    assert tile_run.shape == (1, ceil_div(run.shape[1], rows) + 4)
+    assert slot.unique().numel() == run.shape[1]
+    assert torch.equal(tile_run.gather(1, slot // rows), run)
 
 
 def test_a_causal_plan_does_not_depend_on_what_follows():

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps: the method and its hyperparameters through any number of saves, and nothing once it is exact."""
+"""What a checkpoint keeps: method and hyperparameters through any number of saves, nothing once it is exact."""
 
 import copy
 import json
@@ -191,7 +191,9 @@ def test_the_real_vit_and_gpt2(name, method, data, tmp_path):
     auto = transformers.AutoModelForImageClassification if "deit" in name else transformers.AutoModelForCausalLM
     torch.manual_seed(0)
     inputs = (
-        {"pixel_values": torch.randn(1, 3, 224, 224)} if "deit" in name else {"input_ids": torch.randint(0, 65, (2, 200))}
+        {"pixel_values": torch.randn(1, 3, 224, 224)}
+        if "deit" in name
+        else {"input_ids": torch.randint(0, 65, (2, 200))}
     )
     exact = output(auto.from_pretrained(data / "models" / name), inputs)
     budget = hea.method_info(method).config_class().with_budget(64)

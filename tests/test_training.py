@@ -24,7 +24,7 @@ def loss_and_gradients(model, inputs, seed: int = 5):
 @each_method
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradient_checkpointing_recomputes_the_same(family, method):
-    """In train mode with dropout, where every forward draws its hashes, samples and dropout from the global generator."""
+    """In train mode with dropout, where every forward draws hashes, samples and dropout from the global generator."""
     model, inputs = tiny_model(family, method), tiny_batch(family)
     model.train()
     loss, gradients = loss_and_gradients(model, inputs)
@@ -42,7 +42,10 @@ def test_gradient_checkpointing_recomputes_the_same(family, method):
 
 @each_method
 def test_dropout_and_draws_in_training(method):
-    model, inputs = tiny_model("bert", method, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0), tiny_batch("bert")
+    model, inputs = (
+        tiny_model("bert", method, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
+        tiny_batch("bert"),
+    )
     model.train()
     assert torch.equal(output(model, inputs), output(model, inputs)) is not (method in RANDOM)
     model.eval()

@@ -82,10 +82,10 @@ def make_attention_function(name: str) -> Callable:
             is_causal = getattr(module, "is_causal", True)
         is_causal = bool(is_causal) and not place.is_cross
         method = settings_of(getattr(module, "config", None), default).for_layer(place.layer)
-        if method is not None and not is_causal and not get_method(method.method).info.rectangular:
-            if place.is_cross or query.shape[2] != key.shape[2]:
-                warn_of_exact_cross_attention(module, method.method, [place.name])
-                method = None
+        crossing = not is_causal and (place.is_cross or query.shape[2] != key.shape[2])
+        if method is not None and crossing and not get_method(method.method).info.rectangular:
+            warn_of_exact_cross_attention(module, method.method, [place.name])
+            method = None
         dropout = dropout if module.training else 0.0
         if method is None:
             out = exact_layer(
@@ -117,7 +117,8 @@ def warn_of_exact_cross_attention(module: nn.Module, method: str, names: list[st
         return
     module._efficient_attention_warned = True
     warnings.warn(
-        f"{method} needs as many queries as keys, so that cross attention stays exact in {', '.join(names)}", stacklevel=2
+        f"{method} needs as many queries as keys, so that cross attention stays exact in {', '.join(names)}",
+        stacklevel=2,
     )
 
 
@@ -126,8 +127,9 @@ def _refuse_arguments(name: str, key: Tensor, mask: Tensor | None, kwargs: dict)
     if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2 or mask.dtype != torch.bool):
         shape = f"{mask.ndim}-D {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
         raise UnsupportedAttentionError(
-            f"{name}: a {shape} attention mask cannot be kept, since no (queries, keys) mask is ever built here: give the "
-            "model an attention_mask of shape (batch, length), 1 where a token is there, or use attn_implementation='sdpa'"
+            f"{name}: a {shape} attention mask cannot be kept, since no (queries, keys) mask is ever built here: give "
+            "the model an attention_mask of shape (batch, length), 1 where a token is there, or use "
+            "attn_implementation='sdpa'"
         )
     if kwargs.get("output_attentions"):
         raise UnsupportedAttentionError(no_attentions(name))
@@ -145,8 +147,8 @@ def _refuse_arguments(name: str, key: Tensor, mask: Tensor | None, kwargs: dict)
         )
         if argument in _MEANINGFUL or (tensors and argument not in _HARMLESS):
             raise UnsupportedAttentionError(
-                f"{name}: the model gives its attention {argument!r}, which would be lost: use attn_implementation='sdpa' "
-                "or 'eager' for this model"
+                f"{name}: the model gives its attention {argument!r}, which would be lost: use "
+                "attn_implementation='sdpa' or 'eager' for this model"
             )
 
 

@@ -1,4 +1,4 @@
-"""`efficient_attention` on every Transformers config, and the choice written to `config.json` beside `attn_implementation`."""
+"""`efficient_attention` on every Transformers config, and what of it is written to `config.json`."""
 
 import functools
 from typing import Any

@@ -8,7 +8,14 @@ _ROWS = 256
 
 
 def exact_layer(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool, scale: float | None, dropout_p: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    dropout_p: float,
 ) -> Tensor:
     """softmax(scale * query key^T) value by torch's own kernel, bit for bit what `sdpa` gives where nothing is masked.
 
@@ -46,7 +53,7 @@ def exact_layer(
 
 
 def _with_empty_rows(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, options: dict) -> Tensor:
-    """torch's attention under a bool mask (B, 1, Nq or 1, Nk) whose empty rows give 0 instead of NaN, in the gradient too."""
+    """torch's attention under a bool mask (B, 1, Nq or 1, Nk); empty rows give 0, not NaN, in the gradient too."""
     empty = ~seen.any(-1, keepdim=True)
     # A row that sees nothing is let see everything (zeros, where all is padding) and its output then dropped.
     out = scaled_dot_product_attention(query, key, value, attn_mask=seen | empty, **options)

@@ -1,11 +1,14 @@
-"""Two methods of `PreTrainedModel` that also make the model ready: `post_init` and `set_attn_implementation`."""
+"""Methods of `PreTrainedModel` that also make the model ready, and one that knows our names when a name is misspelt."""
 
+import difflib
 import functools
 
 from transformers.modeling_utils import PreTrainedModel
 
+from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.integration import models
 from hf_efficient_attn.integration.configs import method_of
+from hf_efficient_attn.methods.base import available_methods
 
 
 def extend_models() -> None:
@@ -39,6 +42,21 @@ def extend_models() -> None:
             if not done:
                 models.restore(before)
 
+    correct = PreTrainedModel.get_correct_attn_implementation
+
+    @functools.wraps(correct)
+    def correct_or_name_the_nearest(self, requested_attention, *args, **kwargs):
+        try:
+            return correct(self, requested_attention, *args, **kwargs)
+        except ValueError as error:
+            # The original names its own implementations alone, and the nearest of ours is what was meant.
+            names = available_methods()
+            if requested_attention in names or not difflib.get_close_matches(str(requested_attention), names):
+                raise
+            sentence = unknown_name("attention method", requested_attention, [*names, "sdpa", "eager"])
+            raise UnsupportedAttentionError(sentence) from error
+
+    PreTrainedModel.get_correct_attn_implementation = correct_or_name_the_nearest
     post_init_and_prepare.extended_for_efficient_attention = True
     PreTrainedModel.post_init = post_init_and_prepare
     PreTrainedModel.set_attn_implementation = set_implementation_and_prepare

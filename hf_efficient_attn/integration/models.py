@@ -1,6 +1,6 @@
-"""What is done to a model whose config names a method: its attention modules get numbers, and what cannot work is refused."""
+"""What is done to a model whose config names a method: attention modules get numbers, what cannot work is refused."""
 
-import sys
+import inspect
 from collections.abc import Iterator
 
 from torch import nn
@@ -36,16 +36,16 @@ def configs_of(model: nn.Module) -> list[PreTrainedConfig]:
     return list(found.values())
 
 
-def attention_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Place, PreTrainedConfig]]:
-    """The modules that compute attention, with their places, and the configs that rule them.
+def attention_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Place, PreTrainedConfig, PreTrainedModel]]:
+    """The modules that compute attention, with their places, the configs that rule them, and the models that hold them.
 
     Names count from the innermost model that holds the module, so that a model inside another keeps its numbers.
     """
-    owners: dict[str, tuple[str, PreTrainedConfig | None]] = {}
+    owners: dict[str, tuple[str, PreTrainedModel | None]] = {}
     for path, module in model.named_modules():
         above = owners.get(path.rpartition(".")[0], ("", None))
-        owners[path] = (path, module.config) if isinstance(module, PreTrainedModel) else above
-        if isinstance(module, PreTrainedModel) or not _is_attention(module):
+        owners[path] = (path, module) if isinstance(module, PreTrainedModel) else above
+        if above[1] is None or isinstance(module, PreTrainedModel) or not _is_attention(module):
             continue
         name = path.removeprefix(above[0]).removeprefix(".")
         numbers = [int(part) for part in name.split(".") if part.isdigit()]
@@ -53,9 +53,8 @@ def attention_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Place, PreT
             word in f"{name}.{type(module).__name__}".lower() for word in _CROSS
         )
         config = getattr(module, "config", None)
-        config = config if isinstance(config, PreTrainedConfig) else above[1]
-        if config is not None:
-            yield module, Place(numbers[0] if numbers else None, name, is_cross), config
+        config = config if isinstance(config, PreTrainedConfig) else above[1].config
+        yield module, Place(numbers[0] if numbers else None, name, is_cross), config, above[1]
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -63,9 +62,12 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def _uses_interface(module: nn.Module) -> bool:
-    """Whether the module's class, or one that it derives from, was written where Transformers' interface is at hand."""
-    sources = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)
-    return any(hasattr(source, "ALL_ATTENTION_FUNCTIONS") for source in sources)
+    """Whether the module's class, or one that it derives from, asks Transformers' attention interface."""
+    methods = (
+        inspect.unwrap(value) for kind in type(module).__mro__ for value in vars(kind).values() if callable(value)
+    )
+    codes = (getattr(method, "__code__", None) for method in methods)
+    return any(code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names for code in codes)
 
 
 def prepare(model: PreTrainedModel, strict: bool = False) -> None:
@@ -83,8 +85,9 @@ def prepare(model: PreTrainedModel, strict: bool = False) -> None:
     if not any(method_of(m.config) for m in models):
         return
     _hand_down(model, models)
-    found = [(module, place, config) for module, place, config in attention_modules(model) if method_of(config)]
-    _check_interface(model, [module for module, _, _ in found], strict)
+    owned = [found for found in attention_modules(model) if method_of(found[2])]
+    _check_interface(model, owned, strict)
+    found = [(module, place, config) for module, place, config, _ in owned]
     _check_layers(model, found, strict)
     _check_causal(model, found)
     for module, place, _ in found:
@@ -101,22 +104,33 @@ def _hand_down(model: PreTrainedModel, models: list[PreTrainedModel]) -> None:
     """A choice on the config of a composite model holds for its parts, as `attn_implementation` does."""
     stored = model.config.efficient_attention
     for part in models:
-        if stored is not None and part.config.efficient_attention is None:
-            if method_of(part.config) == stored.settings.method:
-                part.config.efficient_attention = stored.settings
+        bare = part.config.efficient_attention is None
+        if stored is not None and bare and method_of(part.config) == stored.settings.method:
+            part.config.efficient_attention = stored.settings
 
 
 def _settings(config: PreTrainedConfig) -> EfficientAttentionConfig:
     return settings_of(config, EfficientAttentionConfig(method_of(config)))
 
 
-def _check_interface(model: PreTrainedModel, modules: list[nn.Module], strict: bool) -> None:
-    if any(_uses_interface(module) for module in modules) or (not modules and not strict):
-        return
-    raise UnsupportedAttentionError(
-        f"{type(model).__name__} does not compute its attention through Transformers' attention interface, so that "
-        f"attn_implementation={method_of(model.config)!r} would have no effect: load it without that argument"
-    )
+def _check_interface(model: PreTrainedModel, owned: list, strict: bool) -> None:
+    """Refuse a model in which the choice would have no effect, or whose attention modules cannot be trusted.
+
+    Transformers' `sdpa` takes causality from the modules, as we do. Where a model does not support it, they may say
+    anything: in some decoders, that they are not causal.
+    """
+    through = [owner for module, _, _, owner in owned if _uses_interface(module)]
+    if not through and (owned or strict):
+        raise UnsupportedAttentionError(
+            f"{type(model).__name__} does not compute its attention through Transformers' attention interface, so that "
+            f"attn_implementation={method_of(model.config)!r} would have no effect: load it without that argument"
+        )
+    for owner in through:
+        if not owner._supports_sdpa:
+            raise UnsupportedAttentionError(
+                f"{type(owner).__name__} does not support attn_implementation='sdpa': its attention may tell what is "
+                "causal by nothing but a (queries, keys) mask, which is never built here; load it with 'eager'"
+            )
 
 
 def _check_layers(model: PreTrainedModel, found: list, strict: bool) -> None:
@@ -149,9 +163,9 @@ def _warn_of_cross_attention(found: list) -> None:
     names: dict[str, list] = {}
     for module, place, config in found:
         method = _settings(config).for_layer(place.layer)
-        if method is not None and place.is_cross and not get_method(method.method).info.rectangular:
-            if not getattr(module, "_efficient_attention_warned", False):
-                names.setdefault(method.method, []).append((module, place.name))
+        stays_exact = method is not None and place.is_cross and not get_method(method.method).info.rectangular
+        if stays_exact and not getattr(module, "_efficient_attention_warned", False):
+            names.setdefault(method.method, []).append((module, place.name))
     for method, places in names.items():
         warn_of_exact_cross_attention(places[0][0], method, [name for _, name in places])
         for module, _ in places:

@@ -62,7 +62,9 @@ class EfficientAttentionConfig:
         named = [index for entry in entries for index in entry.layers or ()]
         if len(set(named)) < len(named):
             twice = sorted({index for index in named if named.count(index) > 1})
-            raise UnsupportedAttentionError(f"'layers' names some layers more than once: {twice}; each takes one method")
+            raise UnsupportedAttentionError(
+                f"'layers' names some layers more than once: {twice}; each takes one method"
+            )
         plain = len(entries) == 1 and entries[0].config.method == method
         values = {"method": method, "entries": entries, "hyperparameters": {}, "layers": layers}
         if plain:
@@ -103,8 +105,8 @@ class EfficientAttentionConfig:
             raise UnsupportedAttentionError(f"efficient_attention: version={version!r} must be a positive integer")
         if version > FORMAT_VERSION:
             raise UnsupportedAttentionError(
-                f"efficient_attention is of format version {version}, written by a newer hf_efficient_attn than this one, "
-                f"which reads up to {FORMAT_VERSION}: upgrade it with 'pip install --upgrade hf_efficient_attn'"
+                f"efficient_attention is of format version {version}, written by a newer hf_efficient_attn than this "
+                f"one, which reads up to {FORMAT_VERSION}: upgrade it with 'pip install --upgrade hf_efficient_attn'"
             )
         method, layers = values.pop("method", method), values.pop("layers", None)
         if method is not None:

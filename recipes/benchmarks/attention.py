@@ -54,6 +54,12 @@ def _time(work: Callable[[], None], number: int) -> float:
     return (timer() - start) / number
 
 
+def _calls_to_time(work: Callable[[], None]) -> int:
+    """So many calls as take .1 s, after a first one that pays for memory and caches."""
+    _time(work, 1)
+    return max(1, min(50, round(0.1 / _time(work, 1))))
+
+
 def measure(configs: Mapping[str, MethodConfig], case: Mapping[str, Any], rounds: int, bar=None) -> dict[str, dict]:
     """Times of exact attention and of every method in one case.
 
@@ -67,21 +73,16 @@ def measure(configs: Mapping[str, MethodConfig], case: Mapping[str, Any], rounds
 
     calls = {label: work(config) for label, config in configs.items()}
     exact = work(None)
-    # The first call of each pays for its memory and caches. A short one is then timed over so many calls as take .1 s.
-    numbers = {}
-    for label, call in {EXACT: exact, **calls}.items():
-        _time(call, 1)
-        numbers[label] = max(1, min(50, round(0.1 / _time(call, 1)))) if label != EXACT else 1
-    before = _time(exact, numbers[EXACT])
-    numbers[EXACT] = max(1, min(50, round(0.1 / before)))
+    number = _calls_to_time(exact)
+    numbers = {label: _calls_to_time(call) for label, call in calls.items()}
     notes: dict[str, list[tuple[float, float]]] = {label: [] for label in calls}
     exacts = []
     for _ in range(rounds):
-        before = _time(exact, numbers[EXACT])
+        before = _time(exact, number)
         exacts.append(before)
         for label, call in calls.items():
             taken = _time(call, numbers[label])
-            after = _time(exact, numbers[EXACT])
+            after = _time(exact, number)
             exacts.append(after)
             notes[label].append((taken, (before + after) / 2))
             before = after
@@ -221,6 +222,10 @@ def attention(
     typer.echo(
         f"\n{', '.join(f'{k} {v}' for k, v in sizes.items())}; medians of {rounds} rounds; torch {torch.__version__}"
     )
+    if any(row["ratio_max"] > 1.5 * row["ratio_min"] for row in rows):
+        typer.echo(
+            "Some rounds differ by half or more: the machine was busy, and the medians say little. Run it again."
+        )
     if check:
         conclude(verdicts(rows))
 
