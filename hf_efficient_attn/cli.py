@@ -273,7 +273,7 @@ def demo(
     ]
     typer.echo(table(("tokens", "attention", "seconds", "speed-up", "error", "cosine"), rows))
     typer.echo(
-        "\nseconds: one forward pass of the whole model. error: |H - H_exact| / |H_exact| of the last hidden states\n"
+        "\nseconds: median forward pass of the model. error: |H - H_exact| / |H_exact| of the last hidden states\n"
         "(Frobenius norm). cosine: of the mean-pooled embeddings. Means over the documents of a length.\n"
     )
     entry = result["search"][0]

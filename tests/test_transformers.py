@@ -330,6 +330,17 @@ def test_cross_attention_stays_exact_with_one_warning(family, encoder_length, ca
     assert torch.equal(out, output(narrow, inputs, use_cache=False))
 
 
+def test_keys_of_another_length_stay_exact_too():
+    """A module that does not look like cross attention and is one after all."""
+    model = tiny_model("bert", next(m for m in METHODS if not hea.method_info(m).rectangular))
+    forward = ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation]
+    query, key = torch.randn(1, 2, 40, 16), torch.randn(1, 2, 50, 16)
+    with pytest.warns(UserWarning, match=r"stays exact in encoder\.layer\.1\.attention\.self"):
+        out, _ = forward(model.encoder.layer[1].attention.self, query, key, key, None)
+    exact = torch.nn.functional.scaled_dot_product_attention(query, key, key)
+    torch.testing.assert_close(out.transpose(1, 2), exact)
+
+
 # Composite models
 
 

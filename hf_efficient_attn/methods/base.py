@@ -60,7 +60,8 @@ class MethodConfig:
     @classmethod
     def check_keys(cls, values: dict[str, Any]) -> dict[str, Any]:
         """`values` with lists made tuples, after every key was found among the hyperparameters."""
-        known = [spec.name for spec in dataclasses.fields(cls)]
+        # Rather than by `dataclasses.fields`, which torch.compile cannot trace on a class.
+        known = [name for name in cls.__dataclass_fields__ if name != "method"]
         for key in values:
             if key not in known:
                 raise UnsupportedAttentionError(f"{cls.method}: {unknown_name('hyperparameter', key, known)}")
@@ -162,7 +163,9 @@ def make_config(method_or_config: "str | MethodConfig", **hyperparameters) -> Me
         UnsupportedAttentionError: unknown method or hyperparameter, or a value out of range.
     """
     if isinstance(method_or_config, MethodConfig):
+        if not hyperparameters:
+            return method_or_config
         values = type(method_or_config).check_keys(hyperparameters)
-        return dataclasses.replace(method_or_config, **values) if values else method_or_config
+        return dataclasses.replace(method_or_config, **values)
     config_class = method_info(method_or_config).config_class
     return config_class(**config_class.check_keys(hyperparameters))

@@ -95,7 +95,9 @@ def _own_chunk(query, key, value, bias, features, dropout_p: float) -> Partial:
     query, key = query @ directions, key @ directions
     query_top, key_top = (x.detach().amax(-1, keepdim=True) for x in (query, key))
     products = torch.exp(query - query_top) @ torch.exp(key - key_top).transpose(2, 3)
-    seen = torch.ones(products.shape[-2:], dtype=torch.bool, device=query.device).tril() & (products > 0)
+    # A product that is all but 0 would have a gradient that is all but infinite on its way to the features.
+    least = torch.finfo(products.dtype).tiny ** 0.8
+    seen = torch.ones(products.shape[-2:], dtype=torch.bool, device=query.device).tril() & (products > least)
     scores = products.masked_fill(~seen, 1.0).log() + query_top + (key_top + bias.unsqueeze(-1)).transpose(2, 3)
     scores = scores.masked_fill(~seen, -torch.inf)
     top = scores.detach().amax(-1, keepdim=True)

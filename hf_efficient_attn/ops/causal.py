@@ -285,13 +285,13 @@ def merge_rows(parts: list[tuple[slice, Partial]]) -> Tensor:
     """
     first = parts[0][1]
     lses = torch.full((len(parts), *first.lse.shape), -torch.inf, dtype=first.lse.dtype, device=first.lse.device)
-    for lse, (rows, part) in zip(lses, parts, strict=True):
-        _rows_of(lse, rows, part.lse).copy_(part.lse)
+    for i, (rows, part) in enumerate(parts):
+        _rows_of(lses[i], rows, part.lse).copy_(part.lse)
     # Every query sees itself, so that no row is empty.
     weights = lses.softmax(0)
     out = first.out * weights[0].unsqueeze(-1)
-    for weight, (rows, part) in zip(weights[1:], parts[1:], strict=True):
-        here = _rows_of(weight, rows, part.lse).unsqueeze(-1)
+    for i, (rows, part) in enumerate(parts[1:], 1):
+        here = _rows_of(weights[i], rows, part.lse).unsqueeze(-1)
         _rows_of(out, rows, part.out).addcmul_(part.out.to(out.dtype), here)
     return out.to(first.out.dtype)
 

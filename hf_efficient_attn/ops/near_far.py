@@ -149,8 +149,8 @@ def column_scores(kind: str, query, key, value, near: Near, mask, scale, num_pro
             gamma = 1.0 / operator_norm_squared(value.to(wide)).clamp(min=torch.finfo(wide).tiny)
             scores = probe_scores(query, key, near, mask, scale, num_probes, offset) + gamma * squares
         # A column of zero norm could still hold weight in the denominator: every key keeps some chance.
-        mean = scores.mean(1, keepdim=True)
-        scores = scores + 1e-6 * mean + torch.finfo(wide).tiny
+        count = near.count if isinstance(near.count, int) else near.count.clamp(min=1)
+        scores = scores + scores.sum(1, keepdim=True) * (1e-6 / count) + torch.finfo(wide).tiny
     if near.key_order is not None:
         scores = scores.gather(1, near.key_order)
     if mask is not None:
@@ -170,13 +170,12 @@ def plan_far(scores: Tensor, num_samples: int, offset: Tensor, seed, independent
     return Far(place, log_weight.to(accumulator(scores.dtype)))
 
 
-def plan_small_rows(near: Near, scores: Tensor, num_samples: int) -> tuple[Near, Tensor]:
-    """Make rows whose keys fit into one run and the columns exact, as they would be in a batch without padding.
+def plan_small_rows(near: Near, scores: Tensor, small: Tensor) -> tuple[Near, Tensor]:
+    """Make rows (A, 1) whose keys fit into one run and the columns exact, as they are in a batch without padding.
 
     There every tile gets the last run of keys, and the keys before it are the only ones with a score, so that all of
     them become columns of weight 1.
     """
-    small = near.count <= near.span + num_samples
     rest = (near.count - near.span).clamp(min=0)
     start = torch.where(small, rest, near.start)
     places = torch.arange(scores.shape[1], device=scores.device)
@@ -194,9 +193,16 @@ def make_plan(query, key, value, mask, *, near_field, block_size, num_samples, n
             near = plan_window(query.shape[1], key.shape[1], block_size, mask, query.shape[0], query.device)
         probe_offset, draw_offset = (offsets(heads, seed, stream, query.device).repeat(batch) for stream in (11, 12))
         weights = column_scores(scores, query, key, value, near, mask, scale, num_probes, probe_offset)
+        small = None
         if mask is not None:
-            near, weights = plan_small_rows(near, weights, num_samples)
-        return near, plan_far(weights, num_samples, draw_offset, seed, independent)
+            small = near.count <= near.span + num_samples
+            near, weights = plan_small_rows(near, weights, small)
+        far = plan_far(weights, num_samples, draw_offset, seed, independent)
+        if small is not None and independent:
+            # Only a draw without replacement takes every column that is left.
+            whole = plan_far(weights, num_samples, draw_offset, seed)
+            far = Far(*(torch.where(small, *pair) for pair in zip(whole, far, strict=True)))
+        return near, far
 
 
 def near_far_attention(query, key, value, near: Near, far: Far, *, scale: float, dropout_p: float = 0.0) -> Tensor:

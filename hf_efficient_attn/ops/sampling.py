@@ -22,7 +22,7 @@ def inclusion_probabilities(scores: Tensor, budget: Tensor | int, rounds: int = 
     for _ in range(rounds):
         rest = (budget - full.sum(1, keepdim=True)).clamp(min=0)
         total = scores.masked_fill(full, 0.0).sum(1, keepdim=True)
-        chances = rest / total.clamp(min=torch.finfo(torch.float64).tiny) * scores
+        chances = torch.where(total > 0, rest / total, 0.0) * scores
         full = full | (chances >= 1.0)
     return torch.where(full, 1.0, chances).clamp(max=1.0)
 
