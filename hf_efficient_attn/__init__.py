@@ -1,6 +1,6 @@
-"""Sub-quadratic attention for Transformers: `from_pretrained(..., attn_implementation="kdeformer")` after this import."""
+"""Sub-quadratic attention for Transformers: `from_pretrained(..., attn_implementation="kdeformer")` after this."""
 
-import hf_efficient_attn.methods  # noqa: F401  (registers the methods)
+import hf_efficient_attn.methods
 from hf_efficient_attn import functional, integration
 from hf_efficient_attn.conversion import convert, extend_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError

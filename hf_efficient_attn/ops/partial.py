@@ -76,7 +76,10 @@ def attend(
     """
     if dropout_p > 0.0:
         return _attend_with_dropout(query, key, value, bias, scale, dropout_p)
-    return Partial(*torch.ops.hf_efficient_attn.attend(query, key, value, bias, float(scale)))
+    tensors = (query, key, value) if bias is None else (query, key, value, bias)
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+        return Partial(*torch.ops.hf_efficient_attn.attend(query, key, value, bias, float(scale)))
+    return Partial(*_attend_without_gradient(query, key, value, bias, float(scale)))
 
 
 def attend_naive(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *, scale: float) -> Partial:
@@ -134,6 +137,10 @@ def _scores(query: Tensor, key: Tensor, bias: Tensor | None, scale: float, buffe
 
 @torch.library.custom_op("hf_efficient_attn::attend", mutates_args=())
 def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    return _attend_without_gradient(query, key, value, bias, scale)
+
+
+def _attend_without_gradient(query, key, value, bias, scale) -> tuple[Tensor, Tensor]:
     heads, tiles, rows, width = query.shape
     wide = accumulator(query.dtype)
     if query.numel() == 0 or key.shape[2] == 0:

@@ -31,7 +31,7 @@ def uniform(shape: tuple[int, ...], seed: int | Tensor, stream: int, device: tor
     counter = torch.arange(math.prod(shape), device=device, dtype=torch.int64)
     start = torch.as_tensor(seed, device=device).to(torch.int64) * 0x9E3779B1 + stream * 0x7F4A7C15
     bits = _mix(_mix(counter + 1) + _mix(_mix(start) + stream + 1))
-    return ((bits + 0.5) / 2.0**32).to(torch.float64).reshape(shape)
+    return ((bits.to(torch.float64) + 0.5) / 2.0**32).reshape(shape)
 
 
 def normal(shape: tuple[int, ...], seed: int | Tensor, stream: int, device: torch.device) -> Tensor:

@@ -8,7 +8,7 @@ from hf_efficient_attn.ops.blocks import ceil_div, pad_to_blocks
 from hf_efficient_attn.ops.exact import key_bias
 from hf_efficient_attn.ops.partial import Partial, attend
 
-_ROWS = 128
+_ROWS = 32
 
 
 def window_partial(

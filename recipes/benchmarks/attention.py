@@ -1,8 +1,9 @@
 """Speed and memory of the methods against torch's exact attention.
 
-    python -m recipes.benchmarks.attention --length 1024,2048,4096,8192,16384 --plot speed.png     (about 4 minutes on
-    2 cores) python -m recipes.benchmarks.attention --check                                                  (about 6
-    minutes)
+    python -m recipes.benchmarks.attention --length 1024,2048,4096,8192,16384 --plot speed.png
+    python -m recipes.benchmarks.attention --check
+
+About 4 and 6 minutes on 2 cores.
 
 Speed is a ratio: in every round the exact attention of the same causality (forward, or forward and backward) runs
 before and after each method, and the ratio is that of their mean to the method's time, so that the drift of a busy
