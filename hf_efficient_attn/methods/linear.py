@@ -52,19 +52,25 @@ def _features(query, key, mask, scale) -> tuple[Tensor, Tensor]:
 def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
     """Fast form; arguments as in `hf_efficient_attn.methods.call`."""
 
-    def some_heads(query, key, value, mask):
+    def some_heads(query, key, value, mask, out=None):
         dtype = value.dtype
         phi_q, phi_k = _features(query, key, mask, scale)
         value = value.to(phi_k.dtype)
         if is_causal:
-            return _causal(phi_q, phi_k, value, dropout_p).to(dtype)
+            got = _causal(phi_q, phi_k, value, dropout_p).to(dtype)
+            return got if out is None else out.copy_(got)
         total = phi_q @ phi_k.sum(1).unsqueeze(-1)
-        out = (dropout(phi_q, dropout_p) if dropout_p else phi_q) @ (phi_k.transpose(1, 2) @ value)
-        return _divide(out, total).to(dtype)
+        phi_q = dropout(phi_q, dropout_p) if dropout_p else phi_q
+        state = phi_k.transpose(1, 2) @ value
+        if out is None or out.dtype != state.dtype:
+            got = _divide(phi_q @ state, total).to(dtype)
+            return got if out is None else out.copy_(got)
+        return _divide(torch.bmm(phi_q, state, out=out), total)
 
     flat = (x.flatten(0, 1) for x in (query, key, value))
     flat_mask = None if mask is None else mask.repeat_interleave(query.shape[1], 0)
-    return over_heads(some_heads, *flat, flat_mask).unflatten(0, query.shape[:2])
+    result = (query.shape[2], value.shape[3], value.dtype)
+    return over_heads(some_heads, *flat, flat_mask, result=result).unflatten(0, query.shape[:2])
 
 
 def _causal(phi_q, phi_k, value, dropout_p: float) -> Tensor:

@@ -24,12 +24,15 @@ def pad_to_blocks(x: Tensor, size: int, value: float = 0.0) -> Tensor:
     return x.reshape(x.shape[0], -1, size, x.shape[2])
 
 
-def take(x: Tensor, index: Tensor) -> Tensor:
-    """Tokens of each row by index: x (A, N, D), index (A, ...) of integers below N -> (A, ..., D)."""
+def take(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
+    """Tokens of each row by index: x (A, N, D), index (A, ...) of integers below N -> (A, ..., D), or into `out`."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         # Whole rows of memory at a time: five times as fast as `gather`, whose gradient is the faster of the two.
         first = torch.arange(x.shape[0], device=x.device) * x.shape[1]
         flat = index + first.view(-1, *[1] * (index.ndim - 1))
+        if out is not None:
+            torch.index_select(x.reshape(-1, x.shape[2]), 0, flat.flatten(), out=out.view(-1, x.shape[2]))
+            return out
         return x.reshape(-1, x.shape[2]).index_select(0, flat.flatten()).view(*index.shape, x.shape[2])
     flat = index.reshape(index.shape[0], -1, 1).expand(-1, -1, x.shape[2])
     return x.gather(1, flat).reshape(*index.shape, x.shape[2])
@@ -46,10 +49,16 @@ def valid_first(mask: Tensor) -> Tensor:
     return (~mask).to(torch.int8).argsort(dim=1, stable=True)
 
 
-def over_heads(function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
+def over_heads(
+    function: Callable[..., Tensor], *tensors: Tensor | None, result: tuple[int, int, torch.dtype] | None = None
+) -> Tensor:
     """function(*tensors) for a few heads at a time: (A, ...) tensors or None -> (A, N, Dv), the pieces joined.
 
     All heads at once when compiling, on an accelerator, and where they are small.
+
+    Args:
+        result: (N, Dv, dtype) of what the function returns. It is then also given out=, None or the piece of the result
+            that it may write into and return, which saves a copy.
     """
     given = [x for x in tensors if x is not None]
     heads, each = given[0].shape[0], max(x[0].numel() for x in given)
@@ -58,11 +67,18 @@ def over_heads(function: Callable[..., Tensor], *tensors: Tensor | None) -> Tens
         return function(*tensors)
     # `split` rather than slices: its gradient is one concatenation, that of every slice a whole tensor of zeros.
     splits = [[None] * -(-heads // step) if x is None else x.split(step) for x in tensors]
-    pieces = (function(*piece) for piece in zip(*splits, strict=True))
+    pieces = list(zip(*splits, strict=True))
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
-        return torch.cat(list(pieces))
-    out = None
+        return torch.cat([function(*piece) for piece in pieces])
+    if result is not None:
+        length, width, dtype = result
+        whole = given[0].new_empty(heads, length, width, dtype=dtype)
+        for piece, out in zip(pieces, whole.split(step), strict=True):
+            function(*piece, out=out)
+        return whole
+    whole = None
     for i, piece in enumerate(pieces):
-        out = piece.new_empty(heads, *piece.shape[1:]) if out is None else out
-        out[i * step : i * step + piece.shape[0]] = piece
-    return out
+        part = function(*piece)
+        whole = part.new_empty(heads, *part.shape[1:]) if whole is None else whole
+        whole[i * step : i * step + part.shape[0]] = part
+    return whole

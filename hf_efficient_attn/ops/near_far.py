@@ -226,13 +226,17 @@ def near_far_attention(query, key, value, near: Near, far: Far, *, scale: float,
     bias = torch.cat((near_bias, far_bias), 2)[:, :, None]
     place = None if near.query_order is None else inverse(near.query_order)
 
-    def some_heads(query, key, value, order, place, index, bias):
+    def some_heads(query, key, value, order, place, index, bias, out=None):
         rows = pad_to_blocks(query if order is None else take(query, order), near.rows)
-        out = attend(rows, take(key, index), take(value, index), bias, scale=scale, dropout_p=dropout_p).out
-        out = out.flatten(1, 2)
-        return out[:, : query.shape[1]] if place is None else take(out, place)
+        rows = attend(rows, take(key, index), take(value, index), bias, scale=scale, dropout_p=dropout_p).out
+        rows = rows.flatten(1, 2)
+        if place is not None:
+            return take(rows, place, out)
+        rows = rows[:, : query.shape[1]]
+        return rows if out is None else out.copy_(rows)
 
-    return over_heads(some_heads, query, key, value, near.query_order, place, index, bias)
+    result = (query.shape[1], value.shape[2], value.dtype)
+    return over_heads(some_heads, query, key, value, near.query_order, place, index, bias, result=result)
 
 
 def dense_log_weights(near: Near, far: Far, length: int, columns: int) -> Tensor:

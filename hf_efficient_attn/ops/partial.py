@@ -170,7 +170,8 @@ def _attend_fused(query, key, value, bias, scale) -> tuple[Tensor, Tensor]:
     One call where the tiles of all heads have keys of their own, else one a head.
     """
     heads, tiles, rows, width = query.shape
-    own_keys = key.shape[1] == value.shape[1] == tiles
+    # Overlapping views of the keys cannot be one batch without a copy.
+    own_keys = key.shape[1] == value.shape[1] == tiles and (heads == 1 or key.is_contiguous())
     if own_keys and (bias is None or bias.shape[:2] in ((1, 1), (heads, tiles))):
         one = None if bias is None else bias.flatten(0, 1)[:, None]
         query, key, value = (x.reshape(heads * tiles, 1, -1, width) for x in (query, key, value))
