@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout
+from torch.nn.functional import dropout, elu
 
 from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, option, register
 from hf_efficient_attn.ops.blocks import over_heads, pad_to_blocks
@@ -36,7 +36,9 @@ class LinearConfig(MethodConfig):
 
 
 def elu_features(x: Tensor) -> Tensor:
-    """phi(x) = elu(x) + 1 (Eq. 7), positive: the larger of 1 + x and exp(min(x, 0)), which is the same and faster."""
+    """phi(x) = elu(x) + 1 (Eq. 7), positive: also the larger of 1 + x and exp(min(x, 0)), faster but for a gradient."""
+    if x.requires_grad:
+        return elu(x) + 1.0
     return torch.maximum(x + 1.0, x.clamp(max=0.0).exp_())
 
 

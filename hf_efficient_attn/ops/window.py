@@ -8,7 +8,9 @@ from hf_efficient_attn.ops.blocks import ceil_div, pad_to_blocks
 from hf_efficient_attn.ops.exact import key_bias
 from hf_efficient_attn.ops.partial import Partial, attend
 
-_ROWS = 32
+# Queries a tile: few, so that little of a tile's run of keys lies outside the window of its queries; more where a
+# gradient is wanted, which is added up over all tiles that see a key.
+_ROWS, _ROWS_WITH_GRADIENT = 32, 128
 
 
 def window_partial(
@@ -32,7 +34,9 @@ def window_partial(
     Returns:
         Partial of out (A, N, Dv) and lse (A, N).
     """
-    length, rows = query.shape[1], min(_ROWS, query.shape[1])
+    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    length = query.shape[1]
+    rows = min(_ROWS_WITH_GRADIENT if keep else _ROWS, length)
     tiles, span = ceil_div(length, rows), left + rows + right
     blocks = pad_to_blocks(query, rows)
     views = []
