@@ -6,6 +6,7 @@ scale; another one than 1/sqrt(D) multiplies the queries by scale * sqrt(D) befo
 phi(q_i)^T Z.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,6 +20,8 @@ from hf_efficient_attn.ops.partial import accumulator
 from hf_efficient_attn.ops.scan import exclusive_prefix_sum
 
 _CHUNK = 64
+# Numbers at a time, of 8 heads, where nothing is kept for a gradient: their features then stay in the cache.
+_TILE, _HEADS = 1 << 19, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +74,46 @@ def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed
 
     flat = (x.flatten(0, 1) for x in (query, key, value))
     flat_mask = None if mask is None else mask.repeat_interleave(query.shape[1], 0)
-    result = (query.shape[2], value.shape[3], value.dtype)
-    return over_heads(some_heads, *flat, flat_mask, result=result).unflatten(0, query.shape[:2])
+    options = {"result": (query.shape[2], value.shape[3], value.dtype)}
+    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    if not (is_causal or dropout_p or keep or torch.compiler.is_compiling()) and query.device.type == "cpu":
+        some_heads, options["step"] = functools.partial(_tiled, scale=scale), _HEADS
+    return over_heads(some_heads, *flat, flat_mask, **options).unflatten(0, query.shape[:2])
+
+
+def _tiled(query, key, value, mask, out=None, *, scale) -> Tensor:
+    """The bidirectional form in two walks over the tokens of (A, N, D) heads, with two buffers of one tile each.
+
+    The features of a tile never leave the cache, and no memory is touched for the first time but that of the output.
+    """
+    (heads, length, width), columns, wide = query.shape, key.shape[1], accumulator(query.dtype)
+    out = value.new_empty(heads, length, value.shape[2]) if out is None else out
+    tile = max(1, min(_TILE // (heads * width), max(length, columns)))
+    first, second = (query.new_empty(heads, tile, width, dtype=wide) for _ in range(2))
+    stretch = scale * width**0.5
+
+    def features(x: Tensor) -> Tensor:
+        """`elu_features`, in the first buffer."""
+        phi, linear = first[:, : x.shape[1]], second[:, : x.shape[1]]
+        torch.clamp(x, max=0.0, out=phi).exp_()
+        return torch.maximum(phi, torch.add(x, 1.0, out=linear), out=phi)
+
+    state, norm = first.new_zeros(heads, width, value.shape[2]), first.new_zeros(heads, width, 1)
+    for at in range(0, columns, tile):
+        here = slice(at, at + tile)
+        phi = features(key[:, here].to(wide))
+        phi = phi if mask is None else phi.mul_(mask[:, here, None])
+        state.baddbmm_(phi.transpose(1, 2), value[:, here].to(wide))
+        norm += phi.sum(1).unsqueeze(2)
+    for at in range(0, length, tile):
+        here = slice(at, at + tile)
+        rows = query[:, here].to(wide)
+        phi = features(rows if abs(stretch - 1.0) < 1e-12 else rows * stretch)
+        if out.dtype == wide:
+            _divide(torch.bmm(phi, state, out=out[:, here]), phi @ norm)
+        else:
+            out[:, here] = _divide(phi @ state, phi @ norm)
+    return out
 
 
 def _causal(phi_q, phi_k, value, dropout_p: float) -> Tensor:

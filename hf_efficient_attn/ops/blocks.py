@@ -50,7 +50,10 @@ def valid_first(mask: Tensor) -> Tensor:
 
 
 def over_heads(
-    function: Callable[..., Tensor], *tensors: Tensor | None, result: tuple[int, int, torch.dtype] | None = None
+    function: Callable[..., Tensor],
+    *tensors: Tensor | None,
+    result: tuple[int, int, torch.dtype] | None = None,
+    step: int | None = None,
 ) -> Tensor:
     """function(*tensors) for a few heads at a time: (A, ...) tensors or None -> (A, N, Dv), the pieces joined.
 
@@ -59,10 +62,11 @@ def over_heads(
     Args:
         result: (N, Dv, dtype) of what the function returns. It is then also given out=, None or the piece of the result
             that it may write into and return, which saves a copy.
+        step: heads at a time; by default as many as fit the cache.
     """
     given = [x for x in tensors if x is not None]
     heads, each = given[0].shape[0], max(x[0].numel() for x in given)
-    step = max(1, _TILE // max(1, each))
+    step = max(1, _TILE // max(1, each)) if step is None else step
     if step >= heads or given[0].device.type != "cpu" or torch.compiler.is_compiling():
         return function(*tensors)
     # `split` rather than slices: its gradient is one concatenation, that of every slice a whole tensor of zeros.
