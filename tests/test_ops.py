@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hf_efficient_attn import functional
 from hf_efficient_attn.ops import causal, near_far
 from hf_efficient_attn.ops.blocks import ceil_div, inverse, over_heads, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.exact import exact_attention, key_bias
@@ -25,6 +26,7 @@ from hf_efficient_attn.ops.sampling import (
     systematic_sample,
 )
 from hf_efficient_attn.ops.scan import exclusive_prefix_sum
+from hf_efficient_attn.ops.tiles import attend_grouped, use_grouped
 from hf_efficient_attn.ops.window import window_partial
 from instances import numbers
 
@@ -780,3 +782,33 @@ def test_a_causal_far_field_is_unbiased():
         total = total + causal.dense_causal_log_weights(plans, 70, 8, 8, 4).exp()
     mean = (total / draws)[:, 8:].sum(-1).mean(0)
     close(mean, torch.arange(9, 71).double(), 0.05)
+
+
+@quick
+@given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 12), st.sampled_from([3, 4]), st.booleans())
+def test_grouped_attention_is_attention(rows, tiles, columns, width, hole):
+    query, key, value = (numbers(n, width, seed=n + i).float() for i, n in enumerate((20, 30, 30)))
+    value = value[:, :3]
+    row, column = torch.randint(20, (rows, tiles)), torch.randint(30, (tiles, columns))
+    bias = torch.randn(tiles, columns)
+    if hole:
+        bias[0] = -torch.inf
+    got = attend_grouped(query, key, value, row, column, bias, scale=0.3)
+    tile = (query[row].transpose(0, 1)[None], key[column][None], value[column][None])
+    expected = attend_naive(*tile, bias[None, :, None], scale=0.3).out.nan_to_num(0.0)
+    torch.testing.assert_close(got.transpose(0, 1)[None], expected)
+
+
+@pytest.mark.parametrize("near_field", ["lsh", "window"])
+@pytest.mark.parametrize("length", [301, 1100])
+def test_both_cpu_paths_agree(near_field, length):
+    """With oneDNN and without it: what runs depends on the processor."""
+    query, key, value = (torch.randn(2, 3, length, 16) for _ in range(3))
+    mask = torch.rand(2, length) > 0.3
+    options = {"near_field": near_field, "block_size": 32, "num_samples": 32, "attention_mask": mask}
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not use_grouped(query)
+        plain = functional.kdeformer_attention(query, key, value, **options)
+    torch.testing.assert_close(
+        functional.kdeformer_attention(query, key, value, **options), plain, atol=2e-6, rtol=1e-5
+    )

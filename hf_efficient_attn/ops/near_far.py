@@ -23,6 +23,9 @@ from hf_efficient_attn.ops.sampling import (
     stratified_ranks,
     systematic_sample,
 )
+from hf_efficient_attn.ops.tiles import attend_grouped, use_grouped
+
+_NORM_ROWS = 1024
 
 
 class Near(NamedTuple):
@@ -132,6 +135,18 @@ def probe_scores(query, key, near: Near, mask, scale: float, num_probes: int, of
     return weights.square_().sum(1) * (near.queries / num_probes)
 
 
+def sampled_norm_squared(value: Tensor, near: Near) -> Tensor:
+    """|V|_op^2 by the power method on 1,024 values spread evenly over the places, (A, 1).
+
+    It only balances two terms of a sampling distribution; all rows would take as long as all probes together. As many
+    are taken from few keys, so that padding changes nothing.
+    """
+    half = torch.full((value.shape[0], 1), 0.5, dtype=torch.float64, device=value.device)
+    place = stratified_ranks(_NORM_ROWS, near.count, half)
+    index = place if near.key_order is None else near.key_order.gather(1, place)
+    return operator_norm_squared(take(value, index).to(accumulator(value.dtype))) * (near.count / _NORM_ROWS)
+
+
 def column_scores(kind: str, query, key, value, near: Near, mask, scale, num_probes, offset) -> Tensor:
     """Unnormalised sampling probabilities of the columns, (A, Nk) in the order of the places; 0 for absent keys.
 
@@ -146,7 +161,7 @@ def column_scores(kind: str, query, key, value, near: Near, mask, scale, num_pro
         if kind == "value_norm":
             scores = squares
         else:
-            gamma = 1.0 / operator_norm_squared(value.to(wide)).clamp(min=torch.finfo(wide).tiny)
+            gamma = 1.0 / sampled_norm_squared(value, near).clamp(min=torch.finfo(wide).tiny)
             scores = probe_scores(query, key, near, mask, scale, num_probes, offset) + gamma * squares
         # A column of zero norm could still hold weight in the denominator: every key keeps some chance.
         count = near.count if isinstance(near.count, int) else near.count.clamp(min=1)
@@ -227,6 +242,8 @@ def near_far_attention(query, key, value, near: Near, far: Far, *, scale: float,
     place = None if near.query_order is None else inverse(near.query_order)
 
     def some_heads(query, key, value, order, place, index, bias, out=None):
+        if not dropout_p and use_grouped(query, key, value):
+            return _grouped_heads(query, key, value, order, place, index, bias, near.rows, scale, out)
         rows = pad_to_blocks(query if order is None else take(query, order), near.rows)
         rows = attend(rows, take(key, index), take(value, index), bias, scale=scale, dropout_p=dropout_p).out
         rows = rows.flatten(1, 2)
@@ -237,6 +254,27 @@ def near_far_attention(query, key, value, near: Near, far: Far, *, scale: float,
 
     result = (query.shape[1], value.shape[2], value.dtype)
     return over_heads(some_heads, query, key, value, near.query_order, place, index, bias, result=result)
+
+
+def _grouped_heads(query, key, value, order, place, index, bias, rows: int, scale: float, out) -> Tensor:
+    """The same for a few heads by `attend_grouped`, with the queries gathered in the layout that it wants."""
+    heads, length, tiles = query.shape[0], query.shape[1], index.shape[1]
+    missing = tiles * rows - length
+    if order is None:
+        order = torch.arange(length, device=query.device).expand(heads, -1)
+    # Rows that fill up the last tile are any query, computed in vain.
+    order = torch.nn.functional.pad(order, (0, missing)) if missing else order
+    first = torch.arange(heads, device=query.device)[:, None]
+    order = (order + first * length).view(heads * tiles, rows).t()
+    index = (index.flatten(1) + first * key.shape[1]).view(heads * tiles, -1)
+    flat = (x.reshape(-1, x.shape[2]) for x in (query, key, value))
+    got = attend_grouped(*flat, order, index, bias.flatten(0, 1).squeeze(1), scale=scale).flatten(0, 1)
+    # Place t * rows + r of a head is now row r * (all tiles) + (its tile).
+    place = torch.arange(length, device=query.device).expand(heads, -1) if place is None else place
+    place = place % rows * (heads * tiles) + place // rows + first * tiles
+    out = value.new_empty(heads, length, value.shape[2]) if out is None else out
+    torch.index_select(got, 0, place.flatten(), out=out.view(-1, value.shape[2]))
+    return out
 
 
 def dense_log_weights(near: Near, far: Far, length: int, columns: int) -> Tensor:
