@@ -108,12 +108,17 @@ class Method:
     attend, naive: the fast and the readable form, of one signature: see `hf_efficient_attn.methods.call`.
     decode: causal attention of a few last queries with the keys of all positions, decode(config, query, key, value, *,
         mask, scale, dropout_p); without it such a step costs what the whole sequence costs.
+    parameters: for a method with learned parameters, parameters(config, *, heads, width, value_width, length) -> dict
+        of the values that conversion starts from, float32, by the names in `info.learned_parameters`: of one layer, for
+        sequences of up to `length` tokens. Its attend, naive and decode take them, or those that were learned since, as
+        `parameters`, a dictionary of the same names.
     """
 
     info: MethodInfo
     attend: Callable
     naive: Callable
     decode: Callable | None = None
+    parameters: Callable | None = None
 
 
 _REGISTRY: dict[str, Method] = {}

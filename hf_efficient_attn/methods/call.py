@@ -5,7 +5,8 @@ A method sees none of this. Its `attend` (and its `naive`) has the signature
     attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> (B,H,Nq,Dv)
 
 with query (B,H,Nq,D), key (B,H,Nk,D), value (B,H,Nk,Dv), floating; `mask` bool (B,Nk) or None, what it shuts out being
-zero in key and value; Nq = Nk where causal; `seed` an integer or a scalar tensor.
+zero in key and value; Nq = Nk where causal; `seed` an integer or a scalar tensor. A method with learned parameters is
+also given `parameters`, a dictionary of tensors.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.methods.base import MethodConfig, available_methods, get_method, make_config
 from hf_efficient_attn.ops.random import draw_seed
 
@@ -50,7 +51,8 @@ def attention(
         dropout_p: probability of dropping an attention weight, drawn from the global generator.
         seed: of hashing, sampling and random features, added to the config's own; the same seed gives the same output
             and leaves the global random state alone. None draws one from the global generator (training).
-        **hyperparameters: replace those of the config.
+        **hyperparameters: replace those of the config; learned parameters too, as tensors by their names. Those
+            that are not given have the values that conversion starts from.
 
     Returns:
         (B, H, Nq, Dv) in the type of `value`; rows with nothing to attend to are 0.
@@ -81,7 +83,8 @@ def get_naive(name: str) -> Callable:
 def _call(
     form, method_or_config, query, key, value, mask, is_causal, scale, dropout_p, seed, hyperparameters
 ) -> Tensor:
-    config = make_config(method_or_config, **hyperparameters)
+    learned = {k: v for k, v in hyperparameters.items() if isinstance(v, Tensor)}
+    config = make_config(method_or_config, **{k: v for k, v in hyperparameters.items() if k not in learned})
     query, key, value = _under_autocast(query, key, value)
     _check(config, query, key, value, mask, is_causal, scale, dropout_p, seed)
     (batch, heads, length, width), columns = query.shape, key.shape[2]
@@ -93,21 +96,42 @@ def _call(
     if mask is not None:
         hidden = ~mask[:, None, :, None]
         key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
+    extra = _parameters(config, learned, query, key, value)
     shift = columns - length if is_causal else 0
     decode = get_method(config.method).decode
     if decode is not None and shift > 0 and length <= _DECODE:
         with torch.autocast(query.device.type, enabled=False):
-            return decode(config, query, *_grouped(query, key, value), mask=mask, scale=scale, dropout_p=dropout_p)
+            return decode(config, query, *_grouped(query, key, value), mask=mask, scale=scale, dropout_p=dropout_p,
+                          **extra)  # fmt: skip
     if shift < 0:  # the first queries stand before every key
         query = query[:, :, -shift:]
     elif shift > 0:  # the keys before the first query have queries too, of no interest
         query = torch.cat((query.new_zeros(batch, heads, shift, width), query), 2)
-    options = {"is_causal": is_causal, "scale": scale, "dropout_p": dropout_p, "seed": seed}
+    options = {"is_causal": is_causal, "scale": scale, "dropout_p": dropout_p, "seed": seed, **extra}
     with torch.autocast(query.device.type, enabled=False):
         out = form(config.method)(config, query, *_grouped(query, key, value), mask=mask, **options)
     if shift < 0:
         return torch.cat((out.new_zeros(batch, heads, -shift, out.shape[-1]), out), 2)
     return out[:, :, shift:] if shift else out
+
+
+def _parameters(config: MethodConfig, learned: dict[str, Tensor], query, key, value) -> dict:
+    """{"parameters": ...} for a method that learns some: those given, for the others where conversion starts."""
+    method = get_method(config.method)
+    known = method.info.learned_parameters
+    for name in learned:
+        if name not in known:
+            raise UnsupportedAttentionError(
+                f"{config.method}: {unknown_name('learned parameter', name, known)}"
+                if known
+                else f"{config.method}: {name!r} is a tensor, and the method learns no parameters"
+            )
+    if method.parameters is None:
+        return {}
+    sizes = {"heads": query.shape[1], "width": query.shape[3], "value_width": value.shape[3]}
+    missing = len(learned) < len(known)
+    start = method.parameters(config, length=max(query.shape[2], key.shape[2]), **sizes) if missing else {}
+    return {"parameters": {**{k: v.to(query.device) for k, v in start.items()}, **learned}}
 
 
 def _grouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,15 +196,17 @@ def functional_form(name: str) -> Callable:
     info = get_method(name).info
 
     def call(query, key, value, *, attention_mask=None, is_causal=False, scale=None, dropout_p=0.0, seed=0, **options):
+        options = {k: v for k, v in options.items() if v is not None or k not in info.learned_parameters}
         return attention(name, query, key, value, attention_mask=attention_mask, is_causal=is_causal, scale=scale,
                          dropout_p=dropout_p, seed=seed, **options)  # fmt: skip
 
     own = [f for f in dataclasses.fields(info.config_class) if f.name != "seed"]
+    learned = [inspect.Parameter(k, inspect.Parameter.KEYWORD_ONLY, default=None) for k in info.learned_parameters]
     lines = "\n".join(f"    {f.name}: {f.metadata.get('help', '')} Default {f.default!r}." for f in own)
     call.__name__ = call.__qualname__ = f"{name}_attention"
     call.__doc__ = f"{info.title} ({info.paper}, {info.year}): {info.summary}\n\n{lines}\n\nThe rest as in `attention`."
     signature = inspect.signature(call)
     standard = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     extra = [inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default) for f in own]
-    call.__signature__ = signature.replace(parameters=standard + extra)
+    call.__signature__ = signature.replace(parameters=standard + extra + learned)
     return call
