@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.exact import exact_layer
+from hf_efficient_attn.integration.learned import learned_tensors
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods.base import get_method
 from hf_efficient_attn.methods.call import attention
@@ -104,6 +105,7 @@ def make_attention_function(name: str) -> Callable:
                 scale=scaling,
                 dropout_p=dropout,
                 seed=seed,
+                **learned_tensors(module),
             )
         return out.transpose(1, 2).contiguous(), None
 

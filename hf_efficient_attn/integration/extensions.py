@@ -8,6 +8,7 @@ from transformers.modeling_utils import PreTrainedModel
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.integration import models
 from hf_efficient_attn.integration.configs import method_of
+from hf_efficient_attn.integration.learned import LearnedParameters
 from hf_efficient_attn.methods.base import available_methods
 
 
@@ -25,7 +26,9 @@ def extend_models() -> None:
     @functools.wraps(set_implementation)
     def set_implementation_and_prepare(self, attn_implementation, *args, **kwargs):
         if not models.requested(attn_implementation):
-            return set_implementation(self, attn_implementation, *args, **kwargs)
+            set_implementation(self, attn_implementation, *args, **kwargs)
+            models.drop_learned(self)
+            return
         configs = models.configs_of(self)
         before = [(config, config._attn_implementation, config.efficient_attention) for config in configs]
         done = False
@@ -56,6 +59,18 @@ def extend_models() -> None:
             sentence = unknown_name("attention method", requested_attention, [*names, "sdpa", "eager"])
             raise UnsupportedAttentionError(sentence) from error
 
+    initialize = PreTrainedModel._initialize_weights
+
+    @functools.wraps(initialize)
+    def initialize_learned_too(self, module, *args, **kwargs):
+        # A model's own `_init_weights` knows its own classes alone, and what no checkpoint holds comes as garbage.
+        if isinstance(module, LearnedParameters):
+            module.reset_parameters()
+            module._is_hf_initialized = True
+        else:
+            initialize(self, module, *args, **kwargs)
+
+    PreTrainedModel._initialize_weights = initialize_learned_too
     PreTrainedModel.get_correct_attn_implementation = correct_or_name_the_nearest
     post_init_and_prepare.extended_for_efficient_attention = True
     PreTrainedModel.post_init = post_init_and_prepare

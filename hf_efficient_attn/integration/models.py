@@ -8,10 +8,11 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.integration import learned
 from hf_efficient_attn.integration.attention import Place, no_attentions, settings_of, warn_of_exact_cross_attention
 from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
-from hf_efficient_attn.methods.base import available_methods, get_method
+from hf_efficient_attn.methods.base import MethodConfig, available_methods, get_method
 from hf_efficient_attn.methods.call import causal_methods
 
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "num_decoder_layers", "encoder_layers", "decoder_layers")
@@ -90,14 +91,22 @@ def prepare(model: PreTrainedModel, strict: bool = False) -> None:
     found = [(module, place, config) for module, place, config, _ in owned]
     _check_layers(model, found, strict)
     _check_causal(model, found)
-    for module, place, _ in found:
+    for module, place, config in found:
         module._efficient_attention = place
+        learned.fit(module, _method_in(module, place, config), config, f"{type(model).__name__} at {place.name}")
     for part in models:
         # Some models drop the argument on the way to their attention, so that it is caught where it enters.
         if not getattr(part, "_efficient_attention_guarded", False):
             part.register_forward_pre_hook(_refuse_output_attentions, with_kwargs=True)
             part._efficient_attention_guarded = True
     _warn_of_cross_attention(found)
+
+
+def drop_learned(model: PreTrainedModel) -> None:
+    """Take away learned parameters where the config names none of our methods any more."""
+    for module, place, config, _ in attention_modules(model):
+        if method_of(config) is None:
+            learned.fit(module, None, config, place.name)
 
 
 def _hand_down(model: PreTrainedModel, models: list[PreTrainedModel]) -> None:
@@ -107,6 +116,13 @@ def _hand_down(model: PreTrainedModel, models: list[PreTrainedModel]) -> None:
         bare = part.config.efficient_attention is None
         if stored is not None and bare and method_of(part.config) == stored.settings.method:
             part.config.efficient_attention = stored.settings
+
+
+def _method_in(module: nn.Module, place: Place, config: PreTrainedConfig) -> MethodConfig | None:
+    """The method that computes a module's attention; None where it is exact."""
+    method = _settings(config).for_layer(place.layer)
+    exact = place.is_cross and method is not None and not get_method(method.method).info.rectangular
+    return None if exact or not _uses_interface(module) else method
 
 
 def _settings(config: PreTrainedConfig) -> EfficientAttentionConfig:
