@@ -102,7 +102,7 @@ def _tables(config: LinformerConfig, columns: int, parameters: dict[str, Tensor]
 
 
 def _factors(table: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """What the projections of n tokens are multiplied with, and whether they have any weight: (P, M), (B,) -> (B, P)."""
+    """What the projections of n tokens are multiplied with, and whether they have weight: (P, M), (B,) -> (B, P)."""
 
     def of_first(x: Tensor) -> tuple[Tensor, Tensor]:
         """Sums over all columns (1, P) and over the first n (B, P)."""

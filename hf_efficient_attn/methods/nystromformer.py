@@ -6,7 +6,7 @@ Which equation is which line:
 - Eq. 13 and 15: out = F Z B V with F = softmax(Q K~^T), A = softmax(Q~ K~^T), B = softmax(Q~ K^T), Z the pseudo-inverse
   of A. Read from the right, so that no product is larger than the sequence: B V, then W = Z (B V), then F W.
 - Eq. 14: Z by six steps of the third-order iteration (`ops.pinv.iterative_pinv`).
-- Convolution skip of the paper's Figure 2: a depth-wise convolution over the tokens of V, one kernel per head, is added.
+- Skip connection of Figure 2: a depth-wise convolution over the tokens of V, one kernel per head, is added.
 
 Departures from the paper, each of which gives the same where its own case holds:
 
@@ -63,7 +63,7 @@ class NystromformerConfig(MethodConfig):
         super().__post_init__()
         if self.conv_kernel_size and self.conv_kernel_size % 2 == 0:
             raise UnsupportedAttentionError(
-                f"{self.method}: conv_kernel_size={self.conv_kernel_size} has no middle; give an odd size, or 0 for none"
+                f"{self.method}: conv_kernel_size={self.conv_kernel_size} has no middle; give an odd one, or 0 for none"
             )
 
     def with_budget(self, columns: int) -> "NystromformerConfig":
@@ -140,13 +140,13 @@ def _kernel(config, query, key, parameters: dict) -> Tensor | None:
         return None
     if tuple(kernel.shape) != (heads, size) or not size:
         raise UnsupportedAttentionError(
-            f"nystromformer: conv_weight {tuple(kernel.shape)} does not suit {heads} heads and conv_kernel_size={size}; "
-            f"give a tensor (heads, conv_kernel_size)"
+            f"nystromformer: conv_weight {tuple(kernel.shape)} does not fit {heads} heads and conv_kernel_size={size}: "
+            "give a tensor (heads, conv_kernel_size)"
         )
     if query.shape[2] != key.shape[2]:
         raise UnsupportedAttentionError(
-            f"nystromformer: the convolution adds V to the output token by token, and there are {query.shape[2]} queries "
-            f"and {key.shape[2]} keys; set conv_kernel_size=0"
+            "nystromformer: the convolution adds tokens of V to those of the output, and there are "
+            f"{query.shape[2]} queries and {key.shape[2]} keys; set conv_kernel_size=0"
         )
     return kernel.to(accumulator(query.dtype))
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-# Squared singular values below this part of |A|_1 |A|_inf are damped by `damped_solve`: they are noise more than signal,
-# and six steps of the iteration leave those below 1e-3 of it damped.
+# Squared singular values below this part of |A|_1 |A|_inf are damped by `damped_solve`: they are noise more than
+# signal, and six steps of the iteration leave those below 1e-3 of it damped.
 DAMPING = 1e-4
 
 
@@ -18,9 +18,9 @@ def _scale(matrix: Tensor) -> Tensor:
 def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
     """Approximate pseudo-inverse of every matrix by the third-order iteration of Razavi et al. (2014).
 
-    From Z = A^T / (|A|_1 |A|_inf), Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4. Where s is a singular value of A and
-    z that of Z, 1 - s z is cubed and better at every step; small singular values start near 0 and grow by 13/4 a step,
-    so that few steps leave them damped. Each matrix starts from its own norms: those of the others do not show.
+    From Z = A^T / (|A|_1 |A|_inf), Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4. With e = 1 - s z for a singular
+    value s of A and that z of Z, a step takes e to e^3 (3 + e) / 4. Where s z is small it grows by 13/4 a step, so that
+    few steps leave small singular values damped. Each matrix starts from its own norms: no other one's show.
 
     Args:
         matrix: (..., L, M); rows and columns of zeros stay zeros.
