@@ -103,52 +103,46 @@ def _tables(config: LinformerConfig, columns: int, parameters: dict[str, Tensor]
 
 def _factors(table: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """What the projections of n tokens are multiplied with, and whether they have weight: (P, M), (B,) -> (B, P)."""
-
-    def of_first(x: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums over all columns (1, P) and over the first n (B, P)."""
-        sums = torch.nn.functional.pad(x.cumsum(1), (1, 0)).t()
-        return sums[-1:], sums[tokens]
-
-    whole, part = of_first(table.abs())
-    whole_square, part_square = of_first(table.square())
+    first = (torch.arange(table.shape[1], device=table.device)[:, None] < tokens).to(table.dtype)
+    size, square = table.abs(), table.square()
+    part, part_square = (size @ first).t(), (square @ first).t()
     any_weight = part > 0
-    one_sign = table.sum(1).abs() / whole.masked_fill(whole == 0, 1.0)
-    ratios = (
-        torch.where(any_weight, all_of_it, 1.0) / torch.where(any_weight, left, 1.0)
-        for all_of_it, left in ((whole, part), (whole_square, part_square))
-    )
-    average, square = ratios
-    return average**one_sign * square ** (0.5 - 0.5 * one_sign), any_weight
+
+    def ratio(all_of_it: Tensor, left: Tensor) -> Tensor:
+        return torch.where(any_weight, all_of_it, 1.0) / torch.where(any_weight, left, 1.0)
+
+    total = size.sum(1)
+    one_sign = table.sum(1).abs() / total.masked_fill(total == 0, 1.0)
+    factor = ratio(total, part) ** one_sign * ratio(square.sum(1), part_square) ** (0.5 - 0.5 * one_sign)
+    return factor, any_weight
 
 
 def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed, parameters) -> Tensor:
     """Fast form; arguments as in `hf_efficient_attn.methods.call`."""
     (batch, heads, columns), wide = key.shape[:3], accumulator(query.dtype)
     tables = [x.to(wide) for x in _tables(config, columns, parameters)]
-    if mask is None:
-        tokens, order = torch.tensor([columns], device=key.device), None
+    order = None if mask is None else valid_first(mask).repeat_interleave(heads, 0)
+    if mask is None and tables[0].shape[1] == tables[1].shape[1] == columns:
+        factors, shown = None, ((tables[0] != 0).any(1) & (tables[1] != 0).any(1))[None]
     else:
-        tokens, order = mask.sum(1), valid_first(mask).repeat_interleave(heads, 0)
-    shared = tables[0] is tables[1] or parameters.get("value_projection") is None
-    (factor, shown), *other = (_factors(x, tokens) for x in (tables[:1] if shared else tables))
-    value_factor, value_shown = other[0] if other else (factor, shown)
-    # One row for every head, or one for all where there is no mask.
-    factor, value_factor, shown = (
-        x.repeat_interleave(batch * heads if mask is None else heads, 0)
-        for x in (factor, value_factor, shown & value_shown)
-    )
-    bias = torch.where(shown, 0.0, -torch.inf).to(wide)
+        tokens = torch.tensor([columns], device=key.device) if mask is None else mask.sum(1)
+        factors, has_weight = zip(*(_factors(x, tokens) for x in tables), strict=True)
+        shown = has_weight[0] & has_weight[1]
+    # One row for every head; without a mask there is one for all.
+    repeats = batch * heads // shown.shape[0]
+    bias = torch.where(shown, 0.0, -torch.inf).to(wide).repeat_interleave(repeats, 0)
 
-    def project(key, value, order, factor, value_factor):
+    def project(key, value, order):
         """(A, N, D) and (A, N, Dv) -> (A, P, D + Dv)."""
         if order is not None:
             key, value = take(key, order), take(value, order)
-        projected = [table[:, :columns] @ x.to(wide) for table, x in zip(tables, (key, value), strict=True)]
-        return torch.cat([projected[0] * factor.unsqueeze(2), projected[1] * value_factor.unsqueeze(2)], 2)
+        return torch.cat([table[:, :columns] @ x.to(wide) for table, x in zip(tables, (key, value), strict=True)], 2)
 
     query, key, value = (x.flatten(0, 1) for x in (query, key, value))
-    projected = over_heads(project, key, value, order, factor, value_factor)
-    keys, values = (x.contiguous() for x in projected.split((key.shape[2], value.shape[2]), 2))
+    projected = over_heads(project, key, value, order).split((key.shape[2], value.shape[2]), 2)
+    if factors is not None:
+        projected = [x * f.repeat_interleave(repeats, 0).unsqueeze(2) for x, f in zip(projected, factors, strict=True)]
+    keys, values = projected
     out = attend_columns(query, keys, values, bias, scale=scale, dropout_p=dropout_p, dtype=value.dtype)
     return out.unflatten(0, (batch, heads))
 

@@ -6,7 +6,7 @@ Which equation is which line:
 - Eq. 13 and 15: out = F Z B V with F = softmax(Q K~^T), A = softmax(Q~ K~^T), B = softmax(Q~ K^T), Z the pseudo-inverse
   of A. Read from the right, so that no product is larger than the sequence: B V, then W = Z (B V), then F W.
 - Eq. 14: Z by six steps of the third-order iteration (`ops.pinv.iterative_pinv`).
-- Skip connection of Figure 2: a depth-wise convolution over the tokens of V, one kernel per head, is added.
+- Skip connection of Figure 4: a depth-wise convolution over the tokens of V, one kernel per head, is added.
 
 Departures from the paper, each of which gives the same where its own case holds:
 

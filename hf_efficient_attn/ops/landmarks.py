@@ -7,10 +7,9 @@ from torch import Tensor
 
 from hf_efficient_attn.ops.blocks import ceil_div, over_heads, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.partial import accumulator, attend
-from hf_efficient_attn.ops.tiles import grouped_product, use_grouped
 
-# Scores at a time in `attend_columns`: 4 MiB of float32.
-_SCORES = 1 << 20
+# Scores of a head at a time in `attend_columns`, where the product is not one kernel: 16 MiB of float32.
+_SCORES = 1 << 22
 
 
 class Segments(NamedTuple):
@@ -105,31 +104,16 @@ def attend_columns(
         nothing = (bias == -torch.inf).all(1, keepdim=True)
         bias, value = bias.masked_fill(nothing, 0.0), value.masked_fill(nothing.unsqueeze(2), 0.0)
 
+    rows = ceil_div(query.shape[1], ceil_div(query.shape[1] * key.shape[1], _SCORES))
+
     def some_heads(query, key, value, bias, out=None):
-        query = query.to(key.dtype)
-        if not dropout_p and use_grouped(query, key, value, bias):
-            return _attend_columns_grouped(query, key * scale, value, bias, dtype, out)
-        rows = ceil_div(query.shape[1], ceil_div(query.shape[1] * key.shape[1], _SCORES))
+        tiles = pad_to_blocks(query.to(key.dtype), rows)
         one = None if bias is None else bias[:, None, None]
-        part = attend(pad_to_blocks(query, rows), key[:, None], value[:, None], one, scale=scale, dropout_p=dropout_p)
-        got = part.out.flatten(1, 2)[:, : query.shape[1]].to(dtype)
+        got = attend(tiles, key[:, None], value[:, None], one, scale=scale, dropout_p=dropout_p).out
+        got = got.flatten(1, 2)[:, : query.shape[1]].to(dtype)
         return got if out is None else out.copy_(got)
 
-    return over_heads(some_heads, query, key, value, bias, result=(query.shape[1], value.shape[2], dtype))
-
-
-def _attend_columns_grouped(query, key, value, bias, dtype, out: Tensor | None) -> Tensor:
-    """The same by oneDNN's products, tile by tile so that the scores stay in the cache."""
-    heads, length = query.shape[:2]
-    if out is None:
-        out = value.new_empty(heads, length, value.shape[2], dtype=dtype)
-    rows = max(1, _SCORES // (4 * key.shape[1]))
-    value = value.transpose(1, 2).contiguous()
-    for a in range(heads):
-        here = slice(a, a + 1)
-        shift = None if bias is None else bias[here]
-        for at in range(0, length, rows):
-            scores = grouped_product(query[a, at : at + rows, None], key[here], shift)
-            torch.softmax(scores, -1, out=scores)
-            out[a, at : at + rows] = grouped_product(scores, value[here])[:, 0]
-    return out
+    # A few heads at a time only where queries are copied for a wider type.
+    step = query.shape[0] if query.dtype == key.dtype else None
+    result = (query.shape[1], value.shape[2], dtype)
+    return over_heads(some_heads, query, key, value, bias, result=result, step=step)
