@@ -116,12 +116,14 @@ def extend_positions(model: nn.Module, max_length: int, method: str = "tile") ->
 
     Raises:
         UnsupportedAttentionError: before anything is changed, for a `max_length` below the present one or not an
-            integer, an unknown `method`, and models without a learned table over token positions.
+            integer, an unknown `method`, models without a learned table over token positions, and models whose
+            attention method has learned tables of the present length.
     """
     if method not in ("tile", "interpolate"):
         raise UnsupportedAttentionError(unknown_name("method of extend_positions", method, ["tile", "interpolate"]))
     if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1:
         raise UnsupportedAttentionError(f"max_length must be a positive integer, not {max_length!r}")
+    _refuse_learned_tables(model)
     tables = [table for root in _transformers_models(model) for table in _position_tables(root)]
     for _, embedding, _ in tables:
         present = embedding.num_embeddings - _offset(embedding)
@@ -145,6 +147,19 @@ def extend_positions(model: nn.Module, max_length: int, method: str = "tile") ->
             if getattr(config, other, None) == old:
                 setattr(config, other, rows)
     return model
+
+
+def _refuse_learned_tables(model: nn.Module) -> None:
+    """Tables of an attention method that are as long as the positions cannot grow with them."""
+    from hf_efficient_attn.integration.learned import LearnedParameters
+
+    for module in model.modules():
+        if isinstance(module, LearnedParameters) and getattr(module.method, "max_length", None) == 0:
+            name = module.method.method
+            raise UnsupportedAttentionError(
+                f"the model holds learned tables of {name} for {module.sizes['length']} tokens: convert it to 'sdpa', "
+                f"extend its positions, and convert it to {name!r} again"
+            )
 
 
 def _offset(embedding: nn.Embedding) -> int:
