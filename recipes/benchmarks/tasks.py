@@ -1,0 +1,198 @@
+"""What a method costs on a task, without training: search and image classification by real pretrained models.
+
+    python -m recipes.benchmarks.tasks search --data DATA      (MiniLM on XQuAD: which of 240 paragraphs answers?)
+    python -m recipes.benchmarks.tasks images --data DATA      (DeiT-tiny on photographs of ImageNet's 1,000 classes)
+
+search: every question and every paragraph of XQuAD (English) is embedded by MiniLM, mean-pooled over up to 512 tokens;
+recall@1 is the share of the 1,190 questions whose own paragraph has the highest cosine of all 240, MRR the mean of one
+over its rank. images: top-1 is the share of photographs whose class comes first. DATA holds `squad/xquad.en.json.gz`,
+`models/deit-tiny-imagenet` and `images/imagenet1k-sample-*.zip`; by default it is $HEA_DATA or ../shared/data.
+"""
+
+import gzip
+import json
+import pathlib
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+from tqdm import tqdm
+
+import hf_efficient_attn as hea
+from hf_efficient_attn.cli import Settings, label, main_of, parse_lengths, parse_methods, table
+from hf_efficient_attn.demo import minilm_folder, quiet_loading
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.methods.base import MethodConfig
+from recipes.benchmarks.error import data_folder, photograph
+from recipes.benchmarks.report import Csv, check_outputs, write_csv
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
+
+METHODS = ("kdeformer", "kdeformer:near_field=window", "hyperattention", "longformer", "linear", "performer")
+
+Data = Annotated[pathlib.Path | None, typer.Option(metavar="FOLDER", help="[default: $HEA_DATA or ../shared/data]")]
+Budget = Annotated[list[str], typer.Option(metavar="N", show_default=False, help="Columns. [default: 64,128,256]")]
+Method = Annotated[
+    list[str],
+    typer.Option(metavar="NAME", show_default=False, help=f"NAME or NAME:key=value. [default: {', '.join(METHODS)}]"),
+]
+
+
+def xquad(data: pathlib.Path) -> tuple[list[str], list[str], Tensor]:
+    """Paragraphs, questions, and for each question the number of its paragraph."""
+    path = data / "squad" / "xquad.en.json.gz"
+    if not path.exists():
+        raise UnsupportedAttentionError(f"{path} is not there: give the data folder by --data or HEA_DATA")
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        articles = json.load(file)["data"]
+    paragraphs = [paragraph for article in articles for paragraph in article["paragraphs"]]
+    questions = [(qa["question"], i) for i, paragraph in enumerate(paragraphs) for qa in paragraph["qas"]]
+    return [p["context"] for p in paragraphs], [q for q, _ in questions], torch.tensor([i for _, i in questions])
+
+
+@torch.inference_mode()
+def embed(model, tokenizer, texts: Sequence[str], bar: tqdm, batch: int = 16) -> Tensor:
+    """Normalised mean-pooled embeddings (texts, width), in batches of texts of like length."""
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+    found: list[Tensor] = [torch.empty(0)] * len(texts)
+    for at in range(0, len(order), batch):
+        here = order[at : at + batch]
+        inputs = tokenizer([texts[i] for i in here], padding=True, truncation=True, max_length=512, return_tensors="pt")
+        states, there = model(**inputs).last_hidden_state, inputs["attention_mask"].unsqueeze(-1)
+        pooled = torch.nn.functional.normalize((states * there).sum(1) / there.sum(1), dim=1)
+        for i, row in zip(here, pooled, strict=True):
+            found[i] = row
+        bar.update(len(here))
+    return torch.stack(found)
+
+
+def ranks(questions: Tensor, paragraphs: Tensor, own: Tensor) -> Tensor:
+    """1 + how many paragraphs are closer to a question than its own: (Q, D), (P, D), (Q,) -> (Q,)."""
+    similar = questions @ paragraphs.t()
+    return 1 + (similar > similar.gather(1, own[:, None])).sum(1)
+
+
+def photographs(data: pathlib.Path, pixels: int, batch: int = 20) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of pictures (b, 3, pixels, pixels) with their classes (b,): all 1,000 at 224 pixels, else 100 originals.
+
+    At 224 pixels the middle of a picture whose shorter side is 256, as in the training of DeiT.
+    """
+    name = "imagenet1k-sample-256px.zip" if pixels == 224 else "imagenet1k-sample-original-100.zip"
+    folder, path = data / "models" / "deit-tiny-imagenet", data / "images" / name
+    for place in (folder, path):
+        if not place.exists():
+            raise UnsupportedAttentionError(f"{place} is not there: give the data folder by --data or HEA_DATA")
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(path.with_name("imagenet1k-sample-256px.zip")) as whole:
+        # A class is the rank of its WordNet number, with which the file names begin, among the thousand.
+        numbers = sorted(pathlib.Path(n).name.split("_")[0] for n in whole.namelist() if _is_picture(n))
+        names = sorted(n for n in archive.namelist() if _is_picture(n))
+        for at in range(0, len(names), batch):
+            here = names[at : at + batch]
+            crop = 224 / 256 if pixels == 224 else 1.0
+            pictures = torch.cat([photograph(archive, n, pixels, settings, crop) for n in here])
+            yield pictures, torch.tensor([numbers.index(pathlib.Path(n).name.split("_")[0]) for n in here])
+
+
+def _is_picture(name: str) -> bool:
+    return name.lower().endswith((".jpg", ".jpeg"))
+
+
+@torch.inference_mode()
+def top_one(model, data: pathlib.Path, pixels: int, bar: tqdm) -> float:
+    """Share of the photographs whose class comes first."""
+    right = total = 0
+    for pictures, classes in photographs(data, pixels):
+        guessed = model(pixel_values=pictures, interpolate_pos_encoding=pixels != 224).logits.argmax(1)
+        right, total = right + int((guessed == classes).sum()), total + len(classes)
+        bar.update(len(classes))
+    return right / total
+
+
+def settings_of(method: list[str], setting: Sequence[str], budget: list[str]) -> list[tuple[MethodConfig, int]]:
+    """Every method with every budget, checked before any work."""
+    budgets = parse_lengths(budget) or [64, 128, 256]
+    configs = parse_methods(method or METHODS, setting).values()
+    return [(config.with_budget(columns), columns) for config in configs for columns in budgets]
+
+
+def run(load: Callable[[], Any], wanted: Sequence[tuple[MethodConfig, int]], total: int, evaluate) -> list[dict]:
+    """A row for exact attention and one for every method: evaluate(model, bar) -> figures by name."""
+    rows = []
+    with tqdm(total=total * (1 + len(wanted)), disable=None, leave=False) as bar:
+        for config, columns in [(None, "all"), *wanted]:
+            with quiet_loading():
+                model = load().eval()
+            name = "sdpa" if config is None else label(config)
+            bar.set_description(name)
+            if config is not None:
+                hea.convert(model, config)
+            rows.append({"attention": name, "budget": columns, **evaluate(model, bar)})
+    return rows
+
+
+def show(rows: list[dict], csv: pathlib.Path | None, note: str) -> None:
+    if csv is not None:
+        write_csv(csv, rows)
+    headers = tuple(rows[0])
+    typer.echo(table(headers, [[f"{v:.3f}" if isinstance(v, float) else v for v in row.values()] for row in rows]))
+    typer.echo(f"\n{note}")
+
+
+@app.command(epilog="Example: python -m recipes.benchmarks.tasks search --method kdeformer --budget 64")
+def search(
+    data: Data = None,
+    budget: Budget = [],  # noqa: B006 (typer copies it)
+    method: Method = [],  # noqa: B006
+    setting: Settings = [],  # noqa: B006
+    csv: Csv = None,
+) -> None:
+    """Recall@1 and MRR of MiniLM on XQuAD: the paragraph of each question among all."""
+    from transformers import AutoTokenizer, BertModel
+
+    check_outputs(csv, None)
+    wanted = settings_of(method, setting, budget)
+    paragraphs, questions, own = xquad(data_folder(data))
+    tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
+
+    def evaluate(model, bar) -> dict[str, float]:
+        found = ranks(embed(model, tokenizer, questions, bar), embed(model, tokenizer, paragraphs, bar), own)
+        return {"recall@1": (found == 1).double().mean().item(), "mrr": (1 / found).mean().item()}
+
+    total = len(paragraphs) + len(questions)
+    rows = run(lambda: BertModel.from_pretrained(minilm_folder()), wanted, total, evaluate)
+    show(rows, csv, f"MiniLM, {len(questions)} questions, {len(paragraphs)} paragraphs; not trained further.")
+
+
+@app.command(epilog="Example: python -m recipes.benchmarks.tasks images --pixels 512 --budget 256")
+def images(
+    data: Data = None,
+    pixels: Annotated[int, typer.Option(metavar="N", min=32, help="224: the thousand; other: the 100 originals.")] = 224,
+    budget: Budget = [],  # noqa: B006
+    method: Method = [],  # noqa: B006
+    setting: Settings = [],  # noqa: B006
+    csv: Csv = None,
+) -> None:
+    """Top-1 of DeiT-tiny on photographs."""
+    from transformers import ViTForImageClassification
+
+    check_outputs(csv, None)
+    wanted, data = settings_of(method, setting, budget), data_folder(data)
+    folder = data / "models" / "deit-tiny-imagenet"
+    count = 1000 if pixels == 224 else 100
+    # The first batch shows whether the data is there, before any model is loaded.
+    next(photographs(data, pixels, 1))
+    rows = run(
+        lambda: ViTForImageClassification.from_pretrained(folder),
+        wanted,
+        count,
+        lambda model, bar: {"top-1": top_one(model, data, pixels, bar)},
+    )
+    show(rows, csv, f"DeiT-tiny, {count} photographs of {pixels} x {pixels} pixels; not trained further.")
+
+
+if __name__ == "__main__":
+    main_of(app, "python -m recipes.benchmarks.tasks")
