@@ -132,7 +132,8 @@ def draw(findings: Findings, path: pathlib.Path, title: str) -> None:
         axes.set_yticks(range(values.shape[0]))
         for layer, line in enumerate(values.tolist()):
             for head, value in enumerate(line):
-                axes.text(head, layer, f"{value:.3g}", ha="center", va="center", color="white", fontsize=6)
+                color = "black" if value > 0 and picture.norm(value) > 0.6 else "white"
+                axes.text(head, layer, f"{value:.3g}", ha="center", va="center", color=color, fontsize=6)
     axes = figure.axes[3]
     lengths = [row["length"] for row in findings.course]
     axes.errorbar(
