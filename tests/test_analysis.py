@@ -393,6 +393,21 @@ def test_spectrum_of_random_numbers(tmp_path, picture, capsys):
     assert "of 2 cases" in capsys.readouterr().out
 
 
+def test_scale_reaches_the_scores():
+    # Scores of 0: every output is the mean of the values, and every weight 1 / 32.
+    tensors = budget.read("random", None, 32, 0)
+    assert budget.mean_error(tensors, 0.0) == pytest.approx(0.0, abs=1e-6)
+    assert budget.mean_error(tensors, None) > 0.1
+    query, key = spectrum.read("random", None, 32, 0, 0, 0)
+    configs = cli.parse_methods(["longformer:window_size=3"])
+    whole, rest = spectrum.measure(query, key, configs, 0, scale=0.0)
+    assert whole["stable_rank"] == pytest.approx(1.0)
+    assert rest["held"] == pytest.approx((32 * 7 - 12) / 32**2)
+    rows = budget.measure(configs, tensors, [8], seeds=1, rounds=1, memory=False, scale=0.0)
+    other = budget.measure(configs, tensors, [8], seeds=1, rounds=1, memory=False, scale=1.0)
+    assert rows[1]["error"] != other[1]["error"]
+
+
 def write_glove(folder, count=300):
     (folder / "wordvectors").mkdir()
     vectors = normal(count, 100).numpy().astype(np.float16)
@@ -423,7 +438,12 @@ def test_budget_on_word_vectors(tmp_path, picture, capsys):
     assert float(small["error"]) > 0.01 > 1e-5 > float(whole["error"])
     assert all(float(row["seconds"]) > 0 for row in (exact, small, whole))
     assert drawn(picture)
-    assert "glove: 200 tokens" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "glove: 200 tokens" in out
+    values = budget.read("glove", tmp_path, 200, 0)
+    exact = analysis.softmax_matrix(*values[:2]) @ values[2].double()
+    error = torch.linalg.matrix_norm(values[2].double().mean(2, keepdim=True) - exact, ord=2)
+    assert f"an error of {(error / torch.linalg.matrix_norm(exact, ord=2)).item():.3f}" in out
 
 
 def test_budget_skips_methods_that_are_not_there(monkeypatch, capsys):

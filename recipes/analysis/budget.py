@@ -23,7 +23,7 @@ from torch.utils.benchmark import timer
 from tqdm import tqdm
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.analysis import attention_error, exact_output
+from hf_efficient_attn.analysis import attention_error, exact_output, relative_error
 from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods, table
 from hf_efficient_attn.demo import replacing
 from hf_efficient_attn.errors import UnsupportedAttentionError
@@ -50,6 +50,12 @@ def read(source: str, data: pathlib.Path, length: int, seed: int) -> tuple[Tenso
     return query, query, value
 
 
+def mean_error(inputs: tuple[Tensor, Tensor, Tensor], scale: float | None) -> float:
+    """Error of giving every query the mean of the values: a method with a greater one has not found the attention."""
+    exact = exact_output(*inputs, scale=scale)
+    return relative_error(inputs[2].double().mean(2, keepdim=True).expand_as(exact), exact).operator.item()
+
+
 def _seconds(config: MethodConfig | None, inputs: tuple[Tensor, ...], rounds: int) -> float:
     """Median time of a call, after one that pays for memory and caches."""
     times = []
@@ -71,12 +77,13 @@ def measure(
     seeds: int,
     rounds: int,
     memory: bool,
+    scale: float | None = None,
 ) -> list[dict[str, Any]]:
     """A row for exact attention, and one for every method and budget that the method can have."""
     length, width = inputs[0].shape[2:]
     case = {"batch": 1, "heads": 1, "length": length, "width": width, "dtype": "float32", "causal": False}
     case |= {"backward": False, "seed": 0, "threads": torch.get_num_threads()}
-    exact = exact_output(*inputs)
+    exact = exact_output(*inputs, scale=scale)
 
     def row(name: str, budget: int | None, config: MethodConfig | None, found: list[float]) -> dict[str, Any]:
         return {
@@ -101,7 +108,8 @@ def measure(
                         continue
                     found = []
                     for seed in range(seeds):
-                        found.append(attention_error(sized, *inputs, seed=seed, exact=exact).operator.mean().item())
+                        one = attention_error(sized, *inputs, seed=seed, exact=exact, scale=scale)
+                        found.append(one.operator.mean().item())
                         bar.update()
                     rows.append(row(name, budget, sized, found))
     return rows
@@ -158,6 +166,9 @@ def budget(
         ),
     ] = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006
+    scale: Annotated[
+        float | None, typer.Option(metavar="X", help="Factor of the scores. [default: 1 / sqrt of the width]")
+    ] = None,
     seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Runs of each method for the error.")] = 3,
     rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Timed calls.")] = 3,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the inputs.")] = 0,
@@ -183,11 +194,14 @@ def budget(
     torch.set_num_threads(threads or before)
     try:
         inputs = read(source, data_folder(data), length, seed)
-        rows = measure(configs, inputs, columns, seeds=seeds, rounds=rounds, memory=memory)
+        rows = measure(configs, inputs, columns, seeds=seeds, rounds=rounds, memory=memory, scale=scale)
+        mean = mean_error(inputs, scale)
         threads = torch.get_num_threads()
     finally:
         torch.set_num_threads(before)
     title = f"{source}: {length} tokens, one head of {_WIDTH}, K = Q, {threads} threads"
+    if scale is not None:
+        title += f", scale {scale:g}"
     if csv is not None:
         write_csv(csv, rows)
     if plot is not None:
@@ -207,6 +221,7 @@ def budget(
     ]
     typer.echo(table(headers[: 6 if memory else 5], cells))
     typer.echo(f"\n{title}. Relative error in operator norm, {seeds} seeds; medians of {rounds} calls.")
+    typer.echo(f"The mean of the values, given to every query, has an error of {mean:.3f}.")
 
 
 if __name__ == "__main__":

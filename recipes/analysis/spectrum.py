@@ -52,7 +52,9 @@ def read(source: str, data: pathlib.Path, length: int, pixels: int, layer: int, 
     return tuple(torch.randn(1, 1, length, 64, generator=draw) for _ in range(2))
 
 
-def measure(query: Tensor, key: Tensor, configs: Mapping[str, MethodConfig], seed: int) -> Iterator[dict[str, Any]]:
+def measure(
+    query: Tensor, key: Tensor, configs: Mapping[str, MethodConfig], seed: int, scale: float | None = None
+) -> Iterator[dict[str, Any]]:
     """For every head the softmax matrix, and for every method its residual after the near field.
 
     Yields:
@@ -60,10 +62,10 @@ def measure(query: Tensor, key: Tensor, configs: Mapping[str, MethodConfig], see
     """
     for head in range(query.shape[1]):
         one = query[:, head : head + 1], key[:, head : head + 1]
-        whole = softmax_matrix(*one)
+        whole = softmax_matrix(*one, scale=scale)
         yield _row("none", head, whole, whole)
         for name, config in configs.items():
-            yield _row(name, head, residual_matrix(config, *one, seed=seed), whole)
+            yield _row(name, head, residual_matrix(config, *one, seed=seed, scale=scale), whole)
 
 
 def _row(name: str, head: int, matrix: Tensor, whole: Tensor) -> dict[str, Any]:
@@ -118,6 +120,9 @@ def spectrum(
         ),
     ] = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006
+    scale: Annotated[
+        float | None, typer.Option(metavar="X", help="Factor of the scores. [default: 1 / sqrt of the width]")
+    ] = None,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the hash and of random inputs.")] = 0,
     threads: Annotated[int | None, typer.Option(metavar="N", min=1)] = None,
     csv: Csv = None,
@@ -138,7 +143,7 @@ def spectrum(
         total = sum(query.shape[1] for query, _ in inputs.values()) * (1 + len(configs))
         with tqdm(total=total, unit="matrix", disable=None, leave=False) as bar:
             for name, (query, key) in inputs.items():
-                for row in measure(query, key, configs, seed):
+                for row in measure(query, key, configs, seed, scale):
                     rows.append({"source": name, "tokens": query.shape[2], **row})
                     bar.update()
     finally:
