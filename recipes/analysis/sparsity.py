@@ -1,16 +1,20 @@
 """Is a Gaussian kernel matrix made of attention sparse? The experiments of the sparsity paper on real activations.
 
-    python -m recipes.analysis.sparsity --data DATA --plot sparsity.png                 (MiniLM, about 10 minutes)
+    python -m recipes.analysis.sparsity --data DATA --plot sparsity.png                 (MiniLM, about 3 minutes)
     python -m recipes.analysis.sparsity --data DATA --unit article                      (sequences of up to 512 tokens)
-    python -m recipes.analysis.sparsity --data DATA --model gpt2                        (a GPT-2)
+    python -m recipes.analysis.sparsity --data DATA --model gpt2 --texts 40             (a GPT-2)
 
 The paper is "Improved Algorithms for Kernel Matrix-Vector Multiplication under Sparsity Assumptions" (2024). For every
 layer and head: the greatest ratio of tail to head over all prefixes of 50 tokens and more and all texts (its Figures 1
 and 3, on BERT base, RoBERTa and GPT-1: below 4.6, 5.39 and 5.15), the medians over the texts of the ratios of the n-th
 largest entry to the 2n-th and to the (n+1)-th (Figure 2: about 20 or less, and about 1), and how the ratio goes with
-the length of the prefix (Figure 4). The paper's code takes all of SQuAD; here it is the 240 paragraphs of XQuAD's
-English part, which come from SQuAD's development set. DATA holds `squad/xquad.en.json.gz` and, for GPT-2,
+the length of the prefix (Figure 4). The paper takes all of SQuAD; here it is the 240 paragraphs of XQuAD's English
+part, which come from SQuAD's development set. DATA holds `squad/xquad.en.json.gz` and, for GPT-2,
 `models/gpt2-books`; by default it is $HEA_DATA or ../shared/data. MiniLM comes from PyPI.
+
+To expect: on MiniLM the greatest ratio is 90, 42 of the 72 heads are above 4.6, and the greatest ratio of all
+heads grows with the prefix, 11 at 50 tokens and 87 at 500 (means over the texts): the assumption does not hold for this
+model. The medians are 1.1 to 3.4 but for one head (49), and 1.00 to 1.04.
 """
 
 import pathlib
