@@ -159,12 +159,6 @@ def test_a_child_that_fails_says_why():
         memory._child("{}")
 
 
-def test_operator_error():
-    exact = torch.stack([torch.diag(torch.tensor([4.0, 1.0])), torch.diag(torch.tensor([0.0, 2.0]))])
-    other = torch.stack([torch.diag(torch.tensor([4.0, 3.0])), torch.zeros(2, 2)])
-    assert error.operator_error(other, exact).tolist() == pytest.approx([0.5, 1.0])
-
-
 def tiny_activations(length=48):
     torch.manual_seed(0)
     config = BertConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=32, vocab_size=50)

@@ -62,6 +62,7 @@ print(torch.equal(before[0], after[0]) and before[1:] == after[1:])
         "MethodConfig",
         "MethodInfo",
         "functional",
+        "analysis",
     ],
 )
 def test_public_names(name):

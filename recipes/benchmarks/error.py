@@ -64,12 +64,6 @@ class Activation(NamedTuple):
     scale: float | None
 
 
-def operator_error(approximate: Tensor, exact: Tensor) -> Tensor:
-    """|A - E|_op / |E|_op of every head: (..., N, Dv) -> (...)."""
-    approximate, exact = approximate.double(), exact.double()
-    return torch.linalg.matrix_norm(approximate - exact, ord=2) / torch.linalg.matrix_norm(exact, ord=2)
-
-
 def capture(load: Callable[[str], torch.nn.Module], forward: Callable[[torch.nn.Module], Any]) -> list[Activation]:
     """What reaches the attention of every layer while `forward` runs the model with exact attention.
 
@@ -161,15 +155,16 @@ def errors(config: MethodConfig, activations: Sequence[Activation], exact: Seque
     """Mean error over the heads of each activation."""
     found = []
     for one, truth in zip(activations, exact, strict=True):
-        out = hea.attention(config, one.query, one.key, one.value, scale=one.scale, seed=seed)
-        found.append(operator_error(out, truth).mean().item())
+        error = hea.analysis.attention_error(
+            config, one.query, one.key, one.value, scale=one.scale, seed=seed, exact=truth
+        )
+        found.append(error.operator.mean().item())
     return found
 
 
 def exact_outputs(activations: Sequence[Activation]) -> list[Tensor]:
     """Exact attention in float64."""
-    attend = torch.nn.functional.scaled_dot_product_attention
-    return [attend(one.query.double(), one.key.double(), one.value.double(), scale=one.scale) for one in activations]
+    return [hea.analysis.exact_output(one.query, one.key, one.value, scale=one.scale) for one in activations]
 
 
 def measure(

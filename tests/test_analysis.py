@@ -1,0 +1,514 @@
+"""Analyses of attention matrices on cases with known answers, and the commands on small inputs."""
+
+import csv
+import gzip
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import hf_efficient_attn as hea
+from hf_efficient_attn import analysis, cli
+from recipes.analysis import budget, inputs, sparsity, spectrum
+
+REFUSED = hea.UnsupportedAttentionError
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def gaussian_kernel(query, key):
+    """Lemma 4.1 and assumption A of the paper, word for word, for one head: (n, d), (n, d) -> (n, n)."""
+    query, key = query.double(), key.double()
+    squares = key.square().sum(1)
+    key = torch.cat((key, (squares.max() - squares).sqrt()[:, None]), 1)
+    query = torch.cat((query, torch.zeros(len(query), 1, dtype=torch.float64)), 1)
+    distance = (query[:, None] - key[None]).square().sum(2)
+    return torch.exp(-distance / (2 * math.sqrt(query.shape[1] - 1)))
+
+
+# --- assumption A ---
+
+
+def test_head_to_tail_is_that_of_every_prefix_of_the_kernel_matrix():
+    query, key = normal(2, 3, 23, 6), normal(2, 3, 23, 6, seed=1)
+    found = analysis.head_to_tail(query, key, first=4)
+    assert found.shape == (2, 3, 20) and found.dtype == torch.float64
+    for b in range(2):
+        for h in range(3):
+            kernel = gaussian_kernel(query[b, h], key[b, h])
+            for i in range(4, 24):
+                entries = kernel[:i, :i].flatten().sort(descending=True).values
+                assert found[b, h, i - 4].item() == pytest.approx((entries[i:].sum() / entries[:i].sum()).item())
+
+
+def test_head_to_tail_of_equal_entries():
+    # All entries are equal: the tail holds i^2 - i of them and the head i.
+    found = analysis.head_to_tail(torch.zeros(60, 4), torch.zeros(60, 4))
+    assert found.tolist() == pytest.approx([i - 1 for i in range(50, 61)])
+
+
+def test_head_to_tail_of_a_diagonal():
+    # |q_i - k_j|^2 = 2 s^2 off the diagonal and 0 on it; scale 1/2 makes that exp(-s^2 / 2) and 1.
+    points = 3.0 * torch.eye(16)
+    found = analysis.head_to_tail(points, points, scale=0.5, first=2)
+    assert found.tolist() == pytest.approx([(i - 1) * math.exp(-4.5) for i in range(2, 17)])
+
+
+def test_head_to_tail_does_not_underflow_where_the_prefix_is_small():
+    # The last query is at 0, so that its row is e^5000 times as large as the others.
+    query = torch.full((8, 1), 100.0)
+    query[-1] = 0.0
+    found = analysis.head_to_tail(query, torch.zeros(8, 1), scale=1.0, first=3)
+    assert found[:-1].tolist() == pytest.approx([2.0, 3.0, 4.0, 5.0, 6.0])
+    assert found[-1].item() == pytest.approx(0.0, abs=1e-12)
+
+
+def test_head_to_tail_does_not_depend_on_how_heads_are_walked(monkeypatch):
+    query, key = normal(5, 20, 4), normal(5, 20, 4, seed=1)
+    found = analysis.head_to_tail(query, key, first=3)
+    monkeypatch.setattr(analysis, "_TILE", 800)  # two heads of 20 x 20 at a time
+    assert torch.equal(found, analysis.head_to_tail(query, key, first=3))
+    assert torch.equal(found[2], analysis.head_to_tail(query[2], key[2], first=3))
+
+
+def test_order_statistics_ratio():
+    query, key = normal(2, 9, 6), normal(2, 9, 6, seed=1)
+    found = analysis.order_statistics_ratio(query, key)
+    for h in range(2):
+        entries = gaussian_kernel(query[h], key[h]).flatten().sort(descending=True).values
+        assert found.to_double[h].item() == pytest.approx((entries[8] / entries[17]).item())
+        assert found.to_next[h].item() == pytest.approx((entries[8] / entries[9]).item())
+
+
+def test_order_statistics_ratio_of_a_diagonal():
+    points = 2.0 * torch.eye(10)
+    found = analysis.order_statistics_ratio(points, points, scale=1.0)
+    assert found.to_double.item() == found.to_next.item() == pytest.approx(math.exp(4.0))
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "said"),
+    [
+        (torch.zeros(2, 3), torch.zeros(3, 3), "of one shape"),
+        (torch.zeros(60, 2, dtype=torch.int64), torch.zeros(60, 2, dtype=torch.int64), "floating"),
+        (torch.zeros(1, 60, 0), torch.zeros(1, 60, 0), "no numbers"),
+        (torch.zeros(1, 1).expand(5000, 1), torch.zeros(1, 1).expand(5000, 1), "4096 tokens or fewer"),
+    ],
+)
+def test_kernel_measures_refuse(query, key, said):
+    for measure in (analysis.head_to_tail, analysis.order_statistics_ratio):
+        with pytest.raises(REFUSED, match=said):
+            measure(query, key)
+
+
+@pytest.mark.parametrize("first", [0, 61, 2.0, True])
+def test_head_to_tail_refuses_prefixes_that_do_not_exist(first):
+    with pytest.raises(REFUSED, match="first"):
+        analysis.head_to_tail(torch.zeros(60, 2), torch.zeros(60, 2), first=first)
+    with pytest.raises(REFUSED, match="at least 2 tokens"):
+        analysis.order_statistics_ratio(torch.zeros(1, 2), torch.zeros(1, 2))
+
+
+# --- spectra ---
+
+
+def test_softmax_matrix():
+    query, key = normal(2, 4, 5, 3), normal(2, 2, 7, 3, seed=1)
+    mask = torch.ones(2, 7, dtype=torch.bool)
+    mask[0, 4:] = False
+    key[0, :, 4:] = torch.nan
+    found = analysis.softmax_matrix(query, key, attention_mask=mask, is_causal=True)
+    weights = torch.zeros(2, 4, 5, 7, dtype=torch.float64)
+    for b in range(2):
+        for h in range(4):
+            for i in range(5):
+                # The queries are the last five of seven positions.
+                seen = [j for j in range(7) if j <= i + 2 and mask[b, j]]
+                row = [math.exp(sum((query[b, h, i] * key[b, h // 2, j]).tolist()) / math.sqrt(3)) for j in seen]
+                weights[b, h, i, seen] = torch.tensor(row, dtype=torch.float64) / sum(row)
+    assert torch.allclose(found, weights, atol=1e-6)
+
+
+def test_softmax_matrix_has_empty_rows_where_nothing_is_seen():
+    found = analysis.softmax_matrix(normal(1, 1, 3, 2), normal(1, 1, 2, 2), is_causal=True)
+    assert found.sum(3).flatten().tolist() == pytest.approx([0.0, 1.0, 1.0])
+
+
+def test_stable_rank_and_singular_values_of_known_matrices():
+    matrices = torch.stack([torch.eye(4), torch.ones(4, 4), torch.diag(torch.tensor([1.0, 2.0, 2.0, 0.0]))])
+    assert analysis.stable_rank(matrices).tolist() == pytest.approx([4.0, 1.0, 9 / 4])
+    assert analysis.singular_values(matrices[2]).tolist() == pytest.approx([2.0, 2.0, 1.0, 0.0])
+    assert analysis.singular_values(torch.tensor([[3.0, 0.0, 4.0]])).tolist() == pytest.approx([5.0])
+    assert analysis.stable_rank(torch.zeros(2, 3, 3)).tolist() == [0.0, 0.0]
+
+
+def test_the_near_field_of_a_window_is_a_band():
+    query, key = normal(1, 2, 20, 4), normal(1, 2, 20, 4, seed=1)
+    distance = torch.arange(20) - torch.arange(20)[:, None]
+    found = analysis.near_field_pairs(hea.LongformerConfig(window_size=3), query, key)
+    assert torch.equal(found, (distance.abs() <= 3).expand(1, 2, 20, 20))
+    found = analysis.near_field_pairs(hea.LongformerConfig(window_size=3), query, key, is_causal=True)
+    assert torch.equal(found, ((distance <= 0) & (distance >= -3)).expand(1, 2, 20, 20))
+
+
+def test_the_near_field_of_a_hash_holds_like_tokens_whatever_the_scores():
+    # Tokens of four directions, far apart; logits of thousands, so that all but the own cluster's weights underflow.
+    centres = 100.0 * torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
+    cluster = torch.arange(32) % 4
+    points = (centres[cluster] + normal(32, 2))[None, None]
+    found = analysis.near_field_pairs(hea.KDEformerConfig(block_size=8, num_hashes=12), points, points)
+    assert found.sum(3).flatten().tolist() == [8] * 32
+    assert found[0, 0][cluster[:, None] == cluster].float().mean() > 0.95
+
+
+@pytest.mark.parametrize("config_class", [hea.KDEformerConfig, hea.HyperAttentionConfig])
+@pytest.mark.parametrize("near_field", ["lsh", "window"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_near_field_is_what_the_method_computes_without_samples(config_class, near_field, causal):
+    config = config_class(block_size=6, num_samples=0, near_field=near_field)
+    query, key, value = normal(2, 2, 33, 8), normal(2, 2, 33, 8, seed=1), normal(2, 2, 33, 5, seed=2)
+    mask = torch.ones(2, 33, dtype=torch.bool)
+    mask[1, 25:] = False
+    options = {"attention_mask": mask, "is_causal": causal, "seed": 3}
+    pairs = analysis.near_field_pairs(config, query, key, **options)
+    scores = (query @ key.transpose(2, 3) / math.sqrt(8)).masked_fill(~pairs, -torch.inf)
+    expected = scores.softmax(3).nan_to_num(0.0) @ value
+    assert torch.allclose(hea.attention(config, query, key, value, **options), expected, atol=1e-5)
+    assert not pairs[1, :, :, 25:].any()
+
+
+def test_the_residual_is_the_softmax_matrix_outside_the_near_field():
+    query, key = normal(1, 2, 40, 4), normal(1, 2, 40, 4, seed=1)
+    config = hea.KDEformerConfig(block_size=8)
+    whole, pairs = analysis.softmax_matrix(query, key), analysis.near_field_pairs(config, query, key)
+    found = analysis.residual_matrix(config, query, key)
+    assert torch.equal(found[~pairs], whole[~pairs]) and not found[pairs].any()
+    assert pairs.any() and found.any()
+
+
+def test_taking_out_heavy_blocks_lowers_the_stable_rank():
+    # Eight well separated clusters, in order, beside a flat background: D^-1 A is blocks of 1/8 plus little.
+    points = 4.0 * torch.eye(8).repeat_interleave(8, 0)[None, None]
+    options = {"scale": 0.5}
+    before = analysis.stable_rank(analysis.softmax_matrix(points, points, **options)).item()
+    config = hea.KDEformerConfig(block_size=8, num_hashes=20)
+    after = analysis.stable_rank(analysis.residual_matrix(config, points, points, **options)).item()
+    assert before == pytest.approx(8.0, rel=0.1)
+    assert after < before
+
+
+@pytest.mark.parametrize("method", ["linear", "performer"])
+def test_methods_without_a_near_field_are_refused(method):
+    with pytest.raises(REFUSED, match="longformer"):
+        analysis.near_field_pairs(method, normal(1, 1, 9, 4), normal(1, 1, 9, 4))
+
+
+def test_a_near_field_that_holds_everything_is_refused():
+    with pytest.raises(REFUSED, match="smaller block_size"):
+        analysis.residual_matrix("kdeformer", normal(1, 1, 9, 4), normal(1, 1, 9, 4))
+
+
+def test_spectra_refuse_absurd_sizes():
+    long = torch.zeros(1, 1, 1, 1).expand(1, 1, 40000, 1)
+    with pytest.raises(REFUSED, match="12 GiB"):
+        analysis.softmax_matrix(long, long)
+    with pytest.raises(REFUSED, match="fewer tokens"):
+        analysis.near_field_pairs("kdeformer", long, long)
+    with pytest.raises(REFUSED, match="4096 queries or keys"):
+        analysis.singular_values(torch.zeros(1, 1).expand(5000, 5000))
+    with pytest.raises(REFUSED, match="GiB"):
+        analysis.stable_rank(torch.zeros(1, 1, 1).expand(100, 3000, 3000))
+    for wrong in (torch.zeros(3), torch.zeros(2, 2, dtype=torch.int64)):
+        with pytest.raises(REFUSED, match="floating"):
+            analysis.singular_values(wrong)
+
+
+# --- errors ---
+
+
+def test_relative_error():
+    exact = torch.stack([torch.diag(torch.tensor([4.0, 1.0])), torch.diag(torch.tensor([0.0, 2.0])), torch.zeros(2, 2)])
+    other = torch.stack([torch.diag(torch.tensor([4.0, 3.0])), torch.zeros(2, 2), torch.zeros(2, 2)])
+    found = analysis.relative_error(other, exact)
+    assert found.operator.tolist() == pytest.approx([0.5, 1.0, 0.0])
+    assert found.frobenius.tolist() == pytest.approx([2 / math.sqrt(17), 1.0, 0.0])
+    assert analysis.relative_error(torch.ones(1, 1), torch.zeros(1, 1)).operator.item() == math.inf
+    with pytest.raises(REFUSED, match="of one shape"):
+        analysis.relative_error(torch.zeros(3, 2), torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("length", [5, 9, 12])
+def test_exact_output_is_the_softmax_matrix_times_the_values(causal, padded, length, monkeypatch):
+    monkeypatch.setattr(analysis, "_ROWS", 4)
+    query, key, value = normal(2, 4, length, 3), normal(2, 2, 9, 3, seed=1), normal(2, 2, 9, 6, seed=2)
+    mask = None
+    if padded:
+        mask = torch.ones(2, 9, dtype=torch.bool)
+        mask[0, :3] = mask[1] = False
+        value[0, :, :3] = torch.nan
+    options = {"attention_mask": mask, "is_causal": causal}
+    found = analysis.exact_output(query, key, value, **options)
+    expected = analysis.softmax_matrix(query, key, **options) @ value.nan_to_num(0).double().repeat_interleave(2, 1)
+    assert torch.allclose(found, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_attention_error_falls_to_nothing_with_the_budget(causal, padded):
+    query, key, value = (normal(2, 3, 40, 8, seed=i) for i in range(3))
+    mask = torch.ones(2, 40, dtype=torch.bool)
+    if padded:
+        mask[0, 30:] = False
+        query[0, :, 30:] = key[0, :, 30:] = value[0, :, 30:] = torch.nan
+    options = {"attention_mask": mask if padded else None, "is_causal": causal}
+    small = analysis.attention_error("kdeformer", query, key, value, block_size=4, num_samples=4, **options)
+    whole = analysis.attention_error(hea.KDEformerConfig(block_size=40), query, key, value, **options)
+    for one, none in zip(small, whole, strict=True):
+        assert one.shape == (2, 3)
+        assert (one > 1e-3).all()
+        assert (none < 1e-5).all()
+
+
+def test_attention_error_is_per_head_and_of_the_seed():
+    query, key, value = (normal(2, 3, 40, 8, seed=i) for i in range(3))
+    options = {"block_size": 4, "num_samples": 4}
+    found = analysis.attention_error("hyperattention", query, key, value, seed=5, **options)
+    out = hea.attention("hyperattention", query, key, value, seed=5, **options).double()
+    exact = (query.double() @ key.double().transpose(2, 3) / math.sqrt(8)).softmax(3) @ value.double()
+    for b in range(2):
+        for h in range(3):
+            error = np.linalg.norm((out - exact)[b, h].numpy(), 2) / np.linalg.norm(exact[b, h].numpy(), 2)
+            assert found.operator[b, h].item() == pytest.approx(error, rel=1e-6)
+    other = analysis.attention_error("hyperattention", query, key, value, seed=6, **options)
+    assert not torch.equal(found.operator, other.operator)
+    known = analysis.attention_error("hyperattention", query, key, value, seed=5, exact=exact, **options)
+    assert torch.allclose(found.operator, known.operator)
+
+
+def test_attention_error_refuses_what_attention_refuses():
+    query = normal(1, 1, 9, 4)
+    with pytest.raises(REFUSED, match="kdeformr"):
+        analysis.attention_error("kdeformr", query, query, query)
+    with pytest.raises(REFUSED, match="does not fit key"):
+        analysis.exact_output(query, query, query[:, :, :5])
+    with pytest.raises(REFUSED, match="must be bool"):
+        analysis.softmax_matrix(query, query, attention_mask=torch.ones(1, 9))
+    with pytest.raises(REFUSED, match="must divide"):
+        analysis.softmax_matrix(query, query.expand(1, 2, 9, 4))
+    with pytest.raises(REFUSED, match="length, width"):
+        analysis.softmax_matrix(query[0], query[0])
+
+
+def test_no_gradient_flows():
+    query = normal(1, 1, 60, 4).requires_grad_()
+    found = analysis.attention_error("longformer", query, query, query, window_size=3)
+    assert not found.operator.requires_grad
+    assert not analysis.head_to_tail(query, query).requires_grad
+
+
+# --- commands ---
+
+
+def run(recipe, *arguments):
+    return cli.run(recipe.app, list(arguments), recipe.__name__.rpartition(".")[2])
+
+
+def read_csv(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture
+def picture(tmp_path):
+    pytest.importorskip("matplotlib", reason="needs matplotlib (extra plots)")
+    return tmp_path / "picture.png"
+
+
+def drawn(path):
+    return path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("recipe", [budget, sparsity, spectrum])
+def test_commands_explain_themselves(recipe, capsys):
+    assert run(recipe, "--help") == 0
+    out = capsys.readouterr().out
+    assert "--csv" in out and "--plot" in out and "--data" in out
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arguments"),
+    [
+        (budget, []),
+        (sparsity, []),
+        (sparsity, ["--model", "gpt2"]),
+        (spectrum, ["--source", "glove"]),
+        (spectrum, ["--source", "deit"]),
+    ],
+)
+def test_commands_say_where_data_should_be(recipe, arguments, capsys, monkeypatch):
+    monkeypatch.setenv("HEA_DATA", "no/such/folder")
+    assert run(recipe, *arguments) == 2
+    err = capsys.readouterr().err
+    assert "no/such/folder" in err and "HEA_DATA" in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arguments", "said"),
+    [
+        (budget, ["--source", "imdb"], "glove, random"),
+        (budget, ["--source", "random", "--method", "kdeformr"], "kdeformer"),
+        (budget, ["--source", "random", "--budget", "none"], "number of tokens"),
+        (sparsity, ["--model", "gpt5"], "minilm, gpt2"),
+        (sparsity, ["--unit", "word"], "paragraph, article"),
+        (spectrum, ["--source", "imdb"], "glove, deit, random"),
+        (spectrum, ["--source", "random", "--method", "linear"], "no near field"),
+        (spectrum, ["--csv", "no/such/folder/file.csv"], "its folder must exist"),
+    ],
+)
+def test_commands_refuse(recipe, arguments, said, capsys):
+    assert run(recipe, *arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_spectrum_of_random_numbers(tmp_path, picture, capsys):
+    rows = tmp_path / "rows.csv"
+    arguments = ["--source", "random", "--length", "48", "--method", "kdeformer:block_size=8,longformer:window_size=5"]
+    assert run(spectrum, *arguments, "--csv", str(rows), "--plot", str(picture), "--threads", "1") == 0
+    whole, *without = read_csv(rows)
+    assert [row["near_field"] for row in without] == ["kdeformer (block_size=8)", "longformer (window_size=5)"]
+    assert float(whole["held"]) == 0.0 and float(whole["largest"]) >= 1.0
+    query, key = spectrum.read("random", None, 48, 0, 0, 0)
+    matrix = analysis.softmax_matrix(query, key)
+    assert float(whole["stable_rank"]) == pytest.approx(analysis.stable_rank(matrix).item())
+    for row in without:
+        assert 0.0 < float(row["held"]) < 1.0
+        assert float(row["frobenius"]) < float(whole["frobenius"])
+    assert drawn(picture)
+    assert "of 2 cases" in capsys.readouterr().out
+
+
+def test_scale_reaches_the_scores():
+    # Scores of 0: every output is the mean of the values, and every weight 1 / 32.
+    tensors = budget.read("random", None, 32, 0)
+    assert budget.mean_error(tensors, 0.0) == pytest.approx(0.0, abs=1e-6)
+    assert budget.mean_error(tensors, None) > 0.1
+    query, key = spectrum.read("random", None, 32, 0, 0, 0)
+    configs = cli.parse_methods(["longformer:window_size=3"])
+    whole, rest = spectrum.measure(query, key, configs, 0, scale=0.0)
+    assert whole["stable_rank"] == pytest.approx(1.0)
+    assert rest["held"] == pytest.approx((32 * 7 - 12) / 32**2)
+    rows = budget.measure(configs, tensors, [8], seeds=1, rounds=1, memory=False, scale=0.0)
+    other = budget.measure(configs, tensors, [8], seeds=1, rounds=1, memory=False, scale=1.0)
+    assert rows[1]["error"] != other[1]["error"]
+
+
+def write_glove(folder, count=300):
+    (folder / "wordvectors").mkdir()
+    vectors = normal(count, 100).numpy().astype(np.float16)
+    np.save(folder / "wordvectors" / "glove100d_top32768_fp16.npy", vectors)
+    return torch.from_numpy(vectors).float()
+
+
+def test_glove_vectors(tmp_path):
+    vectors = write_glove(tmp_path)
+    assert torch.equal(inputs.glove_vectors(tmp_path, 7), vectors[:7])
+    some = inputs.glove_vectors(tmp_path, 40, seed=1)
+    places = (some[:, None] == vectors).all(2).nonzero()[:, 1].tolist()
+    assert len(set(places)) == 40 and places != sorted(places)
+    assert torch.equal(some, inputs.glove_vectors(tmp_path, 40, seed=1))
+    with pytest.raises(REFUSED, match="holds 300 vectors"):
+        inputs.glove_vectors(tmp_path, 301)
+
+
+def test_budget_on_word_vectors(tmp_path, picture, capsys):
+    write_glove(tmp_path)
+    rows = tmp_path / "rows.csv"
+    arguments = ["--data", str(tmp_path), "--length", "200", "--method", "longformer", "--budget", "16,400"]
+    arguments += ["--rounds", "1", "--seeds", "1", "--no-memory", "--threads", "1"]
+    assert run(budget, *arguments, "--csv", str(rows), "--plot", str(picture)) == 0
+    exact, small, whole = read_csv(rows)
+    assert (exact["method"], exact["budget"], float(exact["error"])) == ("sdpa", "", 0.0)
+    assert (small["method"], small["budget"]) == ("longformer", "16")
+    assert float(small["error"]) > 0.01 > 1e-5 > float(whole["error"])
+    assert all(float(row["seconds"]) > 0 for row in (exact, small, whole))
+    assert drawn(picture)
+    out = capsys.readouterr().out
+    assert "glove: 200 tokens" in out
+    values = budget.read("glove", tmp_path, 200, 0)
+    exact = analysis.softmax_matrix(*values[:2]) @ values[2].double()
+    error = torch.linalg.matrix_norm(values[2].double().mean(2, keepdim=True) - exact, ord=2)
+    assert f"an error of {(error / torch.linalg.matrix_norm(exact, ord=2)).item():.3f}" in out
+
+
+def test_budget_skips_methods_that_are_not_there(monkeypatch, capsys):
+    monkeypatch.setattr(budget, "METHODS", ("hyperattention", "not_written_yet"))
+    arguments = ["--source", "random", "--length", "96", "--budget", "8", "--rounds", "1", "--seeds", "2"]
+    assert run(budget, *arguments, "--no-memory") == 0
+    out = capsys.readouterr().out
+    assert "no such method is registered: not_written_yet" in out
+    assert "| hyperattention | 8" in out and "±" in out
+
+
+def test_budget_measures_memory(capsys, tmp_path):
+    rows = tmp_path / "rows.csv"
+    arguments = ["--source", "random", "--length", "256", "--budget", "16", "--rounds", "1", "--seeds", "1"]
+    assert run(budget, *arguments, "--method", "linear", "--csv", str(rows)) == 0
+    assert all(math.isfinite(float(row["extra_memory"])) for row in read_csv(rows))
+    assert "extra memory" in capsys.readouterr().out
+
+
+def write_squad(folder):
+    (folder / "squad").mkdir()
+    words = ["the", "defense", "gave", "up", "just", "three", "hundred", "points", "and", "ranked", "sixth"]
+    contexts = [" ".join(words[i % len(words)] for i in range(count)) for count in (40, 80, 5)]
+    articles = [{"paragraphs": [{"context": text} for text in texts]} for texts in (contexts[:2], contexts[2:])]
+    with gzip.open(folder / "squad" / "xquad.en.json.gz", "wt", encoding="utf-8") as file:
+        json.dump({"data": articles}, file)
+    return contexts
+
+
+def test_squad_texts(tmp_path):
+    contexts = write_squad(tmp_path)
+    assert inputs.squad_texts(tmp_path, "paragraph") == contexts
+    assert inputs.squad_texts(tmp_path, "article") == [f"{contexts[0]} {contexts[1]}", contexts[2]]
+
+
+def test_sparsity_on_minilm(tmp_path, minilm, picture, capsys):
+    write_squad(tmp_path)
+    rows = tmp_path / "rows.csv"
+    arguments = ["--data", str(tmp_path), "--first", "20", "--length", "60", "--threads", "1"]
+    assert run(sparsity, *arguments, "--csv", str(rows), "--plot", str(picture)) == 0
+    found = read_csv(rows)
+    assert [(int(row["layer"]), int(row["head"])) for row in found] == [(i, j) for i in range(6) for j in range(12)]
+    assert all(20 <= int(row["at_length"]) <= 60 and row["of_text"] in "01" for row in found)
+    assert all(float(row["median_n_to_2n"]) >= float(row["median_n_to_next"]) >= 1.0 for row in found)
+    assert drawn(picture)
+    out = capsys.readouterr().out
+    assert "2 texts (paragraphs of SQuAD) of 20 to 60 tokens; 1 shorter ones left out" in out
+    # The first layer's keys and queries of the second text, by hand.
+    model, tokenizer, longest = inputs.load_text_model("minilm", tmp_path)
+    (layers,) = inputs.text_activations(model, tokenizer, 60, [inputs.squad_texts(tmp_path, "paragraph")[1]], 2)
+    assert longest == 512 and layers[0].query.shape == (1, 12, 60, 32)
+    expected = analysis.head_to_tail(layers[0].query, layers[0].key, first=20).amax(2)[0]
+    of_second = [(int(r["head"]), float(r["max_ratio"])) for r in found if r["layer"] == "0" and r["of_text"] == "1"]
+    assert of_second and all(ratio == pytest.approx(expected[head].item(), rel=1e-4) for head, ratio in of_second)
+
+
+def test_sparsity_refuses_texts_that_are_too_short(tmp_path, minilm, capsys):
+    write_squad(tmp_path)
+    assert run(sparsity, "--data", str(tmp_path), "--first", "200") == 2
+    assert "smaller --first" in capsys.readouterr().err
+
+
+def test_sparsity_and_spectrum_on_shared_data(data, capsys):
+    assert run(sparsity, "--data", str(data), "--model", "gpt2", "--texts", "1", "--length", "60") == 0
+    assert "gpt2: 1 texts" in capsys.readouterr().out
+    arguments = ["--source", "glove,deit", "--length", "64", "--pixels", "96", "--method", "longformer:window_size=2"]
+    assert run(spectrum, "--data", str(data), *arguments) == 0
+    assert "of 4 cases" in capsys.readouterr().out
