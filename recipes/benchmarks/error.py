@@ -126,7 +126,7 @@ def deit_activations(data: pathlib.Path, count: int, pixels: int = 512) -> list[
     with zipfile.ZipFile(images) as archive:
         names = sorted(name for name in archive.namelist() if name.lower().endswith((".jpg", ".jpeg")))
         batches = [
-            _photograph(archive, name, pixels, settings) for name in names[:: max(1, len(names) // count)][:count]
+            photograph(archive, name, pixels, settings) for name in names[:: max(1, len(names) // count)][:count]
         ]
     found = []
     for batch in batches:
@@ -137,15 +137,24 @@ def deit_activations(data: pathlib.Path, count: int, pixels: int = 512) -> list[
     return found
 
 
-def _photograph(archive: zipfile.ZipFile, name: str, pixels: int, settings: Mapping[str, Any]) -> Tensor:
-    """(1, 3, pixels, pixels): the largest square in the middle, resized and normalised."""
+def data_folder(given: pathlib.Path | None) -> pathlib.Path:
+    """The folder given, or that of $HEA_DATA, or ../shared/data."""
+    return given or pathlib.Path(os.environ.get("HEA_DATA", "../shared/data"))
+
+
+def photograph(
+    archive: zipfile.ZipFile, name: str, pixels: int, settings: Mapping[str, Any], crop: float = 1.0
+) -> Tensor:
+    """(1, 3, pixels, pixels): a square in the middle, `crop` of the shorter side wide, resized and normalised."""
     import numpy as np
     from PIL import Image, ImageOps
 
     with archive.open(name) as file:
-        picture = ImageOps.fit(
-            Image.open(file).convert("RGB"), (pixels, pixels), Image.Resampling(settings["resample"])
-        )
+        picture = Image.open(file).convert("RGB")
+    side = round(crop * min(picture.size))
+    left, top = ((length - side) // 2 for length in picture.size)
+    picture = picture.crop((left, top, left + side, top + side))
+    picture = ImageOps.fit(picture, (pixels, pixels), Image.Resampling(settings["resample"]))
     values = torch.from_numpy(np.array(picture)).float().permute(2, 0, 1) / 255
     mean, deviation = (torch.tensor(settings[f"image_{what}"]).view(3, 1, 1) for what in ("mean", "std"))
     return ((values - mean) / deviation)[None]
@@ -285,7 +294,7 @@ def error(
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
-        activations = read(data or pathlib.Path(os.environ.get("HEA_DATA", "../shared/data")), inputs)
+        activations = read(data_folder(data), inputs)
         rows = measure(configs, activations, budgets, seeds)
     finally:
         torch.set_num_threads(before)
