@@ -183,6 +183,18 @@ def test_peaked_rows_do_not_slow_down_the_others():
     close(nystromformer(*peaked, num_landmarks=8)[:1], alone, 1e-12)
 
 
+@pytest.mark.parametrize("size", [0, 3])
+def test_float16_does_not_overflow(size):
+    """Far from averages of values, where nothing is smooth; the largest float16 is given instead of infinity."""
+    query, key, value = inputs(heads=4, queries=300, width=16, spread=20.0)
+    options = {"num_landmarks": 32, "conv_kernel_size": size}
+    options |= {"conv_weight": torch.ones(4, size)} if size else {}
+    wide = nystromformer(query, key, 1000.0 * value, **options)
+    half = [x.half() for x in (query, key, (1000.0 * value).clamp(-6e4, 6e4))]
+    assert wide.abs().max() > 65504
+    assert nystromformer(*half, **options).isfinite().all()
+
+
 # The convolution.
 
 
