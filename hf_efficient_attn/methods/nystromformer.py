@@ -71,8 +71,8 @@ class NystromformerConfig(MethodConfig):
         """Half as many landmarks as columns.
 
         A query costs one product with L columns of width D and one with L of width Dv in F W, and as much again in B V.
-        The pseudo-inverse, 4 L^3 multiplications a step, is left out: six steps are less than a tenth of the whole where
-        N > 60 L^2 / D.
+        The pseudo-inverse, 4 L^3 multiplications a step, is left out: where N > 60 L^2 / D, six steps are less than a
+        tenth of the whole.
         """
         return replace(self, num_landmarks=max(1, self.check_budget(columns) // 2))
 
