@@ -82,7 +82,7 @@ def test_refusals():
     row = inputs(queries=40)
     with pytest.raises(hea.UnsupportedAttentionError, match=r"40 keys are more than the 30 .*max_length=40 or more"):
         linformer(*row, max_length=30)
-    with pytest.raises(hea.UnsupportedAttentionError, match=r"value_projection \(6, 39\)|than the 39 that value_proj"):
+    with pytest.raises(hea.UnsupportedAttentionError, match="40 keys are more than the 39 that value_projection"):
         linformer(*row, projection_dim=6, key_projection=numbers(6, 40), value_projection=numbers(6, 39))
     for shape in ((5, 40), (40,), (1, 6, 40)):
         with pytest.raises(hea.UnsupportedAttentionError, match="does not suit projection_dim=6"):

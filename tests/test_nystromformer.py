@@ -12,6 +12,7 @@ from transformers.models.nystromformer.modeling_nystromformer import Nystromform
 import hf_efficient_attn as hea
 import test_promises as promises
 from hf_efficient_attn.methods.base import get_method
+from hf_efficient_attn.ops import landmarks
 from hf_efficient_attn.ops.landmarks import attend_columns, masked_segments, segment_means
 from hf_efficient_attn.ops.pinv import DAMPING, damped_solve, iterative_pinv
 from instances import Instance, inputs, numbers, padding_mask, relative_error
@@ -65,6 +66,19 @@ def test_attend_columns_without_columns_is_zero(value_width, dropout_p):
         # Laid out by columns, as a solver leaves it.
         turned = value.mT.contiguous().mT
         close(attend_columns(query, key, turned, bias, **options), out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_attend_columns_in_several_tiles(dtype, monkeypatch):
+    query, key, value = numbers(3, 23, 4, dtype=dtype), numbers(3, 5, 4, seed=1), numbers(3, 5, 4, seed=2)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    key, value, options = key.to(wide), value.to(wide), {"scale": 0.5, "dropout_p": 0.0, "dtype": dtype}
+    whole = scaled_dot_product_attention(query.to(wide), key, value, scale=0.5).to(dtype)
+    for scores in (5, 40, 60, 1000):
+        monkeypatch.setattr(landmarks, "_SCORES", scores)
+        out = attend_columns(query, key, value, None, **options)
+        assert out.dtype == dtype
+        close(out, whole, 1e-12 if dtype == torch.float64 else 1e-2)
 
 
 # Pseudo-inverses.
@@ -181,6 +195,18 @@ def test_peaked_rows_do_not_slow_down_the_others():
     alone = nystromformer(*(x[:1] for x in row), num_landmarks=8)
     peaked = [torch.cat((x[:1], 30.0 * x[1:, :, :1].expand_as(x[1:]))) for x in row]
     close(nystromformer(*peaked, num_landmarks=8)[:1], alone, 1e-12)
+
+
+@pytest.mark.parametrize("size", [0, 3])
+def test_float16_does_not_overflow(size):
+    """Far from averages of values, where nothing is smooth; the largest float16 is given instead of infinity."""
+    query, key, value = inputs(heads=4, queries=300, width=16, spread=20.0)
+    options = {"num_landmarks": 32, "conv_kernel_size": size}
+    options |= {"conv_weight": torch.ones(4, size)} if size else {}
+    wide = nystromformer(query, key, 1000.0 * value, **options)
+    half = [x.half() for x in (query, key, (1000.0 * value).clamp(-6e4, 6e4))]
+    assert wide.abs().max() > 65504
+    assert nystromformer(*half, **options).isfinite().all()
 
 
 # The convolution.

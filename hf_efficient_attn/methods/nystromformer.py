@@ -12,7 +12,8 @@ Departures from the paper, each of which gives the same where its own case holds
 
 - The paper assumes that n is divisible by the number of landmarks. Here the first n mod L segments have one token more;
   segments count the tokens that are there, and where these are fewer than the landmarks the empty segments have no
-  weight. The convolution runs over the tokens that are there, too.
+  weight. The convolution runs over the tokens that are there, too. With as many queries as keys, as in self-attention,
+  a mask is one of the queries as well.
 - The iteration starts from the norms of each batch row's and head's own matrix. The authors' code takes the largest of
   the whole batch, so that the output of a row depends on the others.
 - Up to L tokens the output is exact attention. In a padded batch this is no other path: the landmarks then are the keys
@@ -70,7 +71,8 @@ class NystromformerConfig(MethodConfig):
         """Half as many landmarks as columns.
 
         A query costs one product with L columns of width D and one with L of width Dv in F W, and as much again in B V.
-        The pseudo-inverse, 4 L^3 multiplications a step and head, is left out: less than a tenth where N > 4 L^2 / D.
+        The pseudo-inverse, 4 L^3 multiplications a step, is left out: where N > 60 L^2 / D, six steps are less than a
+        tenth of the whole.
         """
         return replace(self, num_landmarks=max(1, self.check_budget(columns) // 2))
 
@@ -91,11 +93,20 @@ def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed
     else:
         out = _from_landmarks(config, *flat, mask, scale, dropout_p)
     out = out.unflatten(0, shape)
-    return out if kernel is None else (out.to(kernel.dtype) + _convolution(value, kernel, mask)).to(value.dtype)
+    if kernel is not None:
+        out = out.to(kernel.dtype) + _convolution(value, kernel, mask)
+    if out.dtype == value.dtype:
+        return out
+    # Where the landmarks are far from the tokens the weights are large, and float16 ends at 65504.
+    limit = torch.finfo(value.dtype).max
+    return out.clamp(-limit, limit).to(value.dtype)
 
 
 def _from_landmarks(config, query, key, value, mask, scale: float, dropout_p: float) -> Tensor:
-    """F Z B V of (A, N, D) heads; mask (B, N) or None, of the queries too where there are as many as keys."""
+    """F Z B V of (A, N, D) heads, in the accumulator's type.
+
+    The mask, (B, N) or None, is that of the queries too where there are as many as keys.
+    """
     count, wide, options = config.num_landmarks, accumulator(query.dtype), {"scale": scale, "dropout_p": dropout_p}
     segments = bias = landmark_bias = of_queries = None
     if mask is not None:
@@ -104,10 +115,7 @@ def _from_landmarks(config, query, key, value, mask, scale: float, dropout_p: fl
         bias = key_bias(mask, wide).repeat_interleave(heads, 0)[:, None, None]
         landmark_bias = key_bias(~segments.empty, wide)
         of_queries = segments if query.shape[1] == key.shape[1] else None
-    asked = query
-    if of_queries is not None:
-        asked = query.masked_fill(~mask.repeat_interleave(heads, 0).unsqueeze(2), 0.0)
-    queries, keys = segment_means(asked, count, of_queries), segment_means(key, count, segments)
+    queries, keys = segment_means(query, count, of_queries), segment_means(key, count, segments)
     middle = _middle(queries, keys, landmark_bias, None if of_queries is None else of_queries.empty, scale)
     rows = attend_tiles(queries[:, None], key.to(wide)[:, None], value.to(wide)[:, None], bias, scale=scale).out[:, 0]
     if config.pinv == "solve":
@@ -119,7 +127,7 @@ def _from_landmarks(config, query, key, value, mask, scale: float, dropout_p: fl
         few = (mask.sum(1) <= count).repeat_interleave(heads)[:, None, None]
         own = take(value, segments.index[:, :, 0]).to(wide).masked_fill(segments.empty.unsqueeze(2), 0.0)
         rows = torch.where(few, own, rows)
-    return attend_columns(query, keys, rows, landmark_bias, **options, dtype=value.dtype)
+    return attend_columns(query, keys, rows, landmark_bias, **options, dtype=wide)
 
 
 def _middle(queries, keys, bias, no_query, scale: float) -> Tensor:

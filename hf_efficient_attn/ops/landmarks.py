@@ -62,7 +62,9 @@ def segment_means(x: Tensor, count: int, segments: Segments | None = None) -> Te
     if segments is not None:
 
         def some_heads(x, index, weight):
-            return (weight.unsqueeze(2) @ take(x, index).to(wide)).squeeze(2)
+            # What stands at tokens that are not there may be anything, NaN included, which a weight of 0 would keep.
+            tokens = take(x, index).masked_fill((weight == 0).unsqueeze(3), 0.0)
+            return (weight.unsqueeze(2) @ tokens.to(wide)).squeeze(2)
 
         return over_heads(some_heads, x, *segments)
     (heads, length, width), size, longer = x.shape, x.shape[1] // count, x.shape[1] % count
