@@ -138,9 +138,14 @@ def draw(rows: Sequence[Mapping[str, Any]], path: pathlib.Path, title: str) -> N
                 marker="o",
                 label=method,
             )
-        if key != "budget":
+        if key == "budget":
+            ticks = sorted({row["budget"] for row in rows[1:]})
+            axes.set_xscale("log")
+            axes.set_xticks(ticks, [str(tick) for tick in ticks])
+            axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+        else:
             axes.axvline(rows[0][key], color="k", linestyle=":", label="exact")
-        axes.set(xlabel=name, ylabel="relative error (operator norm)", xscale="linear" if "mem" in key else "log")
+        axes.set(xlabel=name, ylabel="relative error (operator norm)")
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
     figure.axes[-1].legend(fontsize="small")
