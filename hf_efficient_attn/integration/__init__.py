@@ -1,4 +1,4 @@
-"""The way into Transformers: one attention function and one mask function a method, and three base-class extensions.
+"""The way into Transformers: one attention function and one mask function a method, and four base-class extensions.
 
 Transformers has an official place for the first two (`AttentionInterface`, `AttentionMaskInterface`). It has none for
 what a checkpoint must carry (`attn_implementation` is dropped on every save) nor for a look at a model that was just
@@ -7,7 +7,8 @@ made, so `register` extends its base classes, once, in these places only:
 - `PreTrainedConfig.efficient_attention`, an attribute (`configs.EfficientAttentionAttribute`);
 - `PreTrainedConfig.to_dict` also holds the method and its hyperparameters (`configs.extend_configs`);
 - `PreTrainedModel.post_init` and `set_attn_implementation` also run `models.prepare`, and the error of
-  `get_correct_attn_implementation` names the method that a misspelt name comes nearest to (`extensions.extend_models`).
+  `get_correct_attn_implementation` names the method that a misspelt name comes nearest to (`extensions.extend_models`);
+- `DynamicCache.__init__` gives layers whose method decodes from a state a layer for it (`extensions.extend_caches`).
 
 A model or config that names none of our methods passes through all of them unchanged.
 """
@@ -45,9 +46,10 @@ def _register_attention() -> None:
     from transformers.modeling_utils import AttentionInterface
 
     from hf_efficient_attn.integration.attention import make_attention_function
-    from hf_efficient_attn.integration.extensions import extend_models
+    from hf_efficient_attn.integration.extensions import extend_caches, extend_models
 
     _extend_configs()
     extend_models()
+    extend_caches()
     for name in available_methods():
         AttentionInterface.register(name, make_attention_function(name))
