@@ -25,7 +25,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods.base import MethodConfig, get_method
 from hf_efficient_attn.methods.call import absorb, attention, step
 
-# Before 5.13 `crop` took the length that should remain, since then minus the number of tokens to remove.
+# `crop` took the length that should remain in Transformers 5.12, and takes minus the number of tokens to remove since.
 _CROPS_TO_LENGTH = not hasattr(CacheLayerMixin, "get_max_length")
 
 
@@ -43,9 +43,9 @@ class NewKeys(Tensor):
             result = function(*args, **(kwargs or {})) if name in ("__get__", "size", "dim", "__repr__") else None
         if result is None or isinstance(result, Tensor):
             raise UnsupportedAttentionError(
-                "this cache holds the state of a recurrent method, made by the model's attention implementation of that "
-                f"time, and no keys that {name!r} could read: start with a new cache after switching the model to "
-                "another implementation, or generate with use_cache=False"
+                "this cache holds the state of a recurrent method, made by the attention implementation that the model "
+                f"had then, and no keys that {name!r} could read: start with a new cache after switching the model, or "
+                "generate with use_cache=False"
             )
         return result
 
@@ -154,8 +154,8 @@ class StateLayer(DynamicLayer):
             return out
         if self.is_asked_for:
             raise UnsupportedAttentionError(
-                f"{self.method.method}: two layers of this model share their keys, which a state cannot serve: generate "
-                "with use_cache=False"
+                f"{self.method.method}: two layers of this model share their keys, which a state cannot serve: "
+                "generate with use_cache=False"
             )
         with torch._C.DisableTorchFunctionSubclass():
             key = key.as_subclass(Tensor)
@@ -202,9 +202,9 @@ class StateLayer(DynamicLayer):
             counted = before if self.valid is None else self.valid
             if not torch.as_tensor(there == counted).all():
                 raise UnsupportedAttentionError(
-                    f"{self.method.method}: the attention_mask of earlier tokens is not what it was when they came, and "
-                    "a state cannot forget them: give the mask of all tokens, with its earlier part unchanged, or start "
-                    "with a new cache"
+                    f"{self.method.method}: the attention_mask of earlier tokens is not what it was when they came, "
+                    "and a state cannot forget them: give the mask of all tokens, with its earlier part unchanged, or "
+                    "start with a new cache"
                 )
         return None if mask is None else mask[:, before:]
 
@@ -234,7 +234,7 @@ class StateLayer(DynamicLayer):
         """Take tokens back, which a state can do only while they are recorded.
 
         Args:
-            tokens_to_remove: minus their number. Before Transformers 5.13, the length that shall remain, or minus that
+            tokens_to_remove: minus their number. In Transformers 5.12, the length that shall remain, or minus that
                 number.
 
         Raises:
@@ -254,8 +254,8 @@ class StateLayer(DynamicLayer):
         if record is None or number > self._length(record):
             raise UnsupportedAttentionError(
                 f"{self.method.method}: {number} tokens cannot be taken back out of a state that has summed them up: "
-                "start with a new cache, use attn_implementation='sdpa', or a Transformers in which assisted generation "
-                "calls `activate_past_recording` (5.13)"
+                "start with a new cache, or call its activate_past_recording() before they come, as assisted generation "
+                "does in newer versions of Transformers"
             )
         self._absorb_waiting()
         self.state, self.valid, self.seen = record.state, record.valid, self.seen - self._length(record)

@@ -124,7 +124,7 @@ def _tiled(query, key, value, mask, out=None, *, scale) -> Tensor:
 
 
 def _causal(phi_q, phi_k, value, dropout_p: float, before: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """Chunked prefix sums: (A, N, D), (A, N, D), (A, N, Dv) -> (A, N, Dv); `before`: S (A, D, Dv), Z (A, D) to go on."""
+    """Chunked prefix sums: (A, N, D), (A, N, D), (A, N, Dv) -> (A, N, Dv), from S (A, D, Dv) and Z (A, D) `before`."""
     heads, length = phi_q.shape[:2]
     size = min(_CHUNK, length)
     blocks = [pad_to_blocks(x, size) for x in (phi_q, phi_k, value)]
