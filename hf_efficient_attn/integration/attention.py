@@ -93,8 +93,8 @@ def make_attention_function(name: str) -> Callable:
         from_state = cached is not None and method == cached.method and is_causal
         if isinstance(key, NewKeys) and not from_state:
             raise UnsupportedAttentionError(
-                f"{name}: the cache holds a state of {cached.method}, and {place.name} of this model computes something "
-                "else now: start with a new cache after switching the model"
+                f"{name}: the cache holds a state of {cached.method}, and {place.name} of this model now computes "
+                "something else: start with a new cache after switching the model"
             )
         if method is None:
             out = exact_layer(

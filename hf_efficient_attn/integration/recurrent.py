@@ -254,8 +254,8 @@ class StateLayer(DynamicLayer):
         if record is None or number > self._length(record):
             raise UnsupportedAttentionError(
                 f"{self.method.method}: {number} tokens cannot be taken back out of a state that has summed them up: "
-                "start with a new cache, or call its activate_past_recording() before they come, as assisted generation "
-                "does in newer versions of Transformers"
+                "start with a new cache, or call its activate_past_recording() before they come, as assisted "
+                "generation does in newer versions of Transformers"
             )
         self._absorb_waiting()
         self.state, self.valid, self.seen = record.state, record.valid, self.seen - self._length(record)
