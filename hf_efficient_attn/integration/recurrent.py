@@ -206,7 +206,8 @@ class StateLayer(DynamicLayer):
                     "and a state cannot forget them: give the mask of all tokens, with its earlier part unchanged, or "
                     "start with a new cache"
                 )
-        return None if mask is None else mask[:, before:]
+        # Most often only the prompt was padded, and what is not masked is faster.
+        return None if mask is None or mask[:, before:].all() else mask[:, before:]
 
     def _count(self, new: _Tokens, before: int | None = None) -> None:
         """Count the tokens of each row, as soon as there is padding."""

@@ -127,17 +127,25 @@ def absorb(config, state: Partial | None, key, value, *, mask, scale, seed) -> P
     features = _features(config, key.shape[-1], seed, key.device)
     flat_mask = None if mask is None else mask.repeat_interleave(key.shape[1], 0)
     keys, values, bias = _scaled_key(key.flatten(0, 1), value.flatten(0, 1), flat_mask, scale)
+    if state is not None and mask is None and key.shape[2] == 1:
+        # `merge` with the partial of a single key, whose output is its value for every feature.
+        score = (keys @ features.to(keys.dtype).t() + bias.unsqueeze(-1)).view(state.lse.shape)
+        weight = torch.sigmoid(score - state.lse)
+        out = torch.lerp(state.out, values.view(*key.shape[:3], -1), weight.unsqueeze(-1))
+        return Partial(out, torch.logaddexp(state.lse, score))
     part = key_state(keys[:, None], values[:, None], features, bias[:, None, None])
     part = Partial(*(x[:, 0].unflatten(0, key.shape[:2]) for x in part))
     return part if state is None else merge(state, part)
 
 
 def read(config, state: Partial, query, *, scale, dropout_p, seed) -> Tensor:
-    """See `hf_efficient_attn.methods.base.Recurrence`."""
+    """See `hf_efficient_attn.methods.base.Recurrence`; `read_state` in plain products, faster for a few queries."""
     features = _features(config, query.shape[-1], seed, query.device)
-    rows = _scaled_query(query.flatten(0, 1)[:, None], scale)
-    flat = Partial(*(x.flatten(0, 1)[:, None] for x in state))
-    return read_state(rows, flat, features, dropout_p).out[:, 0].unflatten(0, query.shape[:2])
+    query = _scaled_query(query, scale)
+    # A state of no token has an output of 0 whatever the weights.
+    lse = state.lse.masked_fill(state.lse.amax(-1, keepdim=True) == -torch.inf, 0.0)
+    weights = (query @ features.to(query.dtype).t() + lse.unsqueeze(2)).softmax(-1)
+    return (dropout(weights, dropout_p) if dropout_p else weights) @ state.out
 
 
 def resume(config, state: Partial, query, key, value, *, mask, scale, dropout_p, seed) -> Tensor:
