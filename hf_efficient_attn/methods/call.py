@@ -96,7 +96,7 @@ def absorb(
 
 def step(
     config: MethodConfig,
-    state: tuple,
+    state: tuple | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -112,7 +112,7 @@ def step(
 
     Args:
         config: of a method with a recurrence.
-        state: what `absorb` or an earlier step returned.
+        state: what `absorb` or an earlier step returned; None to begin.
         query: (B, H, N, D), key (B, Hkv, N, D) and value (B, Hkv, N, Dv) of the new tokens.
         attention_mask: bool (B, N), of the new tokens alone.
         seed: the same as in the calls that made the state; the config's own is added to it.
@@ -123,6 +123,9 @@ def step(
     query, key, value = _under_autocast(query, key, value)
     _check(config, query, key, value, attention_mask, True, scale, dropout_p, seed)
     new = absorb(config, state, key, value, attention_mask=attention_mask, scale=scale, seed=seed)
+    if state is None:
+        whole = {"attention_mask": attention_mask, "scale": scale, "dropout_p": dropout_p, "seed": seed}
+        return attention(config, query, key, value, is_causal=True, **whole), new
     recurrence, (batch, heads, length, _) = get_method(config.method).recurrence, query.shape
     key_heads, dtype = key.shape[1], value.dtype
     scale, seed = _defaults(config, query, scale, seed)
