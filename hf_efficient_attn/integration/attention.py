@@ -13,7 +13,6 @@ from hf_efficient_attn.integration.recurrent import NewKeys, state_layer_of
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods.base import get_method
 from hf_efficient_attn.methods.call import attention
-from hf_efficient_attn.ops.random import draw_seed
 
 # Arguments that change what attention means and that no method here can honour.
 _MEANINGFUL = (
@@ -102,7 +101,7 @@ def make_attention_function(name: str) -> Callable:
             )  # fmt: skip
         else:
             # In training from the global generators, so that checkpointing draws the same again; else by layer alone.
-            seed = draw_seed(query.device) if module.training else 1000003 * ((place.layer or 0) + 1)
+            seed = None if module.training else 1000003 * ((place.layer or 0) + 1)
             options = {"scale": scaling, "dropout_p": dropout, "seed": seed}
             if from_state:
                 out = cached.attend(query, key, value, attention_mask, **options)

@@ -24,6 +24,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods.base import MethodConfig, get_method
 from hf_efficient_attn.methods.call import absorb, attention, step
+from hf_efficient_attn.ops.random import draw_seed
 
 # `crop` took the length that should remain in Transformers 5.12, and takes minus the number of tokens to remove since.
 _CROPS_TO_LENGTH = not hasattr(CacheLayerMixin, "get_max_length")
@@ -134,19 +135,20 @@ class StateLayer(DynamicLayer):
         *,
         scale: float | None,
         dropout_p: float,
-        seed: "int | Tensor",
+        seed: int | None,
     ) -> Tensor:
         """Causal attention of the tokens that `update` was given last to all tokens: (B, H, N, Dv).
 
         Args:
             key, value: as `update` returned them.
             mask: bool (B, all tokens) or None.
-            seed: goes into the state with the first tokens; without effect from then on.
+            seed: of the first tokens, and from then on of all; None draws one from the global generator (training).
 
         Raises:
             UnsupportedAttentionError: the mask of earlier tokens is another than it was, or the same keys serve twice.
         """
         if not isinstance(key, NewKeys):
+            seed = draw_seed(query.device) if seed is None else seed
             options = {"attention_mask": mask, "is_causal": True, "scale": scale, "dropout_p": dropout_p, "seed": seed}
             out = attention(self.method, query, key, value, **options)
             if self.making is None and self.keys is not None and self.keys.shape == key.shape:
