@@ -431,9 +431,24 @@ def test_keys_that_are_changed_on_the_way(method):
 def test_new_keys_can_be_looked_at():
     keys = numbers(1, 2, 3, 4).as_subclass(NewKeys)
     assert keys.shape == (1, 2, 3, 4) and keys.dtype == torch.float64 and keys.size(1) == 2 and keys.ndim == 4
+    assert keys.grad is None and keys.is_contiguous() and not keys.requires_grad
     for use in (lambda: keys.mT, lambda: keys + 1, lambda: torch.cat([keys, keys], 2), lambda: keys[0]):
         with pytest.raises(hea.UnsupportedAttentionError, match="start with a new cache"):
             use()
+
+
+def test_a_compiled_forward_keeps_keys():
+    """In one graph, into a cache made by it or before it."""
+    model, ids = tiny_model("gpt2", "linear", head=True), tiny_batch("gpt2", length=20)["input_ids"]
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        for given in (None, transformers.DynamicCache(config=model.config)):
+            out = compiled(ids, past_key_values=given, use_cache=True)
+            torch.testing.assert_close(out.logits, expected, atol=1e-5, rtol=1e-5)
+            assert out.past_key_values.layers[0].keys.shape[2] == 20
+    torch.compiler.reset()
 
 
 @each_method

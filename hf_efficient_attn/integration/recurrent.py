@@ -34,19 +34,21 @@ class NewKeys(Tensor):
     """Keys of new tokens alone, on their way from a `StateLayer` to the attention function: nobody else may use them.
 
     What reads them as if they were the keys of all tokens (another attention function, after the model was switched, or
-    a model that changes its cached keys) would silently lose the past.
+    a model that changes its cached keys) would silently lose the past. torch.compile fails on them; a cache that a
+    compiled forward began keeps keys and values.
     """
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         name = getattr(function, "__name__", "")
+        looks = name in ("__get__", "size", "dim", "__repr__") or name.lstrip("_").startswith("is_")
         with torch._C.DisableTorchFunctionSubclass():
-            result = function(*args, **(kwargs or {})) if name in ("__get__", "size", "dim", "__repr__") else None
-        if result is None or isinstance(result, Tensor):
+            result = function(*args, **(kwargs or {})) if looks else None
+        if not looks or isinstance(result, Tensor):
             raise UnsupportedAttentionError(
                 "this cache holds the state of a recurrent method, made by the attention implementation that the model "
-                f"had then, and no keys that {name!r} could read: start with a new cache after switching the model, or "
-                "generate with use_cache=False"
+                f"had then, and no keys that {name!r} could read: start with a new cache after switching the model or "
+                "compiling its forward"
             )
         return result
 
