@@ -177,7 +177,7 @@ def test_the_cache_does_not_grow(family, method):
 @each_method
 @each_family
 def test_cost_does_not_grow(family, method):
-    """Of a token at 2,000 against one at 100, turn by turn, medians."""
+    """Of a token at 2,000 against one at 100, turn by turn, the shortest time of each."""
     torch.manual_seed(0)
     model = tiny_model(family, method, head=True, max_position_embeddings=2400)
     caches = {n: cache_after(model, n, 3) for n in (100, 2000)}
@@ -189,8 +189,7 @@ def test_cost_does_not_grow(family, method):
                 start = time.perf_counter()
                 model(token, past_key_values=cache, use_cache=True)
                 times[n].append(time.perf_counter() - start)
-    median = {n: sorted(t)[len(t) // 2] for n, t in times.items()}
-    assert median[2000] <= 1.2 * median[100]
+    assert min(times[2000]) <= 1.2 * min(times[100])
 
 
 @pytest.mark.parametrize("padding", ["none", "left"])
