@@ -181,6 +181,13 @@ def test_attend_accumulates_in_float32(dtype, value_width):
     torch.testing.assert_close(ours.lse.double(), wide.lse, rtol=1e-5, atol=1e-3 if dtype != torch.float32 else 1e-4)
 
 
+def test_attend_of_transposed_memory():
+    tensors = [numbers(2, 3, n, 8, seed=n).float() for n in (5, 9, 9)]
+    turned = [x.mT.contiguous().mT for x in tensors]
+    for ours, other in zip(attend(*turned, scale=0.3), attend_naive(*tensors, scale=0.3), strict=True):
+        close(ours, other, 1e-5)
+
+
 def test_attend_without_keys_or_queries():
     query = numbers(1, 2, 3, 4)
     part = attend(query, numbers(1, 2, 0, 4), numbers(1, 2, 0, 5), scale=1.0)

@@ -8,7 +8,8 @@ made, so `register` extends its base classes, once, in these places only:
 - `PreTrainedConfig.to_dict` also holds the method and its hyperparameters (`configs.extend_configs`);
 - `PreTrainedModel.post_init` and `set_attn_implementation` also run `models.prepare`, and the error of
   `get_correct_attn_implementation` names the method that a misspelt name comes nearest to (`extensions.extend_models`);
-- `PreTrainedModel._initialize_weights` also starts the parameters that a method learns (`learned.LearnedParameters`).
+- `PreTrainedModel._initialize_weights` also starts the parameters that a method learns (`learned.LearnedParameters`);
+- `DynamicCache.__init__` gives layers whose method decodes from a state a layer for it (`extensions.extend_caches`).
 
 A model or config that names none of our methods passes through all of them unchanged.
 """
@@ -46,9 +47,10 @@ def _register_attention() -> None:
     from transformers.modeling_utils import AttentionInterface
 
     from hf_efficient_attn.integration.attention import make_attention_function
-    from hf_efficient_attn.integration.extensions import extend_models
+    from hf_efficient_attn.integration.extensions import extend_caches, extend_models
 
     _extend_configs()
     extend_models()
+    extend_caches()
     for name in available_methods():
         AttentionInterface.register(name, make_attention_function(name))

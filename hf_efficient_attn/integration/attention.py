@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.integration.learned import learned_tensors
+from hf_efficient_attn.integration.recurrent import NewKeys, state_layer_of
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods.base import get_method
 from hf_efficient_attn.methods.call import attention
@@ -88,6 +89,13 @@ def make_attention_function(name: str) -> Callable:
             warn_of_exact_cross_attention(module, method.method, [place.name])
             method = None
         dropout = dropout if module.training else 0.0
+        cached = state_layer_of(key)
+        from_state = cached is not None and method == cached.method and is_causal
+        if isinstance(key, NewKeys) and not from_state:
+            raise UnsupportedAttentionError(
+                f"{name}: the cache holds a state of {cached.method}, and {place.name} of this model now computes "
+                "something else: start with a new cache after switching the model"
+            )
         if method is None:
             out = exact_layer(
                 query, key, value, attention_mask, is_causal=is_causal, scale=scaling, dropout_p=dropout
@@ -95,18 +103,14 @@ def make_attention_function(name: str) -> Callable:
         else:
             # In training from the global generators, so that checkpointing draws the same again; else by layer alone.
             seed = None if module.training else 1000003 * ((place.layer or 0) + 1)
-            out = attention(
-                method,
-                query,
-                key,
-                value,
-                attention_mask=attention_mask,
-                is_causal=is_causal,
-                scale=scaling,
-                dropout_p=dropout,
-                seed=seed,
-                parameters=learned_tensors(module),
-            )
+            options = {"scale": scaling, "dropout_p": dropout, "seed": seed}
+            if from_state:
+                out = cached.attend(query, key, value, attention_mask, **options)
+            else:
+                out = attention(
+                    method, query, key, value, attention_mask=attention_mask, is_causal=is_causal,
+                    parameters=learned_tensors(module), **options
+                )  # fmt: skip
         return out.transpose(1, 2).contiguous(), None
 
     forward.__name__ = forward.__qualname__ = f"{name}_attention_forward"

@@ -1,14 +1,22 @@
-"""Methods of `PreTrainedModel` that also make the model ready, and one that knows our names when a name is misspelt."""
+"""Methods of `PreTrainedModel` that also make the model ready, and one that knows our names when a name is misspelt.
+
+And `DynamicCache`, whose layers are states where the config's method can decode from one.
+"""
 
 import difflib
 import functools
 
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.modeling_utils import PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.integration import models
+from hf_efficient_attn.integration.attention import settings_of
 from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.learned import LearnedParameters
+from hf_efficient_attn.integration.recurrent import StateLayer, is_recurrent
+from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods.base import available_methods
 
 
@@ -75,3 +83,32 @@ def extend_models() -> None:
     post_init_and_prepare.extended_for_efficient_attention = True
     PreTrainedModel.post_init = post_init_and_prepare
     PreTrainedModel.set_attn_implementation = set_implementation_and_prepare
+
+
+def extend_caches() -> None:
+    """A `DynamicCache` made for a config has a `StateLayer` in every layer whose method has a recurrence. Done once.
+
+    Layers with a window of their own, those that are given keys from the start, and caches made while a graph is
+    compiled stay what they are.
+    """
+    if hasattr(DynamicCache.__init__, "extended_for_efficient_attention"):
+        return
+    make = DynamicCache.__init__
+
+    @functools.wraps(make)
+    def make_with_states(self, ddp_cache_data=None, config=None, *args, **kwargs):
+        make(self, ddp_cache_data, config, *args, **kwargs)
+        if type(self) is not DynamicCache or config is None or torch.compiler.is_compiling():
+            return
+        config = config.get_text_config(decoder=True)
+        name = method_of(config)
+        if name is None:
+            return
+        settings = settings_of(config, EfficientAttentionConfig(name))
+        for index, layer in enumerate(self.layers):
+            method = settings.for_layer(index)
+            if type(layer) is DynamicLayer and not layer.is_initialized and is_recurrent(method):
+                self.layers[index] = StateLayer(method)
+
+    make_with_states.extended_for_efficient_attention = True
+    DynamicCache.__init__ = make_with_states

@@ -102,6 +102,26 @@ class MethodInfo:
 
 
 @dataclass(frozen=True)
+class Recurrence:
+    """The three functions of a causal method whose keys and values can be summed up in a state of constant size.
+
+    A state is a named tuple of tensors (B, Hkv, ...), float32 (float64 for float64 input), one a key head. `seed` must
+    be the same in all calls on one state, and on the whole sequence that they are to agree with.
+
+    absorb: absorb(config, state, key, value, *, mask, scale, seed) -> the state with these tokens too; `state` is None
+        where there are none before them.
+    read: read(config, state, query, *, scale, dropout_p, seed) -> (B, H, N, Dv), attention of queries (B, H, N, D) to
+        all that the state of H heads holds.
+    resume: resume(config, state, query, key, value, *, mask, scale, dropout_p, seed) -> (B, H, N, Dv), each query
+        attends to all that the state holds and to the keys (B, H, N, D) up to its own position.
+    """
+
+    absorb: Callable
+    read: Callable
+    resume: Callable
+
+
+@dataclass(frozen=True)
 class Method:
     """An entry of the registry.
 
@@ -112,6 +132,7 @@ class Method:
         of the values that conversion starts from, float32, by the names in `info.learned_parameters`: of one layer, for
         sequences of up to `length` tokens. Its attend, naive and decode take them, or those that were learned since, as
         `parameters`, a dictionary of the same names.
+    recurrence: where `info.recurrent`, how the method decodes from a state instead of from all keys.
     """
 
     info: MethodInfo
@@ -119,6 +140,7 @@ class Method:
     naive: Callable
     decode: Callable | None = None
     parameters: Callable | None = None
+    recurrence: Recurrence | None = None
 
 
 _REGISTRY: dict[str, Method] = {}

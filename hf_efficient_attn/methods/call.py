@@ -74,6 +74,86 @@ def naive_attention(method_or_config, query, key, value, *, attention_mask=None,
                  parameters, hyperparameters)  # fmt: skip
 
 
+def absorb(
+    config: MethodConfig,
+    state: tuple | None,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attention_mask: Tensor | None = None,
+    scale: float | None = None,
+    seed: int | Tensor = 0,
+) -> tuple:
+    """The state of a recurrent method after further tokens; arguments as in `attention`, `state` None to begin."""
+    key, value = _under_autocast(key, value)
+    if attention_mask is not None:
+        hidden = ~attention_mask[:, None, :, None]
+        key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
+    scale, seed = _defaults(config, key, scale, seed)
+    with torch.autocast(key.device.type, enabled=False):
+        return get_method(config.method).recurrence.absorb(
+            config, state, key, value, mask=attention_mask, scale=scale, seed=seed
+        )
+
+
+def step(
+    config: MethodConfig,
+    state: tuple | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attention_mask: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor = 0,
+) -> tuple[Tensor, tuple]:
+    """Causal attention of new tokens to those that a state holds and to each other: (output, the state after them).
+
+    The output is, up to rounding, the last rows of `attention` of all tokens together.
+
+    Args:
+        config: of a method with a recurrence.
+        state: what `absorb` or an earlier step returned; None to begin.
+        query: (B, H, N, D), key (B, Hkv, N, D) and value (B, Hkv, N, Dv) of the new tokens.
+        attention_mask: bool (B, N), of the new tokens alone.
+        seed: the same as in the calls that made the state; the config's own is added to it.
+
+    Returns:
+        (B, H, N, Dv) in the type of `value`, and a state of the same size as before.
+    """
+    query, key, value = _under_autocast(query, key, value)
+    _check(config, query, key, value, attention_mask, True, scale, dropout_p, seed)
+    new = absorb(config, state, key, value, attention_mask=attention_mask, scale=scale, seed=seed)
+    if state is None:
+        whole = {"attention_mask": attention_mask, "scale": scale, "dropout_p": dropout_p, "seed": seed}
+        return attention(config, query, key, value, is_causal=True, **whole), new
+    recurrence, (batch, heads, length, _) = get_method(config.method).recurrence, query.shape
+    key_heads, dtype = key.shape[1], value.dtype
+    scale, seed = _defaults(config, query, scale, seed)
+    options = {"scale": scale, "dropout_p": dropout_p, "seed": seed}
+    with torch.autocast(query.device.type, enabled=False):
+        if length == 1:
+            # One token sees all that there is, itself included; the query heads of a group are rows of one read.
+            rows = query.reshape(batch, key_heads, heads // key_heads, -1)
+            out = recurrence.read(config, new, rows, **options).reshape(batch, heads, 1, -1)
+        else:
+            if attention_mask is not None:
+                hidden = ~attention_mask[:, None, :, None]
+                key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
+            if heads != key_heads:
+                state = type(state)(*(x.repeat_interleave(heads // key_heads, 1) for x in state))
+            out = recurrence.resume(
+                config, state, query, *_grouped(query, key, value), mask=attention_mask, **options
+            )  # fmt: skip
+    return out.to(dtype), new
+
+
+def _defaults(config: MethodConfig, x: Tensor, scale: float | None, seed: "int | Tensor") -> tuple:
+    """The scale, 1/sqrt(D) if none is given for x (..., D), and the seed with the config's own."""
+    return x.shape[-1] ** -0.5 if scale is None else float(scale), seed + getattr(config, "seed", 0)
+
+
 def get_attend(name: str) -> Callable:
     return get_method(name).attend
 
@@ -92,9 +172,7 @@ def _call(
     (batch, heads, length, width), columns = query.shape, key.shape[2]
     if query.numel() == 0:
         return value.new_zeros(batch, heads, length, value.shape[-1])
-    scale = width**-0.5 if scale is None else float(scale)
-    seed = draw_seed(query.device) if seed is None else seed
-    seed = seed + getattr(config, "seed", 0)
+    scale, seed = _defaults(config, query, scale, draw_seed(query.device) if seed is None else seed)
     if mask is not None:
         hidden = ~mask[:, None, :, None]
         key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
@@ -144,13 +222,13 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]
     return key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
 
 
-def _under_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under autocast, all three in its type, as torch does for its own attention."""
-    device = query.device.type
-    if not torch.is_autocast_enabled(device) or query.dtype == torch.float64:
-        return query, key, value
+def _under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast, all tensors in its type, as torch does for its own attention."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
+        return tensors
     dtype = torch.get_autocast_dtype(device)
-    return query.to(dtype), key.to(dtype), value.to(dtype)
+    return tuple(x.to(dtype) for x in tensors)
 
 
 def _check(config, query, key, value, mask, is_causal, scale, dropout_p, seed) -> None:

@@ -8,13 +8,13 @@ phi(q_i)^T Z.
 
 import functools
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout, elu
 
-from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, option, register
+from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, Recurrence, option, register
 from hf_efficient_attn.ops.blocks import over_heads, pad_to_blocks
 from hf_efficient_attn.ops.partial import accumulator
 from hf_efficient_attn.ops.scan import exclusive_prefix_sum
@@ -47,11 +47,18 @@ def elu_features(x: Tensor) -> Tensor:
 
 def _features(query, key, mask, scale) -> tuple[Tensor, Tensor]:
     """phi of queries and keys (A, N, D) in the accumulator's type, 0 for keys that are not there."""
+    return _query_features(query, scale), _key_features(key, mask)
+
+
+def _query_features(query: Tensor, scale: float) -> Tensor:
     wide = accumulator(query.dtype)
     stretch = scale * query.shape[-1] ** 0.5
-    query = query.to(wide) if abs(stretch - 1.0) < 1e-12 else query.to(wide) * stretch
-    query, key = elu_features(query), elu_features(key.to(wide))
-    return query, key if mask is None else key * mask[:, :, None]
+    return elu_features(query.to(wide) if abs(stretch - 1.0) < 1e-12 else query.to(wide) * stretch)
+
+
+def _key_features(key: Tensor, mask: Tensor | None) -> Tensor:
+    phi = elu_features(key.to(accumulator(key.dtype)))
+    return phi if mask is None else phi * mask.unsqueeze(-1)
 
 
 def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
@@ -116,13 +123,15 @@ def _tiled(query, key, value, mask, out=None, *, scale) -> Tensor:
     return out
 
 
-def _causal(phi_q, phi_k, value, dropout_p: float) -> Tensor:
-    """Chunked prefix sums: (A, N, D), (A, N, D), (A, N, Dv) -> (A, N, Dv)."""
+def _causal(phi_q, phi_k, value, dropout_p: float, before: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """Chunked prefix sums: (A, N, D), (A, N, D), (A, N, Dv) -> (A, N, Dv), from S (A, D, Dv) and Z (A, D) `before`."""
     heads, length = phi_q.shape[:2]
     size = min(_CHUNK, length)
     blocks = [pad_to_blocks(x, size) for x in (phi_q, phi_k, value)]
-    state = exclusive_prefix_sum(blocks[1].transpose(2, 3) @ blocks[2]).flatten(0, 1)
-    norm = exclusive_prefix_sum(blocks[1].sum(2)).flatten(0, 1).unsqueeze(-1)
+    state, norm = exclusive_prefix_sum(blocks[1].transpose(2, 3) @ blocks[2]), exclusive_prefix_sum(blocks[1].sum(2))
+    if before is not None:
+        state, norm = state + before[0][:, None], norm + before[1][:, None]
+    state, norm = state.flatten(0, 1), norm.flatten(0, 1).unsqueeze(-1)
     phi_q, phi_k, value = (x.flatten(0, 1) for x in blocks)
     own = (phi_q @ phi_k.transpose(1, 2)).tril()
     total = torch.baddbmm(own.sum(-1, keepdim=True), phi_q, norm)
@@ -138,6 +147,40 @@ def _divide(out: Tensor, total: Tensor) -> Tensor:
     """out / total, and 0 where the weights sum to 0: nothing to attend to, or features that all underflow."""
     total = total.masked_fill(total == 0, 1.0)
     return out / total if out.requires_grad else out.div_(total)
+
+
+class LinearState(NamedTuple):
+    """Eq. 16-19 after some tokens: `products` (B, H, D, Dv) is S, `norm` (B, H, D) is Z."""
+
+    products: Tensor
+    norm: Tensor
+
+
+def absorb(config, state: LinearState | None, key, value, *, mask, scale, seed) -> LinearState:
+    """See `hf_efficient_attn.methods.base.Recurrence`."""
+    phi = _key_features(key, None if mask is None else mask[:, None])
+    products, norm = phi.transpose(2, 3) @ value.to(phi.dtype), phi.sum(2)
+    return LinearState(products, norm) if state is None else LinearState(state.products + products, state.norm + norm)
+
+
+def read(config, state: LinearState, query, *, scale, dropout_p, seed) -> Tensor:
+    """See `hf_efficient_attn.methods.base.Recurrence`; Eq. 20."""
+    phi = _query_features(query, scale)
+    total = phi @ state.norm.unsqueeze(-1)
+    phi = dropout(phi, dropout_p) if dropout_p else phi
+    return _divide(phi @ state.products, total)
+
+
+def resume(config, state: LinearState, query, key, value, *, mask, scale, dropout_p, seed) -> Tensor:
+    """See `hf_efficient_attn.methods.base.Recurrence`; `_causal` with sums that do not begin at 0."""
+
+    def some_heads(query, key, value, mask, products, norm):
+        phi_q, phi_k = _features(query, key, mask, scale)
+        return _causal(phi_q, phi_k, value.to(phi_k.dtype), dropout_p, (products, norm))
+
+    flat = [x.flatten(0, 1) for x in (query, key, value)]
+    flat_mask = None if mask is None else mask.repeat_interleave(query.shape[1], 0)
+    return over_heads(some_heads, *flat, flat_mask, *(x.flatten(0, 1) for x in state)).unflatten(0, query.shape[:2])
 
 
 def naive(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
@@ -167,5 +210,6 @@ register(
         ),
         attend=attend,
         naive=naive,
+        recurrence=Recurrence(absorb, read, resume),
     )
 )

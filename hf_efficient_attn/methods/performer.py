@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout
 
-from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, option, register
+from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, Recurrence, option, register
 from hf_efficient_attn.ops.blocks import over_heads, pad_to_blocks
 from hf_efficient_attn.ops.exact import key_bias
 from hf_efficient_attn.ops.features import key_state, orthogonal_features, read_state
@@ -52,11 +52,19 @@ def _features(config: PerformerConfig, width: int, seed, device) -> Tensor:
 
 def _scaled(query, key, value, mask, scale):
     """(A, N, D) queries and keys, each times sqrt(scale), in the accumulator's type; bias -|k|^2/2, -inf if absent."""
-    wide, root = accumulator(query.dtype), abs(scale) ** 0.5
-    query, key, value = (x.to(wide) for x in (query, key, value))
-    query, key = query * (root if scale >= 0 else -root), key * root
+    return _scaled_query(query, scale), *_scaled_key(key, value, mask, scale)
+
+
+def _scaled_query(query: Tensor, scale: float) -> Tensor:
+    root = abs(scale) ** 0.5
+    return query.to(accumulator(query.dtype)) * (root if scale >= 0 else -root)
+
+
+def _scaled_key(key, value, mask, scale) -> tuple[Tensor, Tensor, Tensor]:
+    wide = accumulator(key.dtype)
+    key, value = key.to(wide) * abs(scale) ** 0.5, value.to(wide)
     bias = -0.5 * key.square().sum(-1)
-    return query, key, value, bias if mask is None else bias + key_bias(mask, wide)
+    return key, value, bias if mask is None else bias + key_bias(mask, wide)
 
 
 def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
@@ -77,7 +85,8 @@ def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed
     return over_heads(some_heads, *flat, flat_mask).unflatten(0, query.shape[:2])
 
 
-def _causal(query, key, value, bias, features, dropout_p: float) -> Tensor:
+def _causal(query, key, value, bias, features, dropout_p: float, start: Partial | None = None) -> Tensor:
+    """Chunks of (A, N, .) and the prefix of each; `start` (A, F, .) is the partial of the features before them all."""
     length, size = query.shape[1], min(_CHUNK, query.shape[1])
     query, key, value = (pad_to_blocks(x, size) for x in (query, key, value))
     missing = query.shape[1] * size - length
@@ -86,6 +95,8 @@ def _causal(query, key, value, bias, features, dropout_p: float) -> Tensor:
     if query.shape[1] > 1:
         before = prefix_merge(key_state(key, value, features, bias[:, :, None]), 1)
         parts.append(read_state(query, before, features, dropout_p))
+    if start is not None:
+        parts.append(read_state(query, Partial(start.out[:, None], start.lse[:, None]), features, dropout_p))
     return merge(*parts).out.flatten(1, 2)[:, :length]
 
 
@@ -109,6 +120,45 @@ def _own_chunk(query, key, value, bias, features, dropout_p: float) -> Partial:
     weights = weights / total
     weights = dropout(weights, dropout_p) if dropout_p else weights
     return Partial(weights @ value, (total.log() + top).masked_fill(empty, -torch.inf).squeeze(-1))
+
+
+def absorb(config, state: Partial | None, key, value, *, mask, scale, seed) -> Partial:
+    """See `hf_efficient_attn.methods.base.Recurrence`: the state is the partial of the features, (B, H, F, .)."""
+    features = _features(config, key.shape[-1], seed, key.device)
+    flat_mask = None if mask is None else mask.repeat_interleave(key.shape[1], 0)
+    keys, values, bias = _scaled_key(key.flatten(0, 1), value.flatten(0, 1), flat_mask, scale)
+    if state is not None and mask is None and key.shape[2] == 1:
+        # `merge` with the partial of a single key, whose output is its value for every feature.
+        score = (keys @ features.to(keys.dtype).t() + bias.unsqueeze(-1)).view(state.lse.shape)
+        weight = torch.sigmoid(score - state.lse)
+        out = torch.lerp(state.out, values.view(*key.shape[:3], -1), weight.unsqueeze(-1))
+        return Partial(out, torch.logaddexp(state.lse, score))
+    part = key_state(keys[:, None], values[:, None], features, bias[:, None, None])
+    part = Partial(*(x[:, 0].unflatten(0, key.shape[:2]) for x in part))
+    return part if state is None else merge(state, part)
+
+
+def read(config, state: Partial, query, *, scale, dropout_p, seed) -> Tensor:
+    """See `hf_efficient_attn.methods.base.Recurrence`; `read_state` in plain products, faster for a few queries."""
+    features = _features(config, query.shape[-1], seed, query.device)
+    query = _scaled_query(query, scale)
+    # A state of no token has an output of 0 whatever the weights.
+    lse = state.lse.masked_fill(state.lse.amax(-1, keepdim=True) == -torch.inf, 0.0)
+    weights = (query @ features.to(query.dtype).t() + lse.unsqueeze(2)).softmax(-1)
+    return (dropout(weights, dropout_p) if dropout_p else weights) @ state.out
+
+
+def resume(config, state: Partial, query, key, value, *, mask, scale, dropout_p, seed) -> Tensor:
+    """See `hf_efficient_attn.methods.base.Recurrence`; `_causal` with something before the first chunk."""
+    features = _features(config, query.shape[-1], seed, query.device)
+
+    def some_heads(query, key, value, mask, out, lse):
+        query, key, value, bias = _scaled(query, key, value, mask, scale)
+        return _causal(query, key, value, bias, features, dropout_p, Partial(out, lse))
+
+    flat = [x.flatten(0, 1) for x in (query, key, value)]
+    flat_mask = None if mask is None else mask.repeat_interleave(query.shape[1], 0)
+    return over_heads(some_heads, *flat, flat_mask, *(x.flatten(0, 1) for x in state)).unflatten(0, query.shape[:2])
 
 
 def naive(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
@@ -141,5 +191,6 @@ register(
         ),
         attend=attend,
         naive=naive,
+        recurrence=Recurrence(absorb, read, resume),
     )
 )

@@ -170,6 +170,8 @@ def _attend_fused(query, key, value, bias, scale) -> tuple[Tensor, Tensor]:
     One call where the tiles of all heads have keys of their own, else one a head.
     """
     heads, tiles, rows, width = query.shape
+    # The kernel reads the numbers of a token as neighbours in memory, whatever their stride says.
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     # Overlapping views of the keys cannot be one batch without a copy.
     own_keys = key.shape[1] == value.shape[1] == tiles and (heads == 1 or key.is_contiguous())
     if own_keys and (bias is None or bias.shape[:2] in ((1, 1), (heads, tiles))):

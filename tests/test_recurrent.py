@@ -1,0 +1,535 @@
+"""Decoding from a state: the recurrence of methods against their causal form, and the cache layer in models."""
+
+import copy
+import io
+import itertools
+import time
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hf_efficient_attn as hea
+from hf_efficient_attn.integration.recurrent import NewKeys, StateLayer
+from hf_efficient_attn.methods.base import get_method
+from hf_efficient_attn.methods.call import naive_attention, step
+from instances import INSTANCES, inputs, numbers, padding_mask, relative_error
+from tiny_models import DECODERS, METHODS, SMALL, output, tiny_batch, tiny_model
+
+RECURRENT = [name for name in METHODS if hea.method_info(name).recurrent]
+each_method = pytest.mark.parametrize("method", RECURRENT)
+each_family = pytest.mark.parametrize("family", DECODERS)
+each_instance = pytest.mark.parametrize("instance", [i for i in INSTANCES if i.info.recurrent], ids=str)
+
+
+def in_pieces(config, query, key, value, cuts, mask=None, seed=0, **options):
+    """Causal attention piece by piece from a state, the first of them too: (output, state)."""
+    state, outs = None, []
+    for start, end in itertools.pairwise(sorted({0, query.shape[2], *cuts})):
+        here = slice(start, end)
+        part = None if mask is None else mask[:, here]
+        tokens = (x[:, :, here] for x in (query, key, value))
+        out, state = step(config, state, *tokens, attention_mask=part, seed=seed, **options)
+        assert state[0].shape[:2] == key.shape[:2]
+        outs.append(out)
+    return torch.cat(outs, 2), state
+
+
+def test_who_is_recurrent():
+    assert set(RECURRENT) >= {"linear", "performer"}
+    for name in METHODS:
+        method = get_method(name)
+        assert method.info.recurrent == (method.recurrence is not None)
+        assert method.info.causal or not method.info.recurrent
+
+
+@each_instance
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+@settings(deadline=None, max_examples=60)
+@given(
+    cuts=st.sets(st.integers(1, 149), max_size=12),
+    length=st.integers(1, 150),
+    padding=st.sampled_from(["none", "left", "right", "holes", "empty"]),
+    heads=st.sampled_from([(2, 2), (4, 2), (3, 1)]),
+    scale=st.sampled_from([None, 0.1, 1.0]),
+)
+def test_any_split_into_pieces_is_the_causal_form(instance, dtype, tolerance, cuts, length, padding, heads, scale):
+    query, key, value = inputs(2, heads[0], length, 8, key_heads=heads[1], value_width=5, dtype=dtype)
+    mask = padding_mask(padding, 2, length)
+    options = {"seed": 3, "scale": scale}
+    cuts = {cut for cut in cuts if cut < length}
+    out, _ = in_pieces(instance.config(), query, key, value, cuts, mask, **options)
+    expected = naive_attention(
+        instance.config(), query.double(), key.double(), value.double(), attention_mask=mask, is_causal=True, **options
+    )
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@each_instance
+def test_token_by_token_over_long_sequences(instance):
+    """Sums of many tokens in float32, one at a time."""
+    query, key, value = inputs(1, 2, 1000, 16)
+    out, state = in_pieces(instance.config(), query, key, value, range(1000))
+    expected = naive_attention(instance.config(), query, key, value, is_causal=True)
+    torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
+    _, short = in_pieces(instance.config(), *(x[:, :, :7] for x in (query, key, value)), range(7))
+    assert [x.shape for x in state] == [x.shape for x in short]
+    assert all(x.dtype == torch.float32 for x in state)
+
+
+@each_instance
+def test_what_is_masked_stays_out_of_the_state(instance):
+    query, key, value = inputs(2, 2, 40, 8)
+    mask = padding_mask("holes", 2, 40)
+    outs = []
+    for filling in (0.0, torch.nan):
+        hidden = ~mask[:, None, :, None]
+        pair = (x.masked_fill(hidden, filling) for x in (key, value))
+        out, state = in_pieces(instance.config(), query, *pair, [13, 14, 15], mask)
+        outs.append((out, *state))
+    assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
+
+
+@each_instance
+def test_gradients_through_a_state(instance):
+    """Backward through pieces is backward through the whole."""
+    tensors = [x.requires_grad_() for x in inputs(1, 2, 12, 4, dtype=torch.float64)]
+    weight = numbers(1, 2, 12, 4, seed=5)
+    config = instance.config(**instance.small)
+    out, _ = in_pieces(config, *tensors, [5, 6, 7, 10])
+    got = torch.autograd.grad((out * weight).sum(), tensors)
+    whole = hea.attention(config, *tensors, is_causal=True)
+    expected = torch.autograd.grad((whole * weight).sum(), tensors)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-8, rtol=1e-8)
+
+
+@each_instance
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(instance, dtype):
+    query, key, value = inputs(1, 2, 60, 8, dtype=dtype)
+    out, state = in_pieces(instance.config(), query, key, value, [30, 31, 32])
+    assert out.dtype == dtype and all(x.dtype == torch.float32 for x in state)
+    whole = hea.attention(instance.config(), query, key, value, is_causal=True)
+    assert relative_error(out, whole) < 0.01
+    big = (x * 60 for x in (query, key))  # logits of 1e4
+    out, state = in_pieces(instance.config(), *big, value, range(60))
+    assert out.isfinite().all()
+
+
+@each_instance
+def test_autocast(instance):
+    query, key, value = inputs(1, 2, 60, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, state = in_pieces(instance.config(), query, key, value, [30, 31])
+    assert out.dtype == torch.bfloat16 and all(x.dtype == torch.float32 for x in state)
+
+
+# In models
+
+
+def generate(model, inputs, new: int = 12, **options) -> torch.Tensor:
+    length = inputs["input_ids"].shape[1]
+    ids = model.generate(**inputs, max_new_tokens=new, min_new_tokens=new, **{"do_sample": False, **options})
+    return ids[:, length:]
+
+
+def tensors_in(value) -> list:
+    """All tensors anywhere in a cache, a layer, a list or a tuple."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [x for item in value for x in tensors_in(item)]
+    if isinstance(value, (transformers.Cache, StateLayer)):
+        return tensors_in(list(vars(value).values()))
+    return []
+
+
+def numbers_in(cache) -> int:
+    return sum(x.numel() for x in tensors_in(cache.layers))
+
+
+def cache_after(model, length: int, new: int = 0, **options):
+    ids = tiny_batch("gpt2", length=length)["input_ids"]
+    with torch.no_grad():
+        cache = model(ids, use_cache=True, **options).past_key_values
+        for token in range(new):
+            cache = model(ids[:, [token % length]], past_key_values=cache, use_cache=True).past_key_values
+    return cache
+
+
+@each_method
+@each_family
+def test_the_cache_does_not_grow(family, method):
+    model = tiny_model(family, method, head=True, max_position_embeddings=256)
+    first, second, third = (cache_after(model, 10), cache_after(model, 200), cache_after(model, 10, 12))
+    assert all(type(layer) is StateLayer and layer.keys is None for layer in second.layers)
+    assert numbers_in(first) == numbers_in(second) == numbers_in(third) > 0
+    assert [c.get_seq_length() for c in (first, second, third)] == [10, 200, 22]
+    heads, width = (2, 16) if family == "gpt2" else (2, 8)
+    assert first.layers[0].state[0].shape[:2] == (2, heads)
+    assert first.layers[0].state[0].shape[-1] == width
+
+
+@each_method
+@each_family
+def test_cost_does_not_grow(family, method):
+    """Of a token at 2,000 against one at 100, turn by turn, the shortest time of each."""
+    torch.manual_seed(0)
+    model = tiny_model(family, method, head=True, max_position_embeddings=2400)
+    caches = {n: cache_after(model, n, 3) for n in (100, 2000)}
+    times = {n: [] for n in caches}
+    token = torch.full((2, 1), 7)
+    with torch.no_grad():
+        for _ in range(150):
+            for n, cache in caches.items():
+                start = time.perf_counter()
+                model(token, past_key_values=cache, use_cache=True)
+                times[n].append(time.perf_counter() - start)
+    assert min(times[2000]) <= 1.2 * min(times[100])
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+@each_method
+@each_family
+def test_sampling_and_beams_are_those_without_a_cache(family, method, padding):
+    model, batch = tiny_model(family, method, head=True), tiny_batch(family, padding=padding)
+    for options in ({"do_sample": True, "top_k": 10}, {"num_beams": 2}, {"num_beams": 3, "num_return_sequences": 2}):
+        tokens = []
+        for use_cache in (True, False):
+            torch.manual_seed(3)
+            tokens.append(generate(model, batch, use_cache=use_cache, **options))
+        assert torch.equal(*tokens)
+
+
+@each_method
+@each_family
+def test_ways_to_switch(family, method, tmp_path):
+    """From a checkpoint, by `convert`, by `set_attn_implementation`, and after saving: a state, and the same tokens."""
+    batch = tiny_batch(family)
+    tiny_model(family, head=True).save_pretrained(tmp_path / "exact")
+    auto = transformers.AutoModelForCausalLM
+    options = {"efficient_attention": {"method": method, **SMALL[method]}}
+    models = [auto.from_pretrained(tmp_path / "exact", attn_implementation=method, **options)]
+    models.append(hea.convert(auto.from_pretrained(tmp_path / "exact"), method, **SMALL[method]))
+    models.append(auto.from_pretrained(tmp_path / "exact"))
+    models[-1].config.efficient_attention = {"method": method, **SMALL[method]}
+    models[-1].set_attn_implementation(method)
+    models[0].save_pretrained(tmp_path / "converted")
+    models.append(auto.from_pretrained(tmp_path / "converted"))
+    expected = generate(models[0], batch, use_cache=False)
+    for model in models:
+        assert isinstance(cache_after(model, 10).layers[1], StateLayer)
+        assert torch.equal(generate(model, batch), expected)
+    back = hea.convert(models[0], "sdpa")
+    assert not any(isinstance(layer, StateLayer) for layer in cache_after(back, 10).layers)
+    assert torch.equal(generate(back, batch), generate(auto.from_pretrained(tmp_path / "exact"), batch))
+
+
+@each_method
+@each_family
+def test_a_mix_of_exact_and_recurrent_layers(family, method):
+    model = hea.convert(tiny_model(family, head=True), method, layers=[1], **SMALL[method])
+    batch = tiny_batch(family, padding="left")
+    cache = cache_after(model, 10)
+    assert [isinstance(layer, StateLayer) for layer in cache.layers] == [False, True]
+    assert torch.equal(generate(model, batch), generate(model, batch, use_cache=False))
+    mix = [{"layers": [0], "method": method, **SMALL[method]}, {"layers": [1], "method": "longformer"}]
+    model = hea.convert(tiny_model(family, head=True), method, layers=mix)
+    assert [isinstance(layer, StateLayer) for layer in cache_after(model, 10).layers] == [True, False]
+    assert torch.equal(generate(model, batch), generate(model, batch, use_cache=False))
+
+
+@each_method
+@each_family
+def test_a_chat_goes_on(family, method):
+    """A second call of `generate` with the cache of the first, and from a copy of it, and from one read from disk."""
+    model, batch = tiny_model(family, method, head=True), tiny_batch(family, length=30)
+    first = model.generate(**batch, max_new_tokens=5, return_dict_in_generate=True, do_sample=False)
+    more = torch.cat((first.sequences, tiny_batch(family, length=9, seed=1)["input_ids"]), 1)
+    # Without it `generate` takes tokens that happen to be the padding token for padding.
+    more = {"input_ids": more, "attention_mask": torch.ones_like(more)}
+    expected = generate(model, more, use_cache=False)
+    file = io.BytesIO()
+    torch.save(first.past_key_values, file)
+    file.seek(0)
+    caches = [copy.deepcopy(first.past_key_values), torch.load(file, weights_only=False), first.past_key_values]
+    for cache in caches:
+        assert torch.equal(generate(model, more, past_key_values=cache), expected)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert torch.equal(generate(model, more, past_key_values=cache), expected)
+
+
+@each_method
+@each_family
+def test_prompts_in_pieces(family, method):
+    model, batch = tiny_model(family, method, head=True), tiny_batch(family, padding="left")
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        whole = model(ids, attention_mask=mask, position_ids=positions).logits
+        cache, pieces = None, []
+        for start, end in ((0, 10), (10, 33), (33, 34), (34, 70)):
+            here = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
+            out = model(ids[:, start:end], past_key_values=cache, use_cache=True, **here)
+            cache = out.past_key_values
+            pieces.append(out.logits)
+    torch.testing.assert_close(torch.cat(pieces, 1)[mask.bool()], whole[mask.bool()], atol=1e-4, rtol=1e-4)
+    assert torch.equal(cache.layers[0].valid, mask.sum(1))
+    assert torch.equal(generate(model, batch, prefill_chunk_size=16), generate(model, batch, use_cache=False))
+
+
+@each_method
+@each_family
+def test_rows_of_a_cache(family, method):
+    """Repeated, selected and reordered rows go on as the rows that they came from."""
+    model, ids = tiny_model(family, method, head=True), tiny_batch(family, batch=3, length=20)["input_ids"]
+    with torch.no_grad():
+        whole = output(model, {"input_ids": ids}, use_cache=False)[:, -1:]
+
+        def after(change):
+            cache = model(ids[:, :-1], use_cache=True).past_key_values
+            change(cache)
+            return cache
+
+        for change, rows in (
+            (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+            (lambda cache: cache.batch_select_indices(torch.tensor([2, 0])), [2, 0]),
+            (lambda cache: cache.reorder_cache(torch.tensor([1, 1, 0])), [1, 1, 0]),
+        ):
+            last = model(ids[rows, -1:], past_key_values=after(change), use_cache=True).logits
+            torch.testing.assert_close(last, whole[rows], atol=1e-5, rtol=1e-4)
+
+
+@each_method
+@each_family
+def test_tokens_are_taken_back_only_while_recorded(family, method):
+    model, ids = tiny_model(family, method, head=True), tiny_batch(family, length=30)["input_ids"]
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        cache = model(ids[:, :20], use_cache=True).past_key_values
+        for layer in cache.layers:
+            with pytest.raises(hea.UnsupportedAttentionError, match="cannot be taken back"):
+                layer.crop(-1)
+            layer.crop(layer.get_seq_length()) if not hasattr(layer, "get_max_length") else layer.crop(0)
+            layer.activate_past_recording()
+        model(ids[:, [25, 26, 27]], past_key_values=cache, use_cache=True)
+        model(ids[:, [28]], past_key_values=cache, use_cache=True)
+        for layer in cache.layers:
+            layer.crop(-4)
+        assert cache.get_seq_length() == 20
+        model(ids[:, [20, 21, 22, 7]], past_key_values=cache, use_cache=True)
+        for layer in cache.layers:
+            layer.crop(-1)
+        last = model(ids[:, 23:], past_key_values=cache, use_cache=True).logits
+    torch.testing.assert_close(last, whole[:, 23:], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif(
+    not hasattr(transformers.Cache, "activate_past_recording"), reason="this Transformers records no past"
+)
+@each_method
+@each_family
+def test_assisted_generation(family, method):
+    model, batch = tiny_model(family, method, head=True), tiny_batch(family, batch=1)
+    expected = generate(model, batch, use_cache=False)
+    assert torch.equal(generate(model, batch, prompt_lookup_num_tokens=3), expected)
+    for assistant in (tiny_model(family, method, head=True), tiny_model(family, method, head=True, seed=1)):
+        assert torch.equal(generate(model, batch, assistant_model=assistant), expected)
+
+
+@each_method
+@each_family
+def test_another_cache_keeps_keys(family, method):
+    """A cache without a config, or a quantised one, is used as for other methods."""
+    model, batch = tiny_model(family, method, head=True), tiny_batch(family, padding="left")
+    cache = transformers.DynamicCache()
+    tokens = generate(model, batch, past_key_values=cache)
+    assert cache.layers[0].keys.shape[2] == 81
+    assert torch.equal(tokens, generate(model, batch, use_cache=False))
+    given = [(torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8))] * 2
+    filled = transformers.DynamicCache(given, config=model.config)
+    assert not any(isinstance(layer, StateLayer) for layer in filled.layers)
+
+
+@each_family
+def test_methods_without_a_recurrence_keep_their_cache(family):
+    model = tiny_model(family, "kdeformer", head=True)
+    assert not any(isinstance(layer, StateLayer) for layer in cache_after(model, 10).layers)
+
+
+@each_method
+@each_family
+def test_a_state_is_not_read_by_others(family, method):
+    """Switching the model under a live cache is refused, not answered without the past."""
+    token = torch.full((2, 1), 7)
+    for other in ("sdpa", "eager", "longformer"):
+        model = tiny_model(family, method, head=True)
+        cache = cache_after(model, 10)
+        hea.convert(model, other)
+        with pytest.raises(hea.UnsupportedAttentionError, match="start with a new cache"):
+            model(token, past_key_values=cache, use_cache=True)
+
+
+@each_family
+def test_other_hyperparameters_under_a_live_cache_are_refused(family):
+    model = tiny_model(family, "performer", head=True)
+    cache = cache_after(model, 10)
+    hea.convert(model, "performer", num_features=8)
+    with pytest.raises(hea.UnsupportedAttentionError, match="start with a new cache"):
+        model(torch.full((2, 1), 7), past_key_values=cache, use_cache=True)
+
+
+@each_method
+@each_family
+def test_another_mask_of_the_past_is_refused(family, method):
+    model, batch = tiny_model(family, method, head=True), tiny_batch(family, padding="left")
+    mask = torch.cat((batch["attention_mask"], torch.ones(2, 1, dtype=torch.int64)), 1)
+    changed = mask.clone()
+    changed[0, :5] = 0
+    for wrong in (changed, torch.ones_like(mask)):
+        with torch.no_grad():
+            cache = model(**batch, use_cache=True).past_key_values
+            with pytest.raises(hea.UnsupportedAttentionError, match="attention_mask of earlier tokens"):
+                model(torch.full((2, 1), 7), attention_mask=wrong, past_key_values=cache, use_cache=True)
+    with torch.no_grad():
+        cache = model(**batch, use_cache=True).past_key_values
+        model(torch.full((2, 1), 7), attention_mask=mask, past_key_values=cache, use_cache=True)
+
+
+@each_method
+def test_keys_that_are_changed_on_the_way(method):
+    """A model that works on its cached keys goes on with all keys, and with the right output."""
+    model, ids = tiny_model("gpt2", method, head=True), tiny_batch("gpt2")["input_ids"]
+    update = transformers.DynamicCache.update
+
+    class Copying(transformers.DynamicCache):
+        def update(self, *args, **kwargs):
+            return tuple(x.clone() for x in update(self, *args, **kwargs))
+
+    cache = transformers.DynamicCache(config=model.config)
+    assert isinstance(cache.layers[0], StateLayer)
+    cache.__class__ = Copying
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        model(ids[:, :-2], past_key_values=cache, use_cache=True)
+        for i in (-2, -1):
+            last = model(ids[:, i : (i + 1) or None], past_key_values=cache, use_cache=True).logits
+    assert cache.layers[0].keys.shape[2] == cache.get_seq_length() == 70
+    torch.testing.assert_close(last, whole[:, -1:], atol=1e-4, rtol=1e-4)
+    kept = cache_after(model, 10)
+    kept.__class__ = Copying
+    with pytest.raises(hea.UnsupportedAttentionError, match="clone"):
+        model(ids[:, :1], past_key_values=kept, use_cache=True)
+
+
+def test_new_keys_can_be_looked_at():
+    keys = numbers(1, 2, 3, 4).as_subclass(NewKeys)
+    assert keys.shape == (1, 2, 3, 4) and keys.dtype == torch.float64 and keys.size(1) == 2 and keys.ndim == 4
+    assert keys.grad is None and keys.is_contiguous() and not keys.requires_grad
+    for use in (lambda: keys.mT, lambda: keys + 1, lambda: torch.cat([keys, keys], 2), lambda: keys[0]):
+        with pytest.raises(hea.UnsupportedAttentionError, match="start with a new cache"):
+            use()
+
+
+def test_a_compiled_forward_keeps_keys():
+    """In one graph, into a cache made by it or before it."""
+    model, ids = tiny_model("gpt2", "linear", head=True), tiny_batch("gpt2", length=20)["input_ids"]
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        for given in (None, transformers.DynamicCache(config=model.config)):
+            out = compiled(ids, past_key_values=given, use_cache=True)
+            torch.testing.assert_close(out.logits, expected, atol=1e-5, rtol=1e-5)
+            assert out.past_key_values.layers[0].keys.shape[2] == 20
+    torch.compiler.reset()
+
+
+@each_method
+@each_family
+def test_a_call_that_failed_is_not_forgotten(family, method):
+    model = tiny_model(family, method, head=True)
+    cache = cache_after(model, 10)
+    layer = cache.layers[0]
+    layer.update(*(torch.zeros(2, 2, 1, 8),) * 2)
+    with pytest.raises(hea.UnsupportedAttentionError, match="no attention followed"):
+        model(torch.full((2, 1), 7), past_key_values=cache, use_cache=True)
+
+
+@each_method
+@each_family
+def test_training_pays_nothing(family, method):
+    """In training the prompt is not summed up before a next token comes; loss and gradients are those of no cache."""
+    model = tiny_model(family, method, head=True).train()
+    ids = tiny_batch(family)["input_ids"]
+    gradients = []
+    for use_cache in (True, False):
+        torch.manual_seed(0)
+        out = model(ids, labels=ids, use_cache=use_cache)
+        model.zero_grad()
+        out.loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+        if use_cache:
+            assert all(layer.state is None and layer.seen == 70 for layer in out.past_key_values.layers)
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@each_method
+@each_family
+def test_gradients_flow_through_the_cache(family, method):
+    model = tiny_model(family, method, head=True)
+    ids = tiny_batch(family)["input_ids"]
+    gradients = []
+    for cached in (True, False):
+        model.zero_grad()
+        if cached:
+            first = model(ids[:, :40], use_cache=True)
+            second = model(ids[:, 40:], past_key_values=first.past_key_values, use_cache=True)
+            logits = torch.cat((first.logits, second.logits), 1)
+        else:
+            logits = model(ids, use_cache=False).logits
+        logits.log_softmax(-1)[..., 5].mean().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
+
+
+@each_family
+def test_one_draw_of_features_serves_a_sequence_in_training(family):
+    """In training the features are drawn for each sequence, and serve it to its end."""
+    torch.manual_seed(0)
+    model = tiny_model(family, "performer", head=True).train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    for name in ("attention_dropout", "attn_pdrop"):
+        if hasattr(model.config, name):
+            setattr(model.config, name, 0.0)
+    ids = tiny_batch(family)["input_ids"]
+    torch.manual_seed(1)
+    whole = model(ids, use_cache=False).logits
+    torch.manual_seed(1)
+    cache = model(ids[:, :-2], use_cache=True).past_key_values
+    last = model(ids[:, -2:], past_key_values=cache, use_cache=True).logits
+    torch.testing.assert_close(last, whole[:, -2:], atol=1e-4, rtol=1e-3)
+
+
+@each_method
+def test_the_real_gpt2(data, method):
+    folder = data / "models" / "gpt2-char-shakespeare"
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation=method)
+    torch.manual_seed(0)
+    ids = torch.randint(0, 65, (2, 150))
+    mask = torch.ones_like(ids)
+    mask[1, :40] = 0
+    batch = {"input_ids": ids, "attention_mask": mask}
+    expected = generate(model, batch, new=60, use_cache=False)
+    assert torch.equal(generate(model, batch, new=60), expected)
+    assert torch.equal(generate(model, {"input_ids": ids[1:, 40:]}, new=60), expected[1:])
+    half = model.to(torch.bfloat16)
+    assert generate(half, batch, new=10).shape == (2, 10)
