@@ -26,6 +26,7 @@ class Instance:
         with the budget without an end, "none" where the method is an attention of its own.
     random: whether the seed matters.
     reads_positions: whether a hole in the middle of a mask is more than the absence of its tokens.
+    exact_steps: whether a step of decoding attends to all keys exactly, rather than as the whole sequence does.
     """
 
     method: str
@@ -35,6 +36,7 @@ class Instance:
     limit: str = "none"
     random: bool = False
     reads_positions: bool = False
+    exact_steps: bool = False
 
     def __str__(self) -> str:
         values = ",".join(str(v) for v in self.hyperparameters.values())
@@ -65,6 +67,18 @@ def _near_far(method: str, **options) -> Instance:
         small={"block_size": 4, "num_samples": 5},
         limit="exact",
         random=True,
+        exact_steps=True,
+    )
+
+
+def _eva(**options) -> Instance:
+    return Instance(
+        "eva",
+        {"window_size": 8, "num_landmarks": 8, **options},
+        small={"window_size": 4, "num_landmarks": 2},
+        limit="exact",
+        random="proposal" in options,
+        exact_steps=True,
     )
 
 
@@ -78,6 +92,9 @@ INSTANCES = [
     _near_far("hyperattention", near_field="lsh"),
     _near_far("hyperattention", near_field="window"),
     _near_far("hyperattention", draw="independent"),
+    _eva(),
+    _eva(proposal="normal"),
+    _eva(window_size=6, num_landmarks=5),
     Instance(
         "longformer",
         {"window_size": 8},
