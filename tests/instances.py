@@ -82,6 +82,18 @@ def _eva(**options) -> Instance:
     )
 
 
+def _scatterbrain(**options) -> Instance:
+    hyperparameters = {"block_size": 16, "num_features": 24, **options}
+    return Instance(
+        "scatterbrain",
+        hyperparameters,
+        budget=hyperparameters["block_size"],
+        small={"block_size": 4, "num_features": 5},
+        limit="exact",
+        random=True,
+    )
+
+
 INSTANCES = [
     _near_far("kdeformer"),
     _near_far("kdeformer", near_field="lsh"),
@@ -113,6 +125,9 @@ INSTANCES = [
     ),
     Instance("linear"),
     Instance("performer", {"num_features": 32}, small={"num_features": 7}, limit="expectation", random=True),
+    _scatterbrain(),
+    _scatterbrain(near_field="lsh"),
+    _scatterbrain(block_size=17, num_features=9),
 ]
 
 # One per method, at the method's own default hyperparameters.

@@ -1,5 +1,5 @@
 """The methods, one file each; importing this registers them all."""
 
-from hf_efficient_attn.methods import eva, hyperattention, kdeformer, linear, longformer, performer
+from hf_efficient_attn.methods import eva, hyperattention, kdeformer, linear, longformer, performer, scatterbrain
 
-__all__ = ["eva", "hyperattention", "kdeformer", "linear", "longformer", "performer"]
+__all__ = ["eva", "hyperattention", "kdeformer", "linear", "longformer", "performer", "scatterbrain"]

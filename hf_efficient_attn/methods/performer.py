@@ -8,7 +8,6 @@ feature products are formed pair by pair, with one maximum per query and per key
 query over the features (and over the keys of its own chunk).
 """
 
-import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,8 +18,8 @@ from torch.nn.functional import dropout
 from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, option, register
 from hf_efficient_attn.ops.blocks import over_heads, pad_to_blocks
 from hf_efficient_attn.ops.exact import key_bias
-from hf_efficient_attn.ops.features import key_state, orthogonal_features, read_state
-from hf_efficient_attn.ops.partial import Partial, accumulator, merge, prefix_merge
+from hf_efficient_attn.ops.features import key_state, read_state, softmax_features, split_scale
+from hf_efficient_attn.ops.partial import Partial, merge, prefix_merge
 
 _CHUNK = 128
 
@@ -39,29 +38,15 @@ class PerformerConfig(MethodConfig):
         return PerformerConfig(num_features=self.check_budget(columns), seed=self.seed)
 
 
-_cached_features = functools.lru_cache(maxsize=64)(orthogonal_features)
-
-
-def _features(config: PerformerConfig, width: int, seed, device) -> Tensor:
-    """The (F, D) directions: kept for a seed that is a number, since QR costs more than a short attention."""
-    if isinstance(seed, int) and not torch.compiler.is_compiling():
-        with torch.no_grad():
-            return _cached_features(config.num_features, width, seed, device)
-    return orthogonal_features(config.num_features, width, seed, device)
-
-
 def _scaled(query, key, value, mask, scale):
     """(A, N, D) queries and keys, each times sqrt(scale), in the accumulator's type; bias -|k|^2/2, -inf if absent."""
-    wide, root = accumulator(query.dtype), abs(scale) ** 0.5
-    query, key, value = (x.to(wide) for x in (query, key, value))
-    query, key = query * (root if scale >= 0 else -root), key * root
-    bias = -0.5 * key.square().sum(-1)
-    return query, key, value, bias if mask is None else bias + key_bias(mask, wide)
+    query, key, bias = split_scale(query, key, scale)
+    return query, key, value.to(key.dtype), bias if mask is None else bias + key_bias(mask, key.dtype)
 
 
 def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
     """Fast form; arguments as in `hf_efficient_attn.methods.call`."""
-    features = _features(config, query.shape[-1], seed, query.device)
+    features = softmax_features(config.num_features, query.shape[-1], seed, query.device)
 
     def some_heads(query, key, value, mask):
         dtype = value.dtype
@@ -114,7 +99,7 @@ def _own_chunk(query, key, value, bias, features, dropout_p: float) -> Partial:
 def naive(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
     """Readable form: the dense matrix of feature products, in the log domain."""
     shape, dtype = query.shape[:2], value.dtype
-    features = _features(config, query.shape[-1], seed, query.device)
+    features = softmax_features(config.num_features, query.shape[-1], seed, query.device)
     flat = (x.flatten(0, 1).double() for x in (query, key, value))
     flat_mask = None if mask is None else mask.repeat_interleave(query.shape[1], 0)
     query, key, value, bias = _scaled(*flat, flat_mask, scale)
