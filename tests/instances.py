@@ -77,7 +77,7 @@ def _eva(**options) -> Instance:
         {"window_size": 8, "num_landmarks": 8, **options},
         small={"window_size": 4, "num_landmarks": 2},
         limit="exact",
-        random="proposal" in options,
+        random=options.get("proposal") != "mean",
         exact_steps=True,
     )
 
@@ -105,7 +105,7 @@ INSTANCES = [
     _near_far("hyperattention", near_field="window"),
     _near_far("hyperattention", draw="independent"),
     _eva(),
-    _eva(proposal="normal"),
+    _eva(proposal="mean"),
     _eva(window_size=6, num_landmarks=5),
     Instance(
         "longformer",

@@ -10,6 +10,9 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.ops.random import normal
 from instances import inputs, relative_error
 
+# omega = mu, as `estimate` has it without noise.
+MEAN = {"proposal": "mean"}
+
 
 def estimate(query, key, value, scale: float, noise=None):
     """Mean key of a chunk (n, D) and beta^_c(omega) at omega = q~ + k~ + noise, for queries and keys times sqrt(scale).
@@ -84,7 +87,9 @@ CASES = {
 def test_the_sums_of_the_paper(case):
     length, window, landmarks, chunks = CASES[case]
     query, key, value = inputs(queries=length, width=6, value_width=5, dtype=torch.float64)
-    ours = hea.functional.eva_attention(query, key, value, window_size=window, num_landmarks=landmarks, scale=0.7)
+    ours = hea.functional.eva_attention(
+        query, key, value, window_size=window, num_landmarks=landmarks, scale=0.7, **MEAN
+    )
     for head in range(2):
         one = [x[0, head] for x in (query, key, value)]
         theirs = paper(
@@ -112,7 +117,9 @@ def test_the_sums_of_the_paper_for_drawn_features():
 def test_the_causal_form_by_hand():
     """Blocks of 4: a query of block 6 sees blocks 6 and 5, block 4 and blocks 0 .. 3 in two summaries each."""
     query, key, value = inputs(heads=1, queries=30, width=6, dtype=torch.float64)
-    ours = hea.functional.eva_attention(query, key, value, window_size=8, num_landmarks=4, is_causal=True, scale=0.7)
+    ours = hea.functional.eva_attention(
+        query, key, value, window_size=8, num_landmarks=4, is_causal=True, scale=0.7, **MEAN
+    )
     segments = {2: [(0, 1)], 3: [(0, 2)], 4: [(0, 2), (2, 3)], 5: [(0, 4)], 6: [(0, 4), (4, 5)], 7: [(0, 4), (4, 6)]}
 
     def chunks(i):
@@ -124,6 +131,16 @@ def test_the_causal_form_by_hand():
 
     one = [x[0, 0] for x in (query, key, value)]
     theirs = paper(*one, 0.7, lambda i: range(max(0, i // 4 - 1) * 4, i + 1), chunks)
+    torch.testing.assert_close(ours[0, 0], theirs, rtol=1e-10, atol=1e-10)
+    # Drawn features: one for each half of a segment, by the level of the segment.
+    options = {"window_size": 8, "num_landmarks": 4, "seed": 2, "is_causal": True, "scale": 0.7}
+    ours = hea.functional.eva_attention(query, key, value, **options)
+    noises = {}
+    for first, last in {pair for pairs in segments.values() for pair in pairs}:
+        middle = (first + last) * 2
+        drawn = normal((2, 1, 6), 2, 41 + (last - first).bit_length() - 1, query.device)[:, 0]
+        noises |= {(4 * first, middle): drawn[0], (middle, 4 * last): drawn[1]}
+    theirs = paper(*one, 0.7, lambda i: range(max(0, i // 4 - 1) * 4, i + 1), chunks, noises)
     torch.testing.assert_close(ours[0, 0], theirs, rtol=1e-10, atol=1e-10)
 
 
@@ -169,8 +186,8 @@ def test_draws_do_not_depend_on_the_length():
 
 
 def test_budgets():
-    config = hea.EvaConfig(proposal="normal", seed=3).with_budget(101)
-    assert config == hea.EvaConfig(window_size=50, num_landmarks=51, proposal="normal", seed=3)
+    config = hea.EvaConfig(proposal="mean", seed=3).with_budget(101)
+    assert config == hea.EvaConfig(window_size=50, num_landmarks=51, proposal="mean", seed=3)
     with pytest.raises(hea.UnsupportedAttentionError, match=r"budget of 1 columns .* an integer of 2 or more"):
         hea.EvaConfig().with_budget(1)
     assert (hea.EvaConfig().window_size, hea.EvaConfig().num_landmarks) == (128, 128)
