@@ -7,6 +7,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods.base import MethodConfig, MethodInfo, available_methods, method_info
 from hf_efficient_attn.methods.call import attention, naive_attention
+from hf_efficient_attn.methods.eva import EvaConfig
 from hf_efficient_attn.methods.hyperattention import HyperAttentionConfig
 from hf_efficient_attn.methods.kdeformer import KDEformerConfig
 from hf_efficient_attn.methods.linear import LinearConfig
@@ -14,6 +15,7 @@ from hf_efficient_attn.methods.linformer import LinformerConfig
 from hf_efficient_attn.methods.longformer import LongformerConfig
 from hf_efficient_attn.methods.nystromformer import NystromformerConfig
 from hf_efficient_attn.methods.performer import PerformerConfig
+from hf_efficient_attn.methods.scatterbrain import ScatterbrainConfig
 
 __version__ = "0.1.0"
 

@@ -27,6 +27,7 @@ class Instance:
     random: whether the seed matters.
     reads_positions: whether a hole in the middle of a mask is more than the absence of its tokens.
     averages: whether the weights of a row are positive and sum to 1.
+    exact_steps: whether a step of decoding attends to all keys exactly, rather than as the whole sequence does.
     """
 
     method: str
@@ -37,6 +38,7 @@ class Instance:
     random: bool = False
     reads_positions: bool = False
     averages: bool = True
+    exact_steps: bool = False
 
     def __str__(self) -> str:
         values = ",".join(str(v) for v in self.hyperparameters.values())
@@ -67,6 +69,30 @@ def _near_far(method: str, **options) -> Instance:
         small={"block_size": 4, "num_samples": 5},
         limit="exact",
         random=True,
+        exact_steps=True,
+    )
+
+
+def _eva(**options) -> Instance:
+    return Instance(
+        "eva",
+        {"window_size": 8, "num_landmarks": 8, **options},
+        small={"window_size": 4, "num_landmarks": 2},
+        limit="exact",
+        random=options.get("proposal") != "mean",
+        exact_steps=True,
+    )
+
+
+def _scatterbrain(**options) -> Instance:
+    hyperparameters = {"block_size": 16, "num_features": 24, **options}
+    return Instance(
+        "scatterbrain",
+        hyperparameters,
+        budget=hyperparameters["block_size"],
+        small={"block_size": 4, "num_features": 5},
+        limit="exact",
+        random=True,
     )
 
 
@@ -80,6 +106,9 @@ INSTANCES = [
     _near_far("hyperattention", near_field="lsh"),
     _near_far("hyperattention", near_field="window"),
     _near_far("hyperattention", draw="independent"),
+    _eva(),
+    _eva(proposal="mean"),
+    _eva(window_size=6, num_landmarks=5),
     Instance(
         "longformer",
         {"window_size": 8},
@@ -115,6 +144,9 @@ INSTANCES = [
         for pinv in ("iterative", "solve")
     ),
     Instance("performer", {"num_features": 32}, small={"num_features": 7}, limit="expectation", random=True),
+    _scatterbrain(),
+    _scatterbrain(near_field="lsh"),
+    _scatterbrain(block_size=17, num_features=9),
 ]
 
 # One per method, at the method's own default hyperparameters.

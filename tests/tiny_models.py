@@ -9,13 +9,14 @@ import hf_efficient_attn as hea
 from instances import INSTANCES
 
 # One instance a method: its hyperparameters are so small that 70 tokens go through the approximation.
-SMALL = {instance.method: instance.hyperparameters for instance in reversed(INSTANCES)}
+FIRST = {instance.method: instance for instance in reversed(INSTANCES)}
+SMALL = {method: instance.hyperparameters for method, instance in FIRST.items()}
 METHODS = list(hea.available_methods())
 # Methods whose budget can be the whole sequence, and those whose step of decoding is the last row of the whole sequence
 # (the others attend all cached keys exactly).
 EXACT = list(dict.fromkeys(i.method for i in INSTANCES if i.limit == "exact"))
-SAME_BY_STEP = list(dict.fromkeys(i.method for i in INSTANCES if i.limit != "exact" or not i.random))
-RANDOM = list(dict.fromkeys(i.method for i in INSTANCES if i.random))
+SAME_BY_STEP = list(dict.fromkeys(i.method for i in INSTANCES if not i.exact_steps))
+RANDOM = [i.method for i in FIRST.values() if i.random]
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 TEXT = {"vocab_size": 60, "max_position_embeddings": 128}
 IMAGE = {"image_size": 32, "patch_size": 4}

@@ -1,5 +1,25 @@
 """The methods, one file each; importing this registers them all."""
 
-from hf_efficient_attn.methods import hyperattention, kdeformer, linear, linformer, longformer, nystromformer, performer
+from hf_efficient_attn.methods import (
+    eva,
+    hyperattention,
+    kdeformer,
+    linear,
+    linformer,
+    longformer,
+    nystromformer,
+    performer,
+    scatterbrain,
+)
 
-__all__ = ["hyperattention", "kdeformer", "linear", "linformer", "longformer", "nystromformer", "performer"]
+__all__ = [
+    "eva",
+    "hyperattention",
+    "kdeformer",
+    "linear",
+    "linformer",
+    "longformer",
+    "nystromformer",
+    "performer",
+    "scatterbrain",
+]

@@ -10,8 +10,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods.base import MethodConfig, option
 from hf_efficient_attn.ops import causal, near_far
 from hf_efficient_attn.ops.blocks import inverse, take, valid_first
-from hf_efficient_attn.ops.exact import exact_attention, key_bias
-from hf_efficient_attn.ops.partial import attend as attend_tiles
+from hf_efficient_attn.ops.exact import exact_attention, exact_last_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,11 +162,4 @@ def naive(config: NearFarConfig, query, key, value, *, mask, is_causal, scale, d
 
 def decode(config: NearFarConfig, query, key, value, *, mask, scale, dropout_p) -> Tensor:
     """A few last queries attend to all cached keys exactly: a step then costs what reading the cache costs."""
-    length, columns = query.shape[2], key.shape[2]
-    position = torch.arange(columns, device=query.device)
-    pairs = (position <= position[columns - length :, None])[None]
-    if mask is not None:
-        pairs = (pairs & mask[:, None]).repeat_interleave(query.shape[1], 0)
-    flat = [x.flatten(0, 1)[:, None] for x in (query, key, value)]
-    out = attend_tiles(*flat, key_bias(pairs, query.dtype)[:, None], scale=scale, dropout_p=dropout_p).out
-    return out[:, 0].unflatten(0, query.shape[:2])
+    return exact_last_rows(query, key, value, mask, scale=scale, dropout_p=dropout_p)

@@ -8,7 +8,6 @@ feature products are formed pair by pair, with one maximum per query and per key
 query over the features (and over the keys of its own chunk).
 """
 
-import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,7 +18,7 @@ from torch.nn.functional import dropout
 from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, Recurrence, option, register
 from hf_efficient_attn.ops.blocks import over_heads, pad_to_blocks
 from hf_efficient_attn.ops.exact import key_bias
-from hf_efficient_attn.ops.features import key_state, orthogonal_features, read_state
+from hf_efficient_attn.ops.features import key_state, read_state, softmax_features
 from hf_efficient_attn.ops.partial import Partial, accumulator, merge, prefix_merge
 
 _CHUNK = 128
@@ -37,17 +36,6 @@ class PerformerConfig(MethodConfig):
     def with_budget(self, columns: int) -> "PerformerConfig":
         """As many features as columns."""
         return PerformerConfig(num_features=self.check_budget(columns), seed=self.seed)
-
-
-_cached_features = functools.lru_cache(maxsize=64)(orthogonal_features)
-
-
-def _features(config: PerformerConfig, width: int, seed, device) -> Tensor:
-    """The (F, D) directions: kept for a seed that is a number, since QR costs more than a short attention."""
-    if isinstance(seed, int) and not torch.compiler.is_compiling():
-        with torch.no_grad():
-            return _cached_features(config.num_features, width, seed, device)
-    return orthogonal_features(config.num_features, width, seed, device)
 
 
 def _scaled(query, key, value, mask, scale):
@@ -69,7 +57,7 @@ def _scaled_key(key, value, mask, scale) -> tuple[Tensor, Tensor, Tensor]:
 
 def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
     """Fast form; arguments as in `hf_efficient_attn.methods.call`."""
-    features = _features(config, query.shape[-1], seed, query.device)
+    features = softmax_features(config.num_features, query.shape[-1], seed, query.device)
 
     def some_heads(query, key, value, mask):
         dtype = value.dtype
@@ -124,7 +112,7 @@ def _own_chunk(query, key, value, bias, features, dropout_p: float) -> Partial:
 
 def absorb(config, state: Partial | None, key, value, *, mask, scale, seed) -> Partial:
     """See `hf_efficient_attn.methods.base.Recurrence`: the state is the partial of the features, (B, H, F, .)."""
-    features = _features(config, key.shape[-1], seed, key.device)
+    features = softmax_features(config.num_features, key.shape[-1], seed, key.device)
     flat_mask = None if mask is None else mask.repeat_interleave(key.shape[1], 0)
     keys, values, bias = _scaled_key(key.flatten(0, 1), value.flatten(0, 1), flat_mask, scale)
     if state is not None and mask is None and key.shape[2] == 1:
@@ -140,7 +128,7 @@ def absorb(config, state: Partial | None, key, value, *, mask, scale, seed) -> P
 
 def read(config, state: Partial, query, *, scale, dropout_p, seed) -> Tensor:
     """See `hf_efficient_attn.methods.base.Recurrence`; `read_state` in plain products, faster for a few queries."""
-    features = _features(config, query.shape[-1], seed, query.device)
+    features = softmax_features(config.num_features, query.shape[-1], seed, query.device)
     query = _scaled_query(query, scale)
     # A state of no token has an output of 0 whatever the weights.
     lse = state.lse.masked_fill(state.lse.amax(-1, keepdim=True) == -torch.inf, 0.0)
@@ -150,7 +138,7 @@ def read(config, state: Partial, query, *, scale, dropout_p, seed) -> Tensor:
 
 def resume(config, state: Partial, query, key, value, *, mask, scale, dropout_p, seed) -> Tensor:
     """See `hf_efficient_attn.methods.base.Recurrence`; `_causal` with something before the first chunk."""
-    features = _features(config, query.shape[-1], seed, query.device)
+    features = softmax_features(config.num_features, query.shape[-1], seed, query.device)
 
     def some_heads(query, key, value, mask, out, lse):
         query, key, value, bias = _scaled(query, key, value, mask, scale)
@@ -164,7 +152,7 @@ def resume(config, state: Partial, query, key, value, *, mask, scale, dropout_p,
 def naive(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
     """Readable form: the dense matrix of feature products, in the log domain."""
     shape, dtype = query.shape[:2], value.dtype
-    features = _features(config, query.shape[-1], seed, query.device)
+    features = softmax_features(config.num_features, query.shape[-1], seed, query.device)
     flat = (x.flatten(0, 1).double() for x in (query, key, value))
     flat_mask = None if mask is None else mask.repeat_interleave(query.shape[1], 0)
     query, key, value, bias = _scaled(*flat, flat_mask, scale)

@@ -42,7 +42,7 @@ class Segments(NamedTuple):
     width: int = 0
 
 
-def _segments(x: Tensor, pairs: int, span: int) -> Tensor:
+def left_segments(x: Tensor, pairs: int, span: int) -> Tensor:
     """The left segments of the first `pairs` pairs of `span` tokens each: (A, N, ...) -> view (A, pairs, span, ...)."""
     view = x.unfold(1, span, 2 * span)[:, :pairs]
     return view.movedim(-1, 2)
@@ -103,8 +103,8 @@ def plan_segments(query, key, value, *, size, num_samples, scores, num_probes, i
             )
             weights = segment_scores(
                 scores,
-                *(_segments(x, pairs, span) for x in (query, key, squares)),
-                _segments(gram, pairs, 1 << level).sum(2),
+                *(left_segments(x, pairs, span) for x in (query, key, squares)),
+                left_segments(gram, pairs, 1 << level).sum(2),
                 scale,
                 num_probes,
                 probe_offset,
@@ -130,7 +130,7 @@ def _served(rows: Tensor, pairs: int, span: int) -> Tensor:
 def _plan_runs(plan: Segments, rows: Tensor, key: Tensor, span: int, width: int, planes: Tensor) -> Segments:
     """Add the hash order of each segment's keys, and the run in which the hash of each query served would stand."""
     heads, pairs, _ = plan.index.shape
-    order, codes = sort_by_hash(angular_hash(_segments(key, pairs, span), planes).flatten(0, 1))
+    order, codes = sort_by_hash(angular_hash(left_segments(key, pairs, span), planes).flatten(0, 1))
     wanted = angular_hash(_served(rows, pairs, span), planes).flatten(0, 1)
     # In the middle of the cell's keys: a query knows its cell, but nothing of its place among other queries.
     low, high = torch.searchsorted(codes, wanted), torch.searchsorted(codes, wanted, right=True)
@@ -156,8 +156,8 @@ def causal_near_far_attention(
         parts = [(slice(None), near)]
         for i, plan in enumerate(plans):
             here = Segments(plan.level, *tensors[4 * i : 4 * i + 4], plan.width)
-            attend_segments = _far_parts if here.run is None else _run_and_far_parts
-            parts += attend_segments(query[:, size:], key, value, here, size, options)
+            attend_level = _far_parts if here.run is None else _run_and_far_parts
+            parts += attend_level(query[:, size:], key, value, here, size, options)
         return merge_rows(parts)[:, exact - size :]
 
     tensors = [x for plan in plans for x in plan[1:5]]
@@ -181,16 +181,26 @@ def attend_block_and_previous(query, key, value, size: int, *, scale: float, dro
 
 
 def _far_parts(query, key, value, plan: Segments, size: int, options) -> list[tuple[slice, Partial]]:
-    """The columns of one level's segments, each for the queries that it serves: queries (A, R, D) from block 1 on.
+    """The columns of one level's segments, each for the queries that it serves: queries (A, R, D) from block 1 on."""
+    pairs, span = plan.index.shape[1], size << plan.level
+    first = (torch.arange(pairs, device=query.device) * 2 * span)[:, None]
+    index = plan.index + first
+    return attend_segments(query, take(key, index), take(value, index), plan.log_weight[:, :, None], span, options)
+
+
+def attend_segments(query, keys, values, bias, span: int, options) -> list[tuple[slice, Partial]]:
+    """The columns of the left segments of `span` tokens, each for the queries that it serves.
+
+    Args:
+        query: (A, R, D), the queries from block 1 on.
+        keys, values: (A, J, m, .), the columns of each segment. bias: broadcastable to (A, J, 1, m).
 
     Returns:
         pairs of rows and their partial: the rows of all whole segments, as every second run of the level's span, and
         those of a last one that is cut off.
     """
-    pairs, span = plan.index.shape[1], size << plan.level
-    first = (torch.arange(pairs, device=query.device) * 2 * span)[:, None]
-    index = plan.index + first
-    keys, values, bias = take(key, index), take(value, index), plan.log_weight[:, :, None]
+    pairs = keys.shape[1]
+    bias = bias.expand(-1, pairs, -1, -1)
     # In rows from block 1 on, segment j serves the rows (2j+1) span .. (2j+2) span - 1.
     whole, parts = query.shape[1] // (2 * span), []
     if whole:
@@ -213,7 +223,7 @@ def _run_and_far_parts(query, key, value, plan: Segments, size: int, options) ->
     span, width = size << plan.level, plan.width
     runs = ceil_div(span, width)
     rows, keys, values = (
-        x.flatten(0, 1) for x in (_served(query, pairs, span), *(_segments(x, pairs, span) for x in (key, value)))
+        x.flatten(0, 1) for x in (_served(query, pairs, span), *(left_segments(x, pairs, span) for x in (key, value)))
     )
     order, run, index, log_weight = (x.flatten(0, 1) for x in (plan.order, plan.run, plan.index, plan.log_weight))
     slot, tile_run = group_by_run(run, runs, width)

@@ -51,3 +51,22 @@ def exact_attention(
         piece = attend(query[:, None, start:end], key[:, None, :end], value[:, None, :end], here, **options).out
         outs.append(piece[:, 0])
     return torch.cat(outs, 1)
+
+
+def exact_last_rows(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, scale: float, dropout_p: float = 0.0
+) -> Tensor:
+    """Causal attention of a few last queries to all keys: a step of decoding.
+
+    Args:
+        query: (B, H, Nq, D), the last Nq positions of key (B, H, Nk, D) and value (B, H, Nk, Dv).
+        mask: bool (B, Nk) or None, True = attend.
+    """
+    length, columns = query.shape[2], key.shape[2]
+    position = torch.arange(columns, device=query.device)
+    pairs = (position <= position[columns - length :, None])[None]
+    if mask is not None:
+        pairs = (pairs & mask[:, None]).repeat_interleave(query.shape[1], 0)
+    flat = [x.flatten(0, 1)[:, None] for x in (query, key, value)]
+    out = attend(*flat, key_bias(pairs, query.dtype)[:, None], scale=scale, dropout_p=dropout_p).out
+    return out[:, 0].unflatten(0, query.shape[:2])

@@ -9,10 +9,12 @@ b_f, applied to M_f: a second attention. So each of the two maxima that keep it 
 and per query, never over queries and keys of a sequence at once, and no epsilon is added anywhere.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.partial import Partial, attend
+from hf_efficient_attn.ops.partial import Partial, accumulator, attend, merge, prefix_merge
 from hf_efficient_attn.ops.random import normal
 
 
@@ -27,6 +29,27 @@ def orthogonal_features(count: int, width: int, seed: int | Tensor, device: torc
     signs = r.diagonal(dim1=1, dim2=2).sign()
     rows = (q * signs[:, None, :]).transpose(1, 2).reshape(-1, width)[:count]
     return rows * normal((count, width), seed, 7, device).norm(dim=1, keepdim=True)
+
+
+_cached_features = functools.lru_cache(maxsize=64)(orthogonal_features)
+
+
+def softmax_features(count: int, width: int, seed: int | Tensor, device: torch.device) -> Tensor:
+    """`orthogonal_features`, kept for a seed that is a number, since QR costs more than a short attention."""
+    if isinstance(seed, int) and not torch.compiler.is_compiling():
+        with torch.no_grad():
+            return _cached_features(count, width, seed, device)
+    return orthogonal_features(count, width, seed, device)
+
+
+def split_scale(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys (..., D) each times sqrt(|scale|) in the accumulator's type, and the log factor -|k|^2/2 (...).
+
+    The sign of the scale goes to the queries.
+    """
+    wide, root = accumulator(query.dtype), abs(scale) ** 0.5
+    query, key = query.to(wide) * (root if scale >= 0 else -root), key.to(wide) * root
+    return query, key, -0.5 * key.square().sum(-1)
 
 
 def key_state(key: Tensor, value: Tensor, features: Tensor, bias: Tensor) -> Partial:
@@ -46,3 +69,48 @@ def read_state(query: Tensor, state: Partial, features: Tensor, dropout_p: float
     """
     rows = features.to(query.dtype).expand(query.shape[0], state.out.shape[1], -1, -1)
     return attend(query, rows, state.out, state.lse.unsqueeze(2), scale=1.0, dropout_p=dropout_p)
+
+
+def query_factor(query: Tensor, count: int) -> Tensor:
+    """What the lse of `read_state` leaves out, (...) for queries (..., D) read by `count` features."""
+    return -0.5 * query.square().sum(-1) - torch.tensor(float(count), dtype=query.dtype, device=query.device).log()
+
+
+def states_before(state: Partial) -> Partial:
+    """For each block t of states (A, T, F, .), the merge of those at 0 .. t-1; what stands there alone decides it."""
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(x.requires_grad for x in state)):
+        return prefix_merge(state, 1)
+    # Block by block in one buffer, since the doubling of `prefix_merge` walks over all of it log2(T) times.
+    outs, lses = state
+    total = torch.logcumsumexp(lses, 1)
+    before = torch.cat((torch.full_like(total[:, :1], -torch.inf), total[:, :-1]), 1)
+    kept, added = (torch.exp(x - _finite(total)).unsqueeze(-1) for x in (before, lses))
+    out = torch.empty_like(outs)
+    out[:, 0] = 0.0
+    for t in range(outs.shape[1] - 1):
+        torch.mul(out[:, t], kept[:, t], out=out[:, t + 1]).addcmul_(outs[:, t], added[:, t])
+    return Partial(out, before)
+
+
+def states_elsewhere(state: Partial) -> Partial:
+    """For each block t of states (A, T, F, .), the merge of all the others."""
+    before = states_before(state)
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(x.requires_grad for x in state)):
+        after = prefix_merge(Partial(*(x.flip(1) for x in state)), 1)
+        return merge(before, Partial(*(x.flip(1) for x in after)))
+    # The sums over what is behind run backwards through one block's buffer, into those over what is before.
+    outs, lses = state
+    out, total = before.out, torch.logcumsumexp(lses.flip(1), 1).flip(1)
+    after = torch.cat((total[:, 1:], torch.full_like(total[:, :1], -torch.inf)), 1)
+    both = torch.logaddexp(before.lse, after)
+    kept, added = (torch.exp(x - _finite(total)).unsqueeze(-1) for x in (after, lses))
+    first, second = (torch.exp(x - _finite(both)).unsqueeze(-1) for x in (before.lse, after))
+    running = torch.zeros_like(outs[:, 0])
+    for t in reversed(range(outs.shape[1])):
+        out[:, t].mul_(first[:, t]).addcmul_(running, second[:, t])
+        running.mul_(kept[:, t]).addcmul_(outs[:, t], added[:, t])
+    return Partial(out, both)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    return lse.masked_fill(lse == -torch.inf, 0.0)

@@ -242,18 +242,36 @@ def near_far_attention(query, key, value, near: Near, far: Far, *, scale: float,
     place = None if near.query_order is None else inverse(near.query_order)
 
     def some_heads(query, key, value, order, place, index, bias, out=None):
-        if not dropout_p and use_grouped(query, key, value):
-            return _grouped_heads(query, key, value, order, place, index, bias, near.rows, scale, out)
-        rows = pad_to_blocks(query if order is None else take(query, order), near.rows)
-        rows = attend(rows, take(key, index), take(value, index), bias, scale=scale, dropout_p=dropout_p).out
-        rows = rows.flatten(1, 2)
-        if place is not None:
-            return take(rows, place, out)
-        rows = rows[:, : query.shape[1]]
-        return rows if out is None else out.copy_(rows)
+        options = {"scale": scale, "dropout_p": dropout_p, "order": order, "place": place, "out": out}
+        return attend_columns(query, key, value, index, bias, near.rows, **options)
 
     result = (query.shape[1], value.shape[2], value.dtype)
     return over_heads(some_heads, query, key, value, near.query_order, place, index, bias, result=result)
+
+
+def attend_columns(
+    query, key, value, index, bias, rows: int, *, scale: float, dropout_p: float = 0.0, order=None, place=None, out=None
+) -> Tensor:
+    """Tiles of `rows` queries, each to the keys that an index names.
+
+    Args:
+        query: (A, N, D); key, value: (A, Nk, .).
+        index: (A, T, K), the keys of each tile. bias: (A, T, 1, K), added to the scores.
+        order: (A, N), the queries in the order in which they are cut into tiles; place (A, N) is its inverse.
+        out: (A, N, Dv) to write into, or None.
+
+    Returns:
+        (A, N, Dv) in the order of the queries as given.
+    """
+    if not dropout_p and use_grouped(query, key, value):
+        return _grouped_heads(query, key, value, order, place, index, bias, rows, scale, out)
+    tiles = pad_to_blocks(query if order is None else take(query, order), rows)
+    got = attend(tiles, take(key, index), take(value, index), bias, scale=scale, dropout_p=dropout_p).out
+    got = got.flatten(1, 2)
+    if place is not None:
+        return take(got, place, out)
+    got = got[:, : query.shape[1]]
+    return got if out is None else out.copy_(got)
 
 
 def _grouped_heads(query, key, value, order, place, index, bias, rows: int, scale: float, out) -> Tensor:

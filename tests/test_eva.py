@@ -1,0 +1,193 @@
+"""EVA against the sums of its paper, written out with plain exponentials, and what the sums promise."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import hf_efficient_attn as hea
+from hf_efficient_attn.ops.random import normal
+from instances import inputs, relative_error
+
+# omega = mu, as `estimate` has it without noise.
+MEAN = {"proposal": "mean"}
+
+
+def estimate(query, key, value, scale: float, noise=None):
+    """Mean key of a chunk (n, D) and beta^_c(omega) at omega = q~ + k~ + noise, for queries and keys times sqrt(scale).
+
+    The means and xi(x, omega) = exp(omega . x - |x|^2 / 2) of the paper, one token at a time.
+    """
+    root = scale**0.5
+    omega = root * sum(query) / len(query) + root * sum(key) / len(key)
+    omega = omega if noise is None else omega + noise
+    xi = [math.exp(omega @ (root * k) - (root * k) @ (root * k) / 2) for k in key]
+    return sum(key) / len(key), sum(x * v for x, v in zip(xi, value, strict=True)) / sum(xi)
+
+
+def paper(query, key, value, scale: float, near, chunks, noises=None):
+    """The output of each query for one head: near(i) gives its set E, chunks(i) its chunks as (start, stop)."""
+    outs = []
+    for i, q in enumerate(query):
+        numerator, denominator = torch.zeros(value.shape[1], dtype=torch.float64), 0.0
+        for m in near(i):
+            weight = math.exp(scale * q @ key[m])
+            numerator, denominator = numerator + weight * value[m], denominator + weight
+        for start, stop in chunks(i):
+            here, noise = slice(start, stop), None if noises is None else noises[start, stop]
+            mean, beta = estimate(query[here], key[here], value[here], scale, noise)
+            weight = (stop - start) * math.exp(scale * q @ mean)
+            numerator, denominator = numerator + weight * beta, denominator + weight
+        outs.append(numerator / denominator)
+    return torch.stack(outs)
+
+
+# A length that fills all windows and chunks, one that does not, one with runs of two windows, and one of four.
+CASES = {
+    "whole": (64, 16, 16, lambda i: [(s, s + 4) for s in range(0, 64, 4) if s // 16 != i // 16]),
+    "ragged": (
+        42,
+        8,
+        12,
+        # Six windows of two chunks each.
+        lambda i: [(s, min(s + 4, 42)) for s in range(0, 42, 4) if s // 8 != i // 8],
+    ),
+    "uneven": (
+        20,
+        10,
+        6,
+        # Three chunks a window, of 3, 3 and 4 tokens.
+        lambda i: [(a + o, a + p) for a in (0, 10) for o, p in ((0, 3), (3, 6), (6, 10)) if a // 10 != i // 10],
+    ),
+    "runs": (
+        30,
+        4,
+        4,
+        # Eight windows, four runs of two; in the query's own run the other window.
+        lambda i: (
+            [(s, min(s + 8, 30)) for s in range(0, 30, 8) if s // 8 != i // 8]
+            + [(s, min(s + 4, 30)) for s in range(0, 30, 4) if s // 8 == i // 8 and s // 4 != i // 4]
+        ),
+    ),
+    "runs of four": (
+        46,
+        4,
+        3,
+        lambda i: (
+            [(s, min(s + 16, 46)) for s in range(0, 46, 16) if s // 16 != i // 16]
+            + [(s, min(s + 8, 46)) for s in range(0, 46, 8) if s // 16 == i // 16 and s // 8 != i // 8]
+            + [(s, min(s + 4, 46)) for s in range(0, 46, 4) if s // 8 == i // 8 and s // 4 != i // 4]
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_sums_of_the_paper(case):
+    length, window, landmarks, chunks = CASES[case]
+    query, key, value = inputs(queries=length, width=6, value_width=5, dtype=torch.float64)
+    ours = hea.functional.eva_attention(
+        query, key, value, window_size=window, num_landmarks=landmarks, scale=0.7, **MEAN
+    )
+    for head in range(2):
+        one = [x[0, head] for x in (query, key, value)]
+        theirs = paper(
+            *one, 0.7, lambda i: range(i // window * window, min(length, (i // window + 1) * window)), chunks
+        )
+        torch.testing.assert_close(ours[0, head], theirs, rtol=1e-10, atol=1e-10)
+    assert relative_error(ours, scaled_dot_product_attention(query, key, value, scale=0.7)) > 0.05
+
+
+def test_the_sums_of_the_paper_for_drawn_features():
+    """omega of a chunk is drawn around mu: heads have their own draws, rows of a batch share them."""
+    length, window, landmarks, chunks = CASES["whole"]
+    query, key, value = inputs(batch=2, queries=length, width=6, dtype=torch.float64)
+    options = {"window_size": window, "num_landmarks": landmarks, "proposal": "normal", "seed": 5}
+    ours = hea.functional.eva_attention(query, key, value, **options)
+    drawn = normal((16, 2, 6), 5, 40, query.device)
+    assert abs(drawn.std() - 1.0) < 0.15
+    for b, head in ((0, 0), (0, 1), (1, 1)):
+        one = [x[b, head] for x in (query, key, value)]
+        noises = {(s, s + 4): drawn[s // 4, head] for s in range(0, 64, 4)}
+        theirs = paper(*one, 6**-0.5, lambda i: range(i // 16 * 16, i // 16 * 16 + 16), chunks, noises)
+        torch.testing.assert_close(ours[b, head], theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_the_causal_form_by_hand():
+    """Blocks of 4: a query of block 6 sees blocks 6 and 5, block 4 and blocks 0 .. 3 in two summaries each."""
+    query, key, value = inputs(heads=1, queries=30, width=6, dtype=torch.float64)
+    ours = hea.functional.eva_attention(
+        query, key, value, window_size=8, num_landmarks=4, is_causal=True, scale=0.7, **MEAN
+    )
+    segments = {2: [(0, 1)], 3: [(0, 2)], 4: [(0, 2), (2, 3)], 5: [(0, 4)], 6: [(0, 4), (4, 5)], 7: [(0, 4), (4, 6)]}
+
+    def chunks(i):
+        halves = []
+        for first, last in segments.get(i // 4, []):
+            middle = (first + last) * 2
+            halves += [(4 * first, middle), (middle, 4 * last)]
+        return halves
+
+    one = [x[0, 0] for x in (query, key, value)]
+    theirs = paper(*one, 0.7, lambda i: range(max(0, i // 4 - 1) * 4, i + 1), chunks)
+    torch.testing.assert_close(ours[0, 0], theirs, rtol=1e-10, atol=1e-10)
+    # Drawn features: one for each half of a segment, by the level of the segment.
+    options = {"window_size": 8, "num_landmarks": 4, "seed": 2, "is_causal": True, "scale": 0.7}
+    ours = hea.functional.eva_attention(query, key, value, **options)
+    noises = {}
+    for first, last in {pair for pairs in segments.values() for pair in pairs}:
+        middle = (first + last) * 2
+        drawn = normal((2, 1, 6), 2, 41 + (last - first).bit_length() - 1, query.device)[:, 0]
+        noises |= {(4 * first, middle): drawn[0], (middle, 4 * last): drawn[1]}
+    theirs = paper(*one, 0.7, lambda i: range(max(0, i // 4 - 1) * 4, i + 1), chunks, noises)
+    torch.testing.assert_close(ours[0, 0], theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_chunks_of_one_key_give_exact_attention(is_causal):
+    """With a control variate of its own for each key the estimate is softmax attention itself."""
+    row = inputs(queries=75, dtype=torch.float64)
+    exact = scaled_dot_product_attention(*row, is_causal=is_causal)
+    ours = hea.functional.eva_attention(*row, window_size=8, num_landmarks=150, is_causal=is_causal)
+    torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-10)
+    fewer = hea.functional.eva_attention(*row, window_size=8, num_landmarks=30, is_causal=is_causal)
+    assert relative_error(fewer, exact) > 0.05
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_window_as_long_as_the_sequence_is_exact(is_causal):
+    row = inputs(queries=40, dtype=torch.float64)
+    exact = scaled_dot_product_attention(*row, is_causal=is_causal)
+    for window in (40, 64):
+        ours = hea.functional.eva_attention(*row, window_size=window, num_landmarks=3, is_causal=is_causal)
+        torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("length", [100, 101, 300])
+def test_equal_keys_give_the_mean_of_all_values(length, is_causal):
+    """What the count of a chunk is for; without it the window would hold more than its share."""
+    query, key, value = inputs(queries=length, dtype=torch.float64)
+    key = key[:, :, :1].expand_as(key)
+    ours = hea.functional.eva_attention(query, key, value, window_size=8, num_landmarks=8, is_causal=is_causal)
+    mean = value.cumsum(2) / torch.arange(1, length + 1)[:, None] if is_causal else value.mean(2, keepdim=True)
+    torch.testing.assert_close(ours, mean.expand_as(ours), rtol=1e-10, atol=1e-10)
+
+
+def test_draws_do_not_depend_on_the_length():
+    """A chunk of the causal form has the same draw however many follow, and so the same output before them."""
+    row = inputs(heads=3, queries=200, dtype=torch.float64)
+    options = {"window_size": 8, "num_landmarks": 4, "proposal": "normal", "is_causal": True}
+    whole = hea.functional.eva_attention(*row, **options)
+    for cut in (50, 97, 160):
+        part = hea.functional.eva_attention(*(x[:, :, :cut] for x in row), **options)
+        torch.testing.assert_close(part, whole[:, :, :cut], rtol=1e-12, atol=1e-12)
+
+
+def test_budgets():
+    config = hea.EvaConfig(proposal="mean", seed=3).with_budget(101)
+    assert config == hea.EvaConfig(window_size=50, num_landmarks=51, proposal="mean", seed=3)
+    with pytest.raises(hea.UnsupportedAttentionError, match=r"budget of 1 columns .* an integer of 2 or more"):
+        hea.EvaConfig().with_budget(1)
+    assert (hea.EvaConfig().window_size, hea.EvaConfig().num_landmarks) == (128, 128)

@@ -1,0 +1,180 @@
+"""ScatterBrain against the sum of its paper, with the features' own value subtracted on the near support."""
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import hf_efficient_attn as hea
+from hf_efficient_attn.ops.features import orthogonal_features, states_before, states_elsewhere
+from hf_efficient_attn.ops.hashing import hyperplanes
+from hf_efficient_attn.ops.partial import Partial, merge
+from instances import inputs, numbers, relative_error
+
+OPTIONS = {"block_size": 8, "num_features": 12}
+
+
+def paper(query, key, value, near, *, scale: float, count: int = 12, seed: int = 0, seen=None):
+    """[near * (exp(q k) - phi(q) phi(k)) + phi(q) phi(k)] V over its sums of rows, dense, (B, H, N, .)."""
+    directions = orthogonal_features(count, query.shape[-1], seed, query.device).to(query.dtype)
+
+    def phi(x):
+        x = x * scale**0.5
+        return torch.exp(x @ directions.t() - x.square().sum(-1, keepdim=True) / 2) / count**0.5
+
+    features = phi(query) @ phi(key).transpose(2, 3)
+    exact = torch.exp(scale * query @ key.transpose(2, 3))
+    weights = features + torch.where(near, exact - features, 0.0)
+    weights = weights if seen is None else weights * seen
+    return weights @ value / weights.sum(-1, keepdim=True)
+
+
+def same_block(length: int, size: int) -> torch.Tensor:
+    block = torch.arange(length) // size
+    return block[:, None] == block
+
+
+@pytest.mark.parametrize("length", [9, 40, 45, 150])
+def test_the_sum_of_the_paper(length):
+    row = inputs(queries=length, width=6, value_width=5, dtype=torch.float64, spread=0.8)
+    ours = hea.functional.scatterbrain_attention(*row, **OPTIONS, scale=0.5, seed=3)
+    theirs = paper(*row, same_block(length, 8), scale=0.5, seed=3)
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+    assert relative_error(ours, scaled_dot_product_attention(*row, scale=0.5)) > 0.05
+
+
+@pytest.mark.parametrize("length", [9, 40, 45, 150])
+def test_the_sum_of_the_paper_in_the_causal_form(length):
+    """Near is the own block of 4 and the one before; up to 8 positions all is near."""
+    row = inputs(queries=length, width=6, dtype=torch.float64, spread=0.8)
+    ours = hea.functional.scatterbrain_attention(*row, **OPTIONS, scale=0.5, is_causal=True)
+    block = torch.arange(length) // 4
+    near = block[:, None] - block <= 1
+    theirs = paper(*row, near, scale=0.5, seen=torch.ones(length, length).tril())
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+    exact = scaled_dot_product_attention(*row, scale=0.5, is_causal=True)
+    torch.testing.assert_close(ours[:, :, :8], exact[:, :, :8], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("length", [40, 61])
+def test_the_sum_of_the_paper_in_blocks_of_a_hash(length):
+    """Queries that are the keys are near the keys with which they share a block of the hash's order."""
+    query, _, value = inputs(heads=1, queries=length, width=6, dtype=torch.float64, spread=0.8)
+    ours = hea.functional.scatterbrain_attention(query, query, value, **OPTIONS, near_field="lsh", num_hashes=1, seed=2)
+    # One hyperplane has two cells, one after the other, in each of which the order is that of the positions.
+    side = (query[0, 0] @ hyperplanes(6, 1, 2, query.device))[:, 0] > 0
+    rank = torch.argsort(torch.argsort(side.long(), stable=True))
+    near = rank[:, None] // 8 == rank // 8
+    theirs = paper(query, query, value, near, scale=6**-0.5, seed=2)
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+    window = hea.functional.scatterbrain_attention(query, query, value, **OPTIONS, seed=2)
+    assert relative_error(ours, window) > 0.01
+
+
+def test_hashed_blocks_are_nearer_than_windows_where_alike_keys_stand_apart():
+    centres = 2.5 * numbers(16, 16, seed=1)
+    which = torch.randint(16, (256,), generator=torch.Generator().manual_seed(0))
+    query = (centres[which] + 0.3 * numbers(256, 16, seed=2)).expand(1, 2, -1, -1)
+    value = numbers(1, 2, 256, 8, seed=3)
+    exact = scaled_dot_product_attention(query, query, value)
+    errors = {
+        near: relative_error(
+            hea.functional.scatterbrain_attention(
+                query, query, value, block_size=64, num_features=64, near_field=near, num_hashes=6
+            ),
+            exact,
+        )
+        for near in ("lsh", "window")
+    }
+    assert errors["lsh"] < 0.7 * errors["window"], errors
+
+
+def test_no_far_mass_is_negative_where_features_err_on_a_near_key():
+    """The total less the near part is rounding where the features hold a near key for far heavier than it is."""
+    query, key, value = inputs(queries=64, width=64, heads=1, spread=0.1)
+    value = value.abs()
+    # A key that is one of the features: exp(q . k) is about 1, and the product of features exp(|k|^2 / 2) / 12.
+    key[:, :, 0] = orthogonal_features(12, 64, 1, query.device)[0]
+    near, options = same_block(64, 8), {"scale": 1.0, "seed": 1}
+    ours = hea.functional.scatterbrain_attention(query, key, value, **OPTIONS, **options)
+    truth = paper(*(x.double() for x in (query, key, value)), near, **options)
+    torch.testing.assert_close(ours[:, :, :8].double(), truth[:, :, :8], rtol=1e-5, atol=1e-5)
+    # The same in the order of the paper: the sum over all keys first.
+    directions = orthogonal_features(12, 64, 1, query.device).float()
+    phi_q, phi_k = (
+        torch.exp(x @ directions.t() - x.square().sum(-1, keepdim=True) / 2) / 12**0.5 for x in (query, key)
+    )
+    correction = (torch.exp(query @ key.transpose(2, 3)) - phi_q @ phi_k.transpose(2, 3)).masked_fill(~near, 0.0)
+    total = correction.sum(-1) + (phi_q * phi_k.sum(2, keepdim=True)).sum(-1)
+    wrong = (correction @ value + phi_q @ (phi_k.transpose(2, 3) @ value)) / total.unsqueeze(-1)
+    # Infinite or NaN where the total rounds to 0.
+    assert not relative_error(wrong[:, :, :8], truth[:, :, :8]) < 1.0
+
+
+def test_averages_stay_averages_where_float32_holds_no_exponential():
+    query, key, value = inputs(queries=64, width=8, heads=1)
+    value = value.abs()
+    for size in (10.0, 1000.0):
+        for near_field in ("window", "lsh"):
+            out = hea.functional.scatterbrain_attention(size * query, key, value, near_field=near_field, **OPTIONS)
+            assert out.isfinite().all()
+            assert out.min() >= 0.0
+            assert out.max() <= 1.0001 * value.max()
+
+
+def test_features_add_to_the_window():
+    """More features leave a smaller error, and so do more near keys."""
+    row = inputs(queries=256, width=8, heads=4, dtype=torch.float64, spread=0.7)
+    exact = scaled_dot_product_attention(*row)
+
+    def error(method, **options):
+        outs = [hea.attention(method, *row, seed=s, **options) for s in range(6)]
+        return sum(relative_error(out, exact) for out in outs) / 6
+
+    errors = [error("scatterbrain", block_size=32, num_features=f) for f in (4, 32, 256)]
+    assert errors[0] > 1.5 * errors[1] > 2.25 * errors[2]
+    # Half of the keys near.
+    larger = error("scatterbrain", block_size=128, num_features=32)
+    assert larger < 0.9 * errors[1]
+    assert larger < 0.9 * error("performer", num_features=32)
+
+
+def partials(blocks: int) -> Partial:
+    """(2, blocks, 5, .), some of them empty: the first ones of a row, the last ones of the other."""
+    out, lse = numbers(2, blocks, 5, 3, seed=1), 40.0 * numbers(2, blocks, 5, seed=2)
+    empty = torch.zeros(2, blocks, 5, dtype=torch.bool)
+    empty[0, :2], empty[1, -2:], empty[:, :, 4] = True, True, True
+    return Partial(out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, -torch.inf))
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 7, 8])
+@pytest.mark.parametrize("gradient", [False, True])
+def test_states_of_the_other_blocks(blocks, gradient):
+    state = partials(blocks)
+    leaves = Partial(*(x.clone().requires_grad_(gradient) for x in state))
+    for form, others in (
+        (states_before, lambda t: range(t)),
+        (states_elsewhere, lambda t: [s for s in range(blocks) if s != t]),
+    ):
+        ours = form(leaves)
+        for t in range(blocks):
+            parts = [Partial(state.out[:, s], state.lse[:, s]) for s in others(t)]
+            empty = Partial(torch.zeros_like(state.out[:, 0]), torch.full_like(state.lse[:, 0], -torch.inf))
+            expected = merge(empty, *parts)
+            torch.testing.assert_close(ours.out[:, t], expected.out, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(ours.lse[:, t], expected.lse, rtol=1e-10, atol=1e-10)
+        if gradient and blocks > 2:
+            grads = torch.autograd.grad(ours.out.sum() + ours.lse.masked_fill(ours.lse == -torch.inf, 0).sum(), leaves)
+            assert all(g.isfinite().all() for g in grads)
+            assert grads[0].abs().sum() > 0
+
+
+def test_budgets():
+    config = hea.ScatterbrainConfig(near_field="lsh", num_hashes=5, seed=3).with_budget(101)
+    assert config == hea.ScatterbrainConfig(
+        block_size=50, num_features=51, near_field="lsh", num_hashes=5, seed=3
+    )  # fmt: skip
+    with pytest.raises(hea.UnsupportedAttentionError, match=r"budget of 1 columns .* an integer of 2 or more"):
+        hea.ScatterbrainConfig().with_budget(1)
+    with pytest.raises(hea.UnsupportedAttentionError, match="more than the 62 of a code"):
+        hea.ScatterbrainConfig(num_hashes=63)
+    assert (hea.ScatterbrainConfig().block_size, hea.ScatterbrainConfig().num_features) == (128, 128)
