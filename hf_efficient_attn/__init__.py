@@ -12,6 +12,7 @@ from hf_efficient_attn.methods.kdeformer import KDEformerConfig
 from hf_efficient_attn.methods.linear import LinearConfig
 from hf_efficient_attn.methods.longformer import LongformerConfig
 from hf_efficient_attn.methods.performer import PerformerConfig
+from hf_efficient_attn.methods.reformer import ReformerConfig
 
 __version__ = "0.1.0"
 

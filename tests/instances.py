@@ -96,6 +96,22 @@ INSTANCES = [
     ),
     Instance("linear"),
     Instance("performer", {"num_features": 32}, small={"num_features": 7}, limit="expectation", random=True),
+    Instance(
+        "reformer",
+        {"block_size": 8},
+        budget=32,
+        small={"block_size": 2},
+        limit="exact",
+        random=True,
+    ),
+    Instance(
+        "reformer",
+        {"block_size": 5, "num_hashes": 3},
+        budget=30,
+        small={"block_size": 1, "num_hashes": 3},
+        limit="exact",
+        random=True,
+    ),
 ]
 
 # One per method, at the method's own default hyperparameters.
