@@ -8,7 +8,8 @@ Which equation is which line (`ops.lsh_rounds` throughout), and where this depar
 - Sort by bucket, then by position, and chunks of equal size ("LSH attention", Figure 2): `sort_codes`. The paper's
   chunk sees itself and the one before, which suits a causal order; here it sees itself and half of each neighbour, the
   same number of keys. Queries and keys that are not shared are sorted apart, and a chunk of queries sees the run of
-  keys around the place where its middle query would stand among the keys: `run_starts`.
+  keys around the place where its middle query would stand among the keys: `run_starts`. The mean of the keys, which
+  no softmax depends on, is taken off before they are hashed: `plan_rounds`.
 - Rounds merged by their normalisers with pairs counted once (Eq. 6-7): `rounds_attention`. A pair counts in the first
   round that holds it, where the paper gives it the weight 1 / N_ij in each of N_ij rounds: the same sum.
 - Shared queries and keys ("Shared-QK attention"): `shared_query_key`, k_j = q_j / |q_j|, and a token attends to itself

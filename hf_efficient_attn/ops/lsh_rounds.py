@@ -122,11 +122,14 @@ def sort_codes(codes: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
 def plan_rounds(query, key, mask, *, size: int, rounds: int, seed) -> Rounds:
     """Chunks of `size` queries, each to the 2 * size keys around its middle: its own chunk, and half of each beside it.
 
+    Keys that are not the queries are hashed without their mean: no softmax changes with a vector that all keys have in
+    common, but a large one puts them all in one bucket.
+
     Rows of a batch with no more keys than all runs hold together (and all rows, where there are no more keys) are made
     exact: their runs lie side by side in one order.
 
     Args:
-        query: (A, Nq, D); key: (A, Nk, D), which may be the same tensor.
+        query: (A, Nq, D); key: (A, Nk, D), which may be the same tensor; if not, 0 where the mask is False.
         mask: bool (A, Nk) or None; it is that of the queries too where they are as many as the keys.
     """
     with torch.no_grad():
@@ -138,9 +141,12 @@ def plan_rounds(query, key, mask, *, size: int, rounds: int, seed) -> Rounds:
         count = torch.full((1, 1), columns, device=key.device) if mask is None else mask.sum(1, keepdim=True)
         turns = rotations(columns, size, rounds, width, seed, key.device)
         halves = bucket_halves(count, size, len(turns))
-        key_order, key_codes = sort_codes(bucket_codes(key, turns, halves), mask)
-        query_order, query_codes = key_order, key_codes
-        if query is not key:
+        if query is key:
+            key_order, key_codes = query_order, query_codes = sort_codes(bucket_codes(key, turns, halves), mask)
+        else:
+            wide = key.to(accumulator(key.dtype))
+            wide = wide - wide.sum(1, keepdim=True) / count.clamp(min=1).unsqueeze(2)
+            key_order, key_codes = sort_codes(bucket_codes(wide, turns, halves), mask)
             query_order, query_codes = sort_codes(bucket_codes(query, turns, halves), own)
         queries = length if own is None else count
         start = run_starts(query_codes, key_codes, queries, count, tiles, size, span)
