@@ -15,6 +15,7 @@ from hf_efficient_attn.methods.linformer import LinformerConfig
 from hf_efficient_attn.methods.longformer import LongformerConfig
 from hf_efficient_attn.methods.nystromformer import NystromformerConfig
 from hf_efficient_attn.methods.performer import PerformerConfig
+from hf_efficient_attn.methods.reformer import ReformerConfig
 from hf_efficient_attn.methods.scatterbrain import ScatterbrainConfig
 
 __version__ = "0.1.0"

@@ -147,6 +147,22 @@ INSTANCES = [
     _scatterbrain(),
     _scatterbrain(near_field="lsh"),
     _scatterbrain(block_size=17, num_features=9),
+    Instance(
+        "reformer",
+        {"block_size": 8},
+        budget=32,
+        small={"block_size": 2},
+        limit="exact",
+        random=True,
+    ),
+    Instance(
+        "reformer",
+        {"block_size": 5, "num_hashes": 3},
+        budget=30,
+        small={"block_size": 1, "num_hashes": 3},
+        limit="exact",
+        random=True,
+    ),
 ]
 
 # One per method, at the method's own default hyperparameters.

@@ -9,6 +9,7 @@ from hf_efficient_attn.methods import (
     longformer,
     nystromformer,
     performer,
+    reformer,
     scatterbrain,
 )
 
@@ -21,5 +22,6 @@ __all__ = [
     "longformer",
     "nystromformer",
     "performer",
+    "reformer",
     "scatterbrain",
 ]

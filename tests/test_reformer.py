@@ -1,0 +1,350 @@
+"""Rounds of hashing: the paper's formulas in float64, implementations by others, and the form of shared queries."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from reformer_pytorch.reformer_pytorch import LSHAttention
+from torch.nn.functional import normalize
+from transformers import ReformerConfig as TheirConfig
+from transformers.models.reformer.modeling_reformer import LSHSelfAttention
+
+import hf_efficient_attn as hea
+import test_promises as promises
+from hf_efficient_attn.ops import lsh_rounds
+from hf_efficient_attn.ops.blocks import inverse
+from hf_efficient_attn.ops.lsh_rounds import Rounds, bucket_codes, plan_rounds, rounds_attention, sort_codes
+from instances import Instance, inputs, numbers, padding_mask, relative_error
+from tiny_models import tiny_model
+
+HEADS, WIDTH = 2, 8
+
+
+def flat(*tensors):
+    return tuple(x.flatten(0, 1) for x in tensors)
+
+
+# The paper, section 2, in float64 and with (N, N) matrices.
+
+
+def held_pairs(plan: Rounds, columns: int) -> torch.Tensor:
+    """P_i of every round: bool (A, S, Nq, Nk)."""
+    query_place, key_place = (inverse(x.flatten(0, 1)).view_as(x) for x in (plan.query_order, plan.key_order))
+    begin = plan.start.gather(2, query_place // plan.rows).unsqueeze(3)
+    held = (key_place.unsqueeze(2) >= begin) & (key_place.unsqueeze(2) < begin + plan.span)
+    if plan.count is not None:
+        held &= (key_place < plan.count[:, :, None]).unsqueeze(2)
+    return held
+
+
+def paper_attention(query, key, value, held, scale: float, shared: bool) -> torch.Tensor:
+    """Eq. 5-7: o_i = sum_r exp(z(i, P_i^r) - z(i, P_i)) o_i^r, with m_ij^r = log N_ij, 10^5 for i = j, or infinite."""
+    scores = scale * query @ key.transpose(1, 2)
+    penalty = held.sum(1).clamp(min=1).double().log()
+    if shared:
+        penalty = penalty + 1e5 * torch.eye(scores.shape[1])
+    logits = (scores - penalty).unsqueeze(1).masked_fill(~held, -torch.inf)
+    z = logits.logsumexp(3, keepdim=True)
+    rounds = (logits - z.masked_fill(z == -torch.inf, 0.0)).exp() @ value.unsqueeze(1)
+    weights = (z - z.logsumexp(1, keepdim=True)).exp().nan_to_num(0.0)
+    return (weights * rounds).sum(1)
+
+
+@pytest.mark.parametrize("mask", ["none", "left", "right", "holes", "empty"])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("size", "rounds"), [(8, 1), (8, 2), (5, 3), (3, 6)])
+def test_the_formulas_of_the_paper(size, rounds, shared, mask):
+    row = inputs(batch=2, queries=150, width=WIDTH, value_width=5, dtype=torch.float64)
+    there = padding_mask(mask, 2, 150)
+    options = {"block_size": size, "num_hashes": rounds, "shared_query_key": shared}
+    ours = hea.functional.reformer_attention(*row, attention_mask=there, seed=3, **options)
+    query, key, value = flat(*row)
+    spread = None if there is None else there.repeat_interleave(2, 0)
+    key, value = (x if spread is None else x.masked_fill(~spread[:, :, None], 0.0) for x in (key, value))
+    plan = plan_rounds(query, query if shared else key, spread, size=size, rounds=rounds, seed=3)
+    held = held_pairs(plan, 150)
+    assert (held.sum(1) > 1).any() == (rounds > 1), "no pair was found twice"
+    key = normalize(query, dim=-1) if shared else key
+    theirs = paper_attention(query, key, value, held, WIDTH**-0.5, shared).unflatten(0, (2, 2))
+    seen = torch.ones(2, 150, dtype=torch.bool) if there is None else there
+    torch.testing.assert_close(ours.transpose(1, 2)[seen], theirs.transpose(1, 2)[seen], rtol=1e-9, atol=1e-9)
+
+
+def test_a_round_that_comes_twice_changes_nothing():
+    query, key, value = flat(*inputs(queries=100, dtype=torch.float64))
+    plan = plan_rounds(query, key, None, size=8, rounds=1, seed=0)
+    twice = plan._replace(**{n: getattr(plan, n).repeat(1, 2, 1) for n in ("query_order", "key_order", "start")})
+    once, again = (rounds_attention(query, key, value, p, others=False, scale=0.3) for p in (plan, twice))
+    torch.testing.assert_close(again, once, rtol=1e-12, atol=1e-12)
+
+
+def test_a_bucket_is_a_pair_of_the_papers_hashes():
+    x, turns = numbers(3, 90, WIDTH), numbers(4, 2, 2, WIDTH, seed=1)
+    halves = (torch.tensor([[4]]), torch.tensor([[3]]))
+    codes = bucket_codes(x, turns, halves)
+    for s in range(2):
+        first, second = (x @ turns[:n, s, f].t() for f, n in ((0, 4), (1, 3)))
+        first, second = (torch.cat((p, -p), -1).argmax(-1) for p in (first, second))
+        assert torch.equal(codes[:, s], first * 6 + second)
+    assert (codes.flatten().bincount(minlength=48) > 0).all()
+    # The length of a vector has no part in it.
+    assert torch.equal(bucket_codes(7.0 * x, turns, halves), codes)
+
+
+@pytest.mark.parametrize("size", [1, 3, 64])
+def test_number_of_buckets(size):
+    """Enough for half a chunk each, and no more than twice as many, or 4."""
+    counts = torch.arange(1, 5000)
+    most = len(lsh_rounds.rotations(5000, size, 1, 2, 0, counts.device))
+    first, second = lsh_rounds.bucket_halves(counts[:, None], size, most)
+    assert first.min() == second.min() == 1
+    assert max(first.max(), second.max()) <= most
+    buckets = (4 * first * second).flatten()
+    assert (buckets * size >= 2 * counts).all()
+    assert (buckets <= (4 * counts / size).clamp(min=4) + 4).all()
+
+
+def test_runs_find_the_keys_of_their_buckets():
+    """Queries and keys in clusters of very different sizes: chunk b of one is far from chunk b of the other.
+
+    The clusters lie opposite each other in pairs of one size, so that their mean is about 0.
+    """
+    centres = 8.0 * normalize(numbers(6, 16), dim=-1)
+    centres, sizes = torch.cat((centres, -centres)), torch.arange(1, 7).repeat(2)
+    of_query = torch.arange(12).repeat_interleave(sizes * 16)
+    of_key = torch.arange(12).repeat_interleave((7 - sizes) * 16)
+    shuffle = torch.randperm(672, generator=torch.Generator().manual_seed(0))
+    query = (centres[of_query] + 0.3 * numbers(672, 16, seed=1))[None, None]
+    key = (centres[of_key][shuffle] + 0.3 * numbers(672, 16, seed=2))[None, None]
+    value = numbers(1, 1, 672, 16, seed=3)
+    exact = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=1.0)
+    ours = hea.functional.reformer_attention(query, key, value, scale=1.0, block_size=64, num_hashes=2)
+    assert relative_error(ours, exact) < 0.4
+    plan = plan_rounds(query[0], key[0], None, size=64, rounds=2, seed=0)
+    in_step = (torch.arange(11) * 64 - 32).clamp(0, 672 - 128).expand(1, 2, -1)
+    by_number = rounds_attention(query[0], key[0], value[0], plan._replace(start=in_step), others=False, scale=1.0)
+    assert relative_error(by_number, exact[0]) > 1.5 * relative_error(ours, exact)
+
+
+def test_what_all_keys_have_in_common_does_not_matter():
+    """As in exact attention: a shift of the keys moves no bucket, and so no output."""
+    query, key, value = inputs(batch=2, queries=150, dtype=torch.float64)
+    for there in (None, padding_mask("holes", 2, 150)):
+        options = {"attention_mask": there, "block_size": 8}
+        ours = hea.functional.reformer_attention(query, key, value, **options)
+        shifted = hea.functional.reformer_attention(query, key + 20.0, value, **options)
+        torch.testing.assert_close(shifted, ours, rtol=1e-9, atol=1e-9)
+
+
+# Implementations by others. Their chunk sees itself and chunks before (and after) it, in a circle.
+
+
+def chunk_plan(codes: torch.Tensor, mask, size: int, before: int, after: int) -> Rounds:
+    order, _ = sort_codes(codes, mask)
+    chunks = codes.shape[2] // size
+    span = (1 + before + after) * size
+    start = ((torch.arange(chunks) - before) * size).clamp(0, codes.shape[2] - span)
+    count = None if mask is None else mask.sum(1, keepdim=True)
+    return Rounds(order, order, start.expand(*codes.shape[:2], -1), size, span, count)
+
+
+def not_at_the_ends(plan: Rounds, before: int, after: int) -> torch.Tensor:
+    """Queries (A, N) whose chunks have the neighbours they ask for, in every round."""
+    chunk = inverse(plan.query_order.flatten(0, 1)).view_as(plan.query_order) // plan.rows
+    return ((chunk >= before) & (chunk < plan.start.shape[2] - after)).all(1)
+
+
+def their_layer(size: int, before: int, after: int, **options) -> LSHSelfAttention:
+    torch.manual_seed(0)
+    config = TheirConfig(
+        hidden_size=HEADS * WIDTH,
+        num_attention_heads=HEADS,
+        attention_head_size=WIDTH,
+        lsh_attn_chunk_length=size,
+        lsh_num_chunks_before=before,
+        lsh_num_chunks_after=after,
+        num_hashes=1,
+        is_decoder=False,
+        lsh_attention_probs_dropout_prob=0.0,
+        **options,
+    )
+    return LSHSelfAttention(config, 0).double().eval()
+
+
+def split(x):
+    return x.unflatten(2, (HEADS, WIDTH)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("padding", [0, 21])
+@pytest.mark.parametrize(("before", "after"), [(1, 0), (1, 1), (0, 0)])
+def test_lsh_attention_of_transformers(before, after, padding):
+    """One round (it counts pairs of several rounds more than once), with our buckets. Its keys are scaled already."""
+    layer, length = their_layer(8, before, after, num_buckets=[4, 6]), 96
+    hidden = 3.0 * numbers(2, length, HEADS * WIDTH, seed=1)
+    there = torch.ones(2, length, dtype=torch.bool)
+    there[1, length - padding :] = False
+    query, value = flat(split(layer.query_key(hidden)), split(layer.value(hidden)))
+    mask = there.repeat_interleave(HEADS, 0) if padding else None
+    codes = bucket_codes(query, numbers(3, 1, 2, WIDTH, seed=2), (torch.tensor([[2]]), torch.tensor([[3]])))
+    plan = chunk_plan(codes, mask, 8, before, after)
+    ours = rounds_attention(query, normalize(query, dim=-1), value, plan, others=True, scale=1.0)
+    # Padding has a bucket of its own there, behind all others.
+    codes = codes if mask is None else codes.masked_fill(~mask[:, None], 24)
+    with torch.no_grad():
+        theirs = layer(hidden, attention_mask=there, buckets=codes.view(2, HEADS, length))[0]
+    theirs = split(theirs).flatten(0, 1)
+    rows = not_at_the_ends(plan, before, after) if before + after else torch.ones_like(ours[..., 0], dtype=torch.bool)
+    rows = rows & there.repeat_interleave(HEADS, 0)
+    assert rows.float().mean() > 0.6
+    torch.testing.assert_close(ours[rows], theirs[rows], rtol=1e-5, atol=1e-5)
+
+
+def test_short_sequences_of_transformers():
+    """Within the budget: all tokens but itself."""
+    layer = their_layer(64, 1, 0, num_buckets=4)
+    hidden = 3.0 * numbers(2, 60, HEADS * WIDTH, seed=1)
+    with torch.no_grad():
+        theirs, query, value = layer(hidden)[0], split(layer.query_key(hidden)), split(layer.value(hidden))
+    ours = hea.functional.reformer_attention(query, query, value, shared_query_key=True, block_size=15, scale=1.0)
+    torch.testing.assert_close(ours, split(theirs), rtol=1e-5, atol=1e-5)
+
+
+def test_hash_of_transformers():
+    layer = their_layer(8, 1, 0, num_buckets=[8, 6], hash_seed=5)
+    layer.num_attention_heads = 1
+    query = numbers(3, 1, 90, WIDTH)
+    theirs = layer._hash_vectors(query, 2, None).view(3, 2, 90) - torch.tensor([[0], [48]])
+    torch.manual_seed(5)
+    drawn = torch.randn(1, WIDTH, 2, 7, dtype=torch.float64)[0].permute(2, 1, 0)
+    turns = torch.stack((drawn[:4], torch.cat((drawn[4:], drawn[:1]))), 2)
+    ours = bucket_codes(query[:, 0], turns, (torch.tensor([[4]]), torch.tensor([[3]])))
+    assert torch.equal(ours // 6 + 8 * (ours % 6), theirs)
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_lsh_attention_of_reformer_pytorch(rounds):
+    """Several rounds with each pair counted once, with our buckets."""
+    query, _, value = flat(*inputs(batch=2, queries=128, dtype=torch.float64, spread=2.0))
+    codes = bucket_codes(query, numbers(2, rounds, 2, WIDTH), (torch.tensor([[2]]), torch.tensor([[2]])))
+    layer = LSHAttention(bucket_size=8, n_hashes=rounds, allow_duplicate_attention=False)
+    layer.hash_vectors = lambda *_, **__: (codes + 16 * torch.arange(rounds)[:, None]).flatten(1)
+    plan = chunk_plan(codes, None, 8, 1, 0)
+    theirs = layer(query, value)[0]
+    ours = rounds_attention(query, normalize(query, dim=-1), value, plan, others=True, scale=WIDTH**-0.5)
+    rows = not_at_the_ends(plan, 1, 0)
+    assert rows.float().mean() > 0.7
+    torch.testing.assert_close(ours[rows], theirs[rows], rtol=1e-7, atol=1e-7)
+    if rounds > 1:
+        layer._allow_duplicate_attention = True
+        assert relative_error(layer(query, value)[0][rows], ours[rows]) > 1e-3
+
+
+# Shared queries and keys: the promises.
+
+
+@dataclass(frozen=True)
+class SharedInstance(Instance):
+    """The form of shared queries and keys as one of query and key: given is the sum of the query and a key there."""
+
+    def __call__(self, query, key, value, mask=None, **options):
+        both = query + (key if mask is None else key.masked_fill(~mask[:, None, :, None], 0.0))
+        return hea.attention(self.config(), both, both, value, attention_mask=mask, **options)
+
+
+SHARED = SharedInstance("reformer", {"block_size": 8, "shared_query_key": True}, random=True)
+
+
+@pytest.mark.parametrize("mask", ["none", "left", "right", "holes", "empty"])
+def test_shared_queries_keep_the_promises(mask):
+    for length in (1, 2, 31, 32, 33, 150):
+        promises.check_shapes(SHARED, False, mask, batch=2, queries=length, value_width=5)
+        if mask != "none":
+            promises.check_masked_keys(SHARED, False, mask, batch=2, queries=length)
+        promises.check_batch(SHARED, False, mask, queries=length)
+
+
+def test_shared_queries_keep_the_other_promises():
+    promises.check_masked_gradients(SHARED, False)
+    for length in (2, 30, 90, 300):
+        promises.check_empty_rows(SHARED, False, length)
+    for length, before, after in ((1, 5, 40), (20, 30, 0), (40, 0, 30), (100, 20, 60)):
+        promises.check_padding_beside(SHARED, False, length, before, after)
+    for length in (50, 200):
+        promises.check_holes(SHARED, False, length)
+    promises.check_seeds(Instance(SHARED.method, SHARED.hyperparameters, random=True), False)
+    promises.check_global_seed(SHARED, False)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        promises.check_finite(SHARED, False, dtype, 1e4, False)
+    promises.check_sums(SHARED, False, torch.bfloat16)
+    promises.check_compiles(SHARED, False)
+
+
+@pytest.mark.parametrize("length", [10, 45])
+def test_gradients_of_shared_queries(length):
+    query, _, value = inputs(batch=2, queries=length, width=3, dtype=torch.float64)
+    there = padding_mask("holes", 2, length)
+    leaves = (query.requires_grad_(), value.requires_grad_())
+
+    def output(query, value):
+        options = {"shared_query_key": True, "block_size": 3, "attention_mask": there}
+        return hea.functional.reformer_attention(query, query, value, **options).masked_fill(
+            ~there[:, None, :, None], 0
+        )
+
+    assert torch.autograd.gradcheck(output, leaves, fast_mode=True)
+
+
+def test_shared_queries_ignore_the_keys_and_themselves():
+    query, key, value = inputs(queries=100)
+    options = {"shared_query_key": True, "block_size": 8}
+    ours = hea.functional.reformer_attention(query, key, value, **options)
+    assert torch.equal(hea.functional.reformer_attention(query, 2 * key - 1, value, **options), ours)
+    # No output depends on the token's own value...
+    value.requires_grad_()
+    out = hea.functional.reformer_attention(query, key, value, **options)
+    for i in (0, 50, 99):
+        grad = torch.autograd.grad(out[:, :, i].sum(), value, retain_graph=True)[0]
+        assert torch.equal(grad[:, :, i], torch.zeros_like(grad[:, :, i])) and grad.abs().sum() > 0
+    # ... but where there is no other.
+    alone = hea.functional.reformer_attention(query[:, :, :1], key[:, :, :1], value[:, :, :1], **options)
+    assert torch.equal(alone, value[:, :, :1])
+
+
+def test_fast_is_naive_for_shared_queries():
+    for length in (1, 2, 30, 33, 150):
+        row = inputs(batch=2, queries=length, dtype=torch.float64)
+        for mask in ("none", "holes"):
+            there = padding_mask(mask, 2, length)
+            options = {"attention_mask": there, "block_size": 8, "shared_query_key": True}
+            ours, theirs = (f("reformer", *row, **options) for f in (hea.attention, hea.naive_attention))
+            rows = torch.ones(2, length, dtype=torch.bool) if there is None else there
+            torch.testing.assert_close(ours.transpose(1, 2)[rows], theirs.transpose(1, 2)[rows], rtol=1e-9, atol=1e-9)
+
+
+# Config and refusals.
+
+
+def test_budgets():
+    assert hea.ReformerConfig().to_dict() == {
+        "method": "reformer", "block_size": 64, "num_hashes": 2, "shared_query_key": False, "seed": 0
+    }  # fmt: skip
+    for columns in (2, 3, 4, 7, 64, 1000):
+        for rounds in (1, 2, 5):
+            config = hea.ReformerConfig(num_hashes=rounds, shared_query_key=True, seed=3).with_budget(columns)
+            total = 2 * config.block_size * config.num_hashes
+            assert columns - 2 * config.num_hashes < total <= columns
+            assert config.num_hashes == min(rounds, columns // 2)
+            assert config.shared_query_key and config.seed == 3
+    with pytest.raises(hea.UnsupportedAttentionError, match=r"budget of 1 columns .* an integer of 2 or more"):
+        hea.ReformerConfig().with_budget(1)
+
+
+def test_refusals():
+    row = inputs(queries=50, keys=60)
+    with pytest.raises(hea.UnsupportedAttentionError, match=r"as many of them as values; got 50 and 60"):
+        hea.functional.reformer_attention(*row, shared_query_key=True)
+    with pytest.raises(hea.UnsupportedAttentionError, match=r"reformer: it has no causal form"):
+        hea.functional.reformer_attention(*row, is_causal=True)
+    for family in ("gpt2", "llama"):
+        with pytest.raises(hea.UnsupportedAttentionError, match=r"reformer has no causal form"):
+            hea.convert(tiny_model(family), "reformer")
