@@ -223,7 +223,7 @@ def approx_kernel_matvec(
     out = plan.computed  # lines 3 and 4: y_H and the sets S_i
     points, weights = right[plan.light], columns[plan.light].double()
     evaluations, drawn = plan.evaluations, 0
-    for here, found in kde.shared_buckets(plan.tables):
+    for here, found, _ in kde.shared_buckets(plan.tables):
         for some, column, used in light_draws(plan.draws, here, found, len(points), seed, _LIGHT):  # line 5: z
             values = kde.pair_kernel(left, points, some[:, None].expand_as(column), column).double()
             values = values.masked_fill_(~used, 0.0)
@@ -338,16 +338,22 @@ def light_draws(draws: Tensor, rows: slice, found: Tensor, count: int, seed, str
         # As many queries as fit, the one with the most draws last.
         most = draws[order] * torch.arange(1, len(order) + 1, device=order.device)
         some = order[: max(1, int((most <= 1 << 20).sum()))]
-        width = int(draws[some[-1]])
-        # The number of the first query makes the streams of all groups different.
-        numbers = uniform((len(some), width), seed, stream + 1000 * int(some.min()), order.device)
-        column = (numbers * count).to(torch.int64).clamp(max=count - 1)
-        used = torch.arange(width, device=order.device) < draws[some][:, None]
-        if len(found):
-            pair = some[:, None] * count + column
-            used &= found[torch.searchsorted(found, pair).clamp(max=len(found) - 1)] != pair
+        column, used = draw_columns(draws[some], some, found, count, seed, stream)
         yield some, column, used
         order = order[len(some) :]
+
+
+def draw_columns(draws: Tensor, rows: Tensor, found: Tensor, count: int, seed, stream: int) -> tuple[Tensor, Tensor]:
+    """The draws of the queries `rows`, `draws` each: (R, M) keys, and which of them count, as in `light_draws`."""
+    width = int(draws.max())
+    # The number of the first query makes the streams of all groups different.
+    numbers = uniform((len(rows), width), seed, stream + 1000 * int(rows.min()), rows.device)
+    column = (numbers * count).to(torch.int64).clamp(max=count - 1)
+    used = torch.arange(width, device=rows.device) < draws[:, None]
+    if len(found):
+        pair = rows[:, None] * count + column
+        used &= found[torch.searchsorted(found, pair).clamp(max=len(found) - 1)] != pair
+    return column, used
 
 
 def _light_sizes(plan, queries, points, x, squares, eps, delta, level, top, threshold, seed) -> Plan:
@@ -356,7 +362,7 @@ def _light_sizes(plan, queries, points, x, squares, eps, delta, level, top, thre
     own = squares.new_zeros(rows, squares.shape[1])
     fourth = squares.new_zeros(squares.shape[1])
     rest, spent = torch.full_like(plan.near, len(points)), 0
-    for here, found in kde.shared_buckets(plan.tables):
+    for here, found, _ in kde.shared_buckets(plan.tables):
         row, column = found // len(points), found % len(points)
         # Added up at once, so that no pairs have to be kept.
         values = kde.pair_kernel(queries, points, row, column)
@@ -406,17 +412,18 @@ def weighted_exponential_kde(
 ) -> tuple[Tensor, DensityReport]:
     """alpha_j within a factor 1 +- eps of sum_i v_i exp(<x_i, y_j>), v >= 0 (Zandieh et al. 2023, Algorithm 2).
 
-    Lines 3-5: N = sum_j v_j exp(|x_j|^2 / 2), w_i = sqrt(2 log(N / (v_i exp(|x_i|^2 / 2)))), points (x_i, w_i) and
+    Lines 3-5: N = max_j v_j exp(|x_j|^2 / 2), w_i = sqrt(2 log(N / (v_i exp(|x_i|^2 / 2)))), points (x_i, w_i) and
     queries (y_j, 0), for which alpha_j = n N exp(|y_j|^2 / 2) mu(y'_j) with mu the Gaussian density of bandwidth 1.
     Lines 6-10: estimates by `ops.kde.gaussian_kde` of densities down to mu, at first 1 / n, for the queries that are
     still open; mu is halved while an estimate at mu is cheaper than what is open. Line 11: what is then still open,
     exactly.
 
-    Departures: tau = 1/2 is the exponent of the densities of Charikar & Siminelakis (2017), used here, where the paper
-    would take the data structure of Charikar et al. (2020) with .173. The condition of line 6, mu^-tau <= eps^2 |S|,
-    becomes tables(eps, mu) <= |S| with the constant of the tables. A query is open not only where the estimate is
-    below mu, but also where its own standard error is above eps / 3 of it. Sums are in the log domain, so that no
-    exponential overflows.
+    Departures: N is the largest term rather than their sum, the smallest that leaves every w_i real: with the sum, all
+    points are at least sqrt(2 log n) away from all queries, and no density is above 1 / n. tau = 1/2 is the exponent
+    of the densities of Charikar & Siminelakis (2017), used here, where the paper would take the data structure of
+    Charikar et al. (2020) with .173. The condition of line 6, mu^-tau <= eps^2 |S|, is that of 2 eps^-2 mu^-tau tables
+    being fewer than |S|. A query is open not only where the estimate is below mu, but also where its own standard
+    error is above eps / 3 of it. Sums are in the log domain, so that no exponential overflows.
 
     Args:
         points: x (n, d). queries: y (n_queries, d). weights: v (n,), not negative.
@@ -447,7 +454,7 @@ def weighted_exponential_kde(
     if rows == 0 or count == 0:
         return out, DensityReport((), 0, 0, rows * count)
     terms = logs + 0.5 * points.square().sum(1)
-    whole = terms.logsumexp(0)  # log N
+    whole = terms.max()  # log N
     augmented = torch.cat((points, (2.0 * (whole - terms)).clamp(min=0.0).sqrt()[:, None]), 1)
     asked = torch.cat((queries, queries.new_zeros(rows, 1)), 1)
     factor = math.log(count) + whole + 0.5 * queries.square().sum(1)

@@ -26,6 +26,7 @@ class Instance:
         with the budget without an end, "none" where the method is an attention of its own.
     random: whether the seed matters.
     reads_positions: whether a hole in the middle of a mask is more than the absence of its tokens.
+    data_dependent: whether its work depends on the data by definition, so that it is not compiled.
     """
 
     method: str
@@ -35,6 +36,7 @@ class Instance:
     limit: str = "none"
     random: bool = False
     reads_positions: bool = False
+    data_dependent: bool = False
 
     def __str__(self) -> str:
         values = ",".join(str(v) for v in self.hyperparameters.values())
@@ -69,6 +71,15 @@ def _near_far(method: str, **options) -> Instance:
 
 
 INSTANCES = [
+    Instance(
+        "approx_kmv",
+        {"num_samples": 24},
+        budget=24,
+        small={"num_samples": 5},
+        limit="exact",
+        random=True,
+        data_dependent=True,
+    ),
     _near_far("kdeformer"),
     _near_far("kdeformer", near_field="lsh"),
     _near_far("kdeformer", near_field="window"),

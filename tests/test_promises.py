@@ -476,6 +476,8 @@ def check_compiles(instance: Instance, is_causal: bool, backend: str = "aot_eage
 
 @each_form
 def test_compiles(instance, is_causal):
+    if instance.data_dependent:
+        pytest.skip("its work depends on the data by definition")
     check_compiles(instance, is_causal)
 
 
