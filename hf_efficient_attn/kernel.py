@@ -475,6 +475,26 @@ def weighted_exponential_kde(
     return out, DensityReport(tuple(levels), len(open_), evaluations, rows * count)
 
 
+def softmax_column_norms(
+    queries: Tensor, keys: Tensor, seed: int = 0, *, eps: float = 1.0 / 3.0
+) -> tuple[Tensor, Tensor]:
+    """Logarithms of beta_j, the squared norms of the columns of D^-1 A, and of alpha_i, the row sums of A.
+
+    A = exp(queries keys^T), D = diag(A 1): alpha_i = sum_j exp(<q_i, k_j>) and beta_j = sum_i alpha_i^-2
+    exp(2 <q_i, k_j>), each by `weighted_exponential_kde` (Zandieh et al. 2023, Algorithm 1, lines 3-4). The paper takes
+    alpha to eps / 3 since it divides by it; here columns are drawn by beta, and nothing is divided by alpha.
+
+    Returns:
+        log beta (n,) and log alpha (n_queries,), float64.
+    """
+    log_sums, _ = weighted_exponential_kde(keys, queries, keys.new_ones(len(keys)), eps=eps, seed=seed)
+    # Relative to the largest weight, whose square would leave the numbers where logits are large.
+    logs = -2.0 * log_sums
+    top = logs.max() if len(logs) else logs.sum()
+    norms, _ = weighted_exponential_kde(2.0 * queries.double(), keys, (logs - top).exp(), eps=eps, seed=seed + 1)
+    return norms + top, log_sums
+
+
 def _tables(eps: float, mu: float, tau: float) -> int:
     return max(16, math.ceil(2.0 * eps**-2 * mu**-tau))
 

@@ -58,7 +58,7 @@ class Instance:
         return hea.attention(self.config(), query, key, value, attention_mask=mask, **options)
 
 
-def _near_far(method: str, **options) -> Instance:
+def _near_far(method: str, data_dependent: bool = False, **options) -> Instance:
     """The default near field, "auto", is that of "lsh" but for the causal form, which is that of "window"."""
     return Instance(
         method,
@@ -67,6 +67,7 @@ def _near_far(method: str, **options) -> Instance:
         small={"block_size": 4, "num_samples": 5},
         limit="exact",
         random=True,
+        data_dependent=data_dependent,
     )
 
 
@@ -85,6 +86,7 @@ INSTANCES = [
     _near_far("kdeformer", near_field="window"),
     _near_far("kdeformer", draw="independent"),
     _near_far("kdeformer", column_scores="value_norm"),
+    _near_far("kdeformer", column_scores="kde", data_dependent=True),
     _near_far("hyperattention"),
     _near_far("hyperattention", near_field="lsh"),
     _near_far("hyperattention", near_field="window"),
