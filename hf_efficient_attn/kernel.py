@@ -26,6 +26,8 @@ _MEDIAN = 1.6
 # Share of eps that keys left out by the hash may cost.
 _MISSED = 0.1
 _PLAN_PAIRS = 4096
+# Tables that tell which densities are far below a bound.
+_FIRST = 32
 _ALPHAS = (0.5, 0.4, 1.0 / 3.0, 0.25, 0.2, 0.15, 0.1, 0.05)
 _PILOT, _LIGHT, _PAIRS = 20_001, 30_001, 20_000
 # The greatest ratio of tail to head that the paper finds in its models is 4.6 (section 4.1).
@@ -423,7 +425,8 @@ def weighted_exponential_kde(
     of the densities of Charikar & Siminelakis (2017), used here, where the paper would take the data structure of
     Charikar et al. (2020) with .173. The condition of line 6, mu^-tau <= eps^2 |S|, is that of 2 eps^-2 mu^-tau tables
     being fewer than |S|. A query is open not only where the estimate is below mu, but also where its own standard
-    error is above eps / 3 of it. Sums are in the log domain, so that no exponential overflows.
+    error is above eps / 3 of it, and a query whose estimate from 32 tables is below mu / 4 is not asked with all of
+    them. Sums are in the log domain, so that no exponential overflows.
 
     Args:
         points: x (n, d). queries: y (n_queries, d). weights: v (n,), not negative.
@@ -459,14 +462,21 @@ def weighted_exponential_kde(
     asked = torch.cat((queries, queries.new_zeros(rows, 1)), 1)
     factor = math.log(count) + whole + 0.5 * queries.square().sum(1)
     mu, open_, levels, evaluations = 1.0 / count, torch.arange(rows, device=queries.device), [], 0
-    while _tables(eps, mu, tau) <= len(open_):
+    # Sampling needs no more than float32; the sums that are exact are in float64.
+    hashed, asked = augmented.float(), asked.float()
+    while (tables := _tables(eps, mu, tau)) <= len(open_):
         levels.append((mu, len(open_)))
-        number = len(levels)
-        estimate = kde.gaussian_kde(augmented, asked[open_], mu=mu, tables=_tables(eps, mu, tau), seed=seed,
-                                    stream=1_000_000 * number)  # fmt: skip
-        evaluations += estimate.evaluations
-        done = (estimate.mean >= mu) & (estimate.error <= eps / 3.0 * estimate.mean)
-        out[open_[done]] = estimate.mean[done].log() + factor[open_[done]]
+        stream = 1_000_000 * len(levels)
+        first = kde.gaussian_kde(hashed, asked[open_], mu=mu, tables=_FIRST, seed=seed, stream=stream + 500_000)
+        evaluations += first.evaluations
+        some = (first.mean >= mu / 4.0).nonzero().squeeze(1)
+        done = torch.zeros_like(open_, dtype=torch.bool)
+        if len(some):
+            estimate = kde.gaussian_kde(hashed, asked[open_[some]], mu=mu, tables=tables, seed=seed, stream=stream)
+            evaluations += estimate.evaluations
+            sure = (estimate.mean >= mu) & (estimate.error <= eps / 3.0 * estimate.mean)
+            done[some] = sure
+            out[open_[done]] = estimate.mean[sure].log() + factor[open_[done]]
         mu, open_ = mu / 2.0, open_[~done]
     for rest in kde.row_blocks(len(open_), count):
         scores = torch.addmm(logs, queries[open_[rest]], points.t())
@@ -481,8 +491,9 @@ def softmax_column_norms(
     """Logarithms of beta_j, the squared norms of the columns of D^-1 A, and of alpha_i, the row sums of A.
 
     A = exp(queries keys^T), D = diag(A 1): alpha_i = sum_j exp(<q_i, k_j>) and beta_j = sum_i alpha_i^-2
-    exp(2 <q_i, k_j>), each by `weighted_exponential_kde` (Zandieh et al. 2023, Algorithm 1, lines 3-4). The paper takes
-    alpha to eps / 3 since it divides by it; here columns are drawn by beta, and nothing is divided by alpha.
+    exp(2 <q_i, k_j>), each by `weighted_exponential_kde` (Zandieh et al. 2023, Algorithm 1, lines 3-4). Queries and keys
+    both hold the square root of the scale, as there: distances are then the smallest. The paper takes alpha to eps / 3
+    since it divides by it; here columns are drawn by beta, and nothing is divided by alpha.
 
     Returns:
         log beta (n,) and log alpha (n_queries,), float64.
@@ -491,7 +502,8 @@ def softmax_column_norms(
     # Relative to the largest weight, whose square would leave the numbers where logits are large.
     logs = -2.0 * log_sums
     top = logs.max() if len(logs) else logs.sum()
-    norms, _ = weighted_exponential_kde(2.0 * queries.double(), keys, (logs - top).exp(), eps=eps, seed=seed + 1)
+    root = 2.0**0.5
+    norms, _ = weighted_exponential_kde(root * queries, root * keys, (logs - top).exp(), eps=eps, seed=seed + 1)
     return norms + top, log_sums
 
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import hf_efficient_attn as hea
+from hf_efficient_attn import cli
 from hf_efficient_attn.ops import kde
 from instances import numbers
+from recipes.benchmarks import kernel as recipe
 
 DELTA = 0.1
 
@@ -316,3 +318,54 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 300
+
+
+def test_norms_of_the_columns_of_attention():
+    """Algorithm 1, lines 3-4, against the dense softmax; logits so large that their squares' exponentials overflow."""
+    for size, length in ((0.6, 2500), (0.6, 50), (30.0, 50)):
+        queries, keys = (size * numbers(length, 8, seed=i) for i in range(2))
+        norms, sums = hea.kernel.softmax_column_norms(queries, keys)
+        scores = queries @ keys.t()
+        true = (2.0 * scores.log_softmax(1)).logsumexp(0)
+        assert ((sums - scores.logsumexp(1)).exp() - 1).abs().max() < 0.5
+        # beta is to a third, of an alpha to a third whose square it is divided by.
+        assert (norms - true).abs().max() < math.log(4.0)
+        assert (norms - true).abs().median() < 0.15
+        assert length < 1000 or (norms - true).abs().max() > 1e-3
+
+
+def test_densities_choose_better_columns_than_values():
+    """A dozen keys that all queries attend to, beyond the lengths at which densities are computed exactly."""
+    query, key, value = (numbers(1, 1, 2048, 8, seed=i) * 0.5 for i in range(3))
+    at = torch.randperm(2048, generator=torch.Generator().manual_seed(0))[:12]
+    query[..., 0] += 2.0
+    key[:, :, at, 0] += 5.0
+    exact = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+    options = {"block_size": 16, "num_samples": 32, "near_field": "window"}
+    errors = {}
+    for scores in ("kde", "value_norm"):
+        outs = [
+            hea.functional.kdeformer_attention(query, key, value, column_scores=scores, seed=s, **options)
+            for s in range(2)
+        ]
+        errors[scores] = sum((out - exact).norm() for out in outs)
+    assert errors["kde"] < 0.8 * errors["value_norm"]
+
+
+# The recipe.
+
+
+def test_exponent_of_growth():
+    assert recipe.exponent([512, 1024, 4096], [5.0, 10.0, 40.0]) == pytest.approx(2.0)
+    assert recipe.exponent([512, 1024], [5.0, 5.0]) == pytest.approx(1.0)
+    assert recipe.exponent([512], [5.0]) is None
+
+
+def test_recipe_prints_its_table(capsys, tmp_path):
+    arguments = ["--length", "256,640", "--eps", "0.8", "--csv", str(tmp_path / "k.csv")]
+    assert cli.run(recipe.app, arguments, "kernel") == 0
+    printed = capsys.readouterr().out
+    assert "exponent of evaluations and projections, all lengths: 1." in printed
+    lines = (tmp_path / "k.csv").read_text().splitlines()
+    assert len(lines) == 3 and lines[0].startswith("length,error,norm,exact")
+    assert cli.run(recipe.app, ["--length", "8"], "kernel") != 0

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from hf_efficient_attn.ops.blocks import ceil_div, inverse, over_heads, pad_to_blocks, take
 from hf_efficient_attn.ops.exact import exact_attention, key_bias
 from hf_efficient_attn.ops.hashing import angular_hash, hyperplanes, sort_by_hash
-from hf_efficient_attn.ops.near_far import plan_far
+from hf_efficient_attn.ops.near_far import balanced, plan_far
 from hf_efficient_attn.ops.partial import Partial, accumulator, attend
 from hf_efficient_attn.ops.random import offsets
 from hf_efficient_attn.ops.sampling import largest_eigenvalue, stratified_ranks
@@ -63,8 +63,7 @@ def segment_scores(kind, query, key, squares, gram, scale: float, num_probes: in
     if callable(kind):
         # The norms of each segment's own softmax, head by head and segment by segment.
         norms = [
-            kind(q.double() * scale, k.double(), seed)[0]
-            for q, k in zip(query.flatten(0, 1), key.flatten(0, 1), strict=True)
+            kind(*balanced(q, k, scale), seed)[0] for q, k in zip(query.flatten(0, 1), key.flatten(0, 1), strict=True)
         ]
         norms = torch.stack(norms).view(heads, pairs, length).exp().to(squares.dtype)
         gamma = 1.0 / largest_eigenvalue(gram.flatten(0, 1)).clamp(min=torch.finfo(squares.dtype).tiny)

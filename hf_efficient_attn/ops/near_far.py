@@ -6,6 +6,7 @@ say which they are; they are made without gradient, and the readable form in `de
 one.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -137,6 +138,12 @@ def probe_scores(query, key, near: Near, mask, scale: float, num_probes: int, of
     return weights.square_().sum(1) * (near.queries / num_probes)
 
 
+def balanced(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Float64 queries and keys whose products are the scores, the scale shared by both."""
+    root = math.sqrt(abs(scale))
+    return query.double() * math.copysign(root, scale), key.double() * root
+
+
 def density_scores(norms, query, key, near: Near, mask, scale: float, seed) -> Tensor:
     """Squared norms of the residual's columns from estimates of those of D^-1 A (Zandieh et al. 2023, Eq. 10-11).
 
@@ -145,7 +152,7 @@ def density_scores(norms, query, key, near: Near, mask, scale: float, seed) -> T
 
     Args:
         norms: norms(queries (Nq, D), keys (Nk, D), seed) -> log of the squared column norms (Nk,) and of the row sums
-            (Nq,), float64; the scale is in the queries.
+            (Nq,), float64, of what `balanced` gives.
 
     Returns:
         (A, Nk), in the order of the positions.
@@ -158,7 +165,7 @@ def density_scores(norms, query, key, near: Near, mask, scale: float, seed) -> T
         own = there if query.shape[1] == key.shape[1] else torch.ones_like(number, dtype=torch.bool)
         if not there.any():
             continue
-        keys, queries = key[a].double(), (query[a].double() * scale).masked_fill(~own[:, None], 0.0)
+        queries, keys = balanced(query[a].masked_fill(~own[:, None], 0.0), key[a], scale)
         log_norms, log_sums = norms(queries[own], keys[there], seed)
         logs = torch.full_like(queries[:, 0], -torch.inf).masked_scatter(own, -2.0 * log_sums)
         place = number if near.query_order is None else near.query_order[a]
