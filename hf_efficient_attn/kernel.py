@@ -449,7 +449,11 @@ def weighted_exponential_kde(
         raise UnsupportedAttentionError(f"eps={eps} must be above 0 and below 1, tau={tau} above 0 and at most 1")
     if bool((weights < 0).any()):
         raise UnsupportedAttentionError("weights below 0 make no density; split them by sign into two sums")
-    points, queries, logs = points.double(), queries.double(), weights.double().log()
+    return _log_densities(points.double(), queries.double(), weights.double().log(), eps, seed, tau)
+
+
+def _log_densities(points: Tensor, queries: Tensor, logs: Tensor, eps: float, seed, tau: float = 0.5) -> tuple:
+    """`weighted_exponential_kde` by the logarithms of the weights, all float64."""
     there = logs > -torch.inf
     points, logs = points[there], logs[there]
     rows, count = queries.shape[0], points.shape[0]
@@ -491,20 +495,16 @@ def softmax_column_norms(
     """Logarithms of beta_j, the squared norms of the columns of D^-1 A, and of alpha_i, the row sums of A.
 
     A = exp(queries keys^T), D = diag(A 1): alpha_i = sum_j exp(<q_i, k_j>) and beta_j = sum_i alpha_i^-2
-    exp(2 <q_i, k_j>), each by `weighted_exponential_kde` (Zandieh et al. 2023, Algorithm 1, lines 3-4). Queries and keys
-    both hold the square root of the scale, as there: distances are then the smallest. The paper takes alpha to eps / 3
-    since it divides by it; here columns are drawn by beta, and nothing is divided by alpha.
+    exp(2 <q_i, k_j>), each by `weighted_exponential_kde` (Zandieh et al. 2023, Algorithm 1, lines 3-4). Queries and
+    keys both hold the square root of the scale, as there: distances are then the smallest. The paper takes alpha to
+    eps / 3 since it divides by it; here columns are drawn by beta, and nothing is divided by alpha.
 
     Returns:
         log beta (n,) and log alpha (n_queries,), float64.
     """
-    log_sums, _ = weighted_exponential_kde(keys, queries, keys.new_ones(len(keys)), eps=eps, seed=seed)
-    # Relative to the largest weight, whose square would leave the numbers where logits are large.
-    logs = -2.0 * log_sums
-    top = logs.max() if len(logs) else logs.sum()
-    root = 2.0**0.5
-    norms, _ = weighted_exponential_kde(root * queries, root * keys, (logs - top).exp(), eps=eps, seed=seed + 1)
-    return norms + top, log_sums
+    queries, keys, root = queries.double(), keys.double(), math.sqrt(2.0)
+    log_sums, _ = _log_densities(keys, queries, keys.new_zeros(len(keys)), eps, seed)
+    return _log_densities(root * queries, root * keys, -2.0 * log_sums, eps, seed + 1)[0], log_sums
 
 
 def _tables(eps: float, mu: float, tau: float) -> int:

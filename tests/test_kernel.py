@@ -338,8 +338,8 @@ def test_densities_choose_better_columns_than_values():
     """A dozen keys that all queries attend to, beyond the lengths at which densities are computed exactly."""
     query, key, value = (numbers(1, 1, 2048, 8, seed=i) * 0.5 for i in range(3))
     at = torch.randperm(2048, generator=torch.Generator().manual_seed(0))[:12]
-    query[..., 0] += 2.0
-    key[:, :, at, 0] += 5.0
+    query[..., 0] += 3.0
+    key[:, :, at, 0] += 7.0
     exact = torch.nn.functional.scaled_dot_product_attention(query, key, value)
     options = {"block_size": 16, "num_samples": 32, "near_field": "window"}
     errors = {}
