@@ -2,9 +2,11 @@
 
 import hf_efficient_attn.methods
 from hf_efficient_attn import analysis, functional, integration
+from hf_efficient_attn import functional, integration, kernel
 from hf_efficient_attn.conversion import convert, extend_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
+from hf_efficient_attn.methods.approx_kmv import ApproxKMVConfig
 from hf_efficient_attn.methods.base import MethodConfig, MethodInfo, available_methods, method_info
 from hf_efficient_attn.methods.call import attention, naive_attention
 from hf_efficient_attn.methods.eva import EvaConfig

@@ -28,6 +28,7 @@ class Instance:
     reads_positions: whether a hole in the middle of a mask is more than the absence of its tokens.
     averages: whether the weights of a row are positive and sum to 1.
     exact_steps: whether a step of decoding attends to all keys exactly, rather than as the whole sequence does.
+    data_dependent: whether its work depends on the data by definition, so that it is not compiled.
     """
 
     method: str
@@ -39,6 +40,7 @@ class Instance:
     reads_positions: bool = False
     averages: bool = True
     exact_steps: bool = False
+    data_dependent: bool = False
 
     def __str__(self) -> str:
         values = ",".join(str(v) for v in self.hyperparameters.values())
@@ -60,7 +62,7 @@ class Instance:
         return hea.attention(self.config(), query, key, value, attention_mask=mask, **options)
 
 
-def _near_far(method: str, **options) -> Instance:
+def _near_far(method: str, data_dependent: bool = False, **options) -> Instance:
     """The default near field, "auto", is that of "lsh" but for the causal form, which is that of "window"."""
     return Instance(
         method,
@@ -93,15 +95,26 @@ def _scatterbrain(**options) -> Instance:
         small={"block_size": 4, "num_features": 5},
         limit="exact",
         random=True,
+        data_dependent=data_dependent,
     )
 
 
 INSTANCES = [
+    Instance(
+        "approx_kmv",
+        {"num_samples": 24},
+        budget=24,
+        small={"num_samples": 5},
+        limit="exact",
+        random=True,
+        data_dependent=True,
+    ),
     _near_far("kdeformer"),
     _near_far("kdeformer", near_field="lsh"),
     _near_far("kdeformer", near_field="window"),
     _near_far("kdeformer", draw="independent"),
     _near_far("kdeformer", column_scores="value_norm"),
+    _near_far("kdeformer", column_scores="kde", data_dependent=True),
     _near_far("hyperattention"),
     _near_far("hyperattention", near_field="lsh"),
     _near_far("hyperattention", near_field="window"),

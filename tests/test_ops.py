@@ -809,7 +809,7 @@ def test_grouped_attention_is_attention(rows, tiles, columns, width, hole):
 @pytest.mark.parametrize("near_field", ["lsh", "window"])
 @pytest.mark.parametrize("length", [301, 1100])
 def test_both_cpu_paths_agree(near_field, length):
-    """With oneDNN and without it: what runs depends on the processor."""
+    """With oneDNN and without it: what runs depends on the processor and the number of threads."""
     query, key, value = (torch.randn(2, 3, length, 16) for _ in range(3))
     mask = torch.rand(2, length) > 0.3
     options = {"near_field": near_field, "block_size": 32, "num_samples": 32, "attention_mask": mask}

@@ -276,8 +276,10 @@ def test_rows_of_a_batch_are_alone(instance, is_causal, data, mask):
 @each_form
 def test_rows_of_a_large_batch_are_alone(instance, is_causal):
     """So large that heads and rows are worked on a few at a time."""
-    check_batch(instance, is_causal, "right", heads=4, key_heads=2, queries=1500, width=64)
-    check_batch(instance, is_causal, heads=6, key_heads=3, queries=5000, width=64, batch=2)
+    # What is hashed for densities and kernels works on one head at a time anyway, and takes its time.
+    short, long = (300, 700) if instance.data_dependent else (1500, 5000)
+    check_batch(instance, is_causal, "right", heads=4, key_heads=2, queries=short, width=64)
+    check_batch(instance, is_causal, heads=6, key_heads=3, queries=long, width=64, batch=2)
 
 
 # 5. Seeds.
@@ -475,6 +477,8 @@ def check_compiles(instance: Instance, is_causal: bool, backend: str = "aot_eage
 
 @each_form
 def test_compiles(instance, is_causal):
+    if instance.data_dependent:
+        pytest.skip("its work depends on the data by definition")
     check_compiles(instance, is_causal)
 
 

@@ -1,6 +1,7 @@
 """The methods, one file each; importing this registers them all."""
 
 from hf_efficient_attn.methods import (
+    approx_kmv,
     eva,
     hyperattention,
     kdeformer,
@@ -14,6 +15,7 @@ from hf_efficient_attn.methods import (
 )
 
 __all__ = [
+    "approx_kmv",
     "eva",
     "hyperattention",
     "kdeformer",

@@ -6,8 +6,10 @@ Which equation is which line, and where this departs from the paper:
   `near_far.plan_lsh`. The key block of a query block is placed by the hash of its middle query, not by its number.
 - Far field, A_res = A - A_spar: m columns with p_j proportional to the squared norm of column j of D^-1 A_res plus
   gamma |v_j|^2 (Algorithm 1, lines 2 and 5; Algorithm 3, line 3), gamma = 1 / |V|_op^2 by the power method. A sampled
-  column that lies in a query's own block has weight 0 for it. The norms come from the exact rows of `num_probes`
-  queries rather than from a kernel density estimate.
+  column that lies in a query's own block has weight 0 for it. By default the norms come from the exact rows of
+  `num_probes` queries rather than from a kernel density estimate. `column_scores="kde"` is the paper's: Algorithm 1,
+  lines 3-4, with Algorithm 2 on densities by hashing (`kernel.softmax_column_norms`), less the norms of the near field
+  (Algorithm 3, line 3); its work depends on the data, and it is not for torch.compile.
 - Columns are drawn without replacement (systematic sampling, inclusion probability pi_j, weight 1/pi_j), which has a
   lower variance at the same budget; `draw="independent"` is Algorithm 1's draw with weights 1/(m p_j).
 - Algorithm 1 divides by a separate estimate of D. Here the denominator of a row is the sum of the very weights of its
@@ -32,8 +34,8 @@ class KDEformerConfig(NearFarConfig):
     column_scores: str = option(
         "probe",
         "What columns are sampled by. 'probe': their norms in the exact rows of some queries, plus gamma |v|^2. "
-        "'value_norm': |v|^2 alone.",
-        choices=("probe", "value_norm"),
+        "'kde': their norms by hashed kernel densities, plus gamma |v|^2. 'value_norm': |v|^2 alone.",
+        choices=("probe", "kde", "value_norm"),
     )
     num_probes: int = option(32, "Queries whose exact rows estimate the column norms.", minimum=1)
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.kernel import softmax_column_norms
 from hf_efficient_attn.methods.base import MethodConfig, option
 from hf_efficient_attn.ops import causal, near_far
 from hf_efficient_attn.ops.blocks import inverse, take, valid_first
@@ -56,7 +57,7 @@ class NearFarConfig(MethodConfig):
 def _plan_options(config: NearFarConfig, query: Tensor, scale: float, seed) -> dict:
     return {
         "num_samples": config.num_samples,
-        "scores": config.column_scores,
+        "scores": softmax_column_norms if config.column_scores == "kde" else config.column_scores,
         "num_probes": config.num_probes,
         "independent": config.draw == "independent",
         "scale": scale,

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from hf_efficient_attn.ops.blocks import ceil_div, inverse, over_heads, pad_to_blocks, take
 from hf_efficient_attn.ops.exact import exact_attention, key_bias
 from hf_efficient_attn.ops.hashing import angular_hash, hyperplanes, sort_by_hash
-from hf_efficient_attn.ops.near_far import plan_far
+from hf_efficient_attn.ops.near_far import balanced, plan_far
 from hf_efficient_attn.ops.partial import Partial, accumulator, attend
 from hf_efficient_attn.ops.random import offsets
 from hf_efficient_attn.ops.sampling import largest_eigenvalue, stratified_ranks
@@ -48,7 +48,7 @@ def left_segments(x: Tensor, pairs: int, span: int) -> Tensor:
     return view.movedim(-1, 2)
 
 
-def segment_scores(kind: str, query, key, squares, gram, scale: float, num_probes: int, offset: Tensor) -> Tensor:
+def segment_scores(kind, query, key, squares, gram, scale: float, num_probes: int, offset: Tensor, seed=0) -> Tensor:
     """Unnormalised sampling probabilities of the keys of segments, from each segment's own queries.
 
     Args:
@@ -60,7 +60,15 @@ def segment_scores(kind: str, query, key, squares, gram, scale: float, num_probe
         (A, J, L).
     """
     heads, pairs, length, _ = key.shape
-    if kind == "probe":
+    if callable(kind):
+        # The norms of each segment's own softmax, head by head and segment by segment.
+        norms = [
+            kind(*balanced(q, k, scale), seed)[0] for q, k in zip(query.flatten(0, 1), key.flatten(0, 1), strict=True)
+        ]
+        norms = torch.stack(norms).view(heads, pairs, length).exp().to(squares.dtype)
+        gamma = 1.0 / largest_eigenvalue(gram.flatten(0, 1)).clamp(min=torch.finfo(squares.dtype).tiny)
+        squares = torch.addcmul(norms, squares, gamma.view(heads, pairs, 1))
+    elif kind == "probe":
         place = stratified_ranks(num_probes, length, offset)
         place = place[:, None, :, None].expand(-1, pairs, -1, query.shape[3])
         probes = query.gather(2, place).to(squares.dtype) * scale
@@ -87,7 +95,7 @@ def plan_segments(query, key, value, *, size, num_samples, scores, num_probes, i
         gram = torch.zeros(heads, max(completed, 0), 0, 0, dtype=wide, device=value.device)
         if scores != "uniform":
             squares = torch.linalg.vector_norm(value, dim=-1, dtype=wide).square()
-        if scores == "probe" and completed > 0:
+        if (scores == "probe" or callable(scores)) and completed > 0:
             blocks = value[:, : completed * size].to(wide).unflatten(1, (completed, size))
             gram = blocks.transpose(2, 3) @ blocks
         for level in range(max(completed, 0).bit_length()):
@@ -108,6 +116,7 @@ def plan_segments(query, key, value, *, size, num_samples, scores, num_probes, i
                 scale,
                 num_probes,
                 probe_offset,
+                seed,
             )
             turns = draw_offset.expand(-1, pairs).flatten()
             far = plan_far(weights.flatten(0, 1), count, turns, seed, independent)

@@ -6,6 +6,7 @@ say which they are; they are made without gradient, and the readable form in `de
 one.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,8 @@ from hf_efficient_attn.ops.sampling import (
 from hf_efficient_attn.ops.tiles import attend_grouped, use_grouped
 
 _NORM_ROWS = 1024
+# Tiles at a time, of a near field whose entries are computed for themselves.
+_TILES = 16
 
 
 class Near(NamedTuple):
@@ -135,6 +138,48 @@ def probe_scores(query, key, near: Near, mask, scale: float, num_probes: int, of
     return weights.square_().sum(1) * (near.queries / num_probes)
 
 
+def balanced(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Float64 queries and keys whose products are the scores, the scale shared by both."""
+    root = math.sqrt(abs(scale))
+    return query.double() * math.copysign(root, scale), key.double() * root
+
+
+def density_scores(norms, query, key, near: Near, mask, scale: float, seed) -> Tensor:
+    """Squared norms of the residual's columns from estimates of those of D^-1 A (Zandieh et al. 2023, Eq. 10-11).
+
+    From each column's estimate what lies in the near field is taken away (Algorithm 3, line 3), and no less than 0 is
+    left. Each head is a problem of its own, on the tokens that are there.
+
+    Args:
+        norms: norms(queries (Nq, D), keys (Nk, D), seed) -> log of the squared column norms (Nk,) and of the row sums
+            (Nq,), float64, of what `balanced` gives.
+
+    Returns:
+        (A, Nk), in the order of the positions.
+    """
+    out = torch.zeros(key.shape[:2], dtype=torch.float64, device=key.device)
+    held = near.start[:, :, None] + torch.arange(near.span, device=key.device)
+    number = torch.arange(query.shape[1], device=key.device)
+    for a in range(key.shape[0]):
+        there = torch.ones_like(out[a], dtype=torch.bool) if mask is None else mask[a]
+        own = there if query.shape[1] == key.shape[1] else torch.ones_like(number, dtype=torch.bool)
+        if not there.any():
+            continue
+        queries, keys = balanced(query[a].masked_fill(~own[:, None], 0.0), key[a], scale)
+        log_norms, log_sums = norms(queries[own], keys[there], seed)
+        logs = torch.full_like(queries[:, 0], -torch.inf).masked_scatter(own, -2.0 * log_sums)
+        place = number if near.query_order is None else near.query_order[a]
+        index = held[a] if near.key_order is None else near.key_order[a][held[a]]
+        rows = torch.nn.functional.pad(place, (0, index.shape[0] * near.rows - len(place)), value=-1)
+        rows, near_norms = rows.view(-1, near.rows), torch.zeros_like(out[a])
+        for some, columns in zip(rows.split(_TILES), index.split(_TILES), strict=True):
+            weight = logs[some].masked_fill(some < 0, -torch.inf)
+            pairs = 2.0 * queries[some] @ keys[columns].transpose(1, 2) + weight[:, :, None]
+            near_norms.index_add_(0, columns.flatten(), pairs.exp().sum(1).flatten())
+        out[a, there] = (log_norms.exp() - near_norms[there]).clamp(min=0.0)
+    return out.to(accumulator(query.dtype))
+
+
 def sampled_norm_squared(value: Tensor, near: Near) -> Tensor:
     """|V|_op^2 by the power method on 1,024 values spread evenly over the places, (A, 1).
 
@@ -147,11 +192,12 @@ def sampled_norm_squared(value: Tensor, near: Near) -> Tensor:
     return operator_norm_squared(take(value, index).to(accumulator(value.dtype))) * (near.count / _NORM_ROWS)
 
 
-def column_scores(kind: str, query, key, value, near: Near, mask, scale, num_probes, offset) -> Tensor:
+def column_scores(kind, query, key, value, near: Near, mask, scale, num_probes, offset, seed=0) -> Tensor:
     """Unnormalised sampling probabilities of the columns, (A, Nk) in the order of the places; 0 for absent keys.
 
     kind: "uniform"; "value_norm", |v_j|^2; "probe", estimated squared column norm of D^-1 A_res + gamma |v_j|^2 with
-    gamma = 1 / |V|_op^2 (Algorithm 1, lines 2 and 5, and Algorithm 3, line 3, of Zandieh et al. 2023).
+    gamma = 1 / |V|_op^2 (Algorithm 1, lines 2 and 5, and Algorithm 3, line 3, of Zandieh et al. 2023); or the function
+    of `density_scores`, whose norms then take the place of those of the probes.
     """
     wide = accumulator(value.dtype)
     if kind == "uniform":
@@ -162,7 +208,11 @@ def column_scores(kind: str, query, key, value, near: Near, mask, scale, num_pro
             scores = squares
         else:
             gamma = 1.0 / sampled_norm_squared(value, near).clamp(min=torch.finfo(wide).tiny)
-            scores = probe_scores(query, key, near, mask, scale, num_probes, offset) + gamma * squares
+            if kind == "probe":
+                norms = probe_scores(query, key, near, mask, scale, num_probes, offset)
+            else:
+                norms = density_scores(kind, query, key, near, mask, scale, seed)
+            scores = norms + gamma * squares
         # A column of zero norm could still hold weight in the denominator: every key keeps some chance.
         count = near.count if isinstance(near.count, int) else near.count.clamp(min=1)
         scores = scores + scores.sum(1, keepdim=True) * (1e-6 / count) + torch.finfo(wide).tiny
@@ -207,7 +257,7 @@ def make_plan(query, key, value, mask, *, near_field, block_size, num_samples, n
         else:
             near = plan_window(query.shape[1], key.shape[1], block_size, mask, query.shape[0], query.device)
         probe_offset, draw_offset = (offsets(heads, seed, stream, query.device).repeat(batch) for stream in (11, 12))
-        weights = column_scores(scores, query, key, value, near, mask, scale, num_probes, probe_offset)
+        weights = column_scores(scores, query, key, value, near, mask, scale, num_probes, probe_offset, seed)
         small = None
         if mask is not None:
             small = near.count <= near.span + num_samples

@@ -15,13 +15,20 @@ _SCORES = 1 << 20
 
 
 def use_grouped(*tensors: Tensor | None) -> bool:
-    """Whether `attend_grouped` can take these tensors, and is worth it: float32 on a CPU with AVX-512, no gradient."""
+    """Whether `attend_grouped` can take these tensors, and is worth it: float32 on a CPU with AVX-512, no gradient.
+
+    With one thread PyTorch does not give a 1 x 1 convolution to oneDNN, but to a plain loop.
+    """
     given = [x for x in tensors if x is not None]
     if torch.compiler.is_compiling() or any(x.dtype != torch.float32 or x.device.type != "cpu" for x in given):
         return False
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         return False
-    return torch.backends.mkldnn.enabled and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return (
+        torch.get_num_threads() > 1
+        and torch.backends.mkldnn.enabled
+        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    )
 
 
 def grouped_product(rows: Tensor, matrices: Tensor, bias: Tensor | None = None) -> Tensor:
