@@ -1,8 +1,7 @@
 """Sub-quadratic attention for Transformers: `from_pretrained(..., attn_implementation="kdeformer")` after this."""
 
 import hf_efficient_attn.methods
-from hf_efficient_attn import analysis, functional, integration
-from hf_efficient_attn import functional, integration, kernel
+from hf_efficient_attn import analysis, functional, integration, kernel
 from hf_efficient_attn.conversion import convert, extend_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig

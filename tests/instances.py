@@ -72,6 +72,7 @@ def _near_far(method: str, data_dependent: bool = False, **options) -> Instance:
         limit="exact",
         random=True,
         exact_steps=True,
+        data_dependent=data_dependent,
     )
 
 
@@ -95,7 +96,6 @@ def _scatterbrain(**options) -> Instance:
         small={"block_size": 4, "num_features": 5},
         limit="exact",
         random=True,
-        data_dependent=data_dependent,
     )
 
 
