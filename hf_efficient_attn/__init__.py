@@ -10,7 +10,9 @@ from hf_efficient_attn.methods.call import attention, naive_attention
 from hf_efficient_attn.methods.hyperattention import HyperAttentionConfig
 from hf_efficient_attn.methods.kdeformer import KDEformerConfig
 from hf_efficient_attn.methods.linear import LinearConfig
+from hf_efficient_attn.methods.linformer import LinformerConfig
 from hf_efficient_attn.methods.longformer import LongformerConfig
+from hf_efficient_attn.methods.nystromformer import NystromformerConfig
 from hf_efficient_attn.methods.performer import PerformerConfig
 
 __version__ = "0.1.0"

@@ -26,6 +26,7 @@ class Instance:
         with the budget without an end, "none" where the method is an attention of its own.
     random: whether the seed matters.
     reads_positions: whether a hole in the middle of a mask is more than the absence of its tokens.
+    averages: whether the weights of a row are positive and sum to 1.
     """
 
     method: str
@@ -35,6 +36,7 @@ class Instance:
     limit: str = "none"
     random: bool = False
     reads_positions: bool = False
+    averages: bool = True
 
     def __str__(self) -> str:
         values = ",".join(str(v) for v in self.hyperparameters.values())
@@ -95,6 +97,23 @@ INSTANCES = [
         reads_positions=True,
     ),
     Instance("linear"),
+    # Ten tokens a segment, and room for the longest sequence of the tests.
+    Instance(
+        "linformer",
+        {"projection_dim": 512, "max_length": 5000},
+        small={"projection_dim": 100, "max_length": 300},
+    ),
+    *(
+        Instance(
+            "nystromformer",
+            {"num_landmarks": 16, "pinv": pinv},
+            budget=16,
+            small={"num_landmarks": 4},
+            limit="exact",
+            averages=False,
+        )
+        for pinv in ("iterative", "solve")
+    ),
     Instance("performer", {"num_features": 32}, small={"num_features": 7}, limit="expectation", random=True),
 ]
 

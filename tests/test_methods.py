@@ -153,6 +153,8 @@ def test_causal_queries_are_the_last_positions(instance, is_causal, mask):
 
 @each_instance
 def test_more_causal_queries_than_keys_see_nothing_at_first(instance):
+    if not instance.info.causal:
+        pytest.skip("no causal form")
     query, key, value = inputs(queries=90, keys=70)
     out = instance(query, key, value, is_causal=True)
     assert torch.equal(out[:, :, :20], torch.zeros_like(out[:, :, :20]))
@@ -288,6 +290,7 @@ def test_a_budget_is_what_a_query_costs(instance):
         assert values["seed"] == 7
         cost = {
             "block_size": 1, "num_samples": 1, "num_features": 1, "window_size": 2, "global_tokens": 1,
+            "num_landmarks": 2, "projection_dim": 1,
         }  # fmt: skip
         total = sum(cost.get(name, 0) * value for name, value in values.items() if isinstance(value, int))
         assert instance.method == "linear" or columns - 2 <= total <= columns
@@ -314,7 +317,7 @@ def test_ablations_of_the_fields_run(instance):
     """No near or far field to speak of, one of everything: extremes that the checks let through."""
     row = inputs(queries=70, dtype=torch.float64)
     for spec in dataclasses.fields(instance.config()):
-        if spec.metadata["minimum"] is None:
+        if spec.metadata["minimum"] is None or spec.name == "max_length":
             continue
         for value in (spec.metadata["minimum"], 33):
             config = instance.config(**{spec.name: value})
@@ -375,9 +378,9 @@ def test_functional_form_is_attention(instance):
     form = getattr(hea.functional, f"{instance.method}_attention")
     row = inputs(batch=2, queries=90)
     there = padding_mask("left", 2, 90)
-    options = {"attention_mask": there, "is_causal": True, "scale": 0.4, "seed": 3}
-    ours = form(*row, **options, **instance.hyperparameters)
-    assert torch.equal(ours, instance(*row, there, is_causal=True, scale=0.4, seed=3))
+    options = {"is_causal": instance.info.causal, "scale": 0.4, "seed": 3}
+    ours = form(*row, attention_mask=there, **options, **instance.hyperparameters)
+    assert torch.equal(ours, instance(*row, there, **options))
     with pytest.raises(hea.UnsupportedAttentionError, match="unknown hyperparameter 'qqq'"):
         form(*row, qqq=1)
 
@@ -388,9 +391,11 @@ def test_functional_form_documents_itself(instance):
     parameters = inspect.signature(form).parameters
     standard = {"attention_mask": None, "is_causal": False, "scale": None, "dropout_p": 0.0, "seed": 0}
     own = {f.name: f.default for f in dataclasses.fields(instance.config()) if f.name != "seed"}
-    assert list(parameters) == ["query", "key", "value", *standard, *own]
+    learned = instance.info.learned_parameters
+    assert list(parameters) == ["query", "key", "value", *standard, *own, *learned]
+    assert all(parameters[name].default is None for name in learned)
     assert {name: parameters[name].default for name in (*standard, *own)} == {**standard, **own}
-    assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in (*standard, *own))
+    assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in (*standard, *own, *learned))
     assert all(f.metadata["help"] in form.__doc__ for f in dataclasses.fields(instance.config()) if f.name != "seed")
     assert form.__name__ in dir(hea.functional)
     assert form.__name__ == f"{instance.method}_attention"

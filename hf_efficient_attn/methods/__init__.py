@@ -1,5 +1,5 @@
 """The methods, one file each; importing this registers them all."""
 
-from hf_efficient_attn.methods import hyperattention, kdeformer, linear, longformer, performer
+from hf_efficient_attn.methods import hyperattention, kdeformer, linear, linformer, longformer, nystromformer, performer
 
-__all__ = ["hyperattention", "kdeformer", "linear", "longformer", "performer"]
+__all__ = ["hyperattention", "kdeformer", "linear", "linformer", "longformer", "nystromformer", "performer"]

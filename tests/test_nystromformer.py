@@ -1,0 +1,347 @@
+"""The Nystromformer: landmarks, pseudo-inverses, the convolution, and implementations by others."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from nystrom_attention.nystrom_attention import NystromAttention, moore_penrose_iter_pinv
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import NystromformerConfig as TheirConfig
+from transformers.models.nystromformer.modeling_nystromformer import NystromformerSelfAttention
+
+import hf_efficient_attn as hea
+import test_promises as promises
+from hf_efficient_attn.methods.base import get_method
+from hf_efficient_attn.ops.landmarks import attend_columns, masked_segments, segment_means
+from hf_efficient_attn.ops.pinv import DAMPING, damped_solve, iterative_pinv
+from instances import Instance, inputs, numbers, padding_mask, relative_error
+
+HEADS, WIDTH = 3, 8
+nystromformer = hea.functional.nystromformer_attention
+
+
+def close(ours, other, tolerance: float = 1e-9) -> None:
+    torch.testing.assert_close(ours, other, rtol=tolerance, atol=tolerance)
+
+
+# Landmarks.
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("length", "count"), [(1, 1), (12, 4), (13, 4), (15, 4), (3, 7), (7, 7), (1, 5), (40, 1)])
+def test_segment_means_are_those_of_a_loop(length, count, dtype):
+    x = numbers(2, length, 3, dtype=dtype)
+    ours = segment_means(x, count)
+    assert ours.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    parts = x.to(ours.dtype).tensor_split(count, 1)
+    expected = torch.stack([p.mean(1) if p.shape[1] else torch.zeros_like(p.sum(1)) for p in parts], 1)
+    close(ours, expected, 1e-12 if dtype == torch.float64 else 1e-6)
+
+
+@pytest.mark.parametrize("kind", ["left", "right", "holes", "empty"])
+@pytest.mark.parametrize(("length", "count"), [(1, 1), (13, 4), (40, 7), (5, 9)])
+def test_masked_segments_are_those_of_the_tokens_that_are_there(length, count, kind):
+    x, mask = numbers(3, length, 2), padding_mask(kind, 3, length, 1)
+    segments = masked_segments(mask, count, torch.float64)
+    ours = segment_means(x, count, segments)
+    for b in range(3):
+        close(ours[b : b + 1], segment_means(x[b : b + 1, mask[b]], count))
+        assert (~segments.empty[b]).sum() == min(count, int(mask[b].sum()))
+
+
+@pytest.mark.parametrize("value_width", [4, 3])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_attend_columns_without_columns_is_zero(value_width, dropout_p):
+    query, key, value = numbers(2, 9, 4), numbers(2, 5, 4, seed=1), numbers(2, 5, value_width, seed=2)
+    bias = torch.zeros(2, 5, dtype=torch.float64)
+    bias[0] = -torch.inf
+    bias[1, 3:] = -torch.inf
+    options = {"scale": 0.5, "dropout_p": dropout_p, "dtype": torch.float64}
+    torch.manual_seed(0)
+    out = attend_columns(query, key, value, bias, **options)
+    assert torch.equal(out[0], torch.zeros_like(out[0]))
+    if not dropout_p:
+        close(out[1], scaled_dot_product_attention(query[1], key[1, :3], value[1, :3], scale=0.5))
+        # Laid out by columns, as a solver leaves it.
+        turned = value.mT.contiguous().mT
+        close(attend_columns(query, key, turned, bias, **options), out)
+
+
+# Pseudo-inverses.
+
+
+def softmax_matrices(count: int, spread: float = 2.0, batch: int = 4):
+    return (spread * numbers(batch, count, count)).softmax(-1)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 20])
+def test_the_iteration_converges_to_the_pseudo_inverse(count):
+    matrix = softmax_matrices(count)
+    exact = torch.linalg.pinv(matrix)
+    errors = [relative_error(iterative_pinv(matrix, steps), exact) for steps in (2, 6, 10, 40)]
+    assert errors[-1] < 1e-8
+    assert count < 3 or errors[0] > errors[1] > errors[2] > errors[3]
+
+
+def test_the_iteration_on_rectangles_and_zeros():
+    """Rows and columns of zeros, for segments without a token, stay zeros and do not slow down the others."""
+    matrix = torch.zeros(2, 9, 7, dtype=torch.float64)
+    matrix[:, :5, :4] = (3.0 * numbers(2, 5, 4)).softmax(-1)
+    ours = iterative_pinv(matrix, 30)
+    close(ours, torch.linalg.pinv(matrix), 1e-8)
+    close(ours[:, :4, :5], iterative_pinv(matrix[:, :5, :4], 30), 1e-12)
+    assert torch.equal(ours[:, 4:], torch.zeros_like(ours[:, 4:]))
+    leaf = torch.zeros(1, 3, 3, dtype=torch.float64, requires_grad=True)
+    iterative_pinv(leaf, 6).sum().backward()
+    assert leaf.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 6])
+def test_the_iteration_of_nystrom_attention(steps):
+    """Theirs starts from the largest norms in the batch: one matrix at a time it is the same function."""
+    matrix = softmax_matrices(12)
+    theirs = torch.cat([moore_penrose_iter_pinv(matrix[i : i + 1], steps) for i in range(4)])
+    close(iterative_pinv(matrix, steps), theirs, 1e-10)
+    if steps < 6:
+        assert relative_error(moore_penrose_iter_pinv(matrix, steps), theirs) > 1e-3
+
+
+def test_a_step_takes_the_error_to_its_cube():
+    s = torch.tensor([0.3, 0.9, 1.0], dtype=torch.float64)
+    matrix = torch.diag(s)
+    for steps in (0, 1, 2):
+        before, after = (1.0 - s * iterative_pinv(matrix, n).diagonal() for n in (steps, steps + 1))
+        close(after, before**3 * (3.0 + before) / 4.0, 1e-12)
+
+
+@pytest.mark.parametrize("rank", [1, 5, 8])
+def test_the_solve_damps_small_singular_values(rank):
+    """X = V diag(s / (s^2 + c)) U^T Y by the singular values, for matrices of any rank."""
+    matrix = numbers(3, 8, rank) @ numbers(3, rank, 6, seed=1)
+    right = numbers(3, 8, 2, seed=2)
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    size = matrix.abs()
+    damping = DAMPING * size.sum(1).amax(1) * size.sum(2).amax(1)
+    expected = v.mT @ ((s / (s**2 + damping[:, None]))[:, :, None] * (u.mT @ right))
+    close(damped_solve(matrix, right), expected)
+    torch.testing.assert_close(damped_solve(matrix.float(), right.float()), expected.float(), rtol=1e-3, atol=1e-3)
+    leaves = [matrix.requires_grad_(), right.requires_grad_()]
+    assert torch.autograd.gradcheck(damped_solve, leaves)
+
+
+# The method.
+
+
+def test_many_steps_are_the_formula_of_the_paper():
+    """Eq. 13 with a pseudo-inverse by singular values."""
+    query, key, value = inputs(heads=HEADS, queries=60, width=WIDTH, dtype=torch.float64, spread=1.5)
+    means = [x.unflatten(2, (10, 6)).mean(3) for x in (query, key)]
+
+    def softmax(q, k):
+        return (q @ k.mT * WIDTH**-0.5).softmax(-1)
+
+    first, middle, last = softmax(query, means[1]), softmax(*means), softmax(means[0], key)
+    exact = first @ torch.linalg.pinv(middle) @ last @ value
+    assert relative_error(nystromformer(query, key, value, num_landmarks=10, pinv_iterations=30), exact) < 1e-6
+
+
+@pytest.mark.parametrize("pinv", ["iterative", "solve"])
+def test_few_landmarks_suffice_for_smooth_sequences(pinv):
+    query, key = (0.15 * numbers(1, 4, 400, 8, seed=seed).cumsum(2) for seed in (0, 1))
+    exact = scaled_dot_product_attention(query, key, query)
+    errors = [relative_error(nystromformer(query, key, query, num_landmarks=n, pinv=pinv), exact) for n in (4, 16, 64)]
+    assert errors[0] > errors[1] > errors[2]
+    assert errors[1] < 0.03
+    assert relative_error(exact.mean(2, keepdim=True).expand_as(exact), exact) > 10 * errors[1]
+
+
+@pytest.mark.parametrize("pinv", ["iterative", "solve"])
+def test_a_row_of_few_tokens_is_exact_in_a_long_batch(pinv):
+    """No more tokens than landmarks, among rows that have more: as exact as alone, to rounding."""
+    row = inputs(batch=3, queries=80, dtype=torch.float64)
+    there = torch.zeros(3, 80, dtype=torch.bool)
+    there[0, 60:], there[1, 3:80:4], there[2] = True, True, True
+    ours = nystromformer(*row, attention_mask=there, num_landmarks=20, pinv=pinv)
+    exact = scaled_dot_product_attention(*row, attn_mask=there[:, None, None])
+    close(ours[:2], exact[:2])
+    assert relative_error(ours[2], exact[2]) > 0.05
+
+
+def test_few_queries_are_exact():
+    """What their landmarks would cost is what exact attention costs."""
+    row = inputs(queries=16, keys=200, dtype=torch.float64)
+    close(nystromformer(*row, num_landmarks=16), scaled_dot_product_attention(*row))
+    row = inputs(queries=17, keys=200, dtype=torch.float64)
+    assert relative_error(nystromformer(*row, num_landmarks=16), scaled_dot_product_attention(*row)) > 0.05
+
+
+def test_peaked_rows_do_not_slow_down_the_others():
+    """The iteration of a row starts from its own norms, however large those of another row are."""
+    row = inputs(batch=2, queries=64, dtype=torch.float64)
+    alone = nystromformer(*(x[:1] for x in row), num_landmarks=8)
+    peaked = [torch.cat((x[:1], 30.0 * x[1:, :, :1].expand_as(x[1:]))) for x in row]
+    close(nystromformer(*peaked, num_landmarks=8)[:1], alone, 1e-12)
+
+
+# The convolution.
+
+
+@dataclass(frozen=True)
+class Convolved(Instance):
+    """An instance whose convolution has kernels that are not zero."""
+
+    def __call__(self, query, key, value, mask=None, **options):
+        heads, size = query.shape[1], self.hyperparameters["conv_kernel_size"]
+        kernel = torch.linspace(-1.0, 1.5, heads * size, dtype=query.dtype).view(heads, size)
+        return hea.attention(self.config(), query, key, value, attention_mask=mask, conv_weight=kernel, **options)
+
+
+CONVOLVED = Convolved("nystromformer", {"num_landmarks": 16, "conv_kernel_size": 5}, averages=False)
+
+
+@pytest.mark.parametrize("kind", ["left", "right", "holes", "empty"])
+@pytest.mark.parametrize("length", [1, 7, 60])
+def test_the_convolution_keeps_the_promises_of_masks(kind, length):
+    promises.check_shapes(CONVOLVED, False, kind, batch=2, queries=length, value_width=5)
+    promises.check_masked_keys(CONVOLVED, False, kind, batch=2, queries=length)
+    promises.check_batch(CONVOLVED, False, kind, queries=length)
+
+
+def test_the_convolution_keeps_the_other_promises():
+    for length, before, after in ((3, 0, 4), (10, 9, 20), (50, 30, 0), (50, 7, 8)):
+        promises.check_padding_beside(CONVOLVED, False, length, before, after)
+    for length in (1, 50, 200):
+        promises.check_holes(CONVOLVED, False, length)
+    promises.check_masked_gradients(CONVOLVED, False)
+    promises.check_empty_rows(CONVOLVED, False)
+    promises.check_compiles(CONVOLVED, False)
+    for dtype in (torch.bfloat16, torch.float16):
+        promises.check_finite(CONVOLVED, False, dtype, 1e4, False)
+
+
+@pytest.mark.parametrize("kind", ["none", "left", "holes"])
+@pytest.mark.parametrize("length", [10, 60])
+def test_the_convolution_is_that_of_the_readable_form(length, kind):
+    row, mask = inputs(batch=2, queries=length, value_width=3, dtype=torch.float64), padding_mask(kind, 2, length)
+    config, kernel = CONVOLVED.config(), numbers(2, 5)
+    ours = hea.attention(config, *row, attention_mask=mask, conv_weight=kernel)
+    other = hea.naive_attention(config, *row, attention_mask=mask, conv_weight=kernel)
+    rows = torch.ones(2, length, dtype=torch.bool) if mask is None else mask
+    close(ours.transpose(1, 2)[rows], other.transpose(1, 2)[rows])
+
+
+def test_the_kernel_of_a_head_by_hand():
+    """Equal scores: the mean of the values, and with a kernel of (1, 10, 100) those of the neighbours on top of it."""
+    zeros, value = torch.zeros(1, 1, 4, 2), torch.tensor([1.0, 2.0, 3.0, 6.0]).view(1, 1, 4, 1)
+    kernel = torch.tensor([[1.0, 10.0, 100.0]])
+    ours = nystromformer(zeros, zeros, value, conv_kernel_size=3, conv_weight=kernel, num_landmarks=2)
+    assert ours.flatten().tolist() == pytest.approx([3 + 210, 3 + 321, 3 + 632, 3 + 63])
+    there = torch.tensor([[True, False, True, True]])
+    ours = nystromformer(
+        zeros, zeros, value, attention_mask=there, conv_kernel_size=3, conv_weight=kernel, num_landmarks=2
+    )
+    mean = 10 / 3
+    assert ours[0, 0, there[0], 0].tolist() == pytest.approx([mean + 310, mean + 631, mean + 63])
+
+
+def test_the_convolution_starts_at_zero_and_learns():
+    row, kernel = inputs(heads=HEADS, queries=40, dtype=torch.float64), numbers(HEADS, 5).requires_grad_()
+    config = hea.NystromformerConfig(num_landmarks=8, conv_kernel_size=5)
+    start = get_method("nystromformer").parameters
+    sizes = {"heads": HEADS, "width": 8, "value_width": 8, "length": 40}
+    weight = start(config, **sizes)["conv_weight"]
+    assert (tuple(weight.shape), weight.dtype, weight.abs().sum()) == ((HEADS, 5), torch.float32, 0.0)
+    assert start(hea.NystromformerConfig(), **sizes) == {}
+    without = nystromformer(*row, num_landmarks=8)
+    assert torch.equal(hea.attention(config, *row), without)
+    assert torch.autograd.gradcheck(lambda k: hea.attention(config, *row, conv_weight=k), [kernel], fast_mode=True)
+
+
+def test_refusals_of_the_convolution():
+    row = inputs(heads=2, queries=40)
+    with pytest.raises(hea.UnsupportedAttentionError, match=r"conv_kernel_size=4 has no middle"):
+        hea.NystromformerConfig(conv_kernel_size=4)
+    for size, shape in ((3, (2, 5)), (3, (1, 3)), (0, (2, 3))):
+        with pytest.raises(hea.UnsupportedAttentionError, match=rf"does not fit 2 heads and conv_kernel_size={size}"):
+            nystromformer(*row, conv_kernel_size=size, conv_weight=torch.zeros(shape))
+    with pytest.raises(hea.UnsupportedAttentionError, match=r"40 queries and 30 keys; set conv_kernel_size=0"):
+        nystromformer(*inputs(queries=40, keys=30), conv_kernel_size=3)
+    with pytest.raises(hea.UnsupportedAttentionError, match="no causal form"):
+        nystromformer(*row, is_causal=True)
+
+
+# Implementations by others.
+
+
+@pytest.mark.parametrize("kernel_size", [None, 5])
+@pytest.mark.parametrize(("length", "count"), [(64, 8), (96, 32)])
+def test_nystromformer_of_transformers(length, count, kernel_size):
+    """The same weights. What its config lets through but its code does not, or the other way round, is set by hand:
+    the exact start of the iteration, of each matrix, and no convolution.
+    """
+    torch.manual_seed(0)
+    size = HEADS * WIDTH
+    config = TheirConfig(
+        hidden_size=size,
+        num_attention_heads=HEADS,
+        num_landmarks=count,
+        segment_means_seq_len=length,
+        conv_kernel_size=5,
+    )
+    layer = NystromformerSelfAttention(config).double().eval()
+    layer.init_option, layer.conv_kernel_size = "exact", kernel_size
+    hidden = 3.0 * numbers(2, length, size, seed=1)
+    with torch.no_grad():
+        theirs = layer(hidden)[0]
+        row = [
+            getattr(layer, n)(hidden).unflatten(2, (HEADS, WIDTH)).transpose(1, 2) for n in ("query", "key", "value")
+        ]
+        options = {"num_landmarks": count}
+        if kernel_size:
+            options |= {"conv_kernel_size": kernel_size, "conv_weight": layer.conv.weight[:, 0, :, 0]}
+        ours = nystromformer(*row, **options).transpose(1, 2).flatten(2)
+        if kernel_size:
+            assert relative_error(nystromformer(*row, num_landmarks=count).transpose(1, 2).flatten(2), theirs) > 0.01
+    close(ours, theirs)
+    assert relative_error(ours, ours.mean(1, keepdim=True).expand_as(ours)) > 0.1
+
+
+def nystrom_attention_layer(heads: int, residual: bool, steps: int = 6) -> NystromAttention:
+    torch.manual_seed(0)
+    layer = NystromAttention(
+        heads * WIDTH,
+        dim_head=WIDTH,
+        heads=heads,
+        num_landmarks=8,
+        pinv_iterations=steps,
+        residual=residual,
+        residual_conv_kernel=5,
+    )
+    layer.to_out = torch.nn.Identity()
+    return layer.double().eval()
+
+
+@torch.no_grad()
+def rows_of(layer, hidden, **options):
+    """Our output with its projections."""
+    row = [x.unflatten(2, (layer.heads, WIDTH)).transpose(1, 2) for x in layer.to_qkv(hidden).chunk(3, -1)]
+    if layer.residual:
+        options |= {"conv_kernel_size": 5, "conv_weight": layer.res_conv.weight[:, 0, :, 0]}
+    return nystromformer(*row, **options).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_nystrom_attention_of_one_head(residual):
+    """One row and one head, since theirs shares the start of the iteration between all of a batch."""
+    layer, hidden = nystrom_attention_layer(1, residual), 3.0 * numbers(1, 72, WIDTH)
+    with torch.no_grad():
+        theirs = layer(hidden)
+    close(rows_of(layer, hidden, num_landmarks=8), theirs)
+
+
+def test_nystrom_attention_after_many_steps():
+    """Where the iteration has converged it does not matter where it started."""
+    layer, hidden = nystrom_attention_layer(HEADS, True, 40), 3.0 * numbers(2, 72, HEADS * WIDTH)
+    with torch.no_grad():
+        theirs = layer(hidden)
+    close(rows_of(layer, hidden, num_landmarks=8, pinv_iterations=40), theirs, 1e-6)
