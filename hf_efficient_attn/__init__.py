@@ -7,6 +7,8 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods.base import MethodConfig, MethodInfo, available_methods, method_info
 from hf_efficient_attn.methods.call import attention, naive_attention
+from hf_efficient_attn.methods.flurka_linear import FlurkaLinearConfig
+from hf_efficient_attn.methods.flurka_performer import FlurkaPerformerConfig
 from hf_efficient_attn.methods.hyperattention import HyperAttentionConfig
 from hf_efficient_attn.methods.kdeformer import KDEformerConfig
 from hf_efficient_attn.methods.linear import LinearConfig
