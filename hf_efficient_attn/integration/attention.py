@@ -105,7 +105,7 @@ def make_attention_function(name: str) -> Callable:
                 scale=scaling,
                 dropout_p=dropout,
                 seed=seed,
-                **learned_tensors(module),
+                parameters=learned_tensors(module),
             )
         return out.transpose(1, 2).contiguous(), None
 

@@ -55,10 +55,10 @@ class LearnedParameters(nn.Module):
         return f"{self.method.method}: {shapes}"
 
 
-def learned_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The learned parameters of an attention module by name; empty where its method learns none."""
+def learned_tensors(module: nn.Module) -> dict[str, torch.Tensor] | None:
+    """The learned parameters of an attention module by name; None where its method learns none."""
     learned = module._modules.get(NAME)
-    return learned.tensors() if isinstance(learned, LearnedParameters) else {}
+    return learned.tensors() if isinstance(learned, LearnedParameters) else None
 
 
 def fit(module: nn.Module, method: MethodConfig | None, config: PreTrainedConfig, where: str) -> None:

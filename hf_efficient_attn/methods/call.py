@@ -35,6 +35,7 @@ def attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
     seed: int | None = 0,
+    parameters: dict[str, Tensor] | None = None,
     **hyperparameters,
 ) -> Tensor:
     """Attention by any method of this package.
@@ -51,6 +52,7 @@ def attention(
         dropout_p: probability of dropping an attention weight, drawn from the global generator.
         seed: of hashing, sampling and random features, added to the config's own; the same seed gives the same output
             and leaves the global random state alone. None draws one from the global generator (training).
+        parameters: all learned parameters of the method by name, as a converted model holds them.
         **hyperparameters: replace those of the config; learned parameters too, as tensors by their names. Those
             that are not given have the values that conversion starts from.
 
@@ -62,14 +64,14 @@ def attention(
             (B, Nk), a method without a causal form with `is_causal`, without a rectangular form with Nq != Nk.
     """
     return _call(get_attend, method_or_config, query, key, value, attention_mask, is_causal, scale, dropout_p, seed,
-                 hyperparameters)  # fmt: skip
+                 parameters, hyperparameters)  # fmt: skip
 
 
 def naive_attention(method_or_config, query, key, value, *, attention_mask=None, is_causal=False, scale=None,
-                    seed=0, **hyperparameters) -> Tensor:  # fmt: skip
+                    seed=0, parameters=None, **hyperparameters) -> Tensor:  # fmt: skip
     """The readable form of the same method: dense (Nq, Nk) matrices, for tests and for reading. Arguments as above."""
     return _call(get_naive, method_or_config, query, key, value, attention_mask, is_causal, scale, 0.0, seed,
-                 hyperparameters)  # fmt: skip
+                 parameters, hyperparameters)  # fmt: skip
 
 
 def get_attend(name: str) -> Callable:
@@ -81,7 +83,7 @@ def get_naive(name: str) -> Callable:
 
 
 def _call(
-    form, method_or_config, query, key, value, mask, is_causal, scale, dropout_p, seed, hyperparameters
+    form, method_or_config, query, key, value, mask, is_causal, scale, dropout_p, seed, complete, hyperparameters
 ) -> Tensor:
     learned = {k: v for k, v in hyperparameters.items() if isinstance(v, Tensor)}
     config = make_config(method_or_config, **{k: v for k, v in hyperparameters.items() if k not in learned})
@@ -96,7 +98,7 @@ def _call(
     if mask is not None:
         hidden = ~mask[:, None, :, None]
         key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
-    extra = _parameters(config, learned, query, key, value)
+    extra = _parameters(config, learned, query, key, value) if complete is None else {"parameters": complete}
     shift = columns - length if is_causal else 0
     decode = get_method(config.method).decode
     if decode is not None and shift > 0 and length <= _DECODE:
