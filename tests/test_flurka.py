@@ -1,8 +1,12 @@
 """FLuRKA: the paper's formula, hidden states contracted before their projection, its tables and shorter input."""
 
+import copy
+import io
+
 import pytest
 import torch
 from torch.nn.functional import elu, linear, scaled_dot_product_attention
+from torch.utils.flop_counter import FlopCounterMode
 
 import hf_efficient_attn as hea
 import test_promises as promises
@@ -10,6 +14,7 @@ from hf_efficient_attn.methods.base import get_method
 from hf_efficient_attn.ops.features import orthogonal_features
 from hf_efficient_attn.ops.projections import contraction
 from instances import Instance, inputs, numbers, padding_mask, relative_error
+from tiny_models import ENCODERS, IMAGES, output, tiny_batch, tiny_model
 
 METHODS = ("flurka_linear", "flurka_performer")
 HEADS, WIDTH, FEATURES = 3, 8, 24
@@ -294,3 +299,186 @@ def test_gaussian_tables_are_those_of_the_readable_form(instance, kind):
     for more in ({}, {"max_length": 90}, {"share": "kv"}):
         config = instance.config(**more)
         close(hea.attention(config, *row, attention_mask=mask), hea.naive_attention(config, *row, attention_mask=mask))
+
+
+# Models: hidden states contracted before the projections.
+
+BUDGET = {"projection_dim": 9, "max_length": 96}
+ENCODING = [*ENCODERS, *IMAGES]
+each_encoder = pytest.mark.parametrize("family", ENCODING)
+
+
+def converted(family: str, method: str, **more):
+    """A tiny model with tables that are not means, so that rows do not sum to 1."""
+    model = hea.convert(tiny_model(family), method, **{**BUDGET, **more}, **options(method))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "_projection" in name:
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+            elif name.endswith("bias"):
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def projected_first(model):
+    """The same model with the forwards of Transformers, so that keys and values are contracted after the projection."""
+    model = copy.deepcopy(model)
+    found = [module for module in model.modules() if "forward" in vars(module)]
+    for module in found:
+        del module.forward
+    return model, len(found)
+
+
+def batch_of(family: str, padding: str, **more) -> dict:
+    return tiny_batch(family, padding="none" if family in IMAGES else padding, **more)
+
+
+def shown(family: str, inputs: dict, out):
+    """Outputs at tokens that are there."""
+    mask = inputs.get("attention_mask")
+    return out if mask is None else out[mask.bool()]
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@each_method
+@each_encoder
+def test_models_contract_before_the_projections(family, method, padding):
+    model, inputs = converted(family, method).double(), batch_of(family, padding)
+    if family in IMAGES:
+        inputs = {"pixel_values": inputs["pixel_values"].double()}
+    after, count = projected_first(model)
+    assert count == 2
+    rows = []
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in ("key", "k_lin", "k_proj", "value", "v_lin", "v_proj"):
+            module.register_forward_hook(lambda module, args, out: rows.append(args[0].shape[1]))
+    ours, other = (shown(family, inputs, output(m, inputs)) for m in (model, after))
+    close(ours, other, 1e-8)
+    assert set(rows) == {BUDGET["projection_dim"], 1}
+    exact = shown(family, inputs, output(hea.convert(copy.deepcopy(after), "sdpa"), inputs))
+    assert relative_error(ours, exact) > 1e-3
+
+
+@each_method
+@each_encoder
+def test_what_padding_holds_does_not_show_in_models(family, method):
+    if family in IMAGES:
+        pytest.skip("images have no padding")
+    model, inputs = converted(family, method), batch_of(family, "right")
+    other = dict(inputs, input_ids=torch.where(inputs["attention_mask"].bool(), inputs["input_ids"], 7))
+    assert torch.equal(*(shown(family, x, output(model, x)) for x in (inputs, other)))
+
+
+@each_method
+@each_encoder
+def test_gradients_of_contracted_models(family, method):
+    model, inputs = converted(family, method).double().eval(), batch_of(family, "right")
+    if family in IMAGES:
+        inputs = {"pixel_values": inputs["pixel_values"].double()}
+    after, _ = projected_first(model)
+    for m in (model, after):
+        shown(family, inputs, m(**inputs)[0]).square().sum().backward()
+    for (name, ours), other in zip(model.named_parameters(), after.parameters(), strict=True):
+        if "pooler" not in name:
+            close(ours.grad, other.grad, 1e-6)
+            assert "_projection" not in name or ours.grad.abs().sum() > 0
+
+
+def test_contraction_goes_with_the_method():
+    """Switching to anything else gives the module its own forward back; copies and pickles keep ours."""
+    model, inputs = tiny_model("bert"), tiny_batch("bert", padding="left")
+    plain, modules = output(model, inputs), [layer.attention.self for layer in model.encoder.layer]
+    for other in ("sdpa", "linear", "eager"):
+        hea.convert(model, "flurka_linear", **BUDGET)
+        assert all("forward" in vars(module) for module in modules)
+        expected = output(model, inputs)
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+        again = output(twin, inputs)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2.0)
+        assert torch.equal(again, expected)
+        file = io.BytesIO()
+        torch.save(twin, file)
+        file.seek(0)
+        assert torch.equal(output(torch.load(file, weights_only=False), inputs), expected)
+        # By hand: no method of ours, or another of ours.
+        model.config._attn_implementation = "sdpa"
+        assert torch.equal(output(model, inputs), plain)
+        hea.convert(model, other)
+        assert not any("forward" in vars(module) for module in modules)
+        assert other != "sdpa" or torch.equal(output(model, inputs), plain)
+    hea.convert(model, "flurka_linear", layers=[1], **BUDGET)
+    assert ["forward" in vars(module) for module in modules] == [False, True]
+
+
+def test_a_model_contracts_in_training_and_half_precision():
+    model, inputs = converted("bert", "flurka_performer"), tiny_batch("bert", padding="right")
+    outs = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        outs.append(model.train()(**inputs)[0])
+    assert torch.equal(outs[0], outs[1])
+    assert not torch.equal(outs[0], outs[2])
+    full = output(model.eval(), inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert relative_error(output(model, inputs), full) < 0.1
+    half = output(model.to(torch.bfloat16), inputs)
+    assert half.dtype == torch.bfloat16
+    assert relative_error(half, full) < 0.1
+
+
+def test_a_contracted_model_refuses_what_cannot_be_kept():
+    model, inputs = converted("bert", "flurka_linear"), tiny_batch("bert")
+    with pytest.raises(hea.UnsupportedAttentionError, match="output_attentions"):
+        model(**inputs, output_attentions=True)
+    layer, hidden = model.encoder.layer[0].attention.self, numbers(1, 9, 32, dtype=torch.float32)
+    with pytest.raises(hea.UnsupportedAttentionError, match=r"4-D .*cannot be kept"):
+        layer(hidden, torch.ones(1, 1, 9, 9, dtype=torch.bool))
+    with pytest.raises(hea.UnsupportedAttentionError, match="'position_bias'"):
+        layer(hidden, position_bias=hidden)
+    with pytest.raises(hea.UnsupportedAttentionError, match="97 keys are more than the 96"):
+        model(**tiny_batch("bert", length=97))
+
+
+@each_method
+def test_a_contracted_model_compiles(method):
+    model, inputs = converted("bert", method), tiny_batch("bert")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(output(compiled, inputs), output(model, inputs), rtol=1e-4, atol=1e-4)
+
+
+def test_a_saved_model_contracts(tmp_path):
+    model, inputs = converted("bert", "flurka_linear"), tiny_batch("bert", padding="left")
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert all("forward" in vars(layer.attention.self) for layer in loaded.encoder.layer)
+    assert torch.equal(output(loaded, inputs), output(model, inputs))
+
+
+def operations(model, inputs: dict) -> int:
+    with FlopCounterMode(display=False) as counter:
+        output(model, inputs)
+    return counter.get_total_flops()
+
+
+def test_fewer_operations_than_both_parents():
+    """Claim 1: N > P (H + 2) > W > P > D, here 96 > 72 > 32 > 12 > 8; as many features as the head is wide."""
+    inputs, rows, features = tiny_batch("bert", batch=1, length=96), {"projection_dim": 12}, {"num_features": 8}
+    count = {
+        method: operations(hea.convert(tiny_model("bert", num_attention_heads=4), method, **more), inputs)
+        for method, more in {
+            "flurka_linear": rows,
+            "flurka_performer": rows | features,
+            "linear": {},
+            "performer": features,
+            "linformer": rows,
+        }.items()
+    }
+    assert count["flurka_linear"] < min(count["linear"], count["linformer"])
+    assert count["flurka_performer"] < min(count["performer"], count["linformer"])

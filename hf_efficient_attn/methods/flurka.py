@@ -13,15 +13,15 @@ that was not trained further attends to averages of keys and values.
 There is no causal form: a row holds tokens of the future.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from hf_efficient_attn.methods.base import MethodConfig, get_method, option
 from hf_efficient_attn.ops.partial import accumulator
-from hf_efficient_attn.ops.projections import check_table, contraction, naive_rows, start_table
+from hf_efficient_attn.ops.projections import Contraction, check_table, contraction, naive_rows, start_table
 
 # Streams of random numbers of the Gaussian tables, by the names of the learned parameters.
 _STREAMS = {"key_projection": 51, "value_projection": 52}
@@ -32,7 +32,7 @@ LEARNED = tuple(_STREAMS)
 class FlurkaConfig(MethodConfig):
     """Hyperparameters of the contraction; `kernel` is the method whose attention follows it."""
 
-    kernel: ClassVar[str] = ""
+    kernel = ""
 
     projection_dim: int = option(256, "Rows that the tokens are contracted to, P.", minimum=1)
     max_length: int = option(
@@ -78,10 +78,63 @@ def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed
     """Fast form; arguments as in `hf_efficient_attn.methods.call`."""
     columns, wide = key.shape[2], accumulator(query.dtype)
     first, second = (contraction(x, mask, columns, wide) for x in tables(config, columns, parameters))
-    shown = (first.shown & second.shown).expand(key.shape[0], -1)
-    options = {"mask": shown, "is_causal": False, "scale": scale, "dropout_p": dropout_p, "seed": seed}
+    options = {"mask": _shown(first, second, key.shape[0]), "scale": scale, "dropout_p": dropout_p, "seed": seed}
     rows = first.rows(key), second.rows(value)
-    return get_method(config.kernel).attend(config.kernel_config(), query, *rows, **options).to(value.dtype)
+    kernel = get_method(config.kernel)
+    return kernel.attend(config.kernel_config(), query, *rows, is_causal=False, **options).to(value.dtype)
+
+
+def attend_hidden(
+    config: FlurkaConfig,
+    query: Tensor,
+    hidden: Tensor,
+    to_key: Callable[[Tensor], Tensor],
+    to_value: Callable[[Tensor], Tensor],
+    *,
+    mask: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    seed: int | Tensor,
+    parameters: dict[str, Tensor],
+) -> Tensor:
+    """Eq. 2 as it stands: the hidden states are contracted before they are projected to keys and values.
+
+    The same as `attend` with key = to_key(hidden), value = to_value(hidden) to rounding, but P rows are projected in
+    place of N.
+
+    Args:
+        query: (B, H, N, D).
+        hidden: (B, N, W), which keys and values come from, 0 at tokens that are not there.
+        to_key, to_value: affine maps, (B, P, W) -> (B, P, H * D).
+        mask, scale, dropout_p, seed, parameters: as `attend` takes them.
+
+    Returns:
+        (B, H, N, D) in the type of `query`.
+    """
+    device, columns, heads = query.device.type, hidden.shape[1], query.shape[1]
+    both = tables(config, columns, parameters)
+    with torch.autocast(device, enabled=False):
+        wide = accumulator(hidden.dtype)
+        first = contraction(both[0], mask, columns, wide)
+        second = first if both[1] is both[0] else contraction(both[1], mask, columns, wide)
+        contracted = [first.rows(hidden[:, None])[:, 0].to(hidden.dtype)]
+        contracted.append(contracted[0] if second is first else second.rows(hidden[:, None])[:, 0].to(hidden.dtype))
+    rows = []
+    for part, x, project in zip((first, second), contracted, (to_key, to_value), strict=True):
+        # An affine map of a row holds its bias once, where that of a sum of tokens holds it E 1 times.
+        bias, excess = project(x.new_zeros(1, 1, x.shape[2])), (part.sums() - 1.0).unsqueeze(2)
+        x = project(x)
+        rows.append((x + (excess * bias).to(x.dtype)).unflatten(2, (heads, -1)).transpose(1, 2))
+    options = {"mask": _shown(first, second, hidden.shape[0]), "scale": scale, "dropout_p": dropout_p, "seed": seed}
+    kernel = get_method(config.kernel)
+    with torch.autocast(device, enabled=False):
+        rows = (x.to(accumulator(x.dtype)) for x in rows)
+        return kernel.attend(config.kernel_config(), query, *rows, is_causal=False, **options).to(query.dtype)
+
+
+def _shown(first: Contraction, second: Contraction, batch: int) -> Tensor:
+    """Bool (B, P): the rows that have weight in both tables."""
+    return (first.shown & second.shown).expand(batch, -1)
 
 
 def naive(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed, parameters) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hf_efficient_attn.methods.base import Method, MethodInfo, register
-from hf_efficient_attn.methods.flurka import LEARNED, FlurkaConfig, attend, naive, start_parameters
+from hf_efficient_attn.methods.flurka import LEARNED, FlurkaConfig, attend, attend_hidden, naive, start_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,7 @@ class FlurkaLinearConfig(FlurkaConfig):
     """Hyperparameters of FLuRKA with the features elu(x) + 1, of which there are as many as a head is wide."""
 
     method: ClassVar[str] = "flurka_linear"
-    kernel: ClassVar[str] = "linear"
+    kernel = "linear"
 
 
 register(
@@ -36,5 +36,6 @@ register(
         attend=attend,
         naive=naive,
         parameters=start_parameters,
+        attend_hidden=attend_hidden,
     )
 )

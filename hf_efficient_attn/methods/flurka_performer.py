@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, get_method, option, register
-from hf_efficient_attn.methods.flurka import LEARNED, FlurkaConfig, attend, naive, start_parameters
+from hf_efficient_attn.methods.flurka import LEARNED, FlurkaConfig, attend, attend_hidden, naive, start_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class FlurkaPerformerConfig(FlurkaConfig):
     """Hyperparameters of FLuRKA with random features of the softmax kernel."""
 
     method: ClassVar[str] = "flurka_performer"
-    kernel: ClassVar[str] = "performer"
+    kernel = "performer"
 
     num_features: int = option(256, "Random features; a query attends to as many columns.", minimum=1)
 
@@ -48,5 +48,6 @@ register(
         attend=attend,
         naive=naive,
         parameters=start_parameters,
+        attend_hidden=attend_hidden,
     )
 )
