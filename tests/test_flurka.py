@@ -432,6 +432,33 @@ def test_a_model_contracts_in_training_and_half_precision():
     assert relative_error(half, full) < 0.1
 
 
+def test_a_contracted_model_takes_adapters():
+    """LoRA in place of the projections to keys and values is an affine map too."""
+    peft = pytest.importorskip("peft")
+    model, inputs = converted("bert", "flurka_linear").double(), tiny_batch("bert", padding="right")
+    lora = peft.LoraConfig(target_modules=["key", "value"], r=2, init_lora_weights=False)
+    adapted = peft.get_peft_model(copy.deepcopy(model), lora).eval()
+    after, count = projected_first(adapted)
+    assert count == 2
+    ours, other, without = (shown("bert", inputs, output(m, inputs)) for m in (adapted, after, model))
+    close(ours, other, 1e-8)
+    assert relative_error(ours, without) > 1e-3
+
+
+def test_a_contracted_model_under_gradient_checkpointing():
+    model, inputs = converted("bert", "flurka_performer").train(), tiny_batch("bert", padding="left")
+    grads = []
+    for checkpointed in (False, True):
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+        model.zero_grad()
+        torch.manual_seed(0)
+        model(**inputs)[0].square().mean().backward()
+        grads.append([p.grad.clone() for name, p in model.named_parameters() if "pooler" not in name])
+    for plain, again in zip(*grads, strict=True):
+        torch.testing.assert_close(again, plain)
+
+
 def test_a_contracted_model_refuses_what_cannot_be_kept():
     model, inputs = converted("bert", "flurka_linear"), tiny_batch("bert")
     with pytest.raises(hea.UnsupportedAttentionError, match="output_attentions"):

@@ -10,6 +10,9 @@ made, so `register` extends its base classes, once, in these places only:
   `get_correct_attn_implementation` names the method that a misspelt name comes nearest to (`extensions.extend_models`);
 - `PreTrainedModel._initialize_weights` also starts the parameters that a method learns (`learned.LearnedParameters`).
 
+`models.prepare` changes no class. It numbers the attention modules, gives them the parameters that their method learns,
+and a few kinds of them a forward that hands the method hidden states in place of keys and values (`contracted`).
+
 A model or config that names none of our methods passes through all of them unchanged.
 """
 
