@@ -99,6 +99,13 @@ def _scatterbrain(**options) -> Instance:
     )
 
 
+def _flurka(method: str, **options) -> Instance:
+    """Ten tokens a row, and tables as long as the longest sequence of the tests."""
+    small = {"projection_dim": 100, "max_length": 300} | ({"num_features": 7} if options else {})
+    sizes = {"projection_dim": 512, "max_length": 5000, **options}
+    return Instance(method, sizes, small=small, random=bool(options))
+
+
 INSTANCES = [
     Instance(
         "approx_kmv",
@@ -109,6 +116,8 @@ INSTANCES = [
         random=True,
         data_dependent=True,
     ),
+    _flurka("flurka_linear"),
+    _flurka("flurka_performer", num_features=32),
     _near_far("kdeformer"),
     _near_far("kdeformer", near_field="lsh"),
     _near_far("kdeformer", near_field="window"),

@@ -11,6 +11,9 @@ made, so `register` extends its base classes, once, in these places only:
 - `PreTrainedModel._initialize_weights` also starts the parameters that a method learns (`learned.LearnedParameters`);
 - `DynamicCache.__init__` gives layers whose method decodes from a state a layer for it (`extensions.extend_caches`).
 
+`models.prepare` changes no class. It numbers the attention modules, gives them the parameters that their method learns,
+and a few kinds of them a forward that hands the method hidden states in place of keys and values (`contracted`).
+
 A model or config that names none of our methods passes through all of them unchanged.
 """
 

@@ -79,7 +79,7 @@ def make_attention_function(name: str) -> Callable:
         **kwargs,
     ) -> tuple[Tensor, None]:
         place = place_of(module)
-        _refuse_arguments(name, key, attention_mask, kwargs)
+        refuse_arguments(name, key.shape[2], attention_mask, kwargs)
         if is_causal is None:
             is_causal = getattr(module, "is_causal", True)
         is_causal = bool(is_causal) and not place.is_cross
@@ -128,7 +128,7 @@ def warn_of_exact_cross_attention(module: nn.Module, method: str, names: list[st
     )
 
 
-def _refuse_arguments(name: str, key: Tensor, mask: Tensor | None, kwargs: dict) -> None:
+def refuse_arguments(name: str, columns: int, mask: Tensor | None, kwargs: dict) -> None:
     """Everything that would be dropped in silence."""
     if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2 or mask.dtype != torch.bool):
         shape = f"{mask.ndim}-D {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
@@ -140,9 +140,9 @@ def _refuse_arguments(name: str, key: Tensor, mask: Tensor | None, kwargs: dict)
     if kwargs.get("output_attentions"):
         raise UnsupportedAttentionError(no_attentions(name))
     window = kwargs.get("sliding_window")
-    if window is not None and window < key.shape[2]:
+    if window is not None and window < columns:
         raise UnsupportedAttentionError(
-            f"{name}: the layer has a sliding window of {window} keys of its own and the sequence {key.shape[2]}; use "
+            f"{name}: the layer has a sliding window of {window} keys of its own and the sequence {columns}; use "
             "attn_implementation='sdpa' for this model"
         )
     for argument, given in kwargs.items():

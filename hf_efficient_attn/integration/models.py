@@ -8,7 +8,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.integration import learned
+from hf_efficient_attn.integration import contracted, learned
 from hf_efficient_attn.integration.attention import Place, no_attentions, settings_of, warn_of_exact_cross_attention
 from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
@@ -93,7 +93,9 @@ def prepare(model: PreTrainedModel, strict: bool = False) -> None:
     _check_causal(model, found)
     for module, place, config in found:
         module._efficient_attention = place
-        learned.fit(module, _method_in(module, place, config), config, f"{type(model).__name__} at {place.name}")
+        method = _method_in(module, place, config)
+        learned.fit(module, method, config, f"{type(model).__name__} at {place.name}")
+        contracted.fit(module, method)
     for part in models:
         # Some models drop the argument on the way to their attention, so that it is caught where it enters.
         if not getattr(part, "_efficient_attention_guarded", False):
@@ -103,10 +105,11 @@ def prepare(model: PreTrainedModel, strict: bool = False) -> None:
 
 
 def drop_learned(model: PreTrainedModel) -> None:
-    """Take away learned parameters where the config names none of our methods any more."""
+    """Take away learned parameters, and forwards of ours, where the config names none of our methods any more."""
     for module, place, config, _ in attention_modules(model):
         if method_of(config) is None:
             learned.fit(module, None, config, place.name)
+            contracted.fit(module, None)
 
 
 def _hand_down(model: PreTrainedModel, models: list[PreTrainedModel]) -> None:

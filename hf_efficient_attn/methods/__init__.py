@@ -3,6 +3,8 @@
 from hf_efficient_attn.methods import (
     approx_kmv,
     eva,
+    flurka_linear,
+    flurka_performer,
     hyperattention,
     kdeformer,
     linear,
@@ -17,6 +19,8 @@ from hf_efficient_attn.methods import (
 __all__ = [
     "approx_kmv",
     "eva",
+    "flurka_linear",
+    "flurka_performer",
     "hyperattention",
     "kdeformer",
     "linear",

@@ -133,6 +133,9 @@ class Method:
         sequences of up to `length` tokens. Its attend, naive and decode take them, or those that were learned since, as
         `parameters`, a dictionary of the same names.
     recurrence: where `info.recurrent`, how the method decodes from a state instead of from all keys.
+    attend_hidden: for a method that is cheaper from hidden states than from keys and values, attend_hidden(config,
+        query, hidden, to_key, to_value, *, mask, scale, dropout_p, seed, parameters), the same attention to rounding:
+        hidden (B, N, W) is 0 where `mask` is False, to_key and to_value are affine maps (B, P, W) -> (B, P, H * D).
     """
 
     info: MethodInfo
@@ -141,6 +144,7 @@ class Method:
     decode: Callable | None = None
     parameters: Callable | None = None
     recurrence: Recurrence | None = None
+    attend_hidden: Callable | None = None
 
 
 _REGISTRY: dict[str, Method] = {}

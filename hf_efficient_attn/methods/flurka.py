@@ -1,0 +1,152 @@
+"""What the FLuRKA methods share (Gupta et al. 2023): low-rank contraction of the tokens, then kernel attention.
+
+Eq. 2: phi(Q W_Q) (phi((E1 K) W_K)^T ((E2 V) W_V)), with the normalisation of the kernel's own method, of which the
+attention to the P contracted rows is a call. E1 and E2 are P x M, for sequences of up to M tokens, the same for all
+heads. Here keys and values are projected already, and E1 and E2 stand before them: (E1 K) W_K = E1 (K W_K), and a bias
+b_K of the projection comes out as (E1 1) b_K^T. An attention of its own: it never switches by length.
+
+Departures from the paper, whose sequences all have M tokens: those of `hf_efficient_attn.ops.projections` for padding
+and shorter input; a row without weight at any token that is there (in E1 or E2) is left out of the kernel's sums; and
+conversion starts from means of P segments rather than a Gaussian, as the Linformer's does here, so that a checkpoint
+that was not trained further attends to averages of keys and values.
+
+There is no causal form: a row holds tokens of the future.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hf_efficient_attn.methods.base import MethodConfig, get_method, option
+from hf_efficient_attn.ops.partial import accumulator
+from hf_efficient_attn.ops.projections import Contraction, check_table, contraction, naive_rows, start_table
+
+# Streams of random numbers of the Gaussian tables, by the names of the learned parameters.
+_STREAMS = {"key_projection": 51, "value_projection": 52}
+LEARNED = tuple(_STREAMS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlurkaConfig(MethodConfig):
+    """Hyperparameters of the contraction; `kernel` is the method whose attention follows it."""
+
+    kernel = ""
+
+    projection_dim: int = option(256, "Rows that the tokens are contracted to, P.", minimum=1)
+    max_length: int = option(
+        0, "Tokens that the tables have columns for, M. 0: as many as there are when they are made.", minimum=0
+    )
+    share: str = option("none", "'none': one table for keys and one for values. 'kv': one for both.",
+                        choices=("none", "kv"))  # fmt: skip
+    init: str = option(
+        "means",
+        "Where the tables start. 'means': averages of segments. 'gaussian': normal numbers of variance 1/P.",
+        choices=("means", "gaussian"),
+    )
+    seed: int = option(0, "Seed of the Gaussian tables, and of what the kernel draws.", minimum=0)
+
+    def with_budget(self, columns: int) -> "FlurkaConfig":
+        """As many rows as columns.
+
+        To contract keys and values takes as many multiplications for every token as to attend to P columns.
+        """
+        return replace(self, projection_dim=self.check_budget(columns))
+
+    def kernel_config(self) -> MethodConfig:
+        """The config of the kernel's method."""
+        return get_method(self.kernel).info.config_class()
+
+
+def start_parameters(config: FlurkaConfig, *, heads: int, width: int, value_width: int, length: int) -> dict:
+    """`key_projection` (P, M) and, unless it is shared, `value_projection`."""
+    names = LEARNED[:1] if config.share == "kv" else LEARNED
+    sizes = (config.projection_dim, config.max_length or length, config.init)
+    if config.init == "means":  # the same for both
+        return dict.fromkeys(names, start_table(*sizes, 0, 0))
+    return {name: start_table(*sizes, config.seed, _STREAMS[name]) for name in names}
+
+
+def tables(config: FlurkaConfig, columns: int, parameters: dict[str, Tensor]) -> list[Tensor]:
+    """E1 and E2 (P, M); where they are shared, E2 is E1 unless it is given."""
+    found = {LEARNED[0]: parameters[LEARNED[0]], LEARNED[1]: parameters.get(LEARNED[1], parameters[LEARNED[0]])}
+    return [check_table(config.method, name, x, config.projection_dim, columns) for name, x in found.items()]
+
+
+def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed, parameters) -> Tensor:
+    """Fast form; arguments as in `hf_efficient_attn.methods.call`."""
+    columns, wide = key.shape[2], accumulator(query.dtype)
+    first, second = (contraction(x, mask, columns, wide) for x in tables(config, columns, parameters))
+    options = {"mask": _shown(first, second, key.shape[0]), "scale": scale, "dropout_p": dropout_p, "seed": seed}
+    rows = first.rows(key), second.rows(value)
+    kernel = get_method(config.kernel)
+    return kernel.attend(config.kernel_config(), query, *rows, is_causal=False, **options).to(value.dtype)
+
+
+def attend_hidden(
+    config: FlurkaConfig,
+    query: Tensor,
+    hidden: Tensor,
+    to_key: Callable[[Tensor], Tensor],
+    to_value: Callable[[Tensor], Tensor],
+    *,
+    mask: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    seed: int | Tensor,
+    parameters: dict[str, Tensor],
+) -> Tensor:
+    """Eq. 2 as it stands: the hidden states are contracted before they are projected to keys and values.
+
+    The same as `attend` with key = to_key(hidden), value = to_value(hidden) to rounding, but P rows are projected in
+    place of N.
+
+    Args:
+        query: (B, H, N, D).
+        hidden: (B, N, W), which keys and values come from, 0 at tokens that are not there.
+        to_key, to_value: affine maps, (B, P, W) -> (B, P, H * D).
+        mask, scale, dropout_p, seed, parameters: as `attend` takes them.
+
+    Returns:
+        (B, H, N, D) in the type of `query`.
+    """
+    device, columns, heads = query.device.type, hidden.shape[1], query.shape[1]
+    both = tables(config, columns, parameters)
+    with torch.autocast(device, enabled=False):
+        wide = accumulator(hidden.dtype)
+        first = contraction(both[0], mask, columns, wide)
+        second = first if both[1] is both[0] else contraction(both[1], mask, columns, wide)
+        contracted = [first.rows(hidden[:, None])[:, 0].to(hidden.dtype)]
+        contracted.append(contracted[0] if second is first else second.rows(hidden[:, None])[:, 0].to(hidden.dtype))
+    rows = []
+    for part, x, project in zip((first, second), contracted, (to_key, to_value), strict=True):
+        # An affine map of a row holds its bias once, where that of a sum of tokens holds it E 1 times.
+        bias, excess = project(x.new_zeros(1, 1, x.shape[2])), (part.sums() - 1.0).unsqueeze(2)
+        x = project(x)
+        rows.append((x + (excess * bias).to(x.dtype)).unflatten(2, (heads, -1)).transpose(1, 2))
+    options = {"mask": _shown(first, second, hidden.shape[0]), "scale": scale, "dropout_p": dropout_p, "seed": seed}
+    kernel = get_method(config.kernel)
+    with torch.autocast(device, enabled=False):
+        rows = (x.to(accumulator(x.dtype)) for x in rows)
+        return kernel.attend(config.kernel_config(), query, *rows, is_causal=False, **options).to(query.dtype)
+
+
+def _shown(first: Contraction, second: Contraction, batch: int) -> Tensor:
+    """Bool (B, P): the rows that have weight in both tables."""
+    return (first.shown & second.shown).expand(batch, -1)
+
+
+def naive(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed, parameters) -> Tensor:
+    """Readable form: row by row with the tokens that are not there taken out, and the kernel's readable form."""
+    both, outs = [x.double() for x in tables(config, key.shape[2], parameters)], []
+    options = {"mask": None, "is_causal": False, "scale": scale, "dropout_p": dropout_p, "seed": seed}
+    for b in range(key.shape[0]):
+        there = slice(None) if mask is None else mask[b]
+        tokens = (x[b, :, there].double() for x in (key, value))
+        (keys, first), (values, second) = (naive_rows(table, x) for table, x in zip(both, tokens, strict=True))
+        rows = (x[None, :, first & second] for x in (keys, values))
+        outs.append(
+            get_method(config.kernel).naive(config.kernel_config(), query[b : b + 1].double(), *rows, **options)
+        )
+    return torch.cat(outs).to(value.dtype)
