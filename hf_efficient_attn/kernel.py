@@ -223,10 +223,10 @@ def approx_kernel_matvec(
         report = KernelReport(True, count, heavy, rows, 0, plan + rows * count, 0, rows * count, 0.0, delta)
         return kernel_matvec(queries, keys, x, bandwidth=bandwidth), report
     out = plan.computed  # lines 3 and 4: y_H and the sets S_i
-    points, weights = right[plan.light], columns[plan.light].double()
+    points, weights, x_width = right[plan.light], columns[plan.light].double(), columns.shape[1]
     evaluations, drawn = plan.evaluations, 0
     for here, found, _ in kde.shared_buckets(plan.tables):
-        for some, column, used in light_draws(plan.draws, here, found, len(points), seed, _LIGHT):  # line 5: z
+        for some, column, used in light_draws(plan.draws, here, found, len(points), seed, _LIGHT, x_width):  # line 5: z
             values = kde.pair_kernel(left, points, some[:, None].expand_as(column), column).double()
             values = values.masked_fill_(~used, 0.0)
             parts = (values.unsqueeze(2) * weights[column]).unflatten(1, (-1, _GROUPS)).sum(1)
@@ -251,8 +251,11 @@ def approx_kernel_matvec(
     return out.reshape(rows, *x.shape[1:]).to(x.dtype), report
 
 
-def plan_product(queries, keys, x, *, eps, delta, seed, alpha=None, gamma=None) -> "Plan | int":
+def plan_product(queries, keys, x, *, eps, delta, seed, alpha=None, gamma=None, sums=True) -> "Plan | int":
     """What ApproxKMV computes and draws, for points in units of the bandwidth and x (n, m).
+
+    Args:
+        sums: whether `Plan.computed` is wanted; 0 otherwise.
 
     Returns:
         a Plan, or where all pairs are cheaper the number of evaluations spent until that was known.
@@ -266,7 +269,9 @@ def plan_product(queries, keys, x, *, eps, delta, seed, alpha=None, gamma=None) 
     if rows == 0 or count < 8 or not bool(norms.isfinite().all()):
         return 0
     level = math.log(4.0 / delta)
-    factor = _MEDIAN / ((1.0 - _MISSED) * eps) ** 2
+    allowed = ((1.0 - _MISSED) * eps) ** 2
+    # As in `_light_sizes`, where the variance is what sets the draws.
+    factor = _MEDIAN * (1.0 + math.sqrt(16.0 / (delta * rows))) / allowed
     # So small a sample decides how the work is done, not what comes out.
     sample = min(_PLAN_PAIRS, rows * count // 64)
     pairs = uniform((2, sample), seed, _PAIRS, keys.device)
@@ -283,7 +288,11 @@ def plan_product(queries, keys, x, *, eps, delta, seed, alpha=None, gamma=None) 
         # The greatest x_j^2 K_ij^2 |T| of a light key; first draws that bound the mean of s to about what they cost.
         top = largest[light].max().item() * threshold**2 * number
         pilot = max(16, math.ceil(math.sqrt(2.0 * level * factor * top * count / rows)))
-        fixed = int(heavy.sum()) + 2 * pilot
+        # Draws that the bound on fourth moments takes in any case.
+        least = (4.0 * level * (_MEDIAN * number * top / (allowed * count)) ** 2 / (pilot * delta)) ** (1.0 / 3.0)
+        fixed = int(heavy.sum()) + pilot + math.ceil(max(pilot, least))
+        if fixed >= lowest:
+            continue
         miss = 0.25 * delta * (_MISSED * eps) ** 2 / _MASS
         per_rest = factor * number**2 * count / rows
         choice = kde.choose_hash(
@@ -300,13 +309,15 @@ def plan_product(queries, keys, x, *, eps, delta, seed, alpha=None, gamma=None) 
     if int(kde.bucket_bounds(tables)[1].amax(0).sum()) >= rows * len(light) // 2:
         return sample
     computed = wide.new_zeros(rows, wide.shape[1])
-    if len(heavy):  # Lemma 3.2
+    if len(heavy) and sums:  # Lemma 3.2
         computed += kde.kernel_product(queries.double(), keys[heavy].double(), wide[heavy])
     zeros = torch.zeros(rows, dtype=torch.int64, device=keys.device)
     projections = choice.family.tables * choice.family.depth * (rows + len(light))
     plan = Plan(heavy, light, tables, computed, zeros.clone(), zeros + pilot, zeros > 0, sample + rows * len(heavy),
                 rows * pilot, projections)  # fmt: skip
-    return _light_sizes(plan, queries, points, wide[light], squares[light], eps, delta, level, top, threshold, seed)
+    return _light_sizes(
+        plan, queries, points, wide[light], squares[light], eps, delta, level, top, threshold, seed, sums
+    )
 
 
 def _heavy_coordinates(largest: Tensor, threshold: float, factor: float, level: float, gamma, rows: int) -> Tensor:
@@ -322,13 +333,14 @@ def _heavy_coordinates(largest: Tensor, threshold: float, factor: float, level: 
     return largest > ordered[best]
 
 
-def light_draws(draws: Tensor, rows: slice, found: Tensor, count: int, seed, stream: int) -> Iterator[tuple]:
+def light_draws(draws, rows: slice, found: Tensor, count: int, seed, stream: int, width: int = 1) -> Iterator[tuple]:
     """Uniform draws, with replacement, of light keys for the queries in `rows`, some of them at a time.
 
     Args:
         draws: (Nq,), draws of every query.
         found: sorted numbers i * count + j of the pairs that are computed.
         count: number of light keys.
+        width: numbers that go with each draw, which say how many are drawn at a time.
 
     Yields:
         queries (R,); draws (R, M) of keys; and which of them count, (R, M): not those beyond a query's number of draws,
@@ -339,7 +351,7 @@ def light_draws(draws: Tensor, rows: slice, found: Tensor, count: int, seed, str
     while len(order):
         # As many queries as fit, the one with the most draws last.
         most = draws[order] * torch.arange(1, len(order) + 1, device=order.device)
-        some = order[: max(1, int((most <= 1 << 20).sum()))]
+        some = order[: max(1, int((most <= (1 << 20) // width).sum()))]
         column, used = draw_columns(draws[some], some, found, count, seed, stream)
         yield some, column, used
         order = order[len(some) :]
@@ -358,7 +370,7 @@ def draw_columns(draws: Tensor, rows: Tensor, found: Tensor, count: int, seed, s
     return column, used
 
 
-def _light_sizes(plan, queries, points, x, squares, eps, delta, level, top, threshold, seed) -> Plan:
+def _light_sizes(plan, queries, points, x, squares, eps, delta, level, top, threshold, seed, sums) -> Plan:
     """FindHeavy, and the draws of every query by some first ones (ApproxLight, lines 7 and 9)."""
     rows, count, pilot = len(queries), len(plan.heavy) + len(points), plan.pilot // len(queries)
     own = squares.new_zeros(rows, squares.shape[1])
@@ -368,13 +380,14 @@ def _light_sizes(plan, queries, points, x, squares, eps, delta, level, top, thre
         row, column = found // len(points), found % len(points)
         # Added up at once, so that no pairs have to be kept.
         values = kde.pair_kernel(queries, points, row, column)
-        for at in range(0, len(row), 1 << 18):
-            part = slice(at, at + (1 << 18))
+        step = max(1, (1 << 20) // x.shape[1])
+        for at in range(0, len(row) if sums else 0, step):
+            part = slice(at, at + step)
             plan.computed.index_add_(0, row[part], values[part].double()[:, None] * x[column[part]])
         plan.near.add_(torch.bincount(row[values >= threshold], minlength=rows))
         rest -= torch.bincount(row, minlength=rows)
         spent += len(found)
-        for some, column, used in light_draws(plan.draws, here, found, len(points), seed, _PILOT):
+        for some, column, used in light_draws(plan.draws, here, found, len(points), seed, _PILOT, squares.shape[1]):
             kernel = kde.pair_kernel(queries, points, some[:, None].expand_as(column), column).double()
             terms = kernel.masked_fill_(~used, 0.0).square_().unsqueeze(2) * squares[column] * len(points)
             own[some] = terms.mean(1)

@@ -190,6 +190,9 @@ INSTANCES = [
 # One per method, at the method's own default hyperparameters.
 DEFAULTS = [Instance(name) for name in hea.available_methods()]
 
+# For tests at tens of thousands of tokens, where work that is set by an error to be kept takes minutes.
+AT_LENGTH = {"approx_kmv": {"num_samples": 256}}
+
 
 def forms() -> list[tuple[Instance, bool]]:
     """Every instance with every value of `is_causal`, but for those that are another instance's."""

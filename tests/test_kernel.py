@@ -135,7 +135,8 @@ def test_seeds_and_global_state():
     torch.manual_seed(0)
     state = torch.random.get_rng_state()
     first, again, other = (
-        hea.kernel.approx_kernel_matvec(queries, keys, x, bandwidth=1.0, eps=0.8, seed=s)[0] for s in (3, 3, 4)
+        hea.kernel.approx_kernel_matvec(queries, keys, x, bandwidth=1.0, eps=0.8, delta=0.1, seed=s)[0]
+        for s in (3, 3, 4)
     )
     assert torch.equal(torch.random.get_rng_state(), state)
     assert torch.equal(first, again)
@@ -155,8 +156,8 @@ def test_columns_of_x_share_one_plan_and_keep_the_promise():
 
 def test_bandwidth_is_a_unit_of_length_and_x_has_no_scale():
     queries, keys, x = clustered(640, 0)
-    one = hea.kernel.approx_kernel_matvec(queries, keys, x, bandwidth=1.0, eps=0.8)[0]
-    two = hea.kernel.approx_kernel_matvec(4 * queries, 4 * keys, 8 * x, bandwidth=4.0, eps=0.8)[0]
+    one = hea.kernel.approx_kernel_matvec(queries, keys, x, bandwidth=1.0, eps=0.8, delta=0.1)[0]
+    two = hea.kernel.approx_kernel_matvec(4 * queries, 4 * keys, 8 * x, bandwidth=4.0, eps=0.8, delta=0.1)[0]
     torch.testing.assert_close(two, 8 * one, rtol=1e-5, atol=1e-5)
 
 

@@ -80,7 +80,9 @@ def _rows(
     if config.num_samples:
         return _budget_rows(config.num_samples, queries, keys, seed)
     x = torch.cat((value, value.new_ones(len(value), 1)), 1)
-    plan = kernel.plan_product(queries, keys, x, eps=config.error_percent / 100, delta=_DELTA, seed=seed)
+    # Of each column of the product by itself, not of all of them together.
+    delta = min(0.5, _DELTA * x.shape[1])
+    plan = kernel.plan_product(queries, keys, x, eps=config.error_percent / 100, delta=delta, seed=seed, sums=False)
     return None if isinstance(plan, int) else _plan_rows(plan, seed)
 
 

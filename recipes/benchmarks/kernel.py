@@ -9,10 +9,11 @@ those of its own to somewhat less than 16. x has random signs (or is normal), so
 times |x|: y = 0 is outside of the error allowed. The table gives, for every n, the error |Kx - y| / |x| and the cost
 of a row in kernel evaluations, projections on random directions (which cost about as much) included. The fitted
 exponent is the slope of log(cost of all rows) against log n by least squares: over all lengths, and over those where
-the approximation was not the exact product. The exact product's is 2. Expected: 512 points exactly, an exponent of 1.5
-to 1.6 from there on, a fifth of the exact product's cost at 32768 points, and errors of a third of eps: the bounds are
-wide. That is a count and no time: an evaluation here gathers two points, and takes many times what it does in a matrix
-product, so that `kernel_matvec` is the faster of the two at all these lengths.
+the approximation was not the exact product. The exact product's is 2. Expected: up to 1024 points exactly, an exponent
+of 1.5 to 1.6 from there on (near 2 in the last step); at 8192 points a third of the exact product's cost, at 32768 a
+fifth, and errors of a third of eps: the bounds are wide. That is a count and no time: an evaluation here gathers two
+points, and takes many times what it does in a matrix product, so that `kernel_matvec` is the faster of the two at all
+these lengths.
 """
 
 import math
