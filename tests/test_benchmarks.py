@@ -12,7 +12,7 @@ from transformers import BertConfig, BertModel
 
 import hf_efficient_attn as hea
 from hf_efficient_attn import cli
-from recipes.benchmarks import attention, error, memory
+from recipes.benchmarks import attention, error, memory, tasks
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DATA = pathlib.Path(os.environ.get("HEA_DATA", ROOT.parent / "shared" / "data"))
@@ -226,6 +226,49 @@ def test_error_command_on_minilm(tmp_path, capsys, monkeypatch):
     assert "one seed" in out
     assert "| NO " in out
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@needs_minilm
+def test_longer_text_is_windows_end_to_end(tmp_path):
+    folder = tmp_path / "text" / "books"
+    folder.mkdir(parents=True)
+    with gzip.open(folder / "book.txt.gz", "wt", encoding="utf-8") as file:
+        file.write("The quick brown fox jumps over the lazy dog, and nobody knows why it did. " * 900)
+    short, longer = error.minilm_activations(tmp_path, 1), error.minilm_activations(tmp_path, 1, length=700)
+    assert [one.query.shape[2] for one in longer] == [700] * 6
+    # The last token of the short text is the one that ends it.
+    assert torch.allclose(longer[0].key[:, :, :511], short[0].key[:, :, :511], atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_mean_of_the_values_has_the_error_of_looking_at_nothing(causal):
+    one = error.Activation(0, torch.zeros(1, 2, 30, 4), torch.randn(1, 2, 30, 4), torch.randn(1, 2, 30, 5), None)
+    assert error.mean_error([one], error.exact_outputs([one], causal), causal) < 1e-6
+    other = one._replace(query=torch.randn(1, 2, 30, 4) * 5)
+    assert error.mean_error([other], error.exact_outputs([other], causal), causal) > 0.3
+
+
+def test_ranks_of_a_search():
+    questions = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])
+    paragraphs = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.8, 0.6]])
+    assert tasks.ranks(questions, paragraphs, torch.tensor([0, 0, 1])).tolist() == [1, 3, 2]
+
+
+@pytest.mark.parametrize("task", ["search", "images"])
+def test_tasks_say_what_data_they_need(task, capsys):
+    assert cli.run(tasks.app, [task, "--data", "no/such/folder"], "tasks") == 2
+    assert "HEA_DATA" in capsys.readouterr().err
+
+
+@needs_minilm
+@pytest.mark.slow
+def test_search_by_exact_attention_is_as_known(data, tmp_path):
+    arguments = ["search", "--data", str(data), "--method", "kdeformer:near_field=window", "--budget", "64"]
+    assert cli.run(tasks.app, [*arguments, "--csv", str(tmp_path / "search.csv")], "tasks") == 0
+    exact, ours = read_csv(tmp_path / "search.csv")
+    assert float(exact["recall@1"]) == pytest.approx(0.887, abs=0.001)
+    assert float(exact["mrr"]) == pytest.approx(0.930, abs=0.001)
+    assert float(ours["recall@1"]) > 0.86
 
 
 @pytest.mark.skipif(not (DATA / "models" / "deit-tiny-imagenet").is_dir(), reason="needs DeiT-tiny in HEA_DATA")

@@ -31,13 +31,25 @@ from recipes.benchmarks.report import Csv, check_outputs, write_csv
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
 
-METHODS = ("kdeformer", "kdeformer:near_field=window", "hyperattention", "longformer", "linear", "performer")
+METHODS = (
+    "kdeformer",
+    "kdeformer:near_field=window",
+    "hyperattention",
+    "longformer",
+    "linear",
+    "performer",
+    "nystromformer",
+    "linformer",
+    "reformer",
+    "scatterbrain",
+    "eva",
+)
 
 Data = Annotated[pathlib.Path | None, typer.Option(metavar="FOLDER", help="[default: $HEA_DATA or ../shared/data]")]
 Budget = Annotated[list[str], typer.Option(metavar="N", show_default=False, help="Columns. [default: 64,128,256]")]
 Method = Annotated[
     list[str],
-    typer.Option(metavar="NAME", show_default=False, help=f"NAME or NAME:key=value. [default: {', '.join(METHODS)}]"),
+    typer.Option(metavar="NAME", show_default=False, help="NAME or NAME:key=value. [default: most]"),
 ]
 
 
