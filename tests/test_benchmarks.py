@@ -84,7 +84,7 @@ def speed_row(method, length, ratio, *, causal=False, backward=False, extra=None
         (speed_row("performer", 8192, 1.1, causal=True), [True]),
         (speed_row("performer (num_features=64)", 8192, 30.0), [True]),
         (speed_row("hyperattention", 16384, 14.0, extra=2.6), [True, False]),
-        (speed_row("linear", 16384, 90.0, extra=2.4), [True]),
+        (speed_row("linear", 16384, 90.0, extra=2.4), [True, True]),
         (speed_row("reformer", 16384, 12.0, extra=9.0), [True]),
         (speed_row("sdpa", 16384, 1.0, extra=9.0), []),
         (speed_row("kdeformer", 4096, 0.1, extra=9.0), []),
