@@ -114,7 +114,7 @@ def test_every_way_in_gives_the_same_model(family, method, tmp_path):
     ways["convert by a dictionary"] = hea.convert(cls(tiny_config(family)), choice)
     for way, model in ways.items():
         missing, unexpected = model.load_state_dict(exact.state_dict(), strict=False)
-        assert not unexpected and all(".efficient_attention." in key for key in missing), way
+        assert not unexpected and all(".learned_parameters." in key for key in missing), way
         assert model.config._attn_implementation == method, way
         assert torch.equal(output(model.eval(), inputs), expected), way
 

@@ -1,7 +1,7 @@
 """Parameters that a method learns, as a submodule of every attention module in which it stands.
 
 They are made with the values that conversion starts from when a model is made or converted, are trained, saved and
-loaded as any others, under the name `<attention module>.efficient_attention.<name>`, and go when the model is switched
+loaded as any others, under the name `<attention module>.learned_parameters.<name>`, and go when the model is switched
 to something else.
 """
 
@@ -13,7 +13,8 @@ from transformers.configuration_utils import PreTrainedConfig
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods.base import MethodConfig, get_method
 
-NAME = "efficient_attention"
+# Free of "attention.key" and the like: Transformers renames such parts of the keys of some checkpoints on loading.
+NAME = "learned_parameters"
 
 
 class LearnedParameters(nn.Module):
