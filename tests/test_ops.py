@@ -418,7 +418,7 @@ scores_lists = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1e6)), min_size=
 def test_inclusion_probabilities(scores, budget):
     """min(1, c score) for one c, summing to the budget, or all 1 where fewer have a score."""
     scores = torch.tensor([scores], dtype=torch.float64)
-    chances = inclusion_probabilities(scores, budget, rounds=60)[0]
+    chances = inclusion_probabilities(scores, budget)[0]
     positive = scores[0] > 0
     assert ((chances >= 0) & (chances <= 1)).all()
     assert (chances[~positive] == 0).all()
@@ -428,16 +428,6 @@ def test_inclusion_probabilities(scores, budget):
         c = (chances / scores[0])[part]
         close(c, c[:1].expand_as(c), 1e-9)
         assert (c[0] * scores[0][chances == 1] >= 1 - 1e-9).all()
-
-
-@quick
-@given(scores_lists, st.integers(1, 40))
-def test_inclusion_probabilities_in_the_rounds_that_are_used(scores, budget):
-    """Never above the budget, and not one column below it."""
-    scores = torch.tensor([scores], dtype=torch.float64)
-    total = inclusion_probabilities(scores, budget).sum().item()
-    full = min(budget, int((scores > 0).sum()))
-    assert full - 1 < total <= full * (1 + 1e-9)
 
 
 def test_inclusion_probabilities_with_few_columns_and_a_large_budget():
@@ -451,8 +441,9 @@ def test_inclusion_probabilities_with_few_columns_and_a_large_budget():
 @quick
 @given(scores_lists, st.integers(1, 40), st.floats(1e-6, 1 - 1e-6))
 def test_systematic_sample_has_no_duplicates(scores, budget, offset):
-    chances = inclusion_probabilities(torch.tensor([scores], dtype=torch.float64), budget, rounds=60)
-    index, log_weight, picked = systematic_sample(chances, budget, torch.tensor([offset], dtype=torch.float64))
+    chances = inclusion_probabilities(torch.tensor([scores], dtype=torch.float64), budget)
+    drawn = systematic_sample(chances[:, None], budget, torch.tensor([[offset]], dtype=torch.float64))
+    index, log_weight, picked = (x[0, 0] for x in drawn)
     chosen = index[picked].tolist()
     assert len(set(chosen)) == len(chosen)
     assert chosen == sorted(chosen)
@@ -468,7 +459,8 @@ def test_systematic_sample_is_unbiased():
     scores, terms, steps = numbers(1, 40).exp(), numbers(40, seed=1), 20000
     chances = inclusion_probabilities(scores, 12)
     grid = (torch.arange(steps, dtype=torch.float64) + 0.5) / steps
-    index, log_weight, picked = systematic_sample(chances.expand(steps, -1).contiguous(), 12, grid)
+    drawn = systematic_sample(chances[:, None], 12, grid[None])
+    index, log_weight, picked = (x[0] for x in drawn)
     counts = torch.zeros(40, dtype=torch.float64).index_add_(0, index[picked], torch.ones(int(picked.sum())).double())
     assert (counts / steps - chances[0]).abs().max() < 1e-3
     sums = (terms[index] * log_weight.exp()).sum(1)
@@ -478,7 +470,8 @@ def test_systematic_sample_is_unbiased():
 def test_independent_sample_is_unbiased():
     scores, terms, steps = numbers(1, 40).exp(), numbers(40, seed=1), 20000
     draws = uniform((steps, 12), 0, 0, CPU)
-    index, log_weight, picked = independent_sample(scores.expand(steps, -1).contiguous(), 12, draws)
+    drawn = independent_sample(scores[:, None], 12, draws[None])
+    index, log_weight, picked = (x[0] for x in drawn)
     assert picked.all()
     chance = scores[0] / scores.sum()
     counts = index.flatten().bincount(minlength=40) / index.numel()
@@ -488,8 +481,30 @@ def test_independent_sample_is_unbiased():
     assert sums.mean().item() == pytest.approx(terms.sum().item(), abs=4 * sums.std().item() / steps**0.5)
 
 
+@pytest.mark.parametrize("independent", [False, True])
+def test_samples_of_several_groups_are_those_of_each_for_itself(independent):
+    """Groups laid one behind the other for one search: an empty one, one of fewer columns than the sample, others."""
+    scores = numbers(2, 4, 30).exp()
+    scores[:, 1] = 0.0
+    scores[:, 2, 5:] = 0.0
+    group = torch.tensor([[0, 3, 1, 2, 3, 0], [2, 2, 0, 1, 1, 3]])
+    draws = uniform((2, 6, 9), 0, 0, CPU)
+    chances = inclusion_probabilities(scores.flatten(0, 1), 9).view(2, 4, 30)
+    for a in range(2):
+        for s in range(6):
+            own = slice(a, a + 1), group[a, s].reshape(1)
+            if independent:
+                alone = independent_sample(scores[own], 9, draws[a, s].view(1, 1, 9))
+                together = independent_sample(scores, 9, draws, group)
+            else:
+                alone = systematic_sample(chances[own], 9, draws[a, s, 0].view(1, 1))
+                together = systematic_sample(chances, 9, draws[..., 0], group)
+            for x, y in zip(together, alone, strict=True):
+                assert torch.equal(x[a, s], y[0, 0])
+
+
 def test_independent_sample_of_nothing():
-    _, log_weight, picked = independent_sample(torch.zeros(1, 5), 3, torch.full((1, 3), 0.5, dtype=torch.float64))
+    _, log_weight, picked = independent_sample(torch.zeros(1, 1, 5), 3, torch.full((1, 1, 3), 0.5, dtype=torch.float64))
     assert not picked.any()
     assert (log_weight == -torch.inf).all()
 
@@ -613,9 +628,21 @@ def test_states_of_features_are_the_products_of_maps():
 # Near and far field.
 
 
-def plan(near_field="lsh", length=90, columns=90, mask=None, scores="probe", independent=False, seed=0, num_probes=8):
+def plan(
+    near_field="lsh",
+    length=90,
+    columns=90,
+    mask=None,
+    scores="probe",
+    independent=False,
+    seed=0,
+    num_probes=8,
+    groups=3,
+    shared=False,
+):
     row = numbers(4, length, 6), numbers(4, columns, 6, seed=1), numbers(4, columns, 5, seed=2)
     options = {"block_size": 16, "num_samples": 20, "num_hashes": 4, "num_probes": num_probes, "scale": 0.5}
+    options |= {"groups": groups, "shared": shared}
     mask = None if mask is None else mask.repeat_interleave(2, 0)
     near, far = near_far.make_plan(
         *row, mask, near_field=near_field, scores=scores, independent=independent, seed=seed, batch=2, **options
@@ -651,7 +678,7 @@ def test_a_plan_counts_no_pair_twice_and_no_absent_key(near_field, length, mask,
 @pytest.mark.parametrize("near_field", ["lsh", "window"])
 def test_a_window_is_beside_its_queries_and_a_block_near_their_hash(near_field):
     (query, key, _), near, far = plan(near_field)
-    nothing = far._replace(place=far.place[:, :0], log_weight=far.log_weight[:, :0])
+    nothing = far._replace(place=far.place[..., :0], log_weight=far.log_weight[..., :0])
     held = near_far.dense_log_weights(near, nothing, 90, 90) == 0
     if near_field == "window":
         reach = (torch.arange(90)[:, None] - torch.arange(90)).abs().expand(4, -1, -1)[held]
@@ -667,7 +694,7 @@ def test_probes_of_all_queries_are_the_norms_of_the_residual(near_field, mask):
     """With as many probes as queries the estimate is exactly the squared column norms of D^-1 A_res."""
     (query, key, _), near, far = plan(near_field, mask=mask)
     heads_mask = None if mask is None else mask.repeat_interleave(2, 0)
-    nothing = far._replace(place=far.place[:, :0], log_weight=far.log_weight[:, :0])
+    nothing = far._replace(place=far.place[..., :0], log_weight=far.log_weight[..., :0])
     held = near_far.dense_log_weights(near, nothing, 90, 90) == 0
     there = torch.ones(4, 90, dtype=torch.bool) if mask is None else heads_mask
     scores = (query @ key.transpose(1, 2) * 0.5).masked_fill(~there[:, None], -torch.inf)
@@ -676,7 +703,59 @@ def test_probes_of_all_queries_are_the_norms_of_the_residual(near_field, mask):
         count = int(there[a].sum())
         offset = torch.full((4,), 0.5, dtype=torch.float64)
         ours = near_far.probe_scores(query, key, near, heads_mask, 0.5, count, offset)
-        close(ours[a], residual[a].square().sum(0))
+        close(ours[a, 0], residual[a].square().sum(0))
+
+
+@pytest.mark.parametrize("mask", [None, MASKED], ids=["", "masked"])
+@pytest.mark.parametrize("near_field", ["lsh", "window"])
+def test_groups_of_tiles_are_disjoint_runs_of_queries(near_field, mask):
+    """Equally many tiles in each up to one, all queries that are there in one of them; fewer tiles leave some empty."""
+    _, near, _ = plan(near_field, mask=mask)
+    for groups in (1, 3, 4, 50):
+        first, count, group = near_far.query_groups(near, groups)
+        for a in (0, 2):
+            queries = 90 if mask is None else int(mask[a // 2].sum())
+            tiles = -(-queries // near.rows)
+            held = [group[a, :tiles].eq(g).sum().item() for g in range(groups)]
+            assert sum(held) == tiles and max(held) - min(held) <= 1
+            assert group[a].diff().min() >= 0 and group[a].max() < groups
+            for g in range(groups):
+                own = [t for t in range(tiles) if group[a, t] == g]
+                expected = sum(min(queries, (t + 1) * near.rows) - t * near.rows for t in own)
+                assert count[a, g] == expected
+                assert not own or first[a, g] == own[0] * near.rows
+
+
+@pytest.mark.parametrize("mask", [None, MASKED], ids=["", "masked"])
+@pytest.mark.parametrize("near_field", ["lsh", "window"])
+def test_probes_of_a_group_are_queries_of_its_tiles(near_field, mask):
+    """Probes in all places of a group: the estimate is that of its rows of D^-1 A_res, as if all queries were alike."""
+    (query, key, _), near, far = plan(near_field, mask=mask)
+    heads_mask = None if mask is None else mask.repeat_interleave(2, 0)
+    nothing = far._replace(place=far.place[..., :0], log_weight=far.log_weight[..., :0])
+    held = near_far.dense_log_weights(near, nothing, 90, 90) == 0
+    there = torch.ones(4, 90, dtype=torch.bool) if mask is None else heads_mask
+    scores = (query @ key.transpose(1, 2) * 0.5).masked_fill(~there[:, None], -torch.inf)
+    residual = scores.softmax(-1).masked_fill(held, 0.0)
+    first, count, _ = near_far.query_groups(near, 2)
+    for a in (0, 2):
+        each, total = int(count[a, 1]), int(count[a].sum())
+        offset = torch.full((4,), 0.5, dtype=torch.float64)
+        ours = near_far.probe_scores(query, key, near, heads_mask, 0.5, 2 * each, offset, 2)[a, 1]
+        places = torch.arange(int(first[a, 1]), int(first[a, 1]) + each)
+        rows = places if near.query_order is None else near.query_order[a, places]
+        close(ours, residual[a, rows].square().sum(0) * total / each)
+
+
+def test_tiles_draw_apart_unless_all_share_one_sample():
+    _, near, far = plan("window", scores="uniform")
+    tiles = near.start.shape[1]
+    assert far.place.shape == far.log_weight.shape == (4, tiles, 20)
+    # 20 of 90 columns at even steps of 4.5 can be drawn in nine ways only.
+    assert all(len(set(map(tuple, rows))) > 3 for rows in far.place.tolist())
+    for options in ({}, {"independent": True}, {"mask": MASKED}):
+        _, _, far = plan("window", shared=True, **options)
+        assert far.place.shape == (4, 1, 20)
 
 
 def test_column_scores_are_those_of_the_paper():
@@ -685,14 +764,14 @@ def test_column_scores_are_those_of_the_paper():
     arguments = (query, key, value, near, None, 0.5, 90, offset)
     squares = value.square().sum(-1)
     ours = near_far.column_scores("value_norm", *arguments)
-    close(ours, squares.gather(1, near.key_order), 1e-5)
-    assert torch.equal(near_far.column_scores("uniform", *arguments), torch.ones(4, 90, dtype=torch.float64))
-    norms = near_far.probe_scores(query, key, near, None, 0.5, 90, offset)
+    close(ours[:, 0], squares.gather(1, near.key_order), 1e-5)
+    assert torch.equal(near_far.column_scores("uniform", *arguments), torch.ones(4, 1, 90, dtype=torch.float64))
+    norms = near_far.probe_scores(query, key, near, None, 0.5, 90, offset)[:, 0]
     # From 1,024 values at even places, so that each of the 90 comes up 11 or 12 times.
     place = ((torch.arange(1024) + 0.5) * 90 / 1024).long()
     spread = value.gather(1, near.key_order[:, place].unsqueeze(-1).expand(-1, -1, value.shape[2]))
     gamma = 1024 / 90 / torch.linalg.matrix_norm(spread, 2).square()
-    ours = near_far.column_scores("probe", *arguments).gather(1, inverse(near.key_order))
+    ours = near_far.column_scores("probe", *arguments)[:, 0].gather(1, inverse(near.key_order))
     # The power method's few steps leave gamma a little too large.
     expected = norms + gamma[:, None] * squares
     assert ((ours >= expected * (1 - 1e-6)) & (ours <= expected * 1.2)).all()
@@ -706,8 +785,9 @@ def test_the_far_field_is_unbiased(scores, independent):
     weights = near_far.column_scores(scores, query, key, value, near, None, 0.5, 8, torch.full((4,), 0.5).double())
     total, draws = torch.zeros(4, 90), 4000
     for seed in range(draws):
-        far = near_far.plan_far(weights, 20, offsets(2, seed, 12, CPU).repeat(2), seed, independent)
-        total.scatter_add_(1, far.place, far.log_weight.exp().float())
+        turns = offsets(2, seed, 12, CPU).repeat(2)[:, None]
+        far = near_far.plan_far(weights, 20, turns, seed, independent)
+        total.scatter_add_(1, far.place[:, 0], far.log_weight[:, 0].exp().float())
     mean = total / draws
     assert (mean.mean(1) - 1.0).abs().max() < 0.02
     # The columns that are drawn less than one time in twenty have a mean that is known less well.

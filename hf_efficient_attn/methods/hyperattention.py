@@ -2,8 +2,10 @@
 
 The near field is Algorithm 1 (sortLSH), the far field the uniform sampling of Algorithm 2 and of the authors' practical
 version: m columns, each with weight (number of keys) / m for the queries whose block does not hold them. Departures:
-the columns are drawn without replacement (systematic sampling; `draw="independent"` is the paper's), and the causal
-form is `hf_efficient_attn.ops.causal`, since the paper's recursion lets later queries influence earlier ones.
+
+- Columns are drawn without replacement (systematic sampling; `draw="independent"` is the paper's), and by each tile of
+  queries for itself (`columns="all"` is the paper's), so that the errors of tiles do not add up.
+- The causal form is `hf_efficient_attn.ops.causal`: the paper's recursion lets later queries influence earlier ones.
 """
 
 from dataclasses import dataclass

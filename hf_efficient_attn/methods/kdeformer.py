@@ -10,6 +10,11 @@ Which equation is which line, and where this departs from the paper:
   `num_probes` queries rather than from a kernel density estimate. `column_scores="kde"` is the paper's: Algorithm 1,
   lines 3-4, with Algorithm 2 on densities by hashing (`kernel.softmax_column_norms`), less the norms of the near field
   (Algorithm 3, line 3); its work depends on the data, and it is not for torch.compile.
+- Every tile of neighbouring queries draws its own m columns, by norms over the queries of its own group of tiles
+  (`score_groups`), where Algorithm 1 has one draw for all queries (`columns="all"`). It costs little, since the columns
+  of a tile are gathered for themselves anyway; it fits the columns to the queries, and errors of tiles that are drawn
+  apart do not add up in the operator norm: on MiniLM, 512 tokens, budget 128, from .36 to .28, on DeiT-tiny at 1,025
+  tokens, budget 256, from .16 to .11.
 - Columns are drawn without replacement (systematic sampling, inclusion probability pi_j, weight 1/pi_j), which has a
   lower variance at the same budget; `draw="independent"` is Algorithm 1's draw with weights 1/(m p_j).
 - Algorithm 1 divides by a separate estimate of D. Here the denominator of a row is the sum of the very weights of its
@@ -38,6 +43,9 @@ class KDEformerConfig(NearFarConfig):
         choices=("probe", "kde", "value_norm"),
     )
     num_probes: int = option(32, "Queries whose exact rows estimate the column norms.", minimum=1)
+    score_groups: int = option(
+        4, "Groups of neighbouring tiles of queries, each with column norms of its own, by its own probes.", minimum=1
+    )
 
 
 register(

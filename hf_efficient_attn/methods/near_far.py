@@ -36,10 +36,17 @@ class NearFarConfig(MethodConfig):
         "'systematic': columns without replacement, weights 1/pi. 'independent': with replacement, weights 1/(m p).",
         choices=("systematic", "independent"),
     )
+    columns: str = option(
+        "tile",
+        "Who shares a sample. 'tile': each tile of neighbouring queries draws its own. 'all': one draw for all queries "
+        "of a head. The causal form has a draw for each segment of keys.",
+        choices=("tile", "all"),
+    )
     seed: int = option(0, "Seed of the hash and of the sampling.", minimum=0)
 
     column_scores = "uniform"
     num_probes = 1
+    score_groups = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,6 +71,22 @@ def _plan_options(config: NearFarConfig, query: Tensor, scale: float, seed) -> d
         "seed": seed,
         "batch": query.shape[0],
     }
+
+
+def _make_plan(config: NearFarConfig, query, key, value, mask, options: dict) -> tuple[near_far.Near, near_far.Far]:
+    """The bidirectional near and far field."""
+    return near_far.make_plan(
+        query,
+        key,
+        value,
+        mask,
+        near_field="lsh" if config.near_field == "auto" else config.near_field,
+        block_size=config.block_size,
+        num_hashes=config.num_hashes,
+        groups=config.score_groups,
+        shared=config.columns == "all",
+        **options,
+    )
 
 
 def _plan_segments(config: NearFarConfig, query, key, value, size: int, options: dict) -> list[causal.Segments]:
@@ -111,17 +134,7 @@ def attend(config: NearFarConfig, query, key, value, *, mask, is_causal, scale, 
         )
         out = _restore(out, order, mask)
     else:
-        near = "lsh" if config.near_field == "auto" else config.near_field
-        near, far = near_far.make_plan(
-            query,
-            key,
-            value,
-            mask,
-            near_field=near,
-            block_size=config.block_size,
-            num_hashes=config.num_hashes,
-            **options,
-        )
+        near, far = _make_plan(config, query, key, value, mask, options)
         out = near_far.near_far_attention(query, key, value, near, far, scale=scale, dropout_p=dropout_p)
     return out.unflatten(0, shape)
 
@@ -145,17 +158,7 @@ def naive(config: NearFarConfig, query, key, value, *, mask, is_causal, scale, d
         plans = _plan_segments(config, query, key, value, size, options)
         log_weights = causal.dense_causal_log_weights(plans, length, size, budget, heads)
     else:
-        near = "lsh" if config.near_field == "auto" else config.near_field
-        plan = near_far.make_plan(
-            query,
-            key,
-            value,
-            mask,
-            near_field=near,
-            block_size=config.block_size,
-            num_hashes=config.num_hashes,
-            **options,
-        )
+        plan = _make_plan(config, query, key, value, mask, options)
         log_weights = near_far.dense_log_weights(*plan, length, columns)
     out = near_far.dense_attention(query, key, value, log_weights, scale=scale)
     return _restore(out, order, mask).unflatten(0, shape)

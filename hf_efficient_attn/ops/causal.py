@@ -119,7 +119,7 @@ def plan_segments(query, key, value, *, size, num_samples, scores, num_probes, i
                 seed,
             )
             turns = draw_offset.expand(-1, pairs).flatten()
-            far = plan_far(weights.flatten(0, 1), count, turns, seed, independent)
+            far = plan_far(weights.flatten(0, 1).unsqueeze(1), count, turns.unsqueeze(1), seed, independent)
             shape = (heads, pairs, count)
             plan = Segments(level, far.place.view(shape), far.log_weight.view(shape))
             if num_hashes:

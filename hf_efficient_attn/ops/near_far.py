@@ -1,7 +1,7 @@
 """A near field of blocks and a far field of sampled columns, bidirectional.
 
 Every tile of queries attends exactly to one run of `block_size` keys (its near field: in the order of a hash, or in
-that of the positions) and to the sampled columns that are not in that run; the two are one softmax. `Near` and `Far`
+that of the positions) and to sampled columns, those that are not in that run; the two are one softmax. `Near` and `Far`
 say which they are; they are made without gradient, and the readable form in `dense_log_weights` is made from the same
 one.
 """
@@ -27,6 +27,8 @@ from hf_efficient_attn.ops.sampling import (
 from hf_efficient_attn.ops.tiles import attend_grouped, use_grouped
 
 _NORM_ROWS = 1024
+# Tiles of a head take turns around the circle by the plastic ratio; heads do by the golden one.
+_TURN = 0.7548776662466927
 # Tiles at a time, of a near field whose entries are computed for themselves.
 _TILES = 16
 
@@ -52,7 +54,10 @@ class Near(NamedTuple):
 
 
 class Far(NamedTuple):
-    """Sampled columns: place (A, m) in the order of the keys, log_weight (A, m), -inf in an empty slot."""
+    """Sampled columns: place (A, S, m) in the order of the keys, log_weight (A, S, m), -inf in an empty slot.
+
+    S is the number of tiles, or 1 where all share one sample.
+    """
 
     place: Tensor
     log_weight: Tensor
@@ -111,17 +116,42 @@ def plan_lsh(query: Tensor, key: Tensor, span: int, mask: Tensor | None, num_has
     return Near(query_order, key_order, start, span, span, count, queries)
 
 
-def probe_scores(query, key, near: Near, mask, scale: float, num_probes: int, offset: Tensor) -> Tensor:
-    """Squared norms of the residual's columns, estimated from the exact rows of some queries.
-
-    Column j of D^-1 A_res (Eq. 10 of Zandieh et al. 2023) is summed over `num_probes` queries, one from each of as many
-    equal strata of the tiles; what the near field of a query holds counts 0.
+def query_groups(near: Near, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Runs of neighbouring tiles, equally many up to one: the first query of each, how many there are, and the tiles'.
 
     Returns:
-        (A, Nk), in the order of the positions.
+        start and count, int64 (A, G), in places of the queries, and the group of each tile, int64 (A, T). Where there
+        are fewer tiles than groups some groups are empty.
     """
-    wide = accumulator(query.dtype)
-    place = stratified_ranks(num_probes, near.queries, offset.reshape(-1, 1))
+    heads, tiles = near.start.shape
+    device = near.start.device
+    queries = torch.as_tensor(near.queries, device=device).expand(heads, 1)
+    there = (queries + near.rows - 1) // near.rows
+    first = (torch.arange(groups + 1, device=device) * there + groups - 1) // groups
+    first = torch.minimum(first * near.rows, queries)
+    tile = torch.arange(tiles, device=device)
+    # Tiles of no query that is there are computed in vain.
+    group = (tile * groups // there.clamp(min=1)).clamp(max=groups - 1)
+    return first[:, :-1], first[:, 1:] - first[:, :-1], group
+
+
+def probe_scores(
+    query, key, near: Near, mask, scale: float, num_probes: int, offset: Tensor, groups: int = 1
+) -> Tensor:
+    """Squared norms of the residual's columns, estimated from the exact rows of some queries of each group of tiles.
+
+    Column j of D^-1 A_res (Eq. 10 of Zandieh et al. 2023) is summed over `num_probes` queries in all, one from each of
+    as many equal strata of its group; what the near field of a query holds counts 0. The norms of a group are those
+    that the matrix would have if all queries were like the group's.
+
+    Returns:
+        (A, G, Nk), in the order of the positions.
+    """
+    wide, each = accumulator(query.dtype), ceil_div(num_probes, groups)
+    first, count, _ = query_groups(near, groups)
+    place = stratified_ranks(each, count.unsqueeze(2), offset.reshape(-1, 1, 1)) + first.unsqueeze(2)
+    last = torch.as_tensor(near.queries - 1, device=place.device).clamp(min=0)
+    place = torch.minimum(place.flatten(1), last)
     start = near.start.gather(1, place // near.rows)
     if near.query_order is not None:
         place = near.query_order.gather(1, place)
@@ -135,7 +165,10 @@ def probe_scores(query, key, near: Near, mask, scale: float, num_probes: int, of
     if near.key_order is not None:
         held = near.key_order.gather(1, held.flatten(1)).view_as(held)
     weights = weights.scatter_(2, held, 0.0)
-    return weights.square_().sum(1) * (near.queries / num_probes)
+    norms = weights.square_().unflatten(1, (groups, each)).sum(2)
+    queries = near.queries if isinstance(near.queries, int) else near.queries.unsqueeze(2).double()
+    share = queries / each
+    return norms * (share if isinstance(share, float) else share.to(wide))
 
 
 def balanced(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -192,46 +225,55 @@ def sampled_norm_squared(value: Tensor, near: Near) -> Tensor:
     return operator_norm_squared(take(value, index).to(accumulator(value.dtype))) * (near.count / _NORM_ROWS)
 
 
-def column_scores(kind, query, key, value, near: Near, mask, scale, num_probes, offset, seed=0) -> Tensor:
-    """Unnormalised sampling probabilities of the columns, (A, Nk) in the order of the places; 0 for absent keys.
+def column_scores(kind, query, key, value, near: Near, mask, scale, num_probes, offset, seed=0, groups=1) -> Tensor:
+    """Unnormalised sampling probabilities of the columns, (A, G, Nk) in the order of the places; 0 for absent keys.
 
     kind: "uniform"; "value_norm", |v_j|^2; "probe", estimated squared column norm of D^-1 A_res + gamma |v_j|^2 with
-    gamma = 1 / |V|_op^2 (Algorithm 1, lines 2 and 5, and Algorithm 3, line 3, of Zandieh et al. 2023); or the function
-    of `density_scores`, whose norms then take the place of those of the probes.
+    gamma = 1 / |V|_op^2 (Algorithm 1, lines 2 and 5, and Algorithm 3, line 3, of Zandieh et al. 2023), for each of
+    `groups` groups of queries; or the function of `density_scores`, whose norms then take the place of those of the
+    probes. G is 1 for all but the probes.
     """
     wide = accumulator(value.dtype)
     if kind == "uniform":
-        scores = torch.ones(key.shape[:2], dtype=wide, device=key.device)
+        scores = torch.ones(key.shape[0], 1, key.shape[1], dtype=wide, device=key.device)
     else:
-        squares = torch.linalg.vector_norm(value, dim=-1, dtype=wide).square()
+        squares = torch.linalg.vector_norm(value, dim=-1, dtype=wide).square().unsqueeze(1)
         if kind == "value_norm":
             scores = squares
         else:
             gamma = 1.0 / sampled_norm_squared(value, near).clamp(min=torch.finfo(wide).tiny)
             if kind == "probe":
-                norms = probe_scores(query, key, near, mask, scale, num_probes, offset)
+                norms = probe_scores(query, key, near, mask, scale, num_probes, offset, groups)
             else:
-                norms = density_scores(kind, query, key, near, mask, scale, seed)
-            scores = norms + gamma * squares
+                norms = density_scores(kind, query, key, near, mask, scale, seed).unsqueeze(1)
+            scores = torch.addcmul(norms, squares, gamma.unsqueeze(2))
         # A column of zero norm could still hold weight in the denominator: every key keeps some chance.
-        count = near.count if isinstance(near.count, int) else near.count.clamp(min=1)
-        scores = scores + scores.sum(1, keepdim=True) * (1e-6 / count) + torch.finfo(wide).tiny
+        count = near.count if isinstance(near.count, int) else near.count.clamp(min=1).unsqueeze(2)
+        scores = scores + (scores.sum(2, keepdim=True) * (1e-6 / count) + torch.finfo(wide).tiny)
     if near.key_order is not None:
-        scores = scores.gather(1, near.key_order)
+        scores = scores.gather(2, near.key_order.unsqueeze(1).expand(-1, scores.shape[1], -1))
     if mask is not None:
         places = torch.arange(key.shape[1], device=key.device)
-        scores = scores.masked_fill(places >= near.count, 0.0)
+        scores = scores.masked_fill((places >= near.count).unsqueeze(1), 0.0)
     return scores
 
 
-def plan_far(scores: Tensor, num_samples: int, offset: Tensor, seed, independent: bool = False) -> Far:
-    """Draw columns: systematic without replacement, or independently as in the paper's Algorithm 1."""
+def plan_far(
+    scores: Tensor, num_samples: int, offset: Tensor, seed, independent: bool = False, group: Tensor | None = None
+) -> Far:
+    """Draw columns: systematic without replacement, or independently as in the paper's Algorithm 1.
+
+    Args:
+        scores: (A, G, N).
+        offset: (A, S), float64 in (0, 1), where sample s of a row begins.
+        group: int64 (A, S), the scores that it is drawn by; None where G is 1.
+    """
     if independent:
-        numbers = uniform((num_samples,), seed, 3, scores.device).expand(scores.shape[0], -1)
-        place, log_weight, _ = independent_sample(scores, num_samples, (numbers + offset[:, None]).frac())
+        numbers = uniform((num_samples,), seed, 3, scores.device) + offset.unsqueeze(2)
+        place, log_weight, _ = independent_sample(scores, num_samples, numbers.frac(), group)
     else:
-        chances = inclusion_probabilities(scores, num_samples)
-        place, log_weight, _ = systematic_sample(chances, num_samples, offset)
+        chances = inclusion_probabilities(scores.flatten(0, 1), num_samples).view(scores.shape)
+        place, log_weight, _ = systematic_sample(chances, num_samples, offset, group)
     return Far(place, log_weight.to(accumulator(scores.dtype)))
 
 
@@ -243,13 +285,18 @@ def plan_small_rows(near: Near, scores: Tensor, small: Tensor) -> tuple[Near, Te
     """
     rest = (near.count - near.span).clamp(min=0)
     start = torch.where(small, rest, near.start)
-    places = torch.arange(scores.shape[1], device=scores.device)
-    return near._replace(start=start), torch.where(small, (places < rest).to(scores.dtype), scores)
+    places = torch.arange(scores.shape[2], device=scores.device)
+    rest = (places < rest).to(scores.dtype).unsqueeze(1)
+    return near._replace(start=start), torch.where(small.unsqueeze(2), rest, scores)
 
 
 def make_plan(query, key, value, mask, *, near_field, block_size, num_samples, num_hashes, scores, num_probes,
-              independent, scale, seed, batch) -> tuple[Near, Far]:  # fmt: skip
-    """Near and far field of (A, N, D) inputs, A = `batch` rows of heads. No gradient."""
+              independent, scale, seed, batch, groups=1, shared=False) -> tuple[Near, Far]:  # fmt: skip
+    """Near and far field of (A, N, D) inputs, A = `batch` rows of heads. No gradient.
+
+    Each tile draws its own columns, by the scores of its own of `groups` groups of tiles; `shared` makes it one draw
+    for all, by the scores of all.
+    """
     with torch.no_grad():
         heads = query.shape[0] // batch
         if near_field == "lsh":
@@ -257,16 +304,21 @@ def make_plan(query, key, value, mask, *, near_field, block_size, num_samples, n
         else:
             near = plan_window(query.shape[1], key.shape[1], block_size, mask, query.shape[0], query.device)
         probe_offset, draw_offset = (offsets(heads, seed, stream, query.device).repeat(batch) for stream in (11, 12))
-        weights = column_scores(scores, query, key, value, near, mask, scale, num_probes, probe_offset, seed)
+        groups = 1 if shared or scores != "probe" else min(groups, num_probes)
+        weights = column_scores(scores, query, key, value, near, mask, scale, num_probes, probe_offset, seed, groups)
         small = None
         if mask is not None:
             small = near.count <= near.span + num_samples
             near, weights = plan_small_rows(near, weights, small)
-        far = plan_far(weights, num_samples, draw_offset, seed, independent)
+        group, draw_offset = None, draw_offset.unsqueeze(1)
+        if not shared:
+            draw_offset = (draw_offset + _TURN * torch.arange(near.start.shape[1], device=query.device)).frac()
+            group = None if groups == 1 else query_groups(near, groups)[2]
+        far = plan_far(weights, num_samples, draw_offset, seed, independent, group)
         if small is not None and independent:
             # Only a draw without replacement takes every column that is left.
-            whole = plan_far(weights, num_samples, draw_offset, seed)
-            far = Far(*(torch.where(small, *pair) for pair in zip(whole, far, strict=True)))
+            whole = plan_far(weights, num_samples, draw_offset, seed, group=group)
+            far = Far(*(torch.where(small.unsqueeze(2), *pair) for pair in zip(whole, far, strict=True)))
         return near, far
 
 
@@ -278,10 +330,10 @@ def near_far_attention(query, key, value, near: Near, far: Far, *, scale: float,
     """
     wide = accumulator(query.dtype)
     run = near.start[:, :, None] + torch.arange(near.span, device=query.device)
-    columns = far.place[:, None].expand(-1, run.shape[1], -1)
+    columns = far.place.expand(-1, run.shape[1], -1)
     distance = columns - near.start[:, :, None]
     inside = (distance >= 0) & (distance < near.span)
-    far_bias = far.log_weight[:, None].to(wide).masked_fill(inside, -torch.inf)
+    far_bias = far.log_weight.to(wide).masked_fill(inside, -torch.inf)
     near_bias = torch.zeros(run.shape, dtype=wide, device=query.device)
     if not isinstance(near.count, int):
         near_bias = near_bias.masked_fill_(run >= near.count[:, :, None], -torch.inf)
@@ -357,7 +409,8 @@ def dense_log_weights(near: Near, far: Far, length: int, columns: int) -> Tensor
         count = near.count if isinstance(near.count, int) else int(near.count[a])
         for t, start in enumerate(near.start[a].tolist()):
             rows = queries[t * near.rows : (t + 1) * near.rows, None]
-            for place, log_weight in zip(far.place[a].tolist(), far.log_weight[a].tolist(), strict=True):
+            sample = min(t, far.place.shape[1] - 1)
+            for place, log_weight in zip(*(x[a, sample].tolist() for x in far), strict=True):
                 # logaddexp: the independent draw may pick a column twice.
                 old = weights[a, rows, keys[place]]
                 weights[a, rows, keys[place]] = torch.logaddexp(old, torch.full_like(old, log_weight))

@@ -4,71 +4,97 @@ import torch
 from torch import Tensor
 
 
-def inclusion_probabilities(scores: Tensor, budget: Tensor | int, rounds: int = 8) -> Tensor:
+def inclusion_probabilities(scores: Tensor, budget: int) -> Tensor:
     """pi_j = min(1, c * score_j) with c such that they sum to `budget` (or all 1 where fewer have a positive score).
 
-    Each round sets c by the scores that are not cut off yet; a score that was cut off stays so, since c only grows, and
-    what is left over after the last round is so little that the sum falls short by a fraction of one column.
+    Only the `budget` highest scores can be cut off. With the r highest cut off c is (budget - r) / (sum of the others),
+    which cuts off one fewer for every r that is too large: the r wanted is the first that cuts off no more.
 
     Args:
         scores: (A, N), non-negative.
-        budget: number of columns, an integer or (A, 1).
+        budget: number of columns.
 
     Returns:
         float64 (A, N).
     """
     scores = scores.to(torch.float64)
-    full = torch.zeros_like(scores, dtype=torch.bool)
-    for _ in range(rounds):
-        rest = (budget - full.sum(1, keepdim=True)).clamp(min=0)
-        total = scores.masked_fill(full, 0.0).sum(1, keepdim=True)
-        chances = torch.where(total > 0, rest / total, 0.0) * scores
-        full = full | (chances >= 1.0)
-    return torch.where(full, 1.0, chances).clamp(max=1.0)
+    highest, index = scores.topk(min(budget, scores.shape[1]), dim=1)
+    rest = scores.scatter(1, index, 0.0).sum(1, keepdim=True)
+    # Sums from the smallest on, of the scores from rank r to the last.
+    others = (highest.flip(1).cumsum(1) + rest).flip(1)
+    left = budget - torch.arange(highest.shape[1], device=scores.device)
+    cut = (highest * left >= others).sum(1, keepdim=True)
+    above = torch.nn.functional.pad(highest, (1, 0), value=torch.inf).gather(1, cut)
+    total = torch.cat((others, rest), 1).gather(1, cut)
+    chances = scores * torch.where(total > 0, (budget - cut) / total, 0.0)
+    return chances.masked_fill((scores >= above) & (scores > 0), 1.0).clamp(max=1.0)
 
 
-def systematic_sample(chances: Tensor, count: int, offset: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """At most `count` different indices of each row, j with probability chances_j (Madow 1949).
+def systematic_sample(
+    chances: Tensor, count: int, offset: Tensor, group: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """At most `count` different indices of each sample, j with probability chances_j (Madow 1949).
 
     The chances are laid end to end, and every whole number plus `offset` picks the index on which it falls: no index is
     longer than 1, so none is picked twice.
 
     Args:
-        chances: float64 (A, N) in [0, 1], each row's sum at most `count` up to rounding.
-        offset: (A,) or (A, 1) in (0, 1), float64.
+        chances: float64 (A, G, N) in [0, 1], the sum of each at most `count` up to rounding.
+        offset: (A, S) in (0, 1), float64, one for each sample.
+        group: int64 (A, S), that sample s of row a is drawn from chances[a, group[a, s]]; None where G is 1.
 
     Returns:
-        index (A, count) ascending, log_weight (A, count) = -log(chance), float64, and picked, bool (A, count): False
-        where the row's sum leaves a slot empty; its index is then 0 and its log_weight -inf.
+        index (A, S, count) ascending, log_weight (A, S, count) = -log(chance), float64, and picked, bool
+        (A, S, count): False where the sum leaves a slot empty; its index is then 0 and its log_weight -inf.
     """
-    ends = chances.cumsum(1)
-    points = torch.arange(count, device=chances.device, dtype=torch.float64) + offset.reshape(-1, 1)
-    index = torch.searchsorted(ends, points.expand(chances.shape[0], -1).contiguous())
-    picked = index < chances.shape[1]
-    index = torch.where(picked, index, 0)
-    chance = chances.gather(1, index)
+    points = torch.arange(count, device=chances.device, dtype=torch.float64) + offset.unsqueeze(2)
+    index, chance, picked = _fall(chances, points, count + 1.0, group)
     picked = picked & (chance > 0)
     return torch.where(picked, index, 0), torch.where(picked, -chance.log(), -torch.inf), picked
 
 
-def independent_sample(scores: Tensor, count: int, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`count` indices of each row drawn independently with p_j proportional to the scores, weights 1/(count p_j).
+def _fall(lengths: Tensor, points: Tensor, stretch: float, group: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """On which of the lengths of its group, laid end to end, each point falls, that length, and whether it is one.
+
+    Args:
+        lengths: (A, G, N), the sum of each group less than `stretch`.
+        points: (A, S, K), from 0 on.
+        group: as in `systematic_sample`.
+    """
+    (heads, groups, size), ends = lengths.shape, lengths.cumsum(2)
+    if group is None:
+        group = torch.zeros(points.shape[:2], dtype=torch.int64, device=points.device)
+    else:
+        # The groups one behind the other, each in a stretch of its own, are one search.
+        ends = ends + stretch * torch.arange(groups, device=ends.device)[:, None]
+        points = points + stretch * group.unsqueeze(2)
+    found = torch.searchsorted(ends.view(heads, -1), points.flatten(1)).view_as(points)
+    first = group.unsqueeze(2) * size
+    on = found < first + size
+    found = torch.where(on, found, first)
+    return found - first, lengths.flatten(1).gather(1, found.flatten(1)).view_as(points), on
+
+
+def independent_sample(
+    scores: Tensor, count: int, numbers: Tensor, group: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`count` indices of each sample drawn independently with p_j proportional to the scores, weights 1/(count p_j).
 
     The draw of Algorithm 1 of Zandieh et al. 2023 (lines 5-7); an index can come up again and again.
 
     Args:
-        scores: (A, N), non-negative.
-        numbers: (A, count), uniform in (0, 1), float64.
+        scores: (A, G, N), non-negative.
+        numbers: (A, S, count), uniform in (0, 1), float64.
+        group: as in `systematic_sample`.
 
     Returns:
-        as `systematic_sample`; nothing is picked in a row whose scores are all 0.
+        as `systematic_sample`; nothing is picked where the scores are all 0.
     """
     scores = scores.to(torch.float64)
-    ends = scores.cumsum(1)
-    total = ends[:, -1:]
-    index = torch.searchsorted(ends, (numbers.sort(1).values * total).contiguous()).clamp(max=scores.shape[1] - 1)
-    chance = scores.gather(1, index) / total.clamp(min=torch.finfo(torch.float64).tiny)
-    picked = chance > 0
+    shares = scores / scores.sum(2, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    # The shares add up to 1 but for rounding.
+    index, chance, picked = _fall(shares, numbers.sort(2).values * (1 - 1e-12), 2.0, group)
+    picked = picked & (chance > 0)
     return torch.where(picked, index, 0), torch.where(picked, -(count * chance).log(), -torch.inf), picked
 
 
