@@ -441,3 +441,21 @@ def test_longformer_by_hand():
     assert ours == pytest.approx([4.0, 1.0, 1.5, *(3 * i / 4 for i in range(3, 8)), 5.0])
     ours = hea.functional.longformer_attention(zeros, zeros, value, window_size=2, is_causal=True).flatten().tolist()
     assert ours == pytest.approx([0.0, 0.5, *range(1, 8)])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", ["linear", "performer"])
+def test_causal_walk_over_several_tiles_agrees_with_the_form_that_has_a_gradient(name, masked):
+    """Without a gradient the tokens are walked over with carried sums; with one all chunks are formed at once."""
+    query, key, value = (torch.randn(2, 4, 2500, 32, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    mask = None
+    if masked:
+        # Whole chunks without a key, the first ones of a row among them.
+        mask = torch.ones(2, 2500, dtype=torch.bool)
+        mask[0, :300] = mask[1, 700:1100] = False
+    attend = getattr(hea.functional, f"{name}_attention")
+    options = {"is_causal": True, "attention_mask": mask}
+    with torch.no_grad():
+        walked = attend(query, key, value, **options)
+    formed = attend(query.requires_grad_(), key, value, **options)
+    torch.testing.assert_close(walked, formed.detach(), rtol=1e-4, atol=1e-5)

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.functional import dropout, elu
 
 from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, Recurrence, option, register
-from hf_efficient_attn.ops.blocks import over_heads, pad_to_blocks
+from hf_efficient_attn.ops.blocks import may_walk, over_heads, pad_to_blocks
 from hf_efficient_attn.ops.partial import accumulator
-from hf_efficient_attn.ops.scan import exclusive_prefix_sum
+from hf_efficient_attn.ops.scan import exclusive_prefix_sum, running_sum
 
 _CHUNK = 64
 # Numbers at a time, of 8 heads, where nothing is kept for a gradient: their features then stay in the cache.
@@ -82,9 +82,8 @@ def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed
     flat = (x.flatten(0, 1) for x in (query, key, value))
     flat_mask = None if mask is None else mask.repeat_interleave(query.shape[1], 0)
     options = {"result": (query.shape[2], value.shape[3], value.dtype)}
-    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    if not (is_causal or dropout_p or keep or torch.compiler.is_compiling()) and query.device.type == "cpu":
-        some_heads, options["step"] = functools.partial(_tiled, scale=scale), _HEADS
+    if not dropout_p and may_walk(query, key, value):
+        some_heads, options["step"] = functools.partial(_causal_walk if is_causal else _tiled, scale=scale), _HEADS
     return over_heads(some_heads, *flat, flat_mask, **options).unflatten(0, query.shape[:2])
 
 
@@ -143,6 +142,29 @@ def _causal(phi_q, phi_k, value, dropout_p: float, before: tuple[Tensor, Tensor]
     return out.view(heads, -1, out.shape[-1])[:, :length]
 
 
+def _causal_walk(query, key, value, mask, before: tuple[Tensor, Tensor] | None = None, out=None, *, scale) -> Tensor:
+    """`_causal` of (A, N, .) without gradient or dropout: one walk over tiles of chunks, in memory that stays warm."""
+    (heads, length, width), wide = query.shape, accumulator(query.dtype)
+    size = min(_CHUNK, length)
+    tile = max(1, _TILE // (2 * heads * size * max(size, width))) * size
+    out = value.new_empty(heads, length, value.shape[2]) if out is None else out
+    if before is None:
+        before = query.new_zeros(heads, width, value.shape[2], dtype=wide), query.new_zeros(heads, width, dtype=wide)
+    state, norm = before[0][:, None], before[1][:, None, :, None]
+    for at in range(0, length, tile):
+        here = slice(at, min(at + tile, length))
+        phi_q, phi_k = _features(query[:, here], key[:, here], None if mask is None else mask[:, here], scale)
+        phi_q, phi_k, values = (pad_to_blocks(x, size) for x in (phi_q, phi_k, value[:, here].to(wide)))
+        columns = phi_k.transpose(2, 3)
+        state = running_sum(columns @ values, None, state[:, -1])
+        norm = running_sum(columns.sum(3, keepdim=True), None, norm[:, -1])
+        own = (phi_q @ columns).tril_()
+        total = own.sum(3, keepdim=True).add_(phi_q @ norm[:, :-1])
+        got = _divide((own @ values).add_(phi_q @ state[:, :-1]), total)
+        out[:, here] = got.flatten(1, 2)[:, : here.stop - at]
+    return out
+
+
 def _divide(out: Tensor, total: Tensor) -> Tensor:
     """out / total, and 0 where the weights sum to 0: nothing to attend to, or features that all underflow."""
     total = total.masked_fill(total == 0, 1.0)
@@ -175,6 +197,8 @@ def resume(config, state: LinearState, query, key, value, *, mask, scale, dropou
     """See `hf_efficient_attn.methods.base.Recurrence`; `_causal` with sums that do not begin at 0."""
 
     def some_heads(query, key, value, mask, products, norm):
+        if not dropout_p and may_walk(query, key, value, products, norm):
+            return _causal_walk(query, key, value, mask, (products, norm), scale=scale)
         phi_q, phi_k = _features(query, key, mask, scale)
         return _causal(phi_q, phi_k, value.to(phi_k.dtype), dropout_p, (products, norm))
 

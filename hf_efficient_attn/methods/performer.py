@@ -16,12 +16,16 @@ from torch import Tensor
 from torch.nn.functional import dropout
 
 from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, Recurrence, option, register
-from hf_efficient_attn.ops.blocks import over_heads, pad_to_blocks
+from hf_efficient_attn.ops.blocks import may_walk, over_heads, pad_to_blocks
 from hf_efficient_attn.ops.exact import key_bias
 from hf_efficient_attn.ops.features import key_state, read_state, softmax_features
-from hf_efficient_attn.ops.partial import Partial, accumulator, merge, prefix_merge
+from hf_efficient_attn.ops.partial import Partial, accumulator, finite, merge, prefix_merge
+from hf_efficient_attn.ops.scan import running_sum
 
 _CHUNK = 128
+# Without a gradient: tokens of a chunk for at most so many features, and numbers at a time, of 8 heads.
+_FEW, _SMALL_CHUNK = 128, 64
+_TILE, _HEADS = 1 << 18, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +63,9 @@ def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed
     """Fast form; arguments as in `hf_efficient_attn.methods.call`."""
     features = softmax_features(config.num_features, query.shape[-1], seed, query.device)
 
+    def walk(query, key, value, mask, out=None):
+        return _causal_walk(query, key, value, mask, features, scale, out=out)
+
     def some_heads(query, key, value, mask):
         dtype = value.dtype
         query, key, value, bias = _scaled(query, key, value, mask, scale)
@@ -68,9 +75,14 @@ def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed
         rows = pad_to_blocks(query, min(query.shape[1], 1024))
         return read_state(rows, state, features, dropout_p).out.flatten(1, 2)[:, : query.shape[1]].to(dtype)
 
-    flat = (x.flatten(0, 1) for x in (query, key, value))
+    flat = [x.flatten(0, 1) for x in (query, key, value)]
     flat_mask = None if mask is None else mask.repeat_interleave(query.shape[1], 0)
-    return over_heads(some_heads, *flat, flat_mask).unflatten(0, query.shape[:2])
+    if is_causal and not dropout_p and may_walk(*flat):
+        result = (query.shape[2], value.shape[3], value.dtype)
+        out = over_heads(walk, *flat, flat_mask, result=result, step=_HEADS)
+    else:
+        out = over_heads(some_heads, *flat, flat_mask)
+    return out.unflatten(0, query.shape[:2])
 
 
 def _causal(query, key, value, bias, features, dropout_p: float, start: Partial | None = None) -> Tensor:
@@ -88,6 +100,67 @@ def _causal(query, key, value, bias, features, dropout_p: float, start: Partial 
     return merge(*parts).out.flatten(1, 2)[:, :length]
 
 
+def _causal_walk(
+    query, key, value, mask, features, scale: float, start: Partial | None = None, out: Tensor | None = None
+) -> Tensor:
+    """`_causal` without gradient or dropout: one walk over tiles of chunks of (A, N, .), in memory that stays warm.
+
+    The sums over all keys before a chunk, S (A, F, Dv) and Z (A, F, 1), are those of exp(log feature - r) with r
+    (A, 1, F) the highest log feature so far: nothing overflows, and no later key has a part in it.
+    """
+    (heads, length, width), count, wide = query.shape, features.shape[0], accumulator(query.dtype)
+    size = min(_SMALL_CHUNK if count <= _FEW else _CHUNK, length)
+    tile = max(1, _TILE // (heads * size * max(count, size, width))) * size
+    directions = features.to(wide).t()
+    out = value.new_empty(heads, length, value.shape[2]) if out is None else out
+    if start is None:
+        empty = query.new_zeros(heads, count, dtype=wide)
+        start = Partial(empty.new_zeros(heads, count, value.shape[2]), empty - torch.inf)
+    top = start.lse.unsqueeze(1)
+    sums, norm = start.out[:, None], (start.lse != -torch.inf).to(wide)[:, None, :, None]
+    for at in range(0, length, tile):
+        here = slice(at, min(at + tile, length))
+        queries, keys, values, bias = _scaled(
+            query[:, here], key[:, here], value[:, here], None if mask is None else mask[:, here], scale
+        )
+        missing = -queries.shape[1] % size
+        queries, keys, values = (pad_to_blocks(x, size) for x in (queries, keys, values))
+        bias = torch.nn.functional.pad(bias, (0, missing), value=-torch.inf).view(*keys.shape[:3], 1)
+        queries, keys = queries @ directions, keys @ directions
+        own, own_top = _own_pairs(queries, keys, bias)
+        keys += bias
+        tops = torch.cat((top, keys.amax(2)), 1).cummax(1).values
+        weights = keys.sub_(finite(tops[:, 1:]).unsqueeze(2)).exp_().transpose(2, 3)
+        kept = torch.exp(tops[:, :-1] - finite(tops[:, 1:])).unsqueeze(3)
+        sums = running_sum(weights @ values, kept, sums[:, -1])
+        norm = running_sum(weights.sum(3, keepdim=True), kept, norm[:, -1])
+        # What is before the chunk and the chunk, each relative to its own maximum, then to the higher of the two.
+        queries += tops[:, :-1].unsqueeze(2)
+        far_top = queries.amax(3, keepdim=True)
+        far = queries.sub_(finite(far_top)).exp_()
+        common = finite(torch.maximum(own_top, far_top))
+        own_weight, far_weight = torch.exp(own_top - common), torch.exp(far_top - common)
+        total = own.sum(3, keepdim=True).mul_(own_weight).addcmul_(far @ norm[:, :-1], far_weight)
+        total.masked_fill_(total == 0, 1.0)
+        got = (own @ values).mul_(own_weight.div_(total)).addcmul_(far @ sums[:, :-1], far_weight.div_(total))
+        out[:, here] = got.flatten(1, 2)[:, : here.stop - at]
+        top = tops[:, -1:]
+    return out
+
+
+def _own_pairs(queries: Tensor, keys: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights of the pairs of each chunk, relative to exp of the row's maximum, (A, T, C, C), and that, (A, T, C, 1).
+
+    Args:
+        queries, keys: (A, T, C, F), logs of their features. bias: (A, T, C, 1), of the keys.
+    """
+    query_top, key_top = queries.amax(-1, keepdim=True), keys.amax(-1, keepdim=True)
+    products = torch.exp(queries - query_top) @ torch.exp(keys - key_top).transpose(2, 3)
+    scores = products.tril_().log_().add_((key_top + bias).transpose(2, 3))
+    top = scores.amax(-1, keepdim=True)
+    return scores.sub_(finite(top)).exp_(), top + query_top
+
+
 def _own_chunk(query, key, value, bias, features, dropout_p: float) -> Partial:
     """Causal attention of each chunk to itself by the feature products of its pairs: (A, T, C, .) -> Partial."""
     directions = features.to(query.dtype).t()
@@ -99,8 +172,7 @@ def _own_chunk(query, key, value, bias, features, dropout_p: float) -> Partial:
     seen = torch.ones(products.shape[-2:], dtype=torch.bool, device=query.device).tril() & (products > least)
     scores = products.masked_fill(~seen, 1.0).log() + query_top + (key_top + bias.unsqueeze(-1)).transpose(2, 3)
     scores = scores.masked_fill(~seen, -torch.inf)
-    top = scores.detach().amax(-1, keepdim=True)
-    top = top.masked_fill(top == -torch.inf, 0.0)
+    top = finite(scores.detach().amax(-1, keepdim=True))
     weights = torch.exp(scores - top)
     total = weights.sum(-1, keepdim=True)
     empty = total == 0
@@ -141,6 +213,8 @@ def resume(config, state: Partial, query, key, value, *, mask, scale, dropout_p,
     features = softmax_features(config.num_features, query.shape[-1], seed, query.device)
 
     def some_heads(query, key, value, mask, out, lse):
+        if not dropout_p and may_walk(query, key, value, out, lse):
+            return _causal_walk(query, key, value, mask, features, scale, Partial(out, lse))
         query, key, value, bias = _scaled(query, key, value, mask, scale)
         return _causal(query, key, value, bias, features, dropout_p, Partial(out, lse))
 

@@ -49,6 +49,16 @@ def valid_first(mask: Tensor) -> Tensor:
     return (~mask).to(torch.int8).argsort(dim=1, stable=True)
 
 
+def may_walk(*tensors: Tensor | None) -> bool:
+    """Whether tokens can be walked over tile by tile in buffers: no gradient, not compiling, and on the CPU.
+
+    On an accelerator the steps of a walk would be launched one by one.
+    """
+    given = [x for x in tensors if x is not None]
+    keep = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    return not (keep or torch.compiler.is_compiling()) and given[0].device.type == "cpu"
+
+
 def over_heads(
     function: Callable[..., Tensor],
     *tensors: Tensor | None,

@@ -33,6 +33,11 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def finite(top: Tensor) -> Tensor:
+    """Maxima of logs from which a log of 0 may be subtracted: 0 in place of -inf."""
+    return top.masked_fill(top == -torch.inf, 0.0)
+
+
 def merge(*partials: Partial) -> Partial:
     """The partial over the union of disjoint parts; associative and exact, empty parts welcome.
 
@@ -45,7 +50,7 @@ def merge(*partials: Partial) -> Partial:
     top = lses[0].detach()
     for lse in lses[1:]:
         top = torch.maximum(top, lse.detach())
-    top = top.masked_fill(top == -torch.inf, 0.0)
+    top = finite(top)
     weights = [torch.exp(lse - top) for lse in lses]
     total = weights[0]
     for weight in weights[1:]:
@@ -86,7 +91,7 @@ def attend_naive(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None 
     """The same as `attend` in four lines, for tests and readers."""
     scores = query @ key.transpose(-1, -2) * scale + (0.0 if bias is None else bias)
     lse = scores.logsumexp(-1)
-    weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
+    weights = torch.exp(scores - finite(lse).unsqueeze(-1))
     return Partial(weights @ value, lse)
 
 
@@ -97,8 +102,7 @@ def _attend_with_dropout(query, key, value, bias, scale, dropout_p) -> Partial:
     if bias is not None:
         scores = scores + bias
     # Computed by hand since the gradient of logsumexp is NaN on a row of nothing but -inf.
-    top = scores.detach().amax(-1, keepdim=True)
-    top = top.masked_fill(top == -torch.inf, 0.0)
+    top = finite(scores.detach().amax(-1, keepdim=True))
     weights = torch.exp(scores - top)
     total = weights.sum(-1, keepdim=True)
     empty = total == 0
@@ -156,8 +160,7 @@ def _attend_without_gradient(query, key, value, bias, scale) -> tuple[Tensor, Te
         for a, t in pieces:
             values = _part(value, a, t).to(wide)
             scores = _scores(query[a, t].to(wide), _part(key, a, t).to(wide), _part(bias, a, t), scale, buffer)
-            top = scores.amax(-1, keepdim=True)
-            top = top.masked_fill_(top == -torch.inf, 0.0)
+            top = finite(scores.amax(-1, keepdim=True))
             total = scores.sub_(top).exp_().sum(-1, keepdim=True)
             lse[a, t] = (total.log() + top).squeeze(-1)
             out[a, t] = (scores @ values).div_(total.masked_fill_(total == 0, 1.0))

@@ -30,3 +30,20 @@ def exclusive_prefix_sum(x: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1].cumsum(1)), 1)
     return _PrefixSum.apply(x)
+
+
+def running_sum(parts: Tensor, kept: Tensor | None, start: Tensor) -> Tensor:
+    """out[:, 0] = start, out[:, c+1] = kept[:, c] * out[:, c] + parts[:, c]: (A, C, ...), (A, ...) -> (A, C+1, ...).
+
+    Without a gradient, a step at a time; kept, broadcastable to `parts`, may be None for 1.
+    """
+    out = parts.new_empty(parts.shape[0], parts.shape[1] + 1, *parts.shape[2:])
+    out[:, 0] = start
+    steps = out.unbind(1)
+    factors = [None] * parts.shape[1] if kept is None else kept.unbind(1)
+    for before, now, part, factor in zip(steps[:-1], steps[1:], parts.unbind(1), factors, strict=True):
+        if factor is None:
+            torch.add(part, before, out=now)
+        else:
+            torch.addcmul(part, before, factor, out=now)
+    return out
