@@ -16,7 +16,7 @@ from torch.nn.functional import dropout, elu
 
 from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, Recurrence, option, register
 from hf_efficient_attn.ops.blocks import may_walk, over_heads, pad_to_blocks
-from hf_efficient_attn.ops.partial import accumulator
+from hf_efficient_attn.ops.partial import accumulator, exp_
 from hf_efficient_attn.ops.scan import exclusive_prefix_sum, running_sum
 
 _CHUNK = 64
@@ -42,7 +42,7 @@ def elu_features(x: Tensor) -> Tensor:
     """phi(x) = elu(x) + 1 (Eq. 7), positive: also the larger of 1 + x and exp(min(x, 0)), faster but for a gradient."""
     if x.requires_grad:
         return elu(x) + 1.0
-    return torch.maximum(x + 1.0, x.clamp(max=0.0).exp_())
+    return torch.maximum(x + 1.0, exp_(x.clamp(max=0.0)))
 
 
 def _features(query, key, mask, scale) -> tuple[Tensor, Tensor]:
@@ -101,7 +101,7 @@ def _tiled(query, key, value, mask, out=None, *, scale) -> Tensor:
     def features(x: Tensor) -> Tensor:
         """`elu_features`, in the first buffer."""
         phi, linear = first[:, : x.shape[1]], second[:, : x.shape[1]]
-        torch.clamp(x, max=0.0, out=phi).exp_()
+        exp_(torch.clamp(x, max=0.0, out=phi))
         return torch.maximum(phi, torch.add(x, 1.0, out=linear), out=phi)
 
     state, norm = first.new_zeros(heads, width, value.shape[2]), first.new_zeros(heads, width, 1)

@@ -19,7 +19,7 @@ from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, Rec
 from hf_efficient_attn.ops.blocks import may_walk, over_heads, pad_to_blocks
 from hf_efficient_attn.ops.exact import key_bias
 from hf_efficient_attn.ops.features import key_state, read_state, softmax_features
-from hf_efficient_attn.ops.partial import Partial, accumulator, finite, merge, prefix_merge
+from hf_efficient_attn.ops.partial import LOG2_E, Partial, accumulator, finite, merge, prefix_merge
 from hf_efficient_attn.ops.scan import running_sum
 
 _CHUNK = 128
@@ -111,12 +111,13 @@ def _causal_walk(
     (heads, length, width), count, wide = query.shape, features.shape[0], accumulator(query.dtype)
     size = min(_SMALL_CHUNK if count <= _FEW else _CHUNK, length)
     tile = max(1, _TILE // (heads * size * max(count, size, width))) * size
-    directions = features.to(wide).t()
+    # All logs are to base 2: see `exp_`.
+    directions, tiny = features.to(wide).t() * LOG2_E, torch.finfo(wide).tiny
     out = value.new_empty(heads, length, value.shape[2]) if out is None else out
     if start is None:
         empty = query.new_zeros(heads, count, dtype=wide)
         start = Partial(empty.new_zeros(heads, count, value.shape[2]), empty - torch.inf)
-    top = start.lse.unsqueeze(1)
+    top = start.lse.unsqueeze(1) * LOG2_E
     sums, norm = start.out[:, None], (start.lse != -torch.inf).to(wide)[:, None, :, None]
     for at in range(0, length, tile):
         here = slice(at, min(at + tile, length))
@@ -125,40 +126,48 @@ def _causal_walk(
         )
         missing = -queries.shape[1] % size
         queries, keys, values = (pad_to_blocks(x, size) for x in (queries, keys, values))
-        bias = torch.nn.functional.pad(bias, (0, missing), value=-torch.inf).view(*keys.shape[:3], 1)
+        bias = torch.nn.functional.pad(bias * LOG2_E, (0, missing), value=-torch.inf).view(*keys.shape[:3], 1)
         queries, keys = queries @ directions, keys @ directions
         own, own_top = _own_pairs(queries, keys, bias)
         keys += bias
         tops = torch.cat((top, keys.amax(2)), 1).cummax(1).values
-        weights = keys.sub_(finite(tops[:, 1:]).unsqueeze(2)).exp_().transpose(2, 3)
-        kept = torch.exp(tops[:, :-1] - finite(tops[:, 1:])).unsqueeze(3)
+        weights = keys.sub_(finite(tops[:, 1:]).unsqueeze(2)).exp2_().transpose(2, 3)
+        kept = torch.exp2(tops[:, :-1] - finite(tops[:, 1:])).unsqueeze(3)
         sums = running_sum(weights @ values, kept, sums[:, -1])
         norm = running_sum(weights.sum(3, keepdim=True), kept, norm[:, -1])
-        # What is before the chunk and the chunk, each relative to its own maximum, then to the higher of the two.
+        # What is before the chunk and the chunk itself, each divided by its sum, by their shares of the whole.
         queries += tops[:, :-1].unsqueeze(2)
         far_top = queries.amax(3, keepdim=True)
-        far = queries.sub_(finite(far_top)).exp_()
-        common = finite(torch.maximum(own_top, far_top))
-        own_weight, far_weight = torch.exp(own_top - common), torch.exp(far_top - common)
-        total = own.sum(3, keepdim=True).mul_(own_weight).addcmul_(far @ norm[:, :-1], far_weight)
-        total.masked_fill_(total == 0, 1.0)
-        got = (own @ values).mul_(own_weight.div_(total)).addcmul_(far @ sums[:, :-1], far_weight.div_(total))
+        far = queries.sub_(finite(far_top)).exp2_()
+        parts = (own.sum(3, keepdim=True), own_top), (far @ norm[:, :-1], far_top)
+        # Sums too small for their inverse count as none.
+        lses = [(total.log2() + top).masked_fill_(total < tiny, -torch.inf) for total, top in parts]
+        common = finite(torch.maximum(*lses))
+        shares = [torch.exp2(lse - common) for lse in lses]
+        both = shares[0] + shares[1]
+        both.masked_fill_(both == 0, 1.0)
+        own_share, far_share = (x.div_(both).div_(t.clamp_(min=tiny)) for x, (t, _) in zip(shares, parts, strict=True))
+        got = (own @ values).mul_(own_share).addcmul_(far @ sums[:, :-1], far_share)
         out[:, here] = got.flatten(1, 2)[:, : here.stop - at]
         top = tops[:, -1:]
     return out
 
 
 def _own_pairs(queries: Tensor, keys: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights of the pairs of each chunk, relative to exp of the row's maximum, (A, T, C, C), and that, (A, T, C, 1).
+    """Weights (A, T, C, C) of the pairs of each chunk, relative to 2^reference, and that reference (A, T, C, 1).
+
+    The reference is the query's highest feature plus the highest of the keys up to it. No weight is above F, and none
+    of a feature product that float32 can hold is lost to it unless a nearer one is greater by the same range.
 
     Args:
-        queries, keys: (A, T, C, F), logs of their features. bias: (A, T, C, 1), of the keys.
+        queries, keys: (A, T, C, F), logs to base 2 of their features. bias: (A, T, C, 1), of the keys.
     """
     query_top, key_top = queries.amax(-1, keepdim=True), keys.amax(-1, keepdim=True)
-    products = torch.exp(queries - query_top) @ torch.exp(keys - key_top).transpose(2, 3)
-    scores = products.tril_().log_().add_((key_top + bias).transpose(2, 3))
-    top = scores.amax(-1, keepdim=True)
-    return scores.sub_(finite(top)).exp_(), top + query_top
+    products = (queries - query_top).exp2_() @ (keys - key_top).exp2_().transpose(2, 3)
+    key_top = key_top + bias
+    reference = key_top.cummax(2).values
+    weights = (key_top.transpose(2, 3) - finite(reference)).exp2_().mul_(products).tril_()
+    return weights, reference + query_top
 
 
 def _own_chunk(query, key, value, bias, features, dropout_p: float) -> Partial:

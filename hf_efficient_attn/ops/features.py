@@ -14,7 +14,7 @@ import functools
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.partial import Partial, accumulator, attend, finite, merge, prefix_merge
+from hf_efficient_attn.ops.partial import Partial, accumulator, attend, exp_, finite, merge, prefix_merge
 from hf_efficient_attn.ops.random import normal
 
 
@@ -84,7 +84,7 @@ def states_before(state: Partial) -> Partial:
     outs, lses = state
     total = torch.logcumsumexp(lses, 1)
     before = torch.cat((torch.full_like(total[:, :1], -torch.inf), total[:, :-1]), 1)
-    kept, added = (torch.exp(x - finite(total)).unsqueeze(-1) for x in (before, lses))
+    kept, added = (exp_(x - finite(total)).unsqueeze(-1) for x in (before, lses))
     out = torch.empty_like(outs)
     out[:, 0] = 0.0
     for t in range(outs.shape[1] - 1):
@@ -103,8 +103,8 @@ def states_elsewhere(state: Partial) -> Partial:
     out, total = before.out, torch.logcumsumexp(lses.flip(1), 1).flip(1)
     after = torch.cat((total[:, 1:], torch.full_like(total[:, :1], -torch.inf)), 1)
     both = torch.logaddexp(before.lse, after)
-    kept, added = (torch.exp(x - finite(total)).unsqueeze(-1) for x in (after, lses))
-    first, second = (torch.exp(x - finite(both)).unsqueeze(-1) for x in (before.lse, after))
+    kept, added = (exp_(x - finite(total)).unsqueeze(-1) for x in (after, lses))
+    first, second = (exp_(x - finite(both)).unsqueeze(-1) for x in (before.lse, after))
     running = torch.zeros_like(outs[:, 0])
     for t in reversed(range(outs.shape[1])):
         out[:, t].mul_(first[:, t]).addcmul_(running, second[:, t])

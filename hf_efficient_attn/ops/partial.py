@@ -13,6 +13,7 @@ from torch import Tensor
 
 # Scores computed at a time: 2**20 float32 numbers stay in the cache of one core, and the buffers are reused.
 _TILE = 1 << 20
+LOG2_E = 1.4426950408889634
 _FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -36,6 +37,14 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 def finite(top: Tensor) -> Tensor:
     """Maxima of logs from which a log of 0 may be subtracted: 0 in place of -inf."""
     return top.masked_fill(top == -torch.inf, 0.0)
+
+
+def exp_(x: Tensor) -> Tensor:
+    """e^x in place, by a power of two, which has no gradient here.
+
+    On the CPU `exp` is MKL's, which takes three times as long as `exp2`, and thirty times where it underflows.
+    """
+    return x.mul_(LOG2_E).exp2_()
 
 
 def merge(*partials: Partial) -> Partial:
@@ -161,7 +170,7 @@ def _attend_without_gradient(query, key, value, bias, scale) -> tuple[Tensor, Te
             values = _part(value, a, t).to(wide)
             scores = _scores(query[a, t].to(wide), _part(key, a, t).to(wide), _part(bias, a, t), scale, buffer)
             top = finite(scores.amax(-1, keepdim=True))
-            total = scores.sub_(top).exp_().sum(-1, keepdim=True)
+            total = exp_(scores.sub_(top)).sum(-1, keepdim=True)
             lse[a, t] = (total.log() + top).squeeze(-1)
             out[a, t] = (scores @ values).div_(total.masked_fill_(total == 0, 1.0))
     return out, lse
@@ -232,7 +241,7 @@ def _attend_backward(
             shared = key.shape[1] == 1 == value.shape[1]
             rows, keys, values = query[a, t].to(wide), _part(key, a, t).to(wide), _part(value, a, t).to(wide)
             grad = grad_out[a, t].to(wide)
-            weights = _scores(rows, keys, _part(bias, a, t), scale, first).sub_(lse[a, t]).exp_()
+            weights = exp_(_scores(rows, keys, _part(bias, a, t), scale, first).sub_(lse[a, t]))
             inner = _scores(grad, values, None, 1.0, second).sub_(delta[a, t]).mul_(weights)
             if with_bias:
                 piece = _part(grad_bias, a, t)
