@@ -18,6 +18,8 @@ from hf_efficient_attn.ops.partial import Partial, accumulator, attend, merge
 from hf_efficient_attn.ops.random import normal
 
 _STREAM = 45
+# So far below any score that its exponential is 0, and not infinite: the product of infinity and 0 is not a number.
+_CLOSED = 1e30
 
 
 class Rounds(NamedTuple):
@@ -60,8 +62,10 @@ def bucket_halves(count: Tensor, size: int, most: int) -> tuple[Tensor, Tensor]:
     return first, second.clamp(min=1)
 
 
-def bucket_codes(x: Tensor, turns: Tensor, halves: tuple[Tensor, Tensor]) -> Tensor:
+def bucket_codes(x: Tensor, turns: Tensor, halves: tuple[Tensor, Tensor], centre: Tensor | None = None) -> Tensor:
     """Buckets of every token in every round: x (A, N, D), turns (h, S, 2, D), halves (A or 1, 1) -> int64 (A, S, N).
+
+    The hash is that of x - centre, with centre (A, D) or None.
 
     A bucket is a pair of hashes argmax([xR; -xR]), with R the first directions of each factor: one hash of as many
     buckets costs their number times N, which is quadratic where chunks are of constant size.
@@ -72,7 +76,10 @@ def bucket_codes(x: Tensor, turns: Tensor, halves: tuple[Tensor, Tensor]) -> Ten
     used = torch.arange(most, device=x.device)[:, None] < half[:, None]
     # A direction that is not used gives 0, which is never the largest in size.
     turns = (turns * used[:, :, None, :, None]).permute(0, 2, 3, 1, 4).reshape(len(half), -1, width)
-    turned = turns.to(wide) @ x.detach().to(wide).transpose(1, 2)
+    turns = turns.to(wide)
+    turned = turns @ x.detach().to(wide).transpose(1, 2)
+    if centre is not None:  # taken from the products, of which there are fewer
+        turned -= turns @ centre.unsqueeze(2)
     turned = turned.view(x.shape[0], rounds, factors, most, x.shape[1])
     # The largest in size, one direction after another: several times as fast as a maximum with its index.
     largest, *others = turned.abs().unbind(3)
@@ -144,9 +151,8 @@ def plan_rounds(query, key, mask, *, size: int, rounds: int, seed) -> Rounds:
         if query is key:
             key_order, key_codes = query_order, query_codes = sort_codes(bucket_codes(key, turns, halves), mask)
         else:
-            wide = key.to(accumulator(key.dtype))
-            wide = wide - wide.sum(1, keepdim=True) / count.clamp(min=1).unsqueeze(2)
-            key_order, key_codes = sort_codes(bucket_codes(wide, turns, halves), mask)
+            centre = key.sum(1, dtype=accumulator(key.dtype)) / count.clamp(min=1)
+            key_order, key_codes = sort_codes(bucket_codes(key, turns, halves, centre), mask)
             query_order, query_codes = sort_codes(bucket_codes(query, turns, halves), own)
         queries = length if own is None else count
         start = run_starts(query_codes, key_codes, queries, count, tiles, size, span)
@@ -203,7 +209,9 @@ def rounds_attention(
 
 
 def _round_bias(dtype: torch.dtype, asked, seen, absent, earlier, span: int, others: bool) -> Tensor | None:
-    """-inf for the pairs of a round that do not count in it, (A, T, rows or 1, span), or None where all do.
+    """-inf for the pairs of a round that are not there, (A, T, rows or 1, span), or None where all count.
+
+    Those that an earlier round holds get -`_CLOSED`: nothing beside what their query has in that round.
 
     asked: (A, T, rows), the queries. seen: (A, T, span), the keys. absent: (A, T, span) bool or None. earlier: for each
     earlier round twice the places of these keys (A, T, span) and twice the middles of these queries' runs (A, T, rows).
@@ -212,8 +220,8 @@ def _round_bias(dtype: torch.dtype, asked, seen, absent, earlier, span: int, oth
     for there, centre in earlier:
         # Both are even but for the 1 in the centre: within the run their distance is at most span - 1, else span + 1.
         gap = (there.to(wide)[:, :, None] - centre.to(wide)[:, :, :, None]).abs_()
-        # log(0) within and log(1) outside is four times as fast as a fill by a mask.
-        closed = gap.clamp_(span - 1, span).sub_(span - 1).log_()
+        # Passes over one buffer, several times as fast as a fill by a mask.
+        closed = gap.clamp_(span - 1, span).sub_(span).mul_(_CLOSED)
         bias = closed if bias is None else bias.add_(closed)
     if others:
         itself = key_bias(seen[:, :, None] != asked[:, :, :, None], dtype)
