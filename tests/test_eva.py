@@ -7,8 +7,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import hf_efficient_attn as hea
+from hf_efficient_attn.methods.eva import attend, naive
 from hf_efficient_attn.ops.random import normal
-from instances import inputs, relative_error
+from instances import inputs, padding_mask, relative_error
 
 # omega = mu, as `estimate` has it without noise.
 MEAN = {"proposal": "mean"}
@@ -26,8 +27,11 @@ def estimate(query, key, value, scale: float, noise=None):
     return sum(key) / len(key), sum(x * v for x, v in zip(xi, value, strict=True)) / sum(xi)
 
 
-def paper(query, key, value, scale: float, near, chunks, noises=None):
-    """The output of each query for one head: near(i) gives its set E, chunks(i) its chunks as (start, stop)."""
+def paper(query, key, value, scale: float, near, chunks, noises=None, asked=slice):
+    """The output of each query for one head: near(i) gives its set E, chunks(i) its chunks as (start, stop).
+
+    asked(start, stop): the queries of a chunk, where they are not the same tokens.
+    """
     outs = []
     for i, q in enumerate(query):
         numerator, denominator = torch.zeros(value.shape[1], dtype=torch.float64), 0.0
@@ -36,7 +40,7 @@ def paper(query, key, value, scale: float, near, chunks, noises=None):
             numerator, denominator = numerator + weight * value[m], denominator + weight
         for start, stop in chunks(i):
             here, noise = slice(start, stop), None if noises is None else noises[start, stop]
-            mean, beta = estimate(query[here], key[here], value[here], scale, noise)
+            mean, beta = estimate(query[asked(start, stop)], key[here], value[here], scale, noise)
             weight = (stop - start) * math.exp(scale * q @ mean)
             numerator, denominator = numerator + weight * beta, denominator + weight
         outs.append(numerator / denominator)
@@ -112,6 +116,58 @@ def test_the_sums_of_the_paper_for_drawn_features():
         noises = {(s, s + 4): drawn[s // 4, head] for s in range(0, 64, 4)}
         theirs = paper(*one, 6**-0.5, lambda i: range(i // 16 * 16, i // 16 * 16 + 16), chunks, noises)
         torch.testing.assert_close(ours[b, head], theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("queries", [1, 5, 29, 150])
+@pytest.mark.parametrize("case", CASES)
+def test_queries_that_are_not_the_tokens_of_the_keys(case, queries):
+    """Query i of m belongs to the window at i n / m; a chunk's queries are those that share some of its part."""
+    length, window, landmarks, chunks = CASES[case]
+    query, key, value = inputs(queries=queries, keys=length, width=6, value_width=5, dtype=torch.float64)
+    config = hea.EvaConfig(window_size=window, num_landmarks=landmarks, **MEAN)
+    ours = hea.attention(config, query, key, value, scale=0.7)
+    # The same keys among padding, so that windows have any number of queries.
+    mask = torch.arange(2 * length) % 2 == 0
+    spread = [torch.full((1, 2, 2 * length, x.shape[3]), 3.0, dtype=torch.float64) for x in (key, value)]
+    for wide, x in zip(spread, (key, value), strict=True):
+        wide[:, :, mask] = x
+    among = hea.attention(config, query, *spread, attention_mask=mask[None], scale=0.7)
+    at = [math.floor(i * length / queries) for i in range(queries)]
+    numbers = range(queries)
+    for head in range(2):
+        one = [x[0, head] for x in (query, key, value)]
+        theirs = paper(
+            *one,
+            0.7,
+            lambda i: range(at[i] // window * window, min(length, (at[i] // window + 1) * window)),
+            lambda i: chunks(at[i]),
+            asked=lambda start, stop: [
+                i for i in numbers if i * length < stop * queries and (i + 1) * length > start * queries
+            ],
+        )
+        for out in (ours, among):
+            torch.testing.assert_close(out[0, head], theirs, rtol=1e-10, atol=1e-10)
+    assert relative_error(ours, scaled_dot_product_attention(query, key, value, scale=0.7)) > 0.01
+
+
+@pytest.mark.parametrize("kind", ["none", "left", "holes", "empty"])
+def test_masks_of_queries_and_of_keys(kind):
+    """As a method gives them whose keys are no tokens: NaN in queries that do not count, and as many of both."""
+    config = hea.EvaConfig(window_size=8, num_landmarks=5)
+    options = {"is_causal": False, "scale": 0.4, "dropout_p": 0.0, "seed": 2}
+    for queries in (30, 50, 200):
+        query, key, value = inputs(batch=2, queries=queries, keys=50, dtype=torch.float64)
+        asked, mask = padding_mask(kind, 2, queries, 1), padding_mask("holes", 2, 50, 2)
+        garbage = query if asked is None else query.masked_fill(~asked[:, None, :, None], torch.nan)
+        ours = attend(config, garbage, key, value, mask=mask, query_mask=asked, **options)
+        other = naive(config, query, key, value, mask=mask, query_mask=asked, **options)
+        torch.testing.assert_close(ours, other, rtol=1e-9, atol=1e-9)
+        if queries == 50:
+            # Not what it is with a mask that is that of the queries, too.
+            same = attend(config, query, key, value, mask=mask, **options)
+            assert relative_error(ours, same) > 0.05
+            both = attend(config, query, key, value, mask=mask, query_mask=mask, **options)
+            torch.testing.assert_close(both, same, rtol=1e-9, atol=1e-9)
 
 
 def test_the_causal_form_by_hand():

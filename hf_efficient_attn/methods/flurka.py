@@ -58,6 +58,10 @@ class FlurkaConfig(MethodConfig):
         """The config of the kernel's method."""
         return get_method(self.kernel).info.config_class()
 
+    def kernel_options(self, query_mask: Tensor | None) -> dict:
+        """What the kernel's method is told of the queries beside themselves: bool (B, Nq), which are there, or None."""
+        return {}
+
 
 def start_parameters(config: FlurkaConfig, *, heads: int, width: int, value_width: int, length: int) -> dict:
     """`key_projection` (P, M) and, unless it is shared, `value_projection`."""
@@ -79,6 +83,7 @@ def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed
     columns, wide = key.shape[2], accumulator(query.dtype)
     first, second = (contraction(x, mask, columns, wide) for x in tables(config, columns, parameters))
     options = {"mask": _shown(first, second, key.shape[0]), "scale": scale, "dropout_p": dropout_p, "seed": seed}
+    options |= config.kernel_options(_mask_of_queries(query, key, mask))
     rows = first.rows(key), second.rows(value)
     kernel = get_method(config.kernel)
     return kernel.attend(config.kernel_config(), query, *rows, is_causal=False, **options).to(value.dtype)
@@ -103,7 +108,7 @@ def attend_hidden(
     place of N.
 
     Args:
-        query: (B, H, N, D).
+        query: (B, H, N, D), of the same tokens.
         hidden: (B, N, W), which keys and values come from, 0 at tokens that are not there.
         to_key, to_value: affine maps, (B, P, W) -> (B, P, H * D).
         mask, scale, dropout_p, seed, parameters: as `attend` takes them.
@@ -126,6 +131,7 @@ def attend_hidden(
         x = project(x)
         rows.append((x + (excess * bias).to(x.dtype)).unflatten(2, (heads, -1)).transpose(1, 2))
     options = {"mask": _shown(first, second, hidden.shape[0]), "scale": scale, "dropout_p": dropout_p, "seed": seed}
+    options |= config.kernel_options(mask)
     kernel = get_method(config.kernel)
     with torch.autocast(device, enabled=False):
         rows = (x.to(accumulator(x.dtype)) for x in rows)
@@ -137,16 +143,21 @@ def _shown(first: Contraction, second: Contraction, batch: int) -> Tensor:
     return (first.shown & second.shown).expand(batch, -1)
 
 
+def _mask_of_queries(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
+    """With as many queries as keys, as in self-attention, a mask is one of the queries as well."""
+    return mask if query.shape[2] == key.shape[2] else None
+
+
 def naive(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed, parameters) -> Tensor:
     """Readable form: row by row with the tokens that are not there taken out, and the kernel's readable form."""
     both, outs = [x.double() for x in tables(config, key.shape[2], parameters)], []
+    query_mask = _mask_of_queries(query, key, mask)
     options = {"mask": None, "is_causal": False, "scale": scale, "dropout_p": dropout_p, "seed": seed}
     for b in range(key.shape[0]):
         there = slice(None) if mask is None else mask[b]
         tokens = (x[b, :, there].double() for x in (key, value))
         (keys, first), (values, second) = (naive_rows(table, x) for table, x in zip(both, tokens, strict=True))
         rows = (x[None, :, first & second] for x in (keys, values))
-        outs.append(
-            get_method(config.kernel).naive(config.kernel_config(), query[b : b + 1].double(), *rows, **options)
-        )
+        own = options | config.kernel_options(None if query_mask is None else query_mask[b : b + 1])
+        outs.append(get_method(config.kernel).naive(config.kernel_config(), query[b : b + 1].double(), *rows, **own))
     return torch.cat(outs).to(value.dtype)
