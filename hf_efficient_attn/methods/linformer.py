@@ -1,8 +1,9 @@
 """Linformer (Wang, Li, Khabsa, Fang, Ma 2020, arXiv 2006.04768): attention to learned projections of keys and values.
 
 Eq. 7: out = softmax(Q (E K)^T / sqrt(D)) F V with E and F (P x M) for sequences of up to M tokens, the same for all
-heads; `share="kv"` is the paper's key-value sharing, E = F (section 4). Here the keys are projected after W_K, which is
-the same product. An attention of its own: it never switches by length.
+heads. `share` is the paper's parameter sharing (section 4): "none" its headwise sharing, one E and one F for all heads
+of a layer; "kv" its key-value sharing, E = F; "layers" its layerwise sharing, one E = F for all layers and heads. Here
+the keys are projected after W_K, which is the same product. An attention of its own: it never switches by length.
 
 Departures from the paper, whose sequences all have M tokens:
 
@@ -41,7 +42,12 @@ class LinformerConfig(MethodConfig):
     max_length: int = option(
         0, "Tokens that the tables have columns for, M. 0: as many as there are when they are made.", minimum=0
     )
-    share: str = option("kv", "'kv': one table for keys and values. 'none': one for each.", choices=("kv", "none"))
+    share: str = option(
+        "kv",
+        "'kv': one table for keys and values. 'none': one for each. 'layers': one for keys and values of all layers of "
+        "a model that have these hyperparameters.",
+        choices=("kv", "none", "layers"),
+    )
     init: str = option(
         "means",
         "Where the tables start. 'means': averages of segments. 'gaussian': normal numbers of variance 1/P.",
@@ -60,7 +66,7 @@ class LinformerConfig(MethodConfig):
 
 def start_parameters(config: LinformerConfig, *, heads: int, width: int, value_width: int, length: int) -> dict:
     """`key_projection` (P, M) and, unless it is shared, `value_projection`."""
-    streams = _STREAMS[:1] if config.share == "kv" else _STREAMS
+    streams = _STREAMS if config.share == "none" else _STREAMS[:1]
     return start_tables(config.projection_dim, config.max_length or length, config.init, config.seed, streams)
 
 
