@@ -133,6 +133,7 @@ INSTANCES = [
     _near_far("hyperattention", draw="independent"),
     _eva(),
     _eva(proposal="mean"),
+    _eva(proposal="learned"),
     _eva(window_size=6, num_landmarks=5),
     Instance(
         "longformer",

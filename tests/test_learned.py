@@ -15,6 +15,7 @@ from tiny_models import output, tiny_batch, tiny_class, tiny_config, tiny_model
 
 FAMILIES = ["bert", "roberta", "distilbert", "vit", "deit"]
 LEARNING = {
+    "eva": {"window_size": 8, "num_landmarks": 8, "proposal": "learned"},
     "linformer": {"projection_dim": 16, "share": "none"},
     "nystromformer": {"num_landmarks": 16, "conv_kernel_size": 3},
 }
@@ -26,7 +27,7 @@ def learned_in(model) -> dict[str, LearnedParameters]:
 
 
 def convert(model, method: str, **options):
-    return hea.convert(model, method, **LEARNING[method], **options)
+    return hea.convert(model, method, **{**LEARNING[method], **options})
 
 
 def shake(model) -> None:
@@ -104,6 +105,23 @@ def test_they_train(method):
     for module in learned_in(model).values():
         for name, parameter in module.named_parameters():
             assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_those_of_decoders(family, tmp_path):
+    model, inputs = convert(tiny_model(family, head=True), "eva"), tiny_batch(family, padding="left")
+    start = output(model, inputs)
+    assert torch.equal(start, output(convert(tiny_model(family, head=True), "eva", proposal="normal"), inputs))
+    shake(model)
+    first = output(model, inputs)
+    assert not torch.equal(first, start)
+    model.save_pretrained(tmp_path)
+    loaded, info = tiny_class(family, head=True).from_pretrained(tmp_path, output_loading_info=True)
+    assert not missing_keys(info)
+    assert torch.equal(output(loaded, inputs), first)
+    model.train()(**inputs).logits.square().mean().backward()
+    for module in learned_in(model).values():
+        assert all(p.grad.isfinite().all() and p.grad.abs().sum() > 0 for p in module.parameters())
 
 
 @each

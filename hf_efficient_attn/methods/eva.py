@@ -6,7 +6,8 @@ keys, all in one softmax. With queries and keys times sqrt(scale), and means ove
 - the key of a summary is the mean key k~_c, its score q . k~_c;
 - its value is the random-feature estimate beta^_c(omega_c) = sum_m xi(k_m, omega_c) v_m / sum_m xi(k_m, omega_c) over m
   in P_c, with xi(x, omega) = exp(omega . x - |x|^2 / 2);
-- omega_c comes from the proposal N(mu_c, I) with mu_c = q~_c + k~_c, the chunk's mean query and mean key.
+- omega_c comes from the proposal N(mu_c, I) with mu_c = q~_c + k~_c, the chunk's mean query and mean key. With
+  `proposal="learned"` mu_c = W_q q~_c + W_k k~_c, a pair of D x D matrices for each head that start as the identity.
 
 Where this departs from the paper, and why:
 
@@ -15,7 +16,8 @@ Where this departs from the paper, and why:
   chunks) the error falls from .37 to .33, with 128 and 128 from .28 to .23.
 - omega_c is drawn from the proposal also where nothing is trained; `proposal="mean"` takes mu_c. Neither is better
   everywhere: at 256 columns .238 (drawn) and .232 (mean) in MiniLM at 512 tokens, but .38 and .45 at 4,096, where a
-  chunk has many keys. The proposal has no parameters of its own, since a checkpoint has none.
+  chunk has many keys. By default the proposal has no parameters of its own, since a checkpoint has none. The learned
+  one has no bias and no normalisation, so that it starts as the other.
 - Chunks lie within windows, or are runs of whole windows, and so never half in a window and half out of it. Where they
   are runs (more than window_size * num_landmarks tokens), the rest of the window's own run is summarised by runs of 1,
   2, 4, ... windows. A query thus sees window_size keys and num_landmarks summaries, and log2(N / (window_size *
@@ -39,6 +41,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, option, register
 from hf_efficient_attn.ops.blocks import ceil_div, inverse, over_heads, take, valid_first
 from hf_efficient_attn.ops.causal import attend_block_and_previous, attend_segments, left_segments, merge_rows
@@ -50,6 +53,8 @@ from hf_efficient_attn.ops.random import normal
 # Streams of random numbers: of the chunks, and of the runs or segments of each level.
 _CHUNKS = 40
 _LEVELS = _CHUNKS + 1
+# Learned parameters.
+_MAPS = ("proposal_query", "proposal_key")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +67,11 @@ class EvaConfig(MethodConfig):
     num_landmarks: int = option(128, "Chunks into which all keys are cut, each summarised by one key.", minimum=1)
     proposal: str = option(
         "normal",
-        "'normal': omega of a chunk is drawn around its mean query plus its mean key. 'mean': it is that.",
-        choices=("normal", "mean"),
+        "'normal': omega of a chunk is drawn around its mean query plus its mean key. 'mean': it is that. 'learned': "
+        "drawn around learned linear maps of the two.",
+        choices=("normal", "mean", "learned"),
     )
-    seed: int = option(0, "Seed of the draws of 'normal'.", minimum=0)
+    seed: int = option(0, "Seed of the draws of 'normal' and 'learned'.", minimum=0)
 
     def with_budget(self, columns: int) -> "EvaConfig":
         """Half the columns near, half of them summaries."""
@@ -73,7 +79,28 @@ class EvaConfig(MethodConfig):
         return dataclasses.replace(self, window_size=near, num_landmarks=columns - near)
 
 
-def summarise(query, key, value, there, noise, scale: float) -> tuple[Tensor, Tensor]:
+def start_parameters(config: EvaConfig, *, heads: int, width: int, value_width: int, length: int) -> dict:
+    """W_q and W_k (heads, width, width) of a learned proposal: the identity, so that conversion starts from q~ + k~."""
+    if config.proposal != "learned":
+        return {}
+    return {name: torch.eye(width).repeat(heads, 1, 1) for name in _MAPS}
+
+
+def _maps(config: EvaConfig, query: Tensor, parameters: dict[str, Tensor] | None) -> list[Tensor | None]:
+    """W_q and W_k (H, D, D) in the accumulator's type; None where the proposal is not learned."""
+    heads, width = query.shape[1], query.shape[3]
+    maps = [(parameters or {}).get(name) for name in _MAPS]
+    learned = config.proposal == "learned"
+    for name, x in zip(_MAPS, maps, strict=True):
+        if learned != (x is not None) or (learned and tuple(x.shape) != (heads, width, width)):
+            raise UnsupportedAttentionError(
+                f"eva: {name} {None if x is None else tuple(x.shape)} does not suit proposal={config.proposal!r} and "
+                f"{heads} heads of width {width}: 'learned' takes a tensor (heads, width, width), the others none"
+            )
+    return [x if x is None else x.to(accumulator(query.dtype)) for x in maps]
+
+
+def summarise(query, key, value, there, noise, scale: float, maps=(None, None)) -> tuple[Tensor, Tensor]:
     """Mean key and estimated value of chunks.
 
     Args:
@@ -81,6 +108,7 @@ def summarise(query, key, value, there, noise, scale: float) -> tuple[Tensor, Te
         key, value: (A, C, P, .), the tokens of each chunk.
         there: bool (A or 1, C, P), which of the places hold a token of the chunk; None where all do.
         noise: (A, C, D), standard normal, or None for omega = mu.
+        maps: (A, D, D) each, what the mean query and the mean key are multiplied with in mu; None: nothing.
 
     Returns:
         (A, C, D) and (A, C, Dv) in the accumulator's type; 0 where a chunk is empty.
@@ -88,7 +116,8 @@ def summarise(query, key, value, there, noise, scale: float) -> tuple[Tensor, Te
     wide, root = accumulator(key.dtype), abs(scale) ** 0.5
     query, key, value = (x.to(wide) for x in (query, key, value))
     mean_query, mean_key = query if query.ndim == 3 else _mean(query, there), _mean(key, there)
-    omega = ((-mean_query if scale < 0 else mean_query) + mean_key) * root
+    of_query, of_key = (x if w is None else x @ w.mT for x, w in zip((mean_query, mean_key), maps, strict=True))
+    omega = ((-of_query if scale < 0 else of_query) + of_key) * root
     omega = omega if noise is None else omega + noise.to(wide)
     # log xi(sqrt(scale) k, omega), the two terms in one product.
     logits = (key * (omega.unsqueeze(2) * root - key * (0.5 * root * root))).sum(-1)
@@ -115,7 +144,7 @@ def _noise(config: EvaConfig, chunks: int, shape, seed, stream: int, query: Tens
 
 
 def attend(
-    config: EvaConfig, query, key, value, *, mask, is_causal, scale, dropout_p, seed, query_mask="keys"
+    config: EvaConfig, query, key, value, *, mask, is_causal, scale, dropout_p, seed, parameters=None, query_mask="keys"
 ) -> Tensor:
     """Fast form; arguments as in `hf_efficient_attn.methods.call`.
 
@@ -126,6 +155,7 @@ def attend(
     shape, length = query.shape[:2], query.shape[2]
     same = _same_tokens(query, key, query_mask)
     query_mask = _mask_of_queries(same, mask, query_mask)
+    maps = [x if x is None else x.repeat(shape[0], 1, 1) for x in _maps(config, query, parameters)]
     query, key, value = (x.flatten(0, 1) for x in (query, key, value))
     if is_causal:
         compute, tensors = _causal_plan(config, query, shape, scale, dropout_p, seed)
@@ -138,16 +168,17 @@ def attend(
     order, query_order = (None if x is None else valid_first(x) for x in (mask, query_mask))
     masks = (x if x is None else x.repeat_interleave(shape[1], 0) for x in (order, query_order, query_mask))
 
-    def some_heads(query, key, value, order, query_order, query_mask, *tensors):
+    def some_heads(query, key, value, order, query_order, query_mask, map_query, map_key, *tensors):
+        maps = map_query, map_key
         if order is not None:
             key, value = take(key, order), take(value, order)
         if query_order is None:
-            return compute(query, key, value, *tensors)
+            return compute(query, key, value, maps, *tensors)
         query = take(query.masked_fill(~query_mask[:, :, None], 0.0), query_order)
-        out = compute(query, key, value, *tensors)
+        out = compute(query, key, value, maps, *tensors)
         return take(out, inverse(query_order)).masked_fill(~query_mask[:, :, None], 0.0)
 
-    out = over_heads(some_heads, query, key, value, *masks, *tensors)
+    out = over_heads(some_heads, query, key, value, *masks, *maps, *tensors)
     return out.view(*shape, length, -1)
 
 
@@ -271,7 +302,7 @@ def _plan(config: EvaConfig, query, length: int, mask, rows, pairs: _Pairs | Non
     equal = mask is None and window % pieces == 0
     options = {"scale": scale, "dropout_p": dropout_p}
 
-    def compute(query, key, value, index, bias, inside, there, start, stop, rows, asked, place, queries, *noises):
+    def compute(query, key, value, maps, index, bias, inside, there, start, stop, rows, asked, place, queries, *noises):
         prefix = None
         if queries is not None:
             # In float64, since short runs are small differences of long sums.
@@ -279,7 +310,7 @@ def _plan(config: EvaConfig, query, length: int, mask, rows, pairs: _Pairs | Non
 
         def summary(cut: Callable[[Tensor], Tensor], start, stop, there, noise):
             mean = cut(query) if prefix is None else _mean_queries(prefix, start, stop, rows, queries)
-            return summarise(mean, cut(key), cut(value), there, noise, scale)
+            return summarise(mean, cut(key), cut(value), there, noise, scale, maps)
 
         def summary_of_runs(runs: int, size: int, noise):
             number = torch.arange(runs * size, device=query.device).view(runs, size)
@@ -336,7 +367,7 @@ def _causal_plan(config: EvaConfig, query, shape, scale, dropout_p, seed):
         for level, (_, _, chunk, count) in enumerate(grid)
     ]
 
-    def compute(query, key, value, *noises):
+    def compute(query, key, value, maps, *noises):
         options = {"scale": scale, "dropout_p": dropout_p}
         head = exact_attention(query[:, :size], key[:, :size], value[:, :size], is_causal=True, **options)
         if length <= size:
@@ -353,7 +384,7 @@ def _causal_plan(config: EvaConfig, query, shape, scale, dropout_p, seed):
                 keys, values = tokens[1][:, :, 0], tokens[2][:, :, 0]
             else:
                 noise = None if noise is None else noise[:, None].expand(-1, pairs, -1, -1).flatten(1, 2)
-                keys, values = summarise(*tokens, None if span == count * chunk else there, noise, scale)
+                keys, values = summarise(*tokens, None if span == count * chunk else there, noise, scale, maps)
             keys, values = (x.to(like.dtype).unflatten(1, (pairs, count)) for x, like in ((keys, key), (values, value)))
             bias = (place < span).sum(1).to(accumulator(key.dtype)).log()[None, None, None]
             parts += attend_segments(query[:, size:], keys, values, bias, span, options)
@@ -362,17 +393,17 @@ def _causal_plan(config: EvaConfig, query, shape, scale, dropout_p, seed):
     return compute, tuple(noises)
 
 
-def decode(config: EvaConfig, query, key, value, *, mask, scale, dropout_p) -> Tensor:
+def decode(config: EvaConfig, query, key, value, *, mask, scale, dropout_p, parameters=None) -> Tensor:
     """A few last queries attend to all cached keys exactly: the queries of the chunks are not in a cache."""
     return exact_last_rows(query, key, value, mask, scale=scale, dropout_p=dropout_p)
 
 
 def naive(
-    config: EvaConfig, query, key, value, *, mask, is_causal, scale, dropout_p, seed, query_mask="keys"
+    config: EvaConfig, query, key, value, *, mask, is_causal, scale, dropout_p, seed, parameters=None, query_mask="keys"
 ) -> Tensor:
     """Readable form: one row of the batch at a time, on its tokens alone, chunk by chunk and with dense scores."""
     out = torch.zeros(*query.shape[:3], value.shape[3], dtype=torch.float64, device=query.device)
-    shape = (1, query.shape[1])
+    shape, maps = (1, query.shape[1]), [x if x is None else x.double() for x in _maps(config, query, parameters)]
     query_mask = _mask_of_queries(_same_tokens(query, key, query_mask), mask, query_mask)
     for b in range(query.shape[0]):
         asked, there = (
@@ -391,10 +422,11 @@ def naive(
             noise = 0.0 if noise is None else noise[:, -1]
             root = abs(scale) ** 0.5
             chunk = root * k[:, start:stop]
-            mean = q[:, start * queries // count : ceil_div(stop * queries, count)].mean(1)
-            omega = root * (mean * (1 if scale >= 0 else -1) + k[:, start:stop].mean(1)) + noise
+            means = q[:, start * queries // count : ceil_div(stop * queries, count)].mean(1), k[:, start:stop].mean(1)
+            mu = [x if w is None else torch.einsum("hde,he->hd", w, x) for x, w in zip(means, maps, strict=True)]
+            omega = root * (mu[0] * (1 if scale >= 0 else -1) + mu[1]) + noise
             xi = (torch.einsum("hd,hmd->hm", omega, chunk) - chunk.square().sum(-1) / 2).softmax(-1)
-            keys.append(k[:, start:stop].mean(1, keepdim=True))
+            keys.append(means[1][:, None])
             values.append(torch.einsum("hm,hmd->hd", xi, v[:, start:stop])[:, None])
             bias.append(torch.tensor([stop - start], dtype=torch.float64).log())
             seen.append(rows[place, None])
@@ -452,12 +484,13 @@ register(
             causal=True,
             rectangular=True,
             recurrent=False,
-            learned_parameters=(),
+            learned_parameters=_MAPS,
             config_class=EvaConfig,
             summary="a window exactly, and one control variate for each chunk of the other keys",
         ),
         attend=attend,
         naive=naive,
         decode=decode,
+        parameters=start_parameters,
     )
 )
