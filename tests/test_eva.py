@@ -20,7 +20,8 @@ MEAN = {"proposal": "mean"}
 def estimate(query, key, value, scale: float, noise=None, maps=None):
     """Mean key of a chunk (n, D) and beta^_c(omega) at omega = q~ + k~ + noise, for queries and keys times sqrt(scale).
 
-    maps: W_q and W_k of omega = W_q q~ + W_k k~ + noise. The means and xi(x, omega) = exp(omega . x - |x|^2 / 2) of the paper, one token at a time.
+    maps: W_q and W_k of omega = W_q q~ + W_k k~ + noise. The means and xi(x, omega) = exp(omega . x - |x|^2 / 2) of the
+    paper, one token at a time.
     """
     root = scale**0.5
     means = sum(query) / len(query), sum(key) / len(key)
@@ -141,7 +142,7 @@ def test_the_sums_of_a_learned_proposal(case):
     learned = maps(heads=2)
     ours = hea.attention(config, query, key, value, **learned)
     assert relative_error(ours, plain) > 1e-3
-    # Without its draws: the mean over them is not that of the outputs, so that they are taken out of the method.
+    # Without the draws, which are those of the proposal that is not learned.
     with patch.object(eva, "_noise", lambda *arguments: None):
         ours = hea.attention(config, query, key, value, **learned)
     for b, head in ((0, 0), (1, 1)):

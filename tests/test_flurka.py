@@ -6,7 +6,7 @@ import io
 import pytest
 import torch
 from torch.nn.functional import elu, linear, scaled_dot_product_attention
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 import hf_efficient_attn as hea
 import test_promises as promises
@@ -552,7 +552,9 @@ def test_a_saved_model_contracts(tmp_path):
 
 
 def operations(model, inputs: dict) -> int:
-    with FlopCounterMode(display=False) as counter:
+    # PyTorch counts its fused attention on the CPU as nothing.
+    fused = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda *x, **options: sdpa_flop_count(*x[:3])}
+    with FlopCounterMode(display=False, custom_mapping=fused) as counter:
         output(model, inputs)
     return counter.get_total_flops()
 
@@ -560,11 +562,14 @@ def operations(model, inputs: dict) -> int:
 def test_fewer_operations_than_both_parents():
     """Claim 1: N > P (H + 2) > W > P > D, here 96 > 72 > 32 > 12 > 8; as many features as the head is wide."""
     inputs, rows, features = tiny_batch("bert", batch=1, length=96), {"projection_dim": 12}, {"num_features": 8}
+    chunks = {"window_size": 3, "num_landmarks": 3}
     count = {
         method: operations(hea.convert(tiny_model("bert", num_attention_heads=4), method, **more), inputs)
         for method, more in {
             "flurka_linear": rows,
             "flurka_performer": rows | features,
+            "flurka_eva": rows | chunks,
+            "eva": chunks,
             "linear": {},
             "performer": features,
             "linformer": rows,
@@ -572,3 +577,4 @@ def test_fewer_operations_than_both_parents():
     }
     assert count["flurka_linear"] < min(count["linear"], count["linformer"])
     assert count["flurka_performer"] < min(count["performer"], count["linformer"])
+    assert count["flurka_eva"] < min(count["eva"], count["linformer"])
