@@ -9,6 +9,7 @@ from hf_efficient_attn.methods.approx_kmv import ApproxKMVConfig
 from hf_efficient_attn.methods.base import MethodConfig, MethodInfo, available_methods, method_info
 from hf_efficient_attn.methods.call import attention, naive_attention
 from hf_efficient_attn.methods.eva import EvaConfig
+from hf_efficient_attn.methods.flurka_eva import FlurkaEvaConfig
 from hf_efficient_attn.methods.flurka_linear import FlurkaLinearConfig
 from hf_efficient_attn.methods.flurka_performer import FlurkaPerformerConfig
 from hf_efficient_attn.methods.hyperattention import HyperAttentionConfig

@@ -101,9 +101,10 @@ def _scatterbrain(**options) -> Instance:
 
 def _flurka(method: str, **options) -> Instance:
     """Ten tokens a row, and tables as long as the longest sequence of the tests."""
-    small = {"projection_dim": 100, "max_length": 300} | ({"num_features": 7} if options else {})
+    small = {"projection_dim": 100, "max_length": 300}
+    small |= {key: min(7, options[key]) for key in ("num_features", "window_size", "num_landmarks") if key in options}
     sizes = {"projection_dim": 512, "max_length": 5000, **options}
-    return Instance(method, sizes, small=small, random=bool(options))
+    return Instance(method, sizes, small=small, random=bool(options) and options.get("proposal") != "mean")
 
 
 INSTANCES = [
@@ -116,6 +117,8 @@ INSTANCES = [
         random=True,
         data_dependent=True,
     ),
+    _flurka("flurka_eva", window_size=3, num_landmarks=4),
+    _flurka("flurka_eva", window_size=2, num_landmarks=7, proposal="mean"),
     _flurka("flurka_linear"),
     _flurka("flurka_performer", num_features=32),
     _near_far("kdeformer"),
@@ -130,6 +133,7 @@ INSTANCES = [
     _near_far("hyperattention", draw="independent"),
     _eva(),
     _eva(proposal="mean"),
+    _eva(proposal="learned"),
     _eva(window_size=6, num_landmarks=5),
     Instance(
         "longformer",

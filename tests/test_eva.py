@@ -1,33 +1,42 @@
 """EVA against the sums of its paper, written out with plain exponentials, and what the sums promise."""
 
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import hf_efficient_attn as hea
+from hf_efficient_attn.methods import eva
+from hf_efficient_attn.methods.eva import attend, naive
 from hf_efficient_attn.ops.random import normal
-from instances import inputs, relative_error
+from instances import inputs, numbers, padding_mask, relative_error
 
 # omega = mu, as `estimate` has it without noise.
 MEAN = {"proposal": "mean"}
 
 
-def estimate(query, key, value, scale: float, noise=None):
+def estimate(query, key, value, scale: float, noise=None, maps=None):
     """Mean key of a chunk (n, D) and beta^_c(omega) at omega = q~ + k~ + noise, for queries and keys times sqrt(scale).
 
-    The means and xi(x, omega) = exp(omega . x - |x|^2 / 2) of the paper, one token at a time.
+    maps: W_q and W_k of omega = W_q q~ + W_k k~ + noise. The means and xi(x, omega) = exp(omega . x - |x|^2 / 2) of the
+    paper, one token at a time.
     """
     root = scale**0.5
-    omega = root * sum(query) / len(query) + root * sum(key) / len(key)
+    means = sum(query) / len(query), sum(key) / len(key)
+    means = means if maps is None else [w @ x for w, x in zip(maps, means, strict=True)]
+    omega = root * means[0] + root * means[1]
     omega = omega if noise is None else omega + noise
     xi = [math.exp(omega @ (root * k) - (root * k) @ (root * k) / 2) for k in key]
     return sum(key) / len(key), sum(x * v for x, v in zip(xi, value, strict=True)) / sum(xi)
 
 
-def paper(query, key, value, scale: float, near, chunks, noises=None):
-    """The output of each query for one head: near(i) gives its set E, chunks(i) its chunks as (start, stop)."""
+def paper(query, key, value, scale: float, near, chunks, noises=None, asked=slice, maps=None):
+    """The output of each query for one head: near(i) gives its set E, chunks(i) its chunks as (start, stop).
+
+    asked(start, stop): the queries of a chunk, where they are not the same tokens.
+    """
     outs = []
     for i, q in enumerate(query):
         numerator, denominator = torch.zeros(value.shape[1], dtype=torch.float64), 0.0
@@ -36,7 +45,7 @@ def paper(query, key, value, scale: float, near, chunks, noises=None):
             numerator, denominator = numerator + weight * value[m], denominator + weight
         for start, stop in chunks(i):
             here, noise = slice(start, stop), None if noises is None else noises[start, stop]
-            mean, beta = estimate(query[here], key[here], value[here], scale, noise)
+            mean, beta = estimate(query[asked(start, stop)], key[here], value[here], scale, noise, maps)
             weight = (stop - start) * math.exp(scale * q @ mean)
             numerator, denominator = numerator + weight * beta, denominator + weight
         outs.append(numerator / denominator)
@@ -114,6 +123,124 @@ def test_the_sums_of_the_paper_for_drawn_features():
         torch.testing.assert_close(ours[b, head], theirs, rtol=1e-10, atol=1e-10)
 
 
+def maps(heads: int, width: int = 6) -> dict:
+    """W_q and W_k for each head."""
+    return {
+        "proposal_query": numbers(heads, width, width, seed=8),
+        "proposal_key": numbers(heads, width, width, seed=9),
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_sums_of_a_learned_proposal(case):
+    """With maps for each head; and with the identity, which they start from, those of the proposal without."""
+    length, window, landmarks, chunks = CASES[case]
+    query, key, value = inputs(batch=2, queries=length, width=6, value_width=5, dtype=torch.float64)
+    config = hea.EvaConfig(window_size=window, num_landmarks=landmarks, proposal="learned", seed=5)
+    plain = hea.attention(config, query, key, value, proposal="normal")
+    assert torch.equal(hea.attention(config, query, key, value), plain)
+    learned = maps(heads=2)
+    ours = hea.attention(config, query, key, value, **learned)
+    assert relative_error(ours, plain) > 1e-3
+    # Without the draws, which are those of the proposal that is not learned.
+    with patch.object(eva, "_noise", lambda *arguments: None):
+        ours = hea.attention(config, query, key, value, **learned)
+    for b, head in ((0, 0), (1, 1)):
+        theirs = paper(
+            *(x[b, head] for x in (query, key, value)),
+            6**-0.5,
+            lambda i: range(i // window * window, min(length, (i // window + 1) * window)),
+            chunks,
+            maps=[w[head] for w in learned.values()],
+        )
+        torch.testing.assert_close(ours[b, head], theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("scale", [0.6, -0.6])
+def test_a_learned_proposal_learns(is_causal, scale):
+    """Gradients of the maps agree with finite differences and with those of the readable form."""
+    query, key, value = inputs(batch=2, queries=20, width=3, dtype=torch.float64)
+    mask = torch.arange(20) < torch.tensor([[20], [17]])
+    config = hea.EvaConfig(window_size=4, num_landmarks=4, proposal="learned")
+    leaves = [x.requires_grad_() for x in maps(heads=2, width=3).values()]
+
+    def output(form, first, second):
+        out = form(config, query, key, value, attention_mask=mask, is_causal=is_causal, scale=scale,
+                   proposal_query=first, proposal_key=second)  # fmt: skip
+        return out.masked_fill(~mask[:, None, :, None], 0.0)
+
+    assert torch.autograd.gradcheck(lambda *x: output(hea.attention, *x), leaves)
+    outs = [output(form, *leaves) for form in (hea.attention, hea.naive_attention)]
+    torch.testing.assert_close(*outs, rtol=1e-9, atol=1e-9)
+    for ours, other in zip(*(torch.autograd.grad(out.square().sum(), leaves) for out in outs), strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-8, atol=1e-8)
+        assert ours.abs().sum() > 1e-3
+
+
+def test_maps_that_do_not_fit_are_refused():
+    row = inputs(queries=20, width=6)
+    for wrong in (numbers(3, 6, 6), numbers(2, 6, 5), numbers(6, 6), numbers(2, 2, 6, 6)):
+        for name in ("proposal_query", "proposal_key"):
+            with pytest.raises(hea.UnsupportedAttentionError, match=rf"eva: {name} .*2 heads of width 6: 'learned'"):
+                hea.attention("eva", *row, proposal="learned", **{name: wrong})
+    with pytest.raises(hea.UnsupportedAttentionError, match="does not suit proposal='normal'"):
+        hea.attention("eva", *row, **maps(heads=2))
+    assert hea.EvaConfig(proposal="learned").with_budget(10).proposal == "learned"
+
+
+@pytest.mark.parametrize("queries", [1, 5, 29, 150])
+@pytest.mark.parametrize("case", CASES)
+def test_queries_that_are_not_the_tokens_of_the_keys(case, queries):
+    """Query i of m belongs to the window at i n / m; a chunk's queries are those that share some of its part."""
+    length, window, landmarks, chunks = CASES[case]
+    query, key, value = inputs(queries=queries, keys=length, width=6, value_width=5, dtype=torch.float64)
+    config = hea.EvaConfig(window_size=window, num_landmarks=landmarks, **MEAN)
+    ours = hea.attention(config, query, key, value, scale=0.7)
+    # The same keys among padding, so that windows have any number of queries.
+    mask = torch.arange(2 * length) % 2 == 0
+    spread = [torch.full((1, 2, 2 * length, x.shape[3]), 3.0, dtype=torch.float64) for x in (key, value)]
+    for wide, x in zip(spread, (key, value), strict=True):
+        wide[:, :, mask] = x
+    among = hea.attention(config, query, *spread, attention_mask=mask[None], scale=0.7)
+    at = [math.floor(i * length / queries) for i in range(queries)]
+    numbers = range(queries)
+    for head in range(2):
+        one = [x[0, head] for x in (query, key, value)]
+        theirs = paper(
+            *one,
+            0.7,
+            lambda i: range(at[i] // window * window, min(length, (at[i] // window + 1) * window)),
+            lambda i: chunks(at[i]),
+            asked=lambda start, stop: [
+                i for i in numbers if i * length < stop * queries and (i + 1) * length > start * queries
+            ],
+        )
+        for out in (ours, among):
+            torch.testing.assert_close(out[0, head], theirs, rtol=1e-10, atol=1e-10)
+    assert relative_error(ours, scaled_dot_product_attention(query, key, value, scale=0.7)) > 0.01
+
+
+@pytest.mark.parametrize("kind", ["none", "left", "holes", "empty"])
+def test_masks_of_queries_and_of_keys(kind):
+    """As a method gives them whose keys are no tokens: NaN in queries that do not count, and as many of both."""
+    config = hea.EvaConfig(window_size=8, num_landmarks=5)
+    options = {"is_causal": False, "scale": 0.4, "dropout_p": 0.0, "seed": 2}
+    for queries in (30, 50, 200):
+        query, key, value = inputs(batch=2, queries=queries, keys=50, dtype=torch.float64)
+        asked, mask = padding_mask(kind, 2, queries, 1), padding_mask("holes", 2, 50, 2)
+        garbage = query if asked is None else query.masked_fill(~asked[:, None, :, None], torch.nan)
+        ours = attend(config, garbage, key, value, mask=mask, query_mask=asked, **options)
+        other = naive(config, query, key, value, mask=mask, query_mask=asked, **options)
+        torch.testing.assert_close(ours, other, rtol=1e-9, atol=1e-9)
+        if queries == 50:
+            # Not what it is with a mask that is that of the queries, too.
+            same = attend(config, query, key, value, mask=mask, **options)
+            assert relative_error(ours, same) > 0.05
+            both = attend(config, query, key, value, mask=mask, query_mask=mask, **options)
+            torch.testing.assert_close(both, same, rtol=1e-9, atol=1e-9)
+
+
 def test_the_causal_form_by_hand():
     """Blocks of 4: a query of block 6 sees blocks 6 and 5, block 4 and blocks 0 .. 3 in two summaries each."""
     query, key, value = inputs(heads=1, queries=30, width=6, dtype=torch.float64)
@@ -142,6 +269,13 @@ def test_the_causal_form_by_hand():
         noises |= {(4 * first, middle): drawn[0], (middle, 4 * last): drawn[1]}
     theirs = paper(*one, 0.7, lambda i: range(max(0, i // 4 - 1) * 4, i + 1), chunks, noises)
     torch.testing.assert_close(ours[0, 0], theirs, rtol=1e-10, atol=1e-10)
+    # Around learned maps of the means.
+    learned = maps(heads=1)
+    other = hea.functional.eva_attention(query, key, value, proposal="learned", **options, **learned)
+    both = [w[0] for w in learned.values()]
+    theirs = paper(*one, 0.7, lambda i: range(max(0, i // 4 - 1) * 4, i + 1), chunks, noises, maps=both)
+    torch.testing.assert_close(other[0, 0], theirs, rtol=1e-10, atol=1e-10)
+    assert relative_error(other, ours) > 1e-3
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

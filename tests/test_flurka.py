@@ -6,27 +6,33 @@ import io
 import pytest
 import torch
 from torch.nn.functional import elu, linear, scaled_dot_product_attention
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 import hf_efficient_attn as hea
 import test_promises as promises
 from hf_efficient_attn.methods.base import get_method
 from hf_efficient_attn.ops.features import orthogonal_features
 from hf_efficient_attn.ops.projections import contraction
+from hf_efficient_attn.ops.random import normal
 from instances import Instance, inputs, numbers, padding_mask, relative_error
 from tiny_models import ENCODERS, IMAGES, output, tiny_batch, tiny_model
 
-METHODS = ("flurka_linear", "flurka_performer")
-HEADS, WIDTH, FEATURES = 3, 8, 24
+HEADS, WIDTH, FEATURES, WINDOW, CHUNKS = 3, 8, 24, 3, 5
+KERNELS = {
+    "flurka_linear": {},
+    "flurka_performer": {"num_features": FEATURES},
+    "flurka_eva": {"window_size": WINDOW, "num_landmarks": CHUNKS},
+}
+METHODS = tuple(KERNELS)
 each_method = pytest.mark.parametrize("method", METHODS)
 GAUSSIAN = [
     Instance(
         method,
         {"projection_dim": 16, "init": "gaussian", **more},
-        small={"projection_dim": 4} | dict.fromkeys(more, 5),
-        random="num_features" in more,
+        small={"projection_dim": 4} | {key: value // 2 for key, value in more.items()},
+        random=bool(more),
     )
-    for method, more in zip(METHODS, ({}, {"num_features": 12}), strict=True)
+    for method, more in KERNELS.items()
 ]
 each_gaussian = pytest.mark.parametrize("instance", GAUSSIAN, ids=str)
 
@@ -36,7 +42,7 @@ def close(ours, other, tolerance: float = 1e-9) -> None:
 
 
 def options(method: str, **more) -> dict:
-    return more | ({"num_features": FEATURES} if method == "flurka_performer" else {})
+    return KERNELS[method] | more
 
 
 def start(method: str, length: int, **more) -> dict:
@@ -53,8 +59,42 @@ def features(method: str, x, seed: int = 0):
     return torch.exp(x @ directions.t() - x.square().sum(-1, keepdim=True) / 2) / FEATURES**0.5
 
 
-def formula(method: str, query, keys, values, seed: int = 0):
-    """phi(q) (phi(k)^T v) / phi(q) sum phi(k), of rows that are contracted already."""
+def eva(query, keys, values, seed: int):
+    """EVA's sums of m queries and n rows, which have no more windows than chunks, for (H, ., D) heads."""
+    count, queries, tiles = keys.shape[1], query.shape[1], -(-keys.shape[1] // WINDOW)
+    pieces, root = max(1, min(WINDOW, CHUNKS // tiles)), keys.shape[2] ** -0.25
+    assert tiles <= CHUNKS
+    drawn = normal((CHUNKS, *keys.shape[::2]), seed, 40, keys.device)
+    window = torch.arange(queries) * count // queries // WINDOW
+    near = window[:, None] == torch.arange(count) // WINDOW
+    weights = torch.exp(root**2 * query @ keys.mT) * near
+    numerator, denominator = weights @ values, weights.sum(-1)
+    for number in range(tiles * pieces):
+        tile, piece = divmod(number, pieces)
+        start, stop = (min(count, tile * WINDOW + p * WINDOW // pieces) for p in (piece, piece + 1))
+        if start == stop:
+            continue
+        rows, at = root * keys[:, start:stop], slice(start * queries // count, -(-stop * queries // count))
+        omega = root * query[:, at].mean(1) + rows.mean(1) + drawn[number]
+        xi = torch.exp((omega[:, None] * rows).sum(-1) - rows.square().sum(-1) / 2)[..., None]
+        beta = (xi * values[:, start:stop]).sum(1) / xi.sum(1)
+        weight = (stop - start) * torch.exp(root * (query * rows.mean(1)[:, None]).sum(-1)) * (window != tile)
+        numerator, denominator = numerator + weight[..., None] * beta[:, None], denominator + weight
+    return numerator / denominator[..., None]
+
+
+def formula(method: str, query, keys, values, seed: int = 0, mask=None):
+    """phi(q) (phi(k)^T v) / phi(q) sum phi(k), of rows that are contracted already; `mask` (..., N) of the queries."""
+    if method == "flurka_eva":
+        if query.ndim == 4:
+            masks = [None] * len(query) if mask is None else mask
+            keys, values = (x.expand(len(query), -1, -1, -1) for x in (keys, values))
+            rows = zip(query, keys, values, masks, strict=True)
+            return torch.stack([formula(method, q, k, v, seed, m) for q, k, v, m in rows])
+        there = torch.ones(query.shape[1], dtype=torch.bool) if mask is None else mask
+        out = query.new_zeros(*query.shape[:2], values.shape[-1])
+        out[:, there] = eva(query[:, there], keys, values, seed)
+        return out
     root = 1.0 if method == "flurka_linear" else query.shape[-1] ** -0.25
     phi_q, phi_k = (features(method, root * x, seed) for x in (query, keys))
     return phi_q @ (phi_k.mT @ values) / (phi_q @ phi_k.sum(-2).unsqueeze(-1))
@@ -89,6 +129,20 @@ def test_many_features_are_the_linformer():
     errors = [error(count) for count in (16, 256, 4096)]
     assert errors[0] > 1.5 * errors[1] > 3 * errors[2], errors
     assert errors[2] < 0.1
+
+
+@pytest.mark.parametrize("kind", ["none", "left", "holes"])
+def test_a_window_of_all_rows_is_the_linformer(kind):
+    row, mask = inputs(batch=2, heads=HEADS, queries=60, dtype=torch.float64), padding_mask(kind, 2, 60)
+    tables = {"key_projection": 0.2 * numbers(9, 70, seed=1), "value_projection": 0.2 * numbers(9, 70, seed=2)}
+    exact = hea.attention("linformer", *row, attention_mask=mask, projection_dim=9, share="none", **tables)
+    there = slice(None) if mask is None else mask[:, None].expand(-1, HEADS, -1)
+    errors = []
+    for window in (3, 9, 20):
+        config = hea.FlurkaEvaConfig(projection_dim=9, window_size=window, num_landmarks=2)
+        errors.append(relative_error(hea.attention(config, *row, attention_mask=mask, **tables)[there], exact[there]))
+    assert errors[0] > 0.05
+    assert max(errors[1:]) < 1e-12
 
 
 @each_method
@@ -130,11 +184,11 @@ def test_contracted_before_or_after_the_projections(method, kind, columns):
         assert contracted.shown.all()
         projected = linear(contracted.rows(there[:, None])[:, 0], w) + contracted.sums()[:, :, None] * b
         before.append(heads(projected.expand(2, -1, -1)))
-    close(formula(method, query, *before), after)
+    close(formula(method, query, *before, mask=mask), after)
     # The bias counts: it is multiplied with E 1, not added once.
     wrong = [x - heads(((contraction(t, mask, 70, x.dtype).sums() - 1.0)[:, :, None] * b).expand(2, -1, -1))
              for x, t, b in zip(before, tables, biases[1:], strict=True)]  # fmt: skip
-    assert relative_error(formula(method, query, *wrong), after) > 0.05
+    assert relative_error(formula(method, query, *wrong, mask=mask), after) > 0.05
     if kind == "none" and columns == 70:
         by_hand = [heads(table @ x @ w.t() + table.sum(1)[:, None] * b)
                    for table, w, b in zip(tables, weights[1:], biases[1:], strict=True)]  # fmt: skip
@@ -210,7 +264,7 @@ def test_means_of_segments_that_are_not_full(method, kind):
     for b in range(3):
         query, key, value = (x[b] for x in row)
         means = [torch.stack([p.mean(1) for p in x[:, mask[b]].split(10, 1)], 1) for x in (key, value)]
-        close(out[b], formula(method, query, *means), 1e-6)
+        close(out[b], formula(method, query, *means, mask=mask[b]), 1e-6)
 
 
 @each_method
@@ -250,6 +304,12 @@ def test_budgets():
     assert (config.num_features, config.projection_dim, config.init, config.seed) == (50, 51, "gaussian", 3)
     with pytest.raises(hea.UnsupportedAttentionError, match="an integer of 2 or more"):
         hea.FlurkaPerformerConfig().with_budget(1)
+    config = hea.FlurkaEvaConfig(proposal="mean", seed=3).with_budget(100)
+    assert config == hea.FlurkaEvaConfig(
+        window_size=16, num_landmarks=16, projection_dim=68, proposal="mean", seed=3
+    )  # fmt: skip
+    with pytest.raises(hea.UnsupportedAttentionError, match="an integer of 3 or more"):
+        hea.FlurkaEvaConfig().with_budget(2)
 
 
 def test_a_constant_value_comes_out():
@@ -257,8 +317,11 @@ def test_a_constant_value_comes_out():
     query, key, _ = inputs(batch=2, queries=60, dtype=torch.float64)
     value, mask = torch.full_like(key, 3.0), padding_mask("left", 2, 60)
     for method in METHODS:
-        out = hea.attention(method, query, key, value, attention_mask=mask, projection_dim=7, max_length=100)
-        close(out, value, 1e-6)
+        sizes = options(method, projection_dim=7, max_length=100)
+        out = hea.attention(method, query, key, value, attention_mask=mask, **sizes)
+        # EVA has no output at queries that are not there.
+        there = mask[:, None, :, None] if method == "flurka_eva" else True
+        close(out, value * there, 1e-6)
     exact = scaled_dot_product_attention(query, key, value)
     close(exact, value)
 
@@ -489,7 +552,9 @@ def test_a_saved_model_contracts(tmp_path):
 
 
 def operations(model, inputs: dict) -> int:
-    with FlopCounterMode(display=False) as counter:
+    # PyTorch counts its fused attention on the CPU as nothing.
+    fused = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda *x, **options: sdpa_flop_count(*x[:3])}
+    with FlopCounterMode(display=False, custom_mapping=fused) as counter:
         output(model, inputs)
     return counter.get_total_flops()
 
@@ -497,11 +562,14 @@ def operations(model, inputs: dict) -> int:
 def test_fewer_operations_than_both_parents():
     """Claim 1: N > P (H + 2) > W > P > D, here 96 > 72 > 32 > 12 > 8; as many features as the head is wide."""
     inputs, rows, features = tiny_batch("bert", batch=1, length=96), {"projection_dim": 12}, {"num_features": 8}
+    chunks = {"window_size": 3, "num_landmarks": 3}
     count = {
         method: operations(hea.convert(tiny_model("bert", num_attention_heads=4), method, **more), inputs)
         for method, more in {
             "flurka_linear": rows,
             "flurka_performer": rows | features,
+            "flurka_eva": rows | chunks,
+            "eva": chunks,
             "linear": {},
             "performer": features,
             "linformer": rows,
@@ -509,3 +577,4 @@ def test_fewer_operations_than_both_parents():
     }
     assert count["flurka_linear"] < min(count["linear"], count["linformer"])
     assert count["flurka_performer"] < min(count["performer"], count["linformer"])
+    assert count["flurka_eva"] < min(count["eva"], count["linformer"])

@@ -1,8 +1,10 @@
 """Learned parameters in models: made, started, trained, saved, loaded, and gone after the switch to another method."""
 
 import copy
+import io
 
 import pytest
+import safetensors
 import torch
 import transformers
 
@@ -13,6 +15,7 @@ from tiny_models import output, tiny_batch, tiny_class, tiny_config, tiny_model
 
 FAMILIES = ["bert", "roberta", "distilbert", "vit", "deit"]
 LEARNING = {
+    "eva": {"window_size": 8, "num_landmarks": 8, "proposal": "learned"},
     "linformer": {"projection_dim": 16, "share": "none"},
     "nystromformer": {"num_landmarks": 16, "conv_kernel_size": 3},
 }
@@ -24,7 +27,7 @@ def learned_in(model) -> dict[str, LearnedParameters]:
 
 
 def convert(model, method: str, **options):
-    return hea.convert(model, method, **LEARNING[method], **options)
+    return hea.convert(model, method, **{**LEARNING[method], **options})
 
 
 def shake(model) -> None:
@@ -104,6 +107,23 @@ def test_they_train(method):
             assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_those_of_decoders(family, tmp_path):
+    model, inputs = convert(tiny_model(family, head=True), "eva"), tiny_batch(family, padding="left")
+    start = output(model, inputs)
+    assert torch.equal(start, output(convert(tiny_model(family, head=True), "eva", proposal="normal"), inputs))
+    shake(model)
+    first = output(model, inputs)
+    assert not torch.equal(first, start)
+    model.save_pretrained(tmp_path)
+    loaded, info = tiny_class(family, head=True).from_pretrained(tmp_path, output_loading_info=True)
+    assert not missing_keys(info)
+    assert torch.equal(output(loaded, inputs), first)
+    model.train()(**inputs).logits.square().mean().backward()
+    for module in learned_in(model).values():
+        assert all(p.grad.isfinite().all() and p.grad.abs().sum() > 0 for p in module.parameters())
+
+
 @each
 def test_they_go_with_the_method(method):
     model = tiny_model("bert")
@@ -159,3 +179,151 @@ def test_positions_grow_before_the_tables():
     tables = learned_in(convert(model, "linformer"))
     assert all(m.key_projection.shape[1] == 300 for m in tables.values())
     hea.extend_positions(convert(model, "nystromformer"), 310)
+
+
+# One table for all layers.
+
+SHARED = {"projection_dim": 16, "share": "layers"}
+TABLE = "key_projection"
+
+
+def tables_in(model) -> list[str]:
+    """The names under which a model's state holds tables."""
+    return [name for name in model.state_dict() if TABLE in name]
+
+
+def holders(model) -> set[int]:
+    """Addresses of the tables that the layers compute with."""
+    return {m.tensors()[TABLE].data_ptr() for m in learned_in(model).values()}
+
+
+def share(model, **options):
+    return hea.convert(model, "linformer", **SHARED, **options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_table_of_all_layers_is_there_once(family, tmp_path):
+    plain = tiny_model(family, head=True)
+    before = sum(p.numel() for p in plain.parameters())
+    model, inputs = share(plain), tiny_batch(family, padding="right")
+    (name,) = tables_in(model)
+    table = model.get_parameter(name)
+    assert len(learned_in(model)) == 2
+    assert len(holders(model)) == 1
+    assert sum(p.numel() for p in model.parameters()) == model.num_parameters() == before + table.numel()
+    start = output(model, inputs)
+    # The start is that of one table a layer.
+    assert torch.equal(start, output(hea.convert(copy.deepcopy(model), "linformer", projection_dim=16), inputs))
+    shake(model)
+    first = output(model, inputs)
+    assert not torch.equal(first, start)
+    for turn in range(2):
+        model.save_pretrained(tmp_path / str(turn))
+        with safetensors.safe_open(tmp_path / str(turn) / "model.safetensors", "pt") as file:
+            (saved,) = (file.get_tensor(key) for key in file.keys() if TABLE in key)  # noqa: SIM118
+        assert torch.equal(saved, table)
+        model, info = tiny_class(family, head=True).from_pretrained(tmp_path / str(turn), output_loading_info=True)
+        assert not missing_keys(info)
+        assert len(learned_in(model)) == 2
+        assert len(holders(model)) == 1
+        assert torch.equal(model.get_parameter(name), table)
+        assert torch.equal(output(model, inputs), first)
+    # A body loads what was saved with a head.
+    body = tiny_class(family).from_pretrained(tmp_path / "0")
+    assert tables_in(body) and len(holders(body)) == 1
+    assert torch.equal(body.get_parameter(tables_in(body)[0]), table)
+
+
+def test_a_table_of_all_layers_is_that_of_each(caplog, tmp_path):
+    """The same as equal tables in all layers; its gradient is the sum of theirs, and a step moves all layers."""
+    model = share(tiny_model("bert", head=True))
+    apart = hea.convert(copy.deepcopy(model), "linformer", projection_dim=16, share="kv")
+    shake(model)
+    (name,), inputs = tables_in(model), tiny_batch("bert", padding="right")
+    table = model.get_parameter(name)
+    separate = [m.get_parameter(TABLE) for m in learned_in(apart).values()]
+    assert len({p.data_ptr() for p in separate}) == 2
+    with torch.no_grad():
+        for parameter in separate:
+            parameter.copy_(table)
+    assert torch.equal(output(model, inputs), output(apart, inputs))
+    for m in (model, apart):
+        m(**inputs).logits.square().mean().backward()
+    torch.testing.assert_close(table.grad, separate[0].grad + separate[1].grad)
+    assert all(p.grad.abs().sum() > 0 for p in separate)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    old = table.detach().clone()
+    optimizer.step()
+    for module in learned_in(model).values():
+        assert torch.equal(module.tensors()[TABLE], table)
+        assert not torch.equal(module.tensors()[TABLE], old)
+    # A checkpoint without one is no cause for alarm: it starts where conversion does.
+    tiny_model("bert", head=True).save_pretrained(tmp_path)
+    choice = {"method": "linformer", **SHARED}
+    loaded = transformers.AutoModelForMaskedLM.from_pretrained(
+        tmp_path, attn_implementation="linformer", efficient_attention=choice
+    )
+    assert "corrupt" not in caplog.text
+    assert torch.equal(output(loaded, inputs), output(share(tiny_model("bert", head=True)), inputs))
+
+
+def test_a_table_of_some_layers(tmp_path):
+    sizes, inputs = {"num_hidden_layers": 4}, tiny_batch("bert", padding="right")
+    model = share(tiny_model("bert", **sizes), layers=[1, 3])
+    assert [name.split(".")[2] for name in learned_in(model)] == ["1", "3"]
+    assert [name.split(".")[2] for name in tables_in(model)] == ["1"]
+    shake(model)
+    table, first = model.get_parameter(tables_in(model)[0]), output(model, inputs)
+    model.save_pretrained(tmp_path)
+    loaded = tiny_class("bert").from_pretrained(tmp_path)
+    assert len(holders(loaded)) == 1
+    assert torch.equal(output(loaded, inputs), first)
+    # What was learned stays, whichever layer is the first, as long as there is one that has it.
+    for layers in ([0, 1, 2], [2, 3], [3], [0, 3]):
+        share(model, layers=layers)
+        assert [int(name.split(".")[2]) for name in learned_in(model)] == layers
+        assert [int(name.split(".")[2]) for name in tables_in(model)] == layers[:1]
+        assert holders(model) == {table.data_ptr()}
+    hea.convert(model, {"method": "linformer", "layers": [{"layers": [0], "method": "linformer", **SHARED},
+                {"layers": [1, 2], "method": "linformer", **SHARED, "projection_dim": 8}]})  # fmt: skip
+    assert [tuple(model.get_parameter(name).shape) for name in tables_in(model)] == [(16, 128), (8, 128)]
+    assert table.data_ptr() in holders(model)
+
+
+def test_a_table_of_all_layers_goes_with_the_method():
+    model, inputs = tiny_model("bert"), tiny_batch("bert", padding="left")
+    exact, keys = output(model, inputs), model.state_dict().keys()
+    for back in ("sdpa", "kdeformer", "sdpa"):
+        shake(share(model))
+        hea.convert(model, back)
+        assert not learned_in(model)
+        assert model.state_dict().keys() == keys
+        assert back != "sdpa" or torch.equal(output(model, inputs), exact)
+    hea.convert(share(model), "linformer", projection_dim=16)
+    assert len(tables_in(model)) == 2
+
+
+def test_a_table_of_all_layers_in_copies_and_graphs():
+    model, inputs = share(tiny_model("bert")), tiny_batch("bert", padding="left")
+    shake(model)
+    first = output(model, inputs)
+    twin, file = copy.deepcopy(model), io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    shake(model)
+    for other in (twin, torch.load(file, weights_only=False)):
+        assert len(holders(other)) == 1
+        assert not holders(other) & holders(model)
+        assert torch.equal(output(other, inputs), first)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(output(compiled, inputs), output(model, inputs))
+    assert len(holders(model.double())) == 1
+    # Models in one have a table each.
+    both = torch.nn.ModuleList([share(tiny_model("bert")), share(tiny_model("bert"))])
+    assert len(holders(both)) == 2
+
+
+def test_a_method_without_parameters_needs_no_sizes():
+    model = hea.convert(tiny_model("bert"), "nystromformer")
+    assert not learned_in(model)

@@ -95,7 +95,7 @@ def test_scale_is_a_factor_of_the_queries(instance, is_causal):
     torch.testing.assert_close(instance(query, key, value, is_causal=is_causal, scale=0.5), default)
     ours = instance(query, key, value, is_causal=is_causal, scale=1.5)
     # Split evenly where random features, or distances of queries to keys, show what the exact product does not.
-    even = instance.method in ("approx_kmv", "eva", "flurka_performer", "performer", "scatterbrain")
+    even = instance.method in ("approx_kmv", "eva", "flurka_eva", "flurka_performer", "performer", "scatterbrain")
     factors = (3.0**0.5, 3.0**0.5) if even else (3.0, 1.0)
     other = instance(factors[0] * query, factors[1] * key, value, is_causal=is_causal)
     torch.testing.assert_close(ours, other, rtol=1e-9, atol=1e-9)

@@ -3,7 +3,16 @@
 They are made with the values that conversion starts from when a model is made or converted, are trained, saved and
 loaded as any others, under the name `<attention module>.learned_parameters.<name>`, and go when the model is switched
 to something else.
+
+With `share="layers"` there is one set of them for all layers of a model that have the same method. The first of these
+layers holds it, and the others refer to it: one parameter under one name, so that nothing is counted, saved or trained
+twice, or has to be tied again after loading. Transformers' own tying, of parameters of the same value under several
+names, is for embeddings: it does nothing where a config has `tie_word_embeddings=False`, and takes a checkpoint without
+learned parameters for a corrupted one.
 """
+
+import functools
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -24,15 +33,32 @@ class LearnedParameters(nn.Module):
         method: the method's config.
         sizes: heads, width, value_width and length, as `Method.parameters` takes them.
         device, dtype: of the parameters; by default those in force, as for any module.
+        leader: the module of another layer that holds the parameters of this one too; None for one that holds its own.
     """
 
-    def __init__(self, method: MethodConfig, sizes: dict[str, int], device=None, dtype=None) -> None:
+    def __init__(
+        self,
+        method: MethodConfig,
+        sizes: dict[str, int],
+        device=None,
+        dtype=None,
+        leader: "LearnedParameters | None" = None,
+    ) -> None:
         super().__init__()
         self.method, self.sizes = method, sizes
+        # In a tuple, since a module that is an attribute of a module becomes a part of it.
+        self._leader = () if leader is None else (leader,)
+        if leader is not None:
+            return
         for name, value in self.start_values().items():
             empty = torch.empty(value.shape, device=device, dtype=dtype or torch.get_default_dtype())
             setattr(self, name, nn.Parameter(empty))
         self.reset_parameters()
+
+    @property
+    def holder(self) -> "LearnedParameters":
+        """The module that holds the parameters: this one or its leader."""
+        return self._leader[0] if self._leader else self
 
     def start_values(self) -> dict[str, torch.Tensor]:
         """What conversion starts from, float32 on the CPU, whatever device is in force."""
@@ -41,7 +67,9 @@ class LearnedParameters(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set those that were not loaded from a checkpoint to the start values."""
+        """Set those that this module holds, and that were not loaded from a checkpoint, to the start values."""
+        if self._leader:
+            return
         for name, value in self.start_values().items():
             parameter = getattr(self, name)
             if parameter.device.type != "meta":
@@ -49,11 +77,11 @@ class LearnedParameters(nn.Module):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The parameters by name, as the functional form takes them."""
-        return dict(self.named_parameters())
+        return dict(self.holder.named_parameters())
 
     def extra_repr(self) -> str:
-        shapes = ", ".join(f"{name}={tuple(p.shape)}" for name, p in self.named_parameters())
-        return f"{self.method.method}: {shapes}"
+        shapes = ", ".join(f"{name}={tuple(p.shape)}" for name, p in self.tensors().items())
+        return f"{self.method.method}: {shapes}{', of another layer' if self._leader else ''}"
 
 
 def learned_tensors(module: nn.Module) -> dict[str, torch.Tensor] | None:
@@ -62,25 +90,65 @@ def learned_tensors(module: nn.Module) -> dict[str, torch.Tensor] | None:
     return learned.tensors() if isinstance(learned, LearnedParameters) else None
 
 
-def fit(module: nn.Module, method: MethodConfig | None, config: PreTrainedConfig, where: str) -> None:
-    """Give an attention module the parameters that its method learns, and take away those of another method.
+class Fitting(NamedTuple):
+    """An attention module, its method (None where it is exact), its config, the model it is of, its name for errors."""
 
-    What is there already for the same hyperparameters stays as it is.
+    module: nn.Module
+    method: MethodConfig | None
+    config: PreTrainedConfig
+    model: nn.Module
+    where: str
+
+
+def fit(fittings: list[Fitting]) -> None:
+    """Give attention modules the parameters that their methods learn, and take away those of other methods.
+
+    What is there already for the same hyperparameters stays as it is. The modules are all those of a model, in order.
 
     Raises:
-        UnsupportedAttentionError: the sizes cannot be told from the module and its config.
+        UnsupportedAttentionError: the sizes cannot be told from a module and its config.
     """
-    present = module._modules.get(NAME)
-    wanted = method is not None and get_method(method.method).parameters is not None
-    if not wanted:
-        if isinstance(present, LearnedParameters):
-            delattr(module, NAME)
-        return
-    if isinstance(present, LearnedParameters) and present.method == method:
-        return
-    beside = next(module.parameters(), None)
-    options = {} if beside is None else {"device": beside.device, "dtype": _floating(beside)}
-    setattr(module, NAME, LearnedParameters(method, _sizes(module, method, config, where), **options))
+    wanted = [x.method is not None and _learns(x.method) for x in fittings]
+    sizes = [_sizes(*x[:3], x.where) if learns else None for x, learns in zip(fittings, wanted, strict=True)]
+    present = [x.module._modules.get(NAME) for x in fittings]
+    groups = [_group(*pair) if pair[1] else None for pair in zip(fittings, sizes, strict=True)]
+    # What the layers of a group have shared until now, whichever of them will hold it.
+    shared: dict[tuple, LearnedParameters] = {}
+    for there, x, group in zip(present, fittings, groups, strict=True):
+        if group is not None and isinstance(there, LearnedParameters) and there.method == x.method:
+            shared.setdefault(group, there.holder)
+    leaders: dict[tuple, LearnedParameters] = {}
+    for x, size, there, group in zip(fittings, sizes, present, groups, strict=True):
+        ours = isinstance(there, LearnedParameters)
+        if size is None:
+            if ours:
+                delattr(x.module, NAME)
+            continue
+        leader = leaders.get(group)
+        if not (ours and there.method == x.method and there.holder is (leader or there)):
+            beside = next(x.module.parameters(), None)
+            options = {} if beside is None else {"device": beside.device, "dtype": _floating(beside)}
+            there = LearnedParameters(x.method, size, **options, leader=leader)
+            if leader is None and group in shared:
+                for name, parameter in shared[group].tensors().items():
+                    setattr(there, name, parameter)
+            setattr(x.module, NAME, there)
+        if group is not None:
+            leaders.setdefault(group, there)
+
+
+@functools.lru_cache(maxsize=256)
+def _learns(method: MethodConfig) -> bool:
+    """Whether the method has parameters at these hyperparameters."""
+    start = get_method(method.method).parameters
+    return start is not None and bool(start(method, heads=1, width=1, value_width=1, length=1))
+
+
+def _group(fitting: Fitting, sizes: dict[str, int]) -> tuple | None:
+    """What layers that share their parameters have in common; None where every layer has its own."""
+    if getattr(fitting.method, "share", None) != "layers":
+        return None
+    return id(fitting.model), fitting.method, *sizes.values()
 
 
 def _floating(beside: nn.Parameter) -> torch.dtype:

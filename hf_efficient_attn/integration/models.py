@@ -91,10 +91,15 @@ def prepare(model: PreTrainedModel, strict: bool = False) -> None:
     found = [(module, place, config) for module, place, config, _ in owned]
     _check_layers(model, found, strict)
     _check_causal(model, found)
-    for module, place, config in found:
+    methods = [_method_in(*each) for each in found]
+    learned.fit(
+        [
+            learned.Fitting(module, method, config, owner, f"{type(model).__name__} at {place.name}")
+            for (module, place, config, owner), method in zip(owned, methods, strict=True)
+        ]
+    )
+    for (module, place, _), method in zip(found, methods, strict=True):
         module._efficient_attention = place
-        method = _method_in(module, place, config)
-        learned.fit(module, method, config, f"{type(model).__name__} at {place.name}")
         contracted.fit(module, method)
     for part in models:
         # Some models drop the argument on the way to their attention, so that it is caught where it enters.
@@ -106,9 +111,9 @@ def prepare(model: PreTrainedModel, strict: bool = False) -> None:
 
 def drop_learned(model: PreTrainedModel) -> None:
     """Take away learned parameters, and forwards of ours, where the config names none of our methods any more."""
-    for module, place, config, _ in attention_modules(model):
+    for module, place, config, owner in attention_modules(model):
         if method_of(config) is None:
-            learned.fit(module, None, config, place.name)
+            learned.fit([learned.Fitting(module, None, config, owner, place.name)])
             contracted.fit(module, None)
 
 

@@ -3,6 +3,7 @@
 from hf_efficient_attn.methods import (
     approx_kmv,
     eva,
+    flurka_eva,
     flurka_linear,
     flurka_performer,
     hyperattention,
@@ -19,6 +20,7 @@ from hf_efficient_attn.methods import (
 __all__ = [
     "approx_kmv",
     "eva",
+    "flurka_eva",
     "flurka_linear",
     "flurka_performer",
     "hyperattention",

@@ -6,7 +6,8 @@ keys, all in one softmax. With queries and keys times sqrt(scale), and means ove
 - the key of a summary is the mean key k~_c, its score q . k~_c;
 - its value is the random-feature estimate beta^_c(omega_c) = sum_m xi(k_m, omega_c) v_m / sum_m xi(k_m, omega_c) over m
   in P_c, with xi(x, omega) = exp(omega . x - |x|^2 / 2);
-- omega_c comes from the proposal N(mu_c, I) with mu_c = q~_c + k~_c, the chunk's mean query and mean key.
+- omega_c comes from the proposal N(mu_c, I) with mu_c = q~_c + k~_c, the chunk's mean query and mean key. With
+  `proposal="learned"` mu_c = W_q q~_c + W_k k~_c, a pair of D x D matrices for each head that start as the identity.
 
 Where this departs from the paper, and why:
 
@@ -15,26 +16,32 @@ Where this departs from the paper, and why:
   chunks) the error falls from .37 to .33, with 128 and 128 from .28 to .23.
 - omega_c is drawn from the proposal also where nothing is trained; `proposal="mean"` takes mu_c. Neither is better
   everywhere: at 256 columns .238 (drawn) and .232 (mean) in MiniLM at 512 tokens, but .38 and .45 at 4,096, where a
-  chunk has many keys. The proposal has no parameters of its own, since a checkpoint has none.
+  chunk has many keys. By default the proposal has no parameters of its own, since a checkpoint has none. The learned
+  one has no bias and no normalisation, so that it starts as the other.
 - Chunks lie within windows, or are runs of whole windows, and so never half in a window and half out of it. Where they
   are runs (more than window_size * num_landmarks tokens), the rest of the window's own run is summarised by runs of 1,
   2, 4, ... windows. A query thus sees window_size keys and num_landmarks summaries, and log2(N / (window_size *
   num_landmarks)) more in longer sequences.
+- Queries that are not the keys' own tokens (the paper has as many in a window as keys): query i of m stands at place
+  floor(i n / m) of the n keys and sees the window there exactly. The mean query of a chunk [a, b) is that of the
+  queries from floor(a m / n) up to ceil(b m / n), of which there always is one. With m = n these are the chunk's own.
 - Causal: the near field is the own block of window_size / 2 tokens up to the query, and the block before. The completed
   blocks before those are split into segments of 1, 2, 4, ... blocks as in `hf_efficient_attn.ops.causal`, each with
   num_landmarks / 2 summaries, made of tokens of the segment alone: a fixed grid of chunks would cost N^2 / chunk.
 
-There is no switch by length. Up to window_size tokens every key is near, so that the output is exact by itself.
+There is no switch by length. Up to window_size keys all of them are near, so that the output is exact by itself.
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, option, register
 from hf_efficient_attn.ops.blocks import ceil_div, inverse, over_heads, take, valid_first
 from hf_efficient_attn.ops.causal import attend_block_and_previous, attend_segments, left_segments, merge_rows
@@ -46,6 +53,8 @@ from hf_efficient_attn.ops.random import normal
 # Streams of random numbers: of the chunks, and of the runs or segments of each level.
 _CHUNKS = 40
 _LEVELS = _CHUNKS + 1
+# Learned parameters.
+_MAPS = ("proposal_query", "proposal_key")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +67,11 @@ class EvaConfig(MethodConfig):
     num_landmarks: int = option(128, "Chunks into which all keys are cut, each summarised by one key.", minimum=1)
     proposal: str = option(
         "normal",
-        "'normal': omega of a chunk is drawn around its mean query plus its mean key. 'mean': it is that.",
-        choices=("normal", "mean"),
+        "'normal': omega of a chunk is drawn around its mean query plus its mean key. 'mean': it is that. 'learned': "
+        "drawn around learned linear maps of the two.",
+        choices=("normal", "mean", "learned"),
     )
-    seed: int = option(0, "Seed of the draws of 'normal'.", minimum=0)
+    seed: int = option(0, "Seed of the draws of 'normal' and 'learned'.", minimum=0)
 
     def with_budget(self, columns: int) -> "EvaConfig":
         """Half the columns near, half of them summaries."""
@@ -69,25 +79,45 @@ class EvaConfig(MethodConfig):
         return dataclasses.replace(self, window_size=near, num_landmarks=columns - near)
 
 
-def summarise(query, key, value, there, noise, scale: float) -> tuple[Tensor, Tensor]:
+def start_parameters(config: EvaConfig, *, heads: int, width: int, value_width: int, length: int) -> dict:
+    """W_q and W_k (heads, width, width) of a learned proposal: the identity, so that conversion starts from q~ + k~."""
+    if config.proposal != "learned":
+        return {}
+    return {name: torch.eye(width).repeat(heads, 1, 1) for name in _MAPS}
+
+
+def _maps(config: EvaConfig, query: Tensor, parameters: dict[str, Tensor] | None) -> list[Tensor | None]:
+    """W_q and W_k (H, D, D) in the accumulator's type; None where the proposal is not learned."""
+    heads, width = query.shape[1], query.shape[3]
+    maps = [(parameters or {}).get(name) for name in _MAPS]
+    learned = config.proposal == "learned"
+    for name, x in zip(_MAPS, maps, strict=True):
+        if learned != (x is not None) or (learned and tuple(x.shape) != (heads, width, width)):
+            raise UnsupportedAttentionError(
+                f"eva: {name} {None if x is None else tuple(x.shape)} does not suit proposal={config.proposal!r} and "
+                f"{heads} heads of width {width}: 'learned' takes a tensor (heads, width, width), the others none"
+            )
+    return [x if x is None else x.to(accumulator(query.dtype)) for x in maps]
+
+
+def summarise(query, key, value, there, noise, scale: float, maps=(None, None)) -> tuple[Tensor, Tensor]:
     """Mean key and estimated value of chunks.
 
     Args:
-        query, key, value: (A, C, P, .), the tokens of each chunk.
+        query: (A, C, P, D), the queries of each chunk, or (A, C, D), their means.
+        key, value: (A, C, P, .), the tokens of each chunk.
         there: bool (A or 1, C, P), which of the places hold a token of the chunk; None where all do.
         noise: (A, C, D), standard normal, or None for omega = mu.
+        maps: (A, D, D) each, what the mean query and the mean key are multiplied with in mu; None: nothing.
 
     Returns:
         (A, C, D) and (A, C, Dv) in the accumulator's type; 0 where a chunk is empty.
     """
     wide, root = accumulator(key.dtype), abs(scale) ** 0.5
     query, key, value = (x.to(wide) for x in (query, key, value))
-    if there is None:
-        mean_query, mean_key = query.mean(2), key.mean(2)
-    else:
-        count = there.sum(2).clamp(min=1).unsqueeze(-1)
-        mean_query, mean_key = (x.masked_fill(~there.unsqueeze(-1), 0.0).sum(2) / count for x in (query, key))
-    omega = ((-mean_query if scale < 0 else mean_query) + mean_key) * root
+    mean_query, mean_key = query if query.ndim == 3 else _mean(query, there), _mean(key, there)
+    of_query, of_key = (x if w is None else x @ w.mT for x, w in zip((mean_query, mean_key), maps, strict=True))
+    omega = ((-of_query if scale < 0 else of_query) + of_key) * root
     omega = omega if noise is None else omega + noise.to(wide)
     # log xi(sqrt(scale) k, omega), the two terms in one product.
     logits = (key * (omega.unsqueeze(2) * root - key * (0.5 * root * root))).sum(-1)
@@ -98,6 +128,13 @@ def summarise(query, key, value, there, noise, scale: float) -> tuple[Tensor, Te
     return mean_key, (logits.softmax(-1).unsqueeze(2) @ value).squeeze(2)
 
 
+def _mean(x: Tensor, there: Tensor | None) -> Tensor:
+    """Means over the tokens of chunks that are there: (A, C, P, D) -> (A, C, D)."""
+    if there is None:
+        return x.mean(2)
+    return x.masked_fill(~there.unsqueeze(-1), 0.0).sum(2) / there.sum(2).clamp(min=1).unsqueeze(-1)
+
+
 def _noise(config: EvaConfig, chunks: int, shape, seed, stream: int, query: Tensor) -> Tensor | None:
     """(B * H, chunks, D) for `shape` (B, H); a chunk's numbers depend on its place, not on how many there are."""
     if config.proposal == "mean":
@@ -106,31 +143,118 @@ def _noise(config: EvaConfig, chunks: int, shape, seed, stream: int, query: Tens
     return drawn.transpose(0, 1).repeat(shape[0], 1, 1)
 
 
-def attend(config: EvaConfig, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
-    """Fast form; arguments as in `hf_efficient_attn.methods.call`."""
+def attend(
+    config: EvaConfig, query, key, value, *, mask, is_causal, scale, dropout_p, seed, parameters=None, query_mask="keys"
+) -> Tensor:
+    """Fast form; arguments as in `hf_efficient_attn.methods.call`.
+
+    Args:
+        query_mask: bool (B, Nq), which queries count and have an output, or None for all of them, where they are not
+            the keys' own tokens. "keys": they are if there are as many of both; otherwise all of them count.
+    """
     shape, length = query.shape[:2], query.shape[2]
+    same = _same_tokens(query, key, query_mask)
+    query_mask = _mask_of_queries(same, mask, query_mask)
+    maps = [x if x is None else x.repeat(shape[0], 1, 1) for x in _maps(config, query, parameters)]
     query, key, value = (x.flatten(0, 1) for x in (query, key, value))
-    form = _causal_plan if is_causal else _plan
-    compute, tensors = form(config, query, mask, shape, scale, dropout_p, seed)
-    order = None
-    if mask is not None:
-        order = valid_first(mask)
-        order, mask = (x.repeat_interleave(shape[1], 0) for x in (order, mask))
+    if is_causal:
+        compute, tensors = _causal_plan(config, query, shape, scale, dropout_p, seed)
+    else:
+        rows, pairs = _count(mask, key), None
+        if not same:
+            whole = mask is None and query_mask is None
+            pairs = _pair(config, rows, _count(query_mask, query), length, key.shape[1], whole)
+        compute, tensors = _plan(config, query, key.shape[1], mask, rows, pairs, shape, scale, dropout_p, seed)
+    order, query_order = (None if x is None else valid_first(x) for x in (mask, query_mask))
+    masks = (x if x is None else x.repeat_interleave(shape[1], 0) for x in (order, query_order, query_mask))
 
-    def some_heads(query, key, value, order, mask, *tensors):
-        if order is None:
-            return compute(query, key, value, *tensors)
-        query = query.masked_fill(~mask[:, :, None], 0.0)
-        out = compute(*(take(x, order) for x in (query, key, value)), *tensors)
-        return take(out, inverse(order)).masked_fill(~mask[:, :, None], 0.0)
+    def some_heads(query, key, value, order, query_order, query_mask, map_query, map_key, *tensors):
+        maps = map_query, map_key
+        if order is not None:
+            key, value = take(key, order), take(value, order)
+        if query_order is None:
+            return compute(query, key, value, maps, *tensors)
+        query = take(query.masked_fill(~query_mask[:, :, None], 0.0), query_order)
+        out = compute(query, key, value, maps, *tensors)
+        return take(out, inverse(query_order)).masked_fill(~query_mask[:, :, None], 0.0)
 
-    out = over_heads(some_heads, query, key, value, order, mask, *tensors)
+    out = over_heads(some_heads, query, key, value, *masks, *maps, *tensors)
     return out.view(*shape, length, -1)
 
 
-def _plan(config: EvaConfig, query, mask, shape, scale, dropout_p, seed):
-    """The bidirectional form: a function of some heads, and tensors (A, ...) that go with the heads."""
-    length, device = query.shape[1], query.device
+def _same_tokens(query: Tensor, key: Tensor, query_mask) -> bool:
+    return isinstance(query_mask, str) and query.shape[2] == key.shape[2]
+
+
+def _mask_of_queries(same: bool, mask, query_mask) -> Tensor | None:
+    if same:
+        return mask
+    return None if isinstance(query_mask, str) else query_mask
+
+
+def _count(mask: Tensor | None, x: Tensor) -> Tensor:
+    """How many tokens of (A, N, .) are there, int64 (B, 1), or (1, 1) without a mask."""
+    return torch.full((1, 1), x.shape[1], device=x.device) if mask is None else mask.sum(1, keepdim=True)
+
+
+class _Pairs(NamedTuple):
+    """Queries cut into blocks, each of the queries of one window of keys. R is B, or 1 where all rows are alike.
+
+    size: rows of a block. tile: int64 (R, S), the window of each of S blocks. query: (R, S * size), what stands at each
+    row; some are there for nothing. place: (R, Nq), the row of each query. count: (R, 1), how many queries are there.
+    """
+
+    size: int
+    tile: Tensor
+    query: Tensor
+    place: Tensor
+    count: Tensor
+
+
+def _pair(config: EvaConfig, keys: Tensor, queries: Tensor, length: int, columns: int, whole: bool) -> _Pairs:
+    """The blocks for (R, 1) keys and queries out of `columns` and `length`; `whole`: of all of them."""
+    device, window = keys.device, min(config.window_size, columns)
+    tiles = ceil_div(columns, window)
+    first = _first_query(torch.arange(tiles + 1, device=device) * window, keys, queries, up=True)
+    if whole:
+        size = ceil_div(window * length, columns)
+        blocks = tiles
+    else:
+        # Windows of any number of queries: at most an eighth of the rows for nothing where there are many queries, and
+        # a third where blocks that small would spend their time on fetching keys.
+        size = max(ceil_div(length, 8 * tiles), min(64, ceil_div(length, tiles)))
+        blocks = ceil_div(length, size) + tiles - 1
+    ends = ((first.diff(dim=1) + size - 1) // size).cumsum(1)
+    starts = pad(ends, (1, 0))
+    number = torch.arange(blocks, device=device).expand(ends.shape[0], -1).contiguous()
+    tile = torch.searchsorted(ends, number, right=True).clamp(max=tiles - 1)
+    at = first.gather(1, tile) + (number - starts.gather(1, tile)) * size
+    at = (at[:, :, None] + torch.arange(size, device=device)).flatten(1).clamp(0, length - 1)
+    query = torch.arange(length, device=device)
+    own = (query * keys // queries.clamp(min=1) // window).clamp(max=tiles - 1)
+    place = (starts.gather(1, own) * size + query - first.gather(1, own)).clamp(0, blocks * size - 1)
+    return _Pairs(size, tile, at, place, queries)
+
+
+def _first_query(place: Tensor, keys: Tensor, queries: Tensor, up: bool) -> Tensor:
+    """Of m queries the one at a place of n keys, place m / n rounded down or up: at most m."""
+    number, keys = torch.minimum(place, keys) * queries, keys.clamp(min=1)
+    return (number + keys - 1) // keys if up else number // keys
+
+
+def _mean_queries(prefix: Tensor, start: Tensor, stop: Tensor, keys: Tensor, queries: Tensor) -> Tensor:
+    """Mean query of the chunks [start, stop) of keys, (A, C) each, from sums of the queries before: (A, C, D)."""
+    first = _first_query(start, keys, queries, up=False)
+    last = _first_query(stop, keys, queries, up=True)
+    return (take(prefix, last) - take(prefix, first)) / (last - first).clamp(min=1).unsqueeze(2)
+
+
+def _plan(config: EvaConfig, query, length: int, mask, rows, pairs: _Pairs | None, shape, scale, dropout_p, seed):
+    """The bidirectional form: a function of some heads, and tensors (A, ...) that go with the heads.
+
+    `rows` (R, 1) of the `length` keys are there; `pairs` is None where queries and keys are the same tokens.
+    """
+    device = query.device
     window, landmarks = min(config.window_size, length), config.num_landmarks
     tiles = ceil_div(length, window)
     levels = 0
@@ -139,7 +263,6 @@ def _plan(config: EvaConfig, query, mask, shape, scale, dropout_p, seed):
     pieces = min(window, max(1, landmarks // tiles))
     longest = ceil_div(window, pieces) << levels
     # Rows of fewer tokens have chunks of their own, counted from their own tokens.
-    rows = torch.full((1, 1), length, device=device) if mask is None else mask.sum(1, keepdim=True)
     own_tiles = ((rows + window - 1) // window).clamp(min=1)
     own_level = torch.zeros_like(rows)
     for level in range(levels):
@@ -151,52 +274,76 @@ def _plan(config: EvaConfig, query, mask, shape, scale, dropout_p, seed):
     first, piece = slot // own_pieces * unit, slot % own_pieces
     start = torch.minimum(first + piece * unit // own_pieces, rows)
     stop = torch.minimum(first + (piece + 1) * unit // own_pieces, rows)
-    tile, place = torch.arange(tiles, device=device)[:, None], torch.arange(longest, device=device)
+    place = torch.arange(longest, device=device)
     # What each tile of queries sees: its window, the chunks outside of it, and the runs beside it in its own chunk.
-    near = (tile * window + torch.arange(window, device=device))[None]
-    far = (length + slot).expand(1, tiles, -1)
+    tile = (torch.arange(tiles, device=device)[None] if pairs is None else pairs.tile)[:, :, None]
+    near = tile * window + torch.arange(window, device=device)
+    far = (length + slot).expand(*tile.shape[:2], -1)
     index, bias = [near.clamp(max=length - 1), far], [_log(near < rows[:, :, None])]
     outside = (slot // own_pieces)[:, None] != tile >> own_level[:, :, None]
     bias.append(_log(outside, (stop - start)[:, None]))
     at = length + chunks
     for level in range(levels):
         runs = ceil_div(tiles, 1 << level)
-        beside = ((tile >> level) ^ 1).T[..., None]
+        beside = (tile >> level) ^ 1
         count = (rows[:, :, None] - beside * (window << level)).clamp(0, window << level)
         index.append(at + beside.clamp(max=runs - 1))
         bias.append(_log((own_level > level)[:, :, None], count))
         at += runs
-    index = torch.cat(index, 2)
-    bias = torch.cat([x.expand(rows.shape[0], -1, -1) for x in bias], 2)
+    batch = max(x.shape[0] for x in bias)
+    bias = torch.cat([x.expand(batch, -1, -1) for x in bias], 2)
     inside = (start[..., None] + place).clamp(max=length - 1)
     there = start[..., None] + place < stop[..., None]
-    # In rows of `heads` heads each; without a mask all heads share them.
-    heads = (shape[0] * shape[1],) if mask is None else (-1,)
-    repeat = 1 if mask is None else shape[1]
-    per_head = [x.repeat_interleave(repeat, 0) for x in (bias, inside, there, rows)]
-    per_head = [x.expand(*heads, *x.shape[1:]) for x in per_head]
+    per_head = (torch.cat(index, 2), bias, inside, there, start, stop, rows)
+    per_head += (None,) * 3 if pairs is None else (pairs.query, pairs.place, pairs.count)
+    per_head = [x if x is None else _for_heads(x, shape) for x in per_head]
     counts = [chunks, *(ceil_div(tiles, 1 << level) for level in range(levels))]
     noises = [_noise(config, count, shape, seed, _CHUNKS + i, query) for i, count in enumerate(counts)]
     equal = mask is None and window % pieces == 0
+    options = {"scale": scale, "dropout_p": dropout_p}
 
-    def compute(query, key, value, bias, inside, there, rows, *noises):
-        tokens = (query, key, value)
+    def compute(query, key, value, maps, index, bias, inside, there, start, stop, rows, asked, place, queries, *noises):
+        prefix = None
+        if queries is not None:
+            # In float64, since short runs are small differences of long sums.
+            prefix = pad(query.cumsum(1, dtype=torch.float64), (0, 0, 1, 0))
+
+        def summary(cut: Callable[[Tensor], Tensor], start, stop, there, noise):
+            mean = cut(query) if prefix is None else _mean_queries(prefix, start, stop, rows, queries)
+            return summarise(mean, cut(key), cut(value), there, noise, scale, maps)
+
+        def summary_of_runs(runs: int, size: int, noise):
+            number = torch.arange(runs * size, device=query.device).view(runs, size)
+            start, stop = (torch.minimum(at, rows) for at in (number[:, 0], number[:, -1] + 1))
+            return summary(lambda x: _runs(x, runs, size), start, stop, number < rows[..., None], noise)
+
         if equal:
-            summaries = [_summarise_runs(*tokens, rows, chunks, window // pieces << levels, noises[0], scale)]
+            summaries = [summary_of_runs(chunks, window // pieces << levels, noises[0])]
         else:
-            summaries = [summarise(*(take(x, inside) for x in tokens), there, noises[0], scale)]
+            summaries = [summary(lambda x: take(x, inside), start, stop, there, noises[0])]
         for level in range(levels):
-            summaries.append(
-                _summarise_runs(*tokens, rows, counts[level + 1], window << level, noises[level + 1], scale)
-            )
+            summaries.append(summary_of_runs(counts[level + 1], window << level, noises[level + 1]))
         keys, values = zip(*summaries, strict=True)
         keys = torch.cat((key, *(x.to(key.dtype) for x in keys)), 1)
         values = torch.cat((value, *(x.to(value.dtype) for x in values)), 1)
-        here = index.expand(query.shape[0], -1, -1)
         bias = bias[:, :, None].to(accumulator(key.dtype))
-        return attend_columns(query, keys, values, here, bias, window, scale=scale, dropout_p=dropout_p)
+        if asked is None:
+            return attend_columns(query, keys, values, index, bias, window, **options)
+        # Rows that FLuRKA contracts are of the accumulator's type, whatever that of the queries.
+        query = take(query, asked).to(key.dtype)
+        return take(attend_columns(query, keys, values, index, bias, pairs.size, **options), place)
 
     return compute, (*per_head, *noises)
+
+
+def _for_heads(x: Tensor, shape) -> Tensor:
+    """(R, ...) for every head of (B, H): (B * H, ...); R is B, or 1 where all rows are alike."""
+    return x.expand(shape[0] * shape[1], *x.shape[1:]) if x.shape[0] == 1 else x.repeat_interleave(shape[1], 0)
+
+
+def _runs(x: Tensor, runs: int, size: int) -> Tensor:
+    """(A, N, D) -> (A, runs, size, D), filled up with zeros."""
+    return pad(x, (0, 0, 0, runs * size - x.shape[1])).view(x.shape[0], runs, size, -1)
 
 
 def _log(seen: Tensor, count: Tensor | None = None) -> Tensor:
@@ -205,15 +352,7 @@ def _log(seen: Tensor, count: Tensor | None = None) -> Tensor:
     return weight.log()
 
 
-def _summarise_runs(query, key, value, rows, runs: int, size: int, noise, scale: float) -> tuple[Tensor, Tensor]:
-    """`summarise` of `runs` runs of `size` tokens of (A, N, D), at least all; rows (A, 1) counts the tokens."""
-    heads, length = query.shape[:2]
-    there = torch.arange(runs * size, device=query.device).view(runs, size) < rows[..., None]
-    tokens = [pad(x, (0, 0, 0, runs * size - length)).view(heads, runs, size, -1) for x in (query, key, value)]
-    return summarise(*tokens, there, noise, scale)
-
-
-def _causal_plan(config: EvaConfig, query, mask, shape, scale, dropout_p, seed):
+def _causal_plan(config: EvaConfig, query, shape, scale, dropout_p, seed):
     """The causal form, on tokens that are all there up to the last one; see `_plan`."""
     length, size = query.shape[1], max(1, config.window_size // 2)
     completed = max(0, ceil_div(length, size) - 2)
@@ -228,7 +367,7 @@ def _causal_plan(config: EvaConfig, query, mask, shape, scale, dropout_p, seed):
         for level, (_, _, chunk, count) in enumerate(grid)
     ]
 
-    def compute(query, key, value, *noises):
+    def compute(query, key, value, maps, *noises):
         options = {"scale": scale, "dropout_p": dropout_p}
         head = exact_attention(query[:, :size], key[:, :size], value[:, :size], is_causal=True, **options)
         if length <= size:
@@ -245,7 +384,7 @@ def _causal_plan(config: EvaConfig, query, mask, shape, scale, dropout_p, seed):
                 keys, values = tokens[1][:, :, 0], tokens[2][:, :, 0]
             else:
                 noise = None if noise is None else noise[:, None].expand(-1, pairs, -1, -1).flatten(1, 2)
-                keys, values = summarise(*tokens, None if span == count * chunk else there, noise, scale)
+                keys, values = summarise(*tokens, None if span == count * chunk else there, noise, scale, maps)
             keys, values = (x.to(like.dtype).unflatten(1, (pairs, count)) for x, like in ((keys, key), (values, value)))
             bias = (place < span).sum(1).to(accumulator(key.dtype)).log()[None, None, None]
             parts += attend_segments(query[:, size:], keys, values, bias, span, options)
@@ -254,35 +393,46 @@ def _causal_plan(config: EvaConfig, query, mask, shape, scale, dropout_p, seed):
     return compute, tuple(noises)
 
 
-def decode(config: EvaConfig, query, key, value, *, mask, scale, dropout_p) -> Tensor:
+def decode(config: EvaConfig, query, key, value, *, mask, scale, dropout_p, parameters=None) -> Tensor:
     """A few last queries attend to all cached keys exactly: the queries of the chunks are not in a cache."""
     return exact_last_rows(query, key, value, mask, scale=scale, dropout_p=dropout_p)
 
 
-def naive(config: EvaConfig, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
+def naive(
+    config: EvaConfig, query, key, value, *, mask, is_causal, scale, dropout_p, seed, parameters=None, query_mask="keys"
+) -> Tensor:
     """Readable form: one row of the batch at a time, on its tokens alone, chunk by chunk and with dense scores."""
     out = torch.zeros(*query.shape[:3], value.shape[3], dtype=torch.float64, device=query.device)
-    shape = (1, query.shape[1])
+    shape, maps = (1, query.shape[1]), [x if x is None else x.double() for x in _maps(config, query, parameters)]
+    query_mask = _mask_of_queries(_same_tokens(query, key, query_mask), mask, query_mask)
     for b in range(query.shape[0]):
-        there = torch.ones(key.shape[2], dtype=torch.bool) if mask is None else mask[b].cpu()
-        q, k, v = (x[b][:, there].double() for x in (query, key, value))
-        count = q.shape[1]
+        asked, there = (
+            torch.ones(x.shape[2], dtype=torch.bool) if of_it is None else of_it[b].cpu()
+            for x, of_it in ((query, query_mask), (key, mask))
+        )
+        q, k, v = query[b][:, asked].double(), *(x[b][:, there].double() for x in (key, value))
+        queries, count = q.shape[1], k.shape[1]
+        if not queries or not count:
+            continue
+        place = torch.arange(queries) * count // queries
         near, chunks = (_causal_chunks if is_causal else _chunks)(config, count)
-        seen, keys, values, bias = [near.expand(count, count)], [k], [v], [torch.zeros(count, dtype=torch.float64)]
+        seen, keys, values, bias = [near[place]], [k], [v], [torch.zeros(count, dtype=torch.float64)]
         for start, stop, rows, stream, number in chunks:
             noise = _noise(config, number + 1, shape, seed, stream, q)
             noise = 0.0 if noise is None else noise[:, -1]
             root = abs(scale) ** 0.5
             chunk = root * k[:, start:stop]
-            omega = root * (q[:, start:stop].mean(1) * (1 if scale >= 0 else -1) + k[:, start:stop].mean(1)) + noise
+            means = q[:, start * queries // count : ceil_div(stop * queries, count)].mean(1), k[:, start:stop].mean(1)
+            mu = [x if w is None else torch.einsum("hde,he->hd", w, x) for x, w in zip(means, maps, strict=True)]
+            omega = root * (mu[0] * (1 if scale >= 0 else -1) + mu[1]) + noise
             xi = (torch.einsum("hd,hmd->hm", omega, chunk) - chunk.square().sum(-1) / 2).softmax(-1)
-            keys.append(k[:, start:stop].mean(1, keepdim=True))
+            keys.append(means[1][:, None])
             values.append(torch.einsum("hm,hmd->hd", xi, v[:, start:stop])[:, None])
             bias.append(torch.tensor([stop - start], dtype=torch.float64).log())
-            seen.append(rows[:, None])
+            seen.append(rows[place, None])
         scores = q @ torch.cat(keys, 1).transpose(1, 2) * scale + torch.cat(bias).to(q)
         weights = scores.masked_fill(~torch.cat(seen, 1).to(q.device), -torch.inf).softmax(-1)
-        out[b, :, there] = weights @ torch.cat(values, 1)
+        out[b, :, asked] = weights @ torch.cat(values, 1)
     return out.to(value.dtype)
 
 
@@ -332,14 +482,15 @@ register(
             paper="Zheng, Yuan, Wang, Kong, ICLR 2023",
             year=2023,
             causal=True,
-            rectangular=False,
+            rectangular=True,
             recurrent=False,
-            learned_parameters=(),
+            learned_parameters=_MAPS,
             config_class=EvaConfig,
             summary="a window exactly, and one control variate for each chunk of the other keys",
         ),
         attend=attend,
         naive=naive,
         decode=decode,
+        parameters=start_parameters,
     )
 )

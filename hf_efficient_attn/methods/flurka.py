@@ -21,11 +21,11 @@ from torch import Tensor
 
 from hf_efficient_attn.methods.base import MethodConfig, get_method, option
 from hf_efficient_attn.ops.partial import accumulator
-from hf_efficient_attn.ops.projections import Contraction, check_table, contraction, naive_rows, start_table
+from hf_efficient_attn.ops.projections import NAMES, both_tables, contractions, naive_rows, shown_rows, start_tables
 
-# Streams of random numbers of the Gaussian tables, by the names of the learned parameters.
-_STREAMS = {"key_projection": 51, "value_projection": 52}
-LEARNED = tuple(_STREAMS)
+# Streams of random numbers of the Gaussian tables.
+_STREAMS = (51, 52)
+LEARNED = NAMES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,28 +58,29 @@ class FlurkaConfig(MethodConfig):
         """The config of the kernel's method."""
         return get_method(self.kernel).info.config_class()
 
+    def kernel_options(self, query_mask: Tensor | None) -> dict:
+        """What the kernel's method is told of the queries beside themselves: bool (B, Nq), which are there, or None."""
+        return {}
+
 
 def start_parameters(config: FlurkaConfig, *, heads: int, width: int, value_width: int, length: int) -> dict:
     """`key_projection` (P, M) and, unless it is shared, `value_projection`."""
-    names = LEARNED[:1] if config.share == "kv" else LEARNED
-    sizes = (config.projection_dim, config.max_length or length, config.init)
-    if config.init == "means":  # the same for both
-        return dict.fromkeys(names, start_table(*sizes, 0, 0))
-    return {name: start_table(*sizes, config.seed, _STREAMS[name]) for name in names}
+    streams = _STREAMS[:1] if config.share == "kv" else _STREAMS
+    return start_tables(config.projection_dim, config.max_length or length, config.init, config.seed, streams)
 
 
-def tables(config: FlurkaConfig, columns: int, parameters: dict[str, Tensor]) -> list[Tensor]:
-    """E1 and E2 (P, M); where they are shared, E2 is E1 unless it is given."""
-    found = {LEARNED[0]: parameters[LEARNED[0]], LEARNED[1]: parameters.get(LEARNED[1], parameters[LEARNED[0]])}
-    return [check_table(config.method, name, x, config.projection_dim, columns) for name, x in found.items()]
+def _tables(config: FlurkaConfig, columns: int, parameters: dict[str, Tensor]) -> list[Tensor]:
+    """E1 and E2 (P, M)."""
+    return both_tables(config.method, config.projection_dim, columns, parameters)
 
 
 def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed, parameters) -> Tensor:
     """Fast form; arguments as in `hf_efficient_attn.methods.call`."""
     columns, wide = key.shape[2], accumulator(query.dtype)
-    first, second = (contraction(x, mask, columns, wide) for x in tables(config, columns, parameters))
-    options = {"mask": _shown(first, second, key.shape[0]), "scale": scale, "dropout_p": dropout_p, "seed": seed}
-    rows = first.rows(key), second.rows(value)
+    both = contractions(_tables(config, columns, parameters), mask, columns, wide)
+    options = {"mask": shown_rows(both, key.shape[0]), "scale": scale, "dropout_p": dropout_p, "seed": seed}
+    options |= config.kernel_options(_mask_of_queries(query, key, mask))
+    rows = both[0].rows(key), both[1].rows(value)
     kernel = get_method(config.kernel)
     return kernel.attend(config.kernel_config(), query, *rows, is_causal=False, **options).to(value.dtype)
 
@@ -103,7 +104,7 @@ def attend_hidden(
     place of N.
 
     Args:
-        query: (B, H, N, D).
+        query: (B, H, N, D), of the same tokens.
         hidden: (B, N, W), which keys and values come from, 0 at tokens that are not there.
         to_key, to_value: affine maps, (B, P, W) -> (B, P, H * D).
         mask, scale, dropout_p, seed, parameters: as `attend` takes them.
@@ -112,11 +113,9 @@ def attend_hidden(
         (B, H, N, D) in the type of `query`.
     """
     device, columns, heads = query.device.type, hidden.shape[1], query.shape[1]
-    both = tables(config, columns, parameters)
     with torch.autocast(device, enabled=False):
         wide = accumulator(hidden.dtype)
-        first = contraction(both[0], mask, columns, wide)
-        second = first if both[1] is both[0] else contraction(both[1], mask, columns, wide)
+        both = first, second = contractions(_tables(config, columns, parameters), mask, columns, wide)
         contracted = [first.rows(hidden[:, None])[:, 0].to(hidden.dtype)]
         contracted.append(contracted[0] if second is first else second.rows(hidden[:, None])[:, 0].to(hidden.dtype))
     rows = []
@@ -125,28 +124,29 @@ def attend_hidden(
         bias, excess = project(x.new_zeros(1, 1, x.shape[2])), (part.sums() - 1.0).unsqueeze(2)
         x = project(x)
         rows.append((x + (excess * bias).to(x.dtype)).unflatten(2, (heads, -1)).transpose(1, 2))
-    options = {"mask": _shown(first, second, hidden.shape[0]), "scale": scale, "dropout_p": dropout_p, "seed": seed}
+    options = {"mask": shown_rows(both, hidden.shape[0]), "scale": scale, "dropout_p": dropout_p, "seed": seed}
+    options |= config.kernel_options(mask)
     kernel = get_method(config.kernel)
     with torch.autocast(device, enabled=False):
         rows = (x.to(accumulator(x.dtype)) for x in rows)
         return kernel.attend(config.kernel_config(), query, *rows, is_causal=False, **options).to(query.dtype)
 
 
-def _shown(first: Contraction, second: Contraction, batch: int) -> Tensor:
-    """Bool (B, P): the rows that have weight in both tables."""
-    return (first.shown & second.shown).expand(batch, -1)
+def _mask_of_queries(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
+    """With as many queries as keys, as in self-attention, a mask is one of the queries as well."""
+    return mask if query.shape[2] == key.shape[2] else None
 
 
 def naive(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed, parameters) -> Tensor:
     """Readable form: row by row with the tokens that are not there taken out, and the kernel's readable form."""
-    both, outs = [x.double() for x in tables(config, key.shape[2], parameters)], []
+    both, outs = [x.double() for x in _tables(config, key.shape[2], parameters)], []
+    query_mask = _mask_of_queries(query, key, mask)
     options = {"mask": None, "is_causal": False, "scale": scale, "dropout_p": dropout_p, "seed": seed}
     for b in range(key.shape[0]):
         there = slice(None) if mask is None else mask[b]
         tokens = (x[b, :, there].double() for x in (key, value))
         (keys, first), (values, second) = (naive_rows(table, x) for table, x in zip(both, tokens, strict=True))
         rows = (x[None, :, first & second] for x in (keys, values))
-        outs.append(
-            get_method(config.kernel).naive(config.kernel_config(), query[b : b + 1].double(), *rows, **options)
-        )
+        own = options | config.kernel_options(None if query_mask is None else query_mask[b : b + 1])
+        outs.append(get_method(config.kernel).naive(config.kernel_config(), query[b : b + 1].double(), *rows, **own))
     return torch.cat(outs).to(value.dtype)

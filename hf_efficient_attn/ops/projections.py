@@ -12,6 +12,7 @@ For others:
   Gaussian's. With n = M it is 1: the paper's product.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,27 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.ops.blocks import over_heads, take, valid_first
 from hf_efficient_attn.ops.landmarks import segment_sizes
 from hf_efficient_attn.ops.random import normal
+
+# Of keys and of values, as learned parameters.
+NAMES = ("key_projection", "value_projection")
+
+
+def start_tables(count: int, length: int, init: str, seed: int, streams: Sequence[int]) -> dict[str, Tensor]:
+    """The tables for keys and, with a second stream of random numbers, for values; see `start_table`."""
+    names = NAMES[: len(streams)]
+    if init == "means":  # the same for both
+        return dict.fromkeys(names, start_table(count, length, init, 0, 0))
+    return {name: start_table(count, length, init, seed, s) for name, s in zip(names, streams, strict=True)}
+
+
+def both_tables(method: str, count: int, columns: int, parameters: dict[str, Tensor]) -> list[Tensor]:
+    """The tables (count, M) for keys and for values, M at least `columns`; the second is the first unless it is given.
+
+    Raises:
+        UnsupportedAttentionError: one of another shape.
+    """
+    found = {NAMES[0]: parameters[NAMES[0]], NAMES[1]: parameters.get(NAMES[1], parameters[NAMES[0]])}
+    return [check_table(method, name, x, count, columns) for name, x in found.items()]
 
 
 def start_table(count: int, length: int, init: str, seed: int, stream: int) -> Tensor:
@@ -92,6 +114,17 @@ class Contraction(NamedTuple):
         place = torch.arange(self.table.shape[1], device=self.table.device)
         there = (place[:, None] < self.tokens).to(self.table.dtype)
         return (self.table @ there).t() * self.factor
+
+
+def contractions(tables: Sequence[Tensor], mask: Tensor | None, columns: int, dtype: torch.dtype) -> list[Contraction]:
+    """`contraction` of both tables, one and the same object where they are."""
+    first = contraction(tables[0], mask, columns, dtype)
+    return [first, first if tables[1] is tables[0] else contraction(tables[1], mask, columns, dtype)]
+
+
+def shown_rows(both: Sequence[Contraction], batch: int) -> Tensor:
+    """Bool (batch, P): the rows that have weight in both tables."""
+    return (both[0].shown & both[1].shown).expand(batch, -1)
 
 
 def contraction(table: Tensor, mask: Tensor | None, columns: int, dtype: torch.dtype) -> Contraction:
