@@ -459,3 +459,12 @@ def test_causal_walk_over_several_tiles_agrees_with_the_form_that_has_a_gradient
         walked = attend(query, key, value, **options)
     formed = attend(query.requires_grad_(), key, value, **options)
     torch.testing.assert_close(walked, formed.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in hea.available_methods() if not get_method(name).mixes_queries])
+def test_a_method_that_mixes_no_queries_gives_each_the_same_beside_any_others(name):
+    query, key, value = (torch.randn(1, 2, n, 16, generator=torch.Generator().manual_seed(n)) for n in (40, 90, 91))
+    attend = getattr(hea.functional, f"{name}_attention")
+    out = attend(query, key, value[:, :, :90])
+    query[:, :, 10:] = 5.0
+    assert torch.equal(out[:, :, :10], attend(query, key, value[:, :, :90])[:, :, :10])

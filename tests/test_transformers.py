@@ -296,7 +296,9 @@ def _decoder(method, family="bert"):
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
-@pytest.mark.parametrize("method", [m for m in METHODS if hea.method_info(m).rectangular and hea.method_info(m).causal])
+@pytest.mark.parametrize(
+    "method", [m for m in METHODS if hea.method_info(m).causal and not base.get_method(m).mixes_queries]
+)
 def test_cross_attention_by_the_method(family, method, calls):
     model, inputs = _decoder(method, family)
     out = output(model, inputs, use_cache=False)
@@ -306,6 +308,21 @@ def test_cross_attention_by_the_method(family, method, calls):
     assert calls[1]["attention_mask"].sum().item() == 135
     inputs["encoder_hidden_states"][1, 45:] = 7.0
     assert torch.equal(out, output(model, inputs, use_cache=False))
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if hea.method_info(m).causal])
+def test_no_later_token_reaches_an_earlier_one_through_cross_attention(method):
+    """To the bit where the method computes it; methods that mix queries leave it exact, and say so."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, inputs = _decoder(method)
+    assert bool([w for w in caught if "stays exact" in str(w.message)]) == base.get_method(method).mixes_queries
+    before = output(model, inputs, use_cache=False)
+    inputs["input_ids"] = inputs["input_ids"].clone()
+    inputs["input_ids"][:, 50:] = 7
+    after = output(model, inputs, use_cache=False)
+    assert torch.equal(before[:, :50], after[:, :50])
+    assert not torch.equal(before[:, 50:], after[:, 50:])
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])

@@ -85,9 +85,11 @@ def make_attention_function(name: str) -> Callable:
         is_causal = bool(is_causal) and not place.is_cross
         method = settings_of(getattr(module, "config", None), default).for_layer(place.layer)
         crossing = not is_causal and (place.is_cross or query.shape[2] != key.shape[2])
-        if method is not None and crossing and not get_method(method.method).info.rectangular:
-            warn_of_exact_cross_attention(module, method.method, [place.name])
-            method = None
+        if method is not None and crossing:
+            reason = why_cross_attention_is_exact(method.method, getattr(module, "config", None))
+            if reason is not None:
+                warn_of_exact_cross_attention(module, reason, [place.name])
+                method = None
         dropout = dropout if module.training else 0.0
         cached = state_layer_of(key)
         from_state = cached is not None and method == cached.method and is_causal
@@ -117,13 +119,25 @@ def make_attention_function(name: str) -> Callable:
     return forward
 
 
-def warn_of_exact_cross_attention(module: nn.Module, method: str, names: list[str]) -> None:
+def why_cross_attention_is_exact(method: str, config) -> str | None:
+    """Why a method does not compute the cross attention of a model with such a config; None if it does."""
+    form = get_method(method)
+    if not form.info.rectangular:
+        return f"{method} needs as many queries as keys"
+    decodes = getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
+    # GPT-2's config is not marked as a decoder's, but only a decoder adds cross attention.
+    if form.mixes_queries and (decodes or getattr(config, "add_cross_attention", False)):
+        return f"with {method} later tokens of a decoder would reach earlier ones"
+    return None
+
+
+def warn_of_exact_cross_attention(module: nn.Module, reason: str, names: list[str]) -> None:
     """One warning a module that cross attention stays exact; nothing while a graph is traced."""
     if torch.compiler.is_compiling() or getattr(module, "_efficient_attention_warned", False):
         return
     module._efficient_attention_warned = True
     warnings.warn(
-        f"{method} needs as many queries as keys, so that cross attention stays exact in {', '.join(names)}",
+        f"{reason}, so that cross attention stays exact in {', '.join(names)}",
         stacklevel=2,
     )
 

@@ -9,7 +9,13 @@ from transformers.modeling_utils import PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration import contracted, learned
-from hf_efficient_attn.integration.attention import Place, no_attentions, settings_of, warn_of_exact_cross_attention
+from hf_efficient_attn.integration.attention import (
+    Place,
+    no_attentions,
+    settings_of,
+    warn_of_exact_cross_attention,
+    why_cross_attention_is_exact,
+)
 from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods.base import MethodConfig, available_methods, get_method
@@ -129,7 +135,7 @@ def _hand_down(model: PreTrainedModel, models: list[PreTrainedModel]) -> None:
 def _method_in(module: nn.Module, place: Place, config: PreTrainedConfig) -> MethodConfig | None:
     """The method that computes a module's attention; None where it is exact."""
     method = _settings(config).for_layer(place.layer)
-    exact = place.is_cross and method is not None and not get_method(method.method).info.rectangular
+    exact = place.is_cross and method is not None and why_cross_attention_is_exact(method.method, config)
     return None if exact or not _uses_interface(module) else method
 
 
@@ -187,11 +193,13 @@ def _warn_of_cross_attention(found: list) -> None:
     names: dict[str, list] = {}
     for module, place, config in found:
         method = _settings(config).for_layer(place.layer)
-        stays_exact = method is not None and place.is_cross and not get_method(method.method).info.rectangular
-        if stays_exact and not getattr(module, "_efficient_attention_warned", False):
-            names.setdefault(method.method, []).append((module, place.name))
-    for method, places in names.items():
-        warn_of_exact_cross_attention(places[0][0], method, [name for _, name in places])
+        if method is None or not place.is_cross or getattr(module, "_efficient_attention_warned", False):
+            continue
+        reason = why_cross_attention_is_exact(method.method, config)
+        if reason is not None:
+            names.setdefault(reason, []).append((module, place.name))
+    for reason, places in names.items():
+        warn_of_exact_cross_attention(places[0][0], reason, [name for _, name in places])
         for module, _ in places:
             module._efficient_attention_warned = True
 

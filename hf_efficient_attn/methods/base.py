@@ -132,6 +132,8 @@ class Method:
         of the values that conversion starts from, float32, by the names in `info.learned_parameters`: of one layer, for
         sequences of up to `length` tokens. Its attend, naive and decode take them, or those that were learned since, as
         `parameters`, a dictionary of the same names.
+    mixes_queries: whether, when not causal, the output of a query depends on the other queries (by what they are sorted
+        or averaged to). In cross attention of a decoder later tokens would reach earlier ones that way.
     recurrence: where `info.recurrent`, how the method decodes from a state instead of from all keys.
     attend_hidden: for a method that is cheaper from hidden states than from keys and values, attend_hidden(config,
         query, hidden, to_key, to_value, *, mask, scale, dropout_p, seed, parameters), the same attention to rounding:
@@ -145,6 +147,7 @@ class Method:
     parameters: Callable | None = None
     recurrence: Recurrence | None = None
     attend_hidden: Callable | None = None
+    mixes_queries: bool = True
 
 
 _REGISTRY: dict[str, Method] = {}

@@ -35,6 +35,7 @@ register(
         ),
         attend=attend,
         naive=naive,
+        mixes_queries=False,
         parameters=start_parameters,
         attend_hidden=attend_hidden,
     )

@@ -47,6 +47,7 @@ register(
         ),
         attend=attend,
         naive=naive,
+        mixes_queries=False,
         parameters=start_parameters,
         attend_hidden=attend_hidden,
     )

@@ -234,6 +234,7 @@ register(
         ),
         attend=attend,
         naive=naive,
+        mixes_queries=False,
         recurrence=Recurrence(absorb, read, resume),
     )
 )

@@ -113,6 +113,7 @@ register(
         ),
         attend=attend,
         naive=naive,
+        mixes_queries=False,
         parameters=start_parameters,
     )
 )

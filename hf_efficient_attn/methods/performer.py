@@ -262,6 +262,7 @@ register(
         ),
         attend=attend,
         naive=naive,
+        mixes_queries=False,
         recurrence=Recurrence(absorb, read, resume),
     )
 )
