@@ -12,7 +12,7 @@ from transformers import BertConfig, BertModel
 
 import hf_efficient_attn as hea
 from hf_efficient_attn import cli
-from recipes.benchmarks import attention, error, memory, tasks
+from recipes.benchmarks import attention, error, memory, tasks, timing
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DATA = pathlib.Path(os.environ.get("HEA_DATA", ROOT.parent / "shared" / "data"))
@@ -47,10 +47,10 @@ def test_measure_pairs_every_method_with_exact_attention(causal, backward):
     configs = cli.parse_methods(["linear,longformer:window_size=16"])
     rows = attention.measure(configs, {**CASE, "causal": causal, "backward": backward}, rounds=3)
     assert list(rows) == ["sdpa", "linear", "longformer (window_size=16)"]
-    assert rows["sdpa"]["ratio"] == 1.0
+    assert rows["sdpa"].ratio == 1.0
     for row in rows.values():
-        assert row["seconds"] > 0
-        assert 0 < row["ratio_min"] <= row["ratio"] <= row["ratio_max"]
+        assert row.seconds > 0
+        assert 0 < row.ratio_min <= row.ratio <= row.ratio_max
 
 
 def test_backward_reaches_every_input():
@@ -65,8 +65,10 @@ def test_backward_reaches_every_input():
 
 
 def test_ratio_is_the_median_of_pairs():
-    row = attention._row([(1.0, 2.0), (1.0, 8.0), (2.0, 6.0)])
-    assert row == {"seconds": 1.0, "exact_seconds": 6.0, "ratio": 3.0, "ratio_min": 2.0, "ratio_max": 8.0}
+    found = timing.summary([(1.0, 2.0), (1.0, 8.0), (2.0, 6.0)])
+    assert found == timing.Timing(seconds=1.0, reference_seconds=6.0, ratio=3.0, ratio_min=2.0, ratio_max=8.0)
+    assert found.unsteady
+    assert not timing.summary([(1.0, 2.0), (1.0, 2.5), (2.0, 5.0)]).unsteady
 
 
 def speed_row(method, length, ratio, *, causal=False, backward=False, extra=None):
