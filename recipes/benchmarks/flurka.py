@@ -66,7 +66,19 @@ from hf_efficient_attn.cli import main_of, split_list, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods.base import MethodConfig, make_config
 from recipes.benchmarks.memory import EXACT
-from recipes.benchmarks.report import Check, Csv, Plot, Rounds, Seed, Threads, Verdict, check_outputs, conclude, write
+from recipes.benchmarks.report import (
+    Check,
+    Csv,
+    Plot,
+    Rounds,
+    Seed,
+    Threads,
+    Verdict,
+    bars,
+    check_outputs,
+    conclude,
+    write,
+)
 from recipes.benchmarks.timing import UNSTEADY, paired, use_threads
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -222,15 +234,9 @@ def draw(rows: Sequence[Mapping[str, Any]]):
     figure = Figure(figsize=(5 * len(roles), 0.4 * most + 1.5), layout="constrained")
     for role, axes in zip(roles, figure.subplots(1, len(roles), squeeze=False)[0], strict=True):
         here = [row for row in rows if row["role"] == role]
-        place = range(len(here))
-        axes.barh([i - 0.2 for i in place], [row["by_count"] or 0 for row in here], 0.4, color="0.6", label="by count")
-        axes.barh([i + 0.2 for i in place], [row["faster"] for row in here], 0.4, color="C0", label="on the clock")
-        axes.set_yticks(list(place), [f"{row['shape']}\n{row['method']}" for row in here], fontsize="x-small")
-        axes.invert_yaxis()
-        axes.axvline(1.0, color="0.3", linewidth=1)
-        axes.set(title=f"times faster than {'exact' if role == 'exact' else f'the {role} parent'}")
-        axes.grid(alpha=0.3, axis="x")
-        axes.legend(fontsize="small")
+        names = [f"{row['shape']}\n{row['method']}" for row in here]
+        pairs = {"by count": [row["by_count"] for row in here], "on the clock": [row["faster"] for row in here]}
+        bars(axes, names, pairs, f"times faster than {'exact' if role == 'exact' else f'the {role} parent'}")
     return figure
 
 

@@ -54,6 +54,19 @@ def write(
             draw(rows).savefig(draft, dpi=150)
 
 
+def bars(axes, names: Sequence[str], pairs: Mapping[str, Sequence[float | None]], title: str) -> None:
+    """Two bars for every name, from top to bottom; `pairs`: what the bars are -> their lengths, None for no bar."""
+    for (label, lengths), color, shift in zip(pairs.items(), ("0.6", "C0"), (-0.2, 0.2), strict=True):
+        place = [i + shift for i in range(len(names))]
+        axes.barh(place, [length or 0.0 for length in lengths], 0.4, color=color, label=label)
+    axes.set_yticks(range(len(names)), names, fontsize="x-small")
+    axes.invert_yaxis()
+    axes.axvline(1.0, color="0.3", linewidth=1)
+    axes.set_title(title)
+    axes.grid(alpha=0.3, axis="x")
+    axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
 def write_csv(path: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Rows of one set of columns, as CSV."""
     with replacing(path) as draft, draft.open("w", newline="", encoding="utf-8") as file:
