@@ -3,10 +3,11 @@
     python -m recipes.benchmarks.flurka --plot flurka.png
     python -m recipes.benchmarks.flurka --check
 
-About 5 minutes on 2 cores. Gupta et al. 2023 contract the hidden states to P rows before they are projected to keys
-and values, and attend to the rows by a kernel. Its parents here are the kernel's own method (linear, performer, eva)
-and the linformer with as many rows. What is timed is what a user gets: the BertSelfAttention of a model with random
-weights that is made with `attn_implementation`, forward, batch 1, float32.
+Gupta et al. 2023 contract the hidden states to P rows before they are projected to keys and values, and attend to the
+rows by a kernel. Its parents here are the kernel's own method (linear, performer, eva) and the linformer with as many
+rows. What is timed is what a user gets: the BertSelfAttention of a model with random weights that is made with
+`attn_implementation`, forward, batch 1, float32. Most of the time is that of exact attention (`--no-exact` leaves it
+out).
 
 Multiplications of the matrix products, for N tokens, hidden size W = H heads of width D, P rows, F features:
 

@@ -3,10 +3,10 @@
     python -m recipes.benchmarks.peers --plot peers.png
     python -m recipes.benchmarks.peers --check --length 8192 --bidirectional
 
-About 6 minutes on 2 cores. The default is 8,192 and 16,384 tokens, and the causal form at 8,192 of the peers that have
-one. Peers are packages of PyPI (extra `peers`; one that is not there is listed with the command that installs it),
-modules of Transformers, and torch's own flex_attention, compiled. kdeformer, hyperattention, scatterbrain, eva, the
-FLuRKAs and approx_kmv have no package that was found.
+Most of the time is that of exact attention at the longest length. The default is 8,192 and 16,384 tokens, and the
+causal form at 8,192 of the peers that have one. Peers are packages of PyPI (extra `peers`; one that is not there is
+listed with the command that installs it), modules of Transformers, and torch's own flex_attention, compiled. kdeformer,
+hyperattention, scatterbrain, eva, the FLuRKAs and approx_kmv have no package that was found.
 
 Speed is a ratio, as in `recipes.benchmarks.attention`: of exact attention of the same causality before and after each
 call to that call, forward, batch 1, 8 heads of 64, float32. Only the attention is timed, from queries, keys and values
