@@ -1,18 +1,28 @@
 """The benchmark programs at small sizes: what they measure, how they judge it, and what they write."""
 
 import csv
+import functools
 import gzip
 import importlib.util
 import os
 import pathlib
+import sys
 
 import pytest
 import torch
+import transformers
+from linformer import linformer
+from nystrom_attention import nystrom_attention
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import BertConfig, BertModel
+from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
+from transformers.models.nystromformer.modeling_nystromformer import NystromformerSelfAttention
+from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
 import hf_efficient_attn as hea
 from hf_efficient_attn import cli
-from recipes.benchmarks import attention, error, memory, tasks
+from instances import inputs, numbers, relative_error
+from recipes.benchmarks import attention, error, flurka, memory, peers, tasks, timing
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DATA = pathlib.Path(os.environ.get("HEA_DATA", ROOT.parent / "shared" / "data"))
@@ -47,10 +57,10 @@ def test_measure_pairs_every_method_with_exact_attention(causal, backward):
     configs = cli.parse_methods(["linear,longformer:window_size=16"])
     rows = attention.measure(configs, {**CASE, "causal": causal, "backward": backward}, rounds=3)
     assert list(rows) == ["sdpa", "linear", "longformer (window_size=16)"]
-    assert rows["sdpa"]["ratio"] == 1.0
+    assert rows["sdpa"].ratio == 1.0
     for row in rows.values():
-        assert row["seconds"] > 0
-        assert 0 < row["ratio_min"] <= row["ratio"] <= row["ratio_max"]
+        assert row.seconds > 0
+        assert 0 < row.ratio_min <= row.ratio <= row.ratio_max
 
 
 def test_backward_reaches_every_input():
@@ -65,8 +75,10 @@ def test_backward_reaches_every_input():
 
 
 def test_ratio_is_the_median_of_pairs():
-    row = attention._row([(1.0, 2.0), (1.0, 8.0), (2.0, 6.0)])
-    assert row == {"seconds": 1.0, "exact_seconds": 6.0, "ratio": 3.0, "ratio_min": 2.0, "ratio_max": 8.0}
+    found = timing.summary([(1.0, 2.0), (1.0, 8.0), (2.0, 6.0)])
+    assert found == timing.Timing(seconds=1.0, reference_seconds=6.0, ratio=3.0, ratio_min=2.0, ratio_max=8.0)
+    assert found.unsteady
+    assert not timing.summary([(1.0, 2.0), (1.0, 2.5), (2.0, 5.0)]).unsteady
 
 
 def speed_row(method, length, ratio, *, causal=False, backward=False, extra=None):
@@ -293,4 +305,369 @@ def test_deit_activations():
 )
 def test_error_command_refuses(arguments, said, capsys):
     assert accuracy(*arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+# Implementations by others.
+
+LAYER_HEADS, LAYER_WIDTH = 3, 8
+LAYER_SIZE = LAYER_HEADS * LAYER_WIDTH
+
+
+def peer_of(package, ours, **changes):
+    """The first peer of a package for a method of ours, at other hyperparameters."""
+    found = next(p for p in peers.PEERS if p.package == package and p.ours.method == ours)
+    return found._replace(ours=hea.method_info(ours).config_class(**changes)) if changes else found
+
+
+def peer_inputs(*row, causal=False, **learned):
+    return peers.Inputs(*row, causal, learned)
+
+
+def random_inputs(length=64, causal=False, batch=2):
+    return peer_inputs(*inputs(batch=batch, heads=3, queries=length, width=8), causal=causal)
+
+
+def compare_layer(peer, layer, projections, theirs, length=64, **learned):
+    """An adapter, given what the projections of a whole module of the package make, computes what that module does."""
+    hidden = 2.0 * numbers(2, length, LAYER_SIZE, seed=1).float()
+    row = [p(hidden).unflatten(2, (LAYER_HEADS, LAYER_WIDTH)).transpose(1, 2) for p in projections]
+    call = peer.build(peer.ours, peer_inputs(*(row if len(row) == 3 else (row[0], row[0], row[1])), **learned))
+    outs = []
+    for run in (call, call, lambda: theirs(layer, hidden)):
+        torch.manual_seed(7)
+        outs.append(run())
+    assert torch.equal(outs[0], outs[1])
+    assert outs[0].shape == (2, LAYER_HEADS, length, LAYER_WIDTH)
+    torch.testing.assert_close(outs[0].transpose(1, 2).flatten(2), outs[2], rtol=1e-5, atol=1e-5)
+    assert relative_error(outs[2], outs[2].mean(1, keepdim=True).expand_as(outs[2])) > 0.05
+
+
+@torch.no_grad()
+def test_adapter_of_nystrom_attention():
+    torch.manual_seed(0)
+    layer = nystrom_attention.NystromAttention(
+        LAYER_SIZE, dim_head=LAYER_WIDTH, heads=LAYER_HEADS, num_landmarks=8, residual=False
+    ).eval()
+    layer.to_out = torch.nn.Identity()
+    parts = [lambda x, i=i: layer.to_qkv(x).chunk(3, -1)[i] for i in range(3)]
+    peer = peer_of("nystrom-attention", "nystromformer", num_landmarks=8)
+    compare_layer(peer, layer, parts, lambda layer, x: layer(x))
+
+
+@torch.no_grad()
+def test_adapter_of_linformer():
+    torch.manual_seed(0)
+    layer = linformer.LinformerSelfAttention(LAYER_SIZE, 64, k=12, heads=LAYER_HEADS).eval()
+    layer.to_out = torch.nn.Identity()
+    tables = {"key_projection": layer.proj_k.t(), "value_projection": layer.proj_v.t()}
+    peer = peer_of("linformer", "linformer", projection_dim=12, share="none")
+    compare_layer(peer, layer, (layer.to_q, layer.to_k, layer.to_v), lambda layer, x: layer(x), **tables)
+
+
+@torch.no_grad()
+def test_adapter_of_nystromformer_of_transformers():
+    torch.manual_seed(0)
+    config = transformers.NystromformerConfig(
+        hidden_size=LAYER_SIZE, num_attention_heads=LAYER_HEADS, num_landmarks=8, segment_means_seq_len=64
+    )
+    layer = NystromformerSelfAttention(config).eval()
+    layer.conv_kernel_size = None
+    peer = peer_of("transformers", "nystromformer", num_landmarks=8)
+    compare_layer(peer, layer, (layer.query, layer.key, layer.value), lambda layer, x: layer(x)[0])
+
+
+@torch.no_grad()
+def test_adapter_of_longformer_of_transformers():
+    torch.manual_seed(0)
+    config = transformers.LongformerConfig(
+        hidden_size=LAYER_SIZE, num_attention_heads=LAYER_HEADS, attention_window=[16]
+    )
+    layer, nowhere = LongformerSelfAttention(config, 0).eval(), torch.zeros(2, 64, dtype=torch.bool)
+
+    def theirs(layer, x):
+        return layer(x, nowhere.float(), nowhere, nowhere, is_global_attn=False)[0]
+
+    peer = peer_of("transformers", "longformer", window_size=8)
+    compare_layer(peer, layer, (layer.query, layer.key, layer.value), theirs)
+
+
+@torch.no_grad()
+def test_adapter_of_reformer_of_transformers():
+    """The adapter's queries are scaled for the sake of ours; those of the module are scaled here likewise."""
+    torch.manual_seed(0)
+    config = transformers.ReformerConfig(
+        hidden_size=LAYER_SIZE, num_attention_heads=LAYER_HEADS, attention_head_size=LAYER_WIDTH,
+        lsh_attn_chunk_length=4, num_hashes=2, num_buckets=[4, 8], lsh_attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    layer = LSHSelfAttention(config).eval()
+    plain = layer.query_key.weight.clone()
+
+    def theirs(layer, x):
+        layer.query_key.weight.copy_(plain * LAYER_WIDTH**-0.5)
+        return layer(x).hidden_states
+
+    peer = peer_of("transformers", "reformer", block_size=4, num_hashes=2, shared_query_key=True)
+    compare_layer(peer, layer, (lambda x: torch.nn.functional.linear(x, plain), layer.value), theirs)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("package", ["local-attention", "torch"])
+def test_windows_of_peers_are_ours(package, causal, monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    given = random_inputs(causal=causal)
+    peer = peer_of(package, "longformer", window_size=16)
+    out = peer.build(peer.ours, given)()
+    assert peers.relative_error(peer, given, out) < 1e-5
+    assert peers.relative_error(peer, given, peers._ours(peer.ours, given)()) < 1e-5
+    assert peers.relative_error(peer, given, torch.roll(out, 1, 2)) > 0.5
+
+
+@pytest.mark.parametrize("package", ["reformer-pytorch", "transformers"])
+def test_shared_queries_of_peers_are_ours(package):
+    """Two chunks, of which each sees the other: all tokens see all but themselves."""
+    given = random_inputs()
+    peer = peer_of(package, "reformer", block_size=32, num_hashes=1, shared_query_key=True)
+    with torch.no_grad():
+        out = peer.build(peer.ours, given)()
+    assert peers.relative_error(peer, given, out) < 1e-5
+    whole = hea.ReformerConfig(block_size=64, num_hashes=1, shared_query_key=True)
+    assert peers.relative_error(peer, given, peers._ours(whole, given)()) < 1e-5
+    other = given._replace(query=given.key)
+    assert peers.relative_error(peer, other, out) > 0.1
+
+
+def test_linformer_of_its_package_takes_our_tables():
+    peer = peer_of("linformer", "linformer", projection_dim=12, share="none", init="gaussian")
+    row = inputs(batch=1, heads=3, queries=64, width=8)
+    given = peer_inputs(*row, **peers.learned_of(peer.ours, row[0]))
+    assert not torch.equal(*given.learned.values())
+    for call in (peer.build(peer.ours, given), peers._ours(peer.ours, given)):
+        assert peers.relative_error(peer, given, call()) < 1e-5
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_adapters_of_feature_maps(causal):
+    """FastAttention is called as it is; with bucket_size=1, linear attention sees all up to a token, the token too."""
+    given, performer = random_inputs(causal=causal), peer_of("performer-pytorch", "performer", num_features=40)
+    call = performer.build(performer.ours, given)
+    out = call()
+    assert out.shape == given.query.shape
+    assert torch.equal(out, call())  # its features are drawn once
+    linear = next(p for p in peers.PEERS if p.ours.method == "linear" and causal in p.forms and "64" not in p.name)
+    phi_q, phi_k = given.query.softmax(-1), given.key.exp()
+    if causal:
+        weights = (phi_q @ phi_k.mT).tril()
+        expected = weights @ given.value / weights.sum(-1, keepdim=True)
+    else:
+        expected = phi_q @ (given.key.softmax(-2).mT @ given.value) * 8**-0.5
+    torch.testing.assert_close(linear.build(linear.ours, given)(), expected, rtol=1e-3, atol=1e-4)
+
+
+def benchmark_of_peers(*arguments):
+    small = ["--heads", "2", "--width", "8", "--rounds", "1", "--threads", "1"]
+    return cli.run(peers.app, [*arguments, *small], "peers")
+
+
+@needs_matplotlib
+def test_peers_command_measures_every_peer(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    table, picture = tmp_path / "peers.csv", tmp_path / "peers.svg"
+    assert benchmark_of_peers("--length", "512", "--csv", str(table), "--plot", str(picture)) == 0
+    rows = read_csv(table)
+    expected = [(peer.title, str(causal)) for causal in (False, True) for peer in peers.PEERS if causal in peer.forms]
+    assert [(row["peer"], row["causal"]) for row in rows] == expected
+    for row in rows:
+        assert row["status"] == "", row
+        assert row["version"]
+        ratios = (float(row[key]) for key in ("our_ratio", "peer_ratio", "ours_over_peer"))
+        assert next(ratios) / next(ratios) == pytest.approx(next(ratios))
+        assert (row["peer_error"] == "") == (row["method"] == "linear")
+        if row["method"].startswith(("longformer", "linformer")):
+            assert max(float(row["peer_error"]), float(row["our_error"])) < 1e-5
+    out = capsys.readouterr().out
+    assert len([line for line in out.splitlines() if line.startswith("|")]) == 2 + len(rows)
+    assert "<svg" in picture.read_text()
+
+
+def test_a_peer_that_is_not_installed_is_listed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nystrom_attention", None)
+    monkeypatch.setitem(sys.modules, "linformer", None)
+    table = tmp_path / "peers.csv"
+    arguments = ["--length", "512", "--bidirectional", "--peer", "nystromformer,linformer"]
+    assert benchmark_of_peers(*arguments, "--csv", str(table)) == 0
+    out = capsys.readouterr().out
+    assert "not installed: pip install nystrom-attention" in out
+    assert "not installed: pip install linformer" in out
+    gone, there, gone_too = read_csv(table)
+    assert gone["peer_ratio"] == gone_too["peer_ratio"] == gone["version"] == ""
+    assert float(gone["our_ratio"]) > 0 and float(there["peer_ratio"]) > 0
+    assert benchmark_of_peers("--length", "512", "--peer", "linformer", "--check") == 2  # nothing to compare with
+
+
+def test_a_peer_that_fails_is_listed(capsys, monkeypatch):
+    def broken(function):
+        raise RuntimeError("no C++ compiler\nhere")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    assert benchmark_of_peers("--length", "512", "--causal", "--peer", "torch") == 0
+    assert "failed: no C++ compiler here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("times", "status"), [(1.01, 0), (0.99, 1)])
+def test_ours_must_not_be_slower_than_a_peer(times, status, capsys, monkeypatch):
+    row = {
+        "method": "linear", "length": 512, "causal": False, "peer": "p", "version": "1", "status": "", "peer_ratio": 1,
+        "our_ratio": times, "ours_over_peer": times, "peer_error": None, "our_error": None,
+    }  # fmt: skip
+    without = {**row, "ours_over_peer": None, "status": "not installed: pip install p"}
+    monkeypatch.setattr(peers, "measure", lambda *arguments: ([row, without], False))
+    assert benchmark_of_peers("--length", "512", "--bidirectional", "--check") == status
+    assert ("| NO " in capsys.readouterr().out) == bool(status)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--length", "1000"], "multiples of 512"),
+        (["--peer", "flash"], "nystrom-attention"),
+        (["--peer", "linformer", "--causal"], "causal form"),
+        (["--csv", "no/such/folder/file.csv"], "its folder must exist"),
+    ],
+)
+def test_peers_command_refuses(arguments, said, capsys):
+    assert benchmark_of_peers(*arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+# FLuRKA and its parents.
+
+TINY = flurka.Shape(512, 96, 4, 40, 32)
+
+
+def attention_flops(query, key, value, *rest, out_val=None, **options):
+    """What the counter does not know of the processor's fused attention: two products."""
+    return sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+def baddbmm_flops(start, first, second, **options):
+    return 2 * first.shape[0] * first.shape[1] * first.shape[2] * second.shape[2]
+
+
+UNKNOWN = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
+    torch.ops.aten.baddbmm_: baddbmm_flops,
+}
+for _flops in UNKNOWN.values():
+    _flops._get_raw = True
+
+
+@pytest.mark.parametrize("method", ["sdpa", "linear", "performer", "linformer", "flurka_linear", "flurka_performer"])
+def test_counted_multiplications_are_those_of_the_layer(method):
+    layer, hidden = flurka.layer(method, TINY), flurka.hidden_states(TINY, 0)
+    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=UNKNOWN) as counter:
+        out = layer(hidden)[0]
+    assert out.shape == hidden.shape
+    # The biases of contracted rows: two products of one row with a square matrix, two sums of a table's rows.
+    biases = 2 * TINY.hidden**2 + 2 * TINY.length * TINY.rows if method.startswith("flurka") else 0
+    assert counter.get_total_flops() == 2 * (flurka.counted(method, TINY) + biases)
+    assert biases < 0.02 * flurka.counted(method, TINY)
+
+
+def test_layers_are_of_the_shape_that_was_asked_for():
+    for kernel in flurka.kernels():
+        for method in (f"flurka_{kernel}", "linformer"):
+            config = flurka.method_config(method, TINY)
+            assert (config.projection_dim, config.max_length) == (TINY.rows, TINY.length)
+            tables = dict(flurka.layer(method, TINY).learned_parameters.named_parameters())
+            assert {tuple(table.shape) for table in tables.values()} == {(TINY.rows, TINY.length)}
+        # Hidden states are contracted before the projections.
+        assert "forward" in vars(flurka.layer(f"flurka_{kernel}", TINY))
+    assert flurka.method_config("performer", TINY).num_features == TINY.features
+    weights = [flurka.layer(method, TINY, seed=3).key.weight for method in ("sdpa", "linformer", "flurka_linear")]
+    assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
+
+
+def test_the_claims_of_the_paper_hold_for_its_counts():
+    """Wherever the conditions hold FLuRKA takes fewer operations, and there are shapes of either kind."""
+    generator, seen = torch.Generator().manual_seed(0), {"kernel": [], "low-rank": []}
+    for _ in range(2000):
+        sizes = (10 ** (1.0 + 3.0 * torch.rand(3, generator=generator))).int().tolist()
+        heads = int(torch.randint(1, 17, (1,), generator=generator))
+        shape = flurka._shape(sizes[0], sizes[1] * heads, heads, sizes[2])
+        counts, claims = flurka.of_paper(shape), shape.claims()
+        for role, found in seen.items():
+            found.append((claims[role], counts[role] > counts["flurka"]))
+    for role, found in seen.items():
+        assert (True, True) in found and (False, False) in found, role
+        assert (True, False) not in found, role
+        assert (False, True) in found, role  # sufficient, not necessary
+
+
+def test_shapes_of_the_figures_lie_where_the_paper_claims():
+    claims = {name: flurka.SHAPES[name].claims() for name in flurka.PAPER}
+    assert claims == {
+        "figure-3": {"kernel": True, "low-rank": True},
+        "figure-4-top": {"kernel": False, "low-rank": True},
+        "figure-4-bottom": {"kernel": True, "low-rank": False},
+    }
+    # The ratios of the paper's counts are those of the sizes that it names.
+    for name, full in {"figure-3": (55500, 2600, 8, 1500), "figure-4-top": (20000, 512, 4, 16000),
+                       "figure-4-bottom": (20000, 20000, 4, 1000)}.items():  # fmt: skip
+        ours, theirs = flurka.of_paper(flurka.SHAPES[name]), flurka.of_paper(flurka._shape(*full))
+        for role in ("kernel", "low-rank"):
+            assert ours[role] / ours["flurka"] == pytest.approx(theirs[role] / theirs["flurka"], rel=0.03)
+
+
+def benchmark_of_flurka(*arguments):
+    return cli.run(flurka.app, [*arguments, "--rounds", "1", "--threads", "1"], "flurka")
+
+
+@needs_matplotlib
+def test_flurka_command_writes_what_it_measures(tmp_path, capsys):
+    table, picture = tmp_path / "flurka.csv", tmp_path / "flurka.svg"
+    arguments = ["--shape", "300:32:4:12,200:32:2:40", "--kernel", "linear,performer", "--features", "6"]
+    assert benchmark_of_flurka(*arguments, "--csv", str(table), "--plot", str(picture)) == 0
+    rows = read_csv(table)
+    assert [(row["shape"], row["method"], row["role"]) for row in rows] == [
+        (shape, f"flurka_{kernel}", role)
+        for shape in ("300:32:4:12", "200:32:2:40")
+        for kernel in ("linear", "performer")
+        for role in ("kernel", "low-rank", "exact")
+    ]
+    assert [row["claimed"] for row in rows[:3]] == ["True", "True", ""]
+    assert [row["claimed"] for row in rows[6:9]] == ["False", "True", ""]
+    for row in rows:
+        count = int(row["multiplications_than"]) / int(row["multiplications"])
+        assert float(row["by_count"]) == pytest.approx(count)
+        assert 0 < float(row["faster_min"]) <= float(row["faster"]) <= float(row["faster_max"])
+        assert row["features"] == "6"
+    assert "<svg" in picture.read_text()
+    assert "300:32:4:12" in capsys.readouterr().out
+
+
+def test_flurka_must_be_as_much_faster_as_the_goals(monkeypatch, capsys):
+    monkeypatch.setattr(flurka, "PAPER", ("300:32:4:12",))
+    for goal, status in ((1e-9, 0), (1e9, 1)):
+        monkeypatch.setattr(flurka, "GOALS", {"kernel": goal, "low-rank": 1e-9})
+        assert benchmark_of_flurka("--shape", "300:32:4:12", "--kernel", "linear", "--no-exact", "--check") == status
+        assert capsys.readouterr().out.count("| NO ") == status
+    row = {"shape": "300:32:4:12", "method": "flurka_linear", "than": "linear", "role": "kernel", "faster": 1.3}
+    monkeypatch.setattr(flurka, "GOALS", {"kernel": 1.3})
+    assert [v.reached for v in flurka.verdicts([row | {"claimed": True}])] == [True]
+    assert [v.reached for v in flurka.verdicts([row | {"claimed": True, "faster": 1.29}])] == [False]
+    assert flurka.verdicts([row | {"claimed": False}, row | {"claimed": True, "shape": "bert"}]) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--shape", "figure-9"], "figure-4-top"),
+        (["--shape", "100:30:4:5"], "4 heads do not divide 30"),
+        (["--kernel", "eva2"], "linear, performer"),
+        (["--csv", "no/such/folder/file.csv"], "its folder must exist"),
+    ],
+)
+def test_flurka_command_refuses(arguments, said, capsys):
+    assert benchmark_of_flurka(*arguments) == 2
     assert said in capsys.readouterr().err

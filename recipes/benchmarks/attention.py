@@ -7,28 +7,25 @@ About 8 and 10 minutes on 2 cores. Methods without a causal form are left out wh
 
 Speed is a ratio: in every round the exact attention of the same causality (forward, or forward and backward) runs
 before and after each method, and the ratio is that of their mean to the method's time, so that the drift of a busy
-machine cancels; the table gives the median of the rounds with the smallest and the greatest. Clock and medians are
-those of torch.utils.benchmark. Memory is that of a child process (`recipes.benchmarks.memory`). `--check` measures
-every setting that has a goal, or those asked for, and exits with status 1 when one goal is missed.
+machine cancels (`recipes.benchmarks.timing`); the table gives the median of the rounds with the smallest and the
+greatest. Memory is that of a child process (`recipes.benchmarks.memory`). `--check` measures every setting that has a
+goal, or those asked for, and exits with status 1 when one goal is missed.
 """
 
 import itertools
-import pathlib
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
 import typer
-from torch.utils.benchmark import timer
 from tqdm import tqdm
 
 from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods, table
-from hf_efficient_attn.demo import replacing
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods.base import MethodConfig, method_info
 from recipes.benchmarks.memory import EXACT, extra_memory, make_inputs, run_once
-from recipes.benchmarks.report import Check, Csv, Plot, Verdict, check_outputs, conclude, write_csv
+from recipes.benchmarks.report import Check, Csv, Plot, Rounds, Seed, Threads, Verdict, check_outputs, conclude, write
+from recipes.benchmarks.timing import UNSTEADY, Timing, paired, use_threads
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -70,60 +67,15 @@ MEMORY_GOALS = {(16384, False): 2.5}
 _NO_MEMORY_GOAL = ("reformer",)
 
 
-def _time(work: Callable[[], None], number: int) -> float:
-    """Seconds of one of `number` calls."""
-    start = timer()
-    for _ in range(number):
-        work()
-    return (timer() - start) / number
-
-
-def _calls_to_time(work: Callable[[], None]) -> int:
-    """So many calls as take .1 s, after a first one that pays for memory and caches."""
-    _time(work, 1)
-    return max(1, min(50, round(0.1 / _time(work, 1))))
-
-
-def measure(configs: Mapping[str, MethodConfig], case: Mapping[str, Any], rounds: int, bar=None) -> dict[str, dict]:
-    """Times of exact attention and of every method in one case.
-
-    Returns:
-        label -> {"seconds", "exact_seconds", "ratio", "ratio_min", "ratio_max"}, `sdpa` first.
-    """
+def measure(configs: Mapping[str, MethodConfig], case: Mapping[str, Any], rounds: int, bar=None) -> dict[str, Timing]:
+    """Times of exact attention and of every method in one case by label, `sdpa` first."""
     inputs = make_inputs(dict(case))
 
     def work(config: MethodConfig | None) -> Callable[[], None]:
         return lambda: run_once(config, inputs, dict(case))
 
-    calls = {label: work(config) for label, config in configs.items()}
-    exact = work(None)
-    number = _calls_to_time(exact)
-    numbers = {label: _calls_to_time(call) for label, call in calls.items()}
-    notes: dict[str, list[tuple[float, float]]] = {label: [] for label in calls}
-    exacts = []
-    for _ in range(rounds):
-        before = _time(exact, number)
-        exacts.append(before)
-        for label, call in calls.items():
-            taken = _time(call, numbers[label])
-            after = _time(exact, number)
-            exacts.append(after)
-            notes[label].append((taken, (before + after) / 2))
-            before = after
-            if bar is not None:
-                bar.update()
-    return {EXACT: _row([(x, x) for x in exacts])} | {label: _row(note) for label, note in notes.items()}
-
-
-def _row(notes: Sequence[tuple[float, float]]) -> dict[str, float]:
-    ratios = [exact / taken for taken, exact in notes]
-    return {
-        "seconds": statistics.median(taken for taken, _ in notes),
-        "exact_seconds": statistics.median(exact for _, exact in notes),
-        "ratio": statistics.median(ratios),
-        "ratio_min": min(ratios),
-        "ratio_max": max(ratios),
-    }
+    exact, timed = paired(work(None), {label: work(config) for label, config in configs.items()}, rounds, bar)
+    return {EXACT: exact, **timed}
 
 
 def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
@@ -142,7 +94,7 @@ def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
     return found
 
 
-def draw(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
+def draw(rows: Sequence[Mapping[str, Any]]):
     """Time and speed-up against length: a row of two panels for each causality and direction."""
     from matplotlib.figure import Figure
 
@@ -165,8 +117,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
             axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
             axes.grid(alpha=0.3)
         pair[0].legend(fontsize="small")
-    with replacing(path) as draft:
-        figure.savefig(draft, dpi=150)
+    return figure
 
 
 def _format(row: Mapping[str, Any], memory: bool) -> tuple[str, ...]:
@@ -206,9 +157,9 @@ def attention(
     batch: Annotated[int, typer.Option(metavar="N", min=1)] = 1,
     heads: Annotated[int, typer.Option(metavar="N", min=1)] = 8,
     width: Annotated[int, typer.Option(metavar="N", min=1, help="Of a head.")] = 64,
-    threads: Annotated[int, typer.Option(metavar="N", min=1)] = 2,
-    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Paired measurements of each.")] = 5,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the inputs.")] = 0,
+    threads: Threads = 2,
+    rounds: Rounds = 5,
+    seed: Seed = 0,
     memory: Annotated[
         bool, typer.Option("--memory/--no-memory", help="Measure peak memory in child processes.")
     ] = True,
@@ -226,33 +177,26 @@ def attention(
     configs, lengths = parse_methods(method or METHODS, setting), parse_lengths(length)
     settings = _settings(lengths, causal, backward, check)
     rows: list[dict[str, Any]] = []
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with tqdm(total=len(settings) * len(configs) * rounds, unit="pair", disable=None, leave=False) as bar:
-            for tokens, is_causal, with_backward in settings:
-                case = {"length": tokens, "causal": is_causal, "backward": with_backward, "seed": seed, **sizes}
-                bar.set_description(f"{tokens}{' causal' if is_causal else ''}{' backward' if with_backward else ''}")
-                here = {k: v for k, v in configs.items() if not is_causal or method_info(v.method).causal}
-                bar.update(rounds * (len(configs) - len(here)))
-                for name, figures in measure(here, case, rounds, bar).items():
-                    extra = extra_memory(configs.get(name), case) if memory else None
-                    rows.append({"method": name, **case, **figures, "extra_memory": extra})
-    finally:
-        torch.set_num_threads(before)
-    if csv is not None:
-        write_csv(csv, rows)
-    if plot is not None:
-        draw(rows, plot)
+    unsteady = False
+    steps = len(settings) * len(configs) * rounds
+    with use_threads(threads), tqdm(total=steps, unit="pair", disable=None, leave=False) as bar:
+        for tokens, is_causal, with_backward in settings:
+            case = {"length": tokens, "causal": is_causal, "backward": with_backward, "seed": seed, **sizes}
+            bar.set_description(f"{tokens}{' causal' if is_causal else ''}{' backward' if with_backward else ''}")
+            here = {k: v for k, v in configs.items() if not is_causal or method_info(v.method).causal}
+            bar.update(rounds * (len(configs) - len(here)))
+            for name, timing in measure(here, case, rounds, bar).items():
+                unsteady = unsteady or timing.unsteady
+                extra = extra_memory(configs.get(name), case) if memory else None
+                rows.append({"method": name, **case, **timing._asdict(), "extra_memory": extra})
+    write(rows, csv, plot, draw)
     headers = ("tokens", "pass", "attention", "ms", "times faster", "min..max", "extra memory / inputs")
     typer.echo(table(headers[: 7 if memory else 6], [_format(row, memory) for row in rows]))
     typer.echo(
         f"\n{', '.join(f'{k} {v}' for k, v in sizes.items())}; medians of {rounds} rounds; torch {torch.__version__}"
     )
-    if any(row["ratio_max"] > 1.5 * row["ratio_min"] for row in rows):
-        typer.echo(
-            "Some rounds differ by half or more: the machine was busy, and the medians say little. Run it again."
-        )
+    if unsteady:
+        typer.echo(UNSTEADY)
     if check:
         conclude(verdicts(rows))
 

@@ -29,7 +29,7 @@ from tqdm import tqdm
 import hf_efficient_attn as hea
 from hf_efficient_attn.cli import main_of, parse_lengths, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from recipes.benchmarks.report import Csv, Plot, check_outputs, write_csv
+from recipes.benchmarks.report import Csv, Plot, check_outputs, write
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -82,7 +82,7 @@ def exponent(lengths: list[int], costs: list[float]) -> float | None:
     return statistics.linear_regression(logs, [math.log(n * c) for n, c in zip(lengths, costs, strict=True)]).slope
 
 
-def draw(rows: list[dict[str, Any]], path) -> None:
+def draw(rows: list[dict[str, Any]]):
     """Cost of all rows against n, beside n^2."""
     from matplotlib.figure import Figure
 
@@ -95,7 +95,7 @@ def draw(rows: list[dict[str, Any]], path) -> None:
     axes.set(xscale="log", yscale="log", xlabel="points", ylabel="evaluations")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=150)
+    return figure
 
 
 @app.command(epilog="Example: python -m recipes.benchmarks.kernel --length 1024,2048,4096 --eps 0.5 --runs 3")
@@ -130,10 +130,7 @@ def kernel(
             row = {key: statistics.mean(f[key] for f in found) for key in found[0]} | {"length": n}
             row |= {"error": max(f["error"] for f in found), "total": row["evaluations"] + row["projections"]}
             rows.append(row)
-    if csv is not None:
-        write_csv(csv, rows)
-    if plot is not None:
-        draw(rows, plot)
+    write(rows, csv, plot, draw)
     headers = ("n", "error", "norm of Kx", "H", "S_i", "draws", "evaluations", "projections", "of n", "seconds")
     typer.echo(table(headers, [_format(row) for row in rows]))
     typer.echo(

@@ -1,0 +1,340 @@
+"""FLuRKA against both of its parents, as whole attention layers of a BERT: from hidden states to the heads' output.
+
+    python -m recipes.benchmarks.flurka --plot flurka.png
+    python -m recipes.benchmarks.flurka --check
+
+Gupta et al. 2023 contract the hidden states to P rows before they are projected to keys and values, and attend to the
+rows by a kernel. Its parents here are the kernel's own method (linear, performer, eva) and the linformer with as many
+rows. What is timed is what a user gets: the BertSelfAttention of a model with random weights that is made with
+`attn_implementation`, forward, batch 1, float32. Most of the time is that of exact attention (`--no-exact` leaves it
+out).
+
+Multiplications of the matrix products, for N tokens, hidden size W = H heads of width D, P rows, F features:
+
+    exact             3 N W^2 + 2 N^2 W
+    linear            3 N W^2 + 2 N W D + N W
+    performer         3 N W^2 + 4 N W F
+    linformer         3 N W^2 + 4 N P W
+    flurka_linear     N W^2 + 2 P W^2 + 2 N P W + (N + P) W D + N W
+    flurka_performer  N W^2 + 2 P W^2 + 2 N P W + 2 (N + P) W F
+
+the projections, the contraction, then the products with the rows or features; the normaliser of `linear` is one too,
+and the small products that give the biases of contracted rows are left out. Those of eva are not counted. The paper
+(Eq. 6-8) counts, with an operation for every exponential and feature and F = D,
+
+    kernel            3 N W^2 + 2 N W + 2 N W D
+    low-rank          N W^2 + 2 P W^2 + 4 N P W + N H P
+    FLuRKA            N W^2 + 2 P W^2 + 2 N P W + N W + P W + (N + P) W D
+
+Its low-rank parent contracts before the projections, too. Ours is an attention function that gets keys and values,
+as in the Linformer's Eq. 7 with E behind W_K: it projects all N tokens, 2 N W^2 where the paper has 2 P W^2, so that
+the FLuRKAs gain more on it than the paper's count says.
+
+Where the paper says that FLuRKA takes fewer operations:
+
+    Claim 1  N > P (H + 2) > W > P > D    than both parents
+    Claim 2  N - 1 > P > D                than the low-rank parent
+    Claim 3  N > P (H + 2), W > P         than the kernel parent
+
+Claims 1 and 3 are for long sequences, wide models and few rows. They suffice and are not needed: by Eq. 7 and 8 FLuRKA
+is ahead of the kernel parent up to about P = W + D / 2 as N grows (`bert-512` lies outside of Claim 3 and still takes
+fewer), and behind it from there on (`minilm-512`, `figure-4-top`: many rows, narrow models). The low-rank parent, by
+Eq. 6 and 8, is ahead where P is below about D / 2 (`figure-4-bottom`, wide heads). How much FLuRKA gains depends on the
+shape: by count at most (3 W + 2 D) / (W + 2 P + D) over the kernel parent. More features than D shift all of this; the
+default is F = D, the paper's assumption (`--features`).
+
+The shapes named after figures are the last points of the paper's, which ran on an A100, with all sizes divided by the
+same number, which leaves the ratios of counts as they are; those named after models have the model's own sizes.
+
+    figure-3         N 55,500, W 2,600, H 8, P 1,500, by 3.39
+    figure-4-top     N 20,000, D 128, H 4, P 16,000, by 4 (the paper's last point, P = N, is outside of Claim 2)
+    figure-4-bottom  N 20,000, W 20,000, H 4, P 1,000, by 7.8
+
+`--check` wants 1.3 times the kernel parent and 1.8 times the low-rank parent on the clock at the shapes of the figures,
+where a claim says faster at all, and exits with status 1 when that is missed.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import hf_efficient_attn as hea
+from hf_efficient_attn.cli import main_of, split_list, table
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.methods.base import MethodConfig, make_config
+from recipes.benchmarks.memory import EXACT
+from recipes.benchmarks.report import (
+    Check,
+    Csv,
+    Plot,
+    Rounds,
+    Seed,
+    Threads,
+    Verdict,
+    bars,
+    check_outputs,
+    conclude,
+    write,
+)
+from recipes.benchmarks.timing import UNSTEADY, paired, use_threads
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+PREFIX, LOW_RANK = "flurka_", "linformer"
+# Times faster than either parent, at the paper's shapes where it claims that it is.
+GOALS = {"kernel": 1.3, "low-rank": 1.8}
+
+
+class Shape(NamedTuple):
+    """Tokens N, hidden size W, heads H, rows P, features F."""
+
+    length: int
+    hidden: int
+    heads: int
+    rows: int
+    features: int
+
+    @property
+    def width(self) -> int:
+        """Of a head, D."""
+        return self.hidden // self.heads
+
+    def claims(self) -> dict[str, bool]:
+        """Whether the paper claims that FLuRKA takes fewer operations than the kernel (Claim 3), and the low-rank (2).
+
+        Claim 1 is for both: N > P (H + 2) > W > P > D, of which either follows.
+        """
+        rows, needed = self.rows, self.rows * (self.heads + 2)
+        return {
+            "kernel": self.length > needed and self.hidden > rows,
+            "low-rank": self.length - 1 > rows > self.width,
+        }
+
+
+def _shape(length: int, hidden: int, heads: int, rows: int) -> Shape:
+    return Shape(length, hidden, heads, rows, hidden // heads)
+
+
+SHAPES = {
+    "figure-3": _shape(16384, 768, 8, 443),
+    "figure-4-top": _shape(5000, 128, 4, 4000),
+    "figure-4-bottom": _shape(2560, 2560, 4, 128),
+    "bert": _shape(8192, 768, 12, 256),
+    "bert-512": _shape(512, 768, 12, 256),
+    "minilm-512": _shape(8192, 384, 12, 512),
+}
+PAPER = tuple(name for name in SHAPES if name.startswith("figure"))
+
+
+def counted(method: str, shape: Shape) -> int | None:
+    """Multiplications of our matrix products (see above); None where they are not counted."""
+    n, w, p, d, f = shape.length, shape.hidden, shape.rows, shape.width, shape.features
+    contracted = n * w * w + 2 * p * w * w + 2 * n * p * w
+    counts = {
+        EXACT: 3 * n * w * w + 2 * n * n * w,
+        "linear": 3 * n * w * w + 2 * n * w * d + n * w,
+        "performer": 3 * n * w * w + 4 * n * w * f,
+        LOW_RANK: 3 * n * w * w + 4 * n * p * w,
+        "flurka_linear": contracted + (n + p) * w * d + n * w,
+        "flurka_performer": contracted + 2 * (n + p) * w * f,
+    }
+    return counts.get(method)
+
+
+def of_paper(shape: Shape) -> dict[str, int]:
+    """Operations by the paper's Eq. 6-8."""
+    n, w, p, d = shape.length, shape.hidden, shape.rows, shape.width
+    contracted = n * w * w + 2 * p * w * w + 2 * n * p * w
+    return {
+        "kernel": 3 * n * w * w + 2 * n * w + 2 * n * w * d,
+        "low-rank": contracted + 2 * n * p * w + n * shape.heads * p,
+        "flurka": contracted + (n + p) * w + (n + p) * w * d,
+    }
+
+
+def kernels() -> list[str]:
+    """The kernels that there is a FLuRKA of."""
+    return [name.removeprefix(PREFIX) for name in hea.available_methods() if name.startswith(PREFIX)]
+
+
+def layer(method: str, shape: Shape, seed: int = 0) -> nn.Module:
+    """The attention module of a BERT of one layer with random weights; `method` is "sdpa" for exact attention."""
+    from transformers import AutoModel, BertConfig
+
+    config = BertConfig(
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        num_hidden_layers=1,
+        intermediate_size=8,
+        vocab_size=8,
+        max_position_embeddings=8,
+    )
+    if method != EXACT:
+        config.efficient_attention = method_config(method, shape).to_dict()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModel.from_config(config, attn_implementation=method)
+    return model.eval().encoder.layer[0].attention.self
+
+
+def method_config(method: str, shape: Shape) -> MethodConfig:
+    """As many rows, and tables of as many columns as there are tokens; as many features."""
+    known = hea.method_info(method).config_class.__dataclass_fields__
+    sizes = {"projection_dim": shape.rows, "max_length": shape.length, "num_features": shape.features}
+    return make_config(method, **{name: size for name, size in sizes.items() if name in known})
+
+
+def hidden_states(shape: Shape, seed: int) -> Tensor:
+    """(1, N, W) of standard normal numbers, as after a LayerNorm."""
+    return torch.randn(1, shape.length, shape.hidden, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def measure(name: str, shape: Shape, kernel: str, rounds: int, seed: int, exact: bool, bar=None) -> tuple[list, bool]:
+    """A row for each parent (and for exact attention), and whether the times were unsteady."""
+    method, hidden = PREFIX + kernel, hidden_states(shape, seed)
+    parents = {kernel: "kernel", LOW_RANK: "low-rank"} | ({EXACT: "exact"} if exact else {})
+    layers = {one: layer(one, shape, seed) for one in (method, *parents)}
+    calls = {one: lambda module=module: module(hidden)[0] for one, module in layers.items()}
+    ours, timed = paired(calls.pop(method), calls, rounds, bar)
+    own, paper, claims, rows = counted(method, shape), of_paper(shape), shape.claims(), []
+    for parent, role in parents.items():
+        count, timing = counted(parent, shape), timed[parent]
+        row = {"shape": name, **shape._asdict(), "method": method, "than": parent, "role": role}
+        row |= {"claimed": claims.get(role), "multiplications": own, "multiplications_than": count}
+        row |= {"by_count": count / own if count and own else None}
+        row |= {"by_paper": paper[role] / paper["flurka"] if role in paper else None}
+        # The reference of the pairs is FLuRKA, so that the times faster are the other way round.
+        row |= {"seconds": ours.seconds, "seconds_than": timing.seconds}
+        row |= {"faster": 1 / timing.ratio, "faster_min": 1 / timing.ratio_max, "faster_max": 1 / timing.ratio_min}
+        rows.append(row)
+    return rows, any(timing.unsteady for timing in timed.values())
+
+
+def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
+    """Every row of the paper's shapes for which it claims fewer operations, beside the goal."""
+    return [
+        Verdict(
+            f"{row['shape']}, {row['method']}: times faster than {row['than']}", row["faster"], GOALS[row["role"]], True
+        )
+        for row in rows
+        if row["claimed"] and row["shape"] in PAPER
+    ]
+
+
+def draw(rows: Sequence[Mapping[str, Any]]):
+    """Bars of how many times faster FLuRKA is, by count and on the clock, a panel for every role."""
+    from matplotlib.figure import Figure
+
+    roles = list(dict.fromkeys(row["role"] for row in rows))
+    most = max(sum(row["role"] == role for row in rows) for role in roles)
+    figure = Figure(figsize=(5 * len(roles), 0.4 * most + 1.5), layout="constrained")
+    for role, axes in zip(roles, figure.subplots(1, len(roles), squeeze=False)[0], strict=True):
+        here = [row for row in rows if row["role"] == role]
+        names = [f"{row['shape']}\n{row['method']}" for row in here]
+        pairs = {"by count": [row["by_count"] for row in here], "on the clock": [row["faster"] for row in here]}
+        bars(axes, names, pairs, f"times faster than {'exact' if role == 'exact' else f'the {role} parent'}")
+    return figure
+
+
+def parse_shapes(values: Sequence[str], features: int | None) -> dict[str, Shape]:
+    """Names of `SHAPES`, or N:W:H:P."""
+    found = {}
+    for text in split_list(values) or list(SHAPES):
+        sizes = text.split(":")
+        if text in SHAPES:
+            shape = SHAPES[text]
+        elif len(sizes) == 4 and all(size.isdecimal() and int(size) > 0 for size in sizes):
+            shape = _shape(*map(int, sizes))
+        else:
+            raise UnsupportedAttentionError(f"--shape {text!r} is not one of {', '.join(SHAPES)}, nor N:W:H:P")
+        if shape.hidden % shape.heads:
+            raise UnsupportedAttentionError(f"--shape {text!r}: {shape.heads} heads do not divide {shape.hidden}")
+        found[text] = shape if features is None else shape._replace(features=features)
+    return found
+
+
+def _format(row: Mapping[str, Any]) -> tuple[str, ...]:
+    def ratio(key: str) -> str:
+        return "" if row[key] is None else f"{row[key]:.2f}x"
+
+    return (
+        row["shape"],
+        row["method"],
+        row["than"],
+        "" if row["claimed"] is None else "yes" if row["claimed"] else "no",
+        "" if row["multiplications"] is None else f"{row['multiplications'] / 1e9:.1f}",
+        "" if row["multiplications_than"] is None else f"{row['multiplications_than'] / 1e9:.1f}",
+        ratio("by_paper"),
+        ratio("by_count"),
+        f"{1000 * row['seconds']:.1f}",
+        f"{1000 * row['seconds_than']:.1f}",
+        ratio("faster"),
+        f"{row['faster_min']:.2f}..{row['faster_max']:.2f}",
+    )
+
+
+@app.command(epilog="Example: python -m recipes.benchmarks.flurka --shape bert,4096:768:12:128 --kernel linear")
+def flurka(
+    shape: Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME", show_default=False, help=f"{', '.join(SHAPES)}, or N:W:H:P; repeated. [default: all]"
+        ),
+    ] = [],  # noqa: B006 (typer copies it)
+    kernel: Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME", show_default=False, help="linear, performer, repeated or with commas. [default: all]"
+        ),
+    ] = [],  # noqa: B006
+    features: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Of the performer. [default: the width of a head]")
+    ] = None,
+    exact: Annotated[bool, typer.Option("--exact/--no-exact", help="Time exact attention too.")] = True,
+    threads: Threads = 2,
+    rounds: Rounds = 5,
+    seed: Seed = 0,
+    check: Check = False,
+    csv: Csv = None,
+    plot: Plot = None,
+) -> None:
+    """Counted multiplications and times of FLuRKA layers, beside those of its parents and of exact attention."""
+    check_outputs(csv, plot)
+    shapes, names, there = parse_shapes(shape, features), split_list(kernel) or kernels(), kernels()
+    for name in names:
+        if name not in there:
+            raise UnsupportedAttentionError(f"--kernel {name!r} is not one of {', '.join(there)}")
+    rows: list[dict[str, Any]] = []
+    unsteady, steps = False, len(shapes) * len(names) * rounds * (2 + exact)
+    with use_threads(threads), tqdm(total=steps, unit="pair", disable=None, leave=False) as bar:
+        for title, sizes in shapes.items():
+            for name in names:
+                bar.set_description(f"{title} {name}")
+                found, shaky = measure(title, sizes, name, rounds, seed, exact, bar)
+                rows, unsteady = rows + found, unsteady or shaky
+    write(rows, csv, plot, draw)
+    for title, sizes in shapes.items():
+        typer.echo(f"{title}: N {sizes.length}, W {sizes.hidden}, H {sizes.heads}, P {sizes.rows}, F {sizes.features}")
+    headers = (
+        "shape", "FLuRKA", "than", "claimed", "10^9", "10^9 of it", "paper's count", "our count", "ms", "ms of it",
+        "faster", "min..max",
+    )  # fmt: skip
+    typer.echo("\n" + table(headers, [_format(row) for row in rows]))
+    typer.echo(
+        "\n10^9: multiplications of a layer. paper's count: how many times as many operations as FLuRKA by Eq. 6-8; "
+        "our count: multiplications of this code.\n"
+        f"threads {threads}; medians of {rounds} rounds; torch {torch.__version__}"
+    )
+    if unsteady:
+        typer.echo(UNSTEADY)
+    if check:
+        conclude(verdicts(rows))
+
+
+if __name__ == "__main__":
+    main_of(app, "python -m recipes.benchmarks.flurka")
