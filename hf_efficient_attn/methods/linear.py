@@ -21,7 +21,7 @@ from hf_efficient_attn.ops.scan import exclusive_prefix_sum, running_sum
 
 _CHUNK = 64
 # Numbers at a time, of 8 heads, where nothing is kept for a gradient: their features then stay in the cache.
-_TILE, _HEADS = 1 << 19, 8
+_TILE, _HEADS = 1 << 20, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,21 +104,23 @@ def _tiled(query, key, value, mask, out=None, *, scale) -> Tensor:
         exp_(torch.clamp(x, max=0.0, out=phi))
         return torch.maximum(phi, torch.add(x, 1.0, out=linear), out=phi)
 
-    state, norm = first.new_zeros(heads, width, value.shape[2]), first.new_zeros(heads, width, 1)
+    state, norm = first.new_zeros(heads, width, value.shape[2]), first.new_zeros(heads, 1, width)
     for at in range(0, columns, tile):
         here = slice(at, at + tile)
         phi = features(key[:, here].to(wide))
         phi = phi if mask is None else phi.mul_(mask[:, here, None])
         state.baddbmm_(phi.transpose(1, 2), value[:, here].to(wide))
-        norm += phi.sum(1).unsqueeze(2)
+        norm += phi.sum(1, keepdim=True)
     for at in range(0, length, tile):
         here = slice(at, at + tile)
         rows = query[:, here].to(wide)
         phi = features(rows if abs(stretch - 1.0) < 1e-12 else rows * stretch)
+        # A product with one column takes half the time of one with 64.
+        total = torch.mul(phi, norm, out=second[:, : rows.shape[1]]).sum(2, keepdim=True)
         if out.dtype == wide:
-            _divide(torch.bmm(phi, state, out=out[:, here]), phi @ norm)
+            _divide(torch.bmm(phi, state, out=out[:, here]), total)
         else:
-            out[:, here] = _divide(phi @ state, phi @ norm)
+            out[:, here] = _divide(phi @ state, total)
     return out
 
 
@@ -146,20 +148,20 @@ def _causal_walk(query, key, value, mask, before: tuple[Tensor, Tensor] | None =
     """`_causal` of (A, N, .) without gradient or dropout: one walk over tiles of chunks, in memory that stays warm."""
     (heads, length, width), wide = query.shape, accumulator(query.dtype)
     size = min(_CHUNK, length)
-    tile = max(1, _TILE // (2 * heads * size * max(size, width))) * size
+    tile = max(1, _TILE // (4 * heads * size * max(size, width))) * size
     out = value.new_empty(heads, length, value.shape[2]) if out is None else out
     if before is None:
         before = query.new_zeros(heads, width, value.shape[2], dtype=wide), query.new_zeros(heads, width, dtype=wide)
-    state, norm = before[0][:, None], before[1][:, None, :, None]
+    state, norm = before[0][:, None], before[1][:, None, None]
     for at in range(0, length, tile):
         here = slice(at, min(at + tile, length))
         phi_q, phi_k = _features(query[:, here], key[:, here], None if mask is None else mask[:, here], scale)
         phi_q, phi_k, values = (pad_to_blocks(x, size) for x in (phi_q, phi_k, value[:, here].to(wide)))
         columns = phi_k.transpose(2, 3)
         state = running_sum(columns @ values, None, state[:, -1])
-        norm = running_sum(columns.sum(3, keepdim=True), None, norm[:, -1])
+        norm = running_sum(phi_k.sum(2, keepdim=True), None, norm[:, -1])
         own = (phi_q @ columns).tril_()
-        total = own.sum(3, keepdim=True).add_(phi_q @ norm[:, :-1])
+        total = own.sum(3, keepdim=True).add_((phi_q * norm[:, :-1]).sum(3, keepdim=True))
         got = _divide((own @ values).add_(phi_q @ state[:, :-1]), total)
         out[:, here] = got.flatten(1, 2)[:, : here.stop - at]
     return out

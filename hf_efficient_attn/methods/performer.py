@@ -105,7 +105,7 @@ def _causal_walk(
 ) -> Tensor:
     """`_causal` without gradient or dropout: one walk over tiles of chunks of (A, N, .), in memory that stays warm.
 
-    The sums over all keys before a chunk, S (A, F, Dv) and Z (A, F, 1), are those of exp(log feature - r) with r
+    The sums over all keys before a chunk, S (A, F, Dv) and Z (A, 1, F), are those of exp(log feature - r) with r
     (A, 1, F) the highest log feature so far: nothing overflows, and no later key has a part in it.
     """
     (heads, length, width), count, wide = query.shape, features.shape[0], accumulator(query.dtype)
@@ -118,7 +118,7 @@ def _causal_walk(
         empty = query.new_zeros(heads, count, dtype=wide)
         start = Partial(empty.new_zeros(heads, count, value.shape[2]), empty - torch.inf)
     top = start.lse.unsqueeze(1) * LOG2_E
-    sums, norm = start.out[:, None], (start.lse != -torch.inf).to(wide)[:, None, :, None]
+    sums, norm = start.out[:, None], (start.lse != -torch.inf).to(wide)[:, None, None]
     for at in range(0, length, tile):
         here = slice(at, min(at + tile, length))
         queries, keys, values, bias = _scaled(
@@ -134,12 +134,12 @@ def _causal_walk(
         weights = keys.sub_(finite(tops[:, 1:]).unsqueeze(2)).exp2_().transpose(2, 3)
         kept = torch.exp2(tops[:, :-1] - finite(tops[:, 1:])).unsqueeze(3)
         sums = running_sum(weights @ values, kept, sums[:, -1])
-        norm = running_sum(weights.sum(3, keepdim=True), kept, norm[:, -1])
+        norm = running_sum(weights.sum(3).unsqueeze(2), kept.transpose(2, 3), norm[:, -1])
         # What is before the chunk and the chunk itself, each divided by its sum, by their shares of the whole.
         queries += tops[:, :-1].unsqueeze(2)
         far_top = queries.amax(3, keepdim=True)
         far = queries.sub_(finite(far_top)).exp2_()
-        parts = (own.sum(3, keepdim=True), own_top), (far @ norm[:, :-1], far_top)
+        parts = (own.sum(3, keepdim=True), own_top), ((far * norm[:, :-1]).sum(3, keepdim=True), far_top)
         # Sums too small for their inverse count as none.
         lses = [(total.log2() + top).masked_fill_(total < tiny, -torch.inf) for total, top in parts]
         common = finite(torch.maximum(*lses))
