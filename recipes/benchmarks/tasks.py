@@ -26,7 +26,7 @@ from hf_efficient_attn.cli import Settings, label, main_of, parse_lengths, parse
 from hf_efficient_attn.demo import minilm_folder, quiet_loading
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods.base import MethodConfig
-from recipes.benchmarks.error import data_folder, photograph
+from recipes.benchmarks.error import Data, data_folder, photograph, there
 from recipes.benchmarks.report import Csv, check_outputs, write_csv
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
@@ -45,7 +45,6 @@ METHODS = (
     "eva",
 )
 
-Data = Annotated[pathlib.Path | None, typer.Option(metavar="FOLDER", help="[default: $HEA_DATA or ../shared/data]")]
 Budget = Annotated[list[str], typer.Option(metavar="N", show_default=False, help="Columns. [default: 64,128,256]")]
 Method = Annotated[
     list[str],
@@ -53,14 +52,16 @@ Method = Annotated[
 ]
 
 
+def xquad_articles(data: pathlib.Path) -> list[list[dict[str, Any]]]:
+    """The paragraphs, with their questions, of each article of XQuAD (English)."""
+    path = there(data / "squad" / "xquad.en.json.gz", "questions and paragraphs")
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        return [article["paragraphs"] for article in json.load(file)["data"]]
+
+
 def xquad(data: pathlib.Path) -> tuple[list[str], list[str], Tensor]:
     """Paragraphs, questions, and for each question the number of its paragraph."""
-    path = data / "squad" / "xquad.en.json.gz"
-    if not path.exists():
-        raise UnsupportedAttentionError(f"{path} is not there: give the data folder by --data or HEA_DATA")
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        articles = json.load(file)["data"]
-    paragraphs = [paragraph for article in articles for paragraph in article["paragraphs"]]
+    paragraphs = [paragraph for article in xquad_articles(data) for paragraph in article]
     questions = [(qa["question"], i) for i, paragraph in enumerate(paragraphs) for qa in paragraph["qas"]]
     return [p["context"] for p in paragraphs], [q for q, _ in questions], torch.tensor([i for _, i in questions])
 
