@@ -322,7 +322,7 @@ def sizes(tokens, width, values, heads=2):
     return normal(1, heads, tokens, width), normal(1, heads, tokens, width, seed=1), normal(1, heads, tokens, values)
 
 
-# Multiplications of one head of N tokens, queries and keys of width D and values of width Dv, where no tile is filled up.
+# Multiplications of one head of N tokens, queries and keys of width D and values of width Dv; no tile is filled up.
 @pytest.mark.parametrize(
     ("config", "multiplications"),
     [
@@ -520,22 +520,11 @@ def test_budget_skips_methods_that_are_not_there(monkeypatch, capsys):
 
 
 def test_scale_reaches_the_mean_of_the_values(capsys):
-    arguments = [
-        "--source",
-        "random",
-        "--length",
-        "32",
-        "--budget",
-        "8",
-        "--rounds",
-        "1",
-        "--seeds",
-        "1",
-        "--no-memory",
-    ]
-    assert run(budget, *arguments, "--method", "longformer", "--scale", "0") == 0
+    arguments = ["--source", "random", "--length", "32", "--budget", "8", "--rounds", "1", "--seeds", "1"]
+    arguments += ["--no-memory", "--method", "longformer"]
+    assert run(budget, *arguments, "--scale", "0") == 0
     assert "scale 0" in (out := capsys.readouterr().out) and "an error of 0.000" in out
-    assert run(budget, *arguments, "--method", "longformer") == 0
+    assert run(budget, *arguments) == 0
     assert "an error of 0.000" not in capsys.readouterr().out
 
 

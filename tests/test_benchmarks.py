@@ -224,7 +224,7 @@ def test_error_command_on_minilm(tmp_path, capsys, monkeypatch):
     wide, narrow = sorted(read_csv(table), key=lambda row: float(row["error"]))
     assert (wide["budget"], narrow["budget"]) == ("128", "64")
     assert "minilm: 512 tokens, 6 layers, 12 heads of 32, 1 inputs" in out
-    assert "one seed" in out
+    assert "| attention  | 64" in out and "± deviation" in out
     assert "| NO " in out
     assert picture.read_bytes().startswith(b"\x89PNG")
 

@@ -8,9 +8,9 @@ budget (`with_budget`: the cost per query of so many exact columns; the paper's 
 operator norm, mean over seeds; floating-point operations of a call; median time of a call, beside exact attention's;
 extra memory, as a multiple of the three inputs, by the peaks of child processes (`recipes.benchmarks.memory`).
 Operations are those of the matrix products, two for every multiplication (`operations`): exponentials, sums, sorts,
-gathers and the draw of orthogonal projections are not among them. Methods are those of the paper that are registered here, unless --method names others. The
-error of the mean of the values, which costs nothing, is printed beside them. DATA holds `wordvectors`; by default it
-is $HEA_DATA or ../shared/data.
+gathers and the draw of orthogonal projections are not among them. Methods are those of the paper that are registered
+here, unless --method names others. The error of the mean of the values, which costs nothing, is printed beside them.
+DATA holds `wordvectors`; by default it is $HEA_DATA or ../shared/data.
 
 To expect: with scores divided by sqrt(d), as in the paper's formulas, the attention is so flat that the mean of the
 values has an error of .055 already; performer comes to that, and kdeformer, whose samples estimate the mean, to .22 at

@@ -172,16 +172,17 @@ def deit_activations(data: pathlib.Path, count: int, pixels: int = 512) -> list[
 def photograph(
     archive: zipfile.ZipFile, name: str, pixels: int, settings: Mapping[str, Any], crop: float = 1.0
 ) -> Tensor:
-    """(1, 3, pixels, pixels): a square in the middle, `crop` of the shorter side wide, resized and normalised."""
+    """(1, 3, pixels, pixels): resized, the square in the middle, `crop` of the shorter side wide, and normalised."""
     import numpy as np
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     with archive.open(name) as file:
         picture = Image.open(file).convert("RGB")
-    side = round(crop * min(picture.size))
-    left, top = ((length - side) // 2 for length in picture.size)
-    picture = picture.crop((left, top, left + side, top + side))
-    picture = ImageOps.fit(picture, (pixels, pixels), Image.Resampling(settings["resample"]))
+    shorter, side = min(picture.size), round(pixels / crop)
+    size = tuple(side * length // shorter for length in picture.size)
+    left, top = (round((length - pixels) / 2) for length in size)
+    picture = picture.resize(size, Image.Resampling(settings["resample"]))
+    picture = picture.crop((left, top, left + pixels, top + pixels))
     values = torch.from_numpy(np.array(picture)).float().permute(2, 0, 1) / 255
     mean, deviation = (torch.tensor(settings[f"image_{what}"]).view(3, 1, 1) for what in ("mean", "std"))
     return ((values - mean) / deviation)[None]
@@ -293,10 +294,16 @@ def draw(rows: Sequence[Mapping[str, Any]], path: pathlib.Path, title: str) -> N
         figure.savefig(draft, dpi=150)
 
 
-def _spread(row: Mapping[str, Any]) -> str:
-    if row["seeds"] == 1:
-        return "one seed"
-    return f"± {row['deviation']:.3f}" if row["deviation"] else "none drawn"
+def by_method(rows: Sequence[Mapping[str, Any]], mean: float) -> tuple[list[str], list[list[str]]]:
+    """Headers and cells of the errors, a row for each method and a column for each budget; * is more than `mean`."""
+    budgets = list(dict.fromkeys(row["budget"] for row in rows))
+    cells: dict[str, list[str]] = {}
+    for row in rows:
+        spread = f" ± {row['deviation']:.3f}" if row["deviation"] else ""
+        cells.setdefault(row["method"], [row["method"]]).append(
+            f"{row['error']:.3f}{spread}" + " *" * (row["error"] > mean)
+        )
+    return ["attention", *(str(budget) for budget in budgets)], list(cells.values())
 
 
 @app.command(epilog="Example: python -m recipes.benchmarks.error --data data --budget 64,128,256 --plot error.png")
@@ -325,7 +332,7 @@ def error(
         int, typer.Option(metavar="N", min=2, help="MiniLM: more than 512 are windows of 512, laid end to end.")
     ] = 512,
     causal: Annotated[bool, typer.Option("--causal", help="Causal attention, by the methods that have it.")] = False,
-    by_layer: Annotated[bool, typer.Option("--by-layer", help="A column for every layer.")] = False,
+    by_layer: Annotated[bool, typer.Option("--by-layer", help="The error of every layer too.")] = False,
     check: Check = False,
     csv: Csv = None,
     plot: Plot = None,
@@ -339,9 +346,11 @@ def error(
     check_outputs(csv, plot)
     configs = list(parse_methods(method or METHODS, setting).values())
     if causal and not method:
-        configs = [config for config in configs if hea.method_info(config.method).causal]
-    read, usual = readers[model]
-    budgets = parse_lengths(budget) or [usual]
+        # The causal forms have one near field, the window, whatever `near_field` says.
+        usual = parse_methods([name for name in METHODS if "near_field" not in name], setting).values()
+        configs = [config for config in usual if hea.method_info(config.method).causal]
+    read, default = readers[model]
+    budgets = parse_lengths(budget) or [default]
     for config in configs:
         for columns in budgets:
             config.with_budget(columns)
@@ -362,21 +371,17 @@ def error(
     title = f"{model}: {length} tokens{form}, {len(layers)} layers, {heads} heads of {width}, {seen} inputs"
     if plot is not None:
         draw(rows, plot, title)
-    shown = layers if by_layer else []
-    headers = ("attention", "budget", "error", "over seeds", *(key.replace("_", " ") for key in shown))
-    cells = [
-        (
-            r["method"],
-            r["budget"],
-            f"{r['error']:.3f}" + " *" * (r["error"] > mean),
-            _spread(r),
-            *(f"{r[key]:.3f}" for key in shown),
-        )
-        for r in rows
-    ]
-    typer.echo(table(headers, cells))
-    typer.echo(f"\n{title}. Relative operator norm, mean over heads, layers and inputs; {seeds} seeds.")
-    typer.echo(f"* worse than the mean of the values given to every query, {mean:.3f}.")
+    typer.echo(table(*by_method(rows, mean)))
+    if by_layer:
+        headers = ("attention", "budget", *(key.replace("_", " ") for key in layers))
+        cells = [(row["method"], row["budget"], *(f"{row[key]:.3f}" for key in layers)) for row in rows]
+        typer.echo("\n" + table(headers, cells))
+    typer.echo(
+        f"\n{title}. Relative operator norm at budgets of so many columns, mean over heads, layers and inputs; "
+        f"{seeds} seeds (± deviation between them, where something is drawn)."
+    )
+    mean_of = "values so far" if causal else "values"
+    typer.echo(f"* worse than the mean of the {mean_of} given to every query, {mean:.3f}.")
     if check:
         conclude(
             [

@@ -1,7 +1,7 @@
 """What a method costs on a task, without training: search and image classification by real pretrained models.
 
     python -m recipes.benchmarks.tasks search --data DATA      (MiniLM on XQuAD: which of 240 paragraphs answers?)
-    python -m recipes.benchmarks.tasks images --data DATA      (DeiT-tiny on photographs of ImageNet's 1,000 classes)
+    python -m recipes.benchmarks.tasks images --data DATA      (DeiT-tiny on a photograph of each ImageNet class)
 
 search: every question and every paragraph of XQuAD (English) is embedded by MiniLM, mean-pooled over up to 512 tokens;
 recall@1 is the share of the 1,190 questions whose own paragraph has the highest cosine of all 240, MRR the mean of one
@@ -13,7 +13,7 @@ import gzip
 import json
 import pathlib
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -24,26 +24,15 @@ from tqdm import tqdm
 import hf_efficient_attn as hea
 from hf_efficient_attn.cli import Settings, label, main_of, parse_lengths, parse_methods, table
 from hf_efficient_attn.demo import minilm_folder, quiet_loading
-from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods.base import MethodConfig
+from recipes.benchmarks import error
 from recipes.benchmarks.error import Data, data_folder, photograph, there
 from recipes.benchmarks.report import Csv, check_outputs, write_csv
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
 
-METHODS = (
-    "kdeformer",
-    "kdeformer:near_field=window",
-    "hyperattention",
-    "longformer",
-    "linear",
-    "performer",
-    "nystromformer",
-    "linformer",
-    "reformer",
-    "scatterbrain",
-    "eva",
-)
+# Of each method its paper's draw.
+METHODS = tuple(name for name in error.METHODS if "draw=" not in name)
 
 Budget = Annotated[list[str], typer.Option(metavar="N", show_default=False, help="Columns. [default: 64,128,256]")]
 Method = Annotated[
@@ -91,13 +80,12 @@ def ranks(questions: Tensor, paragraphs: Tensor, own: Tensor) -> Tensor:
 def photographs(data: pathlib.Path, pixels: int, batch: int = 20) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches of pictures (b, 3, pixels, pixels) with their classes (b,): all 1,000 at 224 pixels, else 100 originals.
 
-    Of each its middle, 7/8 of the shorter side wide, as in the evaluation of DeiT.
+    Of each its middle, 7/8 of the shorter side wide, as in the evaluation of DeiT: the picture is resized so that its
+    shorter side is 8/7 of `pixels` (256 of 224), and the square in the middle cut out.
     """
     name = "imagenet1k-sample-256px.zip" if pixels == 224 else "imagenet1k-sample-original-100.zip"
-    folder, path = data / "models" / "deit-tiny-imagenet", data / "images" / name
-    for place in (folder, path):
-        if not place.exists():
-            raise UnsupportedAttentionError(f"{place} is not there: give the data folder by --data or HEA_DATA")
+    folder = there(data / "models" / "deit-tiny-imagenet", "DeiT-tiny")
+    path = there(data / "images" / name, "photographs")
     settings = json.loads((folder / "preprocessor_config.json").read_text())
     with zipfile.ZipFile(path) as archive, zipfile.ZipFile(path.with_name("imagenet1k-sample-256px.zip")) as whole:
         # A class is the rank of its WordNet number, with which the file names begin, among the thousand.
@@ -114,11 +102,11 @@ def _is_picture(name: str) -> bool:
 
 
 @torch.inference_mode()
-def top_one(model, data: pathlib.Path, pixels: int, bar: tqdm) -> float:
-    """Share of the photographs whose class comes first."""
+def top_one(model, batches: Iterable[tuple[Tensor, Tensor]], bar: tqdm) -> float:
+    """Share of the photographs whose class comes first: batches of pictures (b, 3, P, P) and classes (b,)."""
     right = total = 0
-    for pictures, classes in photographs(data, pixels):
-        guessed = model(pixel_values=pictures, interpolate_pos_encoding=pixels != 224).logits.argmax(1)
+    for pictures, classes in batches:
+        guessed = model(pixel_values=pictures, interpolate_pos_encoding=True).logits.argmax(1)
         right, total = right + int((guessed == classes).sum()), total + len(classes)
         bar.update(len(classes))
     return right / total
@@ -196,16 +184,16 @@ def images(
     check_outputs(csv, None)
     wanted, data = settings_of(method, setting, budget), data_folder(data)
     folder = data / "models" / "deit-tiny-imagenet"
-    count = 1000 if pixels == 224 else 100
-    # The first batch shows whether the data is there, before any model is loaded.
-    next(photographs(data, pixels, 1))
+    batches = list(photographs(data, pixels))
+    count = sum(len(classes) for _, classes in batches)
     rows = run(
         lambda: ViTForImageClassification.from_pretrained(folder),
         wanted,
         count,
-        lambda model, bar: {"top-1": top_one(model, data, pixels, bar)},
+        lambda model, bar: {"top-1": top_one(model, batches, bar)},
     )
-    show(rows, csv, f"DeiT-tiny, {count} photographs of {pixels} x {pixels} pixels; not trained further.")
+    size = f"{pixels} x {pixels} pixels ({(pixels // 16) ** 2 + 1} tokens)"
+    show(rows, csv, f"DeiT-tiny, {count} photographs of {size}; not trained further.")
 
 
 if __name__ == "__main__":
