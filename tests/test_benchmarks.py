@@ -3,11 +3,15 @@
 import csv
 import gzip
 import importlib.util
+import io
+import json
 import os
 import pathlib
+import zipfile
 
 import pytest
 import torch
+from tqdm import tqdm
 from transformers import BertConfig, BertModel
 
 import hf_efficient_attn as hea
@@ -272,8 +276,96 @@ def test_search_by_exact_attention_is_as_known(data, tmp_path):
     assert float(ours["recall@1"]) > 0.86
 
 
-@pytest.mark.skipif(not (DATA / "models" / "deit-tiny-imagenet").is_dir(), reason="needs DeiT-tiny in HEA_DATA")
-@pytest.mark.skipif(importlib.util.find_spec("PIL") is None, reason="needs Pillow")
+def test_methods_by_budgets():
+    rows = [
+        {"method": name, "budget": budget, "error": error, "deviation": deviation}
+        for budget in (64, 128)
+        for name, error, deviation in (("eva", 40 / budget, 0.01), ("linear", 0.5, 0.0))
+    ]
+    headers, cells = error.by_method(rows, 0.5)
+    assert headers == ["attention", "64", "128"]
+    assert cells == [["eva", "0.625 ± 0.010 *", "0.312 ± 0.010"], ["linear", "0.500", "0.500"]]
+
+
+def test_causal_errors_leave_out_what_has_no_causal_form(monkeypatch, capsys):
+    methods = ("linear", "kdeformer", "kdeformer:near_field=window", "nystromformer")
+    monkeypatch.setattr(error, "METHODS", methods)
+    monkeypatch.setattr(error, "minilm_activations", lambda *_, length: tiny_activations()[0])
+    arguments = ["--budget", "8", "--seeds", "1", "--by-layer"]
+    # Each of them is in two tables, the second by layer; the causal form has one near field.
+    for causal, shown in (([], [2, 4, 2]), (["--causal"], [2, 2, 0])):
+        assert accuracy(*arguments, *causal) == 0
+        out = capsys.readouterr().out
+        assert [out.count(f"\n| {name} ") for name in ("linear", "kdeformer", "nystromformer")] == shown
+        assert ("mean of the values so far" in out) == bool(causal)
+        assert "| layer 1 |" in out
+
+
+def test_tasks_are_shown_by_budgets(capsys):
+    rows = [{"attention": "sdpa", "budget": "all", "top-1": 0.75}]
+    rows += [{"attention": "eva", "budget": budget, "top-1": budget / 100} for budget in (64, 96)]
+    tasks.show(rows, None, "Note.")
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [" ".join(line.split()) for line in lines] == [
+        "| attention | top-1, 64 | top-1, 96 |",
+        "| sdpa | 0.750 | 0.750 |",
+        "| eva | 0.640 | 0.960 |",
+    ]
+
+
+SHARED = DATA / "models" / "deit-tiny-imagenet"
+needs_deit = pytest.mark.skipif(not SHARED.is_dir(), reason="needs DeiT-tiny in HEA_DATA")
+needs_pillow = pytest.mark.skipif(importlib.util.find_spec("PIL") is None, reason="needs Pillow")
+
+
+@needs_pillow
+@pytest.mark.parametrize(("size", "white"), [((80, 40), (24, 4, 56, 36)), ((40, 80), (4, 24, 36, 56))])
+def test_photograph_is_the_square_in_the_middle(size, white):
+    """A white square on black, 8/10 of the shorter side wide: more than is cut out at a crop of 1 / 2, less than at 1."""
+    from PIL import Image
+
+    picture, file = Image.new("RGB", size), io.BytesIO()
+    picture.paste((255, 255, 255), white)
+    picture.save(file, "PNG")
+    settings = {"resample": 3, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.25]}
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("picture.jpg", file.getvalue())
+    with zipfile.ZipFile(packed) as archive:
+        middle, whole = (error.photograph(archive, "picture.jpg", 20, settings, crop) for crop in (0.5, 1.0))
+    assert middle.shape == whole.shape == (1, 3, 20, 20)
+    assert (middle[:, :2] == 1).all() and (middle[:, 2] == 2).all()
+    assert (whole[:, :2, 4:16, 4:16] == 1).all()
+    edges = torch.cat((whole[0, 0, 0], whole[0, 0, -1], whole[0, 0, :, 0], whole[0, 0, :, -1]))
+    assert (edges == -1).all()
+
+
+@needs_deit
+@needs_pillow
+@pytest.mark.slow
+@pytest.mark.parametrize(("pixels", "known"), [(224, 0.796), (512, 0.75)])
+def test_exact_classification_is_as_known(pixels, known):
+    """79.6 % and 75 %; another version of an image decoder may tip a photograph or two."""
+    from transformers import ViTForImageClassification
+
+    model = ViTForImageClassification.from_pretrained(SHARED).eval()
+    with tqdm(disable=True) as bar:
+        found = tasks.top_one(model, tasks.photographs(DATA, pixels), bar)
+    assert found == pytest.approx(known, abs=0.002 if pixels == 224 else 0.02)
+
+
+@needs_deit
+@needs_pillow
+def test_photographs_come_with_their_classes():
+    names = json.loads((SHARED / "config.json").read_text())["id2label"]
+    pictures, classes = next(tasks.photographs(DATA, 64, batch=5))
+    assert pictures.shape == (5, 3, 64, 64)
+    # Every tenth of the thousand, in the order of the classes.
+    assert classes.tolist() == [0, 10, 20, 30, 40] and len(names) == 1000
+
+
+@needs_deit
+@needs_pillow
 def test_deit_activations():
     found = error.deit_activations(DATA, 1, pixels=256)
     assert [one.layer for one in found] == list(range(12))

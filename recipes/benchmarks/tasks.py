@@ -14,7 +14,7 @@ import json
 import pathlib
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -22,7 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.cli import Settings, label, main_of, parse_lengths, parse_methods, table
+from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods, table
 from hf_efficient_attn.demo import minilm_folder, quiet_loading
 from hf_efficient_attn.methods.base import MethodConfig
 from recipes.benchmarks import error
@@ -37,7 +37,7 @@ METHODS = tuple(name for name in error.METHODS if "draw=" not in name)
 Budget = Annotated[list[str], typer.Option(metavar="N", show_default=False, help="Columns. [default: 64,128,256]")]
 Method = Annotated[
     list[str],
-    typer.Option(metavar="NAME", show_default=False, help="NAME or NAME:key=value. [default: most]"),
+    typer.Option(metavar="NAME", show_default=False, help="NAME or NAME:key=value. [default: all, both near fields]"),
 ]
 
 
@@ -112,21 +112,30 @@ def top_one(model, batches: Iterable[tuple[Tensor, Tensor]], bar: tqdm) -> float
     return right / total
 
 
-def settings_of(method: list[str], setting: Sequence[str], budget: list[str]) -> list[tuple[MethodConfig, int]]:
+class Setting(NamedTuple):
+    """A method at a budget; None and "all" are exact attention."""
+
+    name: str
+    budget: int | str
+    config: MethodConfig | None
+
+
+def settings_of(method: list[str], setting: Sequence[str], budget: list[str]) -> list[Setting]:
     """Every method with every budget, checked before any work."""
     budgets = parse_lengths(budget) or [64, 128, 256]
-    configs = parse_methods(method or METHODS, setting).values()
-    return [(config.with_budget(columns), columns) for config in configs for columns in budgets]
+    configs = parse_methods(method or METHODS, setting)
+    return [
+        Setting(name, columns, config.with_budget(columns)) for name, config in configs.items() for columns in budgets
+    ]
 
 
-def run(load: Callable[[], Any], wanted: Sequence[tuple[MethodConfig, int]], total: int, evaluate) -> list[dict]:
-    """A row for exact attention and one for every method: evaluate(model, bar) -> figures by name."""
+def run(load: Callable[[], Any], wanted: Sequence[Setting], total: int, evaluate) -> list[dict[str, Any]]:
+    """A row for exact attention and one for every setting: evaluate(model, bar) -> figures by name."""
     rows = []
     with tqdm(total=total * (1 + len(wanted)), disable=None, leave=False) as bar:
-        for config, columns in [(None, "all"), *wanted]:
+        for name, columns, config in [Setting("sdpa", "all", None), *wanted]:
             with quiet_loading():
                 model = load().eval()
-            name = "sdpa" if config is None else label(config)
             bar.set_description(name)
             if config is not None:
                 hea.convert(model, config)
@@ -134,12 +143,17 @@ def run(load: Callable[[], Any], wanted: Sequence[tuple[MethodConfig, int]], tot
     return rows
 
 
-def show(rows: list[dict], csv: pathlib.Path | None, note: str) -> None:
+def show(rows: list[dict[str, Any]], csv: pathlib.Path | None, note: str) -> None:
+    """A line for each method, a column for each budget and figure; exact attention has the same in all budgets."""
     if csv is not None:
         write_csv(csv, rows)
-    headers = tuple(rows[0])
-    typer.echo(table(headers, [[f"{v:.3f}" if isinstance(v, float) else v for v in row.values()] for row in rows]))
-    typer.echo(f"\n{note}")
+    budgets = list(dict.fromkeys(row["budget"] for row in rows[1:]))
+    figures = [name for name in rows[0] if name not in ("attention", "budget")]
+    cells: dict[str, list[str]] = {}
+    for row in [rows[0]] * len(budgets) + rows[1:]:
+        cells.setdefault(row["attention"], [row["attention"]]).extend(f"{row[name]:.3f}" for name in figures)
+    typer.echo(table(("attention", *(f"{name}, {budget}" for budget in budgets for name in figures)), cells.values()))
+    typer.echo(f"\n{note} Budgets are columns.")
 
 
 @app.command(epilog="Example: python -m recipes.benchmarks.tasks search --method kdeformer --budget 64")
