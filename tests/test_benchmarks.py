@@ -321,7 +321,7 @@ needs_pillow = pytest.mark.skipif(importlib.util.find_spec("PIL") is None, reaso
 @needs_pillow
 @pytest.mark.parametrize(("size", "white"), [((80, 40), (24, 4, 56, 36)), ((40, 80), (4, 24, 36, 56))])
 def test_photograph_is_the_square_in_the_middle(size, white):
-    """A white square on black, 8/10 of the shorter side wide: more than is cut out at a crop of 1 / 2, less than at 1."""
+    """White on black, 8/10 of the shorter side wide: more than is cut out at a crop of 1 / 2, less than at 1."""
     from PIL import Image
 
     picture, file = Image.new("RGB", size), io.BytesIO()
