@@ -301,6 +301,26 @@ def test_causal_errors_leave_out_what_has_no_causal_form(monkeypatch, capsys):
         assert "| layer 1 |" in out
 
 
+def test_a_task_runs_what_is_the_same_at_all_budgets_once():
+    wanted, runs = tasks.settings_of(["linear", "longformer:window_size=2"], [], ["8,16"]), []
+
+    def evaluate(model, bar):
+        runs.append(model.config._attn_implementation)
+        return {"runs": len(runs)}
+
+    with torch.random.fork_rng():
+        model = BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8, vocab_size=9)
+        rows = tasks.run(lambda: BertModel(model), wanted, 1, evaluate)
+    assert [(row["attention"], row["budget"], row["runs"]) for row in rows] == [
+        ("sdpa", "all", 1),
+        ("linear", 8, 2),
+        ("linear", 16, 2),
+        ("longformer (window_size=2)", 8, 3),
+        ("longformer (window_size=2)", 16, 4),
+    ]
+    assert runs == ["sdpa", "linear", "longformer", "longformer"]
+
+
 def test_tasks_are_shown_by_budgets(capsys):
     rows = [{"attention": "sdpa", "budget": "all", "top-1": 0.75}]
     rows += [{"attention": "eva", "budget": budget, "top-1": budget / 100} for budget in (64, 96)]

@@ -22,7 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods, table
+from hf_efficient_attn.cli import Settings, label, main_of, parse_lengths, parse_methods, table
 from hf_efficient_attn.demo import minilm_folder, quiet_loading
 from hf_efficient_attn.methods.base import MethodConfig
 from recipes.benchmarks import error
@@ -131,16 +131,18 @@ def settings_of(method: list[str], setting: Sequence[str], budget: list[str]) ->
 
 def run(load: Callable[[], Any], wanted: Sequence[Setting], total: int, evaluate) -> list[dict[str, Any]]:
     """A row for exact attention and one for every setting: evaluate(model, bar) -> figures by name."""
-    rows = []
-    with tqdm(total=total * (1 + len(wanted)), disable=None, leave=False) as bar:
-        for name, columns, config in [Setting("sdpa", "all", None), *wanted]:
+    settings = [Setting("sdpa", "all", None), *wanted]
+    # A method without a budget is the same at all of them.
+    figures: dict[MethodConfig | None, dict[str, float]] = dict.fromkeys(config for _, _, config in settings)
+    with tqdm(total=total * len(figures), disable=None, leave=False) as bar:
+        for config in figures:
             with quiet_loading():
                 model = load().eval()
-            bar.set_description(name)
+            bar.set_description("sdpa" if config is None else label(config))
             if config is not None:
                 hea.convert(model, config)
-            rows.append({"attention": name, "budget": columns, **evaluate(model, bar)})
-    return rows
+            figures[config] = evaluate(model, bar)
+    return [{"attention": name, "budget": columns, **figures[config]} for name, columns, config in settings]
 
 
 def show(rows: list[dict[str, Any]], csv: pathlib.Path | None, note: str) -> None:
