@@ -363,9 +363,9 @@ def test_photograph_is_the_square_in_the_middle(size, white):
 @needs_deit
 @needs_pillow
 @pytest.mark.slow
-@pytest.mark.parametrize(("pixels", "known"), [(224, 0.796), (512, 0.75)])
+@pytest.mark.parametrize(("pixels", "known"), [(224, 0.783), (512, 0.75)])
 def test_exact_classification_is_as_known(pixels, known):
-    """79.6 % and 75 %; another version of an image decoder may tip a photograph or two."""
+    """78.3 % and 75 %; another version of the image library may tip a photograph or two."""
     from transformers import ViTForImageClassification
 
     model = ViTForImageClassification.from_pretrained(SHARED).eval()

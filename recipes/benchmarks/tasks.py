@@ -7,6 +7,9 @@ search: every question and every paragraph of XQuAD (English) is embedded by Min
 recall@1 is the share of the 1,190 questions whose own paragraph has the highest cosine of all 240, MRR the mean of one
 over its rank. images: top-1 is the share of photographs whose class comes first. DATA holds `squad/xquad.en.json.gz`,
 `models/deit-tiny-imagenet` and `images/imagenet1k-sample-*.zip`; by default it is $HEA_DATA or ../shared/data.
+
+To expect of exact attention: recall@1 .887; top-1 .783 on the thousand photographs at 224 pixels, .750 on the hundred
+at 512. How they are cut moves that by two hundredths: whole squares have .804 at 224, the whole picture squeezed .783.
 """
 
 import gzip
