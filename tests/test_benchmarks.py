@@ -376,6 +376,21 @@ def test_exact_classification_is_as_known(pixels, known):
 
 @needs_deit
 @needs_pillow
+def test_images_larger_than_those_trained_on(monkeypatch, capsys):
+    """17 x 17 + 1 tokens, more than the 198 positions of the model: methods with tables need longer ones."""
+    first = [next(tasks.photographs(DATA, 272, batch=2))]
+    monkeypatch.setattr(tasks, "photographs", lambda *_: first)
+    arguments = ["images", "--pixels", "272", "--budget", "16", "--data", str(DATA)]
+    assert cli.run(tasks.app, arguments, "tasks") == 0
+    out = capsys.readouterr().out
+    assert "2 photographs of 272 x 272 pixels (290 tokens)" in out
+    assert all(
+        f"| {name} " in out for name in ("sdpa", "linformer", "flurka_performer", "longformer (global_tokens=1)")
+    )
+
+
+@needs_deit
+@needs_pillow
 def test_photographs_come_with_their_classes():
     names = json.loads((SHARED / "config.json").read_text())["id2label"]
     pictures, classes = next(tasks.photographs(DATA, 64, batch=5))
