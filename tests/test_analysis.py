@@ -4,13 +4,16 @@ import csv
 import gzip
 import json
 import math
+import re
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_efficient_attn as hea
 from hf_efficient_attn import analysis, cli
+from hf_efficient_attn.ops import near_far
 from recipes.analysis import budget, inputs, sparsity, spectrum
 
 REFUSED = hea.UnsupportedAttentionError
@@ -312,6 +315,67 @@ def test_no_gradient_flows():
     assert not analysis.head_to_tail(query, query).requires_grad
 
 
+# --- operations ---
+
+
+def sizes(tokens, width, values, heads=2):
+    return normal(1, heads, tokens, width), normal(1, heads, tokens, width, seed=1), normal(1, heads, tokens, values)
+
+
+# Multiplications of one head of N tokens, queries and keys of width D and values of width Dv; no tile is filled up.
+@pytest.mark.parametrize(
+    ("config", "multiplications"),
+    [
+        (None, lambda n, d, dv: n * n * d + n * n * dv),
+        # Hash codes of queries and keys; scores of 8 + 24 columns, and their product with the values.
+        (
+            hea.HyperAttentionConfig(block_size=8, num_samples=24, num_hashes=7, near_field="lsh"),
+            lambda n, d, dv: 2 * n * 7 * d + n * 32 * (d + dv),
+        ),
+        # The state of the keys; what each query reads from it, and its denominator.
+        (hea.LinearConfig(), lambda n, d, dv: n * d * dv + n * d * dv + n * d),
+        # Features of queries and keys; the state of the keys, and what each query reads from it.
+        (hea.PerformerConfig(num_features=32), lambda n, d, dv: 2 * n * 32 * d + 2 * n * 32 * dv),
+        # Projected keys and values; attention to them.
+        (hea.LinformerConfig(projection_dim=12), lambda n, d, dv: 12 * n * (d + dv) + n * 12 * (d + dv)),
+    ],
+    ids=lambda x: getattr(x, "method", None),
+)
+@pytest.mark.parametrize("values", [16, 10])
+@pytest.mark.parametrize("path", ["fused", "grouped", "differentiable"])
+def test_operations_are_two_for_every_multiplication(config, multiplications, values, path, monkeypatch):
+    monkeypatch.setattr(near_far, "use_grouped", lambda *_: path == "grouped")
+    tensors = sizes(96, 16, values)
+    if path == "differentiable":
+        tensors = tuple(x.requires_grad_() for x in tensors)
+    assert budget.operations(config, tensors) == 2 * 2 * multiplications(96, 16, values)
+
+
+class Products(TorchDispatchMode):
+    """The operators called whose names speak of a product."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        packet = operator._overloadpacket
+        if re.search(r"mm|mv|dot|conv|attention|attend|outer|cdist", packet.__name__):
+            self.seen.add(packet)
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", hea.available_methods())
+@pytest.mark.parametrize("grouped", [False, True])
+def test_every_product_is_counted(name, grouped, monkeypatch):
+    monkeypatch.setattr(near_far, "use_grouped", lambda *_: grouped)
+    config = hea.method_info(name).config_class().with_budget(32)
+    with torch.no_grad(), Products() as products:
+        hea.attention(config, *sizes(96, 16, 16))
+    counted = set(torch.utils.flop_counter.flop_registry) | set(budget.FORMULAS)
+    assert products.seen and products.seen <= counted
+
+
 # --- commands ---
 
 
@@ -396,8 +460,6 @@ def test_spectrum_of_random_numbers(tmp_path, picture, capsys):
 def test_scale_reaches_the_scores():
     # Scores of 0: every output is the mean of the values, and every weight 1 / 32.
     tensors = budget.read("random", None, 32, 0)
-    assert budget.mean_error(tensors, 0.0) == pytest.approx(0.0, abs=1e-6)
-    assert budget.mean_error(tensors, None) > 0.1
     query, key = spectrum.read("random", None, 32, 0, 0, 0)
     configs = cli.parse_methods(["longformer:window_size=3"])
     whole, rest = spectrum.measure(query, key, configs, 0, scale=0.0)
@@ -437,9 +499,11 @@ def test_budget_on_word_vectors(tmp_path, picture, capsys):
     assert (small["method"], small["budget"]) == ("longformer", "16")
     assert float(small["error"]) > 0.01 > 1e-5 > float(whole["error"])
     assert all(float(row["seconds"]) > 0 for row in (exact, small, whole))
+    assert int(exact["operations"]) == 4 * 200**2 * 100 > int(small["operations"]) > 0
+    assert int(whole["operations"]) >= int(exact["operations"])
     assert drawn(picture)
     out = capsys.readouterr().out
-    assert "glove: 200 tokens" in out
+    assert "glove: 200 tokens" in out and "GFLOP" in out
     values = budget.read("glove", tmp_path, 200, 0)
     exact = analysis.softmax_matrix(*values[:2]) @ values[2].double()
     error = torch.linalg.matrix_norm(values[2].double().mean(2, keepdim=True) - exact, ord=2)
@@ -453,6 +517,15 @@ def test_budget_skips_methods_that_are_not_there(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "no such method is registered: not_written_yet" in out
     assert "| hyperattention | 8" in out and "±" in out
+
+
+def test_scale_reaches_the_mean_of_the_values(capsys):
+    arguments = ["--source", "random", "--length", "32", "--budget", "8", "--rounds", "1", "--seeds", "1"]
+    arguments += ["--no-memory", "--method", "longformer"]
+    assert run(budget, *arguments, "--scale", "0") == 0
+    assert "scale 0" in (out := capsys.readouterr().out) and "an error of 0.000" in out
+    assert run(budget, *arguments) == 0
+    assert "an error of 0.000" not in capsys.readouterr().out
 
 
 def test_budget_measures_memory(capsys, tmp_path):

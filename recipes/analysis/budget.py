@@ -5,18 +5,21 @@
 
 One head: Q and V are random choices of GloVe vectors of width 100, K = Q, as in the paper. For every method and
 budget (`with_budget`: the cost per query of so many exact columns; the paper's "feature dimension"): relative error in
-operator norm, mean over seeds; median time of a call, beside exact attention's; extra memory, as a multiple of the
-three inputs, by the peaks of child processes (`recipes.benchmarks.memory`). The paper plots floating-point operations
-too, which say less of a CPU than its clock. Methods are those of the paper that are registered here, unless --method
-names others. The error of the mean of the values, which costs nothing, is printed beside them. DATA holds
-`wordvectors`; by default it is $HEA_DATA or ../shared/data.
+operator norm, mean over seeds; floating-point operations of a call; median time of a call, beside exact attention's;
+extra memory, as a multiple of the three inputs, by the peaks of child processes (`recipes.benchmarks.memory`).
+Operations are those of the matrix products, two for every multiplication (`operations`): exponentials, sums, sorts,
+gathers and the draw of orthogonal projections are not among them. Methods are those of the paper that are registered
+here, unless --method names others. The error of the mean of the values, which costs nothing, is printed beside them.
+DATA holds `wordvectors`; by default it is $HEA_DATA or ../shared/data.
 
 To expect: with scores divided by sqrt(d), as in the paper's formulas, the attention is so flat that the mean of the
-values has an error of .055 already; performer comes to that, and kdeformer, whose samples estimate the mean, to .22 at
-a budget of 512. With `--scale 1` the mean has .78, performer .87 and kdeformer .11; in the paper's figure, too,
-performer is far above the others.
+values has an error of .055 already; at a budget of 512, performer comes to that, scatterbrain to .03, reformer to .07,
+and kdeformer, whose samples estimate the mean, to .22. With `--scale 1` the mean has .78, performer .90, reformer .29,
+scatterbrain .14 and kdeformer .11; in the paper's figure, too, performer is far above the others. At that budget each
+takes 1.8 to 3.4 GFLOP, a fifteenth to an eighth of the 26.8 of exact attention.
 """
 
+import math
 import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
@@ -26,15 +29,17 @@ import torch
 import typer
 from torch import Tensor
 from torch.utils.benchmark import timer
+from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.analysis import attention_error, exact_output, relative_error
+from hf_efficient_attn.analysis import attention_error, exact_output
 from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods, table
 from hf_efficient_attn.demo import replacing
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods.base import MethodConfig
-from recipes.analysis.inputs import Data, data_folder, glove_vectors
+from recipes.analysis.inputs import glove_vectors
+from recipes.benchmarks.error import Activation, Data, curves, data_folder, exact_outputs, mean_error
 from recipes.benchmarks.memory import EXACT, extra_memory
 from recipes.benchmarks.report import Csv, Plot, check_outputs, write_csv
 
@@ -56,10 +61,40 @@ def read(source: str, data: pathlib.Path, length: int, seed: int) -> tuple[Tenso
     return query, query, value
 
 
-def mean_error(inputs: tuple[Tensor, Tensor, Tensor], scale: float | None) -> float:
-    """Error of giving every query the mean of the values: a method with a greater one has not found the attention."""
-    exact = exact_output(*inputs, scale=scale)
-    return relative_error(inputs[2].double().mean(2, keepdim=True).expand_as(exact), exact).operator.item()
+def _call(config: MethodConfig | None, inputs: tuple[Tensor, ...]) -> None:
+    if config is None:
+        torch.nn.functional.scaled_dot_product_attention(*inputs)
+    else:
+        hea.attention(config, *inputs)
+
+
+def _attention_operations(query, key, value, *_, out_shape=None, **__) -> int:
+    """(..., Nq, D), (..., Nk, D), (..., Nk, Dv), shapes: the two products, of the scores and with the values."""
+    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+
+def _added_product_operations(_, left, right, **__) -> int:
+    """(B, N, M) += (B, N, K) (B, K, M), shapes."""
+    return 2 * math.prod(left) * right[-1]
+
+
+# The products that torch's counter has no formula for.
+FORMULAS = {
+    torch.ops.aten.baddbmm_: _added_product_operations,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_operations,
+    torch.ops.hf_efficient_attn.attend: _attention_operations,
+}
+
+
+def operations(config: MethodConfig | None, inputs: tuple[Tensor, ...]) -> int:
+    """Floating-point operations of the matrix products of a call, two for every multiplication.
+
+    Counted as they are computed: rows that fill up a tile, and pairs that a mask then shuts out, count as well.
+    """
+    counter = FlopCounterMode(display=False, custom_mapping=FORMULAS)
+    with counter:
+        _call(config, inputs)
+    return counter.get_total_flops()
 
 
 def _seconds(config: MethodConfig | None, inputs: tuple[Tensor, ...], rounds: int) -> float:
@@ -67,10 +102,7 @@ def _seconds(config: MethodConfig | None, inputs: tuple[Tensor, ...], rounds: in
     times = []
     for _ in range(rounds + 1):
         start = timer()
-        if config is None:
-            torch.nn.functional.scaled_dot_product_attention(*inputs)
-        else:
-            hea.attention(config, *inputs)
+        _call(config, inputs)
         times.append(timer() - start)
     return statistics.median(times[1:])
 
@@ -97,6 +129,7 @@ def measure(
             "budget": budget,
             "error": statistics.fmean(found),
             "deviation": statistics.stdev(found) if len(found) > 1 else 0.0,
+            "operations": operations(config, inputs),
             "seconds": _seconds(config, inputs, rounds),
             "extra_memory": extra_memory(config, case) if memory else None,
         }
@@ -122,31 +155,17 @@ def measure(
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: pathlib.Path, title: str) -> None:
-    """Error against budget, time and, where it was measured, memory."""
+    """Error against budget, operations, time and, where it was measured, memory."""
     from matplotlib.figure import Figure
 
-    panels = {"budget": "budget (columns)", "seconds": "seconds a call"}
+    panels = {"budget": "budget (columns)", "operations": "operations a call", "seconds": "seconds a call"}
     if rows[0]["extra_memory"] is not None:
         panels["extra_memory"] = "extra memory / inputs"
     figure = Figure(figsize=(4.5 * len(panels), 4), layout="constrained")
     for axes, (key, name) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
-        for method in dict.fromkeys(row["method"] for row in rows[1:]):
-            own = [row for row in rows if row["method"] == method]
-            axes.errorbar(
-                [row[key] for row in own],
-                [row["error"] for row in own],
-                [row["deviation"] for row in own],
-                marker="o",
-                label=method,
-            )
-        if key == "budget":
-            ticks = sorted({row["budget"] for row in rows[1:]})
-            axes.set_xscale("log")
-            axes.set_xticks(ticks, [str(tick) for tick in ticks])
-            axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
-        else:
+        curves(axes, rows[1:], key, name)
+        if key != "budget":
             axes.axvline(rows[0][key], color="k", linestyle=":", label="exact")
-        axes.set(xlabel=name, ylabel="relative error (operator norm)")
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
     figure.axes[-1].legend(fontsize="small")
@@ -206,7 +225,8 @@ def budget(
     try:
         inputs = read(source, data_folder(data), length, seed)
         rows = measure(configs, inputs, columns, seeds=seeds, rounds=rounds, memory=memory, scale=scale)
-        mean = mean_error(inputs, scale)
+        one = [Activation(0, *inputs, scale)]
+        mean = mean_error(one, exact_outputs(one))
         threads = torch.get_num_threads()
     finally:
         torch.set_num_threads(before)
@@ -217,20 +237,21 @@ def budget(
         write_csv(csv, rows)
     if plot is not None:
         draw(rows, plot, title)
-    headers = ("attention", "budget", "error", "ms", "times faster", "extra memory / inputs")
+    headers = ("attention", "budget", "error", "GFLOP", "ms", "times faster", "extra memory / inputs")
     exact = rows[0]["seconds"]
     cells = [
         (
             row["method"],
             row["budget"] or "",
             f"{row['error']:.3f}" + (f" ± {row['deviation']:.3f}" if row["deviation"] else ""),
+            f"{row['operations'] / 1e9:.2f}",
             f"{1000 * row['seconds']:.1f}",
             f"{exact / row['seconds']:.1f}x",
             *(() if row["extra_memory"] is None else (f"{row['extra_memory']:.2f}",)),
         )
         for row in rows
     ]
-    typer.echo(table(headers[: 6 if memory else 5], cells))
+    typer.echo(table(headers[: 7 if memory else 6], cells))
     typer.echo(f"\n{title}. Relative error in operator norm, {seeds} seeds; medians of {rounds} calls.")
     typer.echo(f"The mean of the values, given to every query, has an error of {mean:.3f}.")
 

@@ -1,32 +1,15 @@
 """Real inputs of the analyses: word vectors, questions' paragraphs, and the activations of pretrained models."""
 
-import gzip
-import json
-import os
 import pathlib
 from collections.abc import Iterator
-from typing import Annotated
 
 import torch
-import typer
 from torch import Tensor
 
 from hf_efficient_attn.demo import minilm_folder, quiet_loading
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from recipes.benchmarks.error import Activation, capture
-
-Data = Annotated[pathlib.Path | None, typer.Option(metavar="FOLDER", help="[default: $HEA_DATA or ../shared/data]")]
-
-
-def data_folder(data: pathlib.Path | None) -> pathlib.Path:
-    """The folder that was given, or the usual one; whether a file is there is asked where it is read."""
-    return data or pathlib.Path(os.environ.get("HEA_DATA", "../shared/data"))
-
-
-def _there(path: pathlib.Path, what: str) -> pathlib.Path:
-    if not path.exists():
-        raise UnsupportedAttentionError(f"no {what} at {path}: give the data folder by --data or HEA_DATA")
-    return path
+from recipes.benchmarks.error import Activation, capture, there
+from recipes.benchmarks.tasks import xquad_articles
 
 
 def glove_vectors(data: pathlib.Path, count: int, seed: int | None = None) -> Tensor:
@@ -37,7 +20,7 @@ def glove_vectors(data: pathlib.Path, count: int, seed: int | None = None) -> Te
     """
     import numpy as np
 
-    path = _there(data / "wordvectors" / "glove100d_top32768_fp16.npy", "word vectors")
+    path = there(data / "wordvectors" / "glove100d_top32768_fp16.npy", "word vectors")
     vectors = torch.from_numpy(np.load(path)).float()
     if count > vectors.shape[0]:
         raise UnsupportedAttentionError(f"{path} holds {vectors.shape[0]} vectors, not {count}; ask for fewer tokens")
@@ -48,10 +31,7 @@ def glove_vectors(data: pathlib.Path, count: int, seed: int | None = None) -> Te
 
 def squad_texts(data: pathlib.Path, unit: str) -> list[str]:
     """Paragraphs of SQuAD, or all paragraphs of each article joined (`unit` "paragraph" or "article")."""
-    path = _there(data / "squad" / "xquad.en.json.gz", "questions and paragraphs")
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        articles = json.load(file)["data"]
-    found = [[paragraph["context"] for paragraph in article["paragraphs"]] for article in articles]
+    found = [[paragraph["context"] for paragraph in article] for article in xquad_articles(data)]
     return [text for texts in found for text in texts] if unit == "paragraph" else [" ".join(texts) for texts in found]
 
 
@@ -59,7 +39,7 @@ def load_text_model(name: str, data: pathlib.Path):
     """Model, tokenizer and the longest sequence: "minilm" (BERT) or "gpt2" (the GPT-2 of `models/gpt2-books`)."""
     from transformers import AutoModel, AutoTokenizer
 
-    folder = minilm_folder() if name == "minilm" else _there(data / "models" / "gpt2-books", "GPT-2")
+    folder = minilm_folder() if name == "minilm" else there(data / "models" / "gpt2-books", "GPT-2")
     with quiet_loading():
         return AutoModel.from_pretrained(folder), AutoTokenizer.from_pretrained(folder), 512
 

@@ -30,8 +30,8 @@ from hf_efficient_attn.analysis import head_to_tail, order_statistics_ratio
 from hf_efficient_attn.cli import main_of, table
 from hf_efficient_attn.demo import replacing
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from recipes.analysis.inputs import Data, data_folder, load_text_model, squad_texts, text_activations
-from recipes.benchmarks.error import Activation
+from recipes.analysis.inputs import load_text_model, squad_texts, text_activations
+from recipes.benchmarks.error import Activation, Data, data_folder
 from recipes.benchmarks.report import Csv, Plot, check_outputs, write_csv
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)

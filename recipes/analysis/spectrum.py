@@ -33,8 +33,8 @@ from hf_efficient_attn.cli import Settings, main_of, parse_methods, split_list, 
 from hf_efficient_attn.demo import replacing
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods.base import MethodConfig
-from recipes.analysis.inputs import Data, data_folder, glove_vectors
-from recipes.benchmarks.error import deit_activations
+from recipes.analysis.inputs import glove_vectors
+from recipes.benchmarks.error import Data, data_folder, deit_activations
 from recipes.benchmarks.report import Csv, Plot, check_outputs, write_csv
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)

@@ -1,16 +1,16 @@
 """Error of the methods on the queries, keys and values of real models.
 
-    python -m recipes.benchmarks.error --data DATA                          (MiniLM, 512 tokens of books, about 2
-    minutes) python -m recipes.benchmarks.error --data DATA --model deit             (DeiT-tiny, 512-pixel
-    photographs, 1025 tokens)
+    python -m recipes.benchmarks.error --data DATA                         (MiniLM, 512 tokens of books; 2 minutes)
+    python -m recipes.benchmarks.error --data DATA --tokens 4096 --causal  (windows of 512, laid end to end)
+    python -m recipes.benchmarks.error --data DATA --model deit            (DeiT-tiny, 512 pixels: 1,025 tokens)
 
 For every layer and head: |A - E|_op / |E|_op, where E is the output of exact attention (N x Dv), A that of the method
 on the same inputs, and |.|_op the largest singular value; averaged over heads, layers and inputs. Each method gets
 the budget of so many exact columns (`with_budget`), and methods that draw at random are run with several seeds: the
 table gives the mean and the standard deviation over seeds. DATA holds `text/books/*.txt.gz` for MiniLM (which comes
 from PyPI), and for DeiT `models/deit-tiny-imagenet` and `images/imagenet1k-sample-original-100.zip`; by default it is
-$HEA_DATA or ../shared/data. Expected with `--check`: kdeformer at most .42, with a window as its near field at most
-.30, at a budget of 128.
+$HEA_DATA or ../shared/data. With `--causal` only methods that have a causal form are measured. Expected with `--check`:
+kdeformer at most .42, with a window as its near field at most .30, at a budget of 128.
 """
 
 import functools
@@ -97,6 +97,25 @@ def capture(load: Callable[[str], torch.nn.Module], forward: Callable[[torch.nn.
     return found
 
 
+Data = Annotated[pathlib.Path | None, typer.Option(metavar="FOLDER", help="[default: $HEA_DATA or ../shared/data]")]
+
+
+def data_folder(given: pathlib.Path | None) -> pathlib.Path:
+    """The folder given, or that of $HEA_DATA, or ../shared/data; whether a file is there is asked where it is read."""
+    return given or pathlib.Path(os.environ.get("HEA_DATA", "../shared/data"))
+
+
+def there(path: pathlib.Path, what: str) -> pathlib.Path:
+    """The path, if it exists.
+
+    Raises:
+        UnsupportedAttentionError: it does not; the message says how to name the data folder.
+    """
+    if not path.exists():
+        raise UnsupportedAttentionError(f"no {what} at {path}: give the data folder by --data or HEA_DATA")
+    return path
+
+
 def minilm_activations(data: pathlib.Path, count: int, length: int = 512) -> list[Activation]:
     """Layers of MiniLM on `length` tokens of passages from `count` books.
 
@@ -104,11 +123,9 @@ def minilm_activations(data: pathlib.Path, count: int, length: int = 512) -> lis
     """
     from transformers import AutoTokenizer, BertModel
 
-    books = sorted((data / "text" / "books").glob("*.txt.gz"))
+    books = sorted(there(data / "text" / "books", "books").glob("*.txt.gz"))
     if not books:
-        raise UnsupportedAttentionError(
-            f"no books at {data / 'text/books'}: give the data folder by --data or HEA_DATA"
-        )
+        raise UnsupportedAttentionError(f"no books in {data / 'text' / 'books'}: *.txt.gz are wanted")
     tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
     found = []
     for book in books[:count]:
@@ -133,10 +150,8 @@ def deit_activations(data: pathlib.Path, count: int, pixels: int = 512) -> list[
     """Layers of DeiT-tiny on `count` photographs of `pixels` x `pixels`: (pixels / 16)^2 + 1 tokens."""
     from transformers import ViTForImageClassification
 
-    folder, images = data / "models" / "deit-tiny-imagenet", data / "images" / "imagenet1k-sample-original-100.zip"
-    for place in (folder, images):
-        if not place.exists():
-            raise UnsupportedAttentionError(f"{place} is not there: give the data folder by --data or HEA_DATA")
+    folder = there(data / "models" / "deit-tiny-imagenet", "DeiT-tiny")
+    images = there(data / "images" / "imagenet1k-sample-original-100.zip", "photographs")
     if importlib.util.find_spec("PIL") is None:
         raise UnsupportedAttentionError("reading photographs needs Pillow: pip install pillow")
     settings = json.loads((folder / "preprocessor_config.json").read_text())
@@ -154,24 +169,20 @@ def deit_activations(data: pathlib.Path, count: int, pixels: int = 512) -> list[
     return found
 
 
-def data_folder(given: pathlib.Path | None) -> pathlib.Path:
-    """The folder given, or that of $HEA_DATA, or ../shared/data."""
-    return given or pathlib.Path(os.environ.get("HEA_DATA", "../shared/data"))
-
-
 def photograph(
     archive: zipfile.ZipFile, name: str, pixels: int, settings: Mapping[str, Any], crop: float = 1.0
 ) -> Tensor:
-    """(1, 3, pixels, pixels): a square in the middle, `crop` of the shorter side wide, resized and normalised."""
+    """(1, 3, pixels, pixels): resized, the square in the middle, `crop` of the shorter side wide, and normalised."""
     import numpy as np
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     with archive.open(name) as file:
         picture = Image.open(file).convert("RGB")
-    side = round(crop * min(picture.size))
-    left, top = ((length - side) // 2 for length in picture.size)
-    picture = picture.crop((left, top, left + side, top + side))
-    picture = ImageOps.fit(picture, (pixels, pixels), Image.Resampling(settings["resample"]))
+    shorter, side = min(picture.size), round(pixels / crop)
+    size = tuple(side * length // shorter for length in picture.size)
+    left, top = (round((length - pixels) / 2) for length in size)
+    picture = picture.resize(size, Image.Resampling(settings["resample"]))
+    picture = picture.crop((left, top, left + pixels, top + pixels))
     values = torch.from_numpy(np.array(picture)).float().permute(2, 0, 1) / 255
     mean, deviation = (torch.tensor(settings[f"image_{what}"]).view(3, 1, 1) for what in ("mean", "std"))
     return ((values - mean) / deviation)[None]
@@ -248,6 +259,20 @@ def measure(
     return rows
 
 
+def curves(axes, rows: Sequence[Mapping[str, Any]], key: str, name: str) -> None:
+    """Error, with its deviation over seeds, against row[key], a line for each method; budgets on a logarithmic axis."""
+    for method in dict.fromkeys(row["method"] for row in rows):
+        own = [row for row in rows if row["method"] == method]
+        points = ([row[column] for row in own] for column in (key, "error", "deviation"))
+        axes.errorbar(*points, marker="o", label=method)
+    if key == "budget":
+        ticks = sorted({row["budget"] for row in rows})
+        axes.set_xscale("log")
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+    axes.set(xlabel=name, ylabel="relative error (operator norm)")
+
+
 def draw(rows: Sequence[Mapping[str, Any]], path: pathlib.Path, title: str) -> None:
     """Error against budget, or bars of one budget."""
     from matplotlib.figure import Figure
@@ -261,18 +286,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: pathlib.Path, title: str) -> N
         title = f"{title}; budget {budgets[0]}"
         axes.set(xlabel="relative error (operator norm)")
     else:
-        for name in labels:
-            own = [row for row in rows if row["method"] == name]
-            axes.errorbar(
-                [r["budget"] for r in own],
-                [r["error"] for r in own],
-                [r["deviation"] for r in own],
-                marker="o",
-                label=name,
-            )
-        axes.set(xlabel="budget (columns)", ylabel="relative error (operator norm)", xscale="log")
-        axes.set_xticks(budgets, [str(budget) for budget in budgets])
-        axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+        curves(axes, rows, "budget", "budget (columns)")
         axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
     figure.suptitle(title, fontsize="medium")
@@ -280,18 +294,22 @@ def draw(rows: Sequence[Mapping[str, Any]], path: pathlib.Path, title: str) -> N
         figure.savefig(draft, dpi=150)
 
 
-def _spread(row: Mapping[str, Any]) -> str:
-    if row["seeds"] == 1:
-        return "one seed"
-    return f"± {row['deviation']:.3f}" if row["deviation"] else "none drawn"
+def by_method(rows: Sequence[Mapping[str, Any]], mean: float) -> tuple[list[str], list[list[str]]]:
+    """Headers and cells of the errors, a row for each method and a column for each budget; * is more than `mean`."""
+    budgets = list(dict.fromkeys(row["budget"] for row in rows))
+    cells: dict[str, list[str]] = {}
+    for row in rows:
+        spread = f" ± {row['deviation']:.3f}" if row["deviation"] else ""
+        cells.setdefault(row["method"], [row["method"]]).append(
+            f"{row['error']:.3f}{spread}" + " *" * (row["error"] > mean)
+        )
+    return ["attention", *(str(budget) for budget in budgets)], list(cells.values())
 
 
 @app.command(epilog="Example: python -m recipes.benchmarks.error --data data --budget 64,128,256 --plot error.png")
 def error(
     model: Annotated[str, typer.Option(metavar="MODEL", help="minilm (512 tokens) or deit (1025 tokens).")] = "minilm",
-    data: Annotated[
-        pathlib.Path | None, typer.Option(metavar="FOLDER", help="[default: $HEA_DATA or ../shared/data]")
-    ] = None,
+    data: Data = None,
     budget: Annotated[
         list[str],
         typer.Option(
@@ -314,7 +332,7 @@ def error(
         int, typer.Option(metavar="N", min=2, help="MiniLM: more than 512 are windows of 512, laid end to end.")
     ] = 512,
     causal: Annotated[bool, typer.Option("--causal", help="Causal attention, by the methods that have it.")] = False,
-    by_layer: Annotated[bool, typer.Option("--by-layer", help="A column for every layer.")] = False,
+    by_layer: Annotated[bool, typer.Option("--by-layer", help="The error of every layer too.")] = False,
     check: Check = False,
     csv: Csv = None,
     plot: Plot = None,
@@ -328,9 +346,11 @@ def error(
     check_outputs(csv, plot)
     configs = list(parse_methods(method or METHODS, setting).values())
     if causal and not method:
-        configs = [config for config in configs if hea.method_info(config.method).causal]
-    read, usual = readers[model]
-    budgets = parse_lengths(budget) or [usual]
+        # The causal forms have one near field, the window, whatever `near_field` says.
+        usual = parse_methods([name for name in METHODS if "near_field" not in name], setting).values()
+        configs = [config for config in usual if hea.method_info(config.method).causal]
+    read, default = readers[model]
+    budgets = parse_lengths(budget) or [default]
     for config in configs:
         for columns in budgets:
             config.with_budget(columns)
@@ -351,21 +371,17 @@ def error(
     title = f"{model}: {length} tokens{form}, {len(layers)} layers, {heads} heads of {width}, {seen} inputs"
     if plot is not None:
         draw(rows, plot, title)
-    shown = layers if by_layer else []
-    headers = ("attention", "budget", "error", "over seeds", *(key.replace("_", " ") for key in shown))
-    cells = [
-        (
-            r["method"],
-            r["budget"],
-            f"{r['error']:.3f}" + " *" * (r["error"] > mean),
-            _spread(r),
-            *(f"{r[key]:.3f}" for key in shown),
-        )
-        for r in rows
-    ]
-    typer.echo(table(headers, cells))
-    typer.echo(f"\n{title}. Relative operator norm, mean over heads, layers and inputs; {seeds} seeds.")
-    typer.echo(f"* worse than the mean of the values given to every query, {mean:.3f}.")
+    typer.echo(table(*by_method(rows, mean)))
+    if by_layer:
+        headers = ("attention", "budget", *(key.replace("_", " ") for key in layers))
+        cells = [(row["method"], row["budget"], *(f"{row[key]:.3f}" for key in layers)) for row in rows]
+        typer.echo("\n" + table(headers, cells))
+    typer.echo(
+        f"\n{title}. Relative operator norm at budgets of so many columns, mean over heads, layers and inputs; "
+        f"{seeds} seeds (± deviation between them, where something is drawn)."
+    )
+    mean_of = "values so far" if causal else "values"
+    typer.echo(f"* worse than the mean of the {mean_of} given to every query, {mean:.3f}.")
     if check:
         conclude(
             [
