@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_efficient_attn import functional
-from hf_efficient_attn.ops import causal, near_far
+from hf_efficient_attn.ops import causal, near_far, tiles
 from hf_efficient_attn.ops.blocks import ceil_div, inverse, over_heads, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.exact import exact_attention, key_bias
 from hf_efficient_attn.ops.features import key_state, orthogonal_features, read_state
@@ -26,7 +26,7 @@ from hf_efficient_attn.ops.sampling import (
     systematic_sample,
 )
 from hf_efficient_attn.ops.scan import exclusive_prefix_sum
-from hf_efficient_attn.ops.tiles import attend_grouped, use_grouped
+from hf_efficient_attn.ops.tiles import attend_grouped
 from hf_efficient_attn.ops.window import window_partial
 from instances import numbers
 
@@ -891,14 +891,41 @@ def test_grouped_attention_is_attention(rows, tiles, columns, width, hole):
 
 @pytest.mark.parametrize("near_field", ["lsh", "window"])
 @pytest.mark.parametrize("length", [301, 1100])
-def test_both_cpu_paths_agree(near_field, length):
+def test_both_cpu_paths_agree(near_field, length, monkeypatch):
     """With oneDNN and without it: what runs depends on the processor and the number of threads."""
     query, key, value = (torch.randn(2, 3, length, 16) for _ in range(3))
     mask = torch.rand(2, length) > 0.3
     options = {"near_field": near_field, "block_size": 32, "num_samples": 32, "attention_mask": mask}
+    outs = []
+    for grouped in (False, True):
+        monkeypatch.setattr(near_far, "use_grouped", lambda *_, grouped=grouped: grouped)
+        outs.append(functional.kdeformer_attention(query, key, value, **options))
+    torch.testing.assert_close(*outs, atol=2e-6, rtol=1e-5)
+    assert not torch.equal(*outs)  # or the same path ran twice
+
+
+@pytest.mark.parametrize(
+    ("vendor", "family", "expected"),
+    [("AuthenticAMD", "25", False), ("AuthenticAMD", "26", True), ("GenuineIntel", "26", False), ("?", "x", False)],
+)
+def test_which_processors_have_full_width_units(tmp_path, vendor, family, expected):
+    one = f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel name\t: a: b\n"
+    (tmp_path / "cpuinfo").write_text(f"{one}\n{one}")
+    assert tiles._full_width_amd(str(tmp_path / "cpuinfo")) is expected
+    assert tiles._full_width_amd(str(tmp_path / "nothing")) is False
+
+
+def test_grouped_products_are_for_plain_float32_only(monkeypatch):
+    monkeypatch.setattr(tiles, "_full_width_amd", lambda: True)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    x = torch.zeros(2, 3)
+    assert tiles.use_grouped(x, None, x)
+    assert not tiles.use_grouped(x, x.double())
+    assert not tiles.use_grouped(x.clone().requires_grad_())
+    with torch.no_grad():
+        assert tiles.use_grouped(x.clone().requires_grad_())
     with torch.backends.mkldnn.flags(enabled=False):
-        assert not use_grouped(query)
-        plain = functional.kdeformer_attention(query, key, value, **options)
-    torch.testing.assert_close(
-        functional.kdeformer_attention(query, key, value, **options), plain, atol=2e-6, rtol=1e-5
-    )
+        assert not tiles.use_grouped(x)
+    monkeypatch.setattr(tiles, "_full_width_amd", lambda: False)
+    assert not tiles.use_grouped(x)

@@ -28,12 +28,12 @@ def gray_rank(bits: Tensor) -> Tensor:
     Returns:
         int64 (...), from 0 to 2**r - 1.
     """
-    code = (bits.to(torch.int64) << torch.arange(bits.shape[-1], device=bits.device)).sum(-1)
-    shift = 1
-    while shift < bits.shape[-1]:  # the parity of all higher bits, by doubling
-        code = code ^ (code >> shift)
-        shift *= 2
-    return code
+    parity = torch.zeros_like(bits[..., 0])
+    rank = torch.zeros(parity.shape, dtype=torch.int64, device=bits.device)
+    for b, bit in reversed(list(enumerate(bits.unbind(-1)))):
+        parity = parity ^ bit
+        rank.add_(parity, alpha=1 << b)
+    return rank
 
 
 def angular_hash(x: Tensor, planes: Tensor) -> Tensor:

@@ -1,10 +1,15 @@
 """Attention of many tiles at once by oneDNN, the second of the two matrix libraries in PyTorch's CPU build.
 
 A product of tiles with matrices of their own is a 1 x 1 convolution in as many groups as there are tiles, which is the
-only way to oneDNN's float32 products through PyTorch's public functions. Where there is AVX-512 it reaches twice the
-speed of the other library (MKL, behind `matmul` and the fused kernel) on processors not made by MKL's maker, so that
-two products with the scores kept in the cache between them take two thirds of the fused kernel's time.
+only way to oneDNN's float32 products through PyTorch's public functions. The other library (MKL, behind `matmul` and
+the fused kernel) does not use the 512-bit units of processors that its maker did not make. Where those work at full
+width, from AMD's Zen 5 on, oneDNN is twice as fast, and two products with the scores kept in the cache between them
+take two thirds of the fused kernel's time; on Zen 4, which halves its 512-bit instructions, they take as long or
+longer.
 """
+
+import functools
+import pathlib
 
 import torch
 from torch import Tensor
@@ -14,8 +19,25 @@ from torch.nn.functional import conv2d
 _SCORES = 1 << 20
 
 
+# The CPU families of AMD are numbered; 26 is Zen 5.
+_AMD, _FULL_WIDTH = "AuthenticAMD", 26
+
+
+@functools.cache
+def _full_width_amd(cpuinfo: str = "/proc/cpuinfo") -> bool:
+    """Whether the processor is AMD's with 512-bit units of full width, as far as Linux tells; elsewhere False."""
+    try:
+        lines = pathlib.Path(cpuinfo).read_text(encoding="utf-8").split("\n\n")[0].splitlines()
+    except OSError:
+        return False
+    facts = dict(line.split(":", 1) for line in lines if ":" in line)
+    facts = {key.strip(): value.strip() for key, value in facts.items()}
+    family = facts.get("cpu family", "")
+    return facts.get("vendor_id") == _AMD and family.isdigit() and int(family) >= _FULL_WIDTH
+
+
 def use_grouped(*tensors: Tensor | None) -> bool:
-    """Whether `attend_grouped` can take these tensors, and is worth it: float32 on a CPU with AVX-512, no gradient.
+    """Whether `attend_grouped` can take these tensors, and is worth it: float32 on such a CPU, and no gradient.
 
     With one thread PyTorch does not give a 1 x 1 convolution to oneDNN, but to a plain loop.
     """
@@ -28,6 +50,7 @@ def use_grouped(*tensors: Tensor | None) -> bool:
         torch.get_num_threads() > 1
         and torch.backends.mkldnn.enabled
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        and _full_width_amd()
     )
 
 
