@@ -222,7 +222,7 @@ def test_error_command_on_minilm(tmp_path, capsys, monkeypatch):
     with gzip.open(folder / "book.txt.gz", "wt", encoding="utf-8") as file:
         file.write(words)
     table, picture = tmp_path / "error.csv", tmp_path / "error.png"
-    monkeypatch.setattr(error, "GOALS", {"longformer": 0.0})
+    monkeypatch.setattr(error, "GOALS", {("minilm", 512): (128, {"longformer": 0.0})})
     arguments = [
         "--data",
         str(tmp_path),
@@ -424,7 +424,7 @@ def test_deit_activations():
     ("arguments", "said"),
     [
         (["--model", "gpt5"], "minilm, deit"),
-        (["--model", "deit", "--check"], "goals hold for"),
+        (["--causal", "--check"], "goals hold for"),
         (["--data", "no/such/folder"], "HEA_DATA"),
         (["--data", "no/such/folder", "--model", "deit"], "HEA_DATA"),
         (["--method", "longformer:global_tokens=200"], "budget of 128"),

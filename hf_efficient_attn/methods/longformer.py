@@ -47,24 +47,28 @@ def attend_window(config, query, key, value, *, mask, is_causal, scale, dropout_
         )
         return out.unflatten(0, query.shape[:2])
 
-    def some_heads(query, key, value, mask=None):
-        return _rows(config, query, key, value, mask, is_causal, options)
+    def some_heads(query, key, value, mask=None, out=None):
+        got = _rows(config, query, key, value, mask, is_causal, options, out)
+        return got if out is None or got.data_ptr() == out.data_ptr() else out.copy_(got)
 
+    result = {"result": (query.shape[2], value.shape[3], value.dtype)}
     if mask is None:
         flat = (x.flatten(0, 1) for x in (query, key, value))
-        return over_heads(some_heads, *flat).unflatten(0, query.shape[:2])
+        return over_heads(some_heads, *flat, **result).unflatten(0, query.shape[:2])
     # With a mask the window's bias differs from tile to tile: one batch row at a time, all heads share it.
     rows = zip(query.unbind(), key.unbind(), value.unbind(), mask, strict=True)
-    return torch.stack([over_heads(functools.partial(some_heads, mask=here), q, k, v) for q, k, v, here in rows])
+    return torch.stack(
+        [over_heads(functools.partial(some_heads, mask=here), q, k, v, **result) for q, k, v, here in rows]
+    )
 
 
-def _rows(config: LongformerConfig, query, key, value, mask, is_causal: bool, options) -> Tensor:
-    """(A, N, D) inputs with one mask (N,) for all of them."""
+def _rows(config: LongformerConfig, query, key, value, mask, is_causal: bool, options, out=None) -> Tensor:
+    """(A, N, D) inputs with one mask (N,) for all of them; `out` is memory that the result may take."""
     length, count = query.shape[1], min(config.global_tokens, query.shape[1])
     left = min(config.window_size, length - 1)
     right = 0 if is_causal else left
     if not count:
-        return window_partial(query, key, value, mask, left=left, right=right, **options).out
+        return window_partial(query, key, value, mask, left=left, right=right, out=out, **options).out
     # The global tokens: the first `count` that are there, at the positions `index`.
     if mask is None:
         index, seen, hidden, rest = torch.arange(count, device=query.device), None, count, None

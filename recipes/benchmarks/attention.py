@@ -43,6 +43,7 @@ METHODS = (
     "eva",
     "flurka_linear",
     "flurka_performer",
+    "flurka_eva",
 )
 SIZES = {"batch": 1, "heads": 8, "width": 64, "dtype": "float32", "threads": 2}
 
