@@ -12,14 +12,15 @@ out).
 Multiplications of the matrix products, for N tokens, hidden size W = H heads of width D, P rows, F features:
 
     exact             3 N W^2 + 2 N^2 W
-    linear            3 N W^2 + 2 N W D + N W
+    linear            3 N W^2 + 2 N W D
     performer         3 N W^2 + 4 N W F
     linformer         3 N W^2 + 4 N P W
-    flurka_linear     N W^2 + 2 P W^2 + 2 N P W + (N + P) W D + N W
+    flurka_linear     N W^2 + 2 P W^2 + 2 N P W + (N + P) W D
     flurka_performer  N W^2 + 2 P W^2 + 2 N P W + 2 (N + P) W F
 
-the projections, the contraction, then the products with the rows or features; the normaliser of `linear` is one too,
-and the small products that give the biases of contracted rows are left out. Those of eva are not counted. The paper
+the projections, the contraction, then the products with the rows or features; the normaliser of `linear`, N W
+multiplications in a sum, and the small products that give the biases of contracted rows are left out. Those of eva are
+not counted. The paper
 (Eq. 6-8) counts, with an operation for every exponential and feature and F = D,
 
     kernel            3 N W^2 + 2 N W + 2 N W D
@@ -136,10 +137,10 @@ def counted(method: str, shape: Shape) -> int | None:
     contracted = n * w * w + 2 * p * w * w + 2 * n * p * w
     counts = {
         EXACT: 3 * n * w * w + 2 * n * n * w,
-        "linear": 3 * n * w * w + 2 * n * w * d + n * w,
+        "linear": 3 * n * w * w + 2 * n * w * d,
         "performer": 3 * n * w * w + 4 * n * w * f,
         LOW_RANK: 3 * n * w * w + 4 * n * p * w,
-        "flurka_linear": contracted + (n + p) * w * d + n * w,
+        "flurka_linear": contracted + (n + p) * w * d,
         "flurka_performer": contracted + 2 * (n + p) * w * f,
     }
     return counts.get(method)
