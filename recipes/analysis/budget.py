@@ -13,8 +13,8 @@ here, unless --method names others. The error of the mean of the values, which c
 DATA holds `wordvectors`; by default it is $HEA_DATA or ../shared/data.
 
 To expect: with scores divided by sqrt(d), as in the paper's formulas, the attention is so flat that the mean of the
-values has an error of .055 already; at a budget of 512, performer comes to that, scatterbrain to .03, reformer to .07,
-and kdeformer, whose samples estimate the mean, to .22. With `--scale 1` the mean has .78, performer .90, reformer .29,
+values has an error of .055 already; at a budget of 512, performer comes to that, scatterbrain to .03, reformer and
+kdeformer, whose samples estimate the mean, to .07. With `--scale 1` the mean has .78, performer .90, reformer .29,
 scatterbrain .14 and kdeformer .11; in the paper's figure, too, performer is far above the others. At that budget each
 takes 1.8 to 3.4 GFLOP, a fifteenth to an eighth of the 26.8 of exact attention.
 """
