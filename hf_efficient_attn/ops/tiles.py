@@ -2,10 +2,10 @@
 
 A product of tiles with matrices of their own is a 1 x 1 convolution in as many groups as there are tiles, which is the
 only way to oneDNN's float32 products through PyTorch's public functions. The other library (MKL, behind `matmul` and
-the fused kernel) does not use the 512-bit units of processors that its maker did not make. Where those work at full
-width, from AMD's Zen 5 on, oneDNN is twice as fast, and two products with the scores kept in the cache between them
-take two thirds of the fused kernel's time; on Zen 4, which halves its 512-bit instructions, they take as long or
-longer.
+the fused kernel) does not seem to use the 512-bit units of processors that its maker did not make. On one such machine
+oneDNN was twice as fast, so that two products with the scores kept in the cache between them took two thirds of the
+fused kernel's time; on a Zen 4, which halves its 512-bit instructions, they took as long or longer. That the first was
+a Zen 5, whose units have full width, is inferred from its speed; from there on oneDNN is used.
 """
 
 import functools
