@@ -38,10 +38,10 @@ TEXT = {"vocab_size": 60, "max_position_embeddings": 64, "pad_token_id": 1}
 KDEFORMER = {"block_size": 8, "num_samples": 8}
 # What is trained, stages whose ends are of ten steps, and arguments of Trainer. Dropout is on everywhere.
 CASES = {
-    # The tables of the first stage go on in the second, beside new parameters.
+    # The table of the first stage goes on in the second, beside a new one.
     "tables": (
         "bert",
-        [("linformer", 0.4, {"projection_dim": 8}), ("flurka_performer", 1.0, {"num_features": 8})],
+        [("linformer", 0.4, {"projection_dim": 8}), ("flurka_performer", 1.0, {"num_features": 8, "share": "none"})],
         {},
     ),
     # Both stages learn nothing, so that weights do not tell which is in force.
@@ -90,8 +90,9 @@ class Killer(TrainerCallback):
     """Kills the process at `where`, when `at` steps are done.
 
     begin, forward, substep (between two batches of a step), backward (before the optimizer's step), optimized, end: in
-    a step; torn:FILE and before:FILE: while a file of a checkpoint is written, half of it being there, or none;
-    rotate:FILE: while an old checkpoint is deleted, FILE being gone; rotate: half of it being gone.
+    a step; torn:FILE and before:FILE: while a file of that step's checkpoint is written, half of it being there, or
+    none; saved: when all of it is; deleted:FILE: while that step's checkpoint is deleted, FILE being gone; deleted:
+    half of it being gone.
     """
 
     def __init__(self, point: str, model: nn.Module) -> None:
@@ -151,7 +152,7 @@ class Killer(TrainerCallback):
         rmtree = shutil.rmtree
 
         def deleting(path, *given, **options):
-            if self.what == "rotate" and self.step == self.at and pathlib.Path(path).name.startswith("checkpoint-"):
+            if self.what == "deleted" and pathlib.Path(path).name == f"checkpoint-{self.at}":
                 there = sorted(pathlib.Path(path).iterdir())
                 for file in there[: len(there) // 2] if not self.file else [pathlib.Path(path, self.file)]:
                     file.unlink()
@@ -199,7 +200,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--kill", help="WHERE@STEP, see Killer")
     parser.add_argument("--kill_rank", type=int, help="only this process")
     parser.add_argument("--set", type=json.loads, default={}, help="further arguments of Trainer as JSON")
-    parser.add_argument("--best", action="store_true", help="evaluate every step, and take the best at the end")
+    parser.add_argument("--best", type=int, help="every step is evaluated, and this one is the best of all so far")
     parser.add_argument("--serve", action="store_true")
     return parser
 
@@ -207,8 +208,9 @@ def parser() -> argparse.ArgumentParser:
 def train(given: argparse.Namespace) -> None:
     rank = int(os.environ.get("RANK", 0))
     family, stages, further = CASES[given.case]
-    schedule = hea.UptrainingSchedule.parse(given.stages) if given.stages else hea.UptrainingSchedule(stages)
-    evaluation = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True} if given.best else {}
+    schedule = hea.UptrainingSchedule.parse(given.stages) if given.stages and given.stages != ["none"] else hea.UptrainingSchedule(stages)
+    evaluation = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    evaluation |= {"metric_for_best_model": "score", "greater_is_better": True}
     given.output.mkdir(parents=True, exist_ok=True)
     options = {
         "max_steps": given.steps,
@@ -223,18 +225,30 @@ def train(given: argparse.Namespace) -> None:
         "ddp_backend": "gloo" if "RANK" in os.environ else None,
         "disable_tqdm": True,
         **further,
-        **evaluation,
+        **(evaluation if given.best else {}),
         **given.set,
     }
     args = TrainingArguments(str(given.output), **options)
     torch.manual_seed(1)
     model = make_model(family, given.dropout)
-    callbacks = [hea.UptrainingCallback(schedule)]
+    callbacks = [hea.UptrainingCallback(schedule)] if given.stages != ["none"] else []
     if given.kill and given.kill_rank in (None, rank):
         callbacks.append(Killer(given.kill, model))
     callbacks.append(Diary(given.output / f"steps-{rank}.jsonl"))
     rows = make_rows(family, 22, 0)
-    trainer = Trainer(model, args, train_dataset=rows, eval_dataset=make_rows(family, 8, 1), callbacks=callbacks)
+
+    def score(prediction) -> dict[str, float]:
+        step = trainer.state.global_step
+        return {"score": step if step <= given.best else -step}
+
+    trainer = Trainer(
+        model,
+        args,
+        train_dataset=rows,
+        eval_dataset=make_rows(family, 8, 1),
+        compute_metrics=score if given.best else None,
+        callbacks=callbacks,
+    )
     trainer.train(resume_from_checkpoint=given.resume)
     trainer.save_model(str(given.output / "final"))
     if rank == 0:
