@@ -138,12 +138,14 @@ class UptrainingCallback(TrainerCallback, ExportableState):
             state.log_history.append({**entry, "epoch": state.epoch, "step": state.global_step})
 
     def on_train_end(self, args, state, control, model=None, **kwargs) -> None:
-        # With load_best_model_at_end the weights may be of another stage than the last.
-        best = getattr(state, "best_global_step", None)
-        if args.load_best_model_at_end and state.best_model_checkpoint is not None and best:
-            stage = self.schedule.stages[self.schedule.index(best - 1, self.total_steps)]
+        # With load_best_model_at_end the weights may be of another stage than the last: of the best step that was
+        # saved, where `best_global_step` may be one that was not.
+        best = re.search(r"checkpoint-(\d+)$", state.best_model_checkpoint or "")
+        if args.load_best_model_at_end and best:
+            step = int(best[1])
+            stage = self.schedule.stages[self.schedule.index(step - 1, self.total_steps)]
             if not stands_in(model, stage):
-                switch(model, None, stage, best)
+                switch(model, None, stage, step)
 
 
 def set_unfinished_aside(folder: pathlib.Path) -> list[pathlib.Path]:
