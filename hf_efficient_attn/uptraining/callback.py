@@ -146,7 +146,7 @@ class UptrainingCallback(TrainerCallback, ExportableState):
     def _check_recorded(self, state) -> None:
         """Refuse a checkpoint whose stages ended elsewhere, as far as they did end."""
         recorded = (state.stateful_callbacks or {}).get(type(self).__name__)
-        recorded = recorded[0] if isinstance(recorded, list) and recorded else recorded
+        recorded = recorded[-1] if isinstance(recorded, list) and recorded else recorded
         if not state.global_step or not isinstance(recorded, dict):
             return
         total = recorded.get("attributes", {}).get("total_steps")
@@ -155,13 +155,16 @@ class UptrainingCallback(TrainerCallback, ExportableState):
             return
         runs = ((schedule, schedule.ends(total)), (self.schedule, self.schedule.ends(self.total_steps)))
         old, new = ([(s.attention, s.settings, end) for s, end in zip(x.stages, ends, strict=True)] for x, ends in runs)
-        ended = [[stage for stage in stages if stage[2] < state.global_step] for stages in (old, new)]
+        # The last stage ends with training, of whatever length.
+        ended = [[stage for stage in stages[:-1] if stage[2] < state.global_step] for stages in (old, new)]
         under_way = [stages[len(done)][:2] for stages, done in zip((old, new), ended, strict=True)]
         if ended[0] != ended[1] or under_way[0] != under_way[1]:
+            before, now = (", ".join(f"{name} to step {end}" for name, _, end in stages) for stages in (old, new))
+            other = " with other hyperparameters" if before == now else ""
             raise UnsupportedAttentionError(
-                f"the checkpoint was trained {state.global_step} steps with stages that end at {schedule.ends(total)}, "
-                f"and they now end at {self.schedule.ends(self.total_steps)}: resume with the same stages and as many "
-                "steps in all, or give their ends as numbers of steps"
+                f"the checkpoint was trained {state.global_step} steps with the stages {before}, and they are now "
+                f"{now}{other}: resume with the same stages and as many steps in all, or give their ends as numbers of "
+                "steps"
             )
 
     def _put(self, model, optimizer, step: int) -> dict[str, Any] | None:
