@@ -17,7 +17,7 @@ from transformers.utils import logging
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.learned import NAME
 from hf_efficient_attn.uptraining.schedule import UptrainingSchedule
-from hf_efficient_attn.uptraining.switch import check, layout_of, layouts_of, put, stands_in, switch
+from hf_efficient_attn.uptraining.switch import _plain_name, check, layout_of, layouts_of, put, stands_in, switch
 
 logger = logging.get_logger(__name__)
 
@@ -123,7 +123,7 @@ class UptrainingCallback(TrainerCallback, ExportableState):
 
     def _before_loading(self, module, state_dict, prefix, *args) -> None:
         """Put the model into the stage that the weights to be loaded are of, as far as they tell."""
-        given = {k.removeprefix(prefix): tuple(v.shape) for k, v in state_dict.items() if f".{NAME}." in k}
+        given = {_plain_name(k.removeprefix(prefix)): tuple(v.shape) for k, v in state_dict.items() if f".{NAME}." in k}
         names = {key.removeprefix(prefix) for key in state_dict}
         if given == layout_of(module) or not _is_whole(module, names):
             # Of this stage, or a part of a model, which does not tell.
@@ -133,12 +133,22 @@ class UptrainingCallback(TrainerCallback, ExportableState):
             if layout == given:
                 put(module, stage)
                 return
+        # Parameters that layers share may be there under the names of each.
+        if given and not any(layout and layout.items() <= given.items() for layout in layouts):
+            name, shape = next(iter(given.items()))
+            raise UnsupportedAttentionError(
+                f"the weights hold {name} of shape {shape}, and none of the stages "
+                f"{', '.join(stage.attention for stage in self.schedule.stages)} learns that: resume with the stages "
+                "and hyperparameters that they were trained with"
+            )
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs) -> None:
         self.total_steps = state.max_steps
         self._output_dir, self._step, self._random_states = args.output_dir, state.global_step, _random_states(args)
         self.schedule.ends(self.total_steps)
         self._check_recorded(state)
+        # Trainer saves the state of those callbacks alone that the checkpoint had, and fails at the others.
+        state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         check(model, self.schedule.stages)
         # Weights alone do not tell stages apart that learn the same. A switch that is due now comes with its step.
         self._put(model, optimizer, max(0, state.global_step - 1))
