@@ -192,6 +192,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--case", choices=CASES)
     parser.add_argument("--output", type=pathlib.Path)
     parser.add_argument("--stages", nargs="*", help="of UptrainingSchedule.parse; those of the case otherwise")
+    parser.add_argument("--plain", action="store_true", help="without UptrainingCallback")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--save_steps", type=int, default=2)
     parser.add_argument("--batch", type=int, default=4, help="rows in one batch of one process")
@@ -208,7 +209,7 @@ def parser() -> argparse.ArgumentParser:
 def train(given: argparse.Namespace) -> None:
     rank = int(os.environ.get("RANK", 0))
     family, stages, further = CASES[given.case]
-    schedule = hea.UptrainingSchedule.parse(given.stages) if given.stages and given.stages != ["none"] else hea.UptrainingSchedule(stages)
+    schedule = hea.UptrainingSchedule.parse(given.stages) if given.stages else hea.UptrainingSchedule(stages)
     evaluation = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
     evaluation |= {"metric_for_best_model": "score", "greater_is_better": True}
     given.output.mkdir(parents=True, exist_ok=True)
@@ -231,7 +232,7 @@ def train(given: argparse.Namespace) -> None:
     args = TrainingArguments(str(given.output), **options)
     torch.manual_seed(1)
     model = make_model(family, given.dropout)
-    callbacks = [hea.UptrainingCallback(schedule)] if given.stages != ["none"] else []
+    callbacks = [] if given.plain else [hea.UptrainingCallback(schedule)]
     if given.kill and given.kill_rank in (None, rank):
         callbacks.append(Killer(given.kill, model))
     callbacks.append(Diary(given.output / f"steps-{rank}.jsonl"))

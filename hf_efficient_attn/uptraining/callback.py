@@ -56,7 +56,7 @@ class UptrainingCallback(TrainerCallback, ExportableState):
         self.schedule = UptrainingSchedule(schedule, getattr(schedule, "total_steps", None))
         self.total_steps: int | None = None
         self.files: dict[str, int] = {}
-        self._hooked = False
+        self._hook = None
         self._output_dir: str | None = None
         self._step = 0
         self._random_states: list[str] = []
@@ -106,9 +106,10 @@ class UptrainingCallback(TrainerCallback, ExportableState):
         with args.main_process_first(local=args.save_on_each_node, desc="look for unfinished checkpoints"):
             if args.should_save:
                 set_unfinished_aside(pathlib.Path(args.output_dir))
-        if not self._hooked:
-            model.register_load_state_dict_pre_hook(self._before_loading)
-            self._hooked = True
+        if self._hook is not None:
+            # Of a Trainer before, whose model may have been another one.
+            self._hook.remove()
+        self._hook = model.register_load_state_dict_pre_hook(self._before_loading)
         if not any(stands_in(model, stage) for stage in self.schedule.stages):
             put(model, self.schedule.stages[0])
 
