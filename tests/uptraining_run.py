@@ -4,9 +4,11 @@
     python tests/uptraining_run.py --serve
 
 Each process writes the losses of its steps to `FOLDER/steps-RANK.jsonl` as it goes, and the first one at the end to
-`FOLDER/result.json` what must be the same however often it was killed. With --serve it reads such arguments, a JSON
-list a line and how many processes first, and runs each in processes of their own: forks, which need not import
-Transformers again, and are killed as really as any other.
+`FOLDER/result.json` what must be the same however often it was killed.
+
+With --serve it reads lines of JSON, [how many processes, arguments, seconds until they are killed or null], and runs
+each in processes of their own: forks, which need not import Transformers again, and are killed as really as any other.
+It answers with their exit statuses.
 """
 
 import argparse
@@ -146,9 +148,7 @@ class Killer(TrainerCallback):
 
         transformers.modeling_utils.safe_save_file = writing(transformers.modeling_utils.safe_save_file, lambda x: x[1])
         torch.save = writing(torch.save, lambda x: x[1])
-        trainer_callback.TrainerState.save_to_json = writing(
-            trainer_callback.TrainerState.save_to_json, lambda x: x[1]
-        )
+        trainer_callback.TrainerState.save_to_json = writing(trainer_callback.TrainerState.save_to_json, lambda x: x[1])
         rmtree = shutil.rmtree
 
         def deleting(path, *given, **options):
@@ -196,6 +196,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--save_steps", type=int, default=2)
     parser.add_argument("--batch", type=int, default=4, help="rows in one batch of one process")
+    parser.add_argument("--rows", type=int, default=22, help="of data")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--resume", nargs="?", const=True, default=None, help="from the last checkpoint, or a folder")
     parser.add_argument("--kill", help="WHERE@STEP, see Killer")
@@ -236,7 +237,7 @@ def train(given: argparse.Namespace) -> None:
     if given.kill and given.kill_rank in (None, rank):
         callbacks.append(Killer(given.kill, model))
     callbacks.append(Diary(given.output / f"steps-{rank}.jsonl"))
-    rows = make_rows(family, 22, 0)
+    rows = make_rows(family, given.rows, 0)
 
     def score(prediction) -> dict[str, float]:
         step = trainer.state.global_step
@@ -250,6 +251,8 @@ def train(given: argparse.Namespace) -> None:
         compute_metrics=score if given.best else None,
         callbacks=callbacks,
     )
+    # Its loss is a mean, which Trainer would otherwise take for a part of a sum over all processes.
+    trainer.model_accepts_loss_kwargs = family == "gpt2"
     trainer.train(resume_from_checkpoint=given.resume)
     trainer.save_model(str(given.output / "final"))
     if rank == 0:
@@ -261,7 +264,7 @@ def train(given: argparse.Namespace) -> None:
             "weights": {name: digest(value) for name, value in model.state_dict().items()},
             "optimizer": digests(trainer.optimizer),
             "random": digest(torch.get_rng_state()),
-            "best": trainer.state.best_model_checkpoint,
+            "best": trainer.state.best_model_checkpoint and pathlib.Path(trainer.state.best_model_checkpoint).name,
         }
         (given.output / "result.json").write_text(json.dumps(result), encoding="utf-8")
 
@@ -291,21 +294,22 @@ def start(argv: list[str], rank: int, world: int, port: int) -> int:
         os._exit(code)
 
 
-def wait(pids: list[int]) -> list[int]:
+def wait(pids: list[int], seconds: float | None) -> list[int]:
     """Their exit statuses, minus the signal if killed; as launchers do, end all when one fails."""
     statuses: dict[int, int] = {}
-    end = time.monotonic() + 120
+    begin = time.monotonic()
     while len(statuses) < len(pids):
         for pid in pids:
             if pid not in statuses:
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done:
                     statuses[pid] = os.waitstatus_to_exitcode(status)
-        if any(statuses.values()) or time.monotonic() > end:
+        late = time.monotonic() - begin > (seconds or 120)
+        if any(statuses.values()) or late:
             for pid in pids:
                 if pid not in statuses:
-                    os.kill(pid, signal.SIGTERM if time.monotonic() < end else signal.SIGKILL)
-        time.sleep(0.01)
+                    os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
+        time.sleep(0.005)
     return [statuses[pid] for pid in pids]
 
 
@@ -316,12 +320,12 @@ def serve() -> None:
     gc.collect()
     gc.freeze()
     for line in sys.stdin:
-        world, argv = json.loads(line)
+        world, argv, seconds = json.loads(line)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         pids = [start(argv, rank, world, port) for rank in range(world)]
-        print(json.dumps(wait(pids)), flush=True)
+        print(json.dumps(wait(pids, seconds)), flush=True)
 
 
 if __name__ == "__main__":

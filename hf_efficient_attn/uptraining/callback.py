@@ -134,8 +134,10 @@ class UptrainingCallback(TrainerCallback, ExportableState):
             if layout == given:
                 put(module, stage)
                 return
-        # Parameters that layers share may be there under the names of each.
-        if given and not any(layout and layout.items() <= given.items() for layout in layouts):
+        # What layers share may be there under the names of each.
+        kinds = {name.rpartition(".")[2] for name in given}
+        fits = [layout for layout in layouts if {name.rpartition(".")[2] for name in layout} == kinds]
+        if given and not any(layout.items() <= given.items() for layout in fits):
             name, shape = next(iter(given.items()))
             raise UnsupportedAttentionError(
                 f"the weights hold {name} of shape {shape}, and none of the stages "
