@@ -22,10 +22,12 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 
 import torch
+import tqdm.auto
 import transformers
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments, trainer_callback
@@ -314,6 +316,9 @@ def wait(pids: list[int], seconds: float | None) -> list[int]:
 
 
 def serve() -> None:
+    # The locks of progress bars are shared with forks otherwise, and one that was killed keeps them for ever.
+    for bar in (tqdm.tqdm, tqdm.auto.tqdm):
+        bar.set_lock(threading.RLock())
     with tempfile.TemporaryDirectory() as folder:
         # What the first save makes once for all, and is a third of a run's time.
         make_model("bert").save_pretrained(folder)
