@@ -57,7 +57,9 @@ class TextArguments:
         default_factory=list,
         metadata={"help": "The same, to evaluate on. Default: --eval_share.", "metavar": "PATH", "action": "extend"},
     )
-    dataset: str | None = field(default=None, metadata={"help": "A data set of a hub instead of --text; rows are documents."})
+    dataset: str | None = field(
+        default=None, metadata={"help": "A data set of a hub instead of --text; rows are documents."}
+    )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of --dataset."})
     train_split: str = field(default="train", metadata={"help": "Split of --dataset to train on."})
     eval_split: str | None = field(
@@ -84,11 +86,13 @@ class TextArguments:
         default=False, metadata={"help": "Drop what is left at the end of a document rather than pad it."}
     )
     max_train_windows: int | None = field(default=None, metadata={"help": "Train on so many rows, drawn by the seed."})
-    max_eval_windows: int | None = field(default=None, metadata={"help": "Evaluate on so many rows, spread evenly."})
+    max_eval_windows: int | None = field(default=None, metadata={"help": "Evaluate on the first so many rows."})
 
     def __post_init__(self) -> None:
         if bool(self.text) == bool(self.dataset):
-            raise ValueError("give the text by --text PATH ... or by --dataset ID" + (", not both" if self.text else ""))
+            raise ValueError(
+                "give the text by --text PATH ... or by --dataset ID" + (", not both" if self.text else "")
+            )
         if not 0 < self.eval_share < 1:
             raise ValueError(f"--eval_share {self.eval_share:g} is no share between 0 and 1")
         for name in ("max_train_windows", "max_eval_windows"):
@@ -135,7 +139,8 @@ class ModelArguments:
     def __post_init__(self) -> None:
         if bool(self.model) == bool(self.model_type):
             raise ValueError(
-                "give a pretrained --model" + (" or a new --model_type, not both" if self.model else ", or --model_type")
+                "give a pretrained --model"
+                + (" or a new --model_type, not both" if self.model else ", or --model_type")
             )
         if self.tokenizer and self.train_tokenizer:
             raise ValueError("--tokenizer and --train_tokenizer exclude each other")
@@ -257,10 +262,7 @@ def load_model(arguments: ModelArguments, tokenizer, *, masked: bool) -> nn.Modu
             setattr(config, key, value)
     _check_kind(config, masked)
     auto = AutoModelForMaskedLM if masked else AutoModelForCausalLM
-    if arguments.model:
-        model = auto.from_pretrained(arguments.model, config=config)
-    else:
-        model = auto.from_config(config)
+    model = auto.from_pretrained(arguments.model, config=config) if arguments.model else auto.from_config(config)
     rows = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > rows:
         raise ValueError(
@@ -332,7 +334,7 @@ def rows(
     evaluation = text.windows(held, cut, "the text to evaluate on")
     return (
         training.take(train, arguments.max_train_windows, seed),
-        text.spread(evaluation, arguments.max_eval_windows),
+        text.first(evaluation, arguments.max_eval_windows),
     )
 
 

@@ -337,45 +337,55 @@ class EpochOfMasks(TrainerCallback):
         self.collator.epoch = int(state.epoch or 0)
 
 
-def spread(rows: Dataset, count: int | None) -> Dataset:
-    """`count` rows spread evenly over all, so that every document has its share; all rows if None."""
-    if count is None or count >= len(rows):
-        return rows
-    return rows.select(np.linspace(0, len(rows) - 1, count).round().astype(int).tolist())
+def first(rows: Dataset, count: int | None) -> Dataset:
+    """The first `count` rows, or all."""
+    return rows if count is None or count >= len(rows) else rows.select(range(count))
 
 
-def repeated_passages(rows: Dataset, *, distance: int, passage: int, block_size: int, count: int) -> Dataset:
-    """Rows in which a passage stands a second time, `distance` tokens after its first place.
+def repeated_passages(
+    rows: Dataset, *, distances: Sequence[int], passage: int, block_size: int, count: int | None = None
+) -> dict[int, Dataset]:
+    """Distance -> rows in which a passage stands a second time, so many tokens after its first place.
 
-    Each is a full row (B = block_size tokens) into which the passage was inserted; what is pushed out at its end is
-    dropped. Only the tokens of the two places have `labels`; the first `passage` of these are the first place's. The
-    first token of each place has none: nothing tells at the second place that the passage begins again.
+    Each is a full row of `rows`, (block_size,), into which the passage was inserted; what is pushed out at its end is
+    dropped. The passages and their first places, drawn once, are the same for all distances, so that only the distance
+    differs. Only the tokens of the two places have `labels`, the first place's first. The first token of each place has
+    none: nothing tells at the second place that the passage begins again.
+
+    Args:
+        count: rows a distance; None for as many as there are full rows.
 
     Raises:
-        ValueError: the two places do not fit into a row, or no row is full.
+        ValueError: the two places do not fit into a row or overlap, or no row is full.
     """
-    if distance < passage:
-        raise ValueError(f"a passage of {passage} tokens cannot stand again {distance} tokens after its beginning")
-    last = block_size - distance - passage
+    if passage < 2 or min(distances) < passage:
+        raise ValueError(
+            f"a passage of {passage} tokens cannot stand again {min(distances)} tokens after its beginning: give "
+            "--repeat_tokens of 2 or more and --repeat_distances no smaller"
+        )
+    last = block_size - max(distances) - passage
     if last < 1:
         raise ValueError(
-            f"a passage of {passage} tokens and its repetition {distance} tokens later do not fit into windows of "
-            f"{block_size}: give larger windows by --block_size, or smaller --repeat_distances"
+            f"a passage of {passage} tokens and its repetition {max(distances)} tokens later do not fit into windows "
+            f"of {block_size}: give a larger --block_size, or smaller --repeat_distances or --repeat_tokens"
         )
     full = [i for i, length in enumerate(rows["length"]) if length == block_size]
     if not full:
         raise ValueError(f"no evaluation window is {block_size} tokens long: repeated passages need whole windows")
-    generator = np.random.default_rng(distance)
-    columns: dict[str, list] = {"input_ids": [], "labels": [], "length": []}
-    for i in range(count):
-        ids = np.asarray(rows[full[i % len(full)]]["input_ids"])
-        start = int(generator.integers(1, last + 1))
-        again = np.concatenate((ids[: start + distance], ids[start : start + passage], ids[start + distance :]))
-        again = again[:block_size]
-        labels = np.full_like(again, IGNORED)
-        for place in (start, start + distance):
-            labels[place + 1 : place + passage] = again[place + 1 : place + passage]
-        columns["input_ids"].append(again)
-        columns["labels"].append(labels)
-        columns["length"].append(block_size)
-    return Dataset.from_dict(columns).with_format("numpy")
+    generator = np.random.default_rng(0)
+    chosen = [(full[i % len(full)], int(generator.integers(1, last + 1))) for i in range(count or len(full))]
+    found = {}
+    for distance in distances:
+        columns: dict[str, list] = {"input_ids": [], "labels": [], "length": []}
+        for i, start in chosen:
+            ids = np.asarray(rows[i]["input_ids"])
+            again = np.concatenate((ids[: start + distance], ids[start : start + passage], ids[start + distance :]))
+            again = again[:block_size]
+            labels = np.full_like(again, IGNORED)
+            for place in (start, start + distance):
+                labels[place + 1 : place + passage] = again[place + 1 : place + passage]
+            columns["input_ids"].append(again)
+            columns["labels"].append(labels)
+            columns["length"].append(block_size)
+        found[distance] = Dataset.from_dict(columns).with_format("numpy")
+    return found
