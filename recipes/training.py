@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import accelerate
+import datasets
 import torch
 import transformers
 from torch import nn
@@ -229,8 +230,26 @@ def parse(
     types = list(dataclasses_)
     if not any(issubclass(kind, RecipeArguments) for kind in types):
         types.append(RecipeArguments)
+    parsed = parse_only(*types, description=description, argv=argv, defaults=defaults)
+    args = next(one for one in parsed if isinstance(one, RecipeArguments))
+    # As Trainer does when it is made, which is after the model was.
+    (transformers.enable_full_determinism if args.full_determinism else transformers.set_seed)(args.seed)
+    prepare_output(args.output_dir, args.distributed_state, bool(args.resume_from_checkpoint), args.overwrite)
+    if args.disable_tqdm:
+        datasets.disable_progress_bars()
+    return parsed
+
+
+def parse_only(
+    *dataclasses_: type, description: str, argv: Sequence[str] | None = None, defaults: Mapping[str, Any] | None = None
+) -> tuple:
+    """`parse` of the dataclasses and nothing else, for loops without Trainer: no seeds, no folder."""
     parser = _Parser(
-        types, description=description, formatter_class=_Formatter, usage="%(prog)s [options]", allow_abbrev=False
+        dataclasses_,
+        description=description,
+        formatter_class=_Formatter,
+        usage="%(prog)s [options]",
+        allow_abbrev=False,
     )
     parser.set_defaults(**(defaults or {}))
     *parsed, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True, look_for_args_file=False)
@@ -238,39 +257,34 @@ def parse(
         known = [option for action in parser._actions for option in action.option_strings]
         near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1, cutoff=0.5)
         raise ValueError(f"unknown option {unknown[0]!r};" + (f" did you mean {near[0]}?" if near else " try --help"))
-    args = next(one for one in parsed if isinstance(one, RecipeArguments))
-    seed_everything(args)
-    prepare_output(args)
     return tuple(parsed)
 
 
-def seed_everything(args: TrainingArguments) -> None:
-    """All generators to `args.seed`; with --full_determinism also deterministic kernels."""
-    (transformers.enable_full_determinism if args.full_determinism else transformers.set_seed)(args.seed)
-
-
-def prepare_output(args: RecipeArguments) -> None:
+def prepare_output(
+    output_dir: str | os.PathLike, state: accelerate.PartialState, resume: bool, overwrite: bool
+) -> None:
     """Make the output folder, in which nothing may be but a run that is resumed or is to be overwritten.
 
     Raises:
-        ValueError: the folder is not empty, or is a file; matplotlib is missing.
+        ValueError: the folder is not empty, or is a file.
+        UnsupportedAttentionError: matplotlib is missing.
     """
-    folder = pathlib.Path(args.output_dir)
+    folder = pathlib.Path(output_dir)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output_dir {folder} is a file")
-    if folder.is_dir() and any(folder.iterdir()) and not (args.resume_from_checkpoint or args.overwrite):
+    if folder.is_dir() and any(folder.iterdir()) and not (resume or overwrite):
         raise ValueError(
             f"the output folder {folder} is not empty: choose another, or give --resume_from_checkpoint True to go on "
             "with the run in it, or --overwrite"
         )
     # Every process has looked before the first of them writes.
-    args.distributed_state.wait_for_everyone()
+    state.wait_for_everyone()
     folder.mkdir(parents=True, exist_ok=True)
     check_picture(folder / PICTURE)
-    if args.overwrite and not args.resume_from_checkpoint and args.distributed_state.is_local_main_process:
+    if overwrite and not resume and state.is_local_main_process:
         for old in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
             shutil.rmtree(old, ignore_errors=True)
-    args.distributed_state.wait_for_everyone()
+    state.wait_for_everyone()
 
 
 def main_of(run: Callable[[], None]) -> None:
@@ -329,17 +343,37 @@ def check_not_empty(dataset, where: str) -> None:
         raise ValueError(f"{where} is empty: there is nothing to train or evaluate on")
 
 
-def take(dataset, count: int | None, seed: int):
-    """`count` rows drawn with the seed, in their drawn order; all rows, in their order, if None or if there are fewer.
+def check_length(model: nn.Module, length: int, option: str = "--max_length") -> None:
+    """That the learned position table of a text model, where it has one, takes sequences of `length` tokens.
+
+    Raises:
+        ValueError: it is shorter.
+    """
+    for module in model.modules():
+        for name in ("position_embeddings", "wpe"):
+            table = getattr(module, name, None)
+            if not isinstance(table, nn.Embedding):
+                continue
+            # RoBERTa counts positions from padding_idx + 1.
+            limit = table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
+            if length > limit:
+                raise ValueError(
+                    f"{option} {length}: the model has positions for {limit} tokens; give at most that, or a model "
+                    "that hea.extend_positions has grown"
+                )
+
+
+def take(dataset, count: int | None, seed: int = 0):
+    """`count` rows, drawn and ordered by the seed; all rows in their order if None or if there are not more.
+
+    The seed is as a rule not that of the training, so that runs with several seeds see the same rows.
 
     Raises:
         ValueError: a count below 1.
     """
-    if count is None:
-        return dataset
-    if count < 1:
+    if count is not None and count < 1:
         raise ValueError(f"{count} samples are none: give 1 or more, or leave the option out for all")
-    return dataset if count >= len(dataset) else dataset.shuffle(seed=seed).select(range(count))
+    return dataset if count is None or count >= len(dataset) else dataset.shuffle(seed=seed).select(range(count))
 
 
 def last_whole_checkpoint(folder: str | os.PathLike, processes: int = 1) -> pathlib.Path | None:
