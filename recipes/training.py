@@ -16,7 +16,6 @@ import platform
 import shutil
 import sys
 import time
-import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +32,7 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.cli import parse_methods, table
 from hf_efficient_attn.demo import check_picture, replacing
 from hf_efficient_attn.errors import unknown_name
+from hf_efficient_attn.uptraining.callback import why_unfinished
 from recipes.benchmarks.memory import peak_bytes
 
 METRICS, PICTURE, STATE = "metrics.json", "learning_curve.png", "trainer_state.json"
@@ -43,8 +43,7 @@ class AttentionArguments:
     """Which attention a recipe trains with: one method, or stages in turn; checked when made.
 
     Raises:
-        ValueError: more than one of --attention, --stages and --preset; --set or --layers without --attention;
-            --variant without --preset.
+        ValueError: more than one of --attention, --stages and --preset, or an option of one that is missing.
         UnsupportedAttentionError: a method, a hyperparameter or a preset that does not exist, shares that do not end
             at 1.
     """
@@ -60,7 +59,11 @@ class AttentionArguments:
     )
     set: list[str] = field(
         default_factory=list,
-        metadata={"help": "Hyperparameters of --attention, key=value.", "metavar": "KEY=VALUE", "action": "extend"},
+        metadata={
+            "help": "Hyperparameters of --attention or --preset.",
+            "metavar": "KEY=VALUE",
+            "action": "extend",
+        },
     )
     layers: str | None = field(
         default=None, metadata={"help": "Layers to switch, such as 0-5,8; the others stay exact. Default: all."}
@@ -75,7 +78,7 @@ class AttentionArguments:
         },
     )
     preset: str | None = field(
-        default=None, metadata={"help": "Up-training in the proportions of the FLuRKA paper for a task, such as glue."}
+        default=None, metadata={"help": "Up-training with the FLuRKA paper's shares for a task: nmt, imagenet, ..."}
     )
     variant: str | None = field(default=None, metadata={"help": "FLuRKA variant with which --preset ends."})
 
@@ -83,9 +86,9 @@ class AttentionArguments:
         given = [f"--{name}" for name in ("attention", "stages", "preset") if getattr(self, name)]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} exclude each other: give the one that is meant")
-        for name, other in (("set", "attention"), ("layers", "attention"), ("variant", "preset")):
-            if getattr(self, name) and not getattr(self, other):
-                raise ValueError(f"--{name} says something about --{other}, which is missing")
+        for name, of in (("set", ("attention", "preset")), ("layers", ("attention",)), ("variant", ("preset",))):
+            if getattr(self, name) and not any(getattr(self, other) for other in of):
+                raise ValueError(f"--{name} says something about {' or '.join(f'--{o}' for o in of)}, which is missing")
         # Both raise what is wrong now rather than after the model and the data were loaded.
         self.method()
         self.schedule()
@@ -122,7 +125,8 @@ class AttentionArguments:
         if self.stages:
             schedule = hea.UptrainingSchedule.parse(self.stages)
         elif self.preset:
-            schedule = hea.uptraining_preset(self.preset, **({"variant": self.variant} if self.variant else {}))
+            variant = {"variant": self.variant} if self.variant else {}
+            schedule = hea.uptraining_preset(self.preset, **variant, **dict(map(_pair, self.set)))
         else:
             return None
         return schedule if total_steps is None else hea.UptrainingSchedule(schedule.stages, total_steps=total_steps)
@@ -134,6 +138,16 @@ class AttentionArguments:
         if self.preset:
             return f"preset {self.preset}" + (f" {self.variant}" if self.variant else "")
         return " ".join([self.attention or "as the checkpoint says", *self.set])
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise ValueError(f"--set {text!r} sets nothing; write key=value")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
 
 
 def parse_layers(text: str) -> list[int]:
@@ -237,6 +251,7 @@ def parse(
     prepare_output(args.output_dir, args.distributed_state, bool(args.resume_from_checkpoint), args.overwrite)
     if args.disable_tqdm:
         datasets.disable_progress_bars()
+        transformers.utils.logging.disable_progress_bar()
     return parsed
 
 
@@ -377,31 +392,19 @@ def take(dataset, count: int | None, seed: int = 0):
 
 
 def last_whole_checkpoint(folder: str | os.PathLike, processes: int = 1) -> pathlib.Path | None:
-    """The newest checkpoint that was written to its end; None if there is none.
-
-    Trainer writes its state last, but each process writes its generators in its own time: a run that is killed while it
-    saves leaves a checkpoint without the one or the other.
+    """The newest checkpoint of Trainer that was written to its end; None if there is none.
 
     Args:
         folder: output folder.
-        processes: number of processes that wrote it.
+        processes: number of processes that wrote it, each of which saves its random state.
     """
     prefix = f"{PREFIX_CHECKPOINT_DIR}-"
     found = [path for path in pathlib.Path(folder).glob(f"{prefix}*") if path.name.removeprefix(prefix).isdecimal()]
+    states = [f"rng_state_{rank}.pth" for rank in range(processes)] if processes > 1 else []
     for path in sorted(found, key=lambda path: int(path.name.removeprefix(prefix)), reverse=True):
-        random = [f"rng_state_{rank}.pth" for rank in range(processes)] if processes > 1 else ["rng_state.pth"]
-        # torch writes zip files, whose table of contents comes last.
-        if _is_json(path / STATE) and all(zipfile.is_zipfile(path / name) for name in random):
+        if why_unfinished(path) is None and all((path / name).is_file() for name in states):
             return path
     return None
-
-
-def _is_json(path: pathlib.Path) -> bool:
-    try:
-        json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 class _Clock(TrainerCallback):
@@ -456,7 +459,7 @@ def train_and_report(
     args, clock = trainer.args, _Clock()
     trainer.add_callback(clock)
     result = trainer.train(resume_from_checkpoint=_checkpoint(args))
-    figures = {**result.metrics, **({} if evaluate is None else trainer.evaluate(evaluate))}
+    figures = {**result.metrics, **_evaluate(trainer, evaluate)}
     trainer.save_model()
     trainer.save_state()
     peak = torch.tensor([clock.peak], dtype=torch.int64, device=args.device)
@@ -483,6 +486,18 @@ def train_and_report(
         )
     trainer.accelerator.wait_for_everyone()
     return report
+
+
+def _evaluate(trainer: Trainer, data: Any) -> dict[str, Any]:
+    """The figures on `data`, which are there already if the last step was followed by an evaluation."""
+    if data is None:
+        return {}
+    if data is trainer.eval_dataset and not trainer.args.load_best_model_at_end:
+        last = [entry for entry in trainer.state.log_history if entry.get("step") == trainer.state.global_step]
+        found = {key: value for entry in last for key, value in entry.items() if key.startswith("eval_")}
+        if found:
+            return found
+    return trainer.evaluate(data)
 
 
 def _checkpoint(args: RecipeArguments) -> str | None:
