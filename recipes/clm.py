@@ -4,9 +4,9 @@
         --attention kdeformer --learning_rate 1e-4 --per_device_train_batch_size 2 --max_steps 100 --eval_positions
 
 Every row is a window of one document: two documents never share a row. `--eval_positions` says how the loss depends on
-what the model can look back to: nats a token by position, and on passages that stood 256, 768 and 1,536 tokens earlier,
-at their first and at their second place. A model that finds the passage again has a lower loss there; with a method that
-loses far tokens it has not. A method without a causal form is refused.
+what the model can look back to: nats a token by position, and on passages that stand 256, 768 and 1,536 tokens after
+their first place a second time. A model that finds the passage again has a lower loss at the second place; with a method
+that loses far tokens it has not. A method without a causal form is refused.
 """
 
 import dataclasses
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
     if causal.eval_only:
         language.evaluate_and_report(trainer, attention, sets, extra)
     else:
-        training.train_and_report(trainer, attention, evaluate=sets, extra=extra)
+        training.train_and_report(trainer, attention, evaluate=sets if len(sets) > 1 else evaluation, extra=extra)
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> None:
     if masking.eval_only:
         language.evaluate_and_report(trainer, attention, {"": evaluation}, extra)
     else:
-        training.train_and_report(trainer, attention, evaluate={"": evaluation}, extra=extra, metric="eval_accuracy")
+        training.train_and_report(trainer, attention, evaluate=evaluation, extra=extra, metric="eval_accuracy")
 
 
 if __name__ == "__main__":
