@@ -4,8 +4,8 @@
         --attention kdeformer --learning_rate 1e-4 --per_device_train_batch_size 2 --max_steps 100 --eval_positions
 
 Every row is a window of one document: two documents never share a row. `--eval_positions` says how the loss depends on
-what the model can look back to: nats a token by position, and on passages that stand 256, 768 and 1,536 tokens after
-their first place a second time. A model that finds the passage again has a lower loss at the second place; with a method
+what the model can look back to: nats a token by position, and on passages that stand a second time 256, 768 and 1,536
+tokens after their first place. A model that finds the passage again has a lower loss at the second place; with a method
 that loses far tokens it has not. A method without a causal form is refused.
 """
 
@@ -13,7 +13,9 @@ import dataclasses
 import functools
 import pathlib
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 if __package__ in (None, ""):
     sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])  # as a file: the folder above recipes
@@ -71,8 +73,8 @@ def repeat_figures(prediction: EvalPrediction) -> dict[str, float]:
     return {"first": float(places[0]), "second": float(places[1])}
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the recipe with the given options, or those of the process."""
+def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Train, or only evaluate, as the command line says; returns what metrics.json holds."""
     attention, words, kind, causal, args = training.parse(
         AttentionArguments,
         TextArguments,
@@ -87,7 +89,7 @@ def main(argv: list[str] | None = None) -> None:
     model = language.load_model(kind, tokenizer, masked=False)
     size = language.block_size(words, model)
     callbacks = training.prepare_attention(model, attention)
-    train, evaluation = language.rows(words, tokenizer, size, texts, args.seed)
+    train, evaluation = language.rows(words, tokenizer, size, texts)
     sets, metrics = {"": evaluation}, {"": functools.partial(language.loss_figures, causal=True)}
     if causal.eval_positions:
         metrics[""] = functools.partial(position_figures, bucket=causal.position_bucket)
@@ -110,10 +112,9 @@ def main(argv: list[str] | None = None) -> None:
     )
     extra = language.about_text(train, evaluation, size, words, kind) | {"evaluation": dataclasses.asdict(causal)}
     if causal.eval_only:
-        language.evaluate_and_report(trainer, attention, sets, extra)
-    else:
-        training.train_and_report(trainer, attention, evaluate=sets if len(sets) > 1 else evaluation, extra=extra)
+        return language.evaluate_and_report(trainer, attention, sets, extra)
+    return training.train_and_report(trainer, attention, evaluate=sets if len(sets) > 1 else evaluation, extra=extra)
 
 
 if __name__ == "__main__":
-    training.main_of(main)
+    training.main_of(run)

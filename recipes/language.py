@@ -85,7 +85,7 @@ class TextArguments:
     drop_short: bool = field(
         default=False, metadata={"help": "Drop what is left at the end of a document rather than pad it."}
     )
-    max_train_windows: int | None = field(default=None, metadata={"help": "Train on so many rows, drawn by the seed."})
+    max_train_windows: int | None = field(default=None, metadata={"help": "Train on so many rows, drawn at random."})
     max_eval_windows: int | None = field(default=None, metadata={"help": "Evaluate on the first so many rows."})
 
     def __post_init__(self) -> None:
@@ -313,7 +313,7 @@ def block_size(arguments: TextArguments, model: nn.Module) -> int:
 
 
 def rows(
-    arguments: TextArguments, tokenizer, size: int, texts: Sequence[str], seed: int, *, offsets: bool = False
+    arguments: TextArguments, tokenizer, size: int, texts: Sequence[str], *, offsets: bool = False
 ) -> tuple[Dataset, Dataset]:
     """Rows to train on and to evaluate on, of `size` tokens at most.
 
@@ -327,13 +327,13 @@ def rows(
     if others is not None:
         kept, held = found, text.tokenize(others, tokenizer, offsets=offsets, total=len(others))
     elif arguments.eval_from == "documents":
-        kept, held = text.split_documents(found, arguments.eval_share, seed)
+        kept, held = text.split_documents(found, arguments.eval_share)
     else:
         kept, held = text.split_tails(found, arguments.eval_share)
     train = text.windows(kept, cut, "the text to train on")
     evaluation = text.windows(held, cut, "the text to evaluate on")
     return (
-        training.take(train, arguments.max_train_windows, seed),
+        training.take(train, arguments.max_train_windows),
         text.first(evaluation, arguments.max_eval_windows),
     )
 
@@ -427,8 +427,9 @@ def evaluate_and_report(
 ) -> dict[str, Any]:
     """`training.train_and_report` without the training: nothing is saved but the report."""
     args = trainer.args
+    figures = trainer.evaluate(dict(evaluate))
     report = {
-        "metrics": trainer.evaluate(dict(evaluate)),
+        "metrics": {key: value for key, value in figures.items() if not key.endswith("preparation_time")},
         "steps": 0,
         "seed": args.seed,
         **training.about_run(attention, trainer.model, args.world_size, args.device),

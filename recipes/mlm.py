@@ -13,7 +13,9 @@ import dataclasses
 import functools
 import pathlib
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 if __package__ in (None, ""):
     sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])  # as a file: the folder above recipes
@@ -39,8 +41,8 @@ class MaskingArguments:
             raise ValueError(f"--mask_probability {self.mask_probability:g} is no share between 0 and 1")
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the recipe with the given options, or those of the process."""
+def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Train, or only evaluate, as the command line says; returns what metrics.json holds."""
     attention, words, kind, masking, args = training.parse(
         AttentionArguments,
         TextArguments,
@@ -59,7 +61,7 @@ def main(argv: list[str] | None = None) -> None:
     model = language.load_model(kind, tokenizer, masked=True)
     size = language.block_size(words, model)
     callbacks = training.prepare_attention(model, attention)
-    train, evaluation = language.rows(words, tokenizer, size, texts, args.seed, offsets=masking.whole_words)
+    train, evaluation = language.rows(words, tokenizer, size, texts, offsets=masking.whole_words)
     extra = language.about_text(train, evaluation, size, words, kind) | {"masking": dataclasses.asdict(masking)}
     evaluation = collator.mask_once(evaluation)
     trainer = language.LanguageTrainer(
@@ -74,10 +76,9 @@ def main(argv: list[str] | None = None) -> None:
         causal=False,
     )
     if masking.eval_only:
-        language.evaluate_and_report(trainer, attention, {"": evaluation}, extra)
-    else:
-        training.train_and_report(trainer, attention, evaluate=evaluation, extra=extra, metric="eval_accuracy")
+        return language.evaluate_and_report(trainer, attention, {"": evaluation}, extra)
+    return training.train_and_report(trainer, attention, evaluate=evaluation, extra=extra, metric="eval_accuracy")
 
 
 if __name__ == "__main__":
-    training.main_of(main)
+    training.main_of(run)

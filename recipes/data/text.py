@@ -189,7 +189,7 @@ def split_tails(documents: Sequence[Tokens], share: float) -> tuple[list[Tokens]
     return kept, tails
 
 
-def split_documents(documents: Sequence[Tokens], share: float, seed: int) -> tuple[list[Tokens], list[Tokens]]:
+def split_documents(documents: Sequence[Tokens], share: float, seed: int = 0) -> tuple[list[Tokens], list[Tokens]]:
     """All but a share of the documents, and that share, drawn by the seed."""
     held = max(1, round(len(documents) * share))
     if held >= len(documents):
