@@ -1,30 +1,21 @@
-"""Pictures for classification: where they lie, which class each is of, and how they become tensors.
+"""Pictures for classification: where they lie, and the name of the class of each.
 
 A source is a folder or a zip file (`<split>/<class>/<file>`, `<class>/<file>`, or files that all begin with a WordNet
 number, `n01440764_tench.jpg`), or a data set of the `datasets` library: a hub id, or a folder with its parquet or arrow
 files. `load` gives its splits as `Pictures`, which know names and classes and open a picture when it is asked for.
-
-Pillow reads and cuts the pictures; torchvision is not used even where it is installed, so that the same command gives
-the same numbers with and without it.
 """
 
-import contextlib
-import hashlib
 import io
-import json
-import math
 import os
 import pathlib
 import re
 import zipfile
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from hf_efficient_attn.errors import unknown_name
@@ -33,7 +24,8 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", "
 TRAIN_SPLITS = ("train", "training")
 # In the order in which one of them is taken.
 EVAL_SPLITS = ("validation", "val", "valid", "dev", "eval", "test", "testing")
-_WORDNET = re.compile(r"n\d{8}(?![0-9A-Za-z])")
+# The number with which ImageNet names a class.
+WORDNET = re.compile(r"n\d{8}(?![0-9A-Za-z])")
 _STORED = ("*.parquet", "*.arrow", "data/*.parquet", "*/*.parquet", "dataset_dict.json", "*/*.arrow")
 
 
@@ -106,9 +98,6 @@ def sorted_classes(names) -> list[str]:
     """Each name once, sorted; numbers by their value, so that 10 follows 9."""
     names = set(names)
     return sorted(names, key=lambda name: (int(name), name)) if all(n.isdecimal() for n in names) else sorted(names)
-
-
-# ------------------------------------------------------------------------------------------------- where pictures lie
 
 
 def load(
@@ -224,7 +213,7 @@ def _places(where: str, keys: Sequence[str]) -> tuple[str, list[tuple[str, str]]
             WordNet numbers.
     """
     parts, root = [key.split("/") for key in keys], []
-    numbered = all(_WORDNET.match(part[-1]) for part in parts)
+    numbered = all(WORDNET.match(part[-1]) for part in parts)
 
     def is_split(name: str) -> bool:
         return name.lower() in TRAIN_SPLITS + EVAL_SPLITS
@@ -236,9 +225,9 @@ def _places(where: str, keys: Sequence[str]) -> tuple[str, list[tuple[str, str]]
     depths = {len(p) - 1 for p in parts}
     split_first = all(len(p) > 1 and is_split(p[0]) for p in parts)
     if depths == {0} and numbered:
-        places = [("", _WORDNET.match(p[-1]).group()) for p in parts]
+        places = [("", WORDNET.match(p[-1]).group()) for p in parts]
     elif depths == {1} and split_first and numbered:
-        places = [(p[0], _WORDNET.match(p[-1]).group()) for p in parts]
+        places = [(p[0], WORDNET.match(p[-1]).group()) for p in parts]
     elif depths == {1}:
         places = [("", p[0]) for p in parts]
     elif depths == {2} and split_first:
@@ -393,292 +382,3 @@ def _reason(error: Exception) -> str:
     if type(error).__name__ == "UnidentifiedImageError":
         return "no picture of a known format"
     return " ".join(str(error).split()) or type(error).__name__
-
-
-# ---------------------------------------------------------------------------------------------------- what class it is
-
-
-def read_class_list(path: str) -> list[str]:
-    """Class names in the order of a model's outputs.
-
-    Args:
-        path: a text file with a name on each line, of which only the WordNet number counts where every line begins with
-            one; a JSON file, {"0": name or [WordNet number, name], ...} or a list; or a folder or zip file of pictures
-            of all classes, whose sorted names are the list.
-
-    Raises:
-        ValueError: there is no such file, or a name stands in it twice.
-    """
-    file = pathlib.Path(path).expanduser()
-    if not file.exists():
-        raise ValueError(f"there is no class list {path}")
-    if file.is_dir() or zipfile.is_zipfile(file):
-        names = sorted_classes(name for split in load(path).values() for name in split.classes)
-    elif file.suffix == ".json":
-        try:
-            values = json.loads(file.read_text(encoding="utf-8"))
-            if isinstance(values, dict):
-                values = [values[str(i)] for i in range(len(values))]
-        except (json.JSONDecodeError, KeyError) as error:
-            raise ValueError(f'{path}: a class list in JSON is a list, or {{"0": name, "1": name, ...}}') from error
-        names = [str(value[0]) if isinstance(value, list) else str(value) for value in values]
-    else:
-        with contextlib.suppress(UnicodeDecodeError):
-            names = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
-            numbers = [_WORDNET.match(name) for name in names]
-            names = [number.group() for number in numbers] if all(numbers) else names
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice or not names:
-        raise ValueError(f"{path}: " + (f"the class {twice[0]!r} stands in it twice" if twice else "it is empty"))
-    return names
-
-
-def class_indices(
-    names: Sequence[str], labels: Sequence[str], *, class_list: Sequence[str] | None = None, own_order: bool = False
-) -> tuple[dict[str, int], str]:
-    """Which output of a model each class of the data is.
-
-    In this order: the class list; the model's own label names, where all the data's names are among them; numbers; the
-    data's order (sorted names, or the source's own), where it has as many classes as the model has labels and no name
-    of both says otherwise. So a thousand folders named by WordNet numbers are ImageNet's classes in their usual order.
-
-    Args:
-        names: all classes of the data, in the data's order.
-        labels: the model's label names, by output.
-        class_list: names in the order of the model's outputs.
-        own_order: whether the order of the names is that of numbered labels.
-
-    Returns:
-        name -> output, and in a few words how that was told.
-
-    Raises:
-        ValueError: it cannot be told.
-    """
-    advice = "give --class_list FILE with a name a line in the order of the model's labels"
-    if class_list is not None:
-        if len(class_list) != len(labels):
-            raise ValueError(f"the class list has {len(class_list)} names and the model {len(labels)} labels")
-        known = {name: i for i, name in enumerate(class_list)}
-        missing = [name for name in names if name not in known]
-        if missing:
-            raise ValueError(f"unknown label: {_some(missing)} of the data are not in the class list")
-        return {name: known[name] for name in names}, "by the class list"
-    counts = Counter(labels)
-    by_name = {name: i for i, name in enumerate(labels) if counts[name] == 1}
-    unknown = [name for name in names if name not in by_name]
-    if not unknown:
-        return {name: by_name[name] for name in names}, "by the names of the model's labels"
-    if len(names) == len(labels):
-        if not own_order and all(name.isdecimal() for name in names) and int(names[-1]) < len(labels):
-            return {name: int(name) for name in names}, "by number"
-        elsewhere = [name for i, name in enumerate(names) if by_name.get(name, i) != i]
-        if elsewhere:
-            raise ValueError(
-                f"the data and the model have {len(labels)} classes each, but the order of the data's is not the "
-                f"model's ({_some(elsewhere)}), and the model has no label named {_some(unknown)}: {advice}"
-            )
-        return {name: i for i, name in enumerate(names)}, f"by the order of the data's {len(names)} names"
-    if all(name.isdecimal() and int(name) < len(labels) for name in names) and not own_order:
-        return {name: int(name) for name in names}, "by number"
-    raise ValueError(
-        f"unknown label: the data have {len(names)} classes, the model {len(labels)} labels, none of them named "
-        f"{_some(unknown)}: {advice}, or --new_head to train a new classifier for the data's classes"
-    )
-
-
-def _some(names: Sequence[str], most: int = 3) -> str:
-    return ", ".join(map(repr, names[:most])) + (f" and {len(names) - most} others" if len(names) > most else "")
-
-
-# --------------------------------------------------------------------------------------------- how it becomes a tensor
-
-
-class Norm(NamedTuple):
-    """How a model wants its pictures: values / 255 less `mean`, over `std`, by channel; `resample` as Pillow counts."""
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    resample: int
-
-    @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> "Norm":
-        """Out of a `preprocessor_config.json`.
-
-        Raises:
-            ValueError: it scales the values otherwise.
-        """
-        if not settings.get("do_rescale", True) or abs(settings.get("rescale_factor", 1 / 255) * 255 - 1) > 1e-3:
-            raise ValueError("the checkpoint's preprocessor does not scale the values by 1/255, which is all known here")
-        if not settings.get("do_normalize", True):
-            return cls((0.0, 0.0, 0.0), (1.0, 1.0, 1.0), int(settings.get("resample", 2)))
-        mean, std = (tuple(map(float, settings[f"image_{name}"])) for name in ("mean", "std"))
-        return cls(mean, std, int(settings.get("resample", 2)))
-
-
-def to_tensor(picture, norm: Norm) -> Tensor:
-    """An RGB picture -> (3, height, width), float32."""
-    import numpy as np
-
-    values = torch.from_numpy(np.array(picture)).permute(2, 0, 1).float() / 255
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (norm.mean, norm.std))
-    return (values - mean) / std
-
-
-def centre_square(picture, pixels: int, ratio: float, resample: int):
-    """The square in the middle, `ratio` of the shorter side wide, as pixels x pixels.
-
-    As in the usual evaluation: the shorter side is resized to pixels / ratio, and the square cut out of that.
-    """
-    shorter, side = min(picture.size), round(pixels / ratio)
-    size = tuple(side * length // shorter for length in picture.size)
-    left, top = (round((length - pixels) / 2) for length in size)
-    return picture.resize(size, resample).crop((left, top, left + pixels, top + pixels))
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """The square in the middle; `crop_ratio` of the shorter side wide."""
-
-    pixels: int
-    norm: Norm
-    crop_ratio: float = 0.875
-
-    def __call__(self, picture, generator: torch.Generator | None = None) -> Tensor:
-        """A picture -> (3, pixels, pixels); nothing is drawn."""
-        return to_tensor(centre_square(picture, self.pixels, self.crop_ratio, self.norm.resample), self.norm)
-
-
-@dataclass(frozen=True)
-class Training:
-    """A random part of the picture, resized, perhaps mirrored, perhaps changed in colour or shape.
-
-    scale, ratio: the part's share of the area, uniform, and its width over its height, uniform in the logarithm
-        (Szegedy et al. 2015, section 6).
-    flip: probability of the mirror image.
-    jitter: brightness, contrast and saturation change by up to this share, in random order.
-    trivial: one operation of random strength as well (TrivialAugment, Mueller and Hutter 2021, its wide ranges).
-    """
-
-    pixels: int
-    norm: Norm
-    scale: tuple[float, float] = (0.08, 1.0)
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    flip: float = 0.5
-    jitter: float = 0.0
-    trivial: bool = False
-
-    def __call__(self, picture, generator: torch.Generator) -> Tensor:
-        """A picture -> (3, pixels, pixels); all that is random comes from the generator."""
-        from PIL import Image
-
-        box = self.box(*picture.size, generator)
-        picture = picture.resize((self.pixels, self.pixels), self.norm.resample, box=box)
-        if _uniform(generator) < self.flip:
-            picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        if self.trivial:
-            picture = trivial_augment(picture, generator)
-        if self.jitter:
-            picture = color_jitter(picture, self.jitter, generator)
-        return to_tensor(picture, self.norm)
-
-    def box(self, width: int, height: int, generator: torch.Generator) -> tuple[int, int, int, int]:
-        """Left, top, right and bottom of the part that is cut out."""
-        for _ in range(10):
-            area = width * height * _uniform(generator, *self.scale)
-            ratio = math.exp(_uniform(generator, *map(math.log, self.ratio)))
-            w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-            if 0 < w <= width and 0 < h <= height:
-                left, top = _below(width - w + 1, generator), _below(height - h + 1, generator)
-                return left, top, left + w, top + h
-        # Of a picture too long for any of these the middle, as near to a square as the ratios allow.
-        ratio = min(max(width / height, self.ratio[0]), self.ratio[1])
-        w, h = min(width, round(height * ratio)), min(height, round(width / ratio))
-        left, top = (width - w) // 2, (height - h) // 2
-        return left, top, left + w, top + h
-
-
-def _uniform(generator: torch.Generator, low: float = 0.0, high: float = 1.0) -> float:
-    return low + (high - low) * torch.rand((), generator=generator, dtype=torch.float64).item()
-
-
-def _below(limit: int, generator: torch.Generator) -> int:
-    return int(torch.randint(limit, (), generator=generator))
-
-
-def color_jitter(picture, strength: float, generator: torch.Generator):
-    """Brightness, contrast and saturation times 1 +- strength, in random order."""
-    from PIL import ImageEnhance
-
-    kinds = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
-    for i in torch.randperm(3, generator=generator).tolist():
-        picture = kinds[i](picture).enhance(_uniform(generator, max(0.0, 1 - strength), 1 + strength))
-    return picture
-
-
-def trivial_augment(picture, generator: torch.Generator):
-    """One of fourteen operations, at a strength of one of 31 steps and, where that makes sense, of either sign."""
-    from PIL import Image, ImageEnhance, ImageOps
-
-    strength = _below(31, generator) / 30
-    sign = 1 - 2 * _below(2, generator)
-
-    def shift(a=0.0, b=0.0, c=0.0, d=0.0):
-        # Output (x, y) is taken from (x + a y + b, c x + y + d).
-        return lambda p: p.transform(p.size, Image.Transform.AFFINE, (1, a, b, c, 1, d), Image.Resampling.NEAREST)
-
-    operations = (
-        lambda p: p,
-        ImageOps.autocontrast,
-        ImageOps.equalize,
-        lambda p: ImageOps.posterize(p, 8 - round(6 * strength)),
-        lambda p: ImageOps.solarize(p, round(255 * (1 - strength))),
-        *(
-            lambda p, kind=kind: kind(p).enhance(1 + sign * 0.99 * strength)
-            for kind in (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color, ImageEnhance.Sharpness)
-        ),
-        lambda p: p.rotate(sign * 135 * strength),
-        shift(a=sign * 0.99 * strength),
-        shift(c=sign * 0.99 * strength),
-        # 32 of 224 pixels, whatever the size.
-        shift(b=sign * strength * picture.size[0] / 7),
-        shift(d=sign * strength * picture.size[1] / 7),
-    )
-    return operations[_below(len(operations), generator)](picture)
-
-
-class PictureDataset(torch.utils.data.Dataset):
-    """Pictures with their labels, as a model takes them: {"pixel_values": (3, P, P), "labels": int}.
-
-    What is random about a picture follows from the seed, the epoch and its place in the data alone: not from the global
-    state, of which a batch that was fetched ahead when a checkpoint was written would have used up some. So a resumed
-    run sees what the run that was not stopped would have seen, and any number of workers and processes sees the same.
-
-    Args:
-        pictures: the pictures.
-        indices: output of the model by class name.
-        transform: (picture, generator) -> tensor.
-        seed: of what is random in `transform`.
-    """
-
-    def __init__(
-        self, pictures: Pictures, indices: Mapping[str, int], transform: Callable[..., Tensor], seed: int = 0
-    ) -> None:
-        self.pictures, self.transform, self.seed = pictures, transform, seed
-        self.labels = [indices[name] for name in pictures.classes]
-        # Shared, so that workers which outlive an epoch see the next one.
-        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
-
-    def set_epoch(self, epoch: int) -> None:
-        """To be called before each epoch, in the main process."""
-        self.epoch.fill_(epoch)
-
-    def __len__(self) -> int:
-        return len(self.pictures)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        drawn = hashlib.blake2b(f"{self.seed},{int(self.epoch)},{index}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(drawn, "little") >> 1)
-        return {
-            "pixel_values": self.transform(self.pictures.open(index), generator),
-            "labels": self.labels[index],
-        }
