@@ -1,6 +1,5 @@
 """Which output of a model the classes of a data set are."""
 
-import contextlib
 import json
 import pathlib
 import zipfile
@@ -35,10 +34,13 @@ def read_class_list(path: str) -> list[str]:
             raise ValueError(f'{path}: a class list in JSON is a list, or {{"0": name, "1": name, ...}}') from error
         names = [str(value[0]) if isinstance(value, list) else str(value) for value in values]
     else:
-        with contextlib.suppress(UnicodeDecodeError):
-            names = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
-            numbers = [WORDNET.match(name) for name in names]
-            names = [number.group() for number in numbers] if all(numbers) else names
+        try:
+            lines = file.read_text(encoding="utf-8-sig").splitlines()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is no text: a class list has a name on each line") from error
+        names = [line.strip() for line in lines if line.strip()]
+        numbers = [WORDNET.match(name) for name in names]
+        names = [number.group() for number in numbers] if all(numbers) else names
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice or not names:
         raise ValueError(f"{path}: " + (f"the class {twice[0]!r} stands in it twice" if twice else "it is empty"))
