@@ -21,7 +21,17 @@ from hf_efficient_attn.methods.nystromformer import NystromformerConfig
 from hf_efficient_attn.methods.performer import PerformerConfig
 from hf_efficient_attn.methods.reformer import ReformerConfig
 from hf_efficient_attn.methods.scatterbrain import ScatterbrainConfig
+from hf_efficient_attn.uptraining import UptrainingSchedule, uptraining_preset
 
 __version__ = "0.1.0"
 
 integration.register()
+
+
+def __getattr__(name: str):
+    # Trainer's callbacks take seconds to import.
+    if name == "UptrainingCallback":
+        from hf_efficient_attn.uptraining.callback import UptrainingCallback
+
+        return UptrainingCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -84,10 +84,23 @@ class LearnedParameters(nn.Module):
         return f"{self.method.method}: {shapes}{', of another layer' if self._leader else ''}"
 
 
+def learned_of(module: nn.Module) -> LearnedParameters | None:
+    """The learned parameters of an attention module, None where it has none; those in use where PEFT wraps them.
+
+    With "learned_parameters" in `modules_to_save` of a PEFT config, a wrapper holds a copy for every adapter.
+    """
+    there = module._modules.get(NAME)
+    if isinstance(there, LearnedParameters) or not hasattr(there, "modules_to_save"):
+        return there if isinstance(there, LearnedParameters) else None
+    adapters = [] if there.disable_adapters else [a for a in there.active_adapters if a in there.modules_to_save]
+    inner = there.modules_to_save[adapters[0]] if adapters else there.original_module
+    return inner if isinstance(inner, LearnedParameters) else None
+
+
 def learned_tensors(module: nn.Module) -> dict[str, torch.Tensor] | None:
     """The learned parameters of an attention module by name; None where its method learns none."""
-    learned = module._modules.get(NAME)
-    return learned.tensors() if isinstance(learned, LearnedParameters) else None
+    learned = learned_of(module)
+    return None if learned is None else learned.tensors()
 
 
 class Fitting(NamedTuple):
@@ -110,16 +123,16 @@ def fit(fittings: list[Fitting]) -> None:
     """
     wanted = [x.method is not None and _learns(x.method) for x in fittings]
     sizes = [_sizes(*x[:3], x.where) if learns else None for x, learns in zip(fittings, wanted, strict=True)]
-    present = [x.module._modules.get(NAME) for x in fittings]
+    present = [learned_of(x.module) for x in fittings]
     groups = [_group(*pair) if pair[1] else None for pair in zip(fittings, sizes, strict=True)]
     # What the layers of a group have shared until now, whichever of them will hold it.
     shared: dict[tuple, LearnedParameters] = {}
     for there, x, group in zip(present, fittings, groups, strict=True):
-        if group is not None and isinstance(there, LearnedParameters) and there.method == x.method:
+        if group is not None and there is not None and there.method == x.method:
             shared.setdefault(group, there.holder)
     leaders: dict[tuple, LearnedParameters] = {}
     for x, size, there, group in zip(fittings, sizes, present, groups, strict=True):
-        ours = isinstance(there, LearnedParameters)
+        ours = there is not None
         if size is None:
             if ours:
                 delattr(x.module, NAME)
