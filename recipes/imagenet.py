@@ -19,7 +19,7 @@ import inspect
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 if __package__ in (None, ""):
@@ -39,7 +39,8 @@ from transformers import (
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.demo import quiet_loading
-from hf_efficient_attn.methods.base import MethodConfig, make_config
+from hf_efficient_attn.integration.settings import EfficientAttentionConfig
+from hf_efficient_attn.methods.base import MethodConfig
 from recipes.benchmarks.tasks import for_length
 from recipes.data.image_classes import class_indices, read_class_list
 from recipes.data.image_tensors import Evaluation, Norm, PictureDataset, Training
@@ -252,9 +253,9 @@ def look_at(pictures: Pictures, options: DataArguments, count: int | None, threa
 
 def load_model(options: ModelArguments, labels: Sequence[str] | None) -> nn.Module:
     """The classifier; with `labels`, under a new head for them."""
-    named = {} if labels is None else {
-        "num_labels": len(labels), "id2label": dict(enumerate(labels)), "label2id": {n: i for i, n in enumerate(labels)},
-    }  # fmt: skip
+    named: dict[str, Any] = {}
+    if labels is not None:
+        named = {"id2label": dict(enumerate(labels)), "label2id": {name: i for i, name in enumerate(labels)}}
     if options.from_scratch:
         changes = {} if options.resolution is None else {"image_size": options.resolution}
         return AutoModelForImageClassification.from_config(
@@ -359,11 +360,12 @@ class Sized:
         if found is None:
             return None
         stages = []
-        for method, end, *hyperparameters in found.stages:
-            if isinstance(method, MethodConfig) or method in hea.available_methods():
-                method, hyperparameters = make_config(method, **dict(*hyperparameters)), []
-            stages.append((self.sized(method), end, *hyperparameters))
-        return hea.UptrainingSchedule(stages, total_steps=total_steps)
+        for stage in found.stages:
+            if stage.settings is not None:
+                (entry,) = stage.settings.entries
+                stage = replace(stage, settings=EfficientAttentionConfig(self.sized(entry.config), None, entry.layers))
+            stages.append(stage)
+        return hea.UptrainingSchedule(stages, found.total_steps)
 
     def sized(self, method):
         """The config with tables of the right length; raises ValueError where it says another."""
