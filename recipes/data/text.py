@@ -247,7 +247,7 @@ def pad(rows: Sequence[Any], value: int, length: int | None = None) -> Tensor:
     length = length or max(len(row) for row in rows)
     padded = torch.full((len(rows), length), value, dtype=torch.int64)
     for i, row in enumerate(rows):
-        padded[i, : len(row)] = torch.as_tensor(np.asarray(row, np.int64))
+        padded[i, : len(row)] = torch.from_numpy(np.array(row, np.int64))
     return padded
 
 
