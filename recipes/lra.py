@@ -90,6 +90,8 @@ class TaskArguments:
             count = getattr(self, name)
             if count is not None and count < 1:
                 raise ValueError(f"--{name} {count}: give 1 or more")
+        if self.task == "image" and self.max_length and math.isqrt(self.max_length) ** 2 != self.max_length:
+            raise ValueError(f"--max_length {self.max_length} is no square: pictures of side S have S * S tokens")
         if self.task == "listops" and self.data is None:
             self.rules()
 
@@ -236,7 +238,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
         max_length,
         {"train": asked.max_train_samples, "evaluation": asked.max_eval_samples},
         first=encoder.pooling == "cls",
-        image_size=int(max_length**0.5) if asked.task == "image" else None,
+        image_size=math.isqrt(max_length) if asked.task == "image" else None,
         skip_bad=asked.skip_bad_images,
     )
     # Before the data, which may take minutes: what cannot be is refused at once.
