@@ -13,6 +13,7 @@ and kept in --cache_dir; where the other data come from is told in recipes/data/
 """
 
 import dataclasses
+import math
 import os
 import pathlib
 import sys
