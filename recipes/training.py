@@ -6,15 +6,19 @@ ValueError before the first step, which `main_of` turns into one line and exit s
 """
 
 import argparse
+import ast
 import dataclasses
 import difflib
+import inspect
 import json
 import math
 import os
 import pathlib
 import platform
+import shlex
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -250,15 +254,23 @@ def parse(
     (transformers.enable_full_determinism if args.full_determinism else transformers.set_seed)(args.seed)
     prepare_output(args.output_dir, args.distributed_state, bool(args.resume_from_checkpoint), args.overwrite)
     if args.disable_tqdm:
-        datasets.disable_progress_bars()
-        transformers.utils.logging.disable_progress_bar()
+        no_bars()
     return parsed
+
+
+def no_bars() -> None:
+    """No progress bars from datasets and Transformers; Trainer's own is `disable_tqdm`."""
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
 
 
 def parse_only(
     *dataclasses_: type, description: str, argv: Sequence[str] | None = None, defaults: Mapping[str, Any] | None = None
 ) -> tuple:
     """`parse` of the dataclasses and nothing else, for loops without Trainer: no seeds, no folder."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not torch.accelerator.is_available():
+        # Accelerate joins processes on the CPU only where it is told so; otherwise each would train for itself.
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     parser = _Parser(
         dataclasses_,
         description=description,
@@ -281,9 +293,15 @@ def prepare_output(
     """Make the output folder, in which nothing may be but a run that is resumed or is to be overwritten.
 
     Raises:
-        ValueError: the folder is not empty, or is a file.
+        ValueError: the folder is not empty, or is a file; processes that were started together do not know each other.
         UnsupportedAttentionError: matplotlib is missing.
     """
+    started = int(os.environ.get("WORLD_SIZE", 1))
+    if state.num_processes != started:
+        raise ValueError(
+            f"{started} processes were started, but this one sees {state.num_processes}, so that each would train for "
+            "itself: start them with 'accelerate launch --config_file recipes/configs/...'"
+        )
     folder = pathlib.Path(output_dir)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output_dir {folder} is a file")
@@ -457,6 +475,10 @@ def train_and_report(
         versions, processes and more.
     """
     args, clock = trainer.args, _Clock()
+    if not counts_items(trainer.model):
+        # Else Trainer takes the mean over a batch for a share of a sum over all processes and accumulated batches, and
+        # multiplies loss and gradient by their number (huggingface/transformers, issue 47688).
+        trainer.model_accepts_loss_kwargs = False
     trainer.add_callback(clock)
     result = trainer.train(resume_from_checkpoint=_checkpoint(args))
     figures = {**result.metrics, **_evaluate(trainer, evaluate)}
@@ -486,6 +508,23 @@ def train_and_report(
         )
     trainer.accelerator.wait_for_everyone()
     return report
+
+
+def counts_items(model: nn.Module) -> bool:
+    """Whether the model's loss heeds `num_items_in_batch`, as far as the source of its forward pass tells.
+
+    Trainer takes it for granted where forward takes further keywords, as BertForSequenceClassification does, whose loss
+    is nevertheless a mean over its own batch.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    try:
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(type(inner).forward)))
+    except (OSError, TypeError):
+        return True
+    calls = [
+        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and "loss" in ast.unparse(node.func)
+    ]
+    return any(word.arg in (None, "num_items_in_batch") for call in calls for word in call.keywords)
 
 
 def _evaluate(trainer: Trainer, data: Any) -> dict[str, Any]:
@@ -522,7 +561,7 @@ def about_run(attention: AttentionArguments, model: nn.Module, processes: int, d
         "processes": processes,
         "threads": torch.get_num_threads(),
         "device": name,
-        "command": [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -553,7 +592,7 @@ def write_report(
     skipped = ("_runtime", "_per_second", "total_flos", "epoch")
     figures = {k: v for k, v in report["metrics"].items() if not k.endswith(skipped)}
     beside = ("steps", "seconds_per_step", "peak_memory_mib")
-    rows = [(key, _short(value)) for key, value in ({k: report.get(k) for k in beside} | figures).items()]
+    rows = [(key, _short(value)) for key, value in ({k: report[k] for k in beside if k in report} | figures).items()]
     rows += [(f"switch at step {s['step']}", f"{s['from']} to {s['to']}") for s in report.get("switches", ())]
     print(table(("", "value"), rows))
     print(f"written: {folder / METRICS}, {folder / PICTURE}", flush=True)
@@ -589,6 +628,7 @@ def draw_learning_curve(log_history: Sequence[Mapping[str, Any]], path: pathlib.
     axes = figure.subplots()
     lines = _line(axes, log_history, "loss", "training loss", "C0")
     axes.set(xlabel="step", ylabel="training loss")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     if any(metric in entry for entry in log_history):
         other = axes.twinx()
