@@ -15,6 +15,7 @@ import math
 import os
 import pathlib
 import platform
+import re
 import shlex
 import shutil
 import sys
@@ -30,6 +31,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hf_efficient_attn as hea
@@ -102,7 +104,7 @@ class AttentionArguments:
         if self.attention is None:
             return None
         layers = parse_layers(self.layers) if self.layers else None
-        if self.attention.partition(":")[0] in hea.available_methods():
+        if re.split("[:,]", self.attention)[0] in hea.available_methods():
             configs = list(parse_methods([self.attention], self.set).values())
             if len(configs) != 1:
                 raise ValueError(
@@ -212,6 +214,9 @@ class RecipeArguments(TrainingArguments):
         # Without an accelerator PyTorch warns that there is nothing to pin memory for.
         self.dataloader_pin_memory = self.dataloader_pin_memory and torch.accelerator.is_available()
         super().__post_init__()
+        missing = [name for name in self.report_to if name not in get_available_reporting_integrations()]
+        if missing:
+            raise ValueError(f"--report_to {missing[0]}: unknown or not installed; 'pip install {missing[0]}', or none")
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -588,7 +593,8 @@ def write_report(
     folder = pathlib.Path(folder)
     with replacing(folder / METRICS) as draft:
         draft.write_text(json.dumps(_plain(report), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    draw_learning_curve(log_history, folder / PICTURE, metric)
+    with replacing(folder / PICTURE) as draft:
+        learning_curve(log_history, metric).savefig(draft, dpi=120)
     skipped = ("_runtime", "_per_second", "total_flos", "epoch")
     figures = {k: v for k, v in report["metrics"].items() if not k.endswith(skipped)}
     beside = ("steps", "seconds_per_step", "peak_memory_mib")
@@ -604,7 +610,7 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(entry) for entry in value]
-    value = value.item() if hasattr(value, "item") and getattr(value, "size", 1) == 1 else value
+    value = value.item() if getattr(value, "ndim", None) == 0 else value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)
@@ -614,13 +620,15 @@ def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def draw_learning_curve(log_history: Sequence[Mapping[str, Any]], path: pathlib.Path, metric: str) -> None:
+def learning_curve(log_history: Sequence[Mapping[str, Any]], metric: str):
     """Training loss and an evaluation figure against the step; a dashed line at every switch of attention.
 
     Args:
         log_history: entries {"step", "loss"}, {"step", metric} and {"step", "uptraining_stage"}, as Trainer logs them.
-        path: picture, in any format that matplotlib writes.
         metric: key of the evaluation figure; where no entry has it only the loss is drawn.
+
+    Returns:
+        a matplotlib Figure.
     """
     from matplotlib.figure import Figure
 
@@ -642,8 +650,7 @@ def draw_learning_curve(log_history: Sequence[Mapping[str, Any]], path: pathlib.
         )  # fmt: skip
     if lines:
         axes.legend(handles=lines, fontsize="small")
-    with replacing(path) as draft:
-        figure.savefig(draft, dpi=120)
+    return figure
 
 
 def _line(axes, log_history, key: str, label: str, color: str, **style) -> list:
