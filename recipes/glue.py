@@ -52,6 +52,16 @@ DEFAULTS = {
 }
 
 
+def load_rows(asked: GlueArguments):
+    """The splits that are asked for, each with as many rows."""
+    rows = glue.load(asked.task, asked.data, skip_bad_rows=asked.skip_bad_rows)
+    for split in rows:
+        rows[split] = training.take(
+            rows[split], asked.max_train_samples if split == "train" else asked.max_eval_samples
+        )
+    return rows
+
+
 def load_model(name_or_path: str, task: glue.Task) -> tuple[Any, Any]:
     """The pretrained model with a new head for the task, and its tokenizer.
 
@@ -72,9 +82,8 @@ def load_model(name_or_path: str, task: glue.Task) -> tuple[Any, Any]:
 
 
 def tokenize(rows, tokenizer, max_length: int):
-    """The texts of a split, or of all splits, as token numbers; the labels stay."""
-    splits = rows.values() if isinstance(rows, dict) else [rows]
-    texts = [name for name in next(iter(splits)).column_names if name != "label"]
+    """All splits with token numbers instead of texts; padding comes with the batches."""
+    texts = [name for name in next(iter(rows.values())).column_names if name != "label"]
     return rows.map(
         lambda batch: tokenizer(*(batch[name] for name in texts), truncation=True, max_length=max_length),
         batched=True,
@@ -89,11 +98,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     )
     task = glue.task_of(asked.task)
     with args.main_process_first():
-        rows = glue.load(asked.task, asked.data, skip_bad_rows=asked.skip_bad_rows)
-    for split, count in (
-        (split, asked.max_train_samples if split == "train" else asked.max_eval_samples) for split in rows
-    ):
-        rows[split] = training.take(rows[split], count)
+        rows = load_rows(asked)
     model, tokenizer = load_model(asked.model_name_or_path, task)
     training.check_length(model, asked.max_length)
     callbacks = training.prepare_attention(model, attention)
@@ -117,7 +122,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
         attention,
         evaluate=evaluation,
         metric=f"{prefix}_{task.metrics[0]}",
-        extra={"task": asked.task, "rows": {split: len(tokens_) for split, tokens_ in rows.items()}},
+        extra={"task": asked.task, "rows": rows.num_rows},
     )
 
 

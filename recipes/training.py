@@ -6,15 +6,20 @@ ValueError before the first step, which `main_of` turns into one line and exit s
 """
 
 import argparse
+import ast
 import dataclasses
 import difflib
+import inspect
 import json
 import math
 import os
 import pathlib
 import platform
+import re
+import shlex
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +31,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hf_efficient_attn as hea
@@ -98,7 +104,7 @@ class AttentionArguments:
         if self.attention is None:
             return None
         layers = parse_layers(self.layers) if self.layers else None
-        if self.attention.partition(":")[0] in hea.available_methods():
+        if re.split("[:,]", self.attention)[0] in hea.available_methods():
             configs = list(parse_methods([self.attention], self.set).values())
             if len(configs) != 1:
                 raise ValueError(
@@ -208,6 +214,9 @@ class RecipeArguments(TrainingArguments):
         # Without an accelerator PyTorch warns that there is nothing to pin memory for.
         self.dataloader_pin_memory = self.dataloader_pin_memory and torch.accelerator.is_available()
         super().__post_init__()
+        missing = [name for name in self.report_to if name not in get_available_reporting_integrations()]
+        if missing:
+            raise ValueError(f"--report_to {missing[0]}: unknown or not installed; 'pip install {missing[0]}', or none")
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -250,15 +259,23 @@ def parse(
     (transformers.enable_full_determinism if args.full_determinism else transformers.set_seed)(args.seed)
     prepare_output(args.output_dir, args.distributed_state, bool(args.resume_from_checkpoint), args.overwrite)
     if args.disable_tqdm:
-        datasets.disable_progress_bars()
-        transformers.utils.logging.disable_progress_bar()
+        no_bars()
     return parsed
+
+
+def no_bars() -> None:
+    """No progress bars from datasets and Transformers; Trainer's own is `disable_tqdm`."""
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
 
 
 def parse_only(
     *dataclasses_: type, description: str, argv: Sequence[str] | None = None, defaults: Mapping[str, Any] | None = None
 ) -> tuple:
     """`parse` of the dataclasses and nothing else, for loops without Trainer: no seeds, no folder."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not torch.accelerator.is_available():
+        # Accelerate joins processes on the CPU only where it is told so; otherwise each would train for itself.
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     parser = _Parser(
         dataclasses_,
         description=description,
@@ -281,9 +298,15 @@ def prepare_output(
     """Make the output folder, in which nothing may be but a run that is resumed or is to be overwritten.
 
     Raises:
-        ValueError: the folder is not empty, or is a file.
+        ValueError: the folder is not empty, or is a file; processes that were started together do not know each other.
         UnsupportedAttentionError: matplotlib is missing.
     """
+    started = int(os.environ.get("WORLD_SIZE", 1))
+    if state.num_processes != started:
+        raise ValueError(
+            f"{started} processes were started, but this one sees {state.num_processes}, so that each would train for "
+            "itself: start them with 'accelerate launch --config_file recipes/configs/...'"
+        )
     folder = pathlib.Path(output_dir)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output_dir {folder} is a file")
@@ -457,6 +480,10 @@ def train_and_report(
         versions, processes and more.
     """
     args, clock = trainer.args, _Clock()
+    if not counts_items(trainer.model):
+        # Else Trainer takes the mean over a batch for a share of a sum over all processes and accumulated batches, and
+        # multiplies loss and gradient by their number (huggingface/transformers, issue 47688).
+        trainer.model_accepts_loss_kwargs = False
     trainer.add_callback(clock)
     result = trainer.train(resume_from_checkpoint=_checkpoint(args))
     figures = {**result.metrics, **_evaluate(trainer, evaluate)}
@@ -486,6 +513,23 @@ def train_and_report(
         )
     trainer.accelerator.wait_for_everyone()
     return report
+
+
+def counts_items(model: nn.Module) -> bool:
+    """Whether the model's loss heeds `num_items_in_batch`, as far as the source of its forward pass tells.
+
+    Trainer takes it for granted where forward takes further keywords, as BertForSequenceClassification does, whose loss
+    is nevertheless a mean over its own batch.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    try:
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(type(inner).forward)))
+    except (OSError, TypeError):
+        return True
+    calls = [
+        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and "loss" in ast.unparse(node.func)
+    ]
+    return any(word.arg in (None, "num_items_in_batch") for call in calls for word in call.keywords)
 
 
 def _evaluate(trainer: Trainer, data: Any) -> dict[str, Any]:
@@ -522,7 +566,7 @@ def about_run(attention: AttentionArguments, model: nn.Module, processes: int, d
         "processes": processes,
         "threads": torch.get_num_threads(),
         "device": name,
-        "command": [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -549,11 +593,12 @@ def write_report(
     folder = pathlib.Path(folder)
     with replacing(folder / METRICS) as draft:
         draft.write_text(json.dumps(_plain(report), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    draw_learning_curve(log_history, folder / PICTURE, metric)
+    with replacing(folder / PICTURE) as draft:
+        learning_curve(log_history, metric).savefig(draft, dpi=120)
     skipped = ("_runtime", "_per_second", "total_flos", "epoch")
     figures = {k: v for k, v in report["metrics"].items() if not k.endswith(skipped)}
     beside = ("steps", "seconds_per_step", "peak_memory_mib")
-    rows = [(key, _short(value)) for key, value in ({k: report.get(k) for k in beside} | figures).items()]
+    rows = [(key, _short(value)) for key, value in ({k: report[k] for k in beside if k in report} | figures).items()]
     rows += [(f"switch at step {s['step']}", f"{s['from']} to {s['to']}") for s in report.get("switches", ())]
     print(table(("", "value"), rows))
     print(f"written: {folder / METRICS}, {folder / PICTURE}", flush=True)
@@ -565,7 +610,7 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(entry) for entry in value]
-    value = value.item() if hasattr(value, "item") and getattr(value, "size", 1) == 1 else value
+    value = value.item() if getattr(value, "ndim", None) == 0 else value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)
@@ -575,13 +620,15 @@ def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def draw_learning_curve(log_history: Sequence[Mapping[str, Any]], path: pathlib.Path, metric: str) -> None:
+def learning_curve(log_history: Sequence[Mapping[str, Any]], metric: str):
     """Training loss and an evaluation figure against the step; a dashed line at every switch of attention.
 
     Args:
         log_history: entries {"step", "loss"}, {"step", metric} and {"step", "uptraining_stage"}, as Trainer logs them.
-        path: picture, in any format that matplotlib writes.
         metric: key of the evaluation figure; where no entry has it only the loss is drawn.
+
+    Returns:
+        a matplotlib Figure.
     """
     from matplotlib.figure import Figure
 
@@ -589,6 +636,7 @@ def draw_learning_curve(log_history: Sequence[Mapping[str, Any]], path: pathlib.
     axes = figure.subplots()
     lines = _line(axes, log_history, "loss", "training loss", "C0")
     axes.set(xlabel="step", ylabel="training loss")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     if any(metric in entry for entry in log_history):
         other = axes.twinx()
@@ -602,8 +650,7 @@ def draw_learning_curve(log_history: Sequence[Mapping[str, Any]], path: pathlib.
         )  # fmt: skip
     if lines:
         axes.legend(handles=lines, fontsize="small")
-    with replacing(path) as draft:
-        figure.savefig(draft, dpi=120)
+    return figure
 
 
 def _line(axes, log_history, key: str, label: str, color: str, **style) -> list:
