@@ -37,7 +37,7 @@ class CausalArguments:
 
     eval_only: bool = field(default=False, metadata={"help": "Evaluate the model as it is, without training."})
     eval_positions: bool = field(
-        default=False, metadata={"help": "Also nats a token by position, and on repeated passages."}
+        default=False, metadata={"help": "Also the loss by position, and on repeated passages."}
     )
     position_bucket: int = field(default=256, metadata={"help": "Positions that are averaged over."})
     repeat_tokens: int = field(default=128, metadata={"help": "Tokens of a passage that is repeated."})
@@ -55,14 +55,14 @@ class CausalArguments:
 
 
 def position_figures(prediction: EvalPrediction, bucket: int) -> dict[str, float]:
-    """The figures over all tokens, and `nats_at_<first>_<last>` of each bucket of positions."""
+    """The figures over all tokens, and `loss_at_<first>_<last>` of each bucket of positions."""
     figures = language.loss_figures(prediction, causal=True)
     nats, _, there = language.counted(prediction, causal=True)
     for start in range(0, nats.shape[1], bucket):
         end = min(start + bucket, nats.shape[1])
         here = there[:, start:end]
         if here.any():
-            figures[f"nats_at_{start}_{end - 1}"] = float(nats[:, start:end][here].mean(dtype=np.float64))
+            figures[f"loss_at_{start}_{end - 1}"] = float(nats[:, start:end][here].mean(dtype=np.float64))
     return figures
 
 

@@ -376,21 +376,36 @@ def counted(prediction: EvalPrediction, *, causal: bool) -> tuple[np.ndarray, np
 
 
 def loss_figures(prediction: EvalPrediction, *, causal: bool) -> dict[str, float]:
-    """`nats_per_token`, `perplexity` and `accuracy` over all tokens that have a label."""
+    """`loss` (nats), `perplexity` and `accuracy` over all tokens that have a label, and how many `tokens` these are."""
     nats, right, there = counted(prediction, causal=causal)
     if not there.any():
         raise ValueError("no token of the evaluation rows has a label: give more or longer evaluation text")
     mean = float(nats[there].mean(dtype=np.float64))
     return {
-        "nats_per_token": mean,
+        "loss": mean,
         "perplexity": math.exp(min(mean, 700.0)),
         "accuracy": float(right[there].mean(dtype=np.float64)),
         "tokens": int(there.sum()),
     }
 
 
+def masked_loss(outputs, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+    """Mean over the masked tokens of a whole step: of all processes and accumulated batches.
+
+    The models' own loss is a mean over one batch of one process, in which a masked token counts the more the fewer
+    there are: two processes would not train as one does.
+    """
+    logits = outputs.logits.flatten(0, 1).float()
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    loss = nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=text.IGNORED, reduction=reduction)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
 class LanguageTrainer(Trainer):
     """Trainer that scores each evaluation set in its own way, and keeps no cache of keys and values.
+
+    The loss of an evaluation is the mean over its tokens, which `metrics` return; it replaces Trainer's own, a mean of
+    means over batches.
 
     Args:
         metrics: name of an evaluation set -> figures of an EvalPrediction; "" for the main one, which is `eval_dataset`
@@ -402,6 +417,8 @@ class LanguageTrainer(Trainer):
         def losses(logits, labels):
             return token_losses(logits, labels, causal=causal)
 
+        if not causal and not kwargs["args"].label_smoothing_factor:
+            kwargs["compute_loss_func"] = masked_loss
         super().__init__(*args, compute_metrics=metrics[""], preprocess_logits_for_metrics=losses, **kwargs)
         self.metrics, self.causal = metrics, causal
 
@@ -426,8 +443,7 @@ def evaluate_and_report(
     trainer: Trainer, attention: AttentionArguments, evaluate: Mapping[str, Dataset], extra: Mapping[str, Any]
 ) -> dict[str, Any]:
     """`training.train_and_report` without the training: nothing is saved but the report."""
-    args = trainer.args
-    figures = trainer.evaluate(dict(evaluate))
+    args, figures = trainer.args, trainer.evaluate(dict(evaluate))
     report = {
         "metrics": {key: value for key, value in figures.items() if not key.endswith("preparation_time")},
         "steps": 0,

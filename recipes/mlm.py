@@ -6,7 +6,7 @@
 
 Every row is a window of one document: two documents never share a row. A row's mask is another in every epoch when
 training, and one and the same in every evaluation. Figures: accuracy (the share of masked tokens that the model finds),
-nats a masked token and perplexity.
+loss (nats a masked token) and perplexity.
 """
 
 import dataclasses

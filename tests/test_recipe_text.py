@@ -270,7 +270,7 @@ def test_token_losses_are_those_of_the_model(masked):
         output = model(input_ids=ids, labels=labels)
     nats, right = language.token_losses(output.logits, labels, causal=not masked)
     figures = language.loss_figures(EvalPrediction((nats.numpy(), right.numpy()), labels.numpy()), causal=not masked)
-    assert figures["nats_per_token"] == pytest.approx(output.loss.item(), rel=1e-5)
+    assert figures["loss"] == pytest.approx(output.loss.item(), rel=1e-5)
     assert figures["perplexity"] == pytest.approx(math.exp(output.loss.item()), rel=1e-4)
     guessed = output.logits.argmax(-1)
     pairs = (guessed, labels) if masked else (guessed[:, :-1], labels[:, 1:])
@@ -286,8 +286,8 @@ def prediction(nats, labels) -> EvalPrediction:
 def test_figures_by_position():
     """Row i has loss i + 10 at position 1, ...; the second row ends after three tokens."""
     found = clm.position_figures(prediction([[0, 1, 2, 3, 4], [0, 11, 12, 0, 0]], [[1] * 5, [1, 1, 1, -100, -100]]), 2)
-    assert found["nats_at_0_1"] == 6 and found["nats_at_2_3"] == pytest.approx(17 / 3) and found["nats_at_4_4"] == 4
-    assert found["nats_per_token"] == pytest.approx(33 / 6) and found["tokens"] == 6
+    assert found["loss_at_0_1"] == 6 and found["loss_at_2_3"] == pytest.approx(17 / 3) and found["loss_at_4_4"] == 4
+    assert found["loss"] == pytest.approx(33 / 6) and found["tokens"] == 6
 
 
 def test_figures_of_repeated_passages():
@@ -384,7 +384,7 @@ def test_a_run_its_report_and_its_model(recipe, method, corpus, tmp_path, capsys
     out = tmp_path / "out"
     report = recipe.run(options_of(recipe, corpus, out, "--attention", method, "--eval_share", "0.2"))
     metrics = json.loads((out / "metrics.json").read_text())
-    assert metrics["metrics"]["eval_perplexity"] == pytest.approx(math.exp(report["metrics"]["eval_nats_per_token"]))
+    assert metrics["metrics"]["eval_perplexity"] == pytest.approx(math.exp(report["metrics"]["eval_loss"]))
     assert 0 <= metrics["metrics"]["eval_accuracy"] <= 1
     assert metrics["steps"] == 6 and metrics["block_size"] == 48 and metrics["seconds_per_step"] > 0
     assert metrics["efficient_attention"]["method"] == method
@@ -406,7 +406,7 @@ def test_a_run_its_report_and_its_model(recipe, method, corpus, tmp_path, capsys
             *("--eval_share", "0.2", "--block_size", "48", "--per_device_eval_batch_size", "1", "--use_cpu", "True"),
         ]
     )
-    for name in ("eval_nats_per_token", "eval_accuracy", "eval_tokens"):
+    for name in ("eval_loss", "eval_accuracy", "eval_tokens"):
         assert again["metrics"][name] == pytest.approx(report["metrics"][name], rel=1e-5)
     assert again["steps"] == 0 and not (tmp_path / "again" / "model.safetensors").exists()
 
@@ -416,8 +416,8 @@ def test_evaluation_by_position_of_a_saved_model(corpus, tmp_path):
     more = ["--eval_positions", "True", "--position_bucket", "16", "--repeat_tokens", "8", "--repeat_distances"]
     report = clm.run(options_of(clm, corpus, out, "--eval_share", "0.2", *more, "8", "24"))
     figures = report["metrics"]
-    buckets = [figures[f"eval_nats_at_{i}_{i + 15}"] for i in (0, 16, 32)]
-    assert min(buckets) <= figures["eval_nats_per_token"] <= max(buckets)
+    buckets = [figures[f"eval_loss_at_{i}_{i + 15}"] for i in (0, 16, 32)]
+    assert min(buckets) <= figures["eval_loss"] <= max(buckets)
     assert figures["eval_repeat_8_first"] == pytest.approx(figures["eval_repeat_24_first"], rel=1e-6)
     assert figures["eval_repeat_8_second"] != figures["eval_repeat_24_second"]
 
@@ -435,7 +435,7 @@ def test_a_resumed_run_goes_on_as_it_was(recipe, corpus, tmp_path):
     report = recipe.run(options_of(recipe, corpus, broken, *more, "--resume_from_checkpoint", "True"))
     assert losses(whole) == losses(broken)
     expected = json.loads((whole / "metrics.json").read_text())["metrics"]
-    assert report["metrics"]["eval_nats_per_token"] == expected["eval_nats_per_token"]
+    assert report["metrics"]["eval_loss"] == expected["eval_loss"]
 
 
 @pytest.mark.parametrize(
@@ -490,7 +490,7 @@ def test_the_books_model_copies_what_it_saw(data, tmp_path):
     )
     figures = report["metrics"]
     stated = json.loads((data / "models" / "gpt2-books" / "metrics.json").read_text())
-    assert figures["eval_nats_per_token"] == pytest.approx(stated["val"], abs=1e-3)
+    assert figures["eval_loss"] == pytest.approx(stated["val"], abs=1e-3)
     for distance in ("256", "768", "1536"):
         assert figures[f"eval_repeat_{distance}_first"] == pytest.approx(stated["repeat_first"][distance], abs=0.2)
         assert figures[f"eval_repeat_{distance}_second"] == pytest.approx(stated["repeat_second"][distance], abs=0.4)
