@@ -1,12 +1,21 @@
 """Causal language models (GPT-2, Llama and their like) on any text, from scratch or pretrained, at any attention.
 
-    accelerate launch recipes/clm.py --model FOLDER --text BOOKS --block_size 2048 --output_dir OUT
-        --attention kdeformer --learning_rate 1e-4 --per_device_train_batch_size 2 --max_steps 100 --eval_positions
+    accelerate launch recipes/clm.py --model MODEL --text BOOKS --block_size 2048 --output_dir OUT --eval_positions
+        --attention kdeformer --learning_rate 1e-4 --per_device_train_batch_size 2 --max_steps 100
+    python recipes/clm.py --model MODEL --text BOOKS --block_size 2048 --output_dir OUT --eval_positions --eval_only
+        --drop_short --max_eval_windows 24                                          as it is, without training
+    python recipes/clm.py --model_type gpt2 --train_tokenizer 4096 --config_overrides n_layer=4 n_embd=256 n_head=4 ...
 
 Every row is a window of one document: two documents never share a row. `--eval_positions` says how the loss depends on
-what the model can look back to: nats a token by position, and on passages that stand a second time 256, 768 and 1,536
-tokens after their first place. A model that finds the passage again has a lower loss at the second place; with a method
-that loses far tokens it has not. A method without a causal form is refused.
+what the model can look back to: by position, and on passages that stand a second time 256, 768 and 1,536 tokens after
+their first place. A model that finds the passage again has a lower loss at the second place; with a method that loses
+far tokens it has not. A method without a causal form is refused.
+
+To expect of a GPT-2 of 4 layers, 256 wide, that was trained on nine novels in windows of 2,048 tokens: a step of two
+windows takes 2.7 seconds of one core, exact or with `kdeformer`. The second command says 4.047 nats a token in about a
+minute of one core; passages have 4.07 at their first place and 2.13, 2.56, 2.96 at the second. With `--attention
+longformer --set window_size=256`, not trained for it, it says 4.36, and passages 4.13 and 1.71, 4.21, 5.20: it still
+copies what lies within its window, and nothing farther back.
 """
 
 import dataclasses
@@ -84,12 +93,12 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
         argv=argv,
         defaults={"remove_unused_columns": False},
     )
-    texts = language.documents(words)
+    texts, others = language.load_texts(words, args)
     tokenizer = language.load_tokenizer(kind, args, texts, masked=False)
     model = language.load_model(kind, tokenizer, masked=False)
     size = language.block_size(words, model)
     callbacks = training.prepare_attention(model, attention)
-    train, evaluation = language.rows(words, tokenizer, size, texts)
+    train, evaluation = language.rows(words, tokenizer, size, texts, others)
     sets, metrics = {"": evaluation}, {"": functools.partial(language.loss_figures, causal=True)}
     if causal.eval_positions:
         metrics[""] = functools.partial(position_figures, bucket=causal.position_bucket)

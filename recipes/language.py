@@ -165,12 +165,19 @@ def overrides(entries: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def documents(arguments: TextArguments, *, evaluation: bool = False) -> list[str] | None:
-    """The documents to train on, or, where they have a source of their own, to evaluate on (else None).
+def load_texts(arguments: TextArguments, args: RecipeArguments) -> tuple[list[str], list[str] | None]:
+    """The documents to train on, and those to evaluate on where they have a source of their own (else None).
 
     Raises:
         ValueError: nothing is there, or it cannot be read.
     """
+    # One process first: what comes from a hub is in the cache then.
+    with args.main_process_first(desc="reading the text"):
+        return documents(arguments, evaluation=False), documents(arguments, evaluation=True)
+
+
+def documents(arguments: TextArguments, *, evaluation: bool) -> list[str] | None:
+    """The documents of one of the two sources; None where there is no source to evaluate on."""
     column = arguments.text_column
     if arguments.dataset:
         split = arguments.eval_split if evaluation else arguments.train_split
@@ -182,10 +189,9 @@ def documents(arguments: TextArguments, *, evaluation: bool = False) -> list[str
         sources = arguments.eval_text if evaluation else arguments.text
         if evaluation and not sources:
             return None
-        files = text.text_files(sources)
         found = [
             one
-            for path in files
+            for path in text.text_files(sources)
             for one in text.documents_of(path, column=column, separator=arguments.document_separator)
         ]
         where = ", ".join(sources)
@@ -199,7 +205,8 @@ def load_tokenizer(arguments: ModelArguments, args: RecipeArguments, texts: Sequ
         return AutoTokenizer.from_pretrained(arguments.tokenizer or arguments.model)
     folder = pathlib.Path(args.output_dir)
     with args.main_process_first(desc="training the tokenizer"):
-        if not (args.resume_from_checkpoint and (folder / "tokenizer.json").is_file()) and args.process_index == 0:
+        there = args.resume_from_checkpoint and (folder / "tokenizer.json").is_file()
+        if args.local_process_index == 0 and not there:
             train_tokenizer(texts, arguments.train_tokenizer, masked=masked).save_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)
 
@@ -235,7 +242,7 @@ def train_tokenizer(texts: Iterable[str], size: int, *, masked: bool) -> PreTrai
 
 
 def load_model(arguments: ModelArguments, tokenizer, *, masked: bool) -> nn.Module:
-    """The pretrained or new model, its positions grown where that is asked.
+    """The pretrained or new model, its positions grown where that is asked; the tokenizer learns of their number.
 
     Raises:
         ValueError: an unknown type or config entry, a model of the wrong kind, or a tokenizer that knows more tokens
@@ -271,6 +278,8 @@ def load_model(arguments: ModelArguments, tokenizer, *, masked: bool) -> nn.Modu
         )
     if arguments.extend_positions:
         hea.extend_positions(model, arguments.extend_positions)
+    if arguments.extend_positions or arguments.model_type:
+        tokenizer.model_max_length = positions_of(model) or tokenizer.model_max_length  # it is saved with the model
     return model
 
 
@@ -313,17 +322,22 @@ def block_size(arguments: TextArguments, model: nn.Module) -> int:
 
 
 def rows(
-    arguments: TextArguments, tokenizer, size: int, texts: Sequence[str], *, offsets: bool = False
+    arguments: TextArguments,
+    tokenizer,
+    size: int,
+    texts: Sequence[str],
+    others: Sequence[str] | None,
+    *,
+    offsets: bool = False,
 ) -> tuple[Dataset, Dataset]:
-    """Rows to train on and to evaluate on, of `size` tokens at most.
+    """Rows to train on and to evaluate on, of `size` tokens at most, out of what `load_texts` found.
 
     Raises:
-        ValueError: one of the two is empty, or its source cannot be read.
+        ValueError: one of the two is empty.
     """
     prefix, suffix = text.special_tokens(tokenizer)
     cut = text.Cut(size, arguments.drop_short, prefix, suffix, offsets)
     found = text.tokenize(texts, tokenizer, offsets=offsets, total=len(texts))
-    others = documents(arguments, evaluation=True)
     if others is not None:
         kept, held = found, text.tokenize(others, tokenizer, offsets=offsets, total=len(others))
     elif arguments.eval_from == "documents":

@@ -10,6 +10,17 @@ The encoder is a Transformers BERT of the benchmark's size: 2 layers, width 64, 
 positions; an MLP classifies the mean of its output over the tokens (with --pooling cls the output at a first token).
 Retrieval encodes both texts a and b with it and classifies [a, b, a*b, a-b]. ListOps are drawn by the benchmark's rules
 and kept in --cache_dir; where the other data come from is told in recipes/data/lra.py.
+
+Seconds of one core (CPU time) for a step of training, default hyperparameters:
+
+    task, batch               exact   kdeformer   linear
+    listops, 8                 0.89      0.49       0.18
+    text, 4,096 bytes, 8       3.1       0.92       0.36
+    image, 32                  1.4       1.3        0.52
+
+The benchmark trains for thousands of steps. To expect after 300 (`--attention linear --max_steps 300`): image, batch
+32, 5,000 training and 1,000 test pictures (JPEGs), an accuracy of .22, chance being .10; ListOps, batch 16, still .17,
+which is no more than guessing.
 """
 
 import dataclasses

@@ -1,12 +1,17 @@
 """Masked language models (BERT, RoBERTa and their like) on any text, from scratch or pretrained, at any attention.
 
-    accelerate launch recipes/mlm.py --model_type bert --train_tokenizer 4096 --text BOOKS --block_size 512
+    accelerate launch recipes/mlm.py --model_type bert --train_tokenizer 4096 --text BOOKS --block_size 128
         --config_overrides hidden_size=128 num_hidden_layers=4 num_attention_heads=4 intermediate_size=512
-        --output_dir OUT --attention nystromformer --learning_rate 5e-4 --max_steps 1000
+        --attention nystromformer --set num_landmarks=16 --learning_rate 1e-3 --warmup_steps 0.1
+        --per_device_train_batch_size 32 --max_steps 300 --max_eval_windows 200 --output_dir OUT
+    accelerate launch recipes/mlm.py --model bert-base-uncased --extend_positions 2048 --block_size 2048 ...
 
 Every row is a window of one document: two documents never share a row. A row's mask is another in every epoch when
 training, and one and the same in every evaluation. Figures: accuracy (the share of masked tokens that the model finds),
 loss (nats a masked token) and perplexity.
+
+To expect of the first command on nine novels, which is only the beginning of a training: 1.2 seconds a step on one
+thread of a busy machine, six minutes in all; a loss of 6.38, an accuracy of .082.
 """
 
 import dataclasses
@@ -53,7 +58,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
         # The collator needs the row's number, which no model takes.
         defaults={"remove_unused_columns": False},
     )
-    texts = language.documents(words)
+    texts, others = language.load_texts(words, args)
     tokenizer = language.load_tokenizer(kind, args, texts, masked=True)
     collator = text.MaskingCollator(
         tokenizer, probability=masking.mask_probability, whole_words=masking.whole_words, seed=args.seed
@@ -61,7 +66,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     model = language.load_model(kind, tokenizer, masked=True)
     size = language.block_size(words, model)
     callbacks = training.prepare_attention(model, attention)
-    train, evaluation = language.rows(words, tokenizer, size, texts, offsets=masking.whole_words)
+    train, evaluation = language.rows(words, tokenizer, size, texts, others, offsets=masking.whole_words)
     extra = language.about_text(train, evaluation, size, words, kind) | {"masking": dataclasses.asdict(masking)}
     evaluation = collator.mask_once(evaluation)
     trainer = language.LanguageTrainer(

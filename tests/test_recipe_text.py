@@ -88,7 +88,7 @@ def test_missing_and_empty_sources(tmp_path):
         text.text_files([str(tmp_path)])
     (tmp_path / "empty.txt").write_text(" \n")
     with pytest.raises(ValueError, match="is empty"):
-        language.documents(TextArguments(text=[str(tmp_path)]))
+        language.documents(TextArguments(text=[str(tmp_path)]), evaluation=False)
     with pytest.raises(ValueError, match="no document has a token"):
         text.tokenize([""], tokenizer_of(False))
 
@@ -334,6 +334,7 @@ def test_block_size_and_positions(model_type):
     if model_type != "llama":
         kind.extend_positions = 128
         assert language.block_size(words, language.load_model(kind, tokenizer_of(masked), masked=masked)) == 65
+        assert tokenizer_of(masked).model_max_length == 128
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -469,6 +470,37 @@ def test_as_a_command(corpus, tmp_path):
     assert refused.returncode == 2 and refused.stdout == ""
     assert "no causal form. Methods that have one: eva" in refused.stderr
     assert len(refused.stderr.strip().splitlines()) == 1 and refused.stderr.startswith("error: ")
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(corpus, tmp_path):
+    """With masked tokens of which each process has another number, and rows of several lengths."""
+    still = ["hidden_dropout_prob=0.0", "attention_probs_dropout_prob=0.0"]
+    more = [
+        "--attention",
+        "linear",
+        "--document_separator",
+        "\\n",
+        "--eval_from",
+        "documents",
+        "--config_overrides",
+        *still,
+    ]
+    curves = []
+    for processes, size in ((1, "4"), (2, "2")):
+        out = tmp_path / str(processes)
+        options = options_of(mlm, corpus, out, *more)
+        options[options.index("--per_device_train_batch_size") + 1] = size
+        options = [option for option in options if option not in ("--use_cpu", "True")]
+        launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", "29641"]
+        assert process(*launch, str(ROOT / "recipes" / "mlm.py"), *options).returncode == 0
+        curves.append(losses(out))
+    assert len(curves[0]) == 6 and curves[1] == pytest.approx(curves[0], rel=1e-4)
+
+
+def test_rows_of_like_length_in_a_batch(corpus, tmp_path):
+    more = ["--train_sampling_strategy", "group_by_length", "--document_separator", "\\n"]
+    assert clm.run(options_of(clm, corpus, tmp_path / "out", *more))["steps"] == 6
 
 
 @pytest.mark.slow
