@@ -204,9 +204,9 @@ def lra_group(data: pathlib.Path) -> Group:
             "flurka_linear": attention("flurka_linear", "projection_dim=256"),
         },
         figures={name: (name, "eval_accuracy") for name in tasks} | costs,
-        note="Accuracy of an encoder of 2 layers, 64 wide, from scratch: ListOps (up to 2,000 tokens; 60 steps of 8; 200 "
-        "to evaluate; chance about .17), IMDB by bytes (4,096; 40 of 8; 200; .5), CIFAR-10 by pixels (1,024; 150 of 16; "
-        "500; .1). This is far from the benchmark's training.",
+        note="Accuracy of an encoder of 2 layers, 64 wide, from scratch: ListOps (up to 2,000 tokens; 60 steps of 8; "
+        "200 to evaluate; chance about .17), IMDB by bytes (4,096; 40 of 8; 200; .5), CIFAR-10 by pixels (1,024; 150 of "
+        "16; 500; .1). This is far from the benchmark's training.",
     )
 
 
