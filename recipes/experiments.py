@@ -205,8 +205,8 @@ def lra_group(data: pathlib.Path) -> Group:
         },
         figures={name: (name, "eval_accuracy") for name in tasks} | costs,
         note="Accuracy of an encoder of 2 layers, 64 wide, from scratch: ListOps (up to 2,000 tokens; 60 steps of 8; "
-        "200 to evaluate; chance about .17), IMDB by bytes (4,096; 40 of 8; 200; .5), CIFAR-10 by pixels (1,024; 150 of "
-        "16; 500; .1). This is far from the benchmark's training.",
+        "200 to evaluate; chance about .17), IMDB by bytes (4,096; 40 of 8; 200; .5), CIFAR-10 by pixels (1,024; 150 "
+        "of 16; 500; .1). This is far from the benchmark's training.",
     )
 
 
