@@ -32,6 +32,7 @@ from transformers import (
     AutoImageProcessor,
     AutoModelForImageClassification,
     EvalPrediction,
+    PreTrainedModel,
     Trainer,
     TrainerCallback,
     ViTImageProcessorPil,
@@ -174,7 +175,7 @@ def check(model: ModelArguments, data: DataArguments, attention: AttentionArgume
         if not low <= getattr(data, name) <= high:
             raise ValueError(f"--{name} {getattr(data, name)} is not from {low} to {high}")
     for name in ("max_train_samples", "max_eval_samples"):
-        if (getattr(data, name) or 1) < 1:
+        if getattr(data, name) is not None and getattr(data, name) < 1:
             raise ValueError(f"--{name} {getattr(data, name)} are none: give 1 or more, or leave it out for all")
 
 
@@ -413,6 +414,26 @@ class Epochs(TrainerCallback):
         self.data.set_epoch(int((state.epoch or 0) + 1e-6))
 
 
+class ImageTrainer(Trainer):
+    """Trainer that can resume a ViT.
+
+    `save_pretrained` writes ViT's and DeiT's weights under their older names, which `from_pretrained` alone translates:
+    Trainer itself would find none of its layers in a checkpoint, warn, and go on with what the model had.
+    """
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
+        model = self.model if model is None else model
+        if self.is_fsdp_enabled or not isinstance(model, PreTrainedModel):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        with quiet_loading():
+            saved = type(model).from_pretrained(resume_from_checkpoint, dtype=model.dtype)
+        model.load_state_dict(saved.state_dict())
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+
 def first_five(logits, labels) -> torch.Tensor:
     """(B, classes) -> the classes of the five largest, largest first (B, 5)."""
     logits = logits[0] if isinstance(logits, tuple) else logits
@@ -465,7 +486,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
         callbacks = [*callbacks, Epochs(trained)]
     collate = Collator(pixels != model.config.image_size)
     probe(model, collate([evaluated[0]]))
-    trainer = Trainer(
+    trainer = ImageTrainer(
         model=model, args=args, data_collator=collate, train_dataset=trained, eval_dataset=evaluated,
         processing_class=processor_of(norm, pixels, data.crop_ratio), callbacks=callbacks, compute_metrics=accuracy,
         preprocess_logits_for_metrics=first_five,

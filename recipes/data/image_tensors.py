@@ -96,8 +96,8 @@ class Training:
         """A picture -> (3, pixels, pixels); all that is random comes from the generator."""
         from PIL import Image
 
-        box = self.box(*picture.size, generator)
-        picture = picture.resize((self.pixels, self.pixels), self.norm.resample, box=box)
+        part = picture.crop(self.box(*picture.size, generator))
+        picture = part.resize((self.pixels, self.pixels), self.norm.resample)
         if _uniform(generator) < self.flip:
             picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         if self.trivial:
