@@ -595,7 +595,7 @@ def test_two_processes_train_as_one(tiny, colors, tmp_path):
     options = ["--model", tiny, "--train_data", colors, "--max_steps", "8", "--logging_steps", "1", "--use_cpu",
                "--eval_strategy", "no", "--save_strategy", "no", "--learning_rate", "1e-3"]  # fmt: skip
     for count, batch in ((1, 6), (2, 3)):
-        launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(count)]
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
         line = [*launch, "recipes/imagenet.py", *options, "--output_dir", str(tmp_path / str(count))]
         subprocess.run([*line, "--per_device_train_batch_size", str(batch)], check=True, cwd=ROOT)
     one, two = (losses(tmp_path / name) for name in ("1", "2"))
