@@ -6,32 +6,39 @@ ValueError before the first step, which `main_of` turns into one line and exit s
 """
 
 import argparse
+import ast
 import dataclasses
 import difflib
+import inspect
 import json
 import math
 import os
 import pathlib
 import platform
+import re
+import shlex
 import shutil
 import sys
+import textwrap
 import time
-import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import accelerate
+import datasets
 import torch
 import transformers
 from torch import nn
 from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.cli import parse_methods, table
 from hf_efficient_attn.demo import check_picture, replacing
 from hf_efficient_attn.errors import unknown_name
+from hf_efficient_attn.uptraining.callback import why_unfinished
 from recipes.benchmarks.memory import peak_bytes
 
 METRICS, PICTURE, STATE = "metrics.json", "learning_curve.png", "trainer_state.json"
@@ -42,8 +49,7 @@ class AttentionArguments:
     """Which attention a recipe trains with: one method, or stages in turn; checked when made.
 
     Raises:
-        ValueError: more than one of --attention, --stages and --preset; --set or --layers without --attention;
-            --variant without --preset.
+        ValueError: more than one of --attention, --stages and --preset, or an option of one that is missing.
         UnsupportedAttentionError: a method, a hyperparameter or a preset that does not exist, shares that do not end
             at 1.
     """
@@ -59,7 +65,11 @@ class AttentionArguments:
     )
     set: list[str] = field(
         default_factory=list,
-        metadata={"help": "Hyperparameters of --attention, key=value.", "metavar": "KEY=VALUE", "action": "extend"},
+        metadata={
+            "help": "Hyperparameters of --attention or --preset.",
+            "metavar": "KEY=VALUE",
+            "action": "extend",
+        },
     )
     layers: str | None = field(
         default=None, metadata={"help": "Layers to switch, such as 0-5,8; the others stay exact. Default: all."}
@@ -74,7 +84,7 @@ class AttentionArguments:
         },
     )
     preset: str | None = field(
-        default=None, metadata={"help": "Up-training in the proportions of the FLuRKA paper for a task, such as glue."}
+        default=None, metadata={"help": "Up-training with the FLuRKA paper's shares for a task: nmt, imagenet, ..."}
     )
     variant: str | None = field(default=None, metadata={"help": "FLuRKA variant with which --preset ends."})
 
@@ -82,9 +92,9 @@ class AttentionArguments:
         given = [f"--{name}" for name in ("attention", "stages", "preset") if getattr(self, name)]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} exclude each other: give the one that is meant")
-        for name, other in (("set", "attention"), ("layers", "attention"), ("variant", "preset")):
-            if getattr(self, name) and not getattr(self, other):
-                raise ValueError(f"--{name} says something about --{other}, which is missing")
+        for name, of in (("set", ("attention", "preset")), ("layers", ("attention",)), ("variant", ("preset",))):
+            if getattr(self, name) and not any(getattr(self, other) for other in of):
+                raise ValueError(f"--{name} says something about {' or '.join(f'--{o}' for o in of)}, which is missing")
         # Both raise what is wrong now rather than after the model and the data were loaded.
         self.method()
         self.schedule()
@@ -94,7 +104,7 @@ class AttentionArguments:
         if self.attention is None:
             return None
         layers = parse_layers(self.layers) if self.layers else None
-        if self.attention.partition(":")[0] in hea.available_methods():
+        if re.split("[:,]", self.attention)[0] in hea.available_methods():
             configs = list(parse_methods([self.attention], self.set).values())
             if len(configs) != 1:
                 raise ValueError(
@@ -121,7 +131,8 @@ class AttentionArguments:
         if self.stages:
             schedule = hea.UptrainingSchedule.parse(self.stages)
         elif self.preset:
-            schedule = hea.uptraining_preset(self.preset, **({"variant": self.variant} if self.variant else {}))
+            variant = {"variant": self.variant} if self.variant else {}
+            schedule = hea.uptraining_preset(self.preset, **variant, **dict(map(_pair, self.set)))
         else:
             return None
         return schedule if total_steps is None else hea.UptrainingSchedule(schedule.stages, total_steps=total_steps)
@@ -133,6 +144,16 @@ class AttentionArguments:
         if self.preset:
             return f"preset {self.preset}" + (f" {self.variant}" if self.variant else "")
         return " ".join([self.attention or "as the checkpoint says", *self.set])
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise ValueError(f"--set {text!r} sets nothing; write key=value")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
 
 
 def parse_layers(text: str) -> list[int]:
@@ -193,6 +214,9 @@ class RecipeArguments(TrainingArguments):
         # Without an accelerator PyTorch warns that there is nothing to pin memory for.
         self.dataloader_pin_memory = self.dataloader_pin_memory and torch.accelerator.is_available()
         super().__post_init__()
+        missing = [name for name in self.report_to if name not in get_available_reporting_integrations()]
+        if missing:
+            raise ValueError(f"--report_to {missing[0]}: unknown or not installed; 'pip install {missing[0]}', or none")
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -229,8 +253,35 @@ def parse(
     types = list(dataclasses_)
     if not any(issubclass(kind, RecipeArguments) for kind in types):
         types.append(RecipeArguments)
+    parsed = parse_only(*types, description=description, argv=argv, defaults=defaults)
+    args = next(one for one in parsed if isinstance(one, RecipeArguments))
+    # As Trainer does when it is made, which is after the model was.
+    (transformers.enable_full_determinism if args.full_determinism else transformers.set_seed)(args.seed)
+    prepare_output(args.output_dir, args.distributed_state, bool(args.resume_from_checkpoint), args.overwrite)
+    if args.disable_tqdm:
+        no_bars()
+    return parsed
+
+
+def no_bars() -> None:
+    """No progress bars from datasets and Transformers; Trainer's own is `disable_tqdm`."""
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def parse_only(
+    *dataclasses_: type, description: str, argv: Sequence[str] | None = None, defaults: Mapping[str, Any] | None = None
+) -> tuple:
+    """`parse` of the dataclasses and nothing else, for loops without Trainer: no seeds, no folder."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not torch.accelerator.is_available():
+        # Accelerate joins processes on the CPU only where it is told so; otherwise each would train for itself.
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     parser = _Parser(
-        types, description=description, formatter_class=_Formatter, usage="%(prog)s [options]", allow_abbrev=False
+        dataclasses_,
+        description=description,
+        formatter_class=_Formatter,
+        usage="%(prog)s [options]",
+        allow_abbrev=False,
     )
     parser.set_defaults(**(defaults or {}))
     *parsed, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True, look_for_args_file=False)
@@ -238,39 +289,40 @@ def parse(
         known = [option for action in parser._actions for option in action.option_strings]
         near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1, cutoff=0.5)
         raise ValueError(f"unknown option {unknown[0]!r};" + (f" did you mean {near[0]}?" if near else " try --help"))
-    args = next(one for one in parsed if isinstance(one, RecipeArguments))
-    seed_everything(args)
-    prepare_output(args)
     return tuple(parsed)
 
 
-def seed_everything(args: TrainingArguments) -> None:
-    """All generators to `args.seed`; with --full_determinism also deterministic kernels."""
-    (transformers.enable_full_determinism if args.full_determinism else transformers.set_seed)(args.seed)
-
-
-def prepare_output(args: RecipeArguments) -> None:
+def prepare_output(
+    output_dir: str | os.PathLike, state: accelerate.PartialState, resume: bool, overwrite: bool
+) -> None:
     """Make the output folder, in which nothing may be but a run that is resumed or is to be overwritten.
 
     Raises:
-        ValueError: the folder is not empty, or is a file; matplotlib is missing.
+        ValueError: the folder is not empty, or is a file; processes that were started together do not know each other.
+        UnsupportedAttentionError: matplotlib is missing.
     """
-    folder = pathlib.Path(args.output_dir)
+    started = int(os.environ.get("WORLD_SIZE", 1))
+    if state.num_processes != started:
+        raise ValueError(
+            f"{started} processes were started, but this one sees {state.num_processes}, so that each would train for "
+            "itself: start them with 'accelerate launch --config_file recipes/configs/...'"
+        )
+    folder = pathlib.Path(output_dir)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output_dir {folder} is a file")
-    if folder.is_dir() and any(folder.iterdir()) and not (args.resume_from_checkpoint or args.overwrite):
+    if folder.is_dir() and any(folder.iterdir()) and not (resume or overwrite):
         raise ValueError(
             f"the output folder {folder} is not empty: choose another, or give --resume_from_checkpoint True to go on "
             "with the run in it, or --overwrite"
         )
     # Every process has looked before the first of them writes.
-    args.distributed_state.wait_for_everyone()
+    state.wait_for_everyone()
     folder.mkdir(parents=True, exist_ok=True)
     check_picture(folder / PICTURE)
-    if args.overwrite and not args.resume_from_checkpoint and args.distributed_state.is_local_main_process:
+    if overwrite and not resume and state.is_local_main_process:
         for old in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
             shutil.rmtree(old, ignore_errors=True)
-    args.distributed_state.wait_for_everyone()
+    state.wait_for_everyone()
 
 
 def main_of(run: Callable[[], None]) -> None:
@@ -329,45 +381,53 @@ def check_not_empty(dataset, where: str) -> None:
         raise ValueError(f"{where} is empty: there is nothing to train or evaluate on")
 
 
-def take(dataset, count: int | None, seed: int):
-    """`count` rows drawn with the seed, in their drawn order; all rows, in their order, if None or if there are fewer.
+def check_length(model: nn.Module, length: int, option: str = "--max_length") -> None:
+    """That the learned position table of a text model, where it has one, takes sequences of `length` tokens.
+
+    Raises:
+        ValueError: it is shorter.
+    """
+    for module in model.modules():
+        for name in ("position_embeddings", "wpe"):
+            table = getattr(module, name, None)
+            if not isinstance(table, nn.Embedding):
+                continue
+            # RoBERTa counts positions from padding_idx + 1.
+            limit = table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
+            if length > limit:
+                raise ValueError(
+                    f"{option} {length}: the model has positions for {limit} tokens; give at most that, or a model "
+                    "that hea.extend_positions has grown"
+                )
+
+
+def take(dataset, count: int | None, seed: int = 0):
+    """`count` rows, drawn and ordered by the seed; all rows in their order if None or if there are not more.
+
+    The seed is as a rule not that of the training, so that runs with several seeds see the same rows.
 
     Raises:
         ValueError: a count below 1.
     """
-    if count is None:
-        return dataset
-    if count < 1:
+    if count is not None and count < 1:
         raise ValueError(f"{count} samples are none: give 1 or more, or leave the option out for all")
-    return dataset if count >= len(dataset) else dataset.shuffle(seed=seed).select(range(count))
+    return dataset if count is None or count >= len(dataset) else dataset.shuffle(seed=seed).select(range(count))
 
 
 def last_whole_checkpoint(folder: str | os.PathLike, processes: int = 1) -> pathlib.Path | None:
-    """The newest checkpoint that was written to its end; None if there is none.
-
-    Trainer writes its state last, but each process writes its generators in its own time: a run that is killed while it
-    saves leaves a checkpoint without the one or the other.
+    """The newest checkpoint of Trainer that was written to its end; None if there is none.
 
     Args:
         folder: output folder.
-        processes: number of processes that wrote it.
+        processes: number of processes that wrote it, each of which saves its random state.
     """
     prefix = f"{PREFIX_CHECKPOINT_DIR}-"
     found = [path for path in pathlib.Path(folder).glob(f"{prefix}*") if path.name.removeprefix(prefix).isdecimal()]
+    states = [f"rng_state_{rank}.pth" for rank in range(processes)] if processes > 1 else []
     for path in sorted(found, key=lambda path: int(path.name.removeprefix(prefix)), reverse=True):
-        random = [f"rng_state_{rank}.pth" for rank in range(processes)] if processes > 1 else ["rng_state.pth"]
-        # torch writes zip files, whose table of contents comes last.
-        if _is_json(path / STATE) and all(zipfile.is_zipfile(path / name) for name in random):
+        if why_unfinished(path) is None and all((path / name).is_file() for name in states):
             return path
     return None
-
-
-def _is_json(path: pathlib.Path) -> bool:
-    try:
-        json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 class _Clock(TrainerCallback):
@@ -420,9 +480,13 @@ def train_and_report(
         versions, processes and more.
     """
     args, clock = trainer.args, _Clock()
+    if not counts_items(trainer.model):
+        # Else Trainer takes the mean over a batch for a share of a sum over all processes and accumulated batches, and
+        # multiplies loss and gradient by their number (huggingface/transformers, issue 47688).
+        trainer.model_accepts_loss_kwargs = False
     trainer.add_callback(clock)
     result = trainer.train(resume_from_checkpoint=_checkpoint(args))
-    figures = {**result.metrics, **({} if evaluate is None else trainer.evaluate(evaluate))}
+    figures = {**result.metrics, **_evaluate(trainer, evaluate)}
     trainer.save_model()
     trainer.save_state()
     peak = torch.tensor([clock.peak], dtype=torch.int64, device=args.device)
@@ -451,6 +515,35 @@ def train_and_report(
     return report
 
 
+def counts_items(model: nn.Module) -> bool:
+    """Whether the model's loss heeds `num_items_in_batch`, as far as the source of its forward pass tells.
+
+    Trainer takes it for granted where forward takes further keywords, as BertForSequenceClassification does, whose loss
+    is nevertheless a mean over its own batch.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    try:
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(type(inner).forward)))
+    except (OSError, TypeError):
+        return True
+    calls = [
+        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and "loss" in ast.unparse(node.func)
+    ]
+    return any(word.arg in (None, "num_items_in_batch") for call in calls for word in call.keywords)
+
+
+def _evaluate(trainer: Trainer, data: Any) -> dict[str, Any]:
+    """The figures on `data`, which are there already if the last step was followed by an evaluation."""
+    if data is None:
+        return {}
+    if data is trainer.eval_dataset and not trainer.args.load_best_model_at_end:
+        last = [entry for entry in trainer.state.log_history if entry.get("step") == trainer.state.global_step]
+        found = {key: value for entry in last for key, value in entry.items() if key.startswith("eval_")}
+        if found:
+            return found
+    return trainer.evaluate(data)
+
+
 def _checkpoint(args: RecipeArguments) -> str | None:
     """What Trainer shall resume from."""
     if args.resume_from_checkpoint is not True:
@@ -473,7 +566,7 @@ def about_run(attention: AttentionArguments, model: nn.Module, processes: int, d
         "processes": processes,
         "threads": torch.get_num_threads(),
         "device": name,
-        "command": [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -500,11 +593,12 @@ def write_report(
     folder = pathlib.Path(folder)
     with replacing(folder / METRICS) as draft:
         draft.write_text(json.dumps(_plain(report), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    draw_learning_curve(log_history, folder / PICTURE, metric)
+    with replacing(folder / PICTURE) as draft:
+        learning_curve(log_history, metric).savefig(draft, dpi=120)
     skipped = ("_runtime", "_per_second", "total_flos", "epoch")
     figures = {k: v for k, v in report["metrics"].items() if not k.endswith(skipped)}
     beside = ("steps", "seconds_per_step", "peak_memory_mib")
-    rows = [(key, _short(value)) for key, value in ({k: report.get(k) for k in beside} | figures).items()]
+    rows = [(key, _short(value)) for key, value in ({k: report[k] for k in beside if k in report} | figures).items()]
     rows += [(f"switch at step {s['step']}", f"{s['from']} to {s['to']}") for s in report.get("switches", ())]
     print(table(("", "value"), rows))
     print(f"written: {folder / METRICS}, {folder / PICTURE}", flush=True)
@@ -516,7 +610,7 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(entry) for entry in value]
-    value = value.item() if hasattr(value, "item") and getattr(value, "size", 1) == 1 else value
+    value = value.item() if getattr(value, "ndim", None) == 0 else value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)
@@ -526,13 +620,15 @@ def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def draw_learning_curve(log_history: Sequence[Mapping[str, Any]], path: pathlib.Path, metric: str) -> None:
+def learning_curve(log_history: Sequence[Mapping[str, Any]], metric: str):
     """Training loss and an evaluation figure against the step; a dashed line at every switch of attention.
 
     Args:
         log_history: entries {"step", "loss"}, {"step", metric} and {"step", "uptraining_stage"}, as Trainer logs them.
-        path: picture, in any format that matplotlib writes.
         metric: key of the evaluation figure; where no entry has it only the loss is drawn.
+
+    Returns:
+        a matplotlib Figure.
     """
     from matplotlib.figure import Figure
 
@@ -540,6 +636,7 @@ def draw_learning_curve(log_history: Sequence[Mapping[str, Any]], path: pathlib.
     axes = figure.subplots()
     lines = _line(axes, log_history, "loss", "training loss", "C0")
     axes.set(xlabel="step", ylabel="training loss")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     if any(metric in entry for entry in log_history):
         other = axes.twinx()
@@ -553,8 +650,7 @@ def draw_learning_curve(log_history: Sequence[Mapping[str, Any]], path: pathlib.
         )  # fmt: skip
     if lines:
         axes.legend(handles=lines, fontsize="small")
-    with replacing(path) as draft:
-        figure.savefig(draft, dpi=120)
+    return figure
 
 
 def _line(axes, log_history, key: str, label: str, color: str, **style) -> list:
