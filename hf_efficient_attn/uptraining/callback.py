@@ -31,9 +31,10 @@ class UptrainingCallback(TrainerCallback, ExportableState):
     the model was in when it was saved, and its `config.json` says of which.
 
     Give it to Trainer when that is made, since a checkpoint of a later stage can then be resumed: when its weights are
-    loaded, the model is put into their stage. Checkpoints that were not finished, because the process was killed while
-    it wrote them, are renamed to `incomplete-checkpoint-*` then, so that `resume_from_checkpoint=True` finds the last
-    one that is whole; do not make a Trainer for a folder to which another process is still writing.
+    loaded, the model is put into their stage. (With `model_init` Trainer makes another model later, and only stages
+    that learn the same parameters can be resumed.) Checkpoints that were not finished, because the process was killed
+    while it wrote them, are renamed to `incomplete-checkpoint-*` then, so that `resume_from_checkpoint=True` finds the
+    last one that is whole; do not make a Trainer for a folder to which another process is still writing.
 
     Args:
         schedule: an `UptrainingSchedule`, or its stages.
@@ -58,10 +59,6 @@ class UptrainingCallback(TrainerCallback, ExportableState):
         }
 
     def on_init_end(self, args, state, control, model=None, **kwargs) -> None:
-        if model is None:
-            raise UnsupportedAttentionError(
-                "UptrainingCallback: Trainer has no model yet; give it a model rather than model_init"
-            )
         check(model, self.schedule.stages)
         if args.n_gpu > 1 and any(layouts_of(model, self.schedule.stages)):
             raise UnsupportedAttentionError(

@@ -1,0 +1,478 @@
+"""Up-training: schedules, switches of a model in training, and the callback; kills are in test_uptraining_resume.py."""
+
+import copy
+import json
+
+import pytest
+import torch
+import transformers
+from transformers import Trainer, TrainingArguments
+
+import hf_efficient_attn as hea
+from hf_efficient_attn.uptraining.schedule import Stage
+from hf_efficient_attn.uptraining.switch import learned_parameters, stands_in, switch
+from tiny_models import METHODS, SMALL, tiny_class, tiny_config, tiny_model
+
+TWO = [
+    ("linformer", 0.25, {"projection_dim": 8, "share": "none"}),
+    ("flurka_performer", 1.0, {"num_features": 16}),
+]
+PLAIN = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def classifier(seed: int = 0, **changes):
+    torch.manual_seed(seed)
+    return transformers.BertForSequenceClassification(tiny_config("bert", **changes))
+
+
+def rows(count: int = 48, length: int = 24) -> list[dict]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        {
+            "input_ids": torch.randint(5, 60, (length,), generator=generator),
+            "attention_mask": [1] * length,
+            "labels": i % 2,
+        }
+        for i in range(count)
+    ]
+
+
+def trainer_of(folder, schedule, model=None, steps: int = 8, callbacks=(), **options) -> Trainer:
+    usual = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no"}
+    arguments = TrainingArguments(
+        str(folder), max_steps=steps, report_to="none", use_cpu=True, disable_tqdm=True, seed=3, **{**usual, **options}
+    )
+    callbacks = [*([] if schedule is None else [hea.UptrainingCallback(schedule)]), *callbacks]
+    return Trainer(classifier() if model is None else model, arguments, train_dataset=rows(), callbacks=callbacks)
+
+
+def losses(trainer: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def switches(trainer: Trainer) -> list[tuple[int, str, str]]:
+    found = [entry for entry in trainer.state.log_history if "uptraining_stage" in entry]
+    return [(entry["step"], entry["uptraining_from"], entry["uptraining_stage"]) for entry in found]
+
+
+class Seen(transformers.TrainerCallback):
+    """What stands in the model, and what its optimizer holds, when each step begins."""
+
+    def __init__(self) -> None:
+        self.names, self.groups, self.states = [], [], []
+
+    def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        self.names.append(model.config._attn_implementation)
+        names = {id(p): name for name, p in model.named_parameters()}
+        inner = optimizer.optimizer
+        self.groups.append([[names[id(p)] for p in group["params"]] for group in inner.param_groups])
+        self.states.append({names[id(p)]: int(value["step"]) for p, value in inner.state.items()})
+
+
+# Schedules
+
+
+def test_stages_by_share_and_by_step():
+    schedule = hea.UptrainingSchedule(TWO)
+    assert schedule.ends(100) == [25, 100]
+    assert [schedule.index(step, 100) for step in (0, 24, 25, 99, 100)] == [0, 0, 1, 1, 1]
+    assert hea.UptrainingSchedule([("sdpa", 0.29), ("linear", 1.0)]).ends(100) == [29, 100]
+    counted = hea.UptrainingSchedule([("sdpa", 10), ("linear", 15), ("performer", None)])
+    assert counted.ends(40) == [10, 15, 40] and [counted.index(s) for s in (9, 10, 15, 1000)] == [0, 1, 2, 2]
+    with pytest.raises(hea.UnsupportedAttentionError, match="total_steps"):
+        schedule.index(3)
+
+
+def test_hyperparameters_are_handed_on():
+    second = hea.UptrainingSchedule(TWO).stages[1]
+    assert second.settings.entries[0].config == hea.FlurkaPerformerConfig(
+        projection_dim=8, share="none", num_features=16
+    )
+    stages = [("performer", 0.5, {"num_features": 32, "seed": 5}), ("flurka_performer", 1.0)]
+    assert hea.UptrainingSchedule(stages).stages[1].settings.entries[0].config.num_features == 32
+    assert hea.UptrainingSchedule(stages).stages[1].settings.entries[0].config.seed == 5
+    # A table for all layers is no option of a FLuRKA.
+    layers = hea.UptrainingSchedule([("linformer", 0.5, {"share": "layers"}), ("flurka_linear", 1.0)])
+    assert layers.stages[1].settings.entries[0].config.share == "none"
+
+
+@pytest.mark.parametrize(
+    ("stages", "sentence"),
+    [
+        ([], "at least one"),
+        ("linformer:1.0", "parse"),
+        ([("linformer", 0.25)], "do not end at 1.0"),
+        ([("linformer", 0.25), ("linear", 0.9)], "do not end at 1.0"),
+        ([("linformer", 0.5), ("linear", 0.25), ("sdpa", 1.0)], "do not grow"),
+        ([("linformer", 5), ("linear", 1.0)], "mix shares and numbers"),
+        ([("linformer", None), ("linear", 1.0)], "only the last"),
+        ([("linformer", 0.0), ("linear", 1.0)], "ends at 0.0"),
+        ([("linformer", 1.5)], "ends at 1.5"),
+        ([("linformer", True)], "ends at True"),
+        ([("linformer", float("nan")), ("linear", 1.0)], "ends at nan"),
+        ([("linfromer", 1.0)], "Did you mean 'linformer'"),
+        ([("linformer", 1.0, {"projection_dims": 3})], "projection_dim"),
+        ([("sdpa", 1.0, {"seed": 3})], "no hyperparameters"),
+        ([("linear", 0.5), ("linear", 1.0)], "are the same"),
+        ([("linformer",)], "no stage"),
+        ([{"attention": "linear"}], "'end'"),
+    ],
+)
+def test_bad_schedules_are_refused(stages, sentence):
+    with pytest.raises(hea.UnsupportedAttentionError, match=sentence):
+        hea.UptrainingSchedule(stages)
+
+
+def test_a_stage_without_a_step_is_refused():
+    with pytest.raises(hea.UnsupportedAttentionError, match="'linformer' would have none"):
+        hea.UptrainingSchedule([("linformer", 0.01), ("linear", 1.0)], total_steps=10)
+    with pytest.raises(hea.UnsupportedAttentionError, match="'performer' would have none"):
+        hea.UptrainingSchedule([("linear", 20), ("performer", None)]).ends(20)
+
+
+def test_schedules_from_strings():
+    given = hea.UptrainingSchedule.parse(
+        ["linformer,projection_dim=8,share=none:0.25", "flurka_performer,num_features=16:1.0"]
+    )
+    assert given == hea.UptrainingSchedule(TWO)
+    assert hea.UptrainingSchedule.parse("sdpa:200 kdeformer,near_field=window:end").ends(300) == [200, 300]
+    for text in ("linformer", "linformer:x", ":0.5", "linformer,projection_dim:1.0"):
+        with pytest.raises(hea.UnsupportedAttentionError, match="write"):
+            hea.UptrainingSchedule.parse([text])
+
+
+def test_schedules_survive_json_and_copies():
+    stages = [*TWO[:1], ("sdpa", 0.5), (hea.KDEformerConfig(num_samples=8), 1.0, {"layers": [1]})]
+    schedule = hea.UptrainingSchedule(stages)
+    assert hea.UptrainingSchedule(json.loads(json.dumps(schedule.to_list()))) == schedule
+    assert copy.deepcopy(schedule) == schedule
+    assert schedule.stages[2].settings.layers == (1,)
+
+
+def test_presets_have_the_papers_shares():
+    """Gupta et al. 2023, A.4."""
+
+    def shares(task, variant):
+        return [(s.attention, s.end) for s in hea.uptraining_preset(task, variant).stages]
+
+    assert shares("nmt", "flurka_performer") == [("linformer", 0.8), ("flurka_performer", 1.0)]
+    assert shares("nmt", "flurka_eva") == [("linformer", 0.8), ("flurka_eva", 1.0)]
+    assert shares("nmt", "flurka_linear") == [("linear", 0.64), ("flurka_linear", 1.0)]
+    assert shares("imagenet", "flurka_eva") == [("linformer", 0.167), ("flurka_eva", 1.0)]
+    assert shares("imagenet", "flurka_linear") == [("linear", 0.333), ("flurka_linear", 1.0)]
+    assert shares("glue", "flurka_performer") == [("flurka_performer", 1.0)]
+    narrow = hea.uptraining_preset("imagenet", projection_dim=16, num_features=8)
+    assert narrow.stages[1].settings.entries[0].config.projection_dim == 16
+    for task, variant, options in (("nmtt", "flurka_eva", {}), ("nmt", "linear", {}), ("nmt", "flurka_eva", {"x": 1})):
+        with pytest.raises(hea.UnsupportedAttentionError, match="unknown"):
+            hea.uptraining_preset(task, variant, **options)
+
+
+# Switches
+
+
+def stage(attention: str, **hyperparameters) -> Stage:
+    return hea.UptrainingSchedule([(attention, 1.0, hyperparameters)]).stages[0]
+
+
+@pytest.mark.parametrize("family", ["bert", "vit"])
+def test_the_tables_of_the_base_are_carried(family):
+    model = tiny_model(family)
+    hea.convert(model, "linformer", projection_dim=8, share="none")
+    tables = learned_parameters(model)
+    assert len(tables) == 4
+    with torch.no_grad():
+        for table in tables.values():
+            table.uniform_()
+    values = {name: table.clone() for name, table in tables.items()}
+    record = switch(model, None, stage("flurka_performer", projection_dim=8), 7)
+    after = learned_parameters(model)
+    assert sorted(record["carried"]) == sorted(after) == sorted(tables)
+    assert not record["started"] and not record["dropped"] and record["step"] == 7
+    assert all(after[name] is tables[name] and torch.equal(after[name], values[name]) for name in tables)
+
+
+def test_a_table_shared_by_keys_and_values_becomes_two():
+    model = tiny_model("bert")
+    hea.convert(model, "linformer", projection_dim=8, share="kv")
+    with torch.no_grad():
+        for table in learned_parameters(model).values():
+            table.uniform_()
+    record = switch(model, None, stage("flurka_linear", projection_dim=8, share="none"), 0)
+    assert len(record["carried"]) == 2 and all(name.endswith("value_projection") for name in record["started"])
+    tables = learned_parameters(model)
+    for name in record["carried"]:
+        other = tables[name.replace("key_projection", "value_projection")]
+        assert torch.equal(tables[name], other) and tables[name] is not other
+
+
+def test_tables_of_all_layers_become_one_each():
+    model = tiny_model("bert")
+    hea.convert(model, "linformer", projection_dim=8, share="layers")
+    (table,) = learned_parameters(model).values()
+    with torch.no_grad():
+        table.uniform_()
+    switch(model, None, stage("linformer", projection_dim=8, share="kv"), 0)
+    first, second = learned_parameters(model).values()
+    assert first is table and torch.equal(second, table) and second is not table
+
+
+def test_another_size_starts_as_a_conversion_does():
+    model, fresh = tiny_model("bert"), tiny_model("bert")
+    hea.convert(model, "linformer", projection_dim=8, share="none")
+    record = switch(model, None, stage("flurka_linear", projection_dim=16), 0)
+    hea.convert(fresh, "flurka_linear", projection_dim=16)
+    assert len(record["started"]) == len(record["dropped"]) == 4 and not record["carried"]
+    for name, table in learned_parameters(fresh).items():
+        assert torch.equal(table, learned_parameters(model)[name])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_exact_to_any_method_and_back(method):
+    model = tiny_model("bert")
+    before = dict(model.named_parameters())
+    first = stage(method, **SMALL[method])
+    record = switch(model, None, first, 0)
+    assert record["from"] == "sdpa" and stands_in(model, first) and not stands_in(model, stage("sdpa"))
+    switch(model, None, stage("sdpa"), 1)
+    after = dict(model.named_parameters())
+    assert list(after) == list(before) and all(after[name] is before[name] for name in before)
+
+
+def test_the_optimizer_follows():
+    """Shared parameters keep their state, gone ones are forgotten, new ones stand where a new optimizer has them."""
+    model = classifier(**PLAIN)
+    hea.convert(model, "linformer", projection_dim=8)
+    arguments = TrainingArguments("unused", use_cpu=True, weight_decay=0.1, learning_rate=1e-2)
+    optimizer = Trainer(model, arguments).create_optimizer()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    batch = {"input_ids": torch.stack([row["input_ids"] for row in rows(4)]), "labels": torch.tensor([0, 1, 0, 1])}
+    for _ in range(3):
+        model(**batch).loss.backward()
+        optimizer.step(), scheduler.step(), optimizer.zero_grad()
+    query = model.bert.encoder.layer[0].attention.self.query.weight
+    state, rate = {k: v.clone() for k, v in optimizer.state[query].items()}, scheduler.get_last_lr()
+    for settings in (stage("linear"), stage("flurka_linear", projection_dim=8), stage("eva", **SMALL["eva"])):
+        record = switch(model, optimizer, settings, 3)
+        anew = Trainer(model, arguments).create_optimizer()
+        names = {id(p): name for name, p in model.named_parameters()}
+        ours, theirs = (
+            [[names[id(p)] for p in group["params"]] for group in o.param_groups] for o in (optimizer, anew)
+        )
+        assert ours == theirs
+        assert all(torch.equal(optimizer.state[query][k], v) for k, v in state.items())
+        assert {id(p) for p in optimizer.state} <= set(names)
+        tables = learned_parameters(model)
+        assert set(record["started"]) == set(tables) and not any(p in optimizer.state for p in tables.values())
+        assert scheduler.get_last_lr() == rate
+        # Learned tables are decayed, as other matrices are.
+        decayed = {id(p) for p in optimizer.param_groups[0]["params"]}
+        assert optimizer.param_groups[0]["weight_decay"] == 0.1 and all(id(p) in decayed for p in tables.values())
+    model(**batch).loss.backward()
+    optimizer.step(), scheduler.step()
+
+
+def test_groups_of_one_s_own_and_frozen_parameters():
+    """A new parameter joins the group of its own attention module's weights; what is frozen is in no group."""
+    model = classifier(**PLAIN)
+    layers = model.bert.encoder.layer
+    model.bert.embeddings.requires_grad_(False)
+    groups = [{"params": list(layers[i].parameters()), "lr": 0.1 * (i + 1)} for i in (0, 1)]
+    optimizer = torch.optim.AdamW([{"params": model.classifier.parameters(), "lr": 1.0}, *groups])
+    switch(model, optimizer, stage("linformer", projection_dim=8), 0)
+    for i, group in enumerate(optimizer.param_groups[1:]):
+        (table,) = layers[i].attention.self.learned_parameters.parameters()
+        assert sum(p is table for p in group["params"]) == 1 and group["lr"] == pytest.approx(0.1 * (i + 1))
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == 2 + 2 * 17
+
+
+def test_a_loop_of_one_s_own():
+    stages = [("sdpa", 2), ("linformer", 4, {"projection_dim": 8}), ("flurka_linear", None)]
+    schedule = hea.UptrainingSchedule(stages)
+    model = classifier(**PLAIN)
+    assert schedule.step(model, None, 0) is None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    batch = {"input_ids": torch.stack([row["input_ids"] for row in rows(4)]), "labels": torch.tensor([0, 1, 0, 1])}
+    made = []
+    for step in range(6):
+        made.append(schedule.step(model, optimizer, step))
+        model(**batch).loss.backward()
+        optimizer.step(), optimizer.zero_grad()
+    assert [record and (record["from"], record["to"]) for record in made] == [
+        None, None, ("sdpa", "linformer"), None, ("linformer", "flurka_linear"), None]  # fmt: skip
+    assert int(optimizer.state[learned_parameters(model)[made[4]["carried"][0]]]["step"]) == 4
+
+
+def test_a_later_stage_that_cannot_be_is_refused_at_the_start():
+    schedule = hea.UptrainingSchedule([("linear", 0.5), ("linformer", 1.0)], total_steps=10)
+    model = tiny_model("gpt2", head=True)
+    with pytest.raises(hea.UnsupportedAttentionError, match="no causal form"):
+        schedule.step(model, None, 0)
+    assert model.config._attn_implementation == "sdpa"
+
+
+# The callback
+
+
+def test_the_callback_switches_and_says_so(tmp_path):
+    seen = Seen()
+    trainer = trainer_of(tmp_path, TWO, callbacks=[seen], weight_decay=0.1, save_strategy="steps", save_steps=1)
+    trainer.train()
+    assert seen.names == ["linformer"] * 2 + ["flurka_performer"] * 6
+    assert switches(trainer) == [(2, "linformer", "flurka_performer")]
+    tables = [name for name in seen.states[3] if "learned_parameters" in name]
+    # The tables are the same parameters, so that their state counts on.
+    assert len(tables) == 4 and all(seen.states[5][name] == 5 for name in seen.states[5])
+    for step, method in ((1, "linformer"), (2, "linformer"), (3, "flurka_performer"), (8, "flurka_performer")):
+        folder = tmp_path / f"checkpoint-{step}"
+        assert json.loads((folder / "config.json").read_text())["attn_implementation"] == method
+        history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+        assert sum("uptraining_stage" in entry for entry in history) == (step > 2)
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "checkpoint-8")
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, dict(loaded.named_parameters())[name])
+
+
+def test_one_stage_is_plain_training(tmp_path):
+    model = classifier()
+    hea.convert(model, "linformer", projection_dim=8)
+    plain = trainer_of(tmp_path / "a", None, model)
+    plain.train()
+    staged = trainer_of(tmp_path / "b", [("linformer", 1.0, {"projection_dim": 8})])
+    staged.train()
+    assert losses(plain) == losses(staged)
+
+
+def test_new_parameters_are_trained(tmp_path):
+    model = classifier()
+    trainer = trainer_of(tmp_path, [("linear", 0.25), ("flurka_linear", 1.0, {"projection_dim": 8})], model)
+    fresh = hea.convert(classifier(), "flurka_linear", projection_dim=8)
+    start = {name: p.clone() for name, p in learned_parameters(fresh).items()}
+    trainer.train()
+    after = learned_parameters(model)
+    assert set(after) == set(start) and all(not torch.equal(after[name], start[name]) for name in start)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
+        {"gradient_checkpointing": True},
+        {"bf16": True},
+        {"torch_compile": True, "torch_compile_backend": "eager"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_the_ways_of_training(options, tmp_path):
+    """The same losses as plain training, to rounding, before and after a switch that drops and brings parameters."""
+    schedule = [
+        ("linformer", 0.25, {"projection_dim": 8}),
+        ("linear", 0.5),
+        ("flurka_linear", 1.0, {"projection_dim": 8}),
+    ]
+
+    def run(folder, **options):
+        model = classifier(**PLAIN)
+        # Trainer divides by the number of accumulated batches only where the model's loss does not do it.
+        model.accepts_loss_kwargs = False
+        trainer = trainer_of(folder, schedule, model, adam_epsilon=1e-3, **options)
+        trainer.train()
+        assert [to for *_, to in switches(trainer)] == ["linear", "flurka_linear"]
+        return torch.tensor(losses(trainer), dtype=torch.float64)
+
+    tolerance = 2e-2 if "bf16" in options else 2e-4
+    torch.testing.assert_close(run(tmp_path / "b", **options), run(tmp_path / "a"), rtol=0, atol=tolerance)
+
+
+def test_peft_lora_with_tables_that_are_saved(tmp_path):
+    peft = pytest.importorskip("peft")
+    stages = [("linformer", 0.25, {"projection_dim": 8}), ("flurka_linear", 1.0)]
+
+    def lora(modules):
+        model = hea.convert(classifier(), "linformer", projection_dim=8)
+        config = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query", "value"], modules_to_save=modules)
+        return peft.get_peft_model(model, config)
+
+    with pytest.raises(hea.UnsupportedAttentionError, match=r"modules_to_save=\['learned_parameters'\]"):
+        trainer_of(tmp_path, stages, lora(["classifier"]))
+    with pytest.raises(hea.UnsupportedAttentionError, match="methods that learn none"):
+        trainer_of(tmp_path, [*stages[:1], ("linear", 1.0)], lora(["classifier", "learned_parameters"]))
+    options = {"save_strategy": "steps", "save_steps": 4}
+    whole = trainer_of(tmp_path, stages, lora(["classifier", "learned_parameters"]), **options)
+    start = {name: p.clone() for name, p in whole.model.named_parameters() if "modules_to_save" in name}
+    whole.train()
+    assert switches(whole) == [(2, "linformer", "flurka_linear")]
+    trained = dict(whole.model.named_parameters())
+    assert all(not torch.equal(trained[name], value) for name, value in start.items())
+    again = trainer_of(tmp_path, stages, lora(["classifier", "learned_parameters"]), **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert losses(again) == losses(whole)
+    assert all(torch.equal(p, trained[name]) for name, p in again.model.named_parameters())
+
+
+def test_peft_lora_without_tables(tmp_path):
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(classifier(), peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query", "value"]))
+    trainer = trainer_of(tmp_path, [("sdpa", 2), ("performer", 4), ("kdeformer", None)], model)
+    trainer.train()
+    assert [to for *_, to in switches(trainer)] == ["performer", "kdeformer"]
+    assert all("lora" in name or "classifier" in name for name, p in model.named_parameters() if p.requires_grad)
+
+
+def test_the_best_model_is_of_its_own_stage(tmp_path):
+    """Weights alone do not tell the stages apart: the model of the best step comes back with that step's attention."""
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=8, report_to="none", use_cpu=True, disable_tqdm=True, eval_strategy="steps",
+        eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
+        metric_for_best_model="eval_order", greater_is_better=False,
+    )  # fmt: skip
+    stages = [("linear", 0.5), ("performer", 1.0, {"num_features": 16})]
+    # By this metric the first evaluation is the best.
+    trainer = Trainer(
+        classifier(),
+        arguments,
+        train_dataset=rows(),
+        eval_dataset=rows(8),
+        compute_metrics=lambda prediction: {"order": float(trainer.state.global_step)},
+        callbacks=[hea.UptrainingCallback(stages)],
+    )
+    trainer.train()
+    assert trainer.state.best_global_step == 2 and trainer.model.config._attn_implementation == "linear"
+
+
+def test_a_model_of_a_later_stage_is_left_alone_until_training(tmp_path):
+    model = hea.convert(classifier(), "flurka_performer", projection_dim=8, num_features=16)
+    trainer = trainer_of(tmp_path, TWO, model)
+    assert model.config._attn_implementation == "flurka_performer"
+    seen = Seen()
+    trainer.add_callback(seen)
+    trainer.train()
+    assert seen.names[0] == "linformer" and seen.names[-1] == "flurka_performer"
+
+
+def test_refusals_come_before_the_first_step(tmp_path):
+    with pytest.raises(hea.UnsupportedAttentionError, match="would have none"):
+        trainer_of(tmp_path, [("linear", 20), ("performer", None)]).train()
+    decoder = tiny_class("gpt2", head=True)(tiny_config("gpt2"))
+    with pytest.raises(hea.UnsupportedAttentionError, match="no causal form"):
+        trainer_of(tmp_path, [("linear", 0.5), ("nystromformer", 1.0)], decoder)
+
+
+def test_unfinished_checkpoints_are_set_aside(tmp_path):
+    """Cut off at every file that a kill may leave cut off; nothing is deleted."""
+    options = {"save_strategy": "steps", "save_steps": 2}
+    whole = trainer_of(tmp_path, TWO, **options)
+    whole.train()
+    for name in ("trainer_state.json", "optimizer.pt", "rng_state.pth", "model.safetensors", "scheduler.pt"):
+        path = tmp_path / "checkpoint-8" / name
+        content = path.read_bytes()
+        path.write_bytes(content[: len(content) // 2])
+        trainer_of(tmp_path, TWO, **options)
+        moved = tmp_path / "incomplete-checkpoint-8"
+        assert not (tmp_path / "checkpoint-8").exists() and (moved / name).stat().st_size == len(content) // 2
+        (moved / name).write_bytes(content)
+        moved.rename(tmp_path / "checkpoint-8")
+    (tmp_path / "checkpoint-8" / "trainer_state.json").unlink()
+    again = trainer_of(tmp_path, TWO, **options)
+    again.train(resume_from_checkpoint=True)
+    assert losses(again) == losses(whole) and (tmp_path / "incomplete-checkpoint-8").is_dir()
