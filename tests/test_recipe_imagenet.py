@@ -202,6 +202,9 @@ def test_splits_and_parts(tmp_path):
     assert images.pick(splits, "test", images.EVAL_SPLITS, "pets") is splits["test"]
     with pytest.raises(ValueError, match=r"pets has no split 'val'. Its splits: dev, test, train"):
         images.pick(splits, "val", images.EVAL_SPLITS, "pets")
+    kinds = images.load(lay_out(tmp_path, {f"{c}/{i}.png": DOT for c in "abc" for i in range(6)}, "zip"))[""]
+    assert sorted(images.divide(kinds, 0.5, seed=1)[1].classes) == [*"aaabbbccc"], "each class has its share"
+    assert sorted(images.at_most(kinds, 6, seed=1).classes) == [*"aabbcc"]
     first, second = images.divide(splits["train"], 0.3, seed=1)
     assert (len(first), len(second)) == (7, 3)
     assert {*first.keys, *second.keys} == set(splits["train"].keys)
@@ -465,6 +468,15 @@ def test_training_learns_and_two_runs_are_the_same(tiny, colors, tmp_path, capsy
     assert saved["size"] == {"shortest_edge": 37} and saved["crop_size"] == {"height": 32, "width": 32}
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_accumulated_batches_train_as_one(smoothing, tiny, colors, tmp_path):
+    options = {"model": tiny, "train_data": colors, **BASE, **BY_ORDER, "label_smoothing_factor": smoothing}
+    for batch, count in ((6, 1), (2, 3)):
+        sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": count}
+        recipe(output_dir=tmp_path / str(batch), **{**options, **sizes})
+    assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "6"), abs=1e-4)
+
+
 def test_a_resumed_run_draws_what_the_whole_one_drew(tiny, colors, tmp_path):
     """24 pictures, 4 steps an epoch: resumed amid the first epoch and amid the second."""
     options = {**BASE, "eval_strategy": "no", "save_steps": 1, "save_strategy": "steps", "save_total_limit": 9}
@@ -514,7 +526,7 @@ def test_a_new_head(tiny, colors, tmp_path):
         recipe("--new_head", train_data=four, eval_data=colors, output_dir=tmp_path / "three", **options)
     # Of as many classes as before: asked for, it is new all the same.
     old = AutoModelForImageClassification.from_pretrained(tiny)
-    new = imagenet.load_model(imagenet.ModelArguments(model=tiny, new_head=True), ["a", "b", "c"])
+    new = imagenet.load_model(imagenet.ModelArguments(tiny, new_head=True), ["a", "b", "c"])
     assert not torch.equal(new.classifier.weight, old.classifier.weight)
     assert torch.equal(new.vit.embeddings.cls_token, old.vit.embeddings.cls_token)
 
@@ -533,7 +545,7 @@ def test_pictures_that_cannot_be_read_stop_the_recipe_unless_skipped(tiny, tmp_p
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model": None}, "--model is missing"),
+        ({"model": None}, "required: --model_name_or_path"),
         ({"train_data": None}, "--train_data is missing"),
         ({"eval_data": "x", "eval_share": 0.1}, "exclude each other"),
         ({"eval_split": "test"}, r"has no split 'test'. Its splits: train, val"),
@@ -565,10 +577,17 @@ def test_a_preprocessor_is_needed(tiny, colors, tmp_path):
     recipe(*[x.replace("5", ".5") for x in halves], resample="bilinear", output_dir=tmp_path / "two", **options)
 
 
+def test_something_must_be_held_out(tiny, tmp_path):
+    files = {f"{name}/{i}.jpg": painted(color, seed=i) for name, color in COLORS.items() for i in range(2)}
+    whole = lay_out(tmp_path, files, "zip")
+    with pytest.raises(ValueError, match=r"has no split to evaluate on: give --eval_data, --eval_split, or --eval_sh"):
+        recipe(model=tiny, train_data=whole, output_dir=tmp_path / "out", **BASE, **BY_ORDER)
+
+
 def test_models_that_take_no_other_resolution(tiny):
     model = AutoModelForImageClassification.from_pretrained(tiny)
-    assert imagenet.fit_resolution(model, None) == (32, 17)
-    assert imagenet.fit_resolution(model, 64) == (64, 65)
+    assert imagenet.fit_resolution(model, None) == (32, 17, False)
+    assert imagenet.fit_resolution(model, 64) == (64, 65, True)
     assert imagenet.fit_resolution(tiny_model("deit", head=True), None)[1] == 66, "with the distillation token"
     model.forward = lambda pixel_values, labels=None: None
     with pytest.raises(ValueError, match="cannot interpolate its positions"):
@@ -583,7 +602,7 @@ def test_as_a_process(tiny, tmp_path):
     helped = script("--help")
     assert helped.returncode == 0
     assert all(f"--{name}" in helped.stdout for name in ("train_data", "class_list", "stages", "resolution"))
-    assert "recipes/imagenet.py --model" in helped.stdout
+    assert "recipes/imagenet.py --model_name_or_path" in helped.stdout
     refused = script("--model", tiny, "--train_data", tmp_path / "absent", "--output_dir", tmp_path / "out")
     assert refused.returncode == 2 and refused.stdout == ""
     assert refused.stderr.splitlines() == [f"error: there is no folder and no zip file {tmp_path / 'absent'}"]
