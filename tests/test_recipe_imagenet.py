@@ -133,6 +133,17 @@ def test_layouts_that_say_no_class(layout, kind, tmp_path):
         images.load(lay_out(tmp_path, dict.fromkeys(files, DOT), kind))
 
 
+def test_every_process_opens_the_zip_file_itself(colors, monkeypatch):
+    """Forked processes would share the position in one that was opened before."""
+    reader = images.load(colors)["train"].reader
+    content, mine = reader("train/red/0.jpg"), reader._open[1]
+    reader("train/red/1.jpg")
+    assert reader._open[1] is mine
+    monkeypatch.setattr(images.os, "getpid", lambda: -1)
+    assert reader("train/red/0.jpg") == content
+    assert reader._open[1] is not mine
+
+
 def test_sources_that_are_none(tmp_path, monkeypatch):
     (tmp_path / "list.txt").write_text("cat")
     for source in (tmp_path / "absent", tmp_path / "absent.zip", "absent.zip"):
@@ -331,19 +342,20 @@ def test_class_lists(tmp_path):
 # ------------------------------------------------------------------------------------------------------------- tensors
 
 
-@pytest.mark.parametrize("size", [(70, 50), (50, 70), (64, 64), (301, 203), (20, 24)])
+def sloping(size):
+    """Each channel rises to a side of its own, so that a square from the wrong place is another one."""
+    across, down = np.meshgrid(*(np.linspace(0, 255, length) for length in size))
+    return Image.fromarray(np.stack([across, down, 255 - across], 2).astype("uint8"))
+
+
+@pytest.mark.parametrize("size", [(70, 50), (50, 70), (64, 64), (301, 200), (20, 24)])
 def test_evaluation_is_what_the_saved_processor_does(size):
-    picture = images.decode(painted((90, 120, 30), size))
+    """Of 32 pixels of the shorter side 28; margins are even, since the two halve an odd number otherwise."""
     norm = Norm((0.5, 0.4, 0.3), (0.2, 0.3, 0.4), 3)
-    theirs = imagenet.processor_of(norm, 32, 0.875)(picture, return_tensors="pt")["pixel_values"][0]
-    ours = Evaluation(32, norm)(picture)
-    assert ours.shape == (3, 32, 32)
-    # Where an odd number of pixels is cut off, the two halve it otherwise.
-    shorter, side = min(size), round(32 / 0.875)
-    if all((side * length // shorter - 32) % 2 == 0 for length in size):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
-    else:
-        assert (ours - theirs).abs().mean() < 0.2
+    theirs = imagenet.processor_of(norm, 28, 0.875)(sloping(size), return_tensors="pt")["pixel_values"][0]
+    ours = Evaluation(28, norm)(sloping(size))
+    assert ours.shape == (3, 28, 28)
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
 def test_evaluation_of_the_whole_square_is_what_vit_does():
