@@ -409,6 +409,13 @@ def test_scores_and_two_development_sets(command):
     assert report["efficient_attention"]["method"] == "linear"
 
 
+def test_reports_to_tensorboard(command, tmp_path):
+    pytest.importorskip("tensorboard")
+    recipe.run(command("rte", "out", "--max_steps", "1", "--save_strategy", "no", "--report_to", "tensorboard"))
+    (events,) = (tmp_path / "out").rglob("events.out.tfevents.*")
+    assert b"train/loss" in events.read_bytes()
+
+
 @pytest.mark.parametrize(
     ("more", "says"),
     [
@@ -479,9 +486,10 @@ def test_the_real_files(data):
 
 @pytest.mark.slow
 def test_minilm_learns_mrpc(data, minilm, tmp_path):
-    """Exact attention, two epochs: well above always saying "equivalent" (.684 accuracy)."""
+    """As the recipe's docstring has it: above always saying "equivalent", which has an accuracy of .684."""
     report = recipe.run([
         "--task", "mrpc", "--data", str(data / "glue"), "--model_name_or_path", str(minilm),
-        "--output_dir", str(tmp_path / "out"), "--attention", "sdpa", "--num_train_epochs", "2",
+        "--output_dir", str(tmp_path / "out"), "--attention", "sdpa", "--num_train_epochs", "1",
+        "--learning_rate", "2e-4", "--save_strategy", "no",
     ])  # fmt: skip
-    assert report["metrics"]["eval_accuracy"] > 0.76
+    assert report["metrics"]["eval_accuracy"] > 0.71
