@@ -7,6 +7,11 @@
 Accelerate has the processes and the precision, from its config file. `schedule.step` comes before every optimizer step;
 a checkpoint holds the model, the optimizer, the learning rate and all random states, and --resume goes on from the last
 whole one as if nothing had happened. Written to OUT: the model, metrics.json, learning_curve.png.
+
+To expect: MiniLM on MRPC with --stages linformer,projection_dim=128:0.25 flurka_performer:1.0 --max_steps 80
+--per_device_train_batch_size 16 --learning_rate 2e-4: a switch at step 20, F1 .785, accuracy .657, which is less than
+the .684 of answering "equivalent" throughout: 1,280 rows show that it runs, not what it can learn. Three minutes of one
+thread of a shared AMD EPYC.
 """
 
 import json

@@ -7,6 +7,10 @@
 
 DATA/glue holds the official files (MRPC/train.tsv, also .tsv.gz); a hub id such as nyu-mll/glue serves as well. Written
 to OUT: the model, metrics.json, learning_curve.png. The same command gives the same numbers.
+
+To expect: MiniLM (a BERT of 6 layers and 22.7 million parameters) on MRPC with --attention sdpa --learning_rate 2e-4
+--num_train_epochs 1 (115 steps of 32 rows): F1 .831, accuracy .730, where the answer "equivalent" throughout has .812
+and .684. Five minutes of one thread of a shared AMD EPYC; 2.1 GiB.
 """
 
 import pathlib

@@ -1,18 +1,23 @@
 """Fine-tune, up-train or evaluate a pretrained image classifier (ViT, DeiT) with any attention method.
 
-    python recipes/imagenet.py --model DEIT --train_data train.zip --eval_data val.zip --attention kdeformer \\
-        --output_dir out                                                             fine-tune
-    accelerate launch recipes/imagenet.py ... --preset imagenet                      up-train, on one or more processes
-    python recipes/imagenet.py ... --eval_only --attention longformer --set window_size=64 global_tokens=1
-                                                                                     switched, without any training
+    python recipes/imagenet.py --model_name_or_path DEIT --train_data TRAIN --eval_data VAL --output_dir OUT
+    python recipes/imagenet.py ... --attention kdeformer --set num_samples=64 --resolution 384
+    python recipes/imagenet.py ... --attention longformer --set global_tokens=1 --eval_only       (without any training)
+    accelerate launch --config_file recipes/configs/eight_gpus.yaml recipes/imagenet.py ... --preset imagenet
 
-Data: a hub id, a folder, or a zip file; `<split>/<class>/<file>`, `<class>/<file>`, or files that begin with WordNet
-numbers. Without --eval_data the evaluation takes the source's own split, or --eval_share of its pictures. A class is
-the output of that name; else a thousand classes named by WordNet numbers are ImageNet's, in order; a subset of them
-(Imagenette) needs --class_list, a file or a folder or zip file of all thousand; other classes need --new_head.
+TRAIN and VAL are hub ids, folders or zip files: `<split>/<class>/<file>`, `<class>/<file>`, or files that begin with
+WordNet numbers. Without --eval_data a split of TRAIN or --eval_share of it is held out. A class is the model's label of
+that name; else a thousand classes named by WordNet numbers are ImageNet's in order; a subset of them, such as
+Imagenette, needs --class_list (a file, or pictures of all thousand); other classes need --new_head.
 
-Each picture's augmentation follows from the seed, the epoch and its place in the data, so that it is the same in a
-resumed run and with any number of workers and processes.
+Written to OUT: the model and its preprocessor, metrics.json, learning_curve.png. What is random about a picture follows
+from the seed, the epoch and its place in the data, and so is the same after a resume and with any number of workers and
+processes.
+
+DeiT-tiny on one core, 224 pixels: 12 pictures a second when it evaluates, 3 s and 1.8 GB a step of 32 pictures when it
+trains. To expect of exact attention: top-1 .783 on a photograph of each ImageNet class (--eval_only); on 1,000 pictures
+of Imagenette at 160 pixels .702 of the thousand labels before any training, and .955 on 200 of them after one epoch (25
+steps) on the others.
 """
 
 import inspect
@@ -32,6 +37,7 @@ from transformers import (
     AutoImageProcessor,
     AutoModelForImageClassification,
     EvalPrediction,
+    PreTrainedModel,
     Trainer,
     TrainerCallback,
     ViTImageProcessorPil,
@@ -86,7 +92,9 @@ class ModelArguments:
 
     _argument_group_name = "model"
 
-    model: str | None = field(default=None, metadata={"help": "Folder or hub id of an image classifier. Needed."})
+    model_name_or_path: str = field(
+        metadata={"help": "Image classifier: a folder or a hub id.", "aliases": ["--model"]}
+    )
     from_scratch: bool = field(default=False, metadata={"help": "Random weights: take only the model's config."})
     new_head: bool = field(default=False, metadata={"help": "A new classifier, with the classes of the training data."})
     resolution: int | None = field(
@@ -158,8 +166,6 @@ class DataArguments:
 
 def check(model: ModelArguments, data: DataArguments, attention: AttentionArguments) -> None:
     """Raise ValueError for options that contradict each other or are out of range, before anything is read."""
-    if model.model is None:
-        raise ValueError("--model is missing: a folder or hub id of an image classifier")
     if data.train_data is None and not (data.eval_only and data.eval_data):
         raise ValueError("--train_data is missing: a hub id, a folder or a zip file (or --eval_only with --eval_data)")
     if data.eval_data is not None and data.eval_share is not None:
@@ -174,7 +180,7 @@ def check(model: ModelArguments, data: DataArguments, attention: AttentionArgume
         if not low <= getattr(data, name) <= high:
             raise ValueError(f"--{name} {getattr(data, name)} is not from {low} to {high}")
     for name in ("max_train_samples", "max_eval_samples"):
-        if (getattr(data, name) or 1) < 1:
+        if getattr(data, name) is not None and getattr(data, name) < 1:
             raise ValueError(f"--{name} {getattr(data, name)} are none: give 1 or more, or leave it out for all")
 
 
@@ -259,12 +265,12 @@ def load_model(options: ModelArguments, labels: Sequence[str] | None) -> nn.Modu
     if options.from_scratch:
         changes = {} if options.resolution is None else {"image_size": options.resolution}
         return AutoModelForImageClassification.from_config(
-            AutoConfig.from_pretrained(options.model, **named, **changes)
+            AutoConfig.from_pretrained(options.model_name_or_path, **named, **changes)
         )
     with quiet_loading():
-        same = labels is not None and AutoConfig.from_pretrained(options.model).num_labels == len(labels)
+        same = labels is not None and AutoConfig.from_pretrained(options.model_name_or_path).num_labels == len(labels)
         model = AutoModelForImageClassification.from_pretrained(
-            options.model, **named, ignore_mismatched_sizes=labels is not None
+            options.model_name_or_path, **named, ignore_mismatched_sizes=labels is not None
         )
     if same:
         # Nothing was mismatched, so that the old head was loaded.
@@ -284,14 +290,14 @@ def norm_of(options: ModelArguments) -> Norm:
     from PIL.Image import Resampling
 
     try:
-        settings = AutoImageProcessor.from_pretrained(options.model).to_dict()
+        settings = AutoImageProcessor.from_pretrained(options.model_name_or_path).to_dict()
     except OSError as error:
         # Of weights from here no one has said anything: the usual values of ImageNet.
         settings = ViTImageProcessorPil(resample=Resampling.BICUBIC).to_dict() if options.from_scratch else {}
         if not settings and not (options.image_mean and options.resample):
             raise ValueError(
-                f"{options.model} has no preprocessor_config.json: give --image_mean, --image_std and --resample as "
-                "they were when it was trained"
+                f"{options.model_name_or_path} has no preprocessor_config.json: give --image_mean, --image_std and "
+                "--resample as they were when it was trained"
             ) from error
     if options.image_mean is not None:
         settings |= {"image_mean": options.image_mean, "image_std": options.image_std, "do_normalize": True}
@@ -313,8 +319,8 @@ def processor_of(norm: Norm, pixels: int, crop_ratio: float) -> ViTImageProcesso
     )  # fmt: skip
 
 
-def fit_resolution(model: nn.Module, pixels: int | None) -> tuple[int, int | None]:
-    """The side of the pictures, and the tokens of one where that is known.
+def fit_resolution(model: nn.Module, pixels: int | None) -> tuple[int, int | None, bool]:
+    """The side of the pictures, the tokens of one where that is known, and whether positions are interpolated.
 
     Raises:
         ValueError: the model takes no pictures of this size.
@@ -335,9 +341,9 @@ def fit_resolution(model: nn.Module, pixels: int | None) -> tuple[int, int | Non
         raise ValueError(f"{kind} cannot interpolate its positions: leave --resolution out for its own {own} pixels")
     tables = [p for name, p in model.named_parameters() if name.endswith("position_embeddings") and p.ndim == 3]
     if not patch or not isinstance(own, int) or len(tables) != 1:
-        return pixels, None
+        return pixels, None, pixels != own
     # Beside the patches the table holds the class token, and DeiT's distillation token.
-    return pixels, (pixels // patch) ** 2 + tables[0].shape[1] - (own // patch) ** 2
+    return pixels, (pixels // patch) ** 2 + tables[0].shape[1] - (own // patch) ** 2, pixels != own
 
 
 class Sized:
@@ -361,8 +367,8 @@ class Sized:
             return None
         stages = []
         for stage in found.stages:
-            if stage.settings is not None:
-                (entry,) = stage.settings.entries
+            if stage.settings is not None and len(stage.settings.entries) == 1:
+                entry = stage.settings.entries[0]
                 stage = replace(stage, settings=EfficientAttentionConfig(self.sized(entry.config), None, entry.layers))
             stages.append(stage)
         return hea.UptrainingSchedule(stages, found.total_steps)
@@ -413,6 +419,26 @@ class Epochs(TrainerCallback):
         self.data.set_epoch(int((state.epoch or 0) + 1e-6))
 
 
+class ImageTrainer(Trainer):
+    """Trainer that can resume a ViT.
+
+    `save_pretrained` writes ViT's and DeiT's weights under their older names, which `from_pretrained` alone translates:
+    Trainer itself would find none of its layers in a checkpoint, warn, and go on with what the model had.
+    """
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
+        model = self.model if model is None else model
+        if self.is_fsdp_enabled or not isinstance(model, PreTrainedModel):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        with quiet_loading():
+            saved = type(model).from_pretrained(resume_from_checkpoint, dtype=model.dtype)
+        model.load_state_dict(saved.state_dict())
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+
 def first_five(logits, labels) -> torch.Tensor:
     """(B, classes) -> the classes of the five largest, largest first (B, 5)."""
     logits = logits[0] if isinstance(logits, tuple) else logits
@@ -432,14 +458,15 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
         ModelArguments, DataArguments, AttentionArguments, description=__doc__, argv=argv, defaults=DEFAULTS
     )
     check(options, data, attention)
-    train, evaluation = read_pictures(data)
+    with args.main_process_first():
+        train, evaluation = read_pictures(data)
     parts = [part for part in (train, evaluation) if part is not None]
     class_list = None if data.class_list is None else read_class_list(data.class_list)
     if options.new_head:
         labels = names_of_new_head(train, evaluation, class_list)
         indices, how = {name: i for i, name in enumerate(labels)}, "a new head"
     else:
-        config, (names, own_order) = AutoConfig.from_pretrained(options.model), classes_of(parts)
+        config, (names, own_order) = AutoConfig.from_pretrained(options.model_name_or_path), classes_of(parts)
         known = [str(config.id2label[i]) for i in range(config.num_labels)]
         indices, how = class_indices(names, known, class_list=class_list, own_order=own_order)
         labels = None
@@ -451,7 +478,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     say(args, f"{len(indices)} classes, {how}" + (f"; left out, unreadable: {', '.join(bad)}" if bad else ""))
 
     model = load_model(options, labels)
-    pixels, tokens = fit_resolution(model, options.resolution)
+    pixels, tokens, interpolate = fit_resolution(model, options.resolution)
     callbacks = prepare_attention(model, Sized(attention, tokens))
     seen = Evaluation(pixels, norm, data.crop_ratio)
     evaluated = PictureDataset(evaluation, indices, seen)
@@ -463,15 +490,15 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
         )  # fmt: skip
         trained = PictureDataset(train, indices, seen if data.augmentation == "none" else random, args.seed)
         callbacks = [*callbacks, Epochs(trained)]
-    collate = Collator(pixels != model.config.image_size)
+    collate = Collator(interpolate)
     probe(model, collate([evaluated[0]]))
-    trainer = Trainer(
+    trainer = ImageTrainer(
         model=model, args=args, data_collator=collate, train_dataset=trained, eval_dataset=evaluated,
         processing_class=processor_of(norm, pixels, data.crop_ratio), callbacks=callbacks, compute_metrics=accuracy,
         preprocess_logits_for_metrics=first_five,
     )  # fmt: skip
     extra = {
-        "model": options.model,
+        "model": options.model_name_or_path,
         "resolution": pixels,
         "tokens": tokens,
         "crop_ratio": data.crop_ratio,
@@ -489,7 +516,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
 def evaluate_and_report(trainer: Trainer, attention: AttentionArguments, extra: Mapping[str, Any]) -> dict[str, Any]:
     """The figures of the model as it is, written and printed as those of a training are."""
     args = trainer.args
-    figures = trainer.evaluate()
+    figures = {key: x for key, x in trainer.evaluate().items() if key != "eval_model_preparation_time"}
     about = about_run(attention, trainer.model, args.world_size, args.device)
     report = {"metrics": figures, "steps": 0, "seed": args.seed, **about, "switches": [], **extra}
     if trainer.is_world_process_zero():

@@ -355,21 +355,49 @@ def test_what_a_run_leaves(command, tmp_path, capsys):
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").pad_token == "[PAD]"
 
 
-def test_accumulated_batches_weigh_what_one_batch_does(command, tmp_path):
-    """Trainer takes BERT's mean for a sum: two batches of 4 would have twice the loss of one batch of 8."""
-    exact = ["--attention", "sdpa", "--max_steps", "3", "--logging_steps", "1", "--save_strategy", "no"]
-    more = [["--per_device_train_batch_size", "8"], ["--gradient_accumulation_steps", "2"]]
-    config = pathlib.Path(command("mrpc", "x")[5]) / "config.json"
-    values = json.loads(config.read_text())
-    still = tmp_path / "still"
-    shutil.copytree(config.parent, still)
-    # Dropout would draw differently for differently shaped batches.
+@pytest.fixture
+def still(encoder, tmp_path) -> str:
+    """The encoder without dropout, which draws differently for differently shaped batches."""
+    folder = tmp_path / "still"
+    shutil.copytree(encoder, folder)
+    values = json.loads((folder / "config.json").read_text())
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    (still / "config.json").write_text(json.dumps({**values, **dropout}))
+    (folder / "config.json").write_text(json.dumps({**values, **dropout}))
+    return str(folder)
+
+
+STILL = ["--attention", "sdpa", "--max_steps", "5", "--logging_steps", "1", "--save_strategy", "no"]
+
+
+def test_accumulated_batches_weigh_what_one_batch_does(command, tmp_path, still):
+    """Trainer takes BERT's mean for a sum: two batches of 4 would have twice the loss of one batch of 8."""
+    more = [["--per_device_train_batch_size", "8"], ["--gradient_accumulation_steps", "2"]]
     for out, options in zip(("whole", "halves"), more, strict=True):
-        recipe.run(command("mrpc", out, *exact, "--model_name_or_path", str(still), *options))
-    whole, halves = (losses(tmp_path / out) for out in ("whole", "halves"))
-    np.testing.assert_allclose(halves, whole, rtol=1e-4)
+        recipe.run(command("mrpc", out, *STILL, "--model_name_or_path", still, *options))
+    np.testing.assert_allclose(losses(tmp_path / "halves"), losses(tmp_path / "whole"), rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["glue", "accelerate_loop"])
+def test_two_processes_train_as_one_does(script, command, tmp_path, still):
+    """By the ready config for the CPU: the rows of a step are the same, half of them in each process."""
+    steps = STILL if script == "glue" else ["--max_steps", "5", "--save_steps", "5"]
+    given = command("mrpc", "two", *steps, "--model_name_or_path", still)
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "recipes/configs/cpu.yaml"]
+    done = subprocess.run(
+        [*launch, f"recipes/{script}.py", *given], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "two" / "metrics.json").read_text())["processes"] == 2
+    alone = command("mrpc", "one", *steps, "--model_name_or_path", still, "--per_device_train_batch_size", "8")
+    (recipe if script == "glue" else accelerate_loop).run(alone)
+    for name in ("config.json", "learning_curve.png"):
+        assert (tmp_path / "two" / name).is_file()
+    first, second = (load_file(tmp_path / out / "model.safetensors") for out in ("one", "two"))
+    for key in first:
+        torch.testing.assert_close(second[key], first[key], atol=1e-5, rtol=1e-4, msg=key)
+    if script == "glue":
+        np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-4)
 
 
 def test_scores_and_two_development_sets(command):
@@ -379,6 +407,13 @@ def test_scores_and_two_development_sets(command):
     report = recipe.run(command("mnli", "mnli", *short))
     assert {"eval_matched_accuracy", "eval_mismatched_accuracy"} <= report["metrics"].keys()
     assert report["efficient_attention"]["method"] == "linear"
+
+
+def test_reports_to_tensorboard(command, tmp_path):
+    pytest.importorskip("tensorboard")
+    recipe.run(command("rte", "out", "--max_steps", "1", "--save_strategy", "no", "--report_to", "tensorboard"))
+    (events,) = (tmp_path / "out").rglob("events.out.tfevents.*")
+    assert b"train/loss" in events.read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -451,9 +486,10 @@ def test_the_real_files(data):
 
 @pytest.mark.slow
 def test_minilm_learns_mrpc(data, minilm, tmp_path):
-    """Exact attention, two epochs: well above always saying "equivalent" (.684 accuracy)."""
+    """As the recipe's docstring has it: above always saying "equivalent", which has an accuracy of .684."""
     report = recipe.run([
         "--task", "mrpc", "--data", str(data / "glue"), "--model_name_or_path", str(minilm),
-        "--output_dir", str(tmp_path / "out"), "--attention", "sdpa", "--num_train_epochs", "2",
+        "--output_dir", str(tmp_path / "out"), "--attention", "sdpa", "--num_train_epochs", "1",
+        "--learning_rate", "2e-4", "--save_strategy", "no",
     ])  # fmt: skip
-    assert report["metrics"]["eval_accuracy"] > 0.76
+    assert report["metrics"]["eval_accuracy"] > 0.71

@@ -440,6 +440,30 @@ def test_the_best_model_is_of_its_own_stage(tmp_path):
     assert trainer.state.best_global_step == 2 and trainer.model.config._attn_implementation == "linear"
 
 
+def test_weights_under_older_names_are_resumed(tmp_path):
+    """Transformers saves ViT under the names that it had before version 5, which Trainer does not load again."""
+    generator = torch.Generator().manual_seed(1)
+    pictures = [{"pixel_values": torch.randn(3, 32, 32, generator=generator), "labels": i % 2} for i in range(16)]
+
+    def trained(resume=None):
+        torch.manual_seed(0)
+        arguments = TrainingArguments(
+            str(tmp_path), max_steps=6, report_to="none", use_cpu=True, disable_tqdm=True, save_steps=2,
+            per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1,
+        )  # fmt: skip
+        model = tiny_class("vit", head=True)(tiny_config("vit"))
+        stages = [("linformer", 3, {"projection_dim": 8}), ("linear", None)]
+        trainer = Trainer(model, arguments, train_dataset=pictures, callbacks=[hea.UptrainingCallback(stages)])
+        trainer.train(resume_from_checkpoint=resume and str(tmp_path / resume))
+        return trainer
+
+    whole = trained()
+    for resume in ("checkpoint-2", "checkpoint-4"):
+        again = trained(resume)
+        assert losses(again) == losses(whole)
+        assert all(torch.equal(p, dict(whole.model.named_parameters())[n]) for n, p in again.model.named_parameters())
+
+
 def test_a_model_of_a_later_stage_is_left_alone_until_training(tmp_path):
     model = hea.convert(classifier(), "flurka_performer", projection_dim=8, num_features=16)
     trainer = trainer_of(tmp_path, TWO, model)

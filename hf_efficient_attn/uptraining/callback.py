@@ -1,8 +1,11 @@
 """A Trainer that keeps to an up-training schedule, also when it resumes."""
 
+import contextlib
 import json
+import os
 import pathlib
 import re
+import time
 import zipfile
 from collections.abc import Iterable
 from typing import Any
@@ -15,9 +18,14 @@ from transformers.utils import logging
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.learned import NAME
 from hf_efficient_attn.uptraining.schedule import UptrainingSchedule
-from hf_efficient_attn.uptraining.switch import check, layout_of, layouts_of, put, stands_in, switch
+from hf_efficient_attn.uptraining.switch import _plain_name, check, layout_of, layouts_of, put, stands_in, switch
 
 logger = logging.get_logger(__name__)
+
+_STATE = "trainer_state.json"
+# Seconds that a process which has saved waits for the random states of the others: a folder that they do not share
+# never has them.
+_PATIENCE = 60.0
 
 
 class UptrainingCallback(TrainerCallback, ExportableState):
@@ -48,15 +56,44 @@ class UptrainingCallback(TrainerCallback, ExportableState):
     def __init__(self, schedule: "UptrainingSchedule | Iterable") -> None:
         self.schedule = UptrainingSchedule(schedule, getattr(schedule, "total_steps", None))
         self.total_steps: int | None = None
-        self.world_size = 1
-        self._hooked = False
+        self.files: dict[str, int] = {}
+        self._hook = None
+        self._output_dir: str | None = None
+        self._step = 0
+        self._random_states: list[str] = []
+        self._patience = _PATIENCE
 
     def state(self) -> dict[str, Any]:
-        """What `trainer_state.json` keeps: the stages, and all steps that their shares are of."""
+        """What `trainer_state.json` keeps: the stages, all steps that their shares are of, and the files beside it."""
+        self.files = self._saved()
         return {
             "args": {"schedule": self.schedule.to_list()},
-            "attributes": {"total_steps": self.total_steps, "world_size": self.world_size},
+            "attributes": {"total_steps": self.total_steps, "files": self.files},
         }
+
+    def _saved(self) -> dict[str, int]:
+        """Names and sizes of a checkpoint's files: Trainer asks for them when it has written all else.
+
+        All but the random states of other processes. They are waited for, since older checkpoints are deleted next, and
+        without them this one is not whole.
+        """
+        if self._output_dir is None:
+            return {}
+        folder = pathlib.Path(self._output_dir, f"checkpoint-{self._step}")
+        if not folder.is_dir():
+            return {}
+        end = time.monotonic() + self._patience
+        while not all(zipfile.is_zipfile(folder / name) for name in self._random_states):
+            if time.monotonic() > end:
+                logger.warning(
+                    f"{folder.name} lacks random states of other processes. With processes on several machines that "
+                    "share no folder, set save_on_each_node=True"
+                )
+                self._patience = 0.0
+                break
+            time.sleep(0.01)
+        there = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != _STATE]
+        return {path.relative_to(folder).as_posix(): path.stat().st_size for path in there}
 
     def on_init_end(self, args, state, control, model=None, **kwargs) -> None:
         check(model, self.schedule.stages)
@@ -70,9 +107,10 @@ class UptrainingCallback(TrainerCallback, ExportableState):
         with args.main_process_first(local=args.save_on_each_node, desc="look for unfinished checkpoints"):
             if args.should_save:
                 set_unfinished_aside(pathlib.Path(args.output_dir))
-        if not self._hooked:
-            model.register_load_state_dict_pre_hook(self._before_loading)
-            self._hooked = True
+        if self._hook is not None:
+            # Of a Trainer before, whose model may have been another one.
+            self._hook.remove()
+        self._hook = model.register_load_state_dict_pre_hook(self._before_loading)
         if not any(stands_in(model, stage) for stage in self.schedule.stages):
             put(model, self.schedule.stages[0])
 
@@ -87,7 +125,8 @@ class UptrainingCallback(TrainerCallback, ExportableState):
 
     def _before_loading(self, module, state_dict, prefix, *args) -> None:
         """Put the model into the stage that the weights to be loaded are of, as far as they tell."""
-        given = {k.removeprefix(prefix): tuple(v.shape) for k, v in state_dict.items() if f".{NAME}." in k}
+        _use_own_names(module, state_dict, prefix)
+        given = {_plain_name(k.removeprefix(prefix)): tuple(v.shape) for k, v in state_dict.items() if f".{NAME}." in k}
         names = {key.removeprefix(prefix) for key in state_dict}
         if given == layout_of(module) or not _is_whole(module, names):
             # Of this stage, or a part of a model, which does not tell.
@@ -97,11 +136,24 @@ class UptrainingCallback(TrainerCallback, ExportableState):
             if layout == given:
                 put(module, stage)
                 return
+        # What layers share may be there under the names of each.
+        kinds = {name.rpartition(".")[2] for name in given}
+        fits = [layout for layout in layouts if {name.rpartition(".")[2] for name in layout} == kinds]
+        if given and not any(layout.items() <= given.items() for layout in fits):
+            name, shape = next(iter(given.items()))
+            raise UnsupportedAttentionError(
+                f"the weights hold {name} of shape {shape}, and none of the stages "
+                f"{', '.join(stage.attention for stage in self.schedule.stages)} learns that: resume with the stages "
+                "and hyperparameters that they were trained with"
+            )
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs) -> None:
-        self.total_steps, self.world_size = state.max_steps, args.world_size
+        self.total_steps = state.max_steps
+        self._output_dir, self._step, self._random_states = args.output_dir, state.global_step, _random_states(args)
         self.schedule.ends(self.total_steps)
         self._check_recorded(state)
+        # Trainer saves the state of those callbacks alone that the checkpoint had, and fails at the others.
+        state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         check(model, self.schedule.stages)
         # Weights alone do not tell stages apart that learn the same. A switch that is due now comes with its step.
         self._put(model, optimizer, max(0, state.global_step - 1))
@@ -109,7 +161,7 @@ class UptrainingCallback(TrainerCallback, ExportableState):
     def _check_recorded(self, state) -> None:
         """Refuse a checkpoint whose stages ended elsewhere, as far as they did end."""
         recorded = (state.stateful_callbacks or {}).get(type(self).__name__)
-        recorded = recorded[0] if isinstance(recorded, list) and recorded else recorded
+        recorded = recorded[-1] if isinstance(recorded, list) and recorded else recorded
         if not state.global_step or not isinstance(recorded, dict):
             return
         total = recorded.get("attributes", {}).get("total_steps")
@@ -118,13 +170,16 @@ class UptrainingCallback(TrainerCallback, ExportableState):
             return
         runs = ((schedule, schedule.ends(total)), (self.schedule, self.schedule.ends(self.total_steps)))
         old, new = ([(s.attention, s.settings, end) for s, end in zip(x.stages, ends, strict=True)] for x, ends in runs)
-        ended = [[stage for stage in stages if stage[2] < state.global_step] for stages in (old, new)]
+        # The last stage ends with training, of whatever length.
+        ended = [[stage for stage in stages[:-1] if stage[2] < state.global_step] for stages in (old, new)]
         under_way = [stages[len(done)][:2] for stages, done in zip((old, new), ended, strict=True)]
         if ended[0] != ended[1] or under_way[0] != under_way[1]:
+            before, now = (", ".join(f"{name} to step {end}" for name, _, end in stages) for stages in (old, new))
+            other = " with other hyperparameters" if before == now else ""
             raise UnsupportedAttentionError(
-                f"the checkpoint was trained {state.global_step} steps with stages that end at {schedule.ends(total)}, "
-                f"and they now end at {self.schedule.ends(self.total_steps)}: resume with the same stages and as many "
-                "steps in all, or give their ends as numbers of steps"
+                f"the checkpoint was trained {state.global_step} steps with the stages {before}, and they are now "
+                f"{now}{other}: resume with the same stages and as many steps in all, or give their ends as numbers of "
+                "steps"
             )
 
     def _put(self, model, optimizer, step: int) -> dict[str, Any] | None:
@@ -137,33 +192,48 @@ class UptrainingCallback(TrainerCallback, ExportableState):
             entry = {"uptraining_from": record["from"], "uptraining_stage": record["to"]}
             state.log_history.append({**entry, "epoch": state.epoch, "step": state.global_step})
 
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        self._step = state.global_step
+
     def on_train_end(self, args, state, control, model=None, **kwargs) -> None:
-        # With load_best_model_at_end the weights may be of another stage than the last.
-        best = getattr(state, "best_global_step", None)
-        if args.load_best_model_at_end and state.best_model_checkpoint is not None and best:
-            stage = self.schedule.stages[self.schedule.index(best - 1, self.total_steps)]
+        # With load_best_model_at_end the weights may be of another stage than the last: of the best step that was
+        # saved, where `best_global_step` may be one that was not.
+        best = re.search(r"checkpoint-(\d+)$", state.best_model_checkpoint or "")
+        if args.load_best_model_at_end and best:
+            step = int(best[1])
+            stage = self.schedule.stages[self.schedule.index(step - 1, self.total_steps)]
             if not stands_in(model, stage):
-                switch(model, None, stage, best)
+                switch(model, None, stage, step)
+
+
+def _random_states(args) -> list[str]:
+    """The files of random states that other processes write into the folder to which this one saves."""
+    if args.world_size <= 1 or args.save_only_model:
+        return []
+    ranks = range(args.world_size)
+    if args.save_on_each_node:
+        first = args.process_index - args.local_process_index
+        ranks = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    return [f"rng_state_{rank}.pth" for rank in ranks]
 
 
 def set_unfinished_aside(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Rename checkpoints in a Trainer's output folder that are not whole to `incomplete-checkpoint-*`.
+    """Rename the last checkpoints in a Trainer's output folder to `incomplete-checkpoint-*`, down to one that is whole.
 
-    A process that is killed while it saves leaves a folder with some files missing or cut off, and Trainer resumes from
-    the one of the highest number whatever is in it. Nothing is deleted.
+    A process that is killed while it saves or deletes a checkpoint leaves a folder with some files missing or cut off,
+    and Trainer resumes from the one of the highest number whatever is in it. Nothing is deleted.
 
     Returns:
         where they are now.
     """
     if not folder.is_dir():
         return []
+    matches = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in folder.iterdir() if path.is_dir()]
     moved = []
-    for path in sorted(folder.iterdir()):
-        if not re.fullmatch(r"checkpoint-\d+", path.name) or not path.is_dir():
-            continue
+    for _, path in sorted(((int(match[1]), path) for match, path in matches if match), reverse=True):
         reason = why_unfinished(path)
         if reason is None:
-            continue
+            break
         aside = path.with_name(f"incomplete-{path.name}")
         number = 1
         while aside.exists():
@@ -178,25 +248,55 @@ def set_unfinished_aside(folder: pathlib.Path) -> list[pathlib.Path]:
 def why_unfinished(checkpoint: pathlib.Path) -> str | None:
     """What is missing in a checkpoint of Trainer; None where all is there.
 
-    `trainer_state.json` is written last by the first process, the random state of every other one on its own.
+    `trainer_state.json` is written last, and has the names and sizes of all other files if `UptrainingCallback` was
+    there. Otherwise those that are there are looked at.
     """
-    state = checkpoint / "trainer_state.json"
     try:
-        recorded = json.loads(state.read_text(encoding="utf-8"))
+        recorded = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return "no trainer_state.json"
+        return f"no {_STATE}"
     except ValueError:
-        return "trainer_state.json is cut off"
+        return f"{_STATE} is cut off"
+    for name, size in _files_of(recorded).items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"no {name}"
+        if path.stat().st_size != size:
+            return f"{name} is cut off"
     weights = sorted(checkpoint.glob("*.safetensors"))
     others = sorted(path for ending in ("pt", "pth", "bin") for path in checkpoint.glob(f"*.{ending}"))
     torn = [path for path in weights if not _is_safetensors(path)] + [p for p in others if not zipfile.is_zipfile(p)]
-    if torn:
-        return f"{torn[0].name} is cut off"
-    ours = (recorded.get("stateful_callbacks") or {}).get("UptrainingCallback")
-    world = ours.get("attributes", {}).get("world_size", 1) if isinstance(ours, dict) else 1
-    there = {path.name for path in checkpoint.glob("rng_state*.pth")}
-    missing = [f"rng_state_{i}.pth" for i in range(world) if f"rng_state_{i}.pth" not in there]
-    return f"no {missing[0]}" if there and world > 1 and missing else None
+    return f"{torn[0].name} is cut off" if torn else None
+
+
+def _files_of(recorded: dict[str, Any]) -> dict[str, int]:
+    """What `UptrainingCallback.state` wrote of a checkpoint's files."""
+    for states in (recorded.get("stateful_callbacks") or {}).values():
+        for state in states if isinstance(states, list) else [states]:
+            files = state.get("attributes", {}).get("files") if isinstance(state, dict) else None
+            if files:
+                return files
+    return {}
+
+
+def _use_own_names(module: nn.Module, state_dict: dict, prefix: str) -> None:
+    """Rename weights, in place, that `save_pretrained` gave the names of an older Transformers, as it does with ViT.
+
+    `from_pretrained` knows both. Trainer's resumption loads a file as it is, says in a warning that all layers are
+    missing, and goes on with those that the model had.
+    """
+    names = {key.removeprefix(prefix) for key in state_dict}
+    if _is_whole(module, names):
+        return
+    with contextlib.suppress(ImportError):
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+        renamings = [x for x in get_model_conversion_mapping(module) if isinstance(x, WeightRenaming)]
+        renamed = {key: rename_source_key(key.removeprefix(prefix), renamings, [])[0] for key in state_dict}
+        if _is_whole(module, set(renamed.values())) and len(set(renamed.values())) == len(renamed):
+            for old, new in renamed.items():
+                state_dict[prefix + new] = state_dict.pop(old)
 
 
 def _is_safetensors(path: pathlib.Path) -> bool:

@@ -34,10 +34,12 @@ class Norm(NamedTuple):
             raise ValueError(
                 "the checkpoint's preprocessor does not scale the values by 1/255, which is all known here"
             )
+        resample = settings.get("resample")
+        resample = 2 if resample is None else int(resample)
         if not settings.get("do_normalize", True):
-            return cls((0.0, 0.0, 0.0), (1.0, 1.0, 1.0), int(settings.get("resample", 2)))
+            return cls((0.0, 0.0, 0.0), (1.0, 1.0, 1.0), resample)
         mean, std = (tuple(map(float, settings[f"image_{name}"])) for name in ("mean", "std"))
-        return cls(mean, std, int(settings.get("resample", 2)))
+        return cls(mean, std, resample)
 
 
 def to_tensor(picture, norm: Norm) -> Tensor:
@@ -96,8 +98,8 @@ class Training:
         """A picture -> (3, pixels, pixels); all that is random comes from the generator."""
         from PIL import Image
 
-        box = self.box(*picture.size, generator)
-        picture = picture.resize((self.pixels, self.pixels), self.norm.resample, box=box)
+        part = picture.crop(self.box(*picture.size, generator))
+        picture = part.resize((self.pixels, self.pixels), self.norm.resample)
         if _uniform(generator) < self.flip:
             picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         if self.trivial:

@@ -10,6 +10,7 @@ import os
 import pathlib
 import re
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -320,22 +321,35 @@ def pick(splits: Mapping[str, Pictures], given: str | None, usual: Sequence[str]
 
 
 def divide(pictures: Pictures, share: float, seed: int) -> tuple[Pictures, Pictures]:
-    """Two disjoint parts, the second with this share of all pictures, drawn at random by the seed."""
-    if not 0 < share < 1:
-        raise ValueError(f"a share of {share} leaves one of the parts empty: give one between 0 and 1")
+    """Two disjoint parts, the second with this share of the pictures, as near as may be of each class, drawn at random.
+
+    Raises:
+        ValueError: one part would be empty.
+    """
     count = round(share * len(pictures))
     if not 0 < count < len(pictures):
         raise ValueError(f"{pictures.where}: a share of {share} of {len(pictures)} pictures leaves one part empty")
-    order = torch.randperm(len(pictures), generator=torch.Generator().manual_seed(seed)).tolist()
+    order = _evenly(pictures, seed)
     return pictures.select(sorted(order[count:])), pictures.select(sorted(order[:count]))
 
 
 def at_most(pictures: Pictures, count: int | None, seed: int) -> Pictures:
-    """So many of them, drawn at random by the seed (the first ones would be of the first classes); None for all."""
+    """So many of them, of all classes alike, drawn at random; None for all."""
     if count is None or count >= len(pictures):
         return pictures
+    return pictures.select(sorted(_evenly(pictures, seed)[:count]))
+
+
+def _evenly(pictures: Pictures, seed: int) -> list[int]:
+    """A random order of which every beginning has its share of every class."""
     order = torch.randperm(len(pictures), generator=torch.Generator().manual_seed(seed)).tolist()
-    return pictures.select(sorted(order[:count]))
+    sizes, seen, places = Counter(pictures.classes), Counter(), {}
+    for i in order:
+        name = pictures.classes[i]
+        seen[name] += 1
+        # Of a single picture in the middle: of most classes with one, it stays in the greater part.
+        places[i] = seen[name] / (sizes[name] + 1)
+    return sorted(order, key=places.__getitem__)
 
 
 def readable(pictures: Pictures, *, skip: bool, threads: int = 1) -> tuple[Pictures, list[str]]:

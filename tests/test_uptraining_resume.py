@@ -1,0 +1,442 @@
+"""Trainings with a schedule that are killed and resumed: the same, bit for bit, as those that were not killed.
+
+Processes really kill themselves (SIGKILL) at a given point, in steps of every stage and while a checkpoint is written
+or deleted, and are started again with `resume_from_checkpoint=True`; see uptraining_run.py, which they run. What is
+compared: the loss, gradient norm, learning rate and attention of every step, before the kill and after, the final
+weights, the state of the optimizer and of the random numbers, and the log with the switches.
+"""
+
+import json
+import os
+import pathlib
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+
+import hf_efficient_attn as hea
+import uptraining_run
+
+SCRIPT = pathlib.Path(uptraining_run.__file__)
+TWO = ("--batch", "2")
+ONE_KEPT = ("--set", '{"save_total_limit": 1}')  # which changes nothing in what comes out
+IN_A_STEP = ("begin", "forward", "backward", "optimized", "end")
+FILES = (
+    "model.safetensors",
+    "training_args.bin",
+    "optimizer.pt",
+    "scheduler.pt",
+    "rng_state.pth",
+    "trainer_state.json",
+)
+
+
+class Trainings:
+    """Runs trainings in processes of their own."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.folder = folder
+        self.environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")]),
+        }
+        self.server = subprocess.Popen(
+            [sys.executable, str(SCRIPT), "--serve"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=self.environment,
+        )
+        self.references: dict[tuple, pathlib.Path] = {}
+
+    def close(self) -> None:
+        self.server.stdin.close()
+        self.server.wait(timeout=10)
+
+    def run(self, folder, case: str, *further: str, world: int = 1, seconds: float | None = None) -> list[int]:
+        """Exit statuses of the processes, minus the signal where one was killed."""
+        argv = ["--case", case, "--output", str(folder), *further]
+        self.server.stdin.write(json.dumps([world, argv, seconds]) + "\n")
+        self.server.stdin.flush()
+        return json.loads(self.server.stdout.readline())
+
+    def reference(self, case: str, *further: str, world: int = 1) -> pathlib.Path:
+        """Where the training is that was not killed."""
+        key = (case, *further, world)
+        if key not in self.references:
+            folder = self.folder / f"reference-{len(self.references)}"
+            assert self.run(folder, case, *further, world=world) == [0] * world, output(folder)
+            self.references[key] = folder
+        return self.references[key]
+
+
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory):
+    made = Trainings(tmp_path_factory.mktemp("trainings"))
+    yield made
+    made.close()
+
+
+def output(folder: pathlib.Path) -> str:
+    return "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("output-*.txt")))
+
+
+def steps(folder: pathlib.Path, rank: int = 0) -> list[dict]:
+    """All steps of all runs in a folder, one after the other."""
+    path = folder / f"steps-{rank}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def result(folder: pathlib.Path) -> dict:
+    return json.loads((folder / "result.json").read_text())
+
+
+def checkpoints(folder: pathlib.Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*checkpoint-*"))
+
+
+def last_whole(kill: str, every: int = 2) -> int:
+    """The step of the last checkpoint that is whole after a kill, where none is deleted."""
+    where, _, at = kill.partition("@")
+    if where.startswith(("end", "torn", "before")):
+        return (int(at) - 1) // every * every
+    return int(at) // every * every
+
+
+def kill_and_resume(trainings, folder, case, *kills, further=(), also=(), world=1, rank=None, at=None) -> None:
+    """Kill a training, and each of its resumed runs, at `kills`; then the last one is as the one that was not killed.
+
+    at: the step of the checkpoint that the last run goes on from. also: arguments that the other one need not have.
+    """
+    whole = trainings.reference(case, *further, world=world)
+    further = (*further, *also)
+    only = () if rank is None else ("--kill_rank", str(rank))
+    for i, kill in enumerate(kills):
+        again = ("--resume",) if i else ()
+        statuses = trainings.run(folder, case, *further, *again, "--kill", kill, *only, world=world)
+        assert -signal.SIGKILL in statuses, f"{kill}: {statuses}\n{output(folder)}"
+    assert not (folder / "result.json").exists()
+    done = len(steps(folder))
+    statuses = trainings.run(folder, case, *further, "--resume", world=world)
+    assert statuses == [0] * world, output(folder)
+    assert steps(folder)[done]["step"] == 1 + (last_whole(kills[-1]) if at is None else at)
+    same_steps(folder, whole, world)
+    assert result(folder) == result(whole)
+
+
+def same_steps(folder: pathlib.Path, whole: pathlib.Path, world: int = 1) -> None:
+    for rank in range(world):
+        expected = {step["step"]: step for step in steps(whole, rank)}
+        assert len(expected) == len(steps(whole, rank)) > 0
+        for step in steps(folder, rank):
+            assert step == expected[step["step"]]
+
+
+def test_references_have_their_stages(trainings):
+    """What the others are compared with: attention by step, switches in the log, losses that a stage changes."""
+    expected = {
+        "tables": ["linformer"] * 4 + ["flurka_performer"] * 6,
+        "same": ["performer"] * 5 + ["linear"] * 5,
+        "three": ["sdpa"] * 3 + ["kdeformer"] * 3 + ["linformer"] * 4,
+    }
+    for case, attention in expected.items():
+        whole = trainings.reference(case)
+        assert [step["attention"] for step in steps(whole)] == attention
+        log = result(whole)["log"]
+        switches = [(x["step"], x["uptraining_from"], x["uptraining_stage"]) for x in log if "uptraining_stage" in x]
+        assert switches == [
+            (i, attention[i - 1], attention[i]) for i in range(1, 10) if attention[i] != attention[i - 1]
+        ]
+        state = json.loads((whole / "checkpoint-10" / "trainer_state.json").read_text())
+        assert [x for x in state["log_history"] if "uptraining_stage" in x] == [
+            x for x in log if "uptraining_stage" in x
+        ]
+        for path in whole.glob("checkpoint-*"):
+            config = json.loads((path / "config.json").read_text())
+            name = attention[int(path.name.rpartition("-")[2]) - 1]
+            assert config.get("attn_implementation", "sdpa") == name
+            if name != "sdpa":
+                assert config["efficient_attention"]["method"] == name
+    one = trainings.reference("same", "--stages", "performer,num_features=8:end")
+    losses = [[step["loss"] for step in steps(x)] for x in (one, trainings.reference("same"))]
+    assert losses[0][:5] == losses[1][:5] and losses[0][5] != losses[1][5]
+
+
+@pytest.mark.parametrize(
+    "kill", ["forward@3", "end@4", "begin@4", "backward@4", "torn:model.safetensors@4", "torn:rng_state.pth@4"]
+)
+def test_killed_around_a_switch_that_is_saved(trainings, tmp_path, kill):
+    """The table of the first stage goes on in the second, beside a new one; the last checkpoint is of the switch."""
+    kill_and_resume(trainings, tmp_path, "tables", kill)
+
+
+@pytest.mark.parametrize(
+    "kill", ["substep@4", "forward@5", "begin@6", "before:rng_state.pth@6", "torn:trainer_state.json@6"]
+)
+def test_killed_where_weights_do_not_tell_the_stage(trainings, tmp_path, kill):
+    """The switch comes between two checkpoints, and with two batches a step."""
+    kill_and_resume(trainings, tmp_path, "same", kill)
+
+
+@pytest.mark.parametrize(
+    ("kills", "at"),
+    [
+        (["forward@3"], 2),
+        (["begin@6", "torn:optimizer.pt@8", "deleted@4", "forward@8"], 8),
+    ],
+)
+def test_killed_again_and_again(trainings, tmp_path, kills, at):
+    """Exact, KDEformer, Linformer, in bfloat16, and only the last two checkpoints are kept."""
+    kill_and_resume(trainings, tmp_path, "three", *kills, at=at)
+
+
+def random_kills(case: str, number: int, seed: int) -> list[str]:
+    draw = random.Random(f"{case} {seed}")
+    points = [*IN_A_STEP, *(["substep"] * 2 if case == "same" else [])]
+    kills = [f"{draw.choice(points)}@{draw.randrange(3, 10)}" for _ in range(number)]
+    saves = [f"{draw.choice(['torn', 'before'])}:{draw.choice(FILES)}@{draw.choice([4, 6, 8, 10])}" for _ in kills]
+    return [draw.choice(pair) for pair in zip(kills, saves, strict=True)]
+
+
+@pytest.mark.parametrize("case", uptraining_run.CASES)
+def test_killed_at_random(trainings, tmp_path, case):
+    for i, kill in enumerate(random_kills(case, 2, 0)):
+        kill_and_resume(trainings, tmp_path / str(i), case, kill)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", uptraining_run.CASES)
+def test_killed_at_many_random_points(trainings, tmp_path, case):
+    for i, kill in enumerate(random_kills(case, 25, 1)):
+        kill_and_resume(trainings, tmp_path / str(i), case, kill)
+        shutil.rmtree(tmp_path / str(i))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("case", uptraining_run.CASES)
+@pytest.mark.parametrize("further", [(), ONE_KEPT], ids=["all", "one"])
+def test_killed_from_outside_until_it_is_done(trainings, tmp_path, case, world, further):
+    """Killed at any moment, the processes together, with a little more time in every run, until one gets to the end."""
+    two = TWO if world == 2 else ()
+    whole = trainings.reference(case, *two, world=world)
+    further = (*further, *two)
+    draw = random.Random(f"{case} {world} {further}")
+    kills = 0
+    for repeat in range(4):
+        folder = tmp_path / str(repeat)
+        for i in range(100):
+            there = sorted((int(x.rpartition("-")[2]) for x in checkpoints(folder) if x[0] == "c"), reverse=True)
+            done = len(steps(folder))
+            again = ("--resume",) if there else ()
+            seconds = 1.1**i * draw.uniform(0.2, 0.9)
+            statuses = trainings.run(folder, case, *further, *again, world=world, seconds=seconds)
+            if not any(statuses):
+                break
+            if -signal.SIGKILL not in statuses:
+                assert "No valid checkpoint found" in output(folder) and len(there) == 1, output(folder)
+            kills += -signal.SIGKILL in statuses
+            new = steps(folder)[done:]
+            if new and there:
+                assert new[0]["step"] - 1 in there[:2]
+        same_steps(folder, whole, world)
+        assert result(folder)["weights"] == result(whole)["weights"]
+    assert kills >= 4
+
+
+def test_a_process_that_knows_nothing_of_the_first(trainings, tmp_path):
+    """A new interpreter."""
+    whole = trainings.reference("three")
+    assert trainings.run(tmp_path, "three", "--kill", "backward@7") == [-signal.SIGKILL]
+    command = [sys.executable, str(SCRIPT), "--case", "three", "--output", str(tmp_path), "--resume"]
+    subprocess.run([*command], check=True, env=trainings.environment, capture_output=True, timeout=120)
+    same_steps(tmp_path, whole)
+    assert [step["step"] for step in steps(tmp_path)] == [*range(1, 8), *range(7, 11)]
+    assert result(tmp_path) == result(whole)
+
+
+def test_callbacks_made_from_the_record(trainings, tmp_path):
+    also = ("--set", '{"restore_callback_states_from_checkpoint": true}')
+    kill_and_resume(trainings, tmp_path, "tables", "forward@5", also=also)
+
+
+def test_nothing_whole_is_deleted_and_nothing_torn_resumed(trainings, tmp_path):
+    """Killed in the first save, no checkpoint is whole: Trainer says so, and a new start in the folder does."""
+    assert trainings.run(tmp_path, "tables", "--kill", "torn:optimizer.pt@2") == [-signal.SIGKILL]
+    torn = (tmp_path / "checkpoint-2" / "optimizer.pt").read_bytes()
+    assert trainings.run(tmp_path, "tables", "--resume") == [1]
+    assert re.search("No valid checkpoint found", output(tmp_path))
+    assert checkpoints(tmp_path) == ["incomplete-checkpoint-2"]
+    assert (tmp_path / "incomplete-checkpoint-2" / "optimizer.pt").read_bytes() == torn
+    assert trainings.run(tmp_path, "tables", "--kill", "torn:optimizer.pt@2") == [-signal.SIGKILL]
+    assert trainings.run(tmp_path, "tables") == [0], output(tmp_path)
+    assert {"incomplete-checkpoint-2", "incomplete-checkpoint-2-2"} < set(checkpoints(tmp_path))
+    assert result(tmp_path) == result(trainings.reference("tables"))
+
+
+@pytest.mark.parametrize(
+    ("kills", "at"),
+    [
+        (["torn:model.safetensors@4", "torn:optimizer.pt@4"], 2),
+        (["deleted:optimizer.pt@2", "torn:trainer_state.json@6"], 4),
+    ],
+)
+def test_the_only_checkpoint_survives(trainings, tmp_path, kills, at):
+    kill_and_resume(trainings, tmp_path, "tables", *kills, also=ONE_KEPT, at=at)
+
+
+def test_resumed_after_the_last_step(trainings, tmp_path):
+    """Killed when the last checkpoint is there, and the training is not yet said to be over."""
+    epochs = ("--set", '{"num_train_epochs": 2, "max_steps": -1}')
+    whole = trainings.reference("tables", *epochs)
+    assert trainings.run(tmp_path, "tables", *epochs, "--kill", "saved@12") == [-signal.SIGKILL]
+    for _ in range(2):
+        assert trainings.run(tmp_path, "tables", *epochs, "--resume") == [0], output(tmp_path)
+        assert len(steps(tmp_path)) == 12
+        for key in ("log", "attention", "weights", "optimizer"):
+            assert result(tmp_path)[key] == result(whole)[key]
+
+
+def test_gone_on_from_a_checkpoint_without_the_callback(trainings, tmp_path):
+    stages = ("--stages", "sdpa:4", "kdeformer,block_size=8,num_samples=8:7", "linformer,projection_dim=8:end")
+    assert trainings.run(tmp_path, "tables", "--plain", "--kill", "forward@5") == [-signal.SIGKILL]
+    assert trainings.run(tmp_path, "tables", *stages, "--resume") == [0], output(tmp_path)
+    whole = trainings.reference("tables", *stages)
+    assert result(tmp_path) == result(whole)
+    same = [step for step in steps(tmp_path) if step["attention"] != "sdpa"]
+    assert same == steps(whole)[4:]
+
+
+@pytest.mark.parametrize(
+    ("case", "kill", "rank", "also", "at"),
+    [
+        ("tables", "forward@5", None, (), 4),
+        ("tables", "begin@4", 1, (), 4),
+        # Its partner has all that it has to write, and may not delete the older checkpoint.
+        ("tables", "before:rng_state_1.pth@6", 1, ONE_KEPT, 4),
+        ("same", "substep@5", 0, (), 4),
+        ("three", "deleted@2", 0, (), 6),
+    ],
+)
+def test_two_processes(trainings, tmp_path, case, kill, rank, also, at):
+    """Both are killed, or one, and the other ends since its partner is gone or as a launcher ends it."""
+    kill_and_resume(trainings, tmp_path, case, kill, further=TWO, also=also, world=2, rank=rank, at=at)
+
+
+@pytest.mark.parametrize("case", ["tables", "same"])
+def test_two_processes_do_what_one_does(trainings, case):
+    """With the same global batch and without dropout, to rounding. (Of 22 rows some would be twice in an epoch.)"""
+    further = ("--dropout", "0", "--rows", "24")
+    one = steps(trainings.reference(case, *further))
+    for rank in range(2):
+        two = steps(trainings.reference(case, *further, *TWO, world=2), rank)
+        assert [step["attention"] for step in two] == [step["attention"] for step in one]
+        for key in ("loss", "grad_norm", "learning_rate"):
+            torch.testing.assert_close([s[key] for s in two], [s[key] for s in one], rtol=2e-5, atol=0)
+
+
+@pytest.mark.slow
+def test_under_a_launcher(trainings, tmp_path):
+    """`torch.distributed.run` starts both processes, ends the second when the first was killed, and starts them again.
+
+    What the first run of the launcher began, its own restart goes on with.
+    """
+    whole = trainings.reference("tables", *TWO, world=2)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+    command += [str(SCRIPT), "--case", "tables", "--output", str(tmp_path), *TWO]
+    for kill in ("backward@5", "torn:trainer_state.json@8"):
+        again = ["--resume"] if steps(tmp_path) else []
+        killed = [*command, *again, "--kill", kill, "--kill_rank", "0"]
+        run = subprocess.run(killed, env=trainings.environment, capture_output=True, text=True, timeout=300)
+        assert run.returncode and "Signal 9 (SIGKILL)" in run.stderr, run.stderr[-3000:]
+    run = subprocess.run([*command, "--resume"], env=trainings.environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    same_steps(tmp_path, whole, 2)
+    assert [step["step"] for step in steps(tmp_path)] == [*range(1, 6), *range(5, 9), *range(7, 11)]
+    assert result(tmp_path) == result(whole)
+
+
+@pytest.mark.parametrize(
+    ("case", "best", "every", "expected", "attention"),
+    [
+        ("tables", 4, 2, 4, "linformer"),
+        ("same", 4, 2, 4, "performer"),
+        ("three", 2, 2, 2, "sdpa"),
+        # The best step was not saved, and is of a later stage than the best one that was.
+        ("tables", 5, 4, 4, "linformer"),
+        ("same", 6, 4, 4, "performer"),
+    ],
+)
+def test_the_best_model_is_of_its_own_stage(trainings, case, best, every, expected, attention):
+    folder = trainings.reference(case, "--best", str(best), *(() if every == 2 else ("--save_steps", str(every))))
+    assert result(folder)["best"] == f"checkpoint-{expected}"
+    saved, final = folder / f"checkpoint-{expected}", folder / "final"
+    assert json.loads((final / "config.json").read_text()).get("attn_implementation", "sdpa") == attention
+    assert result(folder)["attention"] == attention
+    for file in ("config.json", "model.safetensors"):
+        assert (final / file).read_bytes() == (saved / file).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("kill", "at"),
+    [("forward@7", 6), ("deleted:trainer_state.json@10", 4), ("deleted:optimizer.pt@10", 4)],
+)
+def test_the_best_model_after_a_kill(trainings, tmp_path, kill, at):
+    """Only the best checkpoint and the last are kept, and at the end the best."""
+    kill_and_resume(trainings, tmp_path, "tables", kill, further=("--best", "4"), also=ONE_KEPT, at=at)
+
+
+def test_other_stages_are_refused_in_a_sentence(trainings, tmp_path):
+    shared = tmp_path / "shared"
+    assert trainings.run(shared, "tables", "--kill", "forward@6") == [-signal.SIGKILL]
+    assert trainings.run(tmp_path / "same", "same", "--kill", "forward@6") == [-signal.SIGKILL]
+    first, second = "linformer,projection_dim=8", "flurka_performer,num_features=8,share=none"
+    for folder, stages, further, message in [
+        # The stage under way should have been over, or not yet begun.
+        (shared, [f"{first}:0.9", f"{second}:1.0"], (), r"6 steps with the stages linformer to step 4, .* to step 9, "),
+        (shared, [f"{first}:0.2", f"{second}:1.0"], (), "they are now linformer to step 2, flurka_performer to step 1"),
+        (shared, [f"{first}:0.4", f"{second}:1.0"], ("--steps", "30"), r"they are now linformer to step 12, .* in all"),
+        (shared, [f"{first}:4", "performer:end"], (), "learned_parameters.* none of the stages linformer, performer l"),
+        (shared, [f"{first}6:4", f"{second}:end"], (), r"of shape \(8, 64\), and none of the stages linformer, flurka"),
+        (tmp_path / "same", ["linear:5", "performer:end"], (), "performer to step 5, .* they are now linear to step 5"),
+        (tmp_path / "same", ["performer,num_features=4:5", "linear:end"], (), "linear to step 10 with other hyperpar"),
+    ]:
+        before = checkpoints(folder), steps(folder)
+        case = "same" if folder.name == "same" else "tables"
+        assert trainings.run(folder, case, "--resume", "--stages", *stages, *further) == [1]
+        last = output(folder).strip().splitlines()[-1]
+        assert last.startswith("hf_efficient_attn.errors.UnsupportedAttentionError: ") and re.search(message, last)
+        assert (checkpoints(folder), steps(folder)) == before
+    # A stage to come may end elsewhere, or be another.
+    stages = ("--stages", f"{first}:4", f"{second}:8", "flurka_linear,share=none:end")
+    assert trainings.run(shared, "tables", "--resume", *stages) == [0], output(shared)
+    assert [step["attention"] for step in steps(shared)][-3:] == ["flurka_performer", "flurka_linear", "flurka_linear"]
+
+
+def test_a_callback_in_another_trainer(tmp_path):
+    """It puts the model of that one into the checkpoint's stage."""
+    stages = [("linformer", 2, {"projection_dim": 8}), ("kdeformer", None, uptraining_run.KDEFORMER)]
+    callback = hea.UptrainingCallback(stages)
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=4, save_steps=3, logging_steps=1, report_to="none", use_cpu=True, disable_tqdm=True
+    )
+    losses = []
+    for resume in (None, str(tmp_path / "checkpoint-3")):
+        torch.manual_seed(0)
+        trainer = transformers.Trainer(
+            uptraining_run.make_model("bert"),
+            arguments,
+            train_dataset=uptraining_run.make_rows("bert", 22, 0),
+            callbacks=[callback],
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert losses[0] == losses[1]
