@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import EvalPrediction
 
-import hf_efficient_attn as hea
 from recipes import clm, language, mlm
 from recipes.data import text
 from recipes.language import ModelArguments, TextArguments
@@ -526,7 +525,3 @@ def test_the_books_model_copies_what_it_saw(data, tmp_path):
     for distance in ("256", "768", "1536"):
         assert figures[f"eval_repeat_{distance}_first"] == pytest.approx(stated["repeat_first"][distance], abs=0.2)
         assert figures[f"eval_repeat_{distance}_second"] == pytest.approx(stated["repeat_second"][distance], abs=0.4)
-
-
-def test_the_library_is_what_refuses():
-    assert issubclass(hea.UnsupportedAttentionError, ValueError)
