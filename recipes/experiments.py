@@ -74,11 +74,11 @@ def glue_group(data: pathlib.Path) -> Group:
     tables = "projection_dim=128", "share=none"
     common = (
         f"--data {data}/glue --model_name_or_path {minilm_folder()} --max_length 64 --max_steps 100 "
-        "--per_device_train_batch_size 16 --learning_rate 3e-4 --max_eval_samples 400 --eval_strategy no "
+        "--per_device_train_batch_size 16 --learning_rate 1e-4 --max_eval_samples 400 --eval_strategy no "
         "--save_strategy no"
     ).split()
     names = {
-        "stsb": ("STS-B", "spearmanr"),
+        "stsb": ("STS-B", "spearman"),
         "cola": ("CoLA", "matthews_correlation"),
         "mrpc": ("MRPC", "f1"),
         "rte": ("RTE", "accuracy"),
