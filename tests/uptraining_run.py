@@ -201,7 +201,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--resume", nargs="?", const=True, default=None, help="from the last checkpoint, or a folder")
     parser.add_argument("--kill", help="WHERE@STEP, see Killer")
     parser.add_argument("--kill_rank", type=int, help="only this process")
-    parser.add_argument("--set", type=json.loads, default={}, help="further arguments of Trainer as JSON")
+    parser.add_argument("--set", action="append", default=[], help="further arguments of Trainer as JSON")
     parser.add_argument("--best", type=int, help="every step is evaluated, and this one is the best of all so far")
     parser.add_argument("--serve", action="store_true")
     return parser
@@ -228,7 +228,7 @@ def train(given: argparse.Namespace) -> None:
         "disable_tqdm": True,
         **further,
         **(evaluation if given.best else {}),
-        **given.set,
+        **{key: value for text in given.set for key, value in json.loads(text).items()},
     }
     args = TrainingArguments(str(given.output), **options)
     torch.manual_seed(1)
