@@ -440,6 +440,30 @@ def test_the_best_model_is_of_its_own_stage(tmp_path):
     assert trainer.state.best_global_step == 2 and trainer.model.config._attn_implementation == "linear"
 
 
+def test_weights_under_older_names_are_resumed(tmp_path):
+    """Transformers saves ViT under the names that it had before version 5, which Trainer does not load again."""
+    generator = torch.Generator().manual_seed(1)
+    pictures = [{"pixel_values": torch.randn(3, 32, 32, generator=generator), "labels": i % 2} for i in range(16)]
+
+    def trained(resume=None):
+        torch.manual_seed(0)
+        arguments = TrainingArguments(
+            str(tmp_path), max_steps=6, report_to="none", use_cpu=True, disable_tqdm=True, save_steps=2,
+            per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1,
+        )  # fmt: skip
+        model = tiny_class("vit", head=True)(tiny_config("vit"))
+        stages = [("linformer", 3, {"projection_dim": 8}), ("linear", None)]
+        trainer = Trainer(model, arguments, train_dataset=pictures, callbacks=[hea.UptrainingCallback(stages)])
+        trainer.train(resume_from_checkpoint=resume and str(tmp_path / resume))
+        return trainer
+
+    whole = trained()
+    for resume in ("checkpoint-2", "checkpoint-4"):
+        again = trained(resume)
+        assert losses(again) == losses(whole)
+        assert all(torch.equal(p, dict(whole.model.named_parameters())[n]) for n, p in again.model.named_parameters())
+
+
 def test_a_model_of_a_later_stage_is_left_alone_until_training(tmp_path):
     model = hea.convert(classifier(), "flurka_performer", projection_dim=8, num_features=16)
     trainer = trainer_of(tmp_path, TWO, model)
@@ -448,6 +472,54 @@ def test_a_model_of_a_later_stage_is_left_alone_until_training(tmp_path):
     trainer.add_callback(seen)
     trainer.train()
     assert seen.names[0] == "linformer" and seen.names[-1] == "flurka_performer"
+
+
+def translator():
+    torch.manual_seed(0)
+    own = {"vocab_size": 60, "max_position_embeddings": 128, "hidden_size": 32, "num_hidden_layers": 2,
+           "num_attention_heads": 2, "intermediate_size": 48}  # fmt: skip
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
+        transformers.BertConfig(**own), transformers.BertConfig(**own)
+    )
+    config.decoder_start_token_id, config.pad_token_id = 2, 1
+    return transformers.EncoderDecoderModel(config=config)
+
+
+def test_the_encoder_of_a_translator(tmp_path):
+    """The paper up-trains the encoder alone (Gupta et al. 2023, A.3); the decoder stays exact."""
+    pairs = [{"input_ids": row["input_ids"], "labels": row["input_ids"].flip(0)} for row in rows(24)]
+    schedule = hea.uptraining_preset("nmt", part="encoder", projection_dim=8, num_features=8)
+    assert hea.UptrainingSchedule(json.loads(json.dumps(schedule.to_list()))) == schedule
+
+    def trained(resume=None):
+        arguments = TrainingArguments(
+            str(tmp_path), max_steps=5, report_to="none", use_cpu=True, disable_tqdm=True, save_steps=1,
+            logging_steps=1, per_device_train_batch_size=4,
+        )  # fmt: skip
+        trainer = Trainer(translator(), arguments, train_dataset=pairs, callbacks=[hea.UptrainingCallback(schedule)])
+        trainer.train(resume_from_checkpoint=resume and str(tmp_path / resume))
+        return trainer
+
+    whole = trained()
+    model = whole.model
+    assert switches(whole) == [(4, "linformer", "flurka_performer")]
+    assert model.encoder.config._attn_implementation == "flurka_performer"
+    assert model.decoder.config._attn_implementation == "sdpa"
+    assert all(name.startswith("encoder.") for name in learned_parameters(model))
+    for resume in ("checkpoint-3", "checkpoint-4"):
+        assert losses(trained(resume)) == losses(whole)
+    with pytest.raises(hea.UnsupportedAttentionError, match="no causal form"):
+        hea.uptraining_preset("nmt", projection_dim=8, total_steps=5).step(translator(), None, 0)
+    with pytest.raises(hea.UnsupportedAttentionError, match="no submodule 'encode'"):
+        hea.uptraining_preset("nmt", part="encode", total_steps=5).step(translator(), None, 0)
+    tiny = transformers.BartConfig(
+        vocab_size=60, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=64,
+    )  # fmt: skip
+    with pytest.raises(hea.UnsupportedAttentionError, match="config in common with"):
+        hea.uptraining_preset("nmt", part="model.encoder", total_steps=5).step(
+            transformers.BartForConditionalGeneration(tiny), None, 0
+        )
 
 
 def test_refusals_come_before_the_first_step(tmp_path):

@@ -1,5 +1,6 @@
 """A Trainer that keeps to an up-training schedule, also when it resumes."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -124,6 +125,7 @@ class UptrainingCallback(TrainerCallback, ExportableState):
 
     def _before_loading(self, module, state_dict, prefix, *args) -> None:
         """Put the model into the stage that the weights to be loaded are of, as far as they tell."""
+        _use_own_names(module, state_dict, prefix)
         given = {_plain_name(k.removeprefix(prefix)): tuple(v.shape) for k, v in state_dict.items() if f".{NAME}." in k}
         names = {key.removeprefix(prefix) for key in state_dict}
         if given == layout_of(module) or not _is_whole(module, names):
@@ -275,6 +277,26 @@ def _files_of(recorded: dict[str, Any]) -> dict[str, int]:
             if files:
                 return files
     return {}
+
+
+def _use_own_names(module: nn.Module, state_dict: dict, prefix: str) -> None:
+    """Rename weights, in place, that `save_pretrained` gave the names of an older Transformers, as it does with ViT.
+
+    `from_pretrained` knows both. Trainer's resumption loads a file as it is, says in a warning that all layers are
+    missing, and goes on with those that the model had.
+    """
+    names = {key.removeprefix(prefix) for key in state_dict}
+    if _is_whole(module, names):
+        return
+    with contextlib.suppress(ImportError):
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+        renamings = [x for x in get_model_conversion_mapping(module) if isinstance(x, WeightRenaming)]
+        renamed = {key: rename_source_key(key.removeprefix(prefix), renamings, [])[0] for key in state_dict}
+        if _is_whole(module, set(renamed.values())) and len(set(renamed.values())) == len(renamed):
+            for old, new in renamed.items():
+                state_dict[prefix + new] = state_dict.pop(old)
 
 
 def _is_safetensors(path: pathlib.Path) -> bool:

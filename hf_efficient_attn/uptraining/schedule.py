@@ -42,16 +42,19 @@ class Stage:
     attention: a method's name, or "sdpa" or "eager" for exact attention.
     end: the share of all steps (float) or the number of steps (int) that are done when it ends; None: with training.
     settings: what is put into the model's config; None for exact attention.
+    part: name of the submodule that is switched; None for the whole model.
     """
 
     attention: str
     end: float | int | None
     settings: EfficientAttentionConfig | None = None
+    part: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that JSON can hold; `UptrainingSchedule` takes them as a stage."""
         values = {} if self.settings is None else self.settings.to_dict()
-        return {"attention": self.attention, "end": self.end, "settings": values or None}
+        stage = {"attention": self.attention, "end": self.end, "settings": values or None}
+        return stage if self.part is None else {**stage, "part": self.part}
 
 
 class UptrainingSchedule:
@@ -67,6 +70,8 @@ class UptrainingSchedule:
             float, of which the last is 1.0; or the number of steps, an integer, of which the last may be None. In the
             hyperparameters "layers" names the layers in which the method stands, as in `hea.convert`.
         total_steps: all steps of training, for `step`; the callback is told by Trainer.
+        part: name of the submodule that is switched, such as "encoder" in an EncoderDecoderModel, all else staying what
+            it is; it must have a config of its own. None for the whole model.
 
     Of what a stage is not told, it takes projection_dim, max_length, share, init, num_features and seed from the stage
     before, so that what was learned and drawn fits; all else has the method's defaults.
@@ -76,7 +81,9 @@ class UptrainingSchedule:
             shares mixed with step numbers, a stage that is no other than the one before.
     """
 
-    def __init__(self, stages: "Iterable | UptrainingSchedule", total_steps: int | None = None) -> None:
+    def __init__(
+        self, stages: "Iterable | UptrainingSchedule", total_steps: int | None = None, part: str | None = None
+    ) -> None:
         if isinstance(stages, UptrainingSchedule):
             stages = stages.stages
         elif isinstance(stages, (str, bytes, Mapping)) or not isinstance(stages, Iterable):
@@ -86,7 +93,7 @@ class UptrainingSchedule:
         made: list[Stage] = []
         for stage in stages:
             made.append(_stage(stage, made[-1] if made else None))
-        self.stages = tuple(made)
+        self.stages = tuple(made if part is None else [dataclasses.replace(stage, part=part) for stage in made])
         _check_ends(self.stages)
         for before, after in itertools.pairwise(self.stages):
             if (before.attention, before.settings) == (after.attention, after.settings):
@@ -198,7 +205,12 @@ class UptrainingSchedule:
 
 
 def uptraining_preset(
-    task: str, variant: str = "flurka_performer", *, total_steps: int | None = None, **hyperparameters
+    task: str,
+    variant: str = "flurka_performer",
+    *,
+    total_steps: int | None = None,
+    part: str | None = None,
+    **hyperparameters,
 ) -> UptrainingSchedule:
     """The schedule that the paper used for a task (Gupta et al. 2023, A.4).
 
@@ -209,7 +221,8 @@ def uptraining_preset(
     Args:
         task: "nmt", "imagenet", "mlm", "glue" or "lra".
         variant: "flurka_performer", "flurka_eva" or "flurka_linear".
-        total_steps: as `UptrainingSchedule` takes it.
+        total_steps, part: as `UptrainingSchedule` takes them; for "nmt" the part is "encoder", as in the paper, unless
+            the model is an encoder.
         **hyperparameters: of the stages, each given to those that have it.
 
     Raises:
@@ -229,6 +242,7 @@ def uptraining_preset(
     return UptrainingSchedule(
         [(name, end, {k: v for k, v in hyperparameters.items() if k in known[name]}) for name, end in stages],
         total_steps,
+        part,
     )
 
 
@@ -300,8 +314,10 @@ def _stage_of_dict(given: Mapping) -> Stage:
         )
     settings = given.get("settings")
     if settings is None:
-        return _stage((given["attention"], given["end"]), None)
-    return _stage((EfficientAttentionConfig.from_dict(settings, given["attention"]), given["end"]), None)
+        stage = _stage((given["attention"], given["end"]), None)
+    else:
+        stage = _stage((EfficientAttentionConfig.from_dict(settings, given["attention"]), given["end"]), None)
+    return dataclasses.replace(stage, part=given.get("part"))
 
 
 def _end(end) -> float | int | None:

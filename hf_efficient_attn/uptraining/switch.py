@@ -59,9 +59,39 @@ def _roots(model: nn.Module) -> list[PreTrainedModel]:
     return found
 
 
+def _part(model: nn.Module, stage: Stage) -> nn.Module:
+    """What the stage switches: the model, or a submodule of it."""
+    inner = unwrap(model)
+    if stage.part is None:
+        return inner
+    try:
+        return inner.get_submodule(stage.part)
+    except AttributeError:
+        names = ", ".join(name for name, _ in inner.named_children())
+        raise UnsupportedAttentionError(
+            f"{type(inner).__name__} has no submodule {stage.part!r} to be up-trained; it has {names}"
+        ) from None
+
+
+def _check_part(model: nn.Module, stage: Stage) -> None:
+    """Refuse a part whose config rules more than the part."""
+    inner, part = unwrap(model), _part(model, stage)
+    if part is inner:
+        return
+    inside = {id(module) for module in part.modules()}
+    own = {id(config) for root in _roots(part) for config in configs_of(root)}
+    for module in inner.modules():
+        if isinstance(module, PreTrainedModel) and id(module) not in inside and id(module.config) in own:
+            raise UnsupportedAttentionError(
+                f"{stage.part!r} of {type(inner).__name__} has its config in common with {type(module).__name__}, "
+                "which would be switched too: a part needs a config of its own, as the encoder of an "
+                "EncoderDecoderModel has"
+            )
+
+
 def stands_in(model: nn.Module, stage: Stage) -> bool:
     """Whether the model is in the stage already."""
-    for root in _roots(model):
+    for root in _roots(_part(model, stage)):
         for config in configs_of(root):
             name, stored = method_of(config), config.efficient_attention
             settings = EfficientAttentionConfig(name) if name and stored is None else stored and stored.settings
@@ -77,7 +107,7 @@ def stands_in(model: nn.Module, stage: Stage) -> bool:
 
 def put(model: nn.Module, stage: Stage) -> None:
     """Convert the model to the stage; parameters are those that any conversion starts from."""
-    convert(unwrap(model), stage.attention if stage.settings is None else stage.settings)
+    convert(_part(model, stage), stage.attention if stage.settings is None else stage.settings)
 
 
 def learned_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -93,6 +123,8 @@ def check(model: nn.Module, stages: Sequence[Stage]) -> None:
     Raises:
         UnsupportedAttentionError: a stage that the model cannot take, or whose parameters its wrappers cannot follow.
     """
+    for stage in stages:
+        _check_part(model, stage)
     layouts = layouts_of(model, stages)
     _check_peft(model, stages, layouts)
     if len({tuple(sorted(layout.items())) for layout in layouts}) > 1:
@@ -167,7 +199,7 @@ def switch(model: nn.Module, optimizer, stage: Stage, step: int) -> dict[str, An
     """Put a stage into a model in training; see `UptrainingSchedule.step`. All processes must call it together."""
     inner = unwrap(model)
     roots = _roots(inner)
-    came_from = roots[0].config._attn_implementation
+    came_from = _roots(_part(inner, stage))[0].config._attn_implementation
     wrappers = data_parallel_wrappers(inner)
     before = dict(inner.named_parameters())
     held = {module: learned_of(module) for module, *_ in _attention(roots)}

@@ -36,6 +36,8 @@ from hf_efficient_attn.demo import minilm_folder, quiet_loading, replacing
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods.base import MethodConfig
 from recipes.benchmarks.report import Check, Csv, Plot, Verdict, check_outputs, conclude, write_csv
+from recipes.data.image_tensors import Norm, centre_square, to_tensor
+from recipes.data.images import decode
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -180,19 +182,8 @@ def photograph(
     archive: zipfile.ZipFile, name: str, pixels: int, settings: Mapping[str, Any], crop: float = 1.0
 ) -> Tensor:
     """(1, 3, pixels, pixels): resized, the square in the middle, `crop` of the shorter side wide, and normalised."""
-    import numpy as np
-    from PIL import Image
-
-    with archive.open(name) as file:
-        picture = Image.open(file).convert("RGB")
-    shorter, side = min(picture.size), round(pixels / crop)
-    size = tuple(side * length // shorter for length in picture.size)
-    left, top = (round((length - pixels) / 2) for length in size)
-    picture = picture.resize(size, Image.Resampling(settings["resample"]))
-    picture = picture.crop((left, top, left + pixels, top + pixels))
-    values = torch.from_numpy(np.array(picture)).float().permute(2, 0, 1) / 255
-    mean, deviation = (torch.tensor(settings[f"image_{what}"]).view(3, 1, 1) for what in ("mean", "std"))
-    return ((values - mean) / deviation)[None]
+    side = centre_square(decode(archive.read(name)), pixels, crop, settings["resample"])
+    return to_tensor(side, Norm.of(settings))[None]
 
 
 def errors(

@@ -16,7 +16,6 @@ import dataclasses
 import gzip
 import json
 import pathlib
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -30,8 +29,10 @@ from hf_efficient_attn.cli import Settings, label, main_of, parse_lengths, parse
 from hf_efficient_attn.demo import minilm_folder, quiet_loading
 from hf_efficient_attn.methods.base import MethodConfig
 from recipes.benchmarks import error
-from recipes.benchmarks.error import Data, data_folder, photograph, there
+from recipes.benchmarks.error import Data, data_folder, there
 from recipes.benchmarks.report import Csv, check_outputs, write_csv
+from recipes.data.image_tensors import Evaluation, Norm
+from recipes.data.images import load
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
 
@@ -91,18 +92,13 @@ def photographs(data: pathlib.Path, pixels: int, batch: int = 20) -> Iterator[tu
     folder = there(data / "models" / "deit-tiny-imagenet", "DeiT-tiny")
     path = there(data / "images" / name, "photographs")
     settings = json.loads((folder / "preprocessor_config.json").read_text())
-    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(path.with_name("imagenet1k-sample-256px.zip")) as whole:
-        # A class is the rank of its WordNet number, with which the file names begin, among the thousand.
-        numbers = sorted(pathlib.Path(n).name.split("_")[0] for n in whole.namelist() if _is_picture(n))
-        names = sorted(n for n in archive.namelist() if _is_picture(n))
-        for at in range(0, len(names), batch):
-            here = names[at : at + batch]
-            pictures = torch.cat([photograph(archive, n, pixels, settings, 224 / 256) for n in here])
-            yield pictures, torch.tensor([numbers.index(pathlib.Path(n).name.split("_")[0]) for n in here])
-
-
-def _is_picture(name: str) -> bool:
-    return name.lower().endswith((".jpg", ".jpeg"))
+    # A class is the rank of its WordNet number, with which the file names begin, among the thousand.
+    numbers = load(str(path.with_name("imagenet1k-sample-256px.zip")))[""].class_names()
+    pictures, cut = load(str(path))[""], Evaluation(pixels, Norm.of(settings), 224 / 256)
+    for at in range(0, len(pictures), batch):
+        here = range(at, min(at + batch, len(pictures)))
+        classes = torch.tensor([numbers.index(pictures.classes[i]) for i in here])
+        yield torch.stack([cut(pictures.open(i)) for i in here]), classes
 
 
 @torch.inference_mode()

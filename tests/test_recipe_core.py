@@ -1,0 +1,285 @@
+"""The shared core of the training recipes: arguments, refusals, checks of data, the report, the ready configs."""
+
+import json
+import pathlib
+import zipfile
+from dataclasses import dataclass, field
+
+import datasets
+import pytest
+import torch
+import transformers
+import yaml
+from accelerate import PartialState
+from accelerate.commands.config import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
+from torch import nn
+
+import hf_efficient_attn as hea
+from recipes import training
+from recipes.training import AttentionArguments
+from tiny_models import tiny_model
+
+CONFIGS = sorted((pathlib.Path(training.__file__).parent / "configs").glob("*.yaml"))
+
+
+@dataclass
+class OwnArguments:
+    size: int = field(metadata={"help": "A size."})
+
+
+def parse(tmp_path, *options: str, **named):
+    return training.parse(
+        AttentionArguments, description="x", argv=["--output_dir", str(tmp_path / "out"), *options], **named
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"attention": "kdeformer", "stages": ["linear:1.0"]}, "--attention and --stages exclude"),
+        ({"stages": ["linear:1.0"], "preset": "nmt"}, "--stages and --preset exclude"),
+        ({"set": ["num_samples=3"]}, "--set says something about --attention or --preset, which is missing"),
+        ({"stages": ["linear:1.0"], "set": ["seed=3"]}, "--set says something"),
+        ({"layers": "0"}, "--layers says something about --attention"),
+        ({"variant": "flurka_eva"}, "--variant says something about --preset"),
+        ({"attention": "kdeforner"}, "Did you mean 'kdeformer'"),
+        ({"attention": "kdeformer,linear"}, "takes one method"),
+        ({"attention": "kdeformer", "set": ["samples=3"]}, "none of the chosen methods"),
+        ({"attention": "kdeformer", "set": ["num_samples=-1"]}, "num_samples=-1 must be"),
+        ({"attention": "sdpa", "set": ["num_samples=3"]}, "exact attention in all layers"),
+        ({"attention": "kdeformer", "layers": "3-1"}, "is no layer and no range"),
+        ({"attention": "kdeformer", "layers": "a"}, "is no layer and no range"),
+        ({"stages": ["linear:0.25", "flurka_linear:0.9"]}, "do not end at 1.0"),
+        ({"stages": ["linear"]}, "is no stage"),
+        ({"preset": "glou"}, "Did you mean 'glue'"),
+        ({"preset": "nmt", "variant": "kdeformer"}, "unknown FLuRKA variant"),
+        ({"preset": "nmt", "set": ["x"]}, "sets nothing"),
+    ],
+)
+def test_attention_that_makes_no_sense_is_refused_when_it_is_asked_for(given, says):
+    with pytest.raises(ValueError, match=says):
+        AttentionArguments(**given)
+
+
+def test_attention_as_asked_stands_in_the_model():
+    model = tiny_model("bert")
+    asked = AttentionArguments(attention="kdeformer", set=["num_samples=16", "near_field=window"], layers="1")
+    assert training.prepare_attention(model, asked) == []
+    settings = model.config.efficient_attention
+    assert (settings["method"], settings["layers"]) == ("kdeformer", [1])
+    assert (settings["num_samples"], settings["near_field"]) == (16, "window")
+    training.prepare_attention(model, AttentionArguments(attention="sdpa"))
+    assert model.config._attn_implementation == "sdpa"
+    before = tiny_model("bert", "linear")
+    assert training.prepare_attention(before, AttentionArguments()) == []
+    assert before.config.efficient_attention["method"] == "linear"
+
+
+def test_stages_and_presets_become_a_callback():
+    (callback,) = training.prepare_attention(tiny_model("bert"), AttentionArguments(stages=["linear:2", "sdpa:end"]))
+    assert isinstance(callback, hea.UptrainingCallback)
+    assert callback.schedule.ends(10) == [2, 10]
+    schedule = AttentionArguments(preset="nmt", variant="flurka_linear", set=["projection_dim=8"]).schedule(100)
+    assert [stage.attention for stage in schedule.stages] == ["linear", "flurka_linear"]
+    assert schedule.ends(schedule.total_steps) == [64, 100]
+    assert schedule.stages[1].settings.entries[0].config.projection_dim == 8
+
+
+@pytest.mark.parametrize(("text", "layers"), [("0-2,5", [0, 1, 2, 5]), (" 3 , 1 ", [1, 3]), ("2-2,2", [2])])
+def test_layers(text, layers):
+    assert training.parse_layers(text) == layers
+
+
+def test_parse(tmp_path):
+    own, asked, args = training.parse(
+        OwnArguments, AttentionArguments, description="x", defaults={"save_strategy": "no", "max_steps": 7},
+        argv=["--output_dir", str(tmp_path / "out"), "--size", "3", "--stages", "linear:0.5", "--stages", "sdpa:1.0"],
+    )  # fmt: skip
+    assert own.size == 3
+    # A list that is given twice is one list, and nothing of it is left for the next command.
+    assert asked.stages == ["linear:0.5", "sdpa:1.0"]
+    assert (args.max_steps, args.save_strategy, args.seed, args.report_to) == (7, "no", 0, [])
+    assert (tmp_path / "out").is_dir()
+    drawn = torch.rand(3)
+    (asked, _) = parse(tmp_path)
+    assert asked.stages == []
+    # Seeded: what is drawn after parsing is the same every time.
+    assert torch.equal(torch.rand(3), drawn)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--outputdir", "x"], "unknown option '--outputdir'; did you mean --output_dir"),
+        (["--max_steps", "many"], "invalid int value: 'many'"),
+        (["--seed"], "expected one argument"),
+        (["--resume_from_checkpoint", "nowhere"], "no checkpoint is there"),
+        (["--report_to", "paper"], "--report_to paper: unknown or not installed"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(tmp_path, options, says):
+    with pytest.raises(ValueError, match=says):
+        parse(tmp_path, *options)
+
+
+def test_the_output_folder_is_needed_and_protected(tmp_path):
+    with pytest.raises(ValueError, match="--output_dir is missing"):
+        training.parse(description="x", argv=[])
+    folder = tmp_path / "out"
+    for name in ("checkpoint-3", "figures"):
+        (folder / name).mkdir(parents=True)
+    with pytest.raises(ValueError, match="is not empty"):
+        parse(tmp_path)
+    _, args = parse(tmp_path, "--resume_from_checkpoint", "True")
+    assert args.resume_from_checkpoint is True and (folder / "checkpoint-3").is_dir()
+    parse(tmp_path, "--overwrite")
+    # Or a later run could be resumed from what an earlier one left.
+    assert not (folder / "checkpoint-3").exists() and (folder / "figures").is_dir()
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="is a file"):
+        training.parse(description="x", argv=["--output_dir", str(tmp_path / "file")])
+
+
+def test_processes_that_do_not_know_each_other_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="2 processes were started, but this one sees 1"):
+        training.prepare_output(tmp_path, PartialState(), resume=False, overwrite=False)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "says"),
+    [
+        (ValueError("two\nlines"), 2, "error: two lines\n"),
+        (hea.UnsupportedAttentionError("no"), 2, "error: no\n"),
+        (FileNotFoundError(2, "gone", "x"), 2, "error: [Errno 2] gone: 'x'\n"),
+        (KeyboardInterrupt(), 130, "error: interrupted\n"),
+        (None, 0, ""),
+    ],
+)
+def test_main_of(error, status, says, capsys):
+    def run():
+        if error is not None:
+            raise error
+
+    with pytest.raises(SystemExit) as ended:
+        training.main_of(run)
+    assert ended.value.code == status
+    assert capsys.readouterr().err == says
+
+
+def test_main_of_leaves_faults_their_traceback():
+    with pytest.raises(ZeroDivisionError):
+        training.main_of(lambda: 1 / 0)
+
+
+def test_checks_of_data():
+    rows = datasets.Dataset.from_dict({"text": ["a", "b", "c"]})
+    training.check_columns(rows, ["text"], "here")
+    with pytest.raises(ValueError, match="here has no column 'label', 'idx'; its columns: text"):
+        training.check_columns(rows, ["text", "label", "idx"], "here")
+    training.check_not_empty(rows, "here")
+    with pytest.raises(ValueError, match="here is empty"):
+        training.check_not_empty(rows.select([]), "here")
+
+
+def test_samples_are_the_same_every_time():
+    rows = datasets.Dataset.from_dict({"number": list(range(50))})
+    drawn = training.take(rows, 10)["number"]
+    assert drawn == training.take(rows, 10)["number"] and len(set(drawn)) == 10
+    assert list(drawn) != list(range(10)) and drawn != training.take(rows, 10, seed=1)["number"]
+    assert training.take(rows, None) is rows and training.take(rows, 50) is rows
+    with pytest.raises(ValueError, match="0 samples are none"):
+        training.take(rows, 0)
+
+
+def test_lengths_beyond_the_position_table_are_refused():
+    for family, limit in (("bert", 128), ("roberta", 128), ("gpt2", 128)):
+        training.check_length(tiny_model(family), limit)
+        with pytest.raises(ValueError, match=f"--block {limit + 1}: the model has positions for {limit} tokens"):
+            training.check_length(tiny_model(family), limit + 1, "--block")
+    training.check_length(tiny_model("llama"), 10**6)
+
+
+def test_only_whole_checkpoints_are_resumed(tmp_path):
+    def checkpoint(step: int, state: str, processes: int) -> None:
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        (folder / "trainer_state.json").write_text(state)
+        for rank in range(processes):
+            with zipfile.ZipFile(folder / f"rng_state_{rank}.pth", "w") as file:
+                file.writestr("x", "x")
+
+    assert training.last_whole_checkpoint(tmp_path) is None
+    checkpoint(9, "{}", processes=2)
+    checkpoint(10, "{}", processes=1)
+    checkpoint(11, '{"epoch": 0.', processes=2)
+    checkpoint(12, "{}", processes=2)
+    torn = tmp_path / "checkpoint-12" / "rng_state_1.pth"
+    torn.write_bytes(torn.read_bytes()[:20])
+    assert training.last_whole_checkpoint(tmp_path, processes=2).name == "checkpoint-9"
+    assert training.last_whole_checkpoint(tmp_path).name == "checkpoint-10"
+
+
+def test_which_losses_count_items():
+    """Those whose loss is a mean whatever `num_items_in_batch` says must not be scaled as a sum."""
+    assert training.counts_items(tiny_model("gpt2", head=True))
+    assert not training.counts_items(tiny_model("bert", head=True))
+    with torch.device("meta"):
+        for name, counts in (("BertForSequenceClassification", False), ("ViTForImageClassification", True)):
+            model = getattr(transformers, name)
+            assert training.counts_items(model(model.config_class())) is counts, name
+    assert not training.counts_items(nn.Linear(1, 1))
+
+
+LOG = [
+    {"step": 1, "loss": 2.0},
+    {"step": 4, "uptraining_from": "linformer", "uptraining_stage": "flurka_eva"},
+    {"step": 8, "loss": 1.0},
+    {"step": 8, "eval_f1": 0.5},
+]
+
+
+def test_the_learning_curve_marks_the_switch():
+    figure = training.learning_curve(LOG, "eval_f1")
+    loss, switch = figure.axes[0].lines
+    assert loss.get_xydata().tolist() == [[1, 2.0], [8, 1.0]]
+    assert list(switch.get_xdata()) == [4, 4] and switch.get_linestyle() == "--"
+    assert [text.get_text() for text in figure.axes[0].texts] == ["flurka_eva"]
+    assert figure.axes[1].lines[0].get_xydata().tolist() == [[8, 0.5]]
+    assert len(training.learning_curve(LOG, "eval_accuracy").axes) == 1
+    training.learning_curve([], "eval_f1")
+
+
+def test_the_report_is_json_whatever_came_out(tmp_path, capsys):
+    report = {
+        "metrics": {"eval_loss": float("nan"), "eval_f1": 0.5},
+        "steps": 8,
+        "scalar": torch.tensor(1.5),
+        "path": tmp_path,
+    }
+    training.write_report({**report, "switches": training.switches_of(LOG)}, LOG, tmp_path, "eval_f1")
+    written = json.loads((tmp_path / "metrics.json").read_text(), parse_constant=pytest.fail)
+    assert written["metrics"] == {"eval_loss": None, "eval_f1": 0.5}
+    assert (written["scalar"], written["path"]) == (1.5, str(tmp_path))
+    assert written["switches"] == [{"step": 4, "from": "linformer", "to": "flurka_eva"}]
+    assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert "| switch at step 4 | linformer to flurka_eva |" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["learning_curve.png", "metrics.json"]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_accelerate_takes_the_ready_configs(path):
+    config = load_config_from_file(str(path))
+    # Accelerate starts one process for MULTI_CPU where there is no mpirun, and says nothing.
+    assert config.num_processes == 1 or config.distributed_type in ("MULTI_GPU", "FSDP")
+    launched = launch_command_parser().parse_args(["script.py"])
+    for key in yaml.safe_load(path.read_text()).get("fsdp_config", {}):
+        assert hasattr(launched, key), key
+
+
+def test_there_is_a_config_for_each_setting():
+    found = {path.stem: load_config_from_file(str(path)) for path in CONFIGS}
+    processes = {"one_gpu": 1, "eight_gpus": 8, "two_machines": 16, "fsdp": 8, "cpu": 2}
+    assert {name: config.num_processes for name, config in found.items()} == processes
+    assert found["fsdp"].fsdp_config["fsdp_version"] == 2

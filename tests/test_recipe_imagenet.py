@@ -1,0 +1,675 @@
+"""The recipe for images: how pictures and their classes are found, cut and drawn, and what a training makes of them."""
+
+import io
+import json
+import pathlib
+import pickle
+import subprocess
+import sys
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForImageClassification, ViTImageProcessorPil
+
+import hf_efficient_attn as hea
+from recipes import imagenet
+from recipes.data import image_tensors, images
+from recipes.data.image_classes import class_indices, read_class_list
+from recipes.data.image_tensors import Evaluation, Norm, PictureDataset, Training
+from tiny_models import tiny_model
+
+datasets, Image = pytest.importorskip("datasets"), pytest.importorskip("PIL.Image")
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+COLORS = {"red": (200, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 200)}
+PLAIN = Norm((0.0, 0.0, 0.0), (1.0, 1.0, 1.0), 3)
+
+
+def packed(picture, format="PNG", **options) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, format, **options)
+    return file.getvalue()
+
+
+def painted(color, size=(40, 36), seed=0, format="JPEG") -> bytes:
+    """A file of one colour with some noise."""
+    noise = np.random.default_rng(seed).integers(-20, 21, (size[1], size[0], 3))
+    return packed(Image.fromarray((np.array(color) + noise).clip(0, 255).astype("uint8")), format)
+
+
+DOT = packed(Image.new("RGB", (8, 8), (255, 0, 0)))
+
+
+def lay_out(root: pathlib.Path, files: dict[str, bytes], kind: str) -> str:
+    """The files as a folder or a zip file; a name that ends in / is an empty folder."""
+    if kind == "zip":
+        with zipfile.ZipFile(root / "pictures.zip", "w") as archive:
+            for name, content in files.items():
+                archive.writestr(name, content)
+        return str(root / "pictures.zip")
+    for name, content in files.items():
+        path = root / "pictures" / name
+        (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
+        if not name.endswith("/"):
+            path.write_bytes(content)
+    return str(root / "pictures")
+
+
+@pytest.fixture(scope="module")
+def colors(tmp_path_factory) -> str:
+    """A zip file with the splits train and val of pictures of three colours."""
+    files = {
+        f"{split}/{name}/{i}.jpg": painted(color, (40 + i, 36), seed=i)
+        for split, count in (("train", 8), ("val", 4))
+        for name, color in COLORS.items()
+        for i in range(count)
+    }
+    return lay_out(tmp_path_factory.mktemp("colors"), files, "zip")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> str:
+    """A tiny ViT, 32 pixels in patches of 8, of three labels called by number."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_model("vit", head=True, patch_size=8, num_labels=3).save_pretrained(folder)
+    ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder)
+    return str(folder)
+
+
+def recipe(*options, **figures):
+    """The recipe in this process, without progress bars."""
+    argv = [str(x) for key, value in figures.items() for x in (f"--{key}", *([value] if value is not True else []))]
+    return imagenet.run([*map(str, options), *argv, "--use_cpu"])
+
+
+# ------------------------------------------------------------------------------------------------------------- sources
+
+LAYOUTS = {
+    "classes": (["cat/a.jpg", "dog/b.png", "dog/c.JPEG"], {"": ["cat", "dog", "dog"]}),
+    "one class": (["cat/a.jpg", "cat/b.jpg"], {"": ["cat", "cat"]}),
+    "splits": (["train/cat/a.jpg", "val/dog/b.jpg"], {"train": ["cat"], "val": ["dog"]}),
+    "one split": (["test/cat/a.jpg", "test/dog/b.jpg"], {"test": ["cat", "dog"]}),
+    "around": (["set/train/cat/a.jpg", "set/train/dog/a.jpg"], {"train": ["cat", "dog"]}),
+    "around classes": (["set/cat/a.jpg", "set/dog/b.jpg"], {"": ["cat", "dog"]}),
+    "a class called test": (["cat/a.jpg", "test/b.jpg"], {"": ["cat", "test"]}),
+    "numbered": (["n01440764_tench.jpg", "n02012849-crane.jpg"], {"": ["n01440764", "n02012849"]}),
+    "numbered around": (["set/n01440764_a.jpg", "set/n02012849_b.jpg"], {"": ["n01440764", "n02012849"]}),
+    "numbered splits": (["train/n01440764_a.jpg", "val/n02012849.jpg"], {"train": ["n01440764"], "val": ["n02012849"]}),
+    "numbered classes": (["n01440764/n01440764_1.jpg", "n02012849/x.jpg"], {"": ["n01440764", "n02012849"]}),
+    "rubbish": (["cat/a.jpg", "dog/b.jpg", "__MACOSX/cat/._a.jpg", ".cache/c.jpg", "read.txt"], {"": ["cat", "dog"]}),
+}
+
+
+@pytest.mark.parametrize("kind", ["folder", "zip"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout, kind, tmp_path):
+    files, expected = LAYOUTS[layout]
+    splits = images.load(lay_out(tmp_path, dict.fromkeys(files, DOT), kind))
+    assert {split: list(pictures.classes) for split, pictures in splits.items()} == expected
+    for pictures in splits.values():
+        assert pictures.open(0).size == (8, 8)
+        assert pickle.loads(pickle.dumps(pictures)).open(0).getpixel((0, 0)) == (255, 0, 0)
+
+
+REFUSED = {
+    "mixed": (["cat/a.jpg", "dog/old/b.jpg"], "no telling which class.*cat/a.jpg, dog/old/b.jpg"),
+    "flat": (["a.jpg", "b.jpg"], "no telling which class"),
+    "half numbered": (["n01440764_a.jpg", "b.jpg"], "no telling which class"),
+    "no splits": (["one/cat/a.jpg", "two/cat/b.jpg"], "no telling which class"),
+    "deep": (["train/cat/images/a.jpg", "train/dog/images/a.jpg"], "no telling which class"),
+    "nothing": (["read.txt"], "there is no picture in it"),
+    "empty class": (["cat/a.jpg", "dog/"], "class dog has no picture"),
+    "empty class of a split": (["train/cat/a.jpg", "val/cat/a.jpg", "val/dog/"], "class val/dog has no picture"),
+    "empty class within": (["set/cat/a.jpg", "set/cow/a.jpg", "set/dog/"], "class set/dog has no picture"),
+}
+
+
+@pytest.mark.parametrize("kind", ["folder", "zip"])
+@pytest.mark.parametrize("layout", REFUSED)
+def test_layouts_that_say_no_class(layout, kind, tmp_path):
+    files, message = REFUSED[layout]
+    with pytest.raises(ValueError, match=message):
+        images.load(lay_out(tmp_path, dict.fromkeys(files, DOT), kind))
+
+
+def test_every_process_opens_the_zip_file_itself(colors, monkeypatch):
+    """Forked processes would share the position in one that was opened before."""
+    reader = images.load(colors)["train"].reader
+    content, mine = reader("train/red/0.jpg"), reader._open[1]
+    reader("train/red/1.jpg")
+    assert reader._open[1] is mine
+    monkeypatch.setattr(images.os, "getpid", lambda: -1)
+    assert reader("train/red/0.jpg") == content
+    assert reader._open[1] is not mine
+
+
+def test_sources_that_are_none(tmp_path, monkeypatch):
+    (tmp_path / "list.txt").write_text("cat")
+    for source in (tmp_path / "absent", tmp_path / "absent.zip", "absent.zip"):
+        with pytest.raises(ValueError, match="there is no folder and no zip file"):
+            images.load(str(source))
+    with pytest.raises(ValueError, match="neither a zip file nor a folder"):
+        images.load(str(tmp_path / "list.txt"))
+    with pytest.raises(ValueError, match="no data set of the datasets library: it has no configuration"):
+        images.load(lay_out(tmp_path, {"cat/a.jpg": DOT}, "folder"), image_column="image")
+
+    def refuse(source, config):
+        raise ConnectionError(f"offline, and no {source} in the cache")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(ValueError, match=r"someone/pets: no folder, no zip file, and .*offline"):
+        images.load("someone/pets")
+
+
+def rows(labels, names=("dog", "cat"), image="image", label="label"):
+    """A data set of the library; the picture of row i is i + 1 pixels wide."""
+    pictures = [Image.new("RGB", (i + 1, 4)) for i in range(len(labels))]
+    kind = datasets.ClassLabel(names=list(names)) if names else datasets.Value("string")
+    return datasets.Dataset.from_dict(
+        {image: pictures, label: list(labels)}, datasets.Features({image: datasets.Image(), label: kind})
+    )
+
+
+@pytest.mark.parametrize("form", ["disk", "parquet"])
+def test_data_sets_of_the_library(form, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "set"
+    if form == "disk":
+        datasets.DatasetDict({"train": rows([0, 1]), "test": rows([1])}).save_to_disk(str(folder))
+    else:
+        folder.mkdir()
+        rows([0, 1]).to_parquet(folder / "train.parquet")
+        rows([1]).to_parquet(folder / "test.parquet")
+    splits = images.load(str(folder))
+    assert list(splits["train"].classes) == ["dog", "cat"] and list(splits["test"].classes) == ["cat"]
+    assert splits["train"].class_names() == ["dog", "cat"], "the order of its labels, not the alphabet's"
+    assert [splits["train"].open(i).size for i in (0, 1)] == [(1, 4), (2, 4)]
+
+
+def test_data_sets_that_lack_something(monkeypatch):
+    def loaded(data, **columns):
+        monkeypatch.setattr(datasets, "load_dataset", lambda source, config: {"train": data})
+        return images.load("someone/pets", **columns)["train"]
+
+    two = rows([0, 1]).add_column("fine", [1, 0])
+    assert loaded(rows(["b", "a"], names=None)).class_names() == ["a", "b"]
+    assert loaded(two, label_column="fine").classes == ("1", "0")
+    assert loaded(rows([1], image="img", label="kind")).classes == ("cat",)
+    with pytest.raises(ValueError, match=r"unknown column for --label_column 'fin'. Did you mean 'fine'"):
+        loaded(two, label_column="fin")
+    with pytest.raises(ValueError, match="name the column of the label by --label_column; there are image, kind"):
+        loaded(rows(["b"], names=None, label="kind"))
+    with pytest.raises(ValueError, match="1 of 2 rows have no label"):
+        loaded(rows([0, -1]))
+    with pytest.raises(ValueError, match="the split is empty"):
+        loaded(rows([]))
+
+
+def test_splits_and_parts(tmp_path):
+    files = {f"{split}/cat/{i}.png": DOT for split in ("test", "dev", "train") for i in range(10)}
+    splits = images.load(lay_out(tmp_path, files, "folder"))
+    assert images.pick(splits, None, images.EVAL_SPLITS, "pets") is splits["dev"]
+    assert images.pick(splits, "test", images.EVAL_SPLITS, "pets") is splits["test"]
+    with pytest.raises(ValueError, match=r"pets has no split 'val'. Its splits: dev, test, train"):
+        images.pick(splits, "val", images.EVAL_SPLITS, "pets")
+    kinds = images.load(lay_out(tmp_path, {f"{c}/{i}.png": DOT for c in "abc" for i in range(6)}, "zip"))[""]
+    assert sorted(images.divide(kinds, 0.5, seed=1)[1].classes) == [*"aaabbbccc"], "each class has its share"
+    assert sorted(images.at_most(kinds, 6, seed=1).classes) == [*"aabbcc"]
+    first, second = images.divide(splits["train"], 0.3, seed=1)
+    assert (len(first), len(second)) == (7, 3)
+    assert {*first.keys, *second.keys} == set(splits["train"].keys)
+    assert images.divide(splits["train"], 0.3, seed=1)[1].keys == second.keys
+    assert images.divide(splits["train"], 0.3, seed=2)[1].keys != second.keys
+    for share in (0, 1, 0.01):
+        with pytest.raises(ValueError, match="empty"):
+            images.divide(splits["train"], share, seed=0)
+    some = images.at_most(splits["train"], 4, seed=1)
+    assert len(set(some.keys)) == 4 and some.keys != splits["train"].keys[:4]
+    assert images.at_most(splits["train"], 99, seed=1) is splits["train"]
+
+
+# ------------------------------------------------------------------------------------------------------------ pictures
+
+
+def test_pictures_of_all_kinds_become_rgb():
+    grey = Image.new("L", (6, 4), 90)
+    assert images.decode(packed(grey)).getpixel((0, 0)) == (90, 90, 90)
+    deep = Image.fromarray(np.full((4, 6), 90 * 257, np.uint16))
+    assert images.decode(packed(deep)).getpixel((0, 0)) == (90, 90, 90), "16 bits are not clipped to white"
+    clear = Image.new("RGBA", (6, 4), (10, 20, 30, 0))
+    assert images.decode(packed(clear)).getpixel((0, 0)) == (10, 20, 30)
+    inks = Image.new("CMYK", (6, 4), (0, 255, 255, 0))
+    red, green, blue = images.decode(packed(inks, "JPEG")).getpixel((0, 0))
+    assert red > 200 and green < 60 and blue < 60
+    palette = Image.new("P", (6, 4), 1)
+    palette.putpalette([0, 0, 0, 10, 20, 30])
+    assert images.decode(packed(palette, "GIF", transparency=1)).getpixel((0, 0)) == (10, 20, 30)
+
+
+def test_pictures_stand_the_way_up_that_exif_says():
+    picture = Image.new("RGB", (6, 4))
+    picture.putpixel((0, 0), (255, 255, 255))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned left: to be turned right
+    turned = images.decode(packed(picture, exif=exif))
+    assert turned.size == (4, 6) and turned.getpixel((3, 0)) == (255, 255, 255)
+
+
+@pytest.mark.parametrize("kind", ["folder", "zip"])
+def test_pictures_that_cannot_be_read(kind, tmp_path):
+    whole = painted((9, 99, 9), (200, 200))
+    files = {"cat/whole.jpg": whole, "cat/cut.jpg": whole[: len(whole) * 3 // 4], "dog/text.jpg": b"no picture"}
+    pictures = images.load(lay_out(tmp_path, {**files, "dog/none.png": b"", "dog/dot.png": DOT}, kind))[""]
+    message = r"3 of 5 cannot be read: cat/cut.jpg \(.*truncated.*, dog/none.png.*, dog/text.jpg.*--skip_bad_images"
+    with pytest.raises(ValueError, match=message):
+        images.readable(pictures, skip=False)
+    kept, bad = images.readable(pictures, skip=True, threads=2)
+    assert kept.keys == ("cat/whole.jpg", "dog/dot.png") and kept.classes == ("cat", "dog")
+    assert [entry.split()[0] for entry in bad] == ["cat/cut.jpg", "dog/none.png", "dog/text.jpg"]
+    with pytest.raises(ValueError, match=r"cat/cut.jpg cannot be read"):
+        pictures.open(pictures.keys.index("cat/cut.jpg"))
+    with pytest.raises(ValueError, match="1 of 1 cannot be read"):
+        images.readable(pictures.select([0]), skip=True)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9, 0.98])
+def test_the_quick_check_finds_what_reading_finds(share, tmp_path):
+    """A JPEG cut off anywhere; the check decodes it at an eighth of its size."""
+    content = painted((99, 99, 9), (320, 240))
+    pictures = images.load(lay_out(tmp_path, {"a/b.jpg": content[: int(len(content) * share)]}, "folder"))[""]
+    with pytest.raises(ValueError):
+        pictures.open(0)
+    with pytest.raises(ValueError):
+        images.readable(pictures, skip=False)
+
+
+# ------------------------------------------------------------------------------------------------------------- classes
+
+
+def test_classes_by_list_by_name_by_number_and_by_order():
+    ten = [str(i) for i in range(10)]
+    assert class_indices(["b", "a"], ["x", "y", "z"], class_list=["a", "c", "b"])[0] == {"b": 2, "a": 0}
+    assert class_indices(["cat"], ["dog", "cat"])[0] == {"cat": 1}
+    # The model's own names win over the order, and numbers over both.
+    assert class_indices(["cat", "dog"], ["dog", "cat"])[0] == {"cat": 1, "dog": 0}
+    assert class_indices(["1", "3"], ["a", "b", "c", "d"])[0] == {"1": 1, "3": 3}
+    assert class_indices(images.sorted_classes(["1", "10", "2"]), ["x", "y", "z"])[0] == {"1": 0, "2": 1, "10": 2}
+    assert class_indices(ten, [f"LABEL_{i}" for i in range(10)])[0] == {name: i for i, name in enumerate(ten)}
+    assert class_indices(["n1", "n2"], ["LABEL_0", "LABEL_1"])[0] == {"n1": 0, "n2": 1}
+    # Numbered labels of a data set are names, which need not be sorted; a model may have a name twice.
+    assert class_indices(["7", "5"], ["a", "b"], own_order=True)[0] == {"7": 0, "5": 1}
+    assert class_indices(["n1", "n2", "n3"], ["crane", "dog", "crane"])[0]["n3"] == 2
+
+
+def test_classes_that_cannot_be_told():
+    labels = ["cat", "dog", "cow"]
+    with pytest.raises(ValueError, match=r"unknown label: .*'n1', 'n2'.*--class_list FILE.*--new_head"):
+        class_indices(["n1", "n2"], labels)
+    with pytest.raises(ValueError, match=r"3 classes each, but the order .*'cow'.*'horse'.*--class_list"):
+        class_indices(["cow", "dog", "horse"], labels)
+    with pytest.raises(ValueError, match="2 names and the model 3 labels"):
+        class_indices(["cat"], labels, class_list=["cat", "dog"])
+    with pytest.raises(ValueError, match="'horse' of the data are not in the class list"):
+        class_indices(["horse"], labels, class_list=labels)
+    with pytest.raises(ValueError, match="'crane'"):
+        class_indices(["crane"], ["crane", "dog", "crane"])
+
+
+def test_class_lists(tmp_path):
+    for name, text in {
+        "a.txt": "\ufeffn00000002 dog, hound\n\nn00000001 cat\n",
+        "b.json": '{"1": ["n00000001", "cat"], "0": ["n00000002", "dog"]}',
+        "c.json": '["n00000002", "n00000001"]',
+    }.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        assert read_class_list(str(tmp_path / name)) == ["n00000002", "n00000001"], name
+    (tmp_path / "names.txt").write_text("n00000002 dog\nsea cow\n")
+    assert read_class_list(str(tmp_path / "names.txt")) == ["n00000002 dog", "sea cow"]
+    pictures = lay_out(tmp_path, {"train/b/1.png": DOT, "val/a/1.png": DOT}, "zip")
+    assert read_class_list(pictures) == ["a", "b"]
+    for text, message in (("cat\ncat\n", "'cat' stands in it twice"), ("\n", "is empty")):
+        (tmp_path / "bad.txt").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_class_list(str(tmp_path / "bad.txt"))
+    (tmp_path / "bad.json").write_text('{"0": "a", "2": "b"}')
+    with pytest.raises(ValueError, match="a class list in JSON"):
+        read_class_list(str(tmp_path / "bad.json"))
+    with pytest.raises(ValueError, match="there is no class list"):
+        read_class_list(str(tmp_path / "absent.txt"))
+
+
+# ------------------------------------------------------------------------------------------------------------- tensors
+
+
+def sloping(size):
+    """Each channel rises to a side of its own, so that a square from the wrong place is another one."""
+    across, down = np.meshgrid(*(np.linspace(0, 255, length) for length in size))
+    return Image.fromarray(np.stack([across, down, 255 - across], 2).astype("uint8"))
+
+
+@pytest.mark.parametrize("size", [(70, 50), (50, 70), (64, 64), (301, 200), (20, 24)])
+def test_evaluation_is_what_the_saved_processor_does(size):
+    """Of 32 pixels of the shorter side 28; margins are even, since the two halve an odd number otherwise."""
+    norm = Norm((0.5, 0.4, 0.3), (0.2, 0.3, 0.4), 3)
+    theirs = imagenet.processor_of(norm, 28, 0.875)(sloping(size), return_tensors="pt")["pixel_values"][0]
+    ours = Evaluation(28, norm)(sloping(size))
+    assert ours.shape == (3, 28, 28)
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+def test_evaluation_of_the_whole_square_is_what_vit_does():
+    picture = images.decode(painted((90, 120, 30), (50, 50)))
+    processor = ViTImageProcessorPil(size={"height": 32, "width": 32}, resample=3)
+    ours = Evaluation(32, Norm.of(processor.to_dict()), crop_ratio=1.0)(picture)
+    torch.testing.assert_close(ours, processor(picture, return_tensors="pt")["pixel_values"][0], atol=1e-5, rtol=0)
+
+
+def test_scales_that_are_not_known():
+    with pytest.raises(ValueError, match="1/255"):
+        Norm.of({"do_rescale": False, "image_mean": [0.5] * 3, "image_std": [0.5] * 3})
+    assert Norm.of({"do_normalize": False, "resample": 3}) == PLAIN
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def test_random_parts_are_within_their_bounds():
+    cut = Training(32, PLAIN, scale=(0.2, 0.5))
+    shares, ratios = [], []
+    for seed in range(300):
+        left, top, right, bottom = cut.box(90, 60, generator(seed))
+        assert 0 <= left < right <= 90 and 0 <= top < bottom <= 60
+        shares.append((right - left) * (bottom - top) / 5400)
+        ratios.append((right - left) / (bottom - top))
+    assert 0.19 < min(shares) < 0.22 and 0.48 < max(shares) < 0.51
+    assert 0.73 < min(ratios) < 0.8 and 1.25 < max(ratios) < 1.37
+    # Nothing of these shares and ratios fits into a strip: its middle is taken, 4/3 as wide as high.
+    assert Training(32, PLAIN, scale=(0.9, 1.0)).box(400, 30, generator(0)) == (180, 0, 220, 30)
+
+
+def test_a_part_is_resized_as_if_it_were_cut_out_first():
+    picture, cut = images.decode(painted((90, 120, 30), (90, 60))), Training(32, PLAIN, flip=0)
+    part = picture.crop(cut.box(90, 60, generator(3))).resize((32, 32), 3)
+    assert torch.equal(cut(picture, generator(3)), image_tensors.to_tensor(part, PLAIN))
+
+
+def test_mirror_images():
+    picture = images.decode(painted((90, 120, 30), (90, 60)))
+    never, always = (Training(32, PLAIN, flip=flip)(picture, generator(3)) for flip in (0, 1))
+    assert torch.equal(never.flip(2), always) and not torch.equal(never, always)
+    half = [torch.equal(Training(32, PLAIN)(picture, generator(s)), Training(32, PLAIN, flip=0)(picture, generator(s)))
+            for s in range(40)]  # fmt: skip
+    assert 10 < sum(half) < 30
+
+
+def test_changes_of_color_and_shape():
+    picture = images.decode(painted((90, 120, 30), (32, 32)))
+    assert image_tensors.color_jitter(picture, 0.0, generator(0)).tobytes() == picture.tobytes()
+    changed = image_tensors.color_jitter(picture, 0.5, generator(0))
+    assert changed.tobytes() != picture.tobytes() and changed.size == picture.size
+    drawn = {image_tensors.trivial_augment(picture, generator(seed)).tobytes() for seed in range(200)}
+    assert len(drawn) > 100, "fourteen operations of some thirty strengths"
+    for jitter, trivial in ((0.4, False), (0.0, True)):
+        values = Training(16, PLAIN, jitter=jitter, trivial=trivial)(picture, generator(2))
+        assert values.shape == (3, 16, 16) and values.min() >= 0 and values.max() <= 1
+        assert not torch.equal(values, Training(16, PLAIN)(picture, generator(2)))
+
+
+@pytest.fixture
+def drawn(colors) -> PictureDataset:
+    pictures = images.load(colors)["train"]
+    indices = {name: i for i, name in enumerate(pictures.class_names())}
+    return PictureDataset(pictures, indices, Training(16, PLAIN), seed=3)
+
+
+def test_draws_follow_from_seed_epoch_and_place_alone(drawn):
+    first = drawn[5]["pixel_values"]
+    torch.rand(7)
+    state = torch.get_rng_state()
+    assert torch.equal(drawn[5]["pixel_values"], first)
+    assert torch.equal(torch.get_rng_state(), state), "nothing is taken from the global generator"
+    other = PictureDataset(drawn.pictures, {"blue": 0, "green": 1, "red": 2}, Training(16, PLAIN), seed=4)
+    assert not torch.equal(other[5]["pixel_values"], first)
+    drawn.set_epoch(1)
+    assert not torch.equal(drawn[5]["pixel_values"], first)
+    drawn.set_epoch(0)
+    assert torch.equal(drawn[5]["pixel_values"], first)
+    assert [drawn[i]["labels"] for i in (0, 8, 16)] == [0, 1, 2]
+
+
+def test_workers_draw_the_same_and_see_the_epoch(drawn):
+    loader = torch.utils.data.DataLoader(drawn, batch_size=8, num_workers=2, persistent_workers=True)
+    for epoch in (0, 1):
+        drawn.set_epoch(epoch)
+        found = torch.cat([batch["pixel_values"] for batch in loader])
+        assert torch.equal(found, torch.stack([drawn[i]["pixel_values"] for i in range(len(drawn))]))
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+BASE = {"max_steps": 6, "per_device_train_batch_size": 6, "logging_steps": 1, "learning_rate": 1e-3}
+BY_ORDER = {"per_device_eval_batch_size": 6, "eval_strategy": "no", "save_strategy": "no"}
+
+
+def losses(folder) -> list[float]:
+    history = json.loads((pathlib.Path(folder) / "trainer_state.json").read_text())["log_history"]
+    return [entry["loss"] for entry in history if "loss" in entry]
+
+
+def test_training_learns_and_two_runs_are_the_same(tiny, colors, tmp_path, capsys):
+    options = {**BASE, **BY_ORDER, "max_steps": 40, "learning_rate": 3e-3, "augmentation": "trivial"}
+    reports = [
+        recipe(model=tiny, train_data=colors, from_scratch=True, output_dir=tmp_path / name, **options)
+        for name in ("one", "two")
+    ]
+    assert "3 classes, by the order" in capsys.readouterr().err
+    assert losses(tmp_path / "one") == losses(tmp_path / "two")
+    assert len(losses(tmp_path / "one")) == 40
+    metrics = json.loads((tmp_path / "one" / "metrics.json").read_text())
+    assert metrics["metrics"]["eval_top1"] == reports[0]["metrics"]["eval_top1"] >= 0.9
+    assert "eval_top5" not in metrics["metrics"], "of three classes"
+    assert metrics["train_data"]["pictures"] == 24 and metrics["eval_data"]["pictures"] == 12
+    assert (metrics["resolution"], metrics["tokens"]) == (32, 17)
+    assert (tmp_path / "one" / "learning_curve.png").stat().st_size > 1000
+    # What was saved evaluates to the same, and its processor cuts as the evaluation did.
+    again = recipe("--eval_only", model=tmp_path / "one", eval_data=colors, output_dir=tmp_path / "again", **BY_ORDER)
+    assert again["metrics"]["eval_loss"] == pytest.approx(reports[0]["metrics"]["eval_loss"], abs=1e-6)
+    saved = json.loads((tmp_path / "one" / "preprocessor_config.json").read_text())
+    assert saved["size"] == {"shortest_edge": 37} and saved["crop_size"] == {"height": 32, "width": 32}
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_accumulated_batches_train_as_one(smoothing, tiny, colors, tmp_path):
+    options = {"model": tiny, "train_data": colors, **BASE, **BY_ORDER, "label_smoothing_factor": smoothing}
+    for batch, count in ((6, 1), (2, 3)):
+        sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": count}
+        recipe(output_dir=tmp_path / str(batch), **{**options, **sizes})
+    assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "6"), abs=1e-4)
+
+
+def test_a_resumed_run_draws_what_the_whole_one_drew(tiny, colors, tmp_path):
+    """24 pictures, 4 steps an epoch: resumed amid the first epoch and amid the second."""
+    options = {**BASE, "eval_strategy": "no", "save_steps": 1, "save_strategy": "steps", "save_total_limit": 9}
+    stages = ["--stages", "linformer,projection_dim=4:2", "flurka_performer:end"]
+    common = {"model": tiny, "train_data": colors, "augmentation": "trivial", **options}
+    recipe(*stages, output_dir=tmp_path / "whole", **common)
+    expected = AutoModelForImageClassification.from_pretrained(tmp_path / "whole").state_dict()
+    for step in (1, 5):
+        resumed = tmp_path / f"from-{step}"
+        where = tmp_path / "whole" / f"checkpoint-{step}"
+        recipe(*stages, output_dir=resumed, resume_from_checkpoint=where, **common)
+        assert losses(resumed) == losses(tmp_path / "whole")
+        found = AutoModelForImageClassification.from_pretrained(resumed).state_dict()
+        assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def test_another_resolution_fits_learned_tables(tiny, colors, tmp_path):
+    """48 pixels in patches of 8: 36 tokens and the class token, where the model's own 32 have 17."""
+    options = {"model": tiny, "train_data": colors, "resolution": 48, **BASE, **BY_ORDER, "max_steps": 2}
+    one = recipe("--attention", "linformer", "--set", "projection_dim=4", output_dir=tmp_path / "one", **options)
+    assert (one["resolution"], one["tokens"]) == (48, 37)
+    assert one["efficient_attention"]["max_length"] == 37
+    saved = AutoModelForImageClassification.from_pretrained(tmp_path / "one")
+    assert saved.config.image_size == 32
+    assert saved.vit.layers[0].attention.learned_parameters.key_projection.shape == (4, 37)
+    two = recipe("--stages", "linformer,projection_dim=4:0.5", "flurka_performer:1.0", output_dir=tmp_path / "two",
+                 **options)  # fmt: skip
+    assert two["efficient_attention"]["method"] == "flurka_performer"
+    assert two["efficient_attention"]["max_length"] == 37
+    assert [(s["step"], s["from"], s["to"]) for s in two["switches"]] == [(1, "linformer", "flurka_performer")]
+    figures = recipe(
+        "--eval_only", model=tmp_path / "one", eval_data=colors, resolution=48, output_dir=tmp_path / "three",
+        **BY_ORDER,
+    )  # fmt: skip
+    assert figures["metrics"]["eval_loss"] == pytest.approx(one["metrics"]["eval_loss"], abs=1e-6)
+
+
+def test_a_new_head(tiny, colors, tmp_path):
+    four = lay_out(tmp_path, {f"{c}/{i}.jpg": painted((60 * i, 9, 9), seed=i) for c in "abcd" for i in range(4)}, "zip")
+    options = {"model": tiny, **BASE, **BY_ORDER, "max_steps": 1}
+    with pytest.raises(ValueError, match=r"4 classes, the model 3 labels.*--new_head"):
+        recipe(train_data=four, eval_share=0.5, output_dir=tmp_path / "one", **options)
+    recipe("--new_head", train_data=four, eval_share=0.5, output_dir=tmp_path / "two", **options)
+    saved = AutoModelForImageClassification.from_pretrained(tmp_path / "two")
+    assert saved.config.id2label == dict(enumerate("abcd")) and saved.classifier.out_features == 4
+    with pytest.raises(ValueError, match="val: unknown label 'blue': it is not a class of the training data"):
+        recipe("--new_head", train_data=four, eval_data=colors, output_dir=tmp_path / "three", **options)
+    # Of as many classes as before: asked for, it is new all the same.
+    old = AutoModelForImageClassification.from_pretrained(tiny)
+    new = imagenet.load_model(imagenet.ModelArguments(tiny, new_head=True), ["a", "b", "c"])
+    assert not torch.equal(new.classifier.weight, old.classifier.weight)
+    assert torch.equal(new.vit.embeddings.cls_token, old.vit.embeddings.cls_token)
+
+
+def test_pictures_that_cannot_be_read_stop_the_recipe_unless_skipped(tiny, tmp_path, capsys):
+    files = {f"{c}/{i}.jpg": painted(COLORS[c], seed=i) for c in COLORS for i in range(4)}
+    broken = lay_out(tmp_path, {**files, "red/broken.jpg": files["red/0.jpg"][:300]}, "folder")
+    options = {"model": tiny, "train_data": broken, "eval_share": 0.3, **BASE, **BY_ORDER, "max_steps": 1}
+    with pytest.raises(ValueError, match=r"1 of \d+ cannot be read: red/broken.jpg .*--skip_bad_images"):
+        recipe(output_dir=tmp_path / "one", **options)
+    report = recipe("--skip_bad_images", output_dir=tmp_path / "two", **options)
+    assert report["train_data"]["pictures"] + report["eval_data"]["pictures"] == 12
+    assert len(report["left_out"]) == 1 and "red/broken.jpg" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": None}, "required: --model_name_or_path"),
+        ({"train_data": None}, "--train_data is missing"),
+        ({"eval_data": "x", "eval_share": 0.1}, "exclude each other"),
+        ({"eval_split": "test"}, r"has no split 'test'. Its splits: train, val"),
+        ({"train_split": "extra"}, r"has no split 'extra'"),
+        ({"eval_only": True, "preset": "imagenet"}, "--eval_only give the method by --attention"),
+        ({"eval_only": True, "new_head": True}, "random weights"),
+        ({"image_mean": 0.5}, "belong together"),
+        ({"crop_ratio": 1.5}, "--crop_ratio 1.5 is not from"),
+        ({"max_eval_samples": 0}, "--max_eval_samples 0"),
+        ({"resample": "sharp"}, "--resample sharp is none of"),
+        ({"resolution": 50}, "--resolution 50 is no multiple of the 8 pixels"),
+        ({"class_list": "absent.txt"}, "there is no class list absent.txt"),
+        ({"attention": "linformer", "set": "max_length=9"}, "max_length=9, but a picture has 17 tokens"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_is_refused_before_the_first_step(options, message, tiny, colors, tmp_path):
+    wanted = {"model": tiny, "train_data": colors, "output_dir": tmp_path / "out", **BASE, **BY_ORDER, **options}
+    with pytest.raises(ValueError, match=message):
+        recipe(**{key: value for key, value in wanted.items() if value is not None})
+
+
+def test_a_preprocessor_is_needed(tiny, colors, tmp_path):
+    hea.convert(AutoModelForImageClassification.from_pretrained(tiny), "sdpa").save_pretrained(tmp_path / "bare")
+    options = {"model": tmp_path / "bare", "eval_data": colors, "eval_only": True, **BY_ORDER}
+    with pytest.raises(ValueError, match=r"no preprocessor_config.json: give --image_mean, --image_std and --resample"):
+        recipe(output_dir=tmp_path / "one", **options)
+    halves = ["--image_mean", *"555", "--image_std", *"555"]
+    recipe(*[x.replace("5", ".5") for x in halves], resample="bilinear", output_dir=tmp_path / "two", **options)
+
+
+def test_something_must_be_held_out(tiny, tmp_path):
+    files = {f"{name}/{i}.jpg": painted(color, seed=i) for name, color in COLORS.items() for i in range(2)}
+    whole = lay_out(tmp_path, files, "zip")
+    with pytest.raises(ValueError, match=r"has no split to evaluate on: give --eval_data, --eval_split, or --eval_sh"):
+        recipe(model=tiny, train_data=whole, output_dir=tmp_path / "out", **BASE, **BY_ORDER)
+
+
+def test_models_that_take_no_other_resolution(tiny):
+    model = AutoModelForImageClassification.from_pretrained(tiny)
+    assert imagenet.fit_resolution(model, None) == (32, 17, False)
+    assert imagenet.fit_resolution(model, 64) == (64, 65, True)
+    assert imagenet.fit_resolution(tiny_model("deit", head=True), None)[1] == 66, "with the distillation token"
+    model.forward = lambda pixel_values, labels=None: None
+    with pytest.raises(ValueError, match="cannot interpolate its positions"):
+        imagenet.fit_resolution(model, 64)
+
+
+def test_as_a_process(tiny, tmp_path):
+    def script(*options):
+        line = [sys.executable, "recipes/imagenet.py", *map(str, options)]
+        return subprocess.run(line, capture_output=True, text=True, cwd=ROOT)
+
+    helped = script("--help")
+    assert helped.returncode == 0
+    assert all(f"--{name}" in helped.stdout for name in ("train_data", "class_list", "stages", "resolution"))
+    assert "recipes/imagenet.py --model_name_or_path" in helped.stdout
+    refused = script("--model", tiny, "--train_data", tmp_path / "absent", "--output_dir", tmp_path / "out")
+    assert refused.returncode == 2 and refused.stdout == ""
+    assert refused.stderr.splitlines() == [f"error: there is no folder and no zip file {tmp_path / 'absent'}"]
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(tiny, colors, tmp_path):
+    """The same global batch gives the same losses, to rounding: the pictures are cut the same in either."""
+    options = ["--model", tiny, "--train_data", colors, "--max_steps", "8", "--logging_steps", "1", "--use_cpu",
+               "--eval_strategy", "no", "--save_strategy", "no", "--learning_rate", "1e-3"]  # fmt: skip
+    for count, batch in ((1, 6), (2, 3)):
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
+        line = [*launch, "recipes/imagenet.py", *options, "--output_dir", str(tmp_path / str(count))]
+        subprocess.run([*line, "--per_device_train_batch_size", str(batch)], check=True, cwd=ROOT)
+    one, two = (losses(tmp_path / name) for name in ("1", "2"))
+    assert len(one) == 8
+    assert two == pytest.approx(one, abs=2e-4)
+
+
+# ----------------------------------------------------------------------------------------------------------- real data
+
+
+def test_classes_of_the_real_pictures(data):
+    sample = images.load(str(data / "images" / "imagenet1k-sample-256px.zip"))[""]
+    nette = images.load(str(data / "images" / "imagenette160-val-1000.zip"))[""]
+    model = json.loads((data / "models" / "deit-tiny-imagenet" / "config.json").read_text())["id2label"]
+    labels = [model[str(i)] for i in range(1000)]
+    indices, _ = class_indices(sample.class_names(), labels)
+    # The files are called by number and by name: n01440764_tench.JPEG.
+    named = [key.split("_", 1)[1].split(".")[0].replace("_", " ").lower() for key in sample.keys]
+    right = [labels[indices[c]].lower().startswith(name) for c, name in zip(sample.classes, named, strict=True)]
+    assert sum(right) > 900
+    with pytest.raises(ValueError, match="--class_list"):
+        class_indices(nette.class_names(), labels)
+    few, _ = class_indices(nette.class_names(), labels, class_list=sample.class_names())
+    assert list(few.values()) == [0, 217, 482, 491, 497, 566, 569, 571, 574, 701]
+    small = images.load(str(data / "images" / "cifar10-jpeg-test10k-train5k.zip"))
+    assert {split: len(pictures) for split, pictures in small.items()} == {"test": 10000, "train": 5000}
+    assert small["train"].class_names()[:2] == ["airplane", "automobile"]
+
+
+def test_some_real_pictures(data, tmp_path):
+    """Twenty photographs, exact; by chance not one in a hundred tries would have two right."""
+    report = recipe(
+        "--eval_only", model=data / "models" / "deit-tiny-imagenet", max_eval_samples=20, output_dir=tmp_path / "out",
+        eval_data=data / "images" / "imagenet1k-sample-256px.zip", per_device_eval_batch_size=10,
+    )  # fmt: skip
+    assert report["metrics"]["eval_top1"] >= 0.6 and report["metrics"]["eval_top5"] >= 0.8
+
+
+@pytest.mark.slow
+def test_exact_top_one_is_that_of_the_benchmark(data, tmp_path):
+    """.783, as `recipes.benchmarks.tasks images` says; another version of the image library may tip a photograph."""
+    report = recipe(
+        "--eval_only", model=data / "models" / "deit-tiny-imagenet", output_dir=tmp_path / "out",
+        eval_data=data / "images" / "imagenet1k-sample-256px.zip",
+    )  # fmt: skip
+    assert report["metrics"]["eval_top1"] == pytest.approx(0.783, abs=0.002)

@@ -1,0 +1,496 @@
+"""The data of the Long Range Arena, its generator of ListOps, the encoder, and the recipe lra.py."""
+
+import gzip
+import io
+import itertools
+import json
+import math
+import pathlib
+import random
+import re
+import statistics
+import subprocess
+import sys
+import zipfile
+from collections import Counter
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from PIL import Image
+
+import hf_efficient_attn as hea
+from recipes import lra
+from recipes.data import listops
+from recipes.data import lra as data_of
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+FUNCTIONS = {"MIN": min, "MAX": max, "MED": lambda v: int(statistics.median(v)), "SM": lambda v: sum(v) % 10}
+
+
+def by_rewriting(expression: str) -> int:
+    """The value of an expression by replacing one innermost operator after the other: another way than evaluate's."""
+    innermost = re.compile(r"\[(\w+) ([\d ]+)\]")
+    while match := innermost.search(expression):
+        value = FUNCTIONS[match[1]]([int(digit) for digit in match[2].split()])
+        expression = f"{expression[: match.start()]}{value}{expression[match.end() :]}"
+    return int(expression)
+
+
+def by_recursion(generator: random.Random, depth: int, rules: listops.Rules) -> list[str]:
+    """An expression of any length, drawn as the benchmark describes it."""
+    if depth == rules.max_depth or generator.random() > rules.operator_share:
+        return [str(generator.randrange(10))]
+    inside = [by_recursion(generator, depth + 1, rules) for _ in range(generator.randint(2, rules.max_args))]
+    return [generator.choice(listops.OPERATORS), *itertools.chain(*inside), listops.END]
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("7", 7),
+        ("[MAX 2 9 [MIN 4 7 ] 0 ]", 9),
+        ("[MED 1 2 ]", 1),
+        ("[MED 9 4 7 ]", 7),
+        ("[MED 8 1 3 6 ]", 4),
+        ("[SM 9 9 [SM 1 1 ] ]", 0),
+    ],
+)
+def test_values_by_hand(expression, value):
+    assert listops.evaluate(expression.split()) == by_rewriting(expression) == value
+
+
+@pytest.mark.parametrize("expression", ["", "[MIN ]", "[MIN 1 2", "1 ]", "1 2", "[MEAN 1 2 ]", "10", "( 1 )"])
+def test_what_is_no_expression(expression):
+    with pytest.raises(ValueError, match="not a ListOps expression"):
+        listops.evaluate(expression.split())
+
+
+def test_values_agree_with_another_evaluator():
+    for tokens in itertools.islice(listops.expressions(listops.Rules(min_length=3, max_length=300), 5), 300):
+        assert listops.evaluate(tokens) == by_rewriting(" ".join(tokens))
+
+
+def test_values_of_the_labelled_trees(data):
+    with gzip.open(data / "listops" / "test_d20s.tsv.gz", "rt") as file:
+        trees = [line.rstrip("\n").split("\t") for line in file]
+    assert len(trees) == 10_000
+    for label, tree in trees:
+        assert listops.evaluate([token for token in tree.split() if token not in ("(", ")")]) == int(label)
+
+
+def test_expressions_are_drawn_by_the_rules():
+    """Lengths, operators and values as often as in the benchmark's recursion (chi square, fixed seeds)."""
+    rules = listops.Rules(min_length=0, max_length=10_000, max_depth=4, max_args=4)
+    ours, theirs = random.Random(1), random.Random(2)
+    drawn = [listops.draw(ours, rules) for _ in range(6000)]
+    others = [by_recursion(theirs, 1, rules) for _ in range(6000)]
+
+    def homogeneous(left: Counter, right: Counter) -> float:
+        cells = sorted(key for key in left | right if left[key] + right[key] >= 20)
+        rest = [sum(c.values()) - sum(c[key] for key in cells) for c in (left, right)]
+        table = [[c[key] for key in cells] + [r] for c, r in zip((left, right), rest, strict=True)]
+        return scipy.stats.chi2_contingency(np.array(table)[:, np.sum(table, 0) > 0]).pvalue
+
+    assert homogeneous(*(Counter(map(len, one)) for one in (drawn, others))) > 0.01
+    assert homogeneous(*(Counter(map(listops.evaluate, one)) for one in (drawn, others))) > 0.01
+    tokens = [Counter(itertools.chain(*(e for e in one if len(e) > 1))) for one in (drawn, others)]
+    assert homogeneous(*tokens) > 0.01
+
+
+def test_what_is_too_long_is_given_up():
+    """Given up if and only if the whole expression would be too long."""
+    short, long = (listops.Rules(min_length=0, max_length=n, max_depth=5) for n in (40, 10**6))
+    given_up = 0
+    for seed in range(400):
+        whole, found = (listops.draw(random.Random(seed), rules) for rules in (long, short))
+        assert found == (whole if len(whole) < 40 else None)
+        given_up += found is None
+    assert 20 < given_up < 380
+
+
+def test_generated_listops(tmp_path):
+    rules = listops.Rules(min_length=20, max_length=60)
+    folder = listops.generate(tmp_path, train=50, evaluation=20, rules=rules, seed=3)
+    lines = {name: (folder / f"basic_{name}.tsv").read_text().splitlines() for name in ("train", "test")}
+    assert {name: len(found) for name, found in lines.items()} == {"train": 51, "test": 21}
+    rows = [row for found in lines.values() for row in listops.read(found, "")]
+    assert len({tuple(tokens) for tokens, _ in rows}) == 70
+    assert all(20 < len(tokens) < 60 and value == by_rewriting(" ".join(tokens)) for tokens, value in rows)
+    # Drawn once, the same every time, and the evaluation the same for any number to train on.
+    stamp = (folder / "basic_train.tsv").stat().st_mtime_ns
+    assert listops.generate(tmp_path, train=50, evaluation=20, rules=rules, seed=3) == folder
+    assert (folder / "basic_train.tsv").stat().st_mtime_ns == stamp
+    more = listops.generate(tmp_path / "other", train=60, evaluation=20, rules=rules, seed=3)
+    assert (more / "basic_test.tsv").read_text().splitlines() == lines["test"]
+    assert (more / "basic_train.tsv").read_text().splitlines()[:51] == lines["train"]
+    other = listops.generate(tmp_path, train=50, evaluation=20, rules=rules, seed=4)
+    assert (other / "basic_test.tsv").read_text().splitlines() != lines["test"]
+    assert not list(tmp_path.rglob("*.tsv.*"))
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"min_length": 10, "max_length": 11}, "longer than 10 and shorter than 11"),
+        ({"max_depth": 2}, "no expression is longer than 500 tokens"),
+        ({"max_args": 1}, "2 arguments"),
+    ],
+)
+def test_rules_that_nothing_keeps(rules, message):
+    with pytest.raises(ValueError, match=message):
+        listops.Rules(**rules)
+
+
+def wanted(max_length=64, train=None, evaluation=None, **options) -> data_of.Wanted:
+    return data_of.Wanted(max_length, {"train": train, "evaluation": evaluation}, **options)
+
+
+def write(path: pathlib.Path, content: str | bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def picture(size=4, value=None, seed=0, kind="PNG") -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (size, size), np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels if value is None else np.full((size, size), value, np.uint8)).save(out, kind)
+    return out.getvalue()
+
+
+def made_listops(folder):
+    """The benchmark's own layout, parentheses included."""
+    rows = ["( ( ( [MAX 2 ) 9 ) ] )\t9", "( ( ( [SM 5 ) 6 ) ] )\t1", "3\t3", "4\t4"] * 3
+    for name in ("train", "val", "test"):
+        write(folder / f"basic_{name}.tsv", "Source\tTarget\n" + "\n".join(rows) + "\n")
+
+
+def made_text(folder):
+    for split in ("train", "test"):
+        for i in range(6):
+            write(folder / "aclImdb" / split / "pos" / f"{i}_9.txt", f"good {i} \u00e9")
+            write(folder / "aclImdb" / split / "neg" / f"{i}_1.txt", f"bad {i} " * 20)
+
+
+def made_image(folder):
+    """Ten classes, one grey value each, as a zip file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(folder / "cifar.zip", "w") as archive:
+        for split, (name, i) in itertools.product(("train", "test"), itertools.product("abcdefghij", range(2))):
+            archive.writestr(f"{split}/{name}/{i}.png", picture(value=20 * (ord(name) - ord("a")) + i))
+
+
+def made_retrieval(folder):
+    for name in ("train", "eval", "test"):
+        rows = [f"{i % 2}.0\tP{i}\tQ{i}\tb'text {i}'\tb'{'other' * (i % 5 + 1)}'" for i in range(8)]
+        write(folder / f"new_aan_pairs.{name}.tsv", "\n".join(rows) + "\n")
+
+
+def made_pathfinder(folder):
+    hard = folder / "pathfinder32" / "curv_contour_length_14"
+    for batch in range(2):
+        lines = []
+        for i in range(10):
+            write(hard / "imgs" / str(batch) / f"sample_{i}.png", picture(seed=10 * batch + i))
+            lines.append(f"imgs/{batch} sample_{i}.png {i} {i % 2} 1.8 6 2.0 5 1.5 2 1")
+        write(hard / "metadata" / f"{batch}.npy", "\n".join(lines) + "\n")
+
+
+MADE = {
+    "listops": made_listops,
+    "text": made_text,
+    "image": made_image,
+    "retrieval": made_retrieval,
+    "pathfinder": made_pathfinder,
+}
+
+
+@pytest.fixture
+def made(tmp_path):
+    """task -> the source of its made-up data."""
+
+    def make(task: str) -> str:
+        MADE[task](tmp_path / task)
+        return str(tmp_path / task / "cifar.zip" if task == "image" else tmp_path / task)
+
+    return make
+
+
+def test_listops_in_the_official_layout(made):
+    found = data_of.load_listops(made("listops"), wanted())
+    assert sorted(found) == ["test", "train", "validation"] and all(len(rows) == 12 for rows in found.values())
+    names = ["[MAX", "2", "9", "]"]
+    assert found["train"][0]["input_ids"].tolist() == [listops.TOKENS.index(name) + 2 for name in names]
+    assert found["train"]["labels"][:4].tolist() == [9, 1, 3, 4]
+
+
+def test_reviews_byte_by_byte(made, tmp_path):
+    found = data_of.load_text(made("text"), wanted())
+    assert {split: len(rows) for split, rows in found.items()} == {"train": 12, "test": 12}
+    by_label = {int(row["labels"]): row["input_ids"] for row in found["train"]}
+    assert bytes((by_label[1] - 2).tolist()).decode().startswith("good")
+    assert by_label[1].tolist()[-2:] == [byte + 2 for byte in "\u00e9".encode()]
+    assert len(by_label[0]) == 64 and max(found["train"]["length"]) == 64
+    for split in ("train", "test"):
+        lines = [json.dumps({"id": i, "label": i % 2, "text": f"review {i}"}) for i in range(5)]
+        with gzip.open(tmp_path / f"{split}.jsonl.gz", "wt") as file:
+            file.write("\n".join(lines))
+    found = data_of.load_text(str(tmp_path), wanted(train=3, first=True))
+    assert len(found["train"]) == 3 and len(found["test"]) == 5
+    assert found["test"][1]["input_ids"].tolist() == [1, *(byte + 2 for byte in b"review 1")]
+    assert found["test"]["labels"][:].tolist() == [0, 1, 0, 1, 0]
+
+
+def test_pictures_pixel_by_pixel(made):
+    source = made("image")
+    found = data_of.load_image(source, wanted(image_size=4))
+    for rows in found.values():
+        assert len(rows) == 20 and rows["length"][:].tolist() == [16] * 20
+        for row in rows:
+            assert set(row["input_ids"]) <= {20 * row["labels"] + 2, 20 * row["labels"] + 3}
+    resized = data_of.load_image(source, wanted(image_size=8, evaluation=5))
+    assert set(resized["test"]["length"][:].tolist()) == {64} and len(resized["test"]) == 5
+
+
+def test_grey_values_are_those_of_the_luminance(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 4, 3), np.uint8)
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        for split, name in itertools.product(("train", "test"), "abcdefghij"):
+            out = io.BytesIO()
+            Image.fromarray(pixels).save(out, "PNG")
+            archive.writestr(f"{split}/{name}/0.png", out.getvalue())
+    row = data_of.load_image(str(tmp_path / "a.zip"), wanted(image_size=4))["train"][0]["input_ids"] - 2
+    assert np.abs(row - (pixels @ [0.299, 0.587, 0.114]).reshape(-1)).max() <= 1
+
+
+def test_pairs_in_the_official_layout(made):
+    found = data_of.load_retrieval(made("retrieval"), wanted(max_length=12))
+    assert sorted(found) == ["test", "train", "validation"]
+    row = found["train"][3]
+    assert bytes((row["input_ids"] - 2).tolist()) == b"b'text 3'" and row["labels"] == 1
+    assert bytes((row["other_ids"] - 2).tolist()) == b"b'otherother" and row["length"] == 9 + 12
+
+
+def test_pathfinder_in_the_official_layout(made, tmp_path):
+    found = data_of.load_pathfinder(made("pathfinder"), wanted())
+    assert {split: len(rows) for split, rows in found.items()} == {"train": 16, "validation": 2, "test": 2}
+    seen = {tuple(row["input_ids"] - 2): int(row["labels"]) for rows in found.values() for row in rows}
+    for i in range(20):
+        pixels = np.random.default_rng(i).integers(0, 256, 16, np.uint8)
+        assert seen.pop(tuple(pixels)) == i % 10 % 2
+    assert not seen
+    broken = tmp_path / "pathfinder" / "pathfinder32" / "curv_contour_length_14" / "imgs" / "0" / "sample_3.png"
+    broken.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"1 of \d+ pictures cannot be read: .*sample_3.png"):
+        data_of.load_pathfinder(str(tmp_path / "pathfinder"), wanted())
+    found = data_of.load_pathfinder(str(tmp_path / "pathfinder"), wanted(skip_bad=True))
+    assert sum(map(len, found.values())) == 19
+
+
+BAD = {
+    "listops": ("basic_val.tsv", "Source\tTarget\n[MAX 1 2 ]\t2\n[AVG 1 2 ]\t1\n", "line 3: unknown token '.AVG'"),
+    "listops, no value": ("basic_val.tsv", "[MAX 1 2 ]\n", "line 1: expected EXPRESSION TAB DIGIT"),
+    "listops, too long": ("basic_val.tsv", f"[MAX {'1 ' * 70}]\t1\n", "72 tokens, .* give --max_length 72"),
+    "text, label": ("train.jsonl", '{"text": "a", "label": 1}\n{"text": "b", "label": 2}\n', "line 2: unknown label 2"),
+    "text, field": ("train.jsonl", '{"review": "a", "label": 1}\n', "'text' and 'label' are needed"),
+    "text, empty": ("train.jsonl", "\n", "is empty"),
+    "retrieval": ("new_aan_pairs.eval.tsv", "1.0\tP\tQ\ttext\n", "line 1: expected LABEL TAB ID"),
+    "retrieval, label": ("new_aan_pairs.eval.tsv", "2.0\tP\tQ\ttext\tother\n", "line 1: .* label 0 or 1"),
+    "pathfinder": (
+        "pathfinder32/curv_contour_length_14/metadata/2.npy",
+        "imgs/0 sample_0.png 0\n",
+        "2.npy, line 1: expected FOLDER FILE NUMBER LABEL",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_rows_are_named(case, made, tmp_path):
+    task, (name, content, message) = case.partition(",")[0], BAD[case]
+    folder = tmp_path / task
+    if task != "text":
+        made(task)
+    write(folder / name, content)
+    with pytest.raises(ValueError, match=message):
+        getattr(data_of, f"load_{task}")(str(folder), wanted())
+
+
+@pytest.mark.parametrize("task", MADE)
+def test_missing_sources(task, tmp_path):
+    for source in (tmp_path / "nowhere" / "at" / "all", tmp_path):
+        with pytest.raises(ValueError, match=re.escape(str(source))):
+            getattr(data_of, f"load_{task}")(str(source), wanted())
+
+
+def test_batches():
+    pairs = data_of.rows_of([np.arange(3), np.arange(5)], [0, 1], [np.arange(4), np.arange(4)])
+    batch = data_of.collate(list(pairs))
+    assert batch["input_ids"].tolist() == [[2, 3, 4, 0, 0], [2, 3, 4, 5, 6]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1] * 5]
+    assert "other_mask" not in batch and batch["other_ids"].shape == (2, 4) and batch["labels"].tolist() == [0, 1]
+
+
+def small_model(task="text", pooling="mean", **changes):
+    torch.manual_seed(0)
+    encoder = lra.EncoderArguments(pooling=pooling, dropout=0.0, **changes)
+    return lra.make_model(data_of.task_of(task), encoder, 64).eval()
+
+
+def test_the_encoder_has_the_sizes_of_the_benchmark():
+    config = lra.make_model(data_of.task_of("listops"), lra.EncoderArguments(), 2000).config
+    assert (config.num_hidden_layers, config.hidden_size, config.num_attention_heads) == (2, 64, 2)
+    assert (config.intermediate_size, config.max_position_embeddings, config.num_labels) == (128, 2000, 10)
+    assert config.vocab_size == 15 + 2
+    assert small_model(pooling="cls").config.max_position_embeddings == 65
+
+
+@pytest.mark.parametrize("method", ["sdpa", "nystromformer", "linear"])
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_padding_changes_no_output(method, pooling):
+    model = small_model(pooling=pooling)
+    hea.convert(model, method)
+    short, long = np.arange(20), np.arange(50)
+    with torch.no_grad():
+        alone = [model(**data_of.collate([row])).logits[0] for row in data_of.rows_of([short, long], [0, 1])]
+        both = model(**data_of.collate(list(data_of.rows_of([short, long], [0, 1])))).logits
+    torch.testing.assert_close(torch.stack(alone), both, rtol=1e-4, atol=1e-5)
+
+
+def test_pairs_are_compared():
+    model = small_model("retrieval")
+    left, right = torch.randint(2, 250, (3, 12)), torch.randint(2, 250, (3, 9))
+    with torch.no_grad():
+        a, b = (model.bert(ids).last_hidden_state.mean(1) for ids in (left, right))
+        expected = model.classifier(torch.cat((a, b, a * b, a - b), 1))
+        found = model(left, other_ids=right, labels=torch.tensor([0, 1, 1]))
+    torch.testing.assert_close(found.logits, expected)
+    assert found.loss.item() == pytest.approx(
+        -math.fsum(expected.log_softmax(-1)[range(3), [0, 1, 1]].tolist()) / 3, rel=1e-5
+    )
+
+
+def test_the_model_loads_again_as_it_was(tmp_path):
+    model = hea.convert(small_model("retrieval"), "linformer", projection_dim=8)
+    assert {type(m).__name__ for m in model.modules() if "Learned" in type(m).__name__}
+    ids = {"input_ids": torch.arange(2, 22)[None], "other_ids": torch.arange(30, 45)[None]}
+    model.save_pretrained(tmp_path)
+    again = lra.LongRangeModel.from_pretrained(tmp_path)
+    assert again.config.efficient_attention["method"] == "linformer" and again.config.pairs
+    with torch.no_grad():
+        assert torch.equal(model(**ids).logits, again.eval()(**ids).logits)
+
+
+def options_of(task: str, source: str, out, *more) -> list[str]:
+    return [
+        *(
+            "--task",
+            task,
+            "--data",
+            source,
+            "--output_dir",
+            str(out),
+            "--max_length",
+            "128" if task == "text" else "64",
+        ),
+        *("--num_layers", "1", "--hidden_size", "16", "--intermediate_size", "16", "--max_steps", "4"),
+        *("--per_device_train_batch_size", "4", "--logging_steps", "1", "--use_cpu", "True", *more),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("task", "method"),
+    [
+        ("listops", "sdpa"),
+        ("text", "nystromformer"),
+        ("image", "linear"),
+        ("retrieval", "kdeformer"),
+        ("pathfinder", "flurka_linear"),
+    ],
+)
+def test_a_run_on_every_task(task, method, made, tmp_path):
+    out = tmp_path / "out"
+    report = lra.run(options_of(task, made(task), out, "--attention", method))
+    stored = json.loads((out / "metrics.json").read_text())
+    splits = ["train", "test"] if task in ("text", "image") else ["test", "train", "validation"]
+    assert sorted(stored["rows"]) == sorted(splits)
+    names = ["eval_accuracy"] if task in ("text", "image") else ["eval_validation_accuracy", "eval_test_accuracy"]
+    assert all(0 <= report["metrics"][name] <= 1 for name in names)
+    assert stored["steps"] == 4 and stored["seconds_per_step"] > 0 and stored["peak_memory_mib"] > 0
+    model = lra.LongRangeModel.from_pretrained(out)
+    assert (model.config.efficient_attention or {"method": "sdpa"})["method"] == method
+
+
+def losses(out) -> list[float]:
+    history = json.loads((out / "trainer_state.json").read_text())["log_history"]
+    return [entry["loss"] for entry in history if "loss" in entry]
+
+
+def test_the_same_command_the_same_numbers_and_a_resumed_run(made, tmp_path):
+    source, outs = made("listops"), [tmp_path / name for name in "abc"]
+    more = ["--attention", "performer", "--save_steps", "2"]
+    for out in outs[:2]:
+        lra.run(options_of("listops", source, out, *more))
+    assert losses(outs[0]) == losses(outs[1]) and len(losses(outs[0])) == 4
+    lra.run(options_of("listops", source, outs[2], *more, "--seed", "1"))
+    assert losses(outs[2]) != losses(outs[0])
+    (outs[1] / "checkpoint-4" / "trainer_state.json").unlink()
+    lra.run(options_of("listops", source, outs[1], *more, "--resume_from_checkpoint", "True"))
+    assert losses(outs[0]) == losses(outs[1])
+
+
+def test_stages(made, tmp_path):
+    more = ["--stages", "linear:0.5", "flurka_linear:1.0"]
+    report = lra.run(options_of("image", made("image"), tmp_path / "out", *more))
+    assert [(switch["from"], switch["to"], switch["step"]) for switch in report["switches"]][-1] == (
+        "linear",
+        "flurka_linear",
+        2,
+    )
+    assert lra.LongRangeModel.from_pretrained(tmp_path / "out").config.efficient_attention["method"] == "flurka_linear"
+
+
+def test_it_learns(tmp_path):
+    """Which of ten grey values a picture has: a model that did not train, or pooled wrongly, would not know."""
+    made_image(tmp_path / "image")
+    more = ["--attention", "linear", "--learning_rate", "1e-2", "--dropout", "0", "--max_length", "16"]
+    options = options_of("image", str(tmp_path / "image" / "cifar.zip"), tmp_path / "out", *more)
+    options[options.index("--max_steps") + 1] = "60"
+    assert lra.run(options)["metrics"]["eval_accuracy"] > 0.7
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--task", "listop"], "listops"),
+        (["--max_train_samples", "0"], "--max_train_samples 0"),
+        (["--hidden_size", "17"], "no multiple of --num_heads 2"),
+        (["--attention", "nystromforner"], "nystromformer"),
+        (["--stages", "linear:0.5", "flurka_linear:0.9"], "1"),
+        (["--max_length", "60"], "--max_length 60 is no square"),
+    ],
+)
+def test_refused_before_the_first_step(more, message, made, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        lra.run(options_of("image", made("image"), tmp_path / "out", *more))
+    assert not (tmp_path / "out" / "metrics.json").exists()
+
+
+def test_as_a_command(tmp_path):
+    def process(*more):
+        command = [sys.executable, str(ROOT / "recipes" / "lra.py"), *more]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+
+    shown = process("--help")
+    assert shown.returncode == 0 and "--listops_train" in shown.stdout
+    refused = process("--task", "text", "--output_dir", str(tmp_path / "out"))
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == "error: --task text needs --data: a folder in the benchmark's layout\n"
+
+
+def test_generated_listops_through_the_recipe(tmp_path):
+    options = options_of("listops", "", tmp_path / "out", "--cache_dir", str(tmp_path / "cache"), "--min_length", "10")
+    at = options.index("--data")
+    del options[at : at + 2]
+    report = lra.run([*options, "--listops_train", "16", "--listops_eval", "8"])
+    assert report["rows"] == {"train": 16, "test": 8} and 10 < report["mean_length"]["train"] < 64

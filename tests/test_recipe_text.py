@@ -1,0 +1,527 @@
+"""Text as rows of one document each, the masks, the token losses, and the recipes mlm.py and clm.py."""
+
+import functools
+import gzip
+import json
+import math
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from transformers import EvalPrediction
+
+from recipes import clm, language, mlm
+from recipes.data import text
+from recipes.language import ModelArguments, TextArguments
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+WORDS = ["sun", "moon", "river", "stone", "winter", "bread", "letter", "window", "captain", "harbour", "quiet", "seven"]
+
+
+def sentences(count: int, seed: int) -> str:
+    generator = np.random.default_rng(seed)
+    return "\n".join(" ".join(generator.choice(WORDS, 8)).capitalize() + "." for _ in range(count)) + "\n"
+
+
+@functools.cache
+def tokenizer_of(masked: bool):
+    return language.train_tokenizer([sentences(200, 0)], 300, masked=masked)
+
+
+@pytest.fixture
+def corpus(tmp_path) -> pathlib.Path:
+    """Three documents of about 1,800, 900 and 90 tokens."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (folder / "a.txt").write_text(sentences(100, 1), encoding="utf-8")
+    with gzip.open(folder / "b.txt.gz", "wt", encoding="utf-8") as file:
+        file.write(sentences(50, 2))
+    (folder / "c.jsonl").write_text(json.dumps({"text": sentences(5, 3)}) + "\n", encoding="utf-8")
+    (folder / "notes.md").write_text("not text of the corpus", encoding="utf-8")
+    return folder
+
+
+def documents_in(folder, **options) -> list[str]:
+    return [one for path in text.text_files([str(folder)]) for one in text.documents_of(path, **options)]
+
+
+def test_documents_of_every_kind_of_file(tmp_path, corpus):
+    assert documents_in(corpus) == [sentences(100, 1), sentences(50, 2), sentences(5, 3)]
+    assert [path.name for path in text.text_files([str(corpus / "notes.md"), str(corpus / "notes.md")])] == ["notes.md"]
+    several = tmp_path / "several.txt"
+    several.write_bytes("\ufeffone\r\ntwo\r\n\r\n \r\nthree\n".encode())
+    assert list(text.documents_of(several)) == ["one\ntwo\n\n \nthree\n"]
+    assert list(text.documents_of(several, separator="blank-line")) == ["one\ntwo", "three\n"]
+    assert list(text.documents_of(several, separator="\n")) == ["one", "two", "three"]
+    rows = tmp_path / "rows.jsonl.gz"
+    with gzip.open(rows, "wt") as file:
+        file.write('{"body": "first"}\n\n{"body": "  "}\n{"body": "second"}\n')
+    assert list(text.documents_of(rows, column="body")) == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"good \xff bad", "a.txt: not UTF-8 text .byte 5"),
+        ("a.txt.gz", gzip.compress(b"text" * 99)[:-9], "a.txt.gz: damaged gzip file"),
+        ("a.txt.gz", b"no gzip at all", "a.txt.gz: damaged gzip file"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', "a.jsonl, line 2: not JSON"),
+        ("a.jsonl", b'["x"]\n', "line 1: a JSON object is expected, not list"),
+        ("a.jsonl", b'{"body": "x", "id": 1}\n', r"line 1: no text in 'text' .fields: body, id.; give --text_column"),
+        ("a.jsonl", b'{"text": 3}\n', "no text in 'text'"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        documents_in(tmp_path)
+
+
+def test_missing_and_empty_sources(tmp_path):
+    with pytest.raises(ValueError, match=r"no such file or folder .for a data set of a hub give --dataset"):
+        text.text_files([str(tmp_path / "nothing.txt")])
+    with pytest.raises(ValueError, match=r"no \.txt, \.txt\.gz, \.jsonl, \.jsonl\.gz in this folder"):
+        text.text_files([str(tmp_path)])
+    (tmp_path / "empty.txt").write_text(" \n")
+    with pytest.raises(ValueError, match="is empty"):
+        language.documents(TextArguments(text=[str(tmp_path)]), evaluation=False)
+    with pytest.raises(ValueError, match="no document has a token"):
+        text.tokenize([""], tokenizer_of(False))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_special_tokens_are_those_that_the_tokenizer_adds(masked):
+    tokenizer = tokenizer_of(masked)
+    prefix, suffix = text.special_tokens(tokenizer)
+    names = [tokenizer.convert_ids_to_tokens(list(ids)) for ids in (prefix, suffix)]
+    assert names == ([["[CLS]"], ["[SEP]"]] if masked else [[], []])
+
+
+@pytest.mark.parametrize("drop_short", [False, True])
+@pytest.mark.parametrize("special", [((), ()), ((1,), (2,))])
+def test_a_row_holds_one_document(drop_short, special):
+    """Each token is that of its document and place: 1000 * document + place."""
+    lengths = [50, 3, 0, 1, 8, 17]
+    documents = [text.Tokens(1000 * (i + 1) + np.arange(n, dtype=np.int32), None) for i, n in enumerate(lengths)]
+    rows = text.windows(documents, text.Cut(10, drop_short, *special))
+    room = 10 - sum(map(len, special))
+    found: dict[int, list] = {}
+    for number, row in enumerate(rows):
+        ids = row["input_ids"]
+        assert len(ids) == row["length"] <= 10 and row["row"] == number
+        assert (len(ids) == 10) or not drop_short
+        if special[0]:
+            assert (ids[0], ids[-1]) == (1, 2)
+            ids = ids[1:-1]
+        assert len(ids) >= 2 and set(ids // 1000) == {row["document"] + 1}
+        found.setdefault(int(row["document"]), []).extend((ids % 1000).tolist())
+    for i, length in enumerate(lengths):
+        rest = length % room
+        kept = length - rest if drop_short or rest < 2 else length
+        assert found.get(i, []) == list(range(kept))
+
+
+def test_windows_that_cannot_be():
+    documents = [text.Tokens(np.arange(20, dtype=np.int32), None)]
+    with pytest.raises(ValueError, match=r"--block_size 3 leaves no room"):
+        text.windows(documents, text.Cut(3, prefix=(1,), suffix=(2,)))
+    with pytest.raises(
+        ValueError, match=r"no window of 32 tokens .the longest document has 20.; leave out --drop_short"
+    ):
+        text.windows(documents, text.Cut(32, drop_short=True))
+
+
+def test_splits_are_disjoint_and_whole():
+    documents = [text.Tokens(np.arange(n, dtype=np.int32), None) for n in (100, 40, 7)]
+    kept, tails = text.split_tails(documents, 0.05)
+    assert [len(tail.ids) for tail in tails] == [5, 2, 0]
+    for whole, left, right in zip(documents, kept, tails, strict=True):
+        assert np.concatenate((left.ids, right.ids)).tolist() == whole.ids.tolist()
+    kept, held = text.split_documents(documents, 0.3)
+    assert len(held) == 1 and sorted(len(d.ids) for d in kept + held) == [7, 40, 100]
+    with pytest.raises(ValueError, match="1 documents cannot be split"):
+        text.split_documents(documents[:1], 0.3)
+
+
+def test_causal_batches_tell_padding_by_its_place():
+    """The padding token is a true token of the first row, and keeps its label."""
+    rows = [{"input_ids": np.array([5, 0, 0])}, {"input_ids": np.array([7])}]
+    batch = text.CausalCollator(pad_token_id=0)(rows)
+    assert batch["input_ids"].tolist() == [[5, 0, 0], [7, 0, 0]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert batch["labels"].tolist() == [[5, 0, 0], [7, -100, -100]]
+
+
+def masked_rows(**options):
+    tokenizer = tokenizer_of(True)
+    collator = text.MaskingCollator(tokenizer, **options)
+    documents = text.tokenize([sentences(60, 4)], tokenizer, offsets=True)
+    prefix, suffix = text.special_tokens(tokenizer)
+    return collator, text.windows(documents, text.Cut(64, False, prefix, suffix, offsets=True))
+
+
+def test_a_mask_depends_on_seed_epoch_and_row_alone():
+    collator, rows = masked_rows()
+    state = torch.get_rng_state()
+    first = collator([rows[0], rows[3]])
+    assert torch.equal(torch.get_rng_state(), state)
+    again = collator([rows[3], rows[1], rows[0]])
+    assert torch.equal(first["input_ids"][0], again["input_ids"][2])
+    assert torch.equal(first["labels"][1], again["labels"][0])
+    collator.epoch = 1
+    assert not torch.equal(first["labels"], collator([rows[0], rows[3]])["labels"])
+    other, _ = masked_rows(seed=1)
+    assert not torch.equal(first["labels"], other([rows[0], rows[3]])["labels"])
+
+
+def test_masks_cover_their_share_and_no_special_token():
+    collator, rows = masked_rows(probability=0.3)
+    batch = collator(list(rows))
+    masked = batch["labels"] != text.IGNORED
+    original = text.pad(rows["input_ids"], collator.pad_token_id)
+    special = torch.isin(original, torch.tensor(sorted(collator.special)))
+    assert not (masked & special).any()
+    assert torch.equal(batch["labels"][masked], original[masked])
+    assert torch.equal(batch["input_ids"][~masked], original[~masked])
+    assert abs(float(masked.sum() / (~special).sum()) - 0.3) < 0.05
+    replaced = batch["input_ids"][masked] == collator.masking.tokenizer.mask_token_id
+    assert 0.7 < float(replaced.float().mean()) < 0.9
+
+
+def test_whole_words_are_masked_whole():
+    collator, rows = masked_rows(whole_words=True, probability=0.3)
+    parts = 0
+    for row in rows:
+        masked = collator.mask(row, 0)["labels"] != text.IGNORED
+        spans = row["offset_mapping"]
+        for i in range(2, len(masked) - 1):
+            if spans[i, 0] == spans[i - 1, 1]:  # goes on where the token before it ends
+                assert masked[i] == masked[i - 1]
+                parts += int(masked[i])
+    assert parts > 10
+
+
+def test_rows_masked_once_stay_as_they_are():
+    collator, rows = masked_rows()
+    once = collator.mask_once(rows)
+    collator.epoch = 5
+    for left, right in zip(collator(list(once)).values(), collator(list(once)).values(), strict=True):
+        assert torch.equal(left, right)
+    assert torch.equal(collator([once[2]])["labels"], masked_rows()[0]([rows[2]])["labels"])
+
+
+def test_collators_refuse_a_tokenizer_without_masks():
+    with pytest.raises(ValueError, match=r"no mask token, .*clm\.py"):
+        text.MaskingCollator(tokenizer_of(False))
+
+
+def plain_rows(count=5, size=64):
+    ids = np.random.default_rng(0).integers(0, 1000, count * size).astype(np.int32)
+    return text.windows([text.Tokens(ids, None)], text.Cut(size))
+
+
+def test_passages_stand_again_at_their_distance():
+    found = text.repeated_passages(plain_rows(), distances=[8, 24], passage=6, block_size=64)
+    firsts = {}
+    for distance, rows in found.items():
+        assert len(rows) == 5
+        for i, row in enumerate(rows):
+            places = np.flatnonzero(row["labels"] != text.IGNORED).reshape(2, 5)
+            assert (places[1] - places[0] == distance).all() and (np.diff(places) == 1).all()
+            start = places[0, 0] - 1
+            ids = row["input_ids"]
+            assert len(ids) == 64 and (ids[start : start + 6] == ids[start + distance : start + distance + 6]).all()
+            assert (row["labels"][places] == ids[places]).all()
+            original = plain_rows()[i]["input_ids"]
+            assert (ids[: start + distance] == original[: start + distance]).all()
+            assert (ids[start + distance + 6 :] == original[start + distance : 58]).all()
+            assert firsts.setdefault(i, start) == start >= 1
+    assert len(set(firsts.values())) > 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"distances": [4], "passage": 6}, "cannot stand again 4 tokens after"),
+        ({"distances": [60], "passage": 6}, "do not fit into windows of 64"),
+        ({"distances": [8], "passage": 6, "block_size": 128}, "no evaluation window is 128 tokens long"),
+    ],
+)
+def test_passages_that_do_not_fit(options, message):
+    with pytest.raises(ValueError, match=message):
+        text.repeated_passages(plain_rows(), **{"block_size": 64, **options})
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_token_losses_are_those_of_the_model(masked):
+    kind = ModelArguments(
+        model_type="bert" if masked else "gpt2",
+        tokenizer="given below",
+        config_overrides=["num_hidden_layers=1", "num_attention_heads=2", "hidden_size=16"],
+    )
+    model = language.load_model(kind, tokenizer_of(masked), masked=masked).eval()
+    ids = torch.randint(0, 300, (3, 20), generator=torch.Generator().manual_seed(0))
+    labels = ids.masked_fill(torch.rand(3, 20, generator=torch.Generator().manual_seed(1)) < 0.5, -100)
+    with torch.no_grad():
+        output = model(input_ids=ids, labels=labels)
+    nats, right = language.token_losses(output.logits, labels, causal=not masked)
+    figures = language.loss_figures(EvalPrediction((nats.numpy(), right.numpy()), labels.numpy()), causal=not masked)
+    assert figures["loss"] == pytest.approx(output.loss.item(), rel=1e-5)
+    assert figures["perplexity"] == pytest.approx(math.exp(output.loss.item()), rel=1e-4)
+    guessed = output.logits.argmax(-1)
+    pairs = (guessed, labels) if masked else (guessed[:, :-1], labels[:, 1:])
+    there = pairs[1] != -100
+    assert figures["accuracy"] == pytest.approx((pairs[0] == pairs[1])[there].float().mean().item())
+    assert figures["tokens"] == int(there.sum())
+
+
+def prediction(nats, labels) -> EvalPrediction:
+    return EvalPrediction((np.asarray(nats, np.float32), np.zeros_like(nats, np.float32)), np.asarray(labels))
+
+
+def test_figures_by_position():
+    """Row i has loss i + 10 at position 1, ...; the second row ends after three tokens."""
+    found = clm.position_figures(prediction([[0, 1, 2, 3, 4], [0, 11, 12, 0, 0]], [[1] * 5, [1, 1, 1, -100, -100]]), 2)
+    assert found["loss_at_0_1"] == 6 and found["loss_at_2_3"] == pytest.approx(17 / 3) and found["loss_at_4_4"] == 4
+    assert found["loss"] == pytest.approx(33 / 6) and found["tokens"] == 6
+
+
+def test_figures_of_repeated_passages():
+    labels = [[-100, 1, 1, -100, 1, 1], [-100, -100, 1, 1, 1, 1]]
+    found = clm.repeat_figures(prediction([[9, 1, 3, 9, 2, 2], [9, 9, 5, 7, 0, 4]], labels))
+    assert found == {"first": 4.0, "second": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "masked", "message"),
+    [
+        ({"model_type": "gtp2"}, False, "gtp2.*gpt2"),
+        ({"model_type": "gpt2"}, True, r"gpt2 is no masked language model; train it with clm\.py"),
+        ({"model_type": "bert"}, False, r"bert is no causal language model; train it with mlm\.py"),
+        ({"model_type": "vit"}, True, "vit is no masked language model"),
+        ({"model_type": "gpt2", "config_overrides": ["n_laier=2"]}, False, "n_laier.*n_layer"),
+        ({"model_type": "gpt2", "config_overrides": ["n_layer"]}, False, "not of the form key=value"),
+        ({"model_type": "gpt2", "config_overrides": ["vocab_size=50"]}, False, "has 300 tokens and the model 50"),
+        ({"model_type": "llama", "extend_positions": 4096}, False, "rotary positions"),
+    ],
+)
+def test_models_that_cannot_be(options, masked, message):
+    small = ["hidden_size=16", "num_hidden_layers=1", "num_attention_heads=2"]
+    if options["model_type"] == "llama":
+        options = {**options, "config_overrides": small}
+    with pytest.raises(ValueError, match=message):
+        language.load_model(ModelArguments(tokenizer="given", **options), tokenizer_of(masked), masked=masked)
+
+
+@pytest.mark.parametrize("model_type", ["bert", "roberta", "gpt2", "llama"])
+def test_block_size_and_positions(model_type):
+    # The first position of RoBERTa is padding_idx + 1, and that tokenizer pads with 0.
+    rows = 65 if model_type == "roberta" else 64
+    small = ["hidden_size=16", "num_hidden_layers=1", "num_attention_heads=2", f"max_position_embeddings={rows}"]
+    masked = model_type in ("bert", "roberta")
+    kind = ModelArguments(model_type=model_type, tokenizer="given", config_overrides=small)
+    model = language.load_model(kind, tokenizer_of(masked), masked=masked)
+    words = TextArguments(text=["x"])
+    assert language.block_size(words, model) == 64
+    words.block_size = 65
+    way = "config_overrides max_position_embeddings=65" if model_type == "llama" else "extend_positions 65"
+    with pytest.raises(ValueError, match=f"beyond the model's 64 positions: give --{way}"):
+        language.block_size(words, model)
+    if model_type != "llama":
+        kind.extend_positions = 128
+        assert language.block_size(words, language.load_model(kind, tokenizer_of(masked), masked=masked)) == 65
+        assert tokenizer_of(masked).model_max_length == 128
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_trained_tokenizer_gives_the_text_back(masked):
+    tokenizer = tokenizer_of(masked)
+    words = "Captain Ahab, at 7 o'clock: \u00e9t\u00e9!"
+    assert len(tokenizer) == 300
+    assert tokenizer.decode(tokenizer(words)["input_ids"], skip_special_tokens=True) == words
+    with pytest.raises(ValueError, match="a byte-level vocabulary has"):
+        language.train_tokenizer([words], 100, masked=masked)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "give the text by --text PATH"),
+        ({"text": ["a"], "dataset": "b"}, "not both"),
+        ({"text": ["a"], "eval_share": 1.0}, "no share"),
+        ({"text": ["a"], "max_eval_windows": 0}, "--max_eval_windows 0"),
+        ({"text": ["a"], "document_separator": ""}, "empty"),
+    ],
+)
+def test_text_arguments_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        TextArguments(**options)
+
+
+SMALL = ["--config_overrides", "hidden_size=16", "num_hidden_layers=1", "num_attention_heads=2"]
+
+
+def options_of(recipe, corpus, out, *more) -> list[str]:
+    kind = (
+        ["--model_type", "bert", *SMALL, "intermediate_size=32"] if recipe is mlm else ["--model_type", "gpt2", *SMALL]
+    )
+    return [
+        *("--text", str(corpus), "--output_dir", str(out), *kind, "--train_tokenizer", "300", "--block_size", "48"),
+        *("--max_steps", "6", "--per_device_train_batch_size", "4", "--logging_steps", "1", "--use_cpu", "True", *more),
+    ]
+
+
+def losses(out) -> list[float]:
+    history = json.loads((out / "trainer_state.json").read_text())["log_history"]
+    return [entry["loss"] for entry in history if "loss" in entry]
+
+
+@pytest.mark.parametrize(("recipe", "method"), [(mlm, "nystromformer"), (clm, "linear")])
+def test_a_run_its_report_and_its_model(recipe, method, corpus, tmp_path, capsys):
+    out = tmp_path / "out"
+    report = recipe.run(options_of(recipe, corpus, out, "--attention", method, "--eval_share", "0.2"))
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert metrics["metrics"]["eval_perplexity"] == pytest.approx(math.exp(report["metrics"]["eval_loss"]))
+    assert 0 <= metrics["metrics"]["eval_accuracy"] <= 1
+    assert metrics["steps"] == 6 and metrics["block_size"] == 48 and metrics["seconds_per_step"] > 0
+    assert metrics["efficient_attention"]["method"] == method
+    assert (out / "learning_curve.png").stat().st_size > 1000
+    assert "eval_perplexity" in capsys.readouterr().out
+    # The saved model is what was evaluated, on whatever batches.
+    again = recipe.run(
+        [
+            *(
+                "--text",
+                str(corpus),
+                "--model",
+                str(out),
+                "--output_dir",
+                str(tmp_path / "again"),
+                "--eval_only",
+                "True",
+            ),
+            *("--eval_share", "0.2", "--block_size", "48", "--per_device_eval_batch_size", "1", "--use_cpu", "True"),
+        ]
+    )
+    for name in ("eval_loss", "eval_accuracy", "eval_tokens"):
+        assert again["metrics"][name] == pytest.approx(report["metrics"][name], rel=1e-5)
+    assert again["steps"] == 0 and not (tmp_path / "again" / "model.safetensors").exists()
+
+
+def test_evaluation_by_position_of_a_saved_model(corpus, tmp_path):
+    out = tmp_path / "out"
+    more = ["--eval_positions", "True", "--position_bucket", "16", "--repeat_tokens", "8", "--repeat_distances"]
+    report = clm.run(options_of(clm, corpus, out, "--eval_share", "0.2", *more, "8", "24"))
+    figures = report["metrics"]
+    buckets = [figures[f"eval_loss_at_{i}_{i + 15}"] for i in (0, 16, 32)]
+    assert min(buckets) <= figures["eval_loss"] <= max(buckets)
+    assert figures["eval_repeat_8_first"] == pytest.approx(figures["eval_repeat_24_first"], rel=1e-6)
+    assert figures["eval_repeat_8_second"] != figures["eval_repeat_24_second"]
+
+
+@pytest.mark.parametrize("recipe", [mlm, clm])
+def test_a_resumed_run_goes_on_as_it_was(recipe, corpus, tmp_path):
+    """Across the end of an epoch: 15 windows or so, 4 a step, and masks that depend on the epoch."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    more = ["--save_steps", "2", "--attention", "performer", "--max_train_windows", "12"]
+    recipe.run(options_of(recipe, corpus, whole, *more))
+    recipe.run(options_of(recipe, corpus, broken, *more))
+    assert losses(whole) == losses(broken) and len(losses(whole)) == 6
+    for step in (4, 6):
+        pathlib.Path(broken / f"checkpoint-{step}" / "trainer_state.json").unlink()
+    report = recipe.run(options_of(recipe, corpus, broken, *more, "--resume_from_checkpoint", "True"))
+    assert losses(whole) == losses(broken)
+    expected = json.loads((whole / "metrics.json").read_text())["metrics"]
+    assert report["metrics"]["eval_loss"] == expected["eval_loss"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "more", "message"),
+    [
+        (clm, ["--attention", "linformer"], "is a decoder .* has no causal form. Methods that have one:"),
+        (clm, ["--stages", "linformer:0.5", "kdeformer:1.0"], "is a decoder .* has no causal form"),
+        (clm, ["--block_size", "4096"], "beyond the model's 1024 positions: give --extend_positions 4096"),
+        (clm, ["--eval_positions", "True"], "do not fit into windows of 48: give a larger --block_size"),
+        (clm, ["--text_column", "body"], "no text in 'body'"),
+        (mlm, ["--attention", "kdeforner"], "kdeformer"),
+        (mlm, ["--mask_probability", "1.5"], "no share"),
+        (mlm, ["--tokenizer", "elsewhere"], "exclude each other"),
+    ],
+)
+def test_refused_before_the_first_step(recipe, more, message, corpus, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        recipe.run(options_of(recipe, corpus, tmp_path / "out", *more))
+    assert not (tmp_path / "out" / "metrics.json").exists()
+
+
+def process(*command, cwd=ROOT) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=cwd, timeout=120)
+
+
+def test_as_a_command(corpus, tmp_path):
+    shown = process(str(ROOT / "recipes" / "mlm.py"), "--help", cwd=tmp_path)
+    assert shown.returncode == 0 and "--mask_probability" in shown.stdout and "accelerate launch" in shown.stdout
+    options = options_of(clm, corpus, tmp_path / "out", "--attention", "nystromformer")
+    refused = process("-m", "recipes.clm", *options)
+    assert refused.returncode == 2 and refused.stdout == ""
+    assert "no causal form. Methods that have one: eva" in refused.stderr
+    assert len(refused.stderr.strip().splitlines()) == 1 and refused.stderr.startswith("error: ")
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(corpus, tmp_path):
+    """With masked tokens of which each process has another number, and rows of several lengths."""
+    still = ["hidden_dropout_prob=0.0", "attention_probs_dropout_prob=0.0"]
+    more = [
+        "--attention",
+        "linear",
+        "--document_separator",
+        "\\n",
+        "--eval_from",
+        "documents",
+        "--config_overrides",
+        *still,
+    ]
+    curves = []
+    for processes, size in ((1, "4"), (2, "2")):
+        out = tmp_path / str(processes)
+        options = options_of(mlm, corpus, out, *more)
+        options[options.index("--per_device_train_batch_size") + 1] = size
+        options = [option for option in options if option not in ("--use_cpu", "True")]
+        launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", "29641"]
+        assert process(*launch, str(ROOT / "recipes" / "mlm.py"), *options).returncode == 0
+        curves.append(losses(out))
+    assert len(curves[0]) == 6 and curves[1] == pytest.approx(curves[0], rel=1e-4)
+
+
+def test_rows_of_like_length_in_a_batch(corpus, tmp_path):
+    more = ["--train_sampling_strategy", "group_by_length", "--document_separator", "\\n"]
+    assert clm.run(options_of(clm, corpus, tmp_path / "out", *more))["steps"] == 6
+
+
+@pytest.mark.slow
+def test_the_books_model_copies_what_it_saw(data, tmp_path):
+    """The figures that the checkpoint's own metrics.json states; passages are others, and so their losses."""
+    report = clm.run(
+        [
+            *(
+                "--model",
+                str(data / "models" / "gpt2-books"),
+                "--text",
+                str(data / "text" / "books"),
+                "--drop_short",
+                "True",
+            ),
+            *("--block_size", "2048", "--max_eval_windows", "24", "--max_train_windows", "1", "--eval_only", "True"),
+            *("--eval_positions", "True", "--output_dir", str(tmp_path / "out"), "--use_cpu", "True"),
+        ]
+    )
+    figures = report["metrics"]
+    stated = json.loads((data / "models" / "gpt2-books" / "metrics.json").read_text())
+    assert figures["eval_loss"] == pytest.approx(stated["val"], abs=1e-3)
+    for distance in ("256", "768", "1536"):
+        assert figures[f"eval_repeat_{distance}_first"] == pytest.approx(stated["repeat_first"][distance], abs=0.2)
+        assert figures[f"eval_repeat_{distance}_second"] == pytest.approx(stated["repeat_second"][distance], abs=0.4)
