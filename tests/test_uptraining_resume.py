@@ -174,7 +174,7 @@ def test_references_have_their_stages(trainings):
 
 
 @pytest.mark.parametrize(
-    "kill", ["forward@3", "end@4", "begin@4", "backward@4", "torn:model.safetensors@4", "torn:rng_state.pth@4"]
+    "kill", ["forward@3", "end@4", "begin@4", "backward@4", "torn:model.safetensors@4", "torn:rng_state.pth@8"]
 )
 def test_killed_around_a_switch_that_is_saved(trainings, tmp_path, kill):
     """The table of the first stage goes on in the second, beside a new one; the last checkpoint is of the switch."""

@@ -40,9 +40,9 @@ class UptrainingCallback(TrainerCallback, ExportableState):
 
     Give it to Trainer when that is made, since a checkpoint of a later stage can then be resumed: when its weights are
     loaded, the model is put into their stage. (With `model_init` Trainer makes another model later, and only stages
-    that learn the same parameters can be resumed.) Checkpoints that were not finished, because the process was killed
-    while it wrote them, are renamed to `incomplete-checkpoint-*` then, so that `resume_from_checkpoint=True` finds the
-    last one that is whole; do not make a Trainer for a folder to which another process is still writing.
+    that learn the same parameters can be resumed.) The last checkpoints, where a process was killed while it wrote
+    or deleted them, are renamed to `incomplete-checkpoint-*` then, so that `resume_from_checkpoint=True` finds the last
+    one that is whole; do not make a Trainer for a folder to which another process is still writing.
 
     Args:
         schedule: an `UptrainingSchedule`, or its stages.
