@@ -4,7 +4,8 @@
 
 About 8 minutes on 2 cores. The model is an encoder as Transformers' BERT makes it, with random weights: 4 layers, 256
 wide, 4 heads of 64. A step is forward pass, backward pass and AdamW on one row of random tokens with a masked
-language model's loss on every eighth. Times are paired with exact attention (`recipes.benchmarks.timing`); memory is
+language model's loss on every eighth; attention has no dropout, with which exact attention builds its N x N matrix on a
+CPU and takes several times as long. Times are paired with exact attention (`recipes.benchmarks.timing`); memory is
 the peak of a process that takes two steps, less that of one that only makes the model.
 """
 
@@ -44,6 +45,7 @@ def make_model(config: MethodConfig | None, length: int) -> torch.nn.Module:
         BertConfig(
             vocab_size=SIZES["words"], hidden_size=wide, num_hidden_layers=SIZES["layers"],
             num_attention_heads=SIZES["heads"], intermediate_size=4 * wide, max_position_embeddings=length,
+            attention_probs_dropout_prob=0.0,
         )
     )  # fmt: skip
     return (model if config is None else hea.convert(model, config)).train()
@@ -92,9 +94,10 @@ def draw(rows: Sequence[Mapping[str, Any]]):
     """Seconds and memory of a step against length."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4), layout="constrained")
     keys = [("seconds", "seconds a step"), ("memory_mib", "MiB beside the model")]
-    for axes, (key, what) in zip(figure.subplots(1, 2), keys, strict=True):
+    keys = [(key, what) for key, what in keys if any(row[key] is not None for row in rows)]
+    figure = Figure(figsize=(5.5 * len(keys), 4), layout="constrained")
+    for axes, (key, what) in zip(figure.subplots(1, len(keys), squeeze=False)[0], keys, strict=True):
         for label in dict.fromkeys(row["attention"] for row in rows):
             own = [row for row in rows if row["attention"] == label and row[key] is not None]
             axes.plot([row["length"] for row in own], [row[key] for row in own], marker="o", label=label)

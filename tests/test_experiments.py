@@ -1,0 +1,84 @@
+"""The commands behind the tables of recipes/README.md: what is run, what is shown, and what a step costs."""
+
+import json
+import pathlib
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import hf_efficient_attn as hea
+from recipes import experiments, training
+from recipes.benchmarks import step
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> pathlib.Path:
+    """Data of which only the place is needed, since nothing is trained."""
+    monkeypatch.setattr(experiments, "data_folder", lambda data: tmp_path)
+    monkeypatch.setattr(experiments, "minilm_folder", lambda: tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", experiments.GROUPS)
+def test_every_row_is_one_that_the_recipes_take(name, folder):
+    group = experiments.GROUPS[name](folder)
+    for row, task in group.pairs():
+        (given,) = training.parse_only(training.AttentionArguments, description="", argv=group.attention[row])
+        assert (given.schedule() is None) == ("up-trained" not in row), (row, task)
+    assert {task for task, _ in group.figures.values()} == set(group.tasks)
+
+
+def test_the_table_has_means_of_the_seeds(folder):
+    group = experiments.glue_group(folder)
+    for seed, value in ((0, 0.5), (1, 0.7)):
+        run = experiments.folder_of(folder / "glue", "exact", "MRPC", seed)
+        run.mkdir(parents=True)
+        (run / "metrics.json").write_text(json.dumps({"metrics": {group.figures["MRPC"][1]: value}, "seed": seed}))
+    shown = runner.invoke(experiments.app, ["show", str(folder / "glue"), "--csv", str(folder / "out.csv")])
+    assert shown.exit_code == 0, shown.output
+    (line,) = [line for line in shown.output.splitlines() if line.startswith("| exact")]
+    assert "0.600 ± 0.100" in line and "Means of 2 seeds" in shown.output and "| linear" not in shown.output
+    assert "0.6" in (folder / "out.csv").read_text()
+
+
+def test_a_run_is_made_once_and_its_failure_is_told(folder, monkeypatch):
+    made = []
+
+    def run_one(module, place, threads):
+        made.append(module)
+        if "linear" in module:
+            return "error: no such thing"
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "metrics.json").write_text(json.dumps({"metrics": {"eval_spearman": 0.25}}))
+        return None
+
+    monkeypatch.setattr(experiments, "run_one", run_one)
+    call = ["run", "glue", "--output", str(folder / "runs"), "--only", "STS-B"]
+    first = runner.invoke(experiments.app, call)
+    assert first.exit_code == 0 and "no such thing" in first.output and "0.250" in first.output
+    again = len(made)
+    assert runner.invoke(experiments.app, call).exit_code == 0
+    # Only what failed is run again.
+    assert again == 7 and len(made) == 8 and "linear" in made[-1]
+
+
+def test_unknown_groups_are_refused(folder):
+    for call in (["run", "gleu", "--output", str(folder)], ["show", str(folder / "gleu")]):
+        result = runner.invoke(experiments.app, call)
+        assert isinstance(result.exception, hea.UnsupportedAttentionError), result.output
+
+
+def test_a_step_trains_and_is_measured(tmp_path):
+    before = step.make_model(hea.LinearConfig(), 32)
+    assert before.config._attn_implementation == "linear" and before.training
+    take = step.make_step(None, 32)
+    take(), take()
+    case = {"config": hea.LinearConfig().to_dict(), "length": 32, "threads": torch.get_num_threads(), "steps": 1}
+    assert step.child(case) > 2**20
+    call = ["--length", "32", "--method", "linear", "--rounds", "1", "--no-memory", "--csv", str(tmp_path / "a.csv")]
+    done = runner.invoke(step.app, [*call, "--plot", str(tmp_path / "a.png")])
+    assert done.exit_code == 0, done.output
+    assert "| sdpa" in done.output and "| linear" in done.output and (tmp_path / "a.png").stat().st_size > 1000
