@@ -39,7 +39,7 @@ def convert(
     """
     from hf_efficient_attn.integration.models import configs_of, switch
 
-    roots = _transformers_models(model)
+    roots = transformers_models(model)
     if isinstance(method_or_config, str) and method_or_config not in available_methods():
         _check_other(method_or_config, layers, hyperparameters)
         for root in roots:
@@ -81,7 +81,7 @@ def _check_other(name: str, layers, hyperparameters) -> None:
         )
 
 
-def _transformers_models(model: nn.Module) -> list:
+def transformers_models(model: nn.Module) -> list:
     """The model, or the outermost Transformers models inside it."""
     from transformers.modeling_utils import PreTrainedModel
 
@@ -124,7 +124,7 @@ def extend_positions(model: nn.Module, max_length: int, method: str = "tile") ->
     if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1:
         raise UnsupportedAttentionError(f"max_length must be a positive integer, not {max_length!r}")
     _refuse_learned_tables(model)
-    tables = [table for root in _transformers_models(model) for table in _position_tables(root)]
+    tables = [table for root in transformers_models(model) for table in _position_tables(root)]
     for _, embedding, _ in tables:
         present = embedding.num_embeddings - _offset(embedding)
         if max_length < present:

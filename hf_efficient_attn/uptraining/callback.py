@@ -18,7 +18,7 @@ from transformers.utils import logging
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.learned import NAME
 from hf_efficient_attn.uptraining.schedule import UptrainingSchedule
-from hf_efficient_attn.uptraining.switch import _plain_name, check, layout_of, layouts_of, put, stands_in, switch
+from hf_efficient_attn.uptraining.switch import check, layout_of, layouts_of, plain_name, put, stands_in, switch
 
 logger = logging.get_logger(__name__)
 
@@ -126,7 +126,7 @@ class UptrainingCallback(TrainerCallback, ExportableState):
     def _before_loading(self, module, state_dict, prefix, *args) -> None:
         """Put the model into the stage that the weights to be loaded are of, as far as they tell."""
         _use_own_names(module, state_dict, prefix)
-        given = {_plain_name(k.removeprefix(prefix)): tuple(v.shape) for k, v in state_dict.items() if f".{NAME}." in k}
+        given = {plain_name(k.removeprefix(prefix)): tuple(v.shape) for k, v in state_dict.items() if f".{NAME}." in k}
         names = {key.removeprefix(prefix) for key in state_dict}
         if given == layout_of(module) or not _is_whole(module, names):
             # Of this stage, or a part of a model, which does not tell.

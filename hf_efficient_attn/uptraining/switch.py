@@ -18,7 +18,7 @@ from transformers.pytorch_utils import ALL_LAYERNORM_LAYERS
 from transformers.trainer_pt_utils import get_parameter_names
 from transformers.utils import logging
 
-from hf_efficient_attn.conversion import convert
+from hf_efficient_attn.conversion import convert, transformers_models
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.learned import NAME, LearnedParameters, learned_of
@@ -47,16 +47,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def _roots(model: nn.Module) -> list[PreTrainedModel]:
     """The outermost Transformers models in it."""
-    found, waiting = [], [unwrap(model)]
-    while waiting:
-        module = waiting.pop()
-        if isinstance(module, PreTrainedModel):
-            found.append(module)
-        else:
-            waiting += list(module.children())
-    if not found:
-        raise UnsupportedAttentionError(f"a {type(model).__name__} holds no Transformers model (a PreTrainedModel)")
-    return found
+    return transformers_models(unwrap(model))
 
 
 def _part(model: nn.Module, stage: Stage) -> nn.Module:
@@ -154,10 +145,10 @@ def layouts_of(model: nn.Module, stages: Sequence[Stage]) -> list[dict[str, tupl
 
 def layout_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Names and shapes of what the model learns now beside its own parameters."""
-    return {_plain_name(name): tuple(p.shape) for name, p in learned_parameters(model).items()}
+    return {plain_name(name): tuple(p.shape) for name, p in learned_parameters(model).items()}
 
 
-def _plain_name(name: str) -> str:
+def plain_name(name: str) -> str:
     """A parameter's name without what PEFT's wrapper puts into it."""
     head, _, tail = name.rpartition(f"{NAME}.")
     return f"{head}{NAME}.{tail.rpartition('.')[2]}"
@@ -281,7 +272,7 @@ def _check_peft(model: nn.Module, stages: Sequence[Stage], layouts: Sequence[dic
     inner = unwrap(model)
     if not hasattr(inner, "peft_config") or not any(layouts):
         return
-    present = {_plain_name(name) for name in learned_parameters(inner)}
+    present = {plain_name(name) for name in learned_parameters(inner)}
     wrapped = any(
         hasattr(module, "modules_to_save") and isinstance(module.original_module, LearnedParameters)
         for module in inner.modules()
