@@ -66,13 +66,14 @@ def test_documents_of_every_kind_of_file(tmp_path, corpus):
     ("name", "content", "message"),
     [
         ("a.txt", b"good \xff bad", "a.txt: not UTF-8 text .byte 5"),
-        ("a.txt.gz", gzip.compress(b"text" * 99)[:-9], "a.txt.gz: damaged gzip file"),
+        ("a.txt.gz", gzip.compress(b"text" * 99, mtime=0)[:-9], "a.txt.gz: damaged gzip file"),
         ("a.txt.gz", b"no gzip at all", "a.txt.gz: damaged gzip file"),
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', "a.jsonl, line 2: not JSON"),
         ("a.jsonl", b'["x"]\n', "line 1: a JSON object is expected, not list"),
         ("a.jsonl", b'{"body": "x", "id": 1}\n', r"line 1: no text in 'text' .fields: body, id.; give --text_column"),
         ("a.jsonl", b'{"text": 3}\n', "no text in 'text'"),
     ],
+    ids=["not UTF-8", "truncated gzip", "no gzip", "not JSON", "no object", "no column", "no string"],
 )
 def test_what_cannot_be_read_is_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
