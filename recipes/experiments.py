@@ -73,14 +73,14 @@ def glue_group(data: pathlib.Path) -> Group:
     """MiniLM on GLUE. Sentences are short, so budgets are small: 16 columns, 16 landmarks, tables of 128 rows."""
     tables = "projection_dim=128", "share=none"
     common = (
-        f"--data {data}/glue --model_name_or_path {minilm_folder()} --max_length 64 --max_steps 100 "
-        "--per_device_train_batch_size 16 --learning_rate 1e-4 --max_eval_samples 400 --eval_strategy no "
-        "--save_strategy no"
+        f"--data {data}/glue --model_name_or_path {minilm_folder()} --max_length 64 --num_train_epochs 1 "
+        "--per_device_train_batch_size 16 --learning_rate 2e-4 --train_sampling_strategy group_by_length --bf16 "
+        "--use_cpu --max_eval_samples 400 --eval_strategy no --save_strategy no"
     ).split()
     names = {
         "stsb": ("STS-B", "spearman"),
-        "cola": ("CoLA", "matthews_correlation"),
         "mrpc": ("MRPC", "f1"),
+        "cola": ("CoLA", "matthews_correlation"),
         "rte": ("RTE", "accuracy"),
     }
     return Group(
@@ -98,9 +98,11 @@ def glue_group(data: pathlib.Path) -> Group:
                 "flurka_performer,num_features=128:1.0",
             ],
         },
-        figures={label: (label, f"eval_{figure}") for label, figure in names.values()},
-        note="MiniLM, 100 steps of 16 rows of up to 64 tokens; F1 of MRPC, accuracy of RTE, Matthews correlation of "
-        "CoLA, Spearman correlation of STS-B, on 400 rows of the development sets (RTE has 277).",
+        figures={label: (label, f"eval_{figure}") for label, figure in names.values()}
+        | {"MRPC, accuracy": ("MRPC", "eval_accuracy")},
+        note="MiniLM, one epoch of 16 rows of up to 64 tokens in bfloat16 (steps: STS-B 360, CoLA 535, MRPC 230, RTE "
+        "156); F1 of MRPC, accuracy of RTE, Matthews correlation of CoLA, Spearman correlation of STS-B, on 400 rows "
+        "of the development sets (RTE has 277).",
     )
 
 
