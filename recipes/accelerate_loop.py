@@ -33,7 +33,8 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import DataCollatorWithPadding, get_linear_schedule_with_warmup
 
-from recipes import training
+from hf_efficient_attn.demo import replacing
+from recipes import arguments, reporting, training
 from recipes.data import glue
 from recipes.glue import GlueArguments, load_model, load_rows, tokenize
 
@@ -82,17 +83,17 @@ def evaluate(accelerator, model, rows, collate, task: str) -> dict[str, float]:
 
 def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Train as the command line says; returns what metrics.json holds."""
-    asked, attention, args = training.parse_only(
-        GlueArguments, training.AttentionArguments, LoopArguments, description=__doc__, argv=argv
+    asked, attention, args = arguments.parse_only(
+        GlueArguments, arguments.AttentionArguments, LoopArguments, description=__doc__, argv=argv
     )
     accelerator = accelerate.Accelerator(
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
     )
     accelerate.utils.set_seed(args.seed)
-    training.prepare_output(args.output_dir, accelerator.state, args.resume, args.overwrite)
+    arguments.prepare_output(args.output_dir, accelerator.state, args.resume, args.overwrite)
     if not sys.stderr.isatty():
-        training.no_bars()
+        arguments.no_bars()
     folder, task = pathlib.Path(args.output_dir), glue.task_of(asked.task)
     with accelerator.main_process_first():
         rows = load_rows(asked)
@@ -166,11 +167,11 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
         folder, is_main_process=accelerator.is_main_process, state_dict=accelerator.get_state_dict(model)
     )
     report = {"metrics": results, "steps": step, "seconds_per_step": seconds, "seed": args.seed,
-              "precision": accelerator.mixed_precision, "switches": training.switches_of(log),
-              **training.about_run(attention, bare, accelerator.num_processes, accelerator.device)}  # fmt: skip
+              "precision": accelerator.mixed_precision, "switches": reporting.switches_of(log),
+              **reporting.about_run(attention, bare, accelerator.num_processes, accelerator.device)}  # fmt: skip
     if accelerator.is_main_process:
         tokenizer.save_pretrained(folder)
-        training.write_report(report, log, folder, next(iter(results)))
+        reporting.write_report(report, log, folder, next(iter(results)))
     accelerator.wait_for_everyone()
     return report
 
@@ -181,9 +182,9 @@ def save(accelerator, folder: pathlib.Path, done: dict[str, Any]) -> None:
     accelerator.save_state(str(path))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        with training.replacing(path / "loop.json") as draft:
+        with replacing(path / "loop.json") as draft:
             draft.write_text(json.dumps(done))
 
 
 if __name__ == "__main__":
-    training.main_of(run)
+    arguments.main_of(run)

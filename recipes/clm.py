@@ -32,10 +32,10 @@ if __package__ in (None, ""):
 import numpy as np
 from transformers import EvalPrediction
 
-from recipes import language, training
+from recipes import arguments, language, training
+from recipes.arguments import AttentionArguments
 from recipes.data import text
 from recipes.language import ModelArguments, TextArguments
-from recipes.training import AttentionArguments
 
 
 @dataclass
@@ -84,7 +84,7 @@ def repeat_figures(prediction: EvalPrediction) -> dict[str, float]:
 
 def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Train, or only evaluate, as the command line says; returns what metrics.json holds."""
-    attention, words, kind, causal, args = training.parse(
+    attention, words, kind, causal, args = arguments.parse(
         AttentionArguments,
         TextArguments,
         ModelArguments,
@@ -121,9 +121,9 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     )
     extra = language.about_text(train, evaluation, size, words, kind) | {"evaluation": dataclasses.asdict(causal)}
     if causal.eval_only:
-        return language.evaluate_and_report(trainer, attention, sets, extra)
+        return training.evaluate_and_report(trainer, attention, evaluate=sets, extra=extra)
     return training.train_and_report(trainer, attention, evaluate=sets if len(sets) > 1 else evaluation, extra=extra)
 
 
 if __name__ == "__main__":
-    training.main_of(run)
+    arguments.main_of(run)

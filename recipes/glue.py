@@ -24,7 +24,7 @@ if __package__ in (None, ""):
 
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding, Trainer
 
-from recipes import training
+from recipes import arguments, training
 from recipes.data import glue
 
 
@@ -97,8 +97,8 @@ def tokenize(rows, tokenizer, max_length: int):
 
 def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Train as the command line says; returns what metrics.json holds."""
-    asked, attention, args = training.parse(
-        GlueArguments, training.AttentionArguments, description=__doc__, argv=argv, defaults=DEFAULTS
+    asked, attention, args = arguments.parse(
+        GlueArguments, arguments.AttentionArguments, description=__doc__, argv=argv, defaults=DEFAULTS
     )
     task = glue.task_of(asked.task)
     with args.main_process_first():
@@ -131,4 +131,4 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    training.main_of(run)
+    arguments.main_of(run)

@@ -28,8 +28,8 @@ from transformers import (
 import hf_efficient_attn as hea
 from hf_efficient_attn.errors import unknown_name
 from recipes import training
+from recipes.arguments import RecipeArguments
 from recipes.data import text
-from recipes.training import AttentionArguments, RecipeArguments
 
 DEFAULT_BLOCK = 1024  # tokens of a row at most, where --block_size does not say
 
@@ -451,24 +451,6 @@ class LanguageTrainer(Trainer):
             figures |= super().evaluate(dataset, ignore_keys, prefix)
         self.compute_metrics = self.metrics[""]
         return figures
-
-
-def evaluate_and_report(
-    trainer: Trainer, attention: AttentionArguments, evaluate: Mapping[str, Dataset], extra: Mapping[str, Any]
-) -> dict[str, Any]:
-    """`training.train_and_report` without the training: nothing is saved but the report."""
-    args, figures = trainer.args, trainer.evaluate(dict(evaluate))
-    report = {
-        "metrics": {key: value for key, value in figures.items() if not key.endswith("preparation_time")},
-        "steps": 0,
-        "seed": args.seed,
-        **training.about_run(attention, trainer.model, args.world_size, args.device),
-        **extra,
-    }
-    if trainer.is_world_process_zero():
-        training.write_report(report, trainer.state.log_history, args.output_dir, "eval_loss")
-    trainer.accelerator.wait_for_everyone()
-    return report
 
 
 def about_text(train: Dataset, evaluation: Dataset, size: int, *arguments) -> dict[str, Any]:

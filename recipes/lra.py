@@ -42,9 +42,9 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertModel, BertPreTrainedModel, EvalPrediction, Trainer
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from recipes import training
+from recipes import arguments, training
+from recipes.arguments import AttentionArguments
 from recipes.data import listops, lra
-from recipes.training import AttentionArguments
 
 DEFAULTS = {
     "learning_rate": 1e-3,
@@ -245,7 +245,7 @@ def figures(prediction: EvalPrediction) -> dict[str, float]:
 
 def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Train as the command line says; returns what metrics.json holds."""
-    asked, encoder, attention, args = training.parse(
+    asked, encoder, attention, args = arguments.parse(
         TaskArguments, EncoderArguments, AttentionArguments, description=__doc__, argv=argv, defaults=DEFAULTS
     )
     task = lra.task_of(asked.task)
@@ -292,4 +292,4 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    training.main_of(run)
+    arguments.main_of(run)

@@ -25,10 +25,10 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])  # as a file: the folder above recipes
 
-from recipes import language, training
+from recipes import arguments, language, training
+from recipes.arguments import AttentionArguments
 from recipes.data import text
 from recipes.language import ModelArguments, TextArguments
-from recipes.training import AttentionArguments
 
 
 @dataclass
@@ -48,7 +48,7 @@ class MaskingArguments:
 
 def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Train, or only evaluate, as the command line says; returns what metrics.json holds."""
-    attention, words, kind, masking, args = training.parse(
+    attention, words, kind, masking, args = arguments.parse(
         AttentionArguments,
         TextArguments,
         ModelArguments,
@@ -81,9 +81,9 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
         causal=False,
     )
     if masking.eval_only:
-        return language.evaluate_and_report(trainer, attention, {"": evaluation}, extra)
+        return training.evaluate_and_report(trainer, attention, evaluate={"": evaluation}, extra=extra)
     return training.train_and_report(trainer, attention, evaluate=evaluation, extra=extra, metric="eval_accuracy")
 
 
 if __name__ == "__main__":
-    training.main_of(run)
+    arguments.main_of(run)

@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 import hf_efficient_attn as hea
-from recipes import experiments, training
+from recipes import arguments, experiments
 from recipes.benchmarks import step
 
 runner = CliRunner()
@@ -26,7 +26,7 @@ def folder(tmp_path, monkeypatch) -> pathlib.Path:
 def test_every_row_is_one_that_the_recipes_take(name, folder):
     group = experiments.GROUPS[name](folder)
     for row, task in group.pairs():
-        (given,) = training.parse_only(training.AttentionArguments, description="", argv=group.attention[row])
+        (given,) = arguments.parse_only(arguments.AttentionArguments, description="", argv=group.attention[row])
         assert (given.schedule() is None) == ("up-trained" not in row), (row, task)
     assert {task for task, _ in group.figures.values()} == set(group.tasks)
 

@@ -16,8 +16,8 @@ from accelerate.commands.launch import launch_command_parser
 from torch import nn
 
 import hf_efficient_attn as hea
-from recipes import training
-from recipes.training import AttentionArguments
+from recipes import arguments, reporting, training
+from recipes.arguments import AttentionArguments
 from tiny_models import tiny_model
 
 CONFIGS = sorted((pathlib.Path(training.__file__).parent / "configs").glob("*.yaml"))
@@ -29,7 +29,7 @@ class OwnArguments:
 
 
 def parse(tmp_path, *options: str, **named):
-    return training.parse(
+    return arguments.parse(
         AttentionArguments, description="x", argv=["--output_dir", str(tmp_path / "out"), *options], **named
     )
 
@@ -88,11 +88,11 @@ def test_stages_and_presets_become_a_callback():
 
 @pytest.mark.parametrize(("text", "layers"), [("0-2,5", [0, 1, 2, 5]), (" 3 , 1 ", [1, 3]), ("2-2,2", [2])])
 def test_layers(text, layers):
-    assert training.parse_layers(text) == layers
+    assert arguments.parse_layers(text) == layers
 
 
 def test_parse(tmp_path):
-    own, asked, args = training.parse(
+    own, asked, args = arguments.parse(
         OwnArguments, AttentionArguments, description="x", defaults={"save_strategy": "no", "max_steps": 7},
         argv=["--output_dir", str(tmp_path / "out"), "--size", "3", "--stages", "linear:0.5", "--stages", "sdpa:1.0"],
     )  # fmt: skip
@@ -125,7 +125,7 @@ def test_a_wrong_command_line_is_refused(tmp_path, options, says):
 
 def test_the_output_folder_is_needed_and_protected(tmp_path):
     with pytest.raises(ValueError, match="--output_dir is missing"):
-        training.parse(description="x", argv=[])
+        arguments.parse(description="x", argv=[])
     folder = tmp_path / "out"
     for name in ("checkpoint-3", "figures"):
         (folder / name).mkdir(parents=True)
@@ -138,13 +138,13 @@ def test_the_output_folder_is_needed_and_protected(tmp_path):
     assert not (folder / "checkpoint-3").exists() and (folder / "figures").is_dir()
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="is a file"):
-        training.parse(description="x", argv=["--output_dir", str(tmp_path / "file")])
+        arguments.parse(description="x", argv=["--output_dir", str(tmp_path / "file")])
 
 
 def test_processes_that_do_not_know_each_other_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="2 processes were started, but this one sees 1"):
-        training.prepare_output(tmp_path, PartialState(), resume=False, overwrite=False)
+        arguments.prepare_output(tmp_path, PartialState(), resume=False, overwrite=False)
 
 
 @pytest.mark.parametrize(
@@ -163,14 +163,14 @@ def test_main_of(error, status, says, capsys):
             raise error
 
     with pytest.raises(SystemExit) as ended:
-        training.main_of(run)
+        arguments.main_of(run)
     assert ended.value.code == status
     assert capsys.readouterr().err == says
 
 
 def test_main_of_leaves_faults_their_traceback():
     with pytest.raises(ZeroDivisionError):
-        training.main_of(lambda: 1 / 0)
+        arguments.main_of(lambda: 1 / 0)
 
 
 def test_checks_of_data():
@@ -241,14 +241,14 @@ LOG = [
 
 
 def test_the_learning_curve_marks_the_switch():
-    figure = training.learning_curve(LOG, "eval_f1")
+    figure = reporting.learning_curve(LOG, "eval_f1")
     loss, switch = figure.axes[0].lines
     assert loss.get_xydata().tolist() == [[1, 2.0], [8, 1.0]]
     assert list(switch.get_xdata()) == [4, 4] and switch.get_linestyle() == "--"
     assert [text.get_text() for text in figure.axes[0].texts] == ["flurka_eva"]
     assert figure.axes[1].lines[0].get_xydata().tolist() == [[8, 0.5]]
-    assert len(training.learning_curve(LOG, "eval_accuracy").axes) == 1
-    training.learning_curve([], "eval_f1")
+    assert len(reporting.learning_curve(LOG, "eval_accuracy").axes) == 1
+    reporting.learning_curve([], "eval_f1")
 
 
 def test_the_report_is_json_whatever_came_out(tmp_path, capsys):
@@ -258,7 +258,7 @@ def test_the_report_is_json_whatever_came_out(tmp_path, capsys):
         "scalar": torch.tensor(1.5),
         "path": tmp_path,
     }
-    training.write_report({**report, "switches": training.switches_of(LOG)}, LOG, tmp_path, "eval_f1")
+    reporting.write_report({**report, "switches": reporting.switches_of(LOG)}, LOG, tmp_path, "eval_f1")
     written = json.loads((tmp_path / "metrics.json").read_text(), parse_constant=pytest.fail)
     assert written["metrics"] == {"eval_loss": None, "eval_f1": 0.5}
     assert (written["scalar"], written["path"]) == (1.5, str(tmp_path))
