@@ -1,16 +1,21 @@
 """What every method is made of: a config dataclass, a description, a fast form, a readable form, one registration."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 
 
-def option(default: Any, help: str, *, minimum: int | None = None, choices: tuple | None = None) -> Any:
-    """A config field: default, one sentence of help, and the values it may take."""
-    metadata = {"help": help, "minimum": minimum, "choices": choices}
+def option(
+    default: Any, help: str, *, minimum: int | None = None, choices: tuple | None = None, carried: bool = False
+) -> Any:
+    """A config field: default, one sentence of help, the values it may take.
+
+    carried: whether it shapes what is learned or drawn, so that a model that goes from one method to another keeps it.
+    """
+    metadata = {"help": help, "minimum": minimum, "choices": choices, "carried": carried}
     return field(default=default, metadata=metadata)
 
 
@@ -132,6 +137,7 @@ class Method:
         of the values that conversion starts from, float32, by the names in `info.learned_parameters`: of one layer, for
         sequences of up to `length` tokens. Its attend, naive and decode take them, or those that were learned since, as
         `parameters`, a dictionary of the same names.
+    starts_from: learned parameter -> the one of another method that it may start from, where that has none of its name.
     mixes_queries: whether, when not causal, the output of a query depends on the other queries (by what they are sorted
         or averaged to). In cross attention of a decoder later tokens would reach earlier ones that way.
     recurrence: where `info.recurrent`, how the method decodes from a state instead of from all keys.
@@ -145,6 +151,7 @@ class Method:
     naive: Callable
     decode: Callable | None = None
     parameters: Callable | None = None
+    starts_from: Mapping[str, str] = field(default_factory=dict)
     recurrence: Recurrence | None = None
     attend_hidden: Callable | None = None
     mixes_queries: bool = True

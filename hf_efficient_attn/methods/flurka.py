@@ -34,16 +34,20 @@ class FlurkaConfig(MethodConfig):
 
     kernel = ""
 
-    projection_dim: int = option(256, "Rows that the tokens are contracted to, P.", minimum=1)
+    projection_dim: int = option(256, "Rows that the tokens are contracted to, P.", minimum=1, carried=True)
     max_length: int = option(
-        0, "Tokens that the tables have columns for, M. 0: as many as there are when they are made.", minimum=0
+        0,
+        "Tokens that the tables have columns for, M. 0: as many as there are when they are made.",
+        minimum=0,
+        carried=True,
     )
     share: str = option("none", "'none': one table for keys and one for values. 'kv': one for both.",
-                        choices=("none", "kv"))  # fmt: skip
+                        choices=("none", "kv"), carried=True)  # fmt: skip
     init: str = option(
         "means",
         "Where the tables start. 'means': averages of segments. 'gaussian': normal numbers of variance 1/P.",
         choices=("means", "gaussian"),
+        carried=True,
     )
     seed: int = option(0, "Seed of the Gaussian tables, and of what the kernel draws.", minimum=0)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, get_method, option, register
 from hf_efficient_attn.methods.flurka import LEARNED, FlurkaConfig, attend, attend_hidden, naive, start_parameters
+from hf_efficient_attn.ops.projections import STARTS_FROM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,7 @@ register(
         attend=attend,
         naive=naive,
         parameters=start_parameters,
+        starts_from=STARTS_FROM,
         attend_hidden=attend_hidden,
     )
 )

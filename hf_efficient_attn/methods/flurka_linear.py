@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from hf_efficient_attn.methods.base import Method, MethodInfo, register
 from hf_efficient_attn.methods.flurka import LEARNED, FlurkaConfig, attend, attend_hidden, naive, start_parameters
+from hf_efficient_attn.ops.projections import STARTS_FROM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,7 @@ register(
         naive=naive,
         mixes_queries=False,
         parameters=start_parameters,
+        starts_from=STARTS_FROM,
         attend_hidden=attend_hidden,
     )
 )

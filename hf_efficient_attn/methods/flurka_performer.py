@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, get_method, option, register
 from hf_efficient_attn.methods.flurka import LEARNED, FlurkaConfig, attend, attend_hidden, naive, start_parameters
+from hf_efficient_attn.ops.projections import STARTS_FROM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +20,7 @@ class FlurkaPerformerConfig(FlurkaConfig):
     method: ClassVar[str] = "flurka_performer"
     kernel = "performer"
 
-    num_features: int = option(256, "Random features; a query attends to as many columns.", minimum=1)
+    num_features: int = option(256, "Random features; a query attends to as many columns.", minimum=1, carried=True)
 
     def with_budget(self, columns: int) -> "FlurkaPerformerConfig":
         """Half the columns features, which a query attends to, half rows, which every token is contracted to."""
@@ -49,6 +50,7 @@ register(
         naive=naive,
         mixes_queries=False,
         parameters=start_parameters,
+        starts_from=STARTS_FROM,
         attend_hidden=attend_hidden,
     )
 )

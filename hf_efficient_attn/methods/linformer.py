@@ -26,7 +26,15 @@ from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, opt
 from hf_efficient_attn.ops.exact import key_bias
 from hf_efficient_attn.ops.landmarks import attend_columns
 from hf_efficient_attn.ops.partial import accumulator
-from hf_efficient_attn.ops.projections import NAMES, both_tables, contractions, naive_rows, shown_rows, start_tables
+from hf_efficient_attn.ops.projections import (
+    NAMES,
+    STARTS_FROM,
+    both_tables,
+    contractions,
+    naive_rows,
+    shown_rows,
+    start_tables,
+)
 
 # Streams of random numbers of the Gaussian tables.
 _STREAMS = (41, 42)
@@ -38,20 +46,25 @@ class LinformerConfig(MethodConfig):
 
     method: ClassVar[str] = "linformer"
 
-    projection_dim: int = option(256, "Projections that each query attends to, P.", minimum=1)
+    projection_dim: int = option(256, "Projections that each query attends to, P.", minimum=1, carried=True)
     max_length: int = option(
-        0, "Tokens that the tables have columns for, M. 0: as many as there are when they are made.", minimum=0
+        0,
+        "Tokens that the tables have columns for, M. 0: as many as there are when they are made.",
+        minimum=0,
+        carried=True,
     )
     share: str = option(
         "kv",
         "'kv': one table for keys and values. 'none': one for each. 'layers': one for keys and values of all layers of "
         "a model that have these hyperparameters.",
         choices=("kv", "none", "layers"),
+        carried=True,
     )
     init: str = option(
         "means",
         "Where the tables start. 'means': averages of segments. 'gaussian': normal numbers of variance 1/P.",
         choices=("means", "gaussian"),
+        carried=True,
     )
     seed: int = option(0, "Seed of the Gaussian tables; that of a call has no effect on them.", minimum=0)
 
@@ -115,5 +128,6 @@ register(
         naive=naive,
         mixes_queries=False,
         parameters=start_parameters,
+        starts_from=STARTS_FROM,
     )
 )

@@ -34,7 +34,9 @@ class PerformerConfig(MethodConfig):
 
     method: ClassVar[str] = "performer"
 
-    num_features: int = option(256, "Random features; the cost per query is that of as many columns.", minimum=1)
+    num_features: int = option(
+        256, "Random features; the cost per query is that of as many columns.", minimum=1, carried=True
+    )
     seed: int = option(0, "Seed of the features. In training they are redrawn at every call.", minimum=0)
 
     def with_budget(self, columns: int) -> "PerformerConfig":

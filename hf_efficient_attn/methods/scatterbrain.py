@@ -54,7 +54,9 @@ class ScatterbrainConfig(MethodConfig):
     method: ClassVar[str] = "scatterbrain"
 
     block_size: int = option(128, "Keys that each query attends to exactly: the near field.", minimum=1)
-    num_features: int = option(128, "Random features for the rest; they cost what as many columns do.", minimum=1)
+    num_features: int = option(
+        128, "Random features for the rest; they cost what as many columns do.", minimum=1, carried=True
+    )
     num_hashes: int = option(7, "Random hyperplanes of the hash of near_field='lsh'.", minimum=1)
     near_field: str = option(
         "window",

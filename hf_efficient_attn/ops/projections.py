@@ -25,6 +25,8 @@ from hf_efficient_attn.ops.random import normal
 
 # Of keys and of values, as learned parameters.
 NAMES = ("key_projection", "value_projection")
+# Where both have one table, that of the keys is also the values'.
+STARTS_FROM = {NAMES[1]: NAMES[0]}
 
 
 def start_tables(count: int, length: int, init: str, seed: int, streams: Sequence[int]) -> dict[str, Tensor]:

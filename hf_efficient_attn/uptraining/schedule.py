@@ -13,8 +13,6 @@ from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods.base import MethodConfig, available_methods, make_config, method_info
 
-# Hyperparameters that shape what one stage learns or draws, and that the next one takes over unless it is given others.
-_HANDED_ON = ("projection_dim", "max_length", "share", "init", "num_features", "seed")
 EXACT = ("sdpa", "eager")
 # A.4 of Gupta et al. 2023: the base that a variant is trained as first, and for which share of the steps. "RNN" there
 # is the linear transformer. No other experiment of theirs was up-trained.
@@ -294,8 +292,9 @@ def _handed_on(method: str, before: Stage | None) -> dict[str, Any]:
         return {}
     config, config_class = before.settings.entries[0].config, method_info(method).config_class
     found = {}
-    for name in _HANDED_ON:
-        if hasattr(config, name) and name in config_class.__dataclass_fields__:
+    for spec in dataclasses.fields(config_class):
+        name = spec.name
+        if (spec.metadata.get("carried") or name == "seed") and hasattr(config, name):
             try:
                 config_class(**{name: getattr(config, name)})
             except UnsupportedAttentionError:

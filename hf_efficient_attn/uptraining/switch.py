@@ -24,14 +24,13 @@ from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.learned import NAME, LearnedParameters, learned_of
 from hf_efficient_attn.integration.models import attention_modules, configs_of, drop_learned, prepare, restore
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
+from hf_efficient_attn.methods.base import get_method
 from hf_efficient_attn.uptraining.schedule import EXACT, Stage
 
 logger = logging.get_logger(__name__)
 
 # Names of parameters that Trainer does not decay; those of normalisation layers are known by their class beside.
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
-# The value tables may start from those of the keys: a base that shares one table for both has E = F.
-_STAND_INS = {"value_projection": "key_projection"}
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -241,13 +240,14 @@ def _carry(module: nn.Module, tensors: dict[str, torch.Tensor], taken: set[int])
     there = learned_of(module)
     if there is None or there.holder is not there:
         return
+    starts_from = get_method(there.method.method).starts_from
     for name, parameter in list(there.named_parameters(recurse=False)):
         old = tensors.get(name)
         if old is not None and old.shape == parameter.shape and id(old) not in taken:
             setattr(there, name, old)
             taken.add(id(old))
             continue
-        old = tensors.get(_STAND_INS.get(name, "")) if old is None else old
+        old = tensors.get(starts_from.get(name, "")) if old is None else old
         if old is not None and old.shape == parameter.shape:
             parameter.copy_(old)
 
