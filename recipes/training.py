@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.uptraining.callback import why_unfinished
-from recipes.arguments import AttentionArguments, RecipeArguments
+from recipes.arguments import STATE, AttentionArguments, RecipeArguments
 from recipes.benchmarks.memory import peak_bytes
 from recipes.reporting import about_run, switches_of, write_report
 
@@ -252,11 +252,22 @@ def _evaluate(trainer: Trainer, data: Any) -> dict[str, Any]:
 
 
 def _checkpoint(args: RecipeArguments) -> str | None:
-    """What Trainer shall resume from."""
-    if args.resume_from_checkpoint is not True:
-        return args.resume_from_checkpoint or None
-    found = last_whole_checkpoint(args.output_dir, args.world_size)
-    if args.process_index == 0:
-        where = f"resumed from {found}" if found else f"no whole checkpoint in {args.output_dir}: from the beginning"
-        print(where, file=sys.stderr)
+    """What Trainer shall resume from.
+
+    Raises:
+        ValueError: it holds all of --max_steps; Trainer would take one step more.
+    """
+    found = args.resume_from_checkpoint or None
+    if found is True:
+        found = last_whole_checkpoint(args.output_dir, args.world_size)
+        if args.process_index == 0:
+            where = f"resumed from {found}" if found else f"no whole checkpoint in {args.output_dir}: from the start"
+            print(where, file=sys.stderr)
+    if found is not None and args.max_steps > 0:
+        done = TrainerState.load_from_json(str(pathlib.Path(found) / STATE)).global_step
+        if done >= args.max_steps:
+            raise ValueError(
+                f"the run in {found} has done {done} steps and --max_steps {args.max_steps} asks for no more: it is "
+                "finished; give a larger --max_steps to go on"
+            )
     return found and str(found)

@@ -334,6 +334,10 @@ def test_the_same_command_gives_the_same_and_a_resumed_one_too(command, tmp_path
     recipe.run(command("mrpc", "two", *TRAINER, *STAGES, "--resume_from_checkpoint", "True"))
     assert "resumed from" in capsys.readouterr().err
     assert losses(two) == losses(one) and same_weights(one, two)
+    # The last step has its checkpoint too: Trainer would take a ninth.
+    with pytest.raises(ValueError, match=r"has done 8 steps and --max_steps 8 asks for no more: it is finished"):
+        recipe.run(command("mrpc", "two", *TRAINER, *STAGES, "--resume_from_checkpoint", "True"))
+    assert same_weights(one, two)
 
 
 def test_what_a_run_leaves(command, tmp_path, capsys):
