@@ -36,7 +36,7 @@ class GlueArguments:
 
     task: str = field(metadata={"help": f"One of {', '.join(glue.TASKS)}."})
     data: str = field(metadata={"help": "Folder that holds <TASK>/train.tsv and dev.tsv, or a hub id."})
-    model_name_or_path: str = field(metadata={"help": "Encoder: a folder or a hub id."})
+    model_name_or_path: str = field(metadata={"help": "Encoder: a folder or a hub id.", "aliases": ["--model"]})
     max_length: int = field(default=128, metadata={"help": "Tokens of a row; longer rows are cut."})
     max_train_samples: int | None = field(default=None, metadata={"help": "Train on so many rows, drawn at random."})
     max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on so many rows, drawn at random."})

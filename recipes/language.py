@@ -115,7 +115,10 @@ class ModelArguments:
 
     _argument_group_name = "model"
 
-    model: str | None = field(default=None, metadata={"help": "A pretrained model: folder or hub id."})
+    model: str | None = field(
+        default=None,
+        metadata={"help": "A pretrained model: folder or hub id.", "aliases": ["--model_name_or_path"]},
+    )
     model_type: str | None = field(
         default=None, metadata={"help": "A new model of this type instead, such as gpt2, llama, bert, roberta."}
     )

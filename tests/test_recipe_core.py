@@ -16,8 +16,9 @@ from accelerate.commands.launch import launch_command_parser
 from torch import nn
 
 import hf_efficient_attn as hea
-from recipes import arguments, reporting, training
+from recipes import arguments, imagenet, language, reporting, training
 from recipes.arguments import AttentionArguments
+from recipes.glue import GlueArguments
 from tiny_models import tiny_model
 
 CONFIGS = sorted((pathlib.Path(training.__file__).parent / "configs").glob("*.yaml"))
@@ -283,3 +284,11 @@ def test_there_is_a_config_for_each_setting():
     processes = {"one_gpu": 1, "eight_gpus": 8, "two_machines": 16, "fsdp": 8, "cpu": 2}
     assert {name: config.num_processes for name, config in found.items()} == processes
     assert found["fsdp"].fsdp_config["fsdp_version"] == 2
+
+
+def test_every_recipe_takes_the_model_by_both_names(tmp_path):
+    for kind in (GlueArguments, imagenet.ModelArguments, language.ModelArguments):
+        for option in ("--model", "--model_name_or_path"):
+            needed = ["--task", "mrpc", "--data", "x"] if kind is GlueArguments else []
+            (given,) = arguments.parse_only(kind, description="", argv=[*needed, option, "somewhere"])
+            assert "somewhere" in vars(given).values()
