@@ -10,6 +10,7 @@ import torch
 
 import hf_efficient_attn as hea
 from hf_efficient_attn import cli
+from hf_efficient_attn.kernel import products
 from hf_efficient_attn.ops import kde
 from instances import numbers
 from recipes.benchmarks import kernel as recipe
@@ -73,13 +74,13 @@ def test_error_is_within_its_bound_over_many_seeds(make):
 
 def test_draws_that_are_cut_down_leave_the_bound(monkeypatch):
     """The same check fails where rows draw a few keys only: the error is in the draws, and the check sees it."""
-    sizes = hea.kernel._light_sizes
+    sizes = products._light_sizes
 
     def few(*arguments):
         plan = sizes(*arguments)
         return plan._replace(draws=torch.full_like(plan.draws, 3), whole=plan.whole & False)
 
-    monkeypatch.setattr(hea.kernel, "_light_sizes", few)
+    monkeypatch.setattr(products, "_light_sizes", few)
     assert outside(light, 640, 0.8, 4) == 4
 
 
