@@ -74,7 +74,7 @@ def glue_group(data: pathlib.Path) -> Group:
     tables = "projection_dim=128", "share=none"
     common = (
         f"--data {data}/glue --model_name_or_path {minilm_folder()} --max_length 64 --num_train_epochs 1 "
-        "--per_device_train_batch_size 16 --learning_rate 1e-4 --train_sampling_strategy group_by_length --bf16 "
+        "--per_device_train_batch_size 16 --learning_rate 1e-4 --bf16 "
         "--use_cpu --max_eval_samples 400 --eval_strategy no --save_strategy no"
     ).split()
     names = {
