@@ -1,4 +1,4 @@
-"""The command hf-efficient-attn: `methods`, `info NAME`, `demo`.
+"""The command hf-efficient-attn: `methods`, `info NAME`, `demo`, `convert SOURCE`.
 
 Exit status: 0 done, 1 failed while working (a file that could not be written), 2 asked for something that does not
 exist, 130 interrupted. Errors are one line on stderr.
@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.cli import demo, methods
+from hf_efficient_attn.cli import convert, demo, methods
 from hf_efficient_attn.cli.common import (
     Json,
     Settings,

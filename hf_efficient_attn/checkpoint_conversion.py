@@ -1,0 +1,303 @@
+"""A checkpoint converted into another: its tensors bit for bit, beside them what the method learns.
+
+Tensors go from file to file without passing through a model, each in its own type, so that none is lost that the
+model's class does not know. The model is built to learn from it what changes: the parameters that a method learns, the
+position table that grows. What was written is opened and loaded again before it takes its place.
+"""
+
+import json
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+import hf_efficient_attn
+from hf_efficient_attn.checkpoint import CheckedSource, open_checkpoint
+from hf_efficient_attn.checkpoint.loading import load_with_report, quiet
+from hf_efficient_attn.checkpoint.provenance import provenance
+from hf_efficient_attn.checkpoint.staging import check_output, staged
+from hf_efficient_attn.checkpoint.values import refusing, short
+from hf_efficient_attn.checkpoint.weights import INDEX, output_name
+from hf_efficient_attn.conversion import convert, extend_positions
+from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
+from hf_efficient_attn.integration.settings import EfficientAttentionConfig
+from hf_efficient_attn.methods.base import available_methods, make_config
+
+EXACT = ("sdpa", "eager")
+_LEARNED = "learned_parameters"
+
+
+def convert_checkpoint(
+    source: "str | os.PathLike",
+    output: "str | os.PathLike",
+    method: str,
+    *,
+    hyperparameters: Mapping[str, Any] | None = None,
+    layers: Sequence[int] | None = None,
+    max_length: int | None = None,
+    force: bool = False,
+    allow_pickle: bool = False,
+) -> dict[str, Any]:
+    """Write a folder that `from_pretrained` loads with a method of this package, wherever the package is imported.
+
+    The tensors are those of the source, bit for bit, in as many files; the files of tokenizer, processor and
+    sentence-transformers are copied as they are; a model card is written. The folder appears when all is done.
+
+    Args:
+        source: a folder or hub id, as `open_checkpoint` takes it.
+        output: the folder to be written. It must not be there, or be empty.
+        method: a name from `available_methods()`, or "sdpa": exact attention, without what methods had learned.
+        hyperparameters: replace the method's defaults.
+        layers: indices of the layers to convert, all others being exact; None for all.
+        max_length: tokens that the model shall take, if more than now: `extend_positions`, by tiling.
+        force: replace what is at `output`, once all is done.
+        allow_pickle: as in `open_checkpoint`.
+
+    Returns:
+        what was done, as plain values: source, output, architecture, method, settings, layers (indices in which the
+        method stands), positions, parameters {"kept", "new", "dropped"} as names of tensors, files with their sizes in
+        bytes, left_out {file: why}, notes, and load, the lines that load it.
+
+    Raises:
+        UnsupportedAttentionError: before anything is written, if the source, the method, a hyperparameter, a layer or
+            the output cannot be used.
+        OSError: reading or writing failed; nothing is left of it.
+    """
+    from hf_efficient_attn.hub.card import write_card
+
+    _check_request(method, hyperparameters, layers)
+    checked = open_checkpoint(source, allow_pickle=allow_pickle)
+    place = check_output(output, checked.folder, force)
+    model, notes, unused = load_with_report(checked)
+    before = dict(model.named_parameters(remove_duplicate=False))
+    _switch(model, method, hyperparameters or {}, layers, max_length)
+    changes = _Changes(model, before, checked)
+    if checked.dropped_keys:
+        notes.append(f"config.json: left out {', '.join(checked.dropped_keys)}; code and files elsewhere are not used")
+    if unused:
+        notes.append(f"tensors that a {type(model).__name__} does not use, kept as they are: {', '.join(unused[:8])}")
+    if changes.dropped and method not in EXACT:
+        notes.append(f"{len(changes.dropped)} learned parameters of another method or size are dropped")
+    if max_length is not None and "tokenizer_config.json" in checked.companions:
+        notes.append("the tokenizer is copied as it is: give it model_max_length to make longer inputs")
+    settings = model.config.efficient_attention
+    done = {
+        "source": os.fspath(source),
+        "output": str(place),
+        "architecture": type(model).__name__,
+        "method": method,
+        "settings": dict(settings) if settings else {},
+        "layers": _layers_of(model),
+        "positions": getattr(model.config, "max_position_embeddings", None),
+        "parameters": {"kept": changes.kept, "new": sorted(changes.new), "dropped": changes.dropped},
+        "files": [],
+        "left_out": dict(checked.left_out),
+        "notes": notes,
+        "load": _how_to_load(model, os.fspath(output)),
+    }
+    with staged(place) as draft:
+        _write_config(draft, model, checked)
+        _write_weights(draft, checked, changes)
+        for name in checked.companions:
+            (draft / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(checked.folder / name, draft / name)
+        text = json.dumps(provenance(checked, hf_efficient_attn.__version__), indent=2, ensure_ascii=False) + "\n"
+        (draft / "efficient_attention.json").write_text(text, encoding="utf-8")
+        _check_result(draft, changes, unused)
+        write_card(draft)
+        files = [path for path in sorted(draft.rglob("*")) if path.is_file()]
+        done["files"] = [{"name": p.relative_to(draft).as_posix(), "bytes": p.stat().st_size} for p in files]
+    return done
+
+
+def _check_request(method: str, hyperparameters: Mapping[str, Any] | None, layers: Sequence[int] | None) -> None:
+    """What can be told to be wrong before a file is opened."""
+    if method in EXACT:
+        if hyperparameters or layers is not None:
+            raise UnsupportedAttentionError(
+                f"{method} is exact attention in all layers and takes no hyperparameters or layers; to keep some "
+                "layers exact name the others, with a method"
+            )
+        return
+    if method not in available_methods():
+        raise UnsupportedAttentionError(unknown_name("attention method", method, [*available_methods(), *EXACT]))
+    make_config(method, **(hyperparameters or {}))
+
+
+def _switch(model: nn.Module, method: str, hyperparameters: Mapping[str, Any], layers, max_length: int | None) -> None:
+    """`extend_positions` and `convert`, with what goes wrong for want of memory as a refusal."""
+    with quiet(), refusing(f"{method} in a {type(model).__name__}", OSError):
+        if max_length is not None:
+            stored = model.config.efficient_attention
+            if stored is not None and stored["method"] != method:
+                convert(model, "sdpa")  # tables of the present length go anyway
+            extend_positions(model, max_length)
+        convert(model, method, layers=layers, **hyperparameters)
+
+
+class _Changes:
+    """What of the source's tensors stays, goes and comes, under the names that they have in files.
+
+    Attributes:
+        kept: number of tensors that are copied.
+        new: name -> tensor, of those that are not in the source or are changed.
+        dropped: names of the source's tensors that are not copied.
+    """
+
+    def __init__(self, model: nn.Module, before: Mapping[str, nn.Parameter], checked: CheckedSource) -> None:
+        shapes = checked.weights.shapes
+        after = dict(model.named_parameters())
+        fresh = {name: value.detach() for name, value in after.items() if before.get(name) is not value}
+        names = _names_in_files(model, fresh, shapes)
+        self.new = {names[name]: tensor for name, tensor in fresh.items()}
+        for name, buffer in model.named_buffers():
+            # Old checkpoints hold position numbers, which grow with the table.
+            stored = _stored_name(name, shapes, model.base_model_prefix)
+            if stored in shapes and shapes[stored] != tuple(buffer.shape):
+                self.new[stored] = buffer.detach()
+        learned = {name for name in _names_in_files(model, after, shapes, _LEARNED).values() if _LEARNED in name}
+        self.dropped = sorted(name for name in shapes if _LEARNED in name.split(".") and name not in learned)
+        self.kept = sum(name not in self.new and name not in self.dropped for name in shapes)
+
+
+def _names_in_files(model: nn.Module, tensors: Mapping[str, torch.Tensor], shapes, only: str = "") -> dict[str, str]:
+    """Name in the model -> name in files, which differ for some architectures and old checkpoints."""
+    chosen = [name for name in tensors if only in name]
+    canonical = _as_saved(model, chosen)
+    return {name: _stored_name(canonical[name], shapes, model.base_model_prefix) for name in chosen}
+
+
+def _as_saved(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
+    """The names under which Transformers saves parameters, asked for with a number of its own for each."""
+    from safetensors.torch import load_file
+
+    if not names:
+        return {}
+    numbered = {name: torch.full((1,), float(number), dtype=torch.float64) for number, name in enumerate(names)}
+    with tempfile.TemporaryDirectory() as folder, quiet(), refusing("names of the new tensors", OSError):
+        model.save_pretrained(folder, state_dict=dict(numbered))
+        saved = load_file(os.path.join(folder, "model.safetensors"))
+    found = {names[int(tensor)]: name for name, tensor in saved.items()}
+    return {name: found[name] for name in names}
+
+
+def _stored_name(name: str, shapes: Mapping[str, Any], prefix: str) -> str:
+    """The name in the source's own form: some checkpoints have, or lack, the prefix of the model inside."""
+    forms = [name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")] if prefix else [name]
+    for form in forms:
+        if form in shapes:
+            return form
+    for form in forms:
+        module = form.partition(f".{_LEARNED}.")[0] + "."
+        if any(other.startswith(module) for other in shapes):
+            return form
+    return name
+
+
+def _write_weights(draft: pathlib.Path, checked: CheckedSource, changes: _Changes) -> None:
+    """The same files with the same tensors, but for what changes; a new tensor goes where its neighbours are."""
+    from safetensors.torch import save_file
+
+    weights = checked.weights
+    homes = {name: _home(name, weights.files) for name in changes.new}
+    places: dict[str, str] = {}
+    size = numbers = 0
+    for path in tqdm(weights.files, unit="file", desc="writing", disable=None, leave=False):
+        tensors = {name: value for name, value in weights.tensors(path).items() if name not in changes.dropped}
+        tensors |= {name: changes.new[name].contiguous() for name, home in homes.items() if home == path}
+        target = output_name(path, weights)
+        save_file(tensors, draft / target, metadata=weights.metadata(path))
+        shutil.copymode(draft / "config.json", draft / target)  # the library writes files for their owner alone
+        places |= dict.fromkeys(tensors, target)
+        size += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        numbers += sum(tensor.numel() for tensor in tensors.values())
+    if weights.sharded:
+        metadata = {**weights.index_metadata, "total_size": size}
+        if "total_parameters" in metadata:
+            metadata["total_parameters"] = numbers
+        index = {"metadata": metadata, "weight_map": dict(sorted(places.items()))}
+        (draft / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _home(name: str, files: Mapping[pathlib.Path, Mapping]) -> pathlib.Path:
+    """The file whose tensors have the longest beginning of the name in common, by whole parts."""
+    parts = name.split(".")
+
+    def common(path: pathlib.Path) -> int:
+        return max((_common(parts, other.split(".")) for other in files[path]), default=0)
+
+    return max(files, key=common)
+
+
+def _common(first: list[str], second: list[str]) -> int:
+    if first == second:
+        return len(first) + 1
+    return next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
+
+
+def _write_config(draft: pathlib.Path, model, checked: CheckedSource) -> None:
+    """As `save_pretrained` writes it, the classes named as they were."""
+    config = model.config
+    config.architectures = list(checked.config.get("architectures") or [type(model).__name__])
+    with quiet(), refusing("config.json of the result", OSError):
+        config.save_pretrained(draft)
+
+
+def _check_result(draft: pathlib.Path, changes: _Changes, unused: list[str]) -> None:
+    """Open and load what was written, as anybody will."""
+    written = open_checkpoint(draft)
+    loaded, _, strange = load_with_report(written)
+    lost = sorted(set(strange) - set(unused))
+    count = changes.kept + sum(name in written.weights.shapes for name in changes.new)
+    if lost or count != len(written.weights.shapes):
+        raise UnsupportedAttentionError(
+            f"a {type(loaded).__name__} does not find {short(lost[0] if lost else 'some tensors')} again in what was "
+            "written for it, so that the checkpoint cannot be converted; convert the model in Python instead, with "
+            "hea.convert and save_pretrained"
+        )
+
+
+def _layers_of(model: nn.Module) -> list[int]:
+    """The layers in which a method stands, in order."""
+    from hf_efficient_attn.integration.attention import settings_of
+    from hf_efficient_attn.integration.configs import method_of
+    from hf_efficient_attn.integration.models import attention_modules
+
+    found = set()
+    for _, place, config, _ in attention_modules(model):
+        settings = settings_of(config, EfficientAttentionConfig(name)) if (name := method_of(config)) else None
+        if settings is not None and place.layer is not None and settings.for_layer(place.layer) is not None:
+            found.add(place.layer)
+    return sorted(found)
+
+
+def _how_to_load(model: nn.Module, output: str) -> str:
+    name = type(model).__name__
+    lines = ["import hf_efficient_attn"] if model.config.efficient_attention else []
+    return "\n".join([*lines, f"from transformers import {name}", f"model = {name}.from_pretrained({output!r})"])
+
+
+def parse_layers(text: str) -> list[int]:
+    """ "0-5,8" -> [0, 1, 2, 3, 4, 5, 8].
+
+    Raises:
+        UnsupportedAttentionError: a part that is no layer and no range of layers.
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        ends = [first, last] if dash else [first, first]
+        if not all(end.isascii() and end.isdecimal() and len(end) < 6 for end in ends) or int(ends[0]) > int(ends[1]):
+            raise UnsupportedAttentionError(
+                f"--layers {short(text)}: {short(part)} is no layer and no range of layers; write such as 0-5,8"
+            )
+        found += range(int(ends[0]), int(ends[1]) + 1)
+    return list(dict.fromkeys(found))
