@@ -53,7 +53,7 @@ def convert_checkpoint(
         source: a folder or hub id, as `open_checkpoint` takes it.
         output: the folder to be written. It must not be there, or be empty.
         method: a name from `available_methods()`, or "sdpa": exact attention, without what methods had learned.
-        hyperparameters: replace the method's defaults.
+        hyperparameters: replace the method's defaults, or what a checkpoint of the same method has.
         layers: indices of the layers to convert, all others being exact; None for all.
         max_length: tokens that the model shall take, if more than now: `extend_positions`, by tiling.
         force: replace what is at `output`, once all is done.
@@ -78,8 +78,9 @@ def convert_checkpoint(
     before = dict(model.named_parameters(remove_duplicate=False))
     _switch(model, method, hyperparameters or {}, layers, max_length)
     changes = _Changes(model, before, checked)
-    if checked.dropped_keys:
-        notes.append(f"config.json: left out {', '.join(checked.dropped_keys)}; code and files elsewhere are not used")
+    elsewhere = [key for key in checked.dropped_keys if not key.startswith("_")]
+    if elsewhere:
+        notes.append(f"config.json: left out {', '.join(elsewhere)}; code and files elsewhere are not used")
     if unused:
         notes.append(f"tensors that a {type(model).__name__} does not use, kept as they are: {', '.join(unused[:8])}")
     if changes.dropped and method not in EXACT:
@@ -132,13 +133,15 @@ def _check_request(method: str, hyperparameters: Mapping[str, Any] | None, layer
 
 def _switch(model: nn.Module, method: str, hyperparameters: Mapping[str, Any], layers, max_length: int | None) -> None:
     """`extend_positions` and `convert`, with what goes wrong for want of memory as a refusal."""
+    stored = model.config.efficient_attention
+    # Its parameters were learned with its hyperparameters, and stay with them.
+    present = [entry.config for entry in stored.settings.entries if entry.config.method == method] if stored else []
     with quiet(), refusing(f"{method} in a {type(model).__name__}", OSError):
         if max_length is not None:
-            stored = model.config.efficient_attention
-            if stored is not None and stored["method"] != method:
+            if stored and not present:
                 convert(model, "sdpa")  # tables of the present length go anyway
             extend_positions(model, max_length)
-        convert(model, method, layers=layers, **hyperparameters)
+        convert(model, present[0] if len(present) == 1 else method, layers=layers, **hyperparameters)
 
 
 class _Changes:

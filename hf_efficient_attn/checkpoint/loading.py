@@ -124,11 +124,11 @@ def _registered(name: str, config) -> type | None:
     from transformers.models.auto import modeling_auto
 
     for auto in vars(modeling_auto).values():
-        mapping = getattr(auto, "_model_mapping", None)
-        for found in [] if mapping is None else [mapping._extra_content.get(type(config))]:
-            for cls in found if isinstance(found, (tuple, list)) else [found]:
-                if cls is not None and cls.__name__ == name:
-                    return cls
+        extra = getattr(getattr(auto, "_model_mapping", None), "_extra_content", {})
+        found = extra.get(type(config))
+        for cls in found if isinstance(found, (tuple, list)) else [found]:
+            if cls is not None and cls.__name__ == name:
+                return cls
     return None
 
 

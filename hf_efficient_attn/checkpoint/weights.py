@@ -195,7 +195,21 @@ def read_header(path: pathlib.Path, inside: pathlib.Path) -> dict[str, tuple[int
         names = list(opened.keys())
         if set(names) != header.keys() - {"__metadata__"}:
             raise UnsupportedAttentionError("its header can be read in two ways")
-        return {name: tuple(opened.get_slice(name).get_shape()) for name in names}
+        shapes = {}
+        for name in names:
+            part = opened.get_slice(name)
+            _check_type(name, part.get_dtype(), ("F64", "F32", "F16", "BF16"))
+            shapes[name] = tuple(part.get_shape())
+        return shapes
+
+
+def _check_type(name: str, kind: object, floating: tuple) -> None:
+    """Weights of another type are quantised, and mean nothing without what they were quantised by."""
+    if name.endswith(".weight") and kind not in floating:
+        raise UnsupportedAttentionError(
+            f"tensor {short(name)} is of type {short(str(kind))}: quantised checkpoints are not read, give the one "
+            "that it was made from"
+        )
 
 
 def _check_names(names, what: str) -> None:
@@ -224,6 +238,7 @@ def load_pickle(path: pathlib.Path, inside: pathlib.Path) -> dict[str, torch.Ten
         raise UnsupportedAttentionError(f"{what} holds more than named tensors: save model.state_dict() alone")
     _check_names(state, what)
     for name, tensor in state.items():
+        _check_type(name, tensor.dtype, (torch.float64, torch.float32, torch.float16, torch.bfloat16))
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
             raise UnsupportedAttentionError(f"{what}: tensor {short(name)} is sparse or quantised, which is not read")
     # Tied tensors share their memory, and stand in safetensors once each.

@@ -74,8 +74,9 @@ def _chosen(method: str, setting: list[str]) -> tuple[str, dict[str, Any] | None
     configs = list(parse_methods([method], setting).values())
     if len(configs) > 1:
         raise UnsupportedAttentionError(f"--method {method}: a checkpoint is converted to one method")
-    values = configs[0].to_dict()
-    return values.pop("method"), values
+    # Only what was said: a checkpoint of the same method keeps the rest of its own.
+    said = {text.partition("=")[0].rpartition(".")[2].strip() for text in [*method.split(":")[1:], *setting]}
+    return configs[0].method, {key: value for key, value in configs[0].to_dict().items() if key in said}
 
 
 def _lines(done: dict[str, Any]) -> list[str]:
