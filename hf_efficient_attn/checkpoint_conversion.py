@@ -9,7 +9,6 @@ import json
 import os
 import pathlib
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,13 +20,14 @@ import hf_efficient_attn
 from hf_efficient_attn.checkpoint import CheckedSource, open_checkpoint
 from hf_efficient_attn.checkpoint.loading import load_with_report, quiet
 from hf_efficient_attn.checkpoint.provenance import provenance
+from hf_efficient_attn.checkpoint.settings import learned_numbers
 from hf_efficient_attn.checkpoint.staging import check_output, staged
 from hf_efficient_attn.checkpoint.values import refusing, short
 from hf_efficient_attn.checkpoint.weights import INDEX, output_name
 from hf_efficient_attn.conversion import convert, extend_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
-from hf_efficient_attn.methods.base import available_methods, make_config
+from hf_efficient_attn.methods.base import MethodConfig, available_methods, make_config
 
 EXACT = ("sdpa", "eager")
 _LEARNED = "learned_parameters"
@@ -75,9 +75,22 @@ def convert_checkpoint(
     checked = open_checkpoint(source, allow_pickle=allow_pickle)
     place = check_output(output, checked.folder, force)
     model, notes, unused = load_with_report(checked)
-    before = dict(model.named_parameters(remove_duplicate=False))
+    origin = provenance(checked, hf_efficient_attn.__version__)
+    before = _tensors_of(model)
     _switch(model, method, hyperparameters or {}, layers, max_length)
-    changes = _Changes(model, before, checked)
+    with staged(place) as draft:
+        changes = _Changes(model, before, checked, draft)
+        _write_config(draft, model, checked)
+        _write_weights(draft, checked, changes)
+        for name in checked.companions:
+            (draft / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(checked.folder / name, draft / name)
+        text = json.dumps(origin, indent=2, ensure_ascii=False) + "\n"
+        (draft / "efficient_attention.json").write_text(text, encoding="utf-8")
+        _check_result(draft, changes, unused)
+        write_card(draft)
+        files = [path for path in sorted(draft.rglob("*")) if path.is_file()]
+        sizes = [{"name": path.relative_to(draft).as_posix(), "bytes": path.stat().st_size} for path in files]
     elsewhere = [key for key in checked.dropped_keys if not key.startswith("_")]
     if elsewhere:
         notes.append(f"config.json: left out {', '.join(elsewhere)}; code and files elsewhere are not used")
@@ -87,34 +100,20 @@ def convert_checkpoint(
         notes.append(f"{len(changes.dropped)} learned parameters of another method or size are dropped")
     if max_length is not None and "tokenizer_config.json" in checked.companions:
         notes.append("the tokenizer is copied as it is: give it model_max_length to make longer inputs")
-    settings = model.config.efficient_attention
-    done = {
+    return {
         "source": os.fspath(source),
         "output": str(place),
         "architecture": type(model).__name__,
         "method": method,
-        "settings": dict(settings) if settings else {},
+        "settings": dict(model.config.efficient_attention or {}),
         "layers": _layers_of(model),
         "positions": getattr(model.config, "max_position_embeddings", None),
         "parameters": {"kept": changes.kept, "new": sorted(changes.new), "dropped": changes.dropped},
-        "files": [],
+        "files": sizes,
         "left_out": dict(checked.left_out),
         "notes": notes,
         "load": _how_to_load(model, os.fspath(output)),
     }
-    with staged(place) as draft:
-        _write_config(draft, model, checked)
-        _write_weights(draft, checked, changes)
-        for name in checked.companions:
-            (draft / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(checked.folder / name, draft / name)
-        text = json.dumps(provenance(checked, hf_efficient_attn.__version__), indent=2, ensure_ascii=False) + "\n"
-        (draft / "efficient_attention.json").write_text(text, encoding="utf-8")
-        _check_result(draft, changes, unused)
-        write_card(draft)
-        files = [path for path in sorted(draft.rglob("*")) if path.is_file()]
-        done["files"] = [{"name": p.relative_to(draft).as_posix(), "bytes": p.stat().st_size} for p in files]
-    return done
 
 
 def _check_request(method: str, hyperparameters: Mapping[str, Any] | None, layers: Sequence[int] | None) -> None:
@@ -136,12 +135,27 @@ def _switch(model: nn.Module, method: str, hyperparameters: Mapping[str, Any], l
     stored = model.config.efficient_attention
     # Its parameters were learned with its hyperparameters, and stay with them.
     present = [entry.config for entry in stored.settings.entries if entry.config.method == method] if stored else []
-    with quiet(), refusing(f"{method} in a {type(model).__name__}", OSError):
+    with quiet(), refusing(f"{method} in a {type(model).__name__}", OSError, UnsupportedAttentionError):
         if max_length is not None:
             if stored and not present:
                 convert(model, "sdpa")  # tables of the present length go anyway
             extend_positions(model, max_length)
-        convert(model, present[0] if len(present) == 1 else method, layers=layers, **hyperparameters)
+        chosen = present[0] if len(present) == 1 else method
+        if method not in EXACT:
+            _check_size(model, make_config(chosen, **hyperparameters))
+        convert(model, chosen, layers=layers, **hyperparameters)
+
+
+def _check_size(model: nn.Module, method: MethodConfig) -> None:
+    """A slip in a hyperparameter shall not fill the memory."""
+    length = getattr(model.config, "max_position_embeddings", None) or 1
+    there = sum(parameter.numel() for parameter in model.parameters())
+    learned = learned_numbers(method, length)
+    if learned > max(2 * there, 2**24):
+        raise UnsupportedAttentionError(
+            f"{method.method}: with these hyperparameters each layer would learn {learned} numbers, and the "
+            f"whole model has {there}"
+        )
 
 
 class _Changes:
@@ -153,40 +167,43 @@ class _Changes:
         dropped: names of the source's tensors that are not copied.
     """
 
-    def __init__(self, model: nn.Module, before: Mapping[str, nn.Parameter], checked: CheckedSource) -> None:
-        shapes = checked.weights.shapes
-        after = dict(model.named_parameters())
-        fresh = {name: value.detach() for name, value in after.items() if before.get(name) is not value}
-        names = _names_in_files(model, fresh, shapes)
-        self.new = {names[name]: tensor for name, tensor in fresh.items()}
-        for name, buffer in model.named_buffers():
+    def __init__(
+        self, model: nn.Module, before: Mapping[str, torch.Tensor], checked: CheckedSource, scratch: pathlib.Path
+    ) -> None:
+        shapes, after = checked.weights.shapes, _tensors_of(model)
+        parameters = dict(model.named_parameters())
+        fresh = [name for name in parameters if before.get(name) is not parameters[name]]
+        learned = [name for name in parameters if _LEARNED in name.split(".")]
+        saved = _as_saved(model, list(dict.fromkeys(fresh + learned)), scratch)
+        names = {name: _stored_name(form, shapes, model.base_model_prefix) for name, form in saved.items()}
+        self.new = {names[name]: parameters[name].detach() for name in fresh}
+        for name, _ in model.named_buffers():
             # Old checkpoints hold position numbers, which grow with the table.
             stored = _stored_name(name, shapes, model.base_model_prefix)
-            if stored in shapes and shapes[stored] != tuple(buffer.shape):
-                self.new[stored] = buffer.detach()
-        learned = {name for name in _names_in_files(model, after, shapes, _LEARNED).values() if _LEARNED in name}
-        self.dropped = sorted(name for name in shapes if _LEARNED in name.split(".") and name not in learned)
+            if stored in shapes and after[name].shape != before[name].shape:
+                self.new[stored] = after[name]
+        there = {names[name] for name in learned}
+        self.dropped = sorted(name for name in shapes if _LEARNED in name.split(".") and name not in there)
         self.kept = sum(name not in self.new and name not in self.dropped for name in shapes)
 
 
-def _names_in_files(model: nn.Module, tensors: Mapping[str, torch.Tensor], shapes, only: str = "") -> dict[str, str]:
-    """Name in the model -> name in files, which differ for some architectures and old checkpoints."""
-    chosen = [name for name in tensors if only in name]
-    canonical = _as_saved(model, chosen)
-    return {name: _stored_name(canonical[name], shapes, model.base_model_prefix) for name in chosen}
+def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters, under each of their names, and buffers."""
+    return {**dict(model.named_buffers()), **dict(model.named_parameters(remove_duplicate=False))}
 
 
-def _as_saved(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
+def _as_saved(model: nn.Module, names: Sequence[str], scratch: pathlib.Path) -> dict[str, str]:
     """The names under which Transformers saves parameters, asked for with a number of its own for each."""
     from safetensors.torch import load_file
 
     if not names:
         return {}
     numbered = {name: torch.full((1,), float(number), dtype=torch.float64) for number, name in enumerate(names)}
-    with tempfile.TemporaryDirectory() as folder, quiet(), refusing("names of the new tensors", OSError):
+    folder = scratch / "names"
+    with quiet(), refusing("names of the new tensors", OSError):
         model.save_pretrained(folder, state_dict=dict(numbered))
-        saved = load_file(os.path.join(folder, "model.safetensors"))
-    found = {names[int(tensor)]: name for name, tensor in saved.items()}
+        found = {names[int(tensor)]: name for name, tensor in load_file(folder / "model.safetensors").items()}
+    shutil.rmtree(folder)
     return {name: found[name] for name in names}
 
 

@@ -47,7 +47,7 @@ def load_model(checked: CheckedSource):
         checked: what `open_checkpoint` returned.
 
     Returns:
-        a `PreTrainedModel`; `checkpoint_report` tells what did not fit.
+        a `PreTrainedModel`. Its parameters are views of the files, private to this process, until they are changed.
 
     Raises:
         UnsupportedAttentionError: no such class in Transformers, or tensors that are missing or of other shapes than
@@ -84,7 +84,7 @@ def _make_config(checked: CheckedSource):
         near = difflib.get_close_matches(kind[:60], list(CONFIG_MAPPING), n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise UnsupportedAttentionError(
-            f"{short(checked.name)}: Transformers has no model of type {short(kind)}.{hint} Code that comes with a "
+            f"Transformers has no model of type {short(kind)}.{hint} Code that comes with a "
             "checkpoint is never run here"
         )
     return CONFIG_MAPPING[kind].from_dict(dict(checked.config))
@@ -101,18 +101,16 @@ def model_class(checked: CheckedSource, config) -> tuple[type, list[str]]:
         if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
             if not isinstance(config, cls.config_class or ()):
                 raise UnsupportedAttentionError(
-                    f"{short(checked.name)}: config.json is of a {type(config).__name__}, which a {name} does not take"
+                    f"config.json is of a {type(config).__name__}, which a {name} does not take"
                 )
             return cls, []
     if names:
         raise UnsupportedAttentionError(
-            f"{short(checked.name)}: Transformers has no model class {short(names[0])}; code that comes with a "
-            "checkpoint is never run here"
+            f"Transformers has no model class {short(names[0])}; code that comes with a checkpoint is never run here"
         )
     if type(config) not in AutoModel._model_mapping:
         raise UnsupportedAttentionError(
-            f"{short(checked.name)}: config.json names no architectures, and AutoModel knows no class for "
-            f"a {type(config).__name__}"
+            f"config.json names no architectures, and AutoModel knows no class for a {type(config).__name__}"
         )
     cls = AutoModel._model_mapping[type(config)]
     cls = cls[0] if isinstance(cls, tuple) else cls

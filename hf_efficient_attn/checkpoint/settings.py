@@ -5,11 +5,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from hf_efficient_attn.checkpoint.values import refusing, short, walk
 from hf_efficient_attn.checkpoint.weights import Weights
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig, as_settings
-from hf_efficient_attn.methods.base import available_methods, get_method
+from hf_efficient_attn.methods.base import MethodConfig, available_methods, get_method
 
 # How a model can be told to compute its attention: none of these fetches anything.
 _IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
@@ -58,7 +60,12 @@ def _without(value: Any, dropped: set[str]) -> Any:
         return value
     kept = {}
     for key, part in value.items():
-        if key in _DROPPED or key.startswith("_"):
+        if key == "attn_implementation":
+            # Which of the exact ones is chosen by who loads the model: some need what is not installed here.
+            names = part if isinstance(part, dict) else {"": part}
+            names = {place: name for place, name in names.items() if name in available_methods()}
+            kept |= {key: names if isinstance(part, dict) else part} if names else {}
+        elif key in _DROPPED or key.startswith("_"):
             dropped.add(key)
         else:
             kept[key] = _without(part, dropped)
@@ -121,17 +128,20 @@ def _dictionaries(value: Any) -> list[dict]:
 
 def _check_learned(settings: EfficientAttentionConfig, values: Mapping, weights: Weights) -> None:
     """The tables that a method learns are made before those of the checkpoint are read: they must fit into it."""
-    import torch
-
     positions = [values.get(key) for key in ("max_position_embeddings", "n_positions")]
     length = max([n for n in positions if isinstance(n, int) and n > 0], default=1)
     for entry in settings.entries:
-        start = get_method(entry.config.method).parameters
-        if start is None:
-            continue
-        with torch.device("meta"):
-            made = start(entry.config, heads=1, width=1, value_width=1, length=length)
-        if sum(tensor.numel() for tensor in made.values()) > weights.numbers:
+        if learned_numbers(entry.config, length) > weights.numbers:
             raise UnsupportedAttentionError(
                 f"{entry.config.method} would learn more parameters with these settings than the checkpoint holds"
             )
+
+
+def learned_numbers(method: MethodConfig, length: int) -> int:
+    """How many numbers a method learns at least in one layer, for sequences of `length` tokens; nothing is made."""
+    start = get_method(method.method).parameters
+    if start is None:
+        return 0
+    with torch.device("meta"):
+        made = start(method, heads=1, width=1, value_width=1, length=length)
+    return sum(tensor.numel() for tensor in made.values())

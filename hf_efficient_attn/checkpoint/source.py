@@ -12,6 +12,7 @@ from hf_efficient_attn.checkpoint.weights import PICKLES, Weights, find_weights
 from hf_efficient_attn.errors import UnsupportedAttentionError
 
 _LARGEST_CONFIG = 8 * 2**20
+_LARGEST_COMPANION = 2**30
 _MOST_FILES = 10_000
 # What a tokenizer, a processor, a pipeline or a reader of the licence needs. Code is not among it.
 _WANTED = (".json", ".jinja", ".txt", ".model", ".vocab", ".bpe", ".tiktoken", ".spm", ".md", ".jsonl")
@@ -168,7 +169,8 @@ def _sort(folder, inside, names: list[str], weights: Weights) -> tuple[tuple[str
         if why is not None:
             left_out[shown] = why
             continue
-        regular_file(path, inside, shown)
+        if regular_file(path, inside, shown).st_size > _LARGEST_COMPANION and path.suffix != ".safetensors":
+            raise UnsupportedAttentionError(f"{shown} is larger than any file of a tokenizer or processor")
         _check_file(path, inside, name)
         companions.append(path.relative_to(folder).as_posix())
     return tuple(companions), left_out

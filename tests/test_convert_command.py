@@ -1,0 +1,660 @@
+"""`hf-efficient-attn convert`: what it writes, what it keeps, and that it writes all or nothing."""
+
+import io
+import json
+import logging
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+import hf_efficient_attn as hea
+from hf_efficient_attn import cli
+from hf_efficient_attn.checkpoint import load_model, open_checkpoint
+from hf_efficient_attn.checkpoint.loading import quiet
+from hf_efficient_attn.checkpoint_conversion import convert_checkpoint, parse_layers
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from tiny_models import DECODERS, FAMILIES, SMALL, output, tiny_batch, tiny_class, tiny_config, tiny_model
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+INDEX = "model.safetensors.index.json"
+COMPANIONS = {
+    "tokenizer_config.json": b'{"model_max_length": 128}',
+    "tokenizer.json": b'{"version": "1.0"}\n',
+    "special_tokens_map.json": b"{}",
+    "vocab.txt": b"a\r\nb\xff\n",
+    "merges.txt": b"a b\n",
+    "chat_template.jinja": b"{{ messages }}",
+    "preprocessor_config.json": b'{"size": 32}',
+    "generation_config.json": b'{"max_new_tokens": 7}',
+    "modules.json": b'[{"idx": 0, "path": ""}, {"idx": 1, "path": "1_Pooling"}, {"idx": 2, "path": "2_Dense"}]',
+    "sentence_bert_config.json": b'{"max_seq_length": 128}',
+    "1_Pooling/config.json": b'{"pooling_mode_mean_tokens": true}',
+    "2_Dense/config.json": b"{}",
+    "LICENSE": b"Do what you like.\n",
+}
+
+
+def status(*arguments):
+    return cli.run(cli.app, ["convert", *map(str, arguments)], "hf-efficient-attn")
+
+
+def save(folder, family, *, seed=0, **options):
+    with quiet():
+        tiny_model(family, head=True, seed=seed).save_pretrained(folder, **options)
+    return folder
+
+
+def tensors(folder):
+    """Name -> tensor, of all files."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def same(first, second):
+    """Equal names, types and bits."""
+    return first.keys() == second.keys() and all(
+        a.dtype == second[k].dtype
+        and torch.equal(a.reshape(-1).view(torch.uint8), second[k].reshape(-1).view(torch.uint8))
+        for k, a in first.items()
+    )
+
+
+def method_for(family, learned=False):
+    if learned:
+        return ("eva", {"proposal": "learned"}) if family in DECODERS else ("linformer", {"projection_dim": 8})
+    return "longformer", SMALL["longformer"]
+
+
+@pytest.mark.parametrize("learned", [False, True], ids=["fixed", "learned"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_there_and_back(family, learned, tmp_path):
+    source = save(tmp_path / "source", family)
+    method, hyperparameters = method_for(family, learned)
+    done = convert_checkpoint(source, tmp_path / "there", method, hyperparameters=hyperparameters)
+    there, before = tensors(tmp_path / "there"), tensors(source)
+    assert {name for name in there if name not in before} == set(done["parameters"]["new"])
+    assert bool(done["parameters"]["new"]) == learned
+    assert same(before, {name: there[name] for name in before})
+    assert done["architecture"] == tiny_class(family, head=True).__name__
+
+    loaded = tiny_class(family, head=True).from_pretrained(tmp_path / "there").eval()
+    inputs = tiny_batch(family)
+    converted = hea.convert(tiny_class(family, head=True).from_pretrained(source), method, **hyperparameters).eval()
+    assert loaded.config._attn_implementation == method
+    assert torch.equal(output(loaded, inputs), output(converted, inputs))
+
+    back = convert_checkpoint(tmp_path / "there", tmp_path / "back", "sdpa")
+    assert same(before, tensors(tmp_path / "back"))
+    assert back["parameters"]["dropped"] == done["parameters"]["new"] and not back["parameters"]["new"]
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert config == json.loads((source / "config.json").read_text())
+    assert back["load"].startswith("from transformers") and done["load"].startswith("import hf_efficient_attn")
+
+
+def test_what_is_written_loads_by_the_lines_it_gives(tmp_path, monkeypatch):
+    save(tmp_path / "source", "bert")
+    monkeypatch.chdir(tmp_path)
+    done = convert_checkpoint("source", "out", "linear")
+    found = {}
+    exec(done["load"], found)
+    assert type(found["model"]) is transformers.BertForMaskedLM
+    assert found["model"].config._attn_implementation == "linear"
+
+
+def test_every_tensor_keeps_its_type_and_none_is_lost(tmp_path):
+    source = save(tmp_path / "source", "bert")
+    state = load_file(source / "model.safetensors")
+    for number, name in enumerate(sorted(state)):
+        state[name] = state[name].to((torch.float16, torch.bfloat16, torch.float32)[number % 3])
+    # Of another head, and of an older Transformers.
+    state["cls.seq_relationship.weight"] = torch.randn(2, 32, dtype=torch.float64)
+    state["bert.embeddings.position_ids"] = torch.arange(128)[None]
+    save_file(state, source / "model.safetensors", metadata={"format": "pt", "made": "by hand"})
+    done = convert_checkpoint(source, tmp_path / "out", "linformer", hyperparameters={"projection_dim": 8})
+    written = tensors(tmp_path / "out")
+    assert same(state, {name: written[name] for name in state})
+    assert any("cls.seq_relationship.weight" in note for note in done["notes"])
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "made": "by hand"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_learned_parameters_have_the_type_of_the_checkpoint(dtype, tmp_path):
+    tiny_model("bert").to(dtype).save_pretrained(tmp_path / "source")
+    convert_checkpoint(tmp_path / "source", tmp_path / "out", "linformer", hyperparameters={"projection_dim": 8})
+    assert {tensor.dtype for tensor in tensors(tmp_path / "out").values()} == {dtype}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("prefixed", [True, False], ids=["more", "fewer"])
+def test_names_with_another_prefix_than_the_class_has(prefixed, tmp_path):
+    """Checkpoints of a bare model in a class with a head's names, and the other way round."""
+    source = save(tmp_path / "source", "bert")
+    state = load_file(source / "model.safetensors")
+    if prefixed:
+        config = json.loads((source / "config.json").read_text()) | {"architectures": ["BertModel"]}
+        (source / "config.json").write_text(json.dumps(config))
+    else:
+        state = {name.removeprefix("bert."): tensor for name, tensor in state.items()}
+        save_file(state, source / "model.safetensors", metadata={"format": "pt"})
+    arguments = {"hyperparameters": {"projection_dim": 8}, "max_length": 256}
+    done = convert_checkpoint(source, tmp_path / "out", "linformer", **arguments)
+    written = tensors(tmp_path / "out")
+    new = [name for name in written if name not in state]
+    assert len(new) == 2 and all(name.startswith("bert.") == prefixed for name in written if "encoder" in name)
+    table = ("bert." if prefixed else "") + "embeddings.position_embeddings.weight"
+    assert table in done["parameters"]["new"] and written[table].shape == (256, 32)
+    cls = getattr(transformers, done["architecture"])
+    _, report = cls.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not [name for name in report["unexpected_keys"] if "learned" in name]
+    assert not [name for name in report["missing_keys"] if "pooler" not in name]
+
+
+def test_shards_stay_shards(tmp_path):
+    source = save(tmp_path / "source", "bert", max_shard_size="30KB")
+    names = sorted(path.name for path in source.glob("*.safetensors"))
+    assert len(names) > 2
+    convert_checkpoint(source, tmp_path / "out", "linformer", hyperparameters={"projection_dim": 8})
+    assert sorted(path.name for path in (tmp_path / "out").glob("*.safetensors")) == names
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    written = tensors(tmp_path / "out")
+    assert index["weight_map"].keys() == written.keys()
+    for name, file in index["weight_map"].items():
+        with safe_open(tmp_path / "out" / file, "pt") as opened:
+            assert name in opened.keys()  # noqa: SIM118
+    assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in written.values())
+    transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "out")
+    convert_checkpoint(tmp_path / "out", tmp_path / "back", "sdpa")
+    assert json.loads((tmp_path / "back" / INDEX).read_text()) == json.loads((source / INDEX).read_text())
+    for name in names:
+        assert same(load_file(source / name), load_file(tmp_path / "back" / name))
+
+
+def test_tokenizer_and_the_rest_go_along_byte_by_byte(tmp_path):
+    source = save(tmp_path / "source", "bert")
+    for name, raw in COMPANIONS.items():
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_bytes(raw)
+    save_file({"linear.weight": torch.ones(2, 2)}, source / "2_Dense" / "model.safetensors")
+    other = {"benchmark.json": b"{}", "README.md": b"---\nlicense: mit\n---\n", "pytorch_model.bin": b"", "a.py": b""}
+    other |= {"onnx/model.onnx": b"", "tf_model.h5": b"", ".gitattributes": b""}
+    for name, raw in other.items():
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_bytes(raw)
+    done = convert_checkpoint(source, tmp_path / "out", "linear")
+    for name, raw in COMPANIONS.items():
+        assert (tmp_path / "out" / name).read_bytes() == raw
+    dense = pathlib.Path("2_Dense") / "model.safetensors"
+    assert (tmp_path / "out" / dense).read_bytes() == (source / dense).read_bytes()
+    written = {entry["name"] for entry in done["files"]}
+    ours = {"config.json", "model.safetensors", "efficient_attention.json", "README.md", dense.as_posix()}
+    assert written == {*COMPANIONS, *ours}
+    assert done["left_out"].keys() == {"pytorch_model.bin", "a.py", "onnx", "tf_model.h5"}
+    assert (tmp_path / "out" / "README.md").read_bytes() != other["README.md"]
+
+
+def test_where_it_comes_from_is_carried_on(tmp_path):
+    source = save(tmp_path / "source", "bert")
+    card = "---\nlicense: mit\nlanguage: en\ntags: [a, b, 3]\npipeline_tag: fill-mask\n---\n# Mine\n"
+    (source / "README.md").write_text(card)
+    convert_checkpoint(source, tmp_path / "first", "linear")
+    convert_checkpoint(tmp_path / "first", tmp_path / "second", "kdeformer")
+    for folder in ("first", "second"):
+        assert json.loads((tmp_path / folder / "efficient_attention.json").read_text()) == {
+            "format": 1,
+            "base_model": None,
+            "base_name": "source",
+            "license": "mit",
+            "tags": ["a", "b"],
+            "pipeline_tag": "fill-mask",
+            "language": ["en"],
+            "hf_efficient_attn": hea.__version__,
+        }
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "distilbert", "gpt2"])
+def test_longer_positions(family, tmp_path):
+    source = save(tmp_path / "source", family)
+    method, hyperparameters = method_for(family, learned=True)
+    done = convert_checkpoint(source, tmp_path / "out", method, hyperparameters=hyperparameters, max_length=300)
+    model = tiny_class(family, head=True).from_pretrained(tmp_path / "out").eval()
+    output(model, tiny_batch(family, length=300))
+    reference = hea.extend_positions(tiny_class(family, head=True).from_pretrained(source), 300)
+    reference = hea.convert(reference, method, **hyperparameters).eval()
+    assert same(reference.state_dict(), model.state_dict())
+    grown = [name for name in done["parameters"]["new"] if "learned" not in name]
+    assert len(grown) == 1
+    before, after = tensors(source), tensors(tmp_path / "out")
+    assert all(torch.equal(before[name], after[name]) for name in before if name != grown[0])
+
+
+def test_longer_positions_are_refused_where_there_are_none(tmp_path, capsys):
+    for family in ("vit", "llama"):
+        source = save(tmp_path / family, family)
+        assert status(source, "--method", "linear", "--max-length", 300, "-o", tmp_path / "out") == 2
+        assert "extend_positions" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_layers(tmp_path, capsys):
+    source = save(tmp_path / "source", "bert")
+    arguments = [
+        "--method",
+        "linformer",
+        "--set",
+        "projection_dim=8",
+        "--layers",
+        "1",
+        "-o",
+        tmp_path / "out",
+        "--json",
+    ]
+    assert status(source, *arguments) == 0
+    out, err = capsys.readouterr()
+    done = json.loads(out)
+    assert err == ""
+    assert done["layers"] == [1] and done["settings"]["layers"] == [1] and done["settings"]["projection_dim"] == 8
+    assert [name for name in done["parameters"]["new"] if ".layer.1." not in name] == []
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["efficient_attention"]["layers"] == [1]
+
+
+def test_parse_layers():
+    assert parse_layers("0-3, 8,2") == [0, 1, 2, 3, 8]
+    for text in ("", "a", "3-1", "-1", "1-", "0-9999999", "1,,2", "²"):
+        with pytest.raises(UnsupportedAttentionError, match="0-5,8"):
+            parse_layers(text)
+
+
+def test_from_one_method_to_another(tmp_path, capsys):
+    source = save(tmp_path / "source", "bert")
+    convert_checkpoint(source, tmp_path / "a", "linformer", hyperparameters={"projection_dim": 8, "share": "none"})
+    model = load_model(open_checkpoint(tmp_path / "a"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "learned" in name:
+                parameter.normal_()
+    with quiet():
+        model.save_pretrained(tmp_path / "a")
+    trained = {name: tensor for name, tensor in tensors(tmp_path / "a").items() if "learned" in name}
+    assert len(trained) == 4
+
+    kept = convert_checkpoint(tmp_path / "a", tmp_path / "same", "linformer", layers=[1])
+    assert [name for name in trained if name not in tensors(tmp_path / "same")] == kept["parameters"]["dropped"]
+    assert len(kept["parameters"]["dropped"]) == 2 and kept["settings"]["projection_dim"] == 8
+    for name, tensor in tensors(tmp_path / "same").items():
+        assert name not in trained or torch.equal(tensor, trained[name])
+
+    assert status(tmp_path / "a", "--method", "kdeformer", "-o", tmp_path / "other") == 0
+    out, err = capsys.readouterr()
+    assert "4 dropped" in out and "learned_parameters.key_projection" in out and err == ""
+    assert not any("learned" in name for name in tensors(tmp_path / "other"))
+
+    changed = convert_checkpoint(tmp_path / "a", tmp_path / "b", "linformer", hyperparameters={"projection_dim": 4})
+    assert set(changed["parameters"]["new"]) == set(trained)
+    assert changed["settings"]["share"] == "none"
+    with pytest.raises(UnsupportedAttentionError, match="learned tables"):
+        convert_checkpoint(tmp_path / "a", tmp_path / "c", "linformer", max_length=256)
+    convert_checkpoint(tmp_path / "a", tmp_path / "c", "nystromformer", max_length=256)
+
+
+def test_loading_into_another_method_names_what_it_does_not_use(tmp_path):
+    save(tmp_path / "source", "bert")
+    convert_checkpoint(tmp_path / "source", tmp_path / "out", "linformer", hyperparameters={"projection_dim": 8})
+    said = io.StringIO()
+    handler, verbosity = logging.StreamHandler(said), transformers.logging.get_verbosity()
+    transformers.logging.add_handler(handler)
+    transformers.logging.set_verbosity_warning()
+    try:
+        model = transformers.AutoModel.from_pretrained(tmp_path / "out", attn_implementation="kdeformer")
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        transformers.logging.remove_handler(handler)
+    assert model.config._attn_implementation == "kdeformer"
+    assert "learned_parameters.key_projection" in said.getvalue() and "UNEXPECTED" in said.getvalue()
+
+
+def test_without_architectures_it_is_an_automodel(tmp_path):
+    tiny_model("bert").save_pretrained(tmp_path / "source")
+    config = json.loads((tmp_path / "source" / "config.json").read_text())
+    del config["architectures"]
+    (tmp_path / "source" / "config.json").write_text(json.dumps(config))
+    done = convert_checkpoint(tmp_path / "source", tmp_path / "out", "linear")
+    assert done["architecture"] == "BertModel" and "AutoModel" in done["notes"][0]
+    assert same(tensors(tmp_path / "source"), tensors(tmp_path / "out"))
+
+
+def test_a_pooler_that_is_not_there_is_not_invented(tmp_path):
+    transformers.BertModel(tiny_config("bert"), add_pooling_layer=False).save_pretrained(tmp_path / "source")
+    done = convert_checkpoint(tmp_path / "source", tmp_path / "out", "linear")
+    assert same(tensors(tmp_path / "source"), tensors(tmp_path / "out"))
+    assert any("no pooler" in note for note in done["notes"])
+
+
+def test_pickles_become_safetensors(tmp_path, capsys):
+    source = save(tmp_path / "source", "gpt2")
+    state = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    torch.save({**state, "lm_head.weight": state["transformer.wte.weight"]}, source / "pytorch_model.bin")
+    assert status(source, "--method", "linear", "-o", tmp_path / "out") == 2
+    assert "--allow-pickle" in capsys.readouterr().err
+    assert status(source, "--method", "linear", "-o", tmp_path / "out", "--allow-pickle") == 0
+    written = tensors(tmp_path / "out")
+    assert torch.equal(written.pop("lm_head.weight"), state["transformer.wte.weight"])
+    assert same(state, written)
+    assert not list((tmp_path / "out").glob("*.bin"))
+    names = sorted(state)
+    parts = {"pytorch_model-00001-of-00002.bin": names[:9], "pytorch_model-00002-of-00002.bin": names[9:]}
+    (source / "pytorch_model.bin").unlink()
+    for file, inside in parts.items():
+        torch.save({name: state[name] for name in inside}, source / file)
+    places = {name: file for file, inside in parts.items() for name in inside}
+    (source / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    assert status(source, "--method", "linear", "-o", tmp_path / "shards", "--allow-pickle") == 0
+    assert same(state, tensors(tmp_path / "shards"))
+    assert len(list((tmp_path / "shards").glob("model-0000?-of-00002.safetensors"))) == 2
+
+
+def cached(folder, source, name="models--org--tiny", revision="0" * 40):
+    """A checkpoint as the hub's cache holds it."""
+    root = folder / name
+    (root / "blobs").mkdir(parents=True)
+    (root / "refs").mkdir()
+    (root / "refs" / "main").write_text(revision)
+    place = root / "snapshots" / revision
+    place.mkdir(parents=True)
+    for number, path in enumerate(sorted(source.iterdir())):
+        shutil.copy(path, root / "blobs" / f"{number:040}")
+        (place / path.name).symlink_to(f"../../blobs/{number:040}")
+    return place
+
+
+def test_hub_ids(tmp_path, monkeypatch, capsys):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    source = save(tmp_path / "source", "bert")
+    (source / "README.md").write_text("---\nlicense: mit\n---\n")
+    place = cached(tmp_path / "cache", source)
+    assert status("org/tiny", "--method", "linear", "-o", tmp_path / "out") == 0
+    assert same(tensors(source), tensors(tmp_path / "out"))
+    origin = json.loads((tmp_path / "out" / "efficient_attention.json").read_text())
+    assert (origin["base_model"], origin["license"]) == ("org/tiny", "mit")
+    assert not any(path.is_symlink() for path in (tmp_path / "out").rglob("*"))
+    capsys.readouterr()
+    # The same links are refused in a folder, and links elsewhere in the cache.
+    assert status(place, "--method", "linear", "-o", tmp_path / "other") == 2
+    assert "symbolic link" in capsys.readouterr().err
+    (place / "config.json").unlink()
+    (place / "config.json").symlink_to(source / "config.json")
+    assert status("org/tiny", "--method", "linear", "-o", tmp_path / "other") == 2
+    assert "symbolic link" in capsys.readouterr().err
+    assert status("org/none", "--method", "linear", "-o", tmp_path / "other") == 2
+    assert "org/none" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
+# All or nothing
+
+
+def test_nothing_is_written_over_without_force(tmp_path, capsys):
+    source = save(tmp_path / "source", "bert")
+    place = tmp_path / "out"
+    place.mkdir()
+    (place / "mine.txt").write_text("mine")
+    assert status(source, "--method", "linear", "-o", place) == 2
+    assert "--force" in capsys.readouterr().err
+    assert [path.name for path in place.iterdir()] == ["mine.txt"]
+    assert status(source, "--method", "linear", "-o", place, "--force") == 0
+    assert not (place / "mine.txt").exists() and (place / "config.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+    (tmp_path / "empty").mkdir()
+    assert status(source, "--method", "linear", "-o", tmp_path / "empty") == 0
+
+
+def test_outputs_that_would_do_harm(tmp_path, capsys, monkeypatch):
+    source = save(tmp_path / "above" / "source", "bert")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    before = sorted(tmp_path.rglob("*"))
+    for place, said in [
+        (source, "in the source"),
+        (source / "inside", "in the source"),
+        (source / ".." / "source" / "inside", "in the source"),
+        (tmp_path / "above", "holds the source"),
+        (tmp_path / "file", "is a file"),
+        (tmp_path / "link", "symbolic link"),
+        (tmp_path / "work", "not written over"),
+        ("/", "holds"),
+    ]:
+        assert status(source, "--method", "linear", "-o", place, "--force") == 2
+        assert said in capsys.readouterr().err
+    with pytest.raises(UnsupportedAttentionError, match="names no folder"):
+        convert_checkpoint(source, "", "linear", force=True)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "failure", [OSError("disk full"), KeyboardInterrupt(), MemoryError()], ids=lambda e: type(e).__name__
+)
+@pytest.mark.parametrize("place", ["out", "new/folders/out"])
+def test_nothing_is_left_when_it_fails(failure, place, tmp_path, monkeypatch, capsys):
+    from hf_efficient_attn.hub import card
+
+    source = save(tmp_path / "source", "bert")
+    if place == "out":
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "mine.txt").write_text("mine")
+
+    def fail(folder):
+        assert (folder / "model.safetensors").is_file()
+        raise failure
+
+    monkeypatch.setattr(card, "write_card", fail)
+    before = sorted(tmp_path.rglob("*"))
+    line = (source, "--method", "linear", "-o", tmp_path / place, "--force")
+    if isinstance(failure, MemoryError):
+        with pytest.raises(MemoryError):
+            status(*line)
+    else:
+        assert status(*line) == (130 if isinstance(failure, KeyboardInterrupt) else 1)
+        assert capsys.readouterr().err.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_swap_that_fails_brings_the_old_folder_back(tmp_path, monkeypatch):
+    source = save(tmp_path / "source", "bert")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    rename, calls = os.rename, []
+
+    def second_fails(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        rename(*arguments)
+
+    monkeypatch.setattr(os, "rename", second_fails)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(source, tmp_path / "out", "linear", force=True)
+    assert len(calls) == 3 and sorted(tmp_path.rglob("*")) == before
+
+
+def test_leftovers_of_the_dead_are_removed_and_those_of_the_living_stay(tmp_path):
+    source = save(tmp_path / "source", "bert")
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    names = [f".out.converting-{dead.pid}", f".out.converting-{os.getpid()}", f".out.converting-{os.getppid()}"]
+    names += [f".other.converting-{dead.pid}", ".out.converting-x"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "half").write_text("half")
+    # What was swapped out when the process died comes back, before the refusal to write over it.
+    (tmp_path / f".out.replaced-{dead.pid}").mkdir()
+    (tmp_path / f".out.replaced-{dead.pid}" / "mine.txt").write_text("mine")
+    convert_checkpoint(source, tmp_path / "out", "linear", force=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names[2:], "out", "source"])
+
+
+DRIVER = """
+import sys, time, pathlib
+import safetensors.torch
+write = safetensors.torch.save_file
+def slow(tensors, path, metadata=None):
+    write(tensors, path, metadata=metadata)
+    print("writing", flush=True)
+    time.sleep(60)
+if sys.argv[1] == "slow":
+    safetensors.torch.save_file = slow
+from hf_efficient_attn import cli
+cli.main(sys.argv[2:])
+"""
+
+
+def start(pace, *arguments):
+    line = [sys.executable, "-c", DRIVER, pace, "convert", *map(str, arguments)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(line, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, **pipes)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL], ids=lambda sent: sent.name)
+def test_killed_in_the_middle(sent, tmp_path):
+    source = save(tmp_path / "source", "bert")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    line = (source, "--method", "linear", "-o", tmp_path / "out", "--force")
+    running = start("slow", *line)
+    assert running.stdout.readline() == "writing\n"
+    draft = tmp_path / f".out.converting-{running.pid}"
+    assert (draft / "model.safetensors").is_file()
+    running.send_signal(sent)
+    _, err = running.communicate(timeout=30)
+    there = sorted(path.name for path in tmp_path.iterdir())
+    assert (tmp_path / "out" / "mine.txt").read_text() == "mine"
+    if sent == signal.SIGKILL:
+        assert there == [draft.name, "out", "source"]
+        assert status(*line) == 0
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+        return
+    assert there == ["out", "source"]
+    assert running.returncode == 130
+    assert err == "error: interrupted\n"
+
+
+def test_terminated_in_the_middle(tmp_path, monkeypatch):
+    from hf_efficient_attn.hub import card
+
+    source = save(tmp_path / "source", "bert")
+    monkeypatch.setattr(card, "write_card", lambda folder: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit) as ended:
+        status(source, "--method", "linear", "-o", tmp_path / "out")
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_an_exact_implementation_that_is_not_installed_here_is_no_obstacle(tmp_path):
+    source = save(tmp_path / "source", "bert")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"attn_implementation": "flash_attention_2"}))
+    convert_checkpoint(source, tmp_path / "out", "linear")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["attn_implementation"] == "linear"
+
+
+def test_as_a_process(tmp_path):
+    source = save(tmp_path / "source", "bert")
+    running = start("fast", source, "--method", "kdeformr", "-o", tmp_path / "out")
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == 2 and out == ""
+    assert err.count("\n") == 1 and "Did you mean 'kdeformer'?" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    running = start("fast", source, "--method", "kdeformer", "-o", tmp_path / "out", "--json")
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == 0, err
+    assert err == "" and json.loads(out)["method"] == "kdeformer"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--method", "sdpa", "--set", "block_size=3"], "no hyperparameters"),
+        (["--method", "sdpa", "--layers", "0"], "all layers"),
+        (["--method", "flash_attention_2"], "unknown attention method"),
+        (["--method", "linear,kdeformer"], "unknown attention method"),
+        (["--method", "kdeformer", "--set", "num_sample=3"], "none of the chosen methods"),
+        (["--method", "kdeformer", "--set", "num_samples=-3"], "at least"),
+        (["--method", "kdeformer", "--layers", "0-x"], "0-5,8"),
+        (["--method", "kdeformer", "--layers", "7"], "[7]"),
+        (["--method", "kdeformer", "--max-length", "64"], "cut its position table"),
+        (["--method", "kdeformer", "--max-length", "0"], "--max-length"),
+        (["--method", "linformer", "--set", "projection_dim=2000000000"], "linformer"),
+        ([], "--method"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_refused_in_one_line(arguments, said, tmp_path, capsys):
+    source = save(tmp_path / "source", "bert")
+    assert status(source, *arguments, "-o", tmp_path / "out") == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and said in err, err
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_method_without_a_causal_form_is_refused_in_a_decoder(tmp_path, capsys):
+    source = save(tmp_path / "source", "gpt2")
+    assert status(source, "--method", "nystromformer", "-o", tmp_path / "out") == 2
+    assert "no causal form" in capsys.readouterr().err
+
+
+def test_help_shows_an_example():
+    result = CliRunner().invoke(cli.app, ["convert", "--help"])
+    assert result.exit_code == 0
+    assert "Example: hf-efficient-attn convert" in " ".join(result.stdout.split())
+
+
+def test_what_it_prints(tmp_path, capsys):
+    source = save(tmp_path / "source", "bert")
+    line = ["--method", "linformer:projection_dim=8", "--set", "seed=3", "-o", tmp_path / "out"]
+    assert status(source, *line) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "linformer (projection_dim=8" in out and "seed=3" in out and "layers: 0, 1" in out
+    assert "42 kept bit for bit, 2 new or changed, 0 dropped" in out
+    assert "model.safetensors" in out and "BertForMaskedLM.from_pretrained" in out
+
+
+def test_the_global_state_is_left_alone(tmp_path):
+    source = save(tmp_path / "source", "bert")
+    torch.manual_seed(1)
+    state, verbosity = torch.get_rng_state(), transformers.logging.get_verbosity()
+    handler = signal.getsignal(signal.SIGTERM)
+    convert_checkpoint(source, tmp_path / "out", "linformer", hyperparameters={"projection_dim": 8})
+    assert torch.equal(torch.get_rng_state(), state)
+    assert transformers.logging.get_verbosity() == verbosity and signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_real_checkpoints(data, minilm, tmp_path):
+    models = data / "models"
+    for source, method in [
+        (minilm, "nystromformer"),
+        (models / "deit-tiny-imagenet", "linformer"),
+        (models / "gpt2-books", "linear"),
+    ]:
+        convert_checkpoint(source, tmp_path / "there", method, force=True)
+        convert_checkpoint(tmp_path / "there", tmp_path / "back", "sdpa", force=True)
+        assert same(load_file(source / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors"))
