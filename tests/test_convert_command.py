@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import hf_efficient_attn as hea
-from hf_efficient_attn import cli
+from hf_efficient_attn import checkpoint_conversion, cli
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.checkpoint.loading import quiet
 from hf_efficient_attn.checkpoint_conversion import convert_checkpoint, parse_layers
@@ -160,6 +160,14 @@ def test_names_with_another_prefix_than_the_class_has(prefixed, tmp_path):
     _, report = cls.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not [name for name in report["unexpected_keys"] if "learned" in name]
     assert not [name for name in report["missing_keys"] if "pooler" not in name]
+
+
+def test_what_does_not_load_again_never_appears(tmp_path, monkeypatch):
+    source = save(tmp_path / "source", "bert")
+    monkeypatch.setattr(checkpoint_conversion, "_stored_name", lambda name, *others: name.replace("learned", "lost"))
+    with pytest.raises(UnsupportedAttentionError, match="lost"):
+        convert_checkpoint(source, tmp_path / "out", "linformer", hyperparameters={"projection_dim": 8})
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_shards_stay_shards(tmp_path):
@@ -521,7 +529,7 @@ def slow(tensors, path, metadata=None):
     time.sleep(60)
 if sys.argv[1] == "slow":
     safetensors.torch.save_file = slow
-from hf_efficient_attn import cli
+from hf_efficient_attn import checkpoint_conversion, cli
 cli.main(sys.argv[2:])
 """
 
