@@ -273,16 +273,17 @@ def _write_config(draft: pathlib.Path, model, checked: CheckedSource) -> None:
 
 def _check_result(draft: pathlib.Path, changes: _Changes, unused: list[str]) -> None:
     """Open and load what was written, as anybody will."""
-    written = open_checkpoint(draft)
-    loaded, _, strange = load_with_report(written)
-    lost = sorted(set(strange) - set(unused))
-    count = changes.kept + sum(name in written.weights.shapes for name in changes.new)
-    if lost or count != len(written.weights.shapes):
-        raise UnsupportedAttentionError(
-            f"a {type(loaded).__name__} does not find {short(lost[0] if lost else 'some tensors')} again in what was "
-            "written for it, so that the checkpoint cannot be converted; convert the model in Python instead, with "
-            "hea.convert and save_pretrained"
-        )
+    sentence = (
+        "what was written does not load again, so that this checkpoint cannot be converted file by file; convert the "
+        "model in Python instead, with hea.convert and save_pretrained"
+    )
+    with refusing(sentence, OSError):
+        written = open_checkpoint(draft)
+        shapes = written.weights.shapes
+        lost = sorted(set(load_with_report(written)[2]) - set(unused))
+        lost += [name for name in changes.new if name not in shapes]
+        if lost or len(shapes) != changes.kept + len(changes.new):
+            raise UnsupportedAttentionError(f"it does not find {short(lost[0] if lost else 'all tensors')}")
 
 
 def _layers_of(model: nn.Module) -> list[int]:

@@ -58,7 +58,7 @@ def load_model(checked: CheckedSource):
 
 def load_with_report(checked: CheckedSource, tensors: dict[str, torch.Tensor] | None = None):
     """The same -> (model, notes for the user, names of the checkpoint's tensors that the model does not use)."""
-    with quiet(), refusing(f"{short(checked.name)} describes no model that can be built", OSError):
+    with quiet(), refusing(f"{short(checked.name)} describes no model that can be built"):
         config = _make_config(checked)
         cls, notes = model_class(checked, config)
         state = dict(all_tensors(checked.weights)) if tensors is None else tensors
