@@ -40,12 +40,12 @@ OTHERS_TAGS = ("endpoints_compatible", "autotrain_compatible", "text-embeddings-
 def write_card(folder: "str | pathlib.Path") -> pathlib.Path:
     """Write README.md of a converted checkpoint, from its config.json, efficient_attention.json and benchmark.json.
 
-    The same files give the same card, to the byte. In a README.md that holds a card of this package, what stands between
-    the markers is replaced, and in the front matter the card's own keys; tags and results of others stay. A README.md
-    without the markers, or whose front matter cannot be read, is kept as README.md.bak (or .bak2, ...), and a line is
-    logged that says so. Of licence, languages, task and tags of the original, what the hub would not take is left out
-    (a licence that it does not know becomes "other", with its name). `base_model_relation` is left to the hub, since none
-    of its four kinds (adapter, merge, quantized, finetune) says what a conversion is.
+    The same files give the same card, to the byte. In a README.md that holds a card of this package, what stands
+    between the markers is replaced, and in the front matter the card's own keys; tags and results of others stay. A
+    README.md without the markers, or whose front matter cannot be read, is kept as README.md.bak (or .bak2, ...), and a
+    line is logged that says so. Of licence, languages, task and tags of the original, what the hub would not take is
+    left out (a licence that is none of its identifiers becomes "other", with its name). `base_model_relation` is left
+    to the hub, since none of its four kinds (adapter, merge, quantized, finetune) says what a conversion is.
 
     Args:
         folder: of a checkpoint whose config names a method of this package.
@@ -183,9 +183,7 @@ def card_problems(text: str) -> list[str]:
         found.append("no license: strangers cannot know what they may do; add 'license:' to the front matter")
     elif not isinstance(data["license"], str) or not LICENSE.fullmatch(data["license"]):
         found.append("license is none of the hub's identifiers")
-    for key in ("base_model", "pipeline_tag"):
-        if key not in data:
-            found.append(f"no {key}")
+    found += [f"no {key}" for key in ("base_model", "pipeline_tag") if key not in data]
     tag = data.get("pipeline_tag")
     if tag is not None and not (isinstance(tag, str) and SLUG.fullmatch(tag)):
         found.append("pipeline_tag is none of the hub's")

@@ -48,7 +48,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """benchmark.json: machine and data by their names there, rows by length, and from which length a row's label pays."""
+    """benchmark.json: machine and data by their names there, rows by length, from which length a label pays."""
 
     task: str
     agreement: str
@@ -103,8 +103,8 @@ def read_facts(folder: "str | pathlib.Path") -> Facts:
     choices = tuple(_choices(config))
     if not choices:
         raise UnsupportedAttentionError(
-            f"{folder / 'config.json'} names no attention method of hf_efficient_attn: make a converted checkpoint of it "
-            "with 'hf-efficient-attn convert', or model.save_pretrained(folder) after hea.convert(model, method)"
+            f"{folder / 'config.json'} names no attention method of hf_efficient_attn: make a converted checkpoint of "
+            "it with 'hf-efficient-attn convert', or model.save_pretrained(folder) after hea.convert(model, method)"
         )
     about = folder / "efficient_attention.json"
     origin = _Reader(read_json(about) if about.exists() else {}, about.name)
@@ -202,14 +202,14 @@ def _learned(folder: pathlib.Path) -> tuple[str, ...]:
     """Read from the headers of the weights, without loading any."""
     from safetensors import SafetensorError, safe_open
 
-    found = set()
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
+    found, path = [], folder
+    try:
+        for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, framework="pt") as weights:
-                found.update(key.rpartition(".")[2] for key in weights.keys() if ".learned_parameters." in key)  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise UnsupportedAttentionError(f"{path} cannot be read: {clean(str(error))}") from error
-    return tuple(sorted(clean(name) for name in found))
+                found += weights.keys()
+    except (SafetensorError, OSError) as error:
+        raise UnsupportedAttentionError(f"{path} cannot be read: {clean(str(error))}") from error
+    return tuple(sorted({clean(key.rpartition(".")[2]) for key in found if ".learned_parameters." in key}))
 
 
 class _Reader:

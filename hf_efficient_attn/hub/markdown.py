@@ -19,7 +19,7 @@ _ESCAPES = str.maketrans(_MARKS | {"@": "&#64;", "#": "&#35;"})
 def escape(value: object) -> str:
     """What the template writes for a value: `Raw` as it is, anything else as plain text on one line.
 
-    Markdown's marks get a backslash and HTML's become entities, as does what would be made a link of itself or a heading.
+    Markdown's marks get a backslash and HTML's become entities, as does what would become a link or a heading.
     """
     if isinstance(value, Raw):
         return value

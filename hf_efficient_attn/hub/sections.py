@@ -134,8 +134,8 @@ def _measured(benchmark: Benchmark, picture: bool) -> dict[str, Any]:
         "setting": f"By hf-efficient-attn benchmark, task {TASKS[benchmark.task]}, on {benchmark.rows} rows of {data}. "
         f"Machine: {machine}.",
         "meaning": Raw(
-            "Speed-up is over exact attention (`sdpa`) at the same length in the same run; error is the relative error of "
-            "attention, mean over the layers. " + MEANINGS[benchmark.agreement]
+            "Speed-up is over exact attention (`sdpa`) at the same length in the same run; error is the relative error "
+            "of attention, mean over the layers. " + MEANINGS[benchmark.agreement]
         ),
         "table": table(("tokens", "batch", "attention", *(title for title, *_ in forms)), rows),
         "pays": pays,
@@ -159,13 +159,13 @@ def _limits(facts: Facts, infos) -> list[Any]:
             lines.append(f"{info.title} has no causal form, so that decoders cannot be converted to it.")
     if facts.learned:
         lines.append(
-            "The parameters that the attention learns start from values that need training: fine-tune before use, unless "
-            "that was done already."
+            "The parameters that the attention learns start from values that need training: fine-tune before use, "
+            "unless that was done already."
         )
     if facts.max_length is not None:
         lines.append(
-            f"The position table was extended to {facts.max_length} tokens without training: the model takes them, and was not "
-            "trained to understand them."
+            f"The position table was extended to {facts.max_length} tokens without training: the model takes them, "
+            "and was not trained to understand them."
         )
     lines.append("Short sequences gain nothing, and can be slower than by exact attention.")
     lines.append("Attention weights (output_attentions), packed sequences, 4-D masks and static caches are refused.")
@@ -178,7 +178,7 @@ def _lower(sentence: str) -> str:
 
 
 def _command(facts: Facts) -> Raw | None:
-    """The call of `convert` that gives this checkpoint; None for a mix or a composite model, which one call cannot say."""
+    """The call of `convert` that gives this checkpoint; None where one call cannot say it (mixes, composite models)."""
     source = facts.base_model or facts.base_name
     if len(facts.choices) != 1 or facts.choices[0][0] or len(facts.choices[0][1].entries) != 1 or not source:
         return None

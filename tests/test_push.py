@@ -1,0 +1,352 @@
+"""`push`: what it would send, what it refuses, and the whole way to a hub on the loopback and back."""
+
+import json
+import os
+import pathlib
+import pickle
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import converted
+import hub_server
+from hf_efficient_attn import cli, hub
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from tiny_models import output, tiny_batch
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+REPOSITORY = "someone/tiny-kdeformer"
+
+
+def status(*arguments):
+    return cli.run(cli.app, [str(a) for a in arguments], "hf-efficient-attn")
+
+
+@pytest.fixture
+def server():
+    with hub_server.serve() as running:
+        yield running
+
+
+@pytest.fixture
+def online(server, monkeypatch, tmp_path):
+    """This process speaks with the server only, with its token, and keeps nothing outside `tmp_path`."""
+    from huggingface_hub import constants
+
+    connect = __import__("socket").socket.connect
+
+    def stay(self, address):
+        assert address[0] == "127.0.0.1", f"a connection to {address} was tried"
+        return connect(self, address)
+
+    monkeypatch.setattr("socket.socket.connect", stay)
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(tmp_path / "agents.json"), raising=False)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # huggingface_hub waits before it tries again
+    monkeypatch.setenv("HF_TOKEN", hub_server.TOKEN)
+    return server
+
+
+@pytest.fixture
+def folder(tmp_path):
+    converted.make(tmp_path / "out")
+    return tmp_path / "out"
+
+
+def test_the_whole_way_and_back_in_fresh_processes(server, tmp_path):
+    out = tmp_path / "out"
+    model = converted.make(out)
+    (out / "README.md.bak").write_text("an older card")
+    before = (out / "README.md").read_text()
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "TRANSFORMERS_"))}
+    environment |= {
+        "HF_ENDPOINT": server.url,
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_DISABLE_XET": "1",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+
+    def python(code, **more):
+        line = [sys.executable, "-c", f"{hub_server.STAY_HERE}\n{code}"]
+        return subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, env={**environment, **more})
+
+    pushed = python(
+        "import sys; from hf_efficient_attn.cli import main\n"
+        f"main(['push', 'out', {REPOSITORY!r}, '--private', '--yes', '--message', 'First'])",
+        HF_TOKEN=hub_server.TOKEN,
+    )
+    assert pushed.returncode == 0, pushed.stderr
+    assert pushed.stderr == ""  # quiet when piped
+    assert f"{server.url}/{REPOSITORY}" in pushed.stdout
+    repository = server.repositories[REPOSITORY]
+    assert repository.private
+    files = sorted(path.name for path in out.iterdir() if not path.name.startswith("README.md"))
+    assert repository.commits == [("First", files), ("Card: First", ["README.md"])]
+    assert all(repository.files[name][0] == (out / name).read_bytes() for name in files)
+    assert repository.files["README.md"][0].decode() == before.replace('"ORG/NAME"', f'"{REPOSITORY}"') != before
+    assert (out / "README.md").read_text() == before
+
+    batch = tiny_batch("bert", padding="right")
+    torch.save(batch, tmp_path / "batch.pt")
+    loaded = python(
+        "import json, sys, torch, hf_efficient_attn\n"
+        "from transformers import AutoModelForMaskedLM, AutoTokenizer\n"
+        f"model = AutoModelForMaskedLM.from_pretrained({REPOSITORY!r}).eval()\n"
+        f"assert len(AutoTokenizer.from_pretrained({REPOSITORY!r})) == 60\n"
+        "batch = torch.load('batch.pt')\n"
+        "with torch.no_grad(): torch.save(model(**batch)[0], 'output.pt')\n"
+        "print(model.config._attn_implementation)",
+        HF_TOKEN=hub_server.TOKEN,
+    )
+    assert loaded.returncode == 0, loaded.stderr
+    assert loaded.stdout.strip() == "kdeformer"
+    assert torch.equal(torch.load(tmp_path / "output.pt"), output(model, batch))
+    assert any(line.startswith(f"GET /{REPOSITORY}/resolve/") for line in server.requests)
+
+
+def test_by_default_nothing_is_asked_of_the_network(folder, online, capsys):
+    assert status("push", folder, REPOSITORY, "--private") == 0
+    said = capsys.readouterr().out
+    assert online.requests == []
+    assert "(private)" in said
+    rows = [line.split("|")[1].strip() for line in said.splitlines() if line.startswith("|")][2:]
+    assert rows == [*sorted(p.name for p in folder.iterdir() if p.name != "README.md"), "README.md"]
+    assert "Nothing was sent" in said
+
+
+def test_plan_as_json(folder, capsys):
+    (folder / "README.md.bak").write_text("old")
+    about = folder / "efficient_attention.json"
+    about.write_text(json.dumps(converted.origin(license=None)))
+    (folder / "README.md").unlink()
+    hub.write_card(folder)
+    assert status("push", folder, REPOSITORY, "--json") == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    plan = json.loads(out)
+    assert (plan["repository"], plan["private"], plan["sent"]) == (REPOSITORY, False, False)
+    assert plan["stays"] == ["README.md.bak"]
+    assert plan["files"][-1]["path"] == "README.md"
+    assert {"path": "config.json", "bytes": (folder / "config.json").stat().st_size} in plan["files"]
+    assert len(plan["card_problems"]) == 1
+    assert "no license" in plan["card_problems"][0]
+
+
+def test_a_second_push_changes_what_changed_and_removes_old_weights(folder, online, capsys):
+    assert status("push", folder, REPOSITORY, "--yes") == 0
+    repository = online.repositories[REPOSITORY]
+    assert not repository.private
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    weights = {"model": "model-00001-of-00001.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weights}))
+    capsys.readouterr()
+    assert status("push", folder, REPOSITORY, "--yes", "--json") == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert json.loads(out)["sent"] is True
+    assert "model.safetensors" not in repository.files
+    assert {"model-00001-of-00001.safetensors", "model.safetensors.index.json"} <= set(repository.files)
+    assert set(repository.files) == {path.name for path in folder.iterdir()}
+
+
+def _link_outside(folder):
+    (folder / "vocab.txt").symlink_to("/etc/hostname")
+
+
+def _link_to_nowhere(folder):
+    (folder / "vocab.txt").symlink_to(folder / "not-there")
+
+
+def _link_to_a_folder(folder):
+    (folder / "again").symlink_to(folder)
+
+
+def _folder_of_pickles(folder):
+    (folder / "optimizer").mkdir()
+    torch.save({}, folder / "optimizer" / "state.pt")
+
+
+def _pickle_under_another_name(folder):
+    (folder / "extra.dat").write_bytes(pickle.dumps({"a": 1}))
+
+
+def _zip_under_another_name(folder):
+    torch.save({"a": torch.zeros(2)}, folder / "extra.dat")
+
+
+SPOILT = {
+    "not converted": (lambda f: _edit(f, attn_implementation=None), "names no attention method"),
+    "no config": (lambda f: (f / "config.json").unlink(), "config.json"),
+    "broken config": (lambda f: (f / "config.json").write_text('{"a": '), "config.json"),
+    "no card": (lambda f: (f / "README.md").unlink(), "write_card"),
+    "broken card": (lambda f: (f / "README.md").write_text("---\na: [\n---\n"), "front matter"),
+    "pickle": (lambda f: (f / "pytorch_model.bin").write_bytes(b"x"), "pytorch_model.bin (a pickle"),
+    "pickle below": (_folder_of_pickles, "optimizer/state.pt (a pickle"),
+    "hidden pickle": (_pickle_under_another_name, "extra.dat (a pickle"),
+    "hidden zip": (_zip_under_another_name, "extra.dat (a pickle"),
+    "link outside": (_link_outside, "vocab.txt (a link that leads outside)"),
+    "link nowhere": (_link_to_nowhere, "leads nowhere"),
+    "link to folder": (_link_to_a_folder, "link to a folder"),
+    "draft": (lambda f: (f / ".README.md.123").write_text("x"), ".README.md.123 (a hidden or unfinished file)"),
+    "unfinished": (lambda f: (f / "model.safetensors.incomplete").write_text("x"), "unfinished file"),
+    "secrets": (lambda f: (f / ".env").write_text("KEY=1"), ".env (a hidden"),
+    "fifo": (lambda f: os.mkfifo(f / "pipe"), "no regular file"),
+    "no folder": (lambda f: f.rename(f.with_name("gone")), "is no folder"),
+}
+
+
+def _edit(folder, **changes):
+    path = folder / "config.json"
+    values = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+
+
+@pytest.mark.parametrize("spoilt", SPOILT)
+def test_refused_before_any_request(spoilt, folder, online, capsys):
+    spoil, said = SPOILT[spoilt]
+    spoil(folder)
+    for sending in ([], ["--yes"]):
+        assert status("push", folder, REPOSITORY, *sending) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert len(err.splitlines()) == 1
+        assert said in err
+    assert online.requests == []
+
+
+@pytest.mark.parametrize("name", ["name", "a/b/c", "a/b--c", "a/.b", "../b", "a b/c", "a/" + "x" * 100, "a/b.git", ""])
+def test_names_that_are_no_repository(name, folder, online, capsys):
+    assert status("push", folder, name, "--yes") == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert online.requests == []
+
+
+def test_offline_mode_is_named(folder, online, monkeypatch, capsys):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
+    assert status("push", folder, REPOSITORY, "--yes") == 2
+    assert "unset HF_HUB_OFFLINE to push" in capsys.readouterr().err
+    assert status("push", folder, REPOSITORY) == 0  # to look needs no network
+
+
+def test_without_a_token(folder, online, monkeypatch, tmp_path, capsys):
+    from huggingface_hub import constants
+
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    assert status("push", folder, REPOSITORY, "--yes") == 2
+    assert "hf auth login" in capsys.readouterr().err
+    assert online.requests == []
+
+
+def test_a_wrong_token(folder, online, monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    assert status("push", folder, REPOSITORY, "--yes") == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert "401" in err
+    assert "nothing had gone up" in err
+
+
+@pytest.mark.parametrize(
+    ("pattern", "code", "gone"),
+    [
+        ("POST /api/repos/create", 403, "nothing had gone up"),
+        ("POST /api/repos/create", 500, "nothing had gone up"),
+        (".*/preupload/main", 404, "the repository was made"),
+        (".*/preupload/main", 503, "the repository was made"),
+        (".*/info/lfs/objects/batch", 403, "the repository was made"),
+        ("PUT /lfs/.*", 500, "the repository was made"),
+        (".*/commit/main", 429, "the repository was made"),
+        ("POST /api/validate-yaml", 500, "nothing had gone up"),
+    ],
+    ids=lambda value: re.sub(r"[^\w]+", "-", value).strip("-")[:25] if isinstance(value, str) else None,
+)
+def test_what_the_hub_refuses_is_one_line_that_says_how_far_it_went(pattern, code, gone, folder, online, capsys):
+    online.answer(pattern, code)
+    assert status("push", folder, REPOSITORY, "--yes") == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert f"{code}:" in err
+    assert gone in err
+    assert hub_server.TOKEN not in err
+    repository = online.repositories.get(REPOSITORY)
+    assert repository is None or "README.md" not in repository.files
+
+
+def test_nobody_there(folder, online, monkeypatch, capsys):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert status("push", folder, REPOSITORY, "--yes") == 1
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1
+    assert "could not be reached" in err
+    assert "nothing had gone up" in err
+
+
+def test_a_card_that_the_hub_does_not_take(folder, online, capsys):
+    path = folder / "README.md"
+    path.write_text(path.read_text().replace("license: apache-2.0", "license: My Own"))
+    assert "license is none" in " ".join(hub.plan_push(folder, REPOSITORY).problems)
+    assert status("push", folder, REPOSITORY, "--yes") == 1
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1
+    assert '"license" must be an identifier' in err
+    assert "nothing had gone up" in err
+    assert online.repositories == {}
+
+
+def test_when_only_the_card_fails_the_rest_is_there(folder, online, monkeypatch, capsys):
+    from huggingface_hub import HfApi
+
+    def fail(*args, **options):
+        raise ConnectionResetError("the cable was pulled")
+
+    monkeypatch.setattr(HfApi, "upload_file", fail)
+    assert status("push", folder, REPOSITORY, "--yes") == 1
+    err = capsys.readouterr().err
+    names = {path.name for path in folder.iterdir()} - {"README.md"}
+    assert f"the cable was pulled; the repository was made or was there; all {len(names)} files but the card" in err
+    assert set(online.repositories[REPOSITORY].files) == names
+
+
+def test_private_never_lands_in_a_public_repository(folder, online):
+    online.repositories[REPOSITORY] = hub_server.Repository(private=False)
+    with pytest.raises(hub.PushError, match="is public"):
+        hub.push(folder, REPOSITORY, private=True)
+    assert online.repositories[REPOSITORY].files == {}
+    online.repositories[REPOSITORY].private = True
+    report = hub.push(folder, REPOSITORY, private=True, token=hub_server.TOKEN)
+    assert report.url == f"{online.url}/{REPOSITORY}"
+    assert len(set(report.commits)) == 2
+    assert report.warnings == ()
+
+
+def test_links_inside_the_folder_and_files_below_go_up(folder, online):
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text("{}")
+    (folder / "1_Pooling" / "README.md").write_text("not the card")
+    (folder / "notes.txt").symlink_to("tokenizer.json")
+    hub.push(folder, REPOSITORY)
+    files = online.repositories[REPOSITORY].files
+    assert {"1_Pooling/config.json", "1_Pooling/README.md", "notes.txt", "README.md"} <= set(files)
+    assert files["notes.txt"][0] == (folder / "tokenizer.json").read_bytes()
+
+
+def test_push_takes_what_a_library_user_gives(tmp_path):
+    with pytest.raises(UnsupportedAttentionError, match="is no folder"):
+        hub.push(tmp_path / "nothing", REPOSITORY)
