@@ -89,9 +89,9 @@ def card_errors(content: str) -> list[str]:
     errors = []
     if not isinstance(data, dict):
         return ["metadata is no mapping"]
-    for key in ("license", "library_name", "pipeline_tag", "license_name"):
-        if key in data and not (isinstance(data[key], str) and re.fullmatch(r"[a-z0-9][a-z0-9._+-]*", data[key])):
-            errors.append(f'"{key}" must be an identifier')
+    named = {key: data[key] for key in ("license", "library_name", "pipeline_tag", "license_name") if key in data}
+    identifier = re.compile(r"[a-z0-9][a-z0-9._+-]*")
+    errors += [f'"{key}" must be an identifier' for key, value in named.items() if not identifier.fullmatch(str(value))]
     if data.get("license") == "other" and "license_name" not in data:
         errors.append('"license_name" is required with license: other')
     if not all(isinstance(tag, str) for tag in data.get("tags", [])):
@@ -121,7 +121,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._serve()
 
-    do_HEAD = do_POST = do_PUT = do_GET
+    do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815
 
     def _serve(self) -> None:
         hub, path = self.server, unquote(urlsplit(self.path).path)

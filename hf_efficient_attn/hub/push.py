@@ -98,10 +98,10 @@ def push(
 ) -> PushReport:
     """Send a converted checkpoint to the hub: the repository, all files but the card, and the card, in this order.
 
-    The hub checks the card before anything is made, and a card never describes what is not there. Weights that an earlier push left in the repository and that are not in
-    the folder are removed, since Transformers would prefer model.safetensors to the shards beside it. The examples of
-    the card that goes up name the repository; the one in the folder stays as it is. Running it again continues where an
-    interrupted one ended.
+    The hub checks the card before anything is made, and a card never describes what is not there. Weights that an
+    earlier push left in the repository and that are not in the folder are removed, since Transformers would prefer
+    model.safetensors to the shards beside it. The examples of the card that goes up name the repository; the one in the
+    folder stays as it is. Running it again continues where an interrupted one ended.
 
     Args:
         folder: of a checkpoint that `convert` wrote.

@@ -1,0 +1,137 @@
+"""What strangers meet: plain Transformers, pipelines, sentence-transformers, parameters of another method."""
+
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+
+import converted
+import hf_efficient_attn as hea
+from tiny_models import SMALL, output
+
+WORDS = " ".join(f"w{5 + 7 * i % 55}" for i in range(70))
+
+
+def test_plain_transformers_refuses_in_the_words_that_the_card_quotes(tmp_path):
+    converted.make(tmp_path, "bert", "kdeformer")
+    code = "import sys; from transformers import AutoModelForMaskedLM as A; A.from_pretrained(sys.argv[1])"
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    line = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode != 0
+    said = done.stderr.strip().splitlines()[-1]
+    assert said.startswith('ValueError: Specified `attn_implementation="kdeformer"` is not supported.')
+    assert "sdpa" in said
+    quoted = re.search(r"^> (.*) \.\.\.$", (tmp_path / "README.md").read_text(), re.M)[1]
+    assert said.startswith(quoted)
+
+
+def pipe(task, folder):
+    """The pipeline of a folder, with its model's dropout off as pipelines have it."""
+    return transformers.pipeline(task, model=str(folder))
+
+
+def test_feature_extraction(tmp_path):
+    model = converted.make(tmp_path, "bert", "kdeformer", head=False)
+    ids = converted.tiny_tokenizer()(WORDS, return_tensors="pt")
+    found = pipe("feature-extraction", tmp_path)
+    assert found.model.config._attn_implementation == "kdeformer"
+    assert torch.equal(torch.tensor(found(WORDS)), output(model, ids))
+
+
+def test_fill_mask(tmp_path):
+    model = converted.make(tmp_path, "roberta", "longformer")
+    masked = WORDS.replace("w12", "[MASK]", 1)
+    ids = converted.tiny_tokenizer()(masked, return_tensors="pt")
+    place = ids["input_ids"][0].tolist().index(4)
+    expected = output(model, ids)[0, place].softmax(-1).topk(3)
+    found = pipe("fill-mask", tmp_path)(masked, top_k=3)
+    assert [entry["token"] for entry in found] == expected.indices.tolist()
+    assert [entry["score"] for entry in found] == expected.values.tolist()
+
+
+@pytest.mark.parametrize("method", ["kdeformer", "linear"])
+def test_text_generation(method, tmp_path):
+    model = converted.make(tmp_path, "gpt2", method)
+    ids = converted.tiny_tokenizer()(WORDS, return_tensors="pt")
+    expected = model.generate(**ids, max_new_tokens=6, do_sample=False)[0, ids["input_ids"].shape[1] :].tolist()
+    options = {"max_new_tokens": 6, "do_sample": False, "return_tensors": True}
+    found = pipe("text-generation", tmp_path)(WORDS, **options)
+    assert found[0]["generated_token_ids"][-len(expected) :] == expected
+
+
+def test_image_classification(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    model = converted.make(tmp_path, "vit", "nystromformer")
+    picture = image.effect_mandelbrot((32, 32), (-2, -1, 1, 1), 50).convert("RGB")
+    processor = transformers.ViTImageProcessorPil.from_pretrained(tmp_path)
+    expected = output(model, processor(picture, return_tensors="pt"))[0].softmax(-1)
+    found = pipe("image-classification", tmp_path)(picture)
+    assert {entry["label"] for entry in found} == {"LABEL_0", "LABEL_1"}
+    assert {entry["score"] for entry in found} == set(expected.tolist())
+
+
+def test_the_examples_of_the_card_run(tmp_path):
+    converted.make(tmp_path, "bert", "kdeformer")
+    text = (tmp_path / "README.md").read_text().replace("ORG/NAME", str(tmp_path))
+    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})
+
+
+@pytest.mark.parametrize("how", ["config", "model_kwargs"])
+def test_sentence_transformers(how, minilm, tmp_path):
+    """By what the folder says, or by `model_kwargs` on the original: the embeddings are the converted model's."""
+    library = pytest.importorskip("sentence_transformers")
+    shutil.copytree(minilm, tmp_path / "out", copy_function=shutil.copyfile)
+    exact = transformers.BertModel.from_pretrained(minilm).eval()
+    model = hea.convert(transformers.BertModel.from_pretrained(minilm).eval(), "linear")
+    if how == "config":
+        model.save_pretrained(tmp_path / "out")
+    options = {} if how == "config" else {"model_kwargs": {"attn_implementation": "linear"}}
+    loaded = library.SentenceTransformer(str(tmp_path / "out"), device="cpu", **options)
+    texts = ["A short sentence.", "Another, which is a little longer than the first one was."]
+    batch = transformers.AutoTokenizer.from_pretrained(minilm)(texts, padding=True, return_tensors="pt")
+    mask = batch["attention_mask"][..., None]
+    found = torch.tensor(loaded.encode(texts))
+    for reference, same in ((model, True), (exact, False)):
+        embeddings = torch.nn.functional.normalize((output(reference, batch) * mask).sum(1) / mask.sum(1))
+        assert torch.allclose(found, embeddings, atol=1e-5) == same
+
+
+def loading_report(folder, caplog, **options):
+    """What Transformers says while it loads a folder."""
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    level = logger.level
+    try:
+        transformers.logging.set_verbosity_warning()
+        with caplog.at_level(logging.WARNING):
+            model = transformers.BertForMaskedLM.from_pretrained(folder, **options)
+    finally:
+        logger.removeHandler(caplog.handler)
+        logger.setLevel(level)
+    return model, caplog.text
+
+
+def test_parameters_of_another_method_are_named_as_unused(tmp_path, caplog):
+    converted.make(tmp_path, "bert", "linformer")
+    same, said = loading_report(tmp_path, caplog)
+    names = [name for name, _ in same.named_parameters() if ".learned_parameters." in name]
+    assert names
+    assert "learned_parameters" not in said
+    caplog.clear()
+    choice = {"method": "longformer", **SMALL["longformer"]}
+    other, said = loading_report(tmp_path, caplog, attn_implementation="longformer", efficient_attention=choice)
+    assert other.config._attn_implementation == "longformer"
+    assert not [name for name, _ in other.named_parameters() if ".learned_parameters." in name]
+    assert "UNEXPECTED" in said
+    for name in names:  # the report writes the layers of a name as {0, 1}
+        assert re.sub(r"\.\d+\.", ".{0, 1}.", name) in said or name in said
