@@ -4,6 +4,8 @@ The card's own part stands between two markers in README.md. What a user writes 
 front matter that are not the card's, survive when the card is written again.
 """
 
+import functools
+import importlib.resources
 import logging
 import os
 import pathlib
@@ -18,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 NAME = "README.md"
 START, END = "<!-- hf_efficient_attn -->", "<!-- /hf_efficient_attn -->"
+# Each on a line of its own, which a value in the front matter or in a command never is.
+OWN_PART = re.compile(rf"^{START}$(.*?)^{END}$", re.S | re.M)
 TAGS = ("efficient-attention", "hf_efficient_attn")
 # Keys of the front matter that the card sets; others are the user's.
 OWN_KEYS = ("library_name", "base_model", "license", "license_name", "pipeline_tag", "language", "tags", "model-index")
@@ -82,26 +86,24 @@ def write_card(folder: "str | pathlib.Path") -> pathlib.Path:
 
 def render(facts: Facts) -> str:
     """The card's own part, without markers and front matter."""
-    import importlib.resources
+    return re.sub(r"\n{3,}", "\n\n", _template().render(**context(facts))).strip() + "\n"
 
+
+@functools.cache
+def _template():
     import jinja2
 
     from hf_efficient_attn.hub.markdown import escape
 
-    template = importlib.resources.files("hf_efficient_attn.hub").joinpath("card.md.jinja").read_text(encoding="utf-8")
+    text = importlib.resources.files("hf_efficient_attn.hub").joinpath("card.md.jinja").read_text(encoding="utf-8")
     # Not ModelCard.from_template: it knows no `finalize`, which sees to it that no value escapes being escaped.
-    environment = jinja2.Environment(
-        finalize=escape, undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False
-    )
-    text = environment.from_string(template).render(**context(facts))
-    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+    options = {"undefined": jinja2.StrictUndefined, "keep_trailing_newline": True, "autoescape": False}
+    return jinja2.Environment(finalize=escape, **options).from_string(text)
 
 
 def for_repository(text: str, repo_id: str) -> str:
     """A card's text with the repository's name in its examples."""
-    start, found, rest = text.partition(START)
-    own, end, after = rest.partition(END)
-    return "".join((start, found, own.replace(f'"{PLACEHOLDER}"', f'"{repo_id}"'), end, after))
+    return OWN_PART.sub(lambda part: part[0].replace(f'"{PLACEHOLDER}"', f'"{repo_id}"'), text, count=1)
 
 
 def front_matter(facts: Facts) -> dict[str, Any]:
@@ -112,8 +114,7 @@ def front_matter(facts: Facts) -> dict[str, Any]:
     tags = [tag for tag in facts.tags if TAG.fullmatch(tag) and tag not in OTHERS_TAGS]
     task = facts.pipeline_tag if facts.pipeline_tag and SLUG.fullmatch(facts.pipeline_tag) else pipeline_task(facts)
     languages = [language for language in facts.languages if LANGUAGE.fullmatch(language)]
-    extra = {}
-    license = facts.license
+    extra, license, results = {}, facts.license, eval_results(facts)
     if license is not None and not LICENSE.fullmatch(license):
         extra["license_name"] = re.sub(r"[^a-z0-9.]+", "-", license.lower()).strip("-.") or "unnamed"
         license = "other"
@@ -124,8 +125,8 @@ def front_matter(facts: Facts) -> dict[str, Any]:
         language=languages or None,
         pipeline_tag=task,
         tags=[*TAGS, *facts.methods, *tags],
-        model_name=name,
-        eval_results=eval_results(facts) or None,
+        model_name=name if results else None,
+        eval_results=results or None,
         **extra,
     ).to_dict()
 
@@ -202,10 +203,10 @@ def _taken_apart(text: str) -> tuple[str, str, dict[str, Any]] | None:
         return None
     block = REGEX_YAML_BLOCK.search(text)
     body = text[block.end() :] if block else text
-    if body.count(START) != 1 or body.count(END) != 1 or body.index(START) > body.index(END):
+    part, lines = OWN_PART.search(body), body.split("\n")
+    if part is None or lines.count(START) != 1 or lines.count(END) != 1:
         return None
-    before, _, rest = body.partition(START)
-    return before, rest.partition(END)[2], front
+    return body[: part.start()], body[part.end() :], front
 
 
 def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

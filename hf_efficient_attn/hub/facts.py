@@ -57,6 +57,7 @@ class Benchmark:
     rows: int
     measurements: tuple[Measurement, ...]
     pays_from: dict[str, int | None]
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -277,6 +278,7 @@ def _benchmark(values: dict[str, Any], where: str, own: EfficientAttentionConfig
         data=data.text("name", "unnamed"),
         rows=data.count("rows"),
         measurements=tuple(sorted(parsed, key=lambda row: (row.length, row.batch, row.method != EXACT, not row.own))),
+        notes=reader.texts("notes"),
         pays_from={clean(str(label)): pays.count(label, optional=True) for label in pays.values},
     )
 

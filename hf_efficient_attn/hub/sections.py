@@ -134,11 +134,11 @@ def _measured(benchmark: Benchmark, picture: bool) -> dict[str, Any]:
         "setting": f"By hf-efficient-attn benchmark, task {TASKS[benchmark.task]}, on {benchmark.rows} rows of {data}. "
         f"Machine: {machine}.",
         "meaning": Raw(
-            "Speed-up is over exact attention (`sdpa`) at the same length in the same run; error is the relative error "
-            "of attention, mean over the layers. " + MEANINGS[benchmark.agreement]
+            "Speed-up is over exact attention (`sdpa`) at the same length in the same run. Error: relative error of "
+            "single layers on the inputs of the exact model, mean over the layers. " + MEANINGS[benchmark.agreement]
         ),
         "table": table(("tokens", "batch", "attention", *(title for title, *_ in forms)), rows),
-        "pays": pays,
+        "pays": [*pays, *benchmark.notes],
         "picture": picture,
         "foreign": not any(row.own for row in benchmark.measurements),
     }

