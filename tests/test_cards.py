@@ -218,6 +218,37 @@ def test_a_licence_that_the_hub_does_not_know_keeps_its_name(tmp_path):
     assert (data.license, data.license_name) == ("other", "my-own-license-v2")
 
 
+def test_back_to_exact_attention_has_a_card_too(tmp_path):
+    card_of(tmp_path)
+    text = card_of(tmp_path, config={"architectures": ["BertForMaskedLM"], "attn_implementation": "sdpa"})
+    assert "tiny-bert with exact attention" in text
+    assert "import hf_efficient_attn" not in text
+    assert "Licence of the original, carried over: apache-2.0." in text
+    assert ModelCard(text).data.tags == ["exbert"]
+    (tmp_path / "efficient_attention.json").unlink()
+    with pytest.raises(UnsupportedAttentionError, match="names no attention method"):
+        write_card(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "task"),
+    [
+        ("BertForMaskedLM", "fill-mask"),
+        ("GPT2LMHeadModel", "text-generation"),
+        ("LlamaForCausalLM", "text-generation"),
+        ("BertModel", "feature-extraction"),
+        ("ViTModel", "image-feature-extraction"),
+        ("ViTForImageClassification", "image-classification"),
+        ("SomethingElse", None),
+    ],
+)
+def test_the_task_where_the_original_names_none(architecture, task, tmp_path):
+    text = card_of(tmp_path, config=config_json(architecture=architecture), origin=converted.origin(pipeline_tag=None))
+    assert ModelCard(text).data.pipeline_tag == task
+    assert ("pipeline(" in text) == (task is not None)
+    assert task is None or f'pipeline("{task}", model="ORG/NAME")' in text
+
+
 def test_problems_are_told():
     assert card_problems("no front matter") == ["there is no front matter"]
     assert "cannot be read" in card_problems("---\na: [\n---\n")[0]

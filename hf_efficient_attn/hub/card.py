@@ -52,7 +52,8 @@ def write_card(folder: "str | pathlib.Path") -> pathlib.Path:
     to the hub, since none of its four kinds (adapter, merge, quantized, finetune) says what a conversion is.
 
     Args:
-        folder: of a checkpoint whose config names a method of this package.
+        folder: of a checkpoint whose config names a method of this package, or that was converted back to exact
+            attention (and has an efficient_attention.json), whose card then says so and asks for nothing to install.
 
     Returns:
         the path of README.md.
@@ -61,7 +62,7 @@ def write_card(folder: "str | pathlib.Path") -> pathlib.Path:
         UnsupportedAttentionError: before anything is written, if the folder is no converted checkpoint or one of the
             files is broken.
     """
-    facts = read_facts(folder)
+    facts = read_facts(folder, may_be_exact=True)
     path, before, after, front = facts.folder / NAME, "", "\n", {}
     old = None
     if path.exists():
@@ -110,7 +111,7 @@ def front_matter(facts: Facts) -> dict[str, Any]:
     """The card's own keys, as ModelCardData writes them."""
     from huggingface_hub import ModelCardData
 
-    name = f"{facts.base_name or facts.architecture or 'model'}-{'-'.join(facts.methods)}"
+    name = "-".join([facts.base_name or facts.architecture or "model", *facts.methods])
     tags = [tag for tag in facts.tags if TAG.fullmatch(tag) and tag not in OTHERS_TAGS]
     task = facts.pipeline_tag if facts.pipeline_tag and SLUG.fullmatch(facts.pipeline_tag) else pipeline_task(facts)
     languages = [language for language in facts.languages if LANGUAGE.fullmatch(language)]
@@ -124,7 +125,7 @@ def front_matter(facts: Facts) -> dict[str, Any]:
         license=license,
         language=languages or None,
         pipeline_tag=task,
-        tags=[*TAGS, *facts.methods, *tags],
+        tags=[*(TAGS if facts.methods else ()), *facts.methods, *tags],
         model_name=name if results else None,
         eval_results=results or None,
         **extra,
@@ -213,10 +214,11 @@ def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """The user's keys, then the card's; a licence, task or language that the user gave and we do not know stays."""
     from hf_efficient_attn.methods.base import available_methods
 
-    tags = [tag for tag in old.get("tags") or () if tag not in available_methods()]
+    tags = [tag for tag in old.get("tags") or () if tag not in (*TAGS, *available_methods())]
     merged = {key: value for key, value in old.items() if key not in ("tags", "model-index")}
     merged |= {key: value for key, value in new.items() if key not in ("tags", "model-index")}
-    merged["tags"] = list(dict.fromkeys([*new["tags"], *tags]))
+    if tags := list(dict.fromkeys([*new.get("tags", ()), *tags])):
+        merged["tags"] = tags
     results = [*_foreign_results(old), *new.get("model-index", ())]
     if results:
         name = (new.get("model-index") or results)[0]["name"]

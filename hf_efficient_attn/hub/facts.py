@@ -92,8 +92,8 @@ class Facts:
         return tuple(dict.fromkeys(entries))
 
 
-def read_facts(folder: "str | pathlib.Path") -> Facts:
-    """Read and check them.
+def read_facts(folder: "str | pathlib.Path", *, may_be_exact: bool = False) -> Facts:
+    """Read and check them; with `may_be_exact` also those of a checkpoint that was converted back to exact attention.
 
     Raises:
         UnsupportedAttentionError: no config.json, one that names no method of this package, or a file that is broken or
@@ -101,13 +101,12 @@ def read_facts(folder: "str | pathlib.Path") -> Facts:
     """
     folder = pathlib.Path(folder)
     config = read_json(folder / "config.json")
-    choices = tuple(_choices(config))
-    if not choices:
+    choices, about = tuple(_choices(config)), folder / "efficient_attention.json"
+    if not choices and not (may_be_exact and about.exists()):
         raise UnsupportedAttentionError(
             f"{folder / 'config.json'} names no attention method of hf_efficient_attn: make a converted checkpoint of "
             "it with 'hf-efficient-attn convert', or model.save_pretrained(folder) after hea.convert(model, method)"
         )
-    about = folder / "efficient_attention.json"
     origin = _Reader(read_json(about) if about.exists() else {}, about.name)
     measured, own = folder / "benchmark.json", choices[0][1] if len(choices) == 1 else None
     base_model = origin.text("base_model")

@@ -38,7 +38,7 @@ MEANINGS = dict(
 
 def pipeline_task(facts: Facts) -> str | None:
     """The pipeline that fits the architecture, None where its name does not say."""
-    return next((entry[1] for entry in _pipelines(facts)), None)
+    return next((task for task, _ in _pipelines(facts)), None)
 
 
 def _pipelines(facts: Facts):
@@ -58,7 +58,7 @@ def refusal(method: str) -> str:
 
 def context(facts: Facts) -> dict[str, Any]:
     """Everything that the template names; texts that are not `Raw` are escaped when they are written."""
-    name = facts.choices[0][1].method
+    name = facts.choices[0][1].method if facts.choices else "sdpa"
     methods = [_method(where, entry, facts) for where, choice in facts.choices for entry in choice.entries]
     infos = [method_info(method) for method in facts.methods]
     base, load = facts.base_model, facts.architecture or "AutoModel"
@@ -66,9 +66,10 @@ def context(facts: Facts) -> dict[str, Any]:
         origin = Raw(f"[{escape(base)}](https://huggingface.co/{base})")
     else:
         origin = facts.base_name or Raw("A Transformers model")
+    title = " and ".join(info.title for info in infos) or "exact attention"
     return {
         "name": Raw(name),
-        "title": f"{facts.base_name or facts.architecture or 'Model'} with {' and '.join(i.title for i in infos)}",
+        "title": f"{facts.base_name or facts.architecture or 'Model'} with {title}",
         "origin": origin,
         "attention": words(facts.methods),
         "learned": words(facts.learned) if all(map(str.isidentifier, facts.learned)) else ", ".join(facts.learned),
