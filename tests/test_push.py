@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import converted
 import hub_server
@@ -143,8 +144,9 @@ def test_a_second_push_changes_what_changed_and_removes_old_weights(folder, onli
     assert status("push", folder, REPOSITORY, "--yes") == 0
     repository = online.repositories[REPOSITORY]
     assert not repository.private
-    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
-    weights = {"model": "model-00001-of-00001.safetensors"}
+    shard = "model-00001-of-00001.safetensors"
+    (folder / "model.safetensors").rename(folder / shard)
+    weights = dict.fromkeys(load_file(folder / shard), shard)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weights}))
     capsys.readouterr()
     assert status("push", folder, REPOSITORY, "--yes", "--json") == 0
@@ -152,7 +154,7 @@ def test_a_second_push_changes_what_changed_and_removes_old_weights(folder, onli
     assert err == ""
     assert json.loads(out)["sent"] is True
     assert "model.safetensors" not in repository.files
-    assert {"model-00001-of-00001.safetensors", "model.safetensors.index.json"} <= set(repository.files)
+    assert {shard, "model.safetensors.index.json"} <= set(repository.files)
     assert set(repository.files) == {path.name for path in folder.iterdir()}
 
 
