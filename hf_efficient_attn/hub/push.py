@@ -117,8 +117,6 @@ def push(
     from huggingface_hub import HfApi, constants, get_token
     from huggingface_hub.errors import HfHubHTTPError
 
-    import hf_efficient_attn
-
     plan = plan_push(folder, repo_id, private=private)
     if constants.HF_HUB_OFFLINE:
         names = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(name)]
@@ -128,7 +126,7 @@ def push(
         raise UnsupportedAttentionError(
             "there is no token of the hub: 'hf auth login' stores one, or set HF_TOKEN to one with write access"
         )
-    api = HfApi(token=token, library_name="hf_efficient_attn", library_version=hf_efficient_attn.__version__)
+    api = HfApi(token=token, library_name="hf_efficient_attn")
     card = for_repository((plan.folder / NAME).read_text(encoding="utf-8", errors="replace"), repo_id)
     title = message or f"{' and '.join(read_facts(plan.folder).methods)} by hf_efficient_attn"
     gone: list[str] = []
