@@ -19,7 +19,7 @@ from tqdm import tqdm
 import hf_efficient_attn
 from hf_efficient_attn.checkpoint import CheckedSource, open_checkpoint
 from hf_efficient_attn.checkpoint.loading import load_with_report, quiet
-from hf_efficient_attn.checkpoint.provenance import provenance
+from hf_efficient_attn.checkpoint.provenance import check_hub_id, provenance
 from hf_efficient_attn.checkpoint.settings import learned_numbers
 from hf_efficient_attn.checkpoint.staging import check_output, staged
 from hf_efficient_attn.checkpoint.values import refusing, short
@@ -41,6 +41,7 @@ def convert_checkpoint(
     hyperparameters: Mapping[str, Any] | None = None,
     layers: Sequence[int] | None = None,
     max_length: int | None = None,
+    base_model: str | None = None,
     force: bool = False,
     allow_pickle: bool = False,
 ) -> dict[str, Any]:
@@ -56,6 +57,7 @@ def convert_checkpoint(
         hyperparameters: replace the method's defaults, or what a checkpoint of the same method has.
         layers: indices of the layers to convert, all others being exact; None for all.
         max_length: tokens that the model shall take, if more than now: `extend_positions`, by tiling.
+        base_model: hub id that the card names as the origin, where a local folder's own files do not say it.
         force: replace what is at `output`, once all is done.
         allow_pickle: as in `open_checkpoint`.
 
@@ -76,6 +78,10 @@ def convert_checkpoint(
     place = check_output(output, checked.folder, force)
     model, notes, unused = load_with_report(checked)
     origin = provenance(checked, hf_efficient_attn.__version__)
+    if base_model is not None:
+        origin |= {"base_model": check_hub_id(base_model), "base_name": base_model.rpartition("/")[2]}
+    if max_length is not None:
+        origin["max_length"] = max_length
     before = _tensors_of(model)
     _switch(model, method, hyperparameters or {}, layers, max_length)
     with staged(place) as draft:
@@ -85,6 +91,8 @@ def convert_checkpoint(
         for name in checked.companions:
             (draft / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(checked.folder / name, draft / name)
+        if max_length is not None:
+            notes += _lengthen_tokenizer(draft, max_length)
         text = json.dumps(origin, indent=2, ensure_ascii=False) + "\n"
         (draft / "efficient_attention.json").write_text(text, encoding="utf-8")
         _check_result(draft, changes, unused)
@@ -98,8 +106,6 @@ def convert_checkpoint(
         notes.append(f"tensors that a {type(model).__name__} does not use, kept as they are: {', '.join(unused[:8])}")
     if changes.dropped and method not in EXACT:
         notes.append(f"{len(changes.dropped)} learned parameters of another method or size are dropped")
-    if max_length is not None and "tokenizer_config.json" in checked.companions:
-        notes.append("the tokenizer is copied as it is: give it model_max_length to make longer inputs")
     return {
         "source": os.fspath(source),
         "output": str(place),
@@ -300,25 +306,20 @@ def _layers_of(model: nn.Module) -> list[int]:
     return sorted(found)
 
 
+def _lengthen_tokenizer(draft: pathlib.Path, max_length: int) -> list[str]:
+    """Let the tokenizer cut at the new length rather than at the old one; returns what to tell the user."""
+    path = draft / "tokenizer_config.json"
+    if not path.is_file():
+        return []
+    said = json.loads(path.read_text(encoding="utf-8"))
+    old = said.get("model_max_length")
+    if type(old) is not int or old >= max_length:
+        return []
+    path.write_text(json.dumps({**said, "model_max_length": max_length}, indent=2, ensure_ascii=False) + "\n")
+    return [f"tokenizer_config.json: model_max_length {max_length} in place of {old}; all else of the tokenizer stays"]
+
+
 def _how_to_load(model: nn.Module, output: str) -> str:
     name = type(model).__name__
     lines = ["import hf_efficient_attn"] if model.config.efficient_attention else []
     return "\n".join([*lines, f"from transformers import {name}", f"model = {name}.from_pretrained({output!r})"])
-
-
-def parse_layers(text: str) -> list[int]:
-    """ "0-5,8" -> [0, 1, 2, 3, 4, 5, 8].
-
-    Raises:
-        UnsupportedAttentionError: a part that is no layer and no range of layers.
-    """
-    found: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        ends = [first, last] if dash else [first, first]
-        if not all(end.isascii() and end.isdecimal() and len(end) < 6 for end in ends) or int(ends[0]) > int(ends[1]):
-            raise UnsupportedAttentionError(
-                f"--layers {short(text)}: {short(part)} is no layer and no range of layers; write such as 0-5,8"
-            )
-        found += range(int(ends[0]), int(ends[1]) + 1)
-    return list(dict.fromkeys(found))

@@ -24,7 +24,7 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.cli import parse_methods
+from hf_efficient_attn.cli import parse_layers, parse_methods
 from hf_efficient_attn.demo import check_picture
 from hf_efficient_attn.errors import unknown_name
 from recipes.reporting import METRICS, PICTURE
@@ -142,18 +142,6 @@ def _pair(text: str) -> tuple[str, Any]:
         return key, json.loads(value)
     except json.JSONDecodeError:
         return key, value
-
-
-def parse_layers(text: str) -> list[int]:
-    """Indices out of such as "0-5,8"; raises ValueError for anything else."""
-    found: list[int] = []
-    for part in text.split(","):
-        first, dash, last = (piece.strip() for piece in part.partition("-"))
-        last = last if dash else first
-        if not (first.isdecimal() and last.isdecimal()) or int(first) > int(last):
-            raise ValueError(f"--layers {text!r}: {part!r} is no layer and no range of layers; write such as 0-5,8")
-        found += range(int(first), int(last) + 1)
-    return sorted(dict.fromkeys(found))
 
 
 @dataclass

@@ -21,7 +21,7 @@ import hf_efficient_attn as hea
 from hf_efficient_attn import checkpoint_conversion, cli
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.checkpoint.loading import quiet
-from hf_efficient_attn.checkpoint_conversion import convert_checkpoint, parse_layers
+from hf_efficient_attn.checkpoint_conversion import convert_checkpoint
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from tiny_models import DECODERS, FAMILIES, SMALL, output, tiny_batch, tiny_class, tiny_config, tiny_model
 
@@ -228,6 +228,7 @@ def test_where_it_comes_from_is_carried_on(tmp_path):
             "tags": ["a", "b"],
             "pipeline_tag": "fill-mask",
             "language": ["en"],
+            "max_length": None,
             "hf_efficient_attn": hea.__version__,
         }
 
@@ -246,6 +247,25 @@ def test_longer_positions(family, tmp_path):
     assert len(grown) == 1
     before, after = tensors(source), tensors(tmp_path / "out")
     assert all(torch.equal(before[name], after[name]) for name in before if name != grown[0])
+
+
+def test_the_tokenizer_and_the_card_know_of_longer_positions(tmp_path, capsys):
+    source = save(tmp_path / "source", "bert")
+    (source / "tokenizer_config.json").write_text('{"model_max_length": 128, "unk_token": "[UNK]"}')
+    command = [source, "--method", "linear", "--max-length", 300, "--base-model", "some/bert", "-o", tmp_path / "out"]
+    assert status(*command) == 0
+    assert "model_max_length 300 in place of 128" in capsys.readouterr().out
+    said = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert said == {"model_max_length": 300, "unk_token": "[UNK]"}
+    # A second conversion keeps what the first one said.
+    assert status(tmp_path / "out", "--method", "longformer", "-o", tmp_path / "again") == 0
+    origin = json.loads((tmp_path / "again" / "efficient_attention.json").read_text())
+    assert (origin["max_length"], origin["base_model"], origin["base_name"]) == (300, "some/bert", "bert")
+    assert "base_model: some/bert" in (tmp_path / "again" / "README.md").read_text()
+    for name in ("a/b/c", "no--no", ""):
+        assert status(source, "--method", "linear", "--base-model", name, "-o", tmp_path / "no") == 2
+        assert "no id of a model on the hub" in capsys.readouterr().err
+    assert not (tmp_path / "no").exists()
 
 
 def test_longer_positions_are_refused_where_there_are_none(tmp_path, capsys):
@@ -279,10 +299,10 @@ def test_layers(tmp_path, capsys):
 
 
 def test_parse_layers():
-    assert parse_layers("0-3, 8,2") == [0, 1, 2, 3, 8]
+    assert cli.parse_layers("8, 0-3,2") == [0, 1, 2, 3, 8]
     for text in ("", "a", "3-1", "-1", "1-", "0-9999999", "1,,2", "²"):
         with pytest.raises(UnsupportedAttentionError, match="0-5,8"):
-            parse_layers(text)
+            cli.parse_layers(text)
 
 
 def test_from_one_method_to_another(tmp_path, capsys):

@@ -17,8 +17,9 @@ def provenance(checked: CheckedSource, version: str) -> dict[str, Any]:
     """What `efficient_attention.json` holds.
 
     {"format": 1, "base_model": hub id or None, "base_name", "license", "tags", "pipeline_tag", "language",
-    "hf_efficient_attn": version}: the base model is the one that was converted first, its licence, tags, task and
-    languages are those of its card. What a card says in another form than plain text is left out.
+    "max_length": tokens to which the position table was extended or None, "hf_efficient_attn": version}: the base model
+    is the one that was converted first, its licence, tags, task and languages are those of its card. What a card says
+    in another form than plain text is left out.
 
     Raises:
         UnsupportedAttentionError: the source's card or `efficient_attention.json` cannot be read.
@@ -41,8 +42,20 @@ def provenance(checked: CheckedSource, version: str) -> dict[str, Any]:
         "tags": _texts(said.get("tags")),
         "pipeline_tag": _text(said.get("pipeline_tag")),
         "language": _texts([language] if isinstance(language, str) else language) or None,
+        "max_length": _length(said.get("max_length")),
         "hf_efficient_attn": version,
     }
+
+
+def check_hub_id(name: str) -> str:
+    """`name`, if a model on the hub can be called so; raises `UnsupportedAttentionError` if not."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise UnsupportedAttentionError(f"--base-model {name!r} is no id of a model on the hub: {error}") from error
+    return name
 
 
 def _front_matter(checked: CheckedSource, inside) -> dict:
@@ -61,6 +74,10 @@ def _front_matter(checked: CheckedSource, inside) -> dict:
 def _text(value: Any, form: re.Pattern | None = None) -> str | None:
     good = isinstance(value, str) and 0 < len(value) <= 200 and value.isprintable()
     return value if good and (form is None or form.fullmatch(value)) else None
+
+
+def _length(value: Any) -> int | None:
+    return value if type(value) is int and 0 < value < 2**31 else None
 
 
 def _texts(value: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""The command hf-efficient-attn: `methods`, `info NAME`, `demo`, `convert SOURCE`.
+"""The command hf-efficient-attn: `methods`, `info NAME`, `demo`, `convert SOURCE`, `push FOLDER ID`.
 
 Exit status: 0 done, 1 failed while working (a file that could not be written), 2 asked for something that does not
 exist, 130 interrupted. Errors are one line on stderr.
@@ -17,6 +17,7 @@ from hf_efficient_attn.cli.common import (
     app,
     label,
     main_of,
+    parse_layers,
     parse_lengths,
     parse_methods,
     run,

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.cli.common import Json, app, parse_methods, print_json, table
+from hf_efficient_attn.cli.common import Json, app, parse_layers, parse_methods, print_json, table
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 
 EXACT = ("sdpa", "eager")
@@ -31,6 +31,9 @@ def convert(
     max_length: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Tokens that the position table is extended to, by tiling.")
     ] = None,
+    base_model: Annotated[
+        str | None, typer.Option(metavar="ORG/NAME", help="Hub id of the original, for the card of a local folder.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the output folder if it is there.")] = False,
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="Read pytorch_model.bin (weights only) if nothing else is there.")
@@ -42,7 +45,7 @@ def convert(
     Exit status: 0 done, 1 reading, writing or the network failed, 2 refused, 130 interrupted. The output folder appears
     when all is done, or not at all.
     """
-    from hf_efficient_attn.checkpoint_conversion import convert_checkpoint, parse_layers
+    from hf_efficient_attn.checkpoint_conversion import convert_checkpoint
 
     method, hyperparameters = _chosen(method, setting)
     done = convert_checkpoint(
@@ -52,6 +55,7 @@ def convert(
         hyperparameters=hyperparameters,
         layers=None if layers is None else parse_layers(layers),
         max_length=max_length,
+        base_model=base_model,
         force=force,
         allow_pickle=allow_pickle,
     )
