@@ -10,7 +10,6 @@ long text is.
 import contextlib
 import importlib.util
 import itertools
-import os
 import pathlib
 import pydoc_data.topics
 import statistics
@@ -26,6 +25,7 @@ from tqdm import tqdm
 from hf_efficient_attn.conversion import convert, extend_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods.base import MethodConfig
+from hf_efficient_attn.writing import replacing
 
 SHORTEST, LONGEST = 512, 16384
 
@@ -289,39 +289,6 @@ def summarise(measured: Sequence[Measurement], search: Sequence[Agreement]) -> l
     elif below := [entry.tokens for entry in measured if entry.tokens < min(worth)]:
         sentences.append(f"Up to {max(below)} tokens exact attention is about as fast or faster.")
     return sentences
-
-
-def check_picture(path: pathlib.Path) -> None:
-    """That a picture can be written there, asked before the work rather than after it.
-
-    Raises:
-        UnsupportedAttentionError: matplotlib is not installed, does not know the format, or the folder does not exist.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UnsupportedAttentionError("drawing needs matplotlib: pip install 'hf_efficient_attn[plots]'")
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    known = sorted(FigureCanvasBase.get_supported_filetypes())
-    if path.suffix.lstrip(".").lower() not in known:
-        raise UnsupportedAttentionError(f"cannot draw to {str(path)!r}: its name must end in one of {', '.join(known)}")
-    check_writable(path)
-
-
-def check_writable(path: pathlib.Path) -> None:
-    """That a file can be there; raises `UnsupportedAttentionError` if not."""
-    if path.is_dir() or not path.parent.is_dir():
-        raise UnsupportedAttentionError(f"cannot write {str(path)!r}: its folder must exist, and it must not be one")
-
-
-@contextlib.contextmanager
-def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A file beside `path` to write to, which takes its place when all went well and vanishes when not."""
-    draft = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    try:
-        yield draft
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def draw(result: Mapping[str, Any], path: pathlib.Path) -> None:

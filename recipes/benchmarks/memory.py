@@ -9,7 +9,6 @@ of a call.
 import functools
 import json
 import pathlib
-import resource
 import subprocess
 import sys
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 import hf_efficient_attn as hea
+from hf_efficient_attn.measure import peak_bytes
 from hf_efficient_attn.methods.base import MethodConfig, method_info
 
 EXACT = "sdpa"
@@ -40,18 +40,6 @@ def run_once(config: MethodConfig | None, inputs: tuple[torch.Tensor, ...], case
         for x in inputs:
             x.grad = None
         out.backward(torch.ones_like(out))
-
-
-def peak_bytes() -> int:
-    """Greatest resident memory of this process so far.
-
-    Linux counts the peak of the parent into a child's `ru_maxrss`, but not into `VmHWM`.
-    """
-    status = pathlib.Path("/proc/self/status")
-    if status.exists():
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def extra_memory(config: MethodConfig | None, case: dict[str, Any]) -> float:

@@ -1,0 +1,42 @@
+"""Files and pictures that commands write: asked for before the work, and whole or not there at all."""
+
+import contextlib
+import importlib.util
+import os
+import pathlib
+from collections.abc import Iterator
+
+from hf_efficient_attn.errors import UnsupportedAttentionError
+
+
+def check_picture(path: pathlib.Path) -> None:
+    """That a picture can be written there, asked before the work rather than after it.
+
+    Raises:
+        UnsupportedAttentionError: matplotlib is not installed, does not know the format, or the folder does not exist.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UnsupportedAttentionError("drawing needs matplotlib: pip install 'hf_efficient_attn[plots]'")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix.lstrip(".").lower() not in known:
+        raise UnsupportedAttentionError(f"cannot draw to {str(path)!r}: its name must end in one of {', '.join(known)}")
+    check_writable(path)
+
+
+def check_writable(path: pathlib.Path) -> None:
+    """That a file can be there; raises `UnsupportedAttentionError` if not."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise UnsupportedAttentionError(f"cannot write {str(path)!r}: its folder must exist, and it must not be one")
+
+
+@contextlib.contextmanager
+def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A file beside `path` to write to, which takes its place when all went well and vanishes when not."""
+    draft = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        yield draft
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
