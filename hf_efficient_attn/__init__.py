@@ -2,6 +2,7 @@
 
 import hf_efficient_attn.methods
 from hf_efficient_attn import analysis, functional, integration, kernel
+from hf_efficient_attn.calibration import calibrate
 from hf_efficient_attn.conversion import convert, extend_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig

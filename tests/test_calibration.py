@@ -1,0 +1,289 @@
+"""`hea.calibrate` and what it stands on: the calls of a model's attention, and the bound on unseen errors."""
+
+import copy
+import math
+
+import pytest
+import torch
+import transformers
+
+import hf_efficient_attn as hea
+from hf_efficient_attn import calibration, capture
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from tiny_models import tiny_batch, tiny_model
+
+
+def batches(family, count, *, start=0, length=70, padding="none"):
+    return [tiny_batch(family, length=length, padding=padding, seed=start + i) for i in range(count)]
+
+
+def layer_errors(model, settings, unseen):
+    """Errors of the converted layers on unseen batches: layer -> a mean over rows and heads for each batch."""
+    found = {}
+
+    def visit(call):
+        config = settings.for_layer(call.layer)
+        if config is not None:
+            found.setdefault(call.layer, []).append(call.errors(config).mean().item())
+
+    with capture.watching(model, visit):
+        for batch in unseen:
+            capture.forward(model, batch)
+    return found
+
+
+def share_below(found, max_error):
+    errors = [error for one in found.values() for error in one]
+    return sum(error <= max_error for error in errors) / len(errors)
+
+
+@pytest.mark.parametrize(("family", "methods"), [("bert", None), ("bert", ["kdeformer", "longformer"]), ("gpt2", None)])
+def test_unseen_batches_stay_below_the_error(family, methods):
+    model = tiny_model(family)
+    config = hea.calibrate(model, batches(family, 6), max_error=0.5, methods=methods, budgets=[8, 16, 32, 48])
+    found = layer_errors(model, config, batches(family, 12, start=100))
+    assert found
+    assert share_below(found, 0.5) >= 0.95
+    hea.convert(model, config)
+    assert model.config.efficient_attention["layers"]
+    with torch.no_grad():
+        assert torch.isfinite(model(**batches(family, 1)[0])[0]).all()
+
+
+@pytest.mark.parametrize("max_error", [0.15, 0.3])
+def test_unseen_text_stays_below_the_error(max_error, minilm):
+    import pydoc_data.topics
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(minilm)
+    model = transformers.BertModel.from_pretrained(minilm)
+    texts = sorted(pydoc_data.topics.topics.values(), key=len)[-24:]
+    made = [tokenizer(text, truncation=True, max_length=256, return_tensors="pt") for text in texts]
+    config = hea.calibrate(model, made[:8], max_error=max_error, methods=["longformer", "kdeformer"], budgets=[64, 128])
+    assert share_below(layer_errors(model, config, made[8:]), max_error) >= 0.95
+
+
+def test_more_error_costs_less():
+    model, data = tiny_model("bert"), batches("bert", 4)
+    costs = []
+    for max_error in (0.9, 0.5, 0.3):
+        config = hea.calibrate(
+            model, data, max_error=max_error, methods=["longformer"], budgets=[8, 16, 24, 32, 48, 60]
+        )
+        # One exact key a position of the window on each side; 69 keys stand for a layer that stays exact.
+        windows = [config.for_layer(layer) for layer in range(2)]
+        costs.append(sum(69 if one is None else one.window_size for one in windows))
+    assert costs == sorted(costs)
+    assert costs[0] < costs[-1]
+
+
+def test_layers_where_nothing_fits_stay_exact():
+    model = tiny_model("bert")
+    with torch.no_grad():  # queries of the second layer without which attention is the mean of all values
+        model.encoder.layer[1].attention.self.query.weight.zero_()
+        model.encoder.layer[1].attention.self.query.bias.zero_()
+    config = hea.calibrate(model, batches("bert", 4), max_error=0.01, methods=["nystromformer"], budgets=[8])
+    assert config.named_layers() == [1]
+    assert config.for_layer(0) is None
+    assert config.for_layer(1) == hea.NystromformerConfig().with_budget(8)
+    hea.convert(model, config)
+    assert hea.EfficientAttentionConfig.from_dict(config.to_dict()) == config
+
+
+def test_cheapest_first_then_order():
+    model, data = tiny_model("bert"), batches("bert", 2)
+    for methods in (["longformer", "kdeformer"], ["kdeformer", "longformer"]):
+        config = hea.calibrate(model, data, max_error=100.0, methods=methods, budgets=[32, 16])
+        assert {entry.config for entry in config.entries} == {hea.methods.base.make_config(methods[0]).with_budget(16)}
+        assert config.named_layers() == [0, 1]
+
+
+def test_a_mix_is_one_config():
+    found = calibration.config_of({hea.LongformerConfig(window_size=3): [0, 2], hea.LinearConfig(): [1]})
+    assert [(one.layers, one.config.method) for one in found.entries] == [
+        ((0, 2), "longformer"),
+        ((1,), "linear"),
+    ]
+    assert found.to_dict()["layers"][0]["window_size"] == 3
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "vit", "llama"])
+def test_the_model_is_as_it_was(family):
+    model = tiny_model(family).train()
+    next(module for module in model.modules() if not list(module.children())).eval()
+    before = {
+        "state": copy.deepcopy(model.state_dict()),
+        "training": [m.training for m in model.modules()],
+        "config": model.config.to_dict(),
+        "attention": model.config._attn_implementation,
+    }
+    torch.manual_seed(3)
+    random = torch.get_rng_state()
+    with torch.enable_grad():
+        hea.calibrate(model, batches(family, 2), max_error=5.0, methods=["kdeformer"], budgets=[16])
+        assert torch.is_grad_enabled()
+    assert torch.equal(torch.get_rng_state(), random)
+    assert [m.training for m in model.modules()] == before["training"]
+    assert model.config.to_dict() == before["config"]
+    assert model.config._attn_implementation == before["attention"]
+    assert all(torch.equal(x, before["state"][name]) for name, x in model.state_dict().items())
+    assert capture._NAME not in transformers.AttentionInterface().valid_keys()
+
+
+def test_a_failure_leaves_the_model_as_it_was():
+    model = tiny_model("bert").train()
+    wrong = [*batches("bert", 1), {"input_ids": torch.full((1, 70), 10**6)}]
+    with pytest.raises(IndexError):
+        hea.calibrate(model, wrong, max_error=5.0, methods=["longformer"], budgets=[16])
+    assert model.training
+    assert model.config._attn_implementation == "sdpa"
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    assert capture._NAME not in ALL_ATTENTION_FUNCTIONS
+
+
+def test_learned_parameters_survive():
+    model = hea.convert(tiny_model("bert"), "linformer", projection_dim=8)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "learned_parameters" in name:
+                parameter.add_(1.0)
+    state = copy.deepcopy(model.state_dict())
+    hea.calibrate(model, batches("bert", 2), max_error=5.0, methods=["longformer"], budgets=[16])
+    assert model.config._attn_implementation == "linformer"
+    assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+def test_calls_are_what_the_model_computes(family, padding):
+    """Exact within, and the error measured is that of the converted model: its draws, its mask, its causality."""
+    model, batch = tiny_model(family), tiny_batch(family, padding=padding)
+    with torch.no_grad():
+        exact = model(**batch)[0]
+    calls = []
+    with capture.watching(model, calls.append):
+        seen = capture.forward(model, batch)[0]
+    there = batch.get("attention_mask", torch.ones(2, 70)).bool()
+    torch.testing.assert_close(seen[there], exact[there], atol=1e-4, rtol=1e-4)
+    assert [call.layer for call in calls] == [0, 1]
+    assert all(call.is_causal == (family in ("gpt2", "llama")) for call in calls)
+    config = hea.KDEformerConfig(block_size=4, num_samples=8, num_probes=4)
+    outs = []
+    hea.convert(model, config, layers=[1])
+    attention = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    ours = attention["kdeformer"]
+    attention["kdeformer"] = lambda *args, **rest: outs.append(ours(*args, **rest)[0]) or (outs[-1], None)
+    try:
+        with torch.no_grad():
+            model(**batch)
+    finally:
+        del attention["kdeformer"]
+    call, hidden = calls[1], ~there[:, None, :, None]
+    difference = (outs[1].transpose(1, 2) - call.exact).masked_fill(hidden, 0.0).double()
+    expected = torch.linalg.matrix_norm(difference, 2) / torch.linalg.matrix_norm(
+        call.exact.masked_fill(hidden, 0.0).double(), 2
+    )
+    torch.testing.assert_close(call.errors(config), expected, atol=1e-4, rtol=1e-3)
+    assert (expected > 0.01).any()
+
+
+def test_padding_does_not_count():
+    model = tiny_model("bert")
+    short = tiny_batch("bert", batch=1, length=50)
+    long = {"input_ids": torch.cat((short["input_ids"], torch.full((1, 20), 7)), 1)}
+    long["attention_mask"] = (torch.arange(70) < 50).long()[None]
+    config = hea.LongformerConfig(window_size=4)
+    settings = hea.EfficientAttentionConfig(config)
+    for layer, errors in layer_errors(model, settings, [short]).items():
+        assert errors == pytest.approx(layer_errors(model, settings, [long])[layer], rel=1e-3)
+
+
+def test_an_empty_row_says_nothing():
+    model, data = tiny_model("bert"), tiny_batch("bert", padding="right")
+    data["attention_mask"][1] = 0
+    candidate = calibration.Candidate(9, hea.LongformerConfig(window_size=4))
+    table = calibration.measure(model, [data], [candidate], [0, 1], 9.0)
+    assert [set(errors) for errors in table.values()] == [{(0, 0)}, {(0, 0)}]
+
+
+def test_the_seed_goes_into_the_result():
+    model, data = tiny_model("bert"), batches("bert", 2)
+    options = {"max_error": 5.0, "methods": ["kdeformer"], "budgets": [16]}
+    assert hea.calibrate(model, data, **options) == hea.calibrate(model, data, **options)
+    assert hea.calibrate(model, data, seed=5, **options).entries[0].config.seed == 5
+
+
+def test_bound_is_above_what_was_seen():
+    errors = {(0, i): error for i, error in enumerate([0.1, 0.1, 0.1, 0.2])}
+    assert calibration.bound(errors, 0.0, 0.5) > 0.2
+    flat = {(0, i): 0.1 for i in range(4)}
+    assert calibration.bound(flat, 0.0, 0.5) == pytest.approx(0.1)
+    assert calibration.bound(flat, 0.2, 0.5) == pytest.approx(0.1 * math.exp(2 * 0.2 * math.sqrt(1.25)))
+    assert calibration.bound({(0, 0): math.nan}, 0.1, 0.5) == math.inf
+    assert calibration.bound({(0, 0): 0.0}, 0.1, 0.5) < 0.5
+
+
+def test_bound_holds_on_unseen_draws():
+    """Of log-normal errors about one in 44 lies above it, whatever was seen."""
+    generator = torch.Generator().manual_seed(0)
+    above = 0
+    for _ in range(400):
+        drawn = (0.2 * torch.randn(20, generator=generator) - 2.0).exp().tolist()
+        limit = calibration.bound({(0, i): error for i, error in enumerate(drawn[:10])}, 0.2, 1.0)
+        above += sum(error > limit for error in drawn[10:])
+    assert above / 4000 < 0.03
+
+
+BERT_BATCH = tiny_batch("bert")
+
+
+@pytest.mark.parametrize(
+    ("family", "data", "options", "said"),
+    [
+        ("bert", [], {}, "no batches"),
+        ("bert", BERT_BATCH, {}, "not a batch itself"),
+        ("bert", [3], {}, "a batch is a mapping"),
+        ("bert", [BERT_BATCH], {"max_error": 0}, "max_error=0"),
+        ("bert", [BERT_BATCH], {"max_error": -0.1}, "max_error=-0.1"),
+        ("bert", [BERT_BATCH], {"max_error": math.nan}, "max_error=nan"),
+        ("bert", [BERT_BATCH], {"max_error": True}, "max_error=True"),
+        ("bert", [BERT_BATCH], {"max_error": 1e-9}, "nothing keeps max_error=1e-09 in any layer"),
+        ("bert", [BERT_BATCH], {"methods": []}, "methods is empty"),
+        ("bert", [BERT_BATCH], {"methods": ["kdeformr"]}, "Did you mean 'kdeformer'"),
+        ("bert", [BERT_BATCH], {"methods": ["linformer"]}, "learned parameters"),
+        ("bert", [BERT_BATCH], {"methods": [hea.NystromformerConfig(conv_kernel_size=3)]}, "learned parameters"),
+        ("bert", [BERT_BATCH], {"budgets": [0]}, "a budget of 0"),
+        ("bert", [BERT_BATCH], {"budgets": [70, 100]}, "save nothing"),
+        ("bert", [BERT_BATCH], {"budgets": [1], "methods": ["eva"]}, "2 or more"),
+        ("gpt2", [BERT_BATCH], {"methods": ["nystromformer"]}, "Methods that have one: .*kdeformer"),
+    ],
+)  # fmt: skip
+def test_refused(family, data, options, said):
+    with pytest.raises(UnsupportedAttentionError, match=said):
+        hea.calibrate(tiny_model(family), data, **{"max_error": 0.5, "budgets": [16], **options})
+
+
+def test_models_without_attention_are_refused():
+    sizes = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+    mamba = transformers.MambaModel(transformers.MambaConfig(**sizes))
+    with pytest.raises(UnsupportedAttentionError, match="MambaModel"):
+        hea.calibrate(mamba, [{"input_ids": torch.ones(1, 9, dtype=torch.int64)}], max_error=0.5)
+    with pytest.raises(UnsupportedAttentionError, match="no Transformers model"):
+        hea.calibrate(torch.nn.Linear(2, 2), [torch.ones(1, 2)], max_error=0.5)
+
+
+def test_encoder_and_decoder_share_their_layers():
+    """Layer 0 is that of the encoder, the decoder and its cross attention: the method must fit all of them."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+             "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "vocab_size": 60}  # fmt: skip
+    model = transformers.BartModel(transformers.BartConfig(**sizes, max_position_embeddings=80))
+    data = [{"input_ids": x["input_ids"], "decoder_input_ids": x["input_ids"][:, :40]} for x in batches("bert", 2)]
+    with pytest.raises(UnsupportedAttentionError, match="is a decoder"):
+        hea.calibrate(model, data, max_error=9.0, methods=["nystromformer"])
+    calls = []
+    with capture.watching(model, calls.append):
+        capture.forward(model, data[0])
+    cross = next(call for call in calls if call.query.shape[2] != call.key.shape[2])
+    assert (cross.errors(hea.LongformerConfig(window_size=4)) == 0).all()
+    assert hea.calibrate(model, data, max_error=9.0, methods=["longformer"], budgets=[8]).named_layers() == [0]
