@@ -9,14 +9,19 @@ from collections.abc import Iterator
 from hf_efficient_attn.errors import UnsupportedAttentionError
 
 
+def check_drawing() -> None:
+    """That pictures can be drawn; raises `UnsupportedAttentionError` if matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UnsupportedAttentionError("drawing needs matplotlib: pip install 'hf_efficient_attn[plots]'")
+
+
 def check_picture(path: pathlib.Path) -> None:
     """That a picture can be written there, asked before the work rather than after it.
 
     Raises:
         UnsupportedAttentionError: matplotlib is not installed, does not know the format, or the folder does not exist.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UnsupportedAttentionError("drawing needs matplotlib: pip install 'hf_efficient_attn[plots]'")
+    check_drawing()
     from matplotlib.backend_bases import FigureCanvasBase
 
     known = sorted(FigureCanvasBase.get_supported_filetypes())

@@ -20,6 +20,7 @@ import torch
 from tqdm import tqdm
 
 from hf_efficient_attn.errors import unknown_name
+from hf_efficient_attn.reading import decode
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm")
 TRAIN_SPLITS = ("train", "training")
@@ -75,24 +76,6 @@ class Pictures:
     def class_names(self) -> list[str]:
         """The names of all classes: in the source's own order, or sorted, numbers by their value."""
         return list(self.order) if self.order else sorted_classes(self.classes)
-
-
-def decode(content: bytes):
-    """The bytes of a picture file -> a Pillow image in RGB.
-
-    Colours under transparency are kept, as `convert` does; 16-bit grey keeps its 8 upper bits, which `convert` would
-    clip to white.
-    """
-    from PIL import Image, ImageOps
-
-    picture = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
-    if picture.mode.startswith("I;16"):
-        import numpy as np
-
-        picture = Image.fromarray((np.asarray(picture) >> 8).astype("uint8"))
-    if picture.mode == "P" and "transparency" in picture.info:
-        picture = picture.convert("RGBA")
-    return picture.convert("RGB")
 
 
 def sorted_classes(names) -> list[str]:

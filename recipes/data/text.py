@@ -5,11 +5,8 @@ to be told where one ends, which sub-quadratic methods cannot take (they refuse 
 end of a document is a shorter row, padded in its batch, or dropped.
 """
 
-import gzip
-import json
 import pathlib
 import re
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,6 +17,9 @@ from datasets import Dataset, load_dataset
 from torch import Tensor
 from tqdm import tqdm
 from transformers import DataCollatorForLanguageModeling, TrainerCallback
+
+from hf_efficient_attn.reading import json_rows, read_text
+from hf_efficient_attn.reading import special_tokens as special_tokens
 
 IGNORED = -100  # the label of a token that counts in no loss, as in Transformers
 TEXT_SUFFIXES = (".txt", ".txt.gz")
@@ -90,31 +90,6 @@ def documents_of(path: pathlib.Path, *, column: str = "text", separator: str | N
     yield from (text for text in texts if text.strip())
 
 
-def read_text(path: pathlib.Path) -> str:
-    """A UTF-8 text, gzipped if its name ends in .gz; line ends become \\n."""
-    try:
-        with gzip.open(path, "rb") if path.name.lower().endswith(".gz") else path.open("rb") as file:
-            return file.read().decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text (byte {error.start})") from None
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path}: damaged gzip file ({error})") from None
-
-
-def json_rows(path: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number from 1, row) of a JSON lines file."""
-    for number, line in enumerate(read_text(path).split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error.msg})") from None
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}, line {number}: a JSON object is expected, not {type(row).__name__}")
-        yield number, row
-
-
 def _json_texts(path: pathlib.Path, column: str) -> Iterator[str]:
     for number, row in json_rows(path):
         if not isinstance(row.get(column), str):
@@ -131,16 +106,6 @@ def documents_of_hub(name: str, subset: str | None, split: str, column: str) -> 
             f"{name}, split {split}: no column {column!r} (columns: {', '.join(rows.column_names)}); give --text_column"
         )
     yield from (text for text in rows[column] if isinstance(text, str) and text.strip())
-
-
-def special_tokens(tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What a tokenizer puts before and after a text: ([CLS],) and ([SEP],) of BERT, nothing of GPT-2."""
-    inside = tokenizer("a", add_special_tokens=False)["input_ids"]
-    whole = tokenizer("a")["input_ids"]
-    for at in range(len(whole) - len(inside) + 1):
-        if whole[at : at + len(inside)] == inside:
-            return tuple(whole[:at]), tuple(whole[at + len(inside) :])
-    raise ValueError(f"{type(tokenizer).__name__} changes a text when it adds special tokens; use another tokenizer")
 
 
 class Tokens(NamedTuple):
