@@ -6,7 +6,6 @@ model's outputs with those of exact attention, and needs no labels: the cosine o
 perplexities, or how often the same class, or the same token under a mask, comes first.
 """
 
-import json
 import math
 import pathlib
 import time
@@ -28,10 +27,10 @@ from hf_efficient_attn.methods.base import MethodConfig, make_config
 from hf_efficient_attn.methods.call import causal_methods
 from hf_efficient_attn.model_data import ModelData, make_room, positions_of, task_of
 from hf_efficient_attn.reading import read_json
-from hf_efficient_attn.writing import check_drawing, replacing
+from hf_efficient_attn.writing import check_folder, replacing, write_results
 
 FORMAT = 1
-JSON_NAME, PICTURE_NAME = "benchmark.json", "benchmark.png"
+NAMES = ("benchmark.json", "benchmark.png")
 # Rows, pictures, on which agreement is measured.
 TEXT_ROWS, IMAGE_ROWS = 4, 32
 _SHORTEST = 512
@@ -248,9 +247,9 @@ def summarise(result: Mapping[str, Any]) -> list[str]:
             sentences.append(f"{label} does not pay {upto}: exact attention is as fast or faster there.")
             continue
         rows = [row for row in result["measurements"] if row["attention"] == label and row["length"] == lengths[-1]]
-        where = "all measured lengths" if first == lengths[0] else f"{first} tokens on"
+        where = "at all measured lengths" if first == lengths[0] else f"from {first} tokens on"
         sentences.append(
-            f"{label} pays from {where}: {rows[0]['speed_up']:.1f} times as fast as exact attention at {lengths[-1]}."
+            f"{label} pays {where}: {rows[0]['speed_up']:.1f} times as fast as exact attention at {lengths[-1]}."
         )
     return sentences
 
@@ -303,27 +302,15 @@ def check_place(
         values = read_json(config) if config.is_file() else {}
         if "efficient_attention" not in values:
             raise UnsupportedAttentionError(
-                f"--card: {str(source)!r} is no folder of a converted checkpoint; make one with hf-efficient-attn convert"
+                f"--card: {str(source)!r} is no folder of a converted checkpoint: make one by hf-efficient-attn convert"
             )
-    for name in (JSON_NAME, PICTURE_NAME):
-        path = place / name
-        if path.exists() and not force:
-            raise UnsupportedAttentionError(f"{path} is there already: give --force to write over it")
-    if place.exists() and not place.is_dir():
-        raise UnsupportedAttentionError(f"{place} is not a folder")
-    if not place.exists() and not place.absolute().parent.is_dir():
-        raise UnsupportedAttentionError(f"cannot make the folder {place}: {place.absolute().parent} does not exist")
-    check_drawing()
+    check_folder(place, NAMES, force=force)
     return place
 
 
 def write_benchmark(result: Mapping[str, Any], place: pathlib.Path, *, card: bool = False) -> list[pathlib.Path]:
     """Write benchmark.json and benchmark.png into a folder, and renew the model card there; what was written."""
-    place.mkdir(exist_ok=True)
-    written = [place / PICTURE_NAME, place / JSON_NAME]
-    draw(result, written[0])
-    with replacing(written[1]) as draft:
-        draft.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    written = write_results(result, place, "benchmark", draw)
     if card:
         from hf_efficient_attn.hub.card import write_card
 

@@ -140,8 +140,6 @@ def machine(model: torch.nn.Module) -> dict[str, Any]:
     """The processor, the threads of PyTorch, where and in what type the model is, and the versions."""
     import transformers
 
-    import hf_efficient_attn
-
     parameter = next(model.parameters())
     return {
         "cpu": _processor(),
@@ -150,7 +148,7 @@ def machine(model: torch.nn.Module) -> dict[str, Any]:
         "dtype": str(parameter.dtype).removeprefix("torch."),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "hf_efficient_attn": hf_efficient_attn.__version__,
+        "hf_efficient_attn": sys.modules[__package__].__version__,
     }
 
 

@@ -2,9 +2,11 @@
 
 import contextlib
 import importlib.util
+import json
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 
@@ -45,3 +47,32 @@ def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def check_folder(folder: pathlib.Path, names: Sequence[str], *, force: bool) -> None:
+    """That files of these names, some of them pictures, can be written into a folder, which may yet have to be made.
+
+    Raises:
+        UnsupportedAttentionError: one is there already and `force` is False, the folder's own folder does not exist, or
+            matplotlib is not installed.
+    """
+    for name in names:
+        if (folder / name).exists() and not force:
+            raise UnsupportedAttentionError(f"{folder / name} is there already: give --force to write over it")
+    if folder.exists() and not folder.is_dir():
+        raise UnsupportedAttentionError(f"{folder} is not a folder")
+    if not folder.absolute().parent.is_dir():
+        raise UnsupportedAttentionError(f"cannot make the folder {folder}: {folder.absolute().parent} does not exist")
+    check_drawing()
+
+
+def write_results(
+    result: Mapping[str, Any], folder: pathlib.Path, name: str, draw: Callable[[Mapping[str, Any], pathlib.Path], None]
+) -> list[pathlib.Path]:
+    """Write what was measured as <name>.json and the picture that `draw` makes of it as <name>.png; both paths."""
+    folder.mkdir(exist_ok=True)
+    written = [folder / f"{name}.json", folder / f"{name}.png"]
+    draw(result, written[1])
+    with replacing(written[0]) as draft:
+        draft.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return written

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.cli import benchmark, convert, demo, methods, push
+from hf_efficient_attn.cli import analyze, benchmark, convert, demo, methods, push
 from hf_efficient_attn.cli.common import (
     Json,
     Settings,
