@@ -64,9 +64,9 @@ def analyze(
     from hf_efficient_attn.inspection import BUDGETS, analyze_checkpoint, draw_maps
     from hf_efficient_attn.writing import check_folder, write_results
 
-    chosen = parse_methods(methods, setting)
     if setting and not methods:
         raise UnsupportedAttentionError("--set: name the methods that it is for by --methods")
+    chosen = parse_methods(methods, setting)
     if output is not None:
         check_folder(output, ("analysis.json", "analysis.png"), force=force)
     result = analyze_checkpoint(
@@ -87,17 +87,18 @@ def _show(result: dict[str, Any]) -> None:
     for entry in result["layers"]:
         figures = [entry["stable_rank"], entry["head_to_tail"]]
         cells = ["" if heads is None else f"{statistics.fmean(heads):.1f} ({max(heads):.1f})" for heads in figures]
-        for label in labels:
-            cells += [f"{statistics.fmean(entry['errors'][label][budget]):.3f}" for budget in budgets]
+        errors = [[statistics.fmean(entry["errors"][label][budget]) for budget in budgets] for label in labels]
+        cells += ["  ".join(f"{error:.3f}" for error in row) for row in errors]
         rows.append((entry["name"] if entry["layer"] is None else entry["layer"], *cells))
-    headers = ["layer", "stable rank", "tail over head", *(f"{name}, {n}" for name in labels for n in budgets)]
+    headers = ["layer", "stable rank", "tail over head", *labels]
     typer.echo(table(headers, rows))
     typer.echo(
         "\n"
         f"{result['data']['rows']} rows of {result['tokens']} tokens of {result['data']['name']}. Means over rows and "
-        "heads, in brackets the\ngreatest of a head; --json and --output tell every head. stable rank: of the attention "
-        "matrix. tail over head: sum\nof all but the n largest entries of the n x n kernel matrix over the sum of "
-        "these. Then the error (relative operator\nnorm of the output) of methods at budgets of so many columns.\n"
+        "heads, in brackets the\ngreatest of a head; --json and --output tell every head.\n"
+        "stable rank: of the attention matrix. tail over head: of the n x n kernel matrix, the sum of all but the n\n"
+        "largest entries over the sum of these. Then for each method the error (relative operator norm of the output)\n"
+        f"at budgets of {', '.join(budgets)} columns.\n"
     )
     for note in result["notes"]:
         typer.echo(note)

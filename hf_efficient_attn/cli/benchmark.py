@@ -68,9 +68,9 @@ def benchmark(
     """Time, memory and error of methods in your model on this machine, and the length at which they begin to pay."""
     from hf_efficient_attn.benchmark import benchmark_checkpoint, check_place, write_benchmark
 
-    chosen = parse_methods(methods, setting)
     if setting and not methods:
         raise UnsupportedAttentionError("--set: name the methods that it is for by --methods")
+    chosen = parse_methods(methods, setting)
     place = check_place(source, output, card=card, force=force)
     result = benchmark_checkpoint(
         source, chosen or None, parse_lengths(lengths) or None, data=data, batch=batch, rows=rows, rounds=rounds,

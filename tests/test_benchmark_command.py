@@ -1,0 +1,625 @@
+"""`hf-efficient-attn benchmark` and `analyze`, on tiny models that are made here."""
+
+import gzip
+import json
+import math
+import pathlib
+import shlex
+import subprocess
+import sys
+import types
+import zipfile
+
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+import hf_efficient_attn as hea
+from hf_efficient_attn import analysis, benchmark, calibration, capture, cli, comparison, inspection, measure, reading
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.model_data import ModelData, task_of
+from tiny_models import SMALL, tiny_model
+
+WORDS = [f"w{i}" for i in range(50)]
+# Not of a period that a mask or a window could share.
+TEXT = " ".join(WORDS[(i * i + 3 * (i // 7)) % 50] for i in range(3000))
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def tokenizer_for(family):
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*special, *WORDS])}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    if family == "bert":
+        made.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        )
+    names = {"unk_token": "[UNK]", "pad_token": "[PAD]", "mask_token": "[MASK]"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **names)
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch):
+    """One call is timed, where otherwise calls are repeated for a tenth of a second."""
+    monkeypatch.setattr(measure, "_calls_to_time", lambda work: 1)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """make(family, head) -> folder of a tiny checkpoint, with a tokenizer or an image processor; made once each."""
+    folders = {}
+
+    def make(family, head=False, tokenizer=True):
+        key = family, head, tokenizer
+        if key not in folders:
+            folder = tmp_path_factory.mktemp(f"{family}-{head}-{tokenizer}")
+            tiny_model(family, head=head).save_pretrained(folder)
+            if family in ("vit", "deit"):
+                transformers.ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder)
+            elif tokenizer:
+                tokenizer_for(family).save_pretrained(folder)
+            folders[key] = folder
+        return folders[key]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory):
+    """A zip file of six pictures."""
+    image = pytest.importorskip("PIL.Image")
+    folder = tmp_path_factory.mktemp("pictures")
+    generator = torch.Generator().manual_seed(0)
+    with zipfile.ZipFile(folder / "pictures.zip", "w") as archive:
+        for i in range(6):
+            pixels = torch.randint(256, (40, 50, 3), generator=generator, dtype=torch.uint8).numpy()
+            image.fromarray(pixels).save(folder / f"{i}.png")
+            archive.write(folder / f"{i}.png", f"class/{i}.png")
+    return folder / "pictures.zip"
+
+
+def small(method):
+    return f"{method}:" + ":".join(f"{key}={value}" for key, value in SMALL[method].items())
+
+
+SMALL_METHODS = "kdeformer:block_size=4:num_samples=8,longformer:window_size=4"
+
+
+def command(*arguments):
+    return cli.run(cli.app, list(map(str, arguments)), "hf-efficient-attn")
+
+
+def run_json(capsys, *arguments):
+    capsys.readouterr()
+    assert command(*arguments, "--json") == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return json.loads(out)
+
+
+@pytest.mark.parametrize(
+    ("family", "head", "task", "agreement"),
+    [
+        ("bert", False, "embedding", "cosine"),
+        ("bert", True, "masked-lm", "top1"),
+        ("gpt2", True, "causal-lm", "perplexity_ratio"),
+        ("llama", True, "causal-lm", "perplexity_ratio"),
+        ("vit", False, "embedding", "cosine"),
+        ("deit", True, "image-classification", "top1"),
+    ],
+)
+def test_what_is_measured(family, head, task, agreement, made, text, photographs, capsys):
+    source, is_image = made(family, head), family in ("vit", "deit")
+    result = run_json(
+        capsys, "benchmark", source, "--methods", SMALL_METHODS, "--lengths", "40,80", "--rounds", 1, "--rows", 3,
+        "--data", photographs if is_image else text,
+    )  # fmt: skip
+    assert result["format"] == 1
+    assert (result["task"], result["agreement"]) == (task, agreement)
+    assert result["source"] == str(source)
+    assert set(result["machine"]) == {"cpu", "threads", "device", "dtype", "torch", "transformers", "hf_efficient_attn"}
+    assert result["machine"]["hf_efficient_attn"] == hea.__version__
+    assert result["data"] == {"name": (photographs if is_image else text).name, "rows": 3}
+    rows = result["measurements"]
+    labels = ["sdpa", "kdeformer (block_size=4, num_samples=8)", "longformer (window_size=4)"]
+    # Pictures have as many tokens as patches and class tokens, of a square.
+    lengths = [40, 80] if not is_image else [36 + (family == "deit") + 1, 81 + (family == "deit") + 1]
+    assert [(row["length"], row["attention"]) for row in rows] == [(n, label) for n in lengths for label in labels]
+    assert list(result["pays_from"]) == labels[1:]
+    for row in rows:
+        assert row["seconds"] > 0
+        assert row["batch"] == 1
+        assert row["method"] == row["attention"].partition(" ")[0]
+        assert len(row["layer_errors"]) == 2
+        assert row["error"] == pytest.approx(sum(row["layer_errors"]) / 2)
+        if row["method"] == "sdpa":
+            assert (row["speed_up"], row["error"], row["settings"]) == (1.0, 0.0, {})
+            assert row["agreement"] == pytest.approx(1.0)
+        else:
+            assert 0.01 < row["error"] < 2.0
+            assert 0.0 <= row["agreement"] < 20.0
+            assert row["settings"]["seed"] == 0
+    assert is_image == any("pixels" in note for note in result["notes"])
+
+
+def test_errors_and_agreement_are_those_of_the_converted_model(made, text):
+    config = hea.LongformerConfig(window_size=3)
+    result = benchmark.benchmark_checkpoint(
+        made("gpt2", True), {"window": config}, [60], data=text, rows=2, rounds=1, memory=False
+    )
+    row = result["measurements"][1]
+    exact = transformers.GPT2LMHeadModel.from_pretrained(made("gpt2", True)).eval()
+    ids = torch.tensor(tokenizer_for("gpt2")(TEXT)["input_ids"])[:120].view(2, 60)
+    found = []
+    with capture.watching(exact, lambda call: found.append(call.errors(config).mean().item())):
+        capture.forward(exact, ids)
+    assert row["layer_errors"] == pytest.approx(found, rel=1e-4)
+    with torch.no_grad():
+        reference = exact(ids, labels=ids).loss.item()
+        loss = hea.convert(exact, config)(ids, labels=ids).loss.item()
+    assert row["agreement"] == pytest.approx(math.exp(loss - reference), rel=1e-4)
+
+
+def test_masked_tokens_are_guessed(made, text):
+    model = transformers.BertForMaskedLM.from_pretrained(made("bert", True)).eval()
+    found = ModelData(model, made("bert", True), text, longest=40, rows=2)
+    inputs = found.inputs(40, 0, 2)
+    assert (inputs.values["input_ids"][inputs.masked] == 4).all()
+    assert (inputs.values["input_ids"][~inputs.masked] != 4).all()
+    assert inputs.masked.sum(1).tolist() == [5, 5]
+    assert inputs.values["input_ids"][:, [0, -1]].tolist() == [[2, 3], [2, 3]]
+    guesses = comparison.answers("masked-lm", model, inputs)
+    with torch.no_grad():
+        assert guesses.tolist() == model(**inputs.values).logits[inputs.masked].argmax(-1).tolist()
+    other = guesses.clone()
+    other[:3] += 1
+    assert comparison.compare("masked-lm", other, guesses).tolist() == [0.0] * 3 + [1.0] * 7
+
+
+def test_embeddings_are_mean_pooled(made, text):
+    model = transformers.BertModel.from_pretrained(made("bert")).eval()
+    inputs = ModelData(model, made("bert"), text, longest=40, rows=2).inputs(40, 0, 2)
+    given = comparison.answers("embedding", model, inputs)
+    with torch.no_grad():
+        pooled = model(**inputs.values).last_hidden_state.mean(1)
+    torch.testing.assert_close(given, pooled / pooled.norm(dim=1, keepdim=True))
+    torch.testing.assert_close(comparison.compare("embedding", given, given), torch.ones(2))
+
+
+def test_random_numbers_say_nothing_of_errors(made, capsys):
+    source = made("bert", False, tokenizer=False)
+    result = run_json(capsys, "benchmark", source, "--methods", "linear", "--lengths", 40, "--rounds", 1)
+    assert result["data"]["name"] == "generated"
+    assert any("generated" in note for note in result["notes"])
+    for row in result["measurements"]:
+        assert (row["error"], row["agreement"], row["layer_errors"]) == (None, None, [])
+        assert row["seconds"] > 0
+
+
+def test_without_data_the_text_is_pythons_own(made, capsys):
+    result = run_json(capsys, "benchmark", made("bert"), "--methods", "longformer", "--lengths", 30, "--rounds", 1)
+    assert result["data"] == {"name": "pydoc_data.topics", "rows": 4}
+    assert any("Python's own help" in note for note in result["notes"])
+
+
+def test_default_methods_and_lengths(made, text):
+    found = benchmark.benchmark_checkpoint(made("bert"), data=text, rounds=1, rows=1, memory=False)
+    assert list(found["pays_from"]) == ["kdeformer", "longformer", "nystromformer"]
+    assert {row["length"] for row in found["measurements"]} == {128, 256, 512}
+    assert any("128 positions" in note for note in found["notes"])
+    found = benchmark.benchmark_checkpoint(made("gpt2", True), lengths=[20], data=text, rounds=1, rows=1, memory=False)
+    assert list(found["pays_from"]) == ["kdeformer", "longformer"]
+
+
+def test_a_short_text_bounds_the_default_lengths(made, tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text(" ".join(TEXT.split()[:200]))
+    found = benchmark.benchmark_checkpoint(made("bert"), data=short, rounds=1, rows=1, memory=False)
+    assert {row["length"] for row in found["measurements"]} == {128}
+
+
+def test_default_lengths_stop_at_a_minute(made, text, monkeypatch):
+    monkeypatch.setattr(benchmark, "_SECONDS", 0.0)
+    found = benchmark.benchmark_checkpoint(made("bert"), data=text, rounds=1, rows=1, memory=False)
+    assert {row["length"] for row in found["measurements"]} == {128}
+
+
+def test_longer_than_the_model(made, text):
+    before = (made("bert") / "config.json").read_bytes()
+    found = benchmark.benchmark_checkpoint(made("bert"), lengths=[300], data=text, rounds=1, rows=1, memory=False)
+    assert any("128 positions" in note and "up to 300" in note for note in found["notes"])
+    assert found["measurements"][1]["agreement"] <= 1.0
+    assert (made("bert") / "config.json").read_bytes() == before
+    found = benchmark.benchmark_checkpoint(made("llama", True), lengths=[150], data=text, rounds=1, rows=1)
+    assert any("rotary" in note for note in found["notes"])
+
+
+@pytest.mark.parametrize("method", ["longformer", "linformer", "flurka_performer"])
+def test_a_converted_checkpoint_against_exact_attention(method, made, text, tmp_path, capsys):
+    model = transformers.BertModel.from_pretrained(made("bert"))
+    hea.convert(model, method, layers=[1], **SMALL[method])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "learned_parameters" in name:  # as training would have moved them
+                parameter.normal_(generator=torch.Generator().manual_seed(0))
+    model.save_pretrained(tmp_path / "converted")
+    tokenizer_for("bert").save_pretrained(tmp_path / "converted")
+    arguments = ("benchmark", tmp_path / "converted", "--lengths", 70, "--rounds", 1, "--data", text)
+    result = run_json(capsys, *arguments)
+    exact, own = result["measurements"]
+    assert list(result["pays_from"]) == [f"{method}, layers 1"]
+    assert (own["method"], own["settings"]["layers"]) == (method, [1])
+    assert {**SMALL[method], **own["settings"]} == own["settings"]
+    assert exact["error"] == own["layer_errors"][0] == 0.0
+    assert own["layer_errors"][1] > 0.1
+    assert own["agreement"] < exact["agreement"]
+    # The parameters are those of the checkpoint, not those that conversion starts from.
+    plain = transformers.BertModel.from_pretrained(made("bert"))
+    other = benchmark.benchmark_checkpoint(
+        made("bert"), {"fresh": hea.EfficientAttentionConfig(method, SMALL[method], [1])}, [70], data=text, rounds=1
+    )["measurements"][1]
+    same = other["layer_errors"][1] == pytest.approx(own["layer_errors"][1], rel=1e-6)
+    assert same == (not any("learned_parameters" in name for name in model.state_dict()))
+    assert plain.config._attn_implementation == "sdpa"
+
+
+def test_learned_tables_of_pictures_have_their_length(made, photographs, capsys):
+    result = run_json(
+        capsys, "benchmark", made("vit", True), "--methods", "linformer:projection_dim=8", "--lengths", "65,145",
+        "--data", photographs, "--rounds", 1, "--rows", 2, "--no-memory",
+    )  # fmt: skip
+    assert [row["length"] for row in result["measurements"]] == [65, 65, 145, 145]
+    assert [row["pixels"] for row in result["measurements"]] == [32, 32, 48, 48]
+    assert all(row["peak_memory_mib"] is None for row in result["measurements"])
+
+
+def rows_of(speeds):
+    return [{"attention": "m", "length": length, "speed_up": speed} for length, speed in speeds]
+
+
+@pytest.mark.parametrize(
+    ("speeds", "expected"),
+    [
+        ([(512, 0.5), (1024, 1.2), (2048, 3.0)], 1024),
+        ([(2048, 3.0), (512, 2.0), (1024, 1.2)], 512),
+        ([(512, 1.5), (1024, 0.9), (2048, 3.0)], 2048),
+        ([(512, 1.5), (1024, 1.9), (2048, 1.0)], None),
+    ],
+)
+def test_pays_from(speeds, expected):
+    rows = rows_of(speeds)
+    assert benchmark.pays_from(rows, "m") == expected
+    said = benchmark.summarise({"measurements": rows, "pays_from": {"m": expected}})[0]
+    if expected is None:
+        assert "does not pay up to 2048 tokens" in said
+    else:
+        assert ("at all measured lengths" if expected == 512 else f"from {expected} tokens on") in said
+
+
+def test_copies_share_their_weights():
+    model = tiny_model("bert")
+    other = comparison.sharing(model)
+    assert {id(p) for p in model.parameters()} == {id(p) for p in other.parameters()}
+    hea.convert(other, "linformer", projection_dim=4)
+    assert model.config._attn_implementation == "sdpa"
+    assert not any("learned" in name for name in model.state_dict())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the peak of a call")
+def test_peak_memory():
+    def work():
+        x = torch.ones(16, 2**20)
+        return (x + 1.0).sum()
+
+    found = [measure.peak_of(work) / 2**20 for _ in range(2)]
+    assert all(120 < peak < 160 for peak in found)
+    assert measure.peak_of(lambda: None) < 2**22
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere"], "nowhere"),
+        (["GPT2", "--methods", "nystromformer"], "nystromformer has no causal form. Methods that have one: "),
+        (["GPT2", "--methods", "kdeformr"], "Did you mean 'kdeformer'?"),
+        (["GPT2", "--methods", "kdeformer", "--set", "window_size=3"], "none of the chosen methods"),
+        (["GPT2", "--set", "window_size=3"], "--methods"),
+        (["GPT2", "--lengths", "0"], "not a number of tokens"),
+        (["GPT2", "--lengths", "many"], "not a number of tokens"),
+        (["GPT2", "--data", "nothing.txt"], "nothing.txt: no such file"),
+        (["GPT2", "--data", "SHORT", "--lengths", "100"], "gives 3 tokens, and a row of 100 needs 100"),
+        (["BARE", "--data", "TEXT"], "no tokenizer"),
+        (["BERT", "--lengths", "2"], "a row of 2"),
+        (["VIT", "--data", "TEXT"], "a folder or a zip file"),
+        (["BART"], "an encoder and a decoder"),
+        (["GPT2", "--card"], "no folder of a converted checkpoint"),
+        (["GPT2", "--card", "--output", "x"], "leave --output out"),
+        (["GPT2", "--output", "nowhere/there"], "does not exist"),
+        (["GPT2", "--output", "TEXT"], "is not a folder"),
+        (["GPT2", "--batch", "0"], "--batch"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_refused_before_anything_is_measured(arguments, said, made, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(measure, "paired", lambda *rest: pytest.fail("measured"))
+    monkeypatch.setattr(comparison, "paired", lambda *rest: pytest.fail("measured"))
+    (tmp_path / "short.txt").write_text("w1 w2 w3")
+    if "BART" in arguments:
+        sizes = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 20, "encoder_attention_heads": 1,
+                 "decoder_attention_heads": 1, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}  # fmt: skip
+        transformers.BartModel(transformers.BartConfig(**sizes)).save_pretrained(tmp_path / "bart")
+    places = {
+        "BART": tmp_path / "bart", "TEXT": text, "SHORT": tmp_path / "short.txt",
+        "GPT2": made("gpt2", True), "BERT": made("bert"), "VIT": made("vit", True), "BARE": made("bert", False, False),
+    }  # fmt: skip
+    capsys.readouterr()
+    assert command("benchmark", *(places.get(word, word) for word in arguments)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert said in err
+
+
+def test_table_and_files(made, text, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    capsys.readouterr()
+    arguments = ["benchmark", made("bert"), "--methods", SMALL_METHODS, "--lengths", "30,60", "--rounds", 1,
+                 "--data", text, "--output", tmp_path / "out"]  # fmt: skip
+    assert command(*arguments) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "| tokens | attention" in out
+    assert "longformer (window_size=4)" in out
+    assert "4 rows of words.txt" in out
+    assert "pay" in out
+    written = tmp_path / "out"
+    assert sorted(path.name for path in written.iterdir()) == ["benchmark.json", "benchmark.png"]
+    assert json.loads((written / "benchmark.json").read_text())["data"]["name"] == "words.txt"
+    assert (written / "benchmark.png").read_bytes()[:4] == b"\x89PNG"
+    assert command(*arguments) == 2
+    assert "--force" in capsys.readouterr().err
+    assert command(*arguments, "--force") == 0
+
+
+def test_the_card_of_a_converted_folder(made, text, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    seen = []
+
+    def write_card(folder):
+        seen.append(sorted(path.name for path in pathlib.Path(folder).glob("benchmark.*")))
+        return pathlib.Path(folder) / "README.md"
+
+    monkeypatch.setitem(sys.modules, "hf_efficient_attn.hub", types.ModuleType("hf_efficient_attn.hub"))
+    card = types.ModuleType("hf_efficient_attn.hub.card")
+    card.write_card = write_card
+    monkeypatch.setitem(sys.modules, "hf_efficient_attn.hub.card", card)
+    folder = tmp_path / "converted"
+    hea.convert(transformers.BertModel.from_pretrained(made("bert")), "longformer").save_pretrained(folder)
+    tokenizer_for("bert").save_pretrained(folder)
+    assert command("benchmark", folder, "--lengths", 30, "--rounds", 1, "--data", text, "--card") == 0
+    assert seen == [["benchmark.json", "benchmark.png"]]
+    assert f"Written: {folder / 'README.md'}" in capsys.readouterr().out
+
+
+def test_an_interruption_leaves_nothing(made, text, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    def interrupt(figure, path, **rest):
+        pathlib.Path(path).write_text("half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Figure, "savefig", interrupt)
+    arguments = ("benchmark", made("bert"), "--methods", "longformer", "--lengths", 30, "--rounds", 1, "--data", text)
+    assert command(*arguments, "--output", tmp_path / "out") == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
+    assert not list(tmp_path.rglob("*.*"))
+
+
+def test_as_a_process(made, text):
+    line = [sys.executable, "-m", "hf_efficient_attn", "benchmark", str(made("bert")), "--methods", "longformer",
+            "--lengths", "30", "--rounds", "1", "--data", str(text), "--json"]  # fmt: skip
+    done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert json.loads(done.stdout)["task"] == "embedding"
+
+
+@pytest.mark.parametrize("name", ["benchmark", "analyze"])
+def test_help_shows_an_example(name):
+    result = CliRunner().invoke(cli.app, [name, "--help"])
+    assert result.exit_code == 0
+    assert f"Example: hf-efficient-attn {name}" in " ".join(result.stdout.split())
+
+
+def test_tasks():
+    assert [task_of(tiny_model(*key)) for key in [("bert",), ("vit",), ("roberta",)]] == ["embedding"] * 3
+    assert task_of(tiny_model("distilbert", head=True)) == "masked-lm"
+
+
+def test_real_minilm(minilm, capsys):
+    result = run_json(capsys, "benchmark", minilm, "--lengths", "128", "--rounds", 1, "--rows", 2, "--no-memory",
+                      "--methods", "kdeformer:block_size=16:num_samples=48,linear")  # fmt: skip
+    exact, close, far = result["measurements"]
+    assert exact["agreement"] == pytest.approx(1.0, abs=1e-5)
+    assert close["error"] < 0.35 < far["error"]
+    assert far["agreement"] < close["agreement"] < 1.0
+    assert close["agreement"] > 0.95
+
+
+# analyze
+
+
+def test_analysis_of_every_head(made, text, capsys):
+    source = made("bert")
+    result = run_json(capsys, "analyze", source, "--data", text, "--length", 60, "--rows", 2, "--budgets", "8,16",
+                      "--methods", "longformer,nystromformer")  # fmt: skip
+    model = transformers.BertModel.from_pretrained(source).eval()
+    found = ModelData(model, source, text, longest=60, rows=2)
+    calls = []
+    with capture.watching(model, calls.append):
+        capture.forward(model, found.inputs(60, 0, 2).values)
+    assert [entry["layer"] for entry in result["layers"]] == [0, 1]
+    for entry, call in zip(result["layers"], calls, strict=True):
+        rank = analysis.stable_rank(analysis.softmax_matrix(call.query, call.key, scale=call.scale)).mean(0)
+        assert entry["stable_rank"] == pytest.approx(rank.tolist(), rel=1e-4)
+        ratio = analysis.head_to_tail(call.query, call.key, scale=call.scale)[..., -1].mean(0)
+        assert entry["head_to_tail"] == pytest.approx(ratio.tolist(), rel=1e-4)
+        for label, budget in (("longformer", 8), ("nystromformer", 16)):
+            config = hea.methods.base.make_config(label).with_budget(budget)
+            expected = call.errors(config).mean(0).tolist()
+            assert entry["errors"][label][str(budget)] == pytest.approx(expected, rel=1e-4)
+
+
+def test_padding_does_not_count_in_an_analysis():
+    model = tiny_model("bert")
+    ids = torch.arange(5, 45)[None]
+    padded = {"input_ids": torch.cat((ids, torch.full((1, 10), 7)), 1), "attention_mask": torch.ones(1, 50).long()}
+    padded["attention_mask"][:, 40:] = 0
+    options = {"methods": {"w": hea.LongformerConfig()}, "budgets": [9]}
+    short, long = (inspection.analyze(model, [batch], **options) for batch in ({"input_ids": ids}, padded))
+    for one, other in zip(short["layers"], long["layers"], strict=True):
+        for key in ("stable_rank", "head_to_tail"):
+            assert one[key] == pytest.approx(other[key], rel=1e-4)
+        assert one["errors"]["w"]["9"] == pytest.approx(other["errors"]["w"]["9"], rel=1e-3)
+
+
+def test_layers_that_should_stay_exact(made, text, tmp_path, capsys):
+    """The rule to the letter, and a command line that means what it says."""
+    model = transformers.BertModel.from_pretrained(made("bert"))
+    with torch.no_grad():  # attention of the second layer is the mean of all values, which landmarks hold
+        model.encoder.layer[1].attention.self.query.weight.zero_()
+        model.encoder.layer[1].attention.self.query.bias.zero_()
+    model.save_pretrained(tmp_path)
+    tokenizer_for("bert").save_pretrained(tmp_path)
+    arguments = ("analyze", tmp_path, "--data", text, "--length", 60, "--rows", 1, "--budgets", "4,8")
+    result = run_json(capsys, *arguments, "--methods", "longformer,nystromformer")
+    assert result["exact_layers"] == {"longformer": [0, 1], "nystromformer": [0]}
+    best = result["recommended"]
+    assert (best["method"], best["layers"], best["exact_layers"]) == ("nystromformer", [1], [0])
+    for label, exact in result["exact_layers"].items():
+        for entry in result["layers"]:
+            errors = entry["errors"][label]["8"]
+            assert (sum(errors) / len(errors) > 0.1) == (entry["layer"] in exact)
+    words = shlex.split(result["command"])
+    assert words[:5] == ["hf-efficient-attn", "convert", str(tmp_path), "--method", "nystromformer"]
+    assert words[words.index("--layers") + 1] == "1"
+    assert words[words.index("--set") + 1] == "num_landmarks=4"
+    assert run_json(capsys, *arguments, "--max-error", 1e-7, "--methods", "longformer")["recommended"] is None
+    everything = run_json(capsys, *arguments, "--max-error", 100, "--methods", "longformer")
+    assert everything["recommended"]["layers"] == [0, 1]
+    assert "--layers" not in everything["command"]
+
+
+@pytest.mark.parametrize(("numbers", "said"), [([0, 1, 2, 5], "0-2,5"), ([3], "3"), ([1, 3, 4], "1,3-4"), ([], "")])
+def test_ranges(numbers, said):
+    assert benchmark.ranges(numbers) == said
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_calibrated_is_ready_for_efficient_attention(family, made, text, capsys):
+    source = made(family, family == "gpt2")
+    result = run_json(capsys, "analyze", source, "--data", text, "--length", 60, "--rows", 3, "--budgets", "16,32",
+                      "--calibrate", "0.9", "--methods", "longformer,kdeformer")  # fmt: skip
+    given = result["calibrated"]
+    kind = transformers.GPT2LMHeadModel if family == "gpt2" else transformers.BertModel
+    model = kind.from_pretrained(source, attn_implementation=given["method"], efficient_attention=given)
+    assert model.config.efficient_attention.settings == hea.EfficientAttentionConfig.from_dict(given)
+
+
+def test_tables_and_heat_maps(made, photographs, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    arguments = ["analyze", made("deit", True), "--data", photographs, "--rows", 2, "--budgets", "8,16,24",
+                 "--output", tmp_path / "out", "--calibrate", "0.95"]  # fmt: skip
+    assert command(*arguments) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "| layer | stable rank" in out
+    assert "2 rows of 66 tokens of pictures.zip" in out
+    assert "Layers that should stay exact with longformer (error above 0.1 at 24 columns): 0, 1" in out
+    assert '"method"' in out
+    assert (tmp_path / "out" / "analysis.png").read_bytes()[:4] == b"\x89PNG"
+    assert len(json.loads((tmp_path / "out" / "analysis.json").read_text())["layers"][0]["stable_rank"]) == 2
+    assert command(*arguments) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "--data"),
+        (["--data", "nothing.txt"], "nothing.txt: no such file"),
+        (["--data", "TEXT", "--methods", "nystromformer"], "Methods that have one: "),
+        (["--data", "TEXT", "--methods", "longformer", "--max-error", "0"], "max_error"),
+        (["--data", "TEXT", "--length", "60", "--calibrate", "-1"], "max_error"),
+        (["--data", "TEXT", "--length", "60", "--calibrate", "1e-9", "--budgets", "8"], "nothing keeps max_error"),
+        (["--data", "TEXT", "--budgets", "x"], "not a number"),
+        (["--data", "TEXT", "--output", "nowhere/there"], "does not exist"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_analysis_refused(arguments, said, made, text, capsys):
+    assert command("analyze", made("gpt2", True), *(text if word == "TEXT" else word for word in arguments)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert said in err
+
+
+def test_too_long_for_an_analysis():
+    model = tiny_model("llama")
+    with pytest.raises(UnsupportedAttentionError, match="4096 tokens or fewer"):
+        inspection.analyze(model, [torch.zeros(1, 4097, dtype=torch.int64)])
+
+
+# texts and pictures
+
+
+def test_texts(tmp_path):
+    rows = [{"text": "one"}, {"text": "two", "more": 3}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with gzip.open(tmp_path / "b.txt.gz", "wt") as file:
+        file.write("three\r\nfour")
+    assert reading.text_of(tmp_path / "a.jsonl") == "one\n\ntwo"
+    assert reading.text_of(tmp_path / "b.txt.gz") == "three\nfour"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.txt", b"\xff\xfe\x00", "not UTF-8"),
+        ("a.txt", b" \n ", "no text in it"),
+        ("a.txt.gz", b"no gzip", "damaged gzip"),
+        ("a.jsonl", b'{"text": 3}', 'line 1: no string "text"'),
+        ("a.jsonl", b"[1]", "a JSON object is expected"),
+        ("a.jsonl", b'{"text": "x"}\n{', "line 2: not JSON"),
+    ],
+)
+def test_broken_texts(name, content, said, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UnsupportedAttentionError, match=said):
+        reading.text_of(tmp_path / name)
+
+
+def test_broken_pictures(tmp_path, photographs):
+    with pytest.raises(UnsupportedAttentionError, match="no pictures in it"):
+        reading.pictures_of(tmp_path)
+    (tmp_path / "broken.png").write_bytes(photographs.read_bytes()[:100])
+    with pytest.raises(UnsupportedAttentionError, match=r"broken.png: not a picture"):
+        reading.open_picture(*reading.pictures_of(tmp_path)[0])
+    assert [name for name, _ in reading.pictures_of(photographs)] == [f"{photographs}, class/{i}.png" for i in range(6)]
+
+
+def test_candidates_are_tried_cheapest_first():
+    found = calibration.candidates_of(["longformer", "linear"], [32, 16, 16], False, 70)
+    expected = [(16, "longformer"), (16, "linear"), (32, "longformer")]
+    assert [(one.columns, one.config.method) for one in found] == expected
