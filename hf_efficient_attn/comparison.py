@@ -99,6 +99,8 @@ def measure(
                 "batch": len(next(iter(first.values.values()))),
                 "seconds": times[label].seconds,
                 "speed_up": times[label].ratio,
+                "speed_up_min": times[label].ratio_min,
+                "speed_up_max": times[label].ratio_max,
                 "peak_memory_mib": None if peaks[label] is None else peaks[label] / 2**20,
                 "error": statistics.fmean(layers) if layers else None,
                 "layer_errors": layers,

@@ -293,7 +293,7 @@ def rows_of(speeds):
         ([(512, 0.5), (1024, 1.2), (2048, 3.0)], 1024),
         ([(2048, 3.0), (512, 2.0), (1024, 1.2)], 512),
         ([(512, 1.5), (1024, 0.9), (2048, 3.0)], 2048),
-        ([(512, 1.5), (1024, 1.9), (2048, 1.0)], None),
+        ([(512, 1.5), (1024, 1.9), (2048, 1.04)], None),
     ],
 )
 def test_pays_from(speeds, expected):
@@ -315,15 +315,12 @@ def test_copies_share_their_weights():
     assert not any("learned" in name for name in model.state_dict())
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the peak of a call")
 def test_peak_memory():
     def work():
-        x = torch.ones(16, 2**20)
-        return (x + 1.0).sum()
+        x = torch.ones(4, 2**18)  # 4 MiB
+        return (x + 1.0).relu_().sum()
 
-    found = [measure.peak_of(work) / 2**20 for _ in range(2)]
-    assert all(120 < peak < 160 for peak in found)
-    assert measure.peak_of(lambda: None) < 2**22
+    assert [measure.peak_of(work) // 2**20 for _ in range(2)] == [8, 8]
 
 
 @pytest.mark.parametrize(
@@ -427,7 +424,7 @@ def test_an_interruption_leaves_nothing(made, text, tmp_path, monkeypatch, capsy
 
 
 def test_as_a_process(made, text):
-    line = [sys.executable, "-m", "hf_efficient_attn", "benchmark", str(made("bert")), "--methods", "longformer",
+    line = [sys.executable, "-m", "hf_efficient_attn", "benchmark", str(made("bert")), "--methods", SMALL_METHODS,
             "--lengths", "30", "--rounds", "1", "--data", str(text), "--json"]  # fmt: skip
     done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0

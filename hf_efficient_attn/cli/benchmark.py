@@ -103,9 +103,10 @@ def _show(result: dict[str, Any]) -> None:
     typer.echo(
         f"\n{about['cpu']}, {about['threads']} threads, {about['device']}, {about['dtype']}, torch {about['torch']}; "
         f"batches of {result['measurements'][0]['batch']}.\n"
-        "seconds: median forward pass. speed-up: over exact attention (sdpa) in the same rounds, median. MiB: memory\n"
-        "at the peak of a pass, beside model and inputs. error: relative operator norm of a layer's output, mean over\n"
-        f"heads and layers. {result['agreement'].replace('_', ' ')}: {_AGREEMENT[result['agreement']]}, over "
+        "seconds: median forward pass. speed-up: over exact attention (sdpa) in the same rounds, median. MiB: what\n"
+        "PyTorch holds at the peak of a pass, beside model and inputs. error: relative operator norm of a layer's\n"
+        "output, mean over heads and layers.\n"
+        f"{result['agreement'].replace('_', ' ')}: {_AGREEMENT[result['agreement']]}, over "
         f"{result['data']['rows']} rows of {result['data']['name']}.\n"
     )
     for sentence in [*result["notes"], *result["summary"]]:
