@@ -71,9 +71,9 @@ def benchmark_checkpoint(
 
     Returns:
         a dictionary that JSON can hold: "format", "source", "task", "machine", "data", "agreement", "measurements"
-        ("seconds" of a forward pass, "speed_up" over exact attention as the median of the rounds with "speed_up_min" and
+        ("seconds" of a forward pass, "speed_up" over exact attention as the median of the rounds, "speed_up_min",
         "speed_up_max", "peak_memory_mib" of a pass beside model and inputs, "layer_errors" in relative operator norm,
-        means over heads and two rows, "error" their mean, "agreement"), "pays_from" (label -> the smallest length from
+        means over heads and two rows, "error" their mean, "agreement"), "pays_from" (label -> smallest length from
         which on it is faster by a twentieth, or None), "notes" and "summary" (sentences).
 
     Raises:

@@ -183,7 +183,8 @@ class ModelData:
             import PIL  # noqa: F401
         except ImportError:
             raise UnsupportedAttentionError("reading pictures needs Pillow: pip install pillow") from None
-        from transformers import AutoImageProcessor
+        # Where it is defined: the name in `transformers` asks for torchvision up to 5.12.
+        from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
         self.processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
         found = pictures_of(file)
