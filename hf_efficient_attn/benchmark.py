@@ -33,7 +33,7 @@ FORMAT = 1
 NAMES = ("benchmark.json", "benchmark.png")
 # Rows, pictures, on which agreement is measured.
 TEXT_ROWS, IMAGE_ROWS = 4, 32
-_SHORTEST = 512
+_SHORTEST, _LONGEST = 512, 16384
 _SECONDS = 90.0  # as estimated, by which most runs end in a minute
 # Faster by less may be chance.
 _FASTER = 1.05
@@ -91,7 +91,7 @@ def benchmark_checkpoint(
     check_causal(model, wanted)
     is_image = model.main_input_name == "pixel_values"
     native = None if is_image else positions_of(model) or _SHORTEST
-    longest = max(lengths) if lengths else 4 * (native or 1)
+    longest = max(lengths) if lengths else min(4 * (native or 1), _LONGEST)
     notes = [] if is_image else [make_room(model, longest) if lengths else None]
     rows = rows or (IMAGE_ROWS if is_image else TEXT_ROWS)
     with use_threads(threads):
@@ -168,8 +168,8 @@ def _settings(methods, own: EfficientAttentionConfig | None, model: nn.Module) -
             raise UnsupportedAttentionError("no methods were given: leave them out for those that suit the model")
         return {label: as_settings(config) for label, config in methods.items()}
     if own is not None:
-        layers = own.named_layers()
-        return {own.method + (f", layers {ranges(layers)}" if layers else ""): own}
+        names, layers = dict.fromkeys(entry.config.method for entry in own.entries), own.named_layers()
+        return {" and ".join(names) + (f", layers {ranges(layers)}" if layers else ""): own}
     chosen = {"kdeformer": make_config("kdeformer"), "longformer": make_config("longformer")}
     if model.main_input_name == "pixel_values":
         # What a picture is, is read from its first token.

@@ -106,6 +106,11 @@ def watching(model: nn.Module, visit: Callable[[Call], None]) -> Iterator[None]:
             query.to(wide), key.to(wide), value.to(wide), attention_mask, is_causal=is_causal, scale=scaling,
             dropout_p=0.0,
         )  # fmt: skip
+        if not exact.isfinite().all():
+            raise UnsupportedAttentionError(
+                f"exact attention in {place.name} gives numbers that are not finite ({value.dtype}), and no error can be "
+                "measured: look at the weights, or load the model in float32"
+            )
         why = functools.partial(why_cross_attention_is_exact, config=config) if crossing else _never
         names = place.layer, place.name
         visit(Call(*names, query, key, value, attention_mask, is_causal, scaling, exact, why))

@@ -102,12 +102,17 @@ def measure(
                 "speed_up_min": times[label].ratio_min,
                 "speed_up_max": times[label].ratio_max,
                 "peak_memory_mib": None if peaks[label] is None else peaks[label] / 2**20,
-                "error": statistics.fmean(layers) if layers else None,
-                "layer_errors": layers,
-                "agreement": agreement.get(label),
+                "error": _finite(statistics.fmean(layers)) if layers else None,
+                "layer_errors": [_finite(error) for error in layers],
+                "agreement": _finite(agreement.get(label)),
             }
         )
     return found
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON knows no NaN and no infinity: a model that gives such things has no error that can be told."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _layer_errors(variants: Mapping[str, Variant], inputs: Inputs) -> dict[str, list[float]]:

@@ -131,9 +131,7 @@ def open_picture(name: str, read: Callable[[], bytes]):
     Raises:
         UnsupportedAttentionError: it cannot be read.
     """
-    from PIL import UnidentifiedImageError
-
     try:
         return decode(read())
-    except (UnidentifiedImageError, OSError, SyntaxError, zipfile.BadZipFile) as error:
+    except Exception as error:  # noqa: BLE001 (a decoder raises whatever it meets, and all of it means the same)
         raise UnsupportedAttentionError(f"{name}: not a picture that can be read ({error})") from None

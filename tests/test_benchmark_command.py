@@ -273,6 +273,29 @@ def test_a_converted_checkpoint_against_exact_attention(method, made, text, tmp_
     assert plain.config._attn_implementation == "sdpa"
 
 
+def test_a_checkpoint_with_a_mix(made, text, tmp_path):
+    mix = [{"layers": [0], "method": "linear"}, {"layers": [1], "method": "longformer", "window_size": 2}]
+    hea.convert(transformers.BertModel.from_pretrained(made("bert")), {"layers": mix}).save_pretrained(tmp_path)
+    tokenizer_for("bert").save_pretrained(tmp_path)
+    found = benchmark.benchmark_checkpoint(tmp_path, lengths=[60], data=text, rows=1, rounds=1)
+    assert list(found["pays_from"]) == ["linear and longformer, layers 0-1"]
+    assert [one["method"] for one in found["measurements"][1]["settings"]["layers"]] == ["linear", "longformer"]
+    assert all(error > 0.01 for error in found["measurements"][1]["layer_errors"])
+
+
+@pytest.mark.parametrize("name", ["benchmark", "analyze"])
+def test_a_model_of_nan_is_refused(name, made, text, tmp_path, capsys):
+    model = transformers.BertModel.from_pretrained(made("bert"))
+    with torch.no_grad():
+        model.encoder.layer[0].attention.self.value.bias.fill_(math.nan)
+    model.save_pretrained(tmp_path)
+    tokenizer_for("bert").save_pretrained(tmp_path)
+    more = ("--lengths", 30, "--rounds", 1) if name == "benchmark" else ("--length", 30, "--budgets", 8)
+    capsys.readouterr()
+    assert command(name, tmp_path, "--methods", "longformer", "--data", text, *more) == 2
+    assert "not finite" in capsys.readouterr().err
+
+
 def test_learned_tables_of_pictures_have_their_length(made, photographs, capsys):
     result = run_json(
         capsys, "benchmark", made("vit", True), "--methods", "linformer:projection_dim=8", "--lengths", "65,145",
