@@ -108,8 +108,8 @@ def watching(model: nn.Module, visit: Callable[[Call], None]) -> Iterator[None]:
         )  # fmt: skip
         if not exact.isfinite().all():
             raise UnsupportedAttentionError(
-                f"exact attention in {place.name} gives numbers that are not finite ({value.dtype}), and no error can be "
-                "measured: look at the weights, or load the model in float32"
+                f"exact attention in {place.name} gives numbers that are not finite ({value.dtype}), so that no error "
+                "can be measured: look at the weights, or load the model in float32"
             )
         why = functools.partial(why_cross_attention_is_exact, config=config) if crossing else _never
         names = place.layer, place.name

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import weakref
 
 import pytest
 import torch
@@ -185,6 +186,28 @@ def test_calls_are_what_the_model_computes(family, padding):
     )
     torch.testing.assert_close(call.errors(config), expected, atol=1e-4, rtol=1e-3)
     assert (expected > 0.01).any()
+
+
+def test_one_layer_is_held_at_a_time(monkeypatch):
+    """What a layer handed over is gone when the next one comes."""
+    errors, held = capture.Call.errors, []
+
+    def watched(call, *rest):
+        assert all(reference() is None for layer, reference in held if layer != call.layer)
+        held.append((call.layer, weakref.ref(call.exact)))
+        return errors(call, *rest)
+
+    monkeypatch.setattr(capture.Call, "errors", watched)
+    hea.calibrate(tiny_model("bert"), batches("bert", 2), max_error=5.0, methods=["longformer"], budgets=[8, 16])
+    assert len(held) == 8
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    model = tiny_model("bert").to(dtype)
+    config = hea.calibrate(model, iter(batches("bert", 3)), max_error=0.6, budgets=[16, 32])
+    found = layer_errors(model, config, batches("bert", 4, start=50))
+    assert share_below(found, 0.6) >= 0.95
 
 
 def test_padding_does_not_count():
