@@ -114,7 +114,7 @@ def benchmark_checkpoint(
         notes.append(f"Lengths are those of pictures: {sides}; the model was made for {found.native} x {found.native}.")
     result = {
         "format": FORMAT,
-        "source": str(checked.source),
+        "source": str(source),
         "task": task,
         "machine": about,
         "data": {"name": found.name, "rows": found.rows},

@@ -234,11 +234,11 @@ def analyze_checkpoint(
             sizes = None if tuple(budgets) == BUDGETS else budgets
             calibrated = calibrate(model, batches, max_error=calibrate_to, methods=choice, budgets=sizes).to_dict()
     return {
-        "source": str(checked.source),
+        "source": str(source),
         "data": {"name": found.name, "rows": found.rows},
         **result,
         "notes": [] if note is None else [note],
-        "command": None if result["recommended"] is None else convert_command(checked.source, result["recommended"]),
+        "command": None if result["recommended"] is None else convert_command(source, result["recommended"]),
         "calibrated": calibrated,
     }
 
