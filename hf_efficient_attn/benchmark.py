@@ -114,7 +114,7 @@ def benchmark_checkpoint(
         notes.append(f"Lengths are those of pictures: {sides}; the model was made for {found.native} x {found.native}.")
     result = {
         "format": FORMAT,
-        "source": str(source),
+        "source": source_name(source),
         "task": task,
         "machine": about,
         "data": {"name": found.name, "rows": found.rows},
@@ -132,6 +132,12 @@ def _check_counts(lengths: Sequence[int] | None, **counts: int | None) -> None:
     for what, value in chain(counts.items(), (("a length", length) for length in lengths or ())):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise UnsupportedAttentionError(f"{what}: {value!r} is not a positive integer")
+
+
+def source_name(source: "str | pathlib.Path") -> str:
+    """A hub id as it is, of a folder its last name: results are published, and a path tells who made them."""
+    path = pathlib.Path(source)
+    return path.resolve().name if path.is_dir() else str(source)
 
 
 def own_settings(model: nn.Module) -> EfficientAttentionConfig | None:

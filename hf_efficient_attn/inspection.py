@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from hf_efficient_attn import analysis
-from hf_efficient_attn.benchmark import TEXT_ROWS, own_settings, ranges
+from hf_efficient_attn.benchmark import TEXT_ROWS, own_settings, ranges, source_name
 from hf_efficient_attn.calibration import calibrate, check_batches, largest
 from hf_efficient_attn.capture import Call, check_methods, forward, look, watching
 from hf_efficient_attn.conversion import convert
@@ -234,7 +234,7 @@ def analyze_checkpoint(
             sizes = None if tuple(budgets) == BUDGETS else budgets
             calibrated = calibrate(model, batches, max_error=calibrate_to, methods=choice, budgets=sizes).to_dict()
     return {
-        "source": str(source),
+        "source": source_name(source),
         "data": {"name": found.name, "rows": found.rows},
         **result,
         "notes": [] if note is None else [note],

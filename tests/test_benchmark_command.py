@@ -126,7 +126,7 @@ def test_what_is_measured(family, head, task, agreement, made, text, photographs
     )  # fmt: skip
     assert result["format"] == 1
     assert (result["task"], result["agreement"]) == (task, agreement)
-    assert result["source"] == str(source)
+    assert result["source"] == source.name
     assert set(result["machine"]) == {"cpu", "threads", "device", "dtype", "torch", "transformers", "hf_efficient_attn"}
     assert result["machine"]["hf_efficient_attn"] == hea.__version__
     assert result["data"] == {"name": (photographs if is_image else text).name, "rows": 3}
