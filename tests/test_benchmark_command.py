@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import hf_efficient_attn as hea
 from hf_efficient_attn import analysis, benchmark, calibration, capture, cli, comparison, inspection, measure, reading
+from hf_efficient_attn.checkpoint.loading import quiet
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.model_data import ModelData, task_of
 from tiny_models import SMALL, tiny_model
@@ -56,7 +57,8 @@ def made(tmp_path_factory):
         key = family, head, tokenizer
         if key not in folders:
             folder = tmp_path_factory.mktemp(f"{family}-{head}-{tokenizer}")
-            tiny_model(family, head=head).save_pretrained(folder)
+            with quiet():  # the tests look at what the commands print
+                tiny_model(family, head=head).save_pretrained(folder)
             if family in ("vit", "deit"):
                 transformers.ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder)
             elif tokenizer:
