@@ -36,7 +36,7 @@ _LEARNED = "learned_parameters"
 def convert_checkpoint(
     source: "str | os.PathLike",
     output: "str | os.PathLike",
-    method: str,
+    method: "str | EfficientAttentionConfig",
     *,
     hyperparameters: Mapping[str, Any] | None = None,
     layers: Sequence[int] | None = None,
@@ -53,7 +53,8 @@ def convert_checkpoint(
     Args:
         source: a folder or hub id, as `open_checkpoint` takes it.
         output: the folder to be written. It must not be there, or be empty.
-        method: a name from `available_methods()`, or "sdpa": exact attention, without what methods had learned.
+        method: a name from `available_methods()`; or "sdpa": exact attention, without what methods had learned; or what
+            stands in which layer, such as `hea.calibrate` returns.
         hyperparameters: replace the method's defaults, or what a checkpoint of the same method has.
         layers: indices of the layers to convert, all others being exact; None for all.
         max_length: tokens that the model shall take, if more than now: `extend_positions`, by tiling.
@@ -73,7 +74,15 @@ def convert_checkpoint(
     """
     from hf_efficient_attn.hub.card import write_card
 
-    _check_request(method, hyperparameters, layers)
+    settings = method if isinstance(method, EfficientAttentionConfig) else None
+    if settings is not None:
+        if hyperparameters or layers is not None:
+            raise UnsupportedAttentionError(
+                "the configuration says already what stands in which layer: give hyperparameters and layers inside it"
+            )
+        method = settings.method
+    else:
+        _check_request(method, hyperparameters, layers)
     checked = open_checkpoint(source, allow_pickle=allow_pickle)
     place = check_output(output, checked.folder, force)
     model, notes, unused = load_with_report(checked)
@@ -83,7 +92,7 @@ def convert_checkpoint(
     if max_length is not None:
         origin["max_length"] = max_length
     before = _tensors_of(model)
-    _switch(model, method, hyperparameters or {}, layers, max_length)
+    _switch(model, settings or method, hyperparameters or {}, layers, max_length)
     with staged(place) as draft:
         changes = _Changes(model, before, checked, draft)
         _write_config(draft, model, checked)
@@ -136,16 +145,28 @@ def _check_request(method: str, hyperparameters: Mapping[str, Any] | None, layer
     make_config(method, **(hyperparameters or {}))
 
 
-def _switch(model: nn.Module, method: str, hyperparameters: Mapping[str, Any], layers, max_length: int | None) -> None:
+def _switch(
+    model: nn.Module,
+    method: "str | EfficientAttentionConfig",
+    hyperparameters: Mapping[str, Any],
+    layers,
+    max_length: int | None,
+) -> None:
     """`extend_positions` and `convert`, with what goes wrong for want of memory as a refusal."""
     stored = model.config.efficient_attention
     # Its parameters were learned with its hyperparameters, and stay with them.
     present = [entry.config for entry in stored.settings.entries if entry.config.method == method] if stored else []
-    with quiet(), refusing(f"{method} in a {type(model).__name__}", OSError, UnsupportedAttentionError):
+    name = method if isinstance(method, str) else method.method
+    with quiet(), refusing(f"{name} in a {type(model).__name__}", OSError, UnsupportedAttentionError):
         if max_length is not None:
             if stored and not present:
                 convert(model, "sdpa")  # tables of the present length go anyway
             extend_positions(model, max_length)
+        if isinstance(method, EfficientAttentionConfig):
+            for entry in method.entries:
+                _check_size(model, entry.config)
+            convert(model, method)
+            return
         chosen = present[0] if len(present) == 1 else method
         if method not in EXACT:
             _check_size(model, make_config(chosen, **hyperparameters))

@@ -298,6 +298,34 @@ def test_layers(tmp_path, capsys):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["efficient_attention"]["layers"] == [1]
 
 
+def test_what_stands_in_which_layer_by_a_file(tmp_path, capsys):
+    source = save(tmp_path / "source", "bert")
+    mix = [{"layers": [0], "method": "longformer", "window_size": 4}, {"layers": [1], "method": "linear"}]
+    file = tmp_path / "mix.json"
+    for said in ({"layers": mix}, {"layers": [], "calibrated": {"layers": mix}}):
+        file.write_text(json.dumps(said))
+        assert status(source, "--config", file, "-o", tmp_path / "out", "--force") == 0
+        assert "layers: 0, 1" in capsys.readouterr().out
+        loaded = tiny_class("bert", head=True).from_pretrained(tmp_path / "out").eval()
+        converted = hea.convert(tiny_class("bert", head=True).from_pretrained(source), {"layers": mix}).eval()
+        assert loaded.config.efficient_attention == converted.config.efficient_attention
+        assert torch.equal(output(loaded, tiny_batch("bert")), output(converted, tiny_batch("bert")))
+    for wrong, message in (
+        ("{", "no JSON"),
+        ("[1]", "an object is needed"),
+        ('{"calibrated": null}', "nothing was calibrated"),
+        ('{"method": "kdeformr"}', "Did you mean 'kdeformer'"),
+        ('{"method": "linear", "layers": [7]}', "7"),
+    ):
+        file.write_text(wrong)
+        assert status(source, "--config", file, "-o", tmp_path / "no") == 2
+        assert message in capsys.readouterr().err
+    assert status(source, "--config", file, "--method", "linear", "-o", tmp_path / "no") == 2
+    assert status(source, "-o", tmp_path / "no") == 2
+    assert status(source, "--config", file, "--layers", "0", "-o", tmp_path / "no") == 2
+    assert not (tmp_path / "no").exists()
+
+
 def test_parse_layers():
     assert cli.parse_layers("8, 0-3,2") == [0, 1, 2, 3, 8]
     for text in ("", "a", "3-1", "-1", "1-", "0-9999999", "1,,2", "²"):

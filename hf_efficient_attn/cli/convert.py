@@ -1,5 +1,6 @@
 """`hf-efficient-attn convert`."""
 
+import json
 import pathlib
 from typing import Annotated, Any
 
@@ -8,6 +9,7 @@ import typer
 import hf_efficient_attn as hea
 from hf_efficient_attn.cli.common import Json, app, parse_layers, parse_methods, print_json, table
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
+from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 
 EXACT = ("sdpa", "eager")
 
@@ -18,10 +20,18 @@ EXACT = ("sdpa", "eager")
 )
 def convert(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="A folder with a checkpoint, or a hub id.")],
-    method: Annotated[
-        str, typer.Option(metavar="NAME", help="A method, as `methods` lists them; sdpa goes back to exact attention.")
-    ],
     output: Annotated[pathlib.Path, typer.Option("--output", "-o", metavar="FOLDER", help="A new folder.")],
+    method: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="A method, as `methods` lists them; sdpa goes back to exact attention."),
+    ] = None,
+    config: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Instead of --method: JSON of what stands in which layer, or analysis.json of `analyze --calibrate`.",
+        ),
+    ] = None,
     setting: Annotated[
         list[str], typer.Option("--set", metavar="KEY=VALUE", help="Hyperparameter of the method; repeated.")
     ] = [],  # noqa: B006 (typer copies it)
@@ -47,11 +57,18 @@ def convert(
     """
     from hf_efficient_attn.checkpoint_conversion import convert_checkpoint
 
-    method, hyperparameters = _chosen(method, setting)
+    if (method is None) == (config is None):
+        raise UnsupportedAttentionError("give --method NAME, or --config FILE in its place")
+    if config is not None:
+        if setting or layers:
+            raise UnsupportedAttentionError("--config says what stands in which layer: leave out --set and --layers")
+        chosen, hyperparameters = _read_settings(config), None
+    else:
+        chosen, hyperparameters = _chosen(method, setting)
     done = convert_checkpoint(
         source,
         output,
-        method,
+        chosen,
         hyperparameters=hyperparameters,
         layers=None if layers is None else parse_layers(layers),
         max_length=max_length,
@@ -62,6 +79,21 @@ def convert(
     if as_json:
         return print_json(done)
     typer.echo("\n".join(_lines(done)))
+
+
+def _read_settings(path: pathlib.Path) -> EfficientAttentionConfig:
+    """What `--config` names."""
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UnsupportedAttentionError(f"--config {path}: no JSON ({error})") from error
+    if isinstance(said, dict) and "calibrated" in said:
+        said = said["calibrated"]
+    if said is None:
+        raise UnsupportedAttentionError(f"--config {path}: nothing was calibrated: run `analyze` with --calibrate")
+    if not isinstance(said, dict):
+        raise UnsupportedAttentionError(f"--config {path}: an object is needed, such as `analyze --calibrate` prints")
+    return EfficientAttentionConfig.from_dict(said)
 
 
 def _chosen(method: str, setting: list[str]) -> tuple[str, dict[str, Any] | None]:
