@@ -239,11 +239,11 @@ def test_exact_to_any_method_and_back(method):
     assert list(after) == list(before) and all(after[name] is before[name] for name in before)
 
 
-def test_the_optimizer_follows():
+def test_the_optimizer_follows(tmp_path):
     """Shared parameters keep their state, gone ones are forgotten, new ones stand where a new optimizer has them."""
     model = classifier(**PLAIN)
     hea.convert(model, "linformer", projection_dim=8)
-    arguments = TrainingArguments("unused", use_cpu=True, weight_decay=0.1, learning_rate=1e-2)
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, weight_decay=0.1, learning_rate=1e-2)
     optimizer = Trainer(model, arguments).create_optimizer()
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
     batch = {"input_ids": torch.stack([row["input_ids"] for row in rows(4)]), "labels": torch.tensor([0, 1, 0, 1])}
