@@ -326,7 +326,8 @@ def show_group(name: str, group: Group, folder: pathlib.Path, csv: pathlib.Path 
         lines.append((row, *(mean_and_range(values, 0 if ", MiB" in c else 3) for c, values in found.items())))
         rows.append({"attention": row} | {c: statistics.fmean(v) if v else None for c, v in found.items()})
     typer.echo(table((name, *group.figures), lines))
-    typer.echo(f"\n{group.note} " + (f"Means of {seeds} seeds, ± half their range." if seeds > 1 else "One seed."))
+    several = f"With ±: the mean and half the range of {seeds} seeds; else one seed."
+    typer.echo(f"\n{group.note} " + (several if seeds > 1 else "One seed."))
     if csv is not None and rows:
         write_csv(csv, rows)
 

@@ -40,7 +40,7 @@ def test_the_table_has_means_of_the_seeds(folder):
     shown = runner.invoke(experiments.app, ["show", str(folder / "glue"), "--csv", str(folder / "out.csv")])
     assert shown.exit_code == 0, shown.output
     (line,) = [line for line in shown.output.splitlines() if line.startswith("| exact")]
-    assert "0.600 ± 0.100" in line and "Means of 2 seeds" in shown.output and "| linear" not in shown.output
+    assert "0.600 ± 0.100" in line and "half the range of 2 seeds" in shown.output and "| linear" not in shown.output
     assert "0.6" in (folder / "out.csv").read_text()
 
 
