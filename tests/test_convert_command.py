@@ -568,8 +568,10 @@ def test_leftovers_of_the_dead_are_removed_and_those_of_the_living_stay(tmp_path
 
 
 DRIVER = """
-import sys, time, pathlib
+import signal, sys, time
 import safetensors.torch
+# A shell that starts this in the background has it ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 write = safetensors.torch.save_file
 def slow(tensors, path, metadata=None):
     write(tensors, path, metadata=metadata)

@@ -88,7 +88,7 @@ def test_metadata():
     assert metadata["Version"] == hea.__version__
     needed = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
     names = sorted(line.split(">")[0].split("<")[0].split("!")[0].strip() for line in needed)
-    assert names == ["safetensors", "torch", "tqdm", "transformers", "typer"]
+    assert names == ["huggingface_hub", "jinja2", "safetensors", "torch", "tqdm", "transformers", "typer"]
     transformers = next(line for line in needed if line.startswith("transformers"))
     assert ">=5.12" in transformers
     assert "<6" in transformers
