@@ -136,7 +136,7 @@ def test_a_mix_names_all_methods_and_no_command(tmp_path):
     text = card_of(tmp_path, config=config_json(attn_implementation="longformer", efficient_attention=choice))
     assert "### Longformer" in text
     assert "### Linear transformer" in text
-    assert "Layers: 1-2 (the first is 0) of 4; the others are exact" in text
+    assert "Layers: 1-2 (the first is 0) of 4; exact: 3" in text
     assert "-o OUT" not in text
     assert ModelCard(text).data.tags[2:4] == ["longformer", "linear"]
 

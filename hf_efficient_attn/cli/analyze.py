@@ -111,5 +111,5 @@ def _show(result: dict[str, Any]) -> None:
     else:
         typer.echo(f"\nThe most layers are left to {result['recommended']['attention']}:\n    {result['command']}")
     if result["calibrated"] is not None:
-        typer.echo("\nFor each layer the cheapest that keeps the error, as efficient_attention= or for convert --config:")
+        typer.echo("\nFor each layer the cheapest that keeps it, for efficient_attention= or convert --config:")
         typer.echo(json.dumps(result["calibrated"], indent=2))

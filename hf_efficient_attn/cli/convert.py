@@ -117,12 +117,14 @@ def _chosen(method: str, setting: list[str]) -> tuple[str, dict[str, Any] | None
 
 def _lines(done: dict[str, Any]) -> list[str]:
     """What was done, for people."""
-    own = {key: value for key, value in done["settings"].items() if key not in ("method", "version", "layers")}
-    settings = ", ".join(f"{key}={value}" for key, value in own.items())
     lines = [f"{done['architecture']} of {done['source']} -> {done['output']}"]
-    lines.append(f"attention: {done['method']}" + (f" ({settings})" if settings else ""))
-    if done["layers"]:
-        lines.append(f"layers: {', '.join(map(str, done['layers']))}")
+    mix = done["settings"].get("layers")
+    if mix and isinstance(mix[0], dict):
+        lines += [f"layers {', '.join(map(str, entry['layers']))}: {_said(entry)}" for entry in mix]
+    else:
+        lines.append(f"attention: {_said({'method': done['method'], **done['settings']})}")
+        if done["layers"]:
+            lines.append(f"layers: {', '.join(map(str, done['layers']))}")
     if done["positions"]:
         lines.append(f"positions: {done['positions']}")
     parameters = done["parameters"]
@@ -139,3 +141,9 @@ def _lines(done: dict[str, Any]) -> list[str]:
     lines += [f"left out: {name} ({why})" for name, why in done["left_out"].items()]
     lines += [f"note: {note}" for note in done["notes"]]
     return [*lines, "", "To load it:", *("    " + line for line in done["load"].splitlines())]
+
+
+def _said(settings: dict[str, Any]) -> str:
+    """A method with its hyperparameters."""
+    own = {key: value for key, value in settings.items() if key not in ("method", "version", "layers")}
+    return settings["method"] + (f" ({', '.join(f'{key}={value}' for key, value in own.items())})" if own else "")

@@ -59,7 +59,7 @@ def refusal(method: str) -> str:
 def context(facts: Facts) -> dict[str, Any]:
     """Everything that the template names; texts that are not `Raw` are escaped when they are written."""
     name = facts.choices[0][1].method if facts.choices else "sdpa"
-    methods = [_method(where, entry, facts) for where, choice in facts.choices for entry in choice.entries]
+    methods = [_method(where, choice, entry, facts) for where, choice in facts.choices for entry in choice.entries]
     infos = [method_info(method) for method in facts.methods]
     base, load = facts.base_model, facts.architecture or "AutoModel"
     if base is not None:
@@ -88,11 +88,14 @@ def context(facts: Facts) -> dict[str, Any]:
     }
 
 
-def _method(where: str, entry, facts: Facts) -> dict[str, Any]:
+def _method(where: str, choice: EfficientAttentionConfig, entry, facts: Facts) -> dict[str, Any]:
     info, of = method_info(entry.config.method), "" if facts.layers is None else f" of {facts.layers}"
-    layers = (
-        f"all{of}" if entry.layers is None else f"{ranges(entry.layers)} (the first is 0){of}; the others are exact"
-    )
+    layers = f"all{of}" if entry.layers is None else f"{ranges(entry.layers)} (the first is 0){of}"
+    if len(choice.entries) > 1:
+        exact = [layer for layer in range(facts.layers or 0) if choice.for_layer(layer) is None]
+        layers += f"; exact: {ranges(exact)}" if exact else ""
+    elif entry.layers is not None:
+        layers += "; the others are exact"
     values = [
         (code(spec.name), getattr(entry.config, spec.name), spec.default, spec.metadata.get("help") or "")
         for spec in dataclasses.fields(entry.config)
