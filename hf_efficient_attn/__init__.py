@@ -1,7 +1,7 @@
 """Sub-quadratic attention for Transformers: `from_pretrained(..., attn_implementation="kdeformer")` after this."""
 
 import hf_efficient_attn.methods
-from hf_efficient_attn import analysis, functional, integration, kernel
+from hf_efficient_attn import analysis, functional, integration, kernel, models
 from hf_efficient_attn.calibration import calibrate
 from hf_efficient_attn.conversion import convert, extend_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError
@@ -27,6 +27,7 @@ from hf_efficient_attn.uptraining import UptrainingSchedule, uptraining_preset
 __version__ = "0.1.0"
 
 integration.register()
+models.register()
 
 
 def __getattr__(name: str):

@@ -21,6 +21,7 @@ from hf_efficient_attn.capture import forward
 from hf_efficient_attn.comparison import AGREEMENT, EXACT, make_variants, measure
 from hf_efficient_attn.conversion import transformers_models
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.integration.layers import ranges
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig, as_settings
 from hf_efficient_attn.measure import UNSTEADY, machine, use_threads
 from hf_efficient_attn.methods.base import MethodConfig, make_config
@@ -184,17 +185,6 @@ def _settings(methods, own: EfficientAttentionConfig | None, model: nn.Module) -
     if not is_decoder(model):
         chosen["nystromformer"] = make_config("nystromformer")
     return {label: as_settings(config) for label, config in chosen.items()}
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Sorted integers as `--layers` takes them: 0-3,5."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def default_lengths(model: nn.Module, data: ModelData, methods: int, rounds: int, batch: int) -> list[int]:

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from hf_efficient_attn.capture import Call, check_methods, forward, look, watching
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods.base import MethodConfig, make_config
 
@@ -85,7 +86,7 @@ def calibrate(
     shape = look(model, largest(batches))
     candidates = candidates_of(methods, budgets, shape.is_causal, shape.longest, seed)
     table = measure(model, batches, candidates, shape.layers, max_error)
-    chosen: dict[MethodConfig, list[int]] = {}
+    chosen: dict[MethodConfig, list[Layer]] = {}
     for layer in shape.layers:
         for candidate in candidates:
             if bound(table[layer, candidate], spread(table, candidate, max_error), max_error) <= max_error:
@@ -100,7 +101,7 @@ def calibrate(
     return config_of(chosen)
 
 
-def config_of(chosen: Mapping[MethodConfig, list[int]]) -> EfficientAttentionConfig:
+def config_of(chosen: Mapping[MethodConfig, list[Layer]]) -> EfficientAttentionConfig:
     """Methods with their layers -> the config that names them."""
     if len(chosen) == 1:
         config, layers = next(iter(chosen.items()))
@@ -171,10 +172,10 @@ def candidates_of(
 
 
 def measure(
-    model: nn.Module, batches: Sequence, candidates: Sequence[Candidate], layers: Sequence[int], max_error: float
+    model: nn.Module, batches: Sequence, candidates: Sequence[Candidate], layers: Sequence[Layer], max_error: float
 ) -> dict[tuple[int, Candidate], Errors]:
     """Errors of every candidate in every layer; one that exceeded `max_error` there is not measured further."""
-    table: dict[tuple[int, Candidate], Errors] = {(layer, c): {} for layer in layers for c in candidates}
+    table: dict[tuple[Layer, Candidate], Errors] = {(layer, c): {} for layer in layers for c in candidates}
     left = {layer: list(candidates) for layer in layers}
     found: dict[tuple[int, Candidate], dict[int, float]] = {}
 

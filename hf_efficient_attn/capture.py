@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hf_efficient_attn.analysis import attention_error
 from hf_efficient_attn.conversion import transformers_models
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.integration.layers import Layer, in_order, layer_seed
 from hf_efficient_attn.methods.base import MethodConfig, get_method
 from hf_efficient_attn.methods.call import causal_methods
 
@@ -31,7 +32,7 @@ class Call(NamedTuple):
     None where it does not.
     """
 
-    layer: int | None
+    layer: Layer | None
     name: str
     query: Tensor
     key: Tensor
@@ -52,7 +53,7 @@ class Call(NamedTuple):
         given = {} if parameters is None else {"parameters": dict(parameters)}
         found = attention_error(
             config, self.query, self.key, self.value, attention_mask=self.mask, is_causal=self.is_causal,
-            scale=self.scale, seed=1000003 * ((self.layer or 0) + 1), exact=self.exact, **given,
+            scale=self.scale, seed=layer_seed(self.layer), exact=self.exact, **given,
         )  # fmt: skip
         return found.operator.cpu()
 
@@ -111,6 +112,8 @@ def watching(model: nn.Module, visit: Callable[[Call], None]) -> Iterator[None]:
                 f"exact attention in {place.name} gives numbers that are not finite ({value.dtype}), so that no error "
                 "can be measured: look at the weights, or load the model in float32"
             )
+        # A module that has fewer keys by construction takes no method that cannot: measuring one is refused.
+        crossing = crossing and not getattr(module, "is_rectangular", False)
         why = functools.partial(why_cross_attention_is_exact, config=config) if crossing else _never
         names = place.layer, place.name
         visit(Call(*names, query, key, value, attention_mask, is_causal, scaling, exact, why))
@@ -156,7 +159,7 @@ def forward(model: nn.Module, batch: "Mapping[str, Any] | Tensor") -> Any:
 class Shape(NamedTuple):
     """What a forward pass shows of a model: layers with attention, whether some of it is causal, its most keys."""
 
-    layers: tuple[int, ...]
+    layers: tuple[Layer, ...]
     is_causal: bool
     longest: int
 
@@ -167,10 +170,10 @@ def look(model: nn.Module, batch: "Mapping[str, Any] | Tensor") -> Shape:
     Raises:
         UnsupportedAttentionError: no numbered layer computes its attention through Transformers' interface.
     """
-    calls: list[tuple[int | None, bool, int]] = []
+    calls: list[tuple[Layer | None, bool, int]] = []
     with watching(model, lambda call: calls.append((call.layer, call.is_causal, call.key.shape[2]))):
         forward(model, batch)
-    layers = sorted({layer for layer, _, _ in calls if layer is not None})
+    layers = in_order(layer for layer, _, _ in calls if layer is not None)
     if not layers:
         raise UnsupportedAttentionError(
             f"{type(model).__name__} has no numbered layers that compute their attention through Transformers' "

@@ -26,6 +26,7 @@ from hf_efficient_attn.checkpoint.values import refusing, short
 from hf_efficient_attn.checkpoint.weights import INDEX, output_name
 from hf_efficient_attn.conversion import convert, extend_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
+from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods.base import MethodConfig, available_methods, make_config
 
@@ -313,7 +314,7 @@ def _check_result(draft: pathlib.Path, changes: _Changes, unused: list[str]) -> 
             raise UnsupportedAttentionError(f"it does not find {short(lost[0] if lost else 'all tensors')}")
 
 
-def _layers_of(model: nn.Module) -> list[int]:
+def _layers_of(model: nn.Module) -> list[Layer]:
     """The layers in which a method stands, in order."""
     from hf_efficient_attn.integration.attention import settings_of
     from hf_efficient_attn.integration.configs import method_of
@@ -324,7 +325,7 @@ def _layers_of(model: nn.Module) -> list[int]:
         settings = settings_of(config, EfficientAttentionConfig(name)) if (name := method_of(config)) else None
         if settings is not None and place.layer is not None and settings.for_layer(place.layer) is not None:
             found.add(place.layer)
-    return sorted(found)
+    return in_order(found)
 
 
 def _lengthen_tokenizer(draft: pathlib.Path, max_length: int) -> list[str]:

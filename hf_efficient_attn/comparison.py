@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hf_efficient_attn.capture import Call, forward, watching
 from hf_efficient_attn.conversion import convert, transformers_models
+from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.measure import paired, peak_of
 from hf_efficient_attn.methods.base import make_config
@@ -119,7 +120,7 @@ def _layer_errors(variants: Mapping[str, Variant], inputs: Inputs) -> dict[str, 
     """label -> errors of the layers in order, 0 where a layer stays exact: means over heads and rows."""
     from hf_efficient_attn.integration.learned import learned_tensors
 
-    found: dict[str, dict[int, list[float]]] = {label: {} for label in variants}
+    found: dict[str, dict[Layer | None, list[float]]] = {label: {} for label in variants}
 
     def visit(call: Call) -> None:
         for label, one in variants.items():
@@ -127,12 +128,12 @@ def _layer_errors(variants: Mapping[str, Variant], inputs: Inputs) -> dict[str, 
             error = 0.0
             if config is not None:
                 error = call.errors(config, learned_tensors(one.modules[call.name])).mean().item()
-            found[label].setdefault(-1 if call.layer is None else call.layer, []).append(error)
+            found[label].setdefault(call.layer, []).append(error)
 
     exact = variants[EXACT].model
     with watching(exact, visit):
         forward(exact, inputs.values)
-    return {label: [statistics.fmean(layers[n]) for n in sorted(layers)] for label, layers in found.items()}
+    return {label: [statistics.fmean(layers[n]) for n in in_order(layers)] for label, layers in found.items()}
 
 
 def _agreement(variants: Mapping[str, Variant], data: ModelData, length: int, batch: int) -> dict[str, float]:

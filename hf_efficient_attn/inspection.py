@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from hf_efficient_attn import analysis
-from hf_efficient_attn.benchmark import TEXT_ROWS, own_settings, ranges, source_name
+from hf_efficient_attn.benchmark import TEXT_ROWS, own_settings, source_name
 from hf_efficient_attn.calibration import calibrate, check_batches, largest
 from hf_efficient_attn.capture import Call, check_methods, forward, look, watching
 from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.integration.layers import Layer, in_order, ranges
 from hf_efficient_attn.measure import use_threads
 from hf_efficient_attn.methods.base import MethodConfig, make_config
 from hf_efficient_attn.model_data import ModelData, make_room, positions_of
@@ -74,7 +75,7 @@ def analyze(
         raise UnsupportedAttentionError("give at least one method and one budget")
     sized = {(label, budget): one.with_budget(budget) for label, one in configs.items() for budget in budgets}
     sums: dict[str, dict[Any, Tensor]] = {}
-    layers: dict[str, int | None] = {}
+    layers: dict[str, Layer | None] = {}
 
     def visit(call: Call) -> None:
         layers[call.name] = call.layer
@@ -148,14 +149,14 @@ def _matrices(call: Call, row: int) -> tuple[Tensor, Tensor | None]:
     return torch.cat(ranks).cpu(), torch.cat(ratios).cpu() if ratios else None
 
 
-def _exact_layers(found: Sequence[Mapping[str, Any]], label: str, budget: str, max_error: float) -> list[int]:
+def _exact_layers(found: Sequence[Mapping[str, Any]], label: str, budget: str, max_error: float) -> list[Layer]:
     """Numbered layers in some module of which a method's mean over heads is above `max_error`."""
     above = {
         entry["layer"]
         for entry in found
         if entry["layer"] is not None and not _over_heads(entry, label, budget) <= max_error
     }
-    return sorted(above)
+    return in_order(above)
 
 
 def _over_heads(entry: Mapping[str, Any], label: str, budget: str) -> float:
@@ -164,10 +165,10 @@ def _over_heads(entry: Mapping[str, Any], label: str, budget: str) -> float:
 
 
 def _recommend(
-    found: Sequence[Mapping[str, Any]], exact: Mapping[str, list[int]], configs: Mapping[str, MethodConfig]
+    found: Sequence[Mapping[str, Any]], exact: Mapping[str, list[Layer]], configs: Mapping[str, MethodConfig]
 ) -> dict[str, Any] | None:
     """The method that leaves the fewest layers exact, at the largest budget."""
-    every = sorted({entry["layer"] for entry in found if entry["layer"] is not None})
+    every = in_order(entry["layer"] for entry in found if entry["layer"] is not None)
 
     def rank(label: str) -> tuple[int, float]:
         last = list(found[0]["errors"][label])[-1]

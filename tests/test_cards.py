@@ -20,7 +20,8 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.hub import write_card
 from hf_efficient_attn.hub.card import END, OWN_PART, START, card_problems, front_matter, render
 from hf_efficient_attn.hub.facts import clean, read_facts
-from hf_efficient_attn.hub.markdown import escape, ranges
+from hf_efficient_attn.hub.markdown import escape
+from hf_efficient_attn.integration.layers import ranges
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from tiny_models import SMALL
 

@@ -329,7 +329,8 @@ def test_what_stands_in_which_layer_by_a_file(tmp_path, capsys):
 
 def test_parse_layers():
     assert cli.parse_layers("8, 0-3,2") == [0, 1, 2, 3, 8]
-    for text in ("", "a", "3-1", "-1", "1-", "0-9999999", "1,,2", "²"):
+    assert cli.parse_layers("1-2,t2t.1, t2t.0") == ["t2t.0", "t2t.1", 1, 2]
+    for text in ("", "a b", "t2t.0-t2t.1", "3-1", "-1", "1-", "0-9999999", "1,,2", "²"):
         with pytest.raises(UnsupportedAttentionError, match="0-5,8"):
             cli.parse_layers(text)
 

@@ -17,13 +17,13 @@ from hf_efficient_attn.cli.common import (
     app,
     label,
     main_of,
-    parse_layers,
     parse_lengths,
     parse_methods,
     run,
     split_list,
     table,
 )
+from hf_efficient_attn.integration.layers import parse_layers
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

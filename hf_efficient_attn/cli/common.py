@@ -92,24 +92,6 @@ def parse_lengths(values: Iterable[str]) -> list[int]:
     return list(dict.fromkeys(found))
 
 
-def parse_layers(text: str) -> list[int]:
-    """ "0-5,8" -> [0, 1, 2, 3, 4, 5, 8].
-
-    Raises:
-        UnsupportedAttentionError: a part that is no layer and no range of layers.
-    """
-    found: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        ends = [first, last] if dash else [first, first]
-        if not all(end.isascii() and end.isdecimal() and len(end) < 6 for end in ends) or int(ends[0]) > int(ends[1]):
-            raise UnsupportedAttentionError(
-                f"--layers {text!r}: {part!r} is no layer and no range of layers; write such as 0-5,8"
-            )
-        found += range(int(ends[0]), int(ends[1]) + 1)
-    return sorted(dict.fromkeys(found))
-
-
 def _pair(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not key or not equals:

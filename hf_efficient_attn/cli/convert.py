@@ -7,8 +7,9 @@ from typing import Annotated, Any
 import typer
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.cli.common import Json, app, parse_layers, parse_methods, print_json, table
+from hf_efficient_attn.cli.common import Json, app, parse_methods, print_json, table
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
+from hf_efficient_attn.integration.layers import parse_layers
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 
 EXACT = ("sdpa", "eager")

@@ -48,14 +48,3 @@ def words(items: Sequence[str]) -> Raw:
 def shell(*parts: str) -> Raw:
     """A command line for a fenced block: each part as one word of a shell, whatever is in it."""
     return Raw(" ".join(shlex.quote(clean(part, 1000)) for part in parts))
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """[0, 1, 2, 5] -> "0-2,5", as `--layers` takes it."""
-    runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -5,7 +5,8 @@ import re
 from typing import Any
 
 from hf_efficient_attn.hub.facts import AGREEMENTS, EXACT, TASKS, Benchmark, Facts
-from hf_efficient_attn.hub.markdown import Raw, code, escape, ranges, shell, table, words
+from hf_efficient_attn.hub.markdown import Raw, code, escape, shell, table, words
+from hf_efficient_attn.integration.layers import ranges
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods.base import MethodConfig, method_info
 

@@ -14,6 +14,10 @@ made, so `register` extends its base classes, once, in these places only:
 `models.prepare` changes no class. It numbers the attention modules, gives them the parameters that their method learns,
 and a few kinds of them a forward that hands the method hidden states in place of keys and values (`contracted`).
 
+An attention module may say of itself, by plain attributes: `attention_layer`, its name in `layers`; `num_heads`,
+`head_dim`, `value_head_dim` and `max_tokens` (keys), by which learned parameters get their sizes; `is_rectangular`,
+that it has fewer keys than queries by construction, so that a method without such a form is refused.
+
 A model or config that names none of our methods passes through all of them unchanged.
 """
 

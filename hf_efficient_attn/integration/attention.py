@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.exact import exact_layer
+from hf_efficient_attn.integration.layers import Layer, layer_of, layer_seed
 from hf_efficient_attn.integration.learned import learned_tensors
 from hf_efficient_attn.integration.recurrent import NewKeys, state_layer_of
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
@@ -30,11 +31,11 @@ _HARMLESS = (
 class Place(NamedTuple):
     """Where an attention module stands in its model.
 
-    layer: the first integer in its name (None where there is none). name: within its model. is_cross: whether its keys
-    come from another model or stack.
+    layer: as `layers.layer_of` tells it. name: within its model. is_cross: whether its keys come from another model or
+    stack.
     """
 
-    layer: int | None
+    layer: Layer | None
     name: str
     is_cross: bool
 
@@ -43,8 +44,8 @@ def place_of(module: nn.Module) -> Place:
     """What `models.prepare` wrote on the module, or else what the module knows of itself."""
     place = getattr(module, "_efficient_attention", None)
     if place is None:
-        layer = getattr(module, "layer_idx", None)
-        if not isinstance(layer, int):
+        layer = layer_of(module, str(getattr(module, "layer_idx", "")))
+        if layer is None:
             raise UnsupportedAttentionError(
                 f"a {type(module).__name__} does not know its layer, since its model was switched by hand: use "
                 "model.set_attn_implementation(name) or hf_efficient_attn.convert(model, name)"
@@ -104,7 +105,7 @@ def make_attention_function(name: str) -> Callable:
             )  # fmt: skip
         else:
             # In training from the global generators, so that checkpointing draws the same again; else by layer alone.
-            seed = None if module.training else 1000003 * ((place.layer or 0) + 1)
+            seed = None if module.training else layer_seed(place.layer)
             options = {"scale": scaling, "dropout_p": dropout, "seed": seed}
             if from_state:
                 out = cached.attend(query, key, value, attention_mask, **options)

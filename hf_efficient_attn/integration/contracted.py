@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from hf_efficient_attn.integration.attention import place_of, refuse_arguments, settings_of
+from hf_efficient_attn.integration.layers import layer_seed
 from hf_efficient_attn.integration.learned import learned_tensors
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods.base import MethodConfig, available_methods, get_method
@@ -35,7 +36,9 @@ _LAYOUTS = {
     "DistilBertSelfAttention": _Layout("q_lin", "k_lin", "v_lin", "out_lin", "attention_head_size", "dropout"),
     "ViTAttention": _Layout("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "attention_dropout"),
     "DeiTAttention": _Layout("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "attention_dropout"),
+    "T2TViTAttention": _Layout("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "attention_dropout"),
 }
+_PLACES = ("transformers.models.", "hf_efficient_attn.models.")
 
 # What a method's name alone means, made before a graph is traced.
 _DEFAULTS: dict[str, EfficientAttentionConfig] = {}
@@ -56,9 +59,9 @@ def fit(module: nn.Module, method: MethodConfig | None) -> None:
 
 
 def _layout(module: nn.Module) -> _Layout | None:
-    """The layout of one of Transformers' own modules that is known here and not causal."""
+    """The layout of one of Transformers' own modules, or of ours, that is known here and not causal."""
     kind = type(module)
-    layout = _LAYOUTS.get(kind.__name__) if kind.__module__.startswith("transformers.models.") else None
+    layout = _LAYOUTS.get(kind.__name__) if kind.__module__.startswith(_PLACES) else None
     if layout is None or getattr(module, "is_causal", True):
         return None
     names = [name for name in (*layout, "scaling") if name is not None]
@@ -79,8 +82,7 @@ def _forward(
     dropout = getattr(module, layout.dropout)
     dropout = getattr(dropout, "p", dropout) if module.training else 0.0
     # As in the attention function: in training from the global generators, else by layer alone.
-    layer = place_of(module).layer
-    seed = draw_seed(query.device) if module.training else 1000003 * ((layer or 0) + 1)
+    seed = draw_seed(query.device) if module.training else layer_seed(place_of(module).layer)
     hidden = hidden_states
     if attention_mask is not None:
         hidden = hidden.masked_fill(~attention_mask[:, :, None], 0.0)

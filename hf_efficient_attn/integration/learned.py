@@ -173,22 +173,25 @@ def _sizes(module: nn.Module, method: MethodConfig, config: PreTrainedConfig, wh
     heads = _first(module, ("num_attention_heads", "num_heads", "n_heads"))
     heads = heads or _first(config, ("num_attention_heads", "n_head", "n_heads"))
     width = _first(module, ("head_dim", "attention_head_size")) or _first(config, ("head_dim",))
+    value_width = _first(module, ("value_head_dim",))
     hidden = _first(config, ("hidden_size", "n_embd", "dim"))
     if width is None and heads and hidden:
         width = hidden // heads
-    length = _length(method, config)
+    length = _length(method, module, config)
     if not heads or not width or not length:
         lacking = "heads" if not heads else "width of a head" if not width else "longest sequence"
         raise UnsupportedAttentionError(
             f"{method.method}: the {lacking} of {where} cannot be told from {type(config).__name__}, so that its "
             "learned parameters cannot be made; methods without learned parameters do not need it"
         )
-    return {"heads": heads, "width": width, "value_width": width, "length": length}
+    return {"heads": heads, "width": width, "value_width": value_width or width, "length": length}
 
 
-def _length(method: MethodConfig, config: PreTrainedConfig) -> int | None:
-    """The longest sequence of a model: the method's own `max_length`, the position table, or an image's patches."""
-    length = getattr(method, "max_length", 0) or _first(config, ("max_position_embeddings", "n_positions"))
+def _length(method: MethodConfig, module: nn.Module, config: PreTrainedConfig) -> int | None:
+    """The most keys of a module: by the method's own `max_length`, what the module says, the table of positions, or the
+    patches of an image."""
+    length = getattr(method, "max_length", 0) or _first(module, ("max_tokens",))
+    length = length or _first(config, ("max_position_embeddings", "n_positions"))
     if length:
         return length
     image, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)

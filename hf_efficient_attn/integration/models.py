@@ -17,9 +17,10 @@ from hf_efficient_attn.integration.attention import (
     why_cross_attention_is_exact,
 )
 from hf_efficient_attn.integration.configs import method_of
+from hf_efficient_attn.integration.layers import in_order, layer_of
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods.base import MethodConfig, available_methods, get_method
-from hf_efficient_attn.methods.call import causal_methods
+from hf_efficient_attn.methods.call import causal_methods, rectangular_methods
 
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "num_decoder_layers", "encoder_layers", "decoder_layers")
 _CROSS = ("cross", "encdec", "enc_dec", "encoder_attn")
@@ -55,13 +56,12 @@ def attention_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Place, PreT
         if above[1] is None or isinstance(module, PreTrainedModel) or not _is_attention(module):
             continue
         name = path.removeprefix(above[0]).removeprefix(".")
-        numbers = [int(part) for part in name.split(".") if part.isdigit()]
         is_cross = bool(getattr(module, "is_cross_attention", False)) or any(
             word in f"{name}.{type(module).__name__}".lower() for word in _CROSS
         )
         config = getattr(module, "config", None)
         config = config if isinstance(config, PreTrainedConfig) else above[1].config
-        yield module, Place(numbers[0] if numbers else None, name, is_cross), config, above[1]
+        yield module, Place(layer_of(module, name), name, is_cross), config, above[1]
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -85,8 +85,9 @@ def prepare(model: PreTrainedModel, strict: bool = False) -> None:
             `layers` names, or all attention.
 
     Raises:
-        UnsupportedAttentionError: a decoder with a method without causal form, a model that does not go through the
-            attention interface, or `layers` that the model does not have.
+        UnsupportedAttentionError: a decoder with a method without causal form, a module with fewer keys than queries
+            and a method that needs as many, a model that does not go through the attention interface, or `layers` that
+            the model does not have.
     """
     models = models_in(model)
     if not any(method_of(m.config) for m in models):
@@ -97,6 +98,7 @@ def prepare(model: PreTrainedModel, strict: bool = False) -> None:
     found = [(module, place, config) for module, place, config, _ in owned]
     _check_layers(model, found, strict)
     _check_causal(model, found)
+    _check_rectangular(model, found)
     methods = [_method_in(*each) for each in found]
     learned.fit(
         [
@@ -173,7 +175,7 @@ def _check_layers(model: PreTrainedModel, found: list, strict: bool) -> None:
         missing = [layer for layer in _settings(config).named_layers() if layer not in known]
         if missing:
             raise UnsupportedAttentionError(
-                f"{type(model).__name__} has no attention in layers {missing}; its layers are {sorted(there)}"
+                f"{type(model).__name__} has no attention in layers {missing}; its layers are {in_order(there)}"
             )
 
 
@@ -186,6 +188,19 @@ def _check_causal(model: PreTrainedModel, found: list) -> None:
             raise UnsupportedAttentionError(
                 f"{type(model).__name__} is a decoder ({place.name} is causal) and {method.method} has no causal form. "
                 f"Methods that have one: {', '.join(causal_methods())}"
+            )
+
+
+def _check_rectangular(model: PreTrainedModel, found: list) -> None:
+    """Where a module has fewer keys than queries by construction, a method would be exact attention in disguise."""
+    for module, place, config in found:
+        method = _settings(config).for_layer(place.layer)
+        if method is None or not getattr(module, "is_rectangular", False):
+            continue
+        if not get_method(method.method).info.rectangular:
+            raise UnsupportedAttentionError(
+                f"{type(model).__name__} has fewer keys than queries in {place.name}, and {method.method} needs as "
+                f"many of each. Methods that do not: {', '.join(rectangular_methods())}"
             )
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
+from hf_efficient_attn.integration.layers import Layer, check_layer, in_order
 from hf_efficient_attn.methods.base import MethodConfig, get_method, make_config
 
 FORMAT_VERSION = 1
@@ -14,7 +15,7 @@ FORMAT_VERSION = 1
 class Entry:
     """One method and the layers in which it stands; None for all of them."""
 
-    layers: tuple[int, ...] | None
+    layers: tuple[Layer, ...] | None
     config: MethodConfig
 
 
@@ -26,15 +27,16 @@ class EfficientAttentionConfig:
         method: a name from `hea.available_methods()` or a method's config. It is also the `attn_implementation` under
             which the choice is in force. For a mix it may be left out: it is then the first entry's.
         hyperparameters: replace the method's defaults. None for a mix, whose entries hold their own.
-        layers: indices of the layers in which the method stands, all others staying exact; None for all layers; or, for
-            a mix, dictionaries {"layers": [indices], "method": name, hyperparameter: value, ...}.
+        layers: indices of the layers in which the method stands, or the names that a model has for them (T2T-ViT's
+            "t2t.0"), all others staying exact; None for all layers; or, for a mix, dictionaries {"layers": [indices],
+            "method": name, hyperparameter: value, ...}.
 
     Attributes:
         entries: the same, resolved: every method with its layers.
 
     Raises:
         UnsupportedAttentionError: unknown method or hyperparameter, a value out of range or of the wrong type, a layer
-            that is not a non-negative integer or is named twice.
+            that is neither a non-negative integer nor a name, or is named twice.
     """
 
     method: "str | MethodConfig | None" = None
@@ -61,7 +63,7 @@ class EfficientAttentionConfig:
             method, entries = config.method, (Entry(None if layers is None else _indices(layers), config),)
         named = [index for entry in entries for index in entry.layers or ()]
         if len(set(named)) < len(named):
-            twice = sorted({index for index in named if named.count(index) > 1})
+            twice = in_order(index for index in named if named.count(index) > 1)
             raise UnsupportedAttentionError(
                 f"'layers' names some layers more than once: {twice}; each takes one method"
             )
@@ -73,16 +75,16 @@ class EfficientAttentionConfig:
         for key, value in values.items():
             object.__setattr__(self, key, value)
 
-    def for_layer(self, layer: int | None) -> MethodConfig | None:
+    def for_layer(self, layer: Layer | None) -> MethodConfig | None:
         """The method's config in a layer, or None where attention stays exact."""
         for entry in self.entries:
             if entry.layers is None or layer in entry.layers:
                 return entry.config
         return None
 
-    def named_layers(self) -> list[int]:
+    def named_layers(self) -> list[Layer]:
         """All layers that are named, in order."""
-        return sorted(index for entry in self.entries for index in entry.layers or ())
+        return in_order(index for entry in self.entries for index in entry.layers or ())
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that JSON can hold: every hyperparameter with its value, so that no later default changes it."""
@@ -143,11 +145,8 @@ def _as_list(layers: Any) -> list | None:
     return layers
 
 
-def _indices(layers: list) -> tuple[int, ...]:
-    for layer in layers:
-        if isinstance(layer, bool) or not hasattr(layer, "__index__") or int(layer) < 0:
-            raise UnsupportedAttentionError(f"'layers' holds {layer!r}; a layer is a non-negative integer")
-    return tuple(int(layer) for layer in layers)
+def _indices(layers: list) -> tuple[Layer, ...]:
+    return tuple(check_layer(layer) for layer in layers)
 
 
 def _mix_entry(entry: Any, method: str | None) -> Entry:

@@ -271,6 +271,11 @@ def causal_methods() -> list[str]:
     return [name for name in available_methods() if get_method(name).info.causal]
 
 
+def rectangular_methods() -> list[str]:
+    """Names of the methods that take more or fewer keys than queries."""
+    return [name for name in available_methods() if get_method(name).info.rectangular]
+
+
 def functional_form(name: str) -> Callable:
     """`functional.<name>_attention`: `attention` for one method, its hyperparameters spelt out in the signature."""
     info = get_method(name).info
