@@ -2,11 +2,15 @@
 
     python -m recipes.benchmarks.tasks search --data DATA      (MiniLM on XQuAD: which of 240 paragraphs answers?)
     python -m recipes.benchmarks.tasks images --data DATA      (DeiT-tiny on a photograph of each ImageNet class)
+    python -m recipes.benchmarks.tasks classify MODEL PICTURES --layers t2t.0,t2t.1      (any image classifier)
 
 search: every question and every paragraph of XQuAD (English) is embedded by MiniLM, mean-pooled over up to 512 tokens;
 recall@1 is the share of the 1,190 questions whose own paragraph has the highest cosine of all 240, MRR the mean of one
-over its rank. images: top-1 is the share of photographs whose class comes first. DATA holds `squad/xquad.en.json.gz`,
-`models/deit-tiny-imagenet` and `images/imagenet1k-sample-*.zip`; by default it is $HEA_DATA or ../shared/data.
+over its rank. images: top-1 is the share of photographs whose class comes first. classify: the same for a checkpoint
+and pictures of yours, in layers of your choice; "as exact" is the share of pictures that get the class that exact
+attention gives them, and "faster" the time of all pictures with exact attention over that with the method. DATA holds
+`squad/xquad.en.json.gz`, `models/deit-tiny-imagenet` and `images/imagenet1k-sample-*.zip`; by default it is $HEA_DATA
+or ../shared/data.
 
 To expect of exact attention: recall@1 .887; top-1 .783 on the thousand photographs at 224 pixels, .750 on the hundred
 at 512. How they are cut moves that by two hundredths: whole squares have .804 at 224, the whole picture squeezed .783.
@@ -22,17 +26,20 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import typer
 from torch import Tensor
+from torch.utils.benchmark import timer
 from tqdm import tqdm
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.cli import Settings, label, main_of, parse_lengths, parse_methods, table
 from hf_efficient_attn.demo import minilm_folder, quiet_loading
+from hf_efficient_attn.integration.layers import parse_layers
 from hf_efficient_attn.methods.base import MethodConfig
 from recipes.benchmarks import error
 from recipes.benchmarks.error import Data, data_folder, there
 from recipes.benchmarks.report import Csv, check_outputs, write_csv
+from recipes.data.image_classes import class_indices
 from recipes.data.image_tensors import Evaluation, Norm
-from recipes.data.images import load
+from recipes.data.images import EVAL_SPLITS, load, pick
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
 
@@ -134,7 +141,9 @@ def settings_of(method: list[str], setting: Sequence[str], budget: list[str]) ->
     ]
 
 
-def run(load: Callable[[], Any], wanted: Sequence[Setting], total: int, evaluate) -> list[dict[str, Any]]:
+def run(
+    load: Callable[[], Any], wanted: Sequence[Setting], total: int, evaluate, layers: Sequence | None = None
+) -> list[dict[str, Any]]:
     """A row for exact attention and one for every setting: evaluate(model, bar) -> figures by name."""
     settings = [Setting("sdpa", "all", None), *wanted]
     # A method without a budget is the same at all of them.
@@ -145,7 +154,7 @@ def run(load: Callable[[], Any], wanted: Sequence[Setting], total: int, evaluate
                 model = load().eval()
             bar.set_description("sdpa" if config is None else label(config))
             if config is not None:
-                hea.convert(model, config)
+                hea.convert(model, config, layers=layers)
             figures[config] = evaluate(model, bar)
     return [{"attention": name, "budget": columns, **figures[config]} for name, columns, config in settings]
 
@@ -216,6 +225,86 @@ def images(
     )
     size = f"{pixels} x {pixels} pixels ({tokens} tokens)"
     show(rows, csv, f"DeiT-tiny, {count} photographs of {size}; not trained further.")
+
+
+def own_pictures(source: str, split: str | None, model, settings: dict[str, Any], count: int | None):
+    """Batches of pictures and classes out of a folder, zip file or data set, cut and scaled as the preprocessor says.
+
+    Raises:
+        ValueError: there is no such split, or its classes are none of the model's.
+    """
+    splits = load(source)
+    found = splits.get("") or pick(splits, split, EVAL_SPLITS, source)
+    if found is None:
+        raise ValueError(f"{source} has no split to evaluate on; name one by --split: {', '.join(splits)}")
+    names = [str(model.config.id2label[i]) for i in range(model.config.num_labels)]
+    indices, _ = class_indices(found.class_names(), names, own_order=found.order is not None)
+    chosen = range(len(found))
+    if count is not None and count < len(found):
+        chosen = torch.randperm(len(found), generator=torch.Generator().manual_seed(0))[:count].tolist()
+    pixels, edge = model.config.image_size, (settings.get("size") or {}).get("shortest_edge")
+    cut, batches = Evaluation(pixels, Norm.of(settings), pixels / edge if edge else 1.0), []
+    for at in tqdm(range(0, len(chosen), 20), desc="reading", disable=None, leave=False):
+        here = chosen[at : at + 20]
+        classes = torch.tensor([indices[found.classes[i]] for i in here])
+        batches.append((torch.stack([cut(found.open(i)) for i in here]), classes))
+    return batches
+
+
+@torch.inference_mode()
+def guesses(model, batches: Iterable[tuple[Tensor, Tensor]], bar: tqdm) -> tuple[Tensor, float]:
+    """The class of every picture, (pictures,), and the seconds that the model took for all of them."""
+    found, seconds = [], 0.0
+    for pictures, classes in batches:
+        start = timer()
+        logits = model(pixel_values=pictures).logits
+        seconds += timer() - start
+        found.append(logits.argmax(1))
+        bar.update(len(classes))
+    return torch.cat(found), seconds
+
+
+@app.command(epilog="Example: python -m recipes.benchmarks.tasks classify t2t cifar10.zip --layers t2t.0 --budget 64")
+def classify(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Image classifier: a folder or a hub id.")],
+    pictures: Annotated[str, typer.Argument(metavar="PICTURES", help="Folder, zip file or hub id, with classes.")],
+    split: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of the pictures. [default: validation, test]")
+    ] = None,
+    layers: Annotated[str | None, typer.Option(metavar="LIST", help="Such as t2t.0,0-5. [default: all]")] = None,
+    count: Annotated[int | None, typer.Option(metavar="N", min=1, help="So many pictures, drawn at random.")] = None,
+    budget: Budget = [],  # noqa: B006
+    method: Method = [],  # noqa: B006
+    setting: Settings = [],  # noqa: B006
+    csv: Csv = None,
+) -> None:
+    """Top-1 of an image classifier, at its own size of picture, with methods swapped in."""
+    from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+    check_outputs(csv, None)
+    wanted, chosen = settings_of(method, setting, budget), None if layers is None else parse_layers(layers)
+
+    def fresh():
+        return AutoModelForImageClassification.from_pretrained(model)
+
+    with quiet_loading():
+        first = fresh()
+    settings = AutoImageProcessor.from_pretrained(model).to_dict()
+    batches = own_pictures(pictures, split, first, settings, count)
+    truth = torch.cat([classes for _, classes in batches])
+    exact: list[tuple[Tensor, float]] = []
+
+    def evaluate(one, bar) -> dict[str, float]:
+        guessed, seconds = guesses(one, batches, bar)
+        exact.append((guessed, seconds))
+        same = (guessed == exact[0][0]).double().mean().item()
+        return {
+            "top-1": (guessed == truth).double().mean().item(), "as exact": same, "faster": exact[0][1] / seconds,
+        }  # fmt: skip
+
+    rows = run(fresh, wanted, len(truth), evaluate, chosen)
+    where = "all layers" if layers is None else f"layers {layers}"
+    show(rows, csv, f"{len(truth)} pictures of {first.config.image_size} pixels, {where}; not trained further.")
 
 
 if __name__ == "__main__":
