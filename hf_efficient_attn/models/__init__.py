@@ -4,11 +4,14 @@
 of the two is imported first; nothing of them is imported before Transformers' own Auto classes are.
 """
 
+import functools
 import importlib
 import importlib.util
+import sys
 
 from hf_efficient_attn.integration.imports import after_import
 
+_AUTO = "transformers.models.auto.modeling_auto"
 # Folder and model type -> name of the config, names of the models by Auto class.
 _MODELS = {
     "biggan": ("BigGANConfig", {"AutoModel": "BigGANModel"}),
@@ -25,24 +28,39 @@ _MODELS = {name: rest for name, rest in _MODELS.items() if importlib.util.find_s
 def register() -> None:
     """Make the models known to Transformers' Auto classes; may be called again."""
     after_import("transformers.models.auto.configuration_auto", _register_configs)
-    after_import("transformers.models.auto.modeling_auto", _register_models)
+    after_import(_AUTO, _import_models)
+    for folder in _MODELS:
+        after_import(_file(folder, "modeling"), functools.partial(_register_models, folder))
 
 
-def _named(folder: str, module: str, name: str) -> type:
-    return getattr(importlib.import_module(f"{__name__}.{folder}.{module}_{folder}"), name)
+def _file(folder: str, part: str) -> str:
+    return f"{__name__}.{folder}.{part}_{folder}"
 
 
 def _register_configs() -> None:
     from transformers.models.auto.configuration_auto import AutoConfig
 
     for folder, (config, _) in _MODELS.items():
-        AutoConfig.register(folder, _named(folder, "configuration", config), exist_ok=True)
+        AutoConfig.register(
+            folder, getattr(importlib.import_module(_file(folder, "configuration")), config), exist_ok=True
+        )
 
 
-def _register_models() -> None:
-    from transformers.models.auto import modeling_auto
+def _import_models() -> None:
+    """Import the models, which registers them. One whose import led to that of the Auto classes is half done yet."""
+    for folder in _MODELS:
+        if _file(folder, "modeling") in sys.modules:
+            _register_models(folder)
+        else:
+            importlib.import_module(_file(folder, "modeling"))
 
-    for folder, (config, models) in _MODELS.items():
-        for auto, model in models.items():
-            cls = getattr(modeling_auto, auto)
-            cls.register(_named(folder, "configuration", config), _named(folder, "modeling", model), exist_ok=True)
+
+def _register_models(folder: str) -> None:
+    """Register the models of a folder as soon as both they and the Auto classes are there."""
+    config, models = _MODELS[folder]
+    auto, modeling = sys.modules.get(_AUTO), sys.modules[_file(folder, "modeling")]
+    if auto is None or not all(hasattr(modeling, name) for name in models.values()):
+        return
+    for name, model in models.items():
+        cls = getattr(importlib.import_module(_file(folder, "configuration")), config)
+        getattr(auto, name).register(cls, getattr(modeling, model), exist_ok=True)
