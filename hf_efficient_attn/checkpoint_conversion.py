@@ -29,6 +29,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods.base import MethodConfig, available_methods, make_config
+from hf_efficient_attn.models import auto_class
 
 EXACT = ("sdpa", "eager")
 _LEARNED = "learned_parameters"
@@ -342,6 +343,7 @@ def _lengthen_tokenizer(draft: pathlib.Path, max_length: int) -> list[str]:
 
 
 def _how_to_load(model: nn.Module, output: str) -> str:
-    name = type(model).__name__
-    lines = ["import hf_efficient_attn"] if model.config.efficient_attention else []
+    ours = auto_class(type(model).__name__)
+    name = ours or type(model).__name__
+    lines = ["import hf_efficient_attn"] if ours or model.config.efficient_attention else []
     return "\n".join([*lines, f"from transformers import {name}", f"model = {name}.from_pretrained({output!r})"])

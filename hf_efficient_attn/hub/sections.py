@@ -9,6 +9,7 @@ from hf_efficient_attn.hub.markdown import Raw, code, escape, shell, table, word
 from hf_efficient_attn.integration.layers import ranges
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods.base import MethodConfig, method_info
+from hf_efficient_attn.models import auto_class, model_type
 
 # Stands in the examples until the checkpoint has a name on the hub.
 PLACEHOLDER = "ORG/NAME"
@@ -23,7 +24,7 @@ PIPELINES = (
     ("ForTokenClassification", "token-classification", 'pipe("A sentence.")'),
     ("ForQuestionAnswering", "question-answering", 'pipe(question="Who wrote it?", context="She wrote it.")'),
 )
-IMAGE_MODELS = ("ViT", "DeiT", "Beit", "Swin", "Dinov2")
+IMAGE_MODELS = ("ViT", "T2TViT", "DeiT", "Beit", "Swin", "Dinov2")
 MEANINGS = dict(
     zip(
         AGREEMENTS,
@@ -47,13 +48,22 @@ def _pipelines(facts: Facts):
     for ending, task, call in PIPELINES:
         if name.endswith(ending):
             yield task, call
-    if name.endswith("Model"):
+    if name.endswith("Model") and name != "BigGANModel":
         image = name.startswith(IMAGE_MODELS)
         yield ("image-feature-extraction", 'pipe("image.jpg")') if image else ("feature-extraction", 'pipe("A text.")')
 
 
-def refusal(method: str) -> str:
-    """How the error of Transformers without the plugin begins (tests/test_strangers.py provokes it)."""
+def refusal(method: str, kind: str | None = None) -> str:
+    """How the error of Transformers without the plugin begins (tests/test_strangers.py provokes it).
+
+    Args:
+        kind: the model type, of a model of ours.
+    """
+    if kind is not None:
+        return (
+            f"The checkpoint you are trying to load has model type `{kind}` but Transformers does not recognize this "
+            "architecture."
+        )
     return f'Specified `attn_implementation="{method}"` is not supported.'
 
 
@@ -62,7 +72,8 @@ def context(facts: Facts) -> dict[str, Any]:
     name = facts.choices[0][1].method if facts.choices else "sdpa"
     methods = [_method(where, choice, entry, facts) for where, choice in facts.choices for entry in choice.entries]
     infos = [method_info(method) for method in facts.methods]
-    base, load = facts.base_model, facts.architecture or "AutoModel"
+    base, load = facts.base_model, auto_class(facts.architecture or "") or facts.architecture or "AutoModel"
+    kind = model_type(facts.architecture or "")
     if base is not None:
         origin = Raw(f"[{escape(base)}](https://huggingface.co/{base})")
     else:
@@ -79,7 +90,8 @@ def context(facts: Facts) -> dict[str, Any]:
             (Raw(f'pipe = pipeline("{t}", model="{PLACEHOLDER}")\n{c}') for t, c in _pipelines(facts)), None
         ),
         "sentence_transformers": facts.sentence_transformers,
-        "refusal": Raw(f"ValueError: {refusal(name)} The only possible arguments are ..."),
+        "ours": kind is not None,
+        "refusal": Raw(f"ValueError: {refusal(name, kind)}{'' if kind else ' The only possible arguments are'} ..."),
         "methods": methods,
         "benchmark": None if facts.benchmark is None else _measured(facts.benchmark, facts.picture),
         "limits": _limits(facts, infos),
@@ -90,10 +102,12 @@ def context(facts: Facts) -> dict[str, Any]:
 
 
 def _method(where: str, choice: EfficientAttentionConfig, entry, facts: Facts) -> dict[str, Any]:
-    info, of = method_info(entry.config.method), "" if facts.layers is None else f" of {facts.layers}"
+    # A model of ours has attention beside its numbered layers.
+    count = None if model_type(facts.architecture or "") else facts.layers
+    info, of = method_info(entry.config.method), "" if count is None else f" of {count}"
     layers = f"all{of}" if entry.layers is None else f"{ranges(entry.layers)} (the first is 0){of}"
     if len(choice.entries) > 1:
-        exact = [layer for layer in range(facts.layers or 0) if choice.for_layer(layer) is None]
+        exact = [layer for layer in range(count or 0) if choice.for_layer(layer) is None]
         layers += f"; exact: {ranges(exact)}" if exact else ""
     elif entry.layers is not None:
         layers += "; the others are exact"

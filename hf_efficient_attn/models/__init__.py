@@ -33,6 +33,16 @@ def register() -> None:
         after_import(_file(folder, "modeling"), functools.partial(_register_models, folder))
 
 
+def auto_class(model: str) -> str | None:
+    """The Auto class that makes a model of ours out of a checkpoint, by the model's class name; None for others."""
+    return next((auto for _, models in _MODELS.values() for auto, name in models.items() if name == model), None)
+
+
+def model_type(model: str) -> str | None:
+    """The `model_type` of a model of ours, by its class name; None for others."""
+    return next((kind for kind, (_, models) in _MODELS.items() if model in models.values()), None)
+
+
 def _file(folder: str, part: str) -> str:
     return f"{__name__}.{folder}.{part}_{folder}"
 
