@@ -1,6 +1,7 @@
 """Sizes of a T2T-ViT (Yuan et al. 2021, Tokens-to-Token ViT), and the published models by name."""
 
 import math
+from collections.abc import Mapping
 
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
@@ -80,6 +81,7 @@ class T2TViTConfig(PreTrainedConfig):
         if self.token_dropout_prob is None:
             self.token_dropout_prob = 0.1 if self.tokens_type == "performer" else 0.0
         super().__post_init__(**kwargs)
+        self._check_layers()
 
     def _check(self) -> None:
         if self.tokens_type not in TOKENS_TYPES:
@@ -107,6 +109,18 @@ class T2TViTConfig(PreTrainedConfig):
         if not isinstance(self.image_size, int) and len(self.image_size) != 2:
             raise ValueError(f"image_size={self.image_size} must be one number or (height, width)")
         self.grids()
+
+    def _check_layers(self) -> None:
+        """Stages that are performers are no layers in which a method can stand."""
+        chosen = (self.efficient_attention or {}).get("layers") or []
+        named = [name for entry in chosen for name in (entry["layers"] if isinstance(entry, Mapping) else [entry])]
+        stages = [name for name in named if isinstance(name, str)]
+        if stages and self.tokens_type == "performer":
+            raise ValueError(
+                f"efficient_attention names {stages}, but with tokens_type='performer' the token stages are an "
+                "attention of their own, which no method replaces: name indices of the backbone alone, or take a model "
+                "with tokens_type='transformer', such as t2t_vit_t_14"
+            )
 
     @classmethod
     def from_name(cls, name: str, **changes) -> "T2TViTConfig":

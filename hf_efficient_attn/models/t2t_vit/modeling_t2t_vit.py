@@ -20,7 +20,7 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from hf_efficient_attn.models.t2t_vit.configuration_t2t_vit import T2TViTConfig
-from hf_efficient_attn.models.t2t_vit.mlp import T2TViTDropPath, T2TViTMLP
+from hf_efficient_attn.models.t2t_vit.parts import FrozenParameters, T2TViTDropPath, T2TViTMLP
 from hf_efficient_attn.models.t2t_vit.positions import interpolated, sinusoids
 from hf_efficient_attn.models.t2t_vit.token_performer import T2TViTTokenPerformer
 
@@ -185,8 +185,13 @@ class T2TViTTokensToToken(nn.Module):
         return windows.transpose(1, 2)
 
 
-class T2TViTEmbeddings(nn.Module):
-    """Pictures -> tokens of the backbone (B, 1 + N, hidden_size), the class token first, with positions."""
+class T2TViTEmbeddings(FrozenParameters):
+    """Pictures -> tokens of the backbone (B, 1 + N, hidden_size), the class token first, with positions.
+
+    The table of positions is counted and saved with the parameters, as in the published checkpoints, but never trained.
+    """
+
+    frozen = ("position_embeddings",)
 
     def __init__(self, config: T2TViTConfig) -> None:
         super().__init__()
@@ -194,8 +199,7 @@ class T2TViTEmbeddings(nn.Module):
         self.tokens_to_token = T2TViTTokensToToken(config)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size))
         tokens = 1 + math.prod(config.grids()[-1])
-        # Counted and saved with the parameters, as in the published checkpoints, but never trained.
-        self.position_embeddings = nn.Parameter(torch.empty(1, tokens, config.hidden_size), requires_grad=False)
+        self.position_embeddings = nn.Parameter(torch.empty(1, tokens, config.hidden_size))
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, pixel_values: Tensor, interpolate_pos_encoding: bool | None = False, **kwargs) -> Tensor:
@@ -286,7 +290,7 @@ class T2TViTPreTrainedModel(PreTrainedModel):
         old, new = self.config.grids()[-1], self.config.grids(*shape)[-1]
         embeddings = self.base_model.embeddings
         table = interpolated(embeddings.position_embeddings, old, new)
-        embeddings.position_embeddings = nn.Parameter(table.clone(), requires_grad=False)
+        embeddings.position_embeddings = nn.Parameter(table.clone())
         self.config.image_size = size
 
 

@@ -10,8 +10,8 @@ def sinusoids(tokens: int, width: int) -> Tensor:
     Sines in even columns and cosines in odd ones, computed in float64. Row 0 is that of the class token.
     """
     position = torch.arange(tokens, dtype=torch.float64, device="cpu")[:, None]
-    column = torch.arange(width, device="cpu")
-    angle = position / 10000 ** (2 * (column // 2) / width).double()
+    column = torch.arange(width, dtype=torch.float64, device="cpu")
+    angle = position / 10000 ** (2 * (column // 2) / width)
     return torch.where(column % 2 == 0, angle.sin(), angle.cos())[None].float()
 
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from hf_efficient_attn.models.t2t_vit.configuration_t2t_vit import T2TViTConfig
+from hf_efficient_attn.models.t2t_vit.parts import FrozenParameters
 
 # Beside the sum of a query's weights, so that a query that sees nothing gets 0 and not 0 / 0; the authors' value.
 EPSILON = 1e-8
@@ -14,7 +15,7 @@ EPSILON = 1e-8
 LARGEST_EXPONENT = 80.0
 
 
-class T2TViTTokenPerformer(nn.Module):
+class T2TViTTokenPerformer(FrozenParameters):
     """One head over (B, N, width) -> (B, N, token_dim): v plus the projected mean of v under exp(q . k).
 
     Yuan et al. 2021, section 3.3, after Choromanski et al. 2021: exp(q . k) is the mean over w of
@@ -25,6 +26,8 @@ class T2TViTTokenPerformer(nn.Module):
         w: the rows (m, token_dim): saved and counted with the parameters, never trained.
     """
 
+    frozen = ("w",)
+
     def __init__(self, config: T2TViTConfig, width: int) -> None:
         super().__init__()
         dim = config.token_dim
@@ -33,7 +36,7 @@ class T2TViTTokenPerformer(nn.Module):
         self.v_proj = nn.Linear(width, dim)
         self.o_proj = nn.Linear(dim, dim)
         self.dropout = nn.Dropout(config.token_dropout_prob)
-        self.w = nn.Parameter(torch.empty(int(dim * config.kernel_ratio), dim), requires_grad=False)
+        self.w = nn.Parameter(torch.empty(int(dim * config.kernel_ratio), dim))
         self.reset_features()
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What stands beside the attention in T2T-ViT's blocks: the MLP, and the chance of being skipped."""
+"""What stands beside the attention in T2T-ViT: MLP, stochastic depth, parameters that are not trained."""
 
 import torch
 from torch import Tensor, nn
@@ -36,3 +36,17 @@ class T2TViTDropPath(nn.Module):
             return branch
         kept = torch.rand(branch.shape[0], 1, 1, device=branch.device) >= self.probability
         return branch * kept / (1 - self.probability)
+
+
+class FrozenParameters(nn.Module):
+    """A module whose parameters named in `frozen` ask for no gradient, whoever sets them.
+
+    `from_pretrained` sets every parameter anew, as one that is trained.
+    """
+
+    frozen: tuple[str, ...] = ()
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and name in self.frozen:
+            param.requires_grad_(False)
+        super().register_parameter(name, param)

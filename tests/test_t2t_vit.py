@@ -1,0 +1,544 @@
+"""T2T-ViT: sizes of the published models, every method in every stage, checkpoints, gradients, pictures of any size."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForImageClassification,
+    ViTImageProcessorPil,
+)
+
+import hf_efficient_attn as hea
+from hf_efficient_attn.integration.models import attention_modules
+from hf_efficient_attn.models.t2t_vit import (
+    T2TViTConfig,
+    T2TViTForImageClassification,
+    T2TViTModel,
+    image_processor,
+)
+from hf_efficient_attn.models.t2t_vit.parts import T2TViTDropPath
+from tiny_models import DATA_DEPENDENT, EXACT, METHODS, RANDOM, SMALL, output
+
+# By the authors' code (models/t2t_vit.py), `sum(p.numel() for p in model.parameters())` of each name.
+COUNTS = {
+    "t2t_vit_7": 4_310_222,
+    "t2t_vit_10": 5_889_230,
+    "t2t_vit_12": 6_941_902,
+    "t2t_vit_14": 21_545_550,
+    "t2t_vit_19": 39_177_422,
+    "t2t_vit_24": 64_105_934,
+    "t2t_vit_t_14": 21_541_070,
+    "t2t_vit_t_19": 39_172_942,
+    "t2t_vit_t_24": 64_101_454,
+}
+# 32 pixels: 256 and 64 tokens in the stages, 16 and the class token in the backbone.
+TINY = {
+    "image_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48,
+    "token_dim": 16, "t2t_strides": [2, 2, 2], "num_labels": 3,
+}  # fmt: skip
+STAGES, BLOCKS = ["t2t.0", "t2t.1"], [0, 1]
+each_method = pytest.mark.parametrize("method", METHODS)
+each_type = pytest.mark.parametrize("tokens_type", ["transformer", "performer"])
+
+
+def tiny(cls=T2TViTForImageClassification, seed=0, **changes):
+    """A tiny model in eval mode, its projections larger than usual so that attention is not flat."""
+    torch.manual_seed(seed)
+    model = cls(T2TViTConfig(**{**TINY, **changes})).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2 and parameter.requires_grad:
+                parameter.mul_(40.0 if "q_proj" in name or "k_proj" in name else 8.0)
+    return model
+
+
+def pictures(*shape, seed=0):
+    return torch.randn(shape or (2, 3, 32, 32), generator=torch.Generator().manual_seed(seed))
+
+
+def logits(model, values=None, **options):
+    return output(model, {"pixel_values": pictures() if values is None else values}, **options)
+
+
+# -------------------------------------------------------------------------------------------------------------- sizes
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_as_many_parameters_as_the_published_models(name):
+    with torch.device("meta"):
+        model = T2TViTForImageClassification(T2TViTConfig.from_name(name))
+    assert sum(p.numel() for p in model.parameters()) == COUNTS[name]
+    frozen = {key.rpartition(".")[2] for key, p in model.named_parameters() if not p.requires_grad}
+    assert frozen == ({"position_embeddings"} if "_t_" in name else {"position_embeddings", "w"})
+
+
+def test_the_model_of_flurka():
+    config = T2TViTConfig.from_name("t2t_vit_flurka")
+    sizes = (config.num_hidden_layers, config.num_attention_heads, config.intermediate_size, config.tokens_type)
+    assert sizes == (7, 4, 512, "transformer") and config.hidden_size == 4 * 64
+    with torch.device("meta"):
+        model = T2TViTForImageClassification(config)
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == 4.3
+
+
+def test_names():
+    assert set(T2TViTConfig.names()) == {*COUNTS, "t2t_vit_flurka"}
+    with pytest.raises(ValueError, match=r"'t2t_vit_15'. Did you mean 't2t_vit_1.'.*Known: t2t_vit_7, .*vit_flurka"):
+        T2TViTConfig.from_name("t2t_vit_15")
+    changed = T2TViTConfig.from_name("t2t_vit_14", image_size=384, id2label={0: "cat", 1: "dog"})
+    assert (changed.image_size, changed.num_labels, changed.tokens_type) == (384, 2, "performer")
+    assert T2TViTConfig.from_name("t2t_vit_7").num_labels == 1000
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens_type": "performr"}, "Did you mean 'performer'"),
+        ({"hidden_size": 33}, "no multiple of 2 heads"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+        ({"t2t_strides": [4, 2]}, "three numbers each"),
+        ({"t2t_strides": [8, 2, 2]}, "from 1 to the kernel"),
+        ({"image_size": [32, 32, 3]}, "one number or"),
+        ({"image_size": 0}, "too small"),
+        ({"kernel_ratio": 0.01}, "no random feature"),
+        ({"drop_path_rate": 1.0}, "below 1"),
+        (
+            {"tokens_type": "performer", "efficient_attention": {"method": "linear", "layers": ["t2t.0", 1]}},
+            r"names \['t2t.0'\].*tokens_type='transformer'",
+        ),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_configs_that_do_not_fit_together(changes, message):
+    with pytest.raises(ValueError, match=message):
+        T2TViTConfig(**{**TINY, **changes})
+
+
+def test_configs_are_kept(tmp_path):
+    config = T2TViTConfig.from_name("t2t_vit_10", image_size=[224, 448], qk_scale=0.0625, t2t_strides=(4, 2, 2))
+    assert (config.patch_size, config.t2t_paddings) == (16, [2, 1, 1])
+    assert config.grids() == [(56, 112), (28, 56), (14, 28)]
+    config.save_pretrained(tmp_path)
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert type(again) is T2TViTConfig and again.to_json_string() == config.to_json_string()
+    assert T2TViTConfig(**TINY).grids() == [(16, 16), (8, 8), (4, 4)]
+    with pytest.raises(ValueError, match="pictures of 2 x 40 pixels are too small for kernels"):
+        config.grids(2, 40)
+    assert copy.deepcopy(config).to_dict() == config.to_dict()
+
+
+def test_tokens_of_a_picture_of_224_pixels():
+    """3136, 784, and 196 with the class token; each attention says its own number, head and width."""
+    model = tiny(T2TViTModel, image_size=224, t2t_strides=[4, 2, 2], hidden_size=16, token_dim=4)
+    seen = {}
+    for module, place, *_ in attention_modules(model):
+        module.register_forward_hook(
+            lambda module, args, out, layer=place.layer: seen.update({layer: args[0].shape[1]})
+        )
+        assert module.attention_layer == place.layer and module.is_causal is False
+        assert (module.num_heads, module.head_dim) == ((1, 4) if place.layer in STAGES else (2, 8))
+    logits(model, pictures(1, 3, 224, 224))
+    assert seen == {"t2t.0": 3136, "t2t.1": 784, 0: 197, 1: 197}
+    assert seen == {place.layer: module.max_tokens for module, place, *_ in attention_modules(model)}
+
+
+def test_scales_of_the_logits():
+    """Of the input's width in the stages, of the head's in the backbone, unless the config says another for that."""
+    for changes, backbone in (({}, 16**-0.5), ({"qk_scale": 0.3}, 0.3)):
+        model = tiny(T2TViTModel, **changes)
+        scales = [module.scaling for module, *_ in attention_modules(model)]
+        assert scales == pytest.approx([147**-0.5, 144**-0.5, backbone, backbone])
+
+
+# ------------------------------------------------------------------------------------------------------------- methods
+
+
+@each_method
+def test_every_method_in_every_place(method):
+    model = tiny()
+    exact = logits(model)
+    changed = {}
+    for places in (None, STAGES, BLOCKS):
+        hea.convert(model, method, layers=places, **SMALL[method])
+        changed[str(places)] = logits(model)
+        assert torch.isfinite(changed[str(places)]).all()
+        assert torch.equal(logits(model), changed[str(places)]), "in eval twice the same"
+        alone = torch.cat([logits(model, row[None]) for row in pictures()])
+        torch.testing.assert_close(alone, changed[str(places)], atol=2e-4, rtol=2e-4)
+    assert not torch.equal(changed[str(STAGES)], exact), "the stages have more tokens than any budget here"
+    assert torch.equal(logits(hea.convert(model, "sdpa")), exact)
+    if method not in RANDOM:
+        # Nothing is drawn, so that the method does the same wherever it is not named.
+        both = hea.convert(model, method, layers=[*STAGES, *BLOCKS], **SMALL[method])
+        torch.testing.assert_close(logits(both), changed["None"])
+
+
+@pytest.mark.parametrize("method", EXACT)
+def test_the_error_falls_with_the_budget(method):
+    """Of the first stage's output, 256 tokens; with a budget of all of them it is exact."""
+    model = tiny()
+    stage = model.t2t_vit.embeddings.tokens_to_token.stages[0].attention
+    hidden = pictures(2, 256, 147)
+    with torch.no_grad():
+        exact = stage(hidden)[0]
+        errors = []
+        for columns in (16, 96, 256):
+            config = hea.method_info(method).config_class().with_budget(columns)
+            hea.convert(model, config, layers=["t2t.0"])
+            errors.append(float((stage(hidden)[0] - exact).norm() / exact.norm()))
+    assert errors[0] > 1.3 * errors[1] > 0 and errors[2] < 2e-3, errors
+
+
+@each_method
+def test_round_trips_with_a_mix(method, tmp_path):
+    other = "longformer" if method == "linear" else "linear"
+    mix = [
+        {"layers": ["t2t.0", 1], "method": method, **SMALL[method]},
+        {"layers": ["t2t.1"], "method": other, **SMALL[other]},
+    ]
+    model = hea.convert(tiny(), hea.EfficientAttentionConfig(method, layers=mix))
+    expected = logits(model)
+    for turn in range(2):
+        model.save_pretrained(tmp_path / str(turn))
+        saved = json.loads((tmp_path / str(turn) / "config.json").read_text())
+        assert [entry["layers"] for entry in saved["efficient_attention"]["layers"]] == [["t2t.0", 1], ["t2t.1"]]
+        model = AutoModelForImageClassification.from_pretrained(tmp_path / str(turn))
+        assert type(model) is T2TViTForImageClassification and model.config._attn_implementation == method
+        assert torch.equal(logits(model), expected)
+    body = AutoModel.from_pretrained(tmp_path / "1")
+    assert type(body) is T2TViTModel
+    with torch.no_grad():
+        assert torch.equal(model.classifier(body(pictures()).pooler_output), expected)
+
+
+def test_tables_have_the_tokens_of_their_stage():
+    model = hea.convert(tiny(), "linformer", projection_dim=4)
+    found = {
+        place.layer: tuple(module.learned_parameters.key_projection.shape)
+        for module, place, *_ in attention_modules(model)
+    }
+    assert found == {"t2t.0": (4, 256), "t2t.1": (4, 64), 0: (4, 17), 1: (4, 17)}
+
+
+def test_performer_stages_are_no_attention_of_ours():
+    model = tiny(tokens_type="performer")
+    assert [place.layer for _, place, *_ in attention_modules(model)] == [0, 1]
+    exact = logits(model)
+    with pytest.raises(hea.UnsupportedAttentionError, match=r"in layers \['t2t.0'\]; its layers are \[0, 1\]"):
+        hea.convert(model, "kdeformer", layers=["t2t.0"])
+    assert torch.equal(logits(model), exact)
+    assert not torch.equal(logits(hea.convert(model, "longformer", window_size=2)), exact)
+    for name in ("t2t.2", 2):
+        with pytest.raises(hea.UnsupportedAttentionError, match=r"its layers are .*t2t.0.*, 0, 1"):
+            hea.convert(tiny(), "kdeformer", layers=[name])
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method not in DATA_DEPENDENT])
+def test_one_graph(method):
+    model = hea.convert(tiny(), method, **SMALL[method])
+    expected = logits(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(logits(compiled), expected, atol=1e-4, rtol=1e-4)
+
+
+@each_type
+def test_one_graph_of_exact_attention(tokens_type):
+    model = tiny(tokens_type=tokens_type)
+    values = pictures(2, 3, 40, 24)
+    expected = logits(model, values, interpolate_pos_encoding=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    found = logits(compiled, values, interpolate_pos_encoding=True)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+
+@each_method
+def test_gradients_reach_every_parameter(method):
+    model = hea.convert(tiny(), method, **SMALL[method]).train()
+    loss = model(pictures(), labels=torch.tensor([0, 2])).loss
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            assert parameter.grad is None and name.endswith("position_embeddings")
+            continue
+        # Where a table is longer than the sequence, or a direction does not matter, some of it has none.
+        assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), name
+        learned = "learned_parameters" in name
+        assert learned or parameter.grad.abs().sum() > 0, name
+
+
+def test_gradients_of_performer_stages():
+    model = tiny(tokens_type="performer").train()
+    model(pictures(), labels=torch.tensor([0, 2])).loss.backward()
+    without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
+    assert {name.rpartition(".")[2] for name in without} == {"w", "position_embeddings"}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    ("tokens_type", "method"), [("transformer", "kdeformer"), ("transformer", "sdpa"), ("performer", "sdpa")]
+)
+def test_checkpointing_changes_no_gradient(tokens_type, method, reentrant):
+    dropout = {"hidden_dropout_prob": 0.1, "drop_path_rate": 0.3, "token_dropout_prob": 0.1}
+    grads = []
+    for checkpointing in (False, True):
+        model = tiny(tokens_type=tokens_type, **dropout).train()
+        hea.convert(model, method, **SMALL.get(method, {}))
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        torch.manual_seed(5)
+        model(pictures(), labels=torch.tensor([0, 2])).loss.backward()
+        grads.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
+    assert all(torch.equal(grads[0][name], grad) for name, grad in grads[1].items())
+    assert sum(m.gradient_checkpointing for m in model.modules() if hasattr(m, "gradient_checkpointing")) >= 4
+
+
+@each_type
+def test_the_loss_falls(tokens_type):
+    torch.manual_seed(0)
+    model = T2TViTForImageClassification(T2TViTConfig(**TINY, tokens_type=tokens_type)).train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    values, labels = pictures(6, 3, 32, 32), torch.tensor([0, 1, 2, 0, 1, 2])
+    losses = []
+    for _ in range(25):
+        loss = model(values, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(math.log(3), abs=0.2) and losses[-1] < 0.5
+
+
+def test_dropout_is_where_the_authors_have_it():
+    assert T2TViTConfig.from_name("t2t_vit_14").token_dropout_prob == 0.1
+    assert T2TViTConfig.from_name("t2t_vit_t_14").token_dropout_prob == 0
+    for option in ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", "token_dropout_prob"):
+        model = tiny(**{option: 0.5})
+        expected = logits(tiny())
+        assert torch.equal(logits(model), expected), "none in eval mode"
+        model.train()
+        torch.manual_seed(0)
+        assert not torch.allclose(logits(model), expected, atol=1e-3), option
+    model = tiny(drop_path_rate=0.2, num_hidden_layers=5)
+    assert [layer.drop_path.probability for layer in model.t2t_vit.layers] == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
+
+
+def test_rows_are_skipped_whole():
+    torch.manual_seed(0)
+    kept = T2TViTDropPath(0.25).train()(torch.ones(4000, 2, 3))
+    assert kept.unique().tolist() == pytest.approx([0, 1 / 0.75])
+    assert ((kept == kept[:, :1, :1]).all()) and kept.mean() == pytest.approx(1, abs=0.03)
+
+
+# ------------------------------------------------------------------------------------------------------------- outputs
+
+
+def test_outputs():
+    model = tiny(attn_implementation="eager")
+    found = model(pictures(), output_hidden_states=True, output_attentions=True)
+    assert [tuple(h.shape) for h in found.hidden_states] == [(2, 17, 32)] * 3
+    assert [tuple(a.shape) for a in found.attentions] == [(2, 2, 17, 17)] * 2
+    for weights in found.attentions:
+        torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, 17))
+    body = model.t2t_vit(pictures())
+    torch.testing.assert_close(body.last_hidden_state, model.t2t_vit.layernorm(found.hidden_states[-1]))
+    assert torch.equal(body.pooler_output, body.last_hidden_state[:, 0]) and body.hidden_states is None
+    assert torch.equal(model(pictures(), return_dict=False)[0], found.logits)
+    torch.testing.assert_close(found.logits, logits(tiny()), atol=1e-4, rtol=1e-4)
+    with pytest.raises(hea.UnsupportedAttentionError, match="output_attentions"):
+        hea.convert(tiny(), "linear")(pictures(), output_attentions=True)
+
+
+def test_losses():
+    model, labels = tiny(), torch.tensor([2, 0])
+    found = model(pictures(), labels=labels)
+    torch.testing.assert_close(found.loss, nn.functional.cross_entropy(found.logits, labels))
+    model = tiny(problem_type="multi_label_classification")
+    wanted = torch.tensor([[1.0, 0, 1], [0, 1, 0]])
+    expected = nn.functional.binary_cross_entropy_with_logits(logits(model), wanted)
+    torch.testing.assert_close(model(pictures(), labels=wanted).loss, expected)
+
+
+# ------------------------------------------------------------------------------------------------- pictures of any size
+
+
+@each_type
+def test_pictures_of_other_sizes(tokens_type):
+    model = tiny(tokens_type=tokens_type)
+    own = logits(model)
+    assert torch.equal(logits(model, interpolate_pos_encoding=True), own)
+    for shape in ((40, 24), (32, 48), (35, 41)):
+        values = pictures(2, 3, *shape)
+        with pytest.raises(ValueError, match=f"of {shape[0]} x {shape[1]} pixels; .* one for 32 x 32: .*interpol"):
+            logits(model, values)
+        assert torch.isfinite(logits(model, values, interpolate_pos_encoding=True)).all()
+    with pytest.raises(ValueError, match="pictures of 1 channels; this model takes 3"):
+        logits(model, pictures(1, 1, 32, 32))
+
+
+def test_a_turned_picture_is_laid_out_turned():
+    """Rows and columns are not mixed up: with kernels that look the same turned, tokens turn with the picture."""
+    model = tiny(T2TViTModel, image_size=[32, 48])
+    turned = tiny(T2TViTModel, image_size=[48, 32])
+    values = pictures(1, 3, 32, 48)
+    tokens = [m.embeddings.tokens_to_token for m in (model, turned)]
+    with torch.no_grad():
+        for stage, other in zip(tokens[0].stages, tokens[1].stages, strict=True):
+            # The columns of a window in the order in which the turned picture has them.
+            for name in ("q_proj", "k_proj", "v_proj"):
+                getattr(other.attention, name).weight.copy_(_turned(getattr(stage.attention, name).weight))
+        tokens[1].projection.weight.copy_(_turned(tokens[0].projection.weight))
+        tokens[1].projection.bias.copy_(tokens[0].projection.bias)
+        one, two = tokens[0](values), tokens[1](values.transpose(2, 3))
+    torch.testing.assert_close(one.unflatten(1, (4, 6)).transpose(1, 2).flatten(1, 2), two, atol=1e-3, rtol=1e-3)
+
+
+def _turned(weight):
+    """Columns (channel, row, column) -> (channel, column, row)."""
+    side = 7 if weight.shape[1] % 49 == 0 else 3
+    return weight.unflatten(1, (-1, side, side)).transpose(2, 3).flatten(1)
+
+
+def test_positions_are_interpolated_as_in_vit():
+    model = tiny(T2TViTModel)
+    table = model.embeddings.position_embeddings
+    grid = table[0, 1:].T.reshape(1, 32, 4, 4)
+    expected = nn.functional.interpolate(grid, size=(5, 3), mode="bicubic", align_corners=False)
+    seen = {}
+    model.layers[0].register_forward_pre_hook(lambda module, args: seen.update(tokens=args[0]))
+    logits(model, pictures(2, 3, 40, 24), interpolate_pos_encoding=True)
+    with torch.no_grad():
+        bare = model.embeddings.tokens_to_token(pictures(2, 3, 40, 24))
+    positions = expected.reshape(32, 15).T
+    torch.testing.assert_close(seen["tokens"][:, 1:], bare + positions, atol=1e-5, rtol=1e-5)
+    cls = model.embeddings.cls_token[0, 0] + table[0, 0]
+    torch.testing.assert_close(seen["tokens"][0, 0], cls)
+
+
+def test_a_model_for_other_pictures(tmp_path):
+    """What `interpolate_pos_encoding` gives, for good: methods have their tables for the new size."""
+    model, values = tiny(), pictures(2, 3, 40, 24)
+    expected = logits(model, values, interpolate_pos_encoding=True)
+    model.set_image_size((40, 24))
+    torch.testing.assert_close(logits(model, values), expected)
+    hea.convert(model, "linformer", projection_dim=4).save_pretrained(tmp_path)
+    again = AutoModelForImageClassification.from_pretrained(tmp_path)
+    assert again.config.image_shape == (40, 24) and torch.equal(logits(again, values), logits(model, values))
+    first = next(iter(attention_modules(again)))[0]
+    assert first.max_tokens == 240 == first.learned_parameters.key_projection.shape[1]
+    with pytest.raises(ValueError, match="convert it to 'sdpa', set the size"):
+        again.set_image_size(32)
+    hea.convert(again, "sdpa").set_image_size(48)
+    assert again.config.grids()[0] == (24, 24) and torch.isfinite(logits(again, pictures(1, 3, 48, 48))).all()
+
+
+# ----------------------------------------------------------------------------------------------------------- precision
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each_type
+def test_half_precision(tokens_type, dtype):
+    model = tiny(tokens_type=tokens_type)
+    expected = logits(model)
+    with torch.autocast("cpu", dtype=dtype):
+        mixed = logits(model)
+    whole = logits(model.to(dtype), pictures().to(dtype))
+    for found in (mixed, whole):
+        assert torch.isfinite(found).all()
+        assert (found.float() - expected).norm() < 0.35 * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_performers_with_large_keys_are_finite(dtype):
+    """Keys of length 60: by the formula as it stands their weights are 0 in float32 and the squares overflow."""
+    model = tiny(tokens_type="performer", token_dim=64)
+    stage = model.t2t_vit.embeddings.tokens_to_token.stages[0].mixer
+    with torch.no_grad():
+        stage.k_proj.weight.mul_(30)
+        stage.q_proj.weight.mul_(30)
+        stage.v_proj.weight.mul_(30)
+    hidden = pictures(1, 256, 147).to(dtype).requires_grad_()
+    found = stage.to(dtype)(hidden)[0]
+    found.float().sum().backward()
+    assert torch.isfinite(found).all() and torch.isfinite(hidden.grad).all()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.isfinite(stage.float()(hidden.float())[0]).all()
+
+
+# --------------------------------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tables_come_right_where_the_file_lacks_them(dtype, tmp_path):
+    """`from_pretrained` makes models without memory, and what no file holds must be computed after it."""
+    model = tiny(tokens_type="performer")
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    lacking = [name for name in tensors if name.endswith((".w", "position_embeddings"))]
+    assert len(lacking) == 3
+    save_file({k: v for k, v in tensors.items() if k not in lacking}, tmp_path / "model.safetensors", {"format": "pt"})
+    again = T2TViTForImageClassification.from_pretrained(tmp_path, dtype=dtype)
+    assert again.dtype == dtype
+    table = again.t2t_vit.embeddings.position_embeddings
+    assert not table.requires_grad
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-2
+    for row in (0, 1, 16):
+        angles = [row / 10000 ** (2 * (column // 2) / 32) for column in range(32)]
+        expected = torch.tensor([math.cos(a) if i % 2 else math.sin(a) for i, a in enumerate(angles)])
+        torch.testing.assert_close(table[0, row].float(), expected, atol=tolerance, rtol=0)
+    for stage in again.t2t_vit.embeddings.tokens_to_token.stages:
+        assert stage.mixer.w.shape == (8, 16) and not stage.mixer.w.requires_grad
+        gram = stage.mixer.w.float() @ stage.mixer.w.float().T
+        torch.testing.assert_close(gram, 8 * torch.eye(8), atol=0.1 if dtype != torch.float32 else 1e-4, rtol=0)
+    assert torch.isfinite(logits(again)).all()
+
+
+def test_weights_start_as_the_authors():
+    torch.manual_seed(0)
+    model = T2TViTForImageClassification(T2TViTConfig.from_name("t2t_vit_7"))
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            assert module.weight.std().item() == pytest.approx(0.02, rel=0.1)
+            assert module.bias is None or not module.bias.any()
+        if isinstance(module, nn.LayerNorm):
+            assert module.eps == 1e-5 and (module.weight == 1).all() and not module.bias.any()
+    assert 0.015 < model.t2t_vit.embeddings.cls_token.std() < 0.025
+
+
+def test_a_new_head_on_a_saved_body(tmp_path):
+    model = tiny()
+    model.save_pretrained(tmp_path)
+    other = T2TViTForImageClassification.from_pretrained(tmp_path, num_labels=5, ignore_mismatched_sizes=True)
+    assert logits(other).shape == (2, 5)
+    assert torch.equal(other.t2t_vit.layers[0].mlp.fc1.weight, model.t2t_vit.layers[0].mlp.fc1.weight)
+    assert torch.equal(logits(copy.deepcopy(model)), logits(model))
+
+
+def test_the_processor_is_that_of_the_authors_evaluation(tmp_path):
+    image = pytest.importorskip("PIL.Image", reason="Pillow reads pictures")
+    np = pytest.importorskip("numpy", reason="Pillow's pictures come from arrays")
+    config = T2TViTConfig.from_name("t2t_vit_14")
+    image_processor(config).save_pretrained(tmp_path)
+    config.save_pretrained(tmp_path)
+    processor = AutoImageProcessor.from_pretrained(tmp_path)
+    assert isinstance(processor, ViTImageProcessorPil)
+    picture = image.fromarray(np.random.default_rng(0).integers(0, 256, (300, 400, 3), dtype=np.uint8))
+    found = processor(picture, return_tensors="pt")["pixel_values"]
+    # Shorter side to 224 / 0.9, rounded down; the middle; mean and deviation of ImageNet.
+    scaled = picture.resize((330, 248), 3).crop((53, 12, 277, 236))
+    values = torch.from_numpy(np.array(scaled)).permute(2, 0, 1).float() / 255
+    mean, std = (torch.tensor(x)[:, None, None] for x in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    assert found.shape == (1, 3, 224, 224)
+    torch.testing.assert_close(found[0], (values - mean) / std, atol=2e-2, rtol=0)
