@@ -183,18 +183,18 @@ def test_every_method_in_every_place(method):
 
 @pytest.mark.parametrize("method", EXACT)
 def test_the_error_falls_with_the_budget(method):
-    """Of the first stage's output, 256 tokens; with a budget of all of them it is exact."""
+    """Of the first stage's output, 256 tokens; with a budget of all of them, on either side, it is exact."""
     model = tiny()
     stage = model.t2t_vit.embeddings.tokens_to_token.stages[0].attention
     hidden = pictures(2, 256, 147)
     with torch.no_grad():
         exact = stage(hidden)[0]
         errors = []
-        for columns in (16, 96, 256):
+        for columns in (16, 96, 513):
             config = hea.method_info(method).config_class().with_budget(columns)
             hea.convert(model, config, layers=["t2t.0"])
             errors.append(float((stage(hidden)[0] - exact).norm() / exact.norm()))
-    assert errors[0] > 1.3 * errors[1] > 0 and errors[2] < 2e-3, errors
+    assert errors[0] > errors[1] > 0.01 and errors[2] < 1e-4, errors
 
 
 @each_method

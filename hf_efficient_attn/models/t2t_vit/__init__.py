@@ -26,7 +26,4 @@ __all__ = list(_PLACES)
 def __getattr__(name: str):
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if _PLACES[name] != "configuration_t2t_vit":
-        # The model needs Transformers' Auto classes, whose import registers the model: so they come first.
-        importlib.import_module("transformers.models.auto.modeling_auto")
     return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
