@@ -1,6 +1,7 @@
 """Image classifiers for the recipes: loading, a new head, the size of the pictures, and how these are scaled."""
 
 import inspect
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +19,7 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.demo import quiet_loading
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods.base import MethodConfig
+from hf_efficient_attn.models.t2t_vit import T2TViTConfig, image_processor
 from recipes.arguments import AttentionArguments
 from recipes.benchmarks.tasks import for_length
 from recipes.data.image_tensors import Norm
@@ -30,7 +32,11 @@ class ModelArguments:
     _argument_group_name = "model"
 
     model_name_or_path: str = field(
-        metadata={"help": "Image classifier: a folder or a hub id.", "aliases": ["--model"]}
+        metadata={
+            "help": "Image classifier: a folder or a hub id; with --from_scratch also a T2T-ViT by name: "
+            f"{', '.join(T2TViTConfig.names())}.",
+            "aliases": ["--model"],
+        }
     )
     from_scratch: bool = field(default=False, metadata={"help": "Random weights: take only the model's config."})
     new_head: bool = field(default=False, metadata={"help": "A new classifier, with the classes of the training data."})
@@ -48,6 +54,34 @@ class ModelArguments:
     )
 
 
+def named_architecture(options: ModelArguments) -> bool:
+    """Whether the model is one that is made by its name, without a checkpoint; a folder of that name comes first.
+
+    Raises:
+        ValueError: it is, and weights are wanted.
+    """
+    name = options.model_name_or_path
+    if name not in T2TViTConfig.names() or os.path.isdir(name):
+        return False
+    if not options.from_scratch:
+        raise ValueError(
+            f"{name} is the name of an architecture and has no weights: give --from_scratch, or the folder of one that "
+            "hf_efficient_attn.models.t2t_vit.convert_checkpoint made of the authors' file"
+        )
+    return True
+
+
+def config_of(options: ModelArguments, **changes):
+    """The config of the model, with `changes`.
+
+    Raises:
+        ValueError: as `named_architecture`.
+    """
+    if named_architecture(options):
+        return T2TViTConfig.from_name(options.model_name_or_path, **changes)
+    return AutoConfig.from_pretrained(options.model_name_or_path, **changes)
+
+
 def load_model(options: ModelArguments, labels: Sequence[str] | None) -> nn.Module:
     """The classifier; with `labels`, under a new head for them."""
     named: dict[str, Any] = {}
@@ -55,11 +89,9 @@ def load_model(options: ModelArguments, labels: Sequence[str] | None) -> nn.Modu
         named = {"id2label": dict(enumerate(labels)), "label2id": {name: i for i, name in enumerate(labels)}}
     if options.from_scratch:
         changes = {} if options.resolution is None else {"image_size": options.resolution}
-        return AutoModelForImageClassification.from_config(
-            AutoConfig.from_pretrained(options.model_name_or_path, **named, **changes)
-        )
+        return AutoModelForImageClassification.from_config(config_of(options, **named, **changes))
     with quiet_loading():
-        same = labels is not None and AutoConfig.from_pretrained(options.model_name_or_path).num_labels == len(labels)
+        same = labels is not None and config_of(options).num_labels == len(labels)
         model = AutoModelForImageClassification.from_pretrained(
             options.model_name_or_path, **named, ignore_mismatched_sizes=labels is not None
         )
@@ -81,7 +113,11 @@ def norm_of(options: ModelArguments) -> Norm:
     from PIL.Image import Resampling
 
     try:
-        settings = AutoImageProcessor.from_pretrained(options.model_name_or_path).to_dict()
+        if named_architecture(options):
+            processor = image_processor(config_of(options))
+        else:
+            processor = AutoImageProcessor.from_pretrained(options.model_name_or_path)
+        settings = processor.to_dict()
     except OSError as error:
         # Of weights from here no one has said anything: the usual values of ImageNet.
         settings = ViTImageProcessorPil(resample=Resampling.BICUBIC).to_dict() if options.from_scratch else {}
@@ -111,7 +147,9 @@ def processor_of(norm: Norm, pixels: int, crop_ratio: float) -> ViTImageProcesso
 
 
 def fit_resolution(model: nn.Module, pixels: int | None) -> tuple[int, int | None, bool]:
-    """The side of the pictures, the tokens of one where that is known, and whether positions are interpolated.
+    """The side of the pictures, the tokens of one where that is one number, and whether positions are interpolated.
+
+    A model that can be made one for pictures of another size (T2T-ViT) is, and has nothing to interpolate any more.
 
     Raises:
         ValueError: the model takes no pictures of this size.
@@ -130,6 +168,12 @@ def fit_resolution(model: nn.Module, pixels: int | None) -> tuple[int, int | Non
         raise ValueError(f"{kind} takes {model.config.num_channels} channels; pictures are read in three, RGB")
     if pixels != own and "interpolate_pos_encoding" not in inspect.signature(model.forward).parameters:
         raise ValueError(f"{kind} cannot interpolate its positions: leave --resolution out for its own {own} pixels")
+    if hasattr(model, "set_image_size"):
+        if pixels != own:
+            model.set_image_size(pixels)
+        # Each attention says its own number, and the tables of a method are as long as that.
+        sizes = {module.max_tokens for module in model.modules() if hasattr(module, "max_tokens")}
+        return pixels, sizes.pop() if len(sizes) == 1 else None, False
     tables = [p for name, p in model.named_parameters() if name.endswith("position_embeddings") and p.ndim == 3]
     if not patch or not isinstance(own, int) or len(tables) != 1:
         return pixels, None, pixels != own

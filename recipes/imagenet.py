@@ -1,9 +1,15 @@
-"""Fine-tune, up-train or evaluate a pretrained image classifier (ViT, DeiT) with any attention method.
+"""Fine-tune, up-train or evaluate an image classifier (ViT, DeiT, T2T-ViT) with any attention method.
 
     python recipes/imagenet.py --model_name_or_path DEIT --train_data TRAIN --eval_data VAL --output_dir OUT
     python recipes/imagenet.py ... --attention kdeformer --set num_samples=64 --resolution 384
     python recipes/imagenet.py ... --attention longformer --set global_tokens=1 --eval_only       (without any training)
     accelerate launch --config_file recipes/configs/eight_gpus.yaml recipes/imagenet.py ... --preset imagenet
+    python recipes/imagenet.py --from_scratch --model t2t_vit_flurka --new_head --preset imagenet --train_data TRAIN ...
+
+The last is image classification in the FLuRKA paper (A.4): its T2T-ViT from random weights, up-trained from the
+Linformer for 16.7 % of the steps, or with --variant flurka_linear from the linear transformer for 33.3 %, in token
+stages and backbone. --layers takes the stages by name: --attention kdeformer --layers t2t.0,t2t.1. The authors' own
+checkpoints become folders for --model by `hf_efficient_attn.models.t2t_vit.convert_checkpoint`.
 
 TRAIN and VAL are hub ids, folders or zip files: `<split>/<class>/<file>`, `<class>/<file>`, or files that begin with
 WordNet numbers. Without --eval_data a split of TRAIN or --eval_share of it is held out. A class is the model's label of
@@ -31,7 +37,6 @@ if __package__ in (None, ""):
 
 import torch
 from transformers import (
-    AutoConfig,
     EvalPrediction,
     PreTrainedModel,
     Trainer,
@@ -53,7 +58,16 @@ from recipes.data.images import (
     readable,
     sorted_classes,
 )
-from recipes.image_models import ModelArguments, Sized, fit_resolution, load_model, norm_of, probe, processor_of
+from recipes.image_models import (
+    ModelArguments,
+    Sized,
+    config_of,
+    fit_resolution,
+    load_model,
+    norm_of,
+    probe,
+    processor_of,
+)
 from recipes.training import evaluate_and_report, prepare_attention, train_and_report
 
 DEFAULTS = {
@@ -288,7 +302,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
         labels = names_of_new_head(train, evaluation, class_list)
         indices, how = {name: i for i, name in enumerate(labels)}, "a new head"
     else:
-        config, (names, own_order) = AutoConfig.from_pretrained(options.model_name_or_path), classes_of(parts)
+        config, (names, own_order) = config_of(options), classes_of(parts)
         known = [str(config.id2label[i]) for i in range(config.num_labels)]
         indices, how = class_indices(names, known, class_list=class_list, own_order=own_order)
         labels = None

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForImageClassification, ViTImageProcessorPil
 
 import hf_efficient_attn as hea
+from hf_efficient_attn.models.t2t_vit import T2TViTConfig
 from recipes import imagenet
 from recipes.data import image_tensors, images
 from recipes.data.image_classes import class_indices, read_class_list
@@ -632,6 +633,89 @@ def test_two_processes_train_as_one(tiny, colors, tmp_path):
     one, two = (losses(tmp_path / name) for name in ("1", "2"))
     assert len(one) == 8
     assert two == pytest.approx(one, abs=2e-4)
+
+
+# ------------------------------------------------------------------------------------------------------------- T2T-ViT
+
+
+@pytest.fixture(scope="module")
+def tiny_t2t(tmp_path_factory) -> str:
+    """The config of a tiny T2T-ViT with transformer stages: 256 and 64 tokens of 32 pixels, 17 in the backbone."""
+    folder = tmp_path_factory.mktemp("t2t")
+    T2TViTConfig(
+        image_size=32, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, token_dim=16,
+        t2t_strides=[2, 2, 2], num_labels=3,
+    ).save_pretrained(folder)  # fmt: skip
+    return str(folder)
+
+
+def tables_of(folder) -> dict:
+    """Layer -> tokens that its learned tables are for."""
+    model = AutoModelForImageClassification.from_pretrained(folder)
+    return {
+        module.attention_layer: module.learned_parameters.sizes["length"]
+        for module in model.modules()
+        if hasattr(module, "learned_parameters")
+    }
+
+
+@pytest.mark.parametrize(
+    ("variant", "base", "switch"), [("flurka_performer", "linformer", 7), ("flurka_linear", "linear", 13)]
+)
+def test_t2t_vit_is_uptrained_and_evaluated_again(variant, base, switch, tiny_t2t, colors, tmp_path):
+    """By the paper's shares of 40 steps, 16.7 % and 33.3 %, in stages and backbone."""
+    options = {**BASE, **BY_ORDER, "max_steps": 40, "learning_rate": 3e-3, "seed": 1}
+    report = recipe(
+        "--from_scratch", "--new_head", "--preset", "imagenet", "--variant", variant, "--set", "projection_dim=8",
+        model=tiny_t2t, train_data=colors, output_dir=tmp_path / "out", **options,
+    )  # fmt: skip
+    assert [(s["step"], s["from"], s["to"]) for s in report["switches"]] == [(switch, base, variant)]
+    assert losses(tmp_path / "out")[0] > 0.8 and report["metrics"]["eval_top1"] >= 0.9
+    assert (report["resolution"], report["tokens"]) == (32, None)
+    assert tables_of(tmp_path / "out") == {"t2t.0": 256, "t2t.1": 64, 0: 17, 1: 17}
+    saved = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    assert type(saved).__name__ == "T2TViTForImageClassification" and saved.config.id2label[0] == "blue"
+    assert not saved.t2t_vit.embeddings.position_embeddings.requires_grad
+    again = recipe("--eval_only", model=tmp_path / "out", eval_data=colors, output_dir=tmp_path / "again", **BY_ORDER)
+    assert again["metrics"]["eval_loss"] == pytest.approx(report["metrics"]["eval_loss"], abs=1e-6)
+
+
+def test_t2t_vit_trains_with_methods_in_its_stages_alone(tiny_t2t, colors, tmp_path):
+    common = {"train_data": colors, **BASE, **BY_ORDER, "max_steps": 2}
+    one = recipe(
+        "--from_scratch", "--attention", "linformer", "--set", "projection_dim=8", "--layers", "t2t.0,t2t.1",
+        model=tiny_t2t, output_dir=tmp_path / "one", **common,
+    )  # fmt: skip
+    assert one["efficient_attention"]["layers"] == ["t2t.0", "t2t.1"]
+    assert tables_of(tmp_path / "one") == {"t2t.0": 256, "t2t.1": 64}
+    # At another size the model becomes one for that, tables included, unless it holds tables already.
+    with pytest.raises(ValueError, match=r"holds learned tables .* convert it to 'sdpa'"):
+        recipe(model=tmp_path / "one", resolution=48, output_dir=tmp_path / "two", **common)
+    exact = hea.convert(AutoModelForImageClassification.from_pretrained(tmp_path / "one"), "sdpa")
+    exact.save_pretrained(tmp_path / "exact")
+    imagenet.processor_of(PLAIN, 32, 0.9).save_pretrained(tmp_path / "exact")
+    recipe(
+        "--attention", "linformer", "--set", "projection_dim=8", model=tmp_path / "exact", resolution=48,
+        output_dir=tmp_path / "three", **common,
+    )  # fmt: skip
+    assert tables_of(tmp_path / "three") == {"t2t.0": 576, "t2t.1": 144, 0: 37, 1: 37}
+    assert AutoModelForImageClassification.from_pretrained(tmp_path / "three").config.image_size == 48
+    with pytest.raises(ValueError, match="no multiple of the 8 pixels of a patch"):
+        recipe(model=tmp_path / "exact", resolution=50, output_dir=tmp_path / "four", **common)
+
+
+def test_t2t_vit_by_name(colors, tmp_path):
+    """At 32 pixels it has 4 tokens and the class token, which is enough to make a step."""
+    options = {"model": "t2t_vit_flurka", "train_data": colors, "resolution": 32, **BASE, **BY_ORDER, "max_steps": 1}
+    with pytest.raises(ValueError, match="has no weights: give --from_scratch, or the folder"):
+        recipe(output_dir=tmp_path / "one", **options)
+    with pytest.raises(ValueError, match=r"1000 labels.*--new_head"):
+        recipe("--from_scratch", output_dir=tmp_path / "two", **options)
+    recipe("--from_scratch", "--new_head", output_dir=tmp_path / "three", **options)
+    config = AutoModelForImageClassification.from_pretrained(tmp_path / "three").config
+    assert (config.hidden_size, config.num_hidden_layers, config.image_size, config.num_labels) == (256, 7, 32, 3)
+    saved = json.loads((tmp_path / "three" / "preprocessor_config.json").read_text())
+    assert saved["image_mean"] == [0.485, 0.456, 0.406] and saved["resample"] == 3
 
 
 # ----------------------------------------------------------------------------------------------------------- real data
