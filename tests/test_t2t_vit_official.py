@@ -1,7 +1,7 @@
 """Checkpoints of T2T-ViT's authors: converted by name, told by shape, and equal to the formulae in float64.
 
 The state dicts here are random ones of that layout. What they shall give is written out below, densely, from the paper
-(Yuan et al. 2021, sections 3.1 and 3.3) and the semantics of the authors' code.
+(Yuan et al. 2021) and the semantics of the authors' code.
 """
 
 import argparse

@@ -10,7 +10,7 @@ from hf_efficient_attn.errors import unknown_name
 
 TOKENS_TYPES = ("transformer", "performer")
 
-# Table 1 and Appendix of the paper, and the authors' models/t2t_vit.py: layers, width, heads, MLP ratio. Heads of 64.
+# The authors' models/t2t_vit.py: layers, width, heads, MLP ratio. Heads of 64.
 _SIZES = {"7": (7, 256, 4, 2), "10": (10, 256, 4, 2), "12": (12, 256, 4, 2),
           "14": (14, 384, 6, 3), "19": (19, 448, 7, 3), "24": (24, 512, 8, 3)}  # fmt: skip
 _NAMED = {f"t2t_vit_{size}": (size, "performer") for size in _SIZES}

@@ -18,7 +18,7 @@ LARGEST_EXPONENT = 80.0
 class T2TViTTokenPerformer(FrozenParameters):
     """One head over (B, N, width) -> (B, N, token_dim): v plus the projected mean of v under exp(q . k).
 
-    Yuan et al. 2021, section 3.3, after Choromanski et al. 2021: exp(q . k) is the mean over w of
+    The authors' models/token_performer.py, after Choromanski et al. 2021: exp(q . k) is the mean over w of
     exp(w . q - |q|^2 / 2) exp(w . k - |k|^2 / 2), with m fixed rows w, orthogonal and of length sqrt(m). It is an
     attention of its own, and does not go through Transformers' attention interface.
 
