@@ -4,8 +4,8 @@ A layer is the index that stands in the path of its attention module, or the nam
 (`attention_layer`), such as T2T-ViT's "t2t.0" before the backbone's 0.
 """
 
+import functools
 import re
-import zlib
 from collections.abc import Iterable
 from typing import TypeAlias
 
@@ -45,7 +45,8 @@ def in_order(layers: Iterable[Layer | None]) -> list[Layer | None]:
 def layer_seed(layer: Layer | None) -> int:
     """The seed of a layer's random draws in eval mode: its own, and the same in every process; below 2^31."""
     if isinstance(layer, str):
-        return 1000003 * (1001 + zlib.crc32(layer.encode()) % 1000)
+        # Not a hash of the standard library, which torch.compile does not trace.
+        return 1000003 * (1001 + functools.reduce(lambda number, c: (31 * number + ord(c)) % 1000, layer, 0))
     return 1000003 * ((layer or 0) + 1)
 
 
