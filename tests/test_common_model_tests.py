@@ -27,7 +27,10 @@ pytest.importorskip("parameterized", reason="Transformers' common tests need it"
 
 def _common_tests():
     """tests/test_modeling_common.py of the source, with stand-ins for tests of export and generation that it imports."""
-    for name, cls in (("exporters.test_export", "ExportTesterMixin"), ("generation.test_utils", "GenerationTesterMixin")):
+    for name, cls in (
+        ("exporters.test_export", "ExportTesterMixin"),
+        ("generation.test_utils", "GenerationTesterMixin"),
+    ):
         module = types.ModuleType(f"transformers_tests.{name}")
         setattr(module, cls, type(cls, (), {}))
         sys.modules[module.__name__] = module

@@ -544,3 +544,9 @@ def test_the_processor_is_that_of_the_authors_evaluation(tmp_path):
     mean, std = (torch.tensor(x)[:, None, None] for x in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
     assert found.shape == (1, 3, 224, 224)
     torch.testing.assert_close(found[0], (values - mean) / std, atol=2e-2, rtol=0)
+
+
+def test_a_method_in_performer_stages_is_refused_with_the_reason():
+    model = tiny(tokens_type="performer")
+    with pytest.raises(hea.UnsupportedAttentionError, match=r"t2t\.0.*an attention of their own"):
+        hea.convert(model, "linear", layers=["t2t.0"])

@@ -16,7 +16,8 @@ and a few kinds of them a forward that hands the method hidden states in place o
 
 An attention module may say of itself, by plain attributes: `attention_layer`, its name in `layers`; `num_heads`,
 `head_dim`, `value_head_dim` and `max_tokens` (keys), by which learned parameters get their sizes; `is_rectangular`,
-that it has fewer keys than queries by construction, so that a method without such a form is refused.
+that it has fewer keys than queries by construction, so that a method without such a form is refused. A config's
+`attention_note` says why there is no attention where one may look for it.
 
 A model or config that names none of our methods passes through all of them unchanged.
 """

@@ -174,8 +174,10 @@ def _check_layers(model: PreTrainedModel, found: list, strict: bool) -> None:
             known |= set(range(max((count for count in counts if isinstance(count, int)), default=0)))
         missing = [layer for layer in _settings(config).named_layers() if layer not in known]
         if missing:
+            note = getattr(config, "attention_note", None)
             raise UnsupportedAttentionError(
                 f"{type(model).__name__} has no attention in layers {missing}; its layers are {in_order(there)}"
+                + (f"; {note}" if note else "")
             )
 
 

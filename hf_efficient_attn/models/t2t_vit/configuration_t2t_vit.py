@@ -116,11 +116,17 @@ class T2TViTConfig(PreTrainedConfig):
         named = [name for entry in chosen for name in (entry["layers"] if isinstance(entry, Mapping) else [entry])]
         stages = [name for name in named if isinstance(name, str)]
         if stages and self.tokens_type == "performer":
-            raise ValueError(
-                f"efficient_attention names {stages}, but with tokens_type='performer' the token stages are an "
-                "attention of their own, which no method replaces: name indices of the backbone alone, or take a model "
-                "with tokens_type='transformer', such as t2t_vit_t_14"
-            )
+            raise ValueError(f"efficient_attention names {stages}, but {self.attention_note}")
+
+    @property
+    def attention_note(self) -> str | None:
+        """Why methods cannot stand where a user may look for them; None where they can."""
+        if self.tokens_type != "performer":
+            return None
+        return (
+            "with tokens_type='performer' the token stages are an attention of their own, which no method replaces: "
+            "name indices of the backbone alone, or take a model with tokens_type='transformer', such as t2t_vit_t_14"
+        )
 
     @classmethod
     def from_name(cls, name: str, **changes) -> "T2TViTConfig":

@@ -304,6 +304,10 @@ class T2TViTModel(T2TViTPreTrainedModel):
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.post_init()
 
+    def get_input_embeddings(self) -> nn.Module:
+        """What makes tokens of a picture."""
+        return self.embeddings.tokens_to_token
+
     @capture_outputs(tie_last_hidden_states=False)
     def forward(
         self, pixel_values: Tensor, interpolate_pos_encoding: bool | None = False, **kwargs
