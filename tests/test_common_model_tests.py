@@ -1,10 +1,10 @@
 """Transformers' own common tests of models on the models of ours.
 
 They are no part of an installed Transformers. Their file is in its source distribution: unpack that of the installed
-version, name the folder in HEA_TRANSFORMERS_SOURCE, install `parameterized`, and run this file with -m slow (4 minutes).
+version, name the folder in HEA_TRANSFORMERS_SOURCE, install `parameterized`, and run this file with -m slow: 4 minutes.
 """
 
-import importlib.util
+import importlib
 import os
 import pathlib
 import sys
@@ -13,9 +13,8 @@ import unittest
 
 import pytest
 import torch
-
-import hf_efficient_attn  # noqa: F401
 from hf_efficient_attn.models.biggan import BigGANConfig, BigGANModel
+
 from hf_efficient_attn.models.t2t_vit import T2TViTConfig, T2TViTForImageClassification, T2TViTModel
 
 pytestmark = pytest.mark.slow
@@ -26,7 +25,7 @@ pytest.importorskip("parameterized", reason="Transformers' common tests need it"
 
 
 def _common_tests():
-    """tests/test_modeling_common.py of the source, with stand-ins for tests of export and generation that it imports."""
+    """tests/test_modeling_common.py of the source, with stand-ins for what it imports of export and generation."""
     for name, cls in (
         ("exporters.test_export", "ExportTesterMixin"),
         ("generation.test_utils", "GenerationTesterMixin"),
@@ -64,7 +63,7 @@ ModelTesterMixin = _common_tests().ModelTesterMixin
 class Common(ModelTesterMixin):
     test_resize_embeddings = False
     test_torch_exportable = False
-    pipeline_model_mapping: dict = {}
+    pipeline_model_mapping = types.MappingProxyType({})
 
     def _prepare_for_class(self, inputs, model_class, return_labels=False):
         labels = {"labels": torch.zeros(3, dtype=torch.long)} if return_labels else {}

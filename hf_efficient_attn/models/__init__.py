@@ -6,12 +6,12 @@ of the two is imported first; nothing of them is imported before Transformers' o
 
 import functools
 import importlib
-import importlib.util
 import sys
 
 from hf_efficient_attn.integration.imports import after_import
 
 _AUTO = "transformers.models.auto.modeling_auto"
+_LAYERS = "transformers.modeling_layers"
 # Folder and model type -> name of the config, names of the models by Auto class.
 _MODELS = {
     "biggan": ("BigGANConfig", {"AutoModel": "BigGANModel"}),
@@ -21,14 +21,12 @@ _MODELS = {
     ),
 }
 
-# STAND-IN: until both are there.
-_MODELS = {name: rest for name, rest in _MODELS.items() if importlib.util.find_spec(f"{__name__}.{name}")}
-
 
 def register() -> None:
     """Make the models known to Transformers' Auto classes; may be called again."""
     after_import("transformers.models.auto.configuration_auto", _register_configs)
-    after_import(_AUTO, _import_models)
+    for name in (_AUTO, _LAYERS):
+        after_import(name, _import_models)
     for folder in _MODELS:
         after_import(_file(folder, "modeling"), functools.partial(_register_models, folder))
 
@@ -57,7 +55,14 @@ def _register_configs() -> None:
 
 
 def _import_models() -> None:
-    """Import the models, which registers them. One whose import led to that of the Auto classes is half done yet."""
+    """Import the models, which registers them. One whose import led to that of the Auto classes is half done yet.
+
+    So is `transformers.modeling_layers`, which the models need, where its import led to that of the Auto classes (since
+    Transformers 5.23): this is called again when it is done.
+    """
+    layers = sys.modules.get(_LAYERS)
+    if _AUTO not in sys.modules or (layers is not None and not hasattr(layers, "GradientCheckpointingLayer")):
+        return
     for folder in _MODELS:
         if _file(folder, "modeling") in sys.modules:
             _register_models(folder)
