@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig, as_settings
 from hf_efficient_attn.methods.base import MethodConfig, available_methods, make_config
+from hf_efficient_attn.models.biggan.package import package_attentions, restore_package, switch_package
 
 
 def convert(
@@ -23,7 +24,8 @@ def convert(
     """Switch a model to a method, in place; the choice is saved with the model.
 
     Args:
-        model: a Transformers model, or a module that holds some (a PEFT model, a wrapper).
+        model: a Transformers model, or a module that holds some (a PEFT model, a wrapper); or a `BigGAN` of the package
+            pytorch-pretrained-biggan, whose choice is saved with nothing.
         method_or_config: a method's name or config, an `EfficientAttentionConfig`, or a dictionary as in
             `config.efficient_attention`. "sdpa", "eager" and Transformers' other implementations go back: the weights
             were never touched, so the model is then what it was.
@@ -37,6 +39,9 @@ def convert(
         UnsupportedAttentionError: before anything is changed, if the method, a hyperparameter or a layer is unknown, or
             the model cannot take the method.
     """
+    foreign = package_attentions(model)
+    if foreign:
+        return _convert_package(model, foreign, method_or_config, layers, hyperparameters)
     from hf_efficient_attn.integration.models import configs_of, switch
 
     roots = transformers_models(model)
@@ -48,6 +53,26 @@ def convert(
                 config.efficient_attention = None
         return model
     switch(roots, _settings(method_or_config, layers, hyperparameters))
+    return model
+
+
+def _convert_package(model: nn.Module, modules: list, method_or_config, layers, hyperparameters) -> nn.Module:
+    from transformers.modeling_utils import PreTrainedModel
+
+    if any(isinstance(module, PreTrainedModel) for module in model.modules()):
+        raise UnsupportedAttentionError(
+            "the module holds a BigGAN of pytorch-pretrained-biggan beside Transformers models: convert each by itself"
+        )
+    if isinstance(method_or_config, str) and method_or_config not in available_methods():
+        _check_other(method_or_config, layers, hyperparameters)
+        if method_or_config not in ("sdpa", "eager"):
+            raise UnsupportedAttentionError(
+                f"a BigGAN of pytorch-pretrained-biggan has its own exact attention and no {method_or_config!r}: "
+                "'sdpa' goes back to it"
+            )
+        restore_package(modules)
+    else:
+        switch_package(modules, _settings(method_or_config, layers, hyperparameters))
     return model
 
 

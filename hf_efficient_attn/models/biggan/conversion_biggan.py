@@ -24,7 +24,7 @@ _KEPT = {"weight_orig": "original", "weight_u": "0._u", "weight_v": "0._v"}
 # Names on the way to the division, which Transformers' own renamings (of "weight_v") leave alone.
 _TRIPLE = ("spectral_original", "spectral_u", "spectral_v")
 _NORMALIZED = re.compile(r"(.*\.(?:gen_z|conv_\d|scale|offset|theta|phi|g|o|conv_to_rgb))\.weight")
-_ITERATIONS = 15
+_ITERATIONS = 50
 
 
 def checkpoint_names(spectral_norm: bool) -> dict[str, str]:

@@ -2,7 +2,7 @@
 Synthesis", appendix B) with any rectangular attention method in its one attention layer."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.utils import ModelOutput
 
+from hf_efficient_attn.models.biggan.attention import attend
 from hf_efficient_attn.models.biggan.configuration_biggan import (
     REDUCTION,
     START_CHANNELS,
@@ -60,27 +61,6 @@ def eager_attention_forward(
     weights = functional.softmax(logits, dim=-1).to(value.dtype)
     weights = functional.dropout(weights, p=dropout, training=module.training)
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
-
-
-def attend(attention: nn.Module, x: Tensor, projections: Sequence[nn.Module], interface: Callable) -> Tensor:
-    """What stands around the attention of BigGAN, whoever's module it is in.
-
-    Args:
-        attention: the module, as the interface takes it.
-        x: (B, C, H, W).
-        projections: 1 x 1 convolutions theta and phi (to C/8 channels), g (to C/2) and o (from C/2 to C).
-        interface: (module, query, key, value, mask, scaling=..., dropout=...) -> (B, Nq, heads, Dv), weights.
-
-    Returns:
-        (B, C, H, W), before it is scaled by gamma and added to x.
-    """
-    theta, phi, g, o = projections
-    query = theta(x)
-    # A quarter of the keys (section B of the paper; Zhang et al. 2019 do the same).
-    key, value = functional.max_pool2d(phi(x), 2), functional.max_pool2d(g(x), 2)
-    tokens = [part.flatten(2).transpose(1, 2)[:, None] for part in (query, key, value)]
-    out, _ = interface(attention, *tokens, None, scaling=1.0, dropout=0.0)
-    return o(out[:, :, 0].transpose(1, 2).unflatten(2, x.shape[2:]))
 
 
 class BigGANAttention(nn.Module):
@@ -289,9 +269,10 @@ class BigGANModel(PreTrainedModel):
         std = self.config.initializer_range
         if isinstance(module, parametrize.ParametrizationList):
             init.normal_(module.original, std=std)
-            # The vectors belong to the weight, which may have come out of a checkpoint without them.
-            for name, vector in zip(("_u", "_v"), leading_vectors(module.original, self.config.eps), strict=True):
-                init.copy_(getattr(module[0], name), vector)
+            self._init_vectors(module)
+        elif hasattr(module, "_u"):
+            # Met before its weight, which may have come out of a checkpoint without the vectors.
+            self._init_vectors(next(m for m in self.modules() if module in list(m.children())))
         elif isinstance(module, (nn.Linear, nn.Conv2d)):
             if not parametrize.is_parametrized(module):
                 init.normal_(module.weight, std=std)
@@ -305,6 +286,11 @@ class BigGANModel(PreTrainedModel):
                 init.zeros_(module.bias)
         elif isinstance(module, BigGANAttention):
             init.zeros_(module.gamma)
+
+    def _init_vectors(self, normalized: parametrize.ParametrizationList) -> None:
+        vectors = leading_vectors(normalized.original, self.config.eps)
+        for name, vector in zip(("_u", "_v"), vectors, strict=True):
+            init.copy_(getattr(normalized[0], name), vector)
 
     def gradient_checkpointing_enable(self, *args, **kwargs) -> None:
         if self.config.spectral_norm:
