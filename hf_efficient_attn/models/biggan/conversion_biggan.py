@@ -105,9 +105,10 @@ def convert_state_dict(state_dict: dict[str, Tensor], config: BigGANConfig) -> d
 
     renamed: dict[str, Tensor] = {}
     patterns = [(re.compile(pattern), name) for pattern, name in checkpoint_names(config.spectral_norm).items()]
-    for name, tensor in state_dict.items():
+    for theirs, tensor in state_dict.items():
+        name = theirs
         for pattern, replacement in patterns:
-            name = pattern.sub(replacement, name)  # noqa: PLW2901
+            name = pattern.sub(replacement, name)
         renamed[name] = tensor
     found = dict(renamed)
     for name in renamed:

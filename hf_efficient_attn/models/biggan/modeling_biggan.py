@@ -4,6 +4,7 @@ Synthesis", appendix B) with any rectangular attention method in its one attenti
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -171,7 +172,7 @@ class BigGANModel(PreTrainedModel):
     main_input_name = "z"
     input_modalities = ("image",)
     supports_gradient_checkpointing = True
-    _no_split_modules = ["BigGANBlock", "BigGANAttention"]
+    _no_split_modules: ClassVar[list[str]] = ["BigGANBlock", "BigGANAttention"]
     _supports_sdpa = True
     _supports_attention_backend = True
 
@@ -208,7 +209,7 @@ class BigGANModel(PreTrainedModel):
             raise ValueError(f"z must be (batch, {self.config.z_dim}), not {tuple(z.shape)}")
         z = z.to(self.embeddings.weight.dtype)
         condition = torch.cat((z, self._embed(class_label, z)), dim=1)
-        images = self.generator(condition, look_up(truncation, self.config.n_stats))
+        images = self.generator(condition, look_up(truncation, self.config.n_stats, z.device))
         return_dict = self.config.return_dict if return_dict is None else return_dict
         return BigGANOutput(images=images) if return_dict else (images,)
 

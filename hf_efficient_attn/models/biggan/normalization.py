@@ -20,28 +20,47 @@ _ROUNDING = 1e-6
 
 
 class Lookup(NamedTuple):
-    """Two neighbouring rows of a table and the share of the lower one; `share` 1 stands for this row alone."""
+    """Two neighbouring rows of a table and the share of the lower one; `share` 1 stands for this row alone.
 
-    lower: int
-    upper: int
-    share: float
+    Numbers, or scalar tensors where a graph is traced, which then serves every truncation.
+    """
+
+    lower: int | Tensor
+    upper: int | Tensor
+    share: float | Tensor
 
     def rows(self) -> list[int]:
         """The rows that count."""
         return [row for row, share in ((self.lower, self.share), (self.upper, 1 - self.share)) if share > _ROUNDING]
 
+    def read(self, table: Tensor) -> Tensor:
+        """(rows, C) -> (C,)."""
+        if isinstance(self.share, Tensor):
+            lower, upper = table.index_select(0, torch.stack((self.lower, self.upper)))
+            share = self.share.to(table.dtype)
+            return lower * share + upper * (1 - share)
+        if self.share == 1.0:
+            return table[self.lower]
+        return table[self.lower] * self.share + table[self.upper] * (1 - self.share)
 
-def look_up(truncation: float, n_stats: int) -> Lookup:
+
+def look_up(truncation: float, n_stats: int, device: torch.device | None = None) -> Lookup:
     """Where the statistics for a truncation stand in a table of `n_stats` rows, for truncations 0 to 1 in equal steps.
 
     Between two rows the shares are the wrong way round: at three quarters of the way the lower row counts for three
     quarters. So it is in pytorch-pretrained-biggan, and its images are to be reproduced here.
     """
+    if torch.compiler.is_compiling():
+        # Python's floats would be constants of the graph, or worse: rounded ones were seen to keep the first value.
+        position = torch.ones((), dtype=torch.float64, device=device) * truncation / (1.0 / (n_stats - 1))
+        lower = position.floor()
+        share = torch.where(position == lower, 1.0, position - lower)
+        rows = lower.long()
+        return Lookup(rows.clamp(max=n_stats - 1), (rows + 1).clamp(max=n_stats - 1), share)
     position = truncation / (1.0 / (n_stats - 1))
     lower = int(position)
-    share = position - lower
     # Rounding may lead past the last row.
-    return Lookup(min(lower, n_stats - 1), min(lower + 1, n_stats - 1), share or 1.0)
+    return Lookup(min(lower, n_stats - 1), min(lower + 1, n_stats - 1), (position - lower) or 1.0)
 
 
 class BigGANBatchNorm(nn.Module):
@@ -83,7 +102,7 @@ class BigGANBatchNorm(nn.Module):
             self.moments.add(x)
         mean = var = None
         if not self.training:
-            mean, var = (self._at(table, lookup) for table in (self.running_means, self.running_vars))
+            mean, var = (lookup.read(table) for table in (self.running_means, self.running_vars))
         if not self.conditional:
             return functional.batch_norm(x, mean, var, self.weight, self.bias, training=self.training, eps=self.eps)
         if self.training:
@@ -91,12 +110,6 @@ class BigGANBatchNorm(nn.Module):
         else:
             normal = (x - mean[:, None, None]) / torch.sqrt(var[:, None, None] + self.eps)
         return normal * (1 + self.scale(condition))[..., None, None] + self.offset(condition)[..., None, None]
-
-    @staticmethod
-    def _at(table: Tensor, lookup: Lookup) -> Tensor:
-        if lookup.share == 1.0:
-            return table[lookup.lower]
-        return table[lookup.lower] * lookup.share + table[lookup.upper] * (1 - lookup.share)
 
 
 class Moments:

@@ -1,4 +1,4 @@
-"""Models of the PyPI package pytorch-pretrained-biggan, switched in place; the package itself is never imported here."""
+"""Models of the PyPI package pytorch-pretrained-biggan, switched in place; nothing here imports the package."""
 
 import functools
 
