@@ -272,8 +272,12 @@ class BigGANModel(PreTrainedModel):
             init.normal_(module.original, std=std)
             self._init_vectors(module)
         elif hasattr(module, "_u"):
-            # Met before its weight, which may have come out of a checkpoint without the vectors.
-            self._init_vectors(next(m for m in self.modules() if module in list(m.children())))
+            # Met before the weight that holds it. Where that came out of a checkpoint without the vectors, Transformers
+            # passes it over as already filled.
+            holders = (m for m in self.modules() if isinstance(m, parametrize.ParametrizationList) and m[0] is module)
+            holder = next(holders)
+            if getattr(holder.original, "_is_hf_initialized", False):
+                self._init_vectors(holder)
         elif isinstance(module, (nn.Linear, nn.Conv2d)):
             if not parametrize.is_parametrized(module):
                 init.normal_(module.weight, std=std)
@@ -293,13 +297,13 @@ class BigGANModel(PreTrainedModel):
         for name, vector in zip(("_u", "_v"), vectors, strict=True):
             init.copy_(getattr(normalized[0], name), vector)
 
-    def gradient_checkpointing_enable(self, *args, **kwargs) -> None:
-        if self.config.spectral_norm:
+    def _set_gradient_checkpointing(self, enable: bool = True, *args, **kwargs) -> None:
+        if enable and self.config.spectral_norm:
             raise ValueError(
                 "spectral_norm=True improves its estimate at every forward, so that a block computed again for the "
                 "gradient would have other weights: train without gradient checkpointing, or with spectral_norm=False"
             )
-        super().gradient_checkpointing_enable(*args, **kwargs)
+        super()._set_gradient_checkpointing(enable, *args, **kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, key_mapping=None, **kwargs):

@@ -1,0 +1,592 @@
+"""BigGAN as a Transformers model: configuration, outputs, methods, training, saving, noise and names."""
+
+import copy
+import json
+
+import pytest
+import torch
+import transformers
+from torch.nn import functional
+from transformers import AutoConfig, AutoModel
+
+import hf_efficient_attn as hea
+from hf_efficient_attn.models.biggan import (
+    BigGANConfig,
+    BigGANModel,
+    class_index,
+    class_indices,
+    class_names,
+    truncated_noise,
+)
+from hf_efficient_attn.models.biggan.normalization import BigGANBatchNorm, look_up
+from tiny_models import EXACT
+
+# 32 pixels; attention sees 16 x 16 of them: 256 queries, 64 keys.
+LAYERS = [[True, 16, 8], [False, 8, 8], [True, 8, 4], [False, 4, 2], [True, 2, 1]]
+SIZES = {"channel_width": 8, "z_dim": 12, "num_classes": 6, "layers": LAYERS, "attention_layer_position": 3}
+RECTANGULAR = [name for name in hea.available_methods() if hea.method_info(name).rectangular]
+SQUARE = [name for name in hea.available_methods() if not hea.method_info(name).rectangular]
+
+
+def tiny(method: str | None = None, seed: int = 0, sharpness: float = 1.5, **changes) -> BigGANModel:
+    """A model in eval mode, with weights and statistics under which no part of it is idle."""
+    config = BigGANConfig(**{**SIZES, **changes})
+    if method is not None:
+        config.efficient_attention = {"method": method}
+    model = BigGANModel(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("gamma"):
+                parameter.fill_(0.8)
+            elif parameter.ndim > 1 and "learned_parameters" not in name:
+                width = sharpness if ".theta." in name or ".phi." in name else 1.0
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(width * noise / parameter[0].numel() ** 0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("running_means"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+            elif name.endswith("running_vars"):
+                buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
+        if config.spectral_norm:
+            model.train()
+            for _ in range(20):
+                model(torch.randn(2, config.z_dim, generator=generator), 0)
+            model.eval()
+    return model
+
+
+def inputs(batch: int = 3, truncation: float = 0.5) -> dict:
+    z = truncated_noise(batch, SIZES["z_dim"], truncation, seed=5)
+    return {"z": z, "class_label": torch.arange(batch) % SIZES["num_classes"], "truncation": truncation}
+
+
+@torch.no_grad()
+def images(model: BigGANModel, **changes) -> torch.Tensor:
+    return model(**{**inputs(), **changes}).images
+
+
+def budget(method: str, columns: int):
+    return hea.method_info(method).config_class().with_budget(columns)
+
+
+# Configuration
+
+
+@pytest.mark.parametrize(
+    ("size", "blocks", "queries", "width"), [(128, 10, 64**2, 32), (256, 12, 64**2, 64), (512, 14, 64**2, 64)]
+)
+def test_the_published_architectures(size, blocks, queries, width):
+    config = BigGANConfig.from_name(f"biggan-deep-{size}")
+    assert (config.output_dim, len(config.layers), config.num_classes) == (size, blocks, 1000)
+    with torch.device("meta"):
+        model = BigGANModel(config)
+        attention = model.generator.layers[8]
+    assert type(attention).__name__ == "BigGANAttention" and attention.num_heads == config.num_attention_heads == 1
+    assert config.attention_resolution**2 == queries and attention.max_tokens == queries // 4
+    assert (attention.head_dim, attention.value_head_dim) == (width, 4 * width)
+    assert config.id2label[1] == "goldfish, Carassius auratus"
+    # As pytorch-pretrained-biggan counts them.
+    assert sum(p.numel() for p in model.parameters()) == {128: 50_388_609, 256: 55_880_833, 512: 56_163_905}[size]
+    assert BigGANConfig(output_dim=size).layers == config.layers
+
+
+def test_classes_are_counted_once(tmp_path):
+    assert BigGANConfig().num_labels == 1000
+    for given in ({"num_classes": 3}, {"num_labels": 3}, {"id2label": {0: "a", 1: "b", 2: "c"}}):
+        config = BigGANConfig(**given)
+        config.save_pretrained(tmp_path)
+        again = BigGANConfig.from_pretrained(tmp_path)
+        for each in (config, again, copy.deepcopy(config), BigGANConfig.from_dict(config.to_dict())):
+            assert each.num_classes == each.num_labels == len(each.id2label) == 3
+            assert each.id2label == config.id2label
+    assert json.loads((tmp_path / "config.json").read_text())["num_classes"] == 3
+    assert BigGANConfig.from_pretrained(tmp_path, num_classes=4).num_labels == 4
+    with pytest.raises(ValueError, match="twice"):
+        BigGANConfig(num_classes=4, id2label={0: "a"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"z_dim": 0}, "z_dim must be an integer of at least 1"),
+        ({"n_stats": 1}, "n_stats must be an integer of at least 2"),
+        ({"eps": 0.0}, "eps must be positive"),
+        ({"num_classes": 0}, "num_classes"),
+        ({"output_dim": 64}, r"none of the published \[128, 256, 512\]"),
+        ({"attention_layer_position": 10}, "none of the 10 layers"),
+        ({"layers": [[True, 8, 8]]}, "takes 8 channels and gets 16"),
+        ({"layers": [[True, 16, 4]]}, "keep its 16 channels or halve them"),
+        ({"layers": [[True, 16, 8]], "attention_layer_position": 0}, "must end with 1 times"),
+        ({"layers": [[True, 16]]}, "up-samples"),
+        ({"channel_width": 2}, "attention has 4 channels and needs 8"),
+    ],
+)
+def test_what_makes_no_network_is_refused(changes, words):
+    with pytest.raises(ValueError, match=words):
+        BigGANConfig(**changes)
+
+
+def test_an_output_dim_that_layers_do_not_give_is_said(caplog):
+    transformers.utils.logging.enable_propagation()
+    transformers.utils.logging.set_verbosity_warning()
+    assert BigGANConfig(**SIZES).output_dim == 32 and not caplog.records
+    assert BigGANConfig(**SIZES, output_dim=128).output_dim == 32
+    assert "output_dim=128 is taken as 32" in caplog.text
+
+
+def test_an_unknown_name():
+    with pytest.raises(ValueError, match="Did you mean 'biggan-deep-256'"):
+        BigGANConfig.from_name("biggan-deep-265")
+
+
+# Forward
+
+
+def test_every_form_of_a_class_gives_the_same_image():
+    model, given = tiny(), inputs()
+    labels = given["class_label"]
+    expected = images(model)
+    assert expected.shape == (3, 3, 32, 32) and expected.abs().max() <= 1 and expected.std() > 0.2
+    for form in (functional.one_hot(labels, 6), functional.one_hot(labels, 6).float(), labels.int(), labels.tolist()):
+        assert torch.allclose(images(model, class_label=form), expected, atol=1e-5)
+    one = images(model, class_label=2)
+    assert torch.allclose(one, images(model, class_label=torch.tensor([2, 2, 2])), atol=1e-5)
+    half = torch.zeros(3, 6).index_fill_(1, torch.tensor([0, 1]), 0.5)
+    assert not torch.allclose(images(model, class_label=half), expected, atol=1e-2)
+    assert torch.equal(model(**given, return_dict=False)[0], model(**given)[0])
+    assert isinstance(model(**given, return_dict=False), tuple)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"class_label": torch.tensor([0, 1, 6])}, "numbered from 0 to 5"),
+        ({"class_label": torch.tensor([0, -1, 2])}, "numbered from 0 to 5"),
+        ({"class_label": 6}, "numbered from 0 to 5"),
+        ({"class_label": torch.zeros(3, 5)}, "class_label must be"),
+        ({"class_label": torch.zeros(2, dtype=torch.long)}, "class_label must be"),
+        ({"class_label": torch.zeros(3)}, "class_label must be"),
+        ({"z": torch.zeros(3, 11)}, r"z must be \(batch, 12\)"),
+        ({"truncation": 0.0}, "truncation must be above 0"),
+        ({"truncation": 1.01}, "truncation must be above 0"),
+        ({"truncation": float("nan")}, "truncation must be above 0"),
+    ],
+)
+def test_wrong_input_is_refused(changes, words):
+    with pytest.raises(ValueError, match=words):
+        images(tiny(), **changes)
+
+
+def test_rows_do_not_know_of_each_other():
+    for method in (None, "kdeformer"):
+        model = tiny() if method is None else hea.convert(tiny(), budget(method, 16))
+        whole = images(model)
+        for row in range(3):
+            given = inputs()
+            alone = model(given["z"][[row]], given["class_label"][[row]], given["truncation"]).images
+            assert torch.allclose(alone[0], whole[row], atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "kdeformer", "linear"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype, implementation):
+    # Logits up to some hundreds, as no scale holds them down.
+    model = tiny(sharpness=20.0)
+    model.set_attn_implementation(implementation)
+    exact = images(model)
+    half = images(model.to(dtype))
+    assert half.dtype == dtype and torch.isfinite(half).all()
+    assert (half.float() - exact).abs().mean() < 0.05
+    with torch.autocast("cpu", dtype=dtype):
+        assert torch.isfinite(images(model.float())).all()
+
+
+@pytest.mark.parametrize("method", [None, "kdeformer"])
+def test_one_compiled_graph_serves_every_truncation(method):
+    """A graph that kept the rows of the first truncation was seen to give other images in silence."""
+    small = {"layers": [[True, 16, 8], [False, 8, 4], [False, 4, 2], [False, 2, 1]], "attention_layer_position": 1}
+    model = tiny(**small) if method is None else hea.convert(tiny(**small), budget(method, 4))
+    torch.compiler.reset()
+    graphs = []
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, fullgraph=True, backend=count)
+    for truncation in (0.5, 0.43, 0.47, 1.0, 0.58, 0.02, 0.01):
+        given = inputs(truncation=truncation)
+        assert torch.allclose(compiled(**given).images, model(**given).images, atol=1e-5), truncation
+    assert len(graphs) <= 7
+
+
+@pytest.mark.slow
+def test_the_default_compiler():
+    model = hea.convert(tiny(), budget("kdeformer", 16))
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True)
+    for truncation in (0.5, 0.43, 0.47, 1.0):
+        given = inputs(truncation=truncation)
+        assert torch.allclose(compiled(**given).images, model(**given).images, atol=1e-4)
+
+
+# Methods
+
+
+@pytest.mark.parametrize("method", RECTANGULAR)
+def test_every_rectangular_method_runs_saves_and_loads(method, tmp_path):
+    model = tiny()
+    exact = images(model)
+    model.save_pretrained(tmp_path / "exact")
+    hea.convert(model, budget(method, 16))
+    state = torch.get_rng_state()
+    first = images(model)
+    assert torch.equal(state, torch.get_rng_state())
+    assert torch.isfinite(first).all() and not torch.allclose(first, exact, atol=1e-4)
+    assert torch.equal(images(model), first)
+    for turn in range(2):
+        model.save_pretrained(tmp_path / str(turn))
+        written = json.loads((tmp_path / str(turn) / "config.json").read_text())
+        assert written["attn_implementation"] == method and written["efficient_attention"]["method"] == method
+        model = AutoModel.from_pretrained(tmp_path / str(turn)).eval()
+        assert type(model) is BigGANModel and model.config._attn_implementation == method
+        assert torch.equal(images(model), first)
+    other = BigGANModel.from_pretrained(
+        tmp_path / "exact", attn_implementation=method, efficient_attention=budget(method, 16).to_dict()
+    ).eval()
+    if not hea.method_info(method).learned_parameters:
+        assert torch.equal(images(other), first)
+    assert torch.equal(images(hea.convert(model, "sdpa")), exact)
+
+
+@pytest.mark.parametrize("method", [name for name in RECTANGULAR if name in EXACT])
+def test_the_error_falls_with_the_budget(method):
+    # 1024 queries, 256 keys.
+    layers = [[True, 16, 8], [True, 8, 4], [True, 4, 4], [False, 4, 2], [False, 2, 1]]
+    model = tiny(sharpness=1.0, layers=layers, channel_width=16)
+    exact = images(model)
+    errors = []
+    for columns in (8, 32, 128, 1024):
+        error = images(hea.convert(model, budget(method, columns))) - exact
+        errors.append((error.norm() / exact.norm()).item())
+    assert errors[0] > 0.03 and errors == sorted(errors, reverse=True) and errors[2] < 0.5 * errors[0]
+    assert errors[3] < 1e-5
+
+
+@pytest.mark.parametrize("method", SQUARE)
+def test_methods_without_a_rectangular_form_are_refused(method, tmp_path):
+    model = tiny()
+    model.save_pretrained(tmp_path)
+    with pytest.raises(hea.UnsupportedAttentionError, match=f"fewer keys than queries.*{method}.*kdeformer"):
+        BigGANModel.from_pretrained(tmp_path, attn_implementation=method)
+    for switch in (lambda: hea.convert(model, method), lambda: model.set_attn_implementation(method)):
+        with pytest.raises(hea.UnsupportedAttentionError, match="fewer keys than queries"):
+            switch()
+        assert model.config._attn_implementation == "sdpa"
+    images(model)
+
+
+def test_the_layer_is_number_0(tmp_path):
+    model = hea.convert(tiny(), "kdeformer", layers=[0], num_samples=4, block_size=4)
+    assert not torch.allclose(images(model), images(tiny()), atol=1e-4)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(images(AutoModel.from_pretrained(tmp_path).eval()), images(model))
+    with pytest.raises(hea.UnsupportedAttentionError, match=r"no attention in layers \[3\]"):
+        hea.convert(tiny(), "kdeformer", layers=[3])
+
+
+def test_eager_is_sdpa():
+    model = tiny()
+    expected = images(model)
+    model.set_attn_implementation("eager")
+    assert torch.allclose(images(model), expected, atol=1e-5)
+
+
+# Making, saving, loading
+
+
+@pytest.mark.parametrize("spectral_norm", [False, True])
+def test_a_new_model_is_filled_whatever_way_it_is_made(spectral_norm, tmp_path):
+    config = BigGANConfig(**SIZES, spectral_norm=spectral_norm)
+    torch.manual_seed(0)
+    models = [BigGANModel(config), AutoModel.from_config(config)]
+    models[0].save_pretrained(tmp_path)
+    # Other classes than those of the file: that table is new.
+    other, report = BigGANModel.from_pretrained(
+        tmp_path, num_classes=4, ignore_mismatched_sizes=True, output_loading_info=True
+    )
+    assert [name for name, *_ in report["mismatched_keys"]] == ["embeddings.weight"]
+    for model in (*models, other):
+        assert all(torch.isfinite(value).all() for value in model.state_dict().values())
+        assert model.embeddings.weight.std().item() == pytest.approx(0.02, rel=0.4)
+        assert model.generator.layers[3].gamma.item() == 0
+        assert torch.equal(model.generator.bn.running_vars, torch.ones(51, 8))
+        given = {**inputs(), "class_label": 1}
+        assert torch.isfinite(model.eval()(**given).images).all()
+
+
+def test_what_is_missing_is_filled_and_told(tmp_path):
+    model = tiny()
+    state = model.state_dict()
+    lost = ["generator.bn.weight", "generator.bn.running_vars", "generator.layers.3.gamma", "generator.gen_z.bias"]
+    model.save_pretrained(
+        tmp_path, state_dict={**{k: v for k, v in state.items() if k not in lost}, "extra": state[lost[0]]}
+    )
+    again, report = BigGANModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert set(report["missing_keys"]) == set(lost) and set(report["unexpected_keys"]) == {"extra"}
+    new = again.state_dict()
+    assert (
+        new[lost[0]].eq(1).all() and new[lost[1]].eq(1).all() and new[lost[2]].eq(0).all() and new[lost[3]].eq(0).all()
+    )
+    assert all(torch.equal(new[name], state[name]) for name in state if name not in lost)
+
+
+@pytest.mark.parametrize("spectral_norm", [False, True])
+def test_saving_and_loading_is_the_same(spectral_norm, tmp_path):
+    model = tiny(spectral_norm=spectral_norm)
+    first = images(model)
+    for turn, auto in enumerate((BigGANModel, AutoModel)):
+        model.save_pretrained(tmp_path / str(turn), max_shard_size="100KB" if turn else "1GB")
+        config = AutoConfig.from_pretrained(tmp_path / str(turn))
+        assert type(config) is BigGANConfig and config.spectral_norm is spectral_norm
+        model, report = auto.from_pretrained(tmp_path / str(turn), output_loading_info=True)
+        assert not any(report.values())
+        # A weight stands elsewhere in memory after loading, and a norm of it rounds otherwise.
+        assert torch.allclose(images(model.eval()), first, atol=1e-5 if spectral_norm else 0.0)
+    assert len(list((tmp_path / "1").glob("*.safetensors"))) > 1
+    assert torch.allclose(images(copy.deepcopy(model)), first, atol=1e-5)
+    half = BigGANModel.from_pretrained(tmp_path / "1", dtype=torch.bfloat16).eval()
+    assert (images(half).float() - first).abs().mean() < 0.05
+
+
+def test_spectral_norm_is_taken_away_and_put_back_on_loading(tmp_path):
+    kept = tiny(spectral_norm=True)
+    kept.save_pretrained(tmp_path / "kept")
+    plain, report = BigGANModel.from_pretrained(tmp_path / "kept", spectral_norm=False, output_loading_info=True)
+    assert not any(report.values()) and "generator.conv_to_rgb.weight" in plain.state_dict()
+    assert torch.allclose(images(plain.eval()), images(kept), atol=1e-5)
+    plain.save_pretrained(tmp_path / "plain")
+    again, report = BigGANModel.from_pretrained(tmp_path / "plain", spectral_norm=True, output_loading_info=True)
+    assert report["missing_keys"] and all(key.endswith(("._u", "._v")) for key in report["missing_keys"])
+    assert not report["unexpected_keys"]
+    # The norms of the plain weights are 1 but for the power iterations.
+    assert torch.allclose(images(again.eval()), images(kept), atol=0.1)
+
+
+def test_own_names_only():
+    with pytest.raises(ValueError, match="revert_state_dict"):
+        tiny().save_pretrained("nowhere", save_original_format=True)
+
+
+# Training
+
+
+@pytest.mark.parametrize("method", ["sdpa", "kdeformer", "linformer"])
+@pytest.mark.parametrize("spectral_norm", [False, True])
+def test_gradients_reach_every_parameter(spectral_norm, method):
+    model = tiny(spectral_norm=spectral_norm)
+    if method != "sdpa":
+        hea.convert(model, budget(method, 16))
+    model.train()
+    torch.manual_seed(1)
+    weight = torch.randn(6, 3, 32, 32)
+    given = {"z": torch.randn(6, 12), "class_label": torch.arange(6)}
+    (model(**given).images * weight).sum().backward()
+    # Of the last convolution three channels are used.
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), name
+        # A bias before a batch norm by the batch has no effect.
+        if not name.endswith(("conv_0.bias", "conv_1.bias", "conv_2.bias")):
+            assert parameter.grad.abs().max() > 0, name
+    given = {"z": torch.randn(6, 12, requires_grad=True), "class_label": torch.rand(6, 6, requires_grad=True)}
+    model.eval()(**given).images.sum().backward()
+    assert given["z"].grad.abs().max() > 0 and given["class_label"].grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("method", ["sdpa", "kdeformer"])
+def test_gradient_checkpointing_gives_the_same_gradients(method):
+    model = tiny()
+    if method != "sdpa":
+        hea.convert(model, budget(method, 16))
+    model.train()
+    found = []
+    for enable in (True, False):
+        (model.gradient_checkpointing_enable if enable else model.gradient_checkpointing_disable)()
+        assert model.is_gradient_checkpointing == enable
+        model.zero_grad()
+        torch.manual_seed(2)
+        model(**inputs()).images.square().sum().backward()
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*found, strict=True))
+    with pytest.raises(ValueError, match="other weights"):
+        tiny(spectral_norm=True).gradient_checkpointing_enable()
+
+
+def test_training_normalizes_by_the_batch():
+    model = tiny().train()
+    tables = {name: value.clone() for name, value in model.named_buffers()}
+    norm = model.generator.layers[0].bn_0
+    torch.manual_seed(0)
+    x, condition = 3 + 2 * torch.randn(4, 128, 5, 5), torch.zeros(4, 24)
+    out = norm(x, look_up(0.5, 51), condition)
+    assert out.mean((0, 2, 3)).abs().max() < 1e-5
+    assert torch.allclose(out.var((0, 2, 3), unbiased=False), torch.ones(128), atol=1e-3)
+    model(**inputs())
+    assert all(torch.equal(tables[name], value) for name, value in model.named_buffers())
+
+
+def test_statistics_after_training():
+    """A constant layer gives its own moments; then eval mode gives what training mode gives, but for the draws."""
+    model = tiny()
+    before = copy.deepcopy(model.state_dict())
+    model.set_statistics([0.43, 0.8], num_samples=600, batch_size=200, seed=1, progress=False)
+    assert not model.training and not any(module.training for module in model.modules())
+    changed = [
+        row
+        for row in range(51)
+        if not torch.equal(model.generator.bn.running_means[row], before["generator.bn.running_means"][row])
+    ]
+    assert changed == [21, 22, 40]
+    tables = [name for name in before if "running" in name]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items() if name not in tables)
+    given = {"z": truncated_noise(600, 12, 0.43, 9), "class_label": torch.arange(600) % 6, "truncation": 0.43}
+    with torch.no_grad():
+        measured, wrong = model(**given).images, model(**{**given, "truncation": 0.9}).images
+        expected = model.train()(**given).images
+    model.eval()
+    assert (measured - expected).abs().mean() < 0.1 < 0.2 < (wrong - expected).abs().mean()
+    # The first norm sees a linear map of the noise, so that its moments are known.
+    first = model.generator.layers[0].bn_0
+    z, labels = truncated_noise(20_000, 12, 0.8, 3), torch.arange(20_000) % 6
+    with torch.no_grad():
+        x = model.generator.gen_z(torch.cat((z, model.embeddings.weight.t()[labels]), 1)).unflatten(1, (16, -1))
+    assert torch.allclose(first.running_means[40], x.mean((0, 1)), atol=0.1)
+    assert torch.allclose(first.running_vars[40], x.var((0, 1)), rtol=0.15)
+
+
+def test_statistics_are_repeatable_and_leave_the_global_state_alone():
+    tables = []
+    for label in (None, None, torch.tensor([0, 1, 2, 3, 4, 5]), torch.eye(6)[[2]]):
+        model, state = tiny(), torch.get_rng_state()
+        model.train()
+        model.set_statistics([1.0], class_label=label, num_samples=30, batch_size=8, seed=3, progress=False)
+        assert torch.equal(state, torch.get_rng_state()) and model.training
+        tables.append(model.generator.bn.running_vars[50].clone())
+    assert torch.equal(tables[0], tables[1]) and not torch.equal(tables[2], tables[3])
+    model = tiny(n_stats=4)
+    rows = model.generator.bn.running_vars.clone()
+    model.set_statistics(num_samples=4, batch_size=4, progress=False)
+    assert (model.generator.bn.running_vars != rows).any(1).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"truncations": [0.0]}, "truncation must be above 0"),
+        ({"truncations": [0.43, 0.42]}, "same row"),
+        ({"truncations": []}, "truncations is empty"),
+        ({"num_samples": 0}, "num_samples must be"),
+        ({"batch_size": -1}, "batch_size must be"),
+        ({"class_label": torch.zeros(0, 6)}, "class_label must be"),
+    ],
+)
+def test_statistics_that_cannot_be_measured(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        tiny().set_statistics(**{"num_samples": 4, "progress": False, **arguments})
+
+
+def test_moments_of_many_batches_are_those_of_all():
+    torch.manual_seed(0)
+    norm = BigGANBatchNorm(5, 3, 1e-4).train()
+    from hf_efficient_attn.models.biggan.normalization import Moments
+
+    norm.moments = Moments()
+    x = 100 + torch.randn(7, 5, 4, 3) * torch.arange(1, 6)[:, None, None]
+    for part in x.split([1, 4, 2]):
+        norm(part, look_up(1.0, 3))
+    assert torch.allclose(norm.moments.mean.float(), x.mean((0, 2, 3)))
+    variance = norm.moments.squares / norm.moments.count
+    assert torch.allclose(variance.float(), x.var((0, 2, 3), unbiased=False), rtol=1e-4)
+
+
+# Noise and names
+
+
+def test_noise_is_cut_scaled_and_repeatable():
+    noise = truncated_noise(500, 40, 0.5, seed=1)
+    assert noise.shape == (500, 40) and noise.dtype == torch.float32
+    assert 0.9 < noise.abs().max() <= 1.0
+    # The standard deviation of a normal distribution cut at 2.
+    assert noise.std().item() == pytest.approx(0.5 * 0.8796, rel=0.02) and abs(noise.mean().item()) < 0.01
+    assert torch.equal(noise, truncated_noise(500, 40, 0.5, seed=1))
+    assert not torch.equal(noise, truncated_noise(500, 40, 0.5, seed=2))
+    state = torch.get_rng_state()
+    truncated_noise(2, 4, seed=0)
+    assert torch.equal(state, torch.get_rng_state())
+    torch.manual_seed(4)
+    first = truncated_noise(2, 4)
+    torch.manual_seed(4)
+    assert torch.equal(first, truncated_noise(2, 4)) and not torch.equal(first, truncated_noise(2, 4))
+    for arguments in ({"truncation": 0.0}, {"truncation": 1.5}, {"batch_size": 0}, {"dim": 0}):
+        with pytest.raises(ValueError):
+            truncated_noise(**{"batch_size": 2, **arguments})
+
+
+def test_classes_by_name():
+    names = class_names()
+    assert (
+        len(names) == 1000
+        and names[0] == "tench"
+        and names[207] == "golden retriever"
+        and names[999] == "toilet tissue"
+    )
+    for name, index in (
+        ("Goldfish", 1),
+        ("white shark", 2),
+        ("WHITE_SHARK", 2),
+        ("n01440764", 0),
+        ("tennis ball", 852),
+        ("partridge", 86),
+        (9, 9),
+    ):
+        assert class_index(name) == index
+    assert class_indices(["goldfish", 5, "tench"]).tolist() == [1, 5, 0]
+    assert class_indices(["tench"]).dtype == torch.int64
+    for index, name in enumerate(names):
+        if names.count(name.lower()) + names.count(name) == 2 and names.count(name.capitalize()) == 0:
+            assert class_index(name) == index
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("crane", "n02012849.*n03126707"),
+        ("maillot", "638.*639"),
+        ("goldfsh", "'goldfish'"),
+        ("soap bubbles", "bubble"),
+        ("qqqq", "class_names"),
+        (1000, "0 to 999"),
+        (-1, "0 to 999"),
+        (None, "a name or a number"),
+        (1.0, "a name or a number"),
+    ],
+)
+def test_a_class_that_is_none_or_several(name, words):
+    with pytest.raises(ValueError, match=words):
+        class_index(name)
+    with pytest.raises(ValueError, match=words):
+        class_indices([name])
+
+
+def test_one_name_is_no_list():
+    with pytest.raises(ValueError, match="class_index"):
+        class_indices("goldfish")
+
+
+def test_a_look_up_without_rounding():
+    assert look_up(0.43, 51)[:2] == (21, 22) and look_up(0.43, 51).share == pytest.approx(0.5)
+    # At three quarters of the way the lower row counts for three quarters: as in the package.
+    assert look_up(0.435, 51).share == pytest.approx(0.75)
+    assert look_up(1.0, 51) == (50, 50, 1.0) and look_up(0.5, 3) == (1, 2, 1.0)
+    assert all(max(look_up(1.0, n)[:2]) == n - 1 for n in range(2, 200))

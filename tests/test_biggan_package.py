@@ -1,0 +1,322 @@
+"""BigGAN beside the PyPI package pytorch-pretrained-biggan: its weights, its noise, and its own objects converted."""
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModel
+
+import hf_efficient_attn as hea
+from hf_efficient_attn.models.biggan import (
+    BigGANConfig,
+    BigGANModel,
+    class_names,
+    convert_state_dict,
+    revert_state_dict,
+    truncated_noise,
+)
+
+package = pytest.importorskip("pytorch_pretrained_biggan", reason="pip install pytorch-pretrained-biggan")
+utils = pytest.importorskip("pytorch_pretrained_biggan.utils")
+
+SIZES = {"channel_width": 8, "num_classes": 10, "z_dim": 12, "class_embed_dim": 12}
+# 32 pixels, 256 queries and 64 keys of width 4.
+SMALL = {"layers": [[True, 16, 8], [True, 8, 4], [False, 4, 2], [True, 2, 1]], "attention_layer_position": 2}
+KINDS = ["kept", "folded"]
+TRUNCATIONS = (0.02, 0.03, 0.1, 0.14, 0.28, 0.4, 0.43, 0.435, 0.5, 0.56, 0.58, 0.94, 0.999, 1.0)
+RECTANGULAR = [
+    name
+    for name in hea.available_methods()
+    if hea.method_info(name).rectangular and not hea.method_info(name).learned_parameters
+]
+
+
+def theirs(kind: str = "kept", **changes):
+    """A generator of the package with random weights and statistics, in eval mode."""
+    config = package.BigGANConfig(**{**SIZES, **changes})
+    torch.manual_seed(7)
+    model = package.BigGAN(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("running_means"):
+                buffer.normal_(std=0.5)
+            elif name.endswith("running_vars"):
+                buffer.uniform_(0.5, 2.0)
+        model.generator.layers[config.attention_layer_position].gamma.fill_(0.6)
+        # Some steps of the power iteration, as the vectors belong to other weights until now.
+        model.train()
+        for _ in range(5):
+            model(torch.randn(1, 12), torch.rand(1, 10), 1.0)
+    if kind == "folded":
+        for module in model.modules():
+            if hasattr(module, "weight_orig"):
+                torch.nn.utils.remove_spectral_norm(module)
+    return model.eval()
+
+
+def store(model, folder, safe: bool = False) -> None:
+    """A folder in the package's layout."""
+    folder.mkdir(exist_ok=True)
+    if safe:
+        save_file(
+            {name: value.contiguous() for name, value in model.state_dict().items()}, folder / "model.safetensors"
+        )
+    else:
+        torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    (folder / "config.json").write_text(json.dumps(model.config.to_dict()))
+
+
+def load(folder, **options) -> BigGANModel:
+    model, report = BigGANModel.from_pretrained(folder, output_loading_info=True, **options)
+    assert not any(report.values()), report
+    return model.eval()
+
+
+def inputs(batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(batch, 12, generator=generator), torch.rand(batch, 10, generator=generator)
+
+
+@torch.no_grad()
+def difference(ours: BigGANModel, other, truncation: float = 0.43) -> float:
+    expected = other(*inputs(), truncation)
+    assert torch.isfinite(expected).all() and expected.std() > 0.1
+    return (ours(*inputs(), truncation).images - expected).abs().max().item()
+
+
+@pytest.mark.parametrize("spectral_norm", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [128, 256, 512])
+def test_the_same_images_at_every_resolution(size, kind, spectral_norm, tmp_path):
+    if kind == "folded" and spectral_norm:
+        pytest.skip("vectors of a norm that was folded in are made anew: test_biggan.py")
+    layers = BigGANConfig(output_dim=size).layers
+    model = theirs(kind, layers=layers)
+    store(model, tmp_path)
+    ours = load(tmp_path, spectral_norm=spectral_norm)
+    assert ours.config.output_dim == size and ours.config.num_classes == ours.config.num_labels == 10
+    assert difference(ours, model) < 1e-5
+
+
+@pytest.mark.parametrize("spectral_norm", [False, True])
+def test_the_same_images_at_every_truncation(spectral_norm, tmp_path):
+    model = theirs(**SMALL)
+    store(model, tmp_path)
+    ours = load(tmp_path, spectral_norm=spectral_norm)
+    for truncation in TRUNCATIONS:
+        assert difference(ours, model, truncation) < 1e-5, truncation
+    # They are not all the same.
+    assert difference(ours, lambda z, label, _: model(z, label, 0.56), 0.58) > 0.05
+
+
+@pytest.mark.parametrize("n_stats", [2, 11, 50])
+def test_the_same_images_with_other_tables(n_stats, tmp_path):
+    model = theirs(**SMALL, n_stats=n_stats)
+    store(model, tmp_path)
+    for truncation in (0.02, 0.43, 0.7, 0.99):
+        assert difference(load(tmp_path), model, truncation) < 1e-5
+
+
+@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_loaded_saved_and_loaded_again(kind, safe, tmp_path):
+    model = theirs(kind, **SMALL)
+    store(model, tmp_path / "theirs", safe)
+    ours = load(tmp_path / "theirs", spectral_norm=kind == "kept")
+    for turn in range(2):
+        ours.save_pretrained(tmp_path / str(turn))
+        ours, report = AutoModel.from_pretrained(tmp_path / str(turn), output_loading_info=True)
+        assert type(ours) is BigGANModel and not any(report.values())
+        assert not any("snconv" in name or "weight_orig" in name for name in ours.state_dict())
+        assert difference(ours.eval(), model) < 1e-5
+    if kind == "kept":
+        assert difference(load(tmp_path / "1", spectral_norm=False), model) < 1e-5
+
+
+def test_a_config_file_without_model_type(tmp_path):
+    store(theirs(**SMALL), tmp_path)
+    assert "model_type" not in json.loads((tmp_path / "config.json").read_text())
+    config = BigGANConfig.from_pretrained(tmp_path)
+    assert (config.channel_width, config.z_dim, config.num_classes, config.output_dim) == (8, 12, 10, 32)
+    half = load(tmp_path, dtype=torch.float16, attn_implementation="kdeformer")
+    assert half.dtype == torch.float16 and half.config._attn_implementation == "kdeformer"
+    assert half.generator.gen_z.weight.dtype == torch.float16
+    given = BigGANModel.from_pretrained(tmp_path, config=config).eval()
+    assert difference(given, theirs(**SMALL)) < 1e-5
+
+
+@pytest.mark.parametrize("part", ["weight_orig", "weight_u", "weight_v"])
+def test_a_spectral_norm_that_is_not_whole_is_told(part, tmp_path):
+    model = theirs(**SMALL)
+    store(model, tmp_path)
+    state = model.state_dict()
+    del state[f"generator.layers.0.conv_1.{part}"]
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    with pytest.raises(RuntimeError):
+        BigGANModel.from_pretrained(tmp_path)
+    _, report = BigGANModel.from_pretrained(tmp_path, spectral_norm=True, output_loading_info=True)
+    assert len(report["missing_keys"]) == 1
+    for spectral_norm in (False, True):
+        config = BigGANConfig(**SIZES, **SMALL, spectral_norm=spectral_norm)
+        with pytest.raises(ValueError, match=r"missing: \['generator\.layers\.0\.conv_1"):
+            convert_state_dict(state, config)
+
+
+def test_names_that_are_missing_or_too_many_are_told(tmp_path):
+    model = theirs(**SMALL)
+    store(model, tmp_path)
+    state = model.state_dict()
+    state["generator.more.weight"] = state.pop("generator.bn.bias")
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    _, report = BigGANModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert report["missing_keys"] == {"generator.bn.bias"} and report["unexpected_keys"] == {"generator.more.weight"}
+    with pytest.raises(ValueError, match=r"missing: \['generator.bn.bias'\].*\['generator.more.weight'\]"):
+        convert_state_dict(state, BigGANConfig(**SIZES, **SMALL))
+
+
+@pytest.mark.parametrize("spectral_norm", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_dicts_there_and_back(kind, spectral_norm):
+    model = theirs(kind, **SMALL)
+    state = model.state_dict()
+    config = BigGANConfig(**SIZES, **SMALL, spectral_norm=spectral_norm)
+    if kind == "folded" and spectral_norm:
+        with pytest.raises(ValueError, match="_u"):
+            convert_state_dict(state, config)
+        return
+    ours = BigGANModel(config).eval()
+    ours.load_state_dict(convert_state_dict(state, config))
+    assert difference(ours, model) < 1e-5
+    back = revert_state_dict(ours.state_dict())
+    again = package.BigGAN(model.config).eval()
+    again.load_state_dict(back)
+    assert difference(ours, again) < 1e-5
+    if spectral_norm:
+        assert back.keys() == state.keys() and all(torch.equal(back[name], state[name]) for name in state)
+
+
+def test_the_same_noise():
+    for seed, truncation in ((0, 1.0), (3, 0.43)):
+        expected = torch.from_numpy(utils.truncated_noise_sample(20, 128, truncation, seed))
+        assert (truncated_noise(20, 128, truncation, seed) - expected).abs().max() < 1e-6
+
+
+def test_the_same_classes():
+    from hf_efficient_attn.models.biggan.sampling import _classes
+
+    assert len(class_names()) == len(utils.IMAGENET) == 1000
+    assert {int(number[1:]): index for index, (number, _) in enumerate(_classes())} == utils.IMAGENET
+
+
+# Objects of the package, converted
+
+
+@pytest.mark.parametrize("method", RECTANGULAR)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_converted_object_gives_what_our_model_gives(kind, method, tmp_path):
+    model = theirs(kind, **SMALL)
+    store(model, tmp_path)
+    names, weights = list(model.state_dict()), copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        exact = model(*inputs(), 0.43)
+        config = hea.method_info(method).config_class().with_budget(16)
+        state = torch.get_rng_state()
+        assert hea.convert(model, config, layers=[0]) is model
+        out = model(*inputs(), 0.43)
+        assert torch.equal(state, torch.get_rng_state())
+        assert (out - exact).abs().max() > 1e-3 and torch.isfinite(out).all()
+        ours = load(tmp_path, attn_implementation=method, efficient_attention=config.to_dict())
+        assert difference(ours, model) < 1e-5
+        assert list(model.state_dict()) == names
+        assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(copied(*inputs(), 0.43), out)
+            # A copy computes with its own weights, and goes back by itself.
+            copied.generator.layers[2].gamma.zero_()
+            assert not torch.equal(copied(*inputs(), 0.43), out)
+            hea.convert(copied, "sdpa")
+            assert torch.equal(model(*inputs(), 0.43), out)
+        hea.convert(hea.convert(model, "kdeformer"), "eager" if kind == "kept" else "sdpa")
+        assert torch.equal(model(*inputs(), 0.43), exact)
+    assert "forward" not in vars(model.generator.layers[2])
+
+
+def test_a_module_that_holds_one():
+    model = theirs(**SMALL)
+    holder = torch.nn.ModuleDict({"generator": model})
+    hea.convert(holder, "kdeformer", num_samples=4, block_size=4)
+    attention = model.generator.layers[2]
+    assert "forward" in vars(attention)
+    # In training from the global generators, with gradients for all.
+    model.train()
+    torch.manual_seed(0)
+    first = model(*inputs(), 0.43)
+    torch.manual_seed(1)
+    assert not torch.equal(model(*inputs(), 0.43), first)
+    first.sum().backward()
+    assert all(parameter.grad is not None for parameter in attention.parameters())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "words"),
+    [
+        (("longformer",), {}, "a quarter as many keys.*kdeformer"),
+        (("scatterbrain",), {}, "a quarter as many keys.*kdeformer"),
+        (("linformer",), {}, "learns parameters.*BigGANModel"),
+        (("kdeformer",), {"layers": [1]}, "number 0"),
+        (("kdeformer",), {"layers": []}, "number 0"),
+        (("kdeformer",), {"layers": [0, 8]}, "number 0"),
+        (("kdeformer",), {"window": 3}, "window"),
+        (("kdeformr",), {}, "Did you mean 'kdeformer'"),
+        (("flash_attention_2",), {}, "goes back"),
+        (("sdpa",), {"num_samples": 3}, "takes no layers or hyperparameters"),
+        (({"method": "kdeformer", "layers": [3]},), {}, "number 0"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_is_changed(arguments, options, words):
+    model = theirs(**SMALL)
+    for turn in range(2):
+        with torch.no_grad():
+            before = model(*inputs(), 0.43)
+        with pytest.raises(hea.UnsupportedAttentionError, match=words):
+            hea.convert(model, *arguments, **options)
+        with torch.no_grad():
+            assert torch.equal(model(*inputs(), 0.43), before)
+        if turn == 0:
+            hea.convert(model, "kdeformer", num_samples=4, block_size=4)
+
+
+def test_beside_a_transformers_model():
+    both = torch.nn.ModuleList([theirs(**SMALL), BigGANModel(BigGANConfig(**SIZES, **SMALL))])
+    with pytest.raises(hea.UnsupportedAttentionError, match="each by itself"):
+        hea.convert(both, "kdeformer")
+
+
+def test_every_form_of_a_choice():
+    model, found = theirs(**SMALL), []
+    config = hea.KDEformerConfig(num_samples=4, block_size=4)
+    for choice in (
+        config,
+        config.to_dict(),
+        hea.EfficientAttentionConfig(config),
+        hea.EfficientAttentionConfig(config, layers=[0]),
+    ):
+        hea.convert(hea.convert(model, "sdpa"), choice)
+        with torch.no_grad():
+            found.append(model(*inputs(), 0.43))
+    assert all(torch.equal(out, found[0]) for out in found)
+
+
+def test_a_converted_object_compiles():
+    model = hea.convert(theirs(kind="folded", **SMALL), "kdeformer", num_samples=4, block_size=4)
+    torch.compiler.reset()
+    attention = model.generator.layers[2]
+    x = torch.randn(2, 32, 16, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+        assert torch.allclose(compiled(x), attention(x), atol=1e-5)
