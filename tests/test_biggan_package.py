@@ -51,7 +51,7 @@ def theirs(kind: str = "kept", **changes):
         # Some steps of the power iteration, as the vectors belong to other weights until now.
         model.train()
         for _ in range(5):
-            model(torch.randn(1, 12), torch.rand(1, 10), 1.0)
+            model(torch.randn(1, 12), torch.rand(1, 10), 0.5)
     if kind == "folded":
         for module in model.modules():
             if hasattr(module, "weight_orig"):
@@ -85,16 +85,13 @@ def inputs(batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
 @torch.no_grad()
 def difference(ours: BigGANModel, other, truncation: float = 0.43) -> float:
     expected = other(*inputs(), truncation)
-    assert torch.isfinite(expected).all() and expected.std() > 0.1
+    assert torch.isfinite(expected).all() and expected.std() > 0.03
     return (ours(*inputs(), truncation).images - expected).abs().max().item()
 
 
-@pytest.mark.parametrize("spectral_norm", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "spectral_norm"), [("kept", False), ("kept", True), ("folded", False)])
 @pytest.mark.parametrize("size", [128, 256, 512])
 def test_the_same_images_at_every_resolution(size, kind, spectral_norm, tmp_path):
-    if kind == "folded" and spectral_norm:
-        pytest.skip("vectors of a norm that was folded in are made anew: test_biggan.py")
     layers = BigGANConfig(output_dim=size).layers
     model = theirs(kind, layers=layers)
     store(model, tmp_path)
@@ -269,7 +266,7 @@ def test_a_module_that_holds_one():
         (("scatterbrain",), {}, "a quarter as many keys.*kdeformer"),
         (("linformer",), {}, "learns parameters.*BigGANModel"),
         (("kdeformer",), {"layers": [1]}, "number 0"),
-        (("kdeformer",), {"layers": []}, "number 0"),
+        (("kdeformer",), {"layers": []}, "nothing would change"),
         (("kdeformer",), {"layers": [0, 8]}, "number 0"),
         (("kdeformer",), {"window": 3}, "window"),
         (("kdeformr",), {}, "Did you mean 'kdeformer'"),

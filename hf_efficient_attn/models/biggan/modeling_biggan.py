@@ -156,7 +156,18 @@ def _conv(config: BigGANConfig, *sizes: int, **options) -> nn.Conv2d:
 
 
 def _normalized(config: BigGANConfig, module: nn.Module) -> nn.Module:
-    return spectral_norm(module, eps=config.eps) if config.spectral_norm else module
+    if not config.spectral_norm:
+        return module
+    weight = module.weight
+    if weight.is_meta:
+        # Its first power iterations, which take seconds on the meta device, are done on something small.
+        module.weight = nn.Parameter(torch.ones((1,) * weight.ndim, dtype=weight.dtype, device="cpu"))
+    spectral_norm(module, eps=config.eps)
+    if weight.is_meta:
+        kept = module.parametrizations.weight
+        kept.original = weight
+        kept[0]._u, kept[0]._v = weight.new_empty(len(weight)), weight.new_empty(weight[0].numel())
+    return module
 
 
 class BigGANModel(PreTrainedModel):

@@ -57,7 +57,7 @@ def look_up(truncation: float, n_stats: int, device: torch.device | None = None)
         share = torch.where(position == lower, 1.0, position - lower)
         rows = lower.long()
         return Lookup(rows.clamp(max=n_stats - 1), (rows + 1).clamp(max=n_stats - 1), share)
-    position = truncation / (1.0 / (n_stats - 1))
+    position = float(truncation) / (1.0 / (n_stats - 1))
     lower = int(position)
     # Rounding may lead past the last row.
     return Lookup(min(lower, n_stats - 1), min(lower + 1, n_stats - 1), (position - lower) or 1.0)
