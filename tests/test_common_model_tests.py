@@ -13,8 +13,8 @@ import unittest
 
 import pytest
 import torch
-from hf_efficient_attn.models.biggan import BigGANConfig, BigGANModel
 
+from hf_efficient_attn.models.biggan import BigGANConfig, BigGANModel
 from hf_efficient_attn.models.t2t_vit import T2TViTConfig, T2TViTForImageClassification, T2TViTModel
 
 pytestmark = pytest.mark.slow
