@@ -49,6 +49,29 @@ print(torch.equal(before[0], after[0]) and before[1:] == after[1:])
 
 
 @pytest.mark.parametrize(
+    "first",
+    [
+        "import hf_efficient_attn; from transformers import BertModel",
+        "import hf_efficient_attn, transformers.modeling_layers",
+        "import transformers.modeling_layers, hf_efficient_attn",
+        "from hf_efficient_attn.models.t2t_vit import T2TViTModel",
+        "from hf_efficient_attn.models.biggan import BigGANModel; import transformers.modeling_layers",
+    ],
+    ids=["ours-a-model", "ours-layers", "layers-ours", "t2t-vit", "biggan"],
+)
+def test_models_of_ours_are_registered_in_any_order_of_imports(first):
+    program = f"""
+{first}
+from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
+print(type(AutoModel.from_config(AutoConfig.for_model("biggan", channel_width=4))))
+print(type(AutoModel.from_config(AutoConfig.for_model("t2t_vit"))))
+print(type(AutoModelForImageClassification.from_config(AutoConfig.for_model("t2t_vit"))))
+"""
+    names = [line.rpartition(".")[2].rstrip("'>") for line in python(program).splitlines()]
+    assert names == ["BigGANModel", "T2TViTModel", "T2TViTForImageClassification"]
+
+
+@pytest.mark.parametrize(
     "name",
     [
         "available_methods",
