@@ -17,7 +17,7 @@ from hf_efficient_attn.analysis import attention_error
 from hf_efficient_attn.conversion import transformers_models
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.layers import Layer, in_order, layer_seed
-from hf_efficient_attn.methods.base import MethodConfig, get_method
+from hf_efficient_attn.methods.base import MethodConfig, get_method, learns
 from hf_efficient_attn.methods.call import causal_methods
 
 _NAME = "efficient_attention_capture"
@@ -180,12 +180,6 @@ def look(model: nn.Module, batch: "Mapping[str, Any] | Tensor") -> Shape:
             "attention interface, so that no method can be put into them"
         )
     return Shape(tuple(layers), any(causal for _, causal, _ in calls), max(keys for _, _, keys in calls))
-
-
-def learns(config: MethodConfig) -> bool:
-    """Whether a method with these hyperparameters has parameters to learn."""
-    make = get_method(config.method).parameters
-    return make is not None and bool(make(config, heads=1, width=2, value_width=2, length=2))
 
 
 def check_methods(configs: Sequence[MethodConfig], is_causal: bool) -> None:

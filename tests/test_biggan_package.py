@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from transformers import AutoModel
 
 import hf_efficient_attn as hea
+from hf_efficient_attn.methods.base import learns
 from hf_efficient_attn.models.biggan import (
     BigGANConfig,
     BigGANModel,
@@ -30,7 +31,7 @@ TRUNCATIONS = (0.02, 0.03, 0.1, 0.14, 0.28, 0.4, 0.43, 0.435, 0.5, 0.56, 0.58, 0
 RECTANGULAR = [
     name
     for name in hea.available_methods()
-    if hea.method_info(name).rectangular and not hea.method_info(name).learned_parameters
+    if hea.method_info(name).rectangular and not learns(hea.method_info(name).config_class())
 ]
 
 

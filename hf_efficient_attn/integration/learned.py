@@ -11,7 +11,6 @@ names, is for embeddings: it does nothing where a config has `tie_word_embedding
 learned parameters for a corrupted one.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from transformers import initialization
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods.base import MethodConfig, get_method
+from hf_efficient_attn.methods.base import MethodConfig, get_method, learns
 
 # Free of "attention.key" and the like: Transformers renames such parts of the keys of some checkpoints on loading.
 NAME = "learned_parameters"
@@ -121,7 +120,7 @@ def fit(fittings: list[Fitting]) -> None:
     Raises:
         UnsupportedAttentionError: the sizes cannot be told from a module and its config.
     """
-    wanted = [x.method is not None and _learns(x.method) for x in fittings]
+    wanted = [x.method is not None and learns(x.method) for x in fittings]
     sizes = [_sizes(*x[:3], x.where) if learns else None for x, learns in zip(fittings, wanted, strict=True)]
     present = [learned_of(x.module) for x in fittings]
     groups = [_group(*pair) if pair[1] else None for pair in zip(fittings, sizes, strict=True)]
@@ -148,13 +147,6 @@ def fit(fittings: list[Fitting]) -> None:
             setattr(x.module, NAME, there)
         if group is not None:
             leaders.setdefault(group, there)
-
-
-@functools.lru_cache(maxsize=256)
-def _learns(method: MethodConfig) -> bool:
-    """Whether the method has parameters at these hyperparameters."""
-    start = get_method(method.method).parameters
-    return start is not None and bool(start(method, heads=1, width=1, value_width=1, length=1))
 
 
 def _group(fitting: Fitting, sizes: dict[str, int]) -> tuple | None:

@@ -1,6 +1,7 @@
 """What every method is made of: a config dataclass, a description, a fast form, a readable form, one registration."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -195,6 +196,13 @@ def get_method(name: str) -> Method:
 def method_info(name: str) -> MethodInfo:
     """Description of one method; raises `UnsupportedAttentionError` for a name that is not known."""
     return get_method(name).info
+
+
+@functools.lru_cache(maxsize=256)
+def learns(config: MethodConfig) -> bool:
+    """Whether a method with these hyperparameters has parameters to learn."""
+    start = get_method(config.method).parameters
+    return start is not None and bool(start(config, heads=1, width=1, value_width=1, length=1))
 
 
 def make_config(method_or_config: "str | MethodConfig", **hyperparameters) -> MethodConfig:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.layers import layer_seed
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
-from hf_efficient_attn.methods.base import MethodConfig, get_method
+from hf_efficient_attn.methods.base import MethodConfig, get_method, learns
 from hf_efficient_attn.methods.call import attention, rectangular_methods
 from hf_efficient_attn.models.biggan.attention import attend
 
@@ -45,7 +45,7 @@ def switch_package(modules: list[nn.Module], settings: EfficientAttentionConfig)
             f"BigGAN has a quarter as many keys as queries, and {method.method} needs as many of each. Methods that do "
             f"not: {', '.join(rectangular_methods())}"
         )
-    if info.learned_parameters:
+    if learns(method):
         raise UnsupportedAttentionError(
             f"{method.method} learns parameters, which a BigGAN of {_PACKAGE} has no way to save: use "
             "hf_efficient_attn.models.biggan.BigGANModel, whose from_pretrained reads the same folder"
