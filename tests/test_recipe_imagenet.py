@@ -1,5 +1,6 @@
 """The recipe for images: how pictures and their classes are found, cut and drawn, and what a training makes of them."""
 
+import csv
 import io
 import json
 import pathlib
@@ -11,11 +12,13 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForImageClassification, ViTImageProcessorPil
+from transformers import AutoConfig, AutoModelForImageClassification, ViTImageProcessorPil
 
 import hf_efficient_attn as hea
+from hf_efficient_attn import cli
 from hf_efficient_attn.models.t2t_vit import T2TViTConfig
 from recipes import imagenet
+from recipes.benchmarks import tasks
 from recipes.data import image_tensors, images
 from recipes.data.image_classes import class_indices, read_class_list
 from recipes.data.image_tensors import Evaluation, Norm, PictureDataset, Training
@@ -716,6 +719,31 @@ def test_t2t_vit_by_name(colors, tmp_path):
     assert (config.hidden_size, config.num_hidden_layers, config.image_size, config.num_labels) == (256, 7, 32, 3)
     saved = json.loads((tmp_path / "three" / "preprocessor_config.json").read_text())
     assert saved["image_mean"] == [0.485, 0.456, 0.406] and saved["resample"] == 3
+
+
+def test_methods_are_compared_on_pictures_of_ones_own(tiny_t2t, colors, tmp_path, capsys):
+    """`tasks classify`: the trained model finds its colours, in other layers too, and says what was asked of it."""
+    torch.manual_seed(0)
+    model = AutoModelForImageClassification.from_config(
+        AutoConfig.from_pretrained(tiny_t2t, id2label=dict(enumerate(["blue", "green", "red"])))
+    )
+    model.save_pretrained(tmp_path / "model")
+    imagenet.processor_of(PLAIN, 32, 0.9).save_pretrained(tmp_path / "model")
+    table = tmp_path / "table.csv"
+    arguments = ["classify", str(tmp_path / "model"), colors, "--method", "kdeformer,performer", "--budget", "4,300"]
+    assert cli.run(tasks.app, [*arguments, "--layers", "t2t.0,1", "--csv", str(table)], "tasks") == 0
+    assert "12 pictures of 32 pixels, layers t2t.0,1" in capsys.readouterr().out
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["attention"], row["budget"]) for row in rows] == [
+        ("sdpa", "all"), ("kdeformer", "4"), ("kdeformer", "300"), ("performer", "4"), ("performer", "300"),
+    ]  # fmt: skip
+    # A budget of all tokens is exact attention.
+    assert rows[2]["as exact"] == rows[0]["as exact"] == "1.0" and rows[2]["top-1"] == rows[0]["top-1"]
+    assert cli.run(tasks.app, [*arguments, "--split", "no"], "tasks") == 2
+    assert "has no split 'no'" in capsys.readouterr().err
+    assert cli.run(tasks.app, [*arguments, "--layers", "t2t.2"], "tasks") == 2
+    assert "its layers are ['t2t.0', 't2t.1', 0, 1]" in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------------------------------- real data

@@ -32,6 +32,7 @@ from tqdm import tqdm
 import hf_efficient_attn as hea
 from hf_efficient_attn.cli import Settings, label, main_of, parse_lengths, parse_methods, table
 from hf_efficient_attn.demo import minilm_folder, quiet_loading
+from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.layers import parse_layers
 from hf_efficient_attn.methods.base import MethodConfig
 from recipes.benchmarks import error
@@ -287,10 +288,16 @@ def classify(
     def fresh():
         return AutoModelForImageClassification.from_pretrained(model)
 
-    with quiet_loading():
-        first = fresh()
-    settings = AutoImageProcessor.from_pretrained(model).to_dict()
-    batches = own_pictures(pictures, split, first, settings, count)
+    try:
+        with quiet_loading():
+            first = fresh()
+        settings = AutoImageProcessor.from_pretrained(model).to_dict()
+    except (OSError, ValueError) as reason:
+        raise UnsupportedAttentionError(f"{model} is no image classifier with a preprocessor: {reason}") from reason
+    try:
+        batches = own_pictures(pictures, split, first, settings, count)
+    except ValueError as reason:
+        raise UnsupportedAttentionError(str(reason)) from reason
     truth = torch.cat([classes for _, classes in batches])
     exact: list[tuple[Tensor, float]] = []
 
