@@ -1,6 +1,7 @@
 """T2T-ViT: sizes of the published models, every method in every stage, checkpoints, gradients, pictures of any size."""
 
 import copy
+import functools
 import json
 import math
 
@@ -550,3 +551,17 @@ def test_a_method_in_performer_stages_is_refused_with_the_reason():
     model = tiny(tokens_type="performer")
     with pytest.raises(hea.UnsupportedAttentionError, match=r"t2t\.0.*an attention of their own"):
         hea.convert(model, "linear", layers=["t2t.0"])
+
+
+@pytest.mark.parametrize("method", ["flurka_linear", "flurka_performer", "flurka_eva"])
+def test_the_backbone_contracts_its_hidden_states(method):
+    """By a forward of its own, with the output of the attention function; the stages keep theirs."""
+    model = tiny(efficient_attention={"method": method, **SMALL[method]}).eval()
+    found = logits(model)
+    own = [module for module in model.modules() if isinstance(vars(module).get("forward"), functools.partial)]
+    assert [module.attention_layer for module in own] == [0, 1]
+    for module in own:
+        del module.forward
+    assert (logits(model) - found).abs().max() < 1e-5
+    hea.convert(model, "sdpa")
+    assert not any("forward" in vars(module) for module in model.modules())
