@@ -7,9 +7,10 @@ One head: Q and V are random choices of GloVe vectors of width 100, K = Q, as in
 budget (`with_budget`: the cost per query of so many exact columns; the paper's "feature dimension"): relative error in
 operator norm, mean over seeds; floating-point operations of a call; median time of a call, beside exact attention's;
 extra memory, as a multiple of the three inputs, by the peaks of child processes (`recipes.benchmarks.memory`).
-Operations are those of the matrix products, two for every multiplication (`operations`): exponentials, sums, sorts,
-gathers and the draw of orthogonal projections are not among them. Methods are those of the paper that are registered
-here, unless --method names others. The error of the mean of the values, which costs nothing, is printed beside them.
+Operations are those of the matrix products, two for every multiplication (`recipes.benchmarks.counting`, which counts
+more): exponentials, sums, sorts, gathers and the draw of orthogonal projections are not among them. Methods are those
+of the paper that are registered here, unless --method names others. The error of the mean of the values, which costs
+nothing, is printed beside them.
 DATA holds `wordvectors`; by default it is $HEA_DATA or ../shared/data.
 
 To expect: with scores divided by sqrt(d), as in the paper's formulas, the attention is so flat that the mean of the
@@ -19,7 +20,6 @@ scatterbrain .14 and kdeformer .11; in the paper's figure, too, performer is far
 takes 1.8 to 3.4 GFLOP, a fifteenth to an eighth of the 26.8 of exact attention.
 """
 
-import math
 import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,6 @@ import torch
 import typer
 from torch import Tensor
 from torch.utils.benchmark import timer
-from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 import hf_efficient_attn as hea
@@ -39,6 +38,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods.base import MethodConfig
 from hf_efficient_attn.writing import replacing
 from recipes.analysis.inputs import glove_vectors
+from recipes.benchmarks.counting import attend, operations
 from recipes.benchmarks.error import Activation, Data, curves, data_folder, exact_outputs, mean_error
 from recipes.benchmarks.memory import EXACT, extra_memory
 from recipes.benchmarks.report import Csv, Plot, check_outputs, write_csv
@@ -61,48 +61,12 @@ def read(source: str, data: pathlib.Path, length: int, seed: int) -> tuple[Tenso
     return query, query, value
 
 
-def _call(config: MethodConfig | None, inputs: tuple[Tensor, ...]) -> None:
-    if config is None:
-        torch.nn.functional.scaled_dot_product_attention(*inputs)
-    else:
-        hea.attention(config, *inputs)
-
-
-def _attention_operations(query, key, value, *_, out_shape=None, **__) -> int:
-    """(..., Nq, D), (..., Nk, D), (..., Nk, Dv), shapes: the two products, of the scores and with the values."""
-    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
-
-
-def _added_product_operations(_, left, right, **__) -> int:
-    """(B, N, M) += (B, N, K) (B, K, M), shapes."""
-    return 2 * math.prod(left) * right[-1]
-
-
-# The products that torch's counter has no formula for.
-FORMULAS = {
-    torch.ops.aten.baddbmm_: _added_product_operations,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_operations,
-    torch.ops.hf_efficient_attn.attend: _attention_operations,
-}
-
-
-def operations(config: MethodConfig | None, inputs: tuple[Tensor, ...]) -> int:
-    """Floating-point operations of the matrix products of a call, two for every multiplication.
-
-    Counted as they are computed: rows that fill up a tile, and pairs that a mask then shuts out, count as well.
-    """
-    counter = FlopCounterMode(display=False, custom_mapping=FORMULAS)
-    with counter:
-        _call(config, inputs)
-    return counter.get_total_flops()
-
-
 def _seconds(config: MethodConfig | None, inputs: tuple[Tensor, ...], rounds: int) -> float:
     """Median time of a call, after one that pays for memory and caches."""
     times = []
     for _ in range(rounds + 1):
         start = timer()
-        _call(config, inputs)
+        attend(config, inputs)
         times.append(timer() - start)
     return statistics.median(times[1:])
 

@@ -1,0 +1,1 @@
+"""A small class-conditional BigGAN on digits: training, a feature network, and the measures of generated pictures."""
