@@ -4,16 +4,13 @@ import csv
 import gzip
 import json
 import math
-import re
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_efficient_attn as hea
 from hf_efficient_attn import analysis, cli
-from hf_efficient_attn.ops import near_far
 from recipes.analysis import budget, inputs, sparsity, spectrum
 
 REFUSED = hea.UnsupportedAttentionError
@@ -313,70 +310,6 @@ def test_no_gradient_flows():
     found = analysis.attention_error("longformer", query, query, query, window_size=3)
     assert not found.operator.requires_grad
     assert not analysis.head_to_tail(query, query).requires_grad
-
-
-# --- operations ---
-
-
-def sizes(tokens, width, values, heads=2):
-    return normal(1, heads, tokens, width), normal(1, heads, tokens, width, seed=1), normal(1, heads, tokens, values)
-
-
-# Multiplications of one head of N tokens, queries and keys of width D and values of width Dv; no tile is filled up.
-@pytest.mark.parametrize(
-    ("config", "multiplications"),
-    [
-        (None, lambda n, d, dv: n * n * d + n * n * dv),
-        # Hash codes of queries and keys; scores of 8 + 24 columns, and their product with the values.
-        (
-            hea.HyperAttentionConfig(block_size=8, num_samples=24, num_hashes=7, near_field="lsh"),
-            lambda n, d, dv: 2 * n * 7 * d + n * 32 * (d + dv),
-        ),
-        # The state of the keys, and what each query reads from it.
-        (hea.LinearConfig(), lambda n, d, dv: n * d * dv + n * d * dv),
-        # Features of queries and keys; the state of the keys, and what each query reads from it.
-        (hea.PerformerConfig(num_features=32), lambda n, d, dv: 2 * n * 32 * d + 2 * n * 32 * dv),
-        # Projected keys and values; attention to them.
-        (hea.LinformerConfig(projection_dim=12), lambda n, d, dv: 12 * n * (d + dv) + n * 12 * (d + dv)),
-    ],
-    ids=lambda x: getattr(x, "method", None),
-)
-@pytest.mark.parametrize("values", [16, 10])
-@pytest.mark.parametrize("path", ["fused", "grouped", "differentiable"])
-def test_operations_are_two_for_every_multiplication(config, multiplications, values, path, monkeypatch):
-    monkeypatch.setattr(near_far, "use_grouped", lambda *_: path == "grouped")
-    tensors = sizes(96, 16, values)
-    if path == "differentiable":
-        tensors = tuple(x.requires_grad_() for x in tensors)
-    count = multiplications(96, 16, values)
-    if path == "differentiable" and config == hea.LinearConfig():
-        count += 96 * 16  # the denominators, which are a product there
-    assert budget.operations(config, tensors) == 2 * 2 * count
-
-
-class Products(TorchDispatchMode):
-    """The operators called whose names speak of a product."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = set()
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        packet = operator._overloadpacket
-        if re.search(r"mm|mv|dot|conv|attention|attend|outer|cdist", packet.__name__):
-            self.seen.add(packet)
-        return operator(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("name", hea.available_methods())
-@pytest.mark.parametrize("grouped", [False, True])
-def test_every_product_is_counted(name, grouped, monkeypatch):
-    monkeypatch.setattr(near_far, "use_grouped", lambda *_: grouped)
-    config = hea.method_info(name).config_class().with_budget(32)
-    with torch.no_grad(), Products() as products:
-        hea.attention(config, *sizes(96, 16, 16))
-    counted = set(torch.utils.flop_counter.flop_registry) | set(budget.FORMULAS)
-    assert products.seen and products.seen <= counted
 
 
 # --- commands ---

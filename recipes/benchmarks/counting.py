@@ -160,7 +160,7 @@ FORMULAS = {
     _OWN.attend: _attention,
     _OWN.attend_backward: _own_attention_backward,
 }
-_FORMULAS: dict[str, dict[Any, Callable[..., int]]] = {
+FORMULAS_BY_PART: dict[str, dict[Any, Callable[..., int]]] = {
     "products": FORMULAS,
     "exponentials": {
         **_packets(_elements, "exp", "exp_", "exp2", "exp2_", "expm1", "expm1_", "_softmax", "_safe_softmax"),
@@ -195,14 +195,14 @@ def count(call: Callable[[], Any], *, multiply_adds_as_one: bool = False) -> Ope
         multiply_adds_as_one: whether a multiplication and the addition of its result are one operation, not two.
     """
     # One counter for each part, each with formulas for operators that others know as well.
-    counters = {part: FlopCounterMode(display=False, custom_mapping=found) for part, found in _FORMULAS.items()}
+    counters = {part: FlopCounterMode(display=False, custom_mapping=found) for part, found in FORMULAS_BY_PART.items()}
     with contextlib.ExitStack() as stack:
         for counter in counters.values():
             stack.enter_context(counter)
         call()
 
     def total(part: str) -> int:
-        known = _FORMULAS[part]
+        known = FORMULAS_BY_PART[part]
         by_operator = counters[part].get_flop_counts().get("Global", {})
         wanted = flop_counter.flop_registry.keys() | known.keys() if part == "products" else known.keys()
         return sum(number for operator, number in by_operator.items() if operator in wanted)

@@ -1,0 +1,59 @@
+"""Generated pictures as PNG: grids, with a name beside each row."""
+
+import math
+import pathlib
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hf_efficient_attn.writing import replacing
+
+_NAMES = 12  # pixels of a letter's line
+
+
+def to_bytes(pictures: Tensor) -> Tensor:
+    """(N, 3, P, P) in [-1, 1] -> (N, P, P, 3) uint8."""
+    return ((pictures.detach().float().cpu() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
+
+
+def grid(pictures: Tensor, columns: int, zoom: int = 1, gap: int = 2):
+    """Pictures (N, 3, P, P) in [-1, 1], row by row, as a PIL image on white."""
+    from PIL import Image
+
+    pixels = pictures.shape[-1]
+    side, rows = pixels * zoom + gap, math.ceil(len(pictures) / columns)
+    sheet = Image.new("RGB", (columns * side - gap, rows * side - gap), "white")
+    for i, values in enumerate(to_bytes(pictures)):
+        one = Image.fromarray(values.numpy())
+        if zoom > 1:
+            one = one.resize((pixels * zoom,) * 2, Image.Resampling.NEAREST)
+        sheet.paste(one, (i % columns * side, i // columns * side))
+    return sheet
+
+
+def named_rows(rows: Mapping[str, Tensor], zoom: int = 1):
+    """A row of pictures (N, 3, P, P) for each name, the name on its left, as a PIL image."""
+    from PIL import Image, ImageDraw
+
+    sheets = {name: grid(pictures, len(pictures), zoom) for name, pictures in rows.items()}
+    probe = ImageDraw.Draw(Image.new("RGB", (1, 1)))
+    margin = 8 + math.ceil(max(probe.textlength(name) for name in sheets))
+    height = max(next(iter(sheets.values())).height, _NAMES) + 2
+    page = Image.new("RGB", (margin + max(sheet.width for sheet in sheets.values()), height * len(sheets)), "white")
+    draw = ImageDraw.Draw(page)
+    for i, (name, sheet) in enumerate(sheets.items()):
+        draw.text((2, i * height + (height - _NAMES) // 2), name, fill="black")
+        page.paste(sheet, (margin, i * height))
+    return page
+
+
+def save_png(image, path: pathlib.Path, colours: int | None = None) -> None:
+    """Write a PIL image; with `colours` it becomes one of so many, which makes the file a third as large."""
+    with replacing(path) as draft:
+        (image.quantize(colours) if colours else image).save(draft, format="PNG", optimize=True)
+
+
+def labels_of(classes: Sequence[int], count: int) -> Tensor:
+    """So many classes (count,), the given ones in turn."""
+    return torch.tensor(classes).repeat(math.ceil(count / len(classes)))[:count]
