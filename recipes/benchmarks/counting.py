@@ -164,6 +164,8 @@ FORMULAS_BY_PART: dict[str, dict[Any, Callable[..., int]]] = {
     "products": FORMULAS,
     "exponentials": {
         **_packets(_elements, "exp", "exp_", "exp2", "exp2_", "expm1", "expm1_", "_softmax", "_safe_softmax"),
+        # These two are made of others, but not where they write into a tensor that was given.
+        **_packets(_elements, "softmax", "log_softmax"),
         **_packets(_elements, "_log_softmax", "logsumexp", "logcumsumexp", "sigmoid", "sigmoid_", "elu", "elu_"),
         **_packets(_broadcast, "logaddexp", "logaddexp2"),
         **_packets(_pairs, _CPU, *_KERNELS),
