@@ -29,7 +29,7 @@ class Discriminator(nn.Module):
         widths: channels of the blocks, each of which halves the picture.
     """
 
-    def __init__(self, classes: int, widths: tuple[int, ...] = (24, 48, 96)) -> None:
+    def __init__(self, classes: int, widths: tuple[int, ...] = (16, 32, 64)) -> None:
         super().__init__()
         sizes = zip((3, *widths), widths, strict=False)
         self.blocks = nn.Sequential(*(_Block(a, b, first=i == 0) for i, (a, b) in enumerate(sizes)))
