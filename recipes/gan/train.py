@@ -61,6 +61,8 @@ def make_generator(classes: int, *, width: int = 16, z_dim: int = 32, gamma: flo
     model = BigGANModel(config)
     with torch.no_grad():
         attention_factor(model).fill_(gamma)
+        # As wide as the noise beside it, or the classes would long be lost in that.
+        model.embeddings.weight.normal_()
     return model
 
 
@@ -202,7 +204,7 @@ def train(
     batch: Annotated[int, typer.Option(metavar="N", min=2, help="Pictures of a step.")] = 64,
     width: Annotated[int, typer.Option(metavar="N", min=3, help="Channels of the generator's last block.")] = 16,
     rate: Annotated[float, typer.Option(metavar="X", min=0.0, help="Of the generator.")] = 4e-4,
-    discriminator_rate: Annotated[float, typer.Option(metavar="X", min=0.0, help="Of the discriminator.")] = 4e-4,
+    discriminator_rate: Annotated[float, typer.Option(metavar="X", min=0.0, help="Of the discriminator.")] = 1e-3,
     gamma: Annotated[float, typer.Option(metavar="X", help="Of the attention at the start.")] = 1.0,
     every: Annotated[int, typer.Option(metavar="N", min=1, help="Steps from one saved state to the next.")] = 100,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
