@@ -219,9 +219,9 @@ def score(
     if number < splits:
         raise UnsupportedAttentionError(f"--count {number} pictures cannot be cut into --splits {splits} parts")
     model, network = load_generator(checkpoint), FeatureNetwork(features)
-    draw = Draw.of(model.config, parse_classes(split_list(classes), model.config), number, truncation, seed)
-    # In turn, classes would come in the same order in every part; drawn, they do not.
-    draw = draw._replace(labels=draw.labels[torch.randperm(number, generator=torch.Generator().manual_seed(seed))])
+    chosen = parse_classes(split_list(classes), model.config)
+    # In any order, or some parts of the inception score might have more of a class than others.
+    draw = Draw.of(model.config, chosen, number, truncation, seed, shuffled=True)
     swaps = swaps_of(method, setting, parse_lengths(budget) or [32, 64, 128], _keys(model))
     rows = []
     with use_threads(threads):

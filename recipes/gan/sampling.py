@@ -71,14 +71,18 @@ class Draw(NamedTuple):
     truncation: float
 
     @classmethod
-    def of(cls, config, classes: Sequence[int], number: int, truncation: float, seed: int) -> "Draw":
-        """So many pictures, of the classes in turn; of all classes where none is named."""
+    def of(
+        cls, config, classes: Sequence[int], number: int, truncation: float, seed: int, *, shuffled: bool = False
+    ) -> "Draw":
+        """So many pictures, of the classes in turn, or of as many of each in any order; of all where none is named."""
         from hf_efficient_attn.models.biggan import truncated_noise
 
         if not 0 < truncation <= 1:
             raise UnsupportedAttentionError(f"--truncation {truncation} must be above 0 and at most 1")
         chosen = torch.tensor(list(classes) or list(range(config.num_classes)))
         labels = chosen.repeat(-(-number // len(chosen)))[:number]
+        if shuffled:
+            labels = labels[torch.randperm(number, generator=torch.Generator().manual_seed(seed))]
         return cls(truncated_noise(number, config.z_dim, truncation, seed), labels, truncation)
 
 

@@ -167,10 +167,10 @@ def _training(model: nn.Module):
             value.copy_(kept[name])
 
 
-def finish(training: Training, output: pathlib.Path, about: dict[str, Any]) -> BigGANModel:
-    """The averaged generator with its tables of statistics, saved; what was measured beside it."""
+def finish(training: Training, output: pathlib.Path, number: int, about: dict[str, Any]) -> BigGANModel:
+    """The averaged generator with its tables of statistics, of `number` pictures each, saved; the figures beside it."""
     model = training.average.module
-    model.set_statistics(num_samples=1000, batch_size=training.batch, progress=sys.stderr.isatty())
+    model.set_statistics(num_samples=number, batch_size=training.batch, progress=sys.stderr.isatty())
     model.eval().save_pretrained(output)
     report = {
         **about, "steps": training.step, "seconds": round(training.seconds, 1), "gamma": attention_factor(model).item(),
@@ -207,6 +207,9 @@ def train(
     discriminator_rate: Annotated[float, typer.Option(metavar="X", min=0.0, help="Of the discriminator.")] = 1e-3,
     gamma: Annotated[float, typer.Option(metavar="X", help="Of the attention at the start.")] = 1.0,
     every: Annotated[int, typer.Option(metavar="N", min=1, help="Steps from one saved state to the next.")] = 100,
+    statistics: Annotated[
+        int, typer.Option(metavar="N", min=2, help="Pictures at each truncation for the batch norm's tables.")
+    ] = 1000,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
     threads: Annotated[int, typer.Option(metavar="N", min=1)] = 1,
     seed: Annotated[int, typer.Option(metavar="N", min=0)] = 0,
@@ -242,7 +245,8 @@ def train(
                     if bar.disable:
                         typer.echo(f"{training.seconds:.0f} s, {json.dumps(found)}")
         keep(training, output)
-        model = finish(training, output, {"gamma_at_start": gamma, "batch": batch, "rates": [rate, discriminator_rate]})
+        about = {"gamma_at_start": gamma, "batch": batch, "rates": [rate, discriminator_rate]}
+        model = finish(training, output, statistics, about)
     seconds = training.seconds / max(training.step, 1)
     typer.echo(
         f"{output}: {training.step} steps of {seconds:.2f} s; gamma {attention_factor(model).item():.3f}; "

@@ -1,0 +1,255 @@
+"""Frechet distance and inception score on Gaussians and distributions with known answers."""
+
+import gzip
+import math
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+from recipes.gan import digits
+from recipes.gan.metrics import Gaussian, Moments, frechet_distance, inception_score
+
+D = 6
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def spread(seed, rank=D):
+    """A covariance (D, D) of that rank."""
+    root = normal(D, rank, seed=seed)
+    return root @ root.t()
+
+
+def by_scipy(first, second):
+    linalg = pytest.importorskip("scipy.linalg", reason="needs scipy")
+    root = linalg.sqrtm((first.covariance @ second.covariance).numpy()).real
+    away = (first.mean - second.mean).square().sum().item()
+    return away + first.covariance.trace().item() + second.covariance.trace().item() - 2 * np.trace(root)
+
+
+# --- Frechet distance ---
+
+
+def test_equal_gaussians_are_at_distance_nought():
+    one = Gaussian(normal(D), spread(1))
+    assert frechet_distance(one, one) == pytest.approx(0, abs=1e-9)
+
+
+def test_shifted_gaussians_are_at_the_squared_shift():
+    one, shift = Gaussian(normal(D), spread(1)), normal(D, seed=2)
+    found = frechet_distance(one, Gaussian(one.mean + shift, one.covariance))
+    assert found == pytest.approx(shift.square().sum().item(), rel=1e-9)
+
+
+def test_in_one_dimension_it_is_that_of_means_and_deviations():
+    first, second = (Gaussian(torch.tensor([m]), torch.tensor([[s**2]])) for m, s in ((1.0, 2.0), (-0.5, 0.7)))
+    assert frechet_distance(first, second) == pytest.approx(1.5**2 + 1.3**2, rel=1e-6)
+
+
+def test_commuting_covariances():
+    basis, _ = torch.linalg.qr(normal(D, D, seed=3))
+    first, second = (normal(D, seed=s).square() for s in (4, 5))
+    gaussians = [Gaussian(torch.zeros(D).double(), (basis * values) @ basis.t()) for values in (first, second)]
+    expected = (first.sqrt() - second.sqrt()).square().sum().item()
+    assert frechet_distance(*gaussians) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_covariances_that_do_not_commute_against_scipy(seed):
+    first, second = (Gaussian(normal(D, seed=10 * seed + i), spread(10 * seed + i + 2)) for i in (0, 1))
+    product = first.covariance @ second.covariance
+    assert not torch.allclose(product, product.t())
+    assert frechet_distance(first, second) == pytest.approx(by_scipy(first, second), rel=1e-7)
+    assert frechet_distance(second, first) == pytest.approx(frechet_distance(first, second), rel=1e-9)
+
+
+def test_singular_covariances():
+    # Each of rank one, on directions at an angle: the trace of the root is |a| |b| |cos|.
+    a, b = normal(D, seed=7), normal(D, seed=8)
+    first, second = (Gaussian(torch.zeros(D).double(), torch.outer(x, x)) for x in (a, b))
+    expected = a.dot(a) + b.dot(b) - 2 * a.dot(b).abs()
+    assert frechet_distance(first, second) == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_fewer_pictures_than_features_are_finite():
+    first, second = (Gaussian.of(normal(5, 64, seed=s)) for s in (1, 2))
+    assert 0 < frechet_distance(first, second) < math.inf
+    assert frechet_distance(first, first) == pytest.approx(0, abs=1e-6)
+
+
+def test_small_eigenvalues_made_negative_by_rounding():
+    one = Gaussian(torch.zeros(D).double(), spread(1, rank=2) - 1e-12 * torch.eye(D))
+    assert frechet_distance(one, Gaussian(one.mean, spread(2))) >= 0
+
+
+def test_more_noise_is_farther():
+    real = Gaussian.of(normal(2000, D))
+    distances = [frechet_distance(Gaussian.of(normal(2000, D, seed=1) * (1 + noise)), real) for noise in (0, 0.5, 1)]
+    assert distances[0] < 0.05 and distances == sorted(distances)
+
+
+@pytest.mark.parametrize(
+    ("first", "message"),
+    [
+        (Gaussian(torch.zeros(3), torch.eye(3)), "same network"),
+        (Gaussian(torch.full((D,), math.nan), torch.eye(D)), "NaN"),
+        (Gaussian(torch.zeros(D), torch.eye(3)), "covariance"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(first, message):
+    with pytest.raises(ValueError, match=message):
+        frechet_distance(first, Gaussian(torch.zeros(D), torch.eye(D)))
+
+
+# --- mean and covariance in one pass ---
+
+
+@pytest.mark.parametrize("sizes", [(50,), (1,) * 50, (7, 0, 13, 30)])
+def test_moments_do_not_depend_on_the_batches(sizes):
+    features = normal(50, D) + 1000
+    moments = Moments()
+    for part in features.split(sizes):
+        moments.update(part.float() if len(sizes) == 1 else part)
+    found = moments.gaussian()
+    assert torch.allclose(found.mean, features.mean(0), atol=1e-3)
+    assert torch.allclose(found.covariance, torch.cov(features.t()), rtol=1e-3, atol=1e-3)
+    assert found.covariance.dtype == torch.float64
+
+
+def test_moments_far_from_nought_keep_their_precision():
+    features = normal(400, D) + 1e6
+    moments = Moments()
+    for part in features.split(9):
+        moments.update(part)
+    assert torch.allclose(moments.gaussian().covariance, torch.cov((features - 1e6).t()), rtol=1e-6, atol=1e-8)
+
+
+def gaussian_of(batches):
+    moments = Moments()
+    for batch in batches:
+        moments.update(batch)
+    return moments.gaussian()
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        ([torch.zeros(1, 3)], "at least 2 pictures, and there are 1"),
+        ([], "there are 0"),
+        ([torch.zeros(4, 3), torch.zeros(4, 2)], "width 2 after some of width 3"),
+        ([torch.tensor([[0.0], [math.nan]])], "NaN"),
+        ([torch.zeros(4)], "pictures, width"),
+    ],
+)
+def test_too_little_or_broken_features_are_refused(batches, message):
+    with pytest.raises(ValueError, match=message):
+        gaussian_of(batches)
+
+
+def test_statistics_are_kept(tmp_path):
+    one = Gaussian(normal(D), spread(1))
+    one.save(tmp_path / "kept.npz")
+    again = Gaussian.load(tmp_path / "kept.npz")
+    assert torch.equal(one.mean, again.mean) and torch.equal(one.covariance, again.covariance)
+    np.savez(tmp_path / "other.npz", mean=np.zeros(3))
+    (tmp_path / "text.npz").write_text("no archive")
+    for name in ("other.npz", "text.npz"):
+        with pytest.raises(ValueError, match=r"mu .* and sigma"):
+            Gaussian.load(tmp_path / name)
+    np.savez(tmp_path / "shapes.npz", mu=np.zeros(3), sigma=np.eye(2))
+    with pytest.raises(ValueError, match=r"\(3,\) and \(2, 2\)"):
+        Gaussian.load(tmp_path / "shapes.npz")
+
+
+# --- inception score ---
+
+
+@pytest.mark.parametrize("splits", [1, 5])
+def test_inception_score_of_certain_and_even_classes_is_their_number(splits):
+    mean, deviation = inception_score(torch.eye(10).repeat(5, 1), splits)
+    assert mean == pytest.approx(10) and deviation == pytest.approx(0, abs=1e-9)
+
+
+def test_inception_score_of_one_answer_is_one():
+    assert inception_score(torch.full((40, 10), 0.1), 4) == pytest.approx((1.0, 0.0))
+    assert inception_score(torch.eye(10)[:1].repeat(40, 1), 4) == pytest.approx((1.0, 0.0))
+
+
+def test_inception_score_by_the_formula():
+    rows = normal(60, 4).softmax(1)
+    marginal = rows.mean(0)
+    expected = math.exp(sum((row * (row / marginal).log()).sum().item() for row in rows) / 60)
+    assert inception_score(rows, 1)[0] == pytest.approx(expected)
+    parts = [inception_score(part, 1)[0] for part in rows.split(20)]
+    assert inception_score(rows, 3) == pytest.approx((np.mean(parts), np.std(parts)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "splits", "message"),
+    [
+        (torch.eye(3), 10, "cannot be cut into 10 parts"),
+        (torch.eye(3), 0, "parts"),
+        (torch.randn(20, 3), 2, "softmax"),
+        (torch.full((20, 3), math.nan), 2, "NaN"),
+        (torch.ones(20), 2, "classes"),
+    ],
+)
+def test_what_are_no_probabilities_is_refused(rows, splits, message):
+    with pytest.raises(ValueError, match=message):
+        inception_score(rows, splits)
+
+
+# --- digits ---
+
+
+def idx(values):
+    shape = values.shape
+    return bytes((0, 0, 8, len(shape))) + struct.pack(f">{len(shape)}I", *shape) + values.numpy().tobytes()
+
+
+@pytest.mark.parametrize("zipped", [False, True], ids=["plain", "gzip"])
+def test_idx_files_are_read(tmp_path, zipped):
+    pictures = torch.arange(2 * 3 * 4, dtype=torch.uint8).view(2, 3, 4)
+    end, pack = (".gz", gzip.compress) if zipped else ("", bytes)
+    (tmp_path / f"t10k-images-idx3-ubyte{end}").write_bytes(pack(idx(pictures)))
+    (tmp_path / f"t10k-labels-idx1-ubyte{end}").write_bytes(pack(idx(torch.tensor([7, 2], dtype=torch.uint8))))
+    found, labels = digits.load(tmp_path, "t10k")
+    assert torch.equal(found, pictures) and labels.tolist() == [7, 2]
+    with pytest.raises(FileNotFoundError, match="train-images"):
+        digits.load(tmp_path, "train")
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"", "no IDX"),
+        (bytes((0, 0, 13, 1)), "unsigned"),
+        (idx(torch.zeros(3, dtype=torch.uint8))[:-1], "does not fit"),
+    ],
+)
+def test_broken_idx_files_are_refused(tmp_path, raw, message):
+    path = tmp_path / "file-idx3-ubyte"
+    path.write_bytes(raw)
+    with pytest.raises(ValueError, match=message):
+        digits.read_idx(path)
+
+
+def test_broken_gzip_is_refused(tmp_path):
+    path = tmp_path / "file-idx3-ubyte.gz"
+    for raw in (b"no gzip", gzip.compress(idx(torch.zeros(300, dtype=torch.uint8)))[:-12]):
+        path.write_bytes(raw)
+        with pytest.raises(ValueError, match="gzip"):
+            digits.read_idx(path)
+
+
+def test_digits_stand_in_the_middle_of_black():
+    pictures = torch.full((2, 28, 28), 255, dtype=torch.uint8)
+    found = digits.as_input(pictures)
+    assert found.shape == (2, 3, 32, 32)
+    assert found[:, :, 2:30, 2:30].eq(1).all() and found.sum() == 2 * 3 * (28**2 - (32**2 - 28**2))
+    with pytest.raises(ValueError, match="do not fit"):
+        digits.as_input(pictures, 16)

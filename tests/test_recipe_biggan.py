@@ -1,0 +1,406 @@
+"""The BigGAN recipe and the training of a small one, on tiny models and made-up digits."""
+
+import csv
+import gzip
+import json
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+import hf_efficient_attn as hea
+from hf_efficient_attn import cli
+from hf_efficient_attn.models.biggan import BigGANConfig, BigGANModel
+from recipes import biggan
+from recipes.gan import features as features_recipe
+from recipes.gan import train as train_recipe
+from recipes.gan.discriminator import Discriminator, hinge_of_discriminator, hinge_of_generator
+from recipes.gan.features import FeatureNetwork, make_classifier, train_classifier
+from recipes.gan.pictures import grid, named_rows, to_bytes
+from recipes.gan.sampling import Draw, layer_costs, load_generator, parse_classes, pictures, put_in, swaps_of
+
+Image = pytest.importorskip("PIL.Image", reason="needs Pillow")
+REFUSED = hea.UnsupportedAttentionError
+
+
+def run(application, *arguments, name="recipe"):
+    return cli.run(application, [str(argument) for argument in arguments], name)
+
+
+def read_csv(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A generator of 16 x 16 pictures whose attention has 256 queries and 64 keys, and matters."""
+    folder = tmp_path_factory.mktemp("generator")
+    torch.manual_seed(0)
+    layers = [[True, 16, 16], [True, 16, 8], [False, 8, 4], [False, 4, 2], [False, 2, 1]]
+    config = BigGANConfig(
+        z_dim=6, class_embed_dim=6, channel_width=4, num_classes=3, layers=layers, attention_layer_position=2,
+        n_stats=3, id2label={0: "cat", 1: "dog", 2: "crane"}, spectral_norm=True,
+    )  # fmt: skip
+    model = BigGANModel(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "gamma" in name:
+                parameter.fill_(3.0)
+            elif "embeddings" in name:
+                parameter.normal_()
+    model.set_statistics(num_samples=64, batch_size=32, progress=False)
+    model.eval().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("classifier")
+    torch.manual_seed(0)
+    features_recipe.save(make_classifier(3, (4, 6)), folder, pixels=16)
+    return folder
+
+
+def idx(values):
+    shape = values.shape
+    return gzip.compress(
+        bytes((0, 0, 8, len(shape))) + struct.pack(f">{len(shape)}I", *shape) + values.numpy().tobytes()
+    )
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Bars of 12 x 12 pixels, upright or lying, in the layout of MNIST."""
+    folder = tmp_path_factory.mktemp("data")
+    place = folder / "images" / "mnist"
+    place.mkdir(parents=True)
+    draw = torch.Generator().manual_seed(0)
+    for split, number in (("train", 128), ("t10k", 64)):
+        labels = torch.arange(number) % 2
+        values = torch.randint(0, 40, (number, 12, 12), generator=draw, dtype=torch.uint8)
+        for picture, label in zip(values, labels, strict=True):
+            (picture.t() if label else picture)[5:7] = 250
+        (place / f"{split}-images-idx3-ubyte.gz").write_bytes(idx(values))
+        (place / f"{split}-labels-idx1-ubyte.gz").write_bytes(idx(labels.to(torch.uint8)))
+    return folder
+
+
+# --- sampling ---
+
+
+def test_a_generator_is_loaded_without_spectral_norm(checkpoint):
+    model = load_generator(str(checkpoint))
+    assert not model.config.spectral_norm and not model.training
+    kept = BigGANModel.from_pretrained(checkpoint).eval()
+    draw = Draw.of(model.config, [], 4, 1.0, 0)
+    made, same = (next(pictures(one, draw, 4)) for one in (model, kept))
+    assert torch.allclose(made, same, atol=1e-5)
+
+
+def test_draws_are_of_the_seed_and_the_classes_in_turn(checkpoint):
+    config = load_generator(str(checkpoint)).config
+    first, again, other = (Draw.of(config, [2, 0], 5, 0.5, seed) for seed in (0, 0, 1))
+    assert first.labels.tolist() == [2, 0, 2, 0, 2] and first.noise.abs().max() <= 1
+    assert torch.equal(first.noise, again.noise) and not torch.equal(first.noise, other.noise)
+    # A longer draw begins with the shorter one, so that rows of a table are of the same pictures.
+    assert torch.equal(Draw.of(config, [], 9, 0.5, 0).noise[:5], first.noise)
+    with pytest.raises(REFUSED, match="truncation"):
+        Draw.of(config, [], 5, 1.5, 0)
+
+
+def test_classes_by_name_and_number(checkpoint):
+    config = load_generator(str(checkpoint)).config
+    assert parse_classes(["Dog", "0", "crane"], config) == [1, 0, 2]
+    with pytest.raises(REFUSED, match="no class 'cow'"):
+        parse_classes(["cow"], config)
+    with pytest.raises(REFUSED, match="no class '3'"):
+        parse_classes(["3"], config)
+    imagenet = BigGANConfig(z_dim=6, channel_width=8)
+    assert parse_classes(["goldfish", "207"], imagenet) == [1, 207]
+    with pytest.raises(REFUSED, match="Did you mean"):
+        parse_classes(["goldfisch"], imagenet)
+
+
+def test_methods_are_put_in_and_taken_out(checkpoint):
+    model = load_generator(str(checkpoint))
+    draw = Draw.of(model.config, [], 6, 1.0, 0)
+    exact, method = swaps_of(["performer"], [], [16], 64)
+    assert (exact.label, method.label) == ("exact", "performer, 16")
+    first = next(pictures(model, draw, 6))
+    assert not torch.allclose(next(pictures(put_in(model, method), draw, 6)), first, atol=1e-4)
+    assert torch.equal(next(pictures(put_in(model, exact), draw, 6)), first)
+
+
+def test_swaps_are_below_the_number_of_keys_and_each_once():
+    swaps = swaps_of(["kdeformer", "linear"], [], [16, 32, 64, 128], 64)
+    assert [(swap.name, swap.budget) for swap in swaps] == [
+        ("exact", None), ("kdeformer", 16), ("kdeformer", 32), ("linear", None),
+    ]  # fmt: skip
+    assert {swap.name for swap in swaps_of([], [], [32], 64)} > {"kdeformer", "performer", "reformer", "eva"}
+    with pytest.raises(REFUSED, match="64 keys"):
+        swaps_of(["kdeformer"], [], [64], 64)
+    with pytest.raises(REFUSED, match="as many keys as queries"):
+        swaps_of(["longformer"], [], [16], 64)
+
+
+@pytest.mark.parametrize("method", ["kdeformer", "nystromformer", "reformer"])
+def test_the_error_falls_with_the_budget(checkpoint, method):
+    model = load_generator(str(checkpoint))
+    draw = Draw.of(model.config, [], 12, 1.0, 0)
+    exact, *others = swaps_of([method], [], [4, 16, 48], 64)
+    wanted = next(pictures(put_in(model, exact), draw, 12))
+    errors = [(next(pictures(put_in(model, swap), draw, 12)) - wanted).norm() for swap in others]
+    assert errors[0] > errors[-1] > 0
+
+
+def test_costs_are_those_of_the_layer(checkpoint):
+    model = load_generator(str(checkpoint))
+    draw = Draw.of(model.config, [], 5, 1.0, 0)
+    exact, linear = layer_costs(model, draw, swaps_of(["linear"], [], [16], 64), 1)
+    # 256 queries and 64 keys of 4 channels (an eighth of 32), values of 16.
+    assert exact.operations.products == 2 * 256 * 64 * (4 + 16)
+    assert linear.operations.products == 2 * 4 * 16 * (256 + 64)
+    assert linear.timing.ratio > 0 and exact.timing is None
+
+
+# --- commands ---
+
+
+def test_generate_writes_a_sheet(checkpoint, tmp_path, capsys):
+    path = tmp_path / "sheet.png"
+    arguments = [checkpoint, "--output", path, "--count", 7, "--columns", 4, "--classes", "dog,0"]
+    assert run(biggan.app, "generate", *arguments) == 0
+    with Image.open(path) as picture:
+        assert picture.size == (4 * 18 - 2, 2 * 18 - 2)
+        exact = np.array(picture)
+    assert "7 pictures of 16 pixels, exact" in capsys.readouterr().out
+    options = ["--attention", "performer", "--set", "num_features=4", "--truncation", 0.4]
+    assert run(biggan.app, "generate", *arguments, *options) == 0
+    with Image.open(path) as picture:
+        assert not np.array_equal(exact, np.array(picture))
+
+
+def test_compare_measures_and_draws(checkpoint, tmp_path, capsys):
+    path, rows = tmp_path / "side.png", tmp_path / "rows.csv"
+    arguments = [checkpoint, "--output", path, "--csv", rows, "--method", "kdeformer,linear", "--budget", "8,32"]
+    assert run(biggan.app, "compare", *arguments, "--count", 4, "--rounds", 1) == 0
+    exact, small, large, linear = read_csv(rows)
+    assert [row["attention"] for row in (exact, small, large, linear)] == ["exact", "kdeformer", "kdeformer", "linear"]
+    assert float(exact["relative_error"]) == 0 and float(exact["fewer"]) == 1
+    assert float(small["relative_error"]) > float(large["relative_error"]) > 0
+    assert float(small["greatest"]) >= float(small["relative_error"])
+    assert float(small["fewer"]) > float(large["fewer"]) and float(small["times_faster"]) > 0
+    with Image.open(path) as picture:
+        assert picture.size[0] > 4 * 18 and picture.size[1] == 4 * 18
+    assert "| kdeformer | 32" in capsys.readouterr().out
+
+
+def test_score_of_a_model_against_its_own_pictures(checkpoint, classifier, tmp_path):
+    """Exact attention on the very same pictures has an FID of nought, and a method has more."""
+    draw_of_them = tmp_path / "reference"
+    draw_of_them.mkdir()
+    model = load_generator(str(checkpoint))
+    made = next(pictures(model, Draw.of(model.config, [], 60, 1.0, 0, shuffled=True), 60))
+    statistics, rows = tmp_path / "kept.npz", tmp_path / "rows.csv"
+    for i, values in enumerate(to_bytes(made)):
+        Image.fromarray(values.numpy()).save(draw_of_them / f"n0000000{i % 3}_{i}.png")
+    arguments = [checkpoint, "--features", classifier, "--count", 60, "--splits", 2, "--rounds", 0, "--csv", rows]
+    arguments += ["--method", "performer:num_features=2", "--budget", "2"]
+    assert run(biggan.app, "score", *arguments, "--reference", draw_of_them, "--statistics", statistics) == 0
+    first = read_csv(rows)
+    exact, method = first
+    # What is left is the rounding to bytes.
+    assert 0 <= 10 * float(exact["fid"]) < float(method["fid"])
+    assert 1 <= float(exact["inception_score"]) <= 3 and exact["times_faster"] == ""
+    assert run(biggan.app, "score", *arguments, "--reference", statistics) == 0
+    assert read_csv(rows)[0]["fid"] == exact["fid"]
+
+
+def test_score_against_digits(checkpoint, classifier, data, capsys):
+    arguments = [checkpoint, "--features", classifier, "--reference", data / "images" / "mnist", "--count", 20]
+    assert run(biggan.app, "score", *arguments, "--method", "linear", "--splits", 2, "--rounds", 0) == 0
+    assert "20 pictures of each" in capsys.readouterr().out
+
+
+def messages(checkpoint, classifier, data, tmp_path):
+    score = ["score", checkpoint, "--features", classifier]
+    mnist = ["--reference", data / "images" / "mnist"]
+    return [
+        (["generate", tmp_path, "--output", tmp_path / "a.png"], "no checkpoint of a BigGAN"),
+        (["generate", checkpoint, "--output", tmp_path / "a.jpg"], "must end in .png"),
+        (["generate", checkpoint, "--output", tmp_path / "none" / "a.png"], "its folder must exist"),
+        (["generate", checkpoint, "--output", tmp_path / "a.png", "--classes", "cow"], "no class 'cow'"),
+        (["generate", checkpoint, "--output", tmp_path / "a.png", "--truncation", 0], "--truncation"),
+        (["generate", checkpoint, "--output", tmp_path / "a.png", "--set", "num_features=3"], "--attention"),
+        (["generate", checkpoint, "--output", tmp_path / "a.png", "--attention", "longformer"], "as many keys"),
+        (["compare", checkpoint, "--output", tmp_path / "a.png", "--method", "kdeformr"], "kdeformer"),
+        (["compare", checkpoint, "--output", tmp_path / "a.png", "--budget", 64], "64 keys"),
+        (["score", checkpoint, "--features", tmp_path, *mnist], "recipes.gan.features"),
+        ([*score, "--reference", tmp_path / "none"], "no such file"),
+        ([*score, *mnist, "--count", 5], "--splits 10"),
+        ([*score, "--reference", checkpoint / "config.json"], "--reference"),
+    ]
+
+
+@pytest.mark.parametrize("case", range(13))
+def test_refusals_are_one_line(checkpoint, classifier, data, tmp_path, case, capsys):
+    arguments, message = messages(checkpoint, classifier, data, tmp_path)[case]
+    assert run(biggan.app, *arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["generate", "compare", "score"])
+def test_help_has_an_example(command, capsys):
+    assert run(biggan.app, command, "--help") == 0
+    assert "Example: python -m recipes.biggan" in capsys.readouterr().out
+
+
+# --- feature network ---
+
+
+def test_features_are_what_the_classifier_s_last_layer_reads(classifier):
+    network = FeatureNetwork(classifier)
+    images = torch.rand(5, 3, 16, 16) * 2 - 1
+    found, probabilities = network(images)
+    assert found.shape == (5, 6) and torch.allclose(probabilities.sum(1), torch.ones(5))
+    with torch.no_grad():
+        logits = network.model.classifier(found[..., None, None])
+    assert torch.allclose(logits.softmax(1), probabilities, atol=1e-6)
+
+
+def test_pictures_are_resized_and_normalised_as_the_folder_says(classifier):
+    network = FeatureNetwork(classifier)
+    images = torch.rand(2, 3, 32, 32) * 2 - 1
+    # Mean and deviation of one half each leave [-1, 1] as it is.
+    halved = torch.nn.functional.interpolate(images, (16, 16), mode="bilinear", antialias=True)
+    assert torch.allclose(network.prepare(images), halved, atol=1e-6)
+    network._settings |= {"image_mean": [0.0, 0.0, 0.5], "image_std": [1.0, 1.0, 0.25]}
+    found = network.prepare(images[..., :16, :16])
+    assert found[:, :2].min() >= 0 and found[:, 2].min() < -1
+
+
+def test_a_classifier_is_trained_and_saved(data, tmp_path, capsys):
+    output = tmp_path / "features"
+    torch.manual_seed(0)
+    assert run(features_recipe.app, "--data", data, "--output", output, "--steps", 6) == 0
+    said = capsys.readouterr().out
+    assert "6 steps, accuracy" in said
+    settings = json.loads((output / "preprocessor_config.json").read_text())
+    assert settings["size"] == {"height": 32, "width": 32}
+    assert FeatureNetwork(output)(torch.zeros(2, 3, 32, 32))[0].shape == (2, 128)
+
+
+def test_a_classifier_learns():
+    draw = torch.Generator().manual_seed(0)
+    labels = torch.arange(64) % 2
+    values = torch.randint(0, 40, (64, 12, 12), generator=draw, dtype=torch.uint8)
+    values[labels == 1, 3:9] = 250
+    torch.manual_seed(0)
+    model = make_classifier(2, (8, 16))
+    assert train_classifier(model, values, labels, minutes=0, steps=40, batch=32) == 40
+    model.train()
+    from recipes.gan.digits import as_input
+
+    assert (model(pixel_values=as_input(values)).logits.argmax(1) == labels).float().mean() > 0.9
+
+
+# --- training ---
+
+
+def test_hinge_losses_by_hand():
+    real, made = torch.tensor([2.0, 0.5]), torch.tensor([-3.0, 1.0])
+    assert hinge_of_discriminator(real, made).item() == pytest.approx(0.25 + 1.0)
+    assert hinge_of_generator(made).item() == pytest.approx(1.0)
+
+
+def test_discriminator_knows_the_class():
+    torch.manual_seed(0)
+    model = Discriminator(3, (4, 8)).eval()
+    images = torch.rand(2, 3, 16, 16)
+    with torch.no_grad():
+        scores = [model(images, torch.tensor([label] * 2)) for label in range(3)]
+    assert scores[0].shape == (2,) and not torch.allclose(scores[0], scores[1])
+    for module in (model.score, model.blocks[0].enter):
+        weight = module.weight.detach().flatten(1)
+        assert torch.linalg.matrix_norm(weight, 2) < 1.5
+
+
+def state_of(folder):
+    return torch.load(folder / train_recipe.STATE, weights_only=True)
+
+
+def test_training_is_saved_and_resumed(data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(train_recipe, "LAYERS", [(True, 16, 8), (False, 8, 4), (False, 4, 2), (False, 2, 1)])
+    monkeypatch.setattr(train_recipe, "ATTENTION", 1)
+    # Pictures of the generator are 8 x 8, and so must be the real ones.
+    small = train_recipe.digits.as_input
+    monkeypatch.setattr(train_recipe.digits, "as_input", lambda x: small(x[:, 2:10, 2:10], 8))
+    options = ["--data", data, "--batch", 8, "--width", 4, "--every", 2, "--statistics", 16]
+    assert run(train_recipe.app, *options, "--output", tmp_path / "whole", "--steps", 6) == 0
+    assert run(train_recipe.app, *options, "--output", tmp_path / "parts", "--steps", 4) == 0
+    # As if that had been killed in the middle of six.
+    state = state_of(tmp_path / "parts")
+    assert state["step"] == 4 and len(state["log"]) == 4
+    assert run(train_recipe.app, *options, "--output", tmp_path / "parts", "--steps", 6) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert run(train_recipe.app, *options, "--output", tmp_path / "parts", "--steps", 6, "--resume") == 0
+    whole, parts = state_of(tmp_path / "whole"), state_of(tmp_path / "parts")
+    assert parts["step"] == 6 and torch.equal(whole["draw"], parts["draw"])
+    assert "6 steps" in capsys.readouterr().out
+    report = json.loads((tmp_path / "parts" / "metrics.json").read_text())
+    assert report["steps"] == 6 and report["gamma_at_start"] == 1.0 != report["gamma"]
+    assert len(read_csv(tmp_path / "parts" / "losses.csv")) == 6
+    with Image.open(tmp_path / "parts" / "samples.png") as picture:
+        assert picture.size == (10 * 10 - 2, 2 * 10 - 2)
+    model = load_generator(str(tmp_path / "parts"))
+    assert model.config._attn_implementation == "sdpa"
+    # The tables of statistics are not what they were made with.
+    norms = [module for module in model.modules() if hasattr(module, "running_vars")]
+    assert norms and all(not module.running_vars.eq(1).all() for module in norms)
+    made = next(pictures(model, Draw.of(model.config, [], 4, 0.5, 0), 4))
+    assert made.shape == (4, 3, 8, 8) and made.isfinite().all()
+
+
+def test_samples_leave_the_model_as_it_was(monkeypatch):
+    monkeypatch.setattr(train_recipe, "LAYERS", [(True, 16, 8), (False, 8, 4), (False, 4, 2), (False, 2, 1)])
+    monkeypatch.setattr(train_recipe, "ATTENTION", 1)
+    torch.manual_seed(0)
+    training = train_recipe.Training(
+        train_recipe.make_generator(2, width=4), Discriminator(2, (4, 4)), (1e-3, 1e-3), batch=4
+    )
+    before = {name: value.clone() for name, value in training.average.state_dict().items()}
+    first = training.samples(3)
+    assert first.shape == (6, 3, 8, 8) and torch.equal(first, training.samples(3))
+    after = training.average.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_the_average_follows_the_weights():
+    average = torch.zeros(3)
+    for step in range(1, 40):
+        average = train_recipe._average(average, torch.ones(3), step)
+    assert 0.9 < average.min() < 1
+    assert train_recipe._average(torch.zeros(1), torch.ones(1), 10**6).item() == pytest.approx(0.001, rel=1e-3)
+
+
+def test_no_resume_of_nothing(data, tmp_path, capsys):
+    assert run(train_recipe.app, "--data", data, "--output", tmp_path / "none", "--resume") == 2
+    assert "there is no training.pt" in capsys.readouterr().err
+    assert run(train_recipe.app, "--data", tmp_path, "--output", tmp_path / "none") == 1
+    assert "MNIST" in capsys.readouterr().err
+
+
+# --- pictures ---
+
+
+def test_sheets_of_pictures():
+    images = torch.linspace(-1, 1, 3)[:, None, None, None].expand(3, 3, 4, 4)
+    assert to_bytes(images)[:, 0, 0, 0].tolist() == [0, 128, 255]
+    sheet = np.array(grid(images, 2, zoom=2))
+    assert sheet.shape == (8 * 2 + 2, 8 * 2 + 2, 3)
+    assert (sheet[:8, :8] == 0).all() and (sheet[10:, :8] == 255).all() and (sheet[:8, 10:] == 128).all()
+    page = np.array(named_rows({"exact": images, "a longer name": images}))
+    assert page.shape[1] - 3 * 6 + 2 > 40 and (page < 255).any()
