@@ -29,7 +29,7 @@ class Discriminator(nn.Module):
         widths: channels of the blocks, each of which halves the picture.
     """
 
-    def __init__(self, classes: int, widths: tuple[int, ...] = (16, 32, 64)) -> None:
+    def __init__(self, classes: int, widths: tuple[int, ...] = (24, 48, 96)) -> None:
         super().__init__()
         sizes = zip((3, *widths), widths, strict=False)
         self.blocks = nn.Sequential(*(_Block(a, b, first=i == 0) for i, (a, b) in enumerate(sizes)))
@@ -48,3 +48,14 @@ def hinge_of_discriminator(real: Tensor, generated: Tensor) -> Tensor:
 
 def hinge_of_generator(generated: Tensor) -> Tensor:
     return -generated.mean()
+
+
+def sameness(pictures: Tensor, noise: Tensor) -> Tensor:
+    """How little the noise changes the pictures (Mao et al. 2019, "Mode seeking", eq. 5): large where it is ignored.
+
+    Args:
+        pictures: (2 B, 3, P, P), where b and B + b are of one class.
+        noise: (2 B, z_dim).
+    """
+    away, moved = ((x[: len(x) // 2] - x[len(x) // 2 :]).abs().mean() for x in (pictures, noise))
+    return moved / (away + 1e-3)

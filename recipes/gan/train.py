@@ -5,7 +5,8 @@
 
 The generator is this package's `BigGANModel` at 32 x 32 (six blocks, attention after the fourth), the discriminator a
 small residual one with projection and spectral norm; hinge loss, Adam with betas (0, .999), one step of each in turn,
-an average of the generator's weights (Brock et al. 2019, sections 3 and 4). The factor of the attention, gamma, starts
+an average of the generator's weights (Brock et al. 2019, sections 3 and 4), and a small mode-seeking term (Mao et al.
+2019), without which the noise is ignored for as long as this takes. The factor of the attention, gamma, starts
 at --gamma, not at 0: in so short a training it would hardly leave 0, and the attention would not matter. At the end
 the averaged weights get their tables of batch norm statistics by truncation and are saved with `save_pretrained`, with
 exact attention; beside them `samples.png` (a row for each digit), `losses.csv` and `metrics.json` with the last gamma.
@@ -34,7 +35,7 @@ from hf_efficient_attn.writing import replacing
 from recipes.benchmarks.error import Data, data_folder
 from recipes.benchmarks.timing import use_threads
 from recipes.gan import digits
-from recipes.gan.discriminator import Discriminator, hinge_of_discriminator, hinge_of_generator
+from recipes.gan.discriminator import Discriminator, hinge_of_discriminator, hinge_of_generator, sameness
 from recipes.gan.pictures import grid, save_png
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -79,7 +80,16 @@ def _average(average: Tensor, current: Tensor, seen: Tensor | int, decay: float 
 class Training:
     """Generator, discriminator, average and optimizers, and one step of them."""
 
-    def __init__(self, generator: BigGANModel, discriminator: Discriminator, rates: tuple[float, float], batch: int):
+    def __init__(
+        self,
+        generator: BigGANModel,
+        discriminator: Discriminator,
+        rates: tuple[float, float],
+        batch: int,
+        diversity: float = 0.1,
+    ) -> None:
+        """`batch` must be even; `diversity`, the weight of `sameness` beside the generator's hinge loss."""
+        self.diversity = diversity
         self.generator, self.discriminator, self.batch = generator.train(), discriminator.train(), batch
         self.average = AveragedModel(generator, avg_fn=_average)
         self.rates = rates
@@ -106,11 +116,12 @@ class Training:
         self.step, self.seconds, self.log = state["step"], state["seconds"], state["log"]
         self.draw.set_state(state["draw"])
 
-    def _fake(self) -> tuple[Tensor, Tensor]:
+    def _fake(self) -> tuple[Tensor, Tensor, Tensor]:
         config = self.generator.config
         noise = torch.randn(self.batch, config.z_dim, generator=self.draw)
-        labels = torch.randint(config.num_classes, (self.batch,), generator=self.draw)
-        return self.generator(noise, labels, truncation=1.0).images, labels
+        # In two halves of the same classes, of which `sameness` asks that they differ.
+        labels = torch.randint(config.num_classes, (self.batch // 2,), generator=self.draw).repeat(2)
+        return self.generator(noise, labels, truncation=1.0).images, labels, noise
 
     def run(self, real: Tensor, labels: Tensor, over: float) -> dict[str, float]:
         """A step of each on real pictures (B, 3, P, P) and their classes; `over`, the share of the training done."""
@@ -118,7 +129,7 @@ class Training:
         for one, rate in zip(self.optimizers, self.rates, strict=True):
             # Constant in the first half, then down to 0.
             one.param_groups[0]["lr"] = rate * min(1.0, 2 * (1 - over))
-        fake, fake_labels = self._fake()
+        fake, fake_labels, noise = self._fake()
         # One batch of both: the spectral norms are estimated once.
         scores = self.discriminator(torch.cat((real, fake.detach())), torch.cat((labels, fake_labels)))
         loss = hinge_of_discriminator(scores[: len(real)], scores[len(real) :])
@@ -126,12 +137,14 @@ class Training:
         self.discriminator.requires_grad_(False)
         # The same pictures serve the generator's step: they are what costs most.
         gain = hinge_of_generator(self.discriminator(fake, fake_labels))
-        self._update(0, gain)
+        same = sameness(fake, noise)
+        self._update(0, gain + self.diversity * same)
         self.discriminator.requires_grad_(True)
         self.average.update_parameters(self.generator)
         self.step += 1
         self.seconds += time.process_time() - start
         found = {"step": self.step, "discriminator": loss.item(), "generator": gain.item()}
+        found["sameness"] = same.item()
         found["gamma"] = attention_factor(self.generator).item()
         if not all(map(torch.isfinite, map(torch.tensor, found.values()))):
             raise UnsupportedAttentionError(f"the losses are no numbers at step {self.step}: lower --rate")
@@ -201,10 +214,11 @@ def train(
     data: Data = None,
     minutes: Annotated[float, typer.Option(metavar="X", min=0.01, help="Of processor time.")] = 30.0,
     steps: Annotated[int | None, typer.Option(metavar="N", min=1, help="Of training, instead of minutes.")] = None,
-    batch: Annotated[int, typer.Option(metavar="N", min=2, help="Pictures of a step.")] = 64,
+    batch: Annotated[int, typer.Option(metavar="N", min=2, help="Pictures of a step, even.")] = 32,
     width: Annotated[int, typer.Option(metavar="N", min=3, help="Channels of the generator's last block.")] = 16,
     rate: Annotated[float, typer.Option(metavar="X", min=0.0, help="Of the generator.")] = 4e-4,
     discriminator_rate: Annotated[float, typer.Option(metavar="X", min=0.0, help="Of the discriminator.")] = 1e-3,
+    diversity: Annotated[float, typer.Option(metavar="X", min=0.0, help="Weight of the mode-seeking term.")] = 0.1,
     gamma: Annotated[float, typer.Option(metavar="X", help="Of the attention at the start.")] = 1.0,
     every: Annotated[int, typer.Option(metavar="N", min=1, help="Steps from one saved state to the next.")] = 100,
     statistics: Annotated[
@@ -217,6 +231,8 @@ def train(
     """Train a small class-conditional BigGAN on digits."""
     if output.is_file():
         raise UnsupportedAttentionError(f"--output {output} is a file")
+    if batch % 2:
+        raise UnsupportedAttentionError(f"--batch {batch} must be even: its halves are of the same classes")
     there = (output / STATE).is_file()
     if resume and not there:
         raise UnsupportedAttentionError(f"--resume: there is no {STATE} in {output}")
@@ -230,7 +246,11 @@ def train(
     classes = int(labels.max()) + 1
     with use_threads(threads):
         training = Training(
-            make_generator(classes, width=width, gamma=gamma), Discriminator(classes), (rate, discriminator_rate), batch
+            make_generator(classes, width=width, gamma=gamma),
+            Discriminator(classes),
+            (rate, discriminator_rate),
+            batch,
+            diversity,
         )
         if resume:
             training.load(torch.load(output / STATE, weights_only=True))
@@ -245,7 +265,7 @@ def train(
                     if bar.disable:
                         typer.echo(f"{training.seconds:.0f} s, {json.dumps(found)}")
         keep(training, output)
-        about = {"gamma_at_start": gamma, "batch": batch, "rates": [rate, discriminator_rate]}
+        about = {"gamma_at_start": gamma, "diversity": diversity, "batch": batch, "rates": [rate, discriminator_rate]}
         model = finish(training, output, statistics, about)
     seconds = training.seconds / max(training.step, 1)
     typer.echo(
