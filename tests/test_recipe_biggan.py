@@ -15,7 +15,7 @@ from hf_efficient_attn.models.biggan import BigGANConfig, BigGANModel
 from recipes import biggan
 from recipes.gan import features as features_recipe
 from recipes.gan import train as train_recipe
-from recipes.gan.discriminator import Discriminator, hinge_of_discriminator, hinge_of_generator
+from recipes.gan.discriminator import Discriminator, hinge_of_discriminator, hinge_of_generator, sameness
 from recipes.gan.features import FeatureNetwork, make_classifier, train_classifier
 from recipes.gan.pictures import grid, named_rows, to_bytes
 from recipes.gan.sampling import Draw, layer_costs, load_generator, parse_classes, pictures, put_in, swaps_of
@@ -316,6 +316,14 @@ def test_hinge_losses_by_hand():
     assert hinge_of_generator(made).item() == pytest.approx(1.0)
 
 
+def test_sameness_is_large_where_the_noise_is_ignored():
+    noise = torch.tensor([[0.0], [1.0], [2.0], [1.0]])
+    # The first and third are of one class, and so are the second and fourth.
+    pictures = torch.tensor([0.0, 1.0, 0.5, 1.5]).view(4, 1, 1, 1).expand(4, 3, 2, 2)
+    assert sameness(pictures, noise).item() == pytest.approx(1.0 / (0.5 + 1e-3))
+    assert sameness(pictures * 0, noise) > sameness(pictures, noise) > sameness(pictures * 2, noise)
+
+
 def test_discriminator_knows_the_class():
     torch.manual_seed(0)
     model = Discriminator(3, (4, 8)).eval()
@@ -389,6 +397,8 @@ def test_the_average_follows_the_weights():
 def test_no_resume_of_nothing(data, tmp_path, capsys):
     assert run(train_recipe.app, "--data", data, "--output", tmp_path / "none", "--resume") == 2
     assert "there is no training.pt" in capsys.readouterr().err
+    assert run(train_recipe.app, "--data", data, "--output", tmp_path / "none", "--batch", 7) == 2
+    assert "even" in capsys.readouterr().err
     assert run(train_recipe.app, "--data", tmp_path, "--output", tmp_path / "none") == 1
     assert "MNIST" in capsys.readouterr().err
 
