@@ -11,7 +11,6 @@ Trains a ResNet of Transformers (three stages of one basic block, 32, 64 and 128
 import json
 import pathlib
 import time
-from collections.abc import Iterator
 from typing import Annotated, Any
 
 import torch
@@ -140,10 +139,6 @@ class FeatureNetwork:
         self._seen.clear()
         logits = self.model(pixel_values=self.prepare(pictures)).logits
         return self._seen.pop().flatten(1), logits.softmax(1)
-
-    def over(self, batches: Iterator[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """The same for every batch."""
-        return map(self, batches)
 
 
 def save(model: nn.Module, folder: pathlib.Path, pixels: int = 32) -> None:

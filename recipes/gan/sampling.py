@@ -120,18 +120,17 @@ def swaps_of(methods: Sequence[str], settings: Sequence[str], budgets: Sequence[
         raise UnsupportedAttentionError(
             f"--budget: the layer has {keys} keys, and at a budget of as many or more there is nothing to approximate"
         )
-    found = {None: Swap(EXACT, None, None)}
+    swaps = [Swap(EXACT, None, None)]
     for name, config in configs.items():
+        sized: dict[MethodConfig, int | None] = {}
         for budget in below or [None]:
+            # Some methods cannot have a budget so small.
             with contextlib.suppress(UnsupportedAttentionError):
-                sized = for_length(config if budget is None else config.with_budget(budget), keys)
-                # A method without a budget is the same at all of them.
-                found.setdefault(sized, Swap(name, budget, sized))
-    swaps = list(found.values())
-    alone = {swap.name for swap in swaps} - {
-        s.name for i, s in enumerate(swaps) if s.name in {o.name for o in swaps[:i]}
-    }
-    return [swap._replace(budget=None) if len(below) > 1 and swap.name in alone else swap for swap in swaps]
+                sized.setdefault(for_length(config if budget is None else config.with_budget(budget), keys), budget)
+        # A method without a budget is the same at all of them, and stands there once.
+        same = len(sized) == 1 < len(below)
+        swaps += [Swap(name, None if same else budget, one) for one, budget in sized.items()]
+    return swaps
 
 
 def put_in(model, swap: Swap):
