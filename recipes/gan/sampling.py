@@ -122,14 +122,15 @@ def swaps_of(methods: Sequence[str], settings: Sequence[str], budgets: Sequence[
         )
     swaps = [Swap(EXACT, None, None)]
     for name, config in configs.items():
-        sized: dict[MethodConfig, int | None] = {}
+        sized = []
         for budget in below or [None]:
             # Some methods cannot have a budget so small.
             with contextlib.suppress(UnsupportedAttentionError):
-                sized.setdefault(for_length(config if budget is None else config.with_budget(budget), keys), budget)
+                one = config if budget is None else config.with_budget(budget)
+                sized.append(Swap(name, budget, for_length(one, keys)))
         # A method without a budget is the same at all of them, and stands there once.
-        same = len(sized) == 1 < len(below)
-        swaps += [Swap(name, None if same else budget, one) for one, budget in sized.items()]
+        same = len(sized) > 1 and len({swap.config for swap in sized}) == 1
+        swaps += [sized[0]._replace(budget=None)] if same else sized
     return swaps
 
 
