@@ -1,7 +1,7 @@
 """A small class-conditional BigGAN on MNIST, with an attention layer of 1,024 queries and 256 keys.
 
-    python -m recipes.gan.train --data DATA --output OUT --minutes 30
-    python -m recipes.gan.train --data DATA --output OUT --minutes 30 --resume       (go on after a kill)
+    python -m recipes.gan.train --data DATA --output OUT --minutes 16
+    python -m recipes.gan.train --data DATA --output OUT --minutes 16 --resume       (go on after a kill)
 
 The generator is this package's `BigGANModel` at 32 x 32 (six blocks, attention after the fourth), the discriminator a
 small residual one with projection and spectral norm; hinge loss, Adam with betas (0, .999), one step of each in turn,
@@ -212,7 +212,7 @@ def keep(training: Training, output: pathlib.Path) -> None:
 def train(
     output: Annotated[pathlib.Path, typer.Option(metavar="FOLDER", help="Where the generator goes.")],
     data: Data = None,
-    minutes: Annotated[float, typer.Option(metavar="X", min=0.01, help="Of processor time.")] = 30.0,
+    minutes: Annotated[float, typer.Option(metavar="X", min=0.01, help="Of processor time.")] = 16.0,
     steps: Annotated[int | None, typer.Option(metavar="N", min=1, help="Of training, instead of minutes.")] = None,
     batch: Annotated[int, typer.Option(metavar="N", min=2, help="Pictures of a step, even.")] = 32,
     width: Annotated[int, typer.Option(metavar="N", min=3, help="Channels of the generator's last block.")] = 16,
