@@ -11,9 +11,9 @@ at --gamma, not at 0: in so short a training it would hardly leave 0, and the at
 the averaged weights get their tables of batch norm statistics by truncation and are saved with `save_pretrained`, with
 exact attention; beside them `samples.png` (a row for each digit), `losses.csv` and `metrics.json` with the last gamma.
 
-Every --every steps the whole state goes to `training.pt` and a sheet of samples to `samples.png`. To expect of 16 minutes
-on one core (1,471 steps of .65 s): digits that can be read, gamma 1.02, FID 1.97 and inception score 9.50 by the
-classifier of `recipes.gan.features` (real pictures: .16 and 9.78; the same generator with gamma 0: 42.6 and 6.0).
+Every --every steps the whole state goes to `training.pt` and a sheet of samples to `samples.png`. To expect of 16
+minutes on one core (1,471 steps of .65 s): digits that can be read, gamma 1.02, FID 1.97 and inception score 9.50 by
+the classifier of `recipes.gan.features` (real pictures: .16 and 9.78; the same generator with gamma 0: 42.6 and 6.0).
 """
 
 import contextlib
