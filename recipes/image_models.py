@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from transformers import (
     AutoConfig,
-    AutoImageProcessor,
     AutoModelForImageClassification,
     ViTImageProcessorPil,
 )
@@ -22,7 +21,7 @@ from hf_efficient_attn.methods.base import MethodConfig
 from hf_efficient_attn.models.t2t_vit import T2TViTConfig, image_processor
 from recipes.arguments import AttentionArguments
 from recipes.benchmarks.tasks import for_length
-from recipes.data.image_tensors import Norm
+from recipes.data.image_tensors import Norm, preprocessor_settings
 
 
 @dataclass
@@ -114,10 +113,9 @@ def norm_of(options: ModelArguments) -> Norm:
 
     try:
         if named_architecture(options):
-            processor = image_processor(config_of(options))
+            settings = image_processor(config_of(options)).to_dict()
         else:
-            processor = AutoImageProcessor.from_pretrained(options.model_name_or_path)
-        settings = processor.to_dict()
+            settings = preprocessor_settings(options.model_name_or_path)
     except OSError as error:
         # Of weights from here no one has said anything: the usual values of ImageNet.
         settings = ViTImageProcessorPil(resample=Resampling.BICUBIC).to_dict() if options.from_scratch else {}

@@ -39,7 +39,7 @@ from recipes.benchmarks import error
 from recipes.benchmarks.error import Data, data_folder, there
 from recipes.benchmarks.report import Csv, check_outputs, write_csv
 from recipes.data.image_classes import class_indices
-from recipes.data.image_tensors import Evaluation, Norm
+from recipes.data.image_tensors import Evaluation, Norm, preprocessor_settings
 from recipes.data.images import EVAL_SPLITS, load, pick
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
@@ -280,7 +280,7 @@ def classify(
     csv: Csv = None,
 ) -> None:
     """Top-1 of an image classifier, at its own size of picture, with methods swapped in."""
-    from transformers import AutoImageProcessor, AutoModelForImageClassification
+    from transformers import AutoModelForImageClassification
 
     check_outputs(csv, None)
     wanted, chosen = settings_of(method, setting, budget), None if layers is None else parse_layers(layers)
@@ -291,7 +291,7 @@ def classify(
     try:
         with quiet_loading():
             first = fresh()
-        settings = AutoImageProcessor.from_pretrained(model).to_dict()
+        settings = preprocessor_settings(model)
     except (OSError, ValueError) as reason:
         raise UnsupportedAttentionError(f"{model} is no image classifier with a preprocessor: {reason}") from reason
     try:

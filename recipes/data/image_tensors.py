@@ -16,6 +16,22 @@ from torch import Tensor
 from recipes.data.images import Pictures
 
 
+def preprocessor_settings(model: str) -> dict[str, Any]:
+    """What a checkpoint's preprocessor does, as in `preprocessor_config.json`, with its class's defaults.
+
+    Raises:
+        OSError: the checkpoint has none.
+    """
+    from transformers import AutoImageProcessor
+    from transformers.image_processing_base import ImageProcessingMixin
+
+    try:
+        return AutoImageProcessor.from_pretrained(model).to_dict()
+    except ImportError:
+        # In Transformers 5.12 the class itself needs torchvision; what stands in the file does not.
+        return ImageProcessingMixin.get_image_processor_dict(model)[0]
+
+
 class Norm(NamedTuple):
     """How a model wants its pictures: values / 255 less `mean`, over `std`, by channel; `resample` as Pillow counts."""
 
