@@ -33,6 +33,7 @@ from hf_efficient_attn.models.biggan.normalization import (
     look_up,
 )
 from hf_efficient_attn.models.biggan.sampling import check_truncation
+from hf_efficient_attn.models.eager import eager_attention_forward
 
 register_conversion()
 
@@ -42,26 +43,6 @@ class BigGANOutput(ModelOutput):
     """images: (B, 3, P, P), in [-1, 1]."""
 
     images: torch.Tensor | None = None
-
-
-def eager_attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs,
-) -> tuple[Tensor, Tensor]:
-    """query (B,H,Nq,D), key (B,H,Nk,D), value (B,H,Nk,Dv) -> (B,Nq,H,Dv), weights (B,H,Nq,Nk)."""
-    # Scaled before the product, and the logits in float32: without a scale of 1/sqrt(D) they outgrow float16.
-    logits = torch.matmul(query.float() * scaling, key.float().transpose(2, 3))
-    if attention_mask is not None:
-        logits = logits + attention_mask
-    weights = functional.softmax(logits, dim=-1).to(value.dtype)
-    weights = functional.dropout(weights, p=dropout, training=module.training)
-    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
 
 
 class BigGANAttention(nn.Module):

@@ -19,29 +19,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
+from hf_efficient_attn.models.eager import eager_attention_forward
 from hf_efficient_attn.models.t2t_vit.configuration_t2t_vit import T2TViTConfig
 from hf_efficient_attn.models.t2t_vit.parts import FrozenParameters, T2TViTDropPath, T2TViTMLP
 from hf_efficient_attn.models.t2t_vit.positions import interpolated, sinusoids
 from hf_efficient_attn.models.t2t_vit.token_performer import T2TViTTokenPerformer
-
-
-def eager_attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs,
-) -> tuple[Tensor, Tensor]:
-    """query, key, value (B, H, N, D), an additive mask -> output (B, N, H, D), probabilities (B, H, N, N)."""
-    logits = query @ key.transpose(2, 3) * scaling
-    if attention_mask is not None:
-        logits = logits + attention_mask
-    weights = logits.softmax(-1, dtype=torch.float32).to(query.dtype)
-    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
-    return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
 class _SelfAttention(nn.Module):
