@@ -30,6 +30,8 @@ _TOKENIZERS = (
     "spiece.model",
     "sentencepiece.bpe.model",
 )
+# Tokens that may stand beside those of the picture: of a class, of distillation, registers.
+_BESIDE = 16
 
 
 class Inputs(NamedTuple):
@@ -169,8 +171,14 @@ class ModelData:
         self.native, self.patch = image, patch
         self.resizes = "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
         noise = torch.zeros(1, getattr(model.config, "num_channels", 3), image, image, dtype=self.dtype)
+        longest = look(model, {"pixel_values": noise}).longest
+        # Pixels from one token to the next where there are most: fewer than a patch has in the stages of a T2T-ViT.
+        finer = (
+            step for step in range(patch, 0, -1) if image % step == 0 and longest - (image // step) ** 2 <= _BESIDE
+        )
+        self.step = next(finer, patch)
         # A class token, and in some models one of distillation or registers.
-        self.extra = look(model, {"pixel_values": noise}).longest - (image // patch) ** 2
+        self.extra = longest - (image // self.step) ** 2
         self.pictures, self.processor = None, None
         if file is None:
             return
@@ -195,15 +203,15 @@ class ModelData:
     @property
     def native_tokens(self) -> int:
         """Tokens of a picture of the size that an image model was made for."""
-        return (self.native // self.patch) ** 2 + self.extra
+        return (self.native // self.step) ** 2 + self.extra
 
     def pixels_for(self, length: int) -> int:
-        """Side of the square picture whose number of tokens comes nearest to `length`."""
-        return self.patch * max(1, round(math.sqrt(max(1, length - self.extra))))
+        """Side of the square picture, of whole patches, whose number of tokens comes nearest to `length`."""
+        return self.patch * max(1, round(self.step * math.sqrt(max(1, length - self.extra)) / self.patch))
 
     def tokens_for(self, length: int) -> int:
         """Tokens of a row that is asked for by `length`."""
-        return (self.pixels_for(length) // self.patch) ** 2 + self.extra if self.is_image else length
+        return (self.pixels_for(length) // self.step) ** 2 + self.extra if self.is_image else length
 
     def inputs(self, length: int, start: int, count: int) -> Inputs:
         """Rows start, start + 1, ... of `length` tokens, `count` at most; pictures of the nearest size."""

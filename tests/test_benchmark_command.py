@@ -20,6 +20,7 @@ from hf_efficient_attn import analysis, benchmark, calibration, capture, cli, co
 from hf_efficient_attn.checkpoint.loading import quiet
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.model_data import ModelData, task_of
+from hf_efficient_attn.models.t2t_vit import T2TViTConfig, T2TViTForImageClassification
 from tiny_models import SMALL, tiny_model
 
 WORDS = [f"w{i}" for i in range(50)]
@@ -152,6 +153,20 @@ def test_what_is_measured(family, head, task, agreement, made, text, photographs
             assert 0.0 <= row["agreement"] < 20.0
             assert row["settings"]["seed"] == 0
     assert is_image == any("pixels" in note for note in result["notes"])
+
+
+def test_the_longest_attention_of_a_picture_counts(tmp_path, capsys):
+    """That of T2T-ViT's first stage, a token every other pixel, though a patch has eight."""
+    config = T2TViTConfig(
+        image_size=32, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48, token_dim=16,
+        t2t_strides=[2, 2, 2], num_labels=3,
+    )  # fmt: skip
+    with quiet():
+        T2TViTForImageClassification(config).save_pretrained(tmp_path / "t2t")
+    arguments = ["--lengths", "256,600", "--rounds", 1, "--rows", 2, "--methods", "linear", "--no-memory"]
+    result = run_json(capsys, "benchmark", tmp_path / "t2t", *arguments)
+    assert [row["length"] for row in result["measurements"]] == [256, 256, 576, 576]
+    assert any("48 x 48 pixels for 576 tokens" in note for note in result["notes"])
 
 
 def test_errors_and_agreement_are_those_of_the_converted_model(made, text):

@@ -22,14 +22,10 @@ def preprocessor_settings(model: str) -> dict[str, Any]:
     Raises:
         OSError: the checkpoint has none.
     """
-    from transformers import AutoImageProcessor
-    from transformers.image_processing_base import ImageProcessingMixin
+    # Where it is defined: the name in `transformers` asks for torchvision up to 5.12.
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-    try:
-        return AutoImageProcessor.from_pretrained(model).to_dict()
-    except ImportError:
-        # In Transformers 5.12 the class itself needs torchvision; what stands in the file does not.
-        return ImageProcessingMixin.get_image_processor_dict(model)[0]
+    return AutoImageProcessor.from_pretrained(model, backend="pil").to_dict()
 
 
 class Norm(NamedTuple):
