@@ -296,6 +296,7 @@ def test_demo_measures(monkeypatch, tmp_path, capsys):
 
 
 @needs_minilm
+@pytest.mark.slow
 def test_demo_as_a_process():
     done = command("demo", "--length", "512", "--method", "longformer:window_size=64", "--threads", "1")
     assert done.returncode == 0, done.stderr

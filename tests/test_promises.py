@@ -639,6 +639,7 @@ def test_memory_is_linear(masked):
 
 
 @needs_proc
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True], ids=["", "causal"])
 def test_memory_is_linear_with_gradients(is_causal):
     check_memory([(i.method, is_causal, True, True) for i in DEFAULTS if is_causal in i.forms], limit=25)

@@ -50,7 +50,7 @@ def parse(tmp_path, *options: str, **named):
         ({"attention": "kdeformer", "set": ["num_samples=-1"]}, "num_samples=-1 must be"),
         ({"attention": "sdpa", "set": ["num_samples=3"]}, "exact attention in all layers"),
         ({"attention": "kdeformer", "layers": "3-1"}, "is no layer and no range"),
-        ({"attention": "kdeformer", "layers": "a"}, "is no layer and no range"),
+        ({"attention": "kdeformer", "layers": "a b"}, "is no layer and no range"),
         ({"stages": ["linear:0.25", "flurka_linear:0.9"]}, "do not end at 1.0"),
         ({"stages": ["linear"]}, "is no stage"),
         ({"preset": "glou"}, "Did you mean 'glue'"),

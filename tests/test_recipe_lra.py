@@ -476,6 +476,7 @@ def test_refused_before_the_first_step(more, message, made, tmp_path):
     assert not (tmp_path / "out" / "metrics.json").exists()
 
 
+@pytest.mark.slow
 def test_as_a_command(tmp_path):
     def process(*more):
         command = [sys.executable, str(ROOT / "recipes" / "lra.py"), *more]

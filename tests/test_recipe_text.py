@@ -462,6 +462,7 @@ def process(*command, cwd=ROOT) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=cwd, timeout=120)
 
 
+@pytest.mark.slow
 def test_as_a_command(corpus, tmp_path):
     shown = process(str(ROOT / "recipes" / "mlm.py"), "--help", cwd=tmp_path)
     assert shown.returncode == 0 and "--mask_probability" in shown.stdout and "accelerate launch" in shown.stdout
