@@ -13,6 +13,7 @@ import transformers
 
 import converted
 import hf_efficient_attn as hea
+from hf_efficient_attn.checkpoint_conversion import convert_checkpoint
 from tiny_models import SMALL, output
 
 WORDS = " ".join(f"w{5 + 7 * i % 55}" for i in range(70))
@@ -135,3 +136,37 @@ def test_parameters_of_another_method_are_named_as_unused(tmp_path, caplog):
     assert "UNEXPECTED" in said
     for name in names:  # the report writes the layers of a name as {0, 1}
         assert re.sub(r"\.\d+\.", ".{0, 1}.", name) in said or name in said
+
+
+def test_a_model_of_ours_is_loaded_by_what_the_card_says(tmp_path):
+    """By the Auto class, once this package is imported; without it Transformers does not know the model type."""
+    from hf_efficient_attn.models.t2t_vit import T2TViTConfig, T2TViTForImageClassification
+
+    config = T2TViTConfig(
+        image_size=32, t2t_strides=[2, 2, 2], hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=32, token_dim=16,
+    )  # fmt: skip
+    T2TViTForImageClassification(config).save_pretrained(tmp_path / "exact")
+    chosen = {"num_samples": 8, "block_size": 8}
+    done = convert_checkpoint(
+        tmp_path / "exact", tmp_path / "out", "kdeformer", hyperparameters=chosen, layers=["t2t.0"]
+    )
+    assert done["load"].splitlines()[:2] == [
+        "import hf_efficient_attn",
+        "from transformers import AutoModelForImageClassification",
+    ]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert 'AutoModelForImageClassification.from_pretrained("ORG/NAME")' in card
+    assert "- Layers: t2t.0; the others are exact." in card
+    loaded = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    assert loaded.config.efficient_attention["layers"] == ["t2t.0"]
+    code = "import sys; from transformers import AutoModelForImageClassification as A; A.from_pretrained(sys.argv[1])"
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    line = [sys.executable, "-c", code, str(tmp_path / "out")]
+    said = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, env=environment).stderr
+    quoted = re.search(r"^> (.*) \.\.\.$", card, re.M)[1]
+    assert quoted in said and "t2t_vit" in quoted
+    back = convert_checkpoint(tmp_path / "out", tmp_path / "back", "sdpa")
+    assert back["load"].startswith("import hf_efficient_attn\n")
+    text = (tmp_path / "back" / "README.md").read_text()
+    assert "`pip install hf_efficient_attn`, which holds the model" in text and "import hf_efficient_attn\n" in text

@@ -105,7 +105,8 @@ def _method(where: str, choice: EfficientAttentionConfig, entry, facts: Facts) -
     # A model of ours has attention beside its numbered layers.
     count = None if model_type(facts.architecture or "") else facts.layers
     info, of = method_info(entry.config.method), "" if count is None else f" of {count}"
-    layers = f"all{of}" if entry.layers is None else f"{ranges(entry.layers)} (the first is 0){of}"
+    numbered = any(isinstance(layer, int) for layer in entry.layers or ())
+    layers = f"{ranges(entry.layers)}{' (the first is 0)' * numbered}{of}" if entry.layers is not None else f"all{of}"
     if len(choice.entries) > 1:
         exact = [layer for layer in range(count or 0) if choice.for_layer(layer) is None]
         layers += f"; exact: {ranges(exact)}" if exact else ""

@@ -9,6 +9,7 @@ import importlib
 import sys
 
 from hf_efficient_attn.integration.imports import after_import
+from hf_efficient_attn.models import biggan, t2t_vit
 
 _AUTO = "transformers.models.auto.modeling_auto"
 _LAYERS = "transformers.modeling_layers"
