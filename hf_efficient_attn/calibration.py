@@ -13,7 +13,7 @@ from hf_efficient_attn.capture import Call, check_methods, forward, look, watchi
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
-from hf_efficient_attn.methods.base import MethodConfig, make_config
+from hf_efficient_attn.methods.base import MethodConfig, make_config, method_info
 
 # Faster first, at the same number of columns; those that only training makes useful are left out.
 _METHODS = (
@@ -67,7 +67,8 @@ def calibrate(
         max_error: above 0.
         methods: names and configs to choose from; of those that fit at the same cost the first is taken. None for
             those that stand in for softmax attention best: nystromformer, longformer, kdeformer with a window and with
-            hashing; for decoders longformer and kdeformer.
+            hashing; for decoders longformer and kdeformer. Where there are fewer keys than queries (BigGAN), without
+            longformer.
         budgets: what each query may cost, in columns (`with_budget`). None for 32, 64, 128, ... 1024. Those that reach
             the longest sequence are left out: exact attention costs no more.
         seed: added to the seed of the methods, which goes into the result.
@@ -77,14 +78,17 @@ def calibrate(
 
     Raises:
         UnsupportedAttentionError: no batches, `max_error` not above 0, a model whose attention no method can replace, a
-            method without causal form for a decoder, one with learned parameters, a budget that is too small for a
+            method without causal form for a decoder, one that needs as many keys as queries for a model that has fewer,
+            one with learned parameters, a budget that is too small for a
             method, budgets that save nothing, or nothing that fits in any layer.
     """
     if isinstance(max_error, bool) or not isinstance(max_error, (int, float)) or not 0 < max_error < math.inf:
         raise UnsupportedAttentionError(f"calibrate: max_error={max_error!r} must be a number above 0, such as 0.1")
     batches = check_batches(batches)
     shape = look(model, largest(batches))
-    candidates = candidates_of(methods, budgets, shape.is_causal, shape.longest, seed)
+    candidates = candidates_of(
+        methods, budgets, shape.is_causal, shape.longest, seed, is_rectangular=shape.is_rectangular
+    )
     table = measure(model, batches, candidates, shape.layers, max_error)
     chosen: dict[MethodConfig, list[Layer]] = {}
     for layer in shape.layers:
@@ -137,17 +141,20 @@ def candidates_of(
     is_causal: bool,
     longest: int,
     seed: int = 0,
+    *,
+    is_rectangular: bool = False,
 ) -> list[Candidate]:
     """Every method at every budget below the longest sequence, cheapest first; raises as `calibrate` does."""
     if methods is None:
         configs = [make_config(name, **values) for name, values in (_CAUSAL_METHODS if is_causal else _METHODS)]
+        configs = [config for config in configs if method_info(config.method).rectangular or not is_rectangular]
     else:
         if isinstance(methods, (str, MethodConfig)):
             methods = [methods]
         configs = [make_config(method) for method in methods]
         if not configs:
             raise UnsupportedAttentionError("methods is empty: leave it out for those that need no training")
-    check_methods(configs, is_causal)
+    check_methods(configs, is_causal, is_rectangular)
     sizes = sorted(set(_BUDGETS if budgets is None else budgets))
     for columns in sizes:
         if isinstance(columns, bool) or not isinstance(columns, int) or columns < 1:

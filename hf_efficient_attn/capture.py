@@ -18,7 +18,7 @@ from hf_efficient_attn.conversion import transformers_models
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.layers import Layer, in_order, layer_seed
 from hf_efficient_attn.methods.base import MethodConfig, get_method, learns
-from hf_efficient_attn.methods.call import causal_methods
+from hf_efficient_attn.methods.call import causal_methods, rectangular_methods
 
 _NAME = "efficient_attention_capture"
 
@@ -162,6 +162,7 @@ class Shape(NamedTuple):
     layers: tuple[Layer, ...]
     is_causal: bool
     longest: int
+    is_rectangular: bool
 
 
 def look(model: nn.Module, batch: "Mapping[str, Any] | Tensor") -> Shape:
@@ -179,10 +180,12 @@ def look(model: nn.Module, batch: "Mapping[str, Any] | Tensor") -> Shape:
             f"{type(model).__name__} has no numbered layers that compute their attention through Transformers' "
             "attention interface, so that no method can be put into them"
         )
-    return Shape(tuple(layers), any(causal for _, causal, _ in calls), max(keys for _, _, keys in calls))
+    is_rectangular = any(getattr(module, "is_rectangular", False) for module in model.modules())
+    is_causal, longest = any(causal for _, causal, _ in calls), max(keys for _, _, keys in calls)
+    return Shape(tuple(layers), is_causal, longest, is_rectangular)
 
 
-def check_methods(configs: Sequence[MethodConfig], is_causal: bool) -> None:
+def check_methods(configs: Sequence[MethodConfig], is_causal: bool, is_rectangular: bool = False) -> None:
     """That the methods have what a model needs, and learn nothing.
 
     Raises:
@@ -193,6 +196,11 @@ def check_methods(configs: Sequence[MethodConfig], is_causal: bool) -> None:
             raise UnsupportedAttentionError(
                 f"the model is a decoder and {config.method} has no causal form. Methods that have one: "
                 f"{', '.join(causal_methods())}"
+            )
+        if is_rectangular and not get_method(config.method).info.rectangular:
+            raise UnsupportedAttentionError(
+                f"the model has fewer keys than queries and {config.method} needs as many of each. Methods that do "
+                f"not: {', '.join(rectangular_methods())}"
             )
         if learns(config):
             raise UnsupportedAttentionError(

@@ -22,7 +22,7 @@ from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.layers import Layer, in_order, ranges
 from hf_efficient_attn.measure import use_threads
-from hf_efficient_attn.methods.base import MethodConfig, make_config
+from hf_efficient_attn.methods.base import MethodConfig, make_config, method_info
 from hf_efficient_attn.model_data import ModelData, make_room, positions_of
 from hf_efficient_attn.writing import replacing
 
@@ -69,7 +69,9 @@ def analyze(
             f"matrices of {shape.longest} x {shape.longest} take too long to decompose: give {_LONGEST} tokens or fewer"
         )
     configs = _default_methods(shape.is_causal) if methods is None else dict(methods)
-    check_methods(list(configs.values()), shape.is_causal)
+    if methods is None and shape.is_rectangular:
+        configs = {label: config for label, config in configs.items() if method_info(config.method).rectangular}
+    check_methods(list(configs.values()), shape.is_causal, shape.is_rectangular)
     budgets = sorted(set(budgets))
     if not configs or not budgets:
         raise UnsupportedAttentionError("give at least one method and one budget")

@@ -10,6 +10,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModel
 
 import hf_efficient_attn as hea
+from hf_efficient_attn import inspection
 from hf_efficient_attn.models.biggan import (
     BigGANConfig,
     BigGANModel,
@@ -600,3 +601,17 @@ def test_a_look_up_without_rounding():
     assert look_up(0.435, 51).share == pytest.approx(0.75)
     assert look_up(1.0, 51) == (50, 50, 1.0) and look_up(0.5, 3) == (1, 2, 1.0)
     assert all(max(look_up(1.0, n)[:2]) == n - 1 for n in range(2, 200))
+
+
+def test_calibrated_and_analyzed():
+    """By default with the methods that take fewer keys than queries."""
+    model = tiny()
+    batches = [inputs(truncation=truncation) for truncation in (0.4, 0.5, 0.6)]
+    config = hea.calibrate(model, batches, max_error=0.9, budgets=[8, 16])
+    assert config.named_layers() == [0] and config.for_layer(0).method != "longformer"
+    before = images(model)
+    assert not torch.equal(images(hea.convert(model, config)), before)
+    with pytest.raises(hea.UnsupportedAttentionError, match="fewer keys than queries and longformer"):
+        hea.calibrate(model, batches, max_error=0.9, methods=["longformer"], budgets=[8])
+    found = inspection.analyze(model, batches[:1], budgets=[8])
+    assert set(found["layers"][0]["errors"]) == {"kdeformer (near_field=window)", "nystromformer"}
