@@ -246,6 +246,19 @@ def test_files_as_the_authors_write_them(performer, tmp_path):
     assert (config.id2label, config.qk_scale, config.hidden_size) == (names, 0.1, 128)
 
 
+def test_a_thousand_classes_are_those_of_imagenet(tmp_path):
+    state = official(labels=1000)
+    torch.save(state, tmp_path / "thousand.pth")
+    convert_checkpoint(tmp_path / "thousand.pth", tmp_path / "out")
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    assert equal(model, convert_state_dict(state)[0])
+    assert (model.config.id2label[0], model.config.id2label[985]) == ("tench, Tinca tinca", "daisy")
+    assert model.config.label2id["daisy"] == 985
+    # A thousand classes of one's own keep their numbers where that is said.
+    config = convert_checkpoint(tmp_path / "thousand.pth", tmp_path / "own", num_labels=1000)
+    assert config.id2label[985] == "LABEL_985"
+
+
 def test_a_name_is_checked_against_the_tensors(tmp_path):
     torch.save(official(), tmp_path / "small.pth")
     with pytest.raises(ValueError, match=r"missing: t2t_vit.layers.2"):

@@ -30,6 +30,7 @@ _PARTS = {
 # key (models/token_performer.py, single_attn).
 _CUTS = {"qkv": ("q_proj", "k_proj", "v_proj"), "kqv": ("k_proj", "q_proj", "v_proj")}
 _HEAD_WIDTH = 64
+_IMAGENET = 1000
 
 
 def convert_state_dict(
@@ -123,7 +124,7 @@ def convert_checkpoint(
     """A checkpoint of the authors -> a folder with config, safetensors and image processor.
 
     It then loads with `T2TViTForImageClassification.from_pretrained(output)` and, once this package is imported, with
-    Transformers' Auto classes.
+    Transformers' Auto classes. A thousand classes are taken for ImageNet's, and get their names.
 
     Args:
         path: a .pth or .pth.tar file as the authors' main.py writes it, or a bare state dict. Nothing in it is run:
@@ -138,6 +139,7 @@ def convert_checkpoint(
         ValueError: an unknown name, or a file that does not hold the weights of such a model.
         FileNotFoundError: there is no such file.
     """
+    from hf_efficient_attn.models.biggan.sampling import imagenet_labels
     from hf_efficient_attn.models.t2t_vit.image_processing_t2t_vit import image_processor
     from hf_efficient_attn.models.t2t_vit.modeling_t2t_vit import T2TViTForImageClassification
 
@@ -146,6 +148,8 @@ def convert_checkpoint(
     if name is not None:
         same = {"num_labels": told.num_labels, "image_size": told.image_size}
         told = T2TViTConfig.from_name(name, **same)
+    if told.num_labels == _IMAGENET and not {"id2label", "num_labels"} & set(changes):
+        changes = {**changes, "id2label": dict(enumerate(imagenet_labels()))}
     if changes:
         labels = {} if "id2label" in changes else {"num_labels": told.num_labels}
         values = told.to_dict()
