@@ -150,6 +150,8 @@ def convert_checkpoint(
         told = T2TViTConfig.from_name(name, **same)
     if told.num_labels == _IMAGENET and not {"id2label", "num_labels"} & set(changes):
         changes = {**changes, "id2label": dict(enumerate(imagenet_labels()))}
+    if "id2label" in changes and "label2id" not in changes:
+        changes = {**changes, "label2id": {label: index for index, label in changes["id2label"].items()}}
     if changes:
         labels = {} if "id2label" in changes else {"num_labels": told.num_labels}
         values = told.to_dict()
