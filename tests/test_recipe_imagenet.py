@@ -740,6 +740,13 @@ def test_methods_are_compared_on_pictures_of_ones_own(tiny_t2t, colors, tmp_path
     ]  # fmt: skip
     # A budget of all tokens is exact attention.
     assert rows[2]["as exact"] == rows[0]["as exact"] == "1.0" and rows[2]["top-1"] == rows[0]["top-1"]
+    # A converted checkpoint is compared with exact attention too, not with itself.
+    hea.convert(model, "kdeformer", num_samples=2, block_size=2).save_pretrained(tmp_path / "model")
+    assert cli.run(tasks.app, [*arguments, "--layers", "t2t.0,1", "--csv", str(tmp_path / "again.csv")], "tasks") == 0
+    with (tmp_path / "again.csv").open(newline="") as file:
+        again = list(csv.DictReader(file))
+    assert [(row["top-1"], row["as exact"]) for row in again] == [(row["top-1"], row["as exact"]) for row in rows]
+    capsys.readouterr()
     assert cli.run(tasks.app, [*arguments, "--split", "no"], "tasks") == 2
     assert "has no split 'no'" in capsys.readouterr().err
     assert cli.run(tasks.app, [*arguments, "--layers", "t2t.2"], "tasks") == 2

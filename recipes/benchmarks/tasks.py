@@ -286,7 +286,8 @@ def classify(
     wanted, chosen = settings_of(method, setting, budget), None if layers is None else parse_layers(layers)
 
     def fresh():
-        return AutoModelForImageClassification.from_pretrained(model)
+        # Exact, whatever a converted checkpoint says of itself: its row is what all others are compared with.
+        return AutoModelForImageClassification.from_pretrained(model, attn_implementation="sdpa")
 
     try:
         with quiet_loading():
