@@ -2,13 +2,19 @@
 
 import hf_efficient_attn.methods
 from hf_efficient_attn import analysis, functional, integration, kernel, models
-from hf_efficient_attn.calibration import calibrate
 from hf_efficient_attn.conversion import convert, extend_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation.calibration import calibrate
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
+from hf_efficient_attn.methods import (
+    MethodConfig,
+    MethodInfo,
+    attention,
+    available_methods,
+    method_info,
+    naive_attention,
+)
 from hf_efficient_attn.methods.approx_kmv import ApproxKMVConfig
-from hf_efficient_attn.methods.base import MethodConfig, MethodInfo, available_methods, method_info
-from hf_efficient_attn.methods.call import attention, naive_attention
 from hf_efficient_attn.methods.eva import EvaConfig
 from hf_efficient_attn.methods.flurka_eva import FlurkaEvaConfig
 from hf_efficient_attn.methods.flurka_linear import FlurkaLinearConfig
@@ -22,9 +28,8 @@ from hf_efficient_attn.methods.nystromformer import NystromformerConfig
 from hf_efficient_attn.methods.performer import PerformerConfig
 from hf_efficient_attn.methods.reformer import ReformerConfig
 from hf_efficient_attn.methods.scatterbrain import ScatterbrainConfig
-from hf_efficient_attn.uptraining import UptrainingSchedule, uptraining_preset
-
-__version__ = "0.1.0"
+from hf_efficient_attn.training import UptrainingSchedule, uptraining_preset
+from hf_efficient_attn.version import __version__
 
 integration.register()
 models.register()
@@ -33,7 +38,7 @@ models.register()
 def __getattr__(name: str):
     # Trainer's callbacks take seconds to import.
     if name == "UptrainingCallback":
-        from hf_efficient_attn.uptraining.callback import UptrainingCallback
+        from hf_efficient_attn.training.callback import UptrainingCallback
 
         return UptrainingCallback
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,6 @@
 """`functional.<name>_attention` for every method, with its hyperparameters as keyword arguments."""
 
-from hf_efficient_attn.methods.base import available_methods
-from hf_efficient_attn.methods.call import functional_form
+from hf_efficient_attn.methods import available_methods, functional_form
 
 
 def __getattr__(name: str):

@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import DataCollatorWithPadding, get_linear_schedule_with_warmup
 
-from hf_efficient_attn.writing import replacing
+from hf_efficient_attn.io.writing import replacing
 from recipes import arguments, reporting, training
 from recipes.data import glue
 from recipes.glue import GlueArguments, load_model, load_rows, tokenize

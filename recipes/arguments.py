@@ -26,7 +26,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 import hf_efficient_attn as hea
 from hf_efficient_attn.cli import parse_layers, parse_methods
 from hf_efficient_attn.errors import unknown_name
-from hf_efficient_attn.writing import check_picture
+from hf_efficient_attn.io.writing import check_picture
 from recipes.reporting import METRICS, PICTURE
 
 STATE = "trainer_state.json"

@@ -34,7 +34,7 @@ from tqdm import tqdm
 from hf_efficient_attn.cli import Settings, main_of, parse_lengths, table
 from hf_efficient_attn.cli.common import split_list
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.writing import check_writable
+from hf_efficient_attn.io.writing import check_writable
 from recipes.benchmarks.report import Csv, Seed, Threads, check_outputs, write_csv
 from recipes.benchmarks.timing import UNSTEADY, use_threads
 from recipes.gan.features import FeatureNetwork

@@ -25,8 +25,8 @@ import typer
 from tqdm import tqdm
 
 from hf_efficient_attn.cli import main_of, table
-from hf_efficient_attn.demo import minilm_folder
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
+from hf_efficient_attn.evaluation.demo import minilm_folder
 from recipes.benchmarks.error import Data, data_folder
 from recipes.benchmarks.report import Csv, write_csv
 

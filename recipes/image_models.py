@@ -15,9 +15,9 @@ from transformers import (
 )
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.demo import quiet_loading
+from hf_efficient_attn.evaluation.demo import quiet_loading
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
-from hf_efficient_attn.methods.base import MethodConfig
+from hf_efficient_attn.methods import MethodConfig
 from hf_efficient_attn.models.t2t_vit import T2TViTConfig, image_processor
 from recipes.arguments import AttentionArguments
 from recipes.benchmarks.tasks import for_length

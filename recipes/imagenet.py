@@ -43,7 +43,7 @@ from transformers import (
     TrainerCallback,
 )
 
-from hf_efficient_attn.demo import quiet_loading
+from hf_efficient_attn.evaluation.demo import quiet_loading
 from recipes.arguments import AttentionArguments, RecipeArguments, main_of, parse
 from recipes.data.image_classes import class_indices, read_class_list
 from recipes.data.image_tensors import Evaluation, PictureDataset, Training

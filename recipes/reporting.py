@@ -18,7 +18,7 @@ from torch import nn
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.cli import table
-from hf_efficient_attn.writing import replacing
+from hf_efficient_attn.io.writing import replacing
 
 METRICS, PICTURE = "metrics.json", "learning_curve.png"
 

@@ -21,8 +21,8 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.conversion import position_offset
-from hf_efficient_attn.uptraining.callback import why_unfinished
+from hf_efficient_attn.conversion.positions import position_offset
+from hf_efficient_attn.training.callback import why_unfinished
 from recipes.arguments import STATE, AttentionArguments, RecipeArguments
 from recipes.benchmarks.memory import peak_bytes
 from recipes.reporting import about_run, switches_of, write_report

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, option, register, unregister
+from hf_efficient_attn.methods import Method, MethodConfig, MethodInfo, option, register, unregister
 from instances import Instance
 
 

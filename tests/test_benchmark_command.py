@@ -16,10 +16,12 @@ import transformers
 from typer.testing import CliRunner
 
 import hf_efficient_attn as hea
-from hf_efficient_attn import analysis, benchmark, calibration, capture, cli, comparison, inspection, measure, reading
+from hf_efficient_attn import analysis, cli
 from hf_efficient_attn.checkpoint.loading import quiet
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.model_data import ModelData, task_of
+from hf_efficient_attn.evaluation import analyze, benchmark, calibration, capture, comparison, timing
+from hf_efficient_attn.evaluation.data import ModelData, task_of
+from hf_efficient_attn.io import reading
 from hf_efficient_attn.models.t2t_vit import T2TViTConfig, T2TViTForImageClassification
 from tiny_models import SMALL, tiny_model
 
@@ -46,7 +48,7 @@ def tokenizer_for(family):
 @pytest.fixture(autouse=True)
 def _short(monkeypatch):
     """One call is timed, where otherwise calls are repeated for a tenth of a second."""
-    monkeypatch.setattr(measure, "_calls_to_time", lambda work: 1)
+    monkeypatch.setattr(timing, "_calls_to_time", lambda work: 1)
 
 
 @pytest.fixture(scope="module")
@@ -360,7 +362,7 @@ def test_peak_memory():
         x = torch.ones(4, 2**18)  # 4 MiB
         return (x + 1.0).relu_().sum()
 
-    assert [measure.peak_of(work) // 2**20 for _ in range(2)] == [8, 8]
+    assert [timing.peak_of(work) // 2**20 for _ in range(2)] == [8, 8]
 
 
 @pytest.mark.parametrize(
@@ -388,7 +390,7 @@ def test_peak_memory():
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_refused_before_anything_is_measured(arguments, said, made, text, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(measure, "paired", lambda *rest: pytest.fail("measured"))
+    monkeypatch.setattr(timing, "paired", lambda *rest: pytest.fail("measured"))
     monkeypatch.setattr(comparison, "paired", lambda *rest: pytest.fail("measured"))
     (tmp_path / "short.txt").write_text("w1 w2 w3")
     if "BART" in arguments:
@@ -524,7 +526,7 @@ def test_padding_does_not_count_in_an_analysis():
     padded = {"input_ids": torch.cat((ids, torch.full((1, 10), 7)), 1), "attention_mask": torch.ones(1, 50).long()}
     padded["attention_mask"][:, 40:] = 0
     options = {"methods": {"w": hea.LongformerConfig()}, "budgets": [9]}
-    short, long = (inspection.analyze(model, [batch], **options) for batch in ({"input_ids": ids}, padded))
+    short, long = (analyze.analyze(model, [batch], **options) for batch in ({"input_ids": ids}, padded))
     for one, other in zip(short["layers"], long["layers"], strict=True):
         for key in ("stable_rank", "head_to_tail"):
             assert one[key] == pytest.approx(other[key], rel=1e-4)
@@ -615,7 +617,7 @@ def test_analysis_refused(arguments, said, made, text, capsys):
 def test_too_long_for_an_analysis():
     model = tiny_model("llama")
     with pytest.raises(UnsupportedAttentionError, match="4096 tokens or fewer"):
-        inspection.analyze(model, [torch.zeros(1, 4097, dtype=torch.int64)])
+        analyze.analyze(model, [torch.zeros(1, 4097, dtype=torch.int64)])
 
 
 # texts and pictures

@@ -10,7 +10,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModel
 
 import hf_efficient_attn as hea
-from hf_efficient_attn import inspection
+from hf_efficient_attn.evaluation import analyze
 from hf_efficient_attn.models.biggan import (
     BigGANConfig,
     BigGANModel,
@@ -613,5 +613,5 @@ def test_calibrated_and_analyzed():
     assert not torch.equal(images(hea.convert(model, config)), before)
     with pytest.raises(hea.UnsupportedAttentionError, match="fewer keys than queries and longformer"):
         hea.calibrate(model, batches, max_error=0.9, methods=["longformer"], budgets=[8])
-    found = inspection.analyze(model, batches[:1], budgets=[8])
+    found = analyze.analyze(model, batches[:1], budgets=[8])
     assert set(found["layers"][0]["errors"]) == {"kdeformer (near_field=window)", "nystromformer"}

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from transformers import AutoModel
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.methods.base import learns
+from hf_efficient_attn.methods import learns
 from hf_efficient_attn.models.biggan import (
     BigGANConfig,
     BigGANModel,

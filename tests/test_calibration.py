@@ -9,8 +9,8 @@ import torch
 import transformers
 
 import hf_efficient_attn as hea
-from hf_efficient_attn import calibration, capture
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation import calibration, capture
 from tiny_models import tiny_batch, tiny_model
 
 

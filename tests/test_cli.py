@@ -11,8 +11,9 @@ import torch
 from typer.testing import CliRunner
 
 import hf_efficient_attn as hea
-from hf_efficient_attn import cli, demo
+from hf_efficient_attn import cli
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation import demo
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 

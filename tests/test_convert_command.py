@@ -18,10 +18,11 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import hf_efficient_attn as hea
-from hf_efficient_attn import checkpoint_conversion, cli
+from hf_efficient_attn import cli
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.checkpoint.loading import quiet
-from hf_efficient_attn.checkpoint_conversion import convert_checkpoint
+from hf_efficient_attn.conversion import checkpoint as checkpoint_conversion
+from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from tiny_models import DECODERS, FAMILIES, SMALL, output, tiny_batch, tiny_class, tiny_config, tiny_model
 
@@ -581,7 +582,8 @@ def slow(tensors, path, metadata=None):
     time.sleep(60)
 if sys.argv[1] == "slow":
     safetensors.torch.save_file = slow
-from hf_efficient_attn import checkpoint_conversion, cli
+from hf_efficient_attn import cli
+from hf_efficient_attn.conversion import checkpoint as checkpoint_conversion
 cli.main(sys.argv[2:])
 """
 

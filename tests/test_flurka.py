@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 import hf_efficient_attn as hea
 import test_promises as promises
-from hf_efficient_attn.methods.base import get_method
+from hf_efficient_attn.methods import get_method
 from hf_efficient_attn.ops.features import orthogonal_features
 from hf_efficient_attn.ops.projections import contraction
 from hf_efficient_attn.ops.random import normal

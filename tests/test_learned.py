@@ -10,7 +10,7 @@ import transformers
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.integration.learned import LearnedParameters
-from hf_efficient_attn.methods.base import get_method
+from hf_efficient_attn.methods import get_method
 from tiny_models import output, tiny_batch, tiny_class, tiny_config, tiny_model
 
 FAMILIES = ["bert", "roberta", "distilbert", "vit", "deit"]

@@ -7,7 +7,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import hf_efficient_attn as hea
 import test_promises as promises
-from hf_efficient_attn.methods.base import get_method
+from hf_efficient_attn.methods import get_method
 from instances import Instance, inputs, numbers, padding_mask, relative_error
 
 HEADS, WIDTH = 3, 8

@@ -10,7 +10,7 @@ import torch
 
 import hf_efficient_attn as hea
 from broken_methods import broken, correct
-from hf_efficient_attn.methods.base import Method, get_method, make_config, register
+from hf_efficient_attn.methods import Method, get_method, make_config, register
 from instances import DEFAULTS, INSTANCES, Instance, forms, inputs, padding_mask, relative_error
 
 FORMS = [pytest.param(i, c, id=f"{i}{'-causal' if c else ''}") for i, c in forms()]

@@ -11,7 +11,7 @@ from transformers.models.nystromformer.modeling_nystromformer import Nystromform
 
 import hf_efficient_attn as hea
 import test_promises as promises
-from hf_efficient_attn.methods.base import get_method
+from hf_efficient_attn.methods import get_method
 from hf_efficient_attn.ops import landmarks
 from hf_efficient_attn.ops.landmarks import attend_columns, masked_segments, segment_means
 from hf_efficient_attn.ops.pinv import DAMPING, damped_solve, iterative_pinv

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.integration.recurrent import NewKeys, StateLayer
-from hf_efficient_attn.methods.base import get_method
-from hf_efficient_attn.methods.call import naive_attention, step
+from hf_efficient_attn.methods import get_method, naive_attention, step
 from instances import INSTANCES, inputs, numbers, padding_mask, relative_error
 from tiny_models import DECODERS, METHODS, SMALL, output, tiny_batch, tiny_model
 

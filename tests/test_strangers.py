@@ -13,7 +13,7 @@ import transformers
 
 import converted
 import hf_efficient_attn as hea
-from hf_efficient_attn.checkpoint_conversion import convert_checkpoint
+from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
 from tiny_models import SMALL, output
 
 WORDS = " ".join(f"w{5 + 7 * i % 55}" for i in range(70))

@@ -17,7 +17,7 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.integration import attention as attention_module
 from hf_efficient_attn.integration import register
 from hf_efficient_attn.integration.exact import exact_layer
-from hf_efficient_attn.methods import base
+from hf_efficient_attn.methods._shared import base
 from hf_efficient_attn.methods.linear import LinearConfig
 from tiny_models import (
     DECODERS,

@@ -9,8 +9,8 @@ import transformers
 from transformers import Trainer, TrainingArguments
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.uptraining.schedule import Stage
-from hf_efficient_attn.uptraining.switch import learned_parameters, stands_in, switch
+from hf_efficient_attn.training.schedule import Stage
+from hf_efficient_attn.training.switch import learned_parameters, stands_in, switch
 from tiny_models import METHODS, SMALL, tiny_class, tiny_config, tiny_model
 
 TWO = [

@@ -35,7 +35,7 @@ from transformers.models.bert import modeling_bert  # noqa: F401 (imported befor
 from transformers.models.gpt2 import modeling_gpt2  # noqa: F401
 
 import hf_efficient_attn as hea
-import hf_efficient_attn.uptraining.callback
+import hf_efficient_attn.training.callback
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 TEXT = {"vocab_size": 60, "max_position_embeddings": 64, "pad_token_id": 1}

@@ -11,7 +11,7 @@ from hf_efficient_attn.checkpoint.values import refusing, short, walk
 from hf_efficient_attn.checkpoint.weights import Weights
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig, as_settings
-from hf_efficient_attn.methods.base import MethodConfig, available_methods, get_method
+from hf_efficient_attn.methods import MethodConfig, available_methods, get_method
 
 # How a model can be told to compute its attention: none of these fetches anything.
 _IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")

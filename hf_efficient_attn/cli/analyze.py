@@ -61,8 +61,8 @@ def analyze(
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """What attention is like in each layer and head, what methods lose there, and which layers should stay exact."""
-    from hf_efficient_attn.inspection import BUDGETS, analyze_checkpoint, draw_maps
-    from hf_efficient_attn.writing import check_folder, write_results
+    from hf_efficient_attn.evaluation.analyze import BUDGETS, analyze_checkpoint, draw_maps
+    from hf_efficient_attn.io.writing import check_folder, write_results
 
     if setting and not methods:
         raise UnsupportedAttentionError("--set: name the methods that it is for by --methods")

@@ -66,7 +66,7 @@ def benchmark(
     as_json: Json = False,
 ) -> None:
     """Time, memory and error of methods in your model on this machine, and the length at which they begin to pay."""
-    from hf_efficient_attn.benchmark import benchmark_checkpoint, check_place, write_benchmark
+    from hf_efficient_attn.evaluation.benchmark import benchmark_checkpoint, check_place, write_benchmark
 
     if setting and not methods:
         raise UnsupportedAttentionError("--set: name the methods that it is for by --methods")

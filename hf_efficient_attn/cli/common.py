@@ -11,7 +11,7 @@ import typer
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods.base import MethodConfig, make_config
+from hf_efficient_attn.methods import MethodConfig, make_config
 
 app = typer.Typer(
     name="hf-efficient-attn", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,

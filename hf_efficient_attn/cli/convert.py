@@ -56,7 +56,7 @@ def convert(
     Exit status: 0 done, 1 reading, writing or the network failed, 2 refused, 130 interrupted. The output folder appears
     when all is done, or not at all.
     """
-    from hf_efficient_attn.checkpoint_conversion import convert_checkpoint
+    from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
 
     if (method is None) == (config is None):
         raise UnsupportedAttentionError("give --method NAME, or --config FILE in its place")

@@ -7,7 +7,7 @@ import typer
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.cli.common import Json, app, print_json, table
-from hf_efficient_attn.methods.base import MethodInfo
+from hf_efficient_attn.methods import MethodInfo
 
 
 def _describe(info: MethodInfo) -> dict[str, Any]:

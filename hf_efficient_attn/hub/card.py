@@ -212,7 +212,7 @@ def _taken_apart(text: str) -> tuple[str, str, dict[str, Any]] | None:
 
 def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """The user's keys, then the card's; a licence, task or language that the user gave and we do not know stays."""
-    from hf_efficient_attn.methods.base import available_methods
+    from hf_efficient_attn.methods import available_methods
 
     tags = [tag for tag in old.get("tags") or () if tag not in (*TAGS, *available_methods())]
     merged = {key: value for key, value in old.items() if key not in ("tags", "model-index")}

@@ -14,7 +14,7 @@ from typing import Any
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
-from hf_efficient_attn.methods.base import available_methods
+from hf_efficient_attn.methods import available_methods
 
 # A tokenizer may take megabytes; these files never do.
 LARGEST = 16 * 2**20

@@ -8,7 +8,7 @@ from hf_efficient_attn.hub.facts import AGREEMENTS, EXACT, TASKS, Benchmark, Fac
 from hf_efficient_attn.hub.markdown import Raw, code, escape, shell, table, words
 from hf_efficient_attn.integration.layers import ranges
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
-from hf_efficient_attn.methods.base import MethodConfig, method_info
+from hf_efficient_attn.methods import MethodConfig, method_info
 from hf_efficient_attn.models import auto_class, model_type
 
 # Stands in the examples until the checkpoint has a name on the hub.

@@ -24,7 +24,7 @@ A model or config that names none of our methods passes through all of them unch
 
 from hf_efficient_attn.integration.imports import after_import
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
-from hf_efficient_attn.methods.base import available_methods
+from hf_efficient_attn.methods import available_methods
 
 __all__ = ["EfficientAttentionConfig", "register"]
 

@@ -13,8 +13,7 @@ from hf_efficient_attn.integration.layers import Layer, layer_of, layer_seed
 from hf_efficient_attn.integration.learned import learned_tensors
 from hf_efficient_attn.integration.recurrent import NewKeys, state_layer_of
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
-from hf_efficient_attn.methods.base import get_method
-from hf_efficient_attn.methods.call import attention
+from hf_efficient_attn.methods import attention, get_method
 
 # Arguments that change what attention means and that no method here can honour.
 _MEANINGFUL = (

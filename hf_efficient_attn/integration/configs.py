@@ -7,7 +7,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig, Stored, as_settings
-from hf_efficient_attn.methods.base import available_methods
+from hf_efficient_attn.methods import available_methods
 
 logger = logging.get_logger(__name__)
 

@@ -15,7 +15,7 @@ from hf_efficient_attn.integration.attention import place_of, refuse_arguments, 
 from hf_efficient_attn.integration.layers import layer_seed
 from hf_efficient_attn.integration.learned import learned_tensors
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
-from hf_efficient_attn.methods.base import MethodConfig, available_methods, get_method
+from hf_efficient_attn.methods import MethodConfig, available_methods, get_method
 from hf_efficient_attn.ops.random import draw_seed
 
 

@@ -17,7 +17,7 @@ from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.learned import LearnedParameters
 from hf_efficient_attn.integration.recurrent import StateLayer, is_recurrent
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
-from hf_efficient_attn.methods.base import available_methods
+from hf_efficient_attn.methods import available_methods
 
 
 def extend_models() -> None:

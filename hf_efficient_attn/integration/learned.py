@@ -19,7 +19,7 @@ from transformers import initialization
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods.base import MethodConfig, get_method, learns
+from hf_efficient_attn.methods import MethodConfig, get_method, learns
 
 # Free of "attention.key" and the like: Transformers renames such parts of the keys of some checkpoints on loading.
 NAME = "learned_parameters"

@@ -19,8 +19,7 @@ from hf_efficient_attn.integration.attention import (
 from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.layers import in_order, layer_of
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
-from hf_efficient_attn.methods.base import MethodConfig, available_methods, get_method
-from hf_efficient_attn.methods.call import causal_methods, rectangular_methods
+from hf_efficient_attn.methods import MethodConfig, available_methods, causal_methods, get_method, rectangular_methods
 
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "num_decoder_layers", "encoder_layers", "decoder_layers")
 _CROSS = ("cross", "encdec", "enc_dec", "encoder_attn")
@@ -29,6 +28,23 @@ _CROSS = ("cross", "encdec", "enc_dec", "encoder_attn")
 def models_in(module: nn.Module) -> list[PreTrainedModel]:
     """The model itself and those inside it, outermost first."""
     return [m for m in module.modules() if isinstance(m, PreTrainedModel)]
+
+
+def transformers_models(model: nn.Module) -> list:
+    """The model, or the outermost Transformers models inside it."""
+    if isinstance(model, PreTrainedModel):
+        return [model]
+    found: list = []
+    waiting = [model] if isinstance(model, nn.Module) else []
+    while waiting:
+        module = waiting.pop()
+        if isinstance(module, PreTrainedModel):
+            found.append(module)
+        else:
+            waiting += list(module.children())
+    if not found:
+        raise UnsupportedAttentionError(f"a {type(model).__name__} holds no Transformers model (a PreTrainedModel)")
+    return found
 
 
 def configs_of(model: nn.Module) -> list[PreTrainedConfig]:

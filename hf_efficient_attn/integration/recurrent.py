@@ -22,8 +22,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods.base import MethodConfig, get_method
-from hf_efficient_attn.methods.call import absorb, attention, step
+from hf_efficient_attn.methods import MethodConfig, absorb, attention, get_method, step
 from hf_efficient_attn.ops.random import draw_seed
 
 # `crop` took the length that should remain in Transformers 5.12, and takes minus the number of tokens to remove since.

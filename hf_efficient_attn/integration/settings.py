@@ -6,7 +6,7 @@ from typing import Any
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.integration.layers import Layer, check_layer, in_order
-from hf_efficient_attn.methods.base import MethodConfig, get_method, make_config
+from hf_efficient_attn.methods import MethodConfig, get_method, make_config
 
 FORMAT_VERSION = 1
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hf_efficient_attn import kernel
-from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, option, register
+from hf_efficient_attn.methods._shared.base import Method, MethodConfig, MethodInfo, option, register
 from hf_efficient_attn.ops import kde
 from hf_efficient_attn.ops.exact import exact_attention
 from hf_efficient_attn.ops.near_far import dense_attention
@@ -240,7 +240,7 @@ def _attend(head, config: ApproxKMVConfig, query, key, value, mask, scale: float
 
 
 def attend(config: ApproxKMVConfig, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
-    """Fast form; arguments as in `hf_efficient_attn.methods.call`."""
+    """Fast form; arguments as in `hf_efficient_attn.methods._shared.call`."""
     return _attend(_head, config, query, key, value, mask, scale, dropout_p, seed)
 
 

@@ -42,7 +42,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, option, register
+from hf_efficient_attn.methods._shared.base import Method, MethodConfig, MethodInfo, option, register
 from hf_efficient_attn.ops.blocks import ceil_div, inverse, over_heads, take, valid_first
 from hf_efficient_attn.ops.causal import attend_block_and_previous, attend_segments, left_segments, merge_rows
 from hf_efficient_attn.ops.exact import exact_attention, exact_last_rows
@@ -146,7 +146,7 @@ def _noise(config: EvaConfig, chunks: int, shape, seed, stream: int, query: Tens
 def attend(
     config: EvaConfig, query, key, value, *, mask, is_causal, scale, dropout_p, seed, parameters=None, query_mask="keys"
 ) -> Tensor:
-    """Fast form; arguments as in `hf_efficient_attn.methods.call`.
+    """Fast form; arguments as in `hf_efficient_attn.methods._shared.call`.
 
     Args:
         query_mask: bool (B, Nq), which queries count and have an output, or None for all of them, where they are not

@@ -5,7 +5,7 @@ never written out: `hf_efficient_attn.methods.eva` gives the sums that they have
 each key of the window and one for each chunk of the other rows, all in one softmax. Which equation is which line:
 
 - E1 K and E2 V of Eq. 2 (with W_K and W_V before or after them) are `attend_hidden` and `attend` of
-  `hf_efficient_attn.methods.flurka`;
+  `hf_efficient_attn.methods._shared.flurka`;
 - phi(Q) (phi(E1 K)^T E2 V) is EVA's own attention of N queries to these P rows.
 
 The rows are no tokens, and have no queries of their own. A table starts from means of P segments, so that row p stands
@@ -19,8 +19,15 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, get_method, option, register
-from hf_efficient_attn.methods.flurka import LEARNED, FlurkaConfig, attend, attend_hidden, naive, start_parameters
+from hf_efficient_attn.methods._shared.base import Method, MethodConfig, MethodInfo, get_method, option, register
+from hf_efficient_attn.methods._shared.flurka import (
+    LEARNED,
+    FlurkaConfig,
+    attend,
+    attend_hidden,
+    naive,
+    start_parameters,
+)
 from hf_efficient_attn.ops.projections import STARTS_FROM
 
 

@@ -1,14 +1,21 @@
 """FLuRKA with the kernel of the linear transformer: keys and values contracted to P rows, features elu(x) + 1.
 
 Gupta et al. 2023, Eq. 2, with phi of Katharopoulos et al. 2020, and their normalisation, phi(q) . sum_j phi(k_j) over
-the rows. What departs from the paper is said in `hf_efficient_attn.methods.flurka`.
+the rows. What departs from the paper is said in `hf_efficient_attn.methods._shared.flurka`.
 """
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hf_efficient_attn.methods.base import Method, MethodInfo, register
-from hf_efficient_attn.methods.flurka import LEARNED, FlurkaConfig, attend, attend_hidden, naive, start_parameters
+from hf_efficient_attn.methods._shared.base import Method, MethodInfo, register
+from hf_efficient_attn.methods._shared.flurka import (
+    LEARNED,
+    FlurkaConfig,
+    attend,
+    attend_hidden,
+    naive,
+    start_parameters,
+)
 from hf_efficient_attn.ops.projections import STARTS_FROM
 
 

@@ -2,14 +2,21 @@
 
 Gupta et al. 2023, Eq. 2, with phi of Choromanski et al. 2021, and their normalisation, phi(q) . sum_j phi(k_j) over the
 rows. As the features grow in number it becomes the Linformer's softmax over the rows. What departs from the paper is
-said in `hf_efficient_attn.methods.flurka`.
+said in `hf_efficient_attn.methods._shared.flurka`.
 """
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, get_method, option, register
-from hf_efficient_attn.methods.flurka import LEARNED, FlurkaConfig, attend, attend_hidden, naive, start_parameters
+from hf_efficient_attn.methods._shared.base import Method, MethodConfig, MethodInfo, get_method, option, register
+from hf_efficient_attn.methods._shared.flurka import (
+    LEARNED,
+    FlurkaConfig,
+    attend,
+    attend_hidden,
+    naive,
+    start_parameters,
+)
 from hf_efficient_attn.ops.projections import STARTS_FROM
 
 

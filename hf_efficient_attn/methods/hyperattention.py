@@ -11,8 +11,8 @@ version: m columns, each with weight (number of keys) / m for the queries whose 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hf_efficient_attn.methods.base import Method, MethodInfo, register
-from hf_efficient_attn.methods.near_far import NearFarConfig, attend, decode, naive
+from hf_efficient_attn.methods._shared.base import Method, MethodInfo, register
+from hf_efficient_attn.methods._shared.sampled_keys import NearFarConfig, attend, decode, naive
 
 
 @dataclass(frozen=True, kw_only=True)

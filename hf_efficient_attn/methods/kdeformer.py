@@ -26,8 +26,8 @@ Which equation is which line, and where this departs from the paper:
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hf_efficient_attn.methods.base import Method, MethodInfo, option, register
-from hf_efficient_attn.methods.near_far import NearFarConfig, attend, decode, naive
+from hf_efficient_attn.methods._shared.base import Method, MethodInfo, option, register
+from hf_efficient_attn.methods._shared.sampled_keys import NearFarConfig, attend, decode, naive
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout, elu
 
-from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, Recurrence, option, register
+from hf_efficient_attn.methods._shared.base import Method, MethodConfig, MethodInfo, Recurrence, option, register
 from hf_efficient_attn.ops.blocks import may_walk, over_heads, pad_to_blocks
 from hf_efficient_attn.ops.partial import accumulator, exp_
 from hf_efficient_attn.ops.scan import exclusive_prefix_sum, running_sum
@@ -62,7 +62,7 @@ def _key_features(key: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
-    """Fast form; arguments as in `hf_efficient_attn.methods.call`."""
+    """Fast form; arguments as in `hf_efficient_attn.methods._shared.call`."""
 
     def some_heads(query, key, value, mask, out=None):
         dtype = value.dtype
@@ -181,14 +181,14 @@ class LinearState(NamedTuple):
 
 
 def absorb(config, state: LinearState | None, key, value, *, mask, scale, seed) -> LinearState:
-    """See `hf_efficient_attn.methods.base.Recurrence`."""
+    """See `hf_efficient_attn.methods._shared.base.Recurrence`."""
     phi = _key_features(key, None if mask is None else mask[:, None])
     products, norm = phi.transpose(2, 3) @ value.to(phi.dtype), phi.sum(2)
     return LinearState(products, norm) if state is None else LinearState(state.products + products, state.norm + norm)
 
 
 def read(config, state: LinearState, query, *, scale, dropout_p, seed) -> Tensor:
-    """See `hf_efficient_attn.methods.base.Recurrence`; Eq. 20."""
+    """See `hf_efficient_attn.methods._shared.base.Recurrence`; Eq. 20."""
     phi = _query_features(query, scale)
     total = phi @ state.norm.unsqueeze(-1)
     phi = dropout(phi, dropout_p) if dropout_p else phi
@@ -196,7 +196,7 @@ def read(config, state: LinearState, query, *, scale, dropout_p, seed) -> Tensor
 
 
 def resume(config, state: LinearState, query, key, value, *, mask, scale, dropout_p, seed) -> Tensor:
-    """See `hf_efficient_attn.methods.base.Recurrence`; `_causal` with sums that do not begin at 0."""
+    """See `hf_efficient_attn.methods._shared.base.Recurrence`; `_causal` with sums that do not begin at 0."""
 
     def some_heads(query, key, value, mask, products, norm):
         if not dropout_p and may_walk(query, key, value, products, norm):

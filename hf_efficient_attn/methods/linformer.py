@@ -22,7 +22,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, option, register
+from hf_efficient_attn.methods._shared.base import Method, MethodConfig, MethodInfo, option, register
 from hf_efficient_attn.ops.exact import key_bias
 from hf_efficient_attn.ops.landmarks import attend_columns
 from hf_efficient_attn.ops.partial import accumulator
@@ -89,7 +89,7 @@ def _tables(config: LinformerConfig, columns: int, parameters: dict[str, Tensor]
 
 
 def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed, parameters) -> Tensor:
-    """Fast form; arguments as in `hf_efficient_attn.methods.call`."""
+    """Fast form; arguments as in `hf_efficient_attn.methods._shared.call`."""
     (batch, heads, columns), wide = key.shape[:3], accumulator(query.dtype)
     both = contractions(_tables(config, columns, parameters), mask, columns, wide)
     bias = key_bias(shown_rows(both, batch), wide).repeat_interleave(heads, 0)

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, option, register
+from hf_efficient_attn.methods._shared.base import Method, MethodConfig, MethodInfo, option, register
 from hf_efficient_attn.ops.blocks import over_heads, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.exact import exact_attention, key_bias
 from hf_efficient_attn.ops.near_far import dense_attention
@@ -38,7 +38,7 @@ class LongformerConfig(MethodConfig):
 
 
 def attend_window(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
-    """Fast form; arguments as in `hf_efficient_attn.methods.call`."""
+    """Fast form; arguments as in `hf_efficient_attn.methods._shared.call`."""
     options = {"scale": scale, "dropout_p": dropout_p}
     if key.shape[2] <= config.window_size + 1:
         flat_mask = None if mask is None else mask.repeat_interleave(query.shape[1], 0)

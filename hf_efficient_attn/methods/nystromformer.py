@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn.functional import conv2d
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, option, register
+from hf_efficient_attn.methods._shared.base import Method, MethodConfig, MethodInfo, option, register
 from hf_efficient_attn.ops.blocks import inverse, take, valid_first
 from hf_efficient_attn.ops.exact import exact_attention, key_bias
 from hf_efficient_attn.ops.landmarks import attend_columns, masked_segments, segment_means
@@ -83,7 +83,7 @@ def start_parameters(config: NystromformerConfig, *, heads: int, width: int, val
 
 
 def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed, parameters=None) -> Tensor:
-    """Fast form; arguments as in `hf_efficient_attn.methods.call`."""
+    """Fast form; arguments as in `hf_efficient_attn.methods._shared.call`."""
     shape = query.shape[:2]
     kernel = _kernel(config, query, key, parameters or {})
     flat = tuple(x.flatten(0, 1) for x in (query, key, value))

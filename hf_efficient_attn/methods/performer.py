@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout
 
-from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, Recurrence, option, register
+from hf_efficient_attn.methods._shared.base import Method, MethodConfig, MethodInfo, Recurrence, option, register
 from hf_efficient_attn.ops.blocks import may_walk, over_heads, pad_to_blocks
 from hf_efficient_attn.ops.exact import key_bias
 from hf_efficient_attn.ops.features import key_state, read_state, softmax_features
@@ -62,7 +62,7 @@ def _scaled_key(key, value, mask, scale) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
-    """Fast form; arguments as in `hf_efficient_attn.methods.call`."""
+    """Fast form; arguments as in `hf_efficient_attn.methods._shared.call`."""
     features = softmax_features(config.num_features, query.shape[-1], seed, query.device)
 
     def walk(query, key, value, mask, out=None):
@@ -194,7 +194,7 @@ def _own_chunk(query, key, value, bias, features, dropout_p: float) -> Partial:
 
 
 def absorb(config, state: Partial | None, key, value, *, mask, scale, seed) -> Partial:
-    """See `hf_efficient_attn.methods.base.Recurrence`: the state is the partial of the features, (B, H, F, .)."""
+    """See `Recurrence`: the state is the partial of the features, (B, H, F, .)."""
     features = softmax_features(config.num_features, key.shape[-1], seed, key.device)
     flat_mask = None if mask is None else mask.repeat_interleave(key.shape[1], 0)
     keys, values, bias = _scaled_key(key.flatten(0, 1), value.flatten(0, 1), flat_mask, scale)
@@ -210,7 +210,7 @@ def absorb(config, state: Partial | None, key, value, *, mask, scale, seed) -> P
 
 
 def read(config, state: Partial, query, *, scale, dropout_p, seed) -> Tensor:
-    """See `hf_efficient_attn.methods.base.Recurrence`; `read_state` in plain products, faster for a few queries."""
+    """See `Recurrence`; `read_state` in plain products, faster for a few queries."""
     features = softmax_features(config.num_features, query.shape[-1], seed, query.device)
     query = _scaled_query(query, scale)
     # A state of no token has an output of 0 whatever the weights.
@@ -220,7 +220,7 @@ def read(config, state: Partial, query, *, scale, dropout_p, seed) -> Tensor:
 
 
 def resume(config, state: Partial, query, key, value, *, mask, scale, dropout_p, seed) -> Tensor:
-    """See `hf_efficient_attn.methods.base.Recurrence`; `_causal` with something before the first chunk."""
+    """See `Recurrence`; `_causal` with something before the first chunk."""
     features = softmax_features(config.num_features, query.shape[-1], seed, query.device)
 
     def some_heads(query, key, value, mask, out, lse):

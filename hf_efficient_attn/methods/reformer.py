@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, option, register
+from hf_efficient_attn.methods._shared.base import Method, MethodConfig, MethodInfo, option, register
 from hf_efficient_attn.ops.exact import exact_attention
 from hf_efficient_attn.ops.lsh_rounds import Rounds, dense_pairs, plan_rounds, rounds_attention
 from hf_efficient_attn.ops.near_far import dense_attention
@@ -84,7 +84,7 @@ def _prepare(config: ReformerConfig, query, key, value, mask, seed) -> tuple[Ten
 
 
 def attend(config: ReformerConfig, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
-    """Fast form; arguments as in `hf_efficient_attn.methods.call`."""
+    """Fast form; arguments as in `hf_efficient_attn.methods._shared.call`."""
     shape, shared = query.shape[:2], config.shared_query_key
     if key.shape[2] <= 2 * config.block_size * config.num_hashes and not shared:
         mask = None if mask is None else mask.repeat_interleave(shape[1], 0)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods.base import Method, MethodConfig, MethodInfo, option, register
+from hf_efficient_attn.methods._shared.base import Method, MethodConfig, MethodInfo, option, register
 from hf_efficient_attn.ops.blocks import ceil_div, inverse, over_heads, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.causal import attend_block_and_previous
 from hf_efficient_attn.ops.exact import exact_attention, key_bias
@@ -108,7 +108,7 @@ def _plan(config: ScatterbrainConfig, query: Tensor, key: Tensor, mask: Tensor |
 def attend_near_and_far(
     config: ScatterbrainConfig, query, key, value, *, mask, is_causal, scale, dropout_p, seed
 ) -> Tensor:
-    """Fast form; arguments as in `hf_efficient_attn.methods.call`."""
+    """Fast form; arguments as in `hf_efficient_attn.methods._shared.call`."""
     shape, options = query.shape[:2], {"scale": scale, "dropout_p": dropout_p}
     flat_mask = None if mask is None else mask.repeat_interleave(shape[1], 0)
     query, key, value = (x.flatten(0, 1) for x in (query, key, value))

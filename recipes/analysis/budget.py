@@ -32,11 +32,11 @@ from torch.utils.benchmark import timer
 from tqdm import tqdm
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.analysis import attention_error, exact_output
 from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods.base import MethodConfig
-from hf_efficient_attn.writing import replacing
+from hf_efficient_attn.evaluation.metrics import attention_error, exact_output
+from hf_efficient_attn.io.writing import replacing
+from hf_efficient_attn.methods import MethodConfig
 from recipes.analysis.inputs import glove_vectors
 from recipes.benchmarks.counting import attend, operations
 from recipes.benchmarks.error import Activation, Data, curves, data_folder, exact_outputs, mean_error

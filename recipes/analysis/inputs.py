@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.demo import minilm_folder, quiet_loading
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation.demo import minilm_folder, quiet_loading
 from recipes.benchmarks.error import Activation, capture, there
 from recipes.benchmarks.tasks import xquad_articles
 

@@ -26,10 +26,10 @@ import torch
 import typer
 from tqdm import tqdm
 
-from hf_efficient_attn.analysis import head_to_tail, order_statistics_ratio
 from hf_efficient_attn.cli import main_of, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.writing import replacing
+from hf_efficient_attn.evaluation.metrics import head_to_tail, order_statistics_ratio
+from hf_efficient_attn.io.writing import replacing
 from recipes.analysis.inputs import load_text_model, squad_texts, text_activations
 from recipes.benchmarks.error import Activation, Data, data_folder
 from recipes.benchmarks.report import Csv, Plot, check_outputs, write_csv

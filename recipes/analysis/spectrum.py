@@ -28,11 +28,11 @@ import typer
 from torch import Tensor
 from tqdm import tqdm
 
-from hf_efficient_attn.analysis import residual_matrix, singular_values, softmax_matrix
 from hf_efficient_attn.cli import Settings, main_of, parse_methods, split_list, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods.base import MethodConfig
-from hf_efficient_attn.writing import replacing
+from hf_efficient_attn.evaluation.metrics import residual_matrix, singular_values, softmax_matrix
+from hf_efficient_attn.io.writing import replacing
+from hf_efficient_attn.methods import MethodConfig
 from recipes.analysis.inputs import glove_vectors
 from recipes.benchmarks.error import Data, data_folder, deit_activations
 from recipes.benchmarks.report import Csv, Plot, check_outputs, write_csv

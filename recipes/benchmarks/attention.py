@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods.base import MethodConfig, method_info
+from hf_efficient_attn.methods import MethodConfig, method_info
 from recipes.benchmarks.memory import EXACT, extra_memory, make_inputs, run_once
 from recipes.benchmarks.report import Check, Csv, Plot, Rounds, Seed, Threads, Verdict, check_outputs, conclude, write
 from recipes.benchmarks.timing import UNSTEADY, Timing, paired, use_threads

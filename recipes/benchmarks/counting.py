@@ -22,7 +22,7 @@ from torch.utils import flop_counter
 from torch.utils.flop_counter import FlopCounterMode
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.methods.base import MethodConfig
+from hf_efficient_attn.methods import MethodConfig
 
 
 class Operations(NamedTuple):

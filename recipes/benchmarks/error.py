@@ -32,10 +32,10 @@ from tqdm import tqdm
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.cli import Settings, label, main_of, parse_lengths, parse_methods, table
-from hf_efficient_attn.demo import minilm_folder, quiet_loading
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods.base import MethodConfig
-from hf_efficient_attn.writing import replacing
+from hf_efficient_attn.evaluation.demo import minilm_folder, quiet_loading
+from hf_efficient_attn.io.writing import replacing
+from hf_efficient_attn.methods import MethodConfig
 from recipes.benchmarks.report import Check, Csv, Plot, Verdict, check_outputs, conclude, write_csv
 from recipes.data.image_tensors import Norm, centre_square, to_tensor
 from recipes.data.images import decode

@@ -66,7 +66,7 @@ from tqdm import tqdm
 import hf_efficient_attn as hea
 from hf_efficient_attn.cli import main_of, split_list, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods.base import MethodConfig, make_config
+from hf_efficient_attn.methods import MethodConfig, make_config
 from recipes.benchmarks.memory import EXACT
 from recipes.benchmarks.report import (
     Check,

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.measure import peak_bytes
-from hf_efficient_attn.methods.base import MethodConfig, method_info
+from hf_efficient_attn.evaluation.timing import peak_bytes
+from hf_efficient_attn.methods import MethodConfig, method_info
 
 EXACT = "sdpa"
 

@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods.base import MethodConfig, method_info
+from hf_efficient_attn.methods import MethodConfig, method_info
 from recipes.benchmarks.counting import Operations, attend, count
 from recipes.benchmarks.report import Csv, Rounds, Threads, check_outputs, write_csv
 from recipes.benchmarks.timing import UNSTEADY, paired, use_threads

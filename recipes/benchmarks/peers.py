@@ -45,7 +45,7 @@ from tqdm import tqdm
 import hf_efficient_attn as hea
 from hf_efficient_attn.cli import label, main_of, parse_lengths, split_list, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods.base import MethodConfig, get_method
+from hf_efficient_attn.methods import MethodConfig, get_method
 from recipes.benchmarks.memory import make_inputs, run_once
 from recipes.benchmarks.report import (
     Check,

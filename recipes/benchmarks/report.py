@@ -9,7 +9,7 @@ import typer
 
 from hf_efficient_attn.cli import table
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.writing import check_picture, check_writable, replacing
+from hf_efficient_attn.io.writing import check_picture, check_writable, replacing
 
 Check = Annotated[bool, typer.Option("--check", help="Compare with the goals; exit status 1 when one is missed.")]
 Csv = Annotated[pathlib.Path | None, typer.Option(metavar="FILE", help="Write the figures.")]

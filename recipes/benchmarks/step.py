@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods, table
-from hf_efficient_attn.methods.base import MethodConfig, method_info
+from hf_efficient_attn.methods import MethodConfig, method_info
 from recipes.benchmarks.memory import EXACT, peak_bytes
 from recipes.benchmarks.report import Csv, Plot, Rounds, Threads, check_outputs, write
 from recipes.benchmarks.timing import UNSTEADY, paired, use_threads

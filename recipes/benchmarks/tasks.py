@@ -31,10 +31,10 @@ from tqdm import tqdm
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.cli import Settings, label, main_of, parse_lengths, parse_methods, table
-from hf_efficient_attn.demo import minilm_folder, quiet_loading
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation.demo import minilm_folder, quiet_loading
 from hf_efficient_attn.integration.layers import parse_layers
-from hf_efficient_attn.methods.base import MethodConfig
+from hf_efficient_attn.methods import MethodConfig
 from recipes.benchmarks import error
 from recipes.benchmarks.error import Data, data_folder, there
 from recipes.benchmarks.report import Csv, check_outputs, write_csv

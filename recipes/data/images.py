@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 from hf_efficient_attn.errors import unknown_name
-from hf_efficient_attn.reading import decode
+from hf_efficient_attn.io.reading import decode
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm")
 TRAIN_SPLITS = ("train", "training")

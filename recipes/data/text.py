@@ -18,8 +18,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import DataCollatorForLanguageModeling, TrainerCallback
 
-from hf_efficient_attn.reading import json_rows, read_text
-from hf_efficient_attn.reading import special_tokens as special_tokens
+from hf_efficient_attn.io.reading import json_rows, read_text
+from hf_efficient_attn.io.reading import special_tokens as special_tokens
 
 IGNORED = -100  # the label of a token that counts in no loss, as in Transformers
 TEXT_SUFFIXES = (".txt", ".txt.gz")

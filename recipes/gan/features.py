@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from hf_efficient_attn.cli import main_of
-from hf_efficient_attn.demo import quiet_loading
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation.demo import quiet_loading
 from recipes.benchmarks.error import Data, data_folder
 from recipes.benchmarks.timing import use_threads
 from recipes.gan import digits

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.writing import replacing
+from hf_efficient_attn.io.writing import replacing
 
 
 class Gaussian(NamedTuple):

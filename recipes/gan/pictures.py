@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.writing import replacing
+from hf_efficient_attn.io.writing import replacing
 
 _NAMES = 12  # pixels of a letter's line
 

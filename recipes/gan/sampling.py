@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.capture import watching
 from hf_efficient_attn.cli import parse_methods
-from hf_efficient_attn.demo import quiet_loading
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods.base import MethodConfig, method_info
+from hf_efficient_attn.evaluation.capture import watching
+from hf_efficient_attn.evaluation.demo import quiet_loading
+from hf_efficient_attn.methods import MethodConfig, method_info
 from recipes.benchmarks.counting import Operations, count
 from recipes.benchmarks.tasks import for_length
 from recipes.benchmarks.timing import Timing, paired

@@ -32,8 +32,8 @@ from tqdm import tqdm
 
 from hf_efficient_attn.cli import main_of
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.io.writing import replacing
 from hf_efficient_attn.models.biggan import BigGANConfig, BigGANModel
-from hf_efficient_attn.writing import replacing
 from recipes.benchmarks.error import Data, data_folder
 from recipes.benchmarks.timing import use_threads
 from recipes.gan import digits

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.layers import layer_seed
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
-from hf_efficient_attn.methods.base import MethodConfig, get_method, learns
-from hf_efficient_attn.methods.call import attention, rectangular_methods
+from hf_efficient_attn.methods import MethodConfig, attention, get_method, learns, rectangular_methods
 from hf_efficient_attn.models.biggan.attention import attend
 
 _PACKAGE = "pytorch_pretrained_biggan"

@@ -18,14 +18,21 @@ from transformers.pytorch_utils import ALL_LAYERNORM_LAYERS
 from transformers.trainer_pt_utils import get_parameter_names
 from transformers.utils import logging
 
-from hf_efficient_attn.conversion import convert, transformers_models
+from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.learned import NAME, LearnedParameters, learned_of
-from hf_efficient_attn.integration.models import attention_modules, configs_of, drop_learned, prepare, restore
+from hf_efficient_attn.integration.models import (
+    attention_modules,
+    configs_of,
+    drop_learned,
+    prepare,
+    restore,
+    transformers_models,
+)
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
-from hf_efficient_attn.methods.base import get_method
-from hf_efficient_attn.uptraining.schedule import EXACT, Stage
+from hf_efficient_attn.methods import get_method
+from hf_efficient_attn.training.schedule import EXACT, Stage
 
 logger = logging.get_logger(__name__)
 

@@ -4,13 +4,13 @@
 `UptrainingSchedule.step` a loop of one's own, and `uptraining_preset` knows the paper's shares.
 """
 
-from hf_efficient_attn.uptraining.schedule import Stage, UptrainingSchedule, uptraining_preset
+from hf_efficient_attn.training.schedule import Stage, UptrainingSchedule, uptraining_preset
 
 
 def __getattr__(name: str):
     # Transformers' callbacks take seconds to import, and who only converts a model does not need them.
     if name == "UptrainingCallback":
-        from hf_efficient_attn.uptraining.callback import UptrainingCallback
+        from hf_efficient_attn.training.callback import UptrainingCallback
 
         globals()[name] = UptrainingCallback
         return UptrainingCallback

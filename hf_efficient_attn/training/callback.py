@@ -17,8 +17,8 @@ from transformers.utils import logging
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.learned import NAME
-from hf_efficient_attn.uptraining.schedule import UptrainingSchedule
-from hf_efficient_attn.uptraining.switch import check, layout_of, layouts_of, plain_name, put, stands_in, switch
+from hf_efficient_attn.training.schedule import UptrainingSchedule
+from hf_efficient_attn.training.switch import check, layout_of, layouts_of, plain_name, put, stands_in, switch
 
 logger = logging.get_logger(__name__)
 

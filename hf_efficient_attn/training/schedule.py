@@ -11,7 +11,7 @@ from typing import Any
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
-from hf_efficient_attn.methods.base import MethodConfig, available_methods, make_config, method_info
+from hf_efficient_attn.methods import MethodConfig, available_methods, make_config, method_info
 
 EXACT = ("sdpa", "eager")
 # A.4 of Gupta et al. 2023: the base that a variant is trained as first, and for which share of the steps. "RNN" there
@@ -172,7 +172,7 @@ class UptrainingSchedule:
             UnsupportedAttentionError: before anything is changed, if the model cannot take the stage, or one of the
                 later stages, which are checked at the first call.
         """
-        from hf_efficient_attn.uptraining.switch import check, stands_in, switch
+        from hf_efficient_attn.training.switch import check, stands_in, switch
 
         stage = self.stages[self.index(step)]
         # Once for the bare model, and once for what it is wrapped in when training begins.

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.benchmark import timer
 
+from hf_efficient_attn.version import __version__
+
 Work = Callable[[], Any]
 
 
@@ -148,7 +150,7 @@ def machine(model: torch.nn.Module) -> dict[str, Any]:
         "dtype": str(parameter.dtype).removeprefix("torch."),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "hf_efficient_attn": sys.modules[__package__].__version__,
+        "hf_efficient_attn": __version__,
     }
 
 

@@ -131,7 +131,7 @@ class Recurrence:
 class Method:
     """An entry of the registry.
 
-    attend, naive: the fast and the readable form, of one signature: see `hf_efficient_attn.methods.call`.
+    attend, naive: the fast and the readable form, of one signature: see `hf_efficient_attn.methods._shared.call`.
     decode: causal attention of a few last queries with the keys of all positions, decode(config, query, key, value, *,
         mask, scale, dropout_p); without it such a step costs what the whole sequence costs.
     parameters: for a method with learned parameters, parameters(config, *, heads, width, value_width, length) -> dict

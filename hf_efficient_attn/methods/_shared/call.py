@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
-from hf_efficient_attn.methods.base import MethodConfig, available_methods, get_method, make_config
+from hf_efficient_attn.methods._shared.base import MethodConfig, available_methods, get_method, make_config
 from hf_efficient_attn.ops.random import draw_seed
 
 # So many queries at the end of longer keys are a step of decoding; more are the chunk of a prompt.

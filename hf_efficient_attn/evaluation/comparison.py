@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_efficient_attn.capture import Call, forward, watching
-from hf_efficient_attn.conversion import convert, transformers_models
+from hf_efficient_attn.conversion import convert
+from hf_efficient_attn.evaluation.capture import Call, forward, watching
+from hf_efficient_attn.evaluation.data import Inputs, ModelData
+from hf_efficient_attn.evaluation.timing import paired, peak_of
 from hf_efficient_attn.integration.layers import Layer, in_order
+from hf_efficient_attn.integration.models import transformers_models
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
-from hf_efficient_attn.measure import paired, peak_of
-from hf_efficient_attn.methods.base import make_config
-from hf_efficient_attn.model_data import Inputs, ModelData
+from hf_efficient_attn.methods import make_config
 
 EXACT = "sdpa"
 # What is measured where no labels are needed, by task.

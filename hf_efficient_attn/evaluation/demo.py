@@ -24,8 +24,8 @@ from tqdm import tqdm
 
 from hf_efficient_attn.conversion import convert, extend_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods.base import MethodConfig
-from hf_efficient_attn.writing import replacing
+from hf_efficient_attn.io.writing import replacing
+from hf_efficient_attn.methods import MethodConfig
 
 SHORTEST, LONGEST = 512, 16384
 

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_efficient_attn.analysis import attention_error
-from hf_efficient_attn.conversion import transformers_models
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation.metrics import attention_error
 from hf_efficient_attn.integration.layers import Layer, in_order, layer_seed
-from hf_efficient_attn.methods.base import MethodConfig, get_method, learns
-from hf_efficient_attn.methods.call import causal_methods, rectangular_methods
+from hf_efficient_attn.integration.models import transformers_models
+from hf_efficient_attn.methods import MethodConfig, causal_methods, get_method, learns, rectangular_methods
 
 _NAME = "efficient_attention_capture"
 

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from hf_efficient_attn import analysis
-from hf_efficient_attn.benchmark import TEXT_ROWS, own_settings, source_name
-from hf_efficient_attn.calibration import calibrate, check_batches, largest
-from hf_efficient_attn.capture import Call, check_methods, forward, look, watching
 from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation import metrics
+from hf_efficient_attn.evaluation.benchmark import TEXT_ROWS, own_settings, source_name
+from hf_efficient_attn.evaluation.calibration import calibrate, check_batches, largest
+from hf_efficient_attn.evaluation.capture import Call, check_methods, forward, look, watching
+from hf_efficient_attn.evaluation.data import ModelData, make_room, positions_of
+from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.integration.layers import Layer, in_order, ranges
-from hf_efficient_attn.measure import use_threads
-from hf_efficient_attn.methods.base import MethodConfig, make_config, method_info
-from hf_efficient_attn.model_data import ModelData, make_room, positions_of
-from hf_efficient_attn.writing import replacing
+from hf_efficient_attn.io.writing import replacing
+from hf_efficient_attn.methods import MethodConfig, make_config, method_info
 
 BUDGETS = (64, 128, 256)
 _USUAL, _LONGEST = 512, 4096
@@ -143,10 +143,10 @@ def _matrices(call: Call, row: int) -> tuple[Tensor, Tensor | None]:
     ranks, ratios = [], []
     for head in range(query.shape[1]):
         one = query[:, head : head + 1], key[:, head : head + 1]
-        weights = analysis.softmax_matrix(*one, is_causal=call.is_causal, scale=call.scale)
-        ranks.append(analysis.stable_rank(weights).flatten())
+        weights = metrics.softmax_matrix(*one, is_causal=call.is_causal, scale=call.scale)
+        ranks.append(metrics.stable_rank(weights).flatten())
         if query.shape[2] == key.shape[2]:
-            ratio = analysis.head_to_tail(*one, scale=call.scale, first=query.shape[2])
+            ratio = metrics.head_to_tail(*one, scale=call.scale, first=query.shape[2])
             ratios.append(ratio.flatten())
     return torch.cat(ranks).cpu(), torch.cat(ratios).cpu() if ratios else None
 

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-import hf_efficient_attn
 from hf_efficient_attn.checkpoint import CheckedSource, open_checkpoint
 from hf_efficient_attn.checkpoint.loading import load_with_report, quiet
 from hf_efficient_attn.checkpoint.provenance import check_hub_id, provenance
@@ -24,12 +23,14 @@ from hf_efficient_attn.checkpoint.settings import learned_numbers
 from hf_efficient_attn.checkpoint.staging import check_output, staged
 from hf_efficient_attn.checkpoint.values import refusing, short
 from hf_efficient_attn.checkpoint.weights import INDEX, output_name
-from hf_efficient_attn.conversion import convert, extend_positions
+from hf_efficient_attn.conversion.convert import convert
+from hf_efficient_attn.conversion.positions import extend_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
-from hf_efficient_attn.methods.base import MethodConfig, available_methods, make_config
+from hf_efficient_attn.methods import MethodConfig, available_methods, make_config
 from hf_efficient_attn.models import auto_class
+from hf_efficient_attn.version import __version__
 
 EXACT = ("sdpa", "eager")
 _LEARNED = "learned_parameters"
@@ -88,7 +89,7 @@ def convert_checkpoint(
     checked = open_checkpoint(source, allow_pickle=allow_pickle)
     place = check_output(output, checked.folder, force)
     model, notes, unused = load_with_report(checked)
-    origin = provenance(checked, hf_efficient_attn.__version__)
+    origin = provenance(checked, __version__)
     if base_model is not None:
         origin |= {"base_model": check_hub_id(base_model), "base_name": base_model.rpartition("/")[2]}
     if max_length is not None:

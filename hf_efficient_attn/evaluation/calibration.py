@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from hf_efficient_attn.capture import Call, check_methods, forward, look, watching
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation.capture import Call, check_methods, forward, look, watching
 from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
-from hf_efficient_attn.methods.base import MethodConfig, make_config, method_info
+from hf_efficient_attn.methods import MethodConfig, make_config, method_info
 
 # Faster first, at the same number of columns; those that only training makes useful are left out.
 _METHODS = (

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.kernel import softmax_column_norms
-from hf_efficient_attn.methods.base import MethodConfig, option
+from hf_efficient_attn.methods._shared.base import MethodConfig, option
 from hf_efficient_attn.ops import causal, near_far
 from hf_efficient_attn.ops.blocks import inverse, take, valid_first
 from hf_efficient_attn.ops.exact import exact_attention, exact_last_rows
@@ -119,7 +119,7 @@ def _restore(out: Tensor, order: Tensor | None, mask: Tensor | None) -> Tensor:
 
 
 def attend(config: NearFarConfig, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
-    """Fast form; arguments as in `hf_efficient_attn.methods.call`."""
+    """Fast form; arguments as in `hf_efficient_attn.methods._shared.call`."""
     shape, budget = query.shape[:2], config.block_size + config.num_samples
     options = _plan_options(config, query, scale, seed)
     query, key, value, mask = _flat(query, key, value, mask)

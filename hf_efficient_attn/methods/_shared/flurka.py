@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.methods.base import MethodConfig, get_method, option
+from hf_efficient_attn.methods._shared.base import MethodConfig, get_method, option
 from hf_efficient_attn.ops.partial import accumulator
 from hf_efficient_attn.ops.projections import NAMES, both_tables, contractions, naive_rows, shown_rows, start_tables
 
@@ -79,7 +79,7 @@ def _tables(config: FlurkaConfig, columns: int, parameters: dict[str, Tensor]) -
 
 
 def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed, parameters) -> Tensor:
-    """Fast form; arguments as in `hf_efficient_attn.methods.call`."""
+    """Fast form; arguments as in `hf_efficient_attn.methods._shared.call`."""
     columns, wide = key.shape[2], accumulator(query.dtype)
     both = contractions(_tables(config, columns, parameters), mask, columns, wide)
     options = {"mask": shown_rows(both, key.shape[0]), "scale": scale, "dropout_p": dropout_p, "seed": seed}

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_efficient_attn.capture import look
-from hf_efficient_attn.conversion import extend_positions, transformers_models
+from hf_efficient_attn.conversion import extend_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.reading import open_picture, pictures_of, special_tokens, text_of
+from hf_efficient_attn.evaluation.capture import look
+from hf_efficient_attn.integration.models import transformers_models
+from hf_efficient_attn.io.reading import open_picture, pictures_of, special_tokens, text_of
 
 TASKS = ("embedding", "causal-lm", "masked-lm", "image-classification")
 GENERATED = "generated"
@@ -68,7 +69,7 @@ def task_of(model: nn.Module) -> str:
 
 def positions_of(model: nn.Module) -> int | None:
     """Tokens that a text model has positions for; None where they have no end that is known."""
-    from hf_efficient_attn.conversion import position_offset, position_tables
+    from hf_efficient_attn.conversion.positions import position_offset, position_tables
 
     try:
         return min(table.num_embeddings - position_offset(table) for _, table, _ in position_tables(model))

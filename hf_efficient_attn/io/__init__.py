@@ -1,0 +1,1 @@
+"""Reading of files that users name, and atomic writing of results."""

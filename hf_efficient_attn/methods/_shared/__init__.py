@@ -1,0 +1,1 @@
+"""What methods share: configs, the registry, the way from a call to a method, families of methods."""
