@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from torch import nn
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
+from hf_efficient_attn.integration.foreign import ForeignHandler, foreign_attention
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig, as_settings
 from hf_efficient_attn.methods import MethodConfig, available_methods, make_config
-from hf_efficient_attn.models.biggan.package import package_attentions, restore_package, switch_package
 
 
 def convert(
@@ -38,9 +38,8 @@ def convert(
         UnsupportedAttentionError: before anything is changed, if the method, a hyperparameter or a layer is unknown, or
             the model cannot take the method.
     """
-    foreign = package_attentions(model)
-    if foreign:
-        return _convert_package(model, foreign, method_or_config, layers, hyperparameters)
+    for handler, modules in foreign_attention(model):
+        return _convert_foreign(model, handler, modules, method_or_config, layers, hyperparameters)
     from hf_efficient_attn.integration.models import configs_of, switch, transformers_models
 
     roots = transformers_models(model)
@@ -55,23 +54,21 @@ def convert(
     return model
 
 
-def _convert_package(model: nn.Module, modules: list, method_or_config, layers, hyperparameters) -> nn.Module:
+def _convert_foreign(
+    model: nn.Module, handler: ForeignHandler, modules: list, method_or_config, layers, hyperparameters
+) -> nn.Module:
     from transformers.modeling_utils import PreTrainedModel
 
     if any(isinstance(module, PreTrainedModel) for module in model.modules()):
         raise UnsupportedAttentionError(
-            "the module holds a BigGAN of pytorch-pretrained-biggan beside Transformers models: convert each by itself"
+            f"the module holds {handler.title} beside Transformers models: convert each by itself"
         )
     if isinstance(method_or_config, str) and method_or_config not in available_methods():
         _check_other(method_or_config, layers, hyperparameters)
-        if method_or_config not in ("sdpa", "eager"):
-            raise UnsupportedAttentionError(
-                f"a BigGAN of pytorch-pretrained-biggan has its own exact attention and no {method_or_config!r}: "
-                "'sdpa' goes back to it"
-            )
-        restore_package(modules)
+        handler.check_other(method_or_config)
+        handler.restore(modules)
     else:
-        switch_package(modules, _settings(method_or_config, layers, hyperparameters))
+        handler.switch(modules, _settings(method_or_config, layers, hyperparameters))
     return model
 
 

@@ -2,6 +2,11 @@
 
 import importlib
 
+from hf_efficient_attn.integration.foreign import register_foreign
+from hf_efficient_attn.models.biggan.package import PackageBigGAN
+
+register_foreign(PackageBigGAN())
+
 _PLACES = {
     "configuration_biggan": ("BigGANConfig",),
     "modeling_biggan": ("BigGANModel", "BigGANOutput"),

@@ -1,6 +1,7 @@
 """Models of the PyPI package pytorch-pretrained-biggan, switched in place; nothing here imports the package."""
 
 import functools
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
@@ -24,7 +25,7 @@ def _is_self_attention(kind: type) -> bool:
     return kind.__name__ == "SelfAttn" and kind.__module__.partition(".")[0] == _PACKAGE
 
 
-def switch_package(modules: list[nn.Module], settings: EfficientAttentionConfig) -> None:
+def switch_package(modules: Sequence[nn.Module], settings: EfficientAttentionConfig) -> None:
     """Let the package's attention modules compute a method, in place: weights and their names stay as they are.
 
     The output is that of a `BigGANModel` with the same weights and method.
@@ -53,7 +54,7 @@ def switch_package(modules: list[nn.Module], settings: EfficientAttentionConfig)
         module.forward = functools.partial(_forward, module, method)
 
 
-def restore_package(modules: list[nn.Module]) -> None:
+def restore_package(modules: Sequence[nn.Module]) -> None:
     """Give the modules their own forward back."""
     for module in modules:
         present = vars(module).get("forward")
@@ -72,3 +73,20 @@ def _compute(method, module, query, key, value, attention_mask, *, scaling, drop
     seed = None if module.training else layer_seed(0)
     out = attention(method, query, key, value, scale=scaling, dropout_p=dropout, seed=seed)
     return out.transpose(1, 2), None
+
+
+class PackageBigGAN:
+    """What `hf_efficient_attn.convert` asks about models of the package; see `integration.foreign.ForeignHandler`."""
+
+    title = f"a BigGAN of {_PACKAGE.replace('_', '-')}"
+    find = staticmethod(package_attentions)
+    switch = staticmethod(switch_package)
+    restore = staticmethod(restore_package)
+
+    @classmethod
+    def check_other(cls, name: str) -> None:
+        """Refuse exact implementations that are not the package's own."""
+        if name not in ("sdpa", "eager"):
+            raise UnsupportedAttentionError(
+                f"{cls.title} has its own exact attention and no {name!r}: 'sdpa' goes back to it"
+            )
