@@ -10,9 +10,7 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.cli.common import Json, app, parse_methods, print_json, table
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.integration.layers import parse_layers
-from hf_efficient_attn.integration.settings import EfficientAttentionConfig
-
-EXACT = ("sdpa", "eager")
+from hf_efficient_attn.integration.settings import EXACT_IMPLEMENTATIONS, EfficientAttentionConfig
 
 
 @app.command(
@@ -99,14 +97,14 @@ def _read_settings(path: pathlib.Path) -> EfficientAttentionConfig:
 
 def _chosen(method: str, setting: list[str]) -> tuple[str, dict[str, Any] | None]:
     """The method's name and hyperparameters; exact attention has none."""
-    if method in EXACT:
+    if method in EXACT_IMPLEMENTATIONS:
         if setting:
             raise UnsupportedAttentionError(
                 f"--set {setting[0]}: {method} is exact attention and has no hyperparameters"
             )
         return method, None
     if method.partition(":")[0] not in hea.available_methods():
-        known = [*hea.available_methods(), *EXACT]
+        known = [*hea.available_methods(), *EXACT_IMPLEMENTATIONS]
         raise UnsupportedAttentionError(unknown_name("attention method", method, known))
     configs = list(parse_methods([method], setting).values())
     if len(configs) > 1:

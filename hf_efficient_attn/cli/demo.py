@@ -39,7 +39,8 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Exact attention against the methods, on a pretrained MiniLM and Python's own help texts; needs no network."""
-    from hf_efficient_attn.evaluation.demo import EXACT, draw, run_demo
+    from hf_efficient_attn.evaluation.demo import draw, run_demo
+    from hf_efficient_attn.integration.settings import EXACT
     from hf_efficient_attn.io.writing import check_picture
 
     configs, lengths = parse_methods(method, setting), parse_lengths(length)

@@ -27,12 +27,11 @@ from hf_efficient_attn.conversion.convert import convert
 from hf_efficient_attn.conversion.positions import extend_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.integration.layers import Layer, in_order
-from hf_efficient_attn.integration.settings import EfficientAttentionConfig
+from hf_efficient_attn.integration.settings import EXACT_IMPLEMENTATIONS, EfficientAttentionConfig
 from hf_efficient_attn.methods import MethodConfig, available_methods, make_config
 from hf_efficient_attn.models import auto_class
 from hf_efficient_attn.version import __version__
 
-EXACT = ("sdpa", "eager")
 _LEARNED = "learned_parameters"
 
 
@@ -116,7 +115,7 @@ def convert_checkpoint(
         notes.append(f"config.json: left out {', '.join(elsewhere)}; code and files elsewhere are not used")
     if unused:
         notes.append(f"tensors that a {type(model).__name__} does not use, kept as they are: {', '.join(unused[:8])}")
-    if changes.dropped and method not in EXACT:
+    if changes.dropped and method not in EXACT_IMPLEMENTATIONS:
         notes.append(f"{len(changes.dropped)} learned parameters of another method or size are dropped")
     return {
         "source": os.fspath(source),
@@ -136,7 +135,7 @@ def convert_checkpoint(
 
 def _check_request(method: str, hyperparameters: Mapping[str, Any] | None, layers: Sequence[int] | None) -> None:
     """What can be told to be wrong before a file is opened."""
-    if method in EXACT:
+    if method in EXACT_IMPLEMENTATIONS:
         if hyperparameters or layers is not None:
             raise UnsupportedAttentionError(
                 f"{method} is exact attention in all layers and takes no hyperparameters or layers; to keep some "
@@ -144,7 +143,9 @@ def _check_request(method: str, hyperparameters: Mapping[str, Any] | None, layer
             )
         return
     if method not in available_methods():
-        raise UnsupportedAttentionError(unknown_name("attention method", method, [*available_methods(), *EXACT]))
+        raise UnsupportedAttentionError(
+            unknown_name("attention method", method, [*available_methods(), *EXACT_IMPLEMENTATIONS])
+        )
     make_config(method, **(hyperparameters or {}))
 
 
@@ -171,7 +172,7 @@ def _switch(
             convert(model, method)
             return
         chosen = present[0] if len(present) == 1 else method
-        if method not in EXACT:
+        if method not in EXACT_IMPLEMENTATIONS:
             _check_size(model, make_config(chosen, **hyperparameters))
         convert(model, chosen, layers=layers, **hyperparameters)
 

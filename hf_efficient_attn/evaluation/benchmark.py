@@ -19,12 +19,12 @@ from tqdm import tqdm
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import forward
-from hf_efficient_attn.evaluation.comparison import AGREEMENT, EXACT, make_variants, measure
+from hf_efficient_attn.evaluation.comparison import AGREEMENT, make_variants, measure
 from hf_efficient_attn.evaluation.data import ModelData, make_room, positions_of, task_of
 from hf_efficient_attn.evaluation.timing import UNSTEADY, machine, use_threads
 from hf_efficient_attn.integration.layers import ranges
 from hf_efficient_attn.integration.models import transformers_models
-from hf_efficient_attn.integration.settings import EfficientAttentionConfig, as_settings
+from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig, as_settings
 from hf_efficient_attn.io.reading import read_json
 from hf_efficient_attn.io.writing import check_folder, replacing, write_results
 from hf_efficient_attn.methods import MethodConfig, causal_methods, make_config

@@ -16,10 +16,9 @@ from hf_efficient_attn.evaluation.data import Inputs, ModelData
 from hf_efficient_attn.evaluation.timing import paired, peak_of
 from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.models import transformers_models
-from hf_efficient_attn.integration.settings import EfficientAttentionConfig
+from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
 from hf_efficient_attn.methods import make_config
 
-EXACT = "sdpa"
 # What is measured where no labels are needed, by task.
 AGREEMENT = {
     "embedding": "cosine",

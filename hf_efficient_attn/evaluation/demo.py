@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from hf_efficient_attn.conversion import convert, extend_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.io.writing import replacing
 from hf_efficient_attn.methods import MethodConfig
 
@@ -32,7 +33,6 @@ SHORTEST, LONGEST = 512, 16384
 # Tokens of a topic that the search looks at, at most: embedding all topics whole would take minutes by exact attention.
 SEARCHED = 4096
 
-EXACT = "sdpa"
 
 QUESTIONS = (
     "How do I make the instances of a class callable like functions?",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.integration.settings import EfficientAttentionConfig
+from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
 from hf_efficient_attn.methods import available_methods
 
 # A tokenizer may take megabytes; these files never do.
@@ -25,7 +25,6 @@ TASKS = {
     "image-classification": "image-classification",
 }
 AGREEMENTS = ("cosine", "perplexity_ratio", "top1")
-EXACT = "sdpa"
 IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 VERSION = re.compile(r"[0-9][0-9A-Za-z.+!-]{0,49}")
 

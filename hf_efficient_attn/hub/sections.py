@@ -4,10 +4,10 @@ import dataclasses
 import re
 from typing import Any
 
-from hf_efficient_attn.hub.facts import AGREEMENTS, EXACT, TASKS, Benchmark, Facts
+from hf_efficient_attn.hub.facts import AGREEMENTS, TASKS, Benchmark, Facts
 from hf_efficient_attn.hub.markdown import Raw, code, escape, shell, table, words
 from hf_efficient_attn.integration.layers import ranges
-from hf_efficient_attn.integration.settings import EfficientAttentionConfig
+from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
 from hf_efficient_attn.methods import MethodConfig, method_info
 from hf_efficient_attn.models import auto_class, model_type
 

@@ -27,7 +27,7 @@ _HARMLESS = (
 )  # fmt: skip
 
 
-class Place(NamedTuple):
+class ModuleLocation(NamedTuple):
     """Where an attention module stands in its model.
 
     layer: as `layers.layer_of` tells it. name: within its model. is_cross: whether its keys come from another model or
@@ -39,18 +39,18 @@ class Place(NamedTuple):
     is_cross: bool
 
 
-def place_of(module: nn.Module) -> Place:
+def location_of(module: nn.Module) -> ModuleLocation:
     """What `models.prepare` wrote on the module, or else what the module knows of itself."""
-    place = getattr(module, "_efficient_attention", None)
-    if place is None:
+    location = getattr(module, "_efficient_attention", None)
+    if location is None:
         layer = layer_of(module, str(getattr(module, "layer_idx", "")))
         if layer is None:
             raise UnsupportedAttentionError(
                 f"a {type(module).__name__} does not know its layer, since its model was switched by hand: use "
                 "model.set_attn_implementation(name) or hf_efficient_attn.convert(model, name)"
             )
-        place = Place(layer, f"layer {layer}", bool(getattr(module, "is_cross_attention", False)))
-    return place
+        location = ModuleLocation(layer, f"layer {layer}", bool(getattr(module, "is_cross_attention", False)))
+    return location
 
 
 def settings_of(config, default: EfficientAttentionConfig) -> EfficientAttentionConfig:
@@ -78,24 +78,24 @@ def make_attention_function(name: str) -> Callable:
         is_causal: bool | None = None,
         **kwargs,
     ) -> tuple[Tensor, None]:
-        place = place_of(module)
+        location = location_of(module)
         refuse_arguments(name, key.shape[2], attention_mask, kwargs)
         if is_causal is None:
             is_causal = getattr(module, "is_causal", True)
-        is_causal = bool(is_causal) and not place.is_cross
-        method = settings_of(getattr(module, "config", None), default).for_layer(place.layer)
-        crossing = not is_causal and (place.is_cross or query.shape[2] != key.shape[2])
+        is_causal = bool(is_causal) and not location.is_cross
+        method = settings_of(getattr(module, "config", None), default).for_layer(location.layer)
+        crossing = not is_causal and (location.is_cross or query.shape[2] != key.shape[2])
         if method is not None and crossing:
             reason = why_cross_attention_is_exact(method.method, getattr(module, "config", None))
             if reason is not None:
-                warn_of_exact_cross_attention(module, reason, [place.name])
+                warn_of_exact_cross_attention(module, reason, [location.name])
                 method = None
         dropout = dropout if module.training else 0.0
         cached = state_layer_of(key)
         from_state = cached is not None and method == cached.method and is_causal
         if isinstance(key, NewKeys) and not from_state:
             raise UnsupportedAttentionError(
-                f"{name}: the cache holds a state of {cached.method}, and {place.name} of this model now computes "
+                f"{name}: the cache holds a state of {cached.method}, and {location.name} of this model now computes "
                 "something else: start with a new cache after switching the model"
             )
         if method is None:
@@ -104,7 +104,7 @@ def make_attention_function(name: str) -> Callable:
             )  # fmt: skip
         else:
             # In training from the global generators, so that checkpointing draws the same again; else by layer alone.
-            seed = None if module.training else layer_seed(place.layer)
+            seed = None if module.training else layer_seed(location.layer)
             options = {"scale": scaling, "dropout_p": dropout, "seed": seed}
             if from_state:
                 out = cached.attend(query, key, value, attention_mask, **options)

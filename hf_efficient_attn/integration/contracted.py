@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from hf_efficient_attn.integration.attention import place_of, refuse_arguments, settings_of
+from hf_efficient_attn.integration.attention import location_of, refuse_arguments, settings_of
 from hf_efficient_attn.integration.layers import layer_seed
 from hf_efficient_attn.integration.learned import learned_tensors
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
@@ -82,7 +82,7 @@ def _forward(
     dropout = getattr(module, layout.dropout)
     dropout = getattr(dropout, "p", dropout) if module.training else 0.0
     # As in the attention function: in training from the global generators, else by layer alone.
-    seed = draw_seed(query.device) if module.training else layer_seed(place_of(module).layer)
+    seed = draw_seed(query.device) if module.training else layer_seed(location_of(module).layer)
     hidden = hidden_states
     if attention_mask is not None:
         hidden = hidden.masked_fill(~attention_mask[:, :, None], 0.0)
@@ -107,5 +107,5 @@ def _method_of(module: nn.Module) -> MethodConfig | None:
     default = _DEFAULTS.get(module.config._attn_implementation)
     if default is None:  # another implementation, set by hand
         return None
-    method = settings_of(module.config, default).for_layer(place_of(module).layer)
+    method = settings_of(module.config, default).for_layer(location_of(module).layer)
     return None if method is None or get_method(method.method).attend_hidden is None else method

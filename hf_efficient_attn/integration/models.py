@@ -10,7 +10,7 @@ from transformers.modeling_utils import PreTrainedModel
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration import contracted, learned
 from hf_efficient_attn.integration.attention import (
-    Place,
+    ModuleLocation,
     no_attentions,
     settings_of,
     warn_of_exact_cross_attention,
@@ -60,8 +60,10 @@ def configs_of(model: nn.Module) -> list[PreTrainedConfig]:
     return list(found.values())
 
 
-def attention_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Place, PreTrainedConfig, PreTrainedModel]]:
-    """The modules that compute attention, with their places, the configs that rule them, and the models that hold them.
+def attention_modules(
+    model: nn.Module,
+) -> Iterator[tuple[nn.Module, ModuleLocation, PreTrainedConfig, PreTrainedModel]]:
+    """The modules that compute attention, with their locations, the configs that rule them, and the models that hold them.
 
     Names count from the innermost model that holds the module, so that a model inside another keeps its numbers.
     """
@@ -77,7 +79,7 @@ def attention_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Place, PreT
         )
         config = getattr(module, "config", None)
         config = config if isinstance(config, PreTrainedConfig) else above[1].config
-        yield module, Place(layer_of(module, name), name, is_cross), config, above[1]
+        yield module, ModuleLocation(layer_of(module, name), name, is_cross), config, above[1]
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -111,19 +113,19 @@ def prepare(model: PreTrainedModel, strict: bool = False) -> None:
     _hand_down(model, models)
     owned = [found for found in attention_modules(model) if method_of(found[2])]
     _check_interface(model, owned, strict)
-    found = [(module, place, config) for module, place, config, _ in owned]
+    found = [(module, location, config) for module, location, config, _ in owned]
     _check_layers(model, found, strict)
     _check_causal(model, found)
     _check_rectangular(model, found)
     methods = [_method_in(*each) for each in found]
     learned.fit(
         [
-            learned.Fitting(module, method, config, owner, f"{type(model).__name__} at {place.name}")
-            for (module, place, config, owner), method in zip(owned, methods, strict=True)
+            learned.Fitting(module, method, config, owner, f"{type(model).__name__} at {location.name}")
+            for (module, location, config, owner), method in zip(owned, methods, strict=True)
         ]
     )
-    for (module, place, _), method in zip(found, methods, strict=True):
-        module._efficient_attention = place
+    for (module, location, _), method in zip(found, methods, strict=True):
+        module._efficient_attention = location
         contracted.fit(module, method)
     for part in models:
         # Some models drop the argument on the way to their attention, so that it is caught where it enters.
@@ -135,9 +137,9 @@ def prepare(model: PreTrainedModel, strict: bool = False) -> None:
 
 def drop_learned(model: PreTrainedModel) -> None:
     """Take away learned parameters, and forwards of ours, where the config names none of our methods any more."""
-    for module, place, config, owner in attention_modules(model):
+    for module, location, config, owner in attention_modules(model):
         if method_of(config) is None:
-            learned.fit([learned.Fitting(module, None, config, owner, place.name)])
+            learned.fit([learned.Fitting(module, None, config, owner, location.name)])
             contracted.fit(module, None)
 
 
@@ -150,10 +152,10 @@ def _hand_down(model: PreTrainedModel, models: list[PreTrainedModel]) -> None:
             part.config.efficient_attention = stored.settings
 
 
-def _method_in(module: nn.Module, place: Place, config: PreTrainedConfig) -> MethodConfig | None:
+def _method_in(module: nn.Module, location: ModuleLocation, config: PreTrainedConfig) -> MethodConfig | None:
     """The method that computes a module's attention; None where it is exact."""
-    method = _settings(config).for_layer(place.layer)
-    exact = place.is_cross and method is not None and why_cross_attention_is_exact(method.method, config)
+    method = _settings(config).for_layer(location.layer)
+    exact = location.is_cross and method is not None and why_cross_attention_is_exact(method.method, config)
     return None if exact or not _uses_interface(module) else method
 
 
@@ -182,7 +184,7 @@ def _check_interface(model: PreTrainedModel, owned: list, strict: bool) -> None:
 
 
 def _check_layers(model: PreTrainedModel, found: list, strict: bool) -> None:
-    there = {place.layer for _, place, _ in found if place.layer is not None}
+    there = {location.layer for _, location, _ in found if location.layer is not None}
     for config in {id(config): config for _, _, config in found}.values():
         known = set(there)
         if not strict:
@@ -198,42 +200,42 @@ def _check_layers(model: PreTrainedModel, found: list, strict: bool) -> None:
 
 
 def _check_causal(model: PreTrainedModel, found: list) -> None:
-    for module, place, config in found:
-        method = _settings(config).for_layer(place.layer)
-        if method is None or place.is_cross or getattr(module, "is_causal", None) is not True:
+    for module, location, config in found:
+        method = _settings(config).for_layer(location.layer)
+        if method is None or location.is_cross or getattr(module, "is_causal", None) is not True:
             continue
         if not get_method(method.method).info.causal:
             raise UnsupportedAttentionError(
-                f"{type(model).__name__} is a decoder ({place.name} is causal) and {method.method} has no causal form. "
+                f"{type(model).__name__} is a decoder ({location.name} is causal) and {method.method} has no causal form. "
                 f"Methods that have one: {', '.join(causal_methods())}"
             )
 
 
 def _check_rectangular(model: PreTrainedModel, found: list) -> None:
     """Where a module has fewer keys than queries by construction, a method would be exact attention in disguise."""
-    for module, place, config in found:
-        method = _settings(config).for_layer(place.layer)
+    for module, location, config in found:
+        method = _settings(config).for_layer(location.layer)
         if method is None or not getattr(module, "is_rectangular", False):
             continue
         if not get_method(method.method).info.rectangular:
             raise UnsupportedAttentionError(
-                f"{type(model).__name__} has fewer keys than queries in {place.name}, and {method.method} needs as "
+                f"{type(model).__name__} has fewer keys than queries in {location.name}, and {method.method} needs as "
                 f"many of each. Methods that do not: {', '.join(rectangular_methods())}"
             )
 
 
 def _warn_of_cross_attention(found: list) -> None:
     names: dict[str, list] = {}
-    for module, place, config in found:
-        method = _settings(config).for_layer(place.layer)
-        if method is None or not place.is_cross or getattr(module, "_efficient_attention_warned", False):
+    for module, location, config in found:
+        method = _settings(config).for_layer(location.layer)
+        if method is None or not location.is_cross or getattr(module, "_efficient_attention_warned", False):
             continue
         reason = why_cross_attention_is_exact(method.method, config)
         if reason is not None:
-            names.setdefault(reason, []).append((module, place.name))
-    for reason, places in names.items():
-        warn_of_exact_cross_attention(places[0][0], reason, [name for _, name in places])
-        for module, _ in places:
+            names.setdefault(reason, []).append((module, location.name))
+    for reason, locations in names.items():
+        warn_of_exact_cross_attention(locations[0][0], reason, [name for _, name in locations])
+        for module, _ in locations:
             module._efficient_attention_warned = True
 
 

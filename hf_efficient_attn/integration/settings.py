@@ -9,6 +9,9 @@ from hf_efficient_attn.integration.layers import Layer, check_layer, in_order
 from hf_efficient_attn.methods import MethodConfig, get_method, make_config
 
 FORMAT_VERSION = 1
+# Exact attention as `attn_implementation` names it: the default, and every name of it.
+EXACT = "sdpa"
+EXACT_IMPLEMENTATIONS = (EXACT, "eager")
 
 
 @dataclass(frozen=True)

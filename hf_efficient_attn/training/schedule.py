@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
-from hf_efficient_attn.integration.settings import EfficientAttentionConfig
+from hf_efficient_attn.integration.settings import EXACT_IMPLEMENTATIONS, EfficientAttentionConfig
 from hf_efficient_attn.methods import MethodConfig, available_methods, make_config, method_info
 
-EXACT = ("sdpa", "eager")
 # A.4 of Gupta et al. 2023: the base that a variant is trained as first, and for which share of the steps. "RNN" there
 # is the linear transformer. No other experiment of theirs was up-trained.
 _SHARES = {
@@ -265,7 +264,7 @@ def _stage(given, before: Stage | None) -> Stage:
     values = dict(given[2]) if len(given) == 3 and given[2] is not None else {}
     if attention == "exact":
         attention = "sdpa"
-    if isinstance(attention, str) and attention in EXACT:
+    if isinstance(attention, str) and attention in EXACT_IMPLEMENTATIONS:
         if values:
             raise UnsupportedAttentionError(
                 f"{attention!r} is exact attention and has no hyperparameters: {sorted(values)}"
@@ -280,7 +279,7 @@ def _stage(given, before: Stage | None) -> Stage:
         config = make_config(attention, **values)
         return Stage(config.method, _end(end), EfficientAttentionConfig(config, None, layers))
     if attention not in available_methods():
-        raise UnsupportedAttentionError(unknown_name("attention of a stage", attention, [*available_methods(), *EXACT]))
+        raise UnsupportedAttentionError(unknown_name("attention of a stage", attention, [*available_methods(), *EXACT_IMPLEMENTATIONS]))
     layers = values.pop("layers", None)
     values = {**_handed_on(attention, before), **values}
     return Stage(attention, _end(end), EfficientAttentionConfig(attention, values, layers))

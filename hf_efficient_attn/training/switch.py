@@ -30,9 +30,9 @@ from hf_efficient_attn.integration.models import (
     restore,
     transformers_models,
 )
-from hf_efficient_attn.integration.settings import EfficientAttentionConfig
+from hf_efficient_attn.integration.settings import EXACT_IMPLEMENTATIONS, EfficientAttentionConfig
 from hf_efficient_attn.methods import get_method
-from hf_efficient_attn.training.schedule import EXACT, Stage
+from hf_efficient_attn.training.schedule import Stage
 
 logger = logging.get_logger(__name__)
 
@@ -98,7 +98,7 @@ def stands_in(model: nn.Module, stage: Stage) -> bool:
                 return False
         if stage.settings is None and getattr(root.config, "_attn_implementation", None) not in (stage.attention, None):
             # Another exact implementation: "eager" where "sdpa" was asked for, or the other way round.
-            return root.config._attn_implementation not in EXACT
+            return root.config._attn_implementation not in EXACT_IMPLEMENTATIONS
     return True
 
 
