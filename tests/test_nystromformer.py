@@ -13,7 +13,7 @@ import hf_efficient_attn as hea
 import test_promises as promises
 from hf_efficient_attn.methods import get_method
 from hf_efficient_attn.ops import landmarks
-from hf_efficient_attn.ops.landmarks import attend_columns, masked_segments, segment_means
+from hf_efficient_attn.ops.landmarks import attention_to_few_keys, masked_segments, segment_means
 from hf_efficient_attn.ops.pinv import DAMPING, damped_solve, iterative_pinv
 from instances import Instance, inputs, numbers, padding_mask, relative_error
 
@@ -59,13 +59,13 @@ def test_attend_columns_without_columns_is_zero(value_width, dropout_p):
     bias[1, 3:] = -torch.inf
     options = {"scale": 0.5, "dropout_p": dropout_p, "dtype": torch.float64}
     torch.manual_seed(0)
-    out = attend_columns(query, key, value, bias, **options)
+    out = attention_to_few_keys(query, key, value, bias, **options)
     assert torch.equal(out[0], torch.zeros_like(out[0]))
     if not dropout_p:
         close(out[1], scaled_dot_product_attention(query[1], key[1, :3], value[1, :3], scale=0.5))
         # Laid out by columns, as a solver leaves it.
         turned = value.mT.contiguous().mT
-        close(attend_columns(query, key, turned, bias, **options), out)
+        close(attention_to_few_keys(query, key, turned, bias, **options), out)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
@@ -76,7 +76,7 @@ def test_attend_columns_in_several_tiles(dtype, monkeypatch):
     whole = scaled_dot_product_attention(query.to(wide), key, value, scale=0.5).to(dtype)
     for scores in (5, 40, 60, 1000):
         monkeypatch.setattr(landmarks, "_SCORES", scores)
-        out = attend_columns(query, key, value, None, **options)
+        out = attention_to_few_keys(query, key, value, None, **options)
         assert out.dtype == dtype
         close(out, whole, 1e-12 if dtype == torch.float64 else 1e-2)
 

@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hf_efficient_attn as hea
 from hf_efficient_attn import cli
 from hf_efficient_attn.ops import near_far
-from recipes.benchmarks import counting, operations
-from recipes.benchmarks.counting import count
+from recipes.benchmarks import operations
+from recipes.common import counting
+from recipes.common.counting import count
 
 
 def normal(*shape, seed=0):

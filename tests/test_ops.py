@@ -12,11 +12,11 @@ from torch import Tensor
 
 from hf_efficient_attn import functional
 from hf_efficient_attn.ops import causal, near_far, tiles
-from hf_efficient_attn.ops.blocks import ceil_div, inverse, over_heads, pad_to_blocks, take, valid_first
-from hf_efficient_attn.ops.exact import exact_attention, key_bias
-from hf_efficient_attn.ops.features import key_state, orthogonal_features, read_state
+from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take, valid_first
+from hf_efficient_attn.ops.exact import exact_attention, mask_bias
+from hf_efficient_attn.ops.features import key_state, orthogonal_features, query_state
 from hf_efficient_attn.ops.hashing import angular_hash, gray_rank, hyperplanes, sort_by_hash
-from hf_efficient_attn.ops.partial import Partial, attend, attend_naive, merge, prefix_merge
+from hf_efficient_attn.ops.partial import Partial, merge, partial_attention, partial_attention_naive, prefix_merge
 from hf_efficient_attn.ops.random import normal, offsets, uniform
 from hf_efficient_attn.ops.sampling import (
     inclusion_probabilities,
@@ -143,7 +143,7 @@ def tile_inputs(keys: str, bias: str, value_width: int, dtype=torch.float64):
 @pytest.mark.parametrize("keys", KEYS)
 def test_attend_is_attend_naive(keys, bias, value_width):
     query, key, value, added = tile_inputs(keys, bias, value_width)
-    ours, naive = (f(query, key, value, added, scale=0.7) for f in (attend, attend_naive))
+    ours, naive = (f(query, key, value, added, scale=0.7) for f in (partial_attention, partial_attention_naive))
     close(ours.out, naive.out)
     close(ours.lse, naive.lse)
 
@@ -162,7 +162,9 @@ def test_attend_gradients(keys, bias, value_width):
         leaves.append(added.masked_fill(shut, 0.0).requires_grad_())
 
     def partial(query, key, value, bias=None):
-        part = attend(query, key, value, None if bias is None else bias.masked_fill(shut, -torch.inf), scale=0.7)
+        part = partial_attention(
+            query, key, value, None if bias is None else bias.masked_fill(shut, -torch.inf), scale=0.7
+        )
         return part.out, part.lse.masked_fill(part.lse == -torch.inf, 0.0)
 
     assert torch.autograd.gradcheck(partial, leaves)
@@ -173,8 +175,8 @@ def test_attend_gradients(keys, bias, value_width):
 def test_attend_accumulates_in_float32(dtype, value_width):
     query, key, value, added = tile_inputs("own", "all", value_width, dtype)
     query = query * 100
-    ours = attend(query, key, value, added, scale=0.7)
-    wide = attend_naive(query.double(), key.double(), value.double(), added.double(), scale=0.7)
+    ours = partial_attention(query, key, value, added, scale=0.7)
+    wide = partial_attention_naive(query.double(), key.double(), value.double(), added.double(), scale=0.7)
     assert (ours.out.dtype, ours.lse.dtype) == (dtype, torch.float32)
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(ours.out.double(), wide.out, rtol=4 * eps, atol=4 * eps + 1e-5)
@@ -184,32 +186,39 @@ def test_attend_accumulates_in_float32(dtype, value_width):
 def test_attend_of_transposed_memory():
     tensors = [numbers(2, 3, n, 8, seed=n).float() for n in (5, 9, 9)]
     turned = [x.mT.contiguous().mT for x in tensors]
-    for ours, other in zip(attend(*turned, scale=0.3), attend_naive(*tensors, scale=0.3), strict=True):
+    for ours, other in zip(
+        partial_attention(*turned, scale=0.3), partial_attention_naive(*tensors, scale=0.3), strict=True
+    ):
         close(ours, other, 1e-5)
 
 
 def test_attend_without_keys_or_queries():
     query = numbers(1, 2, 3, 4)
-    part = attend(query, numbers(1, 2, 0, 4), numbers(1, 2, 0, 5), scale=1.0)
+    part = partial_attention(query, numbers(1, 2, 0, 4), numbers(1, 2, 0, 5), scale=1.0)
     assert torch.equal(part.out, torch.zeros(1, 2, 3, 5, dtype=torch.float64))
     assert (part.lse == -torch.inf).all()
-    assert attend(query[:, :, :0], numbers(1, 2, 6, 4), numbers(1, 2, 6, 5), scale=1.0).out.shape == (1, 2, 0, 5)
+    assert partial_attention(query[:, :, :0], numbers(1, 2, 6, 4), numbers(1, 2, 6, 5), scale=1.0).out.shape == (
+        1,
+        2,
+        0,
+        5,
+    )
 
 
 @pytest.mark.parametrize("value_width", [8, 9], ids=["fused", "by hand"])
 def test_attend_walks_over_many_tiles(value_width):
     """Scores of more than a cache: the tiles are then worked on a few at a time."""
     query, key, value = numbers(2, 9, 500, 8), numbers(2, 1, 600, 8), numbers(2, 1, 600, value_width)
-    ours, naive = (f(query, key, value, scale=0.3) for f in (attend, attend_naive))
+    ours, naive = (f(query, key, value, scale=0.3) for f in (partial_attention, partial_attention_naive))
     close(ours.out, naive.out)
     close(ours.lse, naive.lse)
 
 
 def test_dropout_keeps_the_mean():
     query, key, value, added = tile_inputs("own", "all", 6)
-    without = attend(query, key, value, added, scale=0.7)
+    without = partial_attention(query, key, value, added, scale=0.7)
     torch.manual_seed(0)
-    draws = [attend(query, key, value, added, scale=0.7, dropout_p=0.3) for _ in range(3000)]
+    draws = [partial_attention(query, key, value, added, scale=0.7, dropout_p=0.3) for _ in range(3000)]
     mean = torch.stack([d.out for d in draws]).mean(0)
     assert (mean - without.out).abs().max() < 0.1
     close(draws[0].lse, without.lse)
@@ -223,7 +232,7 @@ def test_dropout_gradients_are_those_of_the_weights_that_are_left():
     def dropped(query, key, value):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
-            return attend(query, key, value, scale=0.7, dropout_p=0.4).out
+            return partial_attention(query, key, value, scale=0.7, dropout_p=0.4).out
 
     assert torch.autograd.gradcheck(dropped, leaves)
 
@@ -300,7 +309,7 @@ def test_window(length, left, right, hidden, masked):
     pairs = (distance >= -left) & (distance <= right) & (torch.arange(length) >= hidden)
     pairs = pairs if mask is None else pairs & mask
     ours = window_partial(*row, mask, left=left, right=right, hidden=hidden, scale=0.9)
-    naive = attend_naive(*row, key_bias(pairs, torch.float64), scale=0.9)
+    naive = partial_attention_naive(*row, mask_bias(pairs, torch.float64), scale=0.9)
     close(ours.out, naive.out)
     close(ours.lse, naive.lse)
 
@@ -339,7 +348,7 @@ def test_valid_first_is_stable():
     assert valid_first(mask).tolist() == [[1, 2, 4, 0, 3], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
 
 
-def test_over_heads_joins_the_pieces():
+def test_chunked_over_heads_joins_the_chunks():
     x, mask, large = numbers(7, 3, 2), None, torch.zeros(7, 1).expand(7, 1 << 18)
     calls = []
 
@@ -349,10 +358,10 @@ def test_over_heads_joins_the_pieces():
         assert large.shape[0] == x.shape[0]
         return 2 * x
 
-    assert torch.equal(over_heads(double, x, mask, large), 2 * x)
+    assert torch.equal(chunked_over_heads(double, x, mask, large), 2 * x)
     assert calls == [2, 2, 2, 1]
     x.requires_grad_()
-    over_heads(double, x, mask, large).sum().backward()
+    chunked_over_heads(double, x, mask, large).sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 2.0))
 
 
@@ -618,7 +627,7 @@ def test_states_of_features_are_the_products_of_maps():
     query, key, value = numbers(2, 3, 5, 6), numbers(2, 3, 7, 6, seed=1), numbers(2, 3, 7, 4, seed=2)
     features = orthogonal_features(9, 6, 0, CPU)
     bias = -0.5 * key.square().sum(-1)[:, :, None]
-    ours = read_state(query, key_state(key, value, features, bias), features)
+    ours = query_state(query, key_state(key, value, features, bias), features)
     weights = (query @ features.t()).exp() @ ((key @ features.t()).exp() * bias.transpose(2, 3).exp()).transpose(2, 3)
     total = weights.sum(-1, keepdim=True)
     close(ours.out, weights @ value / total)
@@ -801,7 +810,7 @@ def test_the_far_field_is_unbiased(scores, independent):
 def causal_plan(length: int, scores: str = "probe", independent: bool = False, seed: int = 0, num_hashes: int = 0):
     row = numbers(4, length, 6), numbers(4, length, 6, seed=1), numbers(4, length, 5, seed=2)
     options = {"size": 8, "num_samples": 12, "num_probes": 5, "scale": 0.5, "batch": 2, "num_hashes": num_hashes}
-    return row, causal.plan_segments(*row, scores=scores, independent=independent, seed=seed, **options)
+    return row, causal.plan_intervals(*row, scores=scores, independent=independent, seed=seed, **options)
 
 
 @pytest.mark.parametrize("num_hashes", [0, 3])
@@ -856,7 +865,7 @@ def test_a_causal_plan_does_not_depend_on_what_follows():
     """What is drawn for a segment is drawn from the segment alone, so that a longer plan only adds to a shorter one."""
     long = causal_plan(203)[1]
     row = [x[:, :130] for x in causal_plan(203)[0]]
-    short = causal.plan_segments(
+    short = causal.plan_intervals(
         *row, size=8, num_samples=12, scores="probe", num_probes=5, independent=False, scale=0.5, seed=0, batch=2
     )
     for few, many in zip(short, long, strict=False):
@@ -885,7 +894,7 @@ def test_grouped_attention_is_attention(rows, tiles, columns, width, hole):
         bias[0] = -torch.inf
     got = attend_grouped(query, key, value, row, column, bias, scale=0.3)
     tile = (query[row].transpose(0, 1)[None], key[column][None], value[column][None])
-    expected = attend_naive(*tile, bias[None, :, None], scale=0.3).out.nan_to_num(0.0)
+    expected = partial_attention_naive(*tile, bias[None, :, None], scale=0.3).out.nan_to_num(0.0)
     torch.testing.assert_close(got.transpose(0, 1)[None], expected)
 
 

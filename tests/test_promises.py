@@ -382,8 +382,8 @@ def held_plans():
 
         return planned
 
-    near_far, segments = holding(near_far_ops.make_plan), holding(causal_ops.plan_segments)
-    with patch.object(near_far_ops, "make_plan", near_far), patch.object(causal_ops, "plan_segments", segments):
+    near_far, segments = holding(near_far_ops.make_plan), holding(causal_ops.plan_intervals)
+    with patch.object(near_far_ops, "make_plan", near_far), patch.object(causal_ops, "plan_intervals", segments):
         yield
 
 

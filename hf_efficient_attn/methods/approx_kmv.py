@@ -34,8 +34,7 @@ from hf_efficient_attn.methods._shared.base import Method, MethodConfig, MethodI
 from hf_efficient_attn.ops import kde
 from hf_efficient_attn.ops.exact import exact_attention
 from hf_efficient_attn.ops.near_far import dense_attention
-from hf_efficient_attn.ops.partial import accumulator
-from hf_efficient_attn.ops.partial import attend as attend_tiles
+from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
 from hf_efficient_attn.ops.random import uniform
 
 _TABLES, _DEPTH = 8, 4
@@ -73,7 +72,7 @@ def _rows(
     """What one head computes, query (Nq, D), key (Nk, D), value (Nk, Dv); None where that is everything."""
     if scale == 0.0 or 0 < len(key) <= config.num_samples:
         return None
-    wide = accumulator(query.dtype)
+    wide = accumulation_dtype(query.dtype)
     query, key, value = (x.detach().to(wide) for x in (query, key, value))
     queries, keys, bandwidth, _ = kernel.attention_to_gaussian(query, key, scale=scale)
     queries, keys = queries / bandwidth, keys / bandwidth
@@ -143,8 +142,8 @@ def _padded(row: Tensor, column: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 def _some(query: Tensor, key: Tensor, value: Tensor, index: Tensor, bias: Tensor, scale: float, dropout_p: float):
     """Attention of (R, D) queries to the keys at index (R, M), and the lse (R,)."""
-    bias = bias.to(accumulator(query.dtype))[None, :, None]
-    part = attend_tiles(
+    bias = bias.to(accumulation_dtype(query.dtype))[None, :, None]
+    part = partial_attention(
         query[None, :, None], key[index][None], value[index][None], bias, scale=scale, dropout_p=dropout_p
     )
     return part.out[0, :, 0], part.lse[0, :, 0]
@@ -152,7 +151,7 @@ def _some(query: Tensor, key: Tensor, value: Tensor, index: Tensor, bias: Tensor
 
 def _log_factor(query: Tensor, key: Tensor, scale: float) -> Tensor:
     """Logarithm of what a row of A is to that of its Gaussian kernel."""
-    wide = accumulator(query.dtype)
+    wide = accumulation_dtype(query.dtype)
     return kernel.attention_to_gaussian(query.detach().to(wide), key.detach().to(wide), scale=scale)[3]
 
 

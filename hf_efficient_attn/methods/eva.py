@@ -43,11 +43,11 @@ from torch.nn.functional import pad
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods._shared.base import Method, MethodConfig, MethodInfo, option, register
-from hf_efficient_attn.ops.blocks import ceil_div, inverse, over_heads, take, valid_first
-from hf_efficient_attn.ops.causal import attend_block_and_previous, attend_segments, left_segments, merge_rows
-from hf_efficient_attn.ops.exact import exact_attention, exact_last_rows
-from hf_efficient_attn.ops.near_far import attend_columns
-from hf_efficient_attn.ops.partial import accumulator
+from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, take, valid_first
+from hf_efficient_attn.ops.causal import causal_block_partial, interval_attention, left_intervals, merge_query_subsets
+from hf_efficient_attn.ops.exact import exact_attention, exact_decode
+from hf_efficient_attn.ops.near_far import gathered_attention
+from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.random import normal
 
 # Streams of random numbers: of the chunks, and of the runs or segments of each level.
@@ -97,7 +97,7 @@ def _maps(config: EvaConfig, query: Tensor, parameters: dict[str, Tensor] | None
                 f"eva: {name} {None if x is None else tuple(x.shape)} does not suit proposal={config.proposal!r} and "
                 f"{heads} heads of width {width}: 'learned' takes a tensor (heads, width, width), the others none"
             )
-    return [x if x is None else x.to(accumulator(query.dtype)) for x in maps]
+    return [x if x is None else x.to(accumulation_dtype(query.dtype)) for x in maps]
 
 
 def summarise(query, key, value, there, noise, scale: float, maps=(None, None)) -> tuple[Tensor, Tensor]:
@@ -113,7 +113,7 @@ def summarise(query, key, value, there, noise, scale: float, maps=(None, None)) 
     Returns:
         (A, C, D) and (A, C, Dv) in the accumulator's type; 0 where a chunk is empty.
     """
-    wide, root = accumulator(key.dtype), abs(scale) ** 0.5
+    wide, root = accumulation_dtype(key.dtype), abs(scale) ** 0.5
     query, key, value = (x.to(wide) for x in (query, key, value))
     mean_query, mean_key = query if query.ndim == 3 else _mean(query, there), _mean(key, there)
     of_query, of_key = (x if w is None else x @ w.mT for x, w in zip((mean_query, mean_key), maps, strict=True))
@@ -178,7 +178,7 @@ def attend(
         out = compute(query, key, value, maps, *tensors)
         return take(out, inverse(query_order)).masked_fill(~query_mask[:, :, None], 0.0)
 
-    out = over_heads(some_heads, query, key, value, *masks, *maps, *tensors)
+    out = chunked_over_heads(some_heads, query, key, value, *masks, *maps, *tensors)
     return out.view(*shape, length, -1)
 
 
@@ -326,12 +326,12 @@ def _plan(config: EvaConfig, query, length: int, mask, rows, pairs: _Pairs | Non
         keys, values = zip(*summaries, strict=True)
         keys = torch.cat((key, *(x.to(key.dtype) for x in keys)), 1)
         values = torch.cat((value, *(x.to(value.dtype) for x in values)), 1)
-        bias = bias[:, :, None].to(accumulator(key.dtype))
+        bias = bias[:, :, None].to(accumulation_dtype(key.dtype))
         if asked is None:
-            return attend_columns(query, keys, values, index, bias, window, **options)
+            return gathered_attention(query, keys, values, index, bias, window, **options)
         # Rows that FLuRKA contracts are of the accumulator's type, whatever that of the queries.
         query = take(query, asked).to(key.dtype)
-        return take(attend_columns(query, keys, values, index, bias, pairs.size, **options), place)
+        return take(gathered_attention(query, keys, values, index, bias, pairs.size, **options), place)
 
     return compute, (*per_head, *noises)
 
@@ -372,9 +372,9 @@ def _causal_plan(config: EvaConfig, query, shape, scale, dropout_p, seed):
         head = exact_attention(query[:, :size], key[:, :size], value[:, :size], is_causal=True, **options)
         if length <= size:
             return head
-        parts = [(slice(None), attend_block_and_previous(query, key, value, size, **options))]
+        parts = [(slice(None), causal_block_partial(query, key, value, size, **options))]
         for (pairs, span, chunk, count), noise in zip(grid, noises, strict=True):
-            tokens = [left_segments(x, pairs, span) for x in (query, key, value)]
+            tokens = [left_intervals(x, pairs, span) for x in (query, key, value)]
             place = torch.arange(count * chunk, device=query.device).view(count, chunk)
             there = (place < span).expand(1, pairs, -1, -1).flatten(1, 2)
             tokens = [
@@ -386,16 +386,16 @@ def _causal_plan(config: EvaConfig, query, shape, scale, dropout_p, seed):
                 noise = None if noise is None else noise[:, None].expand(-1, pairs, -1, -1).flatten(1, 2)
                 keys, values = summarise(*tokens, None if span == count * chunk else there, noise, scale, maps)
             keys, values = (x.to(like.dtype).unflatten(1, (pairs, count)) for x, like in ((keys, key), (values, value)))
-            bias = (place < span).sum(1).to(accumulator(key.dtype)).log()[None, None, None]
-            parts += attend_segments(query[:, size:], keys, values, bias, span, options)
-        return torch.cat((head, merge_rows(parts)), 1)
+            bias = (place < span).sum(1).to(accumulation_dtype(key.dtype)).log()[None, None, None]
+            parts += interval_attention(query[:, size:], keys, values, bias, span, options)
+        return torch.cat((head, merge_query_subsets(parts)), 1)
 
     return compute, tuple(noises)
 
 
 def decode(config: EvaConfig, query, key, value, *, mask, scale, dropout_p, parameters=None) -> Tensor:
     """A few last queries attend to all cached keys exactly: the queries of the chunks are not in a cache."""
-    return exact_last_rows(query, key, value, mask, scale=scale, dropout_p=dropout_p)
+    return exact_decode(query, key, value, mask, scale=scale, dropout_p=dropout_p)
 
 
 def naive(

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import dropout, elu
 
 from hf_efficient_attn.methods._shared.base import Method, MethodConfig, MethodInfo, Recurrence, option, register
-from hf_efficient_attn.ops.blocks import may_walk, over_heads, pad_to_blocks
-from hf_efficient_attn.ops.partial import accumulator, exp_
+from hf_efficient_attn.ops.blocks import can_reuse_buffers, chunked_over_heads, pad_to_blocks
+from hf_efficient_attn.ops.partial import accumulation_dtype, exp_
 from hf_efficient_attn.ops.scan import exclusive_prefix_sum, running_sum
 
 _CHUNK = 64
@@ -51,13 +51,13 @@ def _features(query, key, mask, scale) -> tuple[Tensor, Tensor]:
 
 
 def _query_features(query: Tensor, scale: float) -> Tensor:
-    wide = accumulator(query.dtype)
+    wide = accumulation_dtype(query.dtype)
     stretch = scale * query.shape[-1] ** 0.5
     return elu_features(query.to(wide) if abs(stretch - 1.0) < 1e-12 else query.to(wide) * stretch)
 
 
 def _key_features(key: Tensor, mask: Tensor | None) -> Tensor:
-    phi = elu_features(key.to(accumulator(key.dtype)))
+    phi = elu_features(key.to(accumulation_dtype(key.dtype)))
     return phi if mask is None else phi * mask.unsqueeze(-1)
 
 
@@ -82,9 +82,9 @@ def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed
     flat = (x.flatten(0, 1) for x in (query, key, value))
     flat_mask = None if mask is None else mask.repeat_interleave(query.shape[1], 0)
     options = {"result": (query.shape[2], value.shape[3], value.dtype)}
-    if not dropout_p and may_walk(query, key, value):
+    if not dropout_p and can_reuse_buffers(query, key, value):
         some_heads, options["step"] = functools.partial(_causal_walk if is_causal else _tiled, scale=scale), _HEADS
-    return over_heads(some_heads, *flat, flat_mask, **options).unflatten(0, query.shape[:2])
+    return chunked_over_heads(some_heads, *flat, flat_mask, **options).unflatten(0, query.shape[:2])
 
 
 def _tiled(query, key, value, mask, out=None, *, scale) -> Tensor:
@@ -92,7 +92,7 @@ def _tiled(query, key, value, mask, out=None, *, scale) -> Tensor:
 
     The features of a tile never leave the cache, and no memory is touched for the first time but that of the output.
     """
-    (heads, length, width), columns, wide = query.shape, key.shape[1], accumulator(query.dtype)
+    (heads, length, width), columns, wide = query.shape, key.shape[1], accumulation_dtype(query.dtype)
     out = value.new_empty(heads, length, value.shape[2]) if out is None else out
     tile = max(1, min(_TILE // (heads * width), max(length, columns)))
     first, second = (query.new_empty(heads, tile, width, dtype=wide) for _ in range(2))
@@ -146,7 +146,7 @@ def _causal(phi_q, phi_k, value, dropout_p: float, before: tuple[Tensor, Tensor]
 
 def _causal_walk(query, key, value, mask, before: tuple[Tensor, Tensor] | None = None, out=None, *, scale) -> Tensor:
     """`_causal` of (A, N, .) without gradient or dropout: one walk over tiles of chunks, in memory that stays warm."""
-    (heads, length, width), wide = query.shape, accumulator(query.dtype)
+    (heads, length, width), wide = query.shape, accumulation_dtype(query.dtype)
     size = min(_CHUNK, length)
     tile = max(1, _TILE // (4 * heads * size * max(size, width))) * size
     out = value.new_empty(heads, length, value.shape[2]) if out is None else out
@@ -199,14 +199,16 @@ def resume(config, state: LinearState, query, key, value, *, mask, scale, dropou
     """See `hf_efficient_attn.methods._shared.base.Recurrence`; `_causal` with sums that do not begin at 0."""
 
     def some_heads(query, key, value, mask, products, norm):
-        if not dropout_p and may_walk(query, key, value, products, norm):
+        if not dropout_p and can_reuse_buffers(query, key, value, products, norm):
             return _causal_walk(query, key, value, mask, (products, norm), scale=scale)
         phi_q, phi_k = _features(query, key, mask, scale)
         return _causal(phi_q, phi_k, value.to(phi_k.dtype), dropout_p, (products, norm))
 
     flat = [x.flatten(0, 1) for x in (query, key, value)]
     flat_mask = None if mask is None else mask.repeat_interleave(query.shape[1], 0)
-    return over_heads(some_heads, *flat, flat_mask, *(x.flatten(0, 1) for x in state)).unflatten(0, query.shape[:2])
+    return chunked_over_heads(some_heads, *flat, flat_mask, *(x.flatten(0, 1) for x in state)).unflatten(
+        0, query.shape[:2]
+    )
 
 
 def naive(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:

@@ -23,16 +23,16 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.methods._shared.base import Method, MethodConfig, MethodInfo, option, register
-from hf_efficient_attn.ops.exact import key_bias
-from hf_efficient_attn.ops.landmarks import attend_columns
-from hf_efficient_attn.ops.partial import accumulator
+from hf_efficient_attn.ops.exact import mask_bias
+from hf_efficient_attn.ops.landmarks import attention_to_few_keys
+from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.projections import (
     NAMES,
     STARTS_FROM,
-    both_tables,
     contractions,
-    naive_rows,
-    shown_rows,
+    naive_projection,
+    projected_key_mask,
+    projection_tables,
     start_tables,
 )
 
@@ -85,17 +85,17 @@ def start_parameters(config: LinformerConfig, *, heads: int, width: int, value_w
 
 def _tables(config: LinformerConfig, columns: int, parameters: dict[str, Tensor]) -> list[Tensor]:
     """E and F (P, M); where they are shared, F is E unless it is given."""
-    return both_tables(config.method, config.projection_dim, columns, parameters)
+    return projection_tables(config.method, config.projection_dim, columns, parameters)
 
 
 def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed, parameters) -> Tensor:
     """Fast form; arguments as in `hf_efficient_attn.methods._shared.call`."""
-    (batch, heads, columns), wide = key.shape[:3], accumulator(query.dtype)
+    (batch, heads, columns), wide = key.shape[:3], accumulation_dtype(query.dtype)
     both = contractions(_tables(config, columns, parameters), mask, columns, wide)
-    bias = key_bias(shown_rows(both, batch), wide).repeat_interleave(heads, 0)
+    bias = mask_bias(projected_key_mask(both, batch), wide).repeat_interleave(heads, 0)
     keys, values = (rows.rows(x).flatten(0, 1) for rows, x in zip(both, (key, value), strict=True))
     options = {"scale": scale, "dropout_p": dropout_p, "dtype": value.dtype}
-    return attend_columns(query.flatten(0, 1), keys, values, bias, **options).unflatten(0, (batch, heads))
+    return attention_to_few_keys(query.flatten(0, 1), keys, values, bias, **options).unflatten(0, (batch, heads))
 
 
 def naive(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed, parameters) -> Tensor:
@@ -104,7 +104,7 @@ def naive(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed,
     for b in range(key.shape[0]):
         there = slice(None) if mask is None else mask[b]
         tokens = (x[b, :, there].double() for x in (key, value))
-        (keys, first), (values, second) = (naive_rows(table, x) for table, x in zip(tables, tokens, strict=True))
+        (keys, first), (values, second) = (naive_projection(table, x) for table, x in zip(tables, tokens, strict=True))
         keys, values = (x[:, first & second] for x in (keys, values))
         outs.append((scale * query[b].double() @ keys.mT).softmax(-1) @ values)
     return torch.stack(outs).to(value.dtype)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.methods._shared.base import Method, MethodConfig, MethodInfo, option, register
-from hf_efficient_attn.ops.blocks import over_heads, pad_to_blocks, take, valid_first
-from hf_efficient_attn.ops.exact import exact_attention, key_bias
+from hf_efficient_attn.ops.blocks import chunked_over_heads, pad_to_blocks, take, valid_first
+from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.near_far import dense_attention
-from hf_efficient_attn.ops.partial import Partial, attend, merge
+from hf_efficient_attn.ops.partial import Partial, merge, partial_attention
 from hf_efficient_attn.ops.window import window_partial
 
 
@@ -54,11 +54,11 @@ def attend_window(config, query, key, value, *, mask, is_causal, scale, dropout_
     result = {"result": (query.shape[2], value.shape[3], value.dtype)}
     if mask is None:
         flat = (x.flatten(0, 1) for x in (query, key, value))
-        return over_heads(some_heads, *flat, **result).unflatten(0, query.shape[:2])
+        return chunked_over_heads(some_heads, *flat, **result).unflatten(0, query.shape[:2])
     # With a mask the window's bias differs from tile to tile: one batch row at a time, all heads share it.
     rows = zip(query.unbind(), key.unbind(), value.unbind(), mask, strict=True)
     return torch.stack(
-        [over_heads(functools.partial(some_heads, mask=here), q, k, v, **result) for q, k, v, here in rows]
+        [chunked_over_heads(functools.partial(some_heads, mask=here), q, k, v, **result) for q, k, v, here in rows]
     )
 
 
@@ -86,16 +86,16 @@ def _rows(config: LongformerConfig, query, key, value, mask, is_causal: bool, op
     if is_causal:
         shown = shown & (index <= torch.arange(length, device=query.device)[:, None])
     blocks = pad_to_blocks(query, min(length, 128))
-    bias = pad_to_blocks(key_bias(shown, query.dtype)[None], blocks.shape[2])
-    far = attend(blocks, *columns, bias, **options)
+    bias = pad_to_blocks(mask_bias(shown, query.dtype)[None], blocks.shape[2])
+    far = partial_attention(blocks, *columns, bias, **options)
     far = Partial(far.out.flatten(1, 2)[:, :length], far.lse.flatten(1, 2)[:, :length])
     out = merge(near, far).out
     everything = torch.ones(length, dtype=torch.bool, device=query.device) if mask is None else mask
     shown = everything.expand(count, -1)
     if is_causal:
         shown = shown & (torch.arange(length, device=query.device) <= index[:, None])
-    own = attend(
-        take(query, flat)[:, None], key[:, None], value[:, None], key_bias(shown, query.dtype)[None, None], **options
+    own = partial_attention(
+        take(query, flat)[:, None], key[:, None], value[:, None], mask_bias(shown, query.dtype)[None, None], **options
     )
     is_global = torch.zeros(length, dtype=torch.bool, device=query.device)
     is_global = is_global.index_fill(0, index, True) if seen is None else is_global.index_put((index,), seen)
@@ -133,9 +133,13 @@ def decode(config, query, key, value, *, mask, scale, dropout_p) -> Tensor:
         key, value = key[:, :, -reach:], value[:, :, -reach:]
         mask = None if mask is None else mask[:, -reach:]
     pairs = allowed_pairs(config, query.shape[2], key.shape[2], mask, True, query.device)
-    bias = key_bias(pairs, query.dtype).expand(query.shape[0], -1, -1).repeat_interleave(query.shape[1], 0)
+    bias = mask_bias(pairs, query.dtype).expand(query.shape[0], -1, -1).repeat_interleave(query.shape[1], 0)
     flat = [x.flatten(0, 1)[:, None] for x in (query, key, value)]
-    return attend(*flat, bias[:, None], scale=scale, dropout_p=dropout_p).out[:, 0].unflatten(0, query.shape[:2])
+    return (
+        partial_attention(*flat, bias[:, None], scale=scale, dropout_p=dropout_p)
+        .out[:, 0]
+        .unflatten(0, query.shape[:2])
+    )
 
 
 register(

@@ -34,10 +34,9 @@ from torch.nn.functional import conv2d
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods._shared.base import Method, MethodConfig, MethodInfo, option, register
 from hf_efficient_attn.ops.blocks import inverse, take, valid_first
-from hf_efficient_attn.ops.exact import exact_attention, key_bias
-from hf_efficient_attn.ops.landmarks import attend_columns, masked_segments, segment_means
-from hf_efficient_attn.ops.partial import accumulator
-from hf_efficient_attn.ops.partial import attend as attend_tiles
+from hf_efficient_attn.ops.exact import exact_attention, mask_bias
+from hf_efficient_attn.ops.landmarks import attention_to_few_keys, masked_segments, segment_means
+from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
 from hf_efficient_attn.ops.pinv import DAMPING, damped_solve, iterative_pinv
 
 
@@ -107,17 +106,23 @@ def _from_landmarks(config, query, key, value, mask, scale: float, dropout_p: fl
 
     The mask, (B, N) or None, is that of the queries too where there are as many as keys.
     """
-    count, wide, options = config.num_landmarks, accumulator(query.dtype), {"scale": scale, "dropout_p": dropout_p}
+    count, wide, options = (
+        config.num_landmarks,
+        accumulation_dtype(query.dtype),
+        {"scale": scale, "dropout_p": dropout_p},
+    )
     segments = bias = landmark_bias = of_queries = None
     if mask is not None:
         heads = query.shape[0] // mask.shape[0]
         segments = masked_segments(mask, count, wide).repeat_interleave(heads)
-        bias = key_bias(mask, wide).repeat_interleave(heads, 0)[:, None, None]
-        landmark_bias = key_bias(~segments.empty, wide)
+        bias = mask_bias(mask, wide).repeat_interleave(heads, 0)[:, None, None]
+        landmark_bias = mask_bias(~segments.empty, wide)
         of_queries = segments if query.shape[1] == key.shape[1] else None
     queries, keys = segment_means(query, count, of_queries), segment_means(key, count, segments)
     middle = _middle(queries, keys, landmark_bias, None if of_queries is None else of_queries.empty, scale)
-    rows = attend_tiles(queries[:, None], key.to(wide)[:, None], value.to(wide)[:, None], bias, scale=scale).out[:, 0]
+    rows = partial_attention(queries[:, None], key.to(wide)[:, None], value.to(wide)[:, None], bias, scale=scale).out[
+        :, 0
+    ]
     if config.pinv == "solve":
         rows = damped_solve(middle, rows)
     else:
@@ -127,7 +132,7 @@ def _from_landmarks(config, query, key, value, mask, scale: float, dropout_p: fl
         few = (mask.sum(1) <= count).repeat_interleave(heads)[:, None, None]
         own = take(value, segments.index[:, :, 0]).to(wide).masked_fill(segments.empty.unsqueeze(2), 0.0)
         rows = torch.where(few, own, rows)
-    return attend_columns(query, keys, rows, landmark_bias, **options, dtype=wide)
+    return attention_to_few_keys(query, keys, rows, landmark_bias, **options, dtype=wide)
 
 
 def _middle(queries, keys, bias, no_query, scale: float) -> Tensor:
@@ -156,7 +161,7 @@ def _kernel(config, query, key, parameters: dict) -> Tensor | None:
             "nystromformer: the convolution adds tokens of V to those of the output, and there are "
             f"{query.shape[2]} queries and {key.shape[2]} keys; set conv_kernel_size=0"
         )
-    return kernel.to(accumulator(query.dtype))
+    return kernel.to(accumulation_dtype(query.dtype))
 
 
 def _convolution(value: Tensor, kernel: Tensor, mask: Tensor | None) -> Tensor:

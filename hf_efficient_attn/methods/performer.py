@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn.functional import dropout
 
 from hf_efficient_attn.methods._shared.base import Method, MethodConfig, MethodInfo, Recurrence, option, register
-from hf_efficient_attn.ops.blocks import may_walk, over_heads, pad_to_blocks
-from hf_efficient_attn.ops.exact import key_bias
-from hf_efficient_attn.ops.features import key_state, read_state, softmax_features
-from hf_efficient_attn.ops.partial import LOG2_E, Partial, accumulator, finite, merge, prefix_merge
+from hf_efficient_attn.ops.blocks import can_reuse_buffers, chunked_over_heads, pad_to_blocks
+from hf_efficient_attn.ops.exact import mask_bias
+from hf_efficient_attn.ops.features import key_state, query_state, softmax_features
+from hf_efficient_attn.ops.partial import LOG2_E, Partial, accumulation_dtype, merge, prefix_merge, safe_row_max
 from hf_efficient_attn.ops.scan import running_sum
 
 _CHUNK = 128
@@ -51,14 +51,14 @@ def _scaled(query, key, value, mask, scale):
 
 def _scaled_query(query: Tensor, scale: float) -> Tensor:
     root = abs(scale) ** 0.5
-    return query.to(accumulator(query.dtype)) * (root if scale >= 0 else -root)
+    return query.to(accumulation_dtype(query.dtype)) * (root if scale >= 0 else -root)
 
 
 def _scaled_key(key, value, mask, scale) -> tuple[Tensor, Tensor, Tensor]:
-    wide = accumulator(key.dtype)
+    wide = accumulation_dtype(key.dtype)
     key, value = key.to(wide) * abs(scale) ** 0.5, value.to(wide)
     bias = -0.5 * key.square().sum(-1)
-    return key, value, bias if mask is None else bias + key_bias(mask, wide)
+    return key, value, bias if mask is None else bias + mask_bias(mask, wide)
 
 
 def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
@@ -75,15 +75,15 @@ def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed
             return _causal(query, key, value, bias, features, dropout_p).to(dtype)
         state = key_state(key[:, None], value[:, None], features, bias[:, None, None])
         rows = pad_to_blocks(query, min(query.shape[1], 1024))
-        return read_state(rows, state, features, dropout_p).out.flatten(1, 2)[:, : query.shape[1]].to(dtype)
+        return query_state(rows, state, features, dropout_p).out.flatten(1, 2)[:, : query.shape[1]].to(dtype)
 
     flat = [x.flatten(0, 1) for x in (query, key, value)]
     flat_mask = None if mask is None else mask.repeat_interleave(query.shape[1], 0)
-    if is_causal and not dropout_p and may_walk(*flat):
+    if is_causal and not dropout_p and can_reuse_buffers(*flat):
         result = (query.shape[2], value.shape[3], value.dtype)
-        out = over_heads(walk, *flat, flat_mask, result=result, step=_HEADS)
+        out = chunked_over_heads(walk, *flat, flat_mask, result=result, step=_HEADS)
     else:
-        out = over_heads(some_heads, *flat, flat_mask)
+        out = chunked_over_heads(some_heads, *flat, flat_mask)
     return out.unflatten(0, query.shape[:2])
 
 
@@ -96,9 +96,9 @@ def _causal(query, key, value, bias, features, dropout_p: float, start: Partial 
     parts = [_own_chunk(query, key, value, bias, features, dropout_p)]
     if query.shape[1] > 1:
         before = prefix_merge(key_state(key, value, features, bias[:, :, None]), 1)
-        parts.append(read_state(query, before, features, dropout_p))
+        parts.append(query_state(query, before, features, dropout_p))
     if start is not None:
-        parts.append(read_state(query, Partial(start.out[:, None], start.lse[:, None]), features, dropout_p))
+        parts.append(query_state(query, Partial(start.out[:, None], start.lse[:, None]), features, dropout_p))
     return merge(*parts).out.flatten(1, 2)[:, :length]
 
 
@@ -110,7 +110,7 @@ def _causal_walk(
     The sums over all keys before a chunk, S (A, F, Dv) and Z (A, 1, F), are those of exp(log feature - r) with r
     (A, 1, F) the highest log feature so far: nothing overflows, and no later key has a part in it.
     """
-    (heads, length, width), count, wide = query.shape, features.shape[0], accumulator(query.dtype)
+    (heads, length, width), count, wide = query.shape, features.shape[0], accumulation_dtype(query.dtype)
     size = min(_SMALL_CHUNK if count <= _FEW else _CHUNK, length)
     tile = max(1, _TILE // (heads * size * max(count, size, width))) * size
     # All logs are to base 2: see `exp_`.
@@ -133,18 +133,18 @@ def _causal_walk(
         own, own_top = _own_pairs(queries, keys, bias)
         keys += bias
         tops = torch.cat((top, keys.amax(2)), 1).cummax(1).values
-        weights = keys.sub_(finite(tops[:, 1:]).unsqueeze(2)).exp2_().transpose(2, 3)
-        kept = torch.exp2(tops[:, :-1] - finite(tops[:, 1:])).unsqueeze(3)
+        weights = keys.sub_(safe_row_max(tops[:, 1:]).unsqueeze(2)).exp2_().transpose(2, 3)
+        kept = torch.exp2(tops[:, :-1] - safe_row_max(tops[:, 1:])).unsqueeze(3)
         sums = running_sum(weights @ values, kept, sums[:, -1])
         norm = running_sum(weights.sum(3).unsqueeze(2), kept.transpose(2, 3), norm[:, -1])
         # What is before the chunk and the chunk itself, each divided by its sum, by their shares of the whole.
         queries += tops[:, :-1].unsqueeze(2)
         far_top = queries.amax(3, keepdim=True)
-        far = queries.sub_(finite(far_top)).exp2_()
+        far = queries.sub_(safe_row_max(far_top)).exp2_()
         parts = (own.sum(3, keepdim=True), own_top), ((far * norm[:, :-1]).sum(3, keepdim=True), far_top)
         # Sums too small for their inverse count as none.
         lses = [(total.log2() + top).masked_fill_(total < tiny, -torch.inf) for total, top in parts]
-        common = finite(torch.maximum(*lses))
+        common = safe_row_max(torch.maximum(*lses))
         shares = [torch.exp2(lse - common) for lse in lses]
         both = shares[0] + shares[1]
         both.masked_fill_(both == 0, 1.0)
@@ -168,7 +168,7 @@ def _own_pairs(queries: Tensor, keys: Tensor, bias: Tensor) -> tuple[Tensor, Ten
     products = (queries - query_top).exp2_() @ (keys - key_top).exp2_().transpose(2, 3)
     key_top = key_top + bias
     reference = key_top.cummax(2).values
-    weights = (key_top.transpose(2, 3) - finite(reference)).exp2_().mul_(products).tril_()
+    weights = (key_top.transpose(2, 3) - safe_row_max(reference)).exp2_().mul_(products).tril_()
     return weights, reference + query_top
 
 
@@ -183,7 +183,7 @@ def _own_chunk(query, key, value, bias, features, dropout_p: float) -> Partial:
     seen = torch.ones(products.shape[-2:], dtype=torch.bool, device=query.device).tril() & (products > least)
     scores = products.masked_fill(~seen, 1.0).log() + query_top + (key_top + bias.unsqueeze(-1)).transpose(2, 3)
     scores = scores.masked_fill(~seen, -torch.inf)
-    top = finite(scores.detach().amax(-1, keepdim=True))
+    top = safe_row_max(scores.detach().amax(-1, keepdim=True))
     weights = torch.exp(scores - top)
     total = weights.sum(-1, keepdim=True)
     empty = total == 0
@@ -210,7 +210,7 @@ def absorb(config, state: Partial | None, key, value, *, mask, scale, seed) -> P
 
 
 def read(config, state: Partial, query, *, scale, dropout_p, seed) -> Tensor:
-    """See `Recurrence`; `read_state` in plain products, faster for a few queries."""
+    """See `Recurrence`; `query_state` in plain products, faster for a few queries."""
     features = softmax_features(config.num_features, query.shape[-1], seed, query.device)
     query = _scaled_query(query, scale)
     # A state of no token has an output of 0 whatever the weights.
@@ -224,14 +224,16 @@ def resume(config, state: Partial, query, key, value, *, mask, scale, dropout_p,
     features = softmax_features(config.num_features, query.shape[-1], seed, query.device)
 
     def some_heads(query, key, value, mask, out, lse):
-        if not dropout_p and may_walk(query, key, value, out, lse):
+        if not dropout_p and can_reuse_buffers(query, key, value, out, lse):
             return _causal_walk(query, key, value, mask, features, scale, Partial(out, lse))
         query, key, value, bias = _scaled(query, key, value, mask, scale)
         return _causal(query, key, value, bias, features, dropout_p, Partial(out, lse))
 
     flat = [x.flatten(0, 1) for x in (query, key, value)]
     flat_mask = None if mask is None else mask.repeat_interleave(query.shape[1], 0)
-    return over_heads(some_heads, *flat, flat_mask, *(x.flatten(0, 1) for x in state)).unflatten(0, query.shape[:2])
+    return chunked_over_heads(some_heads, *flat, flat_mask, *(x.flatten(0, 1) for x in state)).unflatten(
+        0, query.shape[:2]
+    )
 
 
 def naive(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:

@@ -33,7 +33,7 @@ from hf_efficient_attn.methods._shared.base import Method, MethodConfig, MethodI
 from hf_efficient_attn.ops.exact import exact_attention
 from hf_efficient_attn.ops.lsh_rounds import Rounds, dense_pairs, plan_rounds, rounds_attention
 from hf_efficient_attn.ops.near_far import dense_attention
-from hf_efficient_attn.ops.partial import accumulator
+from hf_efficient_attn.ops.partial import accumulation_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ def _prepare(config: ReformerConfig, query, key, value, mask, seed) -> tuple[Ten
         )
     plan = plan_rounds(query, query, mask, **options)
     key = query if mask is None else query.masked_fill(~mask[:, :, None], 0.0)
-    key = normalize(key.to(accumulator(key.dtype)), dim=-1).to(key.dtype)
+    key = normalize(key.to(accumulation_dtype(key.dtype)), dim=-1).to(key.dtype)
     return query, key, value, mask, plan
 
 

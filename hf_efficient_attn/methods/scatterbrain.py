@@ -31,20 +31,20 @@ from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods._shared.base import Method, MethodConfig, MethodInfo, option, register
-from hf_efficient_attn.ops.blocks import ceil_div, inverse, over_heads, pad_to_blocks, take, valid_first
-from hf_efficient_attn.ops.causal import attend_block_and_previous
-from hf_efficient_attn.ops.exact import exact_attention, key_bias
+from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take, valid_first
+from hf_efficient_attn.ops.causal import causal_block_partial
+from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.features import (
     key_state,
     query_factor,
-    read_state,
+    query_state,
     softmax_features,
     split_scale,
     states_before,
     states_elsewhere,
 )
 from hf_efficient_attn.ops.near_far import plan_lsh
-from hf_efficient_attn.ops.partial import Partial, attend, merge
+from hf_efficient_attn.ops.partial import Partial, merge, partial_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,7 @@ def _states(key: Tensor, value: Tensor, bias: Tensor | None, features: Tensor, s
 def _read(rows: Tensor, state: Partial, features: Tensor, options) -> Partial:
     """Tiles of queries (A, T, R, D) to their states, with the factor of each query."""
     rows, _, _ = split_scale(rows, rows, options["scale"])
-    part = read_state(rows, state, features, options["dropout_p"])
+    part = query_state(rows, state, features, options["dropout_p"])
     return Partial(part.out, part.lse + query_factor(rows, features.shape[0]))
 
 
@@ -151,7 +151,7 @@ def _bidirectional(query, key, value, plan: _Blocks, size: int, features, option
     bias = None
     if not isinstance(plan.there, int) or length % size:
         place = torch.arange(key.shape[1] * size, device=key.device)[None]
-        bias = key_bias(place < plan.there, key.dtype).unflatten(1, (key.shape[1], 1, size))
+        bias = mask_bias(place < plan.there, key.dtype).unflatten(1, (key.shape[1], 1, size))
     far = states_elsewhere(_states(key, value, bias, features, options["scale"]))
     if plan.block is not None:
         key, value, *far = (take(x.flatten(2), plan.block).unflatten(2, x.shape[2:]) for x in (key, value, *far))
@@ -161,11 +161,11 @@ def _bidirectional(query, key, value, plan: _Blocks, size: int, features, option
 
     def some_heads(query, key, value, bias, order, place, outs, lses):
         rows = pad_to_blocks(query if order is None else take(query, order), size)
-        near = attend(rows, key, value, bias, **options)
+        near = partial_attention(rows, key, value, bias, **options)
         out = merge(near, _read(rows, Partial(outs, lses), features, options)).out.flatten(1, 2)
         return out[:, :length] if place is None else take(out, place)
 
-    return over_heads(some_heads, query, key, value, bias, plan.query_order, place, *far)
+    return chunked_over_heads(some_heads, query, key, value, bias, plan.query_order, place, *far)
 
 
 def _causal(query, key, value, features, size: int, options) -> Tensor:
@@ -178,11 +178,11 @@ def _causal(query, key, value, features, size: int, options) -> Tensor:
     before = states_before(_states(*blocks, None, features, options["scale"]))
 
     def some_heads(query, key, value, outs, lses):
-        near = attend_block_and_previous(query, key, value, size, **options)
+        near = causal_block_partial(query, key, value, size, **options)
         far = _read(pad_to_blocks(query[:, size:], size), Partial(outs, lses), features, options)
         return merge(near, Partial(*(x.flatten(1, 2)[:, : length - size] for x in far))).out
 
-    return torch.cat((head, over_heads(some_heads, query, key, value, *before)), 1)
+    return torch.cat((head, chunked_over_heads(some_heads, query, key, value, *before)), 1)
 
 
 def naive(config: ScatterbrainConfig, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:

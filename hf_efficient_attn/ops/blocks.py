@@ -49,7 +49,7 @@ def valid_first(mask: Tensor) -> Tensor:
     return (~mask).to(torch.int8).argsort(dim=1, stable=True)
 
 
-def may_walk(*tensors: Tensor | None) -> bool:
+def can_reuse_buffers(*tensors: Tensor | None) -> bool:
     """Whether tokens can be walked over tile by tile in buffers: no gradient, not compiling, and on the CPU.
 
     On an accelerator the steps of a walk would be launched one by one.
@@ -59,7 +59,7 @@ def may_walk(*tensors: Tensor | None) -> bool:
     return not (keep or torch.compiler.is_compiling()) and given[0].device.type == "cpu"
 
 
-def over_heads(
+def chunked_over_heads(
     function: Callable[..., Tensor],
     *tensors: Tensor | None,
     result: tuple[int, int, torch.dtype] | None = None,

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.blocks import ceil_div, inverse, over_heads, pad_to_blocks, take
-from hf_efficient_attn.ops.exact import exact_attention, key_bias
+from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take
+from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.hashing import angular_hash, hyperplanes, sort_by_hash
 from hf_efficient_attn.ops.near_far import balanced, plan_far
-from hf_efficient_attn.ops.partial import Partial, accumulator, attend
+from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, partial_attention
 from hf_efficient_attn.ops.random import offsets
 from hf_efficient_attn.ops.sampling import largest_eigenvalue, stratified_ranks
 
@@ -42,13 +42,13 @@ class Segments(NamedTuple):
     width: int = 0
 
 
-def left_segments(x: Tensor, pairs: int, span: int) -> Tensor:
+def left_intervals(x: Tensor, pairs: int, span: int) -> Tensor:
     """The left segments of the first `pairs` pairs of `span` tokens each: (A, N, ...) -> view (A, pairs, span, ...)."""
     view = x.unfold(1, span, 2 * span)[:, :pairs]
     return view.movedim(-1, 2)
 
 
-def segment_scores(kind, query, key, squares, gram, scale: float, num_probes: int, offset: Tensor, seed=0) -> Tensor:
+def interval_scores(kind, query, key, squares, gram, scale: float, num_probes: int, offset: Tensor, seed=0) -> Tensor:
     """Unnormalised sampling probabilities of the keys of segments, from each segment's own queries.
 
     Args:
@@ -79,7 +79,7 @@ def segment_scores(kind, query, key, squares, gram, scale: float, num_probes: in
     return squares + 1e-6 * squares.mean(2, keepdim=True) + torch.finfo(squares.dtype).tiny
 
 
-def plan_segments(query, key, value, *, size, num_samples, scores, num_probes, independent, scale, seed, batch,
+def plan_intervals(query, key, value, *, size, num_samples, scores, num_probes, independent, scale, seed, batch,
                   num_hashes=0) -> list[Segments]:  # fmt: skip
     """Samples of all segments of blocks of `size` keys, num_samples / 2 columns each (or all keys, where fewer).
 
@@ -87,7 +87,7 @@ def plan_segments(query, key, value, *, size, num_samples, scores, num_probes, i
     query: the one in which its own hash would stand, whatever the other queries are.
     """
     with torch.no_grad():
-        heads, wide = query.shape[0], accumulator(value.dtype)
+        heads, wide = query.shape[0], accumulation_dtype(value.dtype)
         # The queries of block t have t-1 completed blocks behind block t-1.
         completed = ceil_div(query.shape[1], size) - 2
         count, plans = min(num_samples, max(1, num_samples // 2)), []
@@ -109,10 +109,10 @@ def plan_segments(query, key, value, *, size, num_samples, scores, num_probes, i
                 offsets(heads // batch, seed, stream + 2 * level, key.device).repeat(batch).unsqueeze(1)
                 for stream in (21, 22)
             )
-            weights = segment_scores(
+            weights = interval_scores(
                 scores,
-                *(left_segments(x, pairs, span) for x in (query, key, squares)),
-                left_segments(gram, pairs, 1 << level).sum(2),
+                *(left_intervals(x, pairs, span) for x in (query, key, squares)),
+                left_intervals(gram, pairs, 1 << level).sum(2),
                 scale,
                 num_probes,
                 probe_offset,
@@ -139,7 +139,7 @@ def _served(rows: Tensor, pairs: int, span: int) -> Tensor:
 def _plan_runs(plan: Segments, rows: Tensor, key: Tensor, span: int, width: int, planes: Tensor) -> Segments:
     """Add the hash order of each segment's keys, and the run in which the hash of each query served would stand."""
     heads, pairs, _ = plan.index.shape
-    order, codes = sort_by_hash(angular_hash(left_segments(key, pairs, span), planes).flatten(0, 1))
+    order, codes = sort_by_hash(angular_hash(left_intervals(key, pairs, span), planes).flatten(0, 1))
     wanted = angular_hash(_served(rows, pairs, span), planes).flatten(0, 1)
     # In the middle of the cell's keys: a query knows its cell, but nothing of its place among other queries.
     low, high = torch.searchsorted(codes, wanted), torch.searchsorted(codes, wanted, right=True)
@@ -161,19 +161,19 @@ def causal_near_far_attention(
         return head
 
     def some_heads(query, key, value, *tensors):
-        near = attend_block_and_previous(query, key, value, size, **options)
+        near = causal_block_partial(query, key, value, size, **options)
         parts = [(slice(None), near)]
         for i, plan in enumerate(plans):
             here = Segments(plan.level, *tensors[4 * i : 4 * i + 4], plan.width)
             attend_level = _far_parts if here.run is None else _run_and_far_parts
             parts += attend_level(query[:, size:], key, value, here, size, options)
-        return merge_rows(parts)[:, exact - size :]
+        return merge_query_subsets(parts)[:, exact - size :]
 
     tensors = [x for plan in plans for x in plan[1:5]]
-    return torch.cat((head, over_heads(some_heads, query, key, value, *tensors)), 1)
+    return torch.cat((head, chunked_over_heads(some_heads, query, key, value, *tensors)), 1)
 
 
-def attend_block_and_previous(query, key, value, size: int, *, scale: float, dropout_p: float = 0.0) -> Partial:
+def causal_block_partial(query, key, value, size: int, *, scale: float, dropout_p: float = 0.0) -> Partial:
     """The queries from position `size` on, each to its own block up to itself and to all of the block before.
 
     Returns:
@@ -184,8 +184,8 @@ def attend_block_and_previous(query, key, value, size: int, *, scale: float, dro
     key, value = (pad_to_blocks(x, size) for x in (key, value))
     key, value = (torch.cat((x[:, :-1], x[:, 1:]), 2) for x in (key, value))
     seen = torch.ones(size, size, dtype=torch.bool, device=query.device)
-    bias = key_bias(torch.cat((seen, seen.tril()), 1), query.dtype)[None, None]
-    part = attend(query, key, value, bias, scale=scale, dropout_p=dropout_p)
+    bias = mask_bias(torch.cat((seen, seen.tril()), 1), query.dtype)[None, None]
+    part = partial_attention(query, key, value, bias, scale=scale, dropout_p=dropout_p)
     return Partial(*(x.flatten(1, 2)[:, : length - size] for x in part))
 
 
@@ -194,10 +194,10 @@ def _far_parts(query, key, value, plan: Segments, size: int, options) -> list[tu
     pairs, span = plan.index.shape[1], size << plan.level
     first = (torch.arange(pairs, device=query.device) * 2 * span)[:, None]
     index = plan.index + first
-    return attend_segments(query, take(key, index), take(value, index), plan.log_weight[:, :, None], span, options)
+    return interval_attention(query, take(key, index), take(value, index), plan.log_weight[:, :, None], span, options)
 
 
-def attend_segments(query, keys, values, bias, span: int, options) -> list[tuple[slice, Partial]]:
+def interval_attention(query, keys, values, bias, span: int, options) -> list[tuple[slice, Partial]]:
     """The columns of the left segments of `span` tokens, each for the queries that it serves.
 
     Args:
@@ -214,11 +214,11 @@ def attend_segments(query, keys, values, bias, span: int, options) -> list[tuple
     whole, parts = query.shape[1] // (2 * span), []
     if whole:
         rows = query[:, : whole * 2 * span].unflatten(1, (whole, 2, span))[:, :, 1]
-        part = attend(rows, keys[:, :whole], values[:, :whole], bias[:, :whole], **options)
+        part = partial_attention(rows, keys[:, :whole], values[:, :whole], bias[:, :whole], **options)
         parts.append((slice(0, whole * 2 * span), part))
     if whole < pairs:
         rows = slice((2 * whole + 1) * span, query.shape[1])
-        part = attend(query[:, None, rows], keys[:, whole:], values[:, whole:], bias[:, whole:], **options)
+        part = partial_attention(query[:, None, rows], keys[:, whole:], values[:, whole:], bias[:, whole:], **options)
         parts.append((rows, part))
     return parts
 
@@ -232,7 +232,7 @@ def _run_and_far_parts(query, key, value, plan: Segments, size: int, options) ->
     span, width = size << plan.level, plan.width
     runs = ceil_div(span, width)
     rows, keys, values = (
-        x.flatten(0, 1) for x in (_served(query, pairs, span), *(left_segments(x, pairs, span) for x in (key, value)))
+        x.flatten(0, 1) for x in (_served(query, pairs, span), *(left_intervals(x, pairs, span) for x in (key, value)))
     )
     order, run, index, log_weight = (x.flatten(0, 1) for x in (plan.order, plan.run, plan.index, plan.log_weight))
     slot, tile_run = group_by_run(run, runs, width)
@@ -247,9 +247,9 @@ def _run_and_far_parts(query, key, value, plan: Segments, size: int, options) ->
     far_bias = (
         log_weight[:, None].expand(-1, tiles, -1).masked_fill(column_run[:, None] == tile_run[:, :, None], -torch.inf)
     )
-    bias = torch.cat((key_bias(place < span, far_bias.dtype), far_bias), 2)[:, :, None]
+    bias = torch.cat((mask_bias(place < span, far_bias.dtype), far_bias), 2)[:, :, None]
     columns = torch.cat((near, index[:, None].expand(-1, tiles, -1)), 2)
-    part = attend(grouped, take(keys, columns), take(values, columns), bias, **options)
+    part = partial_attention(grouped, take(keys, columns), take(values, columns), bias, **options)
     out = take(part.out.flatten(1, 2), slot).unflatten(0, (heads, pairs))
     lse = part.lse.flatten(1, 2).gather(1, slot).unflatten(0, (heads, pairs))
     whole, parts = query.shape[1] // (2 * span), []
@@ -297,7 +297,7 @@ def _rows_of(x: Tensor, rows: slice, part: Tensor) -> Tensor:
     return x.unflatten(1, (part.shape[1], 2, part.shape[2]))[:, :, 1]
 
 
-def merge_rows(parts: list[tuple[slice, Partial]]) -> Tensor:
+def merge_query_subsets(parts: list[tuple[slice, Partial]]) -> Tensor:
     """`merge` of partials that cover some of the rows each; the first one covers all: (A, R, Dv).
 
     In place on the rows of one output, since most parts cover half of it or less.

@@ -4,14 +4,14 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.blocks import pad_to_blocks
-from hf_efficient_attn.ops.partial import accumulator, attend
+from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
 
 _ROWS = 256
 
 
-def key_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def mask_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where the mask is True, else -inf, of the accumulator's type of `dtype`; the mask's shape."""
-    zeros = torch.zeros(mask.shape, dtype=accumulator(dtype), device=mask.device)
+    zeros = torch.zeros(mask.shape, dtype=accumulation_dtype(dtype), device=mask.device)
     return zeros.masked_fill_(~mask, -torch.inf)
 
 
@@ -36,24 +36,28 @@ def exact_attention(
     """
     length = query.shape[1]
     options = {"scale": scale, "dropout_p": dropout_p}
-    bias = None if mask is None else key_bias(mask, query.dtype)[:, None, None]
+    bias = None if mask is None else mask_bias(mask, query.dtype)[:, None, None]
     if not is_causal:
-        out = attend(pad_to_blocks(query, min(length, _ROWS)), key[:, None], value[:, None], bias, **options).out
+        out = partial_attention(
+            pad_to_blocks(query, min(length, _ROWS)), key[:, None], value[:, None], bias, **options
+        ).out
         return out.flatten(1, 2)[:, :length]
     outs = []
     for start in range(0, length, _ROWS):
         end = min(start + _ROWS, length)
         rows = torch.arange(start, end, device=query.device)
         seen = torch.arange(end, device=query.device) <= rows[:, None]
-        here = key_bias(seen, query.dtype)[None, None]
+        here = mask_bias(seen, query.dtype)[None, None]
         if bias is not None:
             here = here + bias[..., :end]
-        piece = attend(query[:, None, start:end], key[:, None, :end], value[:, None, :end], here, **options).out
+        piece = partial_attention(
+            query[:, None, start:end], key[:, None, :end], value[:, None, :end], here, **options
+        ).out
         outs.append(piece[:, 0])
     return torch.cat(outs, 1)
 
 
-def exact_last_rows(
+def exact_decode(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, scale: float, dropout_p: float = 0.0
 ) -> Tensor:
     """Causal attention of a few last queries to all keys: a step of decoding.
@@ -68,5 +72,5 @@ def exact_last_rows(
     if mask is not None:
         pairs = (pairs & mask[:, None]).repeat_interleave(query.shape[1], 0)
     flat = [x.flatten(0, 1)[:, None] for x in (query, key, value)]
-    out = attend(*flat, key_bias(pairs, query.dtype)[:, None], scale=scale, dropout_p=dropout_p).out
+    out = partial_attention(*flat, mask_bias(pairs, query.dtype)[:, None], scale=scale, dropout_p=dropout_p).out
     return out[:, 0].unflatten(0, query.shape[:2])

@@ -14,7 +14,15 @@ import functools
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.partial import Partial, accumulator, attend, exp_, finite, merge, prefix_merge
+from hf_efficient_attn.ops.partial import (
+    Partial,
+    accumulation_dtype,
+    exp_,
+    merge,
+    partial_attention,
+    prefix_merge,
+    safe_row_max,
+)
 from hf_efficient_attn.ops.random import normal
 
 
@@ -47,7 +55,7 @@ def split_scale(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tenso
 
     The sign of the scale goes to the queries.
     """
-    wide, root = accumulator(query.dtype), abs(scale) ** 0.5
+    wide, root = accumulation_dtype(query.dtype), abs(scale) ** 0.5
     query, key = query.to(wide) * (root if scale >= 0 else -root), key.to(wide) * root
     return query, key, -0.5 * key.square().sum(-1)
 
@@ -59,20 +67,20 @@ def key_state(key: Tensor, value: Tensor, features: Tensor, bias: Tensor) -> Par
         Partial of out (A, T, F, Dv) = M and lse (A, T, F) = b.
     """
     rows = features.to(key.dtype).expand(key.shape[0], key.shape[1], -1, -1)
-    return attend(rows, key, value, bias, scale=1.0)
+    return partial_attention(rows, key, value, bias, scale=1.0)
 
 
-def read_state(query: Tensor, state: Partial, features: Tensor, dropout_p: float = 0.0) -> Partial:
+def query_state(query: Tensor, state: Partial, features: Tensor, dropout_p: float = 0.0) -> Partial:
     """Queries attending to features: query (A, T, N, D), state of (A, T, F, .) -> Partial (A, T, N, .).
 
     The lse leaves out the query's own factor, -|q|^2/2 - log F, which cancels wherever it is not merged with others.
     """
     rows = features.to(query.dtype).expand(query.shape[0], state.out.shape[1], -1, -1)
-    return attend(query, rows, state.out, state.lse.unsqueeze(2), scale=1.0, dropout_p=dropout_p)
+    return partial_attention(query, rows, state.out, state.lse.unsqueeze(2), scale=1.0, dropout_p=dropout_p)
 
 
 def query_factor(query: Tensor, count: int) -> Tensor:
-    """What the lse of `read_state` leaves out, (...) for queries (..., D) read by `count` features."""
+    """What the lse of `query_state` leaves out, (...) for queries (..., D) read by `count` features."""
     return -0.5 * query.square().sum(-1) - torch.tensor(float(count), dtype=query.dtype, device=query.device).log()
 
 
@@ -84,7 +92,7 @@ def states_before(state: Partial) -> Partial:
     outs, lses = state
     total = torch.logcumsumexp(lses, 1)
     before = torch.cat((torch.full_like(total[:, :1], -torch.inf), total[:, :-1]), 1)
-    kept, added = (exp_(x - finite(total)).unsqueeze(-1) for x in (before, lses))
+    kept, added = (exp_(x - safe_row_max(total)).unsqueeze(-1) for x in (before, lses))
     out = torch.empty_like(outs)
     out[:, 0] = 0.0
     for t in range(outs.shape[1] - 1):
@@ -103,8 +111,8 @@ def states_elsewhere(state: Partial) -> Partial:
     out, total = before.out, torch.logcumsumexp(lses.flip(1), 1).flip(1)
     after = torch.cat((total[:, 1:], torch.full_like(total[:, :1], -torch.inf)), 1)
     both = torch.logaddexp(before.lse, after)
-    kept, added = (exp_(x - finite(total)).unsqueeze(-1) for x in (after, lses))
-    first, second = (exp_(x - finite(both)).unsqueeze(-1) for x in (before.lse, after))
+    kept, added = (exp_(x - safe_row_max(total)).unsqueeze(-1) for x in (after, lses))
+    first, second = (exp_(x - safe_row_max(both)).unsqueeze(-1) for x in (before.lse, after))
     running = torch.zeros_like(outs[:, 0])
     for t in reversed(range(outs.shape[1])):
         out[:, t].mul_(first[:, t]).addcmul_(running, second[:, t])

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.blocks import ceil_div, over_heads, pad_to_blocks, take, valid_first
-from hf_efficient_attn.ops.partial import accumulator, attend
+from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, pad_to_blocks, take, valid_first
+from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
 
 # Scores of a head at a time in `attend_columns`, where the product is not one kernel: 16 MiB of float32.
 _SCORES = 1 << 22
@@ -58,7 +58,7 @@ def segment_means(x: Tensor, count: int, segments: Segments | None = None) -> Te
     Args:
         segments: those of the tokens that are there, or None where all are.
     """
-    wide = accumulator(x.dtype)
+    wide = accumulation_dtype(x.dtype)
     if segments is not None:
 
         def some_heads(x, index, weight):
@@ -66,7 +66,7 @@ def segment_means(x: Tensor, count: int, segments: Segments | None = None) -> Te
             tokens = take(x, index).masked_fill((weight == 0).unsqueeze(3), 0.0)
             return (weight.unsqueeze(2) @ tokens.to(wide)).squeeze(2)
 
-        return over_heads(some_heads, x, *segments)
+        return chunked_over_heads(some_heads, x, *segments)
     (heads, length, width), size, longer = x.shape, x.shape[1] // count, x.shape[1] % count
     head, tail = x[:, : longer * (size + 1)], x[:, longer * (size + 1) :]
     parts = []
@@ -79,7 +79,7 @@ def segment_means(x: Tensor, count: int, segments: Segments | None = None) -> Te
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-def attend_columns(
+def attention_to_few_keys(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -111,11 +111,11 @@ def attend_columns(
     def some_heads(query, key, value, bias, out=None):
         tiles = pad_to_blocks(query.to(key.dtype), rows)
         one = None if bias is None else bias[:, None, None]
-        got = attend(tiles, key[:, None], value[:, None], one, scale=scale, dropout_p=dropout_p).out
+        got = partial_attention(tiles, key[:, None], value[:, None], one, scale=scale, dropout_p=dropout_p).out
         got = got.flatten(1, 2)[:, : query.shape[1]].to(dtype)
         return got if out is None else out.copy_(got)
 
     # A few heads at a time only where queries are copied for a wider type.
     step = query.shape[0] if query.dtype == key.dtype else None
     result = (query.shape[1], value.shape[2], dtype)
-    return over_heads(some_heads, query, key, value, bias, result=result, step=step)
+    return chunked_over_heads(some_heads, query, key, value, bias, result=result, step=step)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.blocks import ceil_div, inverse, over_heads, take, valid_first
-from hf_efficient_attn.ops.exact import key_bias
-from hf_efficient_attn.ops.partial import Partial, accumulator, attend, merge
+from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, take, valid_first
+from hf_efficient_attn.ops.exact import mask_bias
+from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, merge, partial_attention
 from hf_efficient_attn.ops.random import normal
 
 _STREAM = 45
@@ -71,7 +71,7 @@ def bucket_codes(x: Tensor, turns: Tensor, halves: tuple[Tensor, Tensor], centre
     buckets costs their number times N, which is quadratic where chunks are of constant size.
     """
     most, rounds, factors, width = turns.shape
-    wide = accumulator(x.dtype)
+    wide = accumulation_dtype(x.dtype)
     half = torch.stack([h.flatten() for h in halves], 1)
     used = torch.arange(most, device=x.device)[:, None] < half[:, None]
     # A direction that is not used gives 0, which is never the largest in size.
@@ -151,7 +151,7 @@ def plan_rounds(query, key, mask, *, size: int, rounds: int, seed) -> Rounds:
         if query is key:
             key_order, key_codes = query_order, query_codes = sort_codes(bucket_codes(key, turns, halves), mask)
         else:
-            centre = key.sum(1, dtype=accumulator(key.dtype)) / count.clamp(min=1)
+            centre = key.sum(1, dtype=accumulation_dtype(key.dtype)) / count.clamp(min=1)
             key_order, key_codes = sort_codes(bucket_codes(key, turns, halves, centre), mask)
             query_order, query_codes = sort_codes(bucket_codes(query, turns, halves), own)
         queries = length if own is None else count
@@ -198,14 +198,14 @@ def rounds_attention(
                 earlier.append((2 * there, 2 * first + (plan.span - 1)))
             bias = _round_bias(query.dtype, asked, seen, absent, earlier, plan.span, others)
             rows = (take(x, index) for x, index in ((query, asked), (key, seen), (value, seen)))
-            part = attend(*rows, bias, scale=scale, dropout_p=dropout_p)
+            part = partial_attention(*rows, bias, scale=scale, dropout_p=dropout_p)
             back = query_place[:, s]
             partials.append(Partial(take(part.out.flatten(1, 2), back), part.lse.flatten(1).gather(1, back)))
         out, lse = merge(*partials)
         return torch.where((lse == -torch.inf).unsqueeze(-1), value, out) if others else out
 
     orders = (plan.query_order, query_place, plan.key_order, key_place, plan.start, begin)
-    return over_heads(some_heads, query, key, value, *orders, plan.count)
+    return chunked_over_heads(some_heads, query, key, value, *orders, plan.count)
 
 
 def _round_bias(dtype: torch.dtype, asked, seen, absent, earlier, span: int, others: bool) -> Tensor | None:
@@ -216,7 +216,7 @@ def _round_bias(dtype: torch.dtype, asked, seen, absent, earlier, span: int, oth
     asked: (A, T, rows), the queries. seen: (A, T, span), the keys. absent: (A, T, span) bool or None. earlier: for each
     earlier round twice the places of these keys (A, T, span) and twice the middles of these queries' runs (A, T, rows).
     """
-    wide, bias = accumulator(dtype), None
+    wide, bias = accumulation_dtype(dtype), None
     for there, centre in earlier:
         # Both are even but for the 1 in the centre: within the run their distance is at most span - 1, else span + 1.
         gap = (there.to(wide)[:, :, None] - centre.to(wide)[:, :, :, None]).abs_()
@@ -224,10 +224,10 @@ def _round_bias(dtype: torch.dtype, asked, seen, absent, earlier, span: int, oth
         closed = gap.clamp_(span - 1, span).sub_(span).mul_(_CLOSED)
         bias = closed if bias is None else bias.add_(closed)
     if others:
-        itself = key_bias(seen[:, :, None] != asked[:, :, :, None], dtype)
+        itself = mask_bias(seen[:, :, None] != asked[:, :, :, None], dtype)
         bias = itself if bias is None else bias.add_(itself)
     if absent is not None:
-        absent = key_bias(~absent[:, :, None], dtype)
+        absent = mask_bias(~absent[:, :, None], dtype)
         bias = absent if bias is None else bias.add_(absent)
     return bias
 

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.blocks import ceil_div, inverse, over_heads, pad_to_blocks, take, valid_first
-from hf_efficient_attn.ops.exact import key_bias
+from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take, valid_first
+from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.hashing import angular_hash, hyperplanes, sort_by_hash
-from hf_efficient_attn.ops.partial import accumulator, attend
+from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
 from hf_efficient_attn.ops.random import offsets, uniform
 from hf_efficient_attn.ops.sampling import (
     inclusion_probabilities,
@@ -147,7 +147,7 @@ def probe_scores(
     Returns:
         (A, G, Nk), in the order of the positions.
     """
-    wide, each = accumulator(query.dtype), ceil_div(num_probes, groups)
+    wide, each = accumulation_dtype(query.dtype), ceil_div(num_probes, groups)
     first, count, _ = query_groups(near, groups)
     place = stratified_ranks(each, count.unsqueeze(2), offset.reshape(-1, 1, 1)) + first.unsqueeze(2)
     last = torch.as_tensor(near.queries - 1, device=place.device).clamp(min=0)
@@ -157,7 +157,7 @@ def probe_scores(
         place = near.query_order.gather(1, place)
     scores = (take(query, place).to(wide) * scale) @ key.to(wide).transpose(1, 2)
     if mask is not None:
-        scores = scores + key_bias(mask, wide)[:, None]
+        scores = scores + mask_bias(mask, wide)[:, None]
     # Only a row with no key at all gives NaN; it has no column to score.
     weights = scores.softmax(-1)
     weights = weights if mask is None else weights.nan_to_num(0.0)
@@ -210,7 +210,7 @@ def density_scores(norms, query, key, near: Near, mask, scale: float, seed) -> T
             pairs = 2.0 * queries[some] @ keys[columns].transpose(1, 2) + weight[:, :, None]
             near_norms.index_add_(0, columns.flatten(), pairs.exp().sum(1).flatten())
         out[a, there] = (log_norms.exp() - near_norms[there]).clamp(min=0.0)
-    return out.to(accumulator(query.dtype))
+    return out.to(accumulation_dtype(query.dtype))
 
 
 def sampled_norm_squared(value: Tensor, near: Near) -> Tensor:
@@ -222,10 +222,10 @@ def sampled_norm_squared(value: Tensor, near: Near) -> Tensor:
     half = torch.full((value.shape[0], 1), 0.5, dtype=torch.float64, device=value.device)
     place = stratified_ranks(_NORM_ROWS, near.count, half)
     index = place if near.key_order is None else near.key_order.gather(1, place)
-    return operator_norm_squared(take(value, index).to(accumulator(value.dtype))) * (near.count / _NORM_ROWS)
+    return operator_norm_squared(take(value, index).to(accumulation_dtype(value.dtype))) * (near.count / _NORM_ROWS)
 
 
-def column_scores(kind, query, key, value, near: Near, mask, scale, num_probes, offset, seed=0, groups=1) -> Tensor:
+def sampling_scores(kind, query, key, value, near: Near, mask, scale, num_probes, offset, seed=0, groups=1) -> Tensor:
     """Unnormalised sampling probabilities of the columns, (A, G, Nk) in the order of the places; 0 for absent keys.
 
     kind: "uniform"; "value_norm", |v_j|^2; "probe", estimated squared column norm of D^-1 A_res + gamma |v_j|^2 with
@@ -233,7 +233,7 @@ def column_scores(kind, query, key, value, near: Near, mask, scale, num_probes, 
     `groups` groups of queries; or the function of `density_scores`, whose norms then take the place of those of the
     probes. G is 1 for all but the probes.
     """
-    wide = accumulator(value.dtype)
+    wide = accumulation_dtype(value.dtype)
     if kind == "uniform":
         scores = torch.ones(key.shape[0], 1, key.shape[1], dtype=wide, device=key.device)
     else:
@@ -274,7 +274,7 @@ def plan_far(
     else:
         chances = inclusion_probabilities(scores.flatten(0, 1), num_samples).view(scores.shape)
         place, log_weight, _ = systematic_sample(chances, num_samples, offset, group)
-    return Far(place, log_weight.to(accumulator(scores.dtype)))
+    return Far(place, log_weight.to(accumulation_dtype(scores.dtype)))
 
 
 def plan_small_rows(near: Near, scores: Tensor, small: Tensor) -> tuple[Near, Tensor]:
@@ -305,7 +305,7 @@ def make_plan(query, key, value, mask, *, near_field, block_size, num_samples, n
             near = plan_window(query.shape[1], key.shape[1], block_size, mask, query.shape[0], query.device)
         probe_offset, draw_offset = (offsets(heads, seed, stream, query.device).repeat(batch) for stream in (11, 12))
         groups = 1 if shared or scores != "probe" else min(groups, num_probes)
-        weights = column_scores(scores, query, key, value, near, mask, scale, num_probes, probe_offset, seed, groups)
+        weights = sampling_scores(scores, query, key, value, near, mask, scale, num_probes, probe_offset, seed, groups)
         small = None
         if mask is not None:
             small = near.count <= near.span + num_samples
@@ -328,7 +328,7 @@ def near_far_attention(query, key, value, near: Near, far: Far, *, scale: float,
     Both fields are laid side by side as the keys of one tile, with the columns' log-weights as bias: one softmax over
     the two is the merge of their partials, and one long product is faster than two short ones and a merge.
     """
-    wide = accumulator(query.dtype)
+    wide = accumulation_dtype(query.dtype)
     run = near.start[:, :, None] + torch.arange(near.span, device=query.device)
     columns = far.place.expand(-1, run.shape[1], -1)
     distance = columns - near.start[:, :, None]
@@ -345,13 +345,13 @@ def near_far_attention(query, key, value, near: Near, far: Far, *, scale: float,
 
     def some_heads(query, key, value, order, place, index, bias, out=None):
         options = {"scale": scale, "dropout_p": dropout_p, "order": order, "place": place, "out": out}
-        return attend_columns(query, key, value, index, bias, near.rows, **options)
+        return gathered_attention(query, key, value, index, bias, near.rows, **options)
 
     result = (query.shape[1], value.shape[2], value.dtype)
-    return over_heads(some_heads, query, key, value, near.query_order, place, index, bias, result=result)
+    return chunked_over_heads(some_heads, query, key, value, near.query_order, place, index, bias, result=result)
 
 
-def attend_columns(
+def gathered_attention(
     query, key, value, index, bias, rows: int, *, scale: float, dropout_p: float = 0.0, order=None, place=None, out=None
 ) -> Tensor:
     """Tiles of `rows` queries, each to the keys that an index names.
@@ -368,7 +368,7 @@ def attend_columns(
     if not dropout_p and use_grouped(query, key, value):
         return _grouped_heads(query, key, value, order, place, index, bias, rows, scale, out)
     tiles = pad_to_blocks(query if order is None else take(query, order), rows)
-    got = attend(tiles, take(key, index), take(value, index), bias, scale=scale, dropout_p=dropout_p).out
+    got = partial_attention(tiles, take(key, index), take(value, index), bias, scale=scale, dropout_p=dropout_p).out
     got = got.flatten(1, 2)
     if place is not None:
         return take(got, place, out)

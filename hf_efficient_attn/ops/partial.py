@@ -29,12 +29,12 @@ class Partial(NamedTuple):
     lse: Tensor
 
 
-def accumulator(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type in which sums over `dtype` are kept: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def finite(top: Tensor) -> Tensor:
+def safe_row_max(top: Tensor) -> Tensor:
     """Maxima of logs from which a log of 0 may be subtracted: 0 in place of -inf."""
     return top.masked_fill(top == -torch.inf, 0.0)
 
@@ -59,7 +59,7 @@ def merge(*partials: Partial) -> Partial:
     top = lses[0].detach()
     for lse in lses[1:]:
         top = torch.maximum(top, lse.detach())
-    top = finite(top)
+    top = safe_row_max(top)
     weights = [torch.exp(lse - top) for lse in lses]
     total = weights[0]
     for weight in weights[1:]:
@@ -72,7 +72,7 @@ def merge(*partials: Partial) -> Partial:
     return Partial(out.to(outs[0].dtype), (total.log() + top).masked_fill(empty, -torch.inf))
 
 
-def attend(
+def partial_attention(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *, scale: float, dropout_p: float = 0.0
 ) -> Partial:
     """Exact attention of tiles of queries to tiles of keys: softmax(scale * query key^T + bias) value, and its lse.
@@ -89,29 +89,31 @@ def attend(
         Partial with out (A, T, Nq, Dv) in the type of `value` and lse (A, T, Nq); `bias` may leave rows empty.
     """
     if dropout_p > 0.0:
-        return _attend_with_dropout(query, key, value, bias, scale, dropout_p)
+        return _partial_attention_with_dropout(query, key, value, bias, scale, dropout_p)
     tensors = (query, key, value) if bias is None else (query, key, value, bias)
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
-        return Partial(*torch.ops.hf_efficient_attn.attend(query, key, value, bias, float(scale)))
-    return Partial(*_attend_without_gradient(query, key, value, bias, float(scale)))
+        return Partial(*torch.ops.hf_efficient_attn.partial_attention(query, key, value, bias, float(scale)))
+    return Partial(*_partial_attention_without_gradient(query, key, value, bias, float(scale)))
 
 
-def attend_naive(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *, scale: float) -> Partial:
-    """The same as `attend` in four lines, for tests and readers."""
+def partial_attention_naive(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *, scale: float
+) -> Partial:
+    """The same as `partial_attention` in four lines, for tests and readers."""
     scores = query @ key.transpose(-1, -2) * scale + (0.0 if bias is None else bias)
     lse = scores.logsumexp(-1)
-    weights = torch.exp(scores - finite(lse).unsqueeze(-1))
+    weights = torch.exp(scores - safe_row_max(lse).unsqueeze(-1))
     return Partial(weights @ value, lse)
 
 
-def _attend_with_dropout(query, key, value, bias, scale, dropout_p) -> Partial:
-    """`attend_naive` in the accumulator's type with dropout on the weights; autograd keeps the weights of the tiles."""
-    wide = accumulator(query.dtype)
+def _partial_attention_with_dropout(query, key, value, bias, scale, dropout_p) -> Partial:
+    """`partial_attention_naive` in the accumulator's type with dropout on the weights; autograd keeps the weights of the tiles."""
+    wide = accumulation_dtype(query.dtype)
     scores = query.to(wide) @ key.to(wide).transpose(-1, -2) * scale
     if bias is not None:
         scores = scores + bias
     # Computed by hand since the gradient of logsumexp is NaN on a row of nothing but -inf.
-    top = finite(scores.detach().amax(-1, keepdim=True))
+    top = safe_row_max(scores.detach().amax(-1, keepdim=True))
     weights = torch.exp(scores - top)
     total = weights.sum(-1, keepdim=True)
     empty = total == 0
@@ -148,19 +150,21 @@ def _scores(query: Tensor, key: Tensor, bias: Tensor | None, scale: float, buffe
     return scores if bias is None else scores.add_(bias)
 
 
-@torch.library.custom_op("hf_efficient_attn::attend", mutates_args=())
-def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    return _attend_without_gradient(query, key, value, bias, scale)
+@torch.library.custom_op("hf_efficient_attn::partial_attention", mutates_args=())
+def _partial_attention(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    return _partial_attention_without_gradient(query, key, value, bias, scale)
 
 
-def _attend_without_gradient(query, key, value, bias, scale) -> tuple[Tensor, Tensor]:
+def _partial_attention_without_gradient(query, key, value, bias, scale) -> tuple[Tensor, Tensor]:
     heads, tiles, rows, width = query.shape
-    wide = accumulator(query.dtype)
+    wide = accumulation_dtype(query.dtype)
     if query.numel() == 0 or key.shape[2] == 0:
         lse = torch.full((heads, tiles, rows), -torch.inf, dtype=wide, device=query.device)
         return value.new_zeros(heads, tiles, rows, value.shape[-1]), lse
     if query.device.type == "cpu" and width == value.shape[-1]:
-        return _attend_fused(query, key, value, bias, scale)
+        return _partial_attention_fused(query, key, value, bias, scale)
     out = query.new_empty(heads, tiles, rows, value.shape[-1])
     lse = query.new_empty(heads, tiles, rows, dtype=wide)
     pieces = _tiles(query, key)
@@ -169,14 +173,14 @@ def _attend_without_gradient(query, key, value, bias, scale) -> tuple[Tensor, Te
         for a, t in pieces:
             values = _part(value, a, t).to(wide)
             scores = _scores(query[a, t].to(wide), _part(key, a, t).to(wide), _part(bias, a, t), scale, buffer)
-            top = finite(scores.amax(-1, keepdim=True))
+            top = safe_row_max(scores.amax(-1, keepdim=True))
             total = exp_(scores.sub_(top)).sum(-1, keepdim=True)
             lse[a, t] = (total.log() + top).squeeze(-1)
             out[a, t] = (scores @ values).div_(total.masked_fill_(total == 0, 1.0))
     return out, lse
 
 
-def _attend_fused(query, key, value, bias, scale) -> tuple[Tensor, Tensor]:
+def _partial_attention_fused(query, key, value, bias, scale) -> tuple[Tensor, Tensor]:
     """The CPU's own kernel, with the tiles as its batch: its output is then laid out as ours is.
 
     One call where the tiles of all heads have keys of their own, else one a head.
@@ -206,15 +210,15 @@ def _longest(pieces) -> int:
     return max((t.stop - t.start for _, t in pieces), default=0)
 
 
-@_attend.register_fake
+@_partial_attention.register_fake
 def _(query, key, value, bias, scale):
     heads, tiles, rows, _ = query.shape
-    lse = query.new_empty(heads, tiles, rows, dtype=accumulator(query.dtype))
+    lse = query.new_empty(heads, tiles, rows, dtype=accumulation_dtype(query.dtype))
     return value.new_empty(heads, tiles, rows, value.shape[-1]), lse
 
 
-@torch.library.custom_op("hf_efficient_attn::attend_backward", mutates_args=())
-def _attend_backward(
+@torch.library.custom_op("hf_efficient_attn::partial_attention_backward", mutates_args=())
+def _partial_attention_backward(
     grad_out: Tensor,
     grad_lse: Tensor,
     query: Tensor,
@@ -226,7 +230,7 @@ def _attend_backward(
     scale: float,
     with_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    wide = accumulator(query.dtype)
+    wide = accumulation_dtype(query.dtype)
     grad_bias = torch.zeros_like(bias) if with_bias else lse.new_empty(0)
     grads = tuple(torch.zeros(x.shape, dtype=wide, device=x.device) for x in (query, key, value))
     grad_query, grad_key, grad_value = grads
@@ -256,7 +260,7 @@ def _attend_backward(
     return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), grad_bias
 
 
-@_attend_backward.register_fake
+@_partial_attention_backward.register_fake
 def _(grad_out, grad_lse, query, key, value, bias, out, lse, scale, with_bias):
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)]
     return *grads, torch.empty_like(bias) if with_bias else lse.new_empty(0)
@@ -270,13 +274,13 @@ def _save(ctx, inputs, output) -> None:
 def _backward(ctx, grad_out, grad_lse):
     query, key, value, bias, out, lse = ctx.saved_tensors
     with_bias = ctx.needs_input_grad[3]
-    *grads, grad_bias = torch.ops.hf_efficient_attn.attend_backward(
+    *grads, grad_bias = torch.ops.hf_efficient_attn.partial_attention_backward(
         grad_out, grad_lse, query, key, value, bias, out, lse, ctx.scale, with_bias
     )
     return *grads, grad_bias if with_bias else None, None
 
 
-torch.library.register_autograd("hf_efficient_attn::attend", _backward, setup_context=_save)
+torch.library.register_autograd("hf_efficient_attn::partial_attention", _backward, setup_context=_save)
 
 
 def prefix_merge(partial: Partial, dim: int) -> Partial:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.ops.blocks import over_heads, take, valid_first
+from hf_efficient_attn.ops.blocks import chunked_over_heads, take, valid_first
 from hf_efficient_attn.ops.landmarks import segment_sizes
 from hf_efficient_attn.ops.random import normal
 
@@ -37,7 +37,7 @@ def start_tables(count: int, length: int, init: str, seed: int, streams: Sequenc
     return {name: start_table(count, length, init, seed, s) for name, s in zip(names, streams, strict=True)}
 
 
-def both_tables(method: str, count: int, columns: int, parameters: dict[str, Tensor]) -> list[Tensor]:
+def projection_tables(method: str, count: int, columns: int, parameters: dict[str, Tensor]) -> list[Tensor]:
     """The tables (count, M) for keys and for values, M at least `columns`; the second is the first unless it is given.
 
     Raises:
@@ -108,7 +108,7 @@ class Contraction(NamedTuple):
             x = x if order is None else take(x, order)
             return self.table @ x.to(self.table.dtype)
 
-        rows = over_heads(some_heads, x.flatten(0, 1), order).unflatten(0, (batch, heads))
+        rows = chunked_over_heads(some_heads, x.flatten(0, 1), order).unflatten(0, (batch, heads))
         return rows * self.factor[:, None, :, None]
 
     def sums(self) -> Tensor:
@@ -124,7 +124,7 @@ def contractions(tables: Sequence[Tensor], mask: Tensor | None, columns: int, dt
     return [first, first if tables[1] is tables[0] else contraction(tables[1], mask, columns, dtype)]
 
 
-def shown_rows(both: Sequence[Contraction], batch: int) -> Tensor:
+def projected_key_mask(both: Sequence[Contraction], batch: int) -> Tensor:
     """Bool (batch, P): the rows that have weight in both tables."""
     return (both[0].shown & both[1].shown).expand(batch, -1)
 
@@ -161,7 +161,7 @@ def _factors(table: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     return ratio(total, part) ** one_sign * ratio(total_square, part_square) ** (0.5 - 0.5 * one_sign), shown
 
 
-def naive_rows(table: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+def naive_projection(table: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Readable form for one row of a batch, of tokens that are all there: x (H, n, D) -> (H, P, D), bool (P,)."""
     part = table[:, : x.shape[1]]
     shown = (part != 0).any(1)

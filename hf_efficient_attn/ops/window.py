@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.blocks import ceil_div, may_walk, pad_to_blocks
-from hf_efficient_attn.ops.exact import key_bias
-from hf_efficient_attn.ops.partial import LOG2_E, Partial, accumulator, attend, finite
+from hf_efficient_attn.ops.blocks import can_reuse_buffers, ceil_div, pad_to_blocks
+from hf_efficient_attn.ops.exact import mask_bias
+from hf_efficient_attn.ops.partial import LOG2_E, Partial, accumulation_dtype, partial_attention, safe_row_max
 
 # Queries a tile: few, so that little of a tile's run of keys lies outside the window of its queries; more where a
 # gradient is wanted, which is added up over all tiles that see a key.
@@ -38,7 +38,7 @@ def window_partial(
     Returns:
         Partial of out (A, N, Dv) and lse (A, N).
     """
-    length, walk = query.shape[1], not dropout_p and may_walk(query, key, value)
+    length, walk = query.shape[1], not dropout_p and can_reuse_buffers(query, key, value)
     rows = min(_ROWS if walk else _ROWS_WITH_GRADIENT, length)
     tiles, span = ceil_div(length, rows), left + rows + right
     there = torch.ones(length, dtype=torch.bool, device=query.device) if mask is None else mask
@@ -57,9 +57,9 @@ def window_partial(
     for first, last in ((0, low), (low, high), (high, tiles)):
         if first < last:
             allowed = band[None] if (first, last) == (low, high) else band & there[first:last, None]
-            bias = key_bias(allowed, query.dtype)[None]
+            bias = mask_bias(allowed, query.dtype)[None]
             pieces = (x[:, first:last] for x in (blocks, *views))
-            parts.append(attend(*pieces, bias, scale=scale, dropout_p=dropout_p))
+            parts.append(partial_attention(*pieces, bias, scale=scale, dropout_p=dropout_p))
     out = torch.cat([p.out for p in parts], 1) if len(parts) > 1 else parts[0].out
     lse = torch.cat([p.lse for p in parts], 1) if len(parts) > 1 else parts[0].lse
     return Partial(out.flatten(1, 2)[:, :length], lse.flatten(1, 2)[:, :length])
@@ -80,7 +80,7 @@ def _walk(query, key, value, band, there, inner: tuple[int, int], left, right, s
         band: bool (rows, span), the pairs of a tile within the window. there: bool (T, span), the keys that are there.
         inner: the tiles from and up to which all keys of a run are.
     """
-    (heads, length, _), (rows, span), wide = query.shape, band.shape, accumulator(query.dtype)
+    (heads, length, _), (rows, span), wide = query.shape, band.shape, accumulation_dtype(query.dtype)
     tiles = there.shape[0]
     # In powers of two: see `exp_`.
     queries = pad_to_blocks(query.to(wide) * (scale * LOG2_E), rows)
@@ -90,7 +90,7 @@ def _walk(query, key, value, band, there, inner: tuple[int, int], left, right, s
     else:
         got = out.view(heads, tiles, rows, value.shape[2])
     lse = queries.new_empty(heads, tiles, rows)
-    outside, absent = key_bias(band, wide), key_bias(there, wide).unsqueeze(1)
+    outside, absent = mask_bias(band, wide), mask_bias(there, wide).unsqueeze(1)
     step = max(1, _SCORES // (rows * span))
     buffer = queries.new_empty(min(step, tiles), rows, span)
     for a in range(heads):
@@ -100,7 +100,7 @@ def _walk(query, key, value, band, there, inner: tuple[int, int], left, right, s
             scores += outside
             if at < inner[0] or here.stop > inner[1]:
                 scores += absent[here]
-            top = finite(scores.amax(2, keepdim=True))
+            top = safe_row_max(scores.amax(2, keepdim=True))
             total = scores.sub_(top).exp2_().sum(2, keepdim=True)
             lse[a, here] = (total.log2() + top).squeeze(2)
             torch.bmm(scores, values[a, here], out=got[a, here]).div_(total.masked_fill_(total == 0, 1.0))

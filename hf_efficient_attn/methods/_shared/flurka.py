@@ -20,8 +20,15 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.methods._shared.base import MethodConfig, get_method, option
-from hf_efficient_attn.ops.partial import accumulator
-from hf_efficient_attn.ops.projections import NAMES, both_tables, contractions, naive_rows, shown_rows, start_tables
+from hf_efficient_attn.ops.partial import accumulation_dtype
+from hf_efficient_attn.ops.projections import (
+    NAMES,
+    contractions,
+    naive_projection,
+    projected_key_mask,
+    projection_tables,
+    start_tables,
+)
 
 # Streams of random numbers of the Gaussian tables.
 _STREAMS = (51, 52)
@@ -75,14 +82,14 @@ def start_parameters(config: FlurkaConfig, *, heads: int, width: int, value_widt
 
 def _tables(config: FlurkaConfig, columns: int, parameters: dict[str, Tensor]) -> list[Tensor]:
     """E1 and E2 (P, M)."""
-    return both_tables(config.method, config.projection_dim, columns, parameters)
+    return projection_tables(config.method, config.projection_dim, columns, parameters)
 
 
 def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed, parameters) -> Tensor:
     """Fast form; arguments as in `hf_efficient_attn.methods._shared.call`."""
-    columns, wide = key.shape[2], accumulator(query.dtype)
+    columns, wide = key.shape[2], accumulation_dtype(query.dtype)
     both = contractions(_tables(config, columns, parameters), mask, columns, wide)
-    options = {"mask": shown_rows(both, key.shape[0]), "scale": scale, "dropout_p": dropout_p, "seed": seed}
+    options = {"mask": projected_key_mask(both, key.shape[0]), "scale": scale, "dropout_p": dropout_p, "seed": seed}
     options |= config.kernel_options(_mask_of_queries(query, key, mask))
     rows = both[0].rows(key), both[1].rows(value)
     kernel = get_method(config.kernel)
@@ -118,7 +125,7 @@ def attend_hidden(
     """
     device, columns, heads = query.device.type, hidden.shape[1], query.shape[1]
     with torch.autocast(device, enabled=False):
-        wide = accumulator(hidden.dtype)
+        wide = accumulation_dtype(hidden.dtype)
         both = first, second = contractions(_tables(config, columns, parameters), mask, columns, wide)
         contracted = [first.rows(hidden[:, None])[:, 0].to(hidden.dtype)]
         contracted.append(contracted[0] if second is first else second.rows(hidden[:, None])[:, 0].to(hidden.dtype))
@@ -128,11 +135,11 @@ def attend_hidden(
         bias, excess = project(x.new_zeros(1, 1, x.shape[2])), (part.sums() - 1.0).unsqueeze(2)
         x = project(x)
         rows.append((x + (excess * bias).to(x.dtype)).unflatten(2, (heads, -1)).transpose(1, 2))
-    options = {"mask": shown_rows(both, hidden.shape[0]), "scale": scale, "dropout_p": dropout_p, "seed": seed}
+    options = {"mask": projected_key_mask(both, hidden.shape[0]), "scale": scale, "dropout_p": dropout_p, "seed": seed}
     options |= config.kernel_options(mask)
     kernel = get_method(config.kernel)
     with torch.autocast(device, enabled=False):
-        rows = (x.to(accumulator(x.dtype)) for x in rows)
+        rows = (x.to(accumulation_dtype(x.dtype)) for x in rows)
         return kernel.attend(config.kernel_config(), query, *rows, is_causal=False, **options).to(query.dtype)
 
 
@@ -149,7 +156,7 @@ def naive(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed,
     for b in range(key.shape[0]):
         there = slice(None) if mask is None else mask[b]
         tokens = (x[b, :, there].double() for x in (key, value))
-        (keys, first), (values, second) = (naive_rows(table, x) for table, x in zip(both, tokens, strict=True))
+        (keys, first), (values, second) = (naive_projection(table, x) for table, x in zip(both, tokens, strict=True))
         rows = (x[None, :, first & second] for x in (keys, values))
         own = options | config.kernel_options(None if query_mask is None else query_mask[b : b + 1])
         outs.append(get_method(config.kernel).naive(config.kernel_config(), query[b : b + 1].double(), *rows, **own))

@@ -11,7 +11,7 @@ from hf_efficient_attn.kernel import softmax_column_norms
 from hf_efficient_attn.methods._shared.base import MethodConfig, option
 from hf_efficient_attn.ops import causal, near_far
 from hf_efficient_attn.ops.blocks import inverse, take, valid_first
-from hf_efficient_attn.ops.exact import exact_attention, exact_last_rows
+from hf_efficient_attn.ops.exact import exact_attention, exact_decode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ def _plan_segments(config: NearFarConfig, query, key, value, size: int, options:
     num_hashes = config.num_hashes if config.near_field == "lsh" else 0
     if not config.num_samples and not num_hashes:
         return []
-    return causal.plan_segments(query, key, value, size=size, num_hashes=num_hashes, **options)
+    return causal.plan_intervals(query, key, value, size=size, num_hashes=num_hashes, **options)
 
 
 def _flat(query, key, value, mask):
@@ -166,4 +166,4 @@ def naive(config: NearFarConfig, query, key, value, *, mask, is_causal, scale, d
 
 def decode(config: NearFarConfig, query, key, value, *, mask, scale, dropout_p) -> Tensor:
     """A few last queries attend to all cached keys exactly: a step then costs what reading the cache costs."""
-    return exact_last_rows(query, key, value, mask, scale=scale, dropout_p=dropout_p)
+    return exact_decode(query, key, value, mask, scale=scale, dropout_p=dropout_p)
