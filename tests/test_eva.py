@@ -1,4 +1,4 @@
-"""EVA against the sums of its paper, written out with plain exponentials, and what the sums promise."""
+"""EVA against its paper's sums, written out with plain exponentials, and the properties that follow from them."""
 
 import math
 from unittest.mock import patch
@@ -13,15 +13,14 @@ from hf_efficient_attn.methods.eva import attend, naive
 from hf_efficient_attn.ops.random import normal
 from instances import inputs, numbers, padding_mask, relative_error
 
-# omega = mu, as `estimate` has it without noise.
-MEAN = {"proposal": "mean"}
+MEAN = {"proposal": "mean"}  # omega = mu, which is what `estimate` computes without noise
 
 
 def estimate(query, key, value, scale: float, noise=None, maps=None):
-    """Mean key of a chunk (n, D) and beta^_c(omega) at omega = q~ + k~ + noise, for queries and keys times sqrt(scale).
+    """Mean key of a chunk and the estimated value beta^_c(omega), computed token by token.
 
-    maps: W_q and W_k of omega = W_q q~ + W_k k~ + noise. The means and xi(x, omega) = exp(omega . x - |x|^2 / 2) of the
-    paper, one token at a time.
+    With queries and keys (n, D) times sqrt(scale), omega = q~ + k~ + noise, or W_q q~ + W_k k~ + noise where `maps` is
+    (W_q, W_k). The random feature is xi(x, omega) = exp(omega . x - |x|^2 / 2).
     """
     root = scale**0.5
     means = sum(query) / len(query), sum(key) / len(key)
@@ -32,10 +31,11 @@ def estimate(query, key, value, scale: float, noise=None, maps=None):
     return sum(key) / len(key), sum(x * v for x, v in zip(xi, value, strict=True)) / sum(xi)
 
 
-def paper(query, key, value, scale: float, near, chunks, noises=None, asked=slice, maps=None):
-    """The output of each query for one head: near(i) gives its set E, chunks(i) its chunks as (start, stop).
+def paper(query, key, value, scale: float, near, chunks, noises=None, queries_of=slice, maps=None):
+    """The output of one head's queries by the paper's sums.
 
-    asked(start, stop): the queries of a chunk, where they are not the same tokens.
+    near(i) is the set E of query i, chunks(i) the list of its chunks as (start, stop), and queries_of(start, stop)
+    selects the queries of a chunk.
     """
     outs = []
     for i, q in enumerate(query):
@@ -44,45 +44,51 @@ def paper(query, key, value, scale: float, near, chunks, noises=None, asked=slic
             weight = math.exp(scale * q @ key[m])
             numerator, denominator = numerator + weight * value[m], denominator + weight
         for start, stop in chunks(i):
-            here, noise = slice(start, stop), None if noises is None else noises[start, stop]
-            mean, beta = estimate(query[asked(start, stop)], key[here], value[here], scale, noise, maps)
+            chunk, noise = slice(start, stop), None if noises is None else noises[start, stop]
+            mean, beta = estimate(query[queries_of(start, stop)], key[chunk], value[chunk], scale, noise, maps)
             weight = (stop - start) * math.exp(scale * q @ mean)
             numerator, denominator = numerator + weight * beta, denominator + weight
         outs.append(numerator / denominator)
     return torch.stack(outs)
 
 
-# A length that fills all windows and chunks, one that does not, one with runs of two windows, and one of four.
+def window_of(window: int, count: int):
+    """The set E in the bidirectional form: i -> the keys of the window that holds position i."""
+    return lambda i: range(i // window * window, min(count, (i // window + 1) * window))
+
+
+# (number of keys, window_size, num_landmarks, chunks of query i)
 CASES = {
     "whole": (64, 16, 16, lambda i: [(s, s + 4) for s in range(0, 64, 4) if s // 16 != i // 16]),
     "ragged": (
         42,
         8,
         12,
-        # Six windows of two chunks each.
+        # Six windows of two chunks each; the last window and the last chunk are not full.
         lambda i: [(s, min(s + 4, 42)) for s in range(0, 42, 4) if s // 8 != i // 8],
     ),
     "uneven": (
         20,
         10,
         6,
-        # Three chunks a window, of 3, 3 and 4 tokens.
+        # Three chunks per window, of 3, 3 and 4 tokens.
         lambda i: [(a + o, a + p) for a in (0, 10) for o, p in ((0, 3), (3, 6), (6, 10)) if a // 10 != i // 10],
     ),
-    "runs": (
+    "chunks of two windows": (
         30,
         4,
         4,
-        # Eight windows, four runs of two; in the query's own run the other window.
+        # Eight windows and four chunks. A query also sees the other window of its own chunk.
         lambda i: (
             [(s, min(s + 8, 30)) for s in range(0, 30, 8) if s // 8 != i // 8]
             + [(s, min(s + 4, 30)) for s in range(0, 30, 4) if s // 8 == i // 8 and s // 4 != i // 4]
         ),
     ),
-    "runs of four": (
+    "chunks of four windows": (
         46,
         4,
         3,
+        # Twelve windows and three chunks. A query also sees the other half of its own chunk and of its own half.
         lambda i: (
             [(s, min(s + 16, 46)) for s in range(0, 46, 16) if s // 16 != i // 16]
             + [(s, min(s + 8, 46)) for s in range(0, 46, 8) if s // 16 == i // 16 and s // 8 != i // 8]
@@ -93,25 +99,22 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_sums_of_the_paper(case):
-    length, window, landmarks, chunks = CASES[case]
-    query, key, value = inputs(queries=length, width=6, value_width=5, dtype=torch.float64)
+def test_output_is_that_of_the_papers_sums(case):
+    count, window, landmarks, chunks = CASES[case]
+    query, key, value = inputs(queries=count, width=6, value_width=5, dtype=torch.float64)
     ours = hea.functional.eva_attention(
         query, key, value, window_size=window, num_landmarks=landmarks, scale=0.7, **MEAN
     )
     for head in range(2):
-        one = [x[0, head] for x in (query, key, value)]
-        theirs = paper(
-            *one, 0.7, lambda i: range(i // window * window, min(length, (i // window + 1) * window)), chunks
-        )
+        theirs = paper(*(x[0, head] for x in (query, key, value)), 0.7, window_of(window, count), chunks)
         torch.testing.assert_close(ours[0, head], theirs, rtol=1e-10, atol=1e-10)
     assert relative_error(ours, scaled_dot_product_attention(query, key, value, scale=0.7)) > 0.05
 
 
-def test_the_sums_of_the_paper_for_drawn_features():
-    """omega of a chunk is drawn around mu: heads have their own draws, rows of a batch share them."""
-    length, window, landmarks, chunks = CASES["whole"]
-    query, key, value = inputs(batch=2, queries=length, width=6, dtype=torch.float64)
+def test_output_is_that_of_the_papers_sums_with_drawn_omega():
+    """omega of a chunk is drawn around mu. Every head has its own draw; batch rows share it."""
+    count, window, landmarks, chunks = CASES["whole"]
+    query, key, value = inputs(batch=2, queries=count, width=6, dtype=torch.float64)
     options = {"window_size": window, "num_landmarks": landmarks, "proposal": "normal", "seed": 5}
     ours = hea.functional.eva_attention(query, key, value, **options)
     drawn = normal((16, 2, 6), 5, 40, query.device)
@@ -119,37 +122,35 @@ def test_the_sums_of_the_paper_for_drawn_features():
     for b, head in ((0, 0), (0, 1), (1, 1)):
         one = [x[b, head] for x in (query, key, value)]
         noises = {(s, s + 4): drawn[s // 4, head] for s in range(0, 64, 4)}
-        theirs = paper(*one, 6**-0.5, lambda i: range(i // 16 * 16, i // 16 * 16 + 16), chunks, noises)
+        theirs = paper(*one, 6**-0.5, window_of(window, count), chunks, noises)
         torch.testing.assert_close(ours[b, head], theirs, rtol=1e-10, atol=1e-10)
 
 
-def maps(heads: int, width: int = 6) -> dict:
-    """W_q and W_k for each head."""
-    return {
-        "proposal_query": numbers(heads, width, width, seed=8),
-        "proposal_key": numbers(heads, width, width, seed=9),
-    }
+def maps(num_heads: int, head_dim: int = 6) -> dict:
+    """W_q and W_k of a learned proposal, by parameter name: (num_heads, head_dim, head_dim) each."""
+    shape = (num_heads, head_dim, head_dim)
+    return {"proposal_query": numbers(*shape, seed=8), "proposal_key": numbers(*shape, seed=9)}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_sums_of_a_learned_proposal(case):
-    """With maps for each head; and with the identity, which they start from, those of the proposal without."""
-    length, window, landmarks, chunks = CASES[case]
-    query, key, value = inputs(batch=2, queries=length, width=6, value_width=5, dtype=torch.float64)
+def test_learned_proposal(case):
+    """Each head uses its own maps. With the identity, where they start, the output is that of proposal="normal"."""
+    count, window, landmarks, chunks = CASES[case]
+    query, key, value = inputs(batch=2, queries=count, width=6, value_width=5, dtype=torch.float64)
     config = hea.EvaConfig(window_size=window, num_landmarks=landmarks, proposal="learned", seed=5)
     plain = hea.attention(config, query, key, value, proposal="normal")
     assert torch.equal(hea.attention(config, query, key, value), plain)
-    learned = maps(heads=2)
+    learned = maps(num_heads=2)
     ours = hea.attention(config, query, key, value, **learned)
     assert relative_error(ours, plain) > 1e-3
-    # Without the draws, which are those of the proposal that is not learned.
+    # The draws are those of proposal="normal", so they are left out here.
     with patch.object(eva, "_noise", lambda *arguments: None):
         ours = hea.attention(config, query, key, value, **learned)
     for b, head in ((0, 0), (1, 1)):
         theirs = paper(
             *(x[b, head] for x in (query, key, value)),
             6**-0.5,
-            lambda i: range(i // window * window, min(length, (i // window + 1) * window)),
+            window_of(window, count),
             chunks,
             maps=[w[head] for w in learned.values()],
         )
@@ -158,12 +159,12 @@ def test_the_sums_of_a_learned_proposal(case):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("scale", [0.6, -0.6])
-def test_a_learned_proposal_learns(is_causal, scale):
+def test_gradients_of_a_learned_proposal(is_causal, scale):
     """Gradients of the maps agree with finite differences and with those of the readable form."""
     query, key, value = inputs(batch=2, queries=20, width=3, dtype=torch.float64)
     mask = torch.arange(20) < torch.tensor([[20], [17]])
     config = hea.EvaConfig(window_size=4, num_landmarks=4, proposal="learned")
-    leaves = [x.requires_grad_() for x in maps(heads=2, width=3).values()]
+    leaves = [x.requires_grad_() for x in maps(num_heads=2, head_dim=3).values()]
 
     def output(form, first, second):
         out = form(config, query, key, value, attention_mask=mask, is_causal=is_causal, scale=scale,
@@ -178,71 +179,69 @@ def test_a_learned_proposal_learns(is_causal, scale):
         assert ours.abs().sum() > 1e-3
 
 
-def test_maps_that_do_not_fit_are_refused():
-    row = inputs(queries=20, width=6)
+def test_maps_of_a_wrong_shape_are_refused():
+    tensors = inputs(queries=20, width=6)
     for wrong in (numbers(3, 6, 6), numbers(2, 6, 5), numbers(6, 6), numbers(2, 2, 6, 6)):
         for name in ("proposal_query", "proposal_key"):
             with pytest.raises(hea.UnsupportedAttentionError, match=rf"eva: {name} .*2 heads of width 6: 'learned'"):
-                hea.attention("eva", *row, proposal="learned", **{name: wrong})
+                hea.attention("eva", *tensors, proposal="learned", **{name: wrong})
     with pytest.raises(hea.UnsupportedAttentionError, match="does not suit proposal='normal'"):
-        hea.attention("eva", *row, **maps(heads=2))
+        hea.attention("eva", *tensors, **maps(num_heads=2))
     assert hea.EvaConfig(proposal="learned").with_budget(10).proposal == "learned"
 
 
 @pytest.mark.parametrize("queries", [1, 5, 29, 150])
 @pytest.mark.parametrize("case", CASES)
-def test_queries_that_are_not_the_tokens_of_the_keys(case, queries):
-    """Query i of m belongs to the window at i n / m; a chunk's queries are those that share some of its part."""
-    length, window, landmarks, chunks = CASES[case]
-    query, key, value = inputs(queries=queries, keys=length, width=6, value_width=5, dtype=torch.float64)
+def test_queries_and_keys_of_different_tokens(case, queries):
+    """Query i of m uses the window at position i n / m, and a chunk's queries are those whose share overlaps it."""
+    count, window, landmarks, chunks = CASES[case]
+    query, key, value = inputs(queries=queries, keys=count, width=6, value_width=5, dtype=torch.float64)
     config = hea.EvaConfig(window_size=window, num_landmarks=landmarks, **MEAN)
     ours = hea.attention(config, query, key, value, scale=0.7)
-    # The same keys among padding, so that windows have any number of queries.
-    mask = torch.arange(2 * length) % 2 == 0
-    spread = [torch.full((1, 2, 2 * length, x.shape[3]), 3.0, dtype=torch.float64) for x in (key, value)]
-    for wide, x in zip(spread, (key, value), strict=True):
-        wide[:, :, mask] = x
-    among = hea.attention(config, query, *spread, attention_mask=mask[None], scale=0.7)
-    at = [math.floor(i * length / queries) for i in range(queries)]
-    numbers = range(queries)
+    # With every second key masked, the windows have different numbers of queries.
+    mask = torch.arange(2 * count) % 2 == 0
+    padded = [torch.full((1, 2, 2 * count, x.shape[3]), 3.0, dtype=torch.float64) for x in (key, value)]
+    for with_padding, x in zip(padded, (key, value), strict=True):
+        with_padding[:, :, mask] = x
+    masked = hea.attention(config, query, *padded, attention_mask=mask[None], scale=0.7)
+    position = [math.floor(i * count / queries) for i in range(queries)]
     for head in range(2):
-        one = [x[0, head] for x in (query, key, value)]
         theirs = paper(
-            *one,
+            *(x[0, head] for x in (query, key, value)),
             0.7,
-            lambda i: range(at[i] // window * window, min(length, (at[i] // window + 1) * window)),
-            lambda i: chunks(at[i]),
-            asked=lambda start, stop: [
-                i for i in numbers if i * length < stop * queries and (i + 1) * length > start * queries
+            lambda i: window_of(window, count)(position[i]),
+            lambda i: chunks(position[i]),
+            queries_of=lambda start, stop: [
+                i for i in range(queries) if i * count < stop * queries and (i + 1) * count > start * queries
             ],
         )
-        for out in (ours, among):
+        for out in (ours, masked):
             torch.testing.assert_close(out[0, head], theirs, rtol=1e-10, atol=1e-10)
     assert relative_error(ours, scaled_dot_product_attention(query, key, value, scale=0.7)) > 0.01
 
 
 @pytest.mark.parametrize("kind", ["none", "left", "holes", "empty"])
-def test_masks_of_queries_and_of_keys(kind):
-    """As a method gives them whose keys are no tokens: NaN in queries that do not count, and as many of both."""
+def test_a_query_mask_beside_the_key_mask(kind):
+    """A method whose keys are not tokens (FLuRKA) gives one. Masked queries may hold NaN."""
     config = hea.EvaConfig(window_size=8, num_landmarks=5)
     options = {"is_causal": False, "scale": 0.4, "dropout_p": 0.0, "seed": 2}
     for queries in (30, 50, 200):
         query, key, value = inputs(batch=2, queries=queries, keys=50, dtype=torch.float64)
-        asked, mask = padding_mask(kind, 2, queries, 1), padding_mask("holes", 2, 50, 2)
-        garbage = query if asked is None else query.masked_fill(~asked[:, None, :, None], torch.nan)
-        ours = attend(config, garbage, key, value, mask=mask, query_mask=asked, **options)
-        other = naive(config, query, key, value, mask=mask, query_mask=asked, **options)
+        query_mask, mask = padding_mask(kind, 2, queries, 1), padding_mask("holes", 2, 50, 2)
+        garbage = query if query_mask is None else query.masked_fill(~query_mask[:, None, :, None], torch.nan)
+        ours = attend(config, garbage, key, value, mask=mask, query_mask=query_mask, **options)
+        other = naive(config, query, key, value, mask=mask, query_mask=query_mask, **options)
         torch.testing.assert_close(ours, other, rtol=1e-9, atol=1e-9)
         if queries == 50:
-            # Not what it is with a mask that is that of the queries, too.
+            # With as many queries as keys the key mask is also the query mask, unless one is given.
             same = attend(config, query, key, value, mask=mask, **options)
             assert relative_error(ours, same) > 0.05
             both = attend(config, query, key, value, mask=mask, query_mask=mask, **options)
             torch.testing.assert_close(both, same, rtol=1e-9, atol=1e-9)
 
 
-def test_the_causal_form_by_hand():
-    """Blocks of 4: a query of block 6 sees blocks 6 and 5, block 4 and blocks 0 .. 3 in two summaries each."""
+def test_causal_form_by_hand():
+    """Blocks of 4 tokens: a query of block 6 sees blocks 6 and 5, and two summaries each of block 4 and blocks 0-3."""
     query, key, value = inputs(heads=1, queries=30, width=6, dtype=torch.float64)
     ours = hea.functional.eva_attention(
         query, key, value, window_size=8, num_landmarks=4, is_causal=True, scale=0.7, **MEAN
@@ -259,7 +258,7 @@ def test_the_causal_form_by_hand():
     one = [x[0, 0] for x in (query, key, value)]
     theirs = paper(*one, 0.7, lambda i: range(max(0, i // 4 - 1) * 4, i + 1), chunks)
     torch.testing.assert_close(ours[0, 0], theirs, rtol=1e-10, atol=1e-10)
-    # Drawn features: one for each half of a segment, by the level of the segment.
+    # Each half of a segment has one draw, which depends on the segment's level.
     options = {"window_size": 8, "num_landmarks": 4, "seed": 2, "is_causal": True, "scale": 0.7}
     ours = hea.functional.eva_attention(query, key, value, **options)
     noises = {}
@@ -269,8 +268,8 @@ def test_the_causal_form_by_hand():
         noises |= {(4 * first, middle): drawn[0], (middle, 4 * last): drawn[1]}
     theirs = paper(*one, 0.7, lambda i: range(max(0, i // 4 - 1) * 4, i + 1), chunks, noises)
     torch.testing.assert_close(ours[0, 0], theirs, rtol=1e-10, atol=1e-10)
-    # Around learned maps of the means.
-    learned = maps(heads=1)
+    # The draws are centred on learned maps of the means.
+    learned = maps(num_heads=1)
     other = hea.functional.eva_attention(query, key, value, proposal="learned", **options, **learned)
     both = [w[0] for w in learned.values()]
     theirs = paper(*one, 0.7, lambda i: range(max(0, i // 4 - 1) * 4, i + 1), chunks, noises, maps=both)
@@ -280,42 +279,42 @@ def test_the_causal_form_by_hand():
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_chunks_of_one_key_give_exact_attention(is_causal):
-    """With a control variate of its own for each key the estimate is softmax attention itself."""
-    row = inputs(queries=75, dtype=torch.float64)
-    exact = scaled_dot_product_attention(*row, is_causal=is_causal)
-    ours = hea.functional.eva_attention(*row, window_size=8, num_landmarks=150, is_causal=is_causal)
+    """With one control variate per key, the estimate is softmax attention."""
+    tensors = inputs(queries=75, dtype=torch.float64)
+    exact = scaled_dot_product_attention(*tensors, is_causal=is_causal)
+    ours = hea.functional.eva_attention(*tensors, window_size=8, num_landmarks=150, is_causal=is_causal)
     torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-10)
-    fewer = hea.functional.eva_attention(*row, window_size=8, num_landmarks=30, is_causal=is_causal)
+    fewer = hea.functional.eva_attention(*tensors, window_size=8, num_landmarks=30, is_causal=is_causal)
     assert relative_error(fewer, exact) > 0.05
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_window_as_long_as_the_sequence_is_exact(is_causal):
-    row = inputs(queries=40, dtype=torch.float64)
-    exact = scaled_dot_product_attention(*row, is_causal=is_causal)
+    tensors = inputs(queries=40, dtype=torch.float64)
+    exact = scaled_dot_product_attention(*tensors, is_causal=is_causal)
     for window in (40, 64):
-        ours = hea.functional.eva_attention(*row, window_size=window, num_landmarks=3, is_causal=is_causal)
+        ours = hea.functional.eva_attention(*tensors, window_size=window, num_landmarks=3, is_causal=is_causal)
         torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("length", [100, 101, 300])
-def test_equal_keys_give_the_mean_of_all_values(length, is_causal):
-    """What the count of a chunk is for; without it the window would hold more than its share."""
-    query, key, value = inputs(queries=length, dtype=torch.float64)
+@pytest.mark.parametrize("count", [100, 101, 300])
+def test_equal_keys_give_the_mean_of_all_values(count, is_causal):
+    """A chunk's score counts its keys. Otherwise the keys of the window would weigh too much."""
+    query, key, value = inputs(queries=count, dtype=torch.float64)
     key = key[:, :, :1].expand_as(key)
     ours = hea.functional.eva_attention(query, key, value, window_size=8, num_landmarks=8, is_causal=is_causal)
-    mean = value.cumsum(2) / torch.arange(1, length + 1)[:, None] if is_causal else value.mean(2, keepdim=True)
+    mean = value.cumsum(2) / torch.arange(1, count + 1)[:, None] if is_causal else value.mean(2, keepdim=True)
     torch.testing.assert_close(ours, mean.expand_as(ours), rtol=1e-10, atol=1e-10)
 
 
-def test_draws_do_not_depend_on_the_length():
-    """A chunk of the causal form has the same draw however many follow, and so the same output before them."""
-    row = inputs(heads=3, queries=200, dtype=torch.float64)
+def test_draws_do_not_depend_on_the_sequence_length():
+    """In the causal form a chunk's draw, and the output before later tokens, do not depend on how many follow."""
+    tensors = inputs(heads=3, queries=200, dtype=torch.float64)
     options = {"window_size": 8, "num_landmarks": 4, "proposal": "normal", "is_causal": True}
-    whole = hea.functional.eva_attention(*row, **options)
+    whole = hea.functional.eva_attention(*tensors, **options)
     for cut in (50, 97, 160):
-        part = hea.functional.eva_attention(*(x[:, :, :cut] for x in row), **options)
+        part = hea.functional.eva_attention(*(x[:, :, :cut] for x in tensors), **options)
         torch.testing.assert_close(part, whole[:, :, :cut], rtol=1e-12, atol=1e-12)
 
 
