@@ -1,4 +1,4 @@
-"""The Linformer: its tables, shorter input, and an implementation by others."""
+"""The Linformer: its formula, its tables, input shorter than the tables, and another implementation."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ import test_promises as promises
 from hf_efficient_attn.methods import get_method
 from instances import Instance, inputs, numbers, padding_mask, relative_error
 
-HEADS, WIDTH = 3, 8
+NUM_HEADS, HEAD_DIM = 3, 8
 linformer = hea.functional.linformer_attention
 GAUSSIAN = Instance(
     "linformer",
@@ -25,12 +25,12 @@ def close(ours, other, tolerance: float = 1e-9) -> None:
 
 
 def tables(length: int, **options) -> dict:
-    """Those that conversion starts from."""
-    sizes = {"heads": HEADS, "width": WIDTH, "value_width": WIDTH, "length": length}
+    """The tables that conversion starts from."""
+    sizes = {"heads": NUM_HEADS, "width": HEAD_DIM, "value_width": HEAD_DIM, "length": length}
     return get_method("linformer").parameters(hea.LinformerConfig(**options), **sizes)
 
 
-# Tables.
+# --- tables ---
 
 
 @pytest.mark.parametrize(("count", "length"), [(1, 5), (4, 12), (5, 13), (8, 3), (6, 6)])
@@ -53,51 +53,51 @@ def test_tables_of_a_gaussian():
         assert table.std().item() == pytest.approx(50**-0.5, rel=0.01)
     key_table, value_table = (x.flatten() for x in start.values())
     assert torch.corrcoef(torch.stack((key_table, value_table)))[0, 1].abs() < 0.01
-    # Longer tables begin with the shorter ones, another seed makes other ones, and `max_length` is their length.
+    # Longer tables begin with the shorter ones. Another seed gives other tables. `max_length` sets their length.
     assert torch.equal(tables(30, **options)["key_projection"], start["key_projection"][:, :30])
     assert not torch.equal(tables(30, **options, seed=1)["key_projection"], start["key_projection"][:, :30])
     assert tables(30, **options, max_length=70)["value_projection"].shape == (50, 70)
 
 
-def test_the_functional_form_makes_tables_for_the_length_it_is_given():
-    row = inputs(heads=HEADS, queries=70, dtype=torch.float64)
+def test_functional_form_makes_tables_for_the_length_of_its_input():
+    tensors = inputs(heads=NUM_HEADS, queries=70, dtype=torch.float64)
     for options in ({}, {"init": "gaussian"}, {"share": "none", "init": "gaussian", "seed": 2}):
         given = tables(70, projection_dim=9, **options)
         config = hea.LinformerConfig(projection_dim=9, **options)
-        assert torch.equal(hea.attention(config, *row), hea.attention(config, *row, **given))
+        assert torch.equal(hea.attention(config, *tensors), hea.attention(config, *tensors, **given))
 
 
 def test_shared_tables():
-    """One table for both, whatever it is; a value table that is given is used."""
-    row, (first, second) = inputs(queries=40, dtype=torch.float64), (numbers(6, 40, seed=s) for s in (1, 2))
-    shared = linformer(*row, projection_dim=6, key_projection=first)
+    """Keys and values share any table. A value table is used where one is given."""
+    tensors, (first, second) = inputs(queries=40, dtype=torch.float64), (numbers(6, 40, seed=s) for s in (1, 2))
+    shared = linformer(*tensors, projection_dim=6, key_projection=first)
     both = {"projection_dim": 6, "key_projection": first}
-    close(shared, linformer(*row, share="none", **both, value_projection=first))
-    other = linformer(*row, share="none", **both, value_projection=second)
-    close(linformer(*row, **both, value_projection=second), other)
+    close(shared, linformer(*tensors, share="none", **both, value_projection=first))
+    other = linformer(*tensors, share="none", **both, value_projection=second)
+    close(linformer(*tensors, **both, value_projection=second), other)
     assert relative_error(other, shared) > 0.1
 
 
 def test_refusals():
-    row = inputs(queries=40)
+    tensors = inputs(queries=40)
     with pytest.raises(hea.UnsupportedAttentionError, match=r"40 keys are more than the 30 .*max_length=40 or more"):
-        linformer(*row, max_length=30)
+        linformer(*tensors, max_length=30)
     with pytest.raises(hea.UnsupportedAttentionError, match="40 keys are more than the 39 that value_projection"):
-        linformer(*row, projection_dim=6, key_projection=numbers(6, 40), value_projection=numbers(6, 39))
+        linformer(*tensors, projection_dim=6, key_projection=numbers(6, 40), value_projection=numbers(6, 39))
     for shape in ((5, 40), (40,), (1, 6, 40)):
         with pytest.raises(hea.UnsupportedAttentionError, match="does not suit projection_dim=6"):
-            linformer(*row, projection_dim=6, key_projection=numbers(*shape))
+            linformer(*tensors, projection_dim=6, key_projection=numbers(*shape))
     with pytest.raises(hea.UnsupportedAttentionError, match="no causal form"):
-        linformer(*row, is_causal=True)
+        linformer(*tensors, is_causal=True)
 
 
-# The formula.
+# --- formula ---
 
 
 @pytest.mark.parametrize("share", ["kv", "none"])
-def test_the_formula_of_the_paper(share):
-    """Eq. 7 with any tables of as many columns as there are tokens."""
-    query, key, value = inputs(batch=2, heads=HEADS, queries=50, keys=70, value_width=5, dtype=torch.float64)
+def test_formula_of_the_paper(share):
+    """Eq. 7, for any tables made for the length of the sequence."""
+    query, key, value = inputs(batch=2, heads=NUM_HEADS, queries=50, keys=70, value_width=5, dtype=torch.float64)
     first, second = numbers(9, 70, seed=1), numbers(9, 70, seed=2)
     learned = {"key_projection": first} | ({} if share == "kv" else {"value_projection": second})
     exact = scaled_dot_product_attention(query, first @ key, (first if share == "kv" else second) @ value)
@@ -106,39 +106,39 @@ def test_the_formula_of_the_paper(share):
 
 @pytest.mark.parametrize("kind", ["left", "right", "holes"])
 def test_means_of_segments_that_are_not_full(kind):
-    """Segments of ten tokens, counted from the first that is there: the means of those that are left."""
-    row, mask = inputs(batch=3, queries=70, dtype=torch.float64), padding_mask(kind, 3, 70, 4)
-    out = linformer(*row, attention_mask=mask, projection_dim=20, max_length=200)
+    """Segments of ten valid tokens, counted from the first valid one. The last segment may have fewer."""
+    tensors, mask = inputs(batch=3, queries=70, dtype=torch.float64), padding_mask(kind, 3, 70, 4)
+    out = linformer(*tensors, attention_mask=mask, projection_dim=20, max_length=200)
     for b in range(3):
-        query, key, value = (x[b] for x in row)
+        query, key, value = (x[b] for x in tensors)
         means = [torch.stack([p.mean(1) for p in x[:, mask[b]].split(10, 1)], 1) for x in (key, value)]
         close(out[b], scaled_dot_product_attention(query, *means), 1e-6)
 
 
-def test_as_many_projections_as_tokens_are_exact_when_they_are_means():
-    row, mask = inputs(batch=2, queries=40, dtype=torch.float64), padding_mask("left", 2, 40)
-    exact = scaled_dot_product_attention(*row, attn_mask=mask[:, None, None])
-    close(linformer(*row, attention_mask=mask, projection_dim=40), exact)
-    close(linformer(*row, attention_mask=mask, projection_dim=256), exact)
-    # An attention of its own: a Gaussian table never switches to the exact one.
-    drawn = linformer(*row, attention_mask=mask, projection_dim=256, init="gaussian")
+def test_as_many_means_as_tokens_give_exact_attention():
+    tensors, mask = inputs(batch=2, queries=40, dtype=torch.float64), padding_mask("left", 2, 40)
+    exact = scaled_dot_product_attention(*tensors, attn_mask=mask[:, None, None])
+    close(linformer(*tensors, attention_mask=mask, projection_dim=40), exact)
+    close(linformer(*tensors, attention_mask=mask, projection_dim=256), exact)
+    # The Linformer defines its own attention: with a Gaussian table it is never exact.
+    drawn = linformer(*tensors, attention_mask=mask, projection_dim=256, init="gaussian")
     assert relative_error(drawn, exact) > 0.1
 
 
 @pytest.mark.parametrize("length", [1, 9, 30, 50])
-def test_shorter_input_of_one_sign_and_of_both(length):
-    """Rows of one sign are weighted averages of the tokens that are there, others keep their norm."""
+def test_input_shorter_than_the_tables(length):
+    """Projections of one sign stay weighted averages of the valid tokens. Others keep their Euclidean norm."""
     query, key, value = inputs(queries=length, dtype=torch.float64)
-    row, there = numbers(1, 50).abs(), torch.arange(50)[None] < length
-    table = torch.cat((row, -2.0 * row))
-    weights = row[:, :length] * (row.sum() / row[:, :length].sum())
+    positive, mask = numbers(1, 50).abs(), torch.arange(50)[None] < length
+    table = torch.cat((positive, -2.0 * positive))
+    weights = positive[:, :length] * (positive.sum() / positive[:, :length].sum())
     projected = [torch.cat((weights @ x, -2.0 * weights @ x), 2) for x in (key, value)]
     exact = scaled_dot_product_attention(query, *projected)
     options = {"projection_dim": 2, "key_projection": table}
     close(linformer(query, key, value, **options), exact)
     padded = [torch.nn.functional.pad(x, (0, 0, 0, 50 - length)) for x in (query, key, value)]
-    close(linformer(*padded, **options, attention_mask=there)[:, :, :length], exact)
-    # A row that sums to 0.
+    close(linformer(*padded, **options, attention_mask=mask)[:, :, :length], exact)
+    # A projection whose weights sum to 0.
     signs = torch.ones(1, 50, dtype=torch.float64)
     signs[:, 1::2] = -1.0
     table = signs * torch.arange(50, 0, -1).repeat_interleave(2)[:50]
@@ -148,8 +148,8 @@ def test_shorter_input_of_one_sign_and_of_both(length):
     close(out, expected.expand_as(out))
 
 
-def test_tables_learn():
-    """Gradients by both tables agree with finite differences, of whole and of shorter input."""
+def test_gradients_of_tables():
+    """Gradients of both tables agree with finite differences, also for input shorter than the tables."""
     query, key, value = inputs(batch=2, heads=2, queries=9, width=3, dtype=torch.float64)
     mask = torch.arange(9) < torch.tensor([[9], [5]])
     leaves = [numbers(4, 12, seed=s).requires_grad_() for s in (1, 2)]
@@ -172,7 +172,7 @@ def test_tables_learn():
     assert means.grad.abs().sum() > 0
 
 
-# Promises, of Gaussian tables.
+# --- promises, with Gaussian tables ---
 
 
 @pytest.mark.parametrize("kind", ["left", "right", "holes", "empty"])
@@ -198,30 +198,36 @@ def test_gaussian_tables_keep_the_other_promises():
 
 
 @pytest.mark.parametrize("kind", ["none", "left", "right", "holes"])
-def test_gaussian_tables_are_those_of_the_readable_form(kind):
-    row, mask = inputs(batch=2, queries=60, value_width=5, dtype=torch.float64), padding_mask(kind, 2, 60)
+def test_gaussian_tables_in_the_readable_form(kind):
+    tensors, mask = inputs(batch=2, queries=60, value_width=5, dtype=torch.float64), padding_mask(kind, 2, 60)
     for options in ({}, {"max_length": 90}, {"share": "kv"}):
         config = GAUSSIAN.config(**options)
-        close(hea.attention(config, *row, attention_mask=mask), hea.naive_attention(config, *row, attention_mask=mask))
+        expected = hea.naive_attention(config, *tensors, attention_mask=mask)
+        close(hea.attention(config, *tensors, attention_mask=mask), expected)
 
 
-# An implementation by others.
+# --- another implementation ---
 
 
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("length", [64, 40])
-def test_linformer_of_its_package(length, share):
-    """The same weights. Shared, it also takes the keys for values; of shorter input it takes the part as it is."""
+def test_linformer_package(length, share):
+    """The `linformer` package with the same weights.
+
+    With shared tables that package also uses the keys as values. For shorter input it does not rescale the projections.
+    """
     torch.manual_seed(0)
-    size = HEADS * WIDTH
-    layer = LinformerSelfAttention(size, 64, k=12, heads=HEADS, share_kv=share).double().eval()
+    size = NUM_HEADS * HEAD_DIM
+    layer = LinformerSelfAttention(size, 64, k=12, heads=NUM_HEADS, share_kv=share).double().eval()
     layer.to_out = torch.nn.Identity()
-    hidden = 3.0 * numbers(2, length, size, seed=1)
+    hidden_states = 3.0 * numbers(2, length, size, seed=1)
     with torch.no_grad():
-        theirs = layer(hidden)
-        query, key = (f(hidden).unflatten(2, (HEADS, WIDTH)).transpose(1, 2) for f in (layer.to_q, layer.to_k))
-        value = key if share else layer.to_v(hidden).unflatten(2, (HEADS, WIDTH)).transpose(1, 2)
-        # Tables as long as the input are not renormalised.
+        theirs = layer(hidden_states)
+        query, key, value = (
+            f(hidden_states).unflatten(2, (NUM_HEADS, HEAD_DIM)).transpose(1, 2)
+            for f in (layer.to_q, layer.to_k, layer.to_k if share else layer.to_v)
+        )
+        # Tables as long as the input are not rescaled.
         learned = {"key_projection": layer.proj_k[:length].t()}
         if not share:
             learned["value_projection"] = layer.proj_v[:length].t()

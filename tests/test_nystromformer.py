@@ -1,4 +1,4 @@
-"""The Nystromformer: landmarks, pseudo-inverses, the convolution, and implementations by others."""
+"""The Nystromformer: landmarks, pseudo-inverses, the convolution, and other implementations."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from hf_efficient_attn.ops.landmarks import attention_to_few_keys, masked_segmen
 from hf_efficient_attn.ops.pinv import DAMPING, damped_solve, iterative_pinv
 from instances import Instance, inputs, numbers, padding_mask, relative_error
 
-HEADS, WIDTH = 3, 8
+NUM_HEADS, HEAD_DIM = 3, 8
 nystromformer = hea.functional.nystromformer_attention
 
 
@@ -25,12 +25,12 @@ def close(ours, other, tolerance: float = 1e-9) -> None:
     torch.testing.assert_close(ours, other, rtol=tolerance, atol=tolerance)
 
 
-# Landmarks.
+# --- landmarks ---
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("length", "count"), [(1, 1), (12, 4), (13, 4), (15, 4), (3, 7), (7, 7), (1, 5), (40, 1)])
-def test_segment_means_are_those_of_a_loop(length, count, dtype):
+def test_segment_means_against_a_loop(length, count, dtype):
     x = numbers(2, length, 3, dtype=dtype)
     ours = segment_means(x, count)
     assert ours.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
@@ -41,7 +41,7 @@ def test_segment_means_are_those_of_a_loop(length, count, dtype):
 
 @pytest.mark.parametrize("kind", ["left", "right", "holes", "empty"])
 @pytest.mark.parametrize(("length", "count"), [(1, 1), (13, 4), (40, 7), (5, 9)])
-def test_masked_segments_are_those_of_the_tokens_that_are_there(length, count, kind):
+def test_masked_segments_are_those_of_the_valid_tokens(length, count, kind):
     x, mask = numbers(3, length, 2), padding_mask(kind, 3, length, 1)
     segments = masked_segments(mask, count, torch.float64)
     ours = segment_means(x, count, segments)
@@ -52,7 +52,7 @@ def test_masked_segments_are_those_of_the_tokens_that_are_there(length, count, k
 
 @pytest.mark.parametrize("value_width", [4, 3])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-def test_attend_columns_without_columns_is_zero(value_width, dropout_p):
+def test_attention_to_no_key_is_zero(value_width, dropout_p):
     query, key, value = numbers(2, 9, 4), numbers(2, 5, 4, seed=1), numbers(2, 5, value_width, seed=2)
     bias = torch.zeros(2, 5, dtype=torch.float64)
     bias[0] = -torch.inf
@@ -63,17 +63,17 @@ def test_attend_columns_without_columns_is_zero(value_width, dropout_p):
     assert torch.equal(out[0], torch.zeros_like(out[0]))
     if not dropout_p:
         close(out[1], scaled_dot_product_attention(query[1], key[1, :3], value[1, :3], scale=0.5))
-        # Laid out by columns, as a solver leaves it.
-        turned = value.mT.contiguous().mT
-        close(attention_to_few_keys(query, key, turned, bias, **options), out)
+        # A solver returns its result with transposed strides.
+        transposed = value.mT.contiguous().mT
+        close(attention_to_few_keys(query, key, transposed, bias, **options), out)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_attend_columns_in_several_tiles(dtype, monkeypatch):
+def test_attention_to_few_keys_in_several_blocks_of_queries(dtype, monkeypatch):
     query, key, value = numbers(3, 23, 4, dtype=dtype), numbers(3, 5, 4, seed=1), numbers(3, 5, 4, seed=2)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    key, value, options = key.to(wide), value.to(wide), {"scale": 0.5, "dropout_p": 0.0, "dtype": dtype}
-    whole = scaled_dot_product_attention(query.to(wide), key, value, scale=0.5).to(dtype)
+    acc_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    key, value, options = key.to(acc_dtype), value.to(acc_dtype), {"scale": 0.5, "dropout_p": 0.0, "dtype": dtype}
+    whole = scaled_dot_product_attention(query.to(acc_dtype), key, value, scale=0.5).to(dtype)
     for scores in (5, 40, 60, 1000):
         monkeypatch.setattr(landmarks, "_SCORES", scores)
         out = attention_to_few_keys(query, key, value, None, **options)
@@ -81,7 +81,7 @@ def test_attend_columns_in_several_tiles(dtype, monkeypatch):
         close(out, whole, 1e-12 if dtype == torch.float64 else 1e-2)
 
 
-# Pseudo-inverses.
+# --- pseudo-inverses ---
 
 
 def softmax_matrices(count: int, spread: float = 2.0, batch: int = 4):
@@ -89,7 +89,7 @@ def softmax_matrices(count: int, spread: float = 2.0, batch: int = 4):
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 20])
-def test_the_iteration_converges_to_the_pseudo_inverse(count):
+def test_iteration_converges_to_the_pseudo_inverse(count):
     matrix = softmax_matrices(count)
     exact = torch.linalg.pinv(matrix)
     errors = [relative_error(iterative_pinv(matrix, steps), exact) for steps in (2, 6, 10, 40)]
@@ -97,8 +97,8 @@ def test_the_iteration_converges_to_the_pseudo_inverse(count):
     assert count < 3 or errors[0] > errors[1] > errors[2] > errors[3]
 
 
-def test_the_iteration_on_rectangles_and_zeros():
-    """Rows and columns of zeros, for segments without a token, stay zeros and do not slow down the others."""
+def test_iteration_with_zeros():
+    """Zero rows and columns of the matrix, which stand for empty segments, stay 0 and do not slow down convergence."""
     matrix = torch.zeros(2, 9, 7, dtype=torch.float64)
     matrix[:, :5, :4] = (3.0 * numbers(2, 5, 4)).softmax(-1)
     ours = iterative_pinv(matrix, 30)
@@ -111,8 +111,8 @@ def test_the_iteration_on_rectangles_and_zeros():
 
 
 @pytest.mark.parametrize("steps", [0, 1, 6])
-def test_the_iteration_of_nystrom_attention(steps):
-    """Theirs starts from the largest norms in the batch: one matrix at a time it is the same function."""
+def test_iteration_of_nystrom_attention(steps):
+    """The nystrom-attention package starts from the largest norms in the batch. For one matrix it is the same."""
     matrix = softmax_matrices(12)
     theirs = torch.cat([moore_penrose_iter_pinv(matrix[i : i + 1], steps) for i in range(4)])
     close(iterative_pinv(matrix, steps), theirs, 1e-10)
@@ -120,7 +120,7 @@ def test_the_iteration_of_nystrom_attention(steps):
         assert relative_error(moore_penrose_iter_pinv(matrix, steps), theirs) > 1e-3
 
 
-def test_a_step_takes_the_error_to_its_cube():
+def test_error_after_one_step_of_the_iteration():
     s = torch.tensor([0.3, 0.9, 1.0], dtype=torch.float64)
     matrix = torch.diag(s)
     for steps in (0, 1, 2):
@@ -129,8 +129,8 @@ def test_a_step_takes_the_error_to_its_cube():
 
 
 @pytest.mark.parametrize("rank", [1, 5, 8])
-def test_the_solve_damps_small_singular_values(rank):
-    """X = V diag(s / (s^2 + c)) U^T Y by the singular values, for matrices of any rank."""
+def test_solve_damps_small_singular_values(rank):
+    """X = V diag(s / (s^2 + c)) U^T Y for the decomposition U diag(s) V^T of a matrix of any rank."""
     matrix = numbers(3, 8, rank) @ numbers(3, rank, 6, seed=1)
     right = numbers(3, 8, 2, seed=2)
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
@@ -143,16 +143,16 @@ def test_the_solve_damps_small_singular_values(rank):
     assert torch.autograd.gradcheck(damped_solve, leaves)
 
 
-# The method.
+# --- method ---
 
 
-def test_many_steps_are_the_formula_of_the_paper():
-    """Eq. 13 with a pseudo-inverse by singular values."""
-    query, key, value = inputs(heads=HEADS, queries=60, width=WIDTH, dtype=torch.float64, spread=1.5)
+def test_many_steps_give_the_formula_of_the_paper():
+    """Eq. 13 with the exact pseudo-inverse."""
+    query, key, value = inputs(heads=NUM_HEADS, queries=60, width=HEAD_DIM, dtype=torch.float64, spread=1.5)
     means = [x.unflatten(2, (10, 6)).mean(3) for x in (query, key)]
 
     def softmax(q, k):
-        return (q @ k.mT * WIDTH**-0.5).softmax(-1)
+        return (q @ k.mT * HEAD_DIM**-0.5).softmax(-1)
 
     first, middle, last = softmax(query, means[1]), softmax(*means), softmax(means[0], key)
     exact = first @ torch.linalg.pinv(middle) @ last @ value
@@ -170,51 +170,51 @@ def test_few_landmarks_suffice_for_smooth_sequences(pinv):
 
 
 @pytest.mark.parametrize("pinv", ["iterative", "solve"])
-def test_a_row_of_few_tokens_is_exact_in_a_long_batch(pinv):
-    """No more tokens than landmarks, among rows that have more: as exact as alone, to rounding."""
-    row = inputs(batch=3, queries=80, dtype=torch.float64)
-    there = torch.zeros(3, 80, dtype=torch.bool)
-    there[0, 60:], there[1, 3:80:4], there[2] = True, True, True
-    ours = nystromformer(*row, attention_mask=there, num_landmarks=20, pinv=pinv)
-    exact = scaled_dot_product_attention(*row, attn_mask=there[:, None, None])
+def test_batch_row_with_few_tokens_is_exact(pinv):
+    """A batch row with no more valid tokens than landmarks is exact, whatever the other batch rows hold."""
+    tensors = inputs(batch=3, queries=80, dtype=torch.float64)
+    mask = torch.zeros(3, 80, dtype=torch.bool)
+    mask[0, 60:], mask[1, 3:80:4], mask[2] = True, True, True
+    ours = nystromformer(*tensors, attention_mask=mask, num_landmarks=20, pinv=pinv)
+    exact = scaled_dot_product_attention(*tensors, attn_mask=mask[:, None, None])
     close(ours[:2], exact[:2])
     assert relative_error(ours[2], exact[2]) > 0.05
 
 
 def test_few_queries_are_exact():
-    """What their landmarks would cost is what exact attention costs."""
-    row = inputs(queries=16, keys=200, dtype=torch.float64)
-    close(nystromformer(*row, num_landmarks=16), scaled_dot_product_attention(*row))
-    row = inputs(queries=17, keys=200, dtype=torch.float64)
-    assert relative_error(nystromformer(*row, num_landmarks=16), scaled_dot_product_attention(*row)) > 0.05
+    """With no more queries than landmarks, exact attention costs no more than the approximation."""
+    tensors = inputs(queries=16, keys=200, dtype=torch.float64)
+    close(nystromformer(*tensors, num_landmarks=16), scaled_dot_product_attention(*tensors))
+    tensors = inputs(queries=17, keys=200, dtype=torch.float64)
+    assert relative_error(nystromformer(*tensors, num_landmarks=16), scaled_dot_product_attention(*tensors)) > 0.05
 
 
-def test_peaked_rows_do_not_slow_down_the_others():
-    """The iteration of a row starts from its own norms, however large those of another row are."""
-    row = inputs(batch=2, queries=64, dtype=torch.float64)
-    alone = nystromformer(*(x[:1] for x in row), num_landmarks=8)
-    peaked = [torch.cat((x[:1], 30.0 * x[1:, :, :1].expand_as(x[1:]))) for x in row]
+def test_iteration_is_independent_of_other_batch_rows():
+    """The iteration starts from the norms of its own matrix, however large those of another batch row are."""
+    tensors = inputs(batch=2, queries=64, dtype=torch.float64)
+    alone = nystromformer(*(x[:1] for x in tensors), num_landmarks=8)
+    peaked = [torch.cat((x[:1], 30.0 * x[1:, :, :1].expand_as(x[1:]))) for x in tensors]
     close(nystromformer(*peaked, num_landmarks=8)[:1], alone, 1e-12)
 
 
 @pytest.mark.parametrize("size", [0, 3])
 def test_float16_does_not_overflow(size):
-    """Far from averages of values, where nothing is smooth; the largest float16 is given instead of infinity."""
+    """Outputs on data without structure are far from averages of values. They are clamped to the float16 range."""
     query, key, value = inputs(heads=4, queries=300, width=16, spread=20.0)
     options = {"num_landmarks": 32, "conv_kernel_size": size}
     options |= {"conv_weight": torch.ones(4, size)} if size else {}
-    wide = nystromformer(query, key, 1000.0 * value, **options)
+    full = nystromformer(query, key, 1000.0 * value, **options)
     half = [x.half() for x in (query, key, (1000.0 * value).clamp(-6e4, 6e4))]
-    assert wide.abs().max() > 65504
+    assert full.abs().max() > 65504
     assert nystromformer(*half, **options).isfinite().all()
 
 
-# The convolution.
+# --- convolution ---
 
 
 @dataclass(frozen=True)
 class Convolved(Instance):
-    """An instance whose convolution has kernels that are not zero."""
+    """An instance whose convolution kernels are not 0."""
 
     def __call__(self, query, key, value, mask=None, **options):
         heads, size = query.shape[1], self.hyperparameters["conv_kernel_size"]
@@ -227,13 +227,13 @@ CONVOLVED = Convolved("nystromformer", {"num_landmarks": 16, "conv_kernel_size":
 
 @pytest.mark.parametrize("kind", ["left", "right", "holes", "empty"])
 @pytest.mark.parametrize("length", [1, 7, 60])
-def test_the_convolution_keeps_the_promises_of_masks(kind, length):
+def test_convolution_keeps_the_promises_of_masks(kind, length):
     promises.check_shapes(CONVOLVED, False, kind, batch=2, queries=length, value_width=5)
     promises.check_masked_keys(CONVOLVED, False, kind, batch=2, queries=length)
     promises.check_batch(CONVOLVED, False, kind, queries=length)
 
 
-def test_the_convolution_keeps_the_other_promises():
+def test_convolution_keeps_the_other_promises():
     for length, before, after in ((3, 0, 4), (10, 9, 20), (50, 30, 0), (50, 7, 8)):
         promises.check_padding_beside(CONVOLVED, False, length, before, after)
     for length in (1, 50, 200):
@@ -247,87 +247,92 @@ def test_the_convolution_keeps_the_other_promises():
 
 @pytest.mark.parametrize("kind", ["none", "left", "holes"])
 @pytest.mark.parametrize("length", [10, 60])
-def test_the_convolution_is_that_of_the_readable_form(length, kind):
-    row, mask = inputs(batch=2, queries=length, value_width=3, dtype=torch.float64), padding_mask(kind, 2, length)
+def test_convolution_in_the_readable_form(length, kind):
+    tensors, mask = inputs(batch=2, queries=length, value_width=3, dtype=torch.float64), padding_mask(kind, 2, length)
     config, kernel = CONVOLVED.config(), numbers(2, 5)
-    ours = hea.attention(config, *row, attention_mask=mask, conv_weight=kernel)
-    other = hea.naive_attention(config, *row, attention_mask=mask, conv_weight=kernel)
-    rows = torch.ones(2, length, dtype=torch.bool) if mask is None else mask
-    close(ours.transpose(1, 2)[rows], other.transpose(1, 2)[rows])
+    ours = hea.attention(config, *tensors, attention_mask=mask, conv_weight=kernel)
+    other = hea.naive_attention(config, *tensors, attention_mask=mask, conv_weight=kernel)
+    valid = torch.ones(2, length, dtype=torch.bool) if mask is None else mask
+    close(ours.transpose(1, 2)[valid], other.transpose(1, 2)[valid])
 
 
-def test_the_kernel_of_a_head_by_hand():
-    """Equal scores: the mean of the values, and with a kernel of (1, 10, 100) those of the neighbours on top of it."""
+def test_convolution_by_hand():
+    """With equal scores the output is the mean value plus the convolution, here with the kernel (1, 10, 100)."""
     zeros, value = torch.zeros(1, 1, 4, 2), torch.tensor([1.0, 2.0, 3.0, 6.0]).view(1, 1, 4, 1)
     kernel = torch.tensor([[1.0, 10.0, 100.0]])
     ours = nystromformer(zeros, zeros, value, conv_kernel_size=3, conv_weight=kernel, num_landmarks=2)
     assert ours.flatten().tolist() == pytest.approx([3 + 210, 3 + 321, 3 + 632, 3 + 63])
-    there = torch.tensor([[True, False, True, True]])
+    mask = torch.tensor([[True, False, True, True]])
     ours = nystromformer(
-        zeros, zeros, value, attention_mask=there, conv_kernel_size=3, conv_weight=kernel, num_landmarks=2
+        zeros, zeros, value, attention_mask=mask, conv_kernel_size=3, conv_weight=kernel, num_landmarks=2
     )
     mean = 10 / 3
-    assert ours[0, 0, there[0], 0].tolist() == pytest.approx([mean + 310, mean + 631, mean + 63])
+    assert ours[0, 0, mask[0], 0].tolist() == pytest.approx([mean + 310, mean + 631, mean + 63])
 
 
-def test_the_convolution_starts_at_zero_and_learns():
-    row, kernel = inputs(heads=HEADS, queries=40, dtype=torch.float64), numbers(HEADS, 5).requires_grad_()
+def test_initial_kernels_and_their_gradient():
+    tensors, kernel = inputs(heads=NUM_HEADS, queries=40, dtype=torch.float64), numbers(NUM_HEADS, 5).requires_grad_()
     config = hea.NystromformerConfig(num_landmarks=8, conv_kernel_size=5)
     start = get_method("nystromformer").parameters
-    sizes = {"heads": HEADS, "width": 8, "value_width": 8, "length": 40}
+    sizes = {"heads": NUM_HEADS, "width": 8, "value_width": 8, "length": 40}
     weight = start(config, **sizes)["conv_weight"]
-    assert (tuple(weight.shape), weight.dtype, weight.abs().sum()) == ((HEADS, 5), torch.float32, 0.0)
+    assert (tuple(weight.shape), weight.dtype, weight.abs().sum()) == ((NUM_HEADS, 5), torch.float32, 0.0)
     assert start(hea.NystromformerConfig(), **sizes) == {}
-    without = nystromformer(*row, num_landmarks=8)
-    assert torch.equal(hea.attention(config, *row), without)
-    assert torch.autograd.gradcheck(lambda k: hea.attention(config, *row, conv_weight=k), [kernel], fast_mode=True)
+    without = nystromformer(*tensors, num_landmarks=8)
+    assert torch.equal(hea.attention(config, *tensors), without)
+    assert torch.autograd.gradcheck(lambda k: hea.attention(config, *tensors, conv_weight=k), [kernel], fast_mode=True)
 
 
 def test_refusals_of_the_convolution():
-    row = inputs(heads=2, queries=40)
+    tensors = inputs(heads=2, queries=40)
     with pytest.raises(hea.UnsupportedAttentionError, match=r"conv_kernel_size=4 has no middle"):
         hea.NystromformerConfig(conv_kernel_size=4)
     for size, shape in ((3, (2, 5)), (3, (1, 3)), (0, (2, 3))):
         with pytest.raises(hea.UnsupportedAttentionError, match=rf"does not fit 2 heads and conv_kernel_size={size}"):
-            nystromformer(*row, conv_kernel_size=size, conv_weight=torch.zeros(shape))
+            nystromformer(*tensors, conv_kernel_size=size, conv_weight=torch.zeros(shape))
     with pytest.raises(hea.UnsupportedAttentionError, match=r"40 queries and 30 keys; set conv_kernel_size=0"):
         nystromformer(*inputs(queries=40, keys=30), conv_kernel_size=3)
     with pytest.raises(hea.UnsupportedAttentionError, match="no causal form"):
-        nystromformer(*row, is_causal=True)
+        nystromformer(*tensors, is_causal=True)
 
 
-# Implementations by others.
+# --- other implementations ---
 
 
 @pytest.mark.parametrize("kernel_size", [None, 5])
 @pytest.mark.parametrize(("length", "count"), [(64, 8), (96, 32)])
 def test_nystromformer_of_transformers(length, count, kernel_size):
-    """The same weights. What its config lets through but its code does not, or the other way round, is set by hand:
-    the exact start of the iteration, of each matrix, and no convolution.
+    """Transformers' own layer with the same weights.
+
+    Its constructor does not accept a layer without a convolution, nor its forward the iteration that starts from the
+    norms of each matrix. Both are set on the layer afterwards.
     """
     torch.manual_seed(0)
-    size = HEADS * WIDTH
+    size = NUM_HEADS * HEAD_DIM
     config = TheirConfig(
         hidden_size=size,
-        num_attention_heads=HEADS,
+        num_attention_heads=NUM_HEADS,
         num_landmarks=count,
         segment_means_seq_len=length,
         conv_kernel_size=5,
     )
     layer = NystromformerSelfAttention(config).double().eval()
     layer.init_option, layer.conv_kernel_size = "exact", kernel_size
-    hidden = 3.0 * numbers(2, length, size, seed=1)
+    hidden_states = 3.0 * numbers(2, length, size, seed=1)
     with torch.no_grad():
-        theirs = layer(hidden)[0]
-        row = [
-            getattr(layer, n)(hidden).unflatten(2, (HEADS, WIDTH)).transpose(1, 2) for n in ("query", "key", "value")
+        theirs = layer(hidden_states)[0]
+        tensors = [
+            projection(hidden_states).unflatten(2, (NUM_HEADS, HEAD_DIM)).transpose(1, 2)
+            for projection in (layer.query, layer.key, layer.value)
         ]
         options = {"num_landmarks": count}
         if kernel_size:
             options |= {"conv_kernel_size": kernel_size, "conv_weight": layer.conv.weight[:, 0, :, 0]}
-        ours = nystromformer(*row, **options).transpose(1, 2).flatten(2)
+        ours = nystromformer(*tensors, **options).transpose(1, 2).flatten(2)
         if kernel_size:
-            assert relative_error(nystromformer(*row, num_landmarks=count).transpose(1, 2).flatten(2), theirs) > 0.01
+            assert (
+                relative_error(nystromformer(*tensors, num_landmarks=count).transpose(1, 2).flatten(2), theirs) > 0.01
+            )
     close(ours, theirs)
     assert relative_error(ours, ours.mean(1, keepdim=True).expand_as(ours)) > 0.1
 
@@ -335,8 +340,8 @@ def test_nystromformer_of_transformers(length, count, kernel_size):
 def nystrom_attention_layer(heads: int, residual: bool, steps: int = 6) -> NystromAttention:
     torch.manual_seed(0)
     layer = NystromAttention(
-        heads * WIDTH,
-        dim_head=WIDTH,
+        heads * HEAD_DIM,
+        dim_head=HEAD_DIM,
         heads=heads,
         num_landmarks=8,
         pinv_iterations=steps,
@@ -348,26 +353,28 @@ def nystrom_attention_layer(heads: int, residual: bool, steps: int = 6) -> Nystr
 
 
 @torch.no_grad()
-def rows_of(layer, hidden, **options):
-    """Our output with its projections."""
-    row = [x.unflatten(2, (layer.heads, WIDTH)).transpose(1, 2) for x in layer.to_qkv(hidden).chunk(3, -1)]
+def output_of(layer, hidden_states, **options):
+    """The output of our method with the projections of `layer`."""
+    tensors = [
+        x.unflatten(2, (layer.heads, HEAD_DIM)).transpose(1, 2) for x in layer.to_qkv(hidden_states).chunk(3, -1)
+    ]
     if layer.residual:
         options |= {"conv_kernel_size": 5, "conv_weight": layer.res_conv.weight[:, 0, :, 0]}
-    return nystromformer(*row, **options).transpose(1, 2).flatten(2)
+    return nystromformer(*tensors, **options).transpose(1, 2).flatten(2)
 
 
 @pytest.mark.parametrize("residual", [False, True])
 def test_nystrom_attention_of_one_head(residual):
-    """One row and one head, since theirs shares the start of the iteration between all of a batch."""
-    layer, hidden = nystrom_attention_layer(1, residual), 3.0 * numbers(1, 72, WIDTH)
+    """One head of one batch row, since that package starts the iteration from norms of the whole batch."""
+    layer, hidden_states = nystrom_attention_layer(1, residual), 3.0 * numbers(1, 72, HEAD_DIM)
     with torch.no_grad():
-        theirs = layer(hidden)
-    close(rows_of(layer, hidden, num_landmarks=8), theirs)
+        theirs = layer(hidden_states)
+    close(output_of(layer, hidden_states, num_landmarks=8), theirs)
 
 
 def test_nystrom_attention_after_many_steps():
-    """Where the iteration has converged it does not matter where it started."""
-    layer, hidden = nystrom_attention_layer(HEADS, True, 40), 3.0 * numbers(2, 72, HEADS * WIDTH)
+    """After convergence it does not matter where the iteration started."""
+    layer, hidden_states = nystrom_attention_layer(NUM_HEADS, True, 40), 3.0 * numbers(2, 72, NUM_HEADS * HEAD_DIM)
     with torch.no_grad():
-        theirs = layer(hidden)
-    close(rows_of(layer, hidden, num_landmarks=8, pinv_iterations=40), theirs, 1e-6)
+        theirs = layer(hidden_states)
+    close(output_of(layer, hidden_states, num_landmarks=8, pinv_iterations=40), theirs, 1e-6)
