@@ -7,20 +7,17 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.methods import Method, MethodConfig, MethodInfo, option, register, unregister
+from hf_efficient_attn.methods import MethodConfig, option, register_method, unregister
 from instances import Instance
 
 
 @dataclass(frozen=True, kw_only=True)
 class BrokenConfig(MethodConfig):
     """A budget and a seed."""
-
-    method: ClassVar[str] = "broken"
 
     columns: int = option(8, "Budget.", minimum=1)
     seed: int = option(0, "Seed.", minimum=0)
@@ -201,24 +198,20 @@ def returns_the_width_of_keys(config, query, key, value, mask, is_causal, scale,
 def broken(form: Callable, *, causal: bool = True, rectangular: bool = True, **promised) -> Iterator[Instance]:
     """`form` as a registered method named after it; yields its `Instance`, with what it claims in `promised`."""
 
-    def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed):
-        return form(config, query, key, value, mask, is_causal, scale, seed)
+    def forward(config, query, key, value, options):
+        return form(config, query, key, value, options.key_mask, options.is_causal, options.scale, options.seed)
 
     name = form.__name__
-    config_class = type("Config", (BrokenConfig,), {"method": name})
-    info = MethodInfo(
-        name=name,
-        title=name,
-        paper="none",
-        year=2026,
-        causal=causal,
-        rectangular=rectangular,
-        recurrent=False,
-        learned_parameters=(),
-        config_class=config_class,
-        summary=(form.__doc__ or name).splitlines()[0],
-    )
-    register(Method(info=info, attend=attend, naive=attend))
+    facts = {
+        "method": name,
+        "title": name,
+        "paper": "none",
+        "year": 2026,
+        "causal": causal,
+        "rectangular": rectangular,
+        "summary": (form.__doc__ or name).splitlines()[0],
+    }
+    register_method(type("Config", (BrokenConfig,), facts), forward=forward, naive=forward)
     try:
         yield Instance(name, small={"columns": 4}, **promised)
     finally:

@@ -8,8 +8,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.methods import eva
-from hf_efficient_attn.methods.eva import attend, naive
+from hf_efficient_attn.methods import AttentionOptions, eva
+from hf_efficient_attn.methods.eva import forward, naive
 from hf_efficient_attn.ops.random import normal
 from instances import inputs, numbers, padding_mask, relative_error
 
@@ -224,19 +224,19 @@ def test_queries_and_keys_of_different_tokens(case, queries):
 def test_a_query_mask_beside_the_key_mask(kind):
     """A method whose keys are not tokens (FLuRKA) gives one. Masked queries may hold NaN."""
     config = hea.EvaConfig(window_size=8, num_landmarks=5)
-    options = {"is_causal": False, "scale": 0.4, "dropout_p": 0.0, "seed": 2}
     for queries in (30, 50, 200):
         query, key, value = inputs(batch=2, queries=queries, keys=50, dtype=torch.float64)
         query_mask, mask = padding_mask(kind, 2, queries, 1), padding_mask("holes", 2, 50, 2)
         garbage = query if query_mask is None else query.masked_fill(~query_mask[:, None, :, None], torch.nan)
-        ours = attend(config, garbage, key, value, mask=mask, query_mask=query_mask, **options)
-        other = naive(config, query, key, value, mask=mask, query_mask=query_mask, **options)
+        options = AttentionOptions(mask, is_causal=False, scale=0.4, dropout_p=0.0, seed=2, parameters={})
+        ours = forward(config, garbage, key, value, options, query_mask)
+        other = naive(config, query, key, value, options, query_mask)
         torch.testing.assert_close(ours, other, rtol=1e-9, atol=1e-9)
         if queries == 50:
             # With as many queries as keys the key mask is also the query mask, unless one is given.
-            same = attend(config, query, key, value, mask=mask, **options)
+            same = forward(config, query, key, value, options)
             assert relative_error(ours, same) > 0.05
-            both = attend(config, query, key, value, mask=mask, query_mask=mask, **options)
+            both = forward(config, query, key, value, options, mask)
             torch.testing.assert_close(both, same, rtol=1e-9, atol=1e-9)
 
 

@@ -1,4 +1,4 @@
-"""FLuRKA: the paper's formula, hidden states contracted before their projection, its tables and shorter input."""
+"""FLuRKA: the formula, its tables, input shorter than the tables, and models that contract their hidden states."""
 
 import copy
 import io
@@ -17,7 +17,7 @@ from hf_efficient_attn.ops.random import normal
 from instances import Instance, inputs, numbers, padding_mask, relative_error
 from tiny_models import ENCODERS, IMAGES, output, tiny_batch, tiny_model
 
-HEADS, WIDTH, FEATURES, WINDOW, CHUNKS = 3, 8, 24, 3, 5
+NUM_HEADS, HEAD_DIM, FEATURES, WINDOW, CHUNKS = 3, 8, 24, 3, 5
 KERNELS = {
     "flurka_linear": {},
     "flurka_performer": {"num_features": FEATURES},
@@ -47,12 +47,12 @@ def options(method: str, **more) -> dict:
 
 def start(method: str, length: int, **more) -> dict:
     """The tables that conversion starts from."""
-    sizes = {"heads": HEADS, "width": WIDTH, "value_width": WIDTH, "length": length}
-    return get_method(method).parameters(hea.method_info(method).config_class(**more), **sizes)
+    sizes = {"num_heads": NUM_HEADS, "head_dim": HEAD_DIM, "value_dim": HEAD_DIM, "max_length": length}
+    return get_method(method).initial_parameters(hea.method_info(method).config_class(**more), **sizes)
 
 
 def features(method: str, x, seed: int = 0):
-    """phi, of queries or keys with the scale 1/sqrt(D) left to the caller."""
+    """phi of queries or keys that are scaled already."""
     if method == "flurka_linear":
         return elu(x) + 1.0
     directions = orthogonal_features(FEATURES, x.shape[-1], seed, x.device)
@@ -60,54 +60,56 @@ def features(method: str, x, seed: int = 0):
 
 
 def eva(query, keys, values, seed: int):
-    """EVA's sums of m queries and n rows, which have no more windows than chunks, for (H, ., D) heads."""
-    count, queries, tiles = keys.shape[1], query.shape[1], -(-keys.shape[1] // WINDOW)
-    pieces, root = max(1, min(WINDOW, CHUNKS // tiles)), keys.shape[2] ** -0.25
-    assert tiles <= CHUNKS
+    """EVA's sums for query (H, m, D) and contracted keys (H, n, D), with no more windows than chunks."""
+    count, queries, windows = keys.shape[1], query.shape[1], -(-keys.shape[1] // WINDOW)
+    per_window, root = max(1, min(WINDOW, CHUNKS // windows)), keys.shape[2] ** -0.25
+    assert windows <= CHUNKS
     drawn = normal((CHUNKS, *keys.shape[::2]), seed, 40, keys.device)
-    window = torch.arange(queries) * count // queries // WINDOW
-    near = window[:, None] == torch.arange(count) // WINDOW
+    own_window = torch.arange(queries) * count // queries // WINDOW
+    near = own_window[:, None] == torch.arange(count) // WINDOW
     weights = torch.exp(root**2 * query @ keys.mT) * near
     numerator, denominator = weights @ values, weights.sum(-1)
-    for number in range(tiles * pieces):
-        tile, piece = divmod(number, pieces)
-        start, stop = (min(count, tile * WINDOW + p * WINDOW // pieces) for p in (piece, piece + 1))
+    for index in range(windows * per_window):
+        window, chunk = divmod(index, per_window)
+        start, stop = (min(count, window * WINDOW + c * WINDOW // per_window) for c in (chunk, chunk + 1))
         if start == stop:
             continue
-        rows, at = root * keys[:, start:stop], slice(start * queries // count, -(-stop * queries // count))
-        omega = root * query[:, at].mean(1) + rows.mean(1) + drawn[number]
-        xi = torch.exp((omega[:, None] * rows).sum(-1) - rows.square().sum(-1) / 2)[..., None]
+        queries_of_chunk = query[:, start * queries // count : -(-stop * queries // count)]
+        scaled = root * keys[:, start:stop]
+        omega = root * queries_of_chunk.mean(1) + scaled.mean(1) + drawn[index]
+        xi = torch.exp((omega[:, None] * scaled).sum(-1) - scaled.square().sum(-1) / 2)[..., None]
         beta = (xi * values[:, start:stop]).sum(1) / xi.sum(1)
-        weight = (stop - start) * torch.exp(root * (query * rows.mean(1)[:, None]).sum(-1)) * (window != tile)
+        score = root * (query * scaled.mean(1)[:, None]).sum(-1)
+        weight = (stop - start) * torch.exp(score) * (own_window != window)
         numerator, denominator = numerator + weight[..., None] * beta[:, None], denominator + weight
     return numerator / denominator[..., None]
 
 
-def formula(method: str, query, keys, values, seed: int = 0, mask=None):
-    """phi(q) (phi(k)^T v) / phi(q) sum phi(k), of rows that are contracted already; `mask` (..., N) of the queries."""
+def formula(method: str, query, keys, values, seed: int = 0, query_mask=None):
+    """phi(q) (phi(k)^T v) / phi(q) sum phi(k) for keys and values that are contracted already."""
     if method == "flurka_eva":
         if query.ndim == 4:
-            masks = [None] * len(query) if mask is None else mask
+            masks = [None] * len(query) if query_mask is None else query_mask
             keys, values = (x.expand(len(query), -1, -1, -1) for x in (keys, values))
-            rows = zip(query, keys, values, masks, strict=True)
-            return torch.stack([formula(method, q, k, v, seed, m) for q, k, v, m in rows])
-        there = torch.ones(query.shape[1], dtype=torch.bool) if mask is None else mask
+            batch = zip(query, keys, values, masks, strict=True)
+            return torch.stack([formula(method, q, k, v, seed, m) for q, k, v, m in batch])
+        valid = torch.ones(query.shape[1], dtype=torch.bool) if query_mask is None else query_mask
         out = query.new_zeros(*query.shape[:2], values.shape[-1])
-        out[:, there] = eva(query[:, there], keys, values, seed)
+        out[:, valid] = eva(query[:, valid], keys, values, seed)
         return out
     root = 1.0 if method == "flurka_linear" else query.shape[-1] ** -0.25
     phi_q, phi_k = (features(method, root * x, seed) for x in (query, keys))
     return phi_q @ (phi_k.mT @ values) / (phi_q @ phi_k.sum(-2).unsqueeze(-1))
 
 
-# The formula.
+# --- formula ---
 
 
 @pytest.mark.parametrize("share", ["none", "kv"])
 @each_method
-def test_the_formula_of_the_paper(method, share):
-    """Eq. 2 with any tables of as many columns as there are tokens."""
-    query, key, value = inputs(batch=2, heads=HEADS, queries=50, keys=70, value_width=5, dtype=torch.float64)
+def test_formula_of_the_paper(method, share):
+    """Eq. 2, for any tables made for the length of the sequence."""
+    query, key, value = inputs(batch=2, heads=NUM_HEADS, queries=50, keys=70, value_width=5, dtype=torch.float64)
     first, second = 0.3 * numbers(9, 70, seed=1), 0.3 * numbers(9, 70, seed=2)
     learned = {"key_projection": first} | ({} if share == "kv" else {"value_projection": second})
     ours = hea.attention(method, query, key, value, seed=4, **options(method, projection_dim=9, share=share), **learned)
@@ -116,15 +118,15 @@ def test_the_formula_of_the_paper(method, share):
     assert relative_error(ours, ours.mean(2, keepdim=True).expand_as(ours)) > 0.01
 
 
-def test_many_features_are_the_linformer():
-    """phi(q) . phi(k) goes to exp(q . k), so that the output goes to softmax over the rows."""
-    row = inputs(heads=HEADS, queries=60, dtype=torch.float64, spread=0.4)
+def test_many_features_approach_the_linformer():
+    """phi(q) . phi(k) converges to exp(q . k), so the output converges to softmax attention to the projections."""
+    tensors = inputs(heads=NUM_HEADS, queries=60, dtype=torch.float64, spread=0.4)
     tables = {"key_projection": 0.2 * numbers(9, 60, seed=1), "value_projection": 0.2 * numbers(9, 60, seed=2)}
-    exact = hea.attention("linformer", *row, projection_dim=9, share="none", **tables)
+    exact = hea.attention("linformer", *tensors, projection_dim=9, share="none", **tables)
 
     def error(count: int) -> float:
         config = hea.FlurkaPerformerConfig(projection_dim=9, num_features=count)
-        return sum(relative_error(hea.attention(config, *row, seed=s, **tables), exact) for s in range(10)) / 10
+        return sum(relative_error(hea.attention(config, *tensors, seed=s, **tables), exact) for s in range(10)) / 10
 
     errors = [error(count) for count in (16, 256, 4096)]
     assert errors[0] > 1.5 * errors[1] > 3 * errors[2], errors
@@ -132,84 +134,85 @@ def test_many_features_are_the_linformer():
 
 
 @pytest.mark.parametrize("kind", ["none", "left", "holes"])
-def test_a_window_of_all_rows_is_the_linformer(kind):
-    row, mask = inputs(batch=2, heads=HEADS, queries=60, dtype=torch.float64), padding_mask(kind, 2, 60)
+def test_window_of_all_projections_is_the_linformer(kind):
+    tensors, mask = inputs(batch=2, heads=NUM_HEADS, queries=60, dtype=torch.float64), padding_mask(kind, 2, 60)
     tables = {"key_projection": 0.2 * numbers(9, 70, seed=1), "value_projection": 0.2 * numbers(9, 70, seed=2)}
-    exact = hea.attention("linformer", *row, attention_mask=mask, projection_dim=9, share="none", **tables)
-    there = slice(None) if mask is None else mask[:, None].expand(-1, HEADS, -1)
+    exact = hea.attention("linformer", *tensors, attention_mask=mask, projection_dim=9, share="none", **tables)
+    valid = slice(None) if mask is None else mask[:, None].expand(-1, NUM_HEADS, -1)
     errors = []
     for window in (3, 9, 20):
         config = hea.FlurkaEvaConfig(projection_dim=9, window_size=window, num_landmarks=2)
-        errors.append(relative_error(hea.attention(config, *row, attention_mask=mask, **tables)[there], exact[there]))
+        out = hea.attention(config, *tensors, attention_mask=mask, **tables)
+        errors.append(relative_error(out[valid], exact[valid]))
     assert errors[0] > 0.05
     assert max(errors[1:]) < 1e-12
 
 
 @each_method
-def test_as_many_rows_as_tokens_are_the_kernel_itself(method):
-    """Means of segments of one token: the kernel's own method, of as many features."""
-    row, mask = inputs(batch=2, queries=40, dtype=torch.float64), padding_mask("left", 2, 40)
+def test_as_many_projections_as_tokens_give_the_kernels_method(method):
+    """Every projection is the mean of one token, so the output is that of the kernel's own method."""
+    tensors, mask = inputs(batch=2, queries=40, dtype=torch.float64), padding_mask("left", 2, 40)
     kernel = method.removeprefix("flurka_")
     own = options(method)
-    expected = hea.attention(kernel, *row, attention_mask=mask, **own)
-    for rows in (40, 256):
-        close(hea.attention(method, *row, attention_mask=mask, projection_dim=rows, **own), expected, 1e-6)
-    drawn = hea.attention(method, *row, attention_mask=mask, projection_dim=256, init="gaussian", **own)
+    expected = hea.attention(kernel, *tensors, attention_mask=mask, **own)
+    for count in (40, 256):
+        close(hea.attention(method, *tensors, attention_mask=mask, projection_dim=count, **own), expected, 1e-6)
+    drawn = hea.attention(method, *tensors, attention_mask=mask, projection_dim=256, init="gaussian", **own)
     assert relative_error(drawn, expected) > 0.1
 
 
-# Hidden states contracted before the projections to keys and values.
+# --- contraction of the hidden states, before the projections to keys and values ---
 
 
-@pytest.mark.parametrize(("kind", "columns"), [("none", 70), ("none", 90), ("left", 70), ("right", 90), ("holes", 70)])
+@pytest.mark.parametrize(("kind", "length"), [("none", 70), ("none", 90), ("left", 70), ("right", 90), ("holes", 70)])
 @each_method
-def test_contracted_before_or_after_the_projections(method, kind, columns):
-    """(E1 X) W_K + (E1 1) b_K = E1 (X W_K + 1 b_K), with or without padding and columns to spare."""
-    hidden, size, rows = 12, HEADS * WIDTH, 9
+def test_contraction_before_or_after_the_projections(method, kind, length):
+    """(E1 X) W_K + (E1 1) b_K = E1 (X W_K + 1 b_K), with and without padding, and with tables for longer sequences."""
+    hidden, size, count = 12, NUM_HEADS * HEAD_DIM, 9
     x, mask = numbers(2, 70, hidden, seed=3), padding_mask(kind, 2, 70)
     weights, biases = numbers(3, size, hidden, seed=4) * hidden**-0.5, numbers(3, size, seed=5)
-    tables = [0.3 * numbers(rows, columns, seed=s) for s in (6, 7)]
+    tables = [0.3 * numbers(count, length, seed=s) for s in (6, 7)]
 
     def heads(x):
-        return x.unflatten(2, (HEADS, WIDTH)).transpose(1, 2)
+        return x.unflatten(2, (NUM_HEADS, HEAD_DIM)).transpose(1, 2)
 
     query, key, value = (heads(linear(x, w, b)) for w, b in zip(weights, biases, strict=True))
     learned = dict(zip(("key_projection", "value_projection"), tables, strict=True))
     after = hea.attention(
-        method, query, key, value, attention_mask=mask, **options(method, projection_dim=rows), **learned
+        method, query, key, value, attention_mask=mask, **options(method, projection_dim=count), **learned
     )
-    before, there = [], x if mask is None else x.masked_fill(~mask[:, :, None], 0.0)
+    before, valid = [], x if mask is None else x.masked_fill(~mask[:, :, None], 0.0)
     for table, w, b in zip(tables, weights[1:], biases[1:], strict=True):
         contracted = contraction(table, mask, 70, torch.float64)
         assert contracted.shown.all()
-        projected = linear(contracted.rows(there[:, None])[:, 0], w) + contracted.sums()[:, :, None] * b
+        projected = linear(contracted.rows(valid[:, None])[:, 0], w) + contracted.sums()[:, :, None] * b
         before.append(heads(projected.expand(2, -1, -1)))
-    close(formula(method, query, *before, mask=mask), after)
-    # The bias counts: it is multiplied with E 1, not added once.
+    close(formula(method, query, *before, query_mask=mask), after)
+    # The bias is multiplied with E 1. Adding it once would give another output.
     wrong = [x - heads(((contraction(t, mask, 70, x.dtype).sums() - 1.0)[:, :, None] * b).expand(2, -1, -1))
              for x, t, b in zip(before, tables, biases[1:], strict=True)]  # fmt: skip
-    assert relative_error(formula(method, query, *wrong, mask=mask), after) > 0.05
-    if kind == "none" and columns == 70:
+    assert relative_error(formula(method, query, *wrong, query_mask=mask), after) > 0.05
+    if kind == "none" and length == 70:
         by_hand = [heads(table @ x @ w.t() + table.sum(1)[:, None] * b)
                    for table, w, b in zip(tables, weights[1:], biases[1:], strict=True)]  # fmt: skip
         close(formula(method, query, *by_hand), after)
 
 
-def test_sums_are_the_rows_of_ones():
+def test_sums_are_the_projections_of_ones():
     mask = padding_mask("holes", 3, 50)
     for table in (numbers(6, 60).abs(), numbers(6, 60)):
-        for there in (mask, None):
-            contracted = contraction(table, there, 50, torch.float64)
-            ones = torch.ones(3, 50, dtype=torch.float64) if there is None else there.double()
+        for key_mask in (mask, None):
+            contracted = contraction(table, key_mask, 50, torch.float64)
+            ones = torch.ones(3, 50, dtype=torch.float64) if key_mask is None else key_mask.double()
             close(contracted.rows(ones[:, None, :, None])[:, 0, :, 0], contracted.sums().expand(3, -1))
-    # Means stay means, of however many tokens.
+    # Means of segments stay means, whatever the number of valid tokens.
     table = start("flurka_linear", 60, projection_dim=20)["key_projection"].double()
     sums = contraction(table, mask, 50, torch.float64)
     close(sums.sums(), sums.shown.double(), 1e-6)
     assert not sums.shown.all()
 
 
-# Tables.
+# --- tables ---
 
 
 @each_method
@@ -234,54 +237,54 @@ def test_tables(method):
 
 
 @each_method
-def test_start_values_are_those_of_the_functional_form(method):
-    row = inputs(heads=HEADS, queries=70, dtype=torch.float64)
+def test_functional_form_uses_the_initial_parameters(method):
+    tensors = inputs(heads=NUM_HEADS, queries=70, dtype=torch.float64)
     for more in ({}, {"init": "gaussian"}, {"share": "kv", "init": "gaussian", "seed": 2}):
         config = hea.method_info(method).config_class(projection_dim=9, **more)
         given = start(method, 70, projection_dim=9, **more)
-        assert torch.equal(hea.attention(config, *row), hea.attention(config, *row, **given))
+        assert torch.equal(hea.attention(config, *tensors), hea.attention(config, *tensors, **given))
 
 
 @each_method
 def test_refusals(method):
-    row = inputs(queries=40)
+    tensors = inputs(queries=40)
     with pytest.raises(hea.UnsupportedAttentionError, match=rf"{method}: 40 keys are more than the 30 .*length=40 or"):
-        hea.attention(method, *row, max_length=30)
+        hea.attention(method, *tensors, max_length=30)
     for shape in ((5, 40), (40,), (1, 6, 40)):
         for name in ("key_projection", "value_projection"):
             with pytest.raises(hea.UnsupportedAttentionError, match=rf"{method}: {name} .*not suit projection_dim=6"):
-                hea.attention(method, *row, projection_dim=6, **{name: numbers(*shape)})
+                hea.attention(method, *tensors, projection_dim=6, **{name: numbers(*shape)})
     with pytest.raises(hea.UnsupportedAttentionError, match="no causal form"):
-        hea.attention(method, *row, is_causal=True)
+        hea.attention(method, *tensors, is_causal=True)
 
 
 @pytest.mark.parametrize("kind", ["left", "right", "holes"])
 @each_method
 def test_means_of_segments_that_are_not_full(method, kind):
-    """Segments of ten tokens, counted from the first that is there: the means of those that are left."""
-    row, mask = inputs(batch=3, queries=70, dtype=torch.float64), padding_mask(kind, 3, 70, 4)
-    out = hea.attention(method, *row, attention_mask=mask, **options(method, projection_dim=20, max_length=200))
+    """Segments of ten valid tokens, counted from the first valid one. The last segment may have fewer."""
+    tensors, mask = inputs(batch=3, queries=70, dtype=torch.float64), padding_mask(kind, 3, 70, 4)
+    out = hea.attention(method, *tensors, attention_mask=mask, **options(method, projection_dim=20, max_length=200))
     for b in range(3):
-        query, key, value = (x[b] for x in row)
+        query, key, value = (x[b] for x in tensors)
         means = [torch.stack([p.mean(1) for p in x[:, mask[b]].split(10, 1)], 1) for x in (key, value)]
-        close(out[b], formula(method, query, *means, mask=mask[b]), 1e-6)
+        close(out[b], formula(method, query, *means, query_mask=mask[b]), 1e-6)
 
 
 @each_method
-def test_rows_without_weight_are_left_out(method):
-    """A row of either table that is all zeros is no row, rather than one of a key of zeros."""
-    row = inputs(queries=30, dtype=torch.float64)
+def test_projections_without_weight_are_left_out(method):
+    """A projection whose weights are all 0 in either table is left out. It is not a key of zeros."""
+    tensors = inputs(queries=30, dtype=torch.float64)
     first, second = 0.3 * numbers(6, 30, seed=1), 0.3 * numbers(6, 30, seed=2)
     first[2], second[4] = 0.0, 0.0
-    ours = hea.attention(method, *row, **options(method, projection_dim=6), key_projection=first,
+    ours = hea.attention(method, *tensors, **options(method, projection_dim=6), key_projection=first,
                          value_projection=second)  # fmt: skip
     left = torch.tensor([0, 1, 3, 5])
-    close(ours, formula(method, row[0], first[left] @ row[1], second[left] @ row[2]))
+    close(ours, formula(method, tensors[0], first[left] @ tensors[1], second[left] @ tensors[2]))
 
 
 @each_method
-def test_tables_learn(method):
-    """Gradients by both tables agree with finite differences, of whole and of shorter input."""
+def test_gradients_of_tables(method):
+    """Gradients of both tables agree with finite differences, also for input shorter than the tables."""
     query, key, value = inputs(batch=2, heads=2, queries=9, width=3, dtype=torch.float64)
     mask = torch.arange(9) < torch.tensor([[9], [5]])
     leaves = [0.5 * numbers(4, 12, seed=s) for s in (1, 2)]
@@ -312,21 +315,21 @@ def test_budgets():
         hea.FlurkaEvaConfig().with_budget(2)
 
 
-def test_a_constant_value_comes_out():
-    """Means keep constants, and the kernel's weights sum to 1."""
+def test_constant_values_give_a_constant_output():
+    """The mean of a constant is the constant, and the kernel's weights sum to 1."""
     query, key, _ = inputs(batch=2, queries=60, dtype=torch.float64)
     value, mask = torch.full_like(key, 3.0), padding_mask("left", 2, 60)
     for method in METHODS:
         sizes = options(method, projection_dim=7, max_length=100)
         out = hea.attention(method, query, key, value, attention_mask=mask, **sizes)
-        # EVA has no output at queries that are not there.
-        there = mask[:, None, :, None] if method == "flurka_eva" else True
-        close(out, value * there, 1e-6)
+        # EVA returns 0 for masked queries.
+        valid = mask[:, None, :, None] if method == "flurka_eva" else True
+        close(out, value * valid, 1e-6)
     exact = scaled_dot_product_attention(query, key, value)
     close(exact, value)
 
 
-# Promises, of Gaussian tables.
+# --- promises, with Gaussian tables ---
 
 
 @pytest.mark.parametrize("kind", ["left", "holes", "empty"])
@@ -357,14 +360,15 @@ def test_gaussian_tables_keep_the_other_promises(instance):
 
 @pytest.mark.parametrize("kind", ["none", "left", "right", "holes"])
 @each_gaussian
-def test_gaussian_tables_are_those_of_the_readable_form(instance, kind):
-    row, mask = inputs(batch=2, queries=60, value_width=5, dtype=torch.float64), padding_mask(kind, 2, 60)
+def test_gaussian_tables_in_the_readable_form(instance, kind):
+    tensors, mask = inputs(batch=2, queries=60, value_width=5, dtype=torch.float64), padding_mask(kind, 2, 60)
     for more in ({}, {"max_length": 90}, {"share": "kv"}):
         config = instance.config(**more)
-        close(hea.attention(config, *row, attention_mask=mask), hea.naive_attention(config, *row, attention_mask=mask))
+        expected = hea.naive_attention(config, *tensors, attention_mask=mask)
+        close(hea.attention(config, *tensors, attention_mask=mask), expected)
 
 
-# Models: hidden states contracted before the projections.
+# --- models, which contract their hidden states before the projections to keys and values ---
 
 BUDGET = {"projection_dim": 9, "max_length": 96}
 ENCODING = [*ENCODERS, *IMAGES]
@@ -372,7 +376,7 @@ each_encoder = pytest.mark.parametrize("family", ENCODING)
 
 
 def converted(family: str, method: str, **more):
-    """A tiny model with tables that are not means, so that rows do not sum to 1."""
+    """A tiny model with random tables, whose weights do not sum to 1."""
     model = hea.convert(tiny_model(family), method, **{**BUDGET, **more}, **options(method))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -385,7 +389,10 @@ def converted(family: str, method: str, **more):
 
 
 def projected_first(model):
-    """The same model with the forwards of Transformers, so that keys and values are contracted after the projection."""
+    """A copy that contracts keys and values after the projections, and the number of modules that were changed.
+
+    Without our `forward`, a module runs that of Transformers.
+    """
     model = copy.deepcopy(model)
     found = [module for module in model.modules() if "forward" in vars(module)]
     for module in found:
@@ -397,8 +404,8 @@ def batch_of(family: str, padding: str, **more) -> dict:
     return tiny_batch(family, padding="none" if family in IMAGES else padding, **more)
 
 
-def shown(family: str, inputs: dict, out):
-    """Outputs at tokens that are there."""
+def at_valid_tokens(family: str, inputs: dict, out):
+    """The outputs at valid tokens."""
     mask = inputs.get("attention_mask")
     return out if mask is None else out[mask.bool()]
 
@@ -412,25 +419,25 @@ def test_models_contract_before_the_projections(family, method, padding):
         inputs = {"pixel_values": inputs["pixel_values"].double()}
     after, count = projected_first(model)
     assert count == 2
-    rows = []
+    lengths = []
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in ("key", "k_lin", "k_proj", "value", "v_lin", "v_proj"):
-            module.register_forward_hook(lambda module, args, out: rows.append(args[0].shape[1]))
-    ours, other = (shown(family, inputs, output(m, inputs)) for m in (model, after))
+            module.register_forward_hook(lambda module, args, out: lengths.append(args[0].shape[1]))
+    ours, other = (at_valid_tokens(family, inputs, output(m, inputs)) for m in (model, after))
     close(ours, other, 1e-8)
-    assert set(rows) == {BUDGET["projection_dim"], 1}
-    exact = shown(family, inputs, output(hea.convert(copy.deepcopy(after), "sdpa"), inputs))
+    assert set(lengths) == {BUDGET["projection_dim"], 1}
+    exact = at_valid_tokens(family, inputs, output(hea.convert(copy.deepcopy(after), "sdpa"), inputs))
     assert relative_error(ours, exact) > 1e-3
 
 
 @each_method
 @each_encoder
-def test_what_padding_holds_does_not_show_in_models(family, method):
+def test_padding_does_not_change_the_output_of_models(family, method):
     if family in IMAGES:
         pytest.skip("images have no padding")
     model, inputs = converted(family, method), batch_of(family, "right")
     other = dict(inputs, input_ids=torch.where(inputs["attention_mask"].bool(), inputs["input_ids"], 7))
-    assert torch.equal(*(shown(family, x, output(model, x)) for x in (inputs, other)))
+    assert torch.equal(*(at_valid_tokens(family, x, output(model, x)) for x in (inputs, other)))
 
 
 @each_method
@@ -441,15 +448,15 @@ def test_gradients_of_contracted_models(family, method):
         inputs = {"pixel_values": inputs["pixel_values"].double()}
     after, _ = projected_first(model)
     for m in (model, after):
-        shown(family, inputs, m(**inputs)[0]).square().sum().backward()
+        at_valid_tokens(family, inputs, m(**inputs)[0]).square().sum().backward()
     for (name, ours), other in zip(model.named_parameters(), after.parameters(), strict=True):
         if "pooler" not in name:
             close(ours.grad, other.grad, 1e-6)
             assert "_projection" not in name or ours.grad.abs().sum() > 0
 
 
-def test_contraction_goes_with_the_method():
-    """Switching to anything else gives the module its own forward back; copies and pickles keep ours."""
+def test_switching_to_another_method_ends_the_contraction():
+    """Switching gives every module its own `forward` back. Copies and pickles of the model keep ours."""
     model, inputs = tiny_model("bert"), tiny_batch("bert", padding="left")
     plain, modules = output(model, inputs), [layer.attention.self for layer in model.encoder.layer]
     for other in ("sdpa", "linear", "eager"):
@@ -469,7 +476,7 @@ def test_contraction_goes_with_the_method():
         torch.save(twin, file)
         file.seek(0)
         assert torch.equal(output(torch.load(file, weights_only=False), inputs), expected)
-        # By hand: no method of ours, or another of ours.
+        # A change of the config by hand takes effect too.
         model.config._attn_implementation = "sdpa"
         assert torch.equal(output(model, inputs), plain)
         hea.convert(model, other)
@@ -479,7 +486,7 @@ def test_contraction_goes_with_the_method():
     assert ["forward" in vars(module) for module in modules] == [False, True]
 
 
-def test_a_model_contracts_in_training_and_half_precision():
+def test_training_and_half_precision():
     model, inputs = converted("bert", "flurka_performer"), tiny_batch("bert", padding="right")
     outs = []
     for seed in (0, 0, 1):
@@ -495,20 +502,20 @@ def test_a_model_contracts_in_training_and_half_precision():
     assert relative_error(half, full) < 0.1
 
 
-def test_a_contracted_model_takes_adapters():
-    """LoRA in place of the projections to keys and values is an affine map too."""
+def test_adapters():
+    """A LoRA module that replaces a projection to keys or values is an affine map too."""
     peft = pytest.importorskip("peft")
     model, inputs = converted("bert", "flurka_linear").double(), tiny_batch("bert", padding="right")
     lora = peft.LoraConfig(target_modules=["key", "value"], r=2, init_lora_weights=False)
     adapted = peft.get_peft_model(copy.deepcopy(model), lora).eval()
     after, count = projected_first(adapted)
     assert count == 2
-    ours, other, without = (shown("bert", inputs, output(m, inputs)) for m in (adapted, after, model))
+    ours, other, without = (at_valid_tokens("bert", inputs, output(m, inputs)) for m in (adapted, after, model))
     close(ours, other, 1e-8)
     assert relative_error(ours, without) > 1e-3
 
 
-def test_a_contracted_model_under_gradient_checkpointing():
+def test_gradient_checkpointing():
     model, inputs = converted("bert", "flurka_performer").train(), tiny_batch("bert", padding="left")
     grads = []
     for checkpointed in (False, True):
@@ -522,28 +529,28 @@ def test_a_contracted_model_under_gradient_checkpointing():
         torch.testing.assert_close(again, plain)
 
 
-def test_a_contracted_model_refuses_what_cannot_be_kept():
+def test_unsupported_arguments_of_a_module_are_refused():
     model, inputs = converted("bert", "flurka_linear"), tiny_batch("bert")
     with pytest.raises(hea.UnsupportedAttentionError, match="output_attentions"):
         model(**inputs, output_attentions=True)
-    layer, hidden = model.encoder.layer[0].attention.self, numbers(1, 9, 32, dtype=torch.float32)
+    layer, hidden_states = model.encoder.layer[0].attention.self, numbers(1, 9, 32, dtype=torch.float32)
     with pytest.raises(hea.UnsupportedAttentionError, match=r"4-D .*cannot be kept"):
-        layer(hidden, torch.ones(1, 1, 9, 9, dtype=torch.bool))
+        layer(hidden_states, torch.ones(1, 1, 9, 9, dtype=torch.bool))
     with pytest.raises(hea.UnsupportedAttentionError, match="'position_bias'"):
-        layer(hidden, position_bias=hidden)
+        layer(hidden_states, position_bias=hidden_states)
     with pytest.raises(hea.UnsupportedAttentionError, match="97 keys are more than the 96"):
         model(**tiny_batch("bert", length=97))
 
 
 @each_method
-def test_a_contracted_model_compiles(method):
+def test_compiling(method):
     model, inputs = converted("bert", method), tiny_batch("bert")
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(output(compiled, inputs), output(model, inputs), rtol=1e-4, atol=1e-4)
 
 
-def test_a_saved_model_contracts(tmp_path):
+def test_saved_models_contract(tmp_path):
     model, inputs = converted("bert", "flurka_linear"), tiny_batch("bert", padding="left")
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
@@ -552,7 +559,7 @@ def test_a_saved_model_contracts(tmp_path):
 
 
 def operations(model, inputs: dict) -> int:
-    # PyTorch counts its fused attention on the CPU as nothing.
+    # PyTorch has no formula for its fused attention on the CPU.
     fused = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda *x, **options: sdpa_flop_count(*x[:3])}
     with FlopCounterMode(display=False, custom_mapping=fused) as counter:
         output(model, inputs)
@@ -560,19 +567,19 @@ def operations(model, inputs: dict) -> int:
 
 
 def test_fewer_operations_than_both_parents():
-    """Claim 1: N > P (H + 2) > W > P > D, here 96 > 72 > 32 > 12 > 8; as many features as the head is wide."""
-    inputs, rows, features = tiny_batch("bert", batch=1, length=96), {"projection_dim": 12}, {"num_features": 8}
+    """Claim 1 of the paper: N > P (H + 2) > W > P > D, here 96 > 72 > 32 > 12 > 8, with as many features as D."""
+    inputs, projection, features = tiny_batch("bert", batch=1, length=96), {"projection_dim": 12}, {"num_features": 8}
     chunks = {"window_size": 3, "num_landmarks": 3}
     count = {
         method: operations(hea.convert(tiny_model("bert", num_attention_heads=4), method, **more), inputs)
         for method, more in {
-            "flurka_linear": rows,
-            "flurka_performer": rows | features,
-            "flurka_eva": rows | chunks,
+            "flurka_linear": projection,
+            "flurka_performer": projection | features,
+            "flurka_eva": projection | chunks,
             "eva": chunks,
             "linear": {},
             "performer": features,
-            "linformer": rows,
+            "linformer": projection,
         }.items()
     }
     assert count["flurka_linear"] < min(count["linear"], count["linformer"])

@@ -26,8 +26,8 @@ def close(ours, other, tolerance: float = 1e-9) -> None:
 
 def tables(length: int, **options) -> dict:
     """The tables that conversion starts from."""
-    sizes = {"heads": NUM_HEADS, "width": HEAD_DIM, "value_width": HEAD_DIM, "length": length}
-    return get_method("linformer").parameters(hea.LinformerConfig(**options), **sizes)
+    sizes = {"num_heads": NUM_HEADS, "head_dim": HEAD_DIM, "value_dim": HEAD_DIM, "max_length": length}
+    return get_method("linformer").initial_parameters(hea.LinformerConfig(**options), **sizes)
 
 
 # --- tables ---

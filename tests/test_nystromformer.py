@@ -273,8 +273,8 @@ def test_convolution_by_hand():
 def test_initial_kernels_and_their_gradient():
     tensors, kernel = inputs(heads=NUM_HEADS, queries=40, dtype=torch.float64), numbers(NUM_HEADS, 5).requires_grad_()
     config = hea.NystromformerConfig(num_landmarks=8, conv_kernel_size=5)
-    start = get_method("nystromformer").parameters
-    sizes = {"heads": NUM_HEADS, "width": 8, "value_width": 8, "length": 40}
+    start = get_method("nystromformer").initial_parameters
+    sizes = {"num_heads": NUM_HEADS, "head_dim": 8, "value_dim": 8, "max_length": 40}
     weight = start(config, **sizes)["conv_weight"]
     assert (tuple(weight.shape), weight.dtype, weight.abs().sum()) == ((NUM_HEADS, 5), torch.float32, 0.0)
     assert start(hea.NystromformerConfig(), **sizes) == {}

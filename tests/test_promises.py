@@ -516,14 +516,14 @@ def test_refuses_shapes_and_types_that_do_not_fit(instance):
     for wrong in ((query, key[:, :, :-1], value), (query, key[..., :-1], value), (query[:1], key, value)):
         with refuses("do not fit together"):
             instance(*wrong)
-    with refuses("4 query heads cannot share 3 key heads"):
+    with refuses("number of key heads, 3, must divide the number of query heads, 4"):
         instance(query, key[:, :3], value[:, :3])
     with refuses("0 key heads"):
         instance(query, key[:, :0], value[:, :0])
     for wrong in ((query, key.double(), value), (query, key, value.half())):
-        with refuses("one floating type"):
+        with refuses("the same floating-point dtype"):
             instance(*wrong)
-    with refuses("one floating type"):
+    with refuses("the same floating-point dtype"):
         instance(query.int(), key.int(), value.int())
 
 
@@ -540,7 +540,7 @@ def test_refuses_a_rectangle_without_a_form_for_it(instance):
 @each_instance
 @pytest.mark.parametrize("budget", [0, -3, 2.5, True, "64", None])
 def test_refuses_budgets_that_make_no_attention(instance, budget):
-    with refuses("budget of .* columns makes no attention"):
+    with refuses("budget of .* columns is not possible"):
         instance.config().with_budget(budget)
 
 
@@ -570,7 +570,7 @@ def test_refuses_unknown_names_and_names_the_nearest(instance):
 def test_refuses_seeds_and_dropout_that_make_no_sense(instance):
     row = inputs(queries=20)
     for dropout_p in (-0.1, 1.0, 2.0, math.nan):
-        with refuses("dropout_p=.* is not a probability below 1"):
+        with refuses("dropout_p=.* must be at least 0 and below 1"):
             instance(*row, dropout_p=dropout_p)
     for seed in ("0", 1.5, [1]):
         with refuses("seed must be an integer or None, not "):

@@ -1,4 +1,4 @@
-"""Decoding from a state: the recurrence of methods against their causal form, and the cache layer in models."""
+"""Decoding from a state: the recurrence of methods against their causal form, and the cache layer of models."""
 
 import copy
 import io
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.integration.recurrent import NewKeys, StateLayer
-from hf_efficient_attn.methods import get_method, naive_attention, step
+from hf_efficient_attn.methods import attention_with_state, get_method, naive_attention
 from instances import INSTANCES, inputs, numbers, padding_mask, relative_error
 from tiny_models import DECODERS, METHODS, SMALL, output, tiny_batch, tiny_model
 
@@ -23,20 +23,19 @@ each_family = pytest.mark.parametrize("family", DECODERS)
 each_instance = pytest.mark.parametrize("instance", [i for i in INSTANCES if i.info.recurrent], ids=str)
 
 
-def in_pieces(config, query, key, value, cuts, mask=None, seed=0, **options):
-    """Causal attention piece by piece from a state, the first of them too: (output, state)."""
+def in_chunks(config, query, key, value, cuts, mask=None, seed=0, **options):
+    """Causal attention of one chunk of tokens after the other, each from the state before it: (output, state)."""
     state, outs = None, []
     for start, end in itertools.pairwise(sorted({0, query.shape[2], *cuts})):
-        here = slice(start, end)
-        part = None if mask is None else mask[:, here]
-        tokens = (x[:, :, here] for x in (query, key, value))
-        out, state = step(config, state, *tokens, attention_mask=part, seed=seed, **options)
+        chunk_mask = None if mask is None else mask[:, start:end]
+        tokens = (x[:, :, start:end] for x in (query, key, value))
+        out, state = attention_with_state(config, state, *tokens, attention_mask=chunk_mask, seed=seed, **options)
         assert state[0].shape[:2] == key.shape[:2]
         outs.append(out)
     return torch.cat(outs, 2), state
 
 
-def test_who_is_recurrent():
+def test_methods_that_are_recurrent():
     assert set(RECURRENT) >= {"linear", "performer"}
     for name in METHODS:
         method = get_method(name)
@@ -54,12 +53,12 @@ def test_who_is_recurrent():
     heads=st.sampled_from([(2, 2), (4, 2), (3, 1)]),
     scale=st.sampled_from([None, 0.1, 1.0]),
 )
-def test_any_split_into_pieces_is_the_causal_form(instance, dtype, tolerance, cuts, length, padding, heads, scale):
+def test_chunks_of_any_size_give_the_causal_form(instance, dtype, tolerance, cuts, length, padding, heads, scale):
     query, key, value = inputs(2, heads[0], length, 8, key_heads=heads[1], value_width=5, dtype=dtype)
     mask = padding_mask(padding, 2, length)
     options = {"seed": 3, "scale": scale}
     cuts = {cut for cut in cuts if cut < length}
-    out, _ = in_pieces(instance.config(), query, key, value, cuts, mask, **options)
+    out, _ = in_chunks(instance.config(), query, key, value, cuts, mask, **options)
     expected = naive_attention(
         instance.config(), query.double(), key.double(), value.double(), attention_mask=mask, is_causal=True, **options
     )
@@ -69,36 +68,35 @@ def test_any_split_into_pieces_is_the_causal_form(instance, dtype, tolerance, cu
 
 @each_instance
 def test_token_by_token_over_long_sequences(instance):
-    """Sums of many tokens in float32, one at a time."""
+    """The state sums up 1,000 tokens in float32, one at a time."""
     query, key, value = inputs(1, 2, 1000, 16)
-    out, state = in_pieces(instance.config(), query, key, value, range(1000))
+    out, state = in_chunks(instance.config(), query, key, value, range(1000))
     expected = naive_attention(instance.config(), query, key, value, is_causal=True)
     torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
-    _, short = in_pieces(instance.config(), *(x[:, :, :7] for x in (query, key, value)), range(7))
+    _, short = in_chunks(instance.config(), *(x[:, :, :7] for x in (query, key, value)), range(7))
     assert [x.shape for x in state] == [x.shape for x in short]
     assert all(x.dtype == torch.float32 for x in state)
 
 
 @each_instance
-def test_what_is_masked_stays_out_of_the_state(instance):
+def test_masked_keys_do_not_change_the_state(instance):
     query, key, value = inputs(2, 2, 40, 8)
     mask = padding_mask("holes", 2, 40)
     outs = []
-    for filling in (0.0, torch.nan):
-        hidden = ~mask[:, None, :, None]
-        pair = (x.masked_fill(hidden, filling) for x in (key, value))
-        out, state = in_pieces(instance.config(), query, *pair, [13, 14, 15], mask)
+    for content in (0.0, torch.nan):
+        key_and_value = (x.masked_fill(~mask[:, None, :, None], content) for x in (key, value))
+        out, state = in_chunks(instance.config(), query, *key_and_value, [13, 14, 15], mask)
         outs.append((out, *state))
     assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
 
 
 @each_instance
 def test_gradients_through_a_state(instance):
-    """Backward through pieces is backward through the whole."""
+    """Gradients through the states of several chunks are those of the whole sequence."""
     tensors = [x.requires_grad_() for x in inputs(1, 2, 12, 4, dtype=torch.float64)]
     weight = numbers(1, 2, 12, 4, seed=5)
     config = instance.config(**instance.small)
-    out, _ = in_pieces(config, *tensors, [5, 6, 7, 10])
+    out, _ = in_chunks(config, *tensors, [5, 6, 7, 10])
     got = torch.autograd.grad((out * weight).sum(), tensors)
     whole = hea.attention(config, *tensors, is_causal=True)
     expected = torch.autograd.grad((whole * weight).sum(), tensors)
@@ -110,12 +108,12 @@ def test_gradients_through_a_state(instance):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(instance, dtype):
     query, key, value = inputs(1, 2, 60, 8, dtype=dtype)
-    out, state = in_pieces(instance.config(), query, key, value, [30, 31, 32])
+    out, state = in_chunks(instance.config(), query, key, value, [30, 31, 32])
     assert out.dtype == dtype and all(x.dtype == torch.float32 for x in state)
     whole = hea.attention(instance.config(), query, key, value, is_causal=True)
     assert relative_error(out, whole) < 0.01
-    big = (x * 60 for x in (query, key))  # logits of 1e4
-    out, state = in_pieces(instance.config(), *big, value, range(60))
+    large = (x * 60 for x in (query, key))  # logits of 1e4
+    out, state = in_chunks(instance.config(), *large, value, range(60))
     assert out.isfinite().all()
 
 
@@ -123,11 +121,11 @@ def test_half_precision(instance, dtype):
 def test_autocast(instance):
     query, key, value = inputs(1, 2, 60, 8)
     with torch.autocast("cpu", torch.bfloat16):
-        out, state = in_pieces(instance.config(), query, key, value, [30, 31])
+        out, state = in_chunks(instance.config(), query, key, value, [30, 31])
     assert out.dtype == torch.bfloat16 and all(x.dtype == torch.float32 for x in state)
 
 
-# In models
+# --- models ---
 
 
 def generate(model, inputs, new: int = 12, **options) -> torch.Tensor:
@@ -137,7 +135,7 @@ def generate(model, inputs, new: int = 12, **options) -> torch.Tensor:
 
 
 def tensors_in(value) -> list:
-    """All tensors anywhere in a cache, a layer, a list or a tuple."""
+    """All tensors in a cache, a layer, a list or a tuple."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, (list, tuple)):
@@ -168,15 +166,15 @@ def test_the_cache_does_not_grow(family, method):
     assert all(type(layer) is StateLayer and layer.keys is None for layer in second.layers)
     assert numbers_in(first) == numbers_in(second) == numbers_in(third) > 0
     assert [c.get_seq_length() for c in (first, second, third)] == [10, 200, 22]
-    heads, width = (2, 16) if family == "gpt2" else (2, 8)
-    assert first.layers[0].state[0].shape[:2] == (2, heads)
-    assert first.layers[0].state[0].shape[-1] == width
+    num_kv_heads, head_dim = (2, 16) if family == "gpt2" else (2, 8)
+    assert first.layers[0].state[0].shape[:2] == (2, num_kv_heads)
+    assert first.layers[0].state[0].shape[-1] == head_dim
 
 
 @each_method
 @each_family
 def test_cost_does_not_grow(family, method):
-    """Of a token at 2,000 against one at 100, turn by turn, the shortest time of each."""
+    """The shortest time of a token after 2,000 others against that of a token after 100, measured in turns."""
     torch.manual_seed(0)
     model = tiny_model(family, method, head=True, max_position_embeddings=2400)
     caches = {n: cache_after(model, n, 3) for n in (100, 2000)}
@@ -207,7 +205,7 @@ def test_sampling_and_beams_are_those_without_a_cache(family, method, padding):
 @each_method
 @each_family
 def test_ways_to_switch(family, method, tmp_path):
-    """From a checkpoint, by `convert`, by `set_attn_implementation`, and after saving: a state, and the same tokens."""
+    """A checkpoint, `convert`, `set_attn_implementation` and a saved model use the state and give the same tokens."""
     batch = tiny_batch(family)
     tiny_model(family, head=True).save_pretrained(tmp_path / "exact")
     auto = transformers.AutoModelForCausalLM
@@ -230,7 +228,7 @@ def test_ways_to_switch(family, method, tmp_path):
 
 @each_method
 @each_family
-def test_a_mix_of_exact_and_recurrent_layers(family, method):
+def test_exact_and_recurrent_layers_in_one_model(family, method):
     model = hea.convert(tiny_model(family, head=True), method, layers=[1], **SMALL[method])
     batch = tiny_batch(family, padding="left")
     cache = cache_after(model, 10)
@@ -244,12 +242,12 @@ def test_a_mix_of_exact_and_recurrent_layers(family, method):
 
 @each_method
 @each_family
-def test_a_chat_goes_on(family, method):
-    """A second call of `generate` with the cache of the first, and from a copy of it, and from one read from disk."""
+def test_generation_continues_from_a_cache(family, method):
+    """A second call of `generate` uses the cache of the first, a copy of it, or one that was saved and loaded."""
     model, batch = tiny_model(family, method, head=True), tiny_batch(family, length=30)
     first = model.generate(**batch, max_new_tokens=5, return_dict_in_generate=True, do_sample=False)
     more = torch.cat((first.sequences, tiny_batch(family, length=9, seed=1)["input_ids"]), 1)
-    # Without it `generate` takes tokens that happen to be the padding token for padding.
+    # Without a mask, `generate` treats tokens that equal the padding token as padding.
     more = {"input_ids": more, "attention_mask": torch.ones_like(more)}
     expected = generate(model, more, use_cache=False)
     file = io.BytesIO()
@@ -265,27 +263,27 @@ def test_a_chat_goes_on(family, method):
 
 @each_method
 @each_family
-def test_prompts_in_pieces(family, method):
+def test_prompts_in_chunks(family, method):
     model, batch = tiny_model(family, method, head=True), tiny_batch(family, padding="left")
     ids, mask = batch["input_ids"], batch["attention_mask"]
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
         whole = model(ids, attention_mask=mask, position_ids=positions).logits
-        cache, pieces = None, []
+        cache, logits = None, []
         for start, end in ((0, 10), (10, 33), (33, 34), (34, 70)):
-            here = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
-            out = model(ids[:, start:end], past_key_values=cache, use_cache=True, **here)
+            options = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
+            out = model(ids[:, start:end], past_key_values=cache, use_cache=True, **options)
             cache = out.past_key_values
-            pieces.append(out.logits)
-    torch.testing.assert_close(torch.cat(pieces, 1)[mask.bool()], whole[mask.bool()], atol=1e-4, rtol=1e-4)
+            logits.append(out.logits)
+    torch.testing.assert_close(torch.cat(logits, 1)[mask.bool()], whole[mask.bool()], atol=1e-4, rtol=1e-4)
     assert torch.equal(cache.layers[0].valid, mask.sum(1))
     assert torch.equal(generate(model, batch, prefill_chunk_size=16), generate(model, batch, use_cache=False))
 
 
 @each_method
 @each_family
-def test_rows_of_a_cache(family, method):
-    """Repeated, selected and reordered rows go on as the rows that they came from."""
+def test_batch_rows_of_a_cache(family, method):
+    """Repeated, selected and reordered batch rows continue like the rows they are copies of."""
     model, ids = tiny_model(family, method, head=True), tiny_batch(family, batch=3, length=20)["input_ids"]
     with torch.no_grad():
         whole = output(model, {"input_ids": ids}, use_cache=False)[:, -1:]
@@ -306,7 +304,7 @@ def test_rows_of_a_cache(family, method):
 
 @each_method
 @each_family
-def test_tokens_are_taken_back_only_while_recorded(family, method):
+def test_tokens_can_be_removed_only_while_the_past_is_recorded(family, method):
     model, ids = tiny_model(family, method, head=True), tiny_batch(family, length=30)["input_ids"]
     with torch.no_grad():
         whole = model(ids, use_cache=False).logits
@@ -343,8 +341,8 @@ def test_assisted_generation(family, method):
 
 @each_method
 @each_family
-def test_another_cache_keeps_keys(family, method):
-    """A cache without a config, or a quantised one, is used as for other methods."""
+def test_other_caches_store_keys(family, method):
+    """A cache that is created without a config, or from keys and values, stores keys as for every other method."""
     model, batch = tiny_model(family, method, head=True), tiny_batch(family, padding="left")
     cache = transformers.DynamicCache()
     tokens = generate(model, batch, past_key_values=cache)
@@ -356,15 +354,15 @@ def test_another_cache_keeps_keys(family, method):
 
 
 @each_family
-def test_methods_without_a_recurrence_keep_their_cache(family):
+def test_methods_without_a_recurrence_store_keys(family):
     model = tiny_model(family, "kdeformer", head=True)
     assert not any(isinstance(layer, StateLayer) for layer in cache_after(model, 10).layers)
 
 
 @each_method
 @each_family
-def test_a_state_is_not_read_by_others(family, method):
-    """Switching the model under a live cache is refused, not answered without the past."""
+def test_a_state_of_another_method_is_refused(family, method):
+    """After a switch, a model does not continue from the cache of the old method, which would drop the past."""
     token = torch.full((2, 1), 7)
     for other in ("sdpa", "eager", "longformer"):
         model = tiny_model(family, method, head=True)
@@ -375,7 +373,7 @@ def test_a_state_is_not_read_by_others(family, method):
 
 
 @each_family
-def test_other_hyperparameters_under_a_live_cache_are_refused(family):
+def test_a_state_of_other_hyperparameters_is_refused(family):
     model = tiny_model(family, "performer", head=True)
     cache = cache_after(model, 10)
     hea.convert(model, "performer", num_features=8)
@@ -385,7 +383,7 @@ def test_other_hyperparameters_under_a_live_cache_are_refused(family):
 
 @each_method
 @each_family
-def test_another_mask_of_the_past_is_refused(family, method):
+def test_a_changed_mask_of_earlier_tokens_is_refused(family, method):
     model, batch = tiny_model(family, method, head=True), tiny_batch(family, padding="left")
     mask = torch.cat((batch["attention_mask"], torch.ones(2, 1, dtype=torch.int64)), 1)
     changed = mask.clone()
@@ -401,8 +399,8 @@ def test_another_mask_of_the_past_is_refused(family, method):
 
 
 @each_method
-def test_keys_that_are_changed_on_the_way(method):
-    """A model that works on its cached keys goes on with all keys, and with the right output."""
+def test_models_that_modify_cached_keys(method):
+    """A model that modifies the keys it gets from the cache continues with all keys, and with the right output."""
     model, ids = tiny_model("gpt2", method, head=True), tiny_batch("gpt2")["input_ids"]
     update = transformers.DynamicCache.update
 
@@ -426,7 +424,7 @@ def test_keys_that_are_changed_on_the_way(method):
         model(ids[:, :1], past_key_values=kept, use_cache=True)
 
 
-def test_new_keys_can_be_looked_at():
+def test_new_keys_show_their_shape_but_cannot_be_used():
     keys = numbers(1, 2, 3, 4).as_subclass(NewKeys)
     assert keys.shape == (1, 2, 3, 4) and keys.dtype == torch.float64 and keys.size(1) == 2 and keys.ndim == 4
     assert keys.grad is None and keys.is_contiguous() and not keys.requires_grad
@@ -435,8 +433,8 @@ def test_new_keys_can_be_looked_at():
             use()
 
 
-def test_a_compiled_forward_keeps_keys():
-    """In one graph, into a cache made by it or before it."""
+def test_a_compiled_forward_stores_keys():
+    """It is one graph, with a cache that it creates itself or that it is given."""
     model, ids = tiny_model("gpt2", "linear", head=True), tiny_batch("gpt2", length=20)["input_ids"]
     torch.compiler.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
@@ -451,7 +449,7 @@ def test_a_compiled_forward_keeps_keys():
 
 @each_method
 @each_family
-def test_a_call_that_failed_is_not_forgotten(family, method):
+def test_an_update_without_attention_is_detected(family, method):
     model = tiny_model(family, method, head=True)
     cache = cache_after(model, 10)
     layer = cache.layers[0]
@@ -462,8 +460,8 @@ def test_a_call_that_failed_is_not_forgotten(family, method):
 
 @each_method
 @each_family
-def test_training_pays_nothing(family, method):
-    """In training the prompt is not summed up before a next token comes; loss and gradients are those of no cache."""
+def test_the_cache_costs_nothing_in_training(family, method):
+    """The state is not computed until a next token follows. Loss and gradients are those without a cache."""
     model = tiny_model(family, method, head=True).train()
     ids = tiny_batch(family)["input_ids"]
     gradients = []
@@ -499,8 +497,8 @@ def test_gradients_flow_through_the_cache(family, method):
 
 
 @each_family
-def test_one_draw_of_features_serves_a_sequence_in_training(family):
-    """In training the features are drawn for each sequence, and serve it to its end."""
+def test_a_sequence_keeps_its_features_in_training(family):
+    """In training, random features are drawn once per sequence."""
     torch.manual_seed(0)
     model = tiny_model(family, "performer", head=True).train()
     for module in model.modules():
@@ -519,7 +517,7 @@ def test_one_draw_of_features_serves_a_sequence_in_training(family):
 
 
 @each_method
-def test_the_real_gpt2(data, method):
+def test_trained_gpt2(data, method):
     folder = data / "models" / "gpt2-char-shakespeare"
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation=method)
     torch.manual_seed(0)

@@ -14,10 +14,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_efficient_attn as hea
+from hf_efficient_attn import methods
 from hf_efficient_attn.integration import attention as attention_module
 from hf_efficient_attn.integration import register
 from hf_efficient_attn.integration.exact import exact_layer
-from hf_efficient_attn.methods._shared import base
 from hf_efficient_attn.methods.linear import LinearConfig
 from tiny_models import (
     DECODERS,
@@ -55,19 +55,17 @@ def calls(monkeypatch):
 def no_causal():
     """A registered method that has no causal form and wants as many queries as keys."""
 
-    def attend(config, query, key, value, **_):
+    def forward(config, query, key, value, options):
         return value.mean(2, keepdim=True).expand(-1, -1, query.shape[2], -1)
 
     class AverageConfig(LinearConfig):
         method = "average"
+        causal = rectangular = False
 
-    info = copy.copy(base.method_info("longformer"))
-    changes = {"name": "average", "causal": False, "rectangular": False, "config_class": AverageConfig}
-    info = type(info)(**{**vars(info), **changes})
-    base.register(base.Method(info=info, attend=attend, naive=attend))
+    methods.register_method(AverageConfig, forward=forward, naive=forward)
     register()
     yield "average"
-    base.unregister("average")
+    methods.unregister("average")
     for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
         del type(interface)._global_mapping["average"]
 
@@ -297,7 +295,7 @@ def _decoder(method, family="bert"):
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 @pytest.mark.parametrize(
-    "method", [m for m in METHODS if hea.method_info(m).causal and not base.get_method(m).mixes_queries]
+    "method", [m for m in METHODS if hea.method_info(m).causal and not methods.get_method(m).mixes_queries]
 )
 def test_cross_attention_by_the_method(family, method, calls):
     model, inputs = _decoder(method, family)
@@ -316,7 +314,7 @@ def test_no_later_token_reaches_an_earlier_one_through_cross_attention(method):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model, inputs = _decoder(method)
-    assert bool([w for w in caught if "stays exact" in str(w.message)]) == base.get_method(method).mixes_queries
+    assert bool([w for w in caught if "stays exact" in str(w.message)]) == methods.get_method(method).mixes_queries
     before = output(model, inputs, use_cache=False)
     inputs["input_ids"] = inputs["input_ids"].clone()
     inputs["input_ids"][:, 50:] = 7

@@ -139,9 +139,9 @@ def _check_learned(settings: EfficientAttentionConfig, values: Mapping, weights:
 
 def learned_numbers(method: MethodConfig, length: int) -> int:
     """How many numbers a method learns at least in one layer, for sequences of `length` tokens; nothing is made."""
-    start = get_method(method.method).parameters
+    start = get_method(method.method).initial_parameters
     if start is None:
         return 0
     with torch.device("meta"):
-        made = start(method, heads=1, width=1, value_width=1, length=length)
+        made = start(method, num_heads=1, head_dim=1, value_dim=1, max_length=length)
     return sum(tensor.numel() for tensor in made.values())

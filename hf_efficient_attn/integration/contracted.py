@@ -1,6 +1,6 @@
 """Attention modules that hand a method their hidden states rather than keys and values.
 
-A method with `Method.attend_hidden` contracts the tokens before they are projected to keys and values, so that P rows
+A method with `Method.forward_hidden_states` contracts the tokens before they are projected to keys and values, so that P rows
 are projected in place of N. The attention interface comes after these projections; so in the modules of `_LAYOUTS` the
 instance gets a forward of its own, which goes when the model is switched to something else. In all others the method
 gets keys and values and contracts those, which gives the same numbers to rounding.
@@ -15,7 +15,13 @@ from hf_efficient_attn.integration.attention import location_of, refuse_argument
 from hf_efficient_attn.integration.layers import layer_seed
 from hf_efficient_attn.integration.learned import learned_tensors
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
-from hf_efficient_attn.methods import MethodConfig, available_methods, get_method
+from hf_efficient_attn.methods import (
+    AttentionOptions,
+    HiddenProjections,
+    MethodConfig,
+    available_methods,
+    get_method,
+)
 from hf_efficient_attn.ops.random import draw_seed
 
 
@@ -48,7 +54,7 @@ def fit(module: nn.Module, method: MethodConfig | None) -> None:
     """Let an attention module contract its hidden states if its method does that, and undo it if not."""
     present = vars(module).get("forward")
     ours = isinstance(present, functools.partial) and present.func is _forward
-    wanted = method is not None and get_method(method.method).attend_hidden is not None and _layout(module) is not None
+    wanted = method is not None and get_method(method.method).forward_hidden_states is not None and _layout(module) is not None
     if ours and not wanted:
         del module.forward
     elif wanted and present is None:
@@ -86,18 +92,11 @@ def _forward(
     hidden = hidden_states
     if attention_mask is not None:
         hidden = hidden.masked_fill(~attention_mask[:, :, None], 0.0)
-    out = get_method(method.method).attend_hidden(
-        method,
-        query,
-        hidden,
-        project["key"],
-        project["value"],
-        mask=attention_mask,
-        scale=module.scaling,
-        dropout_p=dropout,
-        seed=seed + method.seed,
-        parameters=learned_tensors(module),
+    options = AttentionOptions(
+        attention_mask, False, module.scaling, dropout, seed + method.seed, learned_tensors(module) or {}
     )
+    projections = HiddenProjections(project["key"], project["value"])
+    out = get_method(method.method).forward_hidden_states(method, query, hidden, projections, options)
     out = out.transpose(1, 2).flatten(2)
     return (out if layout.output is None else getattr(module, layout.output)(out)), None
 
@@ -108,4 +107,4 @@ def _method_of(module: nn.Module) -> MethodConfig | None:
     if default is None:  # another implementation, set by hand
         return None
     method = settings_of(module.config, default).for_layer(location_of(module).layer)
-    return None if method is None or get_method(method.method).attend_hidden is None else method
+    return None if method is None or get_method(method.method).forward_hidden_states is None else method

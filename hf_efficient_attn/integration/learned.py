@@ -30,7 +30,7 @@ class LearnedParameters(nn.Module):
 
     Args:
         method: the method's config.
-        sizes: heads, width, value_width and length, as `Method.parameters` takes them.
+        sizes: num_heads, head_dim, value_dim and max_length, as `Method.initial_parameters` takes them.
         device, dtype: of the parameters; by default those in force, as for any module.
         leader: the module of another layer that holds the parameters of this one too; None for one that holds its own.
     """
@@ -62,7 +62,7 @@ class LearnedParameters(nn.Module):
     def start_values(self) -> dict[str, torch.Tensor]:
         """What conversion starts from, float32 on the CPU, whatever device is in force."""
         with torch.device("cpu"):
-            return get_method(self.method.method).parameters(self.method, **self.sizes)
+            return get_method(self.method.method).initial_parameters(self.method, **self.sizes)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -176,12 +176,13 @@ def _sizes(module: nn.Module, method: MethodConfig, config: PreTrainedConfig, wh
             f"{method.method}: the {lacking} of {where} cannot be told from {type(config).__name__}, so that its "
             "learned parameters cannot be made; methods without learned parameters do not need it"
         )
-    return {"heads": heads, "width": width, "value_width": value_width or width, "length": length}
+    return {"num_heads": heads, "head_dim": width, "value_dim": value_width or width, "max_length": length}
 
 
 def _length(method: MethodConfig, module: nn.Module, config: PreTrainedConfig) -> int | None:
     """The most keys of a module: by the method's own `max_length`, what the module says, the table of positions, or the
-    patches of an image."""
+    patches of an image.
+    """
     length = getattr(method, "max_length", 0) or _first(module, ("max_tokens",))
     length = length or _first(config, ("max_position_embeddings", "n_positions"))
     if length:

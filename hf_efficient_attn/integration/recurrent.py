@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods import MethodConfig, absorb, attention, get_method, step
+from hf_efficient_attn.methods import MethodConfig, attention, attention_with_state, get_method, update_state
 from hf_efficient_attn.ops.random import draw_seed
 
 # `crop` took the length that should remain in Transformers 5.12, and takes minus the number of tokens to remove since.
@@ -165,7 +165,7 @@ class StateLayer(DynamicLayer):
         self._absorb_waiting()
         new = _Tokens(key, value, self._check_past(mask, key.shape[2]))
         self._note(new)
-        out, self.state = step(
+        out, self.state = attention_with_state(
             self.method,
             self.state,
             query,
@@ -195,7 +195,7 @@ class StateLayer(DynamicLayer):
 
     def _absorbed(self, state: tuple | None, tokens: _Tokens) -> tuple:
         options = {"attention_mask": tokens.mask, **self.making._asdict()}
-        return absorb(self.method, state, tokens.key, tokens.value, **options)
+        return update_state(self.method, state, tokens.key, tokens.value, **options)
 
     def _check_past(self, mask: Tensor | None, new: int) -> Tensor | None:
         """The mask of the new tokens; that of the others must have as many tokens in every row as were counted."""

@@ -115,7 +115,7 @@ class EfficientAttentionConfig:
             )
         method, layers = values.pop("method", method), values.pop("layers", None)
         if method is not None:
-            known = get_method(method).info.config_class.__dataclass_fields__
+            known = get_method(method).info.config_class.hyperparameters()
             for key in values:
                 if key not in known:
                     raise UnsupportedAttentionError(

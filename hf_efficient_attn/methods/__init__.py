@@ -1,32 +1,36 @@
-"""The methods, one file each; importing this package discovers and registers all of them.
+"""All attention methods, one per module. Importing this package finds and registers every one of them.
 
-A module of this package whose name does not start with an underscore is a method. What methods share is in `_shared`.
+Each module of this package is a method, except those with a name that starts with an underscore. `_shared` contains
+what the methods have in common. Other packages import what they need from here and not from `_shared`.
 """
 
 import importlib
 import pkgutil
 
-from hf_efficient_attn.methods._shared.base import (
+from hf_efficient_attn.methods._shared.call import (
+    attention,
+    attention_with_state,
+    functional_form,
+    naive_attention,
+    update_state,
+)
+from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.registry import (
+    AttentionOptions,
+    HiddenProjections,
     Method,
-    MethodConfig,
     MethodInfo,
+    Recurrence,
     available_methods,
+    causal_methods,
     get_method,
     learns,
     make_config,
     method_info,
-    option,
-    register,
-    unregister,
-)
-from hf_efficient_attn.methods._shared.call import (
-    absorb,
-    attention,
-    causal_methods,
-    functional_form,
-    naive_attention,
+    on_register,
     rectangular_methods,
-    step,
+    register_method,
+    unregister,
 )
 
 for _module in sorted(info.name for info in pkgutil.iter_modules(__path__)):
@@ -34,11 +38,14 @@ for _module in sorted(info.name for info in pkgutil.iter_modules(__path__)):
         importlib.import_module(f"{__name__}.{_module}")
 
 __all__ = [
+    "AttentionOptions",
+    "HiddenProjections",
     "Method",
     "MethodConfig",
     "MethodInfo",
-    "absorb",
+    "Recurrence",
     "attention",
+    "attention_with_state",
     "available_methods",
     "causal_methods",
     "functional_form",
@@ -47,9 +54,10 @@ __all__ = [
     "make_config",
     "method_info",
     "naive_attention",
+    "on_register",
     "option",
     "rectangular_methods",
-    "register",
-    "step",
+    "register_method",
     "unregister",
+    "update_state",
 ]

@@ -23,14 +23,14 @@ a problem of its own, solved one after the other, on the tokens that are there.
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hf_efficient_attn import kernel
-from hf_efficient_attn.methods._shared.base import Method, MethodConfig, MethodInfo, option, register
+from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
 from hf_efficient_attn.ops import kde
 from hf_efficient_attn.ops.exact import exact_attention
 from hf_efficient_attn.ops.near_far import dense_attention
@@ -47,7 +47,13 @@ _SAMPLE, _HASH, _DRAWS = 40_000, 70, 50_001
 class ApproxKMVConfig(MethodConfig):
     """Hyperparameters of attention through ApproxKMV."""
 
-    method: ClassVar[str] = "approx_kmv"
+    method = "approx_kmv"
+    title = "ApproxKMV"
+    paper = "Improved Algorithms for Kernel Matrix-Vector Multiplication Under Sparsity Assumptions, ICLR 2025"
+    year = 2025
+    causal = False
+    rectangular = True
+    summary = "products with a Gaussian kernel: near keys by hashing, as many draws of the rest as eps needs"
 
     error_percent: int = option(
         30, "Error eps of the kernel's products in percent of |x|, with num_samples 0.", minimum=1
@@ -238,31 +244,16 @@ def _attend(head, config: ApproxKMVConfig, query, key, value, mask, scale: float
     return torch.stack(outs).unflatten(0, query.shape[:2])
 
 
-def attend(config: ApproxKMVConfig, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
-    """Fast form; arguments as in `hf_efficient_attn.methods._shared.call`."""
+def forward(config: ApproxKMVConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Fast form; arguments as in `hf_efficient_attn.methods._shared.registry.register_method`."""
+    mask, scale, dropout_p, seed = options.key_mask, options.scale, options.dropout_p, options.seed
     return _attend(_head, config, query, key, value, mask, scale, dropout_p, seed)
 
 
-def naive(config: ApproxKMVConfig, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
+def naive(config: ApproxKMVConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: the same draws as a dense matrix of log-weights beside the dense scores."""
+    mask, scale, dropout_p, seed = options.key_mask, options.scale, options.dropout_p, options.seed
     return _attend(_dense_head, config, query, key, value, mask, scale, dropout_p, seed)
 
 
-register(
-    Method(
-        info=MethodInfo(
-            name="approx_kmv",
-            title="ApproxKMV",
-            paper="Improved Algorithms for Kernel Matrix-Vector Multiplication Under Sparsity Assumptions, ICLR 2025",
-            year=2025,
-            causal=False,
-            rectangular=True,
-            recurrent=False,
-            learned_parameters=(),
-            config_class=ApproxKMVConfig,
-            summary="products with a Gaussian kernel: near keys by hashing, as many draws of the rest as eps needs",
-        ),
-        attend=attend,
-        naive=naive,
-    )
-)
+register_method(ApproxKMVConfig, forward=forward, naive=naive)

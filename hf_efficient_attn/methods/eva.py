@@ -35,14 +35,15 @@ There is no switch by length. Up to window_size keys all of them are near, so th
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods._shared.base import Method, MethodConfig, MethodInfo, option, register
+from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, take, valid_first
 from hf_efficient_attn.ops.causal import causal_block_partial, interval_attention, left_intervals, merge_query_subsets
 from hf_efficient_attn.ops.exact import exact_attention, exact_decode
@@ -61,7 +62,14 @@ _MAPS = ("proposal_query", "proposal_key")
 class EvaConfig(MethodConfig):
     """Hyperparameters of EVA. Up to window_size keys the output is exact."""
 
-    method: ClassVar[str] = "eva"
+    method = "eva"
+    title = "EVA"
+    paper = "Zheng, Yuan, Wang, Kong, ICLR 2023"
+    year = 2023
+    causal = True
+    rectangular = True
+    learned_parameters = _MAPS
+    summary = "a window exactly, and one control variate for each chunk of the other keys"
 
     window_size: int = option(128, "Keys that each query attends to exactly: the near field.", minimum=1)
     num_landmarks: int = option(128, "Chunks into which all keys are cut, each summarised by one key.", minimum=1)
@@ -79,11 +87,13 @@ class EvaConfig(MethodConfig):
         return dataclasses.replace(self, window_size=near, num_landmarks=columns - near)
 
 
-def start_parameters(config: EvaConfig, *, heads: int, width: int, value_width: int, length: int) -> dict:
-    """W_q and W_k (heads, width, width) of a learned proposal: the identity, so that conversion starts from q~ + k~."""
+def initial_parameters(
+    config: EvaConfig, *, num_heads: int, head_dim: int, value_dim: int, max_length: int
+) -> dict[str, Tensor]:
+    """W_q and W_k (num_heads, head_dim, head_dim) of a learned proposal: the identity, so that conversion starts from q~ + k~."""
     if config.proposal != "learned":
         return {}
-    return {name: torch.eye(width).repeat(heads, 1, 1) for name in _MAPS}
+    return {name: torch.eye(head_dim).repeat(num_heads, 1, 1) for name in _MAPS}
 
 
 def _maps(config: EvaConfig, query: Tensor, parameters: dict[str, Tensor] | None) -> list[Tensor | None]:
@@ -143,15 +153,28 @@ def _noise(config: EvaConfig, chunks: int, shape, seed, stream: int, query: Tens
     return drawn.transpose(0, 1).repeat(shape[0], 1, 1)
 
 
-def attend(
-    config: EvaConfig, query, key, value, *, mask, is_causal, scale, dropout_p, seed, parameters=None, query_mask="keys"
+def forward(
+    config: EvaConfig,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: AttentionOptions,
+    query_mask: Tensor | str | None = "keys",
 ) -> Tensor:
-    """Fast form; arguments as in `hf_efficient_attn.methods._shared.call`.
+    """Fast form; arguments as in `hf_efficient_attn.methods._shared.registry.register_method`.
 
     Args:
         query_mask: bool (B, Nq), which queries count and have an output, or None for all of them, where they are not
             the keys' own tokens. "keys": they are if there are as many of both; otherwise all of them count.
     """
+    mask, is_causal, scale, dropout_p, seed, parameters = (
+        options.key_mask,
+        options.is_causal,
+        options.scale,
+        options.dropout_p,
+        options.seed,
+        options.parameters,
+    )
     shape, length = query.shape[:2], query.shape[2]
     same = _same_tokens(query, key, query_mask)
     query_mask = _mask_of_queries(same, mask, query_mask)
@@ -347,7 +370,7 @@ def _runs(x: Tensor, runs: int, size: int) -> Tensor:
 
 
 def _log(seen: Tensor, count: Tensor | None = None) -> Tensor:
-    """log of `count` (of 1 without it) where it is positive and `seen`, else -inf."""
+    """Log of `count` (of 1 without it) where it is positive and `seen`, else -inf."""
     weight = seen.double() if count is None else seen * count.double()
     return weight.log()
 
@@ -393,15 +416,28 @@ def _causal_plan(config: EvaConfig, query, shape, scale, dropout_p, seed):
     return compute, tuple(noises)
 
 
-def decode(config: EvaConfig, query, key, value, *, mask, scale, dropout_p, parameters=None) -> Tensor:
+def decode(config: EvaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """A few last queries attend to all cached keys exactly: the queries of the chunks are not in a cache."""
+    mask, scale, dropout_p = options.key_mask, options.scale, options.dropout_p
     return exact_decode(query, key, value, mask, scale=scale, dropout_p=dropout_p)
 
 
 def naive(
-    config: EvaConfig, query, key, value, *, mask, is_causal, scale, dropout_p, seed, parameters=None, query_mask="keys"
+    config: EvaConfig,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: AttentionOptions,
+    query_mask: Tensor | str | None = "keys",
 ) -> Tensor:
     """Readable form: one row of the batch at a time, on its tokens alone, chunk by chunk and with dense scores."""
+    mask, is_causal, scale, seed, parameters = (
+        options.key_mask,
+        options.is_causal,
+        options.scale,
+        options.seed,
+        options.parameters,
+    )
     out = torch.zeros(*query.shape[:3], value.shape[3], dtype=torch.float64, device=query.device)
     shape, maps = (1, query.shape[1]), [x if x is None else x.double() for x in _maps(config, query, parameters)]
     query_mask = _mask_of_queries(_same_tokens(query, key, query_mask), mask, query_mask)
@@ -474,23 +510,4 @@ def _causal_chunks(config: EvaConfig, count: int):
     return (position <= position[:, None]) & (block >= block[:, None] - 1), [c for c in chunks if c[2].any()]
 
 
-register(
-    Method(
-        info=MethodInfo(
-            name="eva",
-            title="EVA",
-            paper="Zheng, Yuan, Wang, Kong, ICLR 2023",
-            year=2023,
-            causal=True,
-            rectangular=True,
-            recurrent=False,
-            learned_parameters=_MAPS,
-            config_class=EvaConfig,
-            summary="a window exactly, and one control variate for each chunk of the other keys",
-        ),
-        attend=attend,
-        naive=naive,
-        decode=decode,
-        parameters=start_parameters,
-    )
-)
+register_method(EvaConfig, forward=forward, naive=naive, decode=decode, initial_parameters=initial_parameters)

@@ -15,19 +15,19 @@ said in these two files.
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from torch import Tensor
 
-from hf_efficient_attn.methods._shared.base import Method, MethodConfig, MethodInfo, get_method, option, register
+from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.flurka import (
     LEARNED,
     FlurkaConfig,
-    attend,
-    attend_hidden,
+    forward,
+    forward_hidden_states,
+    initial_parameters,
     naive,
-    start_parameters,
 )
+from hf_efficient_attn.methods._shared.registry import get_method, register_method
 from hf_efficient_attn.ops.projections import STARTS_FROM
 
 
@@ -35,7 +35,14 @@ from hf_efficient_attn.ops.projections import STARTS_FROM
 class FlurkaEvaConfig(FlurkaConfig):
     """Hyperparameters of FLuRKA with control variates."""
 
-    method: ClassVar[str] = "flurka_eva"
+    method = "flurka_eva"
+    title = "FLuRKA, EVA"
+    paper = "Gupta, Guo, Yuan, Zhou, Mendis 2023"
+    year = 2023
+    causal = False
+    rectangular = True
+    learned_parameters = LEARNED
+    summary = "learned projections along the sequence, a window of the rows exactly and control variates"
     kernel = "eva"
 
     window_size: int = option(64, "Rows that each query attends to exactly.", minimum=1)
@@ -61,24 +68,11 @@ class FlurkaEvaConfig(FlurkaConfig):
         return {"query_mask": query_mask}
 
 
-register(
-    Method(
-        info=MethodInfo(
-            name="flurka_eva",
-            title="FLuRKA, EVA",
-            paper="Gupta, Guo, Yuan, Zhou, Mendis 2023",
-            year=2023,
-            causal=False,
-            rectangular=True,
-            recurrent=False,
-            learned_parameters=LEARNED,
-            config_class=FlurkaEvaConfig,
-            summary="learned projections along the sequence, a window of the rows exactly and control variates",
-        ),
-        attend=attend,
-        naive=naive,
-        parameters=start_parameters,
-        starts_from=STARTS_FROM,
-        attend_hidden=attend_hidden,
-    )
+register_method(
+    FlurkaEvaConfig,
+    forward=forward,
+    naive=naive,
+    initial_parameters=initial_parameters,
+    starts_from=STARTS_FROM,
+    forward_hidden_states=forward_hidden_states,
 )

@@ -5,17 +5,16 @@ the rows. What departs from the paper is said in `hf_efficient_attn.methods._sha
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from hf_efficient_attn.methods._shared.base import Method, MethodInfo, register
 from hf_efficient_attn.methods._shared.flurka import (
     LEARNED,
     FlurkaConfig,
-    attend,
-    attend_hidden,
+    forward,
+    forward_hidden_states,
+    initial_parameters,
     naive,
-    start_parameters,
 )
+from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.projections import STARTS_FROM
 
 
@@ -23,29 +22,23 @@ from hf_efficient_attn.ops.projections import STARTS_FROM
 class FlurkaLinearConfig(FlurkaConfig):
     """Hyperparameters of FLuRKA with the features elu(x) + 1, of which there are as many as a head is wide."""
 
-    method: ClassVar[str] = "flurka_linear"
+    method = "flurka_linear"
+    title = "FLuRKA, linear transformer"
+    paper = "Gupta, Guo, Yuan, Zhou, Mendis 2023"
+    year = 2023
+    causal = False
+    rectangular = True
+    learned_parameters = LEARNED
+    mixes_queries = False
+    summary = "learned projections along the sequence, and elu(x) + 1 features of the rows they give"
     kernel = "linear"
 
 
-register(
-    Method(
-        info=MethodInfo(
-            name="flurka_linear",
-            title="FLuRKA, linear transformer",
-            paper="Gupta, Guo, Yuan, Zhou, Mendis 2023",
-            year=2023,
-            causal=False,
-            rectangular=True,
-            recurrent=False,
-            learned_parameters=LEARNED,
-            config_class=FlurkaLinearConfig,
-            summary="learned projections along the sequence, and elu(x) + 1 features of the rows they give",
-        ),
-        attend=attend,
-        naive=naive,
-        mixes_queries=False,
-        parameters=start_parameters,
-        starts_from=STARTS_FROM,
-        attend_hidden=attend_hidden,
-    )
+register_method(
+    FlurkaLinearConfig,
+    forward=forward,
+    naive=naive,
+    initial_parameters=initial_parameters,
+    starts_from=STARTS_FROM,
+    forward_hidden_states=forward_hidden_states,
 )

@@ -6,17 +6,17 @@ said in `hf_efficient_attn.methods._shared.flurka`.
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
-from hf_efficient_attn.methods._shared.base import Method, MethodConfig, MethodInfo, get_method, option, register
+from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.flurka import (
     LEARNED,
     FlurkaConfig,
-    attend,
-    attend_hidden,
+    forward,
+    forward_hidden_states,
+    initial_parameters,
     naive,
-    start_parameters,
 )
+from hf_efficient_attn.methods._shared.registry import get_method, register_method
 from hf_efficient_attn.ops.projections import STARTS_FROM
 
 
@@ -24,7 +24,15 @@ from hf_efficient_attn.ops.projections import STARTS_FROM
 class FlurkaPerformerConfig(FlurkaConfig):
     """Hyperparameters of FLuRKA with random features of the softmax kernel."""
 
-    method: ClassVar[str] = "flurka_performer"
+    method = "flurka_performer"
+    title = "FLuRKA, Performer"
+    paper = "Gupta, Guo, Yuan, Zhou, Mendis 2023"
+    year = 2023
+    causal = False
+    rectangular = True
+    learned_parameters = LEARNED
+    mixes_queries = False
+    summary = "learned projections along the sequence, and random features of the rows they give (FAVOR+)"
     kernel = "performer"
 
     num_features: int = option(256, "Random features; a query attends to as many columns.", minimum=1, carried=True)
@@ -39,25 +47,11 @@ class FlurkaPerformerConfig(FlurkaConfig):
         return get_method(self.kernel).info.config_class(num_features=self.num_features)
 
 
-register(
-    Method(
-        info=MethodInfo(
-            name="flurka_performer",
-            title="FLuRKA, Performer",
-            paper="Gupta, Guo, Yuan, Zhou, Mendis 2023",
-            year=2023,
-            causal=False,
-            rectangular=True,
-            recurrent=False,
-            learned_parameters=LEARNED,
-            config_class=FlurkaPerformerConfig,
-            summary="learned projections along the sequence, and random features of the rows they give (FAVOR+)",
-        ),
-        attend=attend,
-        naive=naive,
-        mixes_queries=False,
-        parameters=start_parameters,
-        starts_from=STARTS_FROM,
-        attend_hidden=attend_hidden,
-    )
+register_method(
+    FlurkaPerformerConfig,
+    forward=forward,
+    naive=naive,
+    initial_parameters=initial_parameters,
+    starts_from=STARTS_FROM,
+    forward_hidden_states=forward_hidden_states,
 )

@@ -9,35 +9,22 @@ version: m columns, each with weight (number of keys) / m for the queries whose 
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from hf_efficient_attn.methods._shared.base import Method, MethodInfo, register
-from hf_efficient_attn.methods._shared.sampled_keys import NearFarConfig, attend, decode, naive
+from hf_efficient_attn.methods._shared.registry import register_method
+from hf_efficient_attn.methods._shared.sampled_keys import NearFarConfig, decode, forward, naive
 
 
 @dataclass(frozen=True, kw_only=True)
 class HyperAttentionConfig(NearFarConfig):
     __doc__ = NearFarConfig.__doc__
 
-    method: ClassVar[str] = "hyperattention"
+    method = "hyperattention"
+    title = "HyperAttention"
+    paper = "Han, Jayaram, Karbasi, Mirrokni, Woodruff, Zandieh, ICLR 2024"
+    year = 2023
+    causal = True
+    rectangular = True
+    summary = "blocks of an angular hash exactly, and uniformly sampled columns for the rest"
 
 
-register(
-    Method(
-        info=MethodInfo(
-            name="hyperattention",
-            title="HyperAttention",
-            paper="Han, Jayaram, Karbasi, Mirrokni, Woodruff, Zandieh, ICLR 2024",
-            year=2023,
-            causal=True,
-            rectangular=True,
-            recurrent=False,
-            learned_parameters=(),
-            config_class=HyperAttentionConfig,
-            summary="blocks of an angular hash exactly, and uniformly sampled columns for the rest",
-        ),
-        attend=attend,
-        naive=naive,
-        decode=decode,
-    )
-)
+register_method(HyperAttentionConfig, forward=forward, naive=naive, decode=decode)

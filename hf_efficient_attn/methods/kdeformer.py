@@ -24,17 +24,26 @@ Which equation is which line, and where this departs from the paper:
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from hf_efficient_attn.methods._shared.base import Method, MethodInfo, option, register
-from hf_efficient_attn.methods._shared.sampled_keys import NearFarConfig, attend, decode, naive
+from hf_efficient_attn.methods._shared.config import option
+from hf_efficient_attn.methods._shared.registry import register_method
+from hf_efficient_attn.methods._shared.sampled_keys import NearFarConfig, decode, forward, naive
 
 
 @dataclass(frozen=True, kw_only=True)
 class KDEformerConfig(NearFarConfig):
     __doc__ = NearFarConfig.__doc__
 
-    method: ClassVar[str] = "kdeformer"
+    method = "kdeformer"
+    title = "KDEformer"
+    paper = "Zandieh, Han, Daliri, Karbasi, ICML 2023"
+    year = 2023
+    causal = True
+    rectangular = True
+    summary = "blocks of an angular hash exactly, and columns sampled by their estimated norms in the rest"
+    default_rank = 30
+    default_variants = ({"near_field": "window"}, {})
 
     column_scores: str = option(
         "probe",
@@ -48,22 +57,4 @@ class KDEformerConfig(NearFarConfig):
     )
 
 
-register(
-    Method(
-        info=MethodInfo(
-            name="kdeformer",
-            title="KDEformer",
-            paper="Zandieh, Han, Daliri, Karbasi, ICML 2023",
-            year=2023,
-            causal=True,
-            rectangular=True,
-            recurrent=False,
-            learned_parameters=(),
-            config_class=KDEformerConfig,
-            summary="blocks of an angular hash exactly, and columns sampled by their estimated norms in the rest",
-        ),
-        attend=attend,
-        naive=naive,
-        decode=decode,
-    )
-)
+register_method(KDEformerConfig, forward=forward, naive=naive, decode=decode)

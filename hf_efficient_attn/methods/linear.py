@@ -8,13 +8,14 @@ phi(q_i)^T Z.
 
 import functools
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout, elu
 
-from hf_efficient_attn.methods._shared.base import Method, MethodConfig, MethodInfo, Recurrence, option, register
+from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.registry import AttentionOptions, Recurrence, register_method
 from hf_efficient_attn.ops.blocks import can_reuse_buffers, chunked_over_heads, pad_to_blocks
 from hf_efficient_attn.ops.partial import accumulation_dtype, exp_
 from hf_efficient_attn.ops.scan import exclusive_prefix_sum, running_sum
@@ -28,7 +29,14 @@ _TILE, _HEADS = 1 << 20, 8
 class LinearConfig(MethodConfig):
     """The linear transformer has no hyperparameters."""
 
-    method: ClassVar[str] = "linear"
+    method = "linear"
+    title = "Linear transformer"
+    paper = "Katharopoulos, Vyas, Pappas, Fleuret, ICML 2020"
+    year = 2020
+    causal = True
+    rectangular = True
+    mixes_queries = False
+    summary = "elu(x) + 1 features in place of the exponential; an attention of its own, for training"
 
     seed: int = option(0, "Without effect: nothing is drawn. There since every method has one.", minimum=0)
 
@@ -46,7 +54,7 @@ def elu_features(x: Tensor) -> Tensor:
 
 
 def _features(query, key, mask, scale) -> tuple[Tensor, Tensor]:
-    """phi of queries and keys (A, N, D) in the accumulator's type, 0 for keys that are not there."""
+    """Phi of queries and keys (A, N, D) in the accumulator's type, 0 for keys that are not there."""
     return _query_features(query, scale), _key_features(key, mask)
 
 
@@ -61,8 +69,9 @@ def _key_features(key: Tensor, mask: Tensor | None) -> Tensor:
     return phi if mask is None else phi * mask.unsqueeze(-1)
 
 
-def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
-    """Fast form; arguments as in `hf_efficient_attn.methods._shared.call`."""
+def forward(config: LinearConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Fast form; arguments as in `hf_efficient_attn.methods._shared.registry.register_method`."""
+    mask, is_causal, scale, dropout_p = options.key_mask, options.is_causal, options.scale, options.dropout_p
 
     def some_heads(query, key, value, mask, out=None):
         dtype = value.dtype
@@ -168,7 +177,7 @@ def _causal_walk(query, key, value, mask, before: tuple[Tensor, Tensor] | None =
 
 
 def _divide(out: Tensor, total: Tensor) -> Tensor:
-    """out / total, and 0 where the weights sum to 0: nothing to attend to, or features that all underflow."""
+    """Out / total, and 0 where the weights sum to 0: nothing to attend to, or features that all underflow."""
     total = total.masked_fill(total == 0, 1.0)
     return out / total if out.requires_grad else out.div_(total)
 
@@ -180,23 +189,36 @@ class LinearState(NamedTuple):
     norm: Tensor
 
 
-def absorb(config, state: LinearState | None, key, value, *, mask, scale, seed) -> LinearState:
-    """See `hf_efficient_attn.methods._shared.base.Recurrence`."""
+def recurrence_update(
+    config: LinearConfig, state: LinearState | None, key: Tensor, value: Tensor, options: AttentionOptions
+) -> LinearState:
+    """See `Recurrence`."""
+    mask = options.key_mask
     phi = _key_features(key, None if mask is None else mask[:, None])
     products, norm = phi.transpose(2, 3) @ value.to(phi.dtype), phi.sum(2)
     return LinearState(products, norm) if state is None else LinearState(state.products + products, state.norm + norm)
 
 
-def read(config, state: LinearState, query, *, scale, dropout_p, seed) -> Tensor:
-    """See `hf_efficient_attn.methods._shared.base.Recurrence`; Eq. 20."""
+def recurrence_query(config: LinearConfig, state: LinearState, query: Tensor, options: AttentionOptions) -> Tensor:
+    """See `Recurrence`; Eq. 20."""
+    scale, dropout_p = options.scale, options.dropout_p
     phi = _query_features(query, scale)
     total = phi @ state.norm.unsqueeze(-1)
     phi = dropout(phi, dropout_p) if dropout_p else phi
     return _divide(phi @ state.products, total)
 
 
-def resume(config, state: LinearState, query, key, value, *, mask, scale, dropout_p, seed) -> Tensor:
-    """See `hf_efficient_attn.methods._shared.base.Recurrence`; `_causal` with sums that do not begin at 0."""
+def recurrence_forward(
+    config: LinearConfig,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: AttentionOptions,
+    initial_state: LinearState,
+) -> Tensor:
+    """See `Recurrence`; `_causal` with sums that do not begin at 0."""
+    mask, scale, dropout_p = options.key_mask, options.scale, options.dropout_p
+    state = initial_state
 
     def some_heads(query, key, value, mask, products, norm):
         if not dropout_p and can_reuse_buffers(query, key, value, products, norm):
@@ -211,8 +233,9 @@ def resume(config, state: LinearState, query, key, value, *, mask, scale, dropou
     )
 
 
-def naive(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
+def naive(config: LinearConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: the dense matrix of phi(q_i) . phi(k_j)."""
+    mask, is_causal, scale = options.key_mask, options.is_causal, options.scale
     flat = [x.flatten(0, 1).double() for x in (query, key, value)]
     phi_q, phi_k = _features(*flat[:2], None if mask is None else mask.repeat_interleave(query.shape[1], 0), scale)
     weights = phi_q @ phi_k.transpose(1, 2)
@@ -222,23 +245,6 @@ def naive(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed)
     return out.to(value.dtype).unflatten(0, query.shape[:2])
 
 
-register(
-    Method(
-        info=MethodInfo(
-            name="linear",
-            title="Linear transformer",
-            paper="Katharopoulos, Vyas, Pappas, Fleuret, ICML 2020",
-            year=2020,
-            causal=True,
-            rectangular=True,
-            recurrent=True,
-            learned_parameters=(),
-            config_class=LinearConfig,
-            summary="elu(x) + 1 features in place of the exponential; an attention of its own, for training",
-        ),
-        attend=attend,
-        naive=naive,
-        mixes_queries=False,
-        recurrence=Recurrence(absorb, read, resume),
-    )
+register_method(
+    LinearConfig, forward=forward, naive=naive, recurrence=Recurrence(recurrence_update, recurrence_query, recurrence_forward)
 )

@@ -17,12 +17,12 @@ There is no causal form: a projection holds tokens of the future.
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.methods._shared.base import Method, MethodConfig, MethodInfo, option, register
+from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.landmarks import attention_to_few_keys
 from hf_efficient_attn.ops.partial import accumulation_dtype
@@ -44,7 +44,15 @@ _STREAMS = (41, 42)
 class LinformerConfig(MethodConfig):
     """Hyperparameters of the Linformer."""
 
-    method: ClassVar[str] = "linformer"
+    method = "linformer"
+    title = "Linformer"
+    paper = "Wang, Li, Khabsa, Fang, Ma 2020"
+    year = 2020
+    causal = False
+    rectangular = True
+    learned_parameters = NAMES
+    mixes_queries = False
+    summary = "attention to learned projections of keys and values along the sequence"
 
     projection_dim: int = option(256, "Projections that each query attends to, P.", minimum=1, carried=True)
     max_length: int = option(
@@ -77,10 +85,12 @@ class LinformerConfig(MethodConfig):
         return replace(self, projection_dim=self.check_budget(columns))
 
 
-def start_parameters(config: LinformerConfig, *, heads: int, width: int, value_width: int, length: int) -> dict:
+def initial_parameters(
+    config: LinformerConfig, *, num_heads: int, head_dim: int, value_dim: int, max_length: int
+) -> dict[str, Tensor]:
     """`key_projection` (P, M) and, unless it is shared, `value_projection`."""
     streams = _STREAMS if config.share == "none" else _STREAMS[:1]
-    return start_tables(config.projection_dim, config.max_length or length, config.init, config.seed, streams)
+    return start_tables(config.projection_dim, config.max_length or max_length, config.init, config.seed, streams)
 
 
 def _tables(config: LinformerConfig, columns: int, parameters: dict[str, Tensor]) -> list[Tensor]:
@@ -88,8 +98,9 @@ def _tables(config: LinformerConfig, columns: int, parameters: dict[str, Tensor]
     return projection_tables(config.method, config.projection_dim, columns, parameters)
 
 
-def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed, parameters) -> Tensor:
-    """Fast form; arguments as in `hf_efficient_attn.methods._shared.call`."""
+def forward(config: LinformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Fast form; arguments as in `hf_efficient_attn.methods._shared.registry.register_method`."""
+    mask, scale, dropout_p, parameters = options.key_mask, options.scale, options.dropout_p, options.parameters
     (batch, heads, columns), wide = key.shape[:3], accumulation_dtype(query.dtype)
     both = contractions(_tables(config, columns, parameters), mask, columns, wide)
     bias = mask_bias(projected_key_mask(both, batch), wide).repeat_interleave(heads, 0)
@@ -98,8 +109,9 @@ def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed
     return attention_to_few_keys(query.flatten(0, 1), keys, values, bias, **options).unflatten(0, (batch, heads))
 
 
-def naive(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed, parameters) -> Tensor:
+def naive(config: LinformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: row by row with the tokens that are not there taken out."""
+    mask, scale, parameters = options.key_mask, options.scale, options.parameters
     tables, outs = [x.double() for x in _tables(config, key.shape[2], parameters)], []
     for b in range(key.shape[0]):
         there = slice(None) if mask is None else mask[b]
@@ -110,24 +122,6 @@ def naive(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed,
     return torch.stack(outs).to(value.dtype)
 
 
-register(
-    Method(
-        info=MethodInfo(
-            name="linformer",
-            title="Linformer",
-            paper="Wang, Li, Khabsa, Fang, Ma 2020",
-            year=2020,
-            causal=False,
-            rectangular=True,
-            recurrent=False,
-            learned_parameters=NAMES,
-            config_class=LinformerConfig,
-            summary="attention to learned projections of keys and values along the sequence",
-        ),
-        attend=attend,
-        naive=naive,
-        mixes_queries=False,
-        parameters=start_parameters,
-        starts_from=STARTS_FROM,
-    )
+register_method(
+    LinformerConfig, forward=forward, naive=naive, initial_parameters=initial_parameters, starts_from=STARTS_FROM
 )

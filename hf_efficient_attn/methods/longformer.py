@@ -7,12 +7,12 @@ set of projections would be new parameters in a checkpoint that has none.
 
 import functools
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.methods._shared.base import Method, MethodConfig, MethodInfo, option, register
+from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
 from hf_efficient_attn.ops.blocks import chunked_over_heads, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.near_far import dense_attention
@@ -24,7 +24,14 @@ from hf_efficient_attn.ops.window import window_partial
 class LongformerConfig(MethodConfig):
     """Hyperparameters of the sliding window. Up to window_size + 1 keys the output is exact."""
 
-    method: ClassVar[str] = "longformer"
+    method = "longformer"
+    title = "Longformer"
+    paper = "Beltagy, Peters, Cohan 2020"
+    year = 2020
+    causal = True
+    rectangular = False
+    summary = "a sliding window, and optional global tokens"
+    default_rank = 20
 
     window_size: int = option(256, "Keys that a query sees to each side (when causal: to the left).", minimum=0)
     global_tokens: int = option(0, "So many first tokens see all and are seen by all.", minimum=0)
@@ -37,8 +44,9 @@ class LongformerConfig(MethodConfig):
         return LongformerConfig(window_size=window, global_tokens=self.global_tokens, seed=self.seed)
 
 
-def attend_window(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
-    """Fast form; arguments as in `hf_efficient_attn.methods._shared.call`."""
+def forward(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Fast form; arguments as in `hf_efficient_attn.methods._shared.registry.register_method`."""
+    mask, is_causal, scale, dropout_p = options.key_mask, options.is_causal, options.scale, options.dropout_p
     options = {"scale": scale, "dropout_p": dropout_p}
     if key.shape[2] <= config.window_size + 1:
         flat_mask = None if mask is None else mask.repeat_interleave(query.shape[1], 0)
@@ -117,8 +125,9 @@ def allowed_pairs(config: LongformerConfig, queries: int, columns: int, mask, is
     return pairs & (distance <= 0) if is_causal else pairs
 
 
-def naive(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
+def naive(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: the dense matrix of allowed pairs."""
+    mask, is_causal, scale = options.key_mask, options.is_causal, options.scale
     pairs = allowed_pairs(config, query.shape[2], key.shape[2], mask, is_causal, query.device)
     weights = torch.zeros(pairs.shape, dtype=torch.float64, device=query.device).masked_fill(~pairs, -torch.inf)
     weights = weights.expand(query.shape[0], -1, -1).repeat_interleave(query.shape[1], 0)
@@ -126,8 +135,9 @@ def naive(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed)
     return out.unflatten(0, query.shape[:2])
 
 
-def decode(config, query, key, value, *, mask, scale, dropout_p) -> Tensor:
+def decode(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """A few last queries with the keys of all positions: see `Method.decode`."""
+    mask, scale, dropout_p = options.key_mask, options.scale, options.dropout_p
     reach = min(config.window_size + query.shape[2], key.shape[2])
     if not config.global_tokens:
         key, value = key[:, :, -reach:], value[:, :, -reach:]
@@ -142,22 +152,4 @@ def decode(config, query, key, value, *, mask, scale, dropout_p) -> Tensor:
     )
 
 
-register(
-    Method(
-        info=MethodInfo(
-            name="longformer",
-            title="Longformer",
-            paper="Beltagy, Peters, Cohan 2020",
-            year=2020,
-            causal=True,
-            rectangular=False,
-            recurrent=False,
-            learned_parameters=(),
-            config_class=LongformerConfig,
-            summary="a sliding window, and optional global tokens",
-        ),
-        attend=attend_window,
-        naive=naive,
-        decode=decode,
-    )
-)
+register_method(LongformerConfig, forward=forward, naive=naive, decode=decode)

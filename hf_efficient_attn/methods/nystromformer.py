@@ -25,14 +25,14 @@ values. There is no causal form: a landmark holds tokens of the future. Dropout 
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import conv2d
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods._shared.base import Method, MethodConfig, MethodInfo, option, register
+from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
 from hf_efficient_attn.ops.blocks import inverse, take, valid_first
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.landmarks import attention_to_few_keys, masked_segments, segment_means
@@ -44,7 +44,15 @@ from hf_efficient_attn.ops.pinv import DAMPING, damped_solve, iterative_pinv
 class NystromformerConfig(MethodConfig):
     """Hyperparameters of the Nystromformer. Up to num_landmarks keys (or queries) the output is exact."""
 
-    method: ClassVar[str] = "nystromformer"
+    method = "nystromformer"
+    title = "Nystromformer"
+    paper = "Xiong et al., AAAI 2021"
+    year = 2021
+    causal = False
+    rectangular = True
+    learned_parameters = ("conv_weight",)
+    summary = "the softmax matrix from its rows and columns at the means of segments"
+    default_rank = 10
 
     num_landmarks: int = option(64, "Landmarks: segments whose mean query and mean key stand for them.", minimum=1)
     pinv: str = option(
@@ -76,13 +84,18 @@ class NystromformerConfig(MethodConfig):
         return replace(self, num_landmarks=max(1, self.check_budget(columns) // 2))
 
 
-def start_parameters(config: NystromformerConfig, *, heads: int, width: int, value_width: int, length: int) -> dict:
-    """`conv_weight` (heads, kernel) of zeros, where there is a convolution: conversion leaves the output as it is."""
-    return {"conv_weight": torch.zeros(heads, config.conv_kernel_size)} if config.conv_kernel_size else {}
+def initial_parameters(
+    config: NystromformerConfig, *, num_heads: int, head_dim: int, value_dim: int, max_length: int
+) -> dict[str, Tensor]:
+    """`conv_weight` (num_heads, kernel) of zeros, where there is a convolution: conversion leaves the output as it is."""
+    return {"conv_weight": torch.zeros(num_heads, config.conv_kernel_size)} if config.conv_kernel_size else {}
 
 
-def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed, parameters=None) -> Tensor:
-    """Fast form; arguments as in `hf_efficient_attn.methods._shared.call`."""
+def forward(
+    config: NystromformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+) -> Tensor:
+    """Fast form; arguments as in `hf_efficient_attn.methods._shared.registry.register_method`."""
+    mask, scale, dropout_p, parameters = options.key_mask, options.scale, options.dropout_p, options.parameters
     shape = query.shape[:2]
     kernel = _kernel(config, query, key, parameters or {})
     flat = tuple(x.flatten(0, 1) for x in (query, key, value))
@@ -176,8 +189,9 @@ def _convolution(value: Tensor, kernel: Tensor, mask: Tensor | None) -> Tensor:
     return out.masked_fill(~mask[:, None, :, None], 0.0)
 
 
-def naive(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed, parameters=None) -> Tensor:
+def naive(config: NystromformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: row by row with the tokens that are not there taken out, and dense matrices."""
+    mask, scale, parameters = options.key_mask, options.scale, options.parameters
     (batch, _, length, _), columns, count = query.shape, key.shape[2], config.num_landmarks
     kernel = _kernel(config, query, key, parameters or {})
     outs = []
@@ -221,22 +235,4 @@ def naive(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed,
     return torch.stack(outs).to(value.dtype)
 
 
-register(
-    Method(
-        info=MethodInfo(
-            name="nystromformer",
-            title="Nystromformer",
-            paper="Xiong et al., AAAI 2021",
-            year=2021,
-            causal=False,
-            rectangular=True,
-            recurrent=False,
-            learned_parameters=("conv_weight",),
-            config_class=NystromformerConfig,
-            summary="the softmax matrix from its rows and columns at the means of segments",
-        ),
-        attend=attend,
-        naive=naive,
-        parameters=start_parameters,
-    )
-)
+register_method(NystromformerConfig, forward=forward, naive=naive, initial_parameters=initial_parameters)

@@ -9,13 +9,13 @@ query over the features (and over the keys of its own chunk).
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout
 
-from hf_efficient_attn.methods._shared.base import Method, MethodConfig, MethodInfo, Recurrence, option, register
+from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.registry import AttentionOptions, Recurrence, register_method
 from hf_efficient_attn.ops.blocks import can_reuse_buffers, chunked_over_heads, pad_to_blocks
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.features import key_state, query_state, softmax_features
@@ -32,7 +32,14 @@ _TILE, _HEADS = 1 << 18, 8
 class PerformerConfig(MethodConfig):
     """Hyperparameters of the Performer."""
 
-    method: ClassVar[str] = "performer"
+    method = "performer"
+    title = "Performer"
+    paper = "Choromanski et al., ICLR 2021"
+    year = 2020
+    causal = True
+    rectangular = True
+    mixes_queries = False
+    summary = "positive orthogonal random features of the softmax kernel (FAVOR+)"
 
     num_features: int = option(
         256, "Random features; the cost per query is that of as many columns.", minimum=1, carried=True
@@ -61,8 +68,15 @@ def _scaled_key(key, value, mask, scale) -> tuple[Tensor, Tensor, Tensor]:
     return key, value, bias if mask is None else bias + mask_bias(mask, wide)
 
 
-def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
-    """Fast form; arguments as in `hf_efficient_attn.methods._shared.call`."""
+def forward(config: PerformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Fast form; arguments as in `hf_efficient_attn.methods._shared.registry.register_method`."""
+    mask, is_causal, scale, dropout_p, seed = (
+        options.key_mask,
+        options.is_causal,
+        options.scale,
+        options.dropout_p,
+        options.seed,
+    )
     features = softmax_features(config.num_features, query.shape[-1], seed, query.device)
 
     def walk(query, key, value, mask, out=None):
@@ -193,8 +207,11 @@ def _own_chunk(query, key, value, bias, features, dropout_p: float) -> Partial:
     return Partial(weights @ value, (total.log() + top).masked_fill(empty, -torch.inf).squeeze(-1))
 
 
-def absorb(config, state: Partial | None, key, value, *, mask, scale, seed) -> Partial:
+def recurrence_update(
+    config: PerformerConfig, state: Partial | None, key: Tensor, value: Tensor, options: AttentionOptions
+) -> Partial:
     """See `Recurrence`: the state is the partial of the features, (B, H, F, .)."""
+    mask, scale, seed = options.key_mask, options.scale, options.seed
     features = softmax_features(config.num_features, key.shape[-1], seed, key.device)
     flat_mask = None if mask is None else mask.repeat_interleave(key.shape[1], 0)
     keys, values, bias = _scaled_key(key.flatten(0, 1), value.flatten(0, 1), flat_mask, scale)
@@ -209,8 +226,9 @@ def absorb(config, state: Partial | None, key, value, *, mask, scale, seed) -> P
     return part if state is None else merge(state, part)
 
 
-def read(config, state: Partial, query, *, scale, dropout_p, seed) -> Tensor:
+def recurrence_query(config: PerformerConfig, state: Partial, query: Tensor, options: AttentionOptions) -> Tensor:
     """See `Recurrence`; `query_state` in plain products, faster for a few queries."""
+    scale, dropout_p, seed = options.scale, options.dropout_p, options.seed
     features = softmax_features(config.num_features, query.shape[-1], seed, query.device)
     query = _scaled_query(query, scale)
     # A state of no token has an output of 0 whatever the weights.
@@ -219,8 +237,17 @@ def read(config, state: Partial, query, *, scale, dropout_p, seed) -> Tensor:
     return (dropout(weights, dropout_p) if dropout_p else weights) @ state.out
 
 
-def resume(config, state: Partial, query, key, value, *, mask, scale, dropout_p, seed) -> Tensor:
+def recurrence_forward(
+    config: PerformerConfig,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: AttentionOptions,
+    initial_state: Partial,
+) -> Tensor:
     """See `Recurrence`; `_causal` with something before the first chunk."""
+    mask, scale, dropout_p, seed = options.key_mask, options.scale, options.dropout_p, options.seed
+    state = initial_state
     features = softmax_features(config.num_features, query.shape[-1], seed, query.device)
 
     def some_heads(query, key, value, mask, out, lse):
@@ -236,8 +263,9 @@ def resume(config, state: Partial, query, key, value, *, mask, scale, dropout_p,
     )
 
 
-def naive(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
+def naive(config: PerformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: the dense matrix of feature products, in the log domain."""
+    mask, is_causal, scale, seed = options.key_mask, options.is_causal, options.scale, options.seed
     shape, dtype = query.shape[:2], value.dtype
     features = softmax_features(config.num_features, query.shape[-1], seed, query.device)
     flat = (x.flatten(0, 1).double() for x in (query, key, value))
@@ -250,23 +278,6 @@ def naive(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed)
     return (scores.softmax(-1).nan_to_num(0.0) @ value).to(dtype).unflatten(0, shape)
 
 
-register(
-    Method(
-        info=MethodInfo(
-            name="performer",
-            title="Performer",
-            paper="Choromanski et al., ICLR 2021",
-            year=2020,
-            causal=True,
-            rectangular=True,
-            recurrent=True,
-            learned_parameters=(),
-            config_class=PerformerConfig,
-            summary="positive orthogonal random features of the softmax kernel (FAVOR+)",
-        ),
-        attend=attend,
-        naive=naive,
-        mixes_queries=False,
-        recurrence=Recurrence(absorb, read, resume),
-    )
+register_method(
+    PerformerConfig, forward=forward, naive=naive, recurrence=Recurrence(recurrence_update, recurrence_query, recurrence_forward)
 )

@@ -22,14 +22,14 @@ future, and a decoder that is trained so learns to rely on what it will not have
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods._shared.base import Method, MethodConfig, MethodInfo, option, register
+from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
 from hf_efficient_attn.ops.exact import exact_attention
 from hf_efficient_attn.ops.lsh_rounds import Rounds, dense_pairs, plan_rounds, rounds_attention
 from hf_efficient_attn.ops.near_far import dense_attention
@@ -40,7 +40,13 @@ from hf_efficient_attn.ops.partial import accumulation_dtype
 class ReformerConfig(MethodConfig):
     """Hyperparameters of the rounds of hashing. Up to 2 * block_size * num_hashes keys the output is exact."""
 
-    method: ClassVar[str] = "reformer"
+    method = "reformer"
+    title = "Reformer"
+    paper = "Kitaev, Kaiser, Levskaya, ICLR 2020"
+    year = 2020
+    causal = False
+    rectangular = True
+    summary = "chunks of tokens sorted by a random hash, in rounds whose pairs count once"
 
     block_size: int = option(64, "Queries of a chunk; in each round they see 2 * block_size keys.", minimum=1)
     num_hashes: int = option(2, "Rounds, each with a hash of its own.", minimum=1)
@@ -83,8 +89,9 @@ def _prepare(config: ReformerConfig, query, key, value, mask, seed) -> tuple[Ten
     return query, key, value, mask, plan
 
 
-def attend(config: ReformerConfig, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
-    """Fast form; arguments as in `hf_efficient_attn.methods._shared.call`."""
+def forward(config: ReformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Fast form; arguments as in `hf_efficient_attn.methods._shared.registry.register_method`."""
+    mask, scale, dropout_p, seed = options.key_mask, options.scale, options.dropout_p, options.seed
     shape, shared = query.shape[:2], config.shared_query_key
     if key.shape[2] <= 2 * config.block_size * config.num_hashes and not shared:
         mask = None if mask is None else mask.repeat_interleave(shape[1], 0)
@@ -96,8 +103,9 @@ def attend(config: ReformerConfig, query, key, value, *, mask, is_causal, scale,
     return out.unflatten(0, shape)
 
 
-def naive(config: ReformerConfig, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
+def naive(config: ReformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: the dense matrix of the pairs that some round holds."""
+    mask, scale, seed = options.key_mask, options.scale, options.seed
     shape = query.shape[:2]
     query, key, value, mask, plan = _prepare(config, query, key, value, mask, seed)
     pairs = dense_pairs(plan).to(query.device)
@@ -108,21 +116,4 @@ def naive(config: ReformerConfig, query, key, value, *, mask, is_causal, scale, 
     return dense_attention(query, key, value, log_weights, scale=scale).unflatten(0, shape)
 
 
-register(
-    Method(
-        info=MethodInfo(
-            name="reformer",
-            title="Reformer",
-            paper="Kitaev, Kaiser, Levskaya, ICLR 2020",
-            year=2020,
-            causal=False,
-            rectangular=True,
-            recurrent=False,
-            learned_parameters=(),
-            config_class=ReformerConfig,
-            summary="chunks of tokens sorted by a random hash, in rounds whose pairs count once",
-        ),
-        attend=attend,
-        naive=naive,
-    )
-)
+register_method(ReformerConfig, forward=forward, naive=naive)

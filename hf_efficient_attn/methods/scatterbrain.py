@@ -24,13 +24,14 @@ kept in the log domain (`ops.features`), and the factor of a query, exp(-|q|^2/2
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods._shared.base import Method, MethodConfig, MethodInfo, option, register
+from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.causal import causal_block_partial
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
@@ -51,7 +52,13 @@ from hf_efficient_attn.ops.partial import Partial, merge, partial_attention
 class ScatterbrainConfig(MethodConfig):
     """Hyperparameters of ScatterBrain. Up to block_size keys the output is exact."""
 
-    method: ClassVar[str] = "scatterbrain"
+    method = "scatterbrain"
+    title = "ScatterBrain"
+    paper = "Chen, Dao, Winsor, Song, Rudra, Re, NeurIPS 2021"
+    year = 2021
+    causal = True
+    rectangular = False
+    summary = "a window or hashed blocks exactly, and positive random features for the rest"
 
     block_size: int = option(128, "Keys that each query attends to exactly: the near field.", minimum=1)
     num_features: int = option(
@@ -105,10 +112,15 @@ def _plan(config: ScatterbrainConfig, query: Tensor, key: Tensor, mask: Tensor |
         return _Blocks(near.query_order, near.key_order, block, near.count)
 
 
-def attend_near_and_far(
-    config: ScatterbrainConfig, query, key, value, *, mask, is_causal, scale, dropout_p, seed
-) -> Tensor:
-    """Fast form; arguments as in `hf_efficient_attn.methods._shared.call`."""
+def forward(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Fast form; arguments as in `hf_efficient_attn.methods._shared.registry.register_method`."""
+    mask, is_causal, scale, dropout_p, seed = (
+        options.key_mask,
+        options.is_causal,
+        options.scale,
+        options.dropout_p,
+        options.seed,
+    )
     shape, options = query.shape[:2], {"scale": scale, "dropout_p": dropout_p}
     flat_mask = None if mask is None else mask.repeat_interleave(shape[1], 0)
     query, key, value = (x.flatten(0, 1) for x in (query, key, value))
@@ -185,8 +197,9 @@ def _causal(query, key, value, features, size: int, options) -> Tensor:
     return torch.cat((head, chunked_over_heads(some_heads, query, key, value, *before)), 1)
 
 
-def naive(config: ScatterbrainConfig, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
+def naive(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: dense scores of both kinds, and which pairs are near."""
+    mask, is_causal, scale, seed = options.key_mask, options.is_causal, options.scale, options.seed
     shape, length = query.shape[:2], query.shape[2]
     features = softmax_features(config.num_features, query.shape[-1], seed, query.device)
     flat_mask = None if mask is None else mask.repeat_interleave(shape[1], 0)
@@ -217,21 +230,4 @@ def naive(config: ScatterbrainConfig, query, key, value, *, mask, is_causal, sca
     return (scores.softmax(-1).nan_to_num(0.0) @ value.double()).to(value.dtype).unflatten(0, shape)
 
 
-register(
-    Method(
-        info=MethodInfo(
-            name="scatterbrain",
-            title="ScatterBrain",
-            paper="Chen, Dao, Winsor, Song, Rudra, Re, NeurIPS 2021",
-            year=2021,
-            causal=True,
-            rectangular=False,
-            recurrent=False,
-            learned_parameters=(),
-            config_class=ScatterbrainConfig,
-            summary="a window or hashed blocks exactly, and positive random features for the rest",
-        ),
-        attend=attend_near_and_far,
-        naive=naive,
-    )
-)
+register_method(ScatterbrainConfig, forward=forward, naive=naive)

@@ -66,9 +66,9 @@ from tqdm import tqdm
 import hf_efficient_attn as hea
 from hf_efficient_attn.cli import main_of, split_list, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation.timing import UNSTEADY, paired, use_threads
 from hf_efficient_attn.methods import MethodConfig, make_config
-from recipes.benchmarks.memory import EXACT
-from recipes.benchmarks.report import (
+from recipes.common.commands import (
     Check,
     Csv,
     Plot,
@@ -81,7 +81,7 @@ from recipes.benchmarks.report import (
     conclude,
     write,
 )
-from recipes.benchmarks.timing import UNSTEADY, paired, use_threads
+from recipes.common.memory import EXACT
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -184,7 +184,7 @@ def layer(method: str, shape: Shape, seed: int = 0) -> nn.Module:
 
 def method_config(method: str, shape: Shape) -> MethodConfig:
     """As many rows, and tables of as many columns as there are tokens; as many features."""
-    known = hea.method_info(method).config_class.__dataclass_fields__
+    known = hea.method_info(method).config_class.hyperparameters()
     sizes = {"projection_dim": shape.rows, "max_length": shape.length, "num_features": shape.features}
     return make_config(method, **{name: size for name, size in sizes.items() if name in known})
 

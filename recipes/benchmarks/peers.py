@@ -45,9 +45,9 @@ from tqdm import tqdm
 import hf_efficient_attn as hea
 from hf_efficient_attn.cli import label, main_of, parse_lengths, split_list, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation.timing import UNSTEADY, Work, paired, use_threads
 from hf_efficient_attn.methods import MethodConfig, get_method
-from recipes.benchmarks.memory import make_inputs, run_once
-from recipes.benchmarks.report import (
+from recipes.common.commands import (
     Check,
     Csv,
     Plot,
@@ -60,7 +60,7 @@ from recipes.benchmarks.report import (
     conclude,
     write,
 )
-from recipes.benchmarks.timing import UNSTEADY, Work, paired, use_threads
+from recipes.common.memory import make_inputs, run_once
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -296,8 +296,8 @@ PEERS = (
 
 def learned_of(config: MethodConfig, query: Tensor) -> dict[str, Tensor]:
     """The tables that a method starts from, for inputs like `query` (B, H, N, D)."""
-    make, (_, heads, length, width) = get_method(config.method).parameters, query.shape
-    return {} if make is None else make(config, heads=heads, width=width, value_width=width, length=length)
+    make, (_, heads, length, width) = get_method(config.method).initial_parameters, query.shape
+    return {} if make is None else make(config, num_heads=heads, head_dim=width, value_dim=width, max_length=length)
 
 
 def expected(peer: Peer, inputs: Inputs, rows: Tensor) -> Tensor:

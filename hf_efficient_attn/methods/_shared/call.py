@@ -1,27 +1,50 @@
-"""From a user's call to a method: checks, masks, grouped queries, precision.
+"""The path from a user's call to a method: checks, masks, grouped queries, precision and learned parameters.
 
-A method sees none of this. Its `attend` (and its `naive`) has the signature
-
-    attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> (B,H,Nq,Dv)
-
-with query (B,H,Nq,D), key (B,H,Nk,D), value (B,H,Nk,Dv), floating; `mask` bool (B,Nk) or None, what it shuts out being
-zero in key and value; Nq = Nk where causal; `seed` an integer or a scalar tensor. A method with learned parameters is
-also given `parameters`, a dictionary of tensors.
+A method deals with none of these; `hf_efficient_attn.methods._shared.registry.register_method` states what it is given.
 """
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
-from hf_efficient_attn.methods._shared.base import MethodConfig, available_methods, get_method, make_config
+from hf_efficient_attn.methods._shared.config import MethodConfig
+from hf_efficient_attn.methods._shared.registry import (
+    AttentionForward,
+    AttentionOptions,
+    State,
+    causal_methods,
+    get_method,
+    make_config,
+)
 from hf_efficient_attn.ops.random import draw_seed
 
-# So many queries at the end of longer keys are a step of decoding; more are the chunk of a prompt.
-_DECODE = 128
+# With a key-value cache, up to this many queries are decoded, and more are computed like a whole sequence.
+_MAX_DECODED_QUERIES = 128
+
+
+class _Arguments(NamedTuple):
+    """The arguments of a call besides the tensors, as the user gave them; see `attention`."""
+
+    attention_mask: Tensor | None
+    is_causal: bool
+    scale: float | None
+    dropout_p: float
+    seed: int | Tensor | None
+
+
+class _Parameters(NamedTuple):
+    """The learned parameters that the user gave: all of them, or None, and some of them by name."""
+
+    complete: Mapping[str, Tensor] | None
+    some: Mapping[str, Tensor]
+
+
+_NO_PARAMETERS = _Parameters(None, {})
 
 
 def attention(
@@ -35,70 +58,100 @@ def attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
     seed: int | None = 0,
-    parameters: dict[str, Tensor] | None = None,
-    **hyperparameters,
+    parameters: Mapping[str, Tensor] | None = None,
+    **hyperparameters: Any,
 ) -> Tensor:
-    """Attention by any method of this package.
+    """Compute attention by any method of this package.
 
     Args:
-        method_or_config: a name from `available_methods()` or a method's config.
+        method_or_config: a name from `available_methods()`, or a method's config.
         query: (B, H, Nq, D).
-        key: (B, Hkv, Nk, D); Hkv divides H (grouped queries: query head h reads key head h // (H // Hkv)).
-        value: (B, Hkv, Nk, Dv).
-        attention_mask: bool (B, Nk), True = attend. What stands in keys shut out, NaN included, has no influence.
-        is_causal: query i sees the keys up to its own position. Where Nq < Nk the queries are the last Nq positions
-            (as with a key-value cache); where Nq > Nk the first Nq - Nk queries see nothing.
-        scale: factor of the scores; 1/sqrt(D) by default.
-        dropout_p: probability of dropping an attention weight, drawn from the global generator.
-        seed: of hashing, sampling and random features, added to the config's own; the same seed gives the same output
-            and leaves the global random state alone. None draws one from the global generator (training).
+        key: (B, H_kv, Nk, D). H_kv divides H (grouped queries): query head h uses key head h // (H // H_kv).
+        value: (B, H_kv, Nk, Dv).
+        attention_mask: bool (B, Nk), True for the keys to attend to. Masked keys and values have no influence on the
+            output, even if they are NaN.
+        is_causal: query i attends to the keys up to its own position. If Nq < Nk, the queries are the last Nq positions,
+            as with a key-value cache. If Nq > Nk, the first Nq - Nk queries attend to nothing.
+        scale: the factor of the scores q . k; 1/sqrt(D) by default.
+        dropout_p: the probability with which an attention weight is dropped. Drawn from the global generator.
+        seed: the seed of hashes, samples and random features, which is added to the config's own seed. The same seed
+            gives the same output and does not change the global random state. None (for training) draws a seed from the
+            global generator.
         parameters: all learned parameters of the method by name, as a converted model holds them.
-        **hyperparameters: replace those of the config; learned parameters too, as tensors by their names. Those
-            that are not given have the values that conversion starts from.
+        **hyperparameters: values that replace those of the config. Learned parameters can be given here as well, as
+            tensors by name. Those that are missing have the values that a conversion starts from.
 
     Returns:
-        (B, H, Nq, Dv) in the type of `value`; rows with nothing to attend to are 0.
+        (B, H, Nq, Dv) in the dtype of `value`. The output of a query that attends to nothing is 0.
 
     Raises:
-        UnsupportedAttentionError: unknown method or hyperparameter, shapes or types that do not fit, a mask that is not
-            (B, Nk), a method without a causal form with `is_causal`, without a rectangular form with Nq != Nk.
+        UnsupportedAttentionError: the method or a hyperparameter is unknown; the shapes or dtypes do not fit together;
+            the mask is not (B, Nk); `is_causal` with a method that has no causal form; Nq != Nk with a method that has
+            no rectangular form.
     """
-    return _call(get_attend, method_or_config, query, key, value, attention_mask, is_causal, scale, dropout_p, seed,
-                 parameters, hyperparameters)  # fmt: skip
+    arguments = _Arguments(attention_mask, is_causal, scale, dropout_p, seed)
+    config, some = _split_hyperparameters(method_or_config, hyperparameters)
+    form = get_method(config.method).forward
+    return _compute(form, config, query, key, value, arguments, _Parameters(parameters, some))
 
 
-def naive_attention(method_or_config, query, key, value, *, attention_mask=None, is_causal=False, scale=None,
-                    seed=0, parameters=None, **hyperparameters) -> Tensor:  # fmt: skip
-    """The readable form of the same method: dense (Nq, Nk) matrices, for tests and for reading. Arguments as above."""
-    return _call(get_naive, method_or_config, query, key, value, attention_mask, is_causal, scale, 0.0, seed,
-                 parameters, hyperparameters)  # fmt: skip
+def naive_attention(
+    method_or_config: str | MethodConfig,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attention_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    seed: int | None = 0,
+    parameters: Mapping[str, Tensor] | None = None,
+    **hyperparameters: Any,
+) -> Tensor:
+    """Compute the readable form of a method with dense (Nq, Nk) matrices, for tests. See `attention` for the arguments."""
+    arguments = _Arguments(attention_mask, is_causal, scale, 0.0, seed)
+    config, some = _split_hyperparameters(method_or_config, hyperparameters)
+    form = get_method(config.method).naive
+    return _compute(form, config, query, key, value, arguments, _Parameters(parameters, some))
 
 
-def absorb(
+def update_state(
     config: MethodConfig,
-    state: tuple | None,
+    state: State | None,
     key: Tensor,
     value: Tensor,
     *,
     attention_mask: Tensor | None = None,
     scale: float | None = None,
     seed: int | Tensor = 0,
-) -> tuple:
-    """The state of a recurrent method after further tokens; arguments as in `attention`, `state` None to begin."""
-    key, value = _under_autocast(key, value)
-    if attention_mask is not None:
-        hidden = ~attention_mask[:, None, :, None]
-        key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
-    scale, seed = _defaults(config, key, scale, seed)
+) -> State:
+    """Add tokens to the state of a method with a recurrence.
+
+    Args:
+        config: the config of a method with a recurrence.
+        state: the state of the earlier tokens; None if there are none.
+        key: (B, H_kv, N, D), the keys of the new tokens.
+        value: (B, H_kv, N, Dv), the values of the new tokens.
+        attention_mask: bool (B, N), of the new tokens only.
+        scale: the factor of the scores; 1/sqrt(D) by default.
+        seed: the same in all calls for one state. The config's own seed is added to it.
+
+    Returns:
+        The state of all tokens so far.
+    """
+    key, value = _cast_under_autocast(key, value)
+    key, value = _zero_masked(key, value, attention_mask)
+    scale, seed = _resolve(config, key, scale, seed)
+    options = AttentionOptions(attention_mask, True, scale, 0.0, seed, {})
+    recurrence = get_method(config.method).recurrence
+    assert recurrence is not None
     with torch.autocast(key.device.type, enabled=False):
-        return get_method(config.method).recurrence.absorb(
-            config, state, key, value, mask=attention_mask, scale=scale, seed=seed
-        )
+        return recurrence.update(config, state, key, value, options)
 
 
-def step(
+def attention_with_state(
     config: MethodConfig,
-    state: tuple | None,
+    state: State | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -107,123 +160,143 @@ def step(
     scale: float | None = None,
     dropout_p: float = 0.0,
     seed: int | Tensor = 0,
-) -> tuple[Tensor, tuple]:
-    """Causal attention of new tokens to those that a state holds and to each other: (output, the state after them).
+) -> tuple[Tensor, State]:
+    """Causal attention of new tokens to the tokens of a state and to each other.
 
-    The output is, up to rounding, the last rows of `attention` of all tokens together.
+    Up to rounding, the output is the end of the causal `attention` of all tokens together.
 
     Args:
-        config: of a method with a recurrence.
-        state: what `absorb` or an earlier step returned; None to begin.
-        query: (B, H, N, D), key (B, Hkv, N, D) and value (B, Hkv, N, Dv) of the new tokens.
-        attention_mask: bool (B, N), of the new tokens alone.
-        seed: the same as in the calls that made the state; the config's own is added to it.
+        config: the config of a method with a recurrence.
+        state: the state that `update_state` or an earlier call returned; None if there are no earlier tokens.
+        query: (B, H, N, D), the queries of the new tokens.
+        key: (B, H_kv, N, D), their keys.
+        value: (B, H_kv, N, Dv), their values.
+        attention_mask: bool (B, N), of the new tokens only.
+        scale: the factor of the scores; 1/sqrt(D) by default.
+        dropout_p: the probability with which an attention weight is dropped.
+        seed: the same in all calls for one state. The config's own seed is added to it.
 
     Returns:
-        (B, H, N, Dv) in the type of `value`, and a state of the same size as before.
+        The output (B, H, N, Dv) in the dtype of `value`, and the state of all tokens so far.
     """
-    query, key, value = _under_autocast(query, key, value)
-    _check(config, query, key, value, attention_mask, True, scale, dropout_p, seed)
-    new = absorb(config, state, key, value, attention_mask=attention_mask, scale=scale, seed=seed)
+    query, key, value = _cast_under_autocast(query, key, value)
+    arguments = _Arguments(attention_mask, True, scale, dropout_p, seed)
+    _check(config, query, key, value, arguments)
+    new_state = update_state(config, state, key, value, attention_mask=attention_mask, scale=scale, seed=seed)
     if state is None:
-        whole = {"attention_mask": attention_mask, "scale": scale, "dropout_p": dropout_p, "seed": seed}
-        return attention(config, query, key, value, is_causal=True, **whole), new
-    recurrence, (batch, heads, length, _) = get_method(config.method).recurrence, query.shape
-    key_heads, dtype = key.shape[1], value.dtype
-    scale, seed = _defaults(config, query, scale, seed)
-    options = {"scale": scale, "dropout_p": dropout_p, "seed": seed}
+        return _compute(get_method(config.method).forward, config, query, key, value, arguments), new_state
+    recurrence = get_method(config.method).recurrence
+    assert recurrence is not None
+    (batch, num_heads, q_len, _), num_kv_heads = query.shape, key.shape[1]
+    scale, seed = _resolve(config, query, scale, seed)
+    options = AttentionOptions(attention_mask, True, scale, dropout_p, seed, {})
     with torch.autocast(query.device.type, enabled=False):
-        if length == 1:
-            # One token sees all that there is, itself included; the query heads of a group are rows of one read.
-            rows = query.reshape(batch, key_heads, heads // key_heads, -1)
-            out = recurrence.read(config, new, rows, **options).reshape(batch, heads, 1, -1)
+        if q_len == 1:
+            # One token attends to all tokens including itself. The query heads of a group, (B, H_kv, H / H_kv, D), are
+            # passed as if they were several queries of one head.
+            grouped_query = query.reshape(batch, num_kv_heads, num_heads // num_kv_heads, -1)
+            out = recurrence.query(config, new_state, grouped_query, options).reshape(batch, num_heads, 1, -1)
         else:
-            if attention_mask is not None:
-                hidden = ~attention_mask[:, None, :, None]
-                key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
-            if heads != key_heads:
-                state = type(state)(*(x.repeat_interleave(heads // key_heads, 1) for x in state))
-            out = recurrence.resume(
-                config, state, query, *_grouped(query, key, value), mask=attention_mask, **options
-            )  # fmt: skip
-    return out.to(dtype), new
+            key, value = _zero_masked(key, value, attention_mask)
+            if num_heads != num_kv_heads:
+                state = type(state)(*(x.repeat_interleave(num_heads // num_kv_heads, 1) for x in state))
+            key, value = _repeat_kv(query, key, value)
+            out = recurrence.forward(config, query, key, value, options, state)
+    return out.to(value.dtype), new_state
 
 
-def _defaults(config: MethodConfig, x: Tensor, scale: float | None, seed: "int | Tensor") -> tuple:
-    """The scale, 1/sqrt(D) if none is given for x (..., D), and the seed with the config's own."""
+def _resolve(config: MethodConfig, x: Tensor, scale: float | None, seed: int | Tensor) -> tuple[float, int | Tensor]:
+    """The scale, by default 1/sqrt(D) for x (..., D), and the sum of the call's and the config's seed."""
     return x.shape[-1] ** -0.5 if scale is None else float(scale), seed + getattr(config, "seed", 0)
 
 
-def get_attend(name: str) -> Callable:
-    return get_method(name).attend
+def _split_hyperparameters(
+    method_or_config: str | MethodConfig, hyperparameters: Mapping[str, Any]
+) -> tuple[MethodConfig, dict[str, Tensor]]:
+    """The config with the hyperparameters, and the tensors among them, which are learned parameters."""
+    some = {k: v for k, v in hyperparameters.items() if isinstance(v, Tensor)}
+    return make_config(method_or_config, **{k: v for k, v in hyperparameters.items() if k not in some}), some
 
 
-def get_naive(name: str) -> Callable:
-    return get_method(name).naive
-
-
-def _call(
-    form, method_or_config, query, key, value, mask, is_causal, scale, dropout_p, seed, complete, hyperparameters
+def _compute(
+    form: AttentionForward[Any],
+    config: MethodConfig,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    arguments: _Arguments,
+    given: _Parameters = _NO_PARAMETERS,
 ) -> Tensor:
-    learned = {k: v for k, v in hyperparameters.items() if isinstance(v, Tensor)}
-    config = make_config(method_or_config, **{k: v for k, v in hyperparameters.items() if k not in learned})
-    query, key, value = _under_autocast(query, key, value)
-    _check(config, query, key, value, mask, is_causal, scale, dropout_p, seed)
-    (batch, heads, length, width), columns = query.shape, key.shape[2]
+    """Check a call, prepare its tensors, and compute one form of a method: (B, H, Nq, Dv)."""
+    query, key, value = _cast_under_autocast(query, key, value)
+    _check(config, query, key, value, arguments)
+    (batch, num_heads, q_len, head_dim), kv_len = query.shape, key.shape[2]
     if query.numel() == 0:
-        return value.new_zeros(batch, heads, length, value.shape[-1])
-    scale, seed = _defaults(config, query, scale, draw_seed(query.device) if seed is None else seed)
-    if mask is not None:
-        hidden = ~mask[:, None, :, None]
-        key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
-    extra = _parameters(config, learned, query, key, value) if complete is None else {"parameters": complete}
-    shift = columns - length if is_causal else 0
+        return value.new_zeros(batch, num_heads, q_len, value.shape[-1])
+    key_mask, is_causal, scale, dropout_p, seed = arguments
+    scale, seed = _resolve(config, query, scale, draw_seed(query.device) if seed is None else seed)
+    key, value = _zero_masked(key, value, key_mask)
+    parameters = _all_parameters(config, given.some, query, key, value) if given.complete is None else given.complete
+    options = AttentionOptions(key_mask, is_causal, scale, dropout_p, seed, parameters)
+    # The number of keys before the first query.
+    offset = kv_len - q_len if is_causal else 0
     decode = get_method(config.method).decode
-    if decode is not None and shift > 0 and length <= _DECODE:
-        with torch.autocast(query.device.type, enabled=False):
-            return decode(config, query, *_grouped(query, key, value), mask=mask, scale=scale, dropout_p=dropout_p,
-                          **extra)  # fmt: skip
-    if shift < 0:  # the first queries stand before every key
-        query = query[:, :, -shift:]
-    elif shift > 0:  # the keys before the first query have queries too, of no interest
-        query = torch.cat((query.new_zeros(batch, heads, shift, width), query), 2)
-    options = {"is_causal": is_causal, "scale": scale, "dropout_p": dropout_p, "seed": seed, **extra}
+    if decode is not None and offset > 0 and q_len <= _MAX_DECODED_QUERIES:
+        form = decode
+    elif offset < 0:  # the first queries come before all keys
+        query = query[:, :, -offset:]
+    elif offset > 0:  # give queries to the keys before the first query, and drop their outputs below
+        query = torch.cat((query.new_zeros(batch, num_heads, offset, head_dim), query), 2)
     with torch.autocast(query.device.type, enabled=False):
-        out = form(config.method)(config, query, *_grouped(query, key, value), mask=mask, **options)
-    if shift < 0:
-        return torch.cat((out.new_zeros(batch, heads, -shift, out.shape[-1]), out), 2)
-    return out[:, :, shift:] if shift else out
+        out = form(config, query, *_repeat_kv(query, key, value), options)
+    if offset < 0:
+        return torch.cat((out.new_zeros(batch, num_heads, -offset, out.shape[-1]), out), 2)
+    return out[:, :, out.shape[2] - q_len :] if offset else out
 
 
-def _parameters(config: MethodConfig, learned: dict[str, Tensor], query, key, value) -> dict:
-    """{"parameters": ...} for a method that learns some: those given, for the others where conversion starts."""
+def _all_parameters(
+    config: MethodConfig, some: Mapping[str, Tensor], query: Tensor, key: Tensor, value: Tensor
+) -> Mapping[str, Tensor]:
+    """All learned parameters of a method: those that were given, and the initial values of the others."""
     method = get_method(config.method)
     known = method.info.learned_parameters
-    for name in learned:
+    for name in some:
         if name not in known:
             raise UnsupportedAttentionError(
                 f"{config.method}: {unknown_name('learned parameter', name, known)}"
                 if known
-                else f"{config.method}: {name!r} is a tensor, and the method learns no parameters"
+                else f"{config.method}: {name!r} is a tensor, but the method has no learned parameters"
             )
-    if method.parameters is None:
-        return {}
-    sizes = {"heads": query.shape[1], "width": query.shape[3], "value_width": value.shape[3]}
-    missing = len(learned) < len(known)
-    start = method.parameters(config, length=max(query.shape[2], key.shape[2]), **sizes) if missing else {}
-    return {"parameters": {**{k: v.to(query.device) for k, v in start.items()}, **learned}}
+    if method.initial_parameters is None or len(some) == len(known):
+        return some
+    initial = method.initial_parameters(
+        config,
+        num_heads=query.shape[1],
+        head_dim=query.shape[3],
+        value_dim=value.shape[3],
+        max_length=max(query.shape[2], key.shape[2]),
+    )
+    return {**{name: x.to(query.device) for name, x in initial.items()}, **some}
 
 
-def _grouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values with as many heads as the queries."""
+def _zero_masked(key: Tensor, value: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Set keys and values (B, H_kv, Nk, .) to 0 where the mask (B, Nk) is False, so that NaN in padding has no effect."""
+    if key_mask is None:
+        return key, value
+    masked = ~key_mask[:, None, :, None]
+    return key.masked_fill(masked, 0.0), value.masked_fill(masked, 0.0)
+
+
+def _repeat_kv(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeat the heads of keys and values (B, H_kv, Nk, .) so that there are as many as of the queries."""
     groups = query.shape[1] // key.shape[1]
     if groups == 1:
         return key, value
     return key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
 
 
-def _under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast, all tensors in its type, as torch does for its own attention."""
+def _cast_under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast, cast all tensors to its dtype, as PyTorch does for its own attention."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
         return tensors
@@ -231,67 +304,84 @@ def _under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) for x in tensors)
 
 
-def _check(config, query, key, value, mask, is_causal, scale, dropout_p, seed) -> None:
-    """Everything that can be wrong with a call, before any work is done."""
-    info = get_method(config.method).info
+def _check(config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, arguments: _Arguments) -> None:
+    """Refuse everything that can be wrong with a call before any work is done."""
+    info, mask = get_method(config.method).info, arguments.attention_mask
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
 
-    def refuse(sentence: str):
-        raise UnsupportedAttentionError(f"{config.method}: {sentence}")
+    def refuse(problem: str) -> None:
+        raise UnsupportedAttentionError(f"{config.method}: {problem}")
 
     if not query.ndim == key.ndim == value.ndim == 4:
-        refuse(f"query, key and value are (batch, heads, length, width); got {shapes}")
+        refuse(f"query, key and value must have the shape (batch, num_heads, length, head_dim); got {shapes}")
     if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
         refuse(f"these shapes do not fit together: {shapes}")
     if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
-        refuse(f"{query.shape[1]} query heads cannot share {key.shape[1]} key heads: the second must divide the first")
+        refuse(f"the number of key heads, {key.shape[1]}, must divide the number of query heads, {query.shape[1]}")
     if not query.dtype == key.dtype == value.dtype or not query.is_floating_point():
-        refuse(f"query, key and value need one floating type; got {query.dtype}, {key.dtype}, {value.dtype}")
+        refuse(
+            "query, key and value must have the same floating-point dtype; got "
+            f"{query.dtype}, {key.dtype}, {value.dtype}"
+        )
     if mask is not None:
         expected = (key.shape[0], key.shape[2])
         if mask.ndim == 4:
             refuse(
-                "a 4-D attention mask is not supported: no (queries, keys) mask is ever built here. Give a bool mask "
-                f"{expected} of the keys that are there (True = attend) and is_causal, or use attention 'sdpa'"
+                "a 4-D attention mask is not supported, because no (q_len, kv_len) mask is ever built here. Give a bool "
+                f"mask of shape {expected} (True = attend) and is_causal, or use attention 'sdpa'"
             )
         if tuple(mask.shape) != expected or mask.dtype != torch.bool:
             refuse(f"attention_mask must be bool {expected}, True = attend; got {mask.dtype} {tuple(mask.shape)}")
-    if is_causal and not info.causal:
+    if arguments.is_causal and not info.causal:
         refuse(f"it has no causal form. Methods that have one: {', '.join(causal_methods())}")
-    if query.shape[2] != key.shape[2] and not info.rectangular and not is_causal:
+    if query.shape[2] != key.shape[2] and not info.rectangular and not arguments.is_causal:
         refuse(f"it needs as many queries as keys; got {query.shape[2]} and {key.shape[2]}")
-    if not 0.0 <= dropout_p < 1.0:
-        refuse(f"dropout_p={dropout_p!r} is not a probability below 1")
-    if seed is not None and not isinstance(seed, (int, Tensor)):
-        refuse(f"seed must be an integer or None, not {type(seed).__name__}")
+    if not 0.0 <= arguments.dropout_p < 1.0:
+        refuse(f"dropout_p={arguments.dropout_p!r} must be at least 0 and below 1")
+    if arguments.seed is not None and not isinstance(arguments.seed, (int, Tensor)):
+        refuse(f"seed must be an integer or None, not {type(arguments.seed).__name__}")
 
 
-def causal_methods() -> list[str]:
-    """Names of the methods that have a causal form."""
-    return [name for name in available_methods() if get_method(name).info.causal]
-
-
-def rectangular_methods() -> list[str]:
-    """Names of the methods that take more or fewer keys than queries."""
-    return [name for name in available_methods() if get_method(name).info.rectangular]
-
-
-def functional_form(name: str) -> Callable:
-    """`functional.<name>_attention`: `attention` for one method, its hyperparameters spelt out in the signature."""
+def functional_form(name: str) -> Callable[..., Tensor]:
+    """Make `functional.<name>_attention`: `attention` by one method, with its hyperparameters in the signature."""
     info = get_method(name).info
 
-    def call(query, key, value, *, attention_mask=None, is_causal=False, scale=None, dropout_p=0.0, seed=0, **options):
-        options = {k: v for k, v in options.items() if v is not None or k not in info.learned_parameters}
-        return attention(name, query, key, value, attention_mask=attention_mask, is_causal=is_causal, scale=scale,
-                         dropout_p=dropout_p, seed=seed, **options)  # fmt: skip
+    def call(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        is_causal: bool = False,
+        scale: float | None = None,
+        dropout_p: float = 0.0,
+        seed: int | None = 0,
+        **hyperparameters: Any,
+    ) -> Tensor:
+        given = {k: v for k, v in hyperparameters.items() if v is not None or k not in info.learned_parameters}
+        return attention(
+            name,
+            query,
+            key,
+            value,
+            attention_mask=attention_mask,
+            is_causal=is_causal,
+            scale=scale,
+            dropout_p=dropout_p,
+            seed=seed,
+            **given,
+        )
 
-    own = [f for f in dataclasses.fields(info.config_class) if f.name != "seed"]
-    learned = [inspect.Parameter(k, inspect.Parameter.KEYWORD_ONLY, default=None) for k in info.learned_parameters]
-    lines = "\n".join(f"    {f.name}: {f.metadata.get('help', '')} Default {f.default!r}." for f in own)
+    fields = [f for f in dataclasses.fields(info.config_class) if f.name != "seed"]
+    lines = "\n".join(f"    {f.name}: {f.metadata.get('help', '')} Default {f.default!r}." for f in fields)
     call.__name__ = call.__qualname__ = f"{name}_attention"
-    call.__doc__ = f"{info.title} ({info.paper}, {info.year}): {info.summary}\n\n{lines}\n\nThe rest as in `attention`."
+    call.__doc__ = (
+        f"{info.title} ({info.paper}, {info.year}): {info.summary}\n\n{lines}\n\nThe other arguments are those of "
+        "`attention`."
+    )
     signature = inspect.signature(call)
-    standard = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    extra = [inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default) for f in own]
-    call.__signature__ = signature.replace(parameters=standard + extra + learned)
+    common = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    defaults = {f.name: f.default for f in fields} | dict.fromkeys(info.learned_parameters)
+    own = [inspect.Parameter(k, inspect.Parameter.KEYWORD_ONLY, default=v) for k, v in defaults.items()]
+    vars(call)["__signature__"] = signature.replace(parameters=common + own)
     return call

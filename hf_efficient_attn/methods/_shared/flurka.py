@@ -13,13 +13,13 @@ that was not trained further attends to averages of keys and values.
 There is no causal form: a row holds tokens of the future.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.methods._shared.base import MethodConfig, get_method, option
+from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.registry import AttentionOptions, HiddenProjections, get_method
 from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.projections import (
     NAMES,
@@ -74,10 +74,12 @@ class FlurkaConfig(MethodConfig):
         return {}
 
 
-def start_parameters(config: FlurkaConfig, *, heads: int, width: int, value_width: int, length: int) -> dict:
+def initial_parameters(
+    config: FlurkaConfig, *, num_heads: int, head_dim: int, value_dim: int, max_length: int
+) -> dict[str, Tensor]:
     """`key_projection` (P, M) and, unless it is shared, `value_projection`."""
     streams = _STREAMS[:1] if config.share == "kv" else _STREAMS
-    return start_tables(config.projection_dim, config.max_length or length, config.init, config.seed, streams)
+    return start_tables(config.projection_dim, config.max_length or max_length, config.init, config.seed, streams)
 
 
 def _tables(config: FlurkaConfig, columns: int, parameters: dict[str, Tensor]) -> list[Tensor]:
@@ -85,44 +87,53 @@ def _tables(config: FlurkaConfig, columns: int, parameters: dict[str, Tensor]) -
     return projection_tables(config.method, config.projection_dim, columns, parameters)
 
 
-def attend(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed, parameters) -> Tensor:
-    """Fast form; arguments as in `hf_efficient_attn.methods._shared.call`."""
+def forward(config: FlurkaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Fast form; arguments as in `hf_efficient_attn.methods._shared.registry.register_method`."""
+    mask, scale, dropout_p, seed, parameters = (
+        options.key_mask,
+        options.scale,
+        options.dropout_p,
+        options.seed,
+        options.parameters,
+    )
     columns, wide = key.shape[2], accumulation_dtype(query.dtype)
     both = contractions(_tables(config, columns, parameters), mask, columns, wide)
-    options = {"mask": projected_key_mask(both, key.shape[0]), "scale": scale, "dropout_p": dropout_p, "seed": seed}
-    options |= config.kernel_options(_mask_of_queries(query, key, mask))
+    options = AttentionOptions(projected_key_mask(both, key.shape[0]), False, scale, dropout_p, seed, {})
+    extra = config.kernel_options(_mask_of_queries(query, key, mask))
     rows = both[0].rows(key), both[1].rows(value)
     kernel = get_method(config.kernel)
-    return kernel.attend(config.kernel_config(), query, *rows, is_causal=False, **options).to(value.dtype)
+    return kernel.forward(config.kernel_config(), query, *rows, options, **extra).to(value.dtype)
 
 
-def attend_hidden(
+def forward_hidden_states(
     config: FlurkaConfig,
     query: Tensor,
-    hidden: Tensor,
-    to_key: Callable[[Tensor], Tensor],
-    to_value: Callable[[Tensor], Tensor],
-    *,
-    mask: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    seed: int | Tensor,
-    parameters: dict[str, Tensor],
+    hidden_states: Tensor,
+    projections: HiddenProjections,
+    options: AttentionOptions,
 ) -> Tensor:
     """Eq. 2 as it stands: the hidden states are contracted before they are projected to keys and values.
 
-    The same as `attend` with key = to_key(hidden), value = to_value(hidden) to rounding, but P rows are projected in
+    The same as `forward` with key = to_key(hidden_states), value = to_value(hidden_states) to rounding, but P rows are projected in
     place of N.
 
     Args:
         query: (B, H, N, D), of the same tokens.
-        hidden: (B, N, W), which keys and values come from, 0 at tokens that are not there.
-        to_key, to_value: affine maps, (B, P, W) -> (B, P, H * D).
-        mask, scale, dropout_p, seed, parameters: as `attend` takes them.
+        hidden_states: (B, N, W), which keys and values come from, 0 at tokens that are not there.
+        projections: affine maps, (B, P, W) -> (B, P, H * D).
+        options: as `forward` takes them.
 
     Returns:
         (B, H, N, D) in the type of `query`.
     """
+    mask, scale, dropout_p, seed, parameters = (
+        options.key_mask,
+        options.scale,
+        options.dropout_p,
+        options.seed,
+        options.parameters,
+    )
+    hidden = hidden_states
     device, columns, heads = query.device.type, hidden.shape[1], query.shape[1]
     with torch.autocast(device, enabled=False):
         wide = accumulation_dtype(hidden.dtype)
@@ -130,17 +141,17 @@ def attend_hidden(
         contracted = [first.rows(hidden[:, None])[:, 0].to(hidden.dtype)]
         contracted.append(contracted[0] if second is first else second.rows(hidden[:, None])[:, 0].to(hidden.dtype))
     rows = []
-    for part, x, project in zip((first, second), contracted, (to_key, to_value), strict=True):
+    for part, x, project in zip((first, second), contracted, projections, strict=True):
         # An affine map of a row holds its bias once, where that of a sum of tokens holds it E 1 times.
         bias, excess = project(x.new_zeros(1, 1, x.shape[2])), (part.sums() - 1.0).unsqueeze(2)
         x = project(x)
         rows.append((x + (excess * bias).to(x.dtype)).unflatten(2, (heads, -1)).transpose(1, 2))
-    options = {"mask": projected_key_mask(both, hidden.shape[0]), "scale": scale, "dropout_p": dropout_p, "seed": seed}
-    options |= config.kernel_options(mask)
+    options = AttentionOptions(projected_key_mask(both, hidden.shape[0]), False, scale, dropout_p, seed, {})
+    extra = config.kernel_options(mask)
     kernel = get_method(config.kernel)
     with torch.autocast(device, enabled=False):
         rows = (x.to(accumulation_dtype(x.dtype)) for x in rows)
-        return kernel.attend(config.kernel_config(), query, *rows, is_causal=False, **options).to(query.dtype)
+        return kernel.forward(config.kernel_config(), query, *rows, options, **extra).to(query.dtype)
 
 
 def _mask_of_queries(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
@@ -148,16 +159,24 @@ def _mask_of_queries(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor 
     return mask if query.shape[2] == key.shape[2] else None
 
 
-def naive(config, query, key, value, *, mask, is_causal, scale, dropout_p, seed, parameters) -> Tensor:
+def naive(config: FlurkaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: row by row with the tokens that are not there taken out, and the kernel's readable form."""
+    mask, scale, dropout_p, seed, parameters = (
+        options.key_mask,
+        options.scale,
+        options.dropout_p,
+        options.seed,
+        options.parameters,
+    )
     both, outs = [x.double() for x in _tables(config, key.shape[2], parameters)], []
     query_mask = _mask_of_queries(query, key, mask)
-    options = {"mask": None, "is_causal": False, "scale": scale, "dropout_p": dropout_p, "seed": seed}
+    options = AttentionOptions(None, False, scale, dropout_p, seed, {})
+    kernel = get_method(config.kernel)
     for b in range(key.shape[0]):
         there = slice(None) if mask is None else mask[b]
         tokens = (x[b, :, there].double() for x in (key, value))
         (keys, first), (values, second) = (naive_projection(table, x) for table, x in zip(both, tokens, strict=True))
         rows = (x[None, :, first & second] for x in (keys, values))
-        own = options | config.kernel_options(None if query_mask is None else query_mask[b : b + 1])
-        outs.append(get_method(config.kernel).naive(config.kernel_config(), query[b : b + 1].double(), *rows, **own))
+        extra = config.kernel_options(None if query_mask is None else query_mask[b : b + 1])
+        outs.append(kernel.naive(config.kernel_config(), query[b : b + 1].double(), *rows, options, **extra))
     return torch.cat(outs).to(value.dtype)

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.kernel import softmax_column_norms
-from hf_efficient_attn.methods._shared.base import MethodConfig, option
+from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.registry import AttentionOptions
 from hf_efficient_attn.ops import causal, near_far
 from hf_efficient_attn.ops.blocks import inverse, take, valid_first
 from hf_efficient_attn.ops.exact import exact_attention, exact_decode
@@ -118,8 +119,15 @@ def _restore(out: Tensor, order: Tensor | None, mask: Tensor | None) -> Tensor:
     return take(out, inverse(order)).masked_fill(~mask[:, :, None], 0.0)
 
 
-def attend(config: NearFarConfig, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
-    """Fast form; arguments as in `hf_efficient_attn.methods._shared.call`."""
+def forward(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Fast form; arguments as in `hf_efficient_attn.methods._shared.registry.register_method`."""
+    mask, is_causal, scale, dropout_p, seed = (
+        options.key_mask,
+        options.is_causal,
+        options.scale,
+        options.dropout_p,
+        options.seed,
+    )
     shape, budget = query.shape[:2], config.block_size + config.num_samples
     options = _plan_options(config, query, scale, seed)
     query, key, value, mask = _flat(query, key, value, mask)
@@ -139,8 +147,9 @@ def attend(config: NearFarConfig, query, key, value, *, mask, is_causal, scale, 
     return out.unflatten(0, shape)
 
 
-def naive(config: NearFarConfig, query, key, value, *, mask, is_causal, scale, dropout_p, seed) -> Tensor:
+def naive(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: the same plan as a dense matrix of log-weights beside the dense scores."""
+    mask, is_causal, scale, seed = options.key_mask, options.is_causal, options.scale, options.seed
     shape, budget = query.shape[:2], config.block_size + config.num_samples
     options = _plan_options(config, query, scale, seed)
     query, key, value, mask = _flat(query, key, value, mask)
@@ -164,6 +173,7 @@ def naive(config: NearFarConfig, query, key, value, *, mask, is_causal, scale, d
     return _restore(out, order, mask).unflatten(0, shape)
 
 
-def decode(config: NearFarConfig, query, key, value, *, mask, scale, dropout_p) -> Tensor:
+def decode(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """A few last queries attend to all cached keys exactly: a step then costs what reading the cache costs."""
+    mask, scale, dropout_p = options.key_mask, options.scale, options.dropout_p
     return exact_decode(query, key, value, mask, scale=scale, dropout_p=dropout_p)

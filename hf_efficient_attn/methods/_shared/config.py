@@ -1,0 +1,145 @@
+"""The base class of every method's configuration: hyperparameters with their checks, and facts about the method."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
+
+ConfigT = TypeVar("ConfigT", bound="MethodConfig")
+
+# Integer hyperparameters are below this limit, so that they can be used as sizes and as seeds on every device.
+_LIMIT = 2**31
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    minimum: int | None = None,
+    choices: tuple[str, ...] | None = None,
+    carried: bool = False,
+) -> Any:
+    """Declare a hyperparameter, that is, a field of a method's config.
+
+    Args:
+        default: the default value.
+        help: one or two sentences for the command line and for the documentation of the functional form.
+        minimum: the smallest allowed integer. None: the value is not checked to be an integer.
+        choices: the allowed strings. None: the value is not checked to be one of them.
+        carried: True if the hyperparameter determines the shape or the values of learned or random parameters. Training
+            that moves a model from one method to another keeps the value of such a hyperparameter.
+    """
+    metadata = {"help": help, "minimum": minimum, "choices": choices, "carried": carried}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodConfig:
+    """Hyperparameters of one method. An instance is immutable, and its values are checked when it is made.
+
+    A method subclasses this class as a frozen, keyword-only dataclass. It declares each hyperparameter with `option`
+    and sets the attributes below, without an annotation, in the class body.
+
+    Attributes:
+        method: the name of the method, which is also its `attn_implementation` in Transformers.
+        title: the name as it is written in the text of documents.
+        paper: authors, venue and year of the paper.
+        year: the year in which the paper appeared.
+        causal: True if the method has a causal form.
+        rectangular: True if the number of keys may differ from the number of queries.
+        learned_parameters: the names of the parameters that the method learns.
+        mixes_queries: True if, in the bidirectional form, the output of one query depends on other queries, for example
+            because they are sorted or averaged together. In the cross attention of a decoder this would leak later
+            tokens to earlier ones, so such a method is not used there.
+        default_rank: the position of the method among those that the commands compare by default, lowest first. None
+            if the method is not one of them.
+        default_variants: the hyperparameters of each variant of the method that the commands compare by default.
+        summary: what the method computes, in one line.
+
+    Raises:
+        UnsupportedAttentionError: a value has the wrong type or is not allowed.
+    """
+
+    method: ClassVar[str] = ""
+    title: ClassVar[str]
+    paper: ClassVar[str]
+    year: ClassVar[int]
+    causal: ClassVar[bool]
+    rectangular: ClassVar[bool]
+    learned_parameters: ClassVar[tuple[str, ...]] = ()
+    mixes_queries: ClassVar[bool] = True
+    default_rank: ClassVar[int | None] = None
+    default_variants: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)
+    summary: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for spec in dataclasses.fields(self):
+            value, minimum, choices = (
+                getattr(self, spec.name),
+                spec.metadata.get("minimum"),
+                spec.metadata.get("choices"),
+            )
+            setting = f"{self.method}: {spec.name}={value!r}"
+            if choices is not None and (not isinstance(value, str) or value not in choices):
+                raise UnsupportedAttentionError(
+                    f"{setting} is not an allowed value: {unknown_name(spec.name, value, choices)}"
+                )
+            if minimum is not None:
+                if isinstance(value, bool) or not isinstance(value, int):
+                    raise UnsupportedAttentionError(f"{setting} must be an integer, not {type(value).__name__}")
+                if not minimum <= value < _LIMIT:
+                    raise UnsupportedAttentionError(f"{setting} must be at least {minimum} and below 2**31")
+
+    @classmethod
+    def hyperparameters(cls) -> tuple[str, ...]:
+        """The names of all hyperparameters."""
+        # torch.compile cannot trace `dataclasses.fields` of a class. The fields of the base class are the facts above.
+        return tuple(name for name in cls.__dataclass_fields__ if name not in MethodConfig.__dataclass_fields__)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The method's name and all hyperparameters, as values that JSON can represent."""
+        values = {name: getattr(self, name) for name in self.hyperparameters()}
+        return {"method": self.method, **{k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}}
+
+    @classmethod
+    def from_dict(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
+        """Inverse of `to_dict`. Hyperparameters that are missing get their defaults.
+
+        Raises:
+            UnsupportedAttentionError: the method has no such hyperparameter, or the dictionary is that of another method.
+        """
+        values = dict(values)
+        method = values.pop("method", cls.method)
+        if method != cls.method:
+            raise UnsupportedAttentionError(
+                f"{cls.__name__} cannot be made from the dictionary of another method, {method!r}"
+            )
+        return cls(**cls.check_hyperparameters(values))
+
+    @classmethod
+    def check_hyperparameters(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Check that every key is a hyperparameter, and return the values with each list converted to a tuple."""
+        known = cls.hyperparameters()
+        for name in values:
+            if name not in known:
+                raise UnsupportedAttentionError(f"{cls.method}: {unknown_name('hyperparameter', name, known)}")
+        return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+
+    def with_budget(self: ConfigT, columns: int) -> ConfigT:
+        """A copy whose cost per query is that of `columns` exact keys.
+
+        Raises:
+            UnsupportedAttentionError: `columns` is not a positive integer, or it is too small for the method.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def check_budget(cls, columns: int, minimum: int = 1) -> int:
+        """Return `columns` if it is an integer that is at least `minimum`, and raise an error otherwise."""
+        if isinstance(columns, bool) or not isinstance(columns, int) or columns < minimum:
+            raise UnsupportedAttentionError(
+                f"{cls.method}: a budget of {columns!r} columns is not possible; give an integer of {minimum} or more"
+            )
+        return columns

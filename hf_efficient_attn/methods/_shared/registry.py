@@ -1,0 +1,341 @@
+"""The registry of methods: what a method consists of, how it is registered, and how it is found by its name."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeAlias
+
+from torch import Tensor
+
+from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
+from hf_efficient_attn.methods._shared.config import ConfigT, MethodConfig
+
+
+class AttentionOptions(NamedTuple):
+    """The arguments of a call to a method besides query, key and value.
+
+    Attributes:
+        key_mask: bool (B, Nk), True for the keys to attend to; None if there is no padding. In a call to a method, key
+            and value are 0 wherever the mask is False.
+        is_causal: query i attends to the keys 0 to i only; Nq = Nk.
+        scale: the factor of the scores q . k.
+        dropout_p: the probability with which an attention weight is dropped. 0 outside of training.
+        seed: the seed of everything that is drawn, an integer or a scalar tensor. It includes the config's own seed.
+        parameters: the learned parameters by name; empty for a method that learns none.
+    """
+
+    key_mask: Tensor | None
+    is_causal: bool
+    scale: float
+    dropout_p: float
+    seed: int | Tensor
+    parameters: Mapping[str, Tensor]
+
+
+class HiddenProjections(NamedTuple):
+    """The affine maps of a layer from hidden states (B, N, W) to keys and to values, each (B, N, H * D)."""
+
+    to_key: Callable[[Tensor], Tensor]
+    to_value: Callable[[Tensor], Tensor]
+
+
+# forward(config, query, key, value, options) with query (B, H, Nq, D), key (B, H, Nk, D) and value (B, H, Nk, Dv)
+# returns the output (B, H, Nq, Dv).
+AttentionForward: TypeAlias = Callable[[ConfigT, Tensor, Tensor, Tensor, AttentionOptions], Tensor]
+# A state is a named tuple of tensors (B, H_kv, ...).
+State: TypeAlias = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Recurrence(Generic[ConfigT]):
+    """The operations of a causal method that can represent all past keys and values by a state of constant size.
+
+    A state is a named tuple of tensors (B, H_kv, ...), float32, or float64 if the input is float64. All calls on one
+    state, and the call on the whole sequence that they reproduce, must use the same scale and the same seed.
+
+    Attributes:
+        update: update(config, state, key, value, options) returns the state after the tokens of key (B, H_kv, N, D) and
+            value (B, H_kv, N, Dv). `state` is None before the first tokens.
+        query: query(config, state, query, options) returns the attention of query (B, H, N, D) to all tokens of the
+            state, (B, H, N, Dv). Here the state has H heads.
+        forward: forward(config, query, key, value, options, initial_state) returns (B, H, N, Dv). Query i attends to
+            all tokens of the initial state and to the keys 0 to i. Here the state has H heads.
+    """
+
+    update: Callable[..., State]
+    query: Callable[..., Tensor]
+    forward: Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class MethodInfo:
+    """The facts about one method, as plain values; see `MethodConfig` for their meaning."""
+
+    name: str
+    title: str
+    paper: str
+    year: int
+    causal: bool
+    rectangular: bool
+    recurrent: bool
+    learned_parameters: tuple[str, ...]
+    config_class: type[MethodConfig]
+    summary: str
+
+
+@dataclass(frozen=True)
+class Method:
+    """One entry of the registry; see `register_method` for the attributes."""
+
+    info: MethodInfo
+    forward: AttentionForward[Any]
+    naive: AttentionForward[Any]
+    decode: AttentionForward[Any] | None
+    initial_parameters: Callable[..., dict[str, Tensor]] | None
+    starts_from: Mapping[str, str]
+    recurrence: Recurrence[Any] | None
+    forward_hidden_states: Callable[..., Tensor] | None
+
+    @property
+    def mixes_queries(self) -> bool:
+        """Whether the output of one query depends on other queries; see `MethodConfig`."""
+        return self.info.config_class.mixes_queries
+
+
+_REGISTRY: dict[str, Method] = {}
+_LISTENERS: list[Callable[[str], object]] = []
+
+# Transformers interprets these parts of the name of an attention implementation.
+_RESERVED = ("flash", "/", "sdpa", "flex_attention", "|")
+_FACTS = ("method", "title", "paper", "year", "causal", "rectangular", "summary")
+# Arguments of `attention` and keys of `config.efficient_attention`.
+_TAKEN = ("method", "layers", "version", "attention_mask", "is_causal", "scale", "dropout_p", "parameters")
+
+
+def register_method(
+    config_class: type[ConfigT],
+    *,
+    forward: AttentionForward[ConfigT],
+    naive: AttentionForward[ConfigT],
+    decode: AttentionForward[ConfigT] | None = None,
+    initial_parameters: Callable[..., dict[str, Tensor]] | None = None,
+    starts_from: Mapping[str, str] | None = None,
+    recurrence: Recurrence[ConfigT] | None = None,
+    forward_hidden_states: Callable[..., Tensor] | None = None,
+    replace: bool = False,
+) -> None:
+    """Add a method, of this package or from a user's own file, under the name `config_class.method`.
+
+    From then on the method is available in the functional form, in Transformers as an `attn_implementation`, in saved
+    configs and on the command line (if the file that registers it has been imported).
+
+    Args:
+        config_class: a frozen, keyword-only dataclass that subclasses `MethodConfig`. It declares the hyperparameters,
+            all with defaults, sets the facts about the method as class attributes, and defines `with_budget`.
+        forward: the fast form. forward(config, query, key, value, options) returns the output (B, H, Nq, Dv) for query
+            (B, H, Nq, D), key (B, H, Nk, D), value (B, H, Nk, Dv) and `AttentionOptions`. The inputs have been checked,
+            keys and values have as many heads as the queries, and they are 0 wherever `options.key_mask` is False.
+        naive: the readable form with dense (Nq, Nk) matrices. It has the same signature, and tests compare the two. A
+            method that is dense itself may give the same function twice.
+        decode: causal attention of the last few queries (B, H, Nq, D) to the keys of all positions, with the same
+            signature. Without it, decoding one token costs as much as the whole sequence.
+        initial_parameters: for a method with learned parameters, initial_parameters(config, *, num_heads, head_dim,
+            value_dim, max_length) returns the values that a conversion starts from: float32 tensors of one layer by
+            their names, for sequences of up to `max_length` tokens.
+        starts_from: for a learned parameter, the name of the parameter that it is initialised with when a model is
+            switched from a method that has the latter but not the former.
+        recurrence: the operations of a causal method that can decode from a state of constant size.
+        forward_hidden_states: for a method that is cheaper to compute from hidden states than from keys and values,
+            forward_hidden_states(config, query, hidden_states, projections, options) returns the same output up to
+            rounding. `hidden_states` (B, N, W) is 0 wherever `options.key_mask` is False, and `projections` is a
+            `HiddenProjections`.
+        replace: replace a method that has the same name, for example when a notebook cell runs again.
+
+    Raises:
+        UnsupportedAttentionError: the name is taken or not allowed, a fact is missing, or the config class and the
+            functions do not fit together.
+
+    Example:
+        A method that attends to the first keys only. After this file has been imported,
+        `AutoModel.from_pretrained(..., attn_implementation="first_keys")` uses it::
+
+            from dataclasses import dataclass, replace
+
+            import torch
+            import hf_efficient_attn as hea
+            from hf_efficient_attn.methods import MethodConfig, option
+
+
+            @dataclass(frozen=True, kw_only=True)
+            class FirstKeysConfig(MethodConfig):
+                "Hyperparameters of attention to the first keys."
+
+                method = "first_keys"
+                title = "First keys"
+                paper = "none"
+                year = 2026
+                causal = False
+                rectangular = True
+                mixes_queries = False
+                summary = "exact attention to the first keys of the sequence"
+
+                num_samples: int = option(64, "Number of keys that each query attends to.", minimum=1)
+
+                def with_budget(self, columns):
+                    return replace(self, num_samples=self.check_budget(columns))
+
+
+            def forward(config, query, key, value, options):
+                count = config.num_samples
+                scores = query.float() @ key[:, :, :count].float().mT * options.scale  # (B, H, Nq, count)
+                if options.key_mask is not None:
+                    masked = ~options.key_mask[:, None, None, :count]
+                    scores = scores.masked_fill(masked, torch.finfo(scores.dtype).min)
+                weights = scores.softmax(-1)
+                if options.key_mask is not None:
+                    weights = weights.masked_fill(masked, 0.0)
+                return (weights @ value[:, :, :count].float()).to(value.dtype)
+
+
+            hea.register_method(FirstKeysConfig, forward=forward, naive=forward)
+    """
+    _check(config_class, forward, naive, initial_parameters, recurrence)
+    name = config_class.method
+    if name in _REGISTRY and not replace:
+        raise UnsupportedAttentionError(
+            f"a method named {name!r} is registered already: choose another name, or pass replace=True to replace it"
+        )
+    info = MethodInfo(
+        name=name,
+        title=config_class.title,
+        paper=config_class.paper,
+        year=config_class.year,
+        causal=config_class.causal,
+        rectangular=config_class.rectangular,
+        recurrent=recurrence is not None,
+        learned_parameters=tuple(config_class.learned_parameters),
+        config_class=config_class,
+        summary=config_class.summary,
+    )
+    _REGISTRY[name] = Method(
+        info=info,
+        forward=forward,
+        naive=naive,
+        decode=decode,
+        initial_parameters=initial_parameters,
+        starts_from=dict(starts_from or {}),
+        recurrence=recurrence,
+        forward_hidden_states=forward_hidden_states,
+    )
+    learns.cache_clear()
+    for listener in _LISTENERS:
+        listener(name)
+
+
+def _check(
+    config_class: type[MethodConfig],
+    forward: object,
+    naive: object,
+    initial_parameters: object,
+    recurrence: object,
+) -> None:
+    """Check everything about a new method that could otherwise fail only when it is used."""
+    if not (isinstance(config_class, type) and issubclass(config_class, MethodConfig)):
+        raise UnsupportedAttentionError(
+            f"the first argument of register_method must be a subclass of MethodConfig; got {config_class!r}"
+        )
+
+    def refuse(problem: str) -> None:
+        raise UnsupportedAttentionError(f"{config_class.__name__}: {problem}")
+
+    missing = [fact for fact in _FACTS if not hasattr(config_class, fact) or getattr(config_class, fact) in ("", None)]
+    if missing:
+        refuse(f"the class attributes {', '.join(missing)} are missing; MethodConfig documents them")
+    name = config_class.method
+    for part in _RESERVED:
+        if part in name:
+            refuse(f"method={name!r} must not contain {part!r}, because Transformers gives it a special meaning")
+    if not name.isidentifier() or name in ("auto", "eager"):
+        refuse(f"method={name!r} must be a Python identifier other than 'auto' and 'eager'")
+    if any(isinstance(value, dataclasses.Field) for value in vars(config_class).values()):
+        refuse("decorate the class with @dataclass(frozen=True, kw_only=True)")
+    for spec in dataclasses.fields(config_class):
+        if spec.name in _TAKEN:
+            refuse(f"{spec.name!r} cannot be the name of a hyperparameter, because it has another meaning in a call")
+        if spec.default is dataclasses.MISSING:
+            refuse(f"the hyperparameter {spec.name!r} needs a default; declare it with `option`")
+    if not callable(forward) or not callable(naive):
+        refuse("a method needs a forward and a naive form; naive=forward is allowed")
+    if bool(config_class.learned_parameters) != (initial_parameters is not None):
+        refuse("learned_parameters and initial_parameters must be given together")
+    if recurrence is not None and not config_class.causal:
+        refuse("a method with a recurrence must be causal")
+
+
+def unregister(name: str) -> None:
+    """Remove a method. Only tests need this, after they have registered a method of their own."""
+    del _REGISTRY[name]
+
+
+def on_register(listener: Callable[[str], object]) -> None:
+    """Call `listener` with the name of every method that is registered, now and later."""
+    _LISTENERS.append(listener)
+    for name in available_methods():
+        listener(name)
+
+
+def available_methods() -> tuple[str, ...]:
+    """The names of all methods. Each is also an `attn_implementation`."""
+    return tuple(_REGISTRY)
+
+
+def causal_methods() -> list[str]:
+    """The names of the methods that have a causal form."""
+    return [name for name, method in _REGISTRY.items() if method.info.causal]
+
+
+def rectangular_methods() -> list[str]:
+    """The names of the methods for which the number of keys may differ from the number of queries."""
+    return [name for name, method in _REGISTRY.items() if method.info.rectangular]
+
+
+def get_method(name: str) -> Method:
+    """The entry of the registry with this name.
+
+    Raises:
+        UnsupportedAttentionError: there is no such method. The message names the most similar one.
+    """
+    if not isinstance(name, str) or name not in _REGISTRY:
+        raise UnsupportedAttentionError(unknown_name("attention method", name, _REGISTRY))
+    return _REGISTRY[name]
+
+
+def method_info(name: str) -> MethodInfo:
+    """The facts about one method.
+
+    Raises:
+        UnsupportedAttentionError: there is no such method. The message names the most similar one.
+    """
+    return get_method(name).info
+
+
+@functools.lru_cache(maxsize=256)
+def learns(config: MethodConfig) -> bool:
+    """Whether a method with these hyperparameters has learned parameters."""
+    initial = get_method(config.method).initial_parameters
+    return initial is not None and bool(initial(config, num_heads=1, head_dim=1, value_dim=1, max_length=1))
+
+
+def make_config(method_or_config: str | MethodConfig, **hyperparameters: Any) -> MethodConfig:
+    """Make a config from a method's name and hyperparameters, or from a config with some of its values replaced.
+
+    Raises:
+        UnsupportedAttentionError: the method or a hyperparameter is unknown, or a value is not allowed.
+    """
+    if isinstance(method_or_config, MethodConfig):
+        if not hyperparameters:
+            return method_or_config
+        return dataclasses.replace(method_or_config, **method_or_config.check_hyperparameters(hyperparameters))
+    config_class = method_info(method_or_config).config_class
+    return config_class(**config_class.check_hyperparameters(hyperparameters))
