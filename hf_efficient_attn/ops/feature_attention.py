@@ -1,0 +1,218 @@
+"""Causal attention with random features of the softmax kernel (Choromanski et al. 2021), chunk by chunk.
+
+The sums over the features are kept in the log domain, as `hf_efficient_attn.ops.features` explains. The keys of the
+chunks before a chunk enter through the state of the features, a `Partial`; the pairs of a query and a key of the same
+chunk enter through the products of their features. The two are merged.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout, pad
+
+from hf_efficient_attn.ops.blocks import pad_to_blocks
+from hf_efficient_attn.ops.exact import mask_bias
+from hf_efficient_attn.ops.features import key_state, query_state
+from hf_efficient_attn.ops.partial import LOG2_E, Partial, accumulation_dtype, merge, prefix_merge, safe_row_max
+from hf_efficient_attn.ops.scan import running_sum
+
+_CHUNK = 128  # tokens
+# The buffered form uses chunks of 64 tokens for up to 128 features. It processes this many heads at a time, and blocks
+# of this many numbers.
+_FEW_FEATURES, _SMALL_CHUNK = 128, 64
+BUFFERED_HEADS = 8
+_BLOCK = 1 << 18
+
+
+class FeatureKernel(NamedTuple):
+    """An approximation of exp(scale * q . k) by F random features.
+
+    Attributes:
+        features: (F, D), the directions of the features.
+        scale: factor of the scores. Queries and keys are each multiplied by its square root.
+    """
+
+    features: Tensor
+    scale: float
+
+    def scale_query(self, query: Tensor) -> Tensor:
+        """Queries (..., D) times sqrt(|scale|), in the accumulation dtype. They also take the sign of the scale."""
+        root = abs(self.scale) ** 0.5
+        return query.to(accumulation_dtype(query.dtype)) * (root if self.scale >= 0 else -root)
+
+    def scale_key(self, key: Tensor, value: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys (..., D) times sqrt(|scale|), values and the bias of the keys, in the accumulation dtype.
+
+        The bias (...) is -|k|^2 / 2 for the scaled key k, and -inf where `key_mask`, bool (...), is False.
+        """
+        acc_dtype = accumulation_dtype(key.dtype)
+        key, value = key.to(acc_dtype) * abs(self.scale) ** 0.5, value.to(acc_dtype)
+        bias = -0.5 * key.square().sum(-1)
+        return key, value, bias if key_mask is None else bias + mask_bias(key_mask, acc_dtype)
+
+
+def _chunks(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, size: int) -> tuple[Tensor, ...]:
+    """Cut (BH, N, .) into chunks (BH, C, size, .) and bias (BH, N) into (BH, C, size), -inf for the padding."""
+    bias = pad(bias, (0, -bias.shape[1] % size), value=-torch.inf)
+    query, key, value = (pad_to_blocks(x, size) for x in (query, key, value))
+    return query, key, value, bias.view(key.shape[:3])
+
+
+def causal_feature_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    features: Tensor,
+    dropout_p: float,
+    initial_state: Partial | None = None,
+) -> Tensor:
+    """Causal form in which gradients and dropout are possible.
+
+    Args:
+        query: (BH, N, D), scaled by `FeatureKernel`.
+        key: (BH, N, D), scaled likewise.
+        value: (BH, N, Dv).
+        bias: (BH, N), of the keys.
+        features: (F, D).
+        dropout_p: probability of dropping a weight of a query, over the features or over the keys of its chunk.
+        initial_state: the state of earlier tokens, out (BH, F, Dv) and lse (BH, F), or None.
+
+    Returns:
+        (BH, N, Dv).
+    """
+    length = query.shape[1]
+    query, key, value, bias = _chunks(query, key, value, bias, min(_CHUNK, length))
+    partials = [_chunk_attention(query, key, value, bias, features, dropout_p)]
+    if query.shape[1] > 1:
+        before = prefix_merge(key_state(key, value, features, bias[:, :, None]), 1)
+        partials.append(query_state(query, before, features, dropout_p))
+    if initial_state is not None:
+        state = Partial(initial_state.out[:, None], initial_state.lse[:, None])
+        partials.append(query_state(query, state, features, dropout_p))
+    return merge(*partials).out.flatten(1, 2)[:, :length]
+
+
+def _chunk_attention(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, features: Tensor, dropout_p: float
+) -> Partial:
+    """Causal attention within each chunk (BH, C, size, .) by the feature products of all pairs."""
+    directions = features.to(query.dtype).t()
+    query, key = query @ directions, key @ directions  # logs of the features, (BH, C, size, F)
+    query_max, key_max = (x.detach().amax(-1, keepdim=True) for x in (query, key))
+    products = torch.exp(query - query_max) @ torch.exp(key - key_max).transpose(2, 3)
+    # The gradient of the log of a product close to 0 would be close to infinite.
+    smallest = torch.finfo(products.dtype).tiny ** 0.8
+    seen = torch.ones(products.shape[-2:], dtype=torch.bool, device=query.device).tril() & (products > smallest)
+    scores = products.masked_fill(~seen, 1.0).log() + query_max + (key_max + bias.unsqueeze(-1)).transpose(2, 3)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    row_max = safe_row_max(scores.detach().amax(-1, keepdim=True))
+    weights = torch.exp(scores - row_max)
+    total = weights.sum(-1, keepdim=True)
+    empty = total == 0
+    total = total.masked_fill(empty, 1.0)
+    weights = weights / total
+    weights = dropout(weights, dropout_p) if dropout_p else weights
+    return Partial(weights @ value, (total.log() + row_max).masked_fill(empty, -torch.inf).squeeze(-1))
+
+
+def buffered_causal_feature_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    *initial_state: Tensor,
+    kernel: FeatureKernel,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Causal form without a gradient, in one pass over blocks of chunks.
+
+    The sums over all keys before a chunk, S (BH, F, Dv) and Z (BH, 1, F), are those of exp(log feature - m) with m
+    (BH, 1, F) the largest log feature so far. So nothing overflows, and no later key has an influence.
+
+    Args:
+        query: (BH, N, D).
+        key: (BH, N, D).
+        value: (BH, N, Dv).
+        key_mask: bool (BH, N) or None.
+        initial_state: out (BH, F, Dv) and lse (BH, F) of the state of earlier tokens, or nothing.
+        kernel: the features and the scale.
+        out: (BH, N, Dv) to write into, or None.
+    """
+    (batch_heads, length, head_dim), count = query.shape, kernel.features.shape[0]
+    acc_dtype = accumulation_dtype(query.dtype)
+    size = min(_SMALL_CHUNK if count <= _FEW_FEATURES else _CHUNK, length)
+    block = max(1, _BLOCK // (batch_heads * size * max(count, size, head_dim))) * size
+    # All logs are to base 2, because `exp2` is faster than `exp`.
+    directions = kernel.features.to(acc_dtype).t() * LOG2_E
+    out = value.new_empty(batch_heads, length, value.shape[2]) if out is None else out
+    if not initial_state:
+        lse = query.new_zeros(batch_heads, count, dtype=acc_dtype) - torch.inf
+        initial_state = lse.new_zeros(batch_heads, count, value.shape[2]), lse
+    sums, key_max = initial_state[0][:, None], initial_state[1].unsqueeze(1) * LOG2_E
+    norm = (initial_state[1] != -torch.inf).to(acc_dtype)[:, None, None]
+    for start in range(0, length, block):
+        tokens = slice(start, min(start + block, length))
+        scaled = kernel.scale_key(key[:, tokens], value[:, tokens], None if key_mask is None else key_mask[:, tokens])
+        queries, keys, values, bias = _chunks(kernel.scale_query(query[:, tokens]), *scaled, size)
+        queries, keys, bias = queries @ directions, keys @ directions, bias.unsqueeze(3) * LOG2_E
+        weights, weight_max = _pair_weights(queries, keys, bias)
+        keys += bias
+        # The largest log feature before each chunk, and after the last one: (BH, C + 1, F).
+        maxima = torch.cat((key_max, keys.amax(2)), 1).cummax(1).values
+        features = keys.sub_(safe_row_max(maxima[:, 1:]).unsqueeze(2)).exp2_().transpose(2, 3)
+        decay = torch.exp2(maxima[:, :-1] - safe_row_max(maxima[:, 1:])).unsqueeze(3)
+        sums = running_sum(features @ values, decay, sums[:, -1])
+        norm = running_sum(features.sum(3).unsqueeze(2), decay.transpose(2, 3), norm[:, -1])
+        queries += maxima[:, :-1].unsqueeze(2)
+        query_max = queries.amax(3, keepdim=True)
+        features = queries.sub_(safe_row_max(query_max)).exp2_()
+        own = weights.sum(3, keepdim=True), weight_max
+        before = (features * norm[:, :-1]).sum(3, keepdim=True), query_max
+        own_factor, before_factor = _merge_factors(own, before)
+        result = (weights @ values).mul_(own_factor).addcmul_(features @ sums[:, :-1], before_factor)
+        out[:, tokens] = result.flatten(1, 2)[:, : tokens.stop - start]
+        key_max = maxima[:, -1:]
+    return out
+
+
+def _merge_factors(*partials: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """What the sums of two disjoint sets of keys are multiplied with in the merged output.
+
+    Args:
+        partials: two pairs of the total weight relative to 2**m, and m, each (BH, C, size, 1).
+
+    Returns:
+        For each pair its share of the weight of both, divided by its total weight. A total weight that is too small for
+        its inverse counts as 0.
+    """
+    tiny = torch.finfo(partials[0][0].dtype).tiny
+    lses = [(total.log2() + m).masked_fill_(total < tiny, -torch.inf) for total, m in partials]
+    largest = safe_row_max(torch.maximum(*lses))
+    shares = [torch.exp2(lse - largest) for lse in lses]
+    both = shares[0] + shares[1]
+    both.masked_fill_(both == 0, 1.0)
+    return [share.div_(both).div_(total.clamp_(min=tiny)) for share, (total, _) in zip(shares, partials, strict=True)]
+
+
+def _pair_weights(queries: Tensor, keys: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Causal weights of the pairs of each chunk, relative to 2**m, and m for each query.
+
+    m is the query's largest log feature plus the largest of the keys up to it. No weight is larger than F. A feature
+    product that float32 can represent is lost only if a closer one is larger by the range of float32.
+
+    Args:
+        queries: (BH, C, size, F), logs to base 2 of their features.
+        keys: (BH, C, size, F), likewise.
+        bias: (BH, C, size, 1), of the keys.
+
+    Returns:
+        (BH, C, size, size) and (BH, C, size, 1).
+    """
+    query_max, key_max = queries.amax(-1, keepdim=True), keys.amax(-1, keepdim=True)
+    products = (queries - query_max).exp2_() @ (keys - key_max).exp2_().transpose(2, 3)
+    key_max = key_max + bias
+    reference = key_max.cummax(2).values
+    weights = (key_max.transpose(2, 3) - safe_row_max(reference)).exp2_().mul_(products).tril_()
+    return weights, reference + query_max
