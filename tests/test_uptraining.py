@@ -10,7 +10,7 @@ from transformers import Trainer, TrainingArguments
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.training.schedule import Stage
-from hf_efficient_attn.training.switch import learned_parameters, stands_in, switch
+from hf_efficient_attn.training.switch import is_in_stage, learned_parameters, switch_stage
 from tiny_models import METHODS, SMALL, tiny_class, tiny_config, tiny_model
 
 TWO = [
@@ -101,20 +101,20 @@ def test_hyperparameters_are_handed_on():
     [
         ([], "at least one"),
         ("linformer:1.0", "parse"),
-        ([("linformer", 0.25)], "do not end at 1.0"),
-        ([("linformer", 0.25), ("linear", 0.9)], "do not end at 1.0"),
-        ([("linformer", 0.5), ("linear", 0.25), ("sdpa", 1.0)], "do not grow"),
-        ([("linformer", 5), ("linear", 1.0)], "mix shares and numbers"),
+        ([("linformer", 0.25)], "must be 1.0"),
+        ([("linformer", 0.25), ("linear", 0.9)], "must be 1.0"),
+        ([("linformer", 0.5), ("linear", 0.25), ("sdpa", 1.0)], "must end after"),
+        ([("linformer", 5), ("linear", 1.0)], "mix shares and step numbers"),
         ([("linformer", None), ("linear", 1.0)], "only the last"),
-        ([("linformer", 0.0), ("linear", 1.0)], "ends at 0.0"),
-        ([("linformer", 1.5)], "ends at 1.5"),
-        ([("linformer", True)], "ends at True"),
-        ([("linformer", float("nan")), ("linear", 1.0)], "ends at nan"),
+        ([("linformer", 0.0), ("linear", 1.0)], "0.0 is not the end"),
+        ([("linformer", 1.5)], "1.5 is not the end"),
+        ([("linformer", True)], "True is not the end"),
+        ([("linformer", float("nan")), ("linear", 1.0)], "nan is not the end"),
         ([("linfromer", 1.0)], "Did you mean 'linformer'"),
         ([("linformer", 1.0, {"projection_dims": 3})], "projection_dim"),
         ([("sdpa", 1.0, {"seed": 3})], "no hyperparameters"),
         ([("linear", 0.5), ("linear", 1.0)], "are the same"),
-        ([("linformer",)], "no stage"),
+        ([("linformer",)], "not a stage"),
         ([{"attention": "linear"}], "'end'"),
     ],
 )
@@ -185,7 +185,7 @@ def test_the_tables_of_the_base_are_carried(family):
         for table in tables.values():
             table.uniform_()
     values = {name: table.clone() for name, table in tables.items()}
-    record = switch(model, None, stage("flurka_performer", projection_dim=8), 7)
+    record = switch_stage(model, None, stage("flurka_performer", projection_dim=8), 7)
     after = learned_parameters(model)
     assert sorted(record["carried"]) == sorted(after) == sorted(tables)
     assert not record["started"] and not record["dropped"] and record["step"] == 7
@@ -198,7 +198,7 @@ def test_a_table_shared_by_keys_and_values_becomes_two():
     with torch.no_grad():
         for table in learned_parameters(model).values():
             table.uniform_()
-    record = switch(model, None, stage("flurka_linear", projection_dim=8, share="none"), 0)
+    record = switch_stage(model, None, stage("flurka_linear", projection_dim=8, share="none"), 0)
     assert len(record["carried"]) == 2 and all(name.endswith("value_projection") for name in record["started"])
     tables = learned_parameters(model)
     for name in record["carried"]:
@@ -212,7 +212,7 @@ def test_tables_of_all_layers_become_one_each():
     (table,) = learned_parameters(model).values()
     with torch.no_grad():
         table.uniform_()
-    switch(model, None, stage("linformer", projection_dim=8, share="kv"), 0)
+    switch_stage(model, None, stage("linformer", projection_dim=8, share="kv"), 0)
     first, second = learned_parameters(model).values()
     assert first is table and torch.equal(second, table) and second is not table
 
@@ -220,7 +220,7 @@ def test_tables_of_all_layers_become_one_each():
 def test_another_size_starts_as_a_conversion_does():
     model, fresh = tiny_model("bert"), tiny_model("bert")
     hea.convert(model, "linformer", projection_dim=8, share="none")
-    record = switch(model, None, stage("flurka_linear", projection_dim=16), 0)
+    record = switch_stage(model, None, stage("flurka_linear", projection_dim=16), 0)
     hea.convert(fresh, "flurka_linear", projection_dim=16)
     assert len(record["started"]) == len(record["dropped"]) == 4 and not record["carried"]
     for name, table in learned_parameters(fresh).items():
@@ -232,9 +232,9 @@ def test_exact_to_any_method_and_back(method):
     model = tiny_model("bert")
     before = dict(model.named_parameters())
     first = stage(method, **SMALL[method])
-    record = switch(model, None, first, 0)
-    assert record["from"] == "sdpa" and stands_in(model, first) and not stands_in(model, stage("sdpa"))
-    switch(model, None, stage("sdpa"), 1)
+    record = switch_stage(model, None, first, 0)
+    assert record["from"] == "sdpa" and is_in_stage(model, first) and not is_in_stage(model, stage("sdpa"))
+    switch_stage(model, None, stage("sdpa"), 1)
     after = dict(model.named_parameters())
     assert list(after) == list(before) and all(after[name] is before[name] for name in before)
 
@@ -253,7 +253,7 @@ def test_the_optimizer_follows(tmp_path):
     query = model.bert.encoder.layer[0].attention.self.query.weight
     state, rate = {k: v.clone() for k, v in optimizer.state[query].items()}, scheduler.get_last_lr()
     for settings in (stage("linear"), stage("flurka_linear", projection_dim=8), stage("eva", **SMALL["eva"])):
-        record = switch(model, optimizer, settings, 3)
+        record = switch_stage(model, optimizer, settings, 3)
         anew = Trainer(model, arguments).create_optimizer()
         names = {id(p): name for name, p in model.named_parameters()}
         ours, theirs = (
@@ -279,7 +279,7 @@ def test_groups_of_one_s_own_and_frozen_parameters():
     model.bert.embeddings.requires_grad_(False)
     groups = [{"params": list(layers[i].parameters()), "lr": 0.1 * (i + 1)} for i in (0, 1)]
     optimizer = torch.optim.AdamW([{"params": model.classifier.parameters(), "lr": 1.0}, *groups])
-    switch(model, optimizer, stage("linformer", projection_dim=8), 0)
+    switch_stage(model, optimizer, stage("linformer", projection_dim=8), 0)
     for i, group in enumerate(optimizer.param_groups[1:]):
         (table,) = layers[i].attention.self.learned_parameters.parameters()
         assert sum(p is table for p in group["params"]) == 1 and group["lr"] == pytest.approx(0.1 * (i + 1))
@@ -516,7 +516,7 @@ def test_the_encoder_of_a_translator(tmp_path):
         vocab_size=60, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
         decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=64,
     )  # fmt: skip
-    with pytest.raises(hea.UnsupportedAttentionError, match="config in common with"):
+    with pytest.raises(hea.UnsupportedAttentionError, match="shares its config with"):
         hea.uptraining_preset("nmt", part="model.encoder", total_steps=5).step(
             transformers.BartForConditionalGeneration(tiny), None, 0
         )
@@ -530,8 +530,8 @@ def test_refusals_come_before_the_first_step(tmp_path):
         trainer_of(tmp_path, [("linear", 0.5), ("nystromformer", 1.0)], decoder)
 
 
-def test_unfinished_checkpoints_are_set_aside(tmp_path):
-    """Cut off at every file that a kill may leave cut off; nothing is deleted."""
+def test_incomplete_checkpoints_are_renamed(tmp_path):
+    """Each file that a kill may leave truncated is truncated; nothing is deleted."""
     options = {"save_strategy": "steps", "save_steps": 2}
     whole = trainer_of(tmp_path, TWO, **options)
     whole.train()

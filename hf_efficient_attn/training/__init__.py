@@ -1,17 +1,24 @@
 """Up-training (Gupta et al. 2023, sections 4.2-4.3): train one attention for a share of the steps, then another.
 
-`UptrainingSchedule` says which attention stands in the model at which step, `UptrainingCallback` keeps a Trainer to it,
-`UptrainingSchedule.step` a loop of one's own, and `uptraining_preset` knows the paper's shares.
+`UptrainingSchedule` defines which attention the model uses at which step. `UptrainingCallback` applies it in Trainer,
+`UptrainingSchedule.step` in other training loops. `uptraining_preset` returns the schedules of the paper.
 """
 
-from hf_efficient_attn.training.schedule import Stage, UptrainingSchedule, uptraining_preset
+from typing import TYPE_CHECKING, Any
+
+from hf_efficient_attn.training.schedule import UptrainingSchedule, uptraining_preset
+from hf_efficient_attn.training.stage import Stage
+
+if TYPE_CHECKING:
+    from hf_efficient_attn.training.callback import UptrainingCallback
+
+__all__ = ["Stage", "UptrainingCallback", "UptrainingSchedule", "uptraining_preset"]
 
 
-def __getattr__(name: str):
-    # Transformers' callbacks take seconds to import, and who only converts a model does not need them.
+def __getattr__(name: str) -> Any:
+    # Transformers' callbacks import PEFT and others, which most programs do not need.
     if name == "UptrainingCallback":
         from hf_efficient_attn.training.callback import UptrainingCallback
 
-        globals()[name] = UptrainingCallback
         return UptrainingCallback
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

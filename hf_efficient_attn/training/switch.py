@@ -1,13 +1,14 @@
-"""A switch of a model in training from one attention to another, with all that hangs on its parameters.
+"""Switching a model from one attention to another during training, together with everything that uses its parameters.
 
-Shared parameters stay the very same objects, so that an optimizer keeps their state; parameter groups, data-parallel
-wrappers and compiled graphs are brought up to date.
+Parameters that both attentions share remain the same objects, so that the optimizer keeps their state. Parameter
+groups, data-parallel wrappers and compiled graphs are updated.
 """
 
+import contextlib
 import gc
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,32 +33,35 @@ from hf_efficient_attn.integration.models import (
 )
 from hf_efficient_attn.integration.settings import EXACT_IMPLEMENTATIONS, EfficientAttentionConfig
 from hf_efficient_attn.methods import get_method
-from hf_efficient_attn.training.schedule import Stage
+from hf_efficient_attn.training.stage import Stage
 
 logger = logging.get_logger(__name__)
 
-# Names of parameters that Trainer does not decay; those of normalisation layers are known by their class beside.
+# Names and shapes of learned parameters.
+Layout = dict[str, tuple[int, ...]]
+
+# Patterns of names of parameters without weight decay, as in Trainer. Normalization layers are excluded by class.
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel and `torch.compile`: what Trainer calls its model."""
+    """The model inside DistributedDataParallel and `torch.compile`."""
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod
+        elif isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):
+            model = compiled
         else:
             return model
 
 
 def _roots(model: nn.Module) -> list[PreTrainedModel]:
-    """The outermost Transformers models in it."""
+    """The outermost Transformers models inside the model."""
     return transformers_models(unwrap(model))
 
 
-def _part(model: nn.Module, stage: Stage) -> nn.Module:
-    """What the stage switches: the model, or a submodule of it."""
+def _target(model: nn.Module, stage: Stage) -> nn.Module:
+    """What the stage switches: the model or a submodule of it."""
     inner = unwrap(model)
     if stage.part is None:
         return inner
@@ -66,13 +70,13 @@ def _part(model: nn.Module, stage: Stage) -> nn.Module:
     except AttributeError:
         names = ", ".join(name for name, _ in inner.named_children())
         raise UnsupportedAttentionError(
-            f"{type(inner).__name__} has no submodule {stage.part!r} to be up-trained; it has {names}"
+            f"{type(inner).__name__} has no submodule {stage.part!r} to up-train; it has {names}"
         ) from None
 
 
-def _check_part(model: nn.Module, stage: Stage) -> None:
-    """Refuse a part whose config rules more than the part."""
-    inner, part = unwrap(model), _part(model, stage)
+def _check_target(model: nn.Module, stage: Stage) -> None:
+    """Refuse a part whose config also controls other parts of the model."""
+    inner, part = unwrap(model), _target(model, stage)
     if part is inner:
         return
     inside = {id(module) for module in part.modules()}
@@ -80,15 +84,14 @@ def _check_part(model: nn.Module, stage: Stage) -> None:
     for module in inner.modules():
         if isinstance(module, PreTrainedModel) and id(module) not in inside and id(module.config) in own:
             raise UnsupportedAttentionError(
-                f"{stage.part!r} of {type(inner).__name__} has its config in common with {type(module).__name__}, "
-                "which would be switched too: a part needs a config of its own, as the encoder of an "
-                "EncoderDecoderModel has"
+                f"{stage.part!r} of {type(inner).__name__} shares its config with {type(module).__name__}, which would "
+                "be switched too: the part needs its own config, like the encoder of an EncoderDecoderModel"
             )
 
 
-def stands_in(model: nn.Module, stage: Stage) -> bool:
-    """Whether the model is in the stage already."""
-    for root in _roots(_part(model, stage)):
+def is_in_stage(model: nn.Module, stage: Stage) -> bool:
+    """Whether the model already is in the stage."""
+    for root in _roots(_target(model, stage)):
         for config in configs_of(root):
             name, stored = method_of(config), config.efficient_attention
             settings = EfficientAttentionConfig(name) if name and stored is None else stored and stored.settings
@@ -97,119 +100,122 @@ def stands_in(model: nn.Module, stage: Stage) -> bool:
             if name is not None and settings != stage.settings:
                 return False
         if stage.settings is None and getattr(root.config, "_attn_implementation", None) not in (stage.attention, None):
-            # Another exact implementation: "eager" where "sdpa" was asked for, or the other way round.
+            # "eager" and "sdpa" are interchangeable: both are exact.
             return root.config._attn_implementation not in EXACT_IMPLEMENTATIONS
     return True
 
 
-def put(model: nn.Module, stage: Stage) -> None:
-    """Convert the model to the stage; parameters are those that any conversion starts from."""
-    convert(_part(model, stage), stage.attention if stage.settings is None else stage.settings)
+def apply_stage(model: nn.Module, stage: Stage) -> None:
+    """Convert the model to the stage; new learned parameters have their initial values."""
+    convert(_target(model, stage), stage.attention if stage.settings is None else stage.settings)
 
 
 def learned_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """What the attention methods of a model learn, each parameter once, by its name in the model."""
+    """The parameters that the attention methods of a model learn, each once, by name."""
     inner = unwrap(model)
     ours = {id(p) for module in inner.modules() if isinstance(module, LearnedParameters) for p in module.parameters()}
     return {name: p for name, p in inner.named_parameters() if id(p) in ours}
 
 
-def check(model: nn.Module, stages: Sequence[Stage]) -> None:
-    """Try every stage on the model, which is then what it was before.
+def check_stages(model: nn.Module, stages: Sequence[Stage]) -> None:
+    """Try every stage on the model and restore the model.
 
     Raises:
-        UnsupportedAttentionError: a stage that the model cannot take, or whose parameters its wrappers cannot follow.
+        UnsupportedAttentionError: the model cannot take a stage, or its wrappers cannot follow a change of parameters.
     """
     for stage in stages:
-        _check_part(model, stage)
-    layouts = layouts_of(model, stages)
+        _check_target(model, stage)
+    layouts = stage_layouts(model, stages)
     _check_peft(model, stages, layouts)
     if len({tuple(sorted(layout.items())) for layout in layouts}) > 1:
-        refusal = _why_fixed(model)
+        refusal = _why_parameters_are_fixed(model)
         if refusal:
             raise UnsupportedAttentionError(
-                f"{refusal}, and the stages {', '.join(stage.attention for stage in stages)} do not learn the same "
+                f"{refusal}, but the stages {', '.join(stage.attention for stage in stages)} do not learn the same "
                 "parameters: use stages that do, or train with DistributedDataParallel"
             )
         for wrapper in data_parallel_wrappers(unwrap(model)):
             if getattr(wrapper, "_comm_hooks", None):
                 raise UnsupportedAttentionError(
-                    "DistributedDataParallel has a communication hook, which is lost where a stage brings new "
-                    "parameters: leave it out, or use stages that learn the same parameters"
+                    "DistributedDataParallel has a communication hook, which is lost when a stage adds parameters: "
+                    "remove the hook, or use stages that learn the same parameters"
                 )
 
 
-def layouts_of(model: nn.Module, stages: Sequence[Stage]) -> list[dict[str, tuple[int, ...]]]:
-    """Names and shapes of what the model would learn beside its own parameters in each stage."""
-    with _restored(model):
+def stage_layouts(model: nn.Module, stages: Sequence[Stage]) -> list[Layout]:
+    """Names and shapes of the parameters that attention methods would learn in each stage."""
+    with _restore_afterwards(model):
         found = []
         for stage in stages:
-            put(model, stage)
-            found.append(layout_of(model))
+            apply_stage(model, stage)
+            found.append(learned_layout(model))
         return found
 
 
-def layout_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of what the model learns now beside its own parameters."""
+def learned_layout(model: nn.Module) -> Layout:
+    """Names and shapes of the parameters that attention methods learn now."""
     return {plain_name(name): tuple(p.shape) for name, p in learned_parameters(model).items()}
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what PEFT's wrapper puts into it."""
+    """A parameter's name without the components that PEFT's wrapper adds."""
     head, _, tail = name.rpartition(f"{NAME}.")
     return f"{head}{NAME}.{tail.rpartition('.')[2]}"
 
 
-class _restored:  # noqa: N801 (used as a function)
-    """Configs and learned modules as they were, whatever was put into the model in between."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def __enter__(self):
-        self.roots = _roots(self.model)
-        self.configs = [
-            (config, config._attn_implementation, config.efficient_attention)
-            for root in self.roots
-            for config in configs_of(root)
-        ]
-        self.learned = {module: module._modules.get(NAME) for module, *_ in _attention(self.roots)}
-
-    def __exit__(self, *exception) -> None:
-        restore(self.configs)
-        for module, there in self.learned.items():
-            if there is None:
+@contextlib.contextmanager
+def _restore_afterwards(model: nn.Module) -> Iterator[None]:
+    """Restores configs and learned parameters, whatever stages were applied to the model in between."""
+    roots = _roots(model)
+    configs = [
+        (config, config._attn_implementation, config.efficient_attention)
+        for root in roots
+        for config in configs_of(root)
+    ]
+    learned = {module: module._modules.get(NAME) for module, *_ in _attention(roots)}
+    try:
+        yield
+    finally:
+        restore(configs)
+        for module, previous in learned.items():
+            if previous is None:
                 module._modules.pop(NAME, None)
             else:
-                setattr(module, NAME, there)
-        for root in self.roots:
+                setattr(module, NAME, previous)
+        for root in roots:
             drop_learned(root)
             prepare(root)
 
 
-def _attention(roots: Sequence[PreTrainedModel]) -> Iterator[tuple]:
+def _attention(roots: Sequence[PreTrainedModel]) -> Iterator[tuple[Any, ...]]:
     for root in roots:
         yield from attention_modules(root)
 
 
-def switch(model: nn.Module, optimizer, stage: Stage, step: int) -> dict[str, Any]:
-    """Put a stage into a model in training; see `UptrainingSchedule.step`. All processes must call it together."""
+def switch_stage(model: nn.Module, optimizer: torch.optim.Optimizer | None, stage: Stage, step: int) -> dict[str, Any]:
+    """Switch a model to a stage during training, as `UptrainingSchedule.step` describes.
+
+    In distributed training all processes must call it at the same step.
+    """
     inner = unwrap(model)
     roots = _roots(inner)
-    came_from = _roots(_part(inner, stage))[0].config._attn_implementation
+    came_from = _roots(_target(inner, stage))[0].config._attn_implementation
     wrappers = data_parallel_wrappers(inner)
     before = dict(inner.named_parameters())
     held = {module: learned_of(module) for module, *_ in _attention(roots)}
-    tensors = {module: {} if there is None else there.tensors() for module, there in held.items()}
-    # What PEFT has put around learned parameters.
-    covers = {module: module._modules.get(NAME) for module in held}
-    covers = {module: cover for module, cover in covers.items() if cover is not None and cover is not held[module]}
-    put(inner, stage)
-    taken: set[int] = set()
+    tensors = {module: {} if learned is None else learned.tensors() for module, learned in held.items()}
+    # PEFT's wrappers around learned parameters.
+    peft_wrappers = {}
+    for module, learned in held.items():
+        wrapper = module._modules.get(NAME)
+        if wrapper is not None and wrapper is not learned:
+            peft_wrappers[module] = wrapper
+    apply_stage(inner, stage)
+    in_use: set[int] = set()
     for module, *_ in _attention(roots):
-        _carry(module, tensors.get(module, {}), taken)
-    for module, cover in covers.items():
-        _cover(module, cover)
+        _carry_over(module, tensors.get(module, {}), in_use)
+    for module, wrapper in peft_wrappers.items():
+        _wrap_again(module, wrapper)
     after = dict(inner.named_parameters())
     kept = {id(p) for p in before.values()} & {id(p) for p in after.values()}
     started = [name for name, p in after.items() if id(p) not in kept]
@@ -217,11 +223,11 @@ def switch(model: nn.Module, optimizer, stage: Stage, step: int) -> dict[str, An
     carried = [name for name, p in learned_parameters(inner).items() if id(p) in kept]
     if started or dropped:
         if optimizer is not None:
-            _update_optimizer(inner, optimizer, before, after, started)
+            _update_optimizer(inner, optimizer, before, after)
         for wrapper in wrappers:
             _rebuild(wrapper)
     if "torch._dynamo" in sys.modules:
-        # What is compiled holds for the attention of before; the next step compiles anew.
+        # Compiled graphs contain the previous attention; the next step compiles again.
         torch.compiler.reset()
     record = {
         "step": step,
@@ -239,43 +245,47 @@ def switch(model: nn.Module, optimizer, stage: Stage, step: int) -> dict[str, An
 
 
 @torch.no_grad()
-def _carry(module: nn.Module, tensors: dict[str, torch.Tensor], taken: set[int]) -> None:
-    """Parameters of the stage before go into what the new one learns, where name and shape are the same.
+def _carry_over(module: nn.Module, tensors: Mapping[str, torch.Tensor], in_use: set[int]) -> None:
+    """Reuse the parameters of the previous stage whose name and shape fit the new one.
 
-    What all layers shared goes on in the first of them, and the others, `taken` being what is in use, start from it.
+    Args:
+        module: an attention module in the new stage.
+        tensors: the learned parameters of the module in the previous stage, by name.
+        in_use: ids of the parameters that other modules have reused. A parameter that all layers shared is reused in
+            the first layer; the other layers start from a copy of it.
     """
-    there = learned_of(module)
-    if there is None or there.holder is not there:
+    learned = learned_of(module)
+    if learned is None or learned.holder is not learned:
         return
-    starts_from = get_method(there.method.method).starts_from
-    for name, parameter in list(there.named_parameters(recurse=False)):
+    starts_from = get_method(learned.method.method).starts_from
+    for name, parameter in list(learned.named_parameters(recurse=False)):
         old = tensors.get(name)
-        if old is not None and old.shape == parameter.shape and id(old) not in taken:
-            setattr(there, name, old)
-            taken.add(id(old))
+        if old is not None and old.shape == parameter.shape and id(old) not in in_use:
+            setattr(learned, name, old)
+            in_use.add(id(old))
             continue
         old = tensors.get(starts_from.get(name, "")) if old is None else old
         if old is not None and old.shape == parameter.shape:
             parameter.copy_(old)
 
 
-def _cover(module: nn.Module, cover: nn.Module) -> None:
-    """Put PEFT's wrapper of learned parameters around the new ones; `check` saw that both have the same layout."""
+def _wrap_again(module: nn.Module, wrapper: Any) -> None:
+    """Put PEFT's wrapper around the new learned parameters; `check_stages` has verified that the layouts are equal."""
     new = learned_of(module)
-    if new is None or module._modules.get(NAME) is cover:
+    if new is None or module._modules.get(NAME) is wrapper:
         return
-    for name in cover.modules_to_save:
-        old = cover.modules_to_save[name]
+    for name in wrapper.modules_to_save:
+        old = wrapper.modules_to_save[name]
         copy = LearnedParameters(new.method, new.sizes)
         for key, parameter in old.named_parameters(recurse=False):
             setattr(copy, key, parameter)
-        cover.modules_to_save[name] = copy
-    cover.original_module.method = new.method
-    setattr(module, NAME, cover)
+        wrapper.modules_to_save[name] = copy
+    wrapper.original_module.method = new.method
+    setattr(module, NAME, wrapper)
 
 
-def _check_peft(model: nn.Module, stages: Sequence[Stage], layouts: Sequence[dict]) -> None:
-    """With PEFT nothing but adapters and `modules_to_save` is saved, so that other learned parameters would be lost."""
+def _check_peft(model: nn.Module, stages: Sequence[Stage], layouts: Sequence[Layout]) -> None:
+    """Refuse learned parameters that PEFT would not save: it saves only adapters and `modules_to_save`."""
     inner = unwrap(model)
     if not hasattr(inner, "peft_config") or not any(layouts):
         return
@@ -287,39 +297,51 @@ def _check_peft(model: nn.Module, stages: Sequence[Stage], layouts: Sequence[dic
     )
     if not wrapped or any(layout != layouts[0] for layout in layouts) or set(layouts[0]) != present:
         raise UnsupportedAttentionError(
-            "a PEFT model saves its adapters alone, and the stages learn parameters of their own "
+            "a PEFT model saves only its adapters, but some stages learn other parameters "
             f"({', '.join(stage.attention for stage, layout in zip(stages, layouts, strict=True) if layout)}): convert "
-            "the model to the first stage before get_peft_model, give that modules_to_save=['learned_parameters'], "
-            "and use stages that learn parameters of the same names and shapes, such as linformer and a FLuRKA; or "
+            "the model to the first stage before get_peft_model, use modules_to_save=['learned_parameters'] there, and "
+            "use stages that learn parameters of the same names and shapes, such as linformer and a FLuRKA variant; or "
             "use methods that learn none"
         )
 
 
-def _why_fixed(model: nn.Module) -> str | None:
-    """Why the set of the model's parameters cannot change in training; None if it can."""
+def _why_parameters_are_fixed(model: nn.Module) -> str | None:
+    """Why the set of parameters cannot change during training; None if it can."""
     modules = list(model.modules())
     kinds = {type(module).__name__ for module in modules}
     if "FullyShardedDataParallel" in kinds or any(hasattr(module, "_get_fsdp_state") for module in modules):
-        return "FSDP shards the parameters that there are at the start"
+        return "FSDP shards the parameters that exist at the start"
     if "DeepSpeedEngine" in kinds:
-        return "DeepSpeed partitions the parameters that there are at the start"
+        return "DeepSpeed partitions the parameters that exist at the start"
     if any(isinstance(module, nn.DataParallel) for module in modules):
-        return "DataParallel copies modules whose forward was replaced wrongly"
+        return "DataParallel does not copy modules with a replaced forward correctly"
     return None
 
 
-def _update_optimizer(inner: nn.Module, optimizer, before: dict, after: dict, started: list[str]) -> None:
-    """Take dropped parameters out of the optimizer, and put new ones into the groups in which their like are.
+def _update_optimizer(
+    inner: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    before: Mapping[str, nn.Parameter],
+    after: Mapping[str, nn.Parameter],
+) -> None:
+    """Remove dropped parameters from the optimizer and add new ones to the groups of similar parameters.
 
-    Each takes the place that it has among the model's parameters, as in an optimizer that is made anew for the model,
-    which a saved state then fits.
+    Each group keeps the order of the model's parameters. A new optimizer for the model would have the same order, so a
+    saved optimizer state fits both.
+
+    Args:
+        inner: the model, without wrappers.
+        optimizer: the optimizer, or Accelerate's wrapper of it.
+        before: the model's parameters before the switch, by name.
+        after: the same after the switch.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
     decays = set(get_parameter_names(inner, list(ALL_LAYERNORM_LAYERS), _NO_DECAY))
     groups = optimizer.param_groups
     group_of = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
-    names, place = {id(p): name for name, p in after.items()}, {id(p): i for i, p in enumerate(after.values())}
-    gone = {id(p) for p in before.values()} - set(names)
+    position = {id(p): i for i, p in enumerate(after.values())}
+    old = {id(p) for p in before.values()}
+    gone = old - set(position)
     for group in groups:
         for parameter in group["params"]:
             if id(parameter) in gone:
@@ -328,41 +350,38 @@ def _update_optimizer(inner: nn.Module, optimizer, before: dict, after: dict, st
         for key in ("params", "param_names"):
             if key in group:
                 group[key] = [group[key][i] for i in kept]
-    for name in started:
-        parameter = after[name]
-        if not parameter.requires_grad:
+    for name, parameter in after.items():
+        if id(parameter) in old or not parameter.requires_grad:
             continue
         group = groups[_group_for(name, after, decays, group_of)]
-        at = next(
-            (i for i, p in enumerate(group["params"]) if place.get(id(p), -1) > place[id(parameter)]),
-            len(group["params"]),
-        )
-        group["params"].insert(at, parameter)
+        later = (i for i, p in enumerate(group["params"]) if position.get(id(p), -1) > position[id(parameter)])
+        index = next(later, len(group["params"]))
+        group["params"].insert(index, parameter)
         if "param_names" in group:
-            group["param_names"].insert(at, name)
+            group["param_names"].insert(index, name)
 
 
-def _group_for(name: str, after: dict, decays: set, group_of: dict[int, int]) -> int:
-    """The group of the nearest parameter that is decayed, or not, like this one.
+def _group_for(name: str, after: Mapping[str, nn.Parameter], decays: set[str], group_of: Mapping[int, int]) -> int:
+    """The index of the parameter group for a new parameter: that of the nearest one with the same weight decay.
 
-    Nearest: in the same attention module, else in the module around it, and so on up to the model.
+    The search starts in the attention module and continues in each enclosing module.
     """
-    like = name in decays
+    has_decay = name in decays
     scope = name
     while scope:
         scope = scope.rpartition(".")[0]
         prefix = f"{scope}." if scope else ""
         for other, parameter in after.items():
-            if other.startswith(prefix) and (other in decays) == like and id(parameter) in group_of:
+            if other.startswith(prefix) and (other in decays) == has_decay and id(parameter) in group_of:
                 return group_of[id(parameter)]
-    # Only parameters of the other kind are trained, as it may be with adapters.
+    # Only parameters with the other weight decay are trained, which is possible with adapters.
     return next(iter(group_of.values()), 0)
 
 
 def data_parallel_wrappers(inner: nn.Module) -> list[DistributedDataParallel]:
-    """Every DistributedDataParallel around the model.
+    """Every DistributedDataParallel that wraps the model.
 
-    Trainer's callbacks are given the model without its wrapper, to which nothing inside it leads.
+    Trainer passes the model to callbacks without its wrapper, and the model has no reference to the wrapper.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return []
@@ -371,10 +390,10 @@ def data_parallel_wrappers(inner: nn.Module) -> list[DistributedDataParallel]:
 
 
 def _rebuild(wrapper: DistributedDataParallel) -> None:
-    """Make a wrapper anew, in place, for the parameters that its module has now; the same for who holds it.
+    """Initialize a wrapper again, in place, for the current parameters of its module.
 
-    A wrapper learns of parameters when it is made. Those that came later would get no sum of gradients, and for those
-    that went it would wait for ever.
+    A wrapper registers the parameters at its construction. It would not reduce the gradients of parameters that were
+    added later, and it would wait forever for those of removed parameters.
     """
     signature = inspect.signature(DistributedDataParallel.__init__).parameters
     names = ("device_ids", "output_device", "dim", "process_group", "find_unused_parameters", "gradient_as_bucket_view",
@@ -387,7 +406,7 @@ def _rebuild(wrapper: DistributedDataParallel) -> None:
     if not getattr(wrapper, "bucket_bytes_cap_default", True):
         options["bucket_cap_mb"] = wrapper.bucket_bytes_cap / (1024 * 1024)
     module, training = wrapper.module, wrapper.training
-    # The old reducer takes its hooks off the parameters when it goes.
+    # The old reducer removes its hooks from the parameters when it is deleted.
     wrapper.__dict__.pop("logger", None)
     wrapper.__dict__.pop("reducer", None)
     DistributedDataParallel.__init__(wrapper, module, **options)
