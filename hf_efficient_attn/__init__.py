@@ -1,7 +1,12 @@
-"""Sub-quadratic attention for Transformers: `from_pretrained(..., attn_implementation="kdeformer")` after this."""
+"""Sub-quadratic attention for Transformers.
 
-import hf_efficient_attn.methods
-from hf_efficient_attn import analysis, functional, integration, kernel, models
+After `import hf_efficient_attn`, Transformers knows every method of this package by its name, for example in
+`AutoModel.from_pretrained(..., attn_implementation="kdeformer")`.
+"""
+
+from typing import Any
+
+from hf_efficient_attn import analysis, functional, integration, kernel, methods, models
 from hf_efficient_attn.conversion import convert, extend_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.calibration import calibrate
@@ -13,21 +18,8 @@ from hf_efficient_attn.methods import (
     available_methods,
     method_info,
     naive_attention,
+    register_method,
 )
-from hf_efficient_attn.methods.approx_kmv import ApproxKMVConfig
-from hf_efficient_attn.methods.eva import EvaConfig
-from hf_efficient_attn.methods.flurka_eva import FlurkaEvaConfig
-from hf_efficient_attn.methods.flurka_linear import FlurkaLinearConfig
-from hf_efficient_attn.methods.flurka_performer import FlurkaPerformerConfig
-from hf_efficient_attn.methods.hyperattention import HyperAttentionConfig
-from hf_efficient_attn.methods.kdeformer import KDEformerConfig
-from hf_efficient_attn.methods.linear import LinearConfig
-from hf_efficient_attn.methods.linformer import LinformerConfig
-from hf_efficient_attn.methods.longformer import LongformerConfig
-from hf_efficient_attn.methods.nystromformer import NystromformerConfig
-from hf_efficient_attn.methods.performer import PerformerConfig
-from hf_efficient_attn.methods.reformer import ReformerConfig
-from hf_efficient_attn.methods.scatterbrain import ScatterbrainConfig
 from hf_efficient_attn.training import UptrainingSchedule, uptraining_preset
 from hf_efficient_attn.version import __version__
 
@@ -35,10 +27,49 @@ integration.register()
 models.register()
 
 
-def __getattr__(name: str):
-    # Trainer's callbacks take seconds to import.
+def _config_classes() -> dict[str, type[MethodConfig]]:
+    """The config class of every registered method by its name; all of them are attributes of this package."""
+    classes = (method_info(name).config_class for name in available_methods())
+    return {config_class.__name__: config_class for config_class in classes}
+
+
+def __getattr__(name: str) -> Any:
     if name == "UptrainingCallback":
+        # Imported on first use, because `transformers.trainer_callback` takes seconds to import.
         from hf_efficient_attn.training.callback import UptrainingCallback
 
         return UptrainingCallback
+    if name in (classes := _config_classes()):
+        return classes[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_config_classes()})
+
+
+__all__ = [
+    "EfficientAttentionConfig",
+    "MethodConfig",
+    "MethodInfo",
+    "UnsupportedAttentionError",
+    "UptrainingCallback",
+    "UptrainingSchedule",
+    "__version__",
+    "analysis",
+    "attention",
+    "available_methods",
+    "calibrate",
+    "convert",
+    "extend_positions",
+    "functional",
+    "integration",
+    "kernel",
+    "method_info",
+    "methods",
+    "models",
+    "naive_attention",
+    "register_method",
+    "uptraining_preset",
+]
+__all__ += _config_classes()

@@ -1,15 +1,22 @@
-"""The one error that this package raises for what it does not do."""
+"""The error for everything that this package refuses to do."""
 
 import difflib
+from collections.abc import Iterable
 
 
 class UnsupportedAttentionError(ValueError):
-    """What was asked cannot be done; the message says what, why, and what to use instead."""
+    """A request that cannot be carried out. The message states what was refused, why, and what to do instead."""
 
 
-def unknown_name(kind: str, name: object, known) -> str:
-    """Sentence for a name that is not known: names the nearest known one first, then all of them."""
-    known = [str(k) for k in known]
-    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"unknown {kind} {name!r}.{hint} Known: {', '.join(known)}."
+def unknown_name(kind: str, name: object, known: Iterable[object]) -> str:
+    """A sentence about an unknown name that suggests the most similar known name and lists all known names.
+
+    Args:
+        kind: what the name stands for, for example "hyperparameter".
+        name: the unknown name.
+        known: the known names.
+    """
+    names = [str(k) for k in known]
+    similar = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+    hint = f" Did you mean {similar[0]!r}?" if similar else ""
+    return f"unknown {kind} {name!r}.{hint} Known: {', '.join(names)}."

@@ -212,42 +212,45 @@ def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> T
 
 def inputs(
     batch: int = 1,
-    heads: int = 2,
-    queries: int = 64,
-    width: int = 8,
+    num_heads: int = 2,
+    q_len: int = 64,
+    head_dim: int = 8,
     *,
-    keys: int | None = None,
-    key_heads: int | None = None,
-    value_width: int | None = None,
+    kv_len: int | None = None,
+    num_kv_heads: int | None = None,
+    value_dim: int | None = None,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     spread: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query (batch, heads, queries, width), key and value of standard normal numbers times `spread`."""
+    """Query (B, H, Nq, D), key (B, H_kv, Nk, D) and value (B, H_kv, Nk, Dv), standard normal numbers times `spread`."""
     generator = torch.Generator().manual_seed(seed)
-    keys = queries if keys is None else keys
-    key_heads = heads if key_heads is None else key_heads
+    kv_len = q_len if kv_len is None else kv_len
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     shapes = (
-        (batch, heads, queries, width),
-        (batch, key_heads, keys, width),
-        (batch, key_heads, keys, width if value_width is None else value_width),
+        (batch, num_heads, q_len, head_dim),
+        (batch, num_kv_heads, kv_len, head_dim),
+        (batch, num_kv_heads, kv_len, head_dim if value_dim is None else value_dim),
     )
     return tuple((torch.randn(s, generator=generator, dtype=torch.float64) * spread).to(dtype) for s in shapes)
 
 
-def padding_mask(kind: str, batch: int, length: int, seed: int = 0) -> Tensor | None:
-    """Bool (batch, length), True = attend: of kind none, left, right, holes, or empty (the first row shuts out all).
+def padding_mask(kind: str, batch: int, kv_len: int, seed: int = 0) -> Tensor | None:
+    """A bool mask (B, Nk), True = attend.
 
-    Rows of "left" and "right" have different numbers of tokens, at least one each.
+    Args:
+        kind: "none" gives None. "left" and "right" have padding on one side, and each sequence of the batch has its own
+            number of valid tokens, at least one. "holes" masks random keys. "empty" also masks all keys of the first
+            sequence.
     """
     if kind == "none":
         return None
     generator = torch.Generator().manual_seed(seed)
     if kind in ("left", "right"):
-        counts = torch.randint(1, length + 1, (batch, 1), generator=generator)
-        mask = torch.arange(length) < counts
+        num_valid = torch.randint(1, kv_len + 1, (batch, 1), generator=generator)
+        mask = torch.arange(kv_len) < num_valid
         return mask.flip(1) if kind == "left" else mask
-    mask = torch.rand(batch, length, generator=generator) < 0.7
+    mask = torch.rand(batch, kv_len, generator=generator) < 0.7
     if kind == "empty":
         mask[0] = False
     return mask

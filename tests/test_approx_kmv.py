@@ -88,7 +88,7 @@ def test_padding_beside_a_row():
 
 
 def test_short_and_diffuse_sequences_are_computed_exactly():
-    row = inputs(queries=200)
+    row = inputs(q_len=200)
     torch.testing.assert_close(
         hea.functional.approx_kmv_attention(*row), scaled_dot_product_attention(*row), rtol=1e-5, atol=1e-5
     )
@@ -108,4 +108,4 @@ def test_no_causal_form():
     with pytest.raises(
         hea.UnsupportedAttentionError, match=r"approx_kmv: it has no causal form\. Methods that have one"
     ):
-        hea.functional.approx_kmv_attention(*inputs(queries=20), is_causal=True)
+        hea.functional.approx_kmv_attention(*inputs(q_len=20), is_causal=True)

@@ -25,8 +25,10 @@ from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
 import hf_efficient_attn as hea
 from hf_efficient_attn import cli
+from hf_efficient_attn.evaluation import timing
 from instances import inputs, numbers, relative_error
-from recipes.benchmarks import attention, error, flurka, memory, peers, tasks, timing
+from recipes.benchmarks import attention, error, flurka, peers, tasks
+from recipes.common import memory
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DATA = pathlib.Path(os.environ.get("HEA_DATA", ROOT.parent / "shared" / "data"))
@@ -452,7 +454,7 @@ def peer_inputs(*row, causal=False, **learned):
 
 
 def random_inputs(length=64, causal=False, batch=2):
-    return peer_inputs(*inputs(batch=batch, heads=3, queries=length, width=8), causal=causal)
+    return peer_inputs(*inputs(batch=batch, num_heads=3, q_len=length, head_dim=8), causal=causal)
 
 
 def compare_layer(peer, layer, projections, theirs, length=64, **learned):
@@ -566,7 +568,7 @@ def test_shared_queries_of_peers_are_ours(package):
 
 def test_linformer_of_its_package_takes_our_tables():
     peer = peer_of("linformer", "linformer", projection_dim=12, share="none", init="gaussian")
-    row = inputs(batch=1, heads=3, queries=64, width=8)
+    row = inputs(batch=1, num_heads=3, q_len=64, head_dim=8)
     given = peer_inputs(*row, **peers.learned_of(peer.ours, row[0]))
     assert not torch.equal(*given.learned.values())
     for call in (peer.build(peer.ours, given), peers._ours(peer.ours, given)):

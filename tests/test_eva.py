@@ -101,7 +101,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_output_is_that_of_the_papers_sums(case):
     count, window, landmarks, chunks = CASES[case]
-    query, key, value = inputs(queries=count, width=6, value_width=5, dtype=torch.float64)
+    query, key, value = inputs(q_len=count, head_dim=6, value_dim=5, dtype=torch.float64)
     ours = hea.functional.eva_attention(
         query, key, value, window_size=window, num_landmarks=landmarks, scale=0.7, **MEAN
     )
@@ -114,7 +114,7 @@ def test_output_is_that_of_the_papers_sums(case):
 def test_output_is_that_of_the_papers_sums_with_drawn_omega():
     """omega of a chunk is drawn around mu. Every head has its own draw; batch rows share it."""
     count, window, landmarks, chunks = CASES["whole"]
-    query, key, value = inputs(batch=2, queries=count, width=6, dtype=torch.float64)
+    query, key, value = inputs(batch=2, q_len=count, head_dim=6, dtype=torch.float64)
     options = {"window_size": window, "num_landmarks": landmarks, "proposal": "normal", "seed": 5}
     ours = hea.functional.eva_attention(query, key, value, **options)
     drawn = normal((16, 2, 6), 5, 40, query.device)
@@ -136,7 +136,7 @@ def maps(num_heads: int, head_dim: int = 6) -> dict:
 def test_learned_proposal(case):
     """Each head uses its own maps. With the identity, where they start, the output is that of proposal="normal"."""
     count, window, landmarks, chunks = CASES[case]
-    query, key, value = inputs(batch=2, queries=count, width=6, value_width=5, dtype=torch.float64)
+    query, key, value = inputs(batch=2, q_len=count, head_dim=6, value_dim=5, dtype=torch.float64)
     config = hea.EvaConfig(window_size=window, num_landmarks=landmarks, proposal="learned", seed=5)
     plain = hea.attention(config, query, key, value, proposal="normal")
     assert torch.equal(hea.attention(config, query, key, value), plain)
@@ -161,7 +161,7 @@ def test_learned_proposal(case):
 @pytest.mark.parametrize("scale", [0.6, -0.6])
 def test_gradients_of_a_learned_proposal(is_causal, scale):
     """Gradients of the maps agree with finite differences and with those of the readable form."""
-    query, key, value = inputs(batch=2, queries=20, width=3, dtype=torch.float64)
+    query, key, value = inputs(batch=2, q_len=20, head_dim=3, dtype=torch.float64)
     mask = torch.arange(20) < torch.tensor([[20], [17]])
     config = hea.EvaConfig(window_size=4, num_landmarks=4, proposal="learned")
     leaves = [x.requires_grad_() for x in maps(num_heads=2, head_dim=3).values()]
@@ -180,7 +180,7 @@ def test_gradients_of_a_learned_proposal(is_causal, scale):
 
 
 def test_maps_of_a_wrong_shape_are_refused():
-    tensors = inputs(queries=20, width=6)
+    tensors = inputs(q_len=20, head_dim=6)
     for wrong in (numbers(3, 6, 6), numbers(2, 6, 5), numbers(6, 6), numbers(2, 2, 6, 6)):
         for name in ("proposal_query", "proposal_key"):
             with pytest.raises(hea.UnsupportedAttentionError, match=rf"eva: {name} .*2 heads of width 6: 'learned'"):
@@ -195,7 +195,7 @@ def test_maps_of_a_wrong_shape_are_refused():
 def test_queries_and_keys_of_different_tokens(case, queries):
     """Query i of m uses the window at position i n / m, and a chunk's queries are those whose share overlaps it."""
     count, window, landmarks, chunks = CASES[case]
-    query, key, value = inputs(queries=queries, keys=count, width=6, value_width=5, dtype=torch.float64)
+    query, key, value = inputs(q_len=queries, kv_len=count, head_dim=6, value_dim=5, dtype=torch.float64)
     config = hea.EvaConfig(window_size=window, num_landmarks=landmarks, **MEAN)
     ours = hea.attention(config, query, key, value, scale=0.7)
     # With every second key masked, the windows have different numbers of queries.
@@ -225,7 +225,7 @@ def test_a_query_mask_beside_the_key_mask(kind):
     """A method whose keys are not tokens (FLuRKA) gives one. Masked queries may hold NaN."""
     config = hea.EvaConfig(window_size=8, num_landmarks=5)
     for queries in (30, 50, 200):
-        query, key, value = inputs(batch=2, queries=queries, keys=50, dtype=torch.float64)
+        query, key, value = inputs(batch=2, q_len=queries, kv_len=50, dtype=torch.float64)
         query_mask, mask = padding_mask(kind, 2, queries, 1), padding_mask("holes", 2, 50, 2)
         garbage = query if query_mask is None else query.masked_fill(~query_mask[:, None, :, None], torch.nan)
         options = AttentionOptions(mask, is_causal=False, scale=0.4, dropout_p=0.0, seed=2, parameters={})
@@ -242,7 +242,7 @@ def test_a_query_mask_beside_the_key_mask(kind):
 
 def test_causal_form_by_hand():
     """Blocks of 4 tokens: a query of block 6 sees blocks 6 and 5, and two summaries each of block 4 and blocks 0-3."""
-    query, key, value = inputs(heads=1, queries=30, width=6, dtype=torch.float64)
+    query, key, value = inputs(num_heads=1, q_len=30, head_dim=6, dtype=torch.float64)
     ours = hea.functional.eva_attention(
         query, key, value, window_size=8, num_landmarks=4, is_causal=True, scale=0.7, **MEAN
     )
@@ -280,7 +280,7 @@ def test_causal_form_by_hand():
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_chunks_of_one_key_give_exact_attention(is_causal):
     """With one control variate per key, the estimate is softmax attention."""
-    tensors = inputs(queries=75, dtype=torch.float64)
+    tensors = inputs(q_len=75, dtype=torch.float64)
     exact = scaled_dot_product_attention(*tensors, is_causal=is_causal)
     ours = hea.functional.eva_attention(*tensors, window_size=8, num_landmarks=150, is_causal=is_causal)
     torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-10)
@@ -290,7 +290,7 @@ def test_chunks_of_one_key_give_exact_attention(is_causal):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_window_as_long_as_the_sequence_is_exact(is_causal):
-    tensors = inputs(queries=40, dtype=torch.float64)
+    tensors = inputs(q_len=40, dtype=torch.float64)
     exact = scaled_dot_product_attention(*tensors, is_causal=is_causal)
     for window in (40, 64):
         ours = hea.functional.eva_attention(*tensors, window_size=window, num_landmarks=3, is_causal=is_causal)
@@ -301,7 +301,7 @@ def test_a_window_as_long_as_the_sequence_is_exact(is_causal):
 @pytest.mark.parametrize("count", [100, 101, 300])
 def test_equal_keys_give_the_mean_of_all_values(count, is_causal):
     """A chunk's score counts its keys. Otherwise the keys of the window would weigh too much."""
-    query, key, value = inputs(queries=count, dtype=torch.float64)
+    query, key, value = inputs(q_len=count, dtype=torch.float64)
     key = key[:, :, :1].expand_as(key)
     ours = hea.functional.eva_attention(query, key, value, window_size=8, num_landmarks=8, is_causal=is_causal)
     mean = value.cumsum(2) / torch.arange(1, count + 1)[:, None] if is_causal else value.mean(2, keepdim=True)
@@ -310,7 +310,7 @@ def test_equal_keys_give_the_mean_of_all_values(count, is_causal):
 
 def test_draws_do_not_depend_on_the_sequence_length():
     """In the causal form a chunk's draw, and the output before later tokens, do not depend on how many follow."""
-    tensors = inputs(heads=3, queries=200, dtype=torch.float64)
+    tensors = inputs(num_heads=3, q_len=200, dtype=torch.float64)
     options = {"window_size": 8, "num_landmarks": 4, "proposal": "normal", "is_causal": True}
     whole = hea.functional.eva_attention(*tensors, **options)
     for cut in (50, 97, 160):

@@ -109,7 +109,7 @@ def formula(method: str, query, keys, values, seed: int = 0, query_mask=None):
 @each_method
 def test_formula_of_the_paper(method, share):
     """Eq. 2, for any tables made for the length of the sequence."""
-    query, key, value = inputs(batch=2, heads=NUM_HEADS, queries=50, keys=70, value_width=5, dtype=torch.float64)
+    query, key, value = inputs(batch=2, num_heads=NUM_HEADS, q_len=50, kv_len=70, value_dim=5, dtype=torch.float64)
     first, second = 0.3 * numbers(9, 70, seed=1), 0.3 * numbers(9, 70, seed=2)
     learned = {"key_projection": first} | ({} if share == "kv" else {"value_projection": second})
     ours = hea.attention(method, query, key, value, seed=4, **options(method, projection_dim=9, share=share), **learned)
@@ -120,7 +120,7 @@ def test_formula_of_the_paper(method, share):
 
 def test_many_features_approach_the_linformer():
     """phi(q) . phi(k) converges to exp(q . k), so the output converges to softmax attention to the projections."""
-    tensors = inputs(heads=NUM_HEADS, queries=60, dtype=torch.float64, spread=0.4)
+    tensors = inputs(num_heads=NUM_HEADS, q_len=60, dtype=torch.float64, spread=0.4)
     tables = {"key_projection": 0.2 * numbers(9, 60, seed=1), "value_projection": 0.2 * numbers(9, 60, seed=2)}
     exact = hea.attention("linformer", *tensors, projection_dim=9, share="none", **tables)
 
@@ -135,7 +135,7 @@ def test_many_features_approach_the_linformer():
 
 @pytest.mark.parametrize("kind", ["none", "left", "holes"])
 def test_window_of_all_projections_is_the_linformer(kind):
-    tensors, mask = inputs(batch=2, heads=NUM_HEADS, queries=60, dtype=torch.float64), padding_mask(kind, 2, 60)
+    tensors, mask = inputs(batch=2, num_heads=NUM_HEADS, q_len=60, dtype=torch.float64), padding_mask(kind, 2, 60)
     tables = {"key_projection": 0.2 * numbers(9, 70, seed=1), "value_projection": 0.2 * numbers(9, 70, seed=2)}
     exact = hea.attention("linformer", *tensors, attention_mask=mask, projection_dim=9, share="none", **tables)
     valid = slice(None) if mask is None else mask[:, None].expand(-1, NUM_HEADS, -1)
@@ -151,7 +151,7 @@ def test_window_of_all_projections_is_the_linformer(kind):
 @each_method
 def test_as_many_projections_as_tokens_give_the_kernels_method(method):
     """Every projection is the mean of one token, so the output is that of the kernel's own method."""
-    tensors, mask = inputs(batch=2, queries=40, dtype=torch.float64), padding_mask("left", 2, 40)
+    tensors, mask = inputs(batch=2, q_len=40, dtype=torch.float64), padding_mask("left", 2, 40)
     kernel = method.removeprefix("flurka_")
     own = options(method)
     expected = hea.attention(kernel, *tensors, attention_mask=mask, **own)
@@ -238,7 +238,7 @@ def test_tables(method):
 
 @each_method
 def test_functional_form_uses_the_initial_parameters(method):
-    tensors = inputs(heads=NUM_HEADS, queries=70, dtype=torch.float64)
+    tensors = inputs(num_heads=NUM_HEADS, q_len=70, dtype=torch.float64)
     for more in ({}, {"init": "gaussian"}, {"share": "kv", "init": "gaussian", "seed": 2}):
         config = hea.method_info(method).config_class(projection_dim=9, **more)
         given = start(method, 70, projection_dim=9, **more)
@@ -247,7 +247,7 @@ def test_functional_form_uses_the_initial_parameters(method):
 
 @each_method
 def test_refusals(method):
-    tensors = inputs(queries=40)
+    tensors = inputs(q_len=40)
     with pytest.raises(hea.UnsupportedAttentionError, match=rf"{method}: 40 keys are more than the 30 .*length=40 or"):
         hea.attention(method, *tensors, max_length=30)
     for shape in ((5, 40), (40,), (1, 6, 40)):
@@ -262,7 +262,7 @@ def test_refusals(method):
 @each_method
 def test_means_of_segments_that_are_not_full(method, kind):
     """Segments of ten valid tokens, counted from the first valid one. The last segment may have fewer."""
-    tensors, mask = inputs(batch=3, queries=70, dtype=torch.float64), padding_mask(kind, 3, 70, 4)
+    tensors, mask = inputs(batch=3, q_len=70, dtype=torch.float64), padding_mask(kind, 3, 70, 4)
     out = hea.attention(method, *tensors, attention_mask=mask, **options(method, projection_dim=20, max_length=200))
     for b in range(3):
         query, key, value = (x[b] for x in tensors)
@@ -273,7 +273,7 @@ def test_means_of_segments_that_are_not_full(method, kind):
 @each_method
 def test_projections_without_weight_are_left_out(method):
     """A projection whose weights are all 0 in either table is left out. It is not a key of zeros."""
-    tensors = inputs(queries=30, dtype=torch.float64)
+    tensors = inputs(q_len=30, dtype=torch.float64)
     first, second = 0.3 * numbers(6, 30, seed=1), 0.3 * numbers(6, 30, seed=2)
     first[2], second[4] = 0.0, 0.0
     ours = hea.attention(method, *tensors, **options(method, projection_dim=6), key_projection=first,
@@ -285,7 +285,7 @@ def test_projections_without_weight_are_left_out(method):
 @each_method
 def test_gradients_of_tables(method):
     """Gradients of both tables agree with finite differences, also for input shorter than the tables."""
-    query, key, value = inputs(batch=2, heads=2, queries=9, width=3, dtype=torch.float64)
+    query, key, value = inputs(batch=2, num_heads=2, q_len=9, head_dim=3, dtype=torch.float64)
     mask = torch.arange(9) < torch.tensor([[9], [5]])
     leaves = [0.5 * numbers(4, 12, seed=s) for s in (1, 2)]
 
@@ -317,7 +317,7 @@ def test_budgets():
 
 def test_constant_values_give_a_constant_output():
     """The mean of a constant is the constant, and the kernel's weights sum to 1."""
-    query, key, _ = inputs(batch=2, queries=60, dtype=torch.float64)
+    query, key, _ = inputs(batch=2, q_len=60, dtype=torch.float64)
     value, mask = torch.full_like(key, 3.0), padding_mask("left", 2, 60)
     for method in METHODS:
         sizes = options(method, projection_dim=7, max_length=100)
@@ -336,9 +336,9 @@ def test_constant_values_give_a_constant_output():
 @each_gaussian
 def test_gaussian_tables_keep_the_promises_of_masks(instance, kind):
     for length in (1, 7, 60):
-        promises.check_shapes(instance, False, kind, batch=2, queries=length, value_width=5)
-        promises.check_masked_keys(instance, False, kind, batch=2, queries=length)
-        promises.check_batch(instance, False, kind, queries=length)
+        promises.check_shapes(instance, False, kind, batch=2, q_len=length, value_dim=5)
+        promises.check_masked_keys(instance, False, kind, batch=2, q_len=length)
+        promises.check_batch(instance, False, kind, q_len=length)
 
 
 @each_gaussian
@@ -361,7 +361,7 @@ def test_gaussian_tables_keep_the_other_promises(instance):
 @pytest.mark.parametrize("kind", ["none", "left", "right", "holes"])
 @each_gaussian
 def test_gaussian_tables_in_the_readable_form(instance, kind):
-    tensors, mask = inputs(batch=2, queries=60, value_width=5, dtype=torch.float64), padding_mask(kind, 2, 60)
+    tensors, mask = inputs(batch=2, q_len=60, value_dim=5, dtype=torch.float64), padding_mask(kind, 2, 60)
     for more in ({}, {"max_length": 90}, {"share": "kv"}):
         config = instance.config(**more)
         expected = hea.naive_attention(config, *tensors, attention_mask=mask)

@@ -60,7 +60,7 @@ def test_tables_of_a_gaussian():
 
 
 def test_functional_form_makes_tables_for_the_length_of_its_input():
-    tensors = inputs(heads=NUM_HEADS, queries=70, dtype=torch.float64)
+    tensors = inputs(num_heads=NUM_HEADS, q_len=70, dtype=torch.float64)
     for options in ({}, {"init": "gaussian"}, {"share": "none", "init": "gaussian", "seed": 2}):
         given = tables(70, projection_dim=9, **options)
         config = hea.LinformerConfig(projection_dim=9, **options)
@@ -69,7 +69,7 @@ def test_functional_form_makes_tables_for_the_length_of_its_input():
 
 def test_shared_tables():
     """Keys and values share any table. A value table is used where one is given."""
-    tensors, (first, second) = inputs(queries=40, dtype=torch.float64), (numbers(6, 40, seed=s) for s in (1, 2))
+    tensors, (first, second) = inputs(q_len=40, dtype=torch.float64), (numbers(6, 40, seed=s) for s in (1, 2))
     shared = linformer(*tensors, projection_dim=6, key_projection=first)
     both = {"projection_dim": 6, "key_projection": first}
     close(shared, linformer(*tensors, share="none", **both, value_projection=first))
@@ -79,7 +79,7 @@ def test_shared_tables():
 
 
 def test_refusals():
-    tensors = inputs(queries=40)
+    tensors = inputs(q_len=40)
     with pytest.raises(hea.UnsupportedAttentionError, match=r"40 keys are more than the 30 .*max_length=40 or more"):
         linformer(*tensors, max_length=30)
     with pytest.raises(hea.UnsupportedAttentionError, match="40 keys are more than the 39 that value_projection"):
@@ -97,7 +97,7 @@ def test_refusals():
 @pytest.mark.parametrize("share", ["kv", "none"])
 def test_formula_of_the_paper(share):
     """Eq. 7, for any tables made for the length of the sequence."""
-    query, key, value = inputs(batch=2, heads=NUM_HEADS, queries=50, keys=70, value_width=5, dtype=torch.float64)
+    query, key, value = inputs(batch=2, num_heads=NUM_HEADS, q_len=50, kv_len=70, value_dim=5, dtype=torch.float64)
     first, second = numbers(9, 70, seed=1), numbers(9, 70, seed=2)
     learned = {"key_projection": first} | ({} if share == "kv" else {"value_projection": second})
     exact = scaled_dot_product_attention(query, first @ key, (first if share == "kv" else second) @ value)
@@ -107,7 +107,7 @@ def test_formula_of_the_paper(share):
 @pytest.mark.parametrize("kind", ["left", "right", "holes"])
 def test_means_of_segments_that_are_not_full(kind):
     """Segments of ten valid tokens, counted from the first valid one. The last segment may have fewer."""
-    tensors, mask = inputs(batch=3, queries=70, dtype=torch.float64), padding_mask(kind, 3, 70, 4)
+    tensors, mask = inputs(batch=3, q_len=70, dtype=torch.float64), padding_mask(kind, 3, 70, 4)
     out = linformer(*tensors, attention_mask=mask, projection_dim=20, max_length=200)
     for b in range(3):
         query, key, value = (x[b] for x in tensors)
@@ -116,7 +116,7 @@ def test_means_of_segments_that_are_not_full(kind):
 
 
 def test_as_many_means_as_tokens_give_exact_attention():
-    tensors, mask = inputs(batch=2, queries=40, dtype=torch.float64), padding_mask("left", 2, 40)
+    tensors, mask = inputs(batch=2, q_len=40, dtype=torch.float64), padding_mask("left", 2, 40)
     exact = scaled_dot_product_attention(*tensors, attn_mask=mask[:, None, None])
     close(linformer(*tensors, attention_mask=mask, projection_dim=40), exact)
     close(linformer(*tensors, attention_mask=mask, projection_dim=256), exact)
@@ -128,7 +128,7 @@ def test_as_many_means_as_tokens_give_exact_attention():
 @pytest.mark.parametrize("length", [1, 9, 30, 50])
 def test_input_shorter_than_the_tables(length):
     """Projections of one sign stay weighted averages of the valid tokens. Others keep their Euclidean norm."""
-    query, key, value = inputs(queries=length, dtype=torch.float64)
+    query, key, value = inputs(q_len=length, dtype=torch.float64)
     positive, mask = numbers(1, 50).abs(), torch.arange(50)[None] < length
     table = torch.cat((positive, -2.0 * positive))
     weights = positive[:, :length] * (positive.sum() / positive[:, :length].sum())
@@ -150,7 +150,7 @@ def test_input_shorter_than_the_tables(length):
 
 def test_gradients_of_tables():
     """Gradients of both tables agree with finite differences, also for input shorter than the tables."""
-    query, key, value = inputs(batch=2, heads=2, queries=9, width=3, dtype=torch.float64)
+    query, key, value = inputs(batch=2, num_heads=2, q_len=9, head_dim=3, dtype=torch.float64)
     mask = torch.arange(9) < torch.tensor([[9], [5]])
     leaves = [numbers(4, 12, seed=s).requires_grad_() for s in (1, 2)]
 
@@ -178,9 +178,9 @@ def test_gradients_of_tables():
 @pytest.mark.parametrize("kind", ["left", "right", "holes", "empty"])
 @pytest.mark.parametrize("length", [1, 7, 60])
 def test_gaussian_tables_keep_the_promises_of_masks(kind, length):
-    promises.check_shapes(GAUSSIAN, False, kind, batch=2, queries=length, value_width=5)
-    promises.check_masked_keys(GAUSSIAN, False, kind, batch=2, queries=length)
-    promises.check_batch(GAUSSIAN, False, kind, queries=length)
+    promises.check_shapes(GAUSSIAN, False, kind, batch=2, q_len=length, value_dim=5)
+    promises.check_masked_keys(GAUSSIAN, False, kind, batch=2, q_len=length)
+    promises.check_batch(GAUSSIAN, False, kind, q_len=length)
 
 
 def test_gaussian_tables_keep_the_other_promises():
@@ -199,7 +199,7 @@ def test_gaussian_tables_keep_the_other_promises():
 
 @pytest.mark.parametrize("kind", ["none", "left", "right", "holes"])
 def test_gaussian_tables_in_the_readable_form(kind):
-    tensors, mask = inputs(batch=2, queries=60, value_width=5, dtype=torch.float64), padding_mask(kind, 2, 60)
+    tensors, mask = inputs(batch=2, q_len=60, value_dim=5, dtype=torch.float64), padding_mask(kind, 2, 60)
     for options in ({}, {"max_length": 90}, {"share": "kv"}):
         config = GAUSSIAN.config(**options)
         expected = hea.naive_attention(config, *tensors, attention_mask=mask)

@@ -148,7 +148,7 @@ def test_solve_damps_small_singular_values(rank):
 
 def test_many_steps_give_the_formula_of_the_paper():
     """Eq. 13 with the exact pseudo-inverse."""
-    query, key, value = inputs(heads=NUM_HEADS, queries=60, width=HEAD_DIM, dtype=torch.float64, spread=1.5)
+    query, key, value = inputs(num_heads=NUM_HEADS, q_len=60, head_dim=HEAD_DIM, dtype=torch.float64, spread=1.5)
     means = [x.unflatten(2, (10, 6)).mean(3) for x in (query, key)]
 
     def softmax(q, k):
@@ -172,7 +172,7 @@ def test_few_landmarks_suffice_for_smooth_sequences(pinv):
 @pytest.mark.parametrize("pinv", ["iterative", "solve"])
 def test_batch_row_with_few_tokens_is_exact(pinv):
     """A batch row with no more valid tokens than landmarks is exact, whatever the other batch rows hold."""
-    tensors = inputs(batch=3, queries=80, dtype=torch.float64)
+    tensors = inputs(batch=3, q_len=80, dtype=torch.float64)
     mask = torch.zeros(3, 80, dtype=torch.bool)
     mask[0, 60:], mask[1, 3:80:4], mask[2] = True, True, True
     ours = nystromformer(*tensors, attention_mask=mask, num_landmarks=20, pinv=pinv)
@@ -183,15 +183,15 @@ def test_batch_row_with_few_tokens_is_exact(pinv):
 
 def test_few_queries_are_exact():
     """With no more queries than landmarks, exact attention costs no more than the approximation."""
-    tensors = inputs(queries=16, keys=200, dtype=torch.float64)
+    tensors = inputs(q_len=16, kv_len=200, dtype=torch.float64)
     close(nystromformer(*tensors, num_landmarks=16), scaled_dot_product_attention(*tensors))
-    tensors = inputs(queries=17, keys=200, dtype=torch.float64)
+    tensors = inputs(q_len=17, kv_len=200, dtype=torch.float64)
     assert relative_error(nystromformer(*tensors, num_landmarks=16), scaled_dot_product_attention(*tensors)) > 0.05
 
 
 def test_iteration_is_independent_of_other_batch_rows():
     """The iteration starts from the norms of its own matrix, however large those of another batch row are."""
-    tensors = inputs(batch=2, queries=64, dtype=torch.float64)
+    tensors = inputs(batch=2, q_len=64, dtype=torch.float64)
     alone = nystromformer(*(x[:1] for x in tensors), num_landmarks=8)
     peaked = [torch.cat((x[:1], 30.0 * x[1:, :, :1].expand_as(x[1:]))) for x in tensors]
     close(nystromformer(*peaked, num_landmarks=8)[:1], alone, 1e-12)
@@ -200,7 +200,7 @@ def test_iteration_is_independent_of_other_batch_rows():
 @pytest.mark.parametrize("size", [0, 3])
 def test_float16_does_not_overflow(size):
     """Outputs on data without structure are far from averages of values. They are clamped to the float16 range."""
-    query, key, value = inputs(heads=4, queries=300, width=16, spread=20.0)
+    query, key, value = inputs(num_heads=4, q_len=300, head_dim=16, spread=20.0)
     options = {"num_landmarks": 32, "conv_kernel_size": size}
     options |= {"conv_weight": torch.ones(4, size)} if size else {}
     full = nystromformer(query, key, 1000.0 * value, **options)
@@ -228,9 +228,9 @@ CONVOLVED = Convolved("nystromformer", {"num_landmarks": 16, "conv_kernel_size":
 @pytest.mark.parametrize("kind", ["left", "right", "holes", "empty"])
 @pytest.mark.parametrize("length", [1, 7, 60])
 def test_convolution_keeps_the_promises_of_masks(kind, length):
-    promises.check_shapes(CONVOLVED, False, kind, batch=2, queries=length, value_width=5)
-    promises.check_masked_keys(CONVOLVED, False, kind, batch=2, queries=length)
-    promises.check_batch(CONVOLVED, False, kind, queries=length)
+    promises.check_shapes(CONVOLVED, False, kind, batch=2, q_len=length, value_dim=5)
+    promises.check_masked_keys(CONVOLVED, False, kind, batch=2, q_len=length)
+    promises.check_batch(CONVOLVED, False, kind, q_len=length)
 
 
 def test_convolution_keeps_the_other_promises():
@@ -248,7 +248,7 @@ def test_convolution_keeps_the_other_promises():
 @pytest.mark.parametrize("kind", ["none", "left", "holes"])
 @pytest.mark.parametrize("length", [10, 60])
 def test_convolution_in_the_readable_form(length, kind):
-    tensors, mask = inputs(batch=2, queries=length, value_width=3, dtype=torch.float64), padding_mask(kind, 2, length)
+    tensors, mask = inputs(batch=2, q_len=length, value_dim=3, dtype=torch.float64), padding_mask(kind, 2, length)
     config, kernel = CONVOLVED.config(), numbers(2, 5)
     ours = hea.attention(config, *tensors, attention_mask=mask, conv_weight=kernel)
     other = hea.naive_attention(config, *tensors, attention_mask=mask, conv_weight=kernel)
@@ -271,7 +271,7 @@ def test_convolution_by_hand():
 
 
 def test_initial_kernels_and_their_gradient():
-    tensors, kernel = inputs(heads=NUM_HEADS, queries=40, dtype=torch.float64), numbers(NUM_HEADS, 5).requires_grad_()
+    tensors, kernel = inputs(num_heads=NUM_HEADS, q_len=40, dtype=torch.float64), numbers(NUM_HEADS, 5).requires_grad_()
     config = hea.NystromformerConfig(num_landmarks=8, conv_kernel_size=5)
     start = get_method("nystromformer").initial_parameters
     sizes = {"num_heads": NUM_HEADS, "head_dim": 8, "value_dim": 8, "max_length": 40}
@@ -284,14 +284,14 @@ def test_initial_kernels_and_their_gradient():
 
 
 def test_refusals_of_the_convolution():
-    tensors = inputs(heads=2, queries=40)
+    tensors = inputs(num_heads=2, q_len=40)
     with pytest.raises(hea.UnsupportedAttentionError, match=r"conv_kernel_size=4 has no middle"):
         hea.NystromformerConfig(conv_kernel_size=4)
     for size, shape in ((3, (2, 5)), (3, (1, 3)), (0, (2, 3))):
         with pytest.raises(hea.UnsupportedAttentionError, match=rf"does not fit 2 heads and conv_kernel_size={size}"):
             nystromformer(*tensors, conv_kernel_size=size, conv_weight=torch.zeros(shape))
     with pytest.raises(hea.UnsupportedAttentionError, match=r"40 queries and 30 keys; set conv_kernel_size=0"):
-        nystromformer(*inputs(queries=40, keys=30), conv_kernel_size=3)
+        nystromformer(*inputs(q_len=40, kv_len=30), conv_kernel_size=3)
     with pytest.raises(hea.UnsupportedAttentionError, match="no causal form"):
         nystromformer(*tensors, is_causal=True)
 

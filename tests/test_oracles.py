@@ -67,7 +67,7 @@ def test_longformer_of_transformers(window, padding, global_tokens):
 
 
 def performer_inputs(length: int):
-    return inputs(batch=2, heads=3, queries=length, width=WIDTH, dtype=torch.float64)
+    return inputs(batch=2, num_heads=3, q_len=length, head_dim=WIDTH, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("seed", [0, 4])
@@ -155,7 +155,7 @@ def test_sdpa_as_the_budget_grows(instance, is_causal):
         pytest.skip("no causal form")
     # Means of tokens that have nothing in common say little of their peaked rows, however many means there are.
     spread = 1.0 if instance.method == "nystromformer" else 1.5
-    row = inputs(heads=4, queries=300, width=16, spread=spread, dtype=torch.float64)
+    row = inputs(num_heads=4, q_len=300, head_dim=16, spread=spread, dtype=torch.float64)
     exact = scaled_dot_product_attention(*row, is_causal=is_causal)
 
     def error(columns: int) -> float:

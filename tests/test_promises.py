@@ -42,12 +42,12 @@ def draw_inputs(draw, instance: Instance, is_causal: bool, **fixed):
     width = draw(st.integers(1, 9), label="width")
     return {
         "batch": draw(st.integers(1, 3), label="batch"),
-        "heads": key_heads * draw(st.integers(1, 2), label="groups"),
-        "key_heads": key_heads,
-        "queries": length,
-        "keys": keys,
-        "width": width,
-        "value_width": draw(st.sampled_from((width, 1, 5)), label="value_width"),
+        "num_heads": key_heads * draw(st.integers(1, 2), label="groups"),
+        "num_kv_heads": key_heads,
+        "q_len": length,
+        "kv_len": keys,
+        "head_dim": width,
+        "value_dim": draw(st.sampled_from((width, 1, 5)), label="value_width"),
         "seed": draw(st.integers(0, 1000), label="seed"),
         **fixed,
     }
@@ -74,7 +74,7 @@ def test_any_shape(instance, is_causal, data, mask):
 
 def check_exact(instance: Instance, is_causal: bool, length: int, mask: str = "none") -> None:
     """Against the attention of torch, with its own dense mask."""
-    query, key, value = inputs(batch=2, queries=length, dtype=torch.float64)
+    query, key, value = inputs(batch=2, q_len=length, dtype=torch.float64)
     there = padding_mask(mask, 2, length)
     pairs = torch.ones(length, length, dtype=torch.bool)
     pairs = (pairs.tril() if is_causal else pairs).expand(2, 1, -1, -1)
@@ -124,7 +124,7 @@ def test_masked_keys_do_not_show(instance, is_causal, data, mask):
 
 def check_masked_gradients(instance: Instance, is_causal: bool) -> None:
     """NaN behind the mask reaches no gradient, and what stands there gets none."""
-    query, key, value = inputs(batch=2, queries=70)
+    query, key, value = inputs(batch=2, q_len=70)
     there = padding_mask("holes", 2, 70)
     there[0, :3] = False
     leaves = [query, *(x.masked_fill(~there[:, None, :, None], torch.nan) for x in (key, value))]
@@ -144,7 +144,7 @@ def test_masked_keys_do_not_show_in_gradients(instance, is_causal):
 
 def check_empty_rows(instance: Instance, is_causal: bool, length: int = 90) -> None:
     """Rows of a batch, and causal queries, that have nothing to attend to give 0 and gradients that are numbers."""
-    leaves = [x.requires_grad_() for x in inputs(batch=2, queries=length)]
+    leaves = [x.requires_grad_() for x in inputs(batch=2, q_len=length)]
     there = torch.zeros(2, length, dtype=torch.bool)
     there[1, length // 2 :] = True
     out = instance(*leaves, there, is_causal=is_causal)
@@ -166,9 +166,9 @@ def test_rows_with_nothing_to_attend_to_are_zero(instance, is_causal):
 
 def check_padding_beside(instance: Instance, is_causal: bool, length: int, before: int, after: int) -> None:
     """A row's output is that of the row without its padding: masked keys count in no mean, rank or denominator."""
-    row = inputs(queries=length, dtype=torch.float64)
+    row = inputs(q_len=length, dtype=torch.float64)
     padded = [torch.nn.functional.pad(x, (0, 0, before, after), value=3.0) for x in row]
-    other = inputs(queries=before + length + after, dtype=torch.float64, seed=1)
+    other = inputs(q_len=before + length + after, dtype=torch.float64, seed=1)
     there = torch.ones(2, before + length + after, dtype=torch.bool)
     there[0, :before] = False
     there[0, before + length :] = False
@@ -187,7 +187,7 @@ def test_padding_beside_a_row_does_not_matter(instance, is_causal, length, befor
 
 def check_holes(instance: Instance, is_causal: bool, length: int, seed: int = 0) -> None:
     """Holes in a mask are the absence of their tokens, for a method that does not read distances."""
-    row = inputs(queries=length, dtype=torch.float64, seed=seed)
+    row = inputs(q_len=length, dtype=torch.float64, seed=seed)
     there = padding_mask("holes", 1, length, seed)
     there[0, -1] = True
     out = instance(*row, there, is_causal=is_causal)[:, :, there[0]]
@@ -209,7 +209,7 @@ def test_holes_are_absent_tokens(instance, is_causal):
 def check_future(instance: Instance, length: int, cut: int, mask: str = "none", seed: int = 0) -> None:
     """Everything from the cut on is replaced, the mask too; what stands before it comes out the same to the bit."""
     # Values as wide as keys go through the fused kernel, others through our own.
-    shape = {"batch": 2, "heads": 2, "queries": length, "key_heads": 1, "width": 6, "value_width": 6 - seed % 2}
+    shape = {"batch": 2, "num_heads": 2, "q_len": length, "num_kv_heads": 1, "head_dim": 6, "value_dim": 6 - seed % 2}
     here, other = inputs(**shape, seed=seed), inputs(**shape, seed=seed + 1, spread=40.0)
     there, elsewhere = padding_mask(mask, 2, length, seed), padding_mask(mask, 2, length, seed + 1)
     changed = [torch.cat((a[:, :, :cut], b[:, :, cut:]), 2) for a, b in zip(here, other, strict=True)]
@@ -239,7 +239,7 @@ def test_the_future_does_not_show(instance, data, length, mask, seed):
 
 def check_length(instance: Instance, length: int, cut: int) -> None:
     """An output does not depend on how many tokens follow."""
-    whole = inputs(queries=length, dtype=torch.float64)
+    whole = inputs(q_len=length, dtype=torch.float64)
     out = instance(*(x[:, :, :cut] for x in whole), is_causal=True)
     torch.testing.assert_close(out, instance(*whole, is_causal=True)[:, :, :cut], rtol=1e-9, atol=1e-9)
 
@@ -278,15 +278,15 @@ def test_rows_of_a_large_batch_are_alone(instance, is_causal):
     """So large that heads and rows are worked on a few at a time."""
     # What is hashed for densities and kernels works on one head at a time anyway, and takes its time.
     short, long = (300, 700) if instance.data_dependent else (1500, 5000)
-    check_batch(instance, is_causal, "right", heads=4, key_heads=2, queries=short, width=64)
-    check_batch(instance, is_causal, heads=6, key_heads=3, queries=long, width=64, batch=2)
+    check_batch(instance, is_causal, "right", num_heads=4, num_kv_heads=2, q_len=short, head_dim=64)
+    check_batch(instance, is_causal, num_heads=6, num_kv_heads=3, q_len=long, head_dim=64, batch=2)
 
 
 # 5. Seeds.
 
 
 def check_seeds(instance: Instance, is_causal: bool) -> None:
-    row = inputs(queries=90)
+    row = inputs(q_len=90)
     torch.manual_seed(0)
     state = torch.random.get_rng_state()
     first, again, other = (instance(*row, is_causal=is_causal, seed=s) for s in (3, 3, 4))
@@ -299,7 +299,7 @@ def check_seeds(instance: Instance, is_causal: bool) -> None:
 
 def check_global_seed(instance: Instance, is_causal: bool) -> None:
     """seed=None is for training: it draws from the global generator, so that setting this one's state repeats it."""
-    row = inputs(queries=90)
+    row = inputs(q_len=90)
     outs = []
     for start in (0, 0, 1):
         torch.manual_seed(start)
@@ -325,10 +325,10 @@ def check_finite(instance: Instance, is_causal: bool, dtype: torch.dtype, logit:
     """Width 64 and logits of both signs up to `logit`: q . k without its scale then passes the largest float16."""
     width, length = 64, 75
     size = (logit * width**0.5 / width) ** 0.5
-    query, key, value = (x.sign() * size for x in inputs(queries=length, width=width))
+    query, key, value = (x.sign() * size for x in inputs(q_len=length, head_dim=width))
     key = torch.where(torch.arange(length)[:, None] % 3 == 0, query, key)
     key = torch.where(torch.arange(length)[:, None] % 3 == 1, -query, key)
-    value = inputs(queries=length, width=width, spread=100.0)[2]
+    value = inputs(q_len=length, head_dim=width, spread=100.0)[2]
     leaves = [x.to(dtype).requires_grad_() for x in (query, key, value)]
     there = padding_mask("left", 1, length, 3)
     context = torch.autocast("cpu", dtype=dtype, enabled=autocast)
@@ -354,7 +354,7 @@ def test_finite(instance, is_causal, dtype):
 
 def check_sums(instance: Instance, is_causal: bool, dtype: torch.dtype) -> None:
     """Weights are summed in float32: the average of 700 equal values is that value to the last bit of `dtype`."""
-    query, key, value = inputs(queries=700, width=16, spread=0.05, dtype=dtype)
+    query, key, value = inputs(q_len=700, head_dim=16, spread=0.05, dtype=dtype)
     value = torch.full_like(value, 1.0)
     out = instance(query, key, value, is_causal=is_causal)
     torch.testing.assert_close(out, value, rtol=torch.finfo(dtype).eps, atol=0.0)
@@ -388,7 +388,9 @@ def held_plans():
 
 
 def check_gradients(instance: Instance, is_causal: bool, length: int, value_width: int, fast_mode=False) -> None:
-    query, key, value = inputs(batch=2, heads=1, queries=length, width=2, value_width=value_width, dtype=torch.float64)
+    query, key, value = inputs(
+        batch=2, num_heads=1, q_len=length, head_dim=2, value_dim=value_width, dtype=torch.float64
+    )
     there = torch.ones(2, length, dtype=torch.bool)
     there[0, -2:] = False
     there[1, :1] = False
@@ -420,7 +422,7 @@ def test_gradients_across_chunks(instance, is_causal):
 
 def budget_error(instance, is_causal: bool, columns: int, length: int, seeds: int = 4, spread: float = 1.0) -> float:
     """Error of `with_budget(columns)` against the attention of torch: root mean square over seeds."""
-    row = inputs(queries=length, width=8, heads=4, dtype=torch.float64, spread=spread)
+    row = inputs(q_len=length, head_dim=8, num_heads=4, dtype=torch.float64, spread=spread)
     exact = torch.nn.functional.scaled_dot_product_attention(*row, is_causal=is_causal)
     config = instance.config().with_budget(columns)
     errors = [relative_error(hea.attention(config, *row, is_causal=is_causal, seed=s), exact) for s in range(seeds)]
@@ -456,7 +458,7 @@ def test_the_budget_leads_to_exact_attention(instance, is_causal):
 
 def check_compiles(instance: Instance, is_causal: bool, backend: str = "aot_eager") -> None:
     """No graph break, so no branch on a value; forward and gradients are those of eager mode."""
-    row = [x.requires_grad_() for x in inputs(batch=2, queries=61, dtype=torch.float64)]
+    row = [x.requires_grad_() for x in inputs(batch=2, q_len=61, dtype=torch.float64)]
     there = padding_mask("left", 2, 61)
     torch._dynamo.reset()
 
@@ -496,8 +498,8 @@ def refuses(sentence: str):
 
 @each_instance
 def test_refuses_masks_that_are_not_of_keys(instance):
-    row = inputs(batch=2, queries=50)
-    with refuses(r"4-D attention mask .*bool mask \(2, 50\)"):
+    row = inputs(batch=2, q_len=50)
+    with refuses(r"4-D attention mask .*bool mask of shape \(2, 50\)"):
         instance(*row, torch.ones(2, 1, 50, 50, dtype=torch.bool))
     with refuses(r"must be bool \(2, 50\), True = attend; got torch.float32 \(2, 50\)"):
         instance(*row, torch.zeros(2, 50))
@@ -510,15 +512,15 @@ def test_refuses_masks_that_are_not_of_keys(instance):
 
 @each_instance
 def test_refuses_shapes_and_types_that_do_not_fit(instance):
-    query, key, value = inputs(batch=2, heads=4, queries=50)
-    with refuses("batch, heads, length, width"):
+    query, key, value = inputs(batch=2, num_heads=4, q_len=50)
+    with refuses("batch, num_heads, length, head_dim"):
         instance(query[0], key[0], value[0])
     for wrong in ((query, key[:, :, :-1], value), (query, key[..., :-1], value), (query[:1], key, value)):
         with refuses("do not fit together"):
             instance(*wrong)
     with refuses("number of key heads, 3, must divide the number of query heads, 4"):
         instance(query, key[:, :3], value[:, :3])
-    with refuses("0 key heads"):
+    with refuses("number of key heads, 0"):
         instance(query, key[:, :0], value[:, :0])
     for wrong in ((query, key.double(), value), (query, key, value.half())):
         with refuses("the same floating-point dtype"):
@@ -529,7 +531,7 @@ def test_refuses_shapes_and_types_that_do_not_fit(instance):
 
 @each_instance
 def test_refuses_a_rectangle_without_a_form_for_it(instance):
-    query, key, value = inputs(queries=50, keys=60)
+    query, key, value = inputs(q_len=50, kv_len=60)
     if instance.info.rectangular:
         assert instance(query, key, value).shape == query.shape
     else:
@@ -546,7 +548,7 @@ def test_refuses_budgets_that_make_no_attention(instance, budget):
 
 def test_refuses_causality_without_a_form_for_it():
     with bad.broken(bad.correct, causal=False) as instance:
-        row = inputs(queries=20)
+        row = inputs(q_len=20)
         assert instance(*row).isfinite().all()
         with refuses(r"correct: it has no causal form\. Methods that have one: .*longformer"):
             instance(*row, is_causal=True)
@@ -554,7 +556,7 @@ def test_refuses_causality_without_a_form_for_it():
 
 @each_instance
 def test_refuses_unknown_names_and_names_the_nearest(instance):
-    row = inputs(queries=20)
+    row = inputs(q_len=20)
     name, known = instance.method, list(instance.config().to_dict())[-1]
     with refuses(rf"unknown attention method '{name}x'\. Did you mean '{name}'\? Known: .*performer"):
         hea.attention(name + "x", *row)
@@ -568,7 +570,7 @@ def test_refuses_unknown_names_and_names_the_nearest(instance):
 
 @each_instance
 def test_refuses_seeds_and_dropout_that_make_no_sense(instance):
-    row = inputs(queries=20)
+    row = inputs(q_len=20)
     for dropout_p in (-0.1, 1.0, 2.0, math.nan):
         with refuses("dropout_p=.* must be at least 0 and below 1"):
             instance(*row, dropout_p=dropout_p)
@@ -598,7 +600,7 @@ for name, causal, backward, masked in json.loads(sys.argv[1]):
     good = instances.Instance(name, instances.AT_LENGTH.get(name, {}))
     with broken_methods.broken(form) if form else nullcontext(good) as instance:
         for length in (1024, int(sys.argv[2])):
-            row = [x.requires_grad_(backward) for x in instances.inputs(heads=1, queries=length, width=64)]
+            row = [x.requires_grad_(backward) for x in instances.inputs(num_heads=1, q_len=length, head_dim=64)]
             mask = instances.padding_mask("left", 1, length) if masked else None
             reset()
             before = status("VmRSS")
@@ -658,8 +660,8 @@ def fails(form, check, *arguments, promised=None, **options):
 
 
 CAUGHT = [
-    fails(bad.needs_even_lengths, check_shapes, False, queries=7),
-    fails(bad.returns_the_width_of_keys, check_shapes, False, value_width=5),
+    fails(bad.needs_even_lengths, check_shapes, False, q_len=7),
+    fails(bad.returns_the_width_of_keys, check_shapes, False, value_dim=5),
     fails(bad.never_converges, check_exact, False, 8),
     fails(bad.counts_masked_keys, check_exact, False, 8, "holes"),
     fails(bad.reads_masked_queries, check_masked_keys, False),
@@ -710,7 +712,7 @@ def test_checks_catch_broken_methods(form, check, arguments, promised, options):
 def test_checks_pass_a_correct_method():
     with bad.broken(bad.correct) as instance:
         for is_causal in (False, True):
-            check_shapes(instance, is_causal, "holes", queries=7, value_width=5)
+            check_shapes(instance, is_causal, "holes", q_len=7, value_dim=5)
             check_exact(instance, is_causal, 8, "holes")
             check_masked_gradients(instance, is_causal)
             check_empty_rows(instance, is_causal)

@@ -43,7 +43,7 @@ def record(instance: Instance, is_causal: bool, dtype: torch.dtype) -> dict[str,
     """Digests of outputs (with each kind of padding, with dropout, by the readable form) and of gradients."""
     torch.set_num_threads(1)
     config, found = instance.config(), {}
-    base = inputs(2, 4, 173, 16, key_heads=2, dtype=dtype, seed=3)
+    base = inputs(2, 4, 173, 16, num_kv_heads=2, dtype=dtype, seed=3)
     for kind in KINDS:
         mask = padding_mask(kind, 2, 173, seed=5)
         with torch.no_grad():
@@ -60,10 +60,10 @@ def record(instance: Instance, is_causal: bool, dtype: torch.dtype) -> dict[str,
     torch.manual_seed(0)
     found["dropout"] = digest(hea.attention(config, *base, is_causal=is_causal, dropout_p=0.3, seed=None))
     if instance.info.rectangular:
-        query, key, value = inputs(1, 2, 91, 16, keys=140, value_width=24, dtype=dtype, seed=7)
+        query, key, value = inputs(1, 2, 91, 16, kv_len=140, value_dim=24, dtype=dtype, seed=7)
         found["rectangular"] = digest(hea.attention(config, query, key, value))
     if is_causal:
-        query, key, value = inputs(1, 2, 3, 16, keys=140, dtype=dtype, seed=7)
+        query, key, value = inputs(1, 2, 3, 16, kv_len=140, dtype=dtype, seed=7)
         found["decode"] = digest(hea.attention(config, query, key, value, is_causal=True))
     return found
 

@@ -54,7 +54,7 @@ def test_methods_that_are_recurrent():
     scale=st.sampled_from([None, 0.1, 1.0]),
 )
 def test_chunks_of_any_size_give_the_causal_form(instance, dtype, tolerance, cuts, length, padding, heads, scale):
-    query, key, value = inputs(2, heads[0], length, 8, key_heads=heads[1], value_width=5, dtype=dtype)
+    query, key, value = inputs(2, heads[0], length, 8, num_kv_heads=heads[1], value_dim=5, dtype=dtype)
     mask = padding_mask(padding, 2, length)
     options = {"seed": 3, "scale": scale}
     cuts = {cut for cut in cuts if cut < length}

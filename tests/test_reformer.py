@@ -54,7 +54,7 @@ def paper_attention(query, key, value, held, scale: float, shared: bool) -> torc
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("size", "rounds"), [(8, 1), (8, 2), (5, 3), (3, 6)])
 def test_the_formulas_of_the_paper(size, rounds, shared, mask):
-    row = inputs(batch=2, queries=150, width=WIDTH, value_width=5, dtype=torch.float64)
+    row = inputs(batch=2, q_len=150, head_dim=WIDTH, value_dim=5, dtype=torch.float64)
     there = padding_mask(mask, 2, 150)
     options = {"block_size": size, "num_hashes": rounds, "shared_query_key": shared}
     ours = hea.functional.reformer_attention(*row, attention_mask=there, seed=3, **options)
@@ -71,7 +71,7 @@ def test_the_formulas_of_the_paper(size, rounds, shared, mask):
 
 
 def test_a_round_that_comes_twice_changes_nothing():
-    query, key, value = flat(*inputs(queries=100, dtype=torch.float64))
+    query, key, value = flat(*inputs(q_len=100, dtype=torch.float64))
     plan = plan_rounds(query, key, None, size=8, rounds=1, seed=0)
     twice = plan._replace(**{n: getattr(plan, n).repeat(1, 2, 1) for n in ("query_order", "key_order", "start")})
     once, again = (rounds_attention(query, key, value, p, others=False, scale=0.3) for p in (plan, twice))
@@ -128,7 +128,7 @@ def test_runs_find_the_keys_of_their_buckets():
 
 def test_what_all_keys_have_in_common_does_not_matter():
     """As in exact attention: a shift of the keys moves no bucket, and so no output."""
-    query, key, value = inputs(batch=2, queries=150, dtype=torch.float64)
+    query, key, value = inputs(batch=2, q_len=150, dtype=torch.float64)
     for there in (None, padding_mask("holes", 2, 150)):
         options = {"attention_mask": there, "block_size": 8}
         ours = hea.functional.reformer_attention(query, key, value, **options)
@@ -224,7 +224,7 @@ def test_hash_of_transformers():
 @pytest.mark.parametrize("rounds", [1, 2, 3])
 def test_lsh_attention_of_reformer_pytorch(rounds):
     """Several rounds with each pair counted once, with our buckets."""
-    query, _, value = flat(*inputs(batch=2, queries=128, dtype=torch.float64, spread=2.0))
+    query, _, value = flat(*inputs(batch=2, q_len=128, dtype=torch.float64, spread=2.0))
     codes = bucket_codes(query, numbers(2, rounds, 2, WIDTH), (torch.tensor([[2]]), torch.tensor([[2]])))
     layer = LSHAttention(bucket_size=8, n_hashes=rounds, allow_duplicate_attention=False)
     layer.hash_vectors = lambda *_, **__: (codes + 16 * torch.arange(rounds)[:, None]).flatten(1)
@@ -257,10 +257,10 @@ SHARED = SharedInstance("reformer", {"block_size": 8, "shared_query_key": True},
 @pytest.mark.parametrize("mask", ["none", "left", "right", "holes", "empty"])
 def test_shared_queries_keep_the_promises(mask):
     for length in (1, 2, 31, 32, 33, 150):
-        promises.check_shapes(SHARED, False, mask, batch=2, queries=length, value_width=5)
+        promises.check_shapes(SHARED, False, mask, batch=2, q_len=length, value_dim=5)
         if mask != "none":
-            promises.check_masked_keys(SHARED, False, mask, batch=2, queries=length)
-        promises.check_batch(SHARED, False, mask, queries=length)
+            promises.check_masked_keys(SHARED, False, mask, batch=2, q_len=length)
+        promises.check_batch(SHARED, False, mask, q_len=length)
 
 
 def test_shared_queries_keep_the_other_promises():
@@ -281,7 +281,7 @@ def test_shared_queries_keep_the_other_promises():
 
 @pytest.mark.parametrize("length", [10, 45])
 def test_gradients_of_shared_queries(length):
-    query, _, value = inputs(batch=2, queries=length, width=3, dtype=torch.float64)
+    query, _, value = inputs(batch=2, q_len=length, head_dim=3, dtype=torch.float64)
     there = padding_mask("holes", 2, length)
     leaves = (query.requires_grad_(), value.requires_grad_())
 
@@ -295,7 +295,7 @@ def test_gradients_of_shared_queries(length):
 
 
 def test_shared_queries_ignore_the_keys_and_themselves():
-    query, key, value = inputs(queries=100)
+    query, key, value = inputs(q_len=100)
     options = {"shared_query_key": True, "block_size": 8}
     ours = hea.functional.reformer_attention(query, key, value, **options)
     assert torch.equal(hea.functional.reformer_attention(query, 2 * key - 1, value, **options), ours)
@@ -312,7 +312,7 @@ def test_shared_queries_ignore_the_keys_and_themselves():
 
 def test_fast_is_naive_for_shared_queries():
     for length in (1, 2, 30, 33, 150):
-        row = inputs(batch=2, queries=length, dtype=torch.float64)
+        row = inputs(batch=2, q_len=length, dtype=torch.float64)
         for mask in ("none", "holes"):
             there = padding_mask(mask, 2, length)
             options = {"attention_mask": there, "block_size": 8, "shared_query_key": True}
@@ -340,7 +340,7 @@ def test_budgets():
 
 
 def test_refusals():
-    row = inputs(queries=50, keys=60)
+    row = inputs(q_len=50, kv_len=60)
     with pytest.raises(hea.UnsupportedAttentionError, match=r"as many of them as values; got 50 and 60"):
         hea.functional.reformer_attention(*row, shared_query_key=True)
     with pytest.raises(hea.UnsupportedAttentionError, match=r"reformer: it has no causal form"):

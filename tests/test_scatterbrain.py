@@ -35,7 +35,7 @@ def same_block(length: int, size: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("length", [9, 40, 45, 150])
 def test_the_sum_of_the_paper(length):
-    row = inputs(queries=length, width=6, value_width=5, dtype=torch.float64, spread=0.8)
+    row = inputs(q_len=length, head_dim=6, value_dim=5, dtype=torch.float64, spread=0.8)
     ours = hea.functional.scatterbrain_attention(*row, **OPTIONS, scale=0.5, seed=3)
     theirs = paper(*row, same_block(length, 8), scale=0.5, seed=3)
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
@@ -45,7 +45,7 @@ def test_the_sum_of_the_paper(length):
 @pytest.mark.parametrize("length", [9, 40, 45, 150])
 def test_the_sum_of_the_paper_in_the_causal_form(length):
     """Near is the own block of 4 and the one before; up to 8 positions all is near."""
-    row = inputs(queries=length, width=6, dtype=torch.float64, spread=0.8)
+    row = inputs(q_len=length, head_dim=6, dtype=torch.float64, spread=0.8)
     ours = hea.functional.scatterbrain_attention(*row, **OPTIONS, scale=0.5, is_causal=True)
     block = torch.arange(length) // 4
     near = block[:, None] - block <= 1
@@ -58,7 +58,7 @@ def test_the_sum_of_the_paper_in_the_causal_form(length):
 @pytest.mark.parametrize("length", [40, 61])
 def test_the_sum_of_the_paper_in_blocks_of_a_hash(length):
     """Queries that are the keys are near the keys with which they share a block of the hash's order."""
-    query, _, value = inputs(heads=1, queries=length, width=6, dtype=torch.float64, spread=0.8)
+    query, _, value = inputs(num_heads=1, q_len=length, head_dim=6, dtype=torch.float64, spread=0.8)
     ours = hea.functional.scatterbrain_attention(query, query, value, **OPTIONS, near_field="lsh", num_hashes=1, seed=2)
     # One hyperplane has two cells, one after the other, in each of which the order is that of the positions.
     side = (query[0, 0] @ hyperplanes(6, 1, 2, query.device))[:, 0] > 0
@@ -90,7 +90,7 @@ def test_hashed_blocks_are_nearer_than_windows_where_alike_keys_stand_apart():
 
 def test_no_far_mass_is_negative_where_features_err_on_a_near_key():
     """The total less the near part is rounding where the features hold a near key for far heavier than it is."""
-    query, key, value = inputs(queries=64, width=64, heads=1, spread=0.1)
+    query, key, value = inputs(q_len=64, head_dim=64, num_heads=1, spread=0.1)
     value = value.abs()
     # A key that is one of the features: exp(q . k) is about 1, and the product of features exp(|k|^2 / 2) / 12.
     key[:, :, 0] = orthogonal_features(12, 64, 1, query.device)[0]
@@ -111,7 +111,7 @@ def test_no_far_mass_is_negative_where_features_err_on_a_near_key():
 
 
 def test_averages_stay_averages_where_float32_holds_no_exponential():
-    query, key, value = inputs(queries=64, width=8, heads=1)
+    query, key, value = inputs(q_len=64, head_dim=8, num_heads=1)
     value = value.abs()
     for size in (10.0, 1000.0):
         for near_field in ("window", "lsh"):
@@ -123,7 +123,7 @@ def test_averages_stay_averages_where_float32_holds_no_exponential():
 
 def test_features_add_to_the_window():
     """More features leave a smaller error, and so do more near keys."""
-    row = inputs(queries=256, width=8, heads=4, dtype=torch.float64, spread=0.7)
+    row = inputs(q_len=256, head_dim=8, num_heads=4, dtype=torch.float64, spread=0.7)
     exact = scaled_dot_product_attention(*row)
 
     def error(method, **options):

@@ -43,6 +43,7 @@ class HiddenProjections(NamedTuple):
 # forward(config, query, key, value, options) with query (B, H, Nq, D), key (B, H, Nk, D) and value (B, H, Nk, Dv)
 # returns the output (B, H, Nq, Dv).
 AttentionForward: TypeAlias = Callable[[ConfigT, Tensor, Tensor, Tensor, AttentionOptions], Tensor]
+Listener: TypeAlias = Callable[[str], None]
 # A state is a named tuple of tensors (B, H_kv, ...).
 State: TypeAlias = tuple[Tensor, ...]
 
@@ -104,7 +105,7 @@ class Method:
 
 
 _REGISTRY: dict[str, Method] = {}
-_LISTENERS: list[Callable[[str], object]] = []
+_LISTENERS: list[Listener] = []
 
 # Transformers interprets these parts of the name of an attention implementation.
 _RESERVED = ("flash", "/", "sdpa", "flex_attention", "|")
@@ -278,11 +279,15 @@ def unregister(name: str) -> None:
     del _REGISTRY[name]
 
 
-def on_register(listener: Callable[[str], object]) -> None:
-    """Call `listener` with the name of every method that is registered, now and later."""
+def on_register(listener: Listener) -> Listener:
+    """Call `listener` with the name of every method: of those that are registered now, and of each later one.
+
+    A name is passed again when its method is replaced. Usable as a decorator.
+    """
     _LISTENERS.append(listener)
     for name in available_methods():
         listener(name)
+    return listener
 
 
 def available_methods() -> tuple[str, ...]:
