@@ -19,10 +19,10 @@ from hf_efficient_attn.models.biggan import (
     class_names,
     truncated_noise,
 )
-from hf_efficient_attn.models.biggan.normalization import BigGANBatchNorm, look_up
+from hf_efficient_attn.models.biggan.normalization import BigGANBatchNorm, Moments, look_up
 from tiny_models import EXACT
 
-# 32 pixels; attention sees 16 x 16 of them: 256 queries, 64 keys.
+# Images of 32 pixels; attention works at 16 x 16 pixels, with 256 queries and 64 keys.
 LAYERS = [[True, 16, 8], [False, 8, 8], [True, 8, 4], [False, 4, 2], [True, 2, 1]]
 SIZES = {"channel_width": 8, "z_dim": 12, "num_classes": 6, "layers": LAYERS, "attention_layer_position": 3}
 RECTANGULAR = [name for name in hea.available_methods() if hea.method_info(name).rectangular]
@@ -30,7 +30,7 @@ SQUARE = [name for name in hea.available_methods() if not hea.method_info(name).
 
 
 def tiny(method: str | None = None, seed: int = 0, sharpness: float = 1.5, **changes) -> BigGANModel:
-    """A model in eval mode, with weights and statistics under which no part of it is idle."""
+    """Return a small model in eval mode, whose weights and statistics make every part affect the output."""
     config = BigGANConfig(**{**SIZES, **changes})
     if method is not None:
         config.efficient_attention = {"method": method}
@@ -41,9 +41,9 @@ def tiny(method: str | None = None, seed: int = 0, sharpness: float = 1.5, **cha
             if name.endswith("gamma"):
                 parameter.fill_(0.8)
             elif parameter.ndim > 1 and "learned_parameters" not in name:
-                width = sharpness if ".theta." in name or ".phi." in name else 1.0
+                std = sharpness if ".theta." in name or ".phi." in name else 1.0
                 noise = torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(width * noise / parameter[0].numel() ** 0.5)
+                parameter.copy_(std * noise / parameter[0].numel() ** 0.5)
         for name, buffer in model.named_buffers():
             if name.endswith("running_means"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
@@ -75,24 +75,25 @@ def budget(method: str, columns: int):
 
 
 @pytest.mark.parametrize(
-    ("size", "blocks", "queries", "width"), [(128, 10, 64**2, 32), (256, 12, 64**2, 64), (512, 14, 64**2, 64)]
+    ("size", "num_blocks", "num_queries", "head_dim"),
+    [(128, 10, 64**2, 32), (256, 12, 64**2, 64), (512, 14, 64**2, 64)],
 )
-def test_the_published_architectures(size, blocks, queries, width):
+def test_published_architectures(size, num_blocks, num_queries, head_dim):
     config = BigGANConfig.from_name(f"biggan-deep-{size}")
-    assert (config.output_dim, len(config.layers), config.num_classes) == (size, blocks, 1000)
+    assert (config.output_dim, len(config.layers), config.num_classes) == (size, num_blocks, 1000)
     with torch.device("meta"):
         model = BigGANModel(config)
         attention = model.generator.layers[8]
     assert type(attention).__name__ == "BigGANAttention" and attention.num_heads == config.num_attention_heads == 1
-    assert config.attention_resolution**2 == queries and attention.max_tokens == queries // 4
-    assert (attention.head_dim, attention.value_head_dim) == (width, 4 * width)
+    assert config.attention_resolution**2 == num_queries and attention.max_tokens == num_queries // 4
+    assert (attention.head_dim, attention.value_head_dim) == (head_dim, 4 * head_dim)
     assert config.id2label[1] == "goldfish, Carassius auratus"
-    # As pytorch-pretrained-biggan counts them.
+    # The counts of pytorch-pretrained-biggan.
     assert sum(p.numel() for p in model.parameters()) == {128: 50_388_609, 256: 55_880_833, 512: 56_163_905}[size]
     assert BigGANConfig(output_dim=size).layers == config.layers
 
 
-def test_classes_are_counted_once(tmp_path):
+def test_numbers_of_classes_agree(tmp_path):
     assert BigGANConfig().num_labels == 1000
     for given in ({"num_classes": 3}, {"num_labels": 3}, {"id2label": {0: "a", 1: "b", 2: "c"}}):
         config = BigGANConfig(**given)
@@ -116,19 +117,19 @@ def test_classes_are_counted_once(tmp_path):
         ({"num_classes": 0}, "num_classes"),
         ({"output_dim": 64}, r"none of the published \[128, 256, 512\]"),
         ({"attention_layer_position": 10}, "none of the 10 layers"),
-        ({"layers": [[True, 8, 8]]}, "takes 8 channels and gets 16"),
+        ({"layers": [[True, 8, 8]]}, "takes 8 channels, but its input has 16"),
         ({"layers": [[True, 16, 4]]}, "keep its 16 channels or halve them"),
         ({"layers": [[True, 16, 8]], "attention_layer_position": 0}, "must end with 1 times"),
-        ({"layers": [[True, 16]]}, "up-samples"),
+        ({"layers": [[True, 16]]}, "doubles the resolution"),
         ({"channel_width": 2}, "attention has 4 channels and needs 8"),
     ],
 )
-def test_what_makes_no_network_is_refused(changes, words):
+def test_sizes_that_form_no_network_are_refused(changes, words):
     with pytest.raises(ValueError, match=words):
         BigGANConfig(**changes)
 
 
-def test_an_output_dim_that_layers_do_not_give_is_said(caplog):
+def test_wrong_output_dim_is_replaced_with_a_warning(caplog):
     transformers.utils.logging.enable_propagation()
     transformers.utils.logging.set_verbosity_warning()
     assert BigGANConfig(**SIZES).output_dim == 32 and not caplog.records
@@ -136,7 +137,7 @@ def test_an_output_dim_that_layers_do_not_give_is_said(caplog):
     assert "output_dim=128 is taken as 32" in caplog.text
 
 
-def test_an_unknown_name():
+def test_unknown_name_suggests_a_similar_one():
     with pytest.raises(ValueError, match="Did you mean 'biggan-deep-256'"):
         BigGANConfig.from_name("biggan-deep-265")
 
@@ -144,7 +145,7 @@ def test_an_unknown_name():
 # Forward
 
 
-def test_every_form_of_a_class_gives_the_same_image():
+def test_all_forms_of_a_class_label_give_the_same_image():
     model, given = tiny(), inputs()
     labels = given["class_label"]
     expected = images(model)
@@ -180,7 +181,7 @@ def test_wrong_input_is_refused(changes, words):
         images(tiny(), **changes)
 
 
-def test_rows_do_not_know_of_each_other():
+def test_batch_rows_are_independent():
     for method in (None, "kdeformer"):
         model = tiny() if method is None else hea.convert(tiny(), budget(method, 16))
         whole = images(model)
@@ -193,7 +194,7 @@ def test_rows_do_not_know_of_each_other():
 @pytest.mark.parametrize("implementation", ["sdpa", "eager", "kdeformer", "linear"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype, implementation):
-    # Logits up to some hundreds, as no scale holds them down.
+    # Logits reach some hundreds, since BigGAN's attention does not scale them.
     model = tiny(sharpness=20.0)
     model.set_attn_implementation(implementation)
     exact = images(model)
@@ -206,7 +207,7 @@ def test_half_precision(dtype, implementation):
 
 @pytest.mark.parametrize("method", [None, "kdeformer"])
 def test_one_compiled_graph_serves_every_truncation(method):
-    """A graph that kept the rows of the first truncation was seen to give other images in silence."""
+    """A graph with the rows of the first truncation as constants would silently give wrong images for the others."""
     small = {"layers": [[True, 16, 8], [False, 8, 4], [False, 4, 2], [False, 2, 1]], "attention_layer_position": 1}
     model = tiny(**small) if method is None else hea.convert(tiny(**small), budget(method, 4))
     torch.compiler.reset()
@@ -224,7 +225,7 @@ def test_one_compiled_graph_serves_every_truncation(method):
 
 
 @pytest.mark.slow
-def test_the_default_compiler():
+def test_default_compiler():
     model = hea.convert(tiny(), budget("kdeformer", 16))
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True)
@@ -263,7 +264,7 @@ def test_every_rectangular_method_runs_saves_and_loads(method, tmp_path):
 
 
 @pytest.mark.parametrize("method", [name for name in RECTANGULAR if name in EXACT])
-def test_the_error_falls_with_the_budget(method):
+def test_error_falls_with_the_budget(method):
     # 1024 queries, 256 keys.
     layers = [[True, 16, 8], [True, 8, 4], [True, 4, 4], [False, 4, 2], [False, 2, 1]]
     model = tiny(sharpness=1.0, layers=layers, channel_width=16)
@@ -289,7 +290,7 @@ def test_methods_without_a_rectangular_form_are_refused(method, tmp_path):
     images(model)
 
 
-def test_the_layer_is_number_0(tmp_path):
+def test_attention_layer_has_index_0(tmp_path):
     model = hea.convert(tiny(), "kdeformer", layers=[0], num_samples=4, block_size=4)
     assert not torch.allclose(images(model), images(tiny()), atol=1e-4)
     model.save_pretrained(tmp_path)
@@ -298,23 +299,23 @@ def test_the_layer_is_number_0(tmp_path):
         hea.convert(tiny(), "kdeformer", layers=[3])
 
 
-def test_eager_is_sdpa():
+def test_eager_equals_sdpa():
     model = tiny()
     expected = images(model)
     model.set_attn_implementation("eager")
     assert torch.allclose(images(model), expected, atol=1e-5)
 
 
-# Making, saving, loading
+# Creating, saving, loading
 
 
 @pytest.mark.parametrize("spectral_norm", [False, True])
-def test_a_new_model_is_filled_whatever_way_it_is_made(spectral_norm, tmp_path):
+def test_new_models_are_initialized_however_they_are_created(spectral_norm, tmp_path):
     config = BigGANConfig(**SIZES, spectral_norm=spectral_norm)
     torch.manual_seed(0)
     models = [BigGANModel(config), AutoModel.from_config(config)]
     models[0].save_pretrained(tmp_path)
-    # Other classes than those of the file: that table is new.
+    # With another number of classes than in the file, the class embedding is new.
     other, report = BigGANModel.from_pretrained(
         tmp_path, num_classes=4, ignore_mismatched_sizes=True, output_loading_info=True
     )
@@ -328,7 +329,7 @@ def test_a_new_model_is_filled_whatever_way_it_is_made(spectral_norm, tmp_path):
         assert torch.isfinite(model.eval()(**given).images).all()
 
 
-def test_what_is_missing_is_filled_and_told(tmp_path):
+def test_missing_weights_are_initialized_and_reported(tmp_path):
     model = tiny()
     state = model.state_dict()
     lost = ["generator.bn.weight", "generator.bn.running_vars", "generator.layers.3.gamma", "generator.gen_z.bias"]
@@ -345,7 +346,7 @@ def test_what_is_missing_is_filled_and_told(tmp_path):
 
 
 @pytest.mark.parametrize("spectral_norm", [False, True])
-def test_saving_and_loading_is_the_same(spectral_norm, tmp_path):
+def test_saving_and_loading_keeps_the_output(spectral_norm, tmp_path):
     model = tiny(spectral_norm=spectral_norm)
     first = images(model)
     for turn, auto in enumerate((BigGANModel, AutoModel)):
@@ -354,7 +355,7 @@ def test_saving_and_loading_is_the_same(spectral_norm, tmp_path):
         assert type(config) is BigGANConfig and config.spectral_norm is spectral_norm
         model, report = auto.from_pretrained(tmp_path / str(turn), output_loading_info=True)
         assert not any(report.values())
-        # A weight stands elsewhere in memory after loading, and a norm of it rounds otherwise.
+        # After loading a weight has another memory alignment, and its spectral norm rounds differently.
         assert torch.allclose(images(model.eval()), first, atol=1e-5 if spectral_norm else 0.0)
     assert len(list((tmp_path / "1").glob("*.safetensors"))) > 1
     assert torch.allclose(images(copy.deepcopy(model)), first, atol=1e-5)
@@ -362,7 +363,7 @@ def test_saving_and_loading_is_the_same(spectral_norm, tmp_path):
     assert (images(half).float() - first).abs().mean() < 0.05
 
 
-def test_spectral_norm_is_taken_away_and_put_back_on_loading(tmp_path):
+def test_spectral_norm_is_removed_and_added_on_loading(tmp_path):
     kept = tiny(spectral_norm=True)
     kept.save_pretrained(tmp_path / "kept")
     plain, report = BigGANModel.from_pretrained(tmp_path / "kept", spectral_norm=False, output_loading_info=True)
@@ -372,11 +373,11 @@ def test_spectral_norm_is_taken_away_and_put_back_on_loading(tmp_path):
     again, report = BigGANModel.from_pretrained(tmp_path / "plain", spectral_norm=True, output_loading_info=True)
     assert report["missing_keys"] and all(key.endswith(("._u", "._v")) for key in report["missing_keys"])
     assert not report["unexpected_keys"]
-    # The norms of the plain weights are 1 but for the power iterations.
+    # The plain weights have norm 1, up to the error of the power iteration.
     assert torch.allclose(images(again.eval()), images(kept), atol=0.1)
 
 
-def test_own_names_only():
+def test_saving_under_the_names_of_the_package_is_refused():
     with pytest.raises(ValueError, match="revert_state_dict"):
         tiny().save_pretrained("nowhere", save_original_format=True)
 
@@ -395,10 +396,9 @@ def test_gradients_reach_every_parameter(spectral_norm, method):
     weight = torch.randn(6, 3, 32, 32)
     given = {"z": torch.randn(6, 12), "class_label": torch.arange(6)}
     (model(**given).images * weight).sum().backward()
-    # Of the last convolution three channels are used.
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), name
-        # A bias before a batch norm by the batch has no effect.
+        # Batch normalization by batch statistics cancels a preceding bias.
         if not name.endswith(("conv_0.bias", "conv_1.bias", "conv_2.bias")):
             assert parameter.grad.abs().max() > 0, name
     given = {"z": torch.randn(6, 12, requires_grad=True), "class_label": torch.rand(6, 6, requires_grad=True)}
@@ -407,7 +407,7 @@ def test_gradients_reach_every_parameter(spectral_norm, method):
 
 
 def checkpoint(model, enable: bool) -> None:
-    """By the name that Transformers has for it: a new one from 5.23 on."""
+    """Switch gradient checkpointing by the name that this version of Transformers has; it changed in 5.23."""
     last = "enable" if enable else "disable"
     for name in ("activation", "gradient"):
         if hasattr(model, f"{name}_checkpointing_{last}"):
@@ -434,7 +434,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(method):
         checkpoint(tiny(spectral_norm=True), True)
 
 
-def test_training_normalizes_by_the_batch():
+def test_training_normalizes_by_batch_statistics():
     model = tiny().train()
     tables = {name: value.clone() for name, value in model.named_buffers()}
     norm = model.generator.layers[0].bn_0
@@ -448,7 +448,7 @@ def test_training_normalizes_by_the_batch():
 
 
 def test_statistics_after_training():
-    """A constant layer gives its own moments; then eval mode gives what training mode gives, but for the draws."""
+    """After `set_statistics`, eval mode gives the output of training mode, up to sampling noise."""
     model = tiny()
     before = copy.deepcopy(model.state_dict())
     model.set_statistics([0.43, 0.8], num_samples=600, batch_size=200, seed=1, progress=False)
@@ -467,7 +467,7 @@ def test_statistics_after_training():
         expected = model.train()(**given).images
     model.eval()
     assert (measured - expected).abs().mean() < 0.1 < 0.2 < (wrong - expected).abs().mean()
-    # The first norm sees a linear map of the noise, so that its moments are known.
+    # The input of the first normalization is linear in the noise, so its moments are known.
     first = model.generator.layers[0].bn_0
     z, labels = truncated_noise(20_000, 12, 0.8, 3), torch.arange(20_000) % 6
     with torch.no_grad():
@@ -502,16 +502,14 @@ def test_statistics_are_repeatable_and_leave_the_global_state_alone():
         ({"class_label": torch.zeros(0, 6)}, "class_label must be"),
     ],
 )
-def test_statistics_that_cannot_be_measured(arguments, words):
+def test_wrong_arguments_of_set_statistics_are_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
         tiny().set_statistics(**{"num_samples": 4, "progress": False, **arguments})
 
 
-def test_moments_of_many_batches_are_those_of_all():
+def test_moments_of_batches_equal_moments_of_all_samples():
     torch.manual_seed(0)
-    norm = BigGANBatchNorm(5, 3, 1e-4).train()
-    from hf_efficient_attn.models.biggan.normalization import Moments
-
+    norm = BigGANBatchNorm(BigGANConfig(**{**SIZES, "n_stats": 3}), 5, conditional=False).train()
     norm.moments = Moments()
     x = 100 + torch.randn(7, 5, 4, 3) * torch.arange(1, 6)[:, None, None]
     for part in x.split([1, 4, 2]):
@@ -524,11 +522,11 @@ def test_moments_of_many_batches_are_those_of_all():
 # Noise and names
 
 
-def test_noise_is_cut_scaled_and_repeatable():
+def test_noise_is_truncated_scaled_and_repeatable():
     noise = truncated_noise(500, 40, 0.5, seed=1)
     assert noise.shape == (500, 40) and noise.dtype == torch.float32
     assert 0.9 < noise.abs().max() <= 1.0
-    # The standard deviation of a normal distribution cut at 2.
+    # The standard deviation of a normal distribution truncated at 2 is 0.8796.
     assert noise.std().item() == pytest.approx(0.5 * 0.8796, rel=0.02) and abs(noise.mean().item()) < 0.01
     assert torch.equal(noise, truncated_noise(500, 40, 0.5, seed=1))
     assert not torch.equal(noise, truncated_noise(500, 40, 0.5, seed=2))
@@ -583,28 +581,28 @@ def test_classes_by_name():
         (1.0, "a name or a number"),
     ],
 )
-def test_a_class_that_is_none_or_several(name, words):
+def test_unknown_and_ambiguous_classes_are_refused(name, words):
     with pytest.raises(ValueError, match=words):
         class_index(name)
     with pytest.raises(ValueError, match=words):
         class_indices([name])
 
 
-def test_one_name_is_no_list():
+def test_class_indices_refuses_a_single_name():
     with pytest.raises(ValueError, match="class_index"):
         class_indices("goldfish")
 
 
-def test_a_look_up_without_rounding():
+def test_look_up_removes_rounding():
     assert look_up(0.43, 51)[:2] == (21, 22) and look_up(0.43, 51).share == pytest.approx(0.5)
-    # At three quarters of the way the lower row counts for three quarters: as in the package.
+    # At three quarters of the way the lower row has weight 3/4, as in the package.
     assert look_up(0.435, 51).share == pytest.approx(0.75)
     assert look_up(1.0, 51) == (50, 50, 1.0) and look_up(0.5, 3) == (1, 2, 1.0)
     assert all(max(look_up(1.0, n)[:2]) == n - 1 for n in range(2, 200))
 
 
-def test_calibrated_and_analyzed():
-    """By default with the methods that take fewer keys than queries."""
+def test_calibrate_and_analyze():
+    """By default both use only methods that take fewer keys than queries."""
     model = tiny()
     batches = [inputs(truncation=truncation) for truncation in (0.4, 0.5, 0.6)]
     config = hea.calibrate(model, batches, max_error=0.9, budgets=[8, 16])

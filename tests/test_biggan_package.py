@@ -1,4 +1,4 @@
-"""BigGAN beside the PyPI package pytorch-pretrained-biggan: its weights, its noise, and its own objects converted."""
+"""BigGAN against the PyPI package pytorch-pretrained-biggan: weights, noise, and conversion of its own objects."""
 
 import copy
 import json
@@ -19,12 +19,13 @@ from hf_efficient_attn.models.biggan import (
     revert_state_dict,
     truncated_noise,
 )
+from hf_efficient_attn.models.imagenet import imagenet_classes
 
 package = pytest.importorskip("pytorch_pretrained_biggan", reason="pip install pytorch-pretrained-biggan")
 utils = pytest.importorskip("pytorch_pretrained_biggan.utils")
 
 SIZES = {"channel_width": 8, "num_classes": 10, "z_dim": 12, "class_embed_dim": 12}
-# 32 pixels, 256 queries and 64 keys of width 4.
+# Images of 32 pixels; 256 queries and 64 keys with head_dim 4.
 SMALL = {"layers": [[True, 16, 8], [True, 8, 4], [False, 4, 2], [True, 2, 1]], "attention_layer_position": 2}
 KINDS = ["kept", "folded"]
 TRUNCATIONS = (0.02, 0.03, 0.1, 0.14, 0.28, 0.4, 0.43, 0.435, 0.5, 0.56, 0.58, 0.94, 0.999, 1.0)
@@ -36,7 +37,7 @@ RECTANGULAR = [
 
 
 def theirs(kind: str = "kept", **changes):
-    """A generator of the package with random weights and statistics, in eval mode."""
+    """Return a generator of the package with random weights and statistics, in eval mode."""
     config = package.BigGANConfig(**{**SIZES, **changes})
     torch.manual_seed(7)
     model = package.BigGAN(config)
@@ -49,7 +50,7 @@ def theirs(kind: str = "kept", **changes):
             elif name.endswith("running_vars"):
                 buffer.uniform_(0.5, 2.0)
         model.generator.layers[config.attention_layer_position].gamma.fill_(0.6)
-        # Some steps of the power iteration, as the vectors belong to other weights until now.
+        # Steps of the power iteration, since the vectors still belong to the weights before.
         model.train()
         for _ in range(5):
             model(torch.randn(1, 12), torch.rand(1, 10), 0.5)
@@ -61,7 +62,7 @@ def theirs(kind: str = "kept", **changes):
 
 
 def store(model, folder, safe: bool = False) -> None:
-    """A folder in the package's layout."""
+    """Write a folder in the package's layout."""
     folder.mkdir(exist_ok=True)
     if safe:
         save_file(
@@ -92,7 +93,7 @@ def difference(ours: BigGANModel, other, truncation: float = 0.43) -> float:
 
 @pytest.mark.parametrize(("kind", "spectral_norm"), [("kept", False), ("kept", True), ("folded", False)])
 @pytest.mark.parametrize("size", [128, 256, 512])
-def test_the_same_images_at_every_resolution(size, kind, spectral_norm, tmp_path):
+def test_images_are_equal_at_every_resolution(size, kind, spectral_norm, tmp_path):
     layers = BigGANConfig(output_dim=size).layers
     model = theirs(kind, layers=layers)
     store(model, tmp_path)
@@ -102,18 +103,18 @@ def test_the_same_images_at_every_resolution(size, kind, spectral_norm, tmp_path
 
 
 @pytest.mark.parametrize("spectral_norm", [False, True])
-def test_the_same_images_at_every_truncation(spectral_norm, tmp_path):
+def test_images_are_equal_at_every_truncation(spectral_norm, tmp_path):
     model = theirs(**SMALL)
     store(model, tmp_path)
     ours = load(tmp_path, spectral_norm=spectral_norm)
     for truncation in TRUNCATIONS:
         assert difference(ours, model, truncation) < 1e-5, truncation
-    # They are not all the same.
+    # Images at different truncations do differ.
     assert difference(ours, lambda z, label, _: model(z, label, 0.56), 0.58) > 0.05
 
 
 @pytest.mark.parametrize("n_stats", [2, 11, 50])
-def test_the_same_images_with_other_tables(n_stats, tmp_path):
+def test_images_are_equal_with_other_tables(n_stats, tmp_path):
     model = theirs(**SMALL, n_stats=n_stats)
     store(model, tmp_path)
     for truncation in (0.02, 0.43, 0.7, 0.99):
@@ -122,7 +123,7 @@ def test_the_same_images_with_other_tables(n_stats, tmp_path):
 
 @pytest.mark.parametrize("safe", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_loaded_saved_and_loaded_again(kind, safe, tmp_path):
+def test_load_save_load(kind, safe, tmp_path):
     model = theirs(kind, **SMALL)
     store(model, tmp_path / "theirs", safe)
     ours = load(tmp_path / "theirs", spectral_norm=kind == "kept")
@@ -136,7 +137,7 @@ def test_loaded_saved_and_loaded_again(kind, safe, tmp_path):
         assert difference(load(tmp_path / "1", spectral_norm=False), model) < 1e-5
 
 
-def test_a_config_file_without_model_type(tmp_path):
+def test_config_file_without_model_type(tmp_path):
     store(theirs(**SMALL), tmp_path)
     assert "model_type" not in json.loads((tmp_path / "config.json").read_text())
     config = BigGANConfig.from_pretrained(tmp_path)
@@ -149,7 +150,7 @@ def test_a_config_file_without_model_type(tmp_path):
 
 
 @pytest.mark.parametrize("part", ["weight_orig", "weight_u", "weight_v"])
-def test_a_spectral_norm_that_is_not_whole_is_told(part, tmp_path):
+def test_incomplete_spectral_norm_is_reported(part, tmp_path):
     model = theirs(**SMALL)
     store(model, tmp_path)
     state = model.state_dict()
@@ -165,7 +166,7 @@ def test_a_spectral_norm_that_is_not_whole_is_told(part, tmp_path):
             convert_state_dict(state, config)
 
 
-def test_names_that_are_missing_or_too_many_are_told(tmp_path):
+def test_missing_and_unknown_names_are_reported(tmp_path):
     model = theirs(**SMALL)
     store(model, tmp_path)
     state = model.state_dict()
@@ -179,7 +180,7 @@ def test_names_that_are_missing_or_too_many_are_told(tmp_path):
 
 @pytest.mark.parametrize("spectral_norm", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_state_dicts_there_and_back(kind, spectral_norm):
+def test_state_dicts_convert_and_revert(kind, spectral_norm):
     model = theirs(kind, **SMALL)
     state = model.state_dict()
     config = BigGANConfig(**SIZES, **SMALL, spectral_norm=spectral_norm)
@@ -198,25 +199,23 @@ def test_state_dicts_there_and_back(kind, spectral_norm):
         assert back.keys() == state.keys() and all(torch.equal(back[name], state[name]) for name in state)
 
 
-def test_the_same_noise():
+def test_noise_is_equal():
     for seed, truncation in ((0, 1.0), (3, 0.43)):
         expected = torch.from_numpy(utils.truncated_noise_sample(20, 128, truncation, seed))
         assert (truncated_noise(20, 128, truncation, seed) - expected).abs().max() < 1e-6
 
 
-def test_the_same_classes():
-    from hf_efficient_attn.models.biggan.sampling import _classes
-
+def test_classes_are_equal():
     assert len(class_names()) == len(utils.IMAGENET) == 1000
-    assert {int(number[1:]): index for index, (number, _) in enumerate(_classes())} == utils.IMAGENET
+    assert {int(number[1:]): index for index, (number, _) in enumerate(imagenet_classes())} == utils.IMAGENET
 
 
-# Objects of the package, converted
+# Conversion of the package's objects
 
 
 @pytest.mark.parametrize("method", RECTANGULAR)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_converted_object_gives_what_our_model_gives(kind, method, tmp_path):
+def test_converted_object_equals_our_model(kind, method, tmp_path):
     model = theirs(kind, **SMALL)
     store(model, tmp_path)
     names, weights = list(model.state_dict()), copy.deepcopy(model.state_dict())
@@ -234,7 +233,7 @@ def test_a_converted_object_gives_what_our_model_gives(kind, method, tmp_path):
         assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
         for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert torch.equal(copied(*inputs(), 0.43), out)
-            # A copy computes with its own weights, and goes back by itself.
+            # A copy computes with its own weights, and converting it back leaves the original converted.
             copied.generator.layers[2].gamma.zero_()
             assert not torch.equal(copied(*inputs(), 0.43), out)
             hea.convert(copied, "sdpa")
@@ -244,13 +243,13 @@ def test_a_converted_object_gives_what_our_model_gives(kind, method, tmp_path):
     assert "forward" not in vars(model.generator.layers[2])
 
 
-def test_a_module_that_holds_one():
+def test_module_that_contains_a_biggan():
     model = theirs(**SMALL)
     holder = torch.nn.ModuleDict({"generator": model})
     hea.convert(holder, "kdeformer", num_samples=4, block_size=4)
     attention = model.generator.layers[2]
     assert "forward" in vars(attention)
-    # In training from the global generators, with gradients for all.
+    # In training mode draws come from the global generators, and every parameter gets a gradient.
     model.train()
     torch.manual_seed(0)
     first = model(*inputs(), 0.43)
@@ -276,7 +275,7 @@ def test_a_module_that_holds_one():
         (({"method": "kdeformer", "layers": [3]},), {}, "number 0"),
     ],
 )
-def test_what_cannot_be_done_is_refused_before_anything_is_changed(arguments, options, words):
+def test_refusals_change_nothing(arguments, options, words):
     model = theirs(**SMALL)
     for turn in range(2):
         with torch.no_grad():
@@ -289,13 +288,13 @@ def test_what_cannot_be_done_is_refused_before_anything_is_changed(arguments, op
             hea.convert(model, "kdeformer", num_samples=4, block_size=4)
 
 
-def test_beside_a_transformers_model():
+def test_mixture_with_a_transformers_model_is_refused():
     both = torch.nn.ModuleList([theirs(**SMALL), BigGANModel(BigGANConfig(**SIZES, **SMALL))])
     with pytest.raises(hea.UnsupportedAttentionError, match="each by itself"):
         hea.convert(both, "kdeformer")
 
 
-def test_every_form_of_a_choice():
+def test_all_forms_of_a_configuration():
     model, found = theirs(**SMALL), []
     config = hea.KDEformerConfig(num_samples=4, block_size=4)
     for choice in (
@@ -310,7 +309,7 @@ def test_every_form_of_a_choice():
     assert all(torch.equal(out, found[0]) for out in found)
 
 
-def test_a_converted_object_compiles():
+def test_converted_object_compiles():
     model = hea.convert(theirs(kind="folded", **SMALL), "kdeformer", num_samples=4, block_size=4)
     torch.compiler.reset()
     attention = model.generator.layers[2]

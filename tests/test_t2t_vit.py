@@ -1,4 +1,4 @@
-"""T2T-ViT: sizes of the published models, every method in every stage, checkpoints, gradients, pictures of any size."""
+"""T2T-ViT: published sizes, every method in every stage, checkpoints, gradients, images of any size."""
 
 import copy
 import functools
@@ -28,7 +28,7 @@ from hf_efficient_attn.models.t2t_vit import (
 from hf_efficient_attn.models.t2t_vit.parts import T2TViTDropPath
 from tiny_models import EXACT, METHODS, RANDOM, SMALL, output
 
-# By the authors' code (models/t2t_vit.py), `sum(p.numel() for p in model.parameters())` of each name.
+# `sum(p.numel() for p in model.parameters())` of the authors' models/t2t_vit.py, by name.
 COUNTS = {
     "t2t_vit_7": 4_310_222,
     "t2t_vit_10": 5_889_230,
@@ -40,7 +40,7 @@ COUNTS = {
     "t2t_vit_t_19": 39_172_942,
     "t2t_vit_t_24": 64_101_454,
 }
-# 32 pixels: 256 and 64 tokens in the stages, 16 and the class token in the backbone.
+# Images of 32 pixels: 256 and 64 tokens in the stages, 16 and the class token in the backbone.
 TINY = {
     "image_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48,
     "token_dim": 16, "t2t_strides": [2, 2, 2], "num_labels": 3,
@@ -51,7 +51,7 @@ each_type = pytest.mark.parametrize("tokens_type", ["transformer", "performer"])
 
 
 def tiny(cls=T2TViTForImageClassification, seed=0, **changes):
-    """A tiny model in eval mode, its projections larger than usual so that attention is not flat."""
+    """Return a tiny model in eval mode, with large projections so that attention is far from uniform."""
     torch.manual_seed(seed)
     model = cls(T2TViTConfig(**{**TINY, **changes})).eval()
     with torch.no_grad():
@@ -61,19 +61,19 @@ def tiny(cls=T2TViTForImageClassification, seed=0, **changes):
     return model
 
 
-def pictures(*shape, seed=0):
+def images(*shape, seed=0):
     return torch.randn(shape or (2, 3, 32, 32), generator=torch.Generator().manual_seed(seed))
 
 
 def logits(model, values=None, **options):
-    return output(model, {"pixel_values": pictures() if values is None else values}, **options)
+    return output(model, {"pixel_values": images() if values is None else values}, **options)
 
 
 # -------------------------------------------------------------------------------------------------------------- sizes
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_as_many_parameters_as_the_published_models(name):
+def test_number_of_parameters_equals_the_published_models(name):
     with torch.device("meta"):
         model = T2TViTForImageClassification(T2TViTConfig.from_name(name))
     assert sum(p.numel() for p in model.parameters()) == COUNTS[name]
@@ -81,7 +81,7 @@ def test_as_many_parameters_as_the_published_models(name):
     assert frozen == ({"position_embeddings"} if "_t_" in name else {"position_embeddings", "w"})
 
 
-def test_the_model_of_flurka():
+def test_model_of_the_flurka_paper():
     config = T2TViTConfig.from_name("t2t_vit_flurka")
     sizes = (config.num_hidden_layers, config.num_attention_heads, config.intermediate_size, config.tokens_type)
     assert sizes == (7, 4, 512, "transformer") and config.hidden_size == 4 * 64
@@ -90,7 +90,7 @@ def test_the_model_of_flurka():
     assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == 4.3
 
 
-def test_names():
+def test_models_by_name():
     assert set(T2TViTConfig.names()) == {*COUNTS, "t2t_vit_flurka"}
     with pytest.raises(ValueError, match=r"'t2t_vit_15'. Did you mean 't2t_vit_1.'.*Known: t2t_vit_7, .*vit_flurka"):
         T2TViTConfig.from_name("t2t_vit_15")
@@ -118,12 +118,12 @@ def test_names():
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_configs_that_do_not_fit_together(changes, message):
+def test_sizes_that_do_not_fit_together_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         T2TViTConfig(**{**TINY, **changes})
 
 
-def test_configs_are_kept(tmp_path):
+def test_configs_survive_saving_and_copying(tmp_path):
     config = T2TViTConfig.from_name("t2t_vit_10", image_size=[224, 448], qk_scale=0.0625, t2t_strides=(4, 2, 2))
     assert (config.patch_size, config.t2t_paddings) == (16, [2, 1, 1])
     assert config.grids() == [(56, 112), (28, 56), (14, 28)]
@@ -131,13 +131,13 @@ def test_configs_are_kept(tmp_path):
     again = AutoConfig.from_pretrained(tmp_path)
     assert type(again) is T2TViTConfig and again.to_json_string() == config.to_json_string()
     assert T2TViTConfig(**TINY).grids() == [(16, 16), (8, 8), (4, 4)]
-    with pytest.raises(ValueError, match="pictures of 2 x 40 pixels are too small for kernels"):
+    with pytest.raises(ValueError, match="images of 2 x 40 pixels are too small for kernels"):
         config.grids(2, 40)
     assert copy.deepcopy(config).to_dict() == config.to_dict()
 
 
-def test_tokens_of_a_picture_of_224_pixels():
-    """3136, 784, and 196 with the class token; each attention says its own number, head and width."""
+def test_tokens_of_an_image_of_224_pixels():
+    """3136, 784, and 196 plus the class token; each attention module states its tokens, heads and head_dim."""
     model = tiny(T2TViTModel, image_size=224, t2t_strides=[4, 2, 2], hidden_size=16, token_dim=4)
     seen = {}
     for module, place, *_ in attention_modules(model):
@@ -146,13 +146,13 @@ def test_tokens_of_a_picture_of_224_pixels():
         )
         assert module.attention_layer == place.layer and module.is_causal is False
         assert (module.num_heads, module.head_dim) == ((1, 4) if place.layer in STAGES else (2, 8))
-    logits(model, pictures(1, 3, 224, 224))
+    logits(model, images(1, 3, 224, 224))
     assert seen == {"t2t.0": 3136, "t2t.1": 784, 0: 197, 1: 197}
     assert seen == {place.layer: module.max_tokens for module, place, *_ in attention_modules(model)}
 
 
-def test_scales_of_the_logits():
-    """Of the input's width in the stages, of the head's in the backbone, unless the config says another for that."""
+def test_scale_of_the_logits():
+    """The stages scale by the size of their input, the backbone by head_dim or `qk_scale`."""
     for changes, backbone in (({}, 16**-0.5), ({"qk_scale": 0.3}, 0.3)):
         model = tiny(T2TViTModel, **changes)
         scales = [module.scaling for module, *_ in attention_modules(model)]
@@ -163,43 +163,45 @@ def test_scales_of_the_logits():
 
 
 @each_method
-def test_every_method_in_every_place(method):
+def test_every_method_in_every_stage_and_block(method):
     model = tiny()
     exact = logits(model)
     changed = {}
-    for places in (None, STAGES, BLOCKS):
-        hea.convert(model, method, layers=places, **SMALL[method])
-        changed[str(places)] = logits(model)
-        assert torch.isfinite(changed[str(places)]).all()
-        assert torch.equal(logits(model), changed[str(places)]), "in eval twice the same"
-        alone = torch.cat([logits(model, row[None]) for row in pictures()])
-        torch.testing.assert_close(alone, changed[str(places)], atol=2e-4, rtol=2e-4)
-    assert not torch.equal(changed[str(STAGES)], exact), "the stages have more tokens than any budget here"
+    for layers in (None, STAGES, BLOCKS):
+        hea.convert(model, method, layers=layers, **SMALL[method])
+        found = changed[str(layers)] = logits(model)
+        assert torch.isfinite(found).all()
+        assert torch.equal(logits(model), found), "eval mode is repeatable"
+        alone = torch.cat([logits(model, image[None]) for image in images()])
+        torch.testing.assert_close(alone, found, atol=2e-4, rtol=2e-4)
+    assert not torch.equal(changed[str(STAGES)], exact), (
+        "the stages have more tokens than any budget here"
+    )
     assert torch.equal(logits(hea.convert(model, "sdpa")), exact)
     if method not in RANDOM:
-        # Nothing is drawn, so that the method does the same wherever it is not named.
+        # Without random draws, naming all layers gives the same as naming none.
         both = hea.convert(model, method, layers=[*STAGES, *BLOCKS], **SMALL[method])
         torch.testing.assert_close(logits(both), changed["None"])
 
 
 @pytest.mark.parametrize("method", EXACT)
-def test_the_error_falls_with_the_budget(method):
-    """Of the first stage's output, 256 tokens; with a budget of all of them, on either side, it is exact."""
+def test_error_falls_with_the_budget(method):
+    """In the first stage, with 256 tokens. A budget of 513, all tokens on both sides of each, is exact."""
     model = tiny()
     stage = model.t2t_vit.embeddings.tokens_to_token.stages[0].attention
-    hidden = pictures(2, 256, 147)
+    hidden_states = images(2, 256, 147)
     with torch.no_grad():
-        exact = stage(hidden)[0]
+        exact = stage(hidden_states)[0]
         errors = []
         for columns in (16, 96, 513):
             config = hea.method_info(method).config_class().with_budget(columns)
             hea.convert(model, config, layers=["t2t.0"])
-            errors.append(float((stage(hidden)[0] - exact).norm() / exact.norm()))
+            errors.append(float((stage(hidden_states)[0] - exact).norm() / exact.norm()))
     assert errors[0] > errors[1] > 0.01 and errors[2] < 1e-4, errors
 
 
 @each_method
-def test_round_trips_with_a_mix(method, tmp_path):
+def test_saving_and_loading_a_mix(method, tmp_path):
     other = "longformer" if method == "linear" else "linear"
     mix = [
         {"layers": ["t2t.0", 1], "method": method, **SMALL[method]},
@@ -217,10 +219,10 @@ def test_round_trips_with_a_mix(method, tmp_path):
     body = AutoModel.from_pretrained(tmp_path / "1")
     assert type(body) is T2TViTModel
     with torch.no_grad():
-        assert torch.equal(model.classifier(body(pictures()).pooler_output), expected)
+        assert torch.equal(model.classifier(body(images()).pooler_output), expected)
 
 
-def test_tables_have_the_tokens_of_their_stage():
+def test_learned_parameters_have_the_size_of_their_stage():
     model = hea.convert(tiny(), "linformer", projection_dim=4)
     found = {
         place.layer: tuple(module.learned_parameters.key_projection.shape)
@@ -229,7 +231,7 @@ def test_tables_have_the_tokens_of_their_stage():
     assert found == {"t2t.0": (4, 256), "t2t.1": (4, 64), 0: (4, 17), 1: (4, 17)}
 
 
-def test_performer_stages_are_no_attention_of_ours():
+def test_performer_stages_take_no_method():
     model = tiny(tokens_type="performer")
     assert [place.layer for _, place, *_ in attention_modules(model)] == [0, 1]
     exact = logits(model)
@@ -243,8 +245,8 @@ def test_performer_stages_are_no_attention_of_ours():
 
 
 @pytest.mark.parametrize("method", ["kdeformer", "flurka_performer"])
-def test_one_graph(method):
-    """A method on keys and values, and one that contracts the backbone's hidden states; promise 9 has all of them."""
+def test_compiles_to_one_graph(method):
+    """A method on keys and values, and one that projects the backbone's hidden states. Others: the method tests."""
     model = hea.convert(tiny(), method, **SMALL[method])
     expected = logits(model)
     torch._dynamo.reset()
@@ -253,9 +255,9 @@ def test_one_graph(method):
 
 
 @each_type
-def test_one_graph_of_exact_attention(tokens_type):
+def test_exact_attention_compiles_to_one_graph(tokens_type):
     model = tiny(tokens_type=tokens_type)
-    values = pictures(2, 3, 40, 24)
+    values = images(2, 3, 40, 24)
     expected = logits(model, values, interpolate_pos_encoding=True)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -269,13 +271,13 @@ def test_one_graph_of_exact_attention(tokens_type):
 @each_method
 def test_gradients_reach_every_parameter(method):
     model = hea.convert(tiny(), method, **SMALL[method]).train()
-    loss = model(pictures(), labels=torch.tensor([0, 2])).loss
+    loss = model(images(), labels=torch.tensor([0, 2])).loss
     loss.backward()
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             assert parameter.grad is None and name.endswith("position_embeddings")
             continue
-        # Where a table is longer than the sequence, or a direction does not matter, some of it has none.
+        # Learned parameters may be longer than the sequence, or the output may not depend on some of their directions.
         assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), name
         learned = "learned_parameters" in name
         assert learned or parameter.grad.abs().sum() > 0, name
@@ -283,7 +285,7 @@ def test_gradients_reach_every_parameter(method):
 
 def test_gradients_of_performer_stages():
     model = tiny(tokens_type="performer").train()
-    model(pictures(), labels=torch.tensor([0, 2])).loss.backward()
+    model(images(), labels=torch.tensor([0, 2])).loss.backward()
     without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
     assert {name.rpartition(".")[2] for name in without} == {"w", "position_embeddings"}
 
@@ -292,7 +294,7 @@ def test_gradients_of_performer_stages():
 @pytest.mark.parametrize(
     ("tokens_type", "method"), [("transformer", "kdeformer"), ("transformer", "sdpa"), ("performer", "sdpa")]
 )
-def test_checkpointing_changes_no_gradient(tokens_type, method, reentrant):
+def test_gradient_checkpointing_gives_the_same_gradients(tokens_type, method, reentrant):
     dropout = {"hidden_dropout_prob": 0.1, "drop_path_rate": 0.3, "token_dropout_prob": 0.1}
     grads = []
     for checkpointing in (False, True):
@@ -301,7 +303,7 @@ def test_checkpointing_changes_no_gradient(tokens_type, method, reentrant):
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         torch.manual_seed(5)
-        model(pictures(), labels=torch.tensor([0, 2])).loss.backward()
+        model(images(), labels=torch.tensor([0, 2])).loss.backward()
         grads.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
     assert all(torch.equal(grads[0][name], grad) for name, grad in grads[1].items())
     assert sum(m.gradient_checkpointing for m in model.modules() if hasattr(m, "gradient_checkpointing")) >= 4
@@ -312,7 +314,7 @@ def test_the_loss_falls(tokens_type):
     torch.manual_seed(0)
     model = T2TViTForImageClassification(T2TViTConfig(**TINY, tokens_type=tokens_type)).train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
-    values, labels = pictures(6, 3, 32, 32), torch.tensor([0, 1, 2, 0, 1, 2])
+    values, labels = images(6, 3, 32, 32), torch.tensor([0, 1, 2, 0, 1, 2])
     losses = []
     for _ in range(25):
         loss = model(values, labels=labels).loss
@@ -323,13 +325,13 @@ def test_the_loss_falls(tokens_type):
     assert losses[0] == pytest.approx(math.log(3), abs=0.2) and losses[-1] < 0.5
 
 
-def test_dropout_is_where_the_authors_have_it():
+def test_dropout_is_that_of_the_authors():
     assert T2TViTConfig.from_name("t2t_vit_14").token_dropout_prob == 0.1
     assert T2TViTConfig.from_name("t2t_vit_t_14").token_dropout_prob == 0
     for option in ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", "token_dropout_prob"):
         model = tiny(**{option: 0.5})
         expected = logits(tiny())
-        assert torch.equal(logits(model), expected), "none in eval mode"
+        assert torch.equal(logits(model), expected), "no dropout in eval mode"
         model.train()
         torch.manual_seed(0)
         assert not torch.allclose(logits(model), expected, atol=1e-3), option
@@ -337,7 +339,7 @@ def test_dropout_is_where_the_authors_have_it():
     assert [layer.drop_path.probability for layer in model.t2t_vit.layers] == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
 
 
-def test_rows_are_skipped_whole():
+def test_drop_path_drops_whole_samples():
     torch.manual_seed(0)
     kept = T2TViTDropPath(0.25).train()(torch.ones(4000, 2, 3))
     assert kept.unique().tolist() == pytest.approx([0, 1 / 0.75])
@@ -349,89 +351,89 @@ def test_rows_are_skipped_whole():
 
 def test_outputs():
     model = tiny(attn_implementation="eager")
-    found = model(pictures(), output_hidden_states=True, output_attentions=True)
+    found = model(images(), output_hidden_states=True, output_attentions=True)
     assert [tuple(h.shape) for h in found.hidden_states] == [(2, 17, 32)] * 3
     assert [tuple(a.shape) for a in found.attentions] == [(2, 2, 17, 17)] * 2
     for weights in found.attentions:
         torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, 17))
-    body = model.t2t_vit(pictures())
+    body = model.t2t_vit(images())
     torch.testing.assert_close(body.last_hidden_state, model.t2t_vit.layernorm(found.hidden_states[-1]))
     assert torch.equal(body.pooler_output, body.last_hidden_state[:, 0]) and body.hidden_states is None
-    assert torch.equal(model(pictures(), return_dict=False)[0], found.logits)
+    assert torch.equal(model(images(), return_dict=False)[0], found.logits)
     torch.testing.assert_close(found.logits, logits(tiny()), atol=1e-4, rtol=1e-4)
     with pytest.raises(hea.UnsupportedAttentionError, match="output_attentions"):
-        hea.convert(tiny(), "linear")(pictures(), output_attentions=True)
+        hea.convert(tiny(), "linear")(images(), output_attentions=True)
 
 
 def test_losses():
     model, labels = tiny(), torch.tensor([2, 0])
-    found = model(pictures(), labels=labels)
+    found = model(images(), labels=labels)
     torch.testing.assert_close(found.loss, nn.functional.cross_entropy(found.logits, labels))
     model = tiny(problem_type="multi_label_classification")
     wanted = torch.tensor([[1.0, 0, 1], [0, 1, 0]])
     expected = nn.functional.binary_cross_entropy_with_logits(logits(model), wanted)
-    torch.testing.assert_close(model(pictures(), labels=wanted).loss, expected)
+    torch.testing.assert_close(model(images(), labels=wanted).loss, expected)
 
 
-# ------------------------------------------------------------------------------------------------- pictures of any size
+# ------------------------------------------------------------------------------------------------- images of any size
 
 
 @each_type
-def test_pictures_of_other_sizes(tokens_type):
+def test_images_of_other_sizes(tokens_type):
     model = tiny(tokens_type=tokens_type)
     own = logits(model)
     assert torch.equal(logits(model, interpolate_pos_encoding=True), own)
     for shape in ((40, 24), (32, 48), (35, 41)):
-        values = pictures(2, 3, *shape)
-        with pytest.raises(ValueError, match=f"of {shape[0]} x {shape[1]} pixels; .* one for 32 x 32: .*interpol"):
+        values = images(2, 3, *shape)
+        with pytest.raises(ValueError, match=f"have {shape[0]} x {shape[1]} pixels, .* takes 32 x 32: .*interpol"):
             logits(model, values)
         assert torch.isfinite(logits(model, values, interpolate_pos_encoding=True)).all()
-    with pytest.raises(ValueError, match="pictures of 1 channels; this model takes 3"):
-        logits(model, pictures(1, 1, 32, 32))
+    with pytest.raises(ValueError, match="images have 1 channels, and the model takes 3"):
+        logits(model, images(1, 1, 32, 32))
 
 
-def test_a_turned_picture_is_laid_out_turned():
-    """Rows and columns are not mixed up: with kernels that look the same turned, tokens turn with the picture."""
+def test_transposed_images_give_transposed_tokens():
+    """Height and width are not confused: with transposed kernels, tokens are transposed with the image."""
     model = tiny(T2TViTModel, image_size=[32, 48])
-    turned = tiny(T2TViTModel, image_size=[48, 32])
-    values = pictures(1, 3, 32, 48)
-    tokens = [m.embeddings.tokens_to_token for m in (model, turned)]
+    transposed = tiny(T2TViTModel, image_size=[48, 32])
+    values = images(1, 3, 32, 48)
+    tokens = [m.embeddings.tokens_to_token for m in (model, transposed)]
     with torch.no_grad():
         for stage, other in zip(tokens[0].stages, tokens[1].stages, strict=True):
-            # The columns of a window in the order in which the turned picture has them.
+            # The order of the pixels in a window of the transposed image.
             for name in ("q_proj", "k_proj", "v_proj"):
-                getattr(other.attention, name).weight.copy_(_turned(getattr(stage.attention, name).weight))
-        tokens[1].projection.weight.copy_(_turned(tokens[0].projection.weight))
+                getattr(other.attention, name).weight.copy_(_transposed(getattr(stage.attention, name).weight))
+        tokens[1].projection.weight.copy_(_transposed(tokens[0].projection.weight))
         tokens[1].projection.bias.copy_(tokens[0].projection.bias)
         one, two = tokens[0](values), tokens[1](values.transpose(2, 3))
     torch.testing.assert_close(one.unflatten(1, (4, 6)).transpose(1, 2).flatten(1, 2), two, atol=1e-3, rtol=1e-3)
 
 
-def _turned(weight):
-    """Columns (channel, row, column) -> (channel, column, row)."""
+def _transposed(weight):
+    """Inputs of a projection: (channel, y, x) -> (channel, x, y)."""
     side = 7 if weight.shape[1] % 49 == 0 else 3
     return weight.unflatten(1, (-1, side, side)).transpose(2, 3).flatten(1)
 
 
-def test_positions_are_interpolated_as_in_vit():
+def test_position_embeddings_are_interpolated_as_in_vit():
     model = tiny(T2TViTModel)
     table = model.embeddings.position_embeddings
     grid = table[0, 1:].T.reshape(1, 32, 4, 4)
     expected = nn.functional.interpolate(grid, size=(5, 3), mode="bicubic", align_corners=False)
     seen = {}
     model.layers[0].register_forward_pre_hook(lambda module, args: seen.update(tokens=args[0]))
-    logits(model, pictures(2, 3, 40, 24), interpolate_pos_encoding=True)
+    logits(model, images(2, 3, 40, 24), interpolate_pos_encoding=True)
     with torch.no_grad():
-        bare = model.embeddings.tokens_to_token(pictures(2, 3, 40, 24))
+        bare = model.embeddings.tokens_to_token(images(2, 3, 40, 24))
     positions = expected.reshape(32, 15).T
     torch.testing.assert_close(seen["tokens"][:, 1:], bare + positions, atol=1e-5, rtol=1e-5)
     cls = model.embeddings.cls_token[0, 0] + table[0, 0]
     torch.testing.assert_close(seen["tokens"][0, 0], cls)
 
 
-def test_a_model_for_other_pictures(tmp_path):
-    """What `interpolate_pos_encoding` gives, for good: methods have their tables for the new size."""
-    model, values = tiny(), pictures(2, 3, 40, 24)
+def test_set_image_size(tmp_path):
+    """The output is that of `interpolate_pos_encoding`, and learned parameters get the new size."""
+    model, values = tiny(), images(2, 3, 40, 24)
     expected = logits(model, values, interpolate_pos_encoding=True)
     model.set_image_size((40, 24))
     torch.testing.assert_close(logits(model, values), expected)
@@ -443,7 +445,7 @@ def test_a_model_for_other_pictures(tmp_path):
     with pytest.raises(ValueError, match="convert it to 'sdpa', set the size"):
         again.set_image_size(32)
     hea.convert(again, "sdpa").set_image_size(48)
-    assert again.config.grids()[0] == (24, 24) and torch.isfinite(logits(again, pictures(1, 3, 48, 48))).all()
+    assert again.config.grids()[0] == (24, 24) and torch.isfinite(logits(again, images(1, 3, 48, 48))).all()
 
 
 # ----------------------------------------------------------------------------------------------------------- precision
@@ -456,7 +458,7 @@ def test_half_precision(tokens_type, dtype):
     expected = logits(model)
     with torch.autocast("cpu", dtype=dtype):
         mixed = logits(model)
-    whole = logits(model.to(dtype), pictures().to(dtype))
+    whole = logits(model.to(dtype), images().to(dtype))
     for found in (mixed, whole):
         assert torch.isfinite(found).all()
         assert (found.float() - expected).norm() < 0.35 * expected.norm()
@@ -464,27 +466,27 @@ def test_half_precision(tokens_type, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_performers_with_large_keys_are_finite(dtype):
-    """Keys of length 60: by the formula as it stands their weights are 0 in float32 and the squares overflow."""
+    """Keys with norm 60: evaluated literally, the formula gives weights of 0 in float32 and overflows in float16."""
     model = tiny(tokens_type="performer", token_dim=64)
     stage = model.t2t_vit.embeddings.tokens_to_token.stages[0].mixer
     with torch.no_grad():
         stage.k_proj.weight.mul_(30)
         stage.q_proj.weight.mul_(30)
         stage.v_proj.weight.mul_(30)
-    hidden = pictures(1, 256, 147).to(dtype).requires_grad_()
-    found = stage.to(dtype)(hidden)[0]
+    hidden_states = images(1, 256, 147).to(dtype).requires_grad_()
+    found = stage.to(dtype)(hidden_states)[0]
     found.float().sum().backward()
-    assert torch.isfinite(found).all() and torch.isfinite(hidden.grad).all()
+    assert torch.isfinite(found).all() and torch.isfinite(hidden_states.grad).all()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.isfinite(stage.float()(hidden.float())[0]).all()
+        assert torch.isfinite(stage.float()(hidden_states.float())[0]).all()
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tables_come_right_where_the_file_lacks_them(dtype, tmp_path):
-    """`from_pretrained` makes models without memory, and what no file holds must be computed after it."""
+def test_missing_tables_are_computed_on_loading(dtype, tmp_path):
+    """`from_pretrained` creates models on the meta device, so missing tensors must be computed afterwards."""
     model = tiny(tokens_type="performer")
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -496,10 +498,10 @@ def test_tables_come_right_where_the_file_lacks_them(dtype, tmp_path):
     table = again.t2t_vit.embeddings.position_embeddings
     assert not table.requires_grad
     tolerance = 1e-6 if dtype == torch.float32 else 1e-2
-    for row in (0, 1, 16):
-        angles = [row / 10000 ** (2 * (column // 2) / 32) for column in range(32)]
+    for position in (0, 1, 16):
+        angles = [position / 10000 ** (2 * (channel // 2) / 32) for channel in range(32)]
         expected = torch.tensor([math.cos(a) if i % 2 else math.sin(a) for i, a in enumerate(angles)])
-        torch.testing.assert_close(table[0, row].float(), expected, atol=tolerance, rtol=0)
+        torch.testing.assert_close(table[0, position].float(), expected, atol=tolerance, rtol=0)
     for stage in again.t2t_vit.embeddings.tokens_to_token.stages:
         assert stage.mixer.w.shape == (8, 16) and not stage.mixer.w.requires_grad
         gram = stage.mixer.w.float() @ stage.mixer.w.float().T
@@ -507,7 +509,7 @@ def test_tables_come_right_where_the_file_lacks_them(dtype, tmp_path):
     assert torch.isfinite(logits(again)).all()
 
 
-def test_weights_start_as_the_authors():
+def test_initial_weights_are_those_of_the_authors():
     torch.manual_seed(0)
     model = T2TViTForImageClassification(T2TViTConfig.from_name("t2t_vit_7"))
     for module in model.modules():
@@ -519,7 +521,7 @@ def test_weights_start_as_the_authors():
     assert 0.015 < model.t2t_vit.embeddings.cls_token.std() < 0.025
 
 
-def test_a_new_head_on_a_saved_body(tmp_path):
+def test_new_classifier_on_a_saved_model(tmp_path):
     model = tiny()
     model.save_pretrained(tmp_path)
     other = T2TViTForImageClassification.from_pretrained(tmp_path, num_labels=5, ignore_mismatched_sizes=True)
@@ -528,34 +530,34 @@ def test_a_new_head_on_a_saved_body(tmp_path):
     assert torch.equal(logits(copy.deepcopy(model)), logits(model))
 
 
-def test_the_processor_is_that_of_the_authors_evaluation(tmp_path):
-    image = pytest.importorskip("PIL.Image", reason="Pillow reads pictures")
-    np = pytest.importorskip("numpy", reason="Pillow's pictures come from arrays")
+def test_image_processor_is_that_of_the_authors(tmp_path):
+    image = pytest.importorskip("PIL.Image", reason="Pillow reads images")
+    np = pytest.importorskip("numpy", reason="images are made from arrays")
     config = T2TViTConfig.from_name("t2t_vit_14")
     image_processor(config).save_pretrained(tmp_path)
     config.save_pretrained(tmp_path)
     processor = ViTImageProcessorPil.from_pretrained(tmp_path)
-    if not hasattr(AutoImageProcessor, "_backends"):  # in the oldest Transformers it is missing without torchvision
+    if not hasattr(AutoImageProcessor, "_backends"):  # absent from the oldest Transformers without torchvision
         assert AutoImageProcessor.from_pretrained(tmp_path).to_dict() == processor.to_dict()
-    picture = image.fromarray(np.random.default_rng(0).integers(0, 256, (300, 400, 3), dtype=np.uint8))
-    found = processor(picture, return_tensors="pt")["pixel_values"]
-    # Shorter side to 224 / 0.9, rounded down; the middle; mean and deviation of ImageNet.
-    scaled = picture.resize((330, 248), 3).crop((53, 12, 277, 236))
+    image = image.fromarray(np.random.default_rng(0).integers(0, 256, (300, 400, 3), dtype=np.uint8))
+    found = processor(image, return_tensors="pt")["pixel_values"]
+    # Shorter side to 224 / 0.9, rounded down; center crop; mean and standard deviation of ImageNet.
+    scaled = image.resize((330, 248), 3).crop((53, 12, 277, 236))
     values = torch.from_numpy(np.array(scaled)).permute(2, 0, 1).float() / 255
     mean, std = (torch.tensor(x)[:, None, None] for x in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
     assert found.shape == (1, 3, 224, 224)
     torch.testing.assert_close(found[0], (values - mean) / std, atol=2e-2, rtol=0)
 
 
-def test_a_method_in_performer_stages_is_refused_with_the_reason():
+def test_refusal_of_performer_stages_gives_the_reason():
     model = tiny(tokens_type="performer")
     with pytest.raises(hea.UnsupportedAttentionError, match=r"t2t\.0.*an attention of their own"):
         hea.convert(model, "linear", layers=["t2t.0"])
 
 
 @pytest.mark.parametrize("method", ["flurka_linear", "flurka_performer", "flurka_eva"])
-def test_the_backbone_contracts_its_hidden_states(method):
-    """By a forward of its own, with the output of the attention function; the stages keep theirs."""
+def test_backbone_projects_its_hidden_states(method):
+    """The backbone gets another forward, with the same output as the attention function. The stages keep theirs."""
     model = tiny(efficient_attention={"method": method, **SMALL[method]}).eval()
     found = logits(model)
     own = [module for module in model.modules() if isinstance(vars(module).get("forward"), functools.partial)]

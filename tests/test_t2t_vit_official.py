@@ -1,7 +1,7 @@
-"""Checkpoints of T2T-ViT's authors: converted by name, told by shape, and equal to the formulae in float64.
+"""Checkpoints of T2T-ViT's authors: conversion by name, inference of the config, and equality with the formulas.
 
-The state dicts here are random ones of that layout. What they shall give is written out below, densely, from the paper
-(Yuan et al. 2021) and the semantics of the authors' code.
+The state dicts are random tensors in the authors' layout. The expected output is computed below in float64, with dense
+attention matrices, from the paper (Yuan et al. 2021) and the semantics of the authors' code.
 """
 
 import argparse
@@ -21,7 +21,8 @@ from hf_efficient_attn.models.t2t_vit import (
 from hf_efficient_attn.models.t2t_vit.conversion_t2t_vit import config_of, read_checkpoint
 from hf_efficient_attn.models.t2t_vit.token_performer import T2TViTTokenPerformer
 
-# Layers, width, heads, MLP ratio and performer stages of the published models, as the paper and the authors' code say.
+# Number of layers, hidden size, number of heads, MLP ratio and whether the stages are performers, from the paper and
+# the authors' code.
 PUBLISHED = {
     "t2t_vit_7": (7, 256, 4, 2, True),
     "t2t_vit_10": (10, 256, 4, 2, True),
@@ -37,13 +38,13 @@ performers = pytest.mark.parametrize("performer", [False, True], ids=["transform
 
 
 def shapes(layers=2, width=128, ratio=2, performer=False, labels=5, positions=17, dim=64) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the authors' state dict."""
+    """Return name -> shape of the authors' state dict."""
     found = {"cls_token": (1, 1, width), "pos_embed": (1, positions, width), "norm.weight": (width,)}
     found |= {"norm.bias": (width,), "head.weight": (labels, width), "head.bias": (labels,)}
     found |= {"tokens_to_token.project.weight": (width, 9 * dim), "tokens_to_token.project.bias": (width,)}
 
-    def linear(name, rows, columns, bias=True):
-        found.update({f"{name}.weight": (rows, columns)} | ({f"{name}.bias": (rows,)} if bias else {}))
+    def linear(name, outputs, inputs, bias=True):
+        found.update({f"{name}.weight": (outputs, inputs)} | ({f"{name}.bias": (outputs,)} if bias else {}))
 
     def norm(name, size):
         found.update({f"{name}.weight": (size,), f"{name}.bias": (size,)})
@@ -73,32 +74,32 @@ def shapes(layers=2, width=128, ratio=2, performer=False, labels=5, positions=17
 
 
 def official(seed=0, **sizes) -> dict[str, torch.Tensor]:
-    """Random tensors of these shapes, in float64, of a size that makes attention uneven."""
+    """Return random float64 tensors of these shapes, large enough that attention is not uniform."""
     generator = torch.Generator().manual_seed(seed)
     state = {}
     for name, shape in shapes(**sizes).items():
         values = torch.randn(shape, generator=generator, dtype=torch.float64)
-        # Keys of a performer are short: the exponential of their squares is a factor of what they are seen with.
+        # Keys of a performer are small, since the weight of a key contains exp(-|k|^2 / 2).
         scale = (0.4 if "kqv" in name else 1.5) * shape[-1] ** -0.5 if len(shape) == 2 else 0.2
         state[name] = 1 + scale * values if "norm" in name and "weight" in name else scale * values
         if name.endswith(".w"):
-            rows = torch.linalg.qr(values.T)[0].T
-            state[name] = rows * shape[0] ** 0.5
+            orthogonal = torch.linalg.qr(values.T)[0].T
+            state[name] = orthogonal * shape[0] ** 0.5
     return state
 
 
-# ------------------------------------------------------------------------------------------------- what they shall give
+# ----------------------------------------------------------------------------------------------------- expected output
 
 
-def windows(picture, kernel, stride, padding):
-    """(B, C, h, w) -> (B, tokens, C kernel^2), and the grid; without nn.Unfold."""
-    picture = pad(picture, (padding,) * 4)
-    cut = picture.unfold(2, kernel, stride).unfold(3, kernel, stride)
-    return cut.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2), cut.shape[2:4]
+def soft_split(image, kernel, stride, padding):
+    """(B, C, height, width) -> windows (B, N, C * kernel^2), and the grid, without nn.Unfold."""
+    image = pad(image, (padding,) * 4)
+    windows = image.unfold(2, kernel, stride).unfold(3, kernel, stride)
+    return windows.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2), windows.shape[2:4]
 
 
-def reference(state, pixels, heads, performer):
-    """Logits by the formulae, every matrix of weights formed."""
+def reference(state, pixels, num_heads, performer):
+    """Return the logits by the formulas, with dense attention matrices."""
 
     def linear(x, name):
         bias = state.get(f"{name}.bias")
@@ -111,15 +112,15 @@ def reference(state, pixels, heads, performer):
         return torch.softmax(scale * q @ k.transpose(-2, -1), dim=-1) @ v
 
     def random_feature_attention(q, k, v, w):
-        # exp(w . x - |x|^2 / 2) / sqrt(m) for queries and keys; 1e-8 beside the sums, as the authors have it.
+        # exp(w . x - |x|^2 / 2) / sqrt(M) for queries and keys; the authors add 1e-8 to the sums.
         features = [torch.exp(x @ w.T - (x * x).sum(-1, keepdim=True) / 2) / len(w) ** 0.5 for x in (q, k)]
         weights = features[0] @ features[1].transpose(1, 2)
         return weights @ v / (weights.sum(-1, keepdim=True) + 1e-8)
 
-    picture = pixels
+    image = pixels
     for stage, split in ((1, (7, 4, 2)), (2, (3, 2, 1))):
         name = f"tokens_to_token.attention{stage}"
-        tokens, grid = windows(picture, *split)
+        tokens, grid = soft_split(image, *split)
         x = norm(tokens, f"{name}.norm1")
         if performer:
             k, q, v = linear(x, f"{name}.kqv").chunk(3, dim=-1)
@@ -130,13 +131,13 @@ def reference(state, pixels, heads, performer):
             x = v + linear(softmax_attention(q, k, v, tokens.shape[-1] ** -0.5), f"{name}.attn.proj")
             first, second = f"{name}.mlp.fc1", f"{name}.mlp.fc2"
         x = x + linear(gelu(linear(norm(x, f"{name}.norm2"), first)), second)
-        picture = x.transpose(1, 2).unflatten(2, grid)
-    tokens = linear(windows(picture, 3, 2, 1)[0], "tokens_to_token.project")
+        image = x.transpose(1, 2).unflatten(2, grid)
+    tokens = linear(soft_split(image, 3, 2, 1)[0], "tokens_to_token.project")
     x = torch.cat((state["cls_token"].expand(len(tokens), -1, -1), tokens), dim=1) + state["pos_embed"]
     for block in range(1 + max(int(name.split(".")[1]) for name in state if name.startswith("blocks."))):
         name = f"blocks.{block}"
         parts = linear(norm(x, f"{name}.norm1"), f"{name}.attn.qkv").chunk(3, dim=-1)
-        q, k, v = (part.unflatten(2, (heads, -1)).transpose(1, 2) for part in parts)
+        q, k, v = (part.unflatten(2, (num_heads, -1)).transpose(1, 2) for part in parts)
         mixed = softmax_attention(q, k, v, q.shape[-1] ** -0.5).transpose(1, 2).flatten(2)
         x = x + linear(mixed, f"{name}.attn.proj")
         x = x + linear(gelu(linear(norm(x, f"{name}.norm2"), f"{name}.mlp.fc1")), f"{name}.mlp.fc2")
@@ -145,7 +146,7 @@ def reference(state, pixels, heads, performer):
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @performers
-def test_a_converted_model_computes_the_formulae(performer, implementation):
+def test_converted_model_computes_the_formulas(performer, implementation):
     state = official(performer=performer)
     pixels = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     converted, config = convert_state_dict(state)
@@ -154,12 +155,12 @@ def test_a_converted_model_computes_the_formulae(performer, implementation):
     model.load_state_dict(converted)
     expected = reference(state, pixels, 2, performer)
     with torch.no_grad():
-        # Of eager attention the softmax alone is in float32, as in every model of Transformers.
+        # Eager attention casts its softmax to float32, as all models of Transformers do.
         tolerance = 1e-9 if implementation == "sdpa" else 1e-5
         torch.testing.assert_close(model(pixels).logits, expected, atol=tolerance, rtol=0)
         single = model.float()(pixels.float()).logits
     torch.testing.assert_close(single.double(), expected, atol=1e-4, rtol=1e-4)
-    # The test can fail: with the parts of the performer's projection in the transformer's order it is another model.
+    # The order of the performer's fused projection matters: the transformer's order gives other logits.
     if performer:
         name = "tokens_to_token.attention1.kqv.weight"
         k, q, v = state[name].chunk(3)
@@ -168,7 +169,7 @@ def test_a_converted_model_computes_the_formulae(performer, implementation):
 
 
 @performers
-def test_oblong_pictures(performer):
+def test_images_that_are_not_square(performer):
     state = official(performer=performer, positions=25)
     config = T2TViTConfig(
         image_size=[64, 96], hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=256,
@@ -183,8 +184,8 @@ def test_oblong_pictures(performer):
 
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 3.0, 10.0])
-def test_performers_equal_the_authors_formula_at_every_length_of_the_keys(scale):
-    """In float32, also where the authors' weights are so small that their epsilon takes over, and the output is 0."""
+def test_performers_equal_the_formula_of_the_authors_for_keys_of_any_norm(scale):
+    """In float32, also where the weights are so small that epsilon dominates and the output is 0."""
     config = T2TViTConfig(tokens_type="performer", token_dim=16)
     torch.manual_seed(0)
     stage = T2TViTTokenPerformer(config, 8)
@@ -193,28 +194,28 @@ def test_performers_equal_the_authors_formula_at_every_length_of_the_keys(scale)
     features = [(x @ stage.w.T - x.square().sum(-1, keepdim=True) / 2).exp() / 8**0.5 for x in (query, key)]
     sums = (features[0] @ features[1].sum(1)[..., None]) + 1e-8
     expected = features[0] @ (features[1].transpose(1, 2) @ value) / sums
-    torch.testing.assert_close(stage.attend(query, key, value), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(stage.linear_attention(query, key, value), expected, atol=1e-5, rtol=1e-5)
     if scale == 10.0:
         assert expected.abs().max() < 1e-6
 
 
-# ------------------------------------------------------------------------------------------------------------ by shapes
+# ------------------------------------------------------------------------------------------------ config from shapes
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_models_are_told_by_their_shapes(name):
+def test_config_of_published_models_is_inferred_from_shapes(name):
     layers, width, _, ratio, performer = PUBLISHED[name]
     for pixels in (224, 384):
         sizes = {"layers": layers, "width": width, "ratio": ratio, "performer": performer, "labels": 1000}
-        wanted = shapes(**sizes, positions=1 + (pixels // 16) ** 2)
-        state = {key: torch.empty(shape, device="meta") for key, shape in wanted.items()}
+        named_shapes = shapes(**sizes, positions=1 + (pixels // 16) ** 2)
+        state = {key: torch.empty(shape, device="meta") for key, shape in named_shapes.items()}
         converted, config = convert_state_dict(state)
         assert config.to_dict() == T2TViTConfig.from_name(name, image_size=pixels).to_dict()
         assert config.num_attention_heads == PUBLISHED[name][2]
         assert sum(x.numel() for x in converted.values()) == sum(x.numel() for x in state.values())
 
 
-# ----------------------------------------------------------------------------------------------------------- from files
+# -------------------------------------------------------------------------------------------------------------- files
 
 
 def equal(model, converted) -> bool:
@@ -222,8 +223,8 @@ def equal(model, converted) -> bool:
 
 
 @performers
-def test_files_as_the_authors_write_them(performer, tmp_path):
-    """With the command line beside the weights, a moving average of them, and the names behind "module."."""
+def test_files_of_the_authors(performer, tmp_path):
+    """With the command line, a moving average of the weights, and names that start with "module."."""
     state, average = official(performer=performer), official(performer=performer, seed=7)
     content = {
         "epoch": 3, "arch": "t2t_vit", "args": argparse.Namespace(lr=5e-4, model="t2t_vit"), "metric": 81.5,
@@ -240,13 +241,13 @@ def test_files_as_the_authors_write_them(performer, tmp_path):
         assert ViTImageProcessorPil.from_pretrained(tmp_path / folder).crop_size == {"height": 64, "width": 64}
     torch.save(state, tmp_path / "bare.pth")
     assert read_checkpoint(tmp_path / "bare.pth").keys() == state.keys()
-    # Further arguments go into the config, which is otherwise told from the shapes.
+    # Further arguments change the config, which is otherwise inferred from the shapes.
     names = dict(enumerate(["cat", "dog", "cow", "emu", "gnu"]))
     config = convert_checkpoint(tmp_path / "bare.pth", tmp_path / "named", id2label=names, qk_scale=0.1)
     assert (config.id2label, config.qk_scale, config.hidden_size) == (names, 0.1, 128)
 
 
-def test_a_thousand_classes_are_those_of_imagenet(tmp_path):
+def test_a_thousand_classes_get_the_names_of_imagenet(tmp_path):
     state = official(labels=1000)
     torch.save(state, tmp_path / "thousand.pth")
     convert_checkpoint(tmp_path / "thousand.pth", tmp_path / "out")
@@ -254,12 +255,12 @@ def test_a_thousand_classes_are_those_of_imagenet(tmp_path):
     assert equal(model, convert_state_dict(state)[0])
     assert (model.config.id2label[0], model.config.id2label[985]) == ("tench, Tinca tinca", "daisy")
     assert model.config.label2id["daisy"] == 985
-    # A thousand classes of one's own keep their numbers where that is said.
+    # An explicit num_labels keeps the plain names of other classes.
     config = convert_checkpoint(tmp_path / "thousand.pth", tmp_path / "own", num_labels=1000)
     assert config.id2label[985] == "LABEL_985"
 
 
-def test_a_name_is_checked_against_the_tensors(tmp_path):
+def test_model_name_is_checked_against_the_tensors(tmp_path):
     torch.save(official(), tmp_path / "small.pth")
     with pytest.raises(ValueError, match=r"missing: t2t_vit.layers.2"):
         convert_checkpoint(tmp_path / "small.pth", tmp_path / "out", "t2t_vit_t_14")
@@ -268,7 +269,7 @@ def test_a_name_is_checked_against_the_tensors(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_state_dicts_that_are_none():
+def test_wrong_state_dicts_are_refused():
     state = official()
     config = config_of(state)
     with pytest.raises(ValueError, match=r"unknown names: aux_head.weight, blocks.0.attn.rel"):
@@ -276,14 +277,14 @@ def test_state_dicts_that_are_none():
     for name in ("blocks.1.mlp.fc1.bias", "head.bias", "tokens_to_token.attention2.attn.qkv.weight"):
         with pytest.raises(ValueError, match=r"missing: t2t_vit|missing: classifier.bias"):
             convert_state_dict({key: value for key, value in state.items() if key != name})
-    with pytest.raises(ValueError, match=r"classifier.weight has shape .* in the checkpoint and"):
+    with pytest.raises(ValueError, match=r"classifier.weight has shape .* in the checkpoint, and"):
         convert_state_dict({**state, "head.weight": torch.ones(6, 128)}, config)
     with pytest.raises(ValueError, match="not those of three projections"):
         convert_state_dict({**state, "blocks.0.attn.qkv.weight": torch.ones(383, 128)}, config)
     with pytest.raises(ValueError, match=r"and transformer stages; unknown names: .*kqv.*; missing: .*q_proj"):
         convert_state_dict(official(performer=True), config)
     for lacking in ("pos_embed", "head.weight", "tokens_to_token.attention1.attn.proj.weight"):
-        with pytest.raises(ValueError, match=f"cannot be told: {lacking} is missing"):
+        with pytest.raises(ValueError, match=f"cannot be inferred: {lacking} is missing"):
             config_of({key: value for key, value in state.items() if key != lacking})
     with pytest.raises(ValueError, match=r"18 positions.*give its config"):
         config_of({**state, "pos_embed": torch.ones(1, 18, 128)})
@@ -294,7 +295,7 @@ class _Runs:
         return print, ("code of a checkpoint was run",)
 
 
-def test_files_that_hold_no_weights(tmp_path, capsys):
+def test_files_without_weights_are_refused(tmp_path, capsys):
     (tmp_path / "text.pth").write_text("no checkpoint")
     torch.save({"state_dict": {"a": 1}}, tmp_path / "numbers.pth")
     torch.save([torch.ones(3)], tmp_path / "list.pth")

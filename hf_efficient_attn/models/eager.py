@@ -1,4 +1,6 @@
-"""Exact attention written out, which also gives its weights: `attn_implementation="eager"` of the models here."""
+"""Exact attention that also returns its weights: `attn_implementation="eager"` of the models in this package."""
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,21 +14,26 @@ def eager_attention_forward(
     attention_mask: Tensor | None,
     scaling: float,
     dropout: float = 0.0,
-    **kwargs,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """As Transformers' interface wants it.
+    """Compute softmax attention, in the form of Transformers' attention interface.
 
     Args:
-        module: says whether it is training.
-        query, key, value: (B, H, Nq, D), (B, H, Nk, D), (B, H, Nk, Dv).
+        module: the attention module; its training mode switches dropout on.
+        query: (B, H, Nq, D).
+        key: (B, H, Nk, D).
+        value: (B, H, Nk, Dv).
         attention_mask: added to the logits, or None.
+        scaling: factor of the logits.
+        dropout: probability with which an attention weight is dropped.
+        **kwargs: ignored.
 
     Returns:
-        (B, Nq, H, Dv) and the weights (B, H, Nq, Nk), in the type of `value`.
+        Output (B, Nq, H, Dv) and attention weights (B, H, Nq, Nk), in the dtype of `value`.
     """
-    # Scaled before the product, and the logits in float32 at least: they outgrow float16.
-    wide = torch.promote_types(query.dtype, torch.float32)
-    logits = torch.matmul(query.to(wide) * scaling, key.to(wide).transpose(2, 3))
+    # The query is scaled before the product, and the logits are at least float32: float16 would overflow.
+    acc_dtype = torch.promote_types(query.dtype, torch.float32)
+    logits = torch.matmul(query.to(acc_dtype) * scaling, key.to(acc_dtype).transpose(2, 3))
     if attention_mask is not None:
         logits = logits + attention_mask
     weights = logits.softmax(-1).to(value.dtype)

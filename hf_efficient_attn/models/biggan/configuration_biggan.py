@@ -6,10 +6,12 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
 from hf_efficient_attn.errors import unknown_name
+from hf_efficient_attn.models.imagenet import imagenet_labels
 
 logger = logging.get_logger(__name__)
 
-# (whether the block doubles the resolution, input and output channels in multiples of channel_width), from 4 x 4 on.
+# The blocks, from a resolution of 4 x 4 on: (doubles the resolution, input channels, output channels). Channels are
+# multiples of channel_width.
 _START = ((False, 16, 16), (True, 16, 16), (False, 16, 16), (True, 16, 8), (False, 8, 8))
 _LAYERS = {
     128: (*_START, (True, 8, 4), (False, 4, 4), (True, 4, 2), (False, 2, 2), (True, 2, 1)),
@@ -17,38 +19,41 @@ _LAYERS = {
 }
 _LAYERS[512] = (*_LAYERS[256], (False, 1, 1), (True, 1, 1))
 # The published weights have the names of the PyPI package pytorch-pretrained-biggan.
-_PUBLISHED = {f"biggan-deep-{size}": size for size in _LAYERS}
+_PUBLISHED = {f"biggan-deep-{resolution}": resolution for resolution in _LAYERS}
+_INTEGERS = ("z_dim", "class_embed_dim", "channel_width", "n_stats")
 START_RESOLUTION, START_CHANNELS, REDUCTION = 4, 16, 4
 
 
 class BigGANConfig(PreTrainedConfig):
-    """Sizes of a `BigGANModel`; the defaults are those of BigGAN-deep at 128 pixels.
+    """Configuration of a `BigGANModel`. The defaults are those of BigGAN-deep at 128 pixels.
 
-    The fields down to `n_stats` are those of `config.json` in the layout of pytorch-pretrained-biggan, which
-    `BigGANConfig.from_pretrained` reads. There is one attention layer of one head: `num_attention_heads` is 1.
+    The fields up to `n_stats` are those of `config.json` in the layout of pytorch-pretrained-biggan, which
+    `BigGANConfig.from_pretrained` reads. The model has one attention layer with one head, so `num_attention_heads` is
+    1.
 
     Args:
-        output_dim: side of the images in pixels. By default what `layers` gives.
-        z_dim: width of the noise, and of the class embedding.
-        class_embed_dim: stands in the layout, and is not used: noise and class embedding are of the same width.
-        channel_width: channels of the last block; all others are multiples of it.
-        num_classes: classes; the same as `num_labels`, and as long as `id2label`, which may hold their names.
-        layers: (whether it doubles the resolution, input channels, output channels) of each block, channels in
-            multiples of `channel_width`, starting from 16 of them at 4 x 4. By default the published ones for an
+        output_dim: height and width of the images in pixels. Defaults to what `layers` gives.
+        z_dim: size of the noise vector, and of the class embedding.
+        class_embed_dim: part of the layout, but unused: the class embedding has the size of the noise vector.
+        channel_width: output channels of the last block. The channels of all blocks are multiples of it.
+        num_classes: number of classes. It equals `num_labels` and the length of `id2label`, which may hold names.
+        layers: (doubles the resolution, input channels, output channels) of each block, with channels in multiples of
+            `channel_width`; the first block takes 16 of them at 4 x 4 pixels. Defaults to the published blocks for an
             `output_dim` of 128, 256 or 512.
-        attention_layer_position: index of the block before which attention stands.
+        attention_layer_position: index of the block that the attention layer precedes.
         eps: added to variances and in the spectral norm.
-        n_stats: rows of the tables of batch-norm statistics, for truncations from 0 to 1 in equal steps.
-        spectral_norm: False: weights are plain; of a checkpoint with spectral norm they are divided by it on loading.
-            True: the spectral norm is kept, as `torch.nn.utils.parametrizations.spectral_norm`, for training.
+        n_stats: number of rows in the tables of batch normalization statistics, one for each truncation from 0 to 1 in
+            equal steps.
+        spectral_norm: False stores plain weights: the weights of a checkpoint with spectral norm are divided by it on
+            loading. True keeps the spectral norm as `torch.nn.utils.parametrizations.spectral_norm`, for training.
         initializer_range: standard deviation of new weights.
 
     Raises:
-        ValueError: sizes that make no network.
+        ValueError: the sizes do not form a network.
     """
 
     model_type = "biggan"
-    # `num_labels` counts `id2label`, so that the three can never differ.
+    # `num_labels` is computed from `id2label`, so the three numbers cannot differ.
     attribute_map: ClassVar[dict[str, str]] = {"num_classes": "num_labels"}
 
     output_dim: int | None = None
@@ -62,99 +67,108 @@ class BigGANConfig(PreTrainedConfig):
     spectral_norm: bool = False
     initializer_range: float = 0.02
 
-    def __post_init__(self, **kwargs):
+    def __post_init__(self, **kwargs: Any) -> None:
         counts = {key: kwargs.pop(key, None) for key in ("num_classes", "num_labels")}
         counts["len(id2label)"] = None if self.id2label is None else len(self.id2label)
         given = {key: value for key, value in counts.items() if value is not None}
         if len(set(given.values())) > 1:
-            raise ValueError(f"the number of classes is given twice, and differs: {given}")
-        classes = next(iter(given.values()), 1000)
-        for name, value in {**{key: getattr(self, key) for key in _WHOLE}, "num_classes": classes}.items():
-            least = 2 if name == "n_stats" else 1
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
+            raise ValueError(f"the number of classes is given twice, with different values: {given}")
+        num_classes = next(iter(given.values()), 1000)
+        for name, value in {**{key: getattr(self, key) for key in _INTEGERS}, "num_classes": num_classes}.items():
+            minimum = 2 if name == "n_stats" else 1
+            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+                raise ValueError(f"{name} must be an integer of at least {minimum}, not {value!r}")
         if not self.eps > 0:
             raise ValueError(f"eps must be positive, not {self.eps!r}")
         if self.layers is None:
-            size = 128 if self.output_dim is None else self.output_dim
-            if size not in _LAYERS:
-                raise ValueError(f"output_dim={size!r} is none of the published {[*_LAYERS]}: give layers as well")
-            self.layers = _LAYERS[size]
-        # Lists, as JSON gives them back.
+            resolution = 128 if self.output_dim is None else self.output_dim
+            if resolution not in _LAYERS:
+                raise ValueError(
+                    f"output_dim={resolution!r} is none of the published {[*_LAYERS]}: for other resolutions give "
+                    "layers as well"
+                )
+            self.layers = _LAYERS[resolution]
+        # Lists, as JSON returns them.
         self.layers = [list(layer) for layer in self.layers]
-        self._check_layers()
-        super().__post_init__(num_labels=classes, **kwargs)
+        self._check_layers(self.layers)
+        super().__post_init__(num_labels=num_classes, **kwargs)
 
-    def _check_layers(self) -> None:
-        """The blocks must fit each other, the first and last layer of the generator, and their skip connections."""
-        before = START_CHANNELS
-        for index, layer in enumerate(self.layers):
+    def _check_layers(self, layers: list[list[Any]]) -> None:
+        """Check that blocks, skip connections and the generator's first and last layer fit together."""
+        channels = START_CHANNELS
+        for index, layer in enumerate(layers):
             if len(layer) != 3 or not all(isinstance(x, int) and x > 0 for x in layer[1:]):
-                raise ValueError(f"layers[{index}] must be [up-samples?, input, output channels], not {layer!r}")
+                raise ValueError(
+                    f"layers[{index}] must be [doubles the resolution, input channels, output channels], not {layer!r}"
+                )
             layer[0] = bool(layer[0])
-            if layer[1] != before:
-                raise ValueError(f"layers[{index}] takes {layer[1]} channels and gets {before}")
-            # A block that has fewer channels at its end drops the upper half of those of its skip connection.
+            if layer[1] != channels:
+                raise ValueError(f"layers[{index}] takes {layer[1]} channels, but its input has {channels}")
+            # A block with fewer output channels drops the upper half of the channels of its skip connection.
             if layer[2] != layer[1] and 2 * layer[2] != layer[1]:
                 raise ValueError(f"layers[{index}] must keep its {layer[1]} channels or halve them, not {layer[2]}")
             if layer[1] * self.channel_width < REDUCTION:
                 raise ValueError(f"layers[{index}] has {layer[1] * self.channel_width} channels and needs {REDUCTION}")
-            before = layer[2]
-        if before != 1:
-            raise ValueError(f"the last of layers must end with 1 times channel_width, not {before}")
+            channels = layer[2]
+        if channels != 1:
+            raise ValueError(f"the last of layers must end with 1 times channel_width, not {channels}")
         position = self.attention_layer_position
-        if isinstance(position, bool) or not isinstance(position, int) or not 0 <= position < len(self.layers):
-            raise ValueError(f"attention_layer_position={position!r} is none of the {len(self.layers)} layers")
+        if isinstance(position, bool) or not isinstance(position, int) or not 0 <= position < len(layers):
+            raise ValueError(f"attention_layer_position={position!r} is none of the {len(layers)} layers")
         if self.attention_channels < 8:
             raise ValueError(
-                f"attention has {self.attention_channels} channels and needs 8: raise channel_width or attend earlier"
+                f"attention has {self.attention_channels} channels and needs 8: raise channel_width or move attention "
+                "to an earlier layer"
             )
-        size = self._resolution(len(self.layers))
-        if self.output_dim not in (None, size):
-            # The package of this layout never reads output_dim, so that files with any value are about.
-            logger.warning(f"output_dim={self.output_dim} is taken as {size}, which is what layers give")
-        self.output_dim = size
+        resolution = self._resolution(len(layers))
+        if self.output_dim not in (None, resolution):
+            # pytorch-pretrained-biggan never reads output_dim, so its files may hold any value.
+            logger.warning(f"output_dim={self.output_dim} is taken as {resolution}, the resolution that layers give")
+        self.output_dim = resolution
 
-    def _resolution(self, layer: int) -> int:
-        """Side of what enters a block, in pixels."""
-        return START_RESOLUTION * 2 ** sum(up for up, _, _ in self.layers[:layer])
+    @property
+    def blocks(self) -> list[tuple[bool, int, int]]:
+        """(doubles the resolution, input channels, output channels) of each block, with channels as plain counts."""
+        return [(up, self.channel_width * c_in, self.channel_width * c_out) for up, c_in, c_out in self.layers or ()]
+
+    def _resolution(self, num_blocks: int) -> int:
+        """Height and width in pixels after the first `num_blocks` blocks."""
+        return START_RESOLUTION * 2 ** sum(up for up, _, _ in self.blocks[:num_blocks])
 
     @property
     def attention_resolution(self) -> int:
-        """Side of the picture that attention sees: its square is the number of queries, four times that of keys."""
+        """Height and width of the attention layer's input: its square is the number of queries, four times the keys."""
         return self._resolution(self.attention_layer_position)
 
     @property
     def attention_channels(self) -> int:
-        """Channels that attention sees: queries and keys have an eighth of them, values half."""
-        return self.channel_width * self.layers[self.attention_layer_position][1]
+        """Channels of the attention layer's input: queries and keys have an eighth of them, values have half."""
+        return self.blocks[self.attention_layer_position][1]
 
     @property
     def num_attention_heads(self) -> int:
+        """Always 1."""
         return 1
 
     def to_dict(self) -> dict[str, Any]:
+        """Return all fields as plain values, with `num_classes`."""
         return {**super().to_dict(), "num_classes": self.num_classes}
 
     @classmethod
-    def from_name(cls, name: str, **changes) -> "BigGANConfig":
-        """One of the published architectures: "biggan-deep-128", "biggan-deep-256", "biggan-deep-512".
+    def from_name(cls, name: str, **changes: Any) -> "BigGANConfig":
+        """Return the configuration of a published architecture.
 
         Args:
-            name: as above; `id2label` then holds ImageNet's class names.
-            **changes: other fields of the config.
+            name: "biggan-deep-128", "biggan-deep-256" or "biggan-deep-512". By default `id2label` holds the names of
+                ImageNet's classes.
+            **changes: other fields of the configuration.
 
         Raises:
-            ValueError: unknown name.
+            ValueError: the name is unknown.
         """
-        from hf_efficient_attn.models.biggan.sampling import imagenet_labels
-
         if name not in _PUBLISHED:
             raise ValueError(unknown_name("BigGAN", name, list(_PUBLISHED)))
         if not {"num_classes", "num_labels", "id2label"} & set(changes):
             labels = imagenet_labels()
             changes |= {"id2label": dict(enumerate(labels)), "label2id": {label: i for i, label in enumerate(labels)}}
         return cls(**{"output_dim": _PUBLISHED[name], **changes})
-
-
-_WHOLE = ("z_dim", "class_embed_dim", "channel_width", "n_stats")

@@ -1,54 +1,84 @@
-"""BigGAN-deep's generator (Brock, Donahue and Simonyan 2019, "Large Scale GAN Training for High Fidelity Natural Image
-Synthesis", appendix B) with any rectangular attention method in its one attention layer."""
+"""BigGAN-deep's generator, whose attention layer takes every rectangular attention method.
+
+Brock, Donahue and Simonyan 2019, "Large Scale GAN Training for High Fidelity Natural Image Synthesis", appendix B.
+"""
 
 import functools
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrize
-from torch.nn.utils.parametrizations import spectral_norm
 from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from hf_efficient_attn.models.biggan.attention import attend
 from hf_efficient_attn.models.biggan.configuration_biggan import (
     REDUCTION,
     START_CHANNELS,
     START_RESOLUTION,
     BigGANConfig,
 )
-from hf_efficient_attn.models.biggan.conversion_biggan import checkpoint_names, leading_vectors, register_conversion
-from hf_efficient_attn.models.biggan.normalization import (
-    BigGANBatchNorm,
-    Lookup,
-    check_counts,
-    fill_statistics,
-    look_up,
-)
+from hf_efficient_attn.models.biggan.normalization import AnyLookup, BigGANBatchNorm, fill_statistics, look_up
 from hf_efficient_attn.models.biggan.sampling import check_truncation
+from hf_efficient_attn.models.biggan.spectral_norm import (
+    checkpoint_names,
+    conv,
+    leading_vectors,
+    linear,
+    register_conversion,
+)
 from hf_efficient_attn.models.eager import eager_attention_forward
 
 register_conversion()
 
+# Arguments of `from_pretrained` that lead to the config, or change the field of it that decides about the names.
+_FOR_CONFIG = (
+    "cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies", "spectral_norm",
+)  # fmt: skip
+
 
 @dataclass
 class BigGANOutput(ModelOutput):
-    """images: (B, 3, P, P), in [-1, 1]."""
+    """Images (B, 3, height, width), in [-1, 1]."""
 
     images: torch.Tensor | None = None
 
 
-class BigGANAttention(nn.Module):
-    """Non-local block: HW queries of width C/8 against HW/4 keys and values of width C/2, of one head.
+def pixel_attention(
+    module: nn.Module, x: Tensor, projections: Sequence[nn.Module], attention_function: Callable[..., Any]
+) -> Tensor:
+    """Compute attention of all pixels to a quarter of them, for `BigGANAttention` and the package's own module.
 
-    At 512 pixels these are 4096 queries of 64 channels, 1024 keys, and values of 256 channels.
+    Args:
+        module: the attention module, first argument of `attention_function`.
+        x: (B, C, height, width).
+        projections: 1 x 1 convolutions theta and phi (C to C/8 channels), g (C to C/2) and o (C/2 to C).
+        attention_function: as in Transformers' attention interface; returns (B, Nq, 1, C/2) and weights.
+
+    Returns:
+        (B, C, height, width), not yet scaled by gamma and added to `x`.
+    """
+    theta, phi, g, o = projections
+    query = theta(x)
+    # Pooling leaves a quarter of the keys (section B of the paper, as in Zhang et al. 2019).
+    key, value = functional.max_pool2d(phi(x), 2), functional.max_pool2d(g(x), 2)
+    tokens = [part.flatten(2).transpose(1, 2)[:, None] for part in (query, key, value)]  # (B, 1, Nq or Nk, channels)
+    out, _ = attention_function(module, *tokens, None, scaling=1.0, dropout=0.0)
+    return o(out[:, :, 0].transpose(1, 2).unflatten(2, x.shape[2:]))
+
+
+class BigGANAttention(nn.Module):
+    """Non-local block with one head: each pixel is a query, and a quarter as many keys remain after pooling.
+
+    Of C channels, queries and keys have C/8 and values C/2. At 512 pixels there are 4096 queries of 64 channels, and
+    1024 keys with values of 256 channels.
     """
 
     attention_layer, num_heads, scaling = 0, 1, 1.0
@@ -59,41 +89,42 @@ class BigGANAttention(nn.Module):
         self.config = config
         channels, resolution = config.attention_channels, config.attention_resolution
         self.head_dim, self.value_head_dim, self.max_tokens = channels // 8, channels // 2, (resolution // 2) ** 2
-        conv = functools.partial(_conv, config, kernel_size=1, bias=False)
-        self.theta = conv(channels, self.head_dim)
-        self.phi = conv(channels, self.head_dim)
-        self.g = conv(channels, self.value_head_dim)
-        self.o = conv(self.value_head_dim, channels)
+        conv_1x1 = functools.partial(conv, config, kernel_size=1, bias=False)
+        self.theta = conv_1x1(channels, self.head_dim)
+        self.phi = conv_1x1(channels, self.head_dim)
+        self.g = conv_1x1(channels, self.value_head_dim)
+        self.o = conv_1x1(self.value_head_dim, channels)
         self.gamma = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, C, H, W)."""
-        interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        return x + self.gamma * attend(self, x, (self.theta, self.phi, self.g, self.o), interface)
+        """(B, C, height, width) -> (B, C, height, width)."""
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        return x + self.gamma * pixel_attention(self, x, (self.theta, self.phi, self.g, self.o), function)
 
 
 class BigGANBlock(GradientCheckpointingLayer):
     """Residual bottleneck block of four convolutions (figure 16 of the paper)."""
 
-    def __init__(self, config: BigGANConfig, up_sample: bool, channels: int, out_channels: int) -> None:
+    def __init__(self, config: BigGANConfig, up_sample: bool, in_channels: int, out_channels: int) -> None:
         super().__init__()
         self.up_sample, self.out_channels = up_sample, out_channels
-        middle = channels // REDUCTION
-        norm = functools.partial(
-            BigGANBatchNorm,
-            n_stats=config.n_stats,
-            eps=config.eps,
-            condition=2 * config.z_dim,
-            linear=functools.partial(_linear, config),
-        )
-        conv = functools.partial(_conv, config)
-        self.bn_0, self.conv_0 = norm(channels), conv(channels, middle, kernel_size=1)
-        self.bn_1, self.conv_1 = norm(middle), conv(middle, middle, kernel_size=3, padding=1)
-        self.bn_2, self.conv_2 = norm(middle), conv(middle, middle, kernel_size=3, padding=1)
-        self.bn_3, self.conv_3 = norm(middle), conv(middle, out_channels, kernel_size=1)
+        middle = in_channels // REDUCTION
+        self.bn_0, self.conv_0 = BigGANBatchNorm(config, in_channels), conv(config, in_channels, middle, kernel_size=1)
+        self.bn_1, self.conv_1 = BigGANBatchNorm(config, middle), conv(config, middle, middle, kernel_size=3)
+        self.bn_2, self.conv_2 = BigGANBatchNorm(config, middle), conv(config, middle, middle, kernel_size=3)
+        self.bn_3, self.conv_3 = BigGANBatchNorm(config, middle), conv(config, middle, out_channels, kernel_size=1)
 
-    def forward(self, x: Tensor, condition: Tensor, lookup: Lookup) -> Tensor:
-        """x (B, C, H, W), condition (B, 2 z_dim) -> (B, C', H, W), or (B, C', 2H, 2W)."""
+    def forward(self, x: Tensor, condition: Tensor, lookup: AnyLookup) -> Tensor:
+        """Compute the block, which doubles height and width if `up_sample`.
+
+        Args:
+            x: (B, in_channels, height, width).
+            condition: (B, 2 z_dim).
+            lookup: selects the statistics of batch normalization.
+
+        Returns:
+            (B, out_channels, height, width) or (B, out_channels, 2 height, 2 width).
+        """
         out = self.conv_0(functional.relu(self.bn_0(x, lookup, condition)))
         out = functional.relu(self.bn_1(out, lookup, condition))
         skip = x[:, : self.out_channels]
@@ -105,22 +136,22 @@ class BigGANBlock(GradientCheckpointingLayer):
 
 
 class BigGANGenerator(nn.Module):
-    """From the condition, noise beside the class embedding, to an image."""
+    """From the condition, which is the noise beside the class embedding, to an image."""
 
     def __init__(self, config: BigGANConfig) -> None:
         super().__init__()
-        width = config.channel_width
-        self.gen_z = _linear(config, 2 * config.z_dim, START_RESOLUTION**2 * START_CHANNELS * width)
-        blocks = [BigGANBlock(config, up, width * into, width * out) for up, into, out in config.layers]
-        blocks.insert(config.attention_layer_position, BigGANAttention(config))
-        self.layers = nn.ModuleList(blocks)
-        self.bn = BigGANBatchNorm(width, config.n_stats, config.eps)
-        # The published weights have as many channels here as before, of which three are used.
-        self.conv_to_rgb = _conv(config, width, width, kernel_size=3, padding=1)
+        channels = config.channel_width
+        self.gen_z = linear(config, 2 * config.z_dim, START_RESOLUTION**2 * START_CHANNELS * channels)
+        layers: list[nn.Module] = [BigGANBlock(config, *block) for block in config.blocks]
+        layers.insert(config.attention_layer_position, BigGANAttention(config))
+        self.layers = nn.ModuleList(layers)
+        self.bn = BigGANBatchNorm(config, channels, conditional=False)
+        # As in the published weights, this convolution keeps the number of channels, and only three are used.
+        self.conv_to_rgb = conv(config, channels, channels, kernel_size=3)
 
-    def forward(self, condition: Tensor, lookup: Lookup) -> Tensor:
-        """(B, 2 z_dim) -> (B, 3, P, P)."""
-        # Channels last, as they were in TensorFlow.
+    def forward(self, condition: Tensor, lookup: AnyLookup) -> Tensor:
+        """Condition (B, 2 z_dim) -> images (B, 3, height, width)."""
+        # The weights of gen_z were trained in TensorFlow, with channels last.
         x = self.gen_z(condition).unflatten(1, (START_RESOLUTION, START_RESOLUTION, -1)).permute(0, 3, 1, 2)
         x = x.contiguous()
         for layer in self.layers:
@@ -128,43 +159,21 @@ class BigGANGenerator(nn.Module):
         return torch.tanh(self.conv_to_rgb(functional.relu(self.bn(x, lookup)))[:, :3])
 
 
-def _linear(config: BigGANConfig, *sizes: int, **options) -> nn.Linear:
-    return _normalized(config, nn.Linear(*sizes, **options))
-
-
-def _conv(config: BigGANConfig, *sizes: int, **options) -> nn.Conv2d:
-    return _normalized(config, nn.Conv2d(*sizes, **options))
-
-
-def _normalized(config: BigGANConfig, module: nn.Module) -> nn.Module:
-    if not config.spectral_norm:
-        return module
-    weight = module.weight
-    if weight.is_meta:
-        # Its first power iterations, which take seconds on the meta device, are done on something small.
-        module.weight = nn.Parameter(torch.ones((1,) * weight.ndim, dtype=weight.dtype, device="cpu"))
-    spectral_norm(module, eps=config.eps)
-    if weight.is_meta:
-        kept = module.parametrizations.weight
-        kept.original = weight
-        kept[0]._u, kept[0]._v = weight.new_empty(len(weight)), weight.new_empty(weight[0].numel())
-    return module
-
-
 class BigGANModel(PreTrainedModel):
     """BigGAN-deep's generator.
 
-    `from_pretrained` also takes a folder of pytorch-pretrained-biggan: `config.json` and `pytorch_model.bin` (or
-    `model.safetensors`) with its names, spectral norm kept or folded in. What is saved has the names of this model.
+    `from_pretrained` also loads folders of pytorch-pretrained-biggan: `config.json` and `pytorch_model.bin` (or
+    `model.safetensors`) under the package's names, with the spectral norm kept or folded in. `save_pretrained` writes
+    the names of this class.
     """
 
     config_class = BigGANConfig
     config: BigGANConfig
     base_model_prefix = "biggan"
     main_input_name = "z"
-    input_modalities = ("image",)
+    input_modalities: str | list[str] = "image"
     supports_gradient_checkpointing = True
-    _no_split_modules: ClassVar[list[str]] = ["BigGANBlock", "BigGANAttention"]
+    _no_split_modules = ["BigGANBlock", "BigGANAttention"]  # noqa: RUF012
     _supports_sdpa = True
     _supports_attention_backend = True
 
@@ -177,24 +186,25 @@ class BigGANModel(PreTrainedModel):
     def forward(
         self,
         z: Tensor,
-        class_label: "Tensor | Sequence[int] | int",
+        class_label: Tensor | Sequence[int] | int,
         truncation: float = 1.0,
         return_dict: bool | None = None,
     ) -> BigGANOutput | tuple[Tensor]:
         """Generate images.
 
         Args:
-            z: (B, z_dim), noise such as `truncated_noise` makes, at this truncation.
-            class_label: (B, num_classes), one-hot or a mixture of classes; or (B,), their numbers; or one number.
-            truncation: in (0, 1]; chooses the statistics of batch normalization. In training, where these are the
-                batch's, it has no effect.
-            return_dict: False for a tuple.
+            z: (B, z_dim), noise such as `truncated_noise` gives, sampled at the same truncation.
+            class_label: weights of the classes (B, num_classes), one-hot or a mixture; or class indices (B,); or one
+                class index for all images.
+            truncation: in (0, 1]; selects the statistics of batch normalization. It has no effect in training mode,
+                which uses the statistics of the batch.
+            return_dict: False returns a tuple.
 
         Returns:
-            images (B, 3, P, P), in [-1, 1].
+            images (B, 3, height, width), in [-1, 1].
 
         Raises:
-            ValueError: wrong shapes, class numbers out of range, a truncation outside (0, 1].
+            ValueError: a shape is wrong, a class index is out of range, or `truncation` is outside (0, 1].
         """
         check_truncation(truncation)
         if z.ndim != 2 or z.shape[1] != self.config.z_dim:
@@ -205,22 +215,22 @@ class BigGANModel(PreTrainedModel):
         return_dict = self.config.return_dict if return_dict is None else return_dict
         return BigGANOutput(images=images) if return_dict else (images,)
 
-    def _embed(self, class_label: "Tensor | Sequence[int] | int", z: Tensor) -> Tensor:
-        """-> (B, z_dim)."""
-        batch, classes = len(z), self.config.num_classes
+    def _embed(self, class_label: Tensor | Sequence[int] | int, z: Tensor) -> Tensor:
+        """Class embeddings (B, z_dim), in the dtype of z (B, z_dim)."""
+        batch, num_classes = len(z), self.config.num_classes
         labels = torch.as_tensor(class_label, device=z.device)
-        if labels.ndim == 2 and labels.shape == (batch, classes):
+        if labels.ndim == 2 and labels.shape == (batch, num_classes):
             return self.embeddings(labels.to(z.dtype))
         if labels.ndim == 0:
             labels = labels.expand(batch)
         if labels.shape != (batch,) or labels.is_floating_point() or labels.dtype == torch.bool:
             raise ValueError(
-                f"class_label must be ({batch}, {classes}) weights of classes or ({batch},) integers, not "
+                f"class_label must be ({batch}, {num_classes}) weights of classes or ({batch},) integers, not "
                 f"{tuple(labels.shape)} of {labels.dtype}"
             )
-        # A look at the values would break the graph that is being traced; there the table's own check remains.
-        if not torch.compiler.is_compiling() and not ((labels >= 0) & (labels < classes)).all():
-            raise ValueError(f"classes are numbered from 0 to {classes - 1}, not {labels.tolist()}")
+        # Reading the values would break a traced graph, where the embedding's own check remains.
+        if not torch.compiler.is_compiling() and not ((labels >= 0) & (labels < num_classes)).all():
+            raise ValueError(f"classes are numbered from 0 to {num_classes - 1}, not {labels.tolist()}")
         return functional.embedding(labels.long(), self.embeddings.weight.t())
 
     def set_statistics(
@@ -233,28 +243,24 @@ class BigGANModel(PreTrainedModel):
         seed: int = 0,
         progress: bool = True,
     ) -> None:
-        """Measure the statistics of batch normalization anew, as is needed after training, in place.
+        """Measure the statistics of batch normalization again, in place. This is necessary after training.
 
-        All layers are measured at once, each on what it gets while those before it normalize by the batch (the paper's
-        "standing statistics", appendix D); so `batch_size` should be the one of training.
+        All layers are measured together, while each of them normalizes by the statistics of the batch (the paper's
+        "standing statistics", appendix D). `batch_size` should therefore be that of training.
 
         Args:
-            truncations: for which to measure; the rows of the tables that the forward reads there are replaced, others
-                stay. None for all rows, which takes `n_stats` times as long.
-            class_label: (K, num_classes) or (K,), from which labels are drawn; None draws from all classes alike.
-            num_samples: images for each truncation.
-            batch_size: images at once.
-            seed: of noise and labels; no global generator is touched.
-            progress: show a bar.
+            truncations: the truncations to measure. Each replaces the rows of the tables that the forward uses at this
+                truncation; other rows stay unchanged. None measures all rows, which takes `n_stats` times as long.
+            class_label: (K, num_classes) or (K,), to draw labels from. None draws from all classes uniformly.
+            num_samples: number of images for each truncation.
+            batch_size: number of images in a batch.
+            seed: seed of noise and labels; global generators stay untouched.
+            progress: show a progress bar.
 
         Raises:
-            ValueError: truncations outside (0, 1], or two that read the same row; counts below 1; wrong labels.
+            ValueError: a truncation is outside (0, 1], two truncations use the same row, a count is below 1, or
+                `class_label` has the wrong shape.
         """
-        check_counts(num_samples=num_samples, batch_size=batch_size)
-        if class_label is not None:
-            class_label = torch.as_tensor(class_label)
-            if class_label.ndim not in (1, 2) or len(class_label) == 0:
-                raise ValueError(f"class_label must be (K,) or (K, classes), not {tuple(class_label.shape)}")
         fill_statistics(self, truncations, class_label, num_samples, batch_size, seed, progress)
 
     @torch.no_grad()
@@ -264,8 +270,8 @@ class BigGANModel(PreTrainedModel):
             init.normal_(module.original, std=std)
             self._init_vectors(module)
         elif hasattr(module, "_u"):
-            # Met before the weight that holds it. Where that came out of a checkpoint without the vectors, Transformers
-            # passes it over as already filled.
+            # Reached before the parametrization that holds the weight and these vectors. If a checkpoint had the weight
+            # but not the vectors, Transformers treats that parametrization as initialized and skips it.
             holders = (m for m in self.modules() if isinstance(m, parametrize.ParametrizationList) and m[0] is module)
             holder = next(holders)
             if getattr(holder.original, "_is_hf_initialized", False):
@@ -289,20 +295,28 @@ class BigGANModel(PreTrainedModel):
         for name, vector in zip(("_u", "_v"), vectors, strict=True):
             init.copy_(getattr(normalized[0], name), vector)
 
-    def _set_gradient_checkpointing(self, enable: bool = True, *args, **kwargs) -> None:
+    def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
         if enable and self.config.spectral_norm:
             raise ValueError(
-                "spectral_norm=True improves its estimate at every forward, so that a block computed again for the "
-                "gradient would have other weights: train without gradient checkpointing, or with spectral_norm=False"
+                "with spectral_norm=True every forward improves the estimate of the norm, so a block that is "
+                "recomputed for the gradient would have other weights: train without gradient checkpointing, or with "
+                "spectral_norm=False"
             )
         super()._set_gradient_checkpointing(enable, *args, **kwargs)
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, key_mapping=None, **kwargs):
-        """As in Transformers; the names of pytorch-pretrained-biggan are put in place of ours where they are met.
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike | None,
+        *args: Any,
+        config: PreTrainedConfig | str | os.PathLike | None = None,
+        key_mapping: dict[str, str] | None = None,
+        **kwargs: Any,
+    ) -> "BigGANModel":
+        """Load a model as in Transformers; names of pytorch-pretrained-biggan are replaced by those of this class.
 
-        They are put by `key_mapping`, since which they are depends on the config's `spectral_norm`; the division by
-        the spectral norm is a registered `WeightConverter`.
+        The replacement depends on the config's `spectral_norm`, so it is passed as `key_mapping`. The division by the
+        spectral norm is a registered `WeightConverter`.
         """
         known = config
         if not isinstance(known, PreTrainedConfig) and pretrained_model_name_or_path is not None:
@@ -314,14 +328,8 @@ class BigGANModel(PreTrainedModel):
             pretrained_model_name_or_path, *args, config=config, key_mapping=key_mapping, **kwargs
         )
 
-    def save_pretrained(self, *args, save_original_format: bool = False, **kwargs):
-        """As in Transformers, under the names of this model, whatever names it was loaded from."""
+    def save_pretrained(self, *args: Any, save_original_format: bool = False, **kwargs: Any) -> None:
+        """Save the model as in Transformers, under the names of this class whatever names it was loaded from."""
         if save_original_format:
             raise ValueError("a BigGANModel is saved under its own names; `revert_state_dict` gives the package's")
-        return super().save_pretrained(*args, save_original_format=False, **kwargs)
-
-
-# Arguments of `from_pretrained` that lead to the config or change the field that is looked at.
-_FOR_CONFIG = (
-    "cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies", "spectral_norm",
-)  # fmt: skip
+        super().save_pretrained(*args, **{**kwargs, "save_original_format": False})

@@ -1,125 +1,142 @@
-"""Batch normalization with one table of statistics for every truncation, and the filling of these tables.
+"""Batch normalization with statistics for every truncation, and the measurement of these statistics.
 
-The distribution of what enters a layer depends on the truncation of the noise, so that the statistics measured at one
-truncation do not serve another (Brock et al. 2019, appendix D: "standing statistics").
+The distribution of a layer's input depends on the truncation of the noise. Statistics measured at one truncation are
+therefore wrong at another (Brock et al. 2019, appendix D: "standing statistics").
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from tqdm import tqdm
+from transformers.modeling_utils import PreTrainedModel
 
+from hf_efficient_attn.models.biggan.configuration_biggan import BigGANConfig
 from hf_efficient_attn.models.biggan.sampling import truncated_noise
+from hf_efficient_attn.models.biggan.spectral_norm import linear
 
-# Less of a row than this is rounding: 0.58 / 0.02 is 28.999999999999996.
+# A smaller share of a row is rounding: 0.58 / 0.02 is 28.999999999999996.
 _ROUNDING = 1e-6
 
 
 class Lookup(NamedTuple):
-    """Two neighbouring rows of a table and the share of the lower one; `share` 1 stands for this row alone.
+    """Two adjacent rows of a table, with weights `share` for `lower` and 1 - `share` for `upper`."""
 
-    Numbers, or scalar tensors where a graph is traced, which then serves every truncation.
-    """
-
-    lower: int | Tensor
-    upper: int | Tensor
-    share: float | Tensor
+    lower: int
+    upper: int
+    share: float
 
     def rows(self) -> list[int]:
-        """The rows that count."""
+        """Return the rows whose weight is not just rounding."""
         return [row for row, share in ((self.lower, self.share), (self.upper, 1 - self.share)) if share > _ROUNDING]
 
     def read(self, table: Tensor) -> Tensor:
-        """(rows, C) -> (C,)."""
-        if isinstance(self.share, Tensor):
-            lower, upper = table.index_select(0, torch.stack((self.lower, self.upper)))
-            share = self.share.to(table.dtype)
-            return lower * share + upper * (1 - share)
+        """Interpolate between rows of a table (n_stats, C) -> (C,)."""
         if self.share == 1.0:
             return table[self.lower]
         return table[self.lower] * self.share + table[self.upper] * (1 - self.share)
 
 
-def look_up(truncation: float, n_stats: int, device: torch.device | None = None) -> Lookup:
-    """Where the statistics for a truncation stand in a table of `n_stats` rows, for truncations 0 to 1 in equal steps.
+class TracedLookup(NamedTuple):
+    """A `Lookup` of tensors, for tracing: one compiled graph then serves every truncation.
 
-    Between two rows the shares are the wrong way round: at three quarters of the way the lower row counts for three
-    quarters. So it is in pytorch-pretrained-biggan, and its images are to be reproduced here.
+    Attributes:
+        rows: (2,), int64, the lower and the upper row.
+        share: scalar, float64, the weight of the lower row.
+    """
+
+    rows: Tensor
+    share: Tensor
+
+    def read(self, table: Tensor) -> Tensor:
+        """Interpolate between rows of a table (n_stats, C) -> (C,)."""
+        lower, upper = table.index_select(0, self.rows)
+        share = self.share.to(table.dtype)
+        return lower * share + upper * (1 - share)
+
+
+AnyLookup: TypeAlias = Lookup | TracedLookup
+
+
+def look_up(truncation: float, n_stats: int, device: torch.device | None = None) -> AnyLookup:
+    """Find the statistics for a truncation in a table of `n_stats` rows, for truncations from 0 to 1 in equal steps.
+
+    Between two rows the weights are the wrong way round: at three quarters of the way from the lower to the upper row,
+    the lower row has weight 3/4. pytorch-pretrained-biggan does the same, and this model reproduces its images.
     """
     if torch.compiler.is_compiling():
-        # Python's floats would be constants of the graph, or worse: rounded ones were seen to keep the first value.
+        # A Python float would become a constant of the graph. Worse, torch.compile was seen to keep the first value of
+        # a rounded float for all later ones.
         position = torch.ones((), dtype=torch.float64, device=device) * truncation / (1.0 / (n_stats - 1))
-        lower = position.floor()
-        share = torch.where(position == lower, 1.0, position - lower)
-        rows = lower.long()
-        return Lookup(rows.clamp(max=n_stats - 1), (rows + 1).clamp(max=n_stats - 1), share)
-    position = float(truncation) / (1.0 / (n_stats - 1))
-    lower = int(position)
+        floor = position.floor()
+        share = torch.where(position == floor, 1.0, position - floor)
+        row = floor.long()
+        return TracedLookup(torch.stack((row.clamp(max=n_stats - 1), (row + 1).clamp(max=n_stats - 1))), share)
+    exact = float(truncation) / (1.0 / (n_stats - 1))
+    lower = int(exact)
     # Rounding may lead past the last row.
-    return Lookup(min(lower, n_stats - 1), min(lower + 1, n_stats - 1), (position - lower) or 1.0)
+    return Lookup(min(lower, n_stats - 1), min(lower + 1, n_stats - 1), (exact - lower) or 1.0)
 
 
 class BigGANBatchNorm(nn.Module):
-    """Batch normalization of (B, C, H, W), its scale and offset learned or made from a condition.
+    """Batch normalization of (B, C, height, width), with statistics that depend on the truncation.
 
-    In training it takes the statistics of the batch and leaves the tables as they are (`fill_statistics`).
+    In training mode it uses the statistics of the batch and leaves its tables unchanged; `fill_statistics` fills them.
 
     Args:
+        config: configuration of the model.
         channels: C.
-        n_stats: rows of the tables.
-        eps: added to the variance.
-        condition: width of the condition that `scale` and `offset` are linear in; None for learned ones.
-        linear: makes the two linear maps.
+        conditional: whether scale and offset are linear functions of the condition (B, 2 z_dim). Otherwise they are
+            parameters.
     """
 
-    def __init__(
-        self,
-        channels: int,
-        n_stats: int,
-        eps: float,
-        condition: int | None = None,
-        linear: Callable[..., nn.Linear] = nn.Linear,
-    ) -> None:
+    running_means: Tensor
+    running_vars: Tensor
+
+    def __init__(self, config: BigGANConfig, channels: int, conditional: bool = True) -> None:
         super().__init__()
-        self.eps, self.conditional = eps, condition is not None
-        self.register_buffer("running_means", torch.zeros(n_stats, channels))
-        self.register_buffer("running_vars", torch.ones(n_stats, channels))
-        if self.conditional:
-            self.scale = linear(condition, channels, bias=False)
-            self.offset = linear(condition, channels, bias=False)
+        self.eps, self.conditional = config.eps, conditional
+        self.register_buffer("running_means", torch.zeros(config.n_stats, channels))
+        self.register_buffer("running_vars", torch.ones(config.n_stats, channels))
+        if conditional:
+            self.scale = linear(config, 2 * config.z_dim, channels, bias=False)
+            self.offset = linear(config, 2 * config.z_dim, channels, bias=False)
         else:
             self.weight = nn.Parameter(torch.ones(channels))
             self.bias = nn.Parameter(torch.zeros(channels))
         self.moments: Moments | None = None
 
-    def forward(self, x: Tensor, lookup: Lookup, condition: Tensor | None = None) -> Tensor:
-        """x (B, C, H, W), condition (B, its width) -> (B, C, H, W)."""
+    def forward(self, x: Tensor, lookup: AnyLookup, condition: Tensor | None = None) -> Tensor:
+        """Normalize x (B, C, height, width), with condition (B, 2 z_dim) if conditional."""
         if self.moments is not None:
-            self.moments.add(x)
-        mean = var = None
-        if not self.training:
-            mean, var = (lookup.read(table) for table in (self.running_means, self.running_vars))
+            self.moments.update(x)
         if not self.conditional:
+            mean, var = (None, None) if self.training else self._statistics(lookup)
             return functional.batch_norm(x, mean, var, self.weight, self.bias, training=self.training, eps=self.eps)
         if self.training:
             normal = functional.batch_norm(x, None, None, training=True, eps=self.eps)
         else:
+            mean, var = self._statistics(lookup)
             normal = (x - mean[:, None, None]) / torch.sqrt(var[:, None, None] + self.eps)
         return normal * (1 + self.scale(condition))[..., None, None] + self.offset(condition)[..., None, None]
 
+    def _statistics(self, lookup: AnyLookup) -> tuple[Tensor, Tensor]:
+        """Mean and variance for a truncation, (C,) each."""
+        return lookup.read(self.running_means), lookup.read(self.running_vars)
+
 
 class Moments:
-    """Mean and variance of everything that entered a layer, in float64."""
+    """Running mean and sum of squared deviations of everything that enters a layer, (C,) each, in float64."""
 
     def __init__(self) -> None:
-        self.count, self.mean, self.squares = 0, 0.0, 0.0
+        self.count = 0
+        self.mean = self.squares = torch.zeros((), dtype=torch.float64)
 
-    def add(self, x: Tensor) -> None:
-        """(B, C, H, W), by the pairwise update of Chan, Golub and LeVeque 1983, equation 2.1."""
+    def update(self, x: Tensor) -> None:
+        """Add x (B, C, height, width), by the pairwise update of Chan, Golub and LeVeque 1983, equation 2.1."""
         x = x.detach().double()
         count = x.numel() // x.shape[1]
         mean = x.mean((0, 2, 3))
@@ -133,7 +150,7 @@ class Moments:
 
 @torch.no_grad()
 def fill_statistics(
-    model: nn.Module,
+    model: PreTrainedModel,
     truncations: Sequence[float] | None,
     class_label: Tensor | None,
     num_samples: int,
@@ -141,24 +158,32 @@ def fill_statistics(
     seed: int,
     progress: bool,
 ) -> None:
-    """What `BigGANModel.set_statistics` says."""
-    config = model.config
-    wanted = _rows(truncations, config.n_stats)
+    """Measure statistics and write them into the tables; see `BigGANModel.set_statistics`."""
+    for name, count in {"num_samples": num_samples, "batch_size": batch_size}.items():
+        if isinstance(count, bool) or not math.isfinite(count) or count != int(count) or count < 1:
+            raise ValueError(f"{name} must be an integer of at least 1, not {count!r}")
+    if class_label is not None:
+        class_label = torch.as_tensor(class_label)
+        if class_label.ndim not in (1, 2) or len(class_label) == 0:
+            raise ValueError(f"class_label must be (K,) or (K, num_classes), not {tuple(class_label.shape)}")
+    config = cast(BigGANConfig, model.config)
+    rows_by_truncation = _rows_to_fill(truncations, config.n_stats)
     norms = [module for module in model.modules() if isinstance(module, BigGANBatchNorm)]
-    device = model.embeddings.weight.device
     modes = {module: module.training for module in model.modules()}
     sizes = [len(part) for part in torch.arange(num_samples).split(batch_size)]
-    bar = tqdm(total=len(wanted) * num_samples, unit="img", desc="statistics", disable=None if progress else True)
-    # Only the norms are in training mode: dropout and power iterations stay as they are.
+    total = len(rows_by_truncation) * num_samples
+    bar = tqdm(total=total, unit="img", desc="statistics", disable=None if progress else True)
+    # Only the normalizations are in training mode, so that dropout and power iterations stay as they are.
     model.eval()
     try:
         for norm in norms:
             norm.train()
-        for truncation, rows in wanted.items():
+        for truncation, rows in rows_by_truncation.items():
             generator = torch.Generator().manual_seed(seed)
             noise_seeds = torch.randint(2**31 - 1, (len(sizes),), generator=generator).tolist()
-            for norm in norms:
-                norm.moments = Moments()
+            measured = [Moments() for _ in norms]
+            for norm, moments in zip(norms, measured, strict=True):
+                norm.moments = moments
             for size, noise_seed in zip(sizes, noise_seeds, strict=True):
                 # At truncation 0 all noise is 0.
                 z = truncated_noise(size, config.z_dim, truncation or 1.0, noise_seed) * bool(truncation)
@@ -166,11 +191,11 @@ def fill_statistics(
                     labels = torch.randint(config.num_classes, (size,), generator=generator)
                 else:
                     labels = class_label[torch.randint(len(class_label), (size,), generator=generator)]
-                model(z.to(device), labels.to(device), truncation or 1.0)
+                model(z.to(model.device), labels.to(model.device), truncation or 1.0)
                 bar.update(size)
-            for norm in norms:
-                norm.running_means[rows] = norm.moments.mean.to(norm.running_means)
-                norm.running_vars[rows] = (norm.moments.squares / norm.moments.count).to(norm.running_vars)
+            for norm, moments in zip(norms, measured, strict=True):
+                norm.running_means[rows] = moments.mean.to(norm.running_means)
+                norm.running_vars[rows] = (moments.squares / moments.count).to(norm.running_vars)
     finally:
         bar.close()
         for norm in norms:
@@ -179,8 +204,8 @@ def fill_statistics(
             module.training = mode
 
 
-def _rows(truncations: Sequence[float] | None, n_stats: int) -> dict[float, list[int]]:
-    """Truncation -> the rows that are to hold its statistics."""
+def _rows_to_fill(truncations: Sequence[float] | None, n_stats: int) -> dict[float, list[int]]:
+    """Map each truncation to the rows that its statistics go into. None stands for the truncations of all rows."""
     if truncations is None:
         return {row / (n_stats - 1): [row] for row in range(n_stats)}
     found: dict[float, list[int]] = {}
@@ -188,20 +213,16 @@ def _rows(truncations: Sequence[float] | None, n_stats: int) -> dict[float, list
     for truncation in truncations:
         if not 0 < truncation <= 1:
             raise ValueError(f"truncation must be above 0 and at most 1, not {truncation!r}")
-        found[truncation] = look_up(truncation, n_stats).rows()
+        lookup = look_up(truncation, n_stats)
+        assert isinstance(lookup, Lookup)
+        found[truncation] = lookup.rows()
         for row in found[truncation]:
             other = owners.setdefault(row, truncation)
             if other != truncation:
                 raise ValueError(
-                    f"truncations {other} and {truncation} read the same row of a table of {n_stats}: fill it for one "
-                    "of them, for all (truncations=None), or make the model with a larger n_stats"
+                    f"truncations {other} and {truncation} use the same row of a table of {n_stats}: fill it for one "
+                    "of them, fill all rows (truncations=None), or create the model with a larger n_stats"
                 )
     if not found:
-        raise ValueError("truncations is empty: name some, or give None for all rows")
+        raise ValueError("truncations is empty: give at least one, or None for all rows")
     return found
-
-
-def check_counts(**counts: int) -> None:
-    for name, count in counts.items():
-        if isinstance(count, bool) or not math.isfinite(count) or count != int(count) or count < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, not {count!r}")

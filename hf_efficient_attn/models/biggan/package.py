@@ -1,4 +1,4 @@
-"""Models of the PyPI package pytorch-pretrained-biggan, switched in place; nothing here imports the package."""
+"""Method switching for models of the PyPI package pytorch-pretrained-biggan, without importing the package."""
 
 import functools
 from collections.abc import Sequence
@@ -6,87 +6,110 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.integration.foreign import register_foreign
 from hf_efficient_attn.integration.layers import layer_seed
-from hf_efficient_attn.integration.settings import EfficientAttentionConfig
+from hf_efficient_attn.integration.settings import EXACT_IMPLEMENTATIONS, EfficientAttentionConfig
 from hf_efficient_attn.methods import MethodConfig, attention, get_method, learns, rectangular_methods
-from hf_efficient_attn.models.biggan.attention import attend
+from hf_efficient_attn.models.biggan.modeling_biggan import pixel_attention
 
 _PACKAGE = "pytorch_pretrained_biggan"
 _PROJECTIONS = ("snconv1x1_theta", "snconv1x1_phi", "snconv1x1_g", "snconv1x1_o_conv")
 
 
-def package_attentions(model: nn.Module) -> list[nn.Module]:
-    """The package's `SelfAttn` modules in a model; none in anything that is not of the package."""
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    return [module for module in modules if any(_is_self_attention(kind) for kind in type(module).__mro__)]
+class PackageBigGAN:
+    """Handler with which `hf_efficient_attn.convert` switches the package's models; see `ForeignHandler`."""
+
+    title = "a BigGAN of pytorch-pretrained-biggan"
+
+    def find(self, model: nn.Module) -> list[nn.Module]:
+        """Return the package's `SelfAttn` modules in `model`, an empty list for any other model."""
+        modules = model.modules() if isinstance(model, nn.Module) else ()
+        return [module for module in modules if any(_is_self_attention(cls) for cls in type(module).__mro__)]
+
+    def check_other(self, name: str) -> None:
+        """Raise UnsupportedAttentionError unless `name` is an exact attention that stands for the package's own."""
+        if name not in EXACT_IMPLEMENTATIONS:
+            raise UnsupportedAttentionError(
+                f"{self.title} has its own exact attention and no {name!r}: 'sdpa' goes back to it"
+            )
+
+    def switch(self, modules: Sequence[nn.Module], settings: EfficientAttentionConfig) -> None:
+        """Make the modules compute a method, in place; weights and their names stay unchanged.
+
+        The output equals that of a `BigGANModel` with the same weights and method.
+
+        Raises:
+            UnsupportedAttentionError: before anything is changed, if the settings name a layer other than 0, or the
+                method needs as many keys as queries or learns parameters.
+        """
+        if any(entry.layers not in (None, (0,)) for entry in settings.entries):
+            raise UnsupportedAttentionError(
+                f"{self.title} has one attention layer, number 0: leave layers out, or give layers=[0]"
+            )
+        method = settings.entries[0].config
+        if not get_method(method.method).info.rectangular:
+            raise UnsupportedAttentionError(
+                f"BigGAN has a quarter as many keys as queries, and {method.method} needs as many keys as queries. "
+                f"Methods that do not: {', '.join(rectangular_methods())}"
+            )
+        if learns(method):
+            raise UnsupportedAttentionError(
+                f"{method.method} learns parameters, and {self.title} cannot save them: use "
+                "hf_efficient_attn.models.biggan.BigGANModel, whose from_pretrained reads the same folder"
+            )
+        for module in modules:
+            module.forward = functools.partial(_forward, module, method)
+
+    def restore(self, modules: Sequence[nn.Module]) -> None:
+        """Give the modules their own forward back."""
+        for module in modules:
+            forward = vars(module).get("forward")
+            if isinstance(forward, functools.partial) and forward.func is _forward:
+                del module.forward
 
 
-def _is_self_attention(kind: type) -> bool:
-    return kind.__name__ == "SelfAttn" and kind.__module__.partition(".")[0] == _PACKAGE
-
-
-def switch_package(modules: Sequence[nn.Module], settings: EfficientAttentionConfig) -> None:
-    """Let the package's attention modules compute a method, in place: weights and their names stay as they are.
-
-    The output is that of a `BigGANModel` with the same weights and method.
-
-    Raises:
-        UnsupportedAttentionError: before anything is changed, for layers other than 0, and methods that need as many
-            keys as queries or learn parameters.
-    """
-    if any(entry.layers not in (None, (0,)) for entry in settings.entries):
-        raise UnsupportedAttentionError(
-            f"a BigGAN of {_PACKAGE} has one attention layer, number 0: leave layers out, or give layers=[0]"
-        )
-    method = settings.entries[0].config
-    info = get_method(method.method).info
-    if not info.rectangular:
-        raise UnsupportedAttentionError(
-            f"BigGAN has a quarter as many keys as queries, and {method.method} needs as many of each. Methods that do "
-            f"not: {', '.join(rectangular_methods())}"
-        )
-    if learns(method):
-        raise UnsupportedAttentionError(
-            f"{method.method} learns parameters, which a BigGAN of {_PACKAGE} has no way to save: use "
-            "hf_efficient_attn.models.biggan.BigGANModel, whose from_pretrained reads the same folder"
-        )
-    for module in modules:
-        module.forward = functools.partial(_forward, module, method)
-
-
-def restore_package(modules: Sequence[nn.Module]) -> None:
-    """Give the modules their own forward back."""
-    for module in modules:
-        present = vars(module).get("forward")
-        if isinstance(present, functools.partial) and present.func is _forward:
-            del module.forward
+def _is_self_attention(cls: type) -> bool:
+    return cls.__name__ == "SelfAttn" and cls.__module__.partition(".")[0] == _PACKAGE
 
 
 def _forward(module: nn.Module, method: MethodConfig, x: Tensor) -> Tensor:
-    """(B, C, H, W) -> (B, C, H, W), in place of `SelfAttn.forward`."""
-    projections = [getattr(module, name) for name in _PROJECTIONS]
-    return x + module.gamma * attend(module, x, projections, functools.partial(_compute, method))
+    """Replace `SelfAttn.forward`: (B, C, height, width) -> (B, C, height, width)."""
+    projections = [module.get_submodule(name) for name in _PROJECTIONS]
+    out = pixel_attention(module, x, projections, functools.partial(_compute, method))
+    return x + module.get_parameter("gamma") * out
 
 
-def _compute(method, module, query, key, value, attention_mask, *, scaling, dropout) -> tuple[Tensor, None]:
-    """As an attention function of Transformers: random in training, and else what layer 0 of any model draws."""
+def _compute(
+    method: MethodConfig,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    scaling: float,
+    dropout: float,
+) -> tuple[Tensor, None]:
+    """Compute a method in the form of Transformers' attention interface.
+
+    The seed is that of layer 0 of any model; in training mode the method draws from the global generators.
+
+    Args:
+        method: the method's configuration.
+        module: the attention module.
+        query: (B, 1, Nq, D).
+        key: (B, 1, Nk, D).
+        value: (B, 1, Nk, Dv).
+        attention_mask: None.
+        scaling: factor of the logits.
+        dropout: dropout probability of the attention weights.
+
+    Returns:
+        (B, Nq, 1, Dv), None.
+    """
     seed = None if module.training else layer_seed(0)
     out = attention(method, query, key, value, scale=scaling, dropout_p=dropout, seed=seed)
     return out.transpose(1, 2), None
 
 
-class PackageBigGAN:
-    """What `hf_efficient_attn.convert` asks about models of the package; see `integration.foreign.ForeignHandler`."""
-
-    title = f"a BigGAN of {_PACKAGE.replace('_', '-')}"
-    find = staticmethod(package_attentions)
-    switch = staticmethod(switch_package)
-    restore = staticmethod(restore_package)
-
-    @classmethod
-    def check_other(cls, name: str) -> None:
-        """Refuse exact implementations that are not the package's own."""
-        if name not in ("sdpa", "eager"):
-            raise UnsupportedAttentionError(
-                f"{cls.title} has its own exact attention and no {name!r}: 'sdpa' goes back to it"
-            )
+register_foreign(PackageBigGAN())

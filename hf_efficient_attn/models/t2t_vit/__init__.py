@@ -1,29 +1,28 @@
-"""T2T-ViT (Yuan et al., ICCV 2021) as a Transformers model, every attention of which takes every method.
+"""T2T-ViT (Yuan et al., ICCV 2021) as a Transformers model, with every attention method in every attention layer.
 
     from hf_efficient_attn.models.t2t_vit import T2TViTConfig, T2TViTForImageClassification
 
     model = T2TViTForImageClassification(T2TViTConfig.from_name("t2t_vit_t_14"))
     hea.convert(model, "kdeformer", layers=["t2t.0", "t2t.1"])
 
-The names are imported when they are asked for, since Transformers' own modules take seconds.
+In `layers` the two token stages are called "t2t.0" and "t2t.1", and the blocks of the backbone have their index.
 """
 
-import importlib
+from hf_efficient_attn.models.t2t_vit.configuration_t2t_vit import T2TViTConfig
+from hf_efficient_attn.models.t2t_vit.conversion_t2t_vit import convert_checkpoint, convert_state_dict
+from hf_efficient_attn.models.t2t_vit.image_processing_t2t_vit import image_processor
+from hf_efficient_attn.models.t2t_vit.modeling_t2t_vit import (
+    T2TViTForImageClassification,
+    T2TViTModel,
+    T2TViTPreTrainedModel,
+)
 
-_PLACES = {
-    "T2TViTConfig": "configuration_t2t_vit",
-    "T2TViTPreTrainedModel": "modeling_t2t_vit",
-    "T2TViTModel": "modeling_t2t_vit",
-    "T2TViTForImageClassification": "modeling_t2t_vit",
-    "convert_checkpoint": "conversion_t2t_vit",
-    "convert_state_dict": "conversion_t2t_vit",
-    "image_processor": "image_processing_t2t_vit",
-}
-
-__all__ = list(_PLACES)
-
-
-def __getattr__(name: str):
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
+__all__ = [
+    "T2TViTConfig",
+    "T2TViTForImageClassification",
+    "T2TViTModel",
+    "T2TViTPreTrainedModel",
+    "convert_checkpoint",
+    "convert_state_dict",
+    "image_processor",
+]

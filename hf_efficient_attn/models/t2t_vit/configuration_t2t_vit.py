@@ -1,7 +1,8 @@
-"""Sizes of a T2T-ViT (Yuan et al. 2021, Tokens-to-Token ViT), and the published models by name."""
+"""Configuration of T2T-ViT (Yuan et al. 2021, Tokens-to-Token ViT), and the published models by name."""
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
@@ -10,43 +11,46 @@ from hf_efficient_attn.errors import unknown_name
 
 TOKENS_TYPES = ("transformer", "performer")
 
-# The authors' models/t2t_vit.py: layers, width, heads, MLP ratio. Heads of 64.
+# From the authors' models/t2t_vit.py: number of layers, hidden size, number of heads, MLP ratio. head_dim is 64.
 _SIZES = {"7": (7, 256, 4, 2), "10": (10, 256, 4, 2), "12": (12, 256, 4, 2),
           "14": (14, 384, 6, 3), "19": (19, 448, 7, 3), "24": (24, 512, 8, 3)}  # fmt: skip
 _NAMED = {f"t2t_vit_{size}": (size, "performer") for size in _SIZES}
 _NAMED |= {f"t2t_vit_t_{size}": (size, "transformer") for size in ("14", "19", "24")}
 # Gupta et al. 2023, Table 6: 7 layers, 4 heads of 64, FFN 512, 4.3 M parameters. These are the sizes of t2t_vit_7. The
-# paper does not say what its token stages are; here they are transformers, so that every method can stand in them too.
+# paper does not name the type of its token stages. Here they are transformers, so that they take every method too.
 _NAMED |= {"t2t_vit_flurka": ("7", "transformer")}
 
 
 @strict
 class T2TViTConfig(PreTrainedConfig):
-    """What a T2T-ViT is made of; the defaults are those of t2t_vit_t_14.
+    """Configuration of a T2T-ViT. The defaults are those of t2t_vit_t_14.
 
     Args:
-        image_size: pixels of the pictures, one number or (height, width).
-        num_channels: channels of the pictures.
-        hidden_size, num_hidden_layers, num_attention_heads, intermediate_size: of the backbone.
-        token_dim: width of the two token stages, whose attention has one head.
-        tokens_type: "transformer", whose attention any method can replace, or "performer", which is an attention of
-            its own (positive random features) and stays what it is.
-        t2t_kernel_sizes, t2t_strides: of the three soft splits, in pixels of the picture and then tokens of the stage
-            before. Their padding is (kernel - stride + 1) // 2, so that a side that the strides divide is divided by
-            them exactly: 2, 1, 1 for the published models.
-        kernel_ratio: random features of a performer stage over `token_dim`.
+        image_size: size of the images in pixels, one number or (height, width).
+        num_channels: number of image channels.
+        hidden_size: size of the backbone's hidden states.
+        num_hidden_layers: number of blocks in the backbone.
+        num_attention_heads: number of heads in the backbone.
+        intermediate_size: size of the inner layer of the backbone's MLPs.
+        token_dim: size of the tokens that the two token stages return; their attention has one head.
+        tokens_type: "transformer" or "performer". Every method can replace the attention of a transformer stage. A
+            performer stage has an attention of its own (positive random features), which no method replaces.
+        t2t_kernel_sizes, t2t_strides: of the three soft splits, in pixels of the image for the first and in tokens of
+            the previous stage for the others. The padding is (kernel - stride + 1) // 2, which is 2, 1, 1 for the
+            published models: a height that is a multiple of the stride gives height / stride tokens.
+        kernel_ratio: number of random features of a performer stage, as a multiple of `token_dim`.
         qkv_bias: whether the projections of the backbone have a bias; those of transformer stages never have one.
-        qk_scale: what the backbone multiplies its logits with; None for 1 / sqrt(width of a head). Checkpoints trained
-            through timm's older port have 1 / sqrt(hidden_size).
-        hidden_dropout_prob, attention_probs_dropout_prob: of the backbone.
-        drop_path_rate: probability with which the last block of the backbone is skipped in training; it grows
-            linearly from 0 in the first.
-        token_dropout_prob: after the attention and the MLP of the token stages; None for the published models' 0.1
-            in performer stages and 0 in transformer stages.
+        qk_scale: factor of the backbone's logits. None means 1 / sqrt(head_dim). Checkpoints trained with timm's older
+            port use 1 / sqrt(hidden_size).
+        hidden_dropout_prob, attention_probs_dropout_prob: dropout of the backbone.
+        drop_path_rate: probability of skipping the last block of the backbone in training. It grows linearly from 0 in
+            the first block.
+        token_dropout_prob: dropout after the attention and the MLP of the token stages. None means the published
+            models' value: 0.1 in performer stages and 0 in transformer stages.
         hidden_act, layer_norm_eps, initializer_range: as in ViT.
 
     Raises:
-        ValueError: sizes that do not fit together, before any model is made.
+        ValueError: the sizes do not fit together.
     """
 
     model_type = "t2t_vit"
@@ -72,8 +76,8 @@ class T2TViTConfig(PreTrainedConfig):
     layer_norm_eps: float = 1e-5
     initializer_range: float = 0.02
 
-    def __post_init__(self, **kwargs):
-        # As lists, which is what they are after a round trip through JSON.
+    def __post_init__(self, **kwargs: Any) -> None:
+        # Lists, as a round trip through JSON returns them.
         self.t2t_kernel_sizes, self.t2t_strides = list(self.t2t_kernel_sizes), list(self.t2t_strides)
         if not isinstance(self.image_size, int):
             self.image_size = list(self.image_size)
@@ -81,7 +85,7 @@ class T2TViTConfig(PreTrainedConfig):
         if self.token_dropout_prob is None:
             self.token_dropout_prob = 0.1 if self.tokens_type == "performer" else 0.0
         super().__post_init__(**kwargs)
-        self._check_layers()
+        self._check_method_layers()
 
     def _check(self) -> None:
         if self.tokens_type not in TOKENS_TYPES:
@@ -98,55 +102,56 @@ class T2TViTConfig(PreTrainedConfig):
                 raise ValueError(f"{name}={value} must be at least 0 and below 1")
         if int(self.token_dim * self.kernel_ratio) < 1:
             raise ValueError(
-                f"kernel_ratio={self.kernel_ratio} of token_dim={self.token_dim} leaves no random feature: raise it"
+                f"kernel_ratio={self.kernel_ratio} and token_dim={self.token_dim} give no random feature: raise "
+                "kernel_ratio"
             )
         kernels, strides = self.t2t_kernel_sizes, self.t2t_strides
         if len(kernels) != 3 or len(strides) != 3:
             raise ValueError(f"t2t_kernel_sizes={kernels} and t2t_strides={strides} must be three numbers each")
         for kernel, stride in zip(kernels, strides, strict=True):
             if not 1 <= stride <= kernel:
-                raise ValueError(f"a kernel of {kernel} with stride {stride}: the stride must be from 1 to the kernel")
+                raise ValueError(f"stride {stride} of a kernel of size {kernel} must be from 1 to the kernel size")
         if not isinstance(self.image_size, int) and len(self.image_size) != 2:
             raise ValueError(f"image_size={self.image_size} must be one number or (height, width)")
         self.grids()
 
-    def _check_layers(self) -> None:
-        """Stages that are performers are no layers in which a method can stand."""
+    def _check_method_layers(self) -> None:
+        """Refuse a method in the token stages if these are performers."""
         chosen = (self.efficient_attention or {}).get("layers") or []
-        named = [name for entry in chosen for name in (entry["layers"] if isinstance(entry, Mapping) else [entry])]
-        stages = [name for name in named if isinstance(name, str)]
+        layers = [layer for entry in chosen for layer in (entry["layers"] if isinstance(entry, Mapping) else [entry])]
+        stages = [layer for layer in layers if isinstance(layer, str)]
         if stages and self.tokens_type == "performer":
             raise ValueError(f"efficient_attention names {stages}, but {self.attention_note}")
 
     @property
     def attention_note(self) -> str | None:
-        """Why methods cannot stand where a user may look for them; None where they can."""
+        """Explanation for error messages why the token stages take no method; None if they do."""
         if self.tokens_type != "performer":
             return None
         return (
-            "with tokens_type='performer' the token stages are an attention of their own, which no method replaces: "
-            "name indices of the backbone alone, or take a model with tokens_type='transformer', such as t2t_vit_t_14"
+            "with tokens_type='performer' the token stages have an attention of their own, which no method replaces: "
+            "name layers of the backbone only, or use a model with tokens_type='transformer', such as t2t_vit_t_14"
         )
 
     @classmethod
-    def from_name(cls, name: str, **changes) -> "T2TViTConfig":
-        """The config of a published model, with the thousand classes of ImageNet unless `changes` say otherwise.
+    def from_name(cls, name: str, **changes: Any) -> "T2TViTConfig":
+        """Return the configuration of a published model, by default with ImageNet's thousand classes.
 
         Args:
             name: t2t_vit_7, _10, _12, _14, _19, _24 (performer stages), t2t_vit_t_14, _19, _24 (transformer stages), or
-                t2t_vit_flurka, the 4.3 M parameters of Gupta et al. 2023, Table 6, with transformer stages.
-            **changes: arguments of the config that differ, such as image_size or num_labels.
+                t2t_vit_flurka, the model with 4.3 M parameters of Gupta et al. 2023, Table 6, with transformer stages.
+            **changes: arguments of the configuration that differ, such as image_size or num_labels.
 
         Raises:
-            ValueError: an unknown name; the message names those that are known.
+            ValueError: the name is unknown; the message lists the known names.
         """
         if name not in _NAMED:
             raise ValueError(unknown_name("T2T-ViT", name, _NAMED))
         size, tokens_type = _NAMED[name]
-        layers, width, heads, ratio = _SIZES[size]
-        values = {
-            "num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads,
-            "intermediate_size": ratio * width, "tokens_type": tokens_type,
+        num_layers, hidden_size, num_heads, mlp_ratio = _SIZES[size]
+        values: dict[str, Any] = {
+            "num_hidden_layers": num_layers, "hidden_size": hidden_size, "num_attention_heads": num_heads,
+            "intermediate_size": mlp_ratio * hidden_size, "tokens_type": tokens_type,
         }  # fmt: skip
         if not {"num_labels", "id2label"} & set(changes):
             values["num_labels"] = 1000
@@ -154,44 +159,48 @@ class T2TViTConfig(PreTrainedConfig):
 
     @staticmethod
     def names() -> tuple[str, ...]:
-        """What `from_name` takes."""
+        """Return the names that `from_name` takes."""
         return tuple(_NAMED)
 
     @property
     def image_shape(self) -> tuple[int, int]:
-        """(height, width) of the pictures, in pixels."""
+        """(height, width) of the images, in pixels."""
         size = self.image_size
         return (size, size) if isinstance(size, int) else (size[0], size[1])
 
     @property
     def patch_size(self) -> int:
-        """Pixels of the picture from one token of the backbone to the next: the product of the strides."""
+        """Distance in pixels between tokens of the backbone: the product of the strides."""
         return math.prod(self.t2t_strides)
 
     @property
     def t2t_paddings(self) -> list[int]:
-        """Of the three soft splits, on every side."""
+        """Padding of the three soft splits, on each side."""
         pairs = zip(self.t2t_kernel_sizes, self.t2t_strides, strict=True)
         return [(kernel - stride + 1) // 2 for kernel, stride in pairs]
 
     def grids(self, height: int | None = None, width: int | None = None) -> list[tuple[int, int]]:
-        """Rows and columns of tokens after each soft split: of the two stages and of the backbone.
+        """Return the (height, width) in tokens of the two stages and of the backbone.
 
         Args:
-            height, width: of a picture, in pixels; None for those of `image_size`.
+            height: of the images, in pixels; None for that of `image_size`.
+            width: of the images, in pixels; None for that of `image_size`.
 
         Raises:
-            ValueError: the picture is too small for a token.
+            ValueError: the images are too small for a token.
         """
-        shape = own = (height or self.image_shape[0], width or self.image_shape[1])
+        image = shape = (height or self.image_shape[0], width or self.image_shape[1])
         grids = []
         splits = zip(self.t2t_kernel_sizes, self.t2t_strides, self.t2t_paddings, strict=True)
         for kernel, stride, padding in splits:
-            shape = tuple((side + 2 * padding - kernel) // stride + 1 for side in shape)
+            shape = (
+                (shape[0] + 2 * padding - kernel) // stride + 1,
+                (shape[1] + 2 * padding - kernel) // stride + 1,
+            )
             if min(shape) < 1:
                 raise ValueError(
-                    f"pictures of {own[0]} x {own[1]} pixels are too small for kernels of {self.t2t_kernel_sizes} with "
-                    f"strides of {self.t2t_strides}: give larger pictures, or smaller kernels and strides"
+                    f"images of {image[0]} x {image[1]} pixels are too small for kernels of {self.t2t_kernel_sizes} "
+                    f"with strides of {self.t2t_strides}: use larger images, or smaller kernels and strides"
                 )
             grids.append(shape)
         return grids

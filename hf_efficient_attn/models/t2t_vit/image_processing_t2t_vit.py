@@ -1,4 +1,4 @@
-"""How T2T-ViT wants its pictures: Transformers' own processor, with the authors' evaluation."""
+"""Image preprocessing of T2T-ViT: Transformers' ViT processor with the settings of the authors' evaluation."""
 
 import math
 
@@ -12,16 +12,14 @@ BICUBIC = 3
 
 
 def image_processor(config: T2TViTConfig) -> ViTImageProcessorPil:
-    """The processor of the authors' evaluation: the middle of the picture, bicubic, in ImageNet's mean and deviation.
+    """Return the image processor of the authors' evaluation: bicubic resizing, center crop, ImageNet's mean and std.
 
-    Saved beside the model (`image_processor(model.config).save_pretrained(folder)`), it is what
-    `AutoImageProcessor.from_pretrained(folder)` gives. It needs Pillow and no torchvision.
+    After `image_processor(model.config).save_pretrained(folder)`, `AutoImageProcessor.from_pretrained(folder)` returns
+    it. It needs Pillow, but not torchvision.
 
     Args:
-        config: of the model; the shorter side of a picture becomes shorter side of `image_size` / 0.9.
-
-    Returns:
-        a `ViTImageProcessorPil`.
+        config: configuration of the model. The shorter side of an image is resized to the larger number of
+            `image_size`, divided by 0.9.
     """
     height, width = config.image_shape
     return ViTImageProcessorPil(

@@ -1,14 +1,16 @@
 """T2T-ViT (Yuan et al., ICCV 2021, Tokens-to-Token ViT): two token stages that shorten the sequence, then a ViT.
 
-A picture is cut into overlapping windows (a soft split), a small transformer or performer runs on these tokens, and its
-outputs are laid out as a picture and split again: 3136, 784 and at last 196 tokens of a picture of 224 pixels.
+A soft split cuts an image into overlapping windows, which become tokens. A small transformer or performer processes the
+tokens, and its outputs are arranged as an image and split again. An image of 224 pixels has 3136, 784 and finally 196
+tokens.
 
-The attention of transformer stages and of the backbone goes through Transformers' interface, so that
-`attn_implementation` and `config.efficient_attention` rule it; in `layers` the stages are called "t2t.0" and "t2t.1"
-and the blocks of the backbone by their index.
+Transformer stages and the backbone use Transformers' attention interface, so `attn_implementation` and
+`config.efficient_attention` select their attention. In `layers` the stages are called "t2t.0" and "t2t.1", and the
+blocks of the backbone have their index.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,44 +21,68 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
+from hf_efficient_attn.integration.learned import NAME as LEARNED
 from hf_efficient_attn.models.eager import eager_attention_forward
 from hf_efficient_attn.models.t2t_vit.configuration_t2t_vit import T2TViTConfig
-from hf_efficient_attn.models.t2t_vit.parts import FrozenParameters, T2TViTDropPath, T2TViTMLP
-from hf_efficient_attn.models.t2t_vit.positions import interpolated, sinusoids
+from hf_efficient_attn.models.t2t_vit.parts import (
+    FrozenParameters,
+    T2TViTDropPath,
+    T2TViTMLP,
+    interpolated,
+    sinusoids,
+)
 from hf_efficient_attn.models.t2t_vit.token_performer import T2TViTTokenPerformer
 
 
 class _SelfAttention(nn.Module):
-    """Projections around Transformers' attention interface.
+    """Input and output projections around Transformers' attention interface.
 
     Args:
-        width: of the hidden states; those of the output are num_heads * head_dim wide.
+        config: configuration of the model.
+        in_dim: size of the hidden states.
+        num_heads: number of heads, H.
+        head_dim: size of a head, D. The output has size H * D.
         layer: name of the attention in `config.efficient_attention["layers"]`.
-        grid: which of `config.grids()` the tokens are laid out in.
+        grid: index of the tokens' grid in `config.grids()`.
+        bias: whether the input projections have a bias.
     """
 
     is_causal = False
-    attention_dropout = 0.0
+    attention_dropout: float = 0.0
+    scaling: float
 
     def __init__(
-        self, config: T2TViTConfig, width: int, num_heads: int, head_dim: int, layer: "int | str", grid: int, bias: bool
+        self, config: T2TViTConfig, in_dim: int, num_heads: int, head_dim: int, layer: int | str, grid: int, bias: bool
     ) -> None:
         super().__init__()
         self.config, self.attention_layer, self.grid = config, layer, grid
         self.num_heads, self.head_dim = num_heads, head_dim
         inner = num_heads * head_dim
-        self.q_proj = nn.Linear(width, inner, bias=bias)
-        self.k_proj = nn.Linear(width, inner, bias=bias)
-        self.v_proj = nn.Linear(width, inner, bias=bias)
+        self.q_proj = nn.Linear(in_dim, inner, bias=bias)
+        self.k_proj = nn.Linear(in_dim, inner, bias=bias)
+        self.v_proj = nn.Linear(in_dim, inner, bias=bias)
         self.o_proj = nn.Linear(inner, inner)
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of a picture of the config's size; without the class token of the backbone."""
+        """Number of tokens of an image of the config's size, without the class token of the backbone."""
         return math.prod(self.config.grids()[self.grid])
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **kwargs):
-        """query, key, value (B, N, H D), projected -> output (B, N, H D), projected again, and weights or None."""
+    def attention_output(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute attention and the output projection.
+
+        Args:
+            query: (B, N, H * D), projected. `key` and `value` have the same shape.
+            key: projected.
+            value: projected.
+            attention_mask: as in Transformers' attention interface.
+            **kwargs: of Transformers' attention interface.
+
+        Returns:
+            Output (B, N, H * D), and attention weights (B, H, N, N) or None.
+        """
         shape = query.shape
         query, key, value = (x.unflatten(2, (-1, self.head_dim)).transpose(1, 2) for x in (query, key, value))
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
@@ -74,92 +100,98 @@ class _SelfAttention(nn.Module):
 
 
 class T2TViTAttention(_SelfAttention):
-    """Self-attention of the backbone, (B, 1 + N, hidden_size) -> the same shape."""
+    """Self-attention of the backbone."""
 
     def __init__(self, config: T2TViTConfig, index: int) -> None:
-        heads, width = config.num_attention_heads, config.hidden_size
-        super().__init__(config, width, heads, width // heads, index, grid=2, bias=config.qkv_bias)
+        num_heads, dim = config.num_attention_heads, config.hidden_size
+        super().__init__(config, dim, num_heads, dim // num_heads, index, grid=2, bias=config.qkv_bias)
         self.scaling = self.head_dim**-0.5 if config.qk_scale is None else config.qk_scale
         self.attention_dropout = config.attention_probs_dropout_prob
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of a picture of the config's size, and the class token."""
+        """Number of tokens of an image of the config's size, with the class token."""
         return super().max_tokens + 1
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs):
-        """-> output (B, 1 + N, hidden_size), and probabilities (B, H, 1 + N, 1 + N) or None."""
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        return self.attend(*(project(hidden_states) for project in projections), attention_mask, **kwargs)
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """(B, 1 + N, hidden_size) -> (B, 1 + N, hidden_size), and weights (B, H, 1 + N, 1 + N) or None."""
+        query, key, value = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        return self.attention_output(query, key, value, attention_mask, **kwargs)
 
 
 class T2TViTTokenAttention(_SelfAttention):
-    """Self-attention of a transformer stage, (B, N, width) -> (B, N, token_dim).
+    """Self-attention of a transformer stage.
 
-    One head, which changes the width, so that its value stands in for the input in the skip connection. The logits are
-    scaled by the width of the input, not of the head, as in the authors' models/token_transformer.py.
+    Its single head changes the size of the tokens, so the skip connection starts from the value instead of the input.
+    The logits are scaled by the size of the input, not of the head, as in the authors' models/token_transformer.py.
     """
 
-    def __init__(self, config: T2TViTConfig, width: int, index: int) -> None:
-        super().__init__(config, width, 1, config.token_dim, f"t2t.{index}", grid=index, bias=False)
-        self.scaling = width**-0.5
-        self.dropout = nn.Dropout(config.token_dropout_prob)
+    def __init__(self, config: T2TViTConfig, in_dim: int, index: int) -> None:
+        super().__init__(config, in_dim, 1, config.token_dim, f"t2t.{index}", grid=index, bias=False)
+        self.scaling = in_dim**-0.5
+        self.dropout = nn.Dropout(config.token_dropout_prob or 0.0)
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs):
-        """-> output (B, N, token_dim), and probabilities (B, 1, N, N) or None."""
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """(B, N, in_dim) -> (B, N, token_dim), and weights (B, 1, N, N) or None."""
         value = self.v_proj(hidden_states)
-        projected = self.q_proj(hidden_states), self.k_proj(hidden_states), value
-        output, weights = self.attend(*projected, attention_mask, **kwargs)
+        query, key = self.q_proj(hidden_states), self.k_proj(hidden_states)
+        output, weights = self.attention_output(query, key, value, attention_mask, **kwargs)
         return value + self.dropout(output), weights
 
 
 class T2TViTTokenStage(GradientCheckpointingLayer):
-    """One stage over tokens (B, N, width) -> (B, N, token_dim). Only the MLP has a skip connection from its input."""
+    """A token stage: attention or performer, then an MLP. Only the MLP has a skip connection from its input."""
 
-    def __init__(self, config: T2TViTConfig, width: int, index: int) -> None:
+    def __init__(self, config: T2TViTConfig, in_dim: int, index: int) -> None:
         super().__init__()
         dim = config.token_dim
-        self.layernorm_before = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.layernorm_before = nn.LayerNorm(in_dim, eps=config.layer_norm_eps)
         if config.tokens_type == "performer":
-            self.mixer = T2TViTTokenPerformer(config, width)
+            self.mixer = T2TViTTokenPerformer(config, in_dim)
         else:
-            self.attention = T2TViTTokenAttention(config, width, index)
+            self.attention = T2TViTTokenAttention(config, in_dim, index)
         self.layernorm_after = nn.LayerNorm(dim, eps=config.layer_norm_eps)
-        self.mlp = T2TViTMLP(config, dim, dim, config.token_dropout_prob)
+        self.mlp = T2TViTMLP(dim, dim, config.hidden_act, config.token_dropout_prob or 0.0)
 
-    def forward(self, hidden_states: Tensor, **kwargs) -> Tensor:
-        mix = self.attention if hasattr(self, "attention") else self.mixer
-        hidden_states, _ = mix(self.layernorm_before(hidden_states), **kwargs)
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        """(B, N, in_dim) -> (B, N, token_dim)."""
+        mixer = self.attention if hasattr(self, "attention") else self.mixer
+        hidden_states, _ = mixer(self.layernorm_before(hidden_states), **kwargs)
         return hidden_states + self.mlp(self.layernorm_after(hidden_states))
 
 
 class T2TViTTokensToToken(nn.Module):
-    """Pictures (B, C, height, width) -> tokens (B, N, hidden_size), by three soft splits and two stages between."""
+    """Three soft splits, with a token stage after each of the first two."""
 
     def __init__(self, config: T2TViTConfig) -> None:
         super().__init__()
         self.config = config
-        area = [kernel**2 for kernel in config.t2t_kernel_sizes]
-        widths = [config.num_channels * area[0], config.token_dim * area[1], config.token_dim * area[2]]
-        self.stages = nn.ModuleList(T2TViTTokenStage(config, widths[index], index) for index in range(2))
-        self.projection = nn.Linear(widths[2], config.hidden_size)
+        channels = (config.num_channels, config.token_dim, config.token_dim)
+        dims = [c * kernel**2 for c, kernel in zip(channels, config.t2t_kernel_sizes, strict=True)]
+        self.stages = nn.ModuleList(T2TViTTokenStage(config, dims[index], index) for index in range(2))
+        self.projection = nn.Linear(dims[2], config.hidden_size)
 
-    def forward(self, pixel_values: Tensor, **kwargs) -> Tensor:
-        config, picture = self.config, pixel_values
-        grids = config.grids(*pixel_values.shape[2:])
+    def forward(self, pixel_values: Tensor, **kwargs: Any) -> Tensor:
+        """Images (B, C, height, width) -> tokens (B, N, hidden_size)."""
+        image = pixel_values
+        grids = self.config.grids(*pixel_values.shape[2:])
         for index, stage in enumerate(self.stages):
-            tokens = self.split(picture, index)
+            tokens = self.split(image, index)
             if stage.gradient_checkpointing and self.training and torch.is_grad_enabled() and not tokens.requires_grad:
-                # Checkpointing that is reentrant gives no gradients to a layer none of whose inputs has one.
+                # Reentrant checkpointing computes gradients only if an input of the layer requires one.
                 tokens.requires_grad_()
-            picture = stage(tokens, **kwargs).transpose(1, 2).unflatten(2, grids[index])
-        return self.projection(self.split(picture, 2))
+            image = stage(tokens, **kwargs).transpose(1, 2).unflatten(2, grids[index])
+        return self.projection(self.split(image, 2))
 
-    def split(self, picture: Tensor, index: int) -> Tensor:
-        """(B, C, height, width) -> windows (B, tokens, C kernel^2)."""
+    def split(self, image: Tensor, index: int) -> Tensor:
+        """Soft split: image (B, C, height, width) -> windows (B, N, C * kernel^2)."""
         config = self.config
         windows = nn.functional.unfold(
-            picture,
+            image,
             config.t2t_kernel_sizes[index],
             padding=config.t2t_paddings[index],
             stride=config.t2t_strides[index],
@@ -168,9 +200,9 @@ class T2TViTTokensToToken(nn.Module):
 
 
 class T2TViTEmbeddings(FrozenParameters):
-    """Pictures -> tokens of the backbone (B, 1 + N, hidden_size), the class token first, with positions.
+    """Tokens of the backbone: the class token and the image tokens, with position embeddings.
 
-    The table of positions is counted and saved with the parameters, as in the published checkpoints, but never trained.
+    The position table counts as a parameter and is saved, as in the published checkpoints, but it is never trained.
     """
 
     frozen = ("position_embeddings",)
@@ -180,19 +212,20 @@ class T2TViTEmbeddings(FrozenParameters):
         self.config = config
         self.tokens_to_token = T2TViTTokensToToken(config)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size))
-        tokens = 1 + math.prod(config.grids()[-1])
-        self.position_embeddings = nn.Parameter(torch.empty(1, tokens, config.hidden_size))
+        num_tokens = 1 + math.prod(config.grids()[-1])
+        self.position_embeddings = nn.Parameter(torch.empty(1, num_tokens, config.hidden_size))
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, pixel_values: Tensor, interpolate_pos_encoding: bool | None = False, **kwargs) -> Tensor:
+    def forward(self, pixel_values: Tensor, interpolate_pos_encoding: bool | None = False, **kwargs: Any) -> Tensor:
+        """Images (B, C, height, width) -> tokens (B, 1 + N, hidden_size), the class token first."""
         config, (_, channels, height, width) = self.config, pixel_values.shape
         if channels != config.num_channels:
-            raise ValueError(f"pictures of {channels} channels; this model takes {config.num_channels}")
+            raise ValueError(f"the images have {channels} channels, and the model takes {config.num_channels}")
         if not interpolate_pos_encoding and (height, width) != config.image_shape:
-            own = " x ".join(map(str, config.image_shape))
+            expected = " x ".join(map(str, config.image_shape))
             raise ValueError(
-                f"pictures of {height} x {width} pixels; this model is one for {own}: resize them, call it with "
-                "interpolate_pos_encoding=True, or call its set_image_size to fine-tune it at another size"
+                f"the images have {height} x {width} pixels, and the model takes {expected}: resize them, call the "
+                "model with interpolate_pos_encoding=True, or call its set_image_size to fine-tune it at another size"
             )
         tokens = self.tokens_to_token(pixel_values, **kwargs)
         positions = interpolated(self.position_embeddings, config.grids()[-1], config.grids(height, width)[-1])
@@ -201,32 +234,33 @@ class T2TViTEmbeddings(FrozenParameters):
 
 
 class T2TViTLayer(GradientCheckpointingLayer):
-    """A block of the backbone, (B, 1 + N, hidden_size) -> the same."""
+    """A block of the backbone: attention and MLP, each with a skip connection."""
 
     def __init__(self, config: T2TViTConfig, index: int) -> None:
         super().__init__()
-        width, dropout = config.hidden_size, config.hidden_dropout_prob
-        self.layernorm_before = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        dim, dropout = config.hidden_size, config.hidden_dropout_prob
+        self.layernorm_before = nn.LayerNorm(dim, eps=config.layer_norm_eps)
         self.attention = T2TViTAttention(config, index)
         self.dropout = nn.Dropout(dropout)
-        self.layernorm_after = nn.LayerNorm(width, eps=config.layer_norm_eps)
-        self.mlp = T2TViTMLP(config, width, config.intermediate_size, dropout, inner_dropout=dropout)
+        self.layernorm_after = nn.LayerNorm(dim, eps=config.layer_norm_eps)
+        self.mlp = T2TViTMLP(dim, config.intermediate_size, config.hidden_act, dropout, inner_dropout=dropout)
         self.drop_path = T2TViTDropPath(config.drop_path_rate * index / max(config.num_hidden_layers - 1, 1))
 
-    def forward(self, hidden_states: Tensor, **kwargs) -> Tensor:
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        """(B, 1 + N, hidden_size) -> (B, 1 + N, hidden_size)."""
         mixed, _ = self.attention(self.layernorm_before(hidden_states), **kwargs)
         hidden_states = hidden_states + self.drop_path(self.dropout(mixed))
         return hidden_states + self.drop_path(self.mlp(self.layernorm_after(hidden_states)))
 
 
 class T2TViTPreTrainedModel(PreTrainedModel):
-    """What the classes below share: weights that start as the authors', and a change of the pictures' size."""
+    """Base class: the authors' initial weights, and the change of the image size."""
 
     config: T2TViTConfig
     config_class = T2TViTConfig
     base_model_prefix = "t2t_vit"
     main_input_name = "pixel_values"
-    input_modalities = ("image",)
+    input_modalities: str | list[str] = "image"
     supports_gradient_checkpointing = True
     _no_split_modules = ["T2TViTTokenStage", "T2TViTLayer"]  # noqa: RUF012
     _supports_sdpa = True
@@ -251,27 +285,28 @@ class T2TViTPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def set_image_size(self, image_size: int | tuple[int, int]) -> None:
-        """Make this a model for pictures of another size, in place: its positions are interpolated once, for good.
+        """Change the image size of the model in place, by interpolating its position table.
 
-        To fine-tune at another size, as the authors do at 384 pixels; what methods learn is made for the new size when
-        the model is converted afterwards.
+        This serves fine-tuning at another size, as the authors do at 384 pixels. Parameters that a method learns get
+        the new size if the model is converted afterwards.
 
         Args:
-            image_size: pixels, one number or (height, width).
+            image_size: size in pixels, one number or (height, width).
 
         Raises:
-            ValueError: pictures too small for a token, or a model that holds learned tables for its present size.
+            ValueError: the images are too small for a token, or the model holds parameters that a method learned for
+                the present size.
         """
-        if any("learned_parameters" in module._modules for module in self.modules()):
+        if any(LEARNED in module._modules for module in self.modules()):
             raise ValueError(
-                "the model holds learned tables of its attention method for its present pictures: convert it to "
-                "'sdpa', set the size, and convert it again"
+                "the model holds parameters that its attention method learned for the present image size: convert it "
+                "to 'sdpa', set the size, and convert it again"
             )
         size = image_size if isinstance(image_size, int) else list(image_size)
         shape = (size, size) if isinstance(size, int) else size
         old, new = self.config.grids()[-1], self.config.grids(*shape)[-1]
-        embeddings = self.base_model.embeddings
-        table = interpolated(embeddings.position_embeddings, old, new)
+        embeddings = self.base_model.get_submodule("embeddings")
+        table = interpolated(embeddings.get_parameter("position_embeddings"), old, new)
         embeddings.position_embeddings = nn.Parameter(table.clone())
         self.config.image_size = size
 
@@ -287,26 +322,28 @@ class T2TViTModel(T2TViTPreTrainedModel):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
-        """What makes tokens of a picture."""
+        """Return the module that converts images to tokens."""
         return self.embeddings.tokens_to_token
 
     @capture_outputs(tie_last_hidden_states=False)
     def forward(
-        self, pixel_values: Tensor, interpolate_pos_encoding: bool | None = False, **kwargs
+        self, pixel_values: Tensor, interpolate_pos_encoding: bool | None = False, **kwargs: Any
     ) -> BaseModelOutputWithPooling:
-        """Pictures to tokens.
+        """Compute the hidden states of images.
 
         Args:
             pixel_values: (B, C, height, width).
-            interpolate_pos_encoding: take pictures of another size than the config's; their positions are interpolated.
-            **kwargs: of Transformers, such as output_hidden_states and, with "eager", output_attentions: both of the
-                backbone, not of the token stages.
+            interpolate_pos_encoding: accept images of another size than the config's and interpolate the position
+                table.
+            **kwargs: of Transformers, such as output_hidden_states and, with "eager", output_attentions. Both return
+                tensors of the backbone, not of the token stages.
 
         Returns:
-            last_hidden_state (B, 1 + N, hidden_size), normalised; pooler_output (B, hidden_size), its class token.
+            last_hidden_state (B, 1 + N, hidden_size) after the final layer norm; pooler_output (B, hidden_size), its
+            class token.
 
         Raises:
-            ValueError: pictures of another size or with other channels than the config says.
+            ValueError: image size or number of channels differ from the config's.
         """
         pixel_values = pixel_values.to(self.embeddings.cls_token.dtype)
         hidden_states = self.embeddings(pixel_values, interpolate_pos_encoding, **kwargs)
@@ -321,9 +358,9 @@ class T2TViTForImageClassification(T2TViTPreTrainedModel):
 
     def __init__(self, config: T2TViTConfig) -> None:
         super().__init__(config)
-        self.num_labels = config.num_labels
+        self.num_labels = config.num_labels or 0
         self.t2t_vit = T2TViTModel(config)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels) if config.num_labels > 0 else nn.Identity()
+        self.classifier = nn.Linear(config.hidden_size, self.num_labels) if self.num_labels else nn.Identity()
         self.post_init()
 
     @can_return_tuple
@@ -332,11 +369,18 @@ class T2TViTForImageClassification(T2TViTPreTrainedModel):
         pixel_values: Tensor,
         labels: Tensor | None = None,
         interpolate_pos_encoding: bool | None = False,
-        **kwargs,
+        **kwargs: Any,
     ) -> ImageClassifierOutput:
-        """Pictures to logits (B, num_labels), and with `labels` (B,) the loss of `config.problem_type`.
+        """Classify images.
 
-        All else is as in `T2TViTModel.forward`.
+        Args:
+            pixel_values: (B, C, height, width).
+            labels: (B,), or as `config.problem_type` requires; None computes no loss.
+            interpolate_pos_encoding: as in `T2TViTModel.forward`.
+            **kwargs: as in `T2TViTModel.forward`.
+
+        Returns:
+            logits (B, num_labels), and the loss if `labels` are given.
         """
         outputs = self.t2t_vit(pixel_values, interpolate_pos_encoding=interpolate_pos_encoding, **kwargs)
         logits = self.classifier(outputs.pooler_output)

@@ -1,0 +1,91 @@
+"""Names and indices of ImageNet's thousand classes (ILSVRC 2012), from the list in `imagenet_classes.txt`."""
+
+import difflib
+import functools
+from collections.abc import Iterable
+from importlib import resources
+
+import torch
+from torch import Tensor
+
+
+@functools.cache
+def imagenet_classes() -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return (WordNet ID, synonyms) of every class, in the usual order."""
+    text = resources.files(__package__).joinpath("imagenet_classes.txt").read_text(encoding="utf-8")
+    lines = (line.split("\t") for line in text.splitlines() if not line.startswith("#"))
+    return tuple((wordnet_id, tuple(synonyms.split("; "))) for wordnet_id, synonyms in lines)
+
+
+@functools.cache
+def _indices_by_name() -> dict[str, tuple[int, ...]]:
+    """Map every WordNet ID and every synonym, in lower case, to the indices of its classes."""
+    found: dict[str, list[int]] = {}
+    for index, (wordnet_id, synonyms) in enumerate(imagenet_classes()):
+        for name in dict.fromkeys(key.lower() for key in (wordnet_id, *synonyms)):
+            found.setdefault(name, []).append(index)
+    # A synonym that several classes share stands for the class whose first name it is.
+    for name, indices in found.items():
+        first = [i for i in indices if imagenet_classes()[i][1][0].lower() == name]
+        found[name] = first if len(first) == 1 else indices
+    return {name: tuple(indices) for name, indices in found.items()}
+
+
+def class_names() -> list[str]:
+    """Return the first name of each of ImageNet's thousand classes, in the usual order.
+
+    The names come from WordNet. Two of them, "crane" and "maillot", each name two classes.
+    """
+    return [synonyms[0] for _, synonyms in imagenet_classes()]
+
+
+def imagenet_labels() -> list[str]:
+    """Return the classes with all their synonyms: "great white shark, white shark, man-eater, ..."."""
+    return [", ".join(synonyms) for _, synonyms in imagenet_classes()]
+
+
+def class_index(name: str | int) -> int:
+    """Return the index of one of ImageNet's classes.
+
+    Args:
+        name: a name or synonym, in any case, with spaces or underscores; a WordNet ID ("n01440764"); or the index
+            itself. A name that several classes share stands for the class whose first name it is, if there is exactly
+            one such class.
+
+    Returns:
+        Index from 0 to 999.
+
+    Raises:
+        ValueError: the name is unknown (the message suggests similar names) or ambiguous, or the index is out of range.
+    """
+    classes = imagenet_classes()
+    if isinstance(name, int) and not isinstance(name, bool):
+        if not 0 <= name < len(classes):
+            raise ValueError(f"ImageNet's classes are numbered from 0 to {len(classes) - 1}, got {name}")
+        return name
+    if not isinstance(name, str):
+        raise ValueError(f"a class must be a name or a number, got {name!r}")
+    wanted = " ".join(name.replace("_", " ").lower().split())
+    found = _indices_by_name().get(wanted, ())
+    if len(found) == 1:
+        return found[0]
+    if found:
+        options = "; ".join(f"{i} or {classes[i][0]!r}: {', '.join(classes[i][1])}" for i in found)
+        raise ValueError(f"{name!r} names several of ImageNet's classes; give the number of one of them: {options}")
+    similar = difflib.get_close_matches(wanted, list(_indices_by_name()), n=3, cutoff=0.5)
+    hint = f" Did you mean {' or '.join(map(repr, similar))}?" if similar else ""
+    raise ValueError(f"ImageNet has no class {name!r}.{hint} class_names() lists all of them")
+
+
+def class_indices(names: Iterable[str | int]) -> Tensor:
+    """Return the indices of several classes as `BigGANModel` takes them: (B,), int64.
+
+    Args:
+        names: each as in `class_index`.
+
+    Raises:
+        ValueError: as in `class_index`, or `names` is a single string.
+    """
+    if isinstance(names, str):
+        raise ValueError(f"names must be a list such as [{names!r}]; for a single name use class_index")
+    return torch.tensor([class_index(name) for name in names], dtype=torch.int64)
