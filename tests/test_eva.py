@@ -183,9 +183,9 @@ def test_maps_of_a_wrong_shape_are_refused():
     tensors = inputs(q_len=20, head_dim=6)
     for wrong in (numbers(3, 6, 6), numbers(2, 6, 5), numbers(6, 6), numbers(2, 2, 6, 6)):
         for name in ("proposal_query", "proposal_key"):
-            with pytest.raises(hea.UnsupportedAttentionError, match=rf"eva: {name} .*2 heads of width 6: 'learned'"):
+            with pytest.raises(hea.UnsupportedAttentionError, match=rf"eva: {name} .*2 heads with head_dim=6: give"):
                 hea.attention("eva", *tensors, proposal="learned", **{name: wrong})
-    with pytest.raises(hea.UnsupportedAttentionError, match="does not suit proposal='normal'"):
+    with pytest.raises(hea.UnsupportedAttentionError, match="does not match proposal='normal'"):
         hea.attention("eva", *tensors, **maps(num_heads=2))
     assert hea.EvaConfig(proposal="learned").with_budget(10).proposal == "learned"
 

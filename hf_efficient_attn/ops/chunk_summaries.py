@@ -1,0 +1,400 @@
+"""Attention to a few keys exactly and to one summary of each chunk of the other keys, in one softmax (EVA).
+
+The method and its departures from the paper are described in `hf_efficient_attn.methods.eva`. In this module a window
+is a set of consecutive keys that a query sees exactly, a group is 2**level consecutive windows, and a chunk is what one
+summary stands for: a part of a window, or a group.
+
+Shapes: A is BH = B * H, R is B, or 1 if all batch rows are alike because nothing is masked.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hf_efficient_attn.ops.blocks import ceil_div, take
+from hf_efficient_attn.ops.causal import causal_block_partial, interval_attention, left_intervals, merge_query_subsets
+from hf_efficient_attn.ops.exact import exact_attention
+from hf_efficient_attn.ops.near_far import gathered_attention
+from hf_efficient_attn.ops.partial import Partial, accumulation_dtype
+
+
+class Heads(NamedTuple):
+    """Query (A, Nq, D), key (A, Nk, D), value (A, Nk, Dv), and the proposal's W_q and W_k (A, D, D) or None."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    query_map: Tensor | None
+    key_map: Tensor | None
+
+
+class Chunks(NamedTuple):
+    """The tokens of chunks, cut out of the sequence.
+
+    Attributes:
+        query: (A, C, P, D), the queries of each chunk, or (A, C, D), their means.
+        key: (A, C, P, D).
+        value: (A, C, P, Dv).
+        valid: bool (A or 1, C, P), False for padding; None if there is no padding.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    valid: Tensor | None
+
+
+def summarize(chunks: Chunks, heads: Heads, noise: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """The mean key and the estimated value beta_c(omega_c) of each chunk.
+
+    Args:
+        chunks: the tokens of C chunks.
+        heads: gives the maps of the mean query and the mean key in mu.
+        noise: (A, C, D), standard normal, or None for omega = mu.
+        scale: factor of the scores.
+
+    Returns:
+        (A, C, D) and (A, C, Dv) in the accumulation dtype; 0 for an empty chunk.
+    """
+    valid, acc_dtype, root = chunks.valid, accumulation_dtype(chunks.key.dtype), abs(scale) ** 0.5
+    query, key, value = (x.to(acc_dtype) for x in chunks[:3])
+    mean_query, mean_key = query if query.ndim == 3 else _mean(query, valid), _mean(key, valid)
+    mu_query = mean_query if heads.query_map is None else mean_query @ heads.query_map.mT
+    mu_key = mean_key if heads.key_map is None else mean_key @ heads.key_map.mT
+    omega = ((-mu_query if scale < 0 else mu_query) + mu_key) * root
+    omega = omega if noise is None else omega + noise.to(acc_dtype)
+    # log xi(sqrt(scale) k, omega), both terms in one product.
+    logits = (key * (omega.unsqueeze(2) * root - key * (0.5 * root * root))).sum(-1)
+    if valid is not None:
+        # The bias of an empty chunk is -inf. Equal logits keep its softmax and the gradient finite.
+        logits = logits.masked_fill(~valid, torch.finfo(acc_dtype).min)
+        value = value.masked_fill(~valid.unsqueeze(-1), 0.0)
+    return mean_key, (logits.softmax(-1).unsqueeze(2) @ value).squeeze(2)
+
+
+def _mean(x: Tensor, valid: Tensor | None) -> Tensor:
+    """Means over the valid tokens of chunks: (A, C, P, D) -> (A, C, D)."""
+    if valid is None:
+        return x.mean(2)
+    return x.masked_fill(~valid.unsqueeze(-1), 0.0).sum(2) / valid.sum(2).clamp(min=1).unsqueeze(-1)
+
+
+class WindowSizes(NamedTuple):
+    """How a sequence is cut, as far as it depends on shapes alone.
+
+    Attributes:
+        kv_len: number of keys.
+        window: keys of a window.
+        num_windows: windows of the sequence.
+        num_landmarks: largest number of chunks.
+        level: a chunk is a group of 2**level windows if there are more windows than landmarks. Otherwise this is 0.
+        per_window: chunks of a window; 1 if there are more windows than landmarks.
+        num_chunks: chunks of the sequence. In a padded batch it is an upper bound.
+        masked: whether there is a key mask, so that batch rows have different numbers of keys.
+    """
+
+    kv_len: int
+    window: int
+    num_windows: int
+    num_landmarks: int
+    level: int
+    per_window: int
+    num_chunks: int
+    masked: bool
+
+    def num_groups(self, level: int) -> int:
+        """Number of groups of 2**level windows."""
+        return ceil_div(self.num_windows, 1 << level)
+
+    @property
+    def summaries(self) -> list[int]:
+        """Number of summaries: of the chunks, then of the groups of each level below theirs."""
+        return [self.num_chunks, *(self.num_groups(level) for level in range(self.level))]
+
+
+def window_sizes(kv_len: int, window_size: int, num_landmarks: int, masked: bool) -> WindowSizes:
+    """The cut of `kv_len` keys into windows and at most `num_landmarks` chunks."""
+    window, level = min(window_size, kv_len), 0
+    num_windows = ceil_div(kv_len, window)
+    while ceil_div(num_windows, 1 << level) > num_landmarks:
+        level += 1
+    per_window = min(window, max(1, num_landmarks // num_windows))
+    num_chunks = min(num_landmarks, num_windows * window) if masked else per_window * ceil_div(num_windows, 1 << level)
+    return WindowSizes(kv_len, window, num_windows, num_landmarks, level, per_window, num_chunks, masked)
+
+
+class QueryBlocks(NamedTuple):
+    """Queries cut into blocks, each of queries of one window of keys; for queries that are not the keys' own tokens.
+
+    Attributes:
+        block_q: queries of a block.
+        window: int64 (R, S), the window of each of S blocks.
+        query: int64 (R, S * block_q), the query in each slot. Slots that no query needs hold some other query.
+        slot: int64 (R, Nq), the slot of each query.
+        num_queries: int64 (R, 1), the number of valid queries.
+    """
+
+    block_q: int
+    window: Tensor
+    query: Tensor
+    slot: Tensor
+    num_queries: Tensor
+
+
+def query_blocks(sizes: WindowSizes, num_keys: Tensor, num_queries: Tensor, q_len: int, masked: bool) -> QueryBlocks:
+    """The blocks for `num_keys` (R, 1) valid keys and `num_queries` (R, 1) valid ones of `q_len` queries.
+
+    `masked` tells whether there is a mask of the keys or of the queries.
+    """
+    device, window, num_windows = num_keys.device, sizes.window, sizes.num_windows
+    first = _first_query(torch.arange(num_windows + 1, device=device) * window, num_keys, num_queries, up=True)
+    if masked:
+        # A window may have any number of queries. At most an eighth of the slots are unused if there are many queries,
+        # and a third if smaller blocks would be slow because each of them gathers its keys.
+        block_q = max(ceil_div(q_len, 8 * num_windows), min(64, ceil_div(q_len, num_windows)))
+        num_blocks = ceil_div(q_len, block_q) + num_windows - 1
+    else:
+        block_q, num_blocks = ceil_div(window * q_len, sizes.kv_len), num_windows
+    ends = ((first.diff(dim=1) + block_q - 1) // block_q).cumsum(1)  # of the blocks of each window
+    starts = pad(ends, (1, 0))
+    block = torch.arange(num_blocks, device=device).expand(ends.shape[0], -1).contiguous()
+    block_window = torch.searchsorted(ends, block, right=True).clamp(max=num_windows - 1)
+    index = first.gather(1, block_window) + (block - starts.gather(1, block_window)) * block_q
+    index = (index[:, :, None] + torch.arange(block_q, device=device)).flatten(1).clamp(0, q_len - 1)
+    query = torch.arange(q_len, device=device)
+    own = (query * num_keys // num_queries.clamp(min=1) // window).clamp(max=num_windows - 1)
+    slot = (starts.gather(1, own) * block_q + query - first.gather(1, own)).clamp(0, num_blocks * block_q - 1)
+    return QueryBlocks(block_q, block_window, index, slot, num_queries)
+
+
+def _first_query(position: Tensor, num_keys: Tensor, num_queries: Tensor, up: bool) -> Tensor:
+    """Of m queries the one at a position p among n keys, p m / n rounded down or up: at most m."""
+    product, num_keys = torch.minimum(position, num_keys) * num_queries, num_keys.clamp(min=1)
+    return (product + num_keys - 1) // num_keys if up else product // num_keys
+
+
+class WindowPlan(NamedTuple):
+    """What each query sees and which tokens each chunk has. The first dimension is R, or A in `window_attention`.
+
+    Attributes:
+        index: int64 (R, S, K), the keys and summaries of each block of queries. Index Nk + c is summary c.
+        bias: (R, S, K), added to the scores: 0 for a key, the log of the number of keys for a summary, -inf for what
+            the block does not see.
+        token: int64 (R, C, P), the tokens of each chunk.
+        valid: bool (R, C, P), which of them are tokens of the chunk.
+        start: int64 (R, C), first token of each chunk.
+        stop: int64 (R, C), first token after each chunk.
+        num_keys: int64 (R, 1), the number of valid keys.
+        query: as in `QueryBlocks`. This and the following are None if the queries are the keys' own tokens.
+        slot: as in `QueryBlocks`.
+        num_queries: as in `QueryBlocks`.
+    """
+
+    index: Tensor
+    bias: Tensor
+    token: Tensor
+    valid: Tensor
+    start: Tensor
+    stop: Tensor
+    num_keys: Tensor
+    query: Tensor | None
+    slot: Tensor | None
+    num_queries: Tensor | None
+
+
+def plan_windows(sizes: WindowSizes, num_keys: Tensor, blocks: QueryBlocks | None) -> WindowPlan:
+    """The plan of the bidirectional form for `num_keys` (R, 1); the blocks are the windows unless they are given."""
+    device, kv_len, window, level = num_keys.device, sizes.kv_len, sizes.window, sizes.level
+    # A batch row with fewer keys has a cut of its own.
+    own_windows = ((num_keys + window - 1) // window).clamp(min=1)
+    own_level = torch.zeros_like(num_keys)
+    for i in range(level):
+        own_level = own_level + ((own_windows + (1 << i) - 1) >> i > sizes.num_landmarks)
+    per_window = (sizes.num_landmarks // own_windows).clamp(1, window)
+    group_size = window << own_level
+    chunk = torch.arange(sizes.num_chunks, device=device)
+    first, part = chunk // per_window * group_size, chunk % per_window
+    start = torch.minimum(first + part * group_size // per_window, num_keys)
+    stop = torch.minimum(first + (part + 1) * group_size // per_window, num_keys)
+    longest = ceil_div(window, sizes.per_window) << level
+    position = start[..., None] + torch.arange(longest, device=device)
+    # A block sees its own window, and the chunks outside its own group.
+    own = (torch.arange(sizes.num_windows, device=device)[None] if blocks is None else blocks.window)[:, :, None]
+    near = own * window + torch.arange(window, device=device)
+    far = (kv_len + chunk).expand(*own.shape[:2], -1)
+    outside = (chunk // per_window)[:, None] != own >> own_level[:, :, None]
+    index = [near.clamp(max=kv_len - 1), far]
+    bias = [_log(near < num_keys[:, :, None]), _log(outside, (stop - start)[:, None])]
+    # Of its own group, it sees at each level the other half of the group of 2**(i + 1) windows.
+    offset = kv_len + sizes.num_chunks
+    for i in range(level):
+        sibling = (own >> i) ^ 1
+        count = (num_keys[:, :, None] - sibling * (window << i)).clamp(0, window << i)
+        index.append(offset + sibling.clamp(max=sizes.num_groups(i) - 1))
+        bias.append(_log((own_level > i)[:, :, None], count))
+        offset += sizes.num_groups(i)
+    batch = max(x.shape[0] for x in bias)
+    return WindowPlan(
+        torch.cat(index, 2),
+        torch.cat([x.expand(batch, -1, -1) for x in bias], 2),
+        position.clamp(max=kv_len - 1),
+        position < stop[..., None],
+        start,
+        stop,
+        num_keys,
+        *((None,) * 3 if blocks is None else blocks[2:]),
+    )
+
+
+def _log(seen: Tensor, count: Tensor | None = None) -> Tensor:
+    """Log of `count`, by default 1, where it is positive and `seen`, else -inf."""
+    weight = seen.double() if count is None else seen * count.double()
+    return weight.log()
+
+
+def window_attention(
+    heads: Heads,
+    plan: WindowPlan,
+    noises: Sequence[Tensor | None],
+    sizes: WindowSizes,
+    block_q: int,
+    *,
+    scale: float,
+    dropout_p: float,
+) -> Tensor:
+    """The bidirectional form: (A, Nq, Dv).
+
+    Args:
+        heads: A heads.
+        plan: for each of these heads.
+        noises: for each of `sizes.summaries` the standard normal numbers (A, C, D), or None.
+        sizes: the cut of the keys.
+        block_q: queries of a block.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a weight.
+    """
+    query, key, value = heads[:3]
+    prefix = None
+    if plan.num_queries is not None:
+        # Sums of queries in float64, because the sum over a short chunk is a small difference of two long sums.
+        prefix = pad(query.cumsum(1, dtype=torch.float64), (0, 0, 1, 0))
+
+    def summary(
+        cut: Callable[[Tensor], Tensor], start: Tensor, stop: Tensor, valid: Tensor, noise: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        if prefix is None or plan.num_queries is None:
+            queries = cut(query)
+        else:
+            first = _first_query(start, plan.num_keys, plan.num_queries, up=False)
+            last = _first_query(stop, plan.num_keys, plan.num_queries, up=True)
+            queries = (take(prefix, last) - take(prefix, first)) / (last - first).clamp(min=1).unsqueeze(2)
+        return summarize(Chunks(queries, cut(key), cut(value), valid), heads, noise, scale)
+
+    def summary_of_equal_parts(count: int, size: int, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+        position = torch.arange(count * size, device=query.device).view(count, size)
+        start, stop = (torch.minimum(x, plan.num_keys) for x in (position[:, 0], position[:, -1] + 1))
+        return summary(lambda x: _equal_parts(x, count, size), start, stop, position < plan.num_keys[..., None], noise)
+
+    if not sizes.masked and sizes.window % sizes.per_window == 0:
+        chunk_size = sizes.window // sizes.per_window << sizes.level
+        summaries = [summary_of_equal_parts(sizes.num_chunks, chunk_size, noises[0])]
+    else:
+        summaries = [summary(lambda x: take(x, plan.token), plan.start, plan.stop, plan.valid, noises[0])]
+    for level in range(sizes.level):
+        summaries.append(summary_of_equal_parts(sizes.num_groups(level), sizes.window << level, noises[level + 1]))
+    mean_keys, betas = zip(*summaries, strict=True)
+    key = torch.cat((key, *(x.to(key.dtype) for x in mean_keys)), 1)
+    value = torch.cat((value, *(x.to(value.dtype) for x in betas)), 1)
+    bias = plan.bias[:, :, None].to(accumulation_dtype(key.dtype))
+    options = {"scale": scale, "dropout_p": dropout_p}
+    if plan.query is None or plan.slot is None:
+        return gathered_attention(query, key, value, plan.index, bias, block_q, **options)
+    # The keys that FLuRKA contracts have the accumulation dtype, whatever the dtype of the queries.
+    query = take(query, plan.query).to(key.dtype)
+    return take(gathered_attention(query, key, value, plan.index, bias, block_q, **options), plan.slot)
+
+
+def _equal_parts(x: Tensor, count: int, size: int) -> Tensor:
+    """(A, N, D) -> (A, count, size, D), padded with zeros."""
+    return pad(x, (0, 0, 0, count * size - x.shape[1])).view(x.shape[0], count, size, -1)
+
+
+class IntervalChunks(NamedTuple):
+    """The chunks of the causal form on one level of intervals; see `hf_efficient_attn.ops.causal`.
+
+    Attributes:
+        num_intervals: intervals of this level.
+        interval: tokens of an interval.
+        chunk: tokens of a chunk; the last one of an interval may have fewer.
+    """
+
+    num_intervals: int
+    interval: int
+    chunk: int
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of an interval."""
+        return ceil_div(self.interval, self.chunk)
+
+
+def plan_interval_chunks(length: int, block: int, max_chunks: int) -> list[IntervalChunks]:
+    """The intervals of 1, 2, 4, ... blocks of `block` tokens, each cut into at most `max_chunks` equal chunks."""
+    completed = max(0, ceil_div(length, block) - 2)
+    plan = []
+    for level in range(completed.bit_length()):
+        interval = block << level
+        chunk = ceil_div(interval, min(interval, max_chunks))
+        plan.append(IntervalChunks(((completed >> level) + 1) >> 1, interval, chunk))
+    return plan
+
+
+def causal_summary_attention(
+    heads: Heads,
+    plan: Sequence[IntervalChunks],
+    noises: Sequence[Tensor | None],
+    block: int,
+    *,
+    scale: float,
+    dropout_p: float,
+) -> Tensor:
+    """The causal form for sequences of valid tokens: (A, N, Dv).
+
+    Args:
+        heads: A heads with Nq = Nk = N.
+        plan: the levels of intervals.
+        noises: for each level the standard normal numbers (A, C, D), or None. A query sees one interval per level, so
+            the intervals of a level share their numbers.
+        block: tokens of a block.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a weight.
+    """
+    query, key, value = heads[:3]
+    options = {"scale": scale, "dropout_p": dropout_p}
+    first_block = exact_attention(query[:, :block], key[:, :block], value[:, :block], is_causal=True, **options)
+    if query.shape[1] <= block:
+        return first_block
+    parts: list[tuple[slice, Partial]]
+    parts = [(slice(None), causal_block_partial(query, key, value, block, **options))]
+    for (count, interval, chunk), num_chunks, noise in zip(plan, [x.num_chunks for x in plan], noises, strict=True):
+        position = torch.arange(num_chunks * chunk, device=query.device).view(num_chunks, chunk)
+        valid = (position < interval).expand(1, count, -1, -1).flatten(1, 2)
+        tokens = [
+            pad(left_intervals(x, count, interval), (0, 0, 0, num_chunks * chunk - interval)).reshape(
+                x.shape[0], count * num_chunks, chunk, -1
+            )
+            for x in (query, key, value)
+        ]
+        if chunk == 1:
+            keys, values = tokens[1][:, :, 0], tokens[2][:, :, 0]
+        else:
+            noise = None if noise is None else noise[:, None].expand(-1, count, -1, -1).flatten(1, 2)
+            chunks = Chunks(*tokens, None if interval == num_chunks * chunk else valid)
+            keys, values = summarize(chunks, heads, noise, scale)
+        keys, values = (x.to(y.dtype).unflatten(1, (count, num_chunks)) for x, y in ((keys, key), (values, value)))
+        bias = (position < interval).sum(1).to(accumulation_dtype(key.dtype)).log()[None, None, None]
+        parts += interval_attention(query[:, block:], keys, values, bias, interval, options)
+    return torch.cat((first_block, merge_query_subsets(parts)), 1)
