@@ -1,29 +1,29 @@
-"""HyperAttention (Han, Jayaram, Karbasi, Mirrokni, Woodruff, Zandieh, ICLR 2024): LSH blocks and uniform columns.
+"""HyperAttention (Han, Jayaram, Karbasi, Mirrokni, Woodruff, Zandieh, ICLR 2024): hash blocks and uniform samples.
 
-The near field is Algorithm 1 (sortLSH), the far field the uniform sampling of Algorithm 2 and of the authors' practical
-version: m columns, each with weight (number of keys) / m for the queries whose block does not hold them. Departures:
+The near field is Algorithm 1 (sortLSH). The far field is the uniform sampling of Algorithm 2 and of the authors'
+practical version: m sampled keys, each with weight (number of keys) / m for the queries whose near field does not
+contain it. Departures from the paper:
 
-- Columns are drawn without replacement (systematic sampling; `draw="independent"` is the paper's), and by each tile of
-  queries for itself (`columns="all"` is the paper's), so that the errors of tiles do not add up.
-- The causal form is `hf_efficient_attn.ops.causal`: the paper's recursion lets later queries influence earlier ones.
+- Keys are drawn without replacement (systematic sampling), and each block of queries draws its own, so that the errors
+  of the blocks do not add up. `draw="independent"` and `columns="all"` are the paper's choices.
+- The causal form is that of `hf_efficient_attn.ops.causal`. In the paper's recursion later queries influence earlier
+  outputs.
 """
 
 from dataclasses import dataclass
 
 from hf_efficient_attn.methods._shared.registry import register_method
-from hf_efficient_attn.methods._shared.sampled_keys import NearFarConfig, decode, forward, naive
+from hf_efficient_attn.methods._shared.sampled_keys import SampledKeysConfig, decode, forward, naive
 
 
 @dataclass(frozen=True, kw_only=True)
-class HyperAttentionConfig(NearFarConfig):
-    __doc__ = NearFarConfig.__doc__
+class HyperAttentionConfig(SampledKeysConfig):
+    """Hyperparameters of HyperAttention. Up to block_size + num_samples keys the output is exact."""
 
     method = "hyperattention"
     title = "HyperAttention"
     paper = "Han, Jayaram, Karbasi, Mirrokni, Woodruff, Zandieh, ICLR 2024"
     year = 2023
-    causal = True
-    rectangular = True
     summary = "blocks of an angular hash exactly, and uniformly sampled columns for the rest"
 
 

@@ -1,59 +1,62 @@
-"""KDEformer (Zandieh, Han, Daliri, Karbasi, ICML 2023): LSH blocks, and columns sampled by their estimated norms.
+"""KDEformer (Zandieh, Han, Daliri, Karbasi, ICML 2023): blocks of an angular hash, and keys sampled by column norms.
 
-Which equation is which line, and where this departs from the paper:
+The near field computes blocks of hashed queries and keys exactly. The far field estimates the rest from sampled keys,
+where a key is sampled by the estimated norm of its column of the attention matrix. The code follows these equations:
 
-- Near field, A_spar of Eq. 10: blocks of equal size in the Gray order of an angular hash (Appendix A),
-  `near_far.plan_lsh`. The key block of a query block is placed by the hash of its middle query, not by its number.
-- Far field, A_res = A - A_spar: m columns with p_j proportional to the squared norm of column j of D^-1 A_res plus
-  gamma |v_j|^2 (Algorithm 1, lines 2 and 5; Algorithm 3, line 3), gamma = 1 / |V|_op^2 by the power method. A sampled
-  column that lies in a query's own block has weight 0 for it. By default the norms come from the exact rows of
-  `num_probes` queries rather than from a kernel density estimate. `column_scores="kde"` is the paper's: Algorithm 1,
-  lines 3-4, with Algorithm 2 on densities by hashing (`kernel.softmax_column_norms`), less the norms of the near field
-  (Algorithm 3, line 3); its work depends on the data, and it is not for torch.compile.
-- Every tile of neighbouring queries draws its own m columns, by norms over the queries of its own group of tiles
-  (`score_groups`), where Algorithm 1 has one draw for all queries (`columns="all"`). It costs little, since the columns
-  of a tile are gathered for themselves anyway; it fits the columns to the queries, and errors of tiles that are drawn
-  apart do not add up in the operator norm: on MiniLM, 512 tokens, budget 128, from .36 to .28, on DeiT-tiny at 1,025
-  tokens, budget 256, from .16 to .11.
-- Columns are drawn without replacement (systematic sampling, inclusion probability pi_j, weight 1/pi_j), which has a
-  lower variance at the same budget; `draw="independent"` is Algorithm 1's draw with weights 1/(m p_j).
-- Algorithm 1 divides by a separate estimate of D. Here the denominator of a row is the sum of the very weights of its
-  numerator (the merged lse of near and far field), so that every output is a convex combination of values, the errors
-  of numerator and denominator cancel in part, and no row is scaled up by a poor estimate.
-- Causal form: `hf_efficient_attn.ops.causal`; the paper has none.
+- Near field, A_spar of Eq. 10: blocks of equal size in the Gray order of an angular hash (Appendix A). `plan_lsh` in
+  `hf_efficient_attn.ops.near_far` chooses them. The paper pairs the b-th block of queries with the b-th block of keys.
+  Here the hash of the middle query of a block determines its keys.
+- Far field, A_res = A - A_spar: m keys. Key j is sampled with a probability proportional to the squared norm of column
+  j of D^-1 A_res plus gamma |v_j|^2, where the power method gives gamma = 1 / |V|_op^2 (Algorithm 1, lines 2 and 5;
+  Algorithm 3, line 3). A sampled key has weight 0 for the queries whose near field contains it.
+- Column norms: by default they are estimated from the exact rows of `num_probes` queries and not from kernel densities.
+  `column_scores="kde"` is the paper's estimate: Algorithm 1, lines 3-4, with Algorithm 2 on densities by hashing
+  (`kernel.softmax_column_norms`), minus the norms of the near field (Algorithm 3, line 3). The amount of its work
+  depends on the data, so torch.compile does not support it.
+
+Departures from the paper:
+
+- Each block of neighbouring queries draws its own m keys, by norms over its own group of neighbouring blocks
+  (`score_groups`). Algorithm 1 has one draw for all queries (`columns="all"`). A draw per block costs little, because
+  the sampled keys are gathered for each block anyway. It adapts the keys to the queries, and the independent errors of
+  the blocks do not add up in the operator norm. On MiniLM with 512 tokens and budget 128 the error falls from .36 to
+  .28, and on DeiT-tiny with 1,025 tokens and budget 256 from .16 to .11.
+- Keys are drawn without replacement (systematic sampling with inclusion probability pi_j and weight 1/pi_j), which has
+  a lower variance at the same budget. `draw="independent"` is the draw of Algorithm 1 with weights 1/(m p_j).
+- Algorithm 1 divides by a separate estimate of D. Here the denominator of an output is the sum of the weights in its
+  numerator (the merged lse of near and far field). Every output is therefore a convex combination of values, the errors
+  of numerator and denominator partly cancel, and no output is scaled up by a poor estimate of D.
+- The paper has no causal form. The one here is that of `hf_efficient_attn.ops.causal`.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from hf_efficient_attn.methods._shared.config import option
 from hf_efficient_attn.methods._shared.registry import register_method
-from hf_efficient_attn.methods._shared.sampled_keys import NearFarConfig, decode, forward, naive
+from hf_efficient_attn.methods._shared.sampled_keys import SampledKeysConfig, decode, forward, naive
 
 
 @dataclass(frozen=True, kw_only=True)
-class KDEformerConfig(NearFarConfig):
-    __doc__ = NearFarConfig.__doc__
+class KDEformerConfig(SampledKeysConfig):
+    """Hyperparameters of KDEformer. Up to block_size + num_samples keys the output is exact."""
 
     method = "kdeformer"
     title = "KDEformer"
     paper = "Zandieh, Han, Daliri, Karbasi, ICML 2023"
     year = 2023
-    causal = True
-    rectangular = True
     summary = "blocks of an angular hash exactly, and columns sampled by their estimated norms in the rest"
     default_rank = 30
     default_variants = ({"near_field": "window"}, {})
 
     column_scores: str = option(
         "probe",
-        "What columns are sampled by. 'probe': their norms in the exact rows of some queries, plus gamma |v|^2. "
-        "'kde': their norms by hashed kernel densities, plus gamma |v|^2. 'value_norm': |v|^2 alone.",
+        "What keys are sampled by. 'probe': the norms of their columns in the exact rows of some queries, plus gamma "
+        "|v|^2. 'kde': the norms of their columns by hashed kernel densities, plus gamma |v|^2. 'value_norm': |v|^2.",
         choices=("probe", "kde", "value_norm"),
     )
     num_probes: int = option(32, "Queries whose exact rows estimate the column norms.", minimum=1)
     score_groups: int = option(
-        4, "Groups of neighbouring tiles of queries, each with column norms of its own, by its own probes.", minimum=1
+        4, "Groups of neighbouring query blocks. Each has its own probes and column norms.", minimum=1
     )
 
 

@@ -315,9 +315,11 @@ def merge_query_subsets(parts: list[tuple[slice, Partial]]) -> Tensor:
     return out.to(first.out.dtype)
 
 
-def dense_causal_log_weights(plans: list[Segments], length: int, size: int, exact: int, heads: int) -> Tensor:
+def dense_causal_log_weights(
+    plans: list[Segments], length: int, size: int, exact: int, heads: int, device: torch.device | str = "cpu"
+) -> Tensor:
     """The readable form: for every head the (N, N) matrix of what is added to the scores before the softmax."""
-    weights = torch.full((heads, length, length), -torch.inf, dtype=torch.float64)
+    weights = torch.full((heads, length, length), -torch.inf, dtype=torch.float64, device=device)
     for i in range(length):
         block = i // size
         if i < exact:
@@ -336,5 +338,5 @@ def dense_causal_log_weights(plans: list[Segments], length: int, size: int, exac
                     if plan.run is not None:
                         run = int(plan.run[a, pair, i - size - (2 * pair + 1) * span])
                         near = plan.order[a, pair, run * plan.width : (run + 1) * plan.width]
-                        weights[a, i, first + near.cpu()] = 0.0
+                        weights[a, i, first + near] = 0.0
     return weights

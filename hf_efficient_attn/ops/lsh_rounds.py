@@ -235,12 +235,12 @@ def _round_bias(dtype: torch.dtype, asked, seen, absent, earlier, span: int, oth
 def dense_pairs(plan: Rounds) -> Tensor:
     """The readable form: bool (A, Nq, Nk), True where any round holds the pair."""
     (heads, rounds, length), columns = plan.query_order.shape, plan.key_order.shape[2]
-    pairs = torch.zeros(heads, length, columns, dtype=torch.bool)
+    pairs = torch.zeros(heads, length, columns, dtype=torch.bool, device=plan.query_order.device)
     for a in range(heads):
         count = columns if plan.count is None else int(plan.count[a])
         for s in range(rounds):
             for t, start in enumerate(plan.start[a, s].tolist()):
-                queries = plan.query_order[a, s, t * plan.rows : (t + 1) * plan.rows].cpu()
-                keys = plan.key_order[a, s, start : min(start + plan.span, count)].cpu()
+                queries = plan.query_order[a, s, t * plan.rows : (t + 1) * plan.rows]
+                keys = plan.key_order[a, s, start : min(start + plan.span, count)]
                 pairs[a, queries[:, None], keys] = True
     return pairs

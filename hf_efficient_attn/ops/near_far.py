@@ -402,10 +402,11 @@ def dense_log_weights(near: Near, far: Far, length: int, columns: int) -> Tensor
 
     0 for a pair of the near field, -log(chance) for a sampled column that is not in it, -inf elsewhere.
     """
-    weights = torch.full((near.start.shape[0], length, columns), -torch.inf, dtype=torch.float64)
+    device = near.start.device
+    weights = torch.full((near.start.shape[0], length, columns), -torch.inf, dtype=torch.float64, device=device)
     for a in range(weights.shape[0]):
-        keys = torch.arange(columns) if near.key_order is None else near.key_order[a].cpu()
-        queries = torch.arange(length) if near.query_order is None else near.query_order[a].cpu()
+        keys = torch.arange(columns, device=device) if near.key_order is None else near.key_order[a]
+        queries = torch.arange(length, device=device) if near.query_order is None else near.query_order[a]
         count = near.count if isinstance(near.count, int) else int(near.count[a])
         for t, start in enumerate(near.start[a].tolist()):
             rows = queries[t * near.rows : (t + 1) * near.rows, None]
@@ -420,5 +421,5 @@ def dense_log_weights(near: Near, far: Far, length: int, columns: int) -> Tensor
 
 def dense_attention(query, key, value, log_weights: Tensor, *, scale: float) -> Tensor:
     """softmax(scale * query key^T + log_weights) value with dense float64 matrices; empty rows are 0."""
-    scores = query.double() @ key.double().transpose(1, 2) * scale + log_weights.to(query.device)
+    scores = query.double() @ key.double().transpose(1, 2) * scale + log_weights
     return (scores.softmax(-1).nan_to_num(0.0) @ value.double()).to(value.dtype)

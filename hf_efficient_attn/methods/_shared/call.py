@@ -70,8 +70,8 @@ def attention(
         value: (B, H_kv, Nk, Dv).
         attention_mask: bool (B, Nk), True for the keys to attend to. Masked keys and values have no influence on the
             output, even if they are NaN.
-        is_causal: query i attends to the keys up to its own position. If Nq < Nk, the queries are the last Nq positions,
-            as with a key-value cache. If Nq > Nk, the first Nq - Nk queries attend to nothing.
+        is_causal: query i attends to the keys up to its own position. If Nq < Nk, the queries are the last Nq
+            positions, as with a key-value cache. If Nq > Nk, the first Nq - Nk queries attend to nothing.
         scale: the factor of the scores q . k; 1/sqrt(D) by default.
         dropout_p: the probability with which an attention weight is dropped. Drawn from the global generator.
         seed: the seed of hashes, samples and random features, which is added to the config's own seed. The same seed
@@ -108,7 +108,7 @@ def naive_attention(
     parameters: Mapping[str, Tensor] | None = None,
     **hyperparameters: Any,
 ) -> Tensor:
-    """Compute the readable form of a method with dense (Nq, Nk) matrices, for tests. See `attention` for the arguments."""
+    """Compute the readable form of a method, with dense (Nq, Nk) matrices; see `attention` for the arguments."""
     arguments = _Arguments(attention_mask, is_causal, scale, 0.0, seed)
     config, some = _split_hyperparameters(method_or_config, hyperparameters)
     form = get_method(config.method).naive
@@ -280,7 +280,7 @@ def _all_parameters(
 
 
 def _zero_masked(key: Tensor, value: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Set keys and values (B, H_kv, Nk, .) to 0 where the mask (B, Nk) is False, so that NaN in padding has no effect."""
+    """Set keys and values (B, H_kv, Nk, .) to 0 where the mask (B, Nk) is False, so that padding may hold NaN."""
     if key_mask is None:
         return key, value
     masked = ~key_mask[:, None, :, None]
@@ -327,8 +327,8 @@ def _check(config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, argu
         expected = (key.shape[0], key.shape[2])
         if mask.ndim == 4:
             refuse(
-                "a 4-D attention mask is not supported, because no (q_len, kv_len) mask is ever built here. Give a bool "
-                f"mask of shape {expected} (True = attend) and is_causal, or use attention 'sdpa'"
+                "a 4-D attention mask is not supported, because no (q_len, kv_len) mask is ever built here. Give a "
+                f"bool mask of shape {expected} (True = attend) and is_causal, or use attention 'sdpa'"
             )
         if tuple(mask.shape) != expected or mask.dtype != torch.bool:
             refuse(f"attention_mask must be bool {expected}, True = attend; got {mask.dtype} {tuple(mask.shape)}")

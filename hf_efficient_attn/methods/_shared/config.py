@@ -108,7 +108,7 @@ class MethodConfig:
         """Inverse of `to_dict`. Hyperparameters that are missing get their defaults.
 
         Raises:
-            UnsupportedAttentionError: the method has no such hyperparameter, or the dictionary is that of another method.
+            UnsupportedAttentionError: the method has no such hyperparameter, or the dictionary is another method's.
         """
         values = dict(values)
         method = values.pop("method", cls.method)

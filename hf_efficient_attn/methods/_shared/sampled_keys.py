@@ -1,7 +1,8 @@
-"""What methods with an exact near field and sampled columns share: hyperparameters and the way to the plan."""
+"""What KDEformer and HyperAttention have in common: an exact near field of blocks and a far field of sampled keys."""
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,164 +17,195 @@ from hf_efficient_attn.ops.exact import exact_attention, exact_decode
 
 
 @dataclass(frozen=True, kw_only=True)
-class NearFarConfig(MethodConfig):
-    """Hyperparameters of a near field of blocks with sampled columns.
+class SampledKeysConfig(MethodConfig):
+    """Hyperparameters of a near field of blocks and a far field of sampled keys.
 
-    Up to block_size + num_samples keys (and, when causal, at the first so many positions of any sequence) the output is
-    exact. The causal form is that of `hf_efficient_attn.ops.causal`.
+    The output is exact for sequences of up to block_size + num_samples keys. In the causal form it is also exact at the
+    first block_size + num_samples positions of every sequence. `hf_efficient_attn.ops.causal` describes that form.
     """
 
+    causal = True
+    rectangular = True
+
     block_size: int = option(256, "Keys that each query attends to exactly: the near field.", minimum=1)
-    num_samples: int = option(256, "Columns sampled from the rest: the far field. 0 leaves it out.", minimum=0)
-    num_hashes: int = option(7, "Random hyperplanes of the hash, whose cells order the tokens.", minimum=1)
+    num_samples: int = option(256, "Keys sampled from the rest: the far field. 0 omits the far field.", minimum=0)
+    num_hashes: int = option(
+        7, "Random hyperplanes of the hash. Its cells determine the order of the tokens.", minimum=1
+    )
     near_field: str = option(
         "auto",
-        "'lsh': blocks of an angular hash, as in the paper (when causal: the window and runs of hashed keys before). "
-        "'window': the neighbours by position. 'auto': 'lsh', or 'window' when causal.",
+        "'lsh': blocks of an angular hash, as in the paper (causal: the window and blocks of earlier hashed keys). "
+        "'window': the neighbours by position. 'auto': 'window' in the causal form and 'lsh' otherwise.",
         choices=("auto", "lsh", "window"),
     )
     draw: str = option(
         "systematic",
-        "'systematic': columns without replacement, weights 1/pi. 'independent': with replacement, weights 1/(m p).",
+        "'systematic': sampling without replacement, weights 1/pi. 'independent': with replacement, weights 1/(m p).",
         choices=("systematic", "independent"),
     )
     columns: str = option(
         "tile",
-        "Who shares a sample. 'tile': each tile of neighbouring queries draws its own. 'all': one draw for all queries "
-        "of a head. The causal form has a draw for each segment of keys.",
+        "Which queries share a sample. 'tile': each block of neighbouring queries draws its own. 'all': one draw for "
+        "all queries of a head. The causal form has one draw for each segment of keys.",
         choices=("tile", "all"),
     )
     seed: int = option(0, "Seed of the hash and of the sampling.", minimum=0)
 
+    # Hyperparameters of KDEformer that are constant for the other methods.
     column_scores = "uniform"
     num_probes = 1
     score_groups = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_hashes > 62:
-            raise UnsupportedAttentionError(
-                f"{self.method}: num_hashes={self.num_hashes} is more than the 62 of a code"
-            )
+        check_num_hashes(self.method, self.num_hashes)
 
-    def with_budget(self, columns: int) -> "NearFarConfig":
-        """A quarter of the columns near, the rest far: of the splits tried on real activations, among the best."""
+    def with_budget(self, columns: int) -> "SampledKeysConfig":
+        """Spend a quarter of the budget on the near field and the rest on the far field.
+
+        This was among the best of the splits that were tried on activations of pretrained models.
+        """
         near = max(1, self.check_budget(columns) // 4)
         return dataclasses.replace(self, block_size=near, num_samples=columns - near)
 
 
-def _plan_options(config: NearFarConfig, query: Tensor, scale: float, seed) -> dict:
+def check_num_hashes(method: str, num_hashes: int) -> None:
+    """Raise an error if a hash has too many bits for a 64-bit code."""
+    if num_hashes > 62:
+        raise UnsupportedAttentionError(
+            f"{method}: num_hashes={num_hashes} must be at most 62, the bits of a hash code"
+        )
+
+
+def _plan_options(config: SampledKeysConfig, query: Tensor, options: AttentionOptions) -> dict[str, Any]:
+    """The arguments that both forms of the plan have in common."""
     return {
         "num_samples": config.num_samples,
         "scores": softmax_column_norms if config.column_scores == "kde" else config.column_scores,
         "num_probes": config.num_probes,
         "independent": config.draw == "independent",
-        "scale": scale,
-        "seed": seed,
+        "scale": options.scale,
+        "seed": options.seed,
         "batch": query.shape[0],
     }
 
 
-def _make_plan(config: NearFarConfig, query, key, value, mask, options: dict) -> tuple[near_far.Near, near_far.Far]:
-    """The bidirectional near and far field."""
+def _plan_bidirectional(
+    config: SampledKeysConfig,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    plan_options: dict[str, Any],
+) -> tuple[near_far.Near, near_far.Far]:
+    """The near and the far field of (BH, N, D) inputs."""
     return near_far.make_plan(
         query,
         key,
         value,
-        mask,
+        key_mask,
         near_field="lsh" if config.near_field == "auto" else config.near_field,
         block_size=config.block_size,
         num_hashes=config.num_hashes,
         groups=config.score_groups,
         shared=config.columns == "all",
-        **options,
+        **plan_options,
     )
 
 
-def _plan_segments(config: NearFarConfig, query, key, value, size: int, options: dict) -> list[causal.Segments]:
-    """The causal far field, and its runs of hashed keys where they are asked for."""
+def _plan_causal(
+    config: SampledKeysConfig,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    size: int,
+    plan_options: dict[str, Any],
+) -> list[causal.Segments]:
+    """The causal far field, and its blocks of hashed keys if the config asks for them, of (BH, N, D) inputs."""
     num_hashes = config.num_hashes if config.near_field == "lsh" else 0
     if not config.num_samples and not num_hashes:
         return []
-    return causal.plan_intervals(query, key, value, size=size, num_hashes=num_hashes, **options)
+    return causal.plan_intervals(query, key, value, size=size, num_hashes=num_hashes, **plan_options)
 
 
-def _flat(query, key, value, mask):
-    """(B, H, N, D) inputs and a (B, N) mask as (B*H, N, D) and (B*H, N)."""
-    query, key, value = (x.flatten(0, 1) for x in (query, key, value))
-    return query, key, value, None if mask is None else mask.repeat_interleave(query.shape[0] // mask.shape[0], 0)
+def _flatten_heads(
+    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Inputs (B, H, N, D) and mask (B, Nk) as (BH, N, D) and (BH, Nk)."""
+    if key_mask is not None:
+        key_mask = key_mask.repeat_interleave(query.shape[1], 0)
+    return query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), key_mask
 
 
-def _compact(query, key, value, mask):
-    """Tokens that are there first, so that blocks are counted from the first of them; None where nothing moved."""
-    if mask is None:
+def _move_valid_first(
+    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Move the valid tokens of (BH, N, D) inputs to the front, so that blocks are counted from the first of them.
+
+    Returns:
+        The inputs, and the order (BH, N) in which their tokens are now; None if there is no mask.
+    """
+    if key_mask is None:
         return query, key, value, None
-    order = valid_first(mask)
-    return *(take(x, order) for x in (query, key, value)), order
+    order = valid_first(key_mask)
+    return take(query, order), take(key, order), take(value, order), order
 
 
-def _restore(out: Tensor, order: Tensor | None, mask: Tensor | None) -> Tensor:
-    """Undo `_compact`; outputs at tokens that are not there are 0."""
-    if order is None:
+def _restore_order(out: Tensor, order: Tensor | None, key_mask: Tensor | None) -> Tensor:
+    """Undo `_move_valid_first` for the output (BH, N, Dv). Outputs at masked tokens are 0."""
+    if order is None or key_mask is None:
         return out
-    return take(out, inverse(order)).masked_fill(~mask[:, :, None], 0.0)
+    return take(out, inverse(order)).masked_fill(~key_mask[:, :, None], 0.0)
 
 
-def forward(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Fast form; arguments as in `hf_efficient_attn.methods._shared.registry.register_method`."""
-    mask, is_causal, scale, dropout_p, seed = (
-        options.key_mask,
-        options.is_causal,
-        options.scale,
-        options.dropout_p,
-        options.seed,
-    )
+def forward(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Compute the fast form; see `register_method` for the arguments."""
     shape, budget = query.shape[:2], config.block_size + config.num_samples
-    options = _plan_options(config, query, scale, seed)
-    query, key, value, mask = _flat(query, key, value, mask)
+    plan_options = _plan_options(config, query, options)
+    is_causal, scale, dropout_p = options.is_causal, options.scale, options.dropout_p
+    query, key, value, key_mask = _flatten_heads(query, key, value, options.key_mask)
     if key.shape[1] <= budget:
-        out = exact_attention(query, key, value, mask, is_causal=is_causal, scale=scale, dropout_p=dropout_p)
+        out = exact_attention(query, key, value, key_mask, is_causal=is_causal, scale=scale, dropout_p=dropout_p)
     elif is_causal:
-        query, key, value, order = _compact(query, key, value, mask)
+        query, key, value, order = _move_valid_first(query, key, value, key_mask)
         size = max(1, config.block_size // 2)
-        plans = _plan_segments(config, query, key, value, size, options)
+        plans = _plan_causal(config, query, key, value, size, plan_options)
         out = causal.causal_near_far_attention(
             query, key, value, plans, size=size, exact=budget, scale=scale, dropout_p=dropout_p
         )
-        out = _restore(out, order, mask)
+        out = _restore_order(out, order, key_mask)
     else:
-        near, far = _make_plan(config, query, key, value, mask, options)
+        near, far = _plan_bidirectional(config, query, key, value, key_mask, plan_options)
         out = near_far.near_far_attention(query, key, value, near, far, scale=scale, dropout_p=dropout_p)
     return out.unflatten(0, shape)
 
 
-def naive(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Readable form: the same plan as a dense matrix of log-weights beside the dense scores."""
-    mask, is_causal, scale, seed = options.key_mask, options.is_causal, options.scale, options.seed
+def naive(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Compute the readable form: the plan of `forward` as a dense matrix of log-weights that is added to the scores."""
     shape, budget = query.shape[:2], config.block_size + config.num_samples
-    options = _plan_options(config, query, scale, seed)
-    query, key, value, mask = _flat(query, key, value, mask)
-    heads, length, columns = query.shape[0], query.shape[1], key.shape[1]
+    plan_options = _plan_options(config, query, options)
+    query, key, value, key_mask = _flatten_heads(query, key, value, options.key_mask)
+    (batch_heads, q_len, _), kv_len, device = query.shape, key.shape[1], query.device
     order = None
-    if columns <= budget:
-        log_weights = torch.zeros(heads, length, columns, dtype=torch.float64)
-        if is_causal:
-            log_weights.masked_fill_(torch.ones(length, columns, dtype=torch.bool).triu(1), -torch.inf)
-        if mask is not None:
-            log_weights.masked_fill_(~mask[:, None].cpu(), -torch.inf)
-    elif is_causal:
-        query, key, value, order = _compact(query, key, value, mask)
+    if kv_len <= budget:
+        log_weights = torch.zeros(batch_heads, q_len, kv_len, dtype=torch.float64, device=device)
+        if options.is_causal:
+            future = torch.ones(q_len, kv_len, dtype=torch.bool, device=device).triu(1)
+            log_weights.masked_fill_(future, -torch.inf)
+        if key_mask is not None:
+            log_weights.masked_fill_(~key_mask[:, None], -torch.inf)
+    elif options.is_causal:
+        query, key, value, order = _move_valid_first(query, key, value, key_mask)
         size = max(1, config.block_size // 2)
-        plans = _plan_segments(config, query, key, value, size, options)
-        log_weights = causal.dense_causal_log_weights(plans, length, size, budget, heads)
+        plans = _plan_causal(config, query, key, value, size, plan_options)
+        log_weights = causal.dense_causal_log_weights(plans, q_len, size, budget, batch_heads, device)
     else:
-        plan = _make_plan(config, query, key, value, mask, options)
-        log_weights = near_far.dense_log_weights(*plan, length, columns)
-    out = near_far.dense_attention(query, key, value, log_weights, scale=scale)
-    return _restore(out, order, mask).unflatten(0, shape)
+        near, far = _plan_bidirectional(config, query, key, value, key_mask, plan_options)
+        log_weights = near_far.dense_log_weights(near, far, q_len, kv_len)
+    out = near_far.dense_attention(query, key, value, log_weights, scale=options.scale)
+    return _restore_order(out, order, key_mask).unflatten(0, shape)
 
 
-def decode(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """A few last queries attend to all cached keys exactly: a step then costs what reading the cache costs."""
-    mask, scale, dropout_p = options.key_mask, options.scale, options.dropout_p
-    return exact_decode(query, key, value, mask, scale=scale, dropout_p=dropout_p)
+def decode(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Decode a few tokens with exact attention to all cached keys, which costs as much as reading the cache."""
+    return exact_decode(query, key, value, options.key_mask, scale=options.scale, dropout_p=options.dropout_p)
