@@ -1,12 +1,13 @@
 """Longformer (Beltagy, Peters, Cohan 2020): a sliding window, and optional global tokens.
 
-A query sees `window_size` keys to each side (to the left only, when causal; section 3.1). Global tokens (the first
-`global_tokens` that are there) see all and are seen by all, with the same projections as the others: the paper's second
-set of projections would be new parameters in a checkpoint that has none.
+A query attends to `window_size` keys on each side, or on the left only in the causal form (section 3.1). Global tokens,
+the first `global_tokens` valid tokens, attend to all tokens, and all tokens attend to them. They use the same
+projections as the other tokens: the paper's second set of projections would be new parameters that a pretrained
+checkpoint does not have.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,123 +34,147 @@ class LongformerConfig(MethodConfig):
     summary = "a sliding window, and optional global tokens"
     default_rank = 20
 
-    window_size: int = option(256, "Keys that a query sees to each side (when causal: to the left).", minimum=0)
-    global_tokens: int = option(0, "So many first tokens see all and are seen by all.", minimum=0)
-    seed: int = option(0, "Without effect: nothing is drawn. There since every method has one.", minimum=0)
+    window_size: int = option(256, "Keys that a query attends to on each side (causal: on the left only).", minimum=0)
+    global_tokens: int = option(
+        0, "Number of first tokens that attend to all tokens and that all tokens attend to.", minimum=0
+    )
+    seed: int = option(0, "No effect, because nothing is random. Every method has this hyperparameter.", minimum=0)
 
     def with_budget(self, columns: int) -> "LongformerConfig":
-        """Half the columns, less the global tokens, to each side."""
-        least = self.global_tokens + 1
-        window = (self.check_budget(columns, least) - least) // 2
-        return LongformerConfig(window_size=window, global_tokens=self.global_tokens, seed=self.seed)
+        """Spend the budget on the global tokens and on a window of the same size on each side."""
+        minimum = self.global_tokens + 1
+        return replace(self, window_size=(self.check_budget(columns, minimum) - minimum) // 2)
 
 
 def forward(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Fast form; arguments as in `hf_efficient_attn.methods._shared.registry.register_method`."""
-    mask, is_causal, scale, dropout_p = options.key_mask, options.is_causal, options.scale, options.dropout_p
-    options = {"scale": scale, "dropout_p": dropout_p}
+    """Compute the fast form; see `register_method` for the arguments."""
+    key_mask, num_heads = options.key_mask, query.shape[1]
     if key.shape[2] <= config.window_size + 1:
-        flat_mask = None if mask is None else mask.repeat_interleave(query.shape[1], 0)
         out = exact_attention(
-            *(x.flatten(0, 1) for x in (query, key, value)), flat_mask, is_causal=is_causal, **options
+            query.flatten(0, 1),
+            key.flatten(0, 1),
+            value.flatten(0, 1),
+            None if key_mask is None else key_mask.repeat_interleave(num_heads, 0),
+            is_causal=options.is_causal,
+            scale=options.scale,
+            dropout_p=options.dropout_p,
         )
         return out.unflatten(0, query.shape[:2])
 
-    def some_heads(query, key, value, mask=None, out=None):
-        got = _rows(config, query, key, value, mask, is_causal, options, out)
-        return got if out is None or got.data_ptr() == out.data_ptr() else out.copy_(got)
+    def some_heads(
+        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        result = _window_and_global(config, query, key, value, mask, options, out)
+        return result if out is None or result.data_ptr() == out.data_ptr() else out.copy_(result)
 
-    result = {"result": (query.shape[2], value.shape[3], value.dtype)}
-    if mask is None:
+    result = (query.shape[2], value.shape[3], value.dtype)
+    if key_mask is None:
         flat = (x.flatten(0, 1) for x in (query, key, value))
-        return chunked_over_heads(some_heads, *flat, **result).unflatten(0, query.shape[:2])
-    # With a mask the window's bias differs from tile to tile: one batch row at a time, all heads share it.
-    rows = zip(query.unbind(), key.unbind(), value.unbind(), mask, strict=True)
-    return torch.stack(
-        [chunked_over_heads(functools.partial(some_heads, mask=here), q, k, v, **result) for q, k, v, here in rows]
-    )
+        return chunked_over_heads(some_heads, *flat, result=result).unflatten(0, query.shape[:2])
+    # With a mask each block has its own bias. One sequence of the batch at a time, so that all heads share it.
+    outs = [
+        chunked_over_heads(functools.partial(some_heads, mask=mask), q, k, v, result=result)
+        for q, k, v, mask in zip(query, key, value, key_mask, strict=True)
+    ]
+    return torch.stack(outs)
 
 
-def _rows(config: LongformerConfig, query, key, value, mask, is_causal: bool, options, out=None) -> Tensor:
-    """(A, N, D) inputs with one mask (N,) for all of them; `out` is memory that the result may take."""
-    length, count = query.shape[1], min(config.global_tokens, query.shape[1])
+def _window_and_global(
+    config: LongformerConfig,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    options: AttentionOptions,
+    out: Tensor | None,
+) -> Tensor:
+    """Attention of (BH, N, D) inputs that share one mask (N,): (BH, N, Dv). `out` is memory for the result, or None."""
+    is_causal, scale, dropout_p = options.is_causal, options.scale, options.dropout_p
+    length, device = query.shape[1], query.device
+    num_global = min(config.global_tokens, length)
     left = min(config.window_size, length - 1)
     right = 0 if is_causal else left
-    if not count:
-        return window_partial(query, key, value, mask, left=left, right=right, out=out, **options).out
-    # The global tokens: the first `count` that are there, at the positions `index`.
+    if not num_global:
+        return window_partial(
+            query, key, value, mask, left=left, right=right, scale=scale, dropout_p=dropout_p, out=out
+        ).out
+    # `index` (G,): the positions of the first G valid tokens. If fewer are valid, `valid` is False at the others.
     if mask is None:
-        index, seen, hidden, rest = torch.arange(count, device=query.device), None, count, None
+        index, valid, skipped, local_mask = torch.arange(num_global, device=device), None, num_global, None
     else:
-        index = valid_first(mask[None])[0, :count]
-        seen, hidden = mask[index], 0
-        rest = mask & (mask.cumsum(0) > count)
-    near = window_partial(query, key, value, rest, left=left, right=right, hidden=hidden, **options)
-    flat = index.expand(query.shape[0], -1)
-    columns = [take(x, flat)[:, None] for x in (key, value)]
-    # A query before a global token does not see it when causal; with holes in the mask, others than it may be such.
-    shown = (
-        torch.ones(length, count, dtype=torch.bool, device=query.device) if seen is None else seen.expand(length, -1)
+        index = valid_first(mask[None])[0, :num_global]
+        valid, skipped = mask[index], 0
+        local_mask = mask & (mask.cumsum(0) > num_global)
+    near = window_partial(
+        query, key, value, local_mask, left=left, right=right, hidden=skipped, scale=scale, dropout_p=dropout_p
     )
+    # All tokens attend to the global tokens. In the causal form those before a global token do not; padding between the
+    # tokens can put any token before one.
+    position = torch.arange(length, device=device)
+    if valid is None:
+        allowed = torch.ones(length, num_global, dtype=torch.bool, device=device)
+    else:
+        allowed = valid.expand(length, -1)
     if is_causal:
-        shown = shown & (index <= torch.arange(length, device=query.device)[:, None])
+        allowed = allowed & (index <= position[:, None])
+    index_per_head = index.expand(query.shape[0], -1)
     blocks = pad_to_blocks(query, min(length, 128))
-    bias = pad_to_blocks(mask_bias(shown, query.dtype)[None], blocks.shape[2])
-    far = partial_attention(blocks, *columns, bias, **options)
+    bias = pad_to_blocks(mask_bias(allowed, query.dtype)[None], blocks.shape[2])
+    global_keys, global_values = (take(x, index_per_head)[:, None] for x in (key, value))
+    far = partial_attention(blocks, global_keys, global_values, bias, scale=scale, dropout_p=dropout_p)
     far = Partial(far.out.flatten(1, 2)[:, :length], far.lse.flatten(1, 2)[:, :length])
-    out = merge(near, far).out
-    everything = torch.ones(length, dtype=torch.bool, device=query.device) if mask is None else mask
-    shown = everything.expand(count, -1)
+    local_out = merge(near, far).out
+    # The global tokens attend to all tokens, and their outputs replace those of the window.
+    allowed = torch.ones(length, dtype=torch.bool, device=device) if mask is None else mask
+    allowed = allowed.expand(num_global, -1)
     if is_causal:
-        shown = shown & (torch.arange(length, device=query.device) <= index[:, None])
-    own = partial_attention(
-        take(query, flat)[:, None], key[:, None], value[:, None], mask_bias(shown, query.dtype)[None, None], **options
-    )
-    is_global = torch.zeros(length, dtype=torch.bool, device=query.device)
-    is_global = is_global.index_fill(0, index, True) if seen is None else is_global.index_put((index,), seen)
-    own = out.index_copy(1, index, own.out[:, 0])
-    return torch.where(is_global[:, None], own, out)
+        allowed = allowed & (position <= index[:, None])
+    global_queries, bias = take(query, index_per_head)[:, None], mask_bias(allowed, query.dtype)[None, None]
+    of_global = partial_attention(
+        global_queries, key[:, None], value[:, None], bias, scale=scale, dropout_p=dropout_p
+    ).out[:, 0]
+    is_global = torch.zeros(length, dtype=torch.bool, device=device)
+    is_global = is_global.index_fill(0, index, True) if valid is None else is_global.index_put((index,), valid)
+    return torch.where(is_global[:, None], local_out.index_copy(1, index, of_global), local_out)
 
 
-def allowed_pairs(config: LongformerConfig, queries: int, columns: int, mask, is_causal: bool, device) -> Tensor:
-    """The pairs that may attend, as a bool matrix (B, queries, columns), B = 1 without a mask.
+def allowed_pairs(
+    config: LongformerConfig, q_len: int, kv_len: int, key_mask: Tensor | None, is_causal: bool, device: torch.device
+) -> Tensor:
+    """The pairs of the window and of the global tokens, as a bool matrix (B, Nq, Nk); B is 1 without a mask.
 
-    The queries are the last ones: all of them, or those of a step of decoding.
+    The queries are the last `q_len` positions.
     """
-    position = torch.arange(columns, device=device)
-    distance = position - position[columns - queries :, None]
-    there = torch.ones(1, columns, dtype=torch.bool, device=device) if mask is None else mask
-    is_global = there & (there.cumsum(1) <= config.global_tokens)
-    pairs = (distance.abs() <= config.window_size) | is_global[:, None] | is_global[:, columns - queries :, None]
-    pairs = pairs & there[:, None]
+    position = torch.arange(kv_len, device=device)
+    distance = position - position[kv_len - q_len :, None]
+    valid = torch.ones(1, kv_len, dtype=torch.bool, device=device) if key_mask is None else key_mask
+    is_global = valid & (valid.cumsum(1) <= config.global_tokens)
+    pairs = (distance.abs() <= config.window_size) | is_global[:, None] | is_global[:, kv_len - q_len :, None]
+    pairs = pairs & valid[:, None]
     return pairs & (distance <= 0) if is_causal else pairs
 
 
 def naive(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Readable form: the dense matrix of allowed pairs."""
-    mask, is_causal, scale = options.key_mask, options.is_causal, options.scale
-    pairs = allowed_pairs(config, query.shape[2], key.shape[2], mask, is_causal, query.device)
+    """Compute the readable form, with the dense matrix of allowed pairs."""
+    pairs = allowed_pairs(config, query.shape[2], key.shape[2], options.key_mask, options.is_causal, query.device)
     weights = torch.zeros(pairs.shape, dtype=torch.float64, device=query.device).masked_fill(~pairs, -torch.inf)
     weights = weights.expand(query.shape[0], -1, -1).repeat_interleave(query.shape[1], 0)
-    out = dense_attention(*(x.flatten(0, 1) for x in (query, key, value)), weights, scale=scale)
+    out = dense_attention(*(x.flatten(0, 1) for x in (query, key, value)), weights, scale=options.scale)
     return out.unflatten(0, query.shape[:2])
 
 
 def decode(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """A few last queries with the keys of all positions: see `Method.decode`."""
-    mask, scale, dropout_p = options.key_mask, options.scale, options.dropout_p
-    reach = min(config.window_size + query.shape[2], key.shape[2])
+    """Decode a few tokens: without global tokens only the cached keys within the window are read."""
+    key_mask, shape, q_len = options.key_mask, query.shape[:2], query.shape[2]
     if not config.global_tokens:
-        key, value = key[:, :, -reach:], value[:, :, -reach:]
-        mask = None if mask is None else mask[:, -reach:]
-    pairs = allowed_pairs(config, query.shape[2], key.shape[2], mask, True, query.device)
-    bias = mask_bias(pairs, query.dtype).expand(query.shape[0], -1, -1).repeat_interleave(query.shape[1], 0)
-    flat = [x.flatten(0, 1)[:, None] for x in (query, key, value)]
-    return (
-        partial_attention(*flat, bias[:, None], scale=scale, dropout_p=dropout_p)
-        .out[:, 0]
-        .unflatten(0, query.shape[:2])
-    )
+        num_keys = min(config.window_size + q_len, key.shape[2])
+        key, value = key[:, :, -num_keys:], value[:, :, -num_keys:]
+        key_mask = None if key_mask is None else key_mask[:, -num_keys:]
+    pairs = allowed_pairs(config, q_len, key.shape[2], key_mask, True, query.device)
+    bias = mask_bias(pairs, query.dtype).expand(query.shape[0], -1, -1).repeat_interleave(shape[1], 0)
+    query, key, value = (x.flatten(0, 1)[:, None] for x in (query, key, value))
+    out = partial_attention(query, key, value, bias[:, None], scale=options.scale, dropout_p=options.dropout_p).out
+    return out[:, 0].unflatten(0, shape)
 
 
 register_method(LongformerConfig, forward=forward, naive=naive, decode=decode)
