@@ -1,4 +1,4 @@
-"""Up-training: schedules, switches of a model in training, and the callback; kills are in test_uptraining_resume.py."""
+"""Up-training: schedules, switches during training, and the callback. test_uptraining_resume.py tests resumption."""
 
 import copy
 import json
@@ -9,7 +9,7 @@ import transformers
 from transformers import Trainer, TrainingArguments
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.training.schedule import Stage
+from hf_efficient_attn.training.stage import Stage
 from hf_efficient_attn.training.switch import is_in_stage, learned_parameters, switch_stage
 from tiny_models import METHODS, SMALL, tiny_class, tiny_config, tiny_model
 
@@ -25,16 +25,21 @@ def classifier(seed: int = 0, **changes):
     return transformers.BertForSequenceClassification(tiny_config("bert", **changes))
 
 
-def rows(count: int = 48, length: int = 24) -> list[dict]:
+def samples(count: int = 48, num_tokens: int = 24) -> list[dict]:
     generator = torch.Generator().manual_seed(1)
     return [
         {
-            "input_ids": torch.randint(5, 60, (length,), generator=generator),
-            "attention_mask": [1] * length,
+            "input_ids": torch.randint(5, 60, (num_tokens,), generator=generator),
+            "attention_mask": [1] * num_tokens,
             "labels": i % 2,
         }
         for i in range(count)
     ]
+
+
+def one_batch() -> dict[str, torch.Tensor]:
+    four = samples(4)
+    return {name: torch.stack([torch.as_tensor(sample[name]) for sample in four]) for name in ("input_ids", "labels")}
 
 
 def trainer_of(folder, schedule, model=None, steps: int = 8, callbacks=(), **options) -> Trainer:
@@ -43,7 +48,7 @@ def trainer_of(folder, schedule, model=None, steps: int = 8, callbacks=(), **opt
         str(folder), max_steps=steps, report_to="none", use_cpu=True, disable_tqdm=True, seed=3, **{**usual, **options}
     )
     callbacks = [*([] if schedule is None else [hea.UptrainingCallback(schedule)]), *callbacks]
-    return Trainer(classifier() if model is None else model, arguments, train_dataset=rows(), callbacks=callbacks)
+    return Trainer(classifier() if model is None else model, arguments, train_dataset=samples(), callbacks=callbacks)
 
 
 def losses(trainer: Trainer) -> list[float]:
@@ -56,7 +61,7 @@ def switches(trainer: Trainer) -> list[tuple[int, str, str]]:
 
 
 class Seen(transformers.TrainerCallback):
-    """What stands in the model, and what its optimizer holds, when each step begins."""
+    """Records the model's attention and the contents of the optimizer at the beginning of each step."""
 
     def __init__(self) -> None:
         self.names, self.groups, self.states = [], [], []
@@ -83,7 +88,7 @@ def test_stages_by_share_and_by_step():
         schedule.index(3)
 
 
-def test_hyperparameters_are_handed_on():
+def test_stages_inherit_hyperparameters():
     second = hea.UptrainingSchedule(TWO).stages[1]
     assert second.settings.entries[0].config == hea.FlurkaPerformerConfig(
         projection_dim=8, share="none", num_features=16
@@ -91,7 +96,7 @@ def test_hyperparameters_are_handed_on():
     stages = [("performer", 0.5, {"num_features": 32, "seed": 5}), ("flurka_performer", 1.0)]
     assert hea.UptrainingSchedule(stages).stages[1].settings.entries[0].config.num_features == 32
     assert hea.UptrainingSchedule(stages).stages[1].settings.entries[0].config.seed == 5
-    # A table for all layers is no option of a FLuRKA.
+    # FLuRKA methods do not share parameters among layers.
     layers = hea.UptrainingSchedule([("linformer", 0.5, {"share": "layers"}), ("flurka_linear", 1.0)])
     assert layers.stages[1].settings.entries[0].config.share == "none"
 
@@ -149,8 +154,8 @@ def test_schedules_survive_json_and_copies():
     assert schedule.stages[2].settings.layers == (1,)
 
 
-def test_presets_have_the_papers_shares():
-    """Gupta et al. 2023, A.4."""
+def test_presets_have_the_shares_of_the_paper():
+    """Gupta et al. 2023, appendix A.4."""
 
     def shares(task, variant):
         return [(s.attention, s.end) for s in hea.uptraining_preset(task, variant).stages]
@@ -176,59 +181,59 @@ def stage(attention: str, **hyperparameters) -> Stage:
 
 
 @pytest.mark.parametrize("family", ["bert", "vit"])
-def test_the_tables_of_the_base_are_carried(family):
+def test_learned_parameters_of_the_base_are_carried_over(family):
     model = tiny_model(family)
     hea.convert(model, "linformer", projection_dim=8, share="none")
-    tables = learned_parameters(model)
-    assert len(tables) == 4
+    learned = learned_parameters(model)
+    assert len(learned) == 4
     with torch.no_grad():
-        for table in tables.values():
-            table.uniform_()
-    values = {name: table.clone() for name, table in tables.items()}
+        for projection in learned.values():
+            projection.uniform_()
+    values = {name: projection.clone() for name, projection in learned.items()}
     record = switch_stage(model, None, stage("flurka_performer", projection_dim=8), 7)
     after = learned_parameters(model)
-    assert sorted(record["carried"]) == sorted(after) == sorted(tables)
+    assert sorted(record["carried"]) == sorted(after) == sorted(learned)
     assert not record["started"] and not record["dropped"] and record["step"] == 7
-    assert all(after[name] is tables[name] and torch.equal(after[name], values[name]) for name in tables)
+    assert all(after[name] is learned[name] and torch.equal(after[name], values[name]) for name in learned)
 
 
-def test_a_table_shared_by_keys_and_values_becomes_two():
+def test_projection_shared_by_keys_and_values_becomes_two():
     model = tiny_model("bert")
     hea.convert(model, "linformer", projection_dim=8, share="kv")
     with torch.no_grad():
-        for table in learned_parameters(model).values():
-            table.uniform_()
+        for projection in learned_parameters(model).values():
+            projection.uniform_()
     record = switch_stage(model, None, stage("flurka_linear", projection_dim=8, share="none"), 0)
     assert len(record["carried"]) == 2 and all(name.endswith("value_projection") for name in record["started"])
-    tables = learned_parameters(model)
+    learned = learned_parameters(model)
     for name in record["carried"]:
-        other = tables[name.replace("key_projection", "value_projection")]
-        assert torch.equal(tables[name], other) and tables[name] is not other
+        other = learned[name.replace("key_projection", "value_projection")]
+        assert torch.equal(learned[name], other) and learned[name] is not other
 
 
-def test_tables_of_all_layers_become_one_each():
+def test_projection_shared_by_all_layers_becomes_one_per_layer():
     model = tiny_model("bert")
     hea.convert(model, "linformer", projection_dim=8, share="layers")
-    (table,) = learned_parameters(model).values()
+    (projection,) = learned_parameters(model).values()
     with torch.no_grad():
-        table.uniform_()
+        projection.uniform_()
     switch_stage(model, None, stage("linformer", projection_dim=8, share="kv"), 0)
     first, second = learned_parameters(model).values()
-    assert first is table and torch.equal(second, table) and second is not table
+    assert first is projection and torch.equal(second, projection) and second is not projection
 
 
-def test_another_size_starts_as_a_conversion_does():
+def test_parameters_of_another_size_start_as_in_a_conversion():
     model, fresh = tiny_model("bert"), tiny_model("bert")
     hea.convert(model, "linformer", projection_dim=8, share="none")
     record = switch_stage(model, None, stage("flurka_linear", projection_dim=16), 0)
     hea.convert(fresh, "flurka_linear", projection_dim=16)
     assert len(record["started"]) == len(record["dropped"]) == 4 and not record["carried"]
-    for name, table in learned_parameters(fresh).items():
-        assert torch.equal(table, learned_parameters(model)[name])
+    for name, projection in learned_parameters(fresh).items():
+        assert torch.equal(projection, learned_parameters(model)[name])
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_exact_to_any_method_and_back(method):
+def test_switch_from_exact_attention_to_any_method_and_back(method):
     model = tiny_model("bert")
     before = dict(model.named_parameters())
     first = stage(method, **SMALL[method])
@@ -239,14 +244,14 @@ def test_exact_to_any_method_and_back(method):
     assert list(after) == list(before) and all(after[name] is before[name] for name in before)
 
 
-def test_the_optimizer_follows(tmp_path):
-    """Shared parameters keep their state, gone ones are forgotten, new ones stand where a new optimizer has them."""
+def test_optimizer_follows_a_switch(tmp_path):
+    """Shared parameters keep their state, dropped ones disappear, and new ones are where a new optimizer has them."""
     model = classifier(**PLAIN)
     hea.convert(model, "linformer", projection_dim=8)
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, weight_decay=0.1, learning_rate=1e-2)
     optimizer = Trainer(model, arguments).create_optimizer()
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
-    batch = {"input_ids": torch.stack([row["input_ids"] for row in rows(4)]), "labels": torch.tensor([0, 1, 0, 1])}
+    batch = one_batch()
     for _ in range(3):
         model(**batch).loss.backward()
         optimizer.step(), scheduler.step(), optimizer.zero_grad()
@@ -262,18 +267,18 @@ def test_the_optimizer_follows(tmp_path):
         assert ours == theirs
         assert all(torch.equal(optimizer.state[query][k], v) for k, v in state.items())
         assert {id(p) for p in optimizer.state} <= set(names)
-        tables = learned_parameters(model)
-        assert set(record["started"]) == set(tables) and not any(p in optimizer.state for p in tables.values())
+        learned = learned_parameters(model)
+        assert set(record["started"]) == set(learned) and not any(p in optimizer.state for p in learned.values())
         assert scheduler.get_last_lr() == rate
-        # Learned tables are decayed, as other matrices are.
+        # Learned parameters have weight decay, as other matrices do.
         decayed = {id(p) for p in optimizer.param_groups[0]["params"]}
-        assert optimizer.param_groups[0]["weight_decay"] == 0.1 and all(id(p) in decayed for p in tables.values())
+        assert optimizer.param_groups[0]["weight_decay"] == 0.1 and all(id(p) in decayed for p in learned.values())
     model(**batch).loss.backward()
     optimizer.step(), scheduler.step()
 
 
-def test_groups_of_one_s_own_and_frozen_parameters():
-    """A new parameter joins the group of its own attention module's weights; what is frozen is in no group."""
+def test_custom_parameter_groups_and_frozen_parameters():
+    """A new parameter joins the group of its attention module's weights. Frozen parameters are in no group."""
     model = classifier(**PLAIN)
     layers = model.bert.encoder.layer
     model.bert.embeddings.requires_grad_(False)
@@ -281,18 +286,18 @@ def test_groups_of_one_s_own_and_frozen_parameters():
     optimizer = torch.optim.AdamW([{"params": model.classifier.parameters(), "lr": 1.0}, *groups])
     switch_stage(model, optimizer, stage("linformer", projection_dim=8), 0)
     for i, group in enumerate(optimizer.param_groups[1:]):
-        (table,) = layers[i].attention.self.learned_parameters.parameters()
-        assert sum(p is table for p in group["params"]) == 1 and group["lr"] == pytest.approx(0.1 * (i + 1))
+        (projection,) = layers[i].attention.self.learned_parameters.parameters()
+        assert sum(p is projection for p in group["params"]) == 1 and group["lr"] == pytest.approx(0.1 * (i + 1))
     assert sum(len(group["params"]) for group in optimizer.param_groups) == 2 + 2 * 17
 
 
-def test_a_loop_of_one_s_own():
+def test_custom_training_loop():
     stages = [("sdpa", 2), ("linformer", 4, {"projection_dim": 8}), ("flurka_linear", None)]
     schedule = hea.UptrainingSchedule(stages)
     model = classifier(**PLAIN)
     assert schedule.step(model, None, 0) is None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    batch = {"input_ids": torch.stack([row["input_ids"] for row in rows(4)]), "labels": torch.tensor([0, 1, 0, 1])}
+    batch = one_batch()
     made = []
     for step in range(6):
         made.append(schedule.step(model, optimizer, step))
@@ -303,7 +308,7 @@ def test_a_loop_of_one_s_own():
     assert int(optimizer.state[learned_parameters(model)[made[4]["carried"][0]]]["step"]) == 4
 
 
-def test_a_later_stage_that_cannot_be_is_refused_at_the_start():
+def test_impossible_later_stage_is_refused_at_the_start():
     schedule = hea.UptrainingSchedule([("linear", 0.5), ("linformer", 1.0)], total_steps=10)
     model = tiny_model("gpt2", head=True)
     with pytest.raises(hea.UnsupportedAttentionError, match="no causal form"):
@@ -314,15 +319,15 @@ def test_a_later_stage_that_cannot_be_is_refused_at_the_start():
 # The callback
 
 
-def test_the_callback_switches_and_says_so(tmp_path):
+def test_callback_switches_and_logs(tmp_path):
     seen = Seen()
     trainer = trainer_of(tmp_path, TWO, callbacks=[seen], weight_decay=0.1, save_strategy="steps", save_steps=1)
     trainer.train()
     assert seen.names == ["linformer"] * 2 + ["flurka_performer"] * 6
     assert switches(trainer) == [(2, "linformer", "flurka_performer")]
-    tables = [name for name in seen.states[3] if "learned_parameters" in name]
-    # The tables are the same parameters, so that their state counts on.
-    assert len(tables) == 4 and all(seen.states[5][name] == 5 for name in seen.states[5])
+    learned = [name for name in seen.states[3] if "learned_parameters" in name]
+    # The projections remain the same parameters, so their optimizer state continues.
+    assert len(learned) == 4 and all(seen.states[5][name] == 5 for name in seen.states[5])
     for step, method in ((1, "linformer"), (2, "linformer"), (3, "flurka_performer"), (8, "flurka_performer")):
         folder = tmp_path / f"checkpoint-{step}"
         assert json.loads((folder / "config.json").read_text())["attn_implementation"] == method
@@ -363,8 +368,8 @@ def test_new_parameters_are_trained(tmp_path):
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_the_ways_of_training(options, tmp_path):
-    """The same losses as plain training, to rounding, before and after a switch that drops and brings parameters."""
+def test_training_options(options, tmp_path):
+    """Losses equal those without the option, up to rounding, also after a switch that drops and adds parameters."""
     schedule = [
         ("linformer", 0.25, {"projection_dim": 8}),
         ("linear", 0.5),
@@ -373,7 +378,7 @@ def test_the_ways_of_training(options, tmp_path):
 
     def run(folder, **options):
         model = classifier(**PLAIN)
-        # Trainer divides by the number of accumulated batches only where the model's loss does not do it.
+        # Trainer divides by the number of accumulated batches only if the model's loss does not.
         model.accepts_loss_kwargs = False
         trainer = trainer_of(folder, schedule, model, adam_epsilon=1e-3, **options)
         trainer.train()
@@ -384,7 +389,7 @@ def test_the_ways_of_training(options, tmp_path):
     torch.testing.assert_close(run(tmp_path / "b", **options), run(tmp_path / "a"), rtol=0, atol=tolerance)
 
 
-def test_peft_lora_with_tables_that_are_saved(tmp_path):
+def test_peft_lora_with_saved_learned_parameters(tmp_path):
     peft = pytest.importorskip("peft")
     stages = [("linformer", 0.25, {"projection_dim": 8}), ("flurka_linear", 1.0)]
 
@@ -410,7 +415,7 @@ def test_peft_lora_with_tables_that_are_saved(tmp_path):
     assert all(torch.equal(p, trained[name]) for name, p in again.model.named_parameters())
 
 
-def test_peft_lora_without_tables(tmp_path):
+def test_peft_lora_without_learned_parameters(tmp_path):
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(classifier(), peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query", "value"]))
     trainer = trainer_of(tmp_path, [("sdpa", 2), ("performer", 4), ("kdeformer", None)], model)
@@ -419,20 +424,20 @@ def test_peft_lora_without_tables(tmp_path):
     assert all("lora" in name or "classifier" in name for name, p in model.named_parameters() if p.requires_grad)
 
 
-def test_the_best_model_is_of_its_own_stage(tmp_path):
-    """Weights alone do not tell the stages apart: the model of the best step comes back with that step's attention."""
+def test_best_model_is_in_its_own_stage(tmp_path):
+    """The best model gets the attention of its step, although the weights do not tell the stages apart."""
     arguments = TrainingArguments(
         str(tmp_path), max_steps=8, report_to="none", use_cpu=True, disable_tqdm=True, eval_strategy="steps",
         eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
         metric_for_best_model="eval_order", greater_is_better=False,
     )  # fmt: skip
     stages = [("linear", 0.5), ("performer", 1.0, {"num_features": 16})]
-    # By this metric the first evaluation is the best.
+    # With this metric the first evaluation is the best.
     trainer = Trainer(
         classifier(),
         arguments,
-        train_dataset=rows(),
-        eval_dataset=rows(8),
+        train_dataset=samples(),
+        eval_dataset=samples(8),
         compute_metrics=lambda prediction: {"order": float(trainer.state.global_step)},
         callbacks=[hea.UptrainingCallback(stages)],
     )
@@ -440,10 +445,10 @@ def test_the_best_model_is_of_its_own_stage(tmp_path):
     assert trainer.state.best_global_step == 2 and trainer.model.config._attn_implementation == "linear"
 
 
-def test_weights_under_older_names_are_resumed(tmp_path):
-    """Transformers saves ViT under the names that it had before version 5, which Trainer does not load again."""
+def test_weights_under_older_names_can_be_resumed(tmp_path):
+    """Transformers saves ViT under its names from before version 5, which Trainer cannot load."""
     generator = torch.Generator().manual_seed(1)
-    pictures = [{"pixel_values": torch.randn(3, 32, 32, generator=generator), "labels": i % 2} for i in range(16)]
+    images = [{"pixel_values": torch.randn(3, 32, 32, generator=generator), "labels": i % 2} for i in range(16)]
 
     def trained(resume=None):
         torch.manual_seed(0)
@@ -453,7 +458,7 @@ def test_weights_under_older_names_are_resumed(tmp_path):
         )  # fmt: skip
         model = tiny_class("vit", head=True)(tiny_config("vit"))
         stages = [("linformer", 3, {"projection_dim": 8}), ("linear", None)]
-        trainer = Trainer(model, arguments, train_dataset=pictures, callbacks=[hea.UptrainingCallback(stages)])
+        trainer = Trainer(model, arguments, train_dataset=images, callbacks=[hea.UptrainingCallback(stages)])
         trainer.train(resume_from_checkpoint=resume and str(tmp_path / resume))
         return trainer
 
@@ -464,7 +469,7 @@ def test_weights_under_older_names_are_resumed(tmp_path):
         assert all(torch.equal(p, dict(whole.model.named_parameters())[n]) for n, p in again.model.named_parameters())
 
 
-def test_a_model_of_a_later_stage_is_left_alone_until_training(tmp_path):
+def test_model_in_a_later_stage_switches_only_when_training_begins(tmp_path):
     model = hea.convert(classifier(), "flurka_performer", projection_dim=8, num_features=16)
     trainer = trainer_of(tmp_path, TWO, model)
     assert model.config._attn_implementation == "flurka_performer"
@@ -485,9 +490,9 @@ def translator():
     return transformers.EncoderDecoderModel(config=config)
 
 
-def test_the_encoder_of_a_translator(tmp_path):
-    """The paper up-trains the encoder alone (Gupta et al. 2023, A.3); the decoder stays exact."""
-    pairs = [{"input_ids": row["input_ids"], "labels": row["input_ids"].flip(0)} for row in rows(24)]
+def test_encoder_of_a_translation_model(tmp_path):
+    """The paper up-trains only the encoder (Gupta et al. 2023, appendix A.3). The decoder stays exact."""
+    pairs = [{"input_ids": sample["input_ids"], "labels": sample["input_ids"].flip(0)} for sample in samples(24)]
     schedule = hea.uptraining_preset("nmt", part="encoder", projection_dim=8, num_features=8)
     assert hea.UptrainingSchedule(json.loads(json.dumps(schedule.to_list()))) == schedule
 
@@ -540,10 +545,10 @@ def test_incomplete_checkpoints_are_renamed(tmp_path):
         content = path.read_bytes()
         path.write_bytes(content[: len(content) // 2])
         trainer_of(tmp_path, TWO, **options)
-        moved = tmp_path / "incomplete-checkpoint-8"
-        assert not (tmp_path / "checkpoint-8").exists() and (moved / name).stat().st_size == len(content) // 2
-        (moved / name).write_bytes(content)
-        moved.rename(tmp_path / "checkpoint-8")
+        renamed = tmp_path / "incomplete-checkpoint-8"
+        assert not (tmp_path / "checkpoint-8").exists() and (renamed / name).stat().st_size == len(content) // 2
+        (renamed / name).write_bytes(content)
+        renamed.rename(tmp_path / "checkpoint-8")
     (tmp_path / "checkpoint-8" / "trainer_state.json").unlink()
     again = trainer_of(tmp_path, TWO, **options)
     again.train(resume_from_checkpoint=True)

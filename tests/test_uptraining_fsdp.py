@@ -1,4 +1,4 @@
-"""Up-training with FSDP2 on two processes (gloo, CPU): the losses of one process; what it cannot do is refused."""
+"""Up-training with FSDP2 on two processes (gloo, CPU): same losses as one process, and refusals."""
 
 import json
 import os
@@ -17,7 +17,7 @@ import hf_efficient_attn as hea
 
 folder, batch, sharded = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "fsdp"
 generator = torch.Generator().manual_seed(1)
-rows = [{"input_ids": torch.randint(5, 60, (24,), generator=generator), "labels": i % 2} for i in range(32)]
+samples = [{"input_ids": torch.randint(5, 60, (24,), generator=generator), "labels": i % 2} for i in range(32)]
 
 
 def trainer(stages, resume=None):
@@ -31,7 +31,7 @@ def trainer(stages, resume=None):
     arguments = TrainingArguments(
         folder, max_steps=8, save_steps=4, logging_steps=1, report_to="none", use_cpu=True, disable_tqdm=True,
         per_device_train_batch_size=batch, learning_rate=1e-2, adam_epsilon=1e-3, weight_decay=0.1, **options)
-    return Trainer(model, arguments, train_dataset=rows, callbacks=[hea.UptrainingCallback(stages)])
+    return Trainer(model, arguments, train_dataset=samples, callbacks=[hea.UptrainingCallback(stages)])
 
 
 def show(trained):
@@ -49,10 +49,10 @@ if sharded:
     again = trainer(stages)
     again.train(resume_from_checkpoint=folder + "/checkpoint-4")
     show(again)
-    tables = [("linformer", 2, {"projection_dim": 8}), ("flurka_linear", None)]
-    trainer(tables).train()
+    learned = [("linformer", 2, {"projection_dim": 8}), ("flurka_linear", None)]
+    trainer(learned).train()
     try:
-        trainer([*tables[:1], ("linear", None)])
+        trainer([*learned[:1], ("linear", None)])
     except hea.UnsupportedAttentionError as error:
         if int(__import__("os").environ["RANK"]) == 0:
             print("REFUSED", error)

@@ -1,9 +1,9 @@
-"""Trainings with a schedule that are killed and resumed: the same, bit for bit, as those that were not killed.
+"""Resumption of killed trainings with a schedule: the result equals that of an uninterrupted training bit for bit.
 
-Processes really kill themselves (SIGKILL) at a given point, in steps of every stage and while a checkpoint is written
-or deleted, and are started again with `resume_from_checkpoint=True`; see uptraining_run.py, which they run. What is
-compared: the loss, gradient norm, learning rate and attention of every step, before the kill and after, the final
-weights, the state of the optimizer and of the random numbers, and the log with the switches.
+Processes kill themselves (SIGKILL) at a given point, in steps of every stage and while a checkpoint is written or
+deleted, and start again with `resume_from_checkpoint=True`. They run uptraining_run.py. The tests compare loss,
+gradient norm, learning rate and attention of every step before and after the kill, the final weights, the states of the
+optimizer and of the random number generators, and the log with the switches.
 """
 
 import json
@@ -26,8 +26,8 @@ import uptraining_run
 
 SCRIPT = pathlib.Path(uptraining_run.__file__)
 TWO = ("--batch", "2")
-ONE_KEPT = ("--set", '{"save_total_limit": 1}')  # which changes nothing in what comes out
-# Whole epochs: in the midst of one, Trainer does a step more when it goes on from its last checkpoint.
+ONE_KEPT = ("--set", '{"save_total_limit": 1}')  # does not affect the result
+# Whole epochs: within an epoch, Trainer does one step too many when it resumes from the last checkpoint.
 EPOCHS = ("--steps", "12")
 IN_A_STEP = ("begin", "forward", "backward", "optimized", "end")
 FILES = (
@@ -41,7 +41,7 @@ FILES = (
 
 
 class Trainings:
-    """Runs trainings in processes of their own."""
+    """Runs trainings in separate processes."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder
@@ -65,14 +65,14 @@ class Trainings:
         self.server.wait(timeout=10)
 
     def run(self, folder, case: str, *further: str, world: int = 1, seconds: float | None = None) -> list[int]:
-        """Exit statuses of the processes, minus the signal where one was killed."""
+        """Run a training; return the exit statuses of its processes, minus the signal for killed ones."""
         argv = ["--case", case, "--output", str(folder), *further]
         self.server.stdin.write(json.dumps([world, argv, seconds]) + "\n")
         self.server.stdin.flush()
         return json.loads(self.server.stdout.readline())
 
     def reference(self, case: str, *further: str, world: int = 1) -> pathlib.Path:
-        """Where the training is that was not killed."""
+        """Return the folder of the uninterrupted training."""
         key = (case, *further, world)
         if key not in self.references:
             folder = self.folder / f"reference-{len(self.references)}"
@@ -93,7 +93,7 @@ def output(folder: pathlib.Path) -> str:
 
 
 def steps(folder: pathlib.Path, rank: int = 0) -> list[dict]:
-    """All steps of all runs in a folder, one after the other."""
+    """The steps of all runs in a folder, in order."""
     path = folder / f"steps-{rank}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -106,8 +106,8 @@ def checkpoints(folder: pathlib.Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*checkpoint-*"))
 
 
-def last_whole(kill: str, every: int = 2) -> int:
-    """The step of the last checkpoint that is whole after a kill, where none is deleted."""
+def last_complete(kill: str, every: int = 2) -> int:
+    """The step of the last complete checkpoint after a kill, if none is deleted."""
     where, _, at = kill.partition("@")
     if where.startswith(("end", "torn", "before")):
         return (int(at) - 1) // every * every
@@ -115,11 +115,11 @@ def last_whole(kill: str, every: int = 2) -> int:
 
 
 def kill_and_resume(trainings, folder, case, *kills, further=(), also=(), world=1, rank=None, at=None) -> None:
-    """Kill a training, and each of its resumed runs, at `kills`; then the last one is as the one that was not killed.
+    """Kill a training and each of its resumed runs at `kills`; then compare the last run with the reference.
 
-    at: the step of the checkpoint that the last run goes on from. also: arguments that the other one need not have.
+    `at` is the step of the checkpoint that the last run resumes from. The arguments `also` do not affect the result.
     """
-    whole = trainings.reference(case, *further, world=world)
+    reference = trainings.reference(case, *further, world=world)
     further = (*further, *also)
     only = () if rank is None else ("--kill_rank", str(rank))
     for i, kill in enumerate(kills):
@@ -130,39 +130,39 @@ def kill_and_resume(trainings, folder, case, *kills, further=(), also=(), world=
     done = len(steps(folder))
     statuses = trainings.run(folder, case, *further, "--resume", world=world)
     assert statuses == [0] * world, output(folder)
-    assert steps(folder)[done]["step"] == 1 + (last_whole(kills[-1]) if at is None else at)
-    same_steps(folder, whole, world)
-    assert result(folder) == result(whole)
+    assert steps(folder)[done]["step"] == 1 + (last_complete(kills[-1]) if at is None else at)
+    same_steps(folder, reference, world)
+    assert result(folder) == result(reference)
 
 
-def same_steps(folder: pathlib.Path, whole: pathlib.Path, world: int = 1) -> None:
+def same_steps(folder: pathlib.Path, reference: pathlib.Path, world: int = 1) -> None:
     for rank in range(world):
-        expected = {step["step"]: step for step in steps(whole, rank)}
-        assert len(expected) == len(steps(whole, rank)) > 0
+        expected = {step["step"]: step for step in steps(reference, rank)}
+        assert len(expected) == len(steps(reference, rank)) > 0
         for step in steps(folder, rank):
             assert step == expected[step["step"]]
 
 
-def test_references_have_their_stages(trainings):
-    """What the others are compared with: attention by step, switches in the log, losses that a stage changes."""
+def test_references_follow_their_stages(trainings):
+    """The references themselves: attention of every step, switches in the log, losses that differ between stages."""
     expected = {
-        "tables": ["linformer"] * 4 + ["flurka_performer"] * 6,
+        "learned": ["linformer"] * 4 + ["flurka_performer"] * 6,
         "same": ["performer"] * 5 + ["linear"] * 5,
         "three": ["sdpa"] * 3 + ["kdeformer"] * 3 + ["linformer"] * 4,
     }
     for case, attention in expected.items():
-        whole = trainings.reference(case)
-        assert [step["attention"] for step in steps(whole)] == attention
-        log = result(whole)["log"]
+        reference = trainings.reference(case)
+        assert [step["attention"] for step in steps(reference)] == attention
+        log = result(reference)["log"]
         switches = [(x["step"], x["uptraining_from"], x["uptraining_stage"]) for x in log if "uptraining_stage" in x]
         assert switches == [
             (i, attention[i - 1], attention[i]) for i in range(1, 10) if attention[i] != attention[i - 1]
         ]
-        state = json.loads((whole / "checkpoint-10" / "trainer_state.json").read_text())
+        state = json.loads((reference / "checkpoint-10" / "trainer_state.json").read_text())
         assert [x for x in state["log_history"] if "uptraining_stage" in x] == [
             x for x in log if "uptraining_stage" in x
         ]
-        for path in whole.glob("checkpoint-*"):
+        for path in reference.glob("checkpoint-*"):
             config = json.loads((path / "config.json").read_text())
             name = attention[int(path.name.rpartition("-")[2]) - 1]
             assert config.get("attn_implementation", "sdpa") == name
@@ -176,16 +176,16 @@ def test_references_have_their_stages(trainings):
 @pytest.mark.parametrize(
     "kill", ["forward@3", "end@4", "begin@4", "backward@4", "torn:model.safetensors@4", "torn:rng_state.pth@8"]
 )
-def test_killed_around_a_switch_that_is_saved(trainings, tmp_path, kill):
-    """The table of the first stage goes on in the second, beside a new one; the last checkpoint is of the switch."""
-    kill_and_resume(trainings, tmp_path, "tables", kill)
+def test_kill_around_a_switch_at_a_checkpoint(trainings, tmp_path, kill):
+    """Learned parameters of the first stage continue in the second; the last checkpoint is that of the switch."""
+    kill_and_resume(trainings, tmp_path, "learned", kill)
 
 
 @pytest.mark.parametrize(
     "kill", ["substep@4", "forward@5", "begin@6", "before:rng_state.pth@6", "torn:trainer_state.json@6"]
 )
-def test_killed_where_weights_do_not_tell_the_stage(trainings, tmp_path, kill):
-    """The switch comes between two checkpoints, and with two batches a step."""
+def test_kill_where_weights_do_not_tell_the_stage(trainings, tmp_path, kill):
+    """The switch is between two checkpoints, and each step has two batches."""
     kill_and_resume(trainings, tmp_path, "same", kill)
 
 
@@ -196,8 +196,8 @@ def test_killed_where_weights_do_not_tell_the_stage(trainings, tmp_path, kill):
         (["begin@6", "torn:optimizer.pt@8", "deleted@4", "forward@8"], 8),
     ],
 )
-def test_killed_again_and_again(trainings, tmp_path, kills, at):
-    """Exact, KDEformer, Linformer, in bfloat16, and only the last two checkpoints are kept."""
+def test_repeated_kills(trainings, tmp_path, kills, at):
+    """Exact attention, KDEformer, Linformer in bfloat16, keeping only the last two checkpoints."""
     kill_and_resume(trainings, tmp_path, "three", *kills, at=at)
 
 
@@ -210,14 +210,14 @@ def random_kills(case: str, number: int, seed: int) -> list[str]:
 
 
 @pytest.mark.parametrize("case", uptraining_run.CASES)
-def test_killed_at_random(trainings, tmp_path, case):
+def test_kill_at_random_points(trainings, tmp_path, case):
     for i, kill in enumerate(random_kills(case, 2, 0)):
         kill_and_resume(trainings, tmp_path / str(i), case, kill)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", uptraining_run.CASES)
-def test_killed_at_many_random_points(trainings, tmp_path, case):
+def test_kill_at_many_random_points(trainings, tmp_path, case):
     for i, kill in enumerate(random_kills(case, 25, 1)):
         kill_and_resume(trainings, tmp_path / str(i), case, kill)
         shutil.rmtree(tmp_path / str(i))
@@ -227,67 +227,66 @@ def test_killed_at_many_random_points(trainings, tmp_path, case):
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("case", uptraining_run.CASES)
 @pytest.mark.parametrize("further", [(), ONE_KEPT], ids=["all", "one"])
-def test_killed_from_outside_until_it_is_done(trainings, tmp_path, case, world, further):
-    """Killed at any moment, the processes together, with a little more time in every run, until one gets to the end."""
+def test_kill_from_outside_until_training_ends(trainings, tmp_path, case, world, further):
+    """All processes are killed at any moment, with a little more time in every run, until a run reaches the end."""
     given = (*EPOCHS, *(TWO if world == 2 else ()))
-    whole = trainings.reference(case, *given, world=world)
+    reference = trainings.reference(case, *given, world=world)
     further = (*further, *given)
     draw = random.Random(f"{case} {world} {further}")
     kills = 0
     begin = time.monotonic()
     assert trainings.run(tmp_path / "timed", case, *further, world=world) == [0] * world
-    whole_run = time.monotonic() - begin
+    duration = time.monotonic() - begin
     for repeat in range(30):
         if kills >= 6:
             break
         folder = tmp_path / str(repeat)
         for i in range(100):
-            there = sorted((int(x.rpartition("-")[2]) for x in checkpoints(folder) if x[0] == "c"), reverse=True)
+            saved = sorted((int(x.rpartition("-")[2]) for x in checkpoints(folder) if x[0] == "c"), reverse=True)
             done = len(steps(folder))
-            again = ("--resume",) if there else ()
-            seconds = 1.05**i * draw.uniform(0.3, 0.8) * whole_run
+            again = ("--resume",) if saved else ()
+            seconds = 1.05**i * draw.uniform(0.3, 0.8) * duration
             statuses = trainings.run(folder, case, *further, *again, world=world, seconds=seconds)
             if not any(statuses):
                 break
             if -signal.SIGKILL not in statuses:
-                assert "No valid checkpoint found" in output(folder) and len(there) == 1, output(folder)
+                assert "No valid checkpoint found" in output(folder) and len(saved) == 1, output(folder)
             kills += -signal.SIGKILL in statuses
             new = steps(folder)[done:]
-            if new and there:
-                assert new[0]["step"] - 1 in there[:2]
-        same_steps(folder, whole, world)
-        assert [result(folder)[key] == result(whole)[key] for key in ("log", "weights")] == [True, True]
+            if new and saved:
+                assert new[0]["step"] - 1 in saved[:2]
+        same_steps(folder, reference, world)
+        assert [result(folder)[key] == result(reference)[key] for key in ("log", "weights")] == [True, True]
     assert kills >= 6
 
 
-def test_a_process_that_knows_nothing_of_the_first(trainings, tmp_path):
-    """A new interpreter."""
-    whole = trainings.reference("three")
+def test_resumption_in_a_new_interpreter(trainings, tmp_path):
+    reference = trainings.reference("three")
     assert trainings.run(tmp_path, "three", "--kill", "backward@7") == [-signal.SIGKILL]
     command = [sys.executable, str(SCRIPT), "--case", "three", "--output", str(tmp_path), "--resume"]
     subprocess.run([*command], check=True, env=trainings.environment, capture_output=True, timeout=120)
-    same_steps(tmp_path, whole)
+    same_steps(tmp_path, reference)
     assert [step["step"] for step in steps(tmp_path)] == [*range(1, 8), *range(7, 11)]
-    assert result(tmp_path) == result(whole)
+    assert result(tmp_path) == result(reference)
 
 
-def test_callbacks_made_from_the_record(trainings, tmp_path):
+def test_callbacks_restored_from_the_checkpoint(trainings, tmp_path):
     also = ("--set", '{"restore_callback_states_from_checkpoint": true}')
-    kill_and_resume(trainings, tmp_path, "tables", "forward@5", also=also)
+    kill_and_resume(trainings, tmp_path, "learned", "forward@5", also=also)
 
 
-def test_nothing_whole_is_deleted_and_nothing_torn_resumed(trainings, tmp_path):
-    """Killed in the first save, no checkpoint is whole: Trainer says so, and a new start in the folder does."""
-    assert trainings.run(tmp_path, "tables", "--kill", "torn:optimizer.pt@2") == [-signal.SIGKILL]
+def test_incomplete_checkpoints_are_neither_deleted_nor_resumed(trainings, tmp_path):
+    """A kill in the first save leaves no complete checkpoint: Trainer reports that, and a new start works."""
+    assert trainings.run(tmp_path, "learned", "--kill", "torn:optimizer.pt@2") == [-signal.SIGKILL]
     torn = (tmp_path / "checkpoint-2" / "optimizer.pt").read_bytes()
-    assert trainings.run(tmp_path, "tables", "--resume") == [1]
+    assert trainings.run(tmp_path, "learned", "--resume") == [1]
     assert re.search("No valid checkpoint found", output(tmp_path))
     assert checkpoints(tmp_path) == ["incomplete-checkpoint-2"]
     assert (tmp_path / "incomplete-checkpoint-2" / "optimizer.pt").read_bytes() == torn
-    assert trainings.run(tmp_path, "tables", "--kill", "torn:optimizer.pt@2") == [-signal.SIGKILL]
-    assert trainings.run(tmp_path, "tables") == [0], output(tmp_path)
+    assert trainings.run(tmp_path, "learned", "--kill", "torn:optimizer.pt@2") == [-signal.SIGKILL]
+    assert trainings.run(tmp_path, "learned") == [0], output(tmp_path)
     assert {"incomplete-checkpoint-2", "incomplete-checkpoint-2-2"} < set(checkpoints(tmp_path))
-    assert result(tmp_path) == result(trainings.reference("tables"))
+    assert result(tmp_path) == result(trainings.reference("learned"))
 
 
 @pytest.mark.parametrize(
@@ -297,51 +296,51 @@ def test_nothing_whole_is_deleted_and_nothing_torn_resumed(trainings, tmp_path):
         (["deleted:optimizer.pt@2", "torn:trainer_state.json@6"], 4),
     ],
 )
-def test_the_only_checkpoint_survives(trainings, tmp_path, kills, at):
-    kill_and_resume(trainings, tmp_path, "tables", *kills, also=ONE_KEPT, at=at)
+def test_only_checkpoint_survives(trainings, tmp_path, kills, at):
+    kill_and_resume(trainings, tmp_path, "learned", *kills, also=ONE_KEPT, at=at)
 
 
-def test_resumed_after_the_last_step(trainings, tmp_path):
-    """Killed when the last checkpoint is there, and the training is not yet said to be over."""
-    whole = trainings.reference("tables", *EPOCHS)
-    assert trainings.run(tmp_path, "tables", *EPOCHS, "--kill", "saved@12") == [-signal.SIGKILL]
+def test_resumption_after_the_last_step(trainings, tmp_path):
+    """A kill after the last checkpoint was saved, but before training ended."""
+    reference = trainings.reference("learned", *EPOCHS)
+    assert trainings.run(tmp_path, "learned", *EPOCHS, "--kill", "saved@12") == [-signal.SIGKILL]
     for _ in range(2):
-        assert trainings.run(tmp_path, "tables", *EPOCHS, "--resume") == [0], output(tmp_path)
+        assert trainings.run(tmp_path, "learned", *EPOCHS, "--resume") == [0], output(tmp_path)
         assert len(steps(tmp_path)) == 12
         for key in ("log", "attention", "weights", "optimizer"):
-            assert result(tmp_path)[key] == result(whole)[key]
+            assert result(tmp_path)[key] == result(reference)[key]
 
 
-def test_gone_on_from_a_checkpoint_without_the_callback(trainings, tmp_path):
+def test_resumption_from_a_checkpoint_without_the_callback(trainings, tmp_path):
     stages = ("--stages", "sdpa:4", "kdeformer,block_size=8,num_samples=8:7", "linformer,projection_dim=8:end")
-    assert trainings.run(tmp_path, "tables", "--plain", "--kill", "forward@5") == [-signal.SIGKILL]
-    assert trainings.run(tmp_path, "tables", *stages, "--resume") == [0], output(tmp_path)
-    whole = trainings.reference("tables", *stages)
-    assert result(tmp_path) == result(whole)
+    assert trainings.run(tmp_path, "learned", "--plain", "--kill", "forward@5") == [-signal.SIGKILL]
+    assert trainings.run(tmp_path, "learned", *stages, "--resume") == [0], output(tmp_path)
+    reference = trainings.reference("learned", *stages)
+    assert result(tmp_path) == result(reference)
     same = [step for step in steps(tmp_path) if step["attention"] != "sdpa"]
-    assert same == steps(whole)[4:]
+    assert same == steps(reference)[4:]
 
 
 @pytest.mark.parametrize(
     ("case", "kill", "rank", "also", "at"),
     [
-        ("tables", "forward@5", None, (), 4),
-        ("tables", "begin@4", 1, (), 4),
-        # Its partner has all that it has to write, and may not delete the older checkpoint.
-        ("tables", "before:rng_state_1.pth@6", 1, ONE_KEPT, 4),
+        ("learned", "forward@5", None, (), 4),
+        ("learned", "begin@4", 1, (), 4),
+        # The other process has written all its files, but must not delete the older checkpoint.
+        ("learned", "before:rng_state_1.pth@6", 1, ONE_KEPT, 4),
         ("same", "substep@5", 0, (), 4),
         ("three", "deleted@2", 0, (), 6),
     ],
 )
 def test_two_processes(trainings, tmp_path, case, kill, rank, also, at):
-    """Both are killed, or one, and the other ends since its partner is gone or as a launcher ends it."""
+    """Both processes are killed, or one; the other then fails or is ended as by a launcher."""
     kill_and_resume(trainings, tmp_path, case, kill, further=TWO, also=also, world=2, rank=rank, at=at)
 
 
-@pytest.mark.parametrize("case", ["tables", "same"])
-def test_two_processes_do_what_one_does(trainings, case):
-    """With the same global batch and without dropout, to rounding. (Of 22 rows some would be twice in an epoch.)"""
-    further = ("--dropout", "0", "--rows", "24")
+@pytest.mark.parametrize("case", ["learned", "same"])
+def test_two_processes_equal_one(trainings, case):
+    """With the same global batch, without dropout, up to rounding. (22 samples would not divide evenly.)"""
+    further = ("--dropout", "0", "--samples", "24")
     one = steps(trainings.reference(case, *further))
     for rank in range(2):
         two = steps(trainings.reference(case, *further, *TWO, world=2), rank)
@@ -351,11 +350,11 @@ def test_two_processes_do_what_one_does(trainings, case):
 
 
 @pytest.mark.slow
-def test_under_a_launcher(trainings, tmp_path):
-    """`torch.distributed.run` starts both processes, and ends the second when the first was killed."""
-    whole = trainings.reference("tables", *TWO, world=2)
+def test_launcher(trainings, tmp_path):
+    """`torch.distributed.run` starts both processes, and ends the second when the first is killed."""
+    reference = trainings.reference("learned", *TWO, world=2)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += [str(SCRIPT), "--case", "tables", "--output", str(tmp_path), *TWO]
+    command += [str(SCRIPT), "--case", "learned", "--output", str(tmp_path), *TWO]
     for further in (["backward@5"], ["torn:trainer_state.json@8", "--resume"], []):
         again = ["--kill", *further, "--kill_rank", "0"] if further else ["--resume"]
         launcher = subprocess.Popen(
@@ -368,23 +367,23 @@ def test_under_a_launcher(trainings, tmp_path):
                 os.killpg(launcher.pid, signal.SIGKILL)
         assert bool(launcher.returncode) == bool(further), errors[-3000:]
         assert not further or "Signal 9 (SIGKILL)" in errors
-    same_steps(tmp_path, whole, 2)
+    same_steps(tmp_path, reference, 2)
     assert [step["step"] for step in steps(tmp_path)] == [*range(1, 6), *range(5, 9), *range(7, 11)]
-    assert result(tmp_path) == result(whole)
+    assert result(tmp_path) == result(reference)
 
 
 @pytest.mark.parametrize(
     ("case", "best", "every", "expected", "attention"),
     [
-        ("tables", 4, 2, 4, "linformer"),
+        ("learned", 4, 2, 4, "linformer"),
         ("same", 4, 2, 4, "performer"),
         ("three", 2, 2, 2, "sdpa"),
-        # The best step was not saved, and is of a later stage than the best one that was.
-        ("tables", 5, 4, 4, "linformer"),
+        # The best step was not saved, and it is in a later stage than the best saved one.
+        ("learned", 5, 4, 4, "linformer"),
         ("same", 6, 4, 4, "performer"),
     ],
 )
-def test_the_best_model_is_of_its_own_stage(trainings, case, best, every, expected, attention):
+def test_best_model_is_in_its_own_stage(trainings, case, best, every, expected, attention):
     folder = trainings.reference(case, "--best", str(best), *(() if every == 2 else ("--save_steps", str(every))))
     assert result(folder)["best"] == f"checkpoint-{expected}"
     saved, final = folder / f"checkpoint-{expected}", folder / "final"
@@ -398,40 +397,50 @@ def test_the_best_model_is_of_its_own_stage(trainings, case, best, every, expect
     ("kill", "at"),
     [("forward@7", 6), ("deleted:trainer_state.json@10", 4), ("deleted:optimizer.pt@10", 4)],
 )
-def test_the_best_model_after_a_kill(trainings, tmp_path, kill, at):
-    """Only the best checkpoint and the last are kept, and at the end the best."""
-    kill_and_resume(trainings, tmp_path, "tables", kill, further=("--best", "4"), also=ONE_KEPT, at=at)
+def test_best_model_after_a_kill(trainings, tmp_path, kill, at):
+    """Only the best and the last checkpoint are kept, and the best model is loaded at the end."""
+    kill_and_resume(trainings, tmp_path, "learned", kill, further=("--best", "4"), also=ONE_KEPT, at=at)
 
 
-def test_other_stages_are_refused_in_a_sentence(trainings, tmp_path):
+def test_other_stages_are_refused_with_the_reason(trainings, tmp_path):
     shared = tmp_path / "shared"
-    assert trainings.run(shared, "tables", "--kill", "forward@6") == [-signal.SIGKILL]
+    assert trainings.run(shared, "learned", "--kill", "forward@6") == [-signal.SIGKILL]
     assert trainings.run(tmp_path / "same", "same", "--kill", "forward@6") == [-signal.SIGKILL]
     first, second = "linformer,projection_dim=8", "flurka_performer,num_features=8,share=none"
     for folder, stages, further, message in [
-        # The stage under way should have been over, or not yet begun.
+        # By the new stages, the current stage would have ended before, or would not have begun.
         (shared, [f"{first}:0.9", f"{second}:1.0"], (), r"6 steps with the stages linformer to step 4, .* to step 9, "),
-        (shared, [f"{first}:0.2", f"{second}:1.0"], (), "they are now linformer to step 2, flurka_performer to step 1"),
-        (shared, [f"{first}:0.4", f"{second}:1.0"], ("--steps", "30"), r"they are now linformer to step 12, .* in all"),
+        (shared, [f"{first}:0.2", f"{second}:1.0"], (), "now they are linformer to step 2, flurka_performer to step 1"),
+        (
+            shared,
+            [f"{first}:0.4", f"{second}:1.0"],
+            ("--steps", "30"),
+            "now they are linformer to step 12, .* total number",
+        ),
         (shared, [f"{first}:4", "performer:end"], (), "learned_parameters.* none of the stages linformer, performer l"),
-        (shared, [f"{first}6:4", f"{second}:end"], (), r"of shape \(8, 64\), and none of the stages linformer, flurka"),
-        (tmp_path / "same", ["linear:5", "performer:end"], (), "performer to step 5, .* they are now linear to step 5"),
+        (
+            shared,
+            [f"{first}6:4", f"{second}:end"],
+            (),
+            r"of shape \(8, 64\), which none of the stages linformer, f",
+        ),
+        (tmp_path / "same", ["linear:5", "performer:end"], (), "performer to step 5, .* now they are linear to step 5"),
         (tmp_path / "same", ["performer,num_features=4:5", "linear:end"], (), "linear to step 10 with other hyperpar"),
     ]:
         before = checkpoints(folder), steps(folder)
-        case = "same" if folder.name == "same" else "tables"
+        case = "same" if folder.name == "same" else "learned"
         assert trainings.run(folder, case, "--resume", "--stages", *stages, *further) == [1]
         last = output(folder).strip().splitlines()[-1]
         assert last.startswith("hf_efficient_attn.errors.UnsupportedAttentionError: ") and re.search(message, last)
         assert (checkpoints(folder), steps(folder)) == before
-    # A stage to come may end elsewhere, or be another.
+    # Later stages may end elsewhere, or be replaced.
     stages = ("--stages", f"{first}:4", f"{second}:8", "flurka_linear,share=none:end")
-    assert trainings.run(shared, "tables", "--resume", *stages) == [0], output(shared)
+    assert trainings.run(shared, "learned", "--resume", *stages) == [0], output(shared)
     assert [step["attention"] for step in steps(shared)][-3:] == ["flurka_performer", "flurka_linear", "flurka_linear"]
 
 
-def test_a_callback_in_another_trainer(tmp_path):
-    """It puts the model of that one into the checkpoint's stage."""
+def test_callback_in_another_trainer(tmp_path):
+    """The callback switches the model of the second Trainer to the stage of the checkpoint."""
     stages = [("linformer", 2, {"projection_dim": 8}), ("kdeformer", None, uptraining_run.KDEFORMER)]
     callback = hea.UptrainingCallback(stages)
     arguments = transformers.TrainingArguments(
@@ -443,7 +452,7 @@ def test_a_callback_in_another_trainer(tmp_path):
         trainer = transformers.Trainer(
             uptraining_run.make_model("bert"),
             arguments,
-            train_dataset=uptraining_run.make_rows("bert", 22, 0),
+            train_dataset=uptraining_run.make_samples("bert", 22, 0),
             callbacks=[callback],
         )
         trainer.train(resume_from_checkpoint=resume)

@@ -1,14 +1,14 @@
-"""A tiny up-training that can be killed at any point, for test_uptraining_resume.py.
+"""A small up-training that can be killed at any point, for test_uptraining_resume.py.
 
-    python tests/uptraining_run.py --case tables --output FOLDER [--resume] [--kill forward@5]
+    python tests/uptraining_run.py --case learned --output FOLDER [--resume] [--kill forward@5]
     python tests/uptraining_run.py --serve
 
-Each process writes the losses of its steps to `FOLDER/steps-RANK.jsonl` as it goes, and the first one at the end to
-`FOLDER/result.json` what must be the same however often it was killed.
+Each process appends the losses of its steps to `FOLDER/steps-RANK.jsonl`. At the end the first process writes to
+`FOLDER/result.json` what must not depend on kills.
 
-With --serve it reads lines of JSON, [how many processes, arguments, seconds until they are killed or null], and runs
-each in processes of their own: forks, which need not import Transformers again, and are killed as really as any other.
-It answers with their exit statuses.
+With --serve it reads lines of JSON, [number of processes, arguments, seconds until they are killed or null], and runs
+each line in new processes. They are forks, so they do not import Transformers again. The answer to each line is the
+list of exit statuses.
 """
 
 import argparse
@@ -31,7 +31,7 @@ import tqdm.auto
 import transformers
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments, trainer_callback
-from transformers.models.bert import modeling_bert  # noqa: F401 (imported before the forks)
+from transformers.models.bert import modeling_bert  # noqa: F401 (imported once, before the forks)
 from transformers.models.gpt2 import modeling_gpt2  # noqa: F401
 
 import hf_efficient_attn as hea
@@ -40,15 +40,15 @@ import hf_efficient_attn.training.callback
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 TEXT = {"vocab_size": 60, "max_position_embeddings": 64, "pad_token_id": 1}
 KDEFORMER = {"block_size": 8, "num_samples": 8}
-# What is trained, stages whose ends are of ten steps, and arguments of Trainer. Dropout is on everywhere.
+# Model, stages (of ten steps in all), and arguments of Trainer. All cases use dropout.
 CASES = {
-    # The table of the first stage goes on in the second, beside a new one.
-    "tables": (
+    # The second stage keeps the learned parameters of the first and adds others.
+    "learned": (
         "bert",
         [("linformer", 0.4, {"projection_dim": 8}), ("flurka_performer", 1.0, {"num_features": 8, "share": "none"})],
         {},
     ),
-    # Both stages learn nothing, so that weights do not tell which is in force.
+    # Neither stage learns parameters, so the weights do not tell the stage.
     "same": ("gpt2", [("performer", 5, {"num_features": 8}), ("linear", None)], {"gradient_accumulation_steps": 2}),
     "three": (
         "bert",
@@ -71,18 +71,18 @@ def make_model(family: str, dropout: float = 0.1) -> nn.Module:
     return transformers.BertForSequenceClassification(config)
 
 
-def make_rows(family: str, number: int, seed: int) -> list[dict[str, torch.Tensor]]:
-    """Random texts, every third padded; a text's class is its first token's."""
+def make_samples(family: str, number: int, seed: int) -> list[dict[str, torch.Tensor]]:
+    """Random texts, every third with padding. The class of a text follows from its first token."""
     generator = torch.Generator().manual_seed(seed)
-    rows = []
+    samples = []
     for i in range(number):
         tokens = torch.randint(5, 60, (40,), generator=generator)
         mask = torch.ones(40, dtype=torch.int64)
         if i % 3 == 2:
             mask[27:] = 0
         labels = tokens.masked_fill(mask == 0, -100) if family == "gpt2" else tokens[0] % 3
-        rows.append({"input_ids": tokens, "attention_mask": mask, "labels": labels})
-    return rows
+        samples.append({"input_ids": tokens, "attention_mask": mask, "labels": labels})
+    return samples
 
 
 def die() -> None:
@@ -91,12 +91,13 @@ def die() -> None:
 
 
 class Killer(TrainerCallback):
-    """Kills the process at `where`, when `at` steps are done.
+    """Kills the process at a point "WHERE@STEP", when STEP steps are done. WHERE is one of
 
-    begin, forward, substep (between two batches of a step), backward (before the optimizer's step), optimized, end: in
-    a step; torn:FILE and before:FILE: while a file of that step's checkpoint is written, half of it being there, or
-    none; saved: when all of it is; deleted:FILE: while that step's checkpoint is deleted, FILE being gone; deleted:
-    half of it being gone.
+    - begin, forward, substep (between two batches of a step), backward (before the optimizer's step), optimized, end:
+      in a step;
+    - torn:FILE or before:FILE: while the checkpoint is saved, after half of FILE is written or before any of it is;
+    - saved: after the checkpoint is saved;
+    - deleted:FILE or deleted: while the checkpoint is deleted, after FILE or half of the files are gone.
     """
 
     def __init__(self, point: str, model: nn.Module) -> None:
@@ -133,7 +134,7 @@ class Killer(TrainerCallback):
         self.reach("saved")
 
     def _patch(self) -> None:
-        """Replace what writes and deletes the files of checkpoints."""
+        """Replace the functions that write and delete files of checkpoints."""
 
         def writing(write, path_of):
             def killed(*given, **options):
@@ -155,8 +156,8 @@ class Killer(TrainerCallback):
 
         def deleting(path, *given, **options):
             if self.what == "deleted" and pathlib.Path(path).name == f"checkpoint-{self.at}":
-                there = sorted(pathlib.Path(path).iterdir())
-                for file in there[: len(there) // 2] if not self.file else [pathlib.Path(path, self.file)]:
+                files = sorted(pathlib.Path(path).iterdir())
+                for file in files[: len(files) // 2] if not self.file else [pathlib.Path(path, self.file)]:
                     file.unlink()
                 die()
             rmtree(path, *given, **options)
@@ -164,8 +165,8 @@ class Killer(TrainerCallback):
         shutil.rmtree = deleting
 
 
-class Diary(TrainerCallback):
-    """Writes every logged step to a file at once, with the attention that stood in the model."""
+class StepLog(TrainerCallback):
+    """Appends every logged step to a file immediately, with the model's attention."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self.path = path
@@ -182,7 +183,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def digests(optimizer) -> list:
-    """The optimizer's state, by group and place, as a checkpoint holds it."""
+    """The optimizer's state by group and index, as a checkpoint stores it."""
     state = optimizer.state_dict()
     groups = [{k: v for k, v in group.items() if not callable(v)} for group in state["param_groups"]]
     values = [[i, key, digest(v.reshape(-1).float())] for i, s in state["state"].items() for key, v in s.items()]
@@ -193,18 +194,20 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("--case", choices=CASES)
     parser.add_argument("--output", type=pathlib.Path)
-    parser.add_argument("--stages", nargs="*", help="of UptrainingSchedule.parse; those of the case otherwise")
-    parser.add_argument("--plain", action="store_true", help="without UptrainingCallback")
+    parser.add_argument("--stages", nargs="*", help="as in UptrainingSchedule.parse; default: those of the case")
+    parser.add_argument("--plain", action="store_true", help="train without UptrainingCallback")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--save_steps", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=4, help="rows in one batch of one process")
-    parser.add_argument("--rows", type=int, default=22, help="of data")
+    parser.add_argument("--batch", type=int, default=4, help="samples per batch and process")
+    parser.add_argument("--samples", type=int, default=22, help="size of the data set")
     parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--resume", nargs="?", const=True, default=None, help="from the last checkpoint, or a folder")
-    parser.add_argument("--kill", help="WHERE@STEP, see Killer")
-    parser.add_argument("--kill_rank", type=int, help="only this process")
-    parser.add_argument("--set", action="append", default=[], help="further arguments of Trainer as JSON")
-    parser.add_argument("--best", type=int, help="every step is evaluated, and this one is the best of all so far")
+    parser.add_argument(
+        "--resume", nargs="?", const=True, default=None, help="from the last checkpoint, or from a folder"
+    )
+    parser.add_argument("--kill", help="WHERE@STEP as in Killer")
+    parser.add_argument("--kill_rank", type=int, help="kill only this process")
+    parser.add_argument("--set", action="append", default=[], help="more arguments of Trainer, as JSON")
+    parser.add_argument("--best", type=int, help="evaluate every step, with this one as the best")
     parser.add_argument("--serve", action="store_true")
     return parser
 
@@ -238,8 +241,8 @@ def train(given: argparse.Namespace) -> None:
     callbacks = [] if given.plain else [hea.UptrainingCallback(schedule)]
     if given.kill and given.kill_rank in (None, rank):
         callbacks.append(Killer(given.kill, model))
-    callbacks.append(Diary(given.output / f"steps-{rank}.jsonl"))
-    rows = make_rows(family, given.rows, 0)
+    callbacks.append(StepLog(given.output / f"steps-{rank}.jsonl"))
+    samples = make_samples(family, given.samples, 0)
 
     def score(prediction) -> dict[str, float]:
         step = trainer.state.global_step
@@ -248,12 +251,12 @@ def train(given: argparse.Namespace) -> None:
     trainer = Trainer(
         model,
         args,
-        train_dataset=rows,
-        eval_dataset=make_rows(family, 8, 1),
+        train_dataset=samples,
+        eval_dataset=make_samples(family, 8, 1),
         compute_metrics=score if given.best else None,
         callbacks=callbacks,
     )
-    # Its loss is a mean, which Trainer would otherwise take for a part of a sum over all processes.
+    # BERT's loss is a mean. By default Trainer would treat it as a part of a sum over all processes.
     trainer.model_accepts_loss_kwargs = family == "gpt2"
     trainer.train(resume_from_checkpoint=given.resume)
     trainer.save_model(str(given.output / "final"))
@@ -272,7 +275,7 @@ def train(given: argparse.Namespace) -> None:
 
 
 def start(argv: list[str], rank: int, world: int, port: int) -> int:
-    """Fork a process that trains; its output goes to `OUTPUT/output-RANK.txt`."""
+    """Fork a process that trains and writes its output to `OUTPUT/output-RANK.txt`."""
     pid = os.fork()
     if pid:
         return pid
@@ -288,7 +291,7 @@ def start(argv: list[str], rank: int, world: int, port: int) -> int:
             os.environ.update(LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         train(given)
         code = 0
-    except BaseException:  # noqa: BLE001 (a fork must not go on as its parent)
+    except BaseException:  # noqa: BLE001 (a fork must not continue as its parent)
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -297,7 +300,7 @@ def start(argv: list[str], rank: int, world: int, port: int) -> int:
 
 
 def wait(pids: list[int], seconds: float | None) -> list[int]:
-    """Their exit statuses, minus the signal if killed; as launchers do, end all when one fails."""
+    """Exit statuses, minus the signal for killed processes. Like a launcher, ends all processes if one fails."""
     statuses: dict[int, int] = {}
     begin = time.monotonic()
     while len(statuses) < len(pids):
@@ -316,11 +319,11 @@ def wait(pids: list[int], seconds: float | None) -> list[int]:
 
 
 def serve() -> None:
-    # The locks of progress bars are shared with forks otherwise, and one that was killed keeps them for ever.
+    # Forks would share the locks of progress bars, and a killed process never releases them.
     for bar in (tqdm.tqdm, tqdm.auto.tqdm):
         bar.set_lock(threading.RLock())
     with tempfile.TemporaryDirectory() as folder:
-        # What the first save makes once for all, and is a third of a run's time.
+        # The first save does one-time work that takes a third of a run's time.
         make_model("bert").save_pretrained(folder)
     gc.collect()
     gc.freeze()

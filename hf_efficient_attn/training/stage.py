@@ -86,6 +86,7 @@ def _make_stage(given: Any, before: Stage | None) -> Stage:
     if isinstance(attention, EfficientAttentionConfig):
         if values:
             raise UnsupportedAttentionError("set the hyperparameters in the EfficientAttentionConfig of the stage")
+        assert isinstance(attention.method, str)  # the config resolves method configs to names
         return Stage(attention.method, end, attention)
     layers = values.pop("layers", None)
     if isinstance(attention, MethodConfig):
