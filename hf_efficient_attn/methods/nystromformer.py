@@ -1,48 +1,49 @@
 """Nystromformer (Xiong et al., AAAI 2021): the softmax matrix from its rows and columns at a few landmarks.
 
-Which equation is which line:
+How the paper's equations correspond to the code:
 
-- Eq. 16: landmarks are means of segments, Q~ of the queries and K~ of the keys (`ops.landmarks.segment_means`).
-- Eq. 13 and 15: out = F Z B V with F = softmax(Q K~^T), A = softmax(Q~ K~^T), B = softmax(Q~ K^T), Z the pseudo-inverse
-  of A. Read from the right, so that no product is larger than the sequence: B V, then W = Z (B V), then F W.
-- Eq. 14: Z by six steps of the third-order iteration (`ops.pinv.iterative_pinv`).
-- Skip connection of Figure 4: a depth-wise convolution over the tokens of V, one kernel per head, is added.
+- Eq. 16: landmarks are means of segments of tokens, Q~ of the queries and K~ of the keys (`segment_means`).
+- Eq. 13 and 15: out = F Z B V with F = softmax(Q K~^T), A = softmax(Q~ K~^T), B = softmax(Q~ K^T) and Z the
+  pseudo-inverse of A. The product is computed from the right, B V, W = Z (B V), F W, so no factor is larger than the
+  sequence.
+- Eq. 14: Z by six steps of the third-order iteration (`iterative_pinv`).
+- Figure 4, skip connection: a depth-wise convolution over the tokens of V, with one kernel per head, is added.
 
-Departures from the paper, each of which gives the same where its own case holds:
+Departures from the paper. Where the paper's assumptions hold, the result is the same:
 
-- The paper assumes that n is divisible by the number of landmarks. Here the first n mod L segments have one token more;
-  segments count the tokens that are there, and where these are fewer than the landmarks the empty segments have no
-  weight. The convolution runs over the tokens that are there, too. With as many queries as keys, as in self-attention,
-  a mask is one of the queries as well.
-- The iteration starts from the norms of each batch row's and head's own matrix. The authors' code takes the largest of
-  the whole batch, so that the output of a row depends on the others.
-- Up to L tokens the output is exact attention. In a padded batch this is no other path: the landmarks then are the keys
-  themselves, and with W = V the product F W is exact.
+- The paper assumes that n is divisible by the number of landmarks. Here, the first n mod L segments have one token
+  more. Segments contain valid tokens only, and segments without a token have no weight. The convolution also runs over
+  the valid tokens. With as many queries as keys, as in self-attention, the key mask is also the mask of the queries.
+- The iteration starts from the norms of each batch row's and each head's own matrix. The authors' code uses the largest
+  norms in the batch, so the output of a batch row depends on the others.
+- With up to L tokens the output is exact attention. In a padded batch no other code path is needed for that: the
+  landmarks are then the keys themselves, and F W with W = V is exact.
 - pinv="solve" is regularised least squares in place of the iteration.
 
-The weights of a row sum to 1 only as far as Z is the pseudo-inverse, and some are negative: outputs are not averages of
-values. There is no causal form: a landmark holds tokens of the future. Dropout acts on F.
+The weights of a query sum to 1 only as far as Z is the pseudo-inverse, and some are negative, so outputs are not
+averages of values. There is no causal form, because a landmark contains tokens of the future. Dropout acts on F.
 """
 
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import conv2d
+from torch.nn.functional import conv2d, pad
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.heads import FlatHeads, flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
 from hf_efficient_attn.ops.blocks import inverse, take, valid_first
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
-from hf_efficient_attn.ops.landmarks import attention_to_few_keys, masked_segments, segment_means
+from hf_efficient_attn.ops.landmarks import Segments, attention_to_few_keys, masked_segments, segment_means
 from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
 from hf_efficient_attn.ops.pinv import DAMPING, damped_solve, iterative_pinv
 
 
 @dataclass(frozen=True, kw_only=True)
 class NystromformerConfig(MethodConfig):
-    """Hyperparameters of the Nystromformer. Up to num_landmarks keys (or queries) the output is exact."""
+    """Hyperparameters of the Nystromformer. With up to num_landmarks keys or queries the output is exact."""
 
     method = "nystromformer"
     title = "Nystromformer"
@@ -54,32 +55,36 @@ class NystromformerConfig(MethodConfig):
     summary = "the softmax matrix from its rows and columns at the means of segments"
     default_rank = 10
 
-    num_landmarks: int = option(64, "Landmarks: segments whose mean query and mean key stand for them.", minimum=1)
+    num_landmarks: int = option(
+        64, "Number of landmarks. Each is the mean query and the mean key of a segment of tokens.", minimum=1
+    )
     pinv: str = option(
         "iterative",
         "'iterative': the paper's iteration for the pseudo-inverse. 'solve': regularised least squares.",
         choices=("iterative", "solve"),
     )
-    pinv_iterations: int = option(6, "Steps of the iteration; the fewer, the more small singular values are damped.",
-                                  minimum=1)  # fmt: skip
-    conv_kernel_size: int = option(
-        0, "Odd size of the convolution over the tokens of V, one learned kernel per head. 0 leaves it out.", minimum=0
+    pinv_iterations: int = option(
+        6, "Steps of the iteration. With fewer steps, more small singular values are damped.", minimum=1
     )
-    seed: int = option(0, "Without effect: nothing is drawn. There since every method has one.", minimum=0)
+    conv_kernel_size: int = option(
+        0, "Odd size of the convolution over the tokens of V, with one learned kernel per head. 0: none.", minimum=0
+    )
+    seed: int = option(0, "No effect, since nothing is drawn. Every method has this field.", minimum=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.conv_kernel_size and self.conv_kernel_size % 2 == 0:
             raise UnsupportedAttentionError(
-                f"{self.method}: conv_kernel_size={self.conv_kernel_size} has no middle; give an odd one, or 0 for none"
+                f"{self.method}: conv_kernel_size={self.conv_kernel_size} is even, so the kernel has no middle; "
+                "give an odd size, or 0 for no convolution"
             )
 
     def with_budget(self, columns: int) -> "NystromformerConfig":
-        """Half as many landmarks as columns.
+        """Half as many landmarks as the budget has exact keys.
 
-        A query costs one product with L columns of width D and one with L of width Dv in F W, and as much again in B V.
-        The pseudo-inverse, 4 L^3 multiplications a step, is left out: where N > 60 L^2 / D, six steps are less than a
-        tenth of the whole.
+        For each query, F W costs as much as attention to L keys, and B V costs the same again. The pseudo-inverse, with
+        4 L^3 multiplications per step, is not counted: for N > 60 L^2 / D its six steps cost less than a tenth of the
+        rest.
         """
         return replace(self, num_landmarks=max(1, self.check_budget(columns) // 2))
 
@@ -87,135 +92,129 @@ class NystromformerConfig(MethodConfig):
 def initial_parameters(
     config: NystromformerConfig, *, num_heads: int, head_dim: int, value_dim: int, max_length: int
 ) -> dict[str, Tensor]:
-    """`conv_weight` (num_heads, kernel) of zeros, where there is a convolution: conversion leaves the output as it is."""
+    """`conv_weight` (H, kernel) of zeros if there is a convolution, so that conversion does not change the output."""
     return {"conv_weight": torch.zeros(num_heads, config.conv_kernel_size)} if config.conv_kernel_size else {}
 
 
 def forward(
     config: NystromformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """Fast form; arguments as in `hf_efficient_attn.methods._shared.registry.register_method`."""
-    mask, scale, dropout_p, parameters = options.key_mask, options.scale, options.dropout_p, options.parameters
-    shape = query.shape[:2]
-    kernel = _kernel(config, query, key, parameters or {})
-    flat = tuple(x.flatten(0, 1) for x in (query, key, value))
+    """Fast form; see `register_method`."""
+    kernel = _kernel(config, query, key, options)
+    flat = flatten_heads(query, key, value, options.key_mask)
     if min(query.shape[2], key.shape[2]) <= config.num_landmarks:
-        flat_mask = None if mask is None else mask.repeat_interleave(shape[1], 0)
-        out = exact_attention(*flat, flat_mask, is_causal=False, scale=scale, dropout_p=dropout_p)
+        out = exact_attention(*flat, is_causal=False, scale=options.scale, dropout_p=options.dropout_p)
     else:
-        out = _from_landmarks(config, *flat, mask, scale, dropout_p)
-    out = out.unflatten(0, shape)
+        out = _from_landmarks(config, flat, options)
+    out = unflatten_heads(out, query)
     if kernel is not None:
-        out = out.to(kernel.dtype) + _convolution(value, kernel, mask)
+        out = out.to(kernel.dtype) + _convolution(value, kernel, options.key_mask)
     if out.dtype == value.dtype:
         return out
-    # Where the landmarks are far from the tokens the weights are large, and float16 ends at 65504.
+    # If the landmarks are far from the tokens, the weights are large and can exceed the range of float16.
     limit = torch.finfo(value.dtype).max
     return out.clamp(-limit, limit).to(value.dtype)
 
 
-def _from_landmarks(config, query, key, value, mask, scale: float, dropout_p: float) -> Tensor:
-    """F Z B V of (A, N, D) heads, in the accumulator's type.
-
-    The mask, (B, N) or None, is that of the queries too where there are as many as keys.
-    """
-    count, wide, options = (
-        config.num_landmarks,
-        accumulation_dtype(query.dtype),
-        {"scale": scale, "dropout_p": dropout_p},
-    )
-    segments = bias = landmark_bias = of_queries = None
-    if mask is not None:
-        heads = query.shape[0] // mask.shape[0]
-        segments = masked_segments(mask, count, wide).repeat_interleave(heads)
-        bias = mask_bias(mask, wide).repeat_interleave(heads, 0)[:, None, None]
-        landmark_bias = mask_bias(~segments.empty, wide)
-        of_queries = segments if query.shape[1] == key.shape[1] else None
-    queries, keys = segment_means(query, count, of_queries), segment_means(key, count, segments)
-    middle = _middle(queries, keys, landmark_bias, None if of_queries is None else of_queries.empty, scale)
-    rows = partial_attention(queries[:, None], key.to(wide)[:, None], value.to(wide)[:, None], bias, scale=scale).out[
-        :, 0
-    ]
+def _from_landmarks(config: NystromformerConfig, heads: FlatHeads, options: AttentionOptions) -> Tensor:
+    """F Z B V: (BH, Nq, Dv) in the accumulation dtype."""
+    query, key, value, _ = heads
+    count, key_mask, scale = config.num_landmarks, options.key_mask, options.scale
+    acc_dtype = accumulation_dtype(query.dtype)
+    segments = query_segments = bias = landmark_bias = few = None
+    if key_mask is not None:
+        num_heads = query.shape[0] // key_mask.shape[0]
+        segments = masked_segments(key_mask, count, acc_dtype).repeat_interleave(num_heads)
+        query_segments = segments if query.shape[1] == key.shape[1] else None
+        bias = mask_bias(key_mask, acc_dtype).repeat_interleave(num_heads, 0)[:, None, None]
+        landmark_bias = mask_bias(~segments.empty, acc_dtype)
+        few = (key_mask.sum(1) <= count).repeat_interleave(num_heads)[:, None, None]
+    queries, keys = segment_means(query, count, query_segments), segment_means(key, count, segments)  # (BH, L, D)
+    middle = _landmark_weights(queries, keys, segments, query_segments, scale)
+    all_keys, all_values = key.to(acc_dtype)[:, None], value.to(acc_dtype)[:, None]
+    values = partial_attention(queries[:, None], all_keys, all_values, bias, scale=scale).out[:, 0]  # B V
     if config.pinv == "solve":
-        rows = damped_solve(middle, rows)
+        values = damped_solve(middle, values)
     else:
-        rows = iterative_pinv(middle, config.pinv_iterations) @ rows
-    if segments is not None:
-        # So few tokens that each is a landmark of its own: the values in place of W make F W exact attention.
-        few = (mask.sum(1) <= count).repeat_interleave(heads)[:, None, None]
-        own = take(value, segments.index[:, :, 0]).to(wide).masked_fill(segments.empty.unsqueeze(2), 0.0)
-        rows = torch.where(few, own, rows)
-    return attention_to_few_keys(query, keys, rows, landmark_bias, **options, dtype=wide)
+        values = iterative_pinv(middle, config.pinv_iterations) @ values
+    if segments is not None and few is not None:
+        # Each of a few tokens is a landmark by itself. With the values in place of W, F W is exact attention.
+        own = take(value, segments.index[:, :, 0]).to(acc_dtype).masked_fill(segments.empty.unsqueeze(2), 0.0)
+        values = torch.where(few, own, values)
+    return attention_to_few_keys(
+        query, keys, values, landmark_bias, scale=scale, dropout_p=options.dropout_p, dtype=acc_dtype
+    )
 
 
-def _middle(queries, keys, bias, no_query, scale: float) -> Tensor:
-    """A = softmax(Q~ K~^T) (A, L, L), with columns of zeros for empty segments of keys, rows for those of queries."""
+def _landmark_weights(
+    queries: Tensor, keys: Tensor, segments: Segments | None, query_segments: Segments | None, scale: float
+) -> Tensor:
+    """A = softmax(Q~ K~^T) (BH, L, L) for landmarks (BH, L, D); 0 in the columns and rows of empty segments."""
     scores = queries @ keys.transpose(1, 2) * scale
-    if bias is None:
+    if segments is None:
         return scores.softmax(-1)
-    # The gradient of a softmax over nothing is NaN: a row with no key at all is computed as if it had all.
-    shown = torch.where((bias == -torch.inf).all(1, keepdim=True), 0.0, bias)
-    middle = (scores + shown.unsqueeze(1)).softmax(-1).masked_fill((bias == -torch.inf).unsqueeze(1), 0.0)
-    return middle if no_query is None else middle.masked_fill(no_query.unsqueeze(2), 0.0)
+    # If all segments are empty, their scores stay finite, because the gradient of softmax over -inf only is NaN.
+    empty = segments.empty
+    bias = mask_bias(~empty | empty.all(1, keepdim=True), scores.dtype)
+    weights = (scores + bias.unsqueeze(1)).softmax(-1).masked_fill(empty.unsqueeze(1), 0.0)
+    return weights if query_segments is None else weights.masked_fill(query_segments.empty.unsqueeze(2), 0.0)
 
 
-def _kernel(config, query, key, parameters: dict) -> Tensor | None:
-    """The convolution's kernels (H, kernel) in the accumulator's type, or None where there is none."""
-    kernel, size, heads = parameters.get("conv_weight"), config.conv_kernel_size, query.shape[1]
+def _kernel(config: NystromformerConfig, query: Tensor, key: Tensor, options: AttentionOptions) -> Tensor | None:
+    """The kernels of the convolution (H, kernel) in the accumulation dtype, or None if there is none."""
+    kernel, size, num_heads = options.parameters.get("conv_weight"), config.conv_kernel_size, query.shape[1]
     if kernel is None:
         return None
-    if tuple(kernel.shape) != (heads, size) or not size:
+    if kernel.shape != (num_heads, size) or not size:
         raise UnsupportedAttentionError(
-            f"nystromformer: conv_weight {tuple(kernel.shape)} does not fit {heads} heads and conv_kernel_size={size}: "
-            "give a tensor (heads, conv_kernel_size)"
+            f"nystromformer: conv_weight {tuple(kernel.shape)} does not match {num_heads} heads and "
+            f"conv_kernel_size={size}: give a tensor (num_heads, conv_kernel_size)"
         )
     if query.shape[2] != key.shape[2]:
         raise UnsupportedAttentionError(
-            "nystromformer: the convolution adds tokens of V to those of the output, and there are "
-            f"{query.shape[2]} queries and {key.shape[2]} keys; set conv_kernel_size=0"
+            "nystromformer: the convolution adds the tokens of V to those of the output, which needs as many keys as "
+            f"queries; there are {query.shape[2]} queries and {key.shape[2]} keys; set conv_kernel_size=0"
         )
     return kernel.to(accumulation_dtype(query.dtype))
 
 
-def _convolution(value: Tensor, kernel: Tensor, mask: Tensor | None) -> Tensor:
-    """Each token's neighbours among the tokens that are there, by the kernel of the head: (B, H, N, Dv) of its type."""
-    value = value.to(kernel.dtype)
-    weight, options = kernel[:, None, :, None], {"padding": (kernel.shape[1] // 2, 0), "groups": kernel.shape[0]}
-    if mask is None:
-        return conv2d(value, weight, **options)
-    order = valid_first(mask).repeat_interleave(value.shape[1], 0)
-    there = take(value.flatten(0, 1), order).view(value.shape)
-    out = take(conv2d(there, weight, **options).flatten(0, 1), inverse(order)).view(value.shape)
-    return out.masked_fill(~mask[:, None, :, None], 0.0)
+def _convolution(value: Tensor, kernel: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Convolution of the valid tokens of value (B, H, N, Dv) with kernel (H, kernel): (B, H, N, Dv) of its dtype."""
+    value, weight = value.to(kernel.dtype), kernel[:, None, :, None]
+    padding, groups = (kernel.shape[1] // 2, 0), kernel.shape[0]
+    if key_mask is None:
+        return conv2d(value, weight, padding=padding, groups=groups)
+    order = valid_first(key_mask).repeat_interleave(value.shape[1], 0)
+    valid = take(value.flatten(0, 1), order).view(value.shape)
+    out = conv2d(valid, weight, padding=padding, groups=groups)
+    out = take(out.flatten(0, 1), inverse(order)).view(value.shape)
+    return out.masked_fill(~key_mask[:, None, :, None], 0.0)
 
 
 def naive(config: NystromformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Readable form: row by row with the tokens that are not there taken out, and dense matrices."""
-    mask, scale, parameters = options.key_mask, options.scale, options.parameters
-    (batch, _, length, _), columns, count = query.shape, key.shape[2], config.num_landmarks
-    kernel = _kernel(config, query, key, parameters or {})
-    outs = []
-    for b in range(batch):
-        there = torch.ones(columns, dtype=torch.bool) if mask is None else mask[b]
-        queries, keys, values = query[b].double(), key[b, :, there].double(), value[b, :, there].double()
-        asked = queries[:, there] if length == columns else queries
-        tokens = keys.shape[1]
+    """Readable form: one batch row at a time without its padding, with dense matrices."""
+    q_len, kv_len, count = query.shape[2], key.shape[2], config.num_landmarks
+    kernel, outs = _kernel(config, query, key, options), []
 
-        def softmax(q, k):
-            return (scale * q @ k.transpose(1, 2)).softmax(-1)
+    def softmax(q: Tensor, k: Tensor) -> Tensor:
+        return (options.scale * q @ k.transpose(1, 2)).softmax(-1)
 
-        def means(x):
-            return torch.stack([part.mean(1) for part in x.tensor_split(count, 1)], 1)
+    def means(x: Tensor) -> Tensor:
+        return torch.stack([part.mean(1) for part in x.tensor_split(count, 1)], 1)
 
-        if not tokens:
+    for b in range(query.shape[0]):
+        valid = key.new_ones(kv_len, dtype=torch.bool) if options.key_mask is None else options.key_mask[b]
+        queries, keys, values = query[b].double(), key[b, :, valid].double(), value[b, :, valid].double()
+        num_keys = keys.shape[1]
+        if not num_keys:
             out = queries.new_zeros(*queries.shape[:2], value.shape[3])
-        elif tokens <= count or length <= count:
+        elif num_keys <= count or q_len <= count:
             out = softmax(queries, keys) @ values
         else:
-            mean_queries, mean_keys = means(asked), means(keys)
+            mean_queries, mean_keys = means(queries[:, valid] if q_len == kv_len else queries), means(keys)
             middle = softmax(mean_queries, mean_keys)
-            one = torch.eye(count, dtype=torch.float64)
-            # The largest sum of a column; a row sums to 1.
+            one = torch.eye(count, dtype=torch.float64, device=middle.device)
+            # The largest sum of a column. The sum of a row is 1.
             norm = middle.sum(1).amax(1).view(-1, 1, 1)
             if config.pinv == "solve":
                 z = torch.linalg.solve(middle.mT @ middle + DAMPING * norm * one, middle.mT)
@@ -226,11 +225,11 @@ def naive(config: NystromformerConfig, query: Tensor, key: Tensor, value: Tensor
                     z = z @ (13 * one - product @ (15 * one - product @ (7 * one - product))) / 4
             out = softmax(queries, mean_keys) @ z @ softmax(mean_queries, keys) @ values
         if kernel is not None:
-            half = config.conv_kernel_size // 2
-            wide = torch.nn.functional.pad(values, (0, 0, half, half))
-            skip = sum(kernel[:, i, None, None] * wide[:, i : i + tokens] for i in range(config.conv_kernel_size))
-            place = there.nonzero()[:, 0].view(1, -1, 1).expand_as(skip)
-            out = out.scatter_add(1, place, skip)
+            half, skip = config.conv_kernel_size // 2, torch.zeros_like(values)
+            padded = pad(values, (0, 0, half, half))
+            for i in range(config.conv_kernel_size):
+                skip = skip + kernel[:, i, None, None] * padded[:, i : i + num_keys]
+            out = out.index_add(1, valid.nonzero()[:, 0], skip)
         outs.append(out)
     return torch.stack(outs).to(value.dtype)
 

@@ -18,3 +18,9 @@ def flatten_heads(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | 
     """Flatten (B, H, N, .) tensors to (B * H, N, .) and repeat the key mask (B, Nk) for every head."""
     flat_mask = None if key_mask is None else key_mask.repeat_interleave(key.shape[1], 0)
     return FlatHeads(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), flat_mask)
+
+
+def unflatten_heads(x: Tensor, query: Tensor) -> Tensor:
+    """Inverse of `flatten_heads` for an output: (B * H, N, .) -> (B, H, N, .) for query (B, H, ...)."""
+    out: Tensor = x.unflatten(0, query.shape[:2])
+    return out
