@@ -1,37 +1,37 @@
 """ScatterBrain (Chen, Dao, Winsor, Song, Rudra, Re 2021): an exact near field, and random features for the rest.
 
-The paper's estimate of the attention matrix (section 4) is phi(q_i) . phi(k_j) for all pairs plus a sparse correction
-exp(q_i . k_j) - phi(q_i) . phi(k_j) on a near support S, phi being the positive random features of the Performer:
+Let phi be the positive random features of the Performer. The paper's estimate of the attention matrix (section 4) is
+phi(q_i) . phi(k_j) for all pairs plus a sparse correction exp(q_i . k_j) - phi(q_i) . phi(k_j) on a near field S:
 
-    out_i = [sum_{j in S_i} (exp(q_i . k_j) - phi(q_i) . phi(k_j)) v_j + phi(q_i) . sum_j phi(k_j) v_j^T] / [as with 1]
+    out_i = [sum_{j in S_i} (exp(q_i . k_j) - phi(q_i) . phi(k_j)) v_j + phi(q_i) . sum_j phi(k_j) v_j^T] / [same with 1]
 
-On S the features cancel, so that out_i is made of exp(q_i . k_j) on S and of phi(q_i) . phi(k_j) off S. Here it is
-computed as just that: the far sum is phi(q_i) . sum_{j not in S_i} phi(k_j) v_j^T, where the sums over the keys off S
-are merged from the blocks before and behind the near field. Nothing is subtracted, so that no far mass can come out
-negative by rounding, as the total less the near part does wherever one near key holds most of the mass. All sums are
-kept in the log domain (`ops.features`), and the factor of a query, exp(-|q|^2/2) / F, is in its place.
+On S the features cancel. The output consists of exp(q_i . k_j) on S and of phi(q_i) . phi(k_j) outside of S, and it is
+computed in this form: the far field is phi(q_i) . sum_{j not in S_i} phi(k_j) v_j^T, whose sums over the keys outside
+of S are merged from the blocks before and after the near field. Nothing is subtracted, so rounding cannot make the far
+field negative, as it does in the paper's form if one near key has most of the weight. All sums are kept in the log
+domain (`hf_efficient_attn.ops.features`). Each query has the factor exp(-|q|^2/2) / F, so that both fields have the
+same normalisation.
 
-- `near_field="window"`: queries and keys are cut into blocks of block_size by position, and a query sees its own block.
-  Three blocks of a third of it, centred on the query's own, have an error smaller by 0 to 4 % on activations of BERT
-  (MiniLM), and take two to three times as long, since there are three times as many states.
-- `near_field="lsh"`: queries and keys are ordered by an angular hash, as in KDEformer (`near_far.plan_lsh`), and cut
-  into blocks of block_size. A block of queries sees the block of keys in which the hash of its middle query stands.
-  The paper takes the buckets of several rounds of cross-polytope hashing; equal blocks have a complement that is a run
-  of blocks on either side.
-- Causal: blocks of block_size / 2 by position, for both choices. A query sees its own block up to itself and the block
-  before; the features of the completed blocks before those come from a scan over the blocks.
+- `near_field="window"`: queries and keys are split into blocks of block_size by position, and a query attends to its
+  own block. Three blocks of a third of this size, centred on the query's own, have an error that is 0 to 4 % smaller on
+  activations of BERT (MiniLM), but they take two to three times as long, because there are three times as many states.
+- `near_field="lsh"`: queries and keys are sorted by an angular hash as in KDEformer (`near_far.plan_lsh`) and split
+  into blocks of block_size. The hash of the middle query of a block determines its block of keys. The paper uses the
+  buckets of several rounds of cross-polytope hashing. The complement of equal blocks is a contiguous set of blocks on
+  each side.
+- Causal form: blocks of block_size / 2 by position, for both near fields. A query attends to its own block up to itself
+  and to the previous block. A scan over the blocks provides the features of all blocks before those.
 """
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
+from hf_efficient_attn.methods._shared.sampled_keys import check_num_hashes
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.causal import causal_block_partial
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
@@ -62,171 +62,194 @@ class ScatterbrainConfig(MethodConfig):
 
     block_size: int = option(128, "Keys that each query attends to exactly: the near field.", minimum=1)
     num_features: int = option(
-        128, "Random features for the rest; they cost what as many columns do.", minimum=1, carried=True
+        128, "Random features for the rest. They cost as much as this number of keys.", minimum=1, carried=True
     )
     num_hashes: int = option(7, "Random hyperplanes of the hash of near_field='lsh'.", minimum=1)
     near_field: str = option(
         "window",
-        "'window': the neighbours by position. 'lsh': blocks of an angular hash (when causal: the window as well).",
+        "'window': the neighbours by position. 'lsh': blocks of an angular hash (the causal form uses the window).",
         choices=("window", "lsh"),
     )
     seed: int = option(0, "Seed of the features and of the hash.", minimum=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_hashes > 62:
-            raise UnsupportedAttentionError(
-                f"{self.method}: num_hashes={self.num_hashes} is more than the 62 of a code"
-            )
+        check_num_hashes(self.method, self.num_hashes)
 
     def with_budget(self, columns: int) -> "ScatterbrainConfig":
-        """Half the columns near, the rest features."""
+        """Spend half of the budget on the near field and the rest on features."""
         near = self.check_budget(columns, 2) // 2
-        return dataclasses.replace(self, block_size=near, num_features=columns - near)
+        return replace(self, block_size=near, num_features=columns - near)
 
 
 class _Blocks(NamedTuple):
-    """Queries and keys in orders of their own, cut into blocks: block t of queries is near block[:, t] of keys.
+    """Sorted queries and keys, split into blocks. The near field of query block t is the key block `key_block[:, t]`.
 
-    query_order, key_order: (A, N), or None for the order of the positions. block: (A, T), or None for t itself.
-    there: (A, 1) or an integer, the keys that are there: they stand first in their order.
+    Attributes:
+        query_order: (BH, N), the order of the queries; None for the order of their positions.
+        key_order: (BH, N), the same for the keys.
+        key_block: (BH, T), or None if the near field of query block t is key block t.
+        num_valid: (BH, 1) or an integer, the number of valid keys. They come first in their order.
     """
 
     query_order: Tensor | None
     key_order: Tensor | None
-    block: Tensor | None
-    there: Tensor | int
+    key_block: Tensor | None
+    num_valid: Tensor | int
 
 
-def _plan(config: ScatterbrainConfig, query: Tensor, key: Tensor, mask: Tensor | None, seed) -> _Blocks:
-    """The near field of (A, N, D) queries and keys. No gradient."""
+class _Far(NamedTuple):
+    """What the far field needs beside queries and states: the features (F, D), the scale, and the dropout."""
+
+    features: Tensor
+    scale: float
+    dropout_p: float
+
+    def key_states(self, key: Tensor, value: Tensor, bias: Tensor | None) -> Partial:
+        """Attention of the features to each block of keys: Partial (BH, T, F, .).
+
+        Args:
+            key: (BH, T, S, D), T blocks of S keys.
+            value: (BH, T, S, Dv).
+            bias: (BH or 1, T, 1, S), added to the scores, or None.
+        """
+        _, key, factor = split_scale(key, key, self.scale)
+        factor = factor.unsqueeze(2)
+        return key_state(key, value.to(key.dtype), self.features, factor if bias is None else factor + bias)
+
+    def query_states(self, query: Tensor, states: Partial) -> Partial:
+        """Attention of query blocks (BH, T, S, D) to their states, including the factor of each query."""
+        query, _, _ = split_scale(query, query, self.scale)
+        part = query_state(query, states, self.features, self.dropout_p)
+        return Partial(part.out, part.lse + query_factor(query, self.features.shape[0]))
+
+
+def _plan(
+    config: ScatterbrainConfig, query: Tensor, key: Tensor, key_mask: Tensor | None, seed: int | Tensor
+) -> _Blocks:
+    """Choose the near field of (BH, N, D) queries and keys, without gradient."""
     if config.near_field == "window":
-        order = None if mask is None else valid_first(mask)
-        return _Blocks(order, order, None, key.shape[1] if mask is None else mask.sum(1, keepdim=True))
+        order = None if key_mask is None else valid_first(key_mask)
+        return _Blocks(order, order, None, key.shape[1] if key_mask is None else key_mask.sum(1, keepdim=True))
     with torch.no_grad():
         size = config.block_size
-        near = plan_lsh(query, key, size, mask, config.num_hashes, seed)
-        # Of the blocks, the one that shares most with the run of keys around the place of the middle query.
+        near = plan_lsh(query, key, size, key_mask, config.num_hashes, seed)
+        # `plan_lsh` gives `size` keys from any start. Take the block that has most of them.
         block, last = (near.start + size // 2) // size, (near.count - 1) // size
         block = block.clamp(max=last) if isinstance(last, int) else torch.minimum(block, last.clamp(min=0))
         return _Blocks(near.query_order, near.key_order, block, near.count)
 
 
 def forward(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Fast form; arguments as in `hf_efficient_attn.methods._shared.registry.register_method`."""
-    mask, is_causal, scale, dropout_p, seed = (
-        options.key_mask,
-        options.is_causal,
-        options.scale,
-        options.dropout_p,
-        options.seed,
-    )
-    shape, options = query.shape[:2], {"scale": scale, "dropout_p": dropout_p}
-    flat_mask = None if mask is None else mask.repeat_interleave(shape[1], 0)
+    """Compute the fast form; see `register_method` for the arguments."""
+    shape, key_mask, scale, dropout_p = query.shape[:2], options.key_mask, options.scale, options.dropout_p
+    if key_mask is not None:
+        key_mask = key_mask.repeat_interleave(shape[1], 0)
     query, key, value = (x.flatten(0, 1) for x in (query, key, value))
-    features = softmax_features(config.num_features, query.shape[-1], seed, query.device)
+    features = softmax_features(config.num_features, query.shape[-1], options.seed, query.device)
+    far = _Far(features, scale, dropout_p)
     if key.shape[1] <= config.block_size:
-        out = exact_attention(query, key, value, flat_mask, is_causal=is_causal, **options)
-    elif is_causal:
-        order = None if flat_mask is None else valid_first(flat_mask)
+        out = exact_attention(
+            query, key, value, key_mask, is_causal=options.is_causal, scale=scale, dropout_p=dropout_p
+        )
+    elif options.is_causal:
+        order = None if key_mask is None else valid_first(key_mask)
         if order is not None:
             query, key, value = (take(x, order) for x in (query, key, value))
-        out = _causal(query, key, value, features, ceil_div(config.block_size, 2), options)
-        out = out if order is None else take(out, inverse(order)).masked_fill(~flat_mask[:, :, None], 0.0)
+        out = _causal(query, key, value, ceil_div(config.block_size, 2), far)
+        out = out if order is None else take(out, inverse(order))
     else:
-        plan = _plan(config, query, key, flat_mask, seed)
-        out = _bidirectional(query, key, value, plan, config.block_size, features, options)
-        out = out if flat_mask is None else out.masked_fill(~flat_mask[:, :, None], 0.0)
+        plan = _plan(config, query, key, key_mask, options.seed)
+        out = _bidirectional(query, key, value, plan, config.block_size, far)
+    if key_mask is not None and key.shape[1] > config.block_size:
+        out = out.masked_fill(~key_mask[:, :, None], 0.0)
     return out.unflatten(0, shape)
 
 
-def _states(key: Tensor, value: Tensor, bias: Tensor | None, features: Tensor, scale: float) -> Partial:
-    """Sums over the blocks of keys (A, T, S, D) for each feature: Partial (A, T, F, .). bias: (A or 1, T, 1, S)."""
-    _, key, factor = split_scale(key, key, scale)
-    factor = factor.unsqueeze(2)
-    return key_state(key, value.to(key.dtype), features, factor if bias is None else factor + bias)
-
-
-def _read(rows: Tensor, state: Partial, features: Tensor, options) -> Partial:
-    """Tiles of queries (A, T, R, D) to their states, with the factor of each query."""
-    rows, _, _ = split_scale(rows, rows, options["scale"])
-    part = query_state(rows, state, features, options["dropout_p"])
-    return Partial(part.out, part.lse + query_factor(rows, features.shape[0]))
-
-
-def _bidirectional(query, key, value, plan: _Blocks, size: int, features, options) -> Tensor:
-    """(A, N, D), (A, N, D), (A, N, Dv) -> (A, N, Dv)."""
+def _bidirectional(query: Tensor, key: Tensor, value: Tensor, plan: _Blocks, size: int, far: _Far) -> Tensor:
+    """The bidirectional form of (BH, N, D) inputs with blocks of `size` tokens: (BH, N, Dv)."""
     length = query.shape[1]
     if plan.key_order is not None:
         key, value = take(key, plan.key_order), take(value, plan.key_order)
     key, value = pad_to_blocks(key, size), pad_to_blocks(value, size)
     bias = None
-    if not isinstance(plan.there, int) or length % size:
-        place = torch.arange(key.shape[1] * size, device=key.device)[None]
-        bias = mask_bias(place < plan.there, key.dtype).unflatten(1, (key.shape[1], 1, size))
-    far = states_elsewhere(_states(key, value, bias, features, options["scale"]))
-    if plan.block is not None:
-        key, value, *far = (take(x.flatten(2), plan.block).unflatten(2, x.shape[2:]) for x in (key, value, *far))
-        bias = None if bias is None else take(bias[:, :, 0].expand(key.shape[0], -1, -1), plan.block)[:, :, None]
+    if not isinstance(plan.num_valid, int) or length % size:
+        sorted_index = torch.arange(key.shape[1] * size, device=key.device)[None]
+        bias = mask_bias(sorted_index < plan.num_valid, key.dtype).unflatten(1, (key.shape[1], 1, size))
+    states = states_elsewhere(far.key_states(key, value, bias))
+    if plan.key_block is not None:
+        block = plan.key_block
+        key, value, *states = (take(x.flatten(2), block).unflatten(2, x.shape[2:]) for x in (key, value, *states))
+        bias = None if bias is None else take(bias[:, :, 0].expand(key.shape[0], -1, -1), block)[:, :, None]
     bias = None if bias is None else bias.expand(key.shape[0], -1, -1, -1)
-    place = None if plan.query_order is None else inverse(plan.query_order)
+    query_rank = None if plan.query_order is None else inverse(plan.query_order)
 
-    def some_heads(query, key, value, bias, order, place, outs, lses):
-        rows = pad_to_blocks(query if order is None else take(query, order), size)
-        near = partial_attention(rows, key, value, bias, **options)
-        out = merge(near, _read(rows, Partial(outs, lses), features, options)).out.flatten(1, 2)
-        return out[:, :length] if place is None else take(out, place)
+    def some_heads(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | None,
+        order: Tensor | None,
+        rank: Tensor | None,
+        *states: Tensor,
+    ) -> Tensor:
+        blocks = pad_to_blocks(query if order is None else take(query, order), size)
+        near = partial_attention(blocks, key, value, bias, scale=far.scale, dropout_p=far.dropout_p)
+        out = merge(near, far.query_states(blocks, Partial(*states))).out.flatten(1, 2)
+        return out[:, :length] if rank is None else take(out, rank)
 
-    return chunked_over_heads(some_heads, query, key, value, bias, plan.query_order, place, *far)
+    return chunked_over_heads(some_heads, query, key, value, bias, plan.query_order, query_rank, *states)
 
 
-def _causal(query, key, value, features, size: int, options) -> Tensor:
-    """Tokens that are all there up to the last one: (A, N, D), (A, N, D), (A, N, Dv) -> (A, N, Dv)."""
-    length = query.shape[1]
-    head = exact_attention(query[:, :size], key[:, :size], value[:, :size], is_causal=True, **options)
-    # Block t sees block t-1 itself, and the features of 0 .. t-2.
-    done = (ceil_div(length, size) - 1) * size
-    blocks = (pad_to_blocks(x[:, :done], size) for x in (key, value))
-    before = states_before(_states(*blocks, None, features, options["scale"]))
+def _causal(query: Tensor, key: Tensor, value: Tensor, size: int, far: _Far) -> Tensor:
+    """The causal form of (BH, N, D) inputs with blocks of `size` tokens: (BH, N, Dv). Valid tokens come first."""
+    length, scale, dropout_p = query.shape[1], far.scale, far.dropout_p
+    first_out = exact_attention(
+        query[:, :size], key[:, :size], value[:, :size], is_causal=True, scale=scale, dropout_p=dropout_p
+    )
+    # Block t attends to block t-1 exactly, and to the features of blocks 0 to t-2.
+    completed = (ceil_div(length, size) - 1) * size
+    blocks = (pad_to_blocks(x[:, :completed], size) for x in (key, value))
+    states = states_before(far.key_states(*blocks, None))
 
-    def some_heads(query, key, value, outs, lses):
-        near = causal_block_partial(query, key, value, size, **options)
-        far = _read(pad_to_blocks(query[:, size:], size), Partial(outs, lses), features, options)
-        return merge(near, Partial(*(x.flatten(1, 2)[:, : length - size] for x in far))).out
+    def some_heads(query: Tensor, key: Tensor, value: Tensor, *states: Tensor) -> Tensor:
+        near = causal_block_partial(query, key, value, size, scale=scale, dropout_p=dropout_p)
+        out, lse = far.query_states(pad_to_blocks(query[:, size:], size), Partial(*states))
+        out, lse = (x.flatten(1, 2)[:, : length - size] for x in (out, lse))
+        return merge(near, Partial(out, lse)).out
 
-    return torch.cat((head, chunked_over_heads(some_heads, query, key, value, *before)), 1)
+    return torch.cat((first_out, chunked_over_heads(some_heads, query, key, value, *states)), 1)
 
 
 def naive(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Readable form: dense scores of both kinds, and which pairs are near."""
-    mask, is_causal, scale, seed = options.key_mask, options.is_causal, options.scale, options.seed
+    """Compute the readable form: the dense scores of both fields, and a dense mask of the pairs that are near."""
     shape, length = query.shape[:2], query.shape[2]
-    features = softmax_features(config.num_features, query.shape[-1], seed, query.device)
-    flat_mask = None if mask is None else mask.repeat_interleave(shape[1], 0)
+    features = softmax_features(config.num_features, query.shape[-1], options.seed, query.device)
     query, key, value = (x.flatten(0, 1) for x in (query, key, value))
-    there = torch.ones(key.shape[:2], dtype=torch.bool, device=key.device) if flat_mask is None else flat_mask
+    key_mask = None if options.key_mask is None else options.key_mask.repeat_interleave(shape[1], 0)
+    valid = torch.ones(key.shape[:2], dtype=torch.bool, device=key.device) if key_mask is None else key_mask
     if length <= config.block_size:
         near = torch.ones(1, length, length, dtype=torch.bool, device=key.device)
-    elif is_causal:
-        block = (there.cumsum(1) - 1) // ceil_div(config.block_size, 2)
+    elif options.is_causal:
+        block = (valid.cumsum(1) - 1) // ceil_div(config.block_size, 2)
         near = block[:, :, None] - block[:, None] <= 1
     else:
-        plan = _plan(config, query, key, flat_mask, seed)
+        plan = _plan(config, query, key, key_mask, options.seed)
         position = torch.arange(length, device=key.device)[None]
-        tile, block = (
+        query_block, key_block = (
             (position if x is None else inverse(x)) // config.block_size for x in (plan.query_order, plan.key_order)
         )
-        tile = tile if plan.block is None else plan.block.gather(1, tile)
-        near = tile[:, :, None] == block[:, None]
-    q, k, key_factor = split_scale(query.double(), key.double(), scale)
-    pairs = [x @ features.t() for x in (q, k)]
-    tops = [x.amax(-1, keepdim=True) for x in pairs]
-    products = torch.exp(pairs[0] - tops[0]) @ torch.exp(pairs[1] - tops[1]).transpose(1, 2)
-    far = products.log() + tops[0] + tops[1].transpose(1, 2)
+        near_block = query_block if plan.key_block is None else plan.key_block.gather(1, query_block)
+        near = near_block[:, :, None] == key_block[:, None]
+    q, k, key_factor = split_scale(query.double(), key.double(), options.scale)
+    q_products, k_products = q @ features.t(), k @ features.t()
+    q_max, k_max = q_products.amax(-1, keepdim=True), k_products.amax(-1, keepdim=True)
+    products = torch.exp(q_products - q_max) @ torch.exp(k_products - k_max).transpose(1, 2)
+    far = products.log() + q_max + k_max.transpose(1, 2)
     far = far + query_factor(q, config.num_features).unsqueeze(2) + key_factor.unsqueeze(1)
-    seen = there[:, None].expand(-1, length, -1)
-    seen = seen.tril() if is_causal else seen
-    scores = torch.where(near, q @ k.transpose(1, 2), far).masked_fill(~seen, -torch.inf)
+    allowed = valid[:, None].expand(-1, length, -1)
+    allowed = allowed.tril() if options.is_causal else allowed
+    scores = torch.where(near, q @ k.transpose(1, 2), far).masked_fill(~allowed, -torch.inf)
     return (scores.softmax(-1).nan_to_num(0.0) @ value.double()).to(value.dtype).unflatten(0, shape)
 
 
