@@ -1,30 +1,31 @@
-"""Files and pictures that commands write: asked for before the work, and whole or not there at all."""
+"""Checks of where commands write their results, made before the work, and atomic writing of the results."""
 
 import contextlib
 import importlib.util
-import json
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.io.json import write_json
 
 
 def check_drawing() -> None:
-    """That pictures can be drawn; raises `UnsupportedAttentionError` if matplotlib is not installed."""
+    """Check that figures can be drawn; raise `UnsupportedAttentionError` if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UnsupportedAttentionError("drawing needs matplotlib: pip install 'hf_efficient_attn[plots]'")
 
 
 def check_picture(path: pathlib.Path) -> None:
-    """That a picture can be written there, asked before the work rather than after it.
+    """Check that a figure can be written to a path.
 
     Raises:
-        UnsupportedAttentionError: matplotlib is not installed, does not know the format, or the folder does not exist.
+        UnsupportedAttentionError: Matplotlib is not installed or does not know the format, or the folder does not
+            exist.
     """
     check_drawing()
-    from matplotlib.backend_bases import FigureCanvasBase
+    from matplotlib.backend_bases import FigureCanvasBase  # an optional dependency
 
     known = sorted(FigureCanvasBase.get_supported_filetypes())
     if path.suffix.lstrip(".").lower() not in known:
@@ -33,14 +34,45 @@ def check_picture(path: pathlib.Path) -> None:
 
 
 def check_writable(path: pathlib.Path) -> None:
-    """That a file can be there; raises `UnsupportedAttentionError` if not."""
-    if path.is_dir() or not path.parent.is_dir():
-        raise UnsupportedAttentionError(f"cannot write {str(path)!r}: its folder must exist, and it must not be one")
+    """Check that a file can be written to a path; raise `UnsupportedAttentionError` if not."""
+    if path.is_dir():
+        raise UnsupportedAttentionError(f"cannot write {str(path)!r}: it is a folder")
+    if not path.parent.is_dir():
+        raise UnsupportedAttentionError(f"cannot write {str(path)!r}: its folder must exist")
+
+
+def check_folder(folder: pathlib.Path, names: Sequence[str], *, force: bool) -> None:
+    """Check that results can be written into a folder, which is created later if it does not exist.
+
+    Args:
+        folder: The folder.
+        names: The files that will be written. Some of them are figures.
+        force: Whether existing files may be replaced.
+
+    Raises:
+        UnsupportedAttentionError: A file exists and `force` is False, the parent of the folder does not exist, or
+            matplotlib is not installed.
+    """
+    for name in names:
+        if (folder / name).exists() and not force:
+            raise UnsupportedAttentionError(f"{folder / name} exists already: give --force to replace it")
+    if folder.exists() and not folder.is_dir():
+        raise UnsupportedAttentionError(f"{folder} is not a folder")
+    if not folder.absolute().parent.is_dir():
+        raise UnsupportedAttentionError(f"cannot make the folder {folder}: {folder.absolute().parent} does not exist")
+    check_drawing()
 
 
 @contextlib.contextmanager
 def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A file beside `path` to write to, which takes its place when all went well and vanishes when not."""
+    """Replace a file as a whole, or not at all.
+
+    Args:
+        path: The file to write.
+
+    Yields:
+        A temporary file beside it. When the `with` block ends it is renamed to `path`; after an error it is deleted.
+    """
     draft = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
         yield draft
@@ -49,30 +81,23 @@ def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
         draft.unlink(missing_ok=True)
 
 
-def check_folder(folder: pathlib.Path, names: Sequence[str], *, force: bool) -> None:
-    """That files of these names, some of them pictures, can be written into a folder, which may yet have to be made.
-
-    Raises:
-        UnsupportedAttentionError: one is there already and `force` is False, the folder's own folder does not exist, or
-            matplotlib is not installed.
-    """
-    for name in names:
-        if (folder / name).exists() and not force:
-            raise UnsupportedAttentionError(f"{folder / name} is there already: give --force to write over it")
-    if folder.exists() and not folder.is_dir():
-        raise UnsupportedAttentionError(f"{folder} is not a folder")
-    if not folder.absolute().parent.is_dir():
-        raise UnsupportedAttentionError(f"cannot make the folder {folder}: {folder.absolute().parent} does not exist")
-    check_drawing()
-
-
 def write_results(
     result: Mapping[str, Any], folder: pathlib.Path, name: str, draw: Callable[[Mapping[str, Any], pathlib.Path], None]
 ) -> list[pathlib.Path]:
-    """Write what was measured as <name>.json and the picture that `draw` makes of it as <name>.png; both paths."""
+    """Write measurements and a figure of them.
+
+    Args:
+        result: The measurements, as plain values.
+        folder: Where the files are written. It is created if it does not exist.
+        name: The name of the files without their endings.
+        draw: Draws the measurements to a file.
+
+    Returns:
+        The paths of <name>.json and <name>.png.
+    """
     folder.mkdir(exist_ok=True)
     written = [folder / f"{name}.json", folder / f"{name}.png"]
     draw(result, written[1])
     with replacing(written[0]) as draft:
-        draft.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_json(draft, result)
     return written
