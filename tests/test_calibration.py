@@ -11,6 +11,7 @@ import transformers
 import hf_efficient_attn as hea
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation import calibration, capture
+from hf_efficient_attn.methods import make_config
 from tiny_models import tiny_batch, tiny_model
 
 
@@ -27,7 +28,7 @@ def layer_errors(model, settings, unseen):
         if config is not None:
             found.setdefault(call.layer, []).append(call.errors(config).mean().item())
 
-    with capture.watching(model, visit):
+    with capture.capture_attention(model, visit):
         for batch in unseen:
             capture.forward(model, batch)
     return found
@@ -94,12 +95,12 @@ def test_cheapest_first_then_order():
     model, data = tiny_model("bert"), batches("bert", 2)
     for methods in (["longformer", "kdeformer"], ["kdeformer", "longformer"]):
         config = hea.calibrate(model, data, max_error=100.0, methods=methods, budgets=[32, 16])
-        assert {entry.config for entry in config.entries} == {hea.methods.base.make_config(methods[0]).with_budget(16)}
+        assert {entry.config for entry in config.entries} == {make_config(methods[0]).with_budget(16)}
         assert config.named_layers() == [0, 1]
 
 
 def test_a_mix_is_one_config():
-    found = calibration.config_of({hea.LongformerConfig(window_size=3): [0, 2], hea.LinearConfig(): [1]})
+    found = calibration.make_settings({hea.LongformerConfig(window_size=3): [0, 2], hea.LinearConfig(): [1]})
     assert [(one.layers, one.config.method) for one in found.entries] == [
         ((0, 2), "longformer"),
         ((1,), "linear"),
@@ -162,7 +163,7 @@ def test_calls_are_what_the_model_computes(family, padding):
     with torch.no_grad():
         exact = model(**batch)[0]
     calls = []
-    with capture.watching(model, calls.append):
+    with capture.capture_attention(model, calls.append):
         seen = capture.forward(model, batch)[0]
     there = batch.get("attention_mask", torch.ones(2, 70)).bool()
     torch.testing.assert_close(seen[there], exact[there], atol=1e-4, rtol=1e-4)
@@ -225,7 +226,7 @@ def test_an_empty_row_says_nothing():
     model, data = tiny_model("bert"), tiny_batch("bert", padding="right")
     data["attention_mask"][1] = 0
     candidate = calibration.Candidate(9, hea.LongformerConfig(window_size=4))
-    table = calibration.measure(model, [data], [candidate], [0, 1], 9.0)
+    table = calibration.measure_errors(model, [data], [candidate], [0, 1], 9.0)
     assert [set(errors) for errors in table.values()] == [{(0, 0)}, {(0, 0)}]
 
 
@@ -270,7 +271,7 @@ BERT_BATCH = tiny_batch("bert")
         ("bert", [BERT_BATCH], {"max_error": -0.1}, "max_error=-0.1"),
         ("bert", [BERT_BATCH], {"max_error": math.nan}, "max_error=nan"),
         ("bert", [BERT_BATCH], {"max_error": True}, "max_error=True"),
-        ("bert", [BERT_BATCH], {"max_error": 1e-9}, "nothing keeps max_error=1e-09 in any layer"),
+        ("bert", [BERT_BATCH], {"max_error": 1e-9}, "no method keeps max_error=1e-09 in any layer"),
         ("bert", [BERT_BATCH], {"methods": []}, "methods is empty"),
         ("bert", [BERT_BATCH], {"methods": ["kdeformr"]}, "Did you mean 'kdeformer'"),
         ("bert", [BERT_BATCH], {"methods": ["linformer"]}, "learned parameters"),
@@ -305,7 +306,7 @@ def test_encoder_and_decoder_share_their_layers():
     with pytest.raises(UnsupportedAttentionError, match="is a decoder"):
         hea.calibrate(model, data, max_error=9.0, methods=["nystromformer"])
     calls = []
-    with capture.watching(model, calls.append):
+    with capture.capture_attention(model, calls.append):
         capture.forward(model, data[0])
     cross = next(call for call in calls if call.query.shape[2] != call.key.shape[2])
     assert (cross.errors(hea.LongformerConfig(window_size=4)) == 0).all()

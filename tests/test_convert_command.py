@@ -313,8 +313,8 @@ def test_what_stands_in_which_layer_by_a_file(tmp_path, capsys):
         assert loaded.config.efficient_attention == converted.config.efficient_attention
         assert torch.equal(output(loaded, tiny_batch("bert")), output(converted, tiny_batch("bert")))
     for wrong, message in (
-        ("{", "no JSON"),
-        ("[1]", "an object is needed"),
+        ("{", "not JSON"),
+        ("[1]", "a JSON object is expected"),
         ('{"calibrated": null}', "nothing was calibrated"),
         ('{"method": "kdeformr"}', "Did you mean 'kdeformer'"),
         ('{"method": "linear", "layers": [7]}', "7"),

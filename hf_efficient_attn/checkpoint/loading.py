@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import torch
+from transformers.utils import logging
 
 from hf_efficient_attn.checkpoint.source import CheckedSource
 from hf_efficient_attn.checkpoint.values import refusing, short
@@ -20,21 +21,28 @@ _PARAMETERS, _NUMBERS = 4096, 2**26
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """No bars, warnings or reports of Transformers: what matters of them is told here."""
-    from transformers.utils import logging
-
-    enabled, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+def no_progress_bar() -> Iterator[None]:
+    """Hide the progress bar that Transformers draws for every model that it loads."""
+    enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Hide the progress bar, the warnings and the reports of Transformers; the caller reports what matters."""
+    verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with no_progress_bar(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.set_verbosity(verbosity)
-        if enabled:
-            logging.enable_progress_bar()
 
 
 def load_model(checked: CheckedSource):

@@ -1,7 +1,7 @@
-"""The command hf-efficient-attn: `methods`, `info NAME`, `demo`, `convert SOURCE`, `push FOLDER ID`.
+"""The command hf-efficient-attn: `methods`, `info`, `demo`, `benchmark`, `analyze`, `convert` and `push`.
 
-Exit status: 0 done, 1 failed while working (a file that could not be written), 2 asked for something that does not
-exist, 130 interrupted. Errors are one line on stderr.
+Exit status: 0 done, 1 an error while working (such as a file that could not be written), 2 a request that is refused,
+130 interrupted. Errors are one line on stderr.
 """
 
 from collections.abc import Sequence
@@ -9,13 +9,11 @@ from typing import Annotated
 
 import typer
 
-import hf_efficient_attn as hea
 from hf_efficient_attn.cli import analyze, benchmark, convert, demo, methods, push
 from hf_efficient_attn.cli.common import (
     Json,
     Settings,
     app,
-    label,
     main_of,
     parse_lengths,
     parse_methods,
@@ -24,17 +22,18 @@ from hf_efficient_attn.cli.common import (
     table,
 )
 from hf_efficient_attn.integration.layers import parse_layers
+from hf_efficient_attn.version import __version__
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of the command; ends the process with its exit status."""
+    """Run the command and end the process with its exit status."""
     main_of(app, "hf-efficient-attn", arguments)
 
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(hea.__version__)
-        raise typer.Exit()
+        typer.echo(__version__)
+        raise typer.Exit
 
 
 @app.callback(invoke_without_command=True)

@@ -5,23 +5,23 @@ from typing import Annotated, Any
 
 import typer
 
-import hf_efficient_attn as hea
 from hf_efficient_attn.cli.common import Json, app, print_json, table
-from hf_efficient_attn.methods import MethodInfo
+from hf_efficient_attn.methods import MethodInfo, available_methods, method_info
 
 
 def _describe(info: MethodInfo) -> dict[str, Any]:
-    """A method as plain values that JSON can hold."""
+    """The facts about a method as plain values for JSON."""
     plain = {spec.name: getattr(info, spec.name) for spec in dataclasses.fields(info)}
     return plain | {"learned_parameters": list(info.learned_parameters), "config_class": info.config_class.__name__}
 
 
 def _hyperparameters(info: MethodInfo) -> list[dict[str, Any]]:
+    """The hyperparameters of a method as plain values for JSON."""
     return [
         {
             "name": spec.name,
             "default": spec.default,
-            **{k: spec.metadata.get(k) for k in ("help", "minimum", "choices")},
+            **{key: spec.metadata.get(key) for key in ("help", "minimum", "choices")},
         }
         for spec in dataclasses.fields(info.config_class)
     ]
@@ -30,29 +30,29 @@ def _hyperparameters(info: MethodInfo) -> list[dict[str, Any]]:
 @app.command(epilog="Example: hf-efficient-attn methods --json")
 def methods(as_json: Json = False) -> None:
     """List the methods; each name is also an attn_implementation."""
-    infos = [hea.method_info(name) for name in hea.available_methods()]
+    infos = [method_info(name) for name in available_methods()]
     if as_json:
         return print_json([_describe(info) for info in infos])
     rows = [
         (i.name, i.paper, i.year, "yes" if i.causal else "no", ", ".join(i.learned_parameters) or "none", i.summary)
         for i in infos
     ]
-    typer.echo(table(("name", "paper", "year", "causal", "learned", "what it does"), rows))
+    typer.echo(table(("name", "paper", "year", "causal", "learned", "what it computes"), rows))
 
 
 @app.command(epilog="Example: hf-efficient-attn info kdeformer")
 def info(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A method, as `methods` lists them.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A method, as listed by `methods`.")],
     as_json: Json = False,
 ) -> None:
-    """Describe one method: its paper, its hyperparameters, their defaults and choices."""
-    about = hea.method_info(name)
+    """Describe a method: its paper, and its hyperparameters with their defaults and choices."""
+    about = method_info(name)
     options = _hyperparameters(about)
     if as_json:
         return print_json(_describe(about) | {"hyperparameters": options})
     forms = [("causal", about.causal), ("Nq != Nk", about.rectangular), ("recurrent", about.recurrent)]
     typer.echo(f"{about.title} ({about.paper})\n{about.summary}\n")
-    typer.echo(f"forms: {', '.join(form for form, there in forms if there) or 'square, bidirectional only'}")
+    typer.echo(f"forms: {', '.join(form for form, exists in forms if exists) or 'square, bidirectional only'}")
     typer.echo(f"learned parameters: {', '.join(about.learned_parameters) or 'none'}")
     typer.echo(f"config: hf_efficient_attn.{about.config_class.__name__}\n")
     for entry in options:

@@ -7,40 +7,45 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, logging
 
+from hf_efficient_attn import hub
 from hf_efficient_attn.cli.common import Json, app, print_json, table
 
 
 @app.command(
-    epilog="Example: hf-efficient-attn push OUT my-name/minilm-kdeformer --private, and the same with --yes once the "
-    "list is right"
+    epilog="Example: hf-efficient-attn push OUT my-name/minilm-kdeformer --private, and again with --yes when the list "
+    "is right"
 )
 def push(
     folder: Annotated[pathlib.Path, typer.Argument(metavar="OUT", help="Folder of a converted checkpoint.")],
-    repository: Annotated[str, typer.Argument(metavar="ORG/NAME", help="Repository on the hub; made if it is new.")],
-    private: Annotated[bool, typer.Option("--private", help="Only you and your organisation see it.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do it. Without, nothing is sent, nor asked of the hub.")] = False,
+    repository: Annotated[
+        str, typer.Argument(metavar="ORG/NAME", help="Repository on the hub; it is created if it does not exist.")
+    ],
+    private: Annotated[bool, typer.Option("--private", help="Create it as a private repository.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Push. Without this option nothing is sent, and the hub is not contacted.")
+    ] = False,
     message: Annotated[str | None, typer.Option(metavar="TEXT", help="Title of the commits.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Send a converted checkpoint to the Hugging Face Hub, the card last; without --yes only say what would go up."""
-    import hf_efficient_attn.hub as hub
-
+    """Push a converted checkpoint to the Hugging Face Hub. Without --yes, only list what would be sent."""
     if not yes:
         plan = hub.plan_push(folder, repository, private=private)
-        return print_json(_plain(plan)) if as_json else _say_plan(plan)
+        return print_json(_to_dict(plan)) if as_json else _show_plan(plan)
     with _quiet():
         report = hub.push(folder, repository, private=private, message=message)
     if as_json:
         done = {"url": report.url, "commits": list(report.commits), "warnings": list(report.warnings)}
-        return print_json({**_plain(report.plan), "sent": True, **done})
+        return print_json({**_to_dict(report.plan), "sent": True, **done})
     size = sum(size for _, size in report.plan.files)
-    typer.echo(f"{len(report.plan.files)} files, {_bytes(size)}: {report.url}")
+    typer.echo(f"{len(report.plan.files)} files, {_format_bytes(size)}: {report.url}")
     for line in report.warnings:
         typer.echo(f"The hub says: {line}")
 
 
-def _plain(plan) -> dict[str, Any]:
+def _to_dict(plan: hub.PushPlan) -> dict[str, Any]:
+    """A plan as plain values for JSON."""
     return {
         "repository": plan.repo_id,
         "private": plan.private,
@@ -51,23 +56,23 @@ def _plain(plan) -> dict[str, Any]:
     }
 
 
-def _say_plan(plan) -> None:
+def _show_plan(plan: hub.PushPlan) -> None:
+    visibility = "private" if plan.private else "public, if it is new"
+    typer.echo(f"Files that would be sent to {plan.repo_id} ({visibility}), in this order:\n")
+    typer.echo(table(("file", "size"), [(path, _format_bytes(size)) for path, size in plan.files]))
+    size = sum(size for _, size in plan.files)
     typer.echo(
-        f"To {plan.repo_id} ({'private' if plan.private else 'public, if it is new'}) would go, in this order:\n"
+        f"\n{len(plan.files)} files, {_format_bytes(size)}. The model card is sent last, in a commit of its own."
     )
-    typer.echo(table(("file", "size"), [(path, _bytes(size)) for path, size in plan.files]))
-    typer.echo(
-        f"\n{len(plan.files)} files, {_bytes(sum(size for _, size in plan.files))}; the card by itself, at the end."
-    )
-    typer.echo("Weights of an earlier push that are not in the folder are removed there.")
+    typer.echo("Weights of an earlier push that are not in the folder would be deleted from the repository.")
     for name in plan.stays:
-        typer.echo(f"Stays here: {name}")
+        typer.echo(f"Not sent: {name}")
     for problem in plan.problems:
         typer.echo(f"Card: {problem}")
-    typer.echo("\nNothing was sent. The same with --yes sends it.")
+    typer.echo("\nNothing was sent. Add --yes to send the files.")
 
 
-def _bytes(count: int) -> str:
+def _format_bytes(count: int) -> str:
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:
             return f"{count / size:.1f} {unit}"
@@ -76,9 +81,7 @@ def _bytes(count: int) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Bars and warnings of huggingface_hub on a terminal only."""
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, logging
-
+    """Hide progress bars and warnings of huggingface_hub unless stderr is a terminal."""
     level, bars = logging.get_verbosity(), not are_progress_bars_disabled()
     if sys.stderr.isatty():
         yield

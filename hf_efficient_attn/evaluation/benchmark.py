@@ -1,9 +1,9 @@
-"""`hf-efficient-attn benchmark`: what methods gain and cost in one model, on one machine, on one's own data.
+"""`hf-efficient-attn benchmark`: what methods gain and cost in a model, on the user's machine and data.
 
-Every method stands beside exact attention in copies of the model that share its weights. Times are paired
-(`measure.paired`); errors are those of single layers on the inputs of the exact model; agreement is that of the whole
-model's outputs with those of exact attention, and needs no labels: the cosine of mean-pooled embeddings, the ratio of
-perplexities, or how often the same class, or the same token under a mask, comes first.
+Every method is compared with exact attention in copies of the model that share its weights. Times are paired
+(`timing.paired`). Errors are those of single layers on their inputs in the exact model. Agreement compares the outputs
+of the whole model with those of exact attention and needs no labels: the cosine of mean-pooled embeddings, the ratio of
+perplexities, or the share of inputs for which the same class, or the same token at a masked position, is most likely.
 """
 
 import math
@@ -14,29 +14,35 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
+from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import forward
-from hf_efficient_attn.evaluation.comparison import AGREEMENT, make_variants, measure
-from hf_efficient_attn.evaluation.data import ModelData, make_room, positions_of, task_of
-from hf_efficient_attn.evaluation.timing import UNSTEADY, machine, use_threads
+from hf_efficient_attn.evaluation.comparison import AGREEMENT, DEFAULT_PROCEDURE, Procedure, make_variants, measure
+from hf_efficient_attn.evaluation.data import DOCUMENTATION, ModelData, allow_length, max_positions, task_of
+from hf_efficient_attn.evaluation.defaults import default_methods, method_label
+from hf_efficient_attn.evaluation.timing import UNSTEADY, machine
+from hf_efficient_attn.hub.card import write_card
+from hf_efficient_attn.integration.attention import settings_of
+from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.layers import ranges
-from hf_efficient_attn.integration.models import transformers_models
+from hf_efficient_attn.integration.models import attention_modules
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig, as_settings
-from hf_efficient_attn.io.reading import read_json
+from hf_efficient_attn.io.json import read_json_object
 from hf_efficient_attn.io.writing import check_folder, replacing, write_results
 from hf_efficient_attn.methods import MethodConfig, causal_methods, make_config
 
 FORMAT = 1
-NAMES = ("benchmark.json", "benchmark.png")
-# Rows, pictures, on which agreement is measured.
+FILES = ("benchmark.json", "benchmark.png")
+# Default numbers of texts and of pictures on which agreement is measured.
 TEXT_ROWS, IMAGE_ROWS = 4, 32
 _SHORTEST, _LONGEST = 512, 16384
-_SECONDS = 90.0  # as estimated, by which most runs end in a minute
-# Faster by less may be chance.
-_FASTER = 1.05
+# Estimated duration that limits the default lengths. The estimate is high: most runs then take less than a minute.
+_SECONDS = 90.0
+# Smaller speed-ups may be due to chance.
+_MIN_SPEED_UP = 1.05
 
 
 def benchmark_checkpoint(
@@ -45,120 +51,112 @@ def benchmark_checkpoint(
     lengths: Sequence[int] | None = None,
     *,
     data: "str | pathlib.Path | None" = None,
-    batch: int = 1,
     rows: int | None = None,
-    rounds: int = 3,
-    threads: int | None = None,
-    memory: bool = True,
+    procedure: Procedure = DEFAULT_PROCEDURE,
     allow_pickle: bool = False,
 ) -> dict[str, Any]:
-    """Time, memory, error of the layers and agreement of a checkpoint's model by several methods.
+    """Measure time, memory, errors of layers and agreement of a checkpoint's model with several methods.
 
     Args:
-        source: folder or hub id of a checkpoint. A converted one is compared with exact attention.
-        methods: label -> config. None for the method of a converted checkpoint; for another kdeformer, longformer and,
-            where nothing is causal, nystromformer.
-        lengths: tokens of a row; for image models the pictures of the nearest size are taken. None for lengths from 512
-            tokens, or what the model takes, up to four times what it takes, as far as a minute goes.
-        data: a text (.txt, .jsonl, gzipped too), or a folder or zip file of pictures. None for Python's help texts, or
-            random numbers where a model has no tokenizer or takes pictures: then nothing is said of errors.
-        batch: rows of a forward pass.
-        rows: on which agreement is measured; None for 4 texts or 32 pictures.
-        rounds: in which every method is timed, each time between two runs of exact attention.
-        threads: of PyTorch; None for as many as there are.
-        memory: whether to measure that too.
+        source: folder or hub id of a checkpoint.
+        methods: label -> method. None for the method of a converted checkpoint, or else for the default methods
+            (`MethodConfig.default_rank`) that support the model.
+        lengths: numbers of tokens; pictures are resized to the nearest possible number. None for lengths from 512
+            tokens, or the model's maximum if it is smaller, up to four times the maximum, as far as about a minute
+            allows.
+        data: a text (.txt, .jsonl, or gzipped), or a folder or zip file of pictures. None for Python's documentation,
+            or for random numbers if the model has no tokenizer or takes pictures; then no errors are measured.
+        rows: number of inputs for the agreement; None for 4 texts or 32 pictures.
+        procedure: how the methods are measured.
         allow_pickle: whether weights in a .bin file may be read.
 
     Returns:
-        a dictionary that JSON can hold: "format", "source", "task", "machine", "data", "agreement", "measurements"
-        ("seconds" of a forward pass, "speed_up" over exact attention as the median of the rounds, "speed_up_min",
-        "speed_up_max", "peak_memory_mib" of a pass beside model and inputs, "layer_errors" in relative operator norm,
-        means over heads and two rows, "error" their mean, "agreement"), "pays_from" (label -> smallest length from
-        which on it is faster by a twentieth, or None), "notes" and "summary" (sentences).
+        a dictionary for JSON: "format", "source", "task", "machine", "data", "agreement" (which measure), "notes" and
+        "summary" (sentences), "pays_from" (label -> the smallest length from which on the method is faster by 5% or
+        more, or None), and "measurements", one for each length and method:
+
+        - "seconds": of a forward pass, median of the rounds.
+        - "speed_up", "speed_up_min", "speed_up_max": over exact attention, median and extremes of the rounds.
+        - "peak_memory_mib": of a forward pass, without model and inputs.
+        - "layer_errors": relative operator norm in each layer, averaged over heads and two inputs; "error" is the mean.
+        - "agreement": with the outputs of exact attention.
 
     Raises:
-        UnsupportedAttentionError: before anything is measured, for a source, a method, a length or data that will not
-            do; a decoder and a method without causal form, with the names of those that have one.
+        UnsupportedAttentionError: before anything is measured, for a source, a method, a length or data that cannot be
+            used, and for a method without causal form if the model is a decoder.
     """
-    from hf_efficient_attn.checkpoint import load_model, open_checkpoint
-
-    _check_counts(lengths, batch=batch, rounds=rounds, rows=rows, threads=threads)
+    batch, rounds, _ = procedure
+    _check_counts(lengths, batch=batch, rounds=rounds, rows=rows)
     checked = open_checkpoint(source, allow_pickle=allow_pickle)
     model = load_model(checked).eval()
     task = task_of(model)
     own = own_settings(model)
-    wanted = _settings(methods, own, model)
-    check_causal(model, wanted)
+    settings = _settings(methods, own, model)
+    check_causal(model, settings)
     is_image = model.main_input_name == "pixel_values"
-    native = None if is_image else positions_of(model) or _SHORTEST
-    longest = max(lengths) if lengths else min(4 * (native or 1), _LONGEST)
-    notes = [] if is_image else [make_room(model, longest) if lengths else None]
-    rows = rows or (IMAGE_ROWS if is_image else TEXT_ROWS)
-    with use_threads(threads):
-        file = None if data is None else pathlib.Path(data)
-        found = ModelData(model, checked.folder, file, longest=longest, rows=max(rows, batch), shorter=lengths is None)
-        if lengths is None:
-            lengths = default_lengths(model, found, len(wanted), rounds, batch)
-            notes.append(None if is_image else make_room(model, max(lengths)))
-        lengths = list(dict.fromkeys(sorted(map(found.tokens_for, lengths))))
-        variants = make_variants(model, wanted, own if methods is None else None, lengths[-1])
-        passes = len(lengths) * len(wanted) * (rounds + 1)
-        measurements = []
-        with tqdm(total=passes, unit="pass", disable=None, leave=False) as bar, torch.no_grad():
-            for length in lengths:
-                bar.set_description(f"{length} tokens")
-                measurements += measure(variants, found, length, batch, rounds, memory, bar)
-        about = machine(model)
-    if found.is_image:
-        sides = ", ".join(f"{found.pixels_for(n)} x {found.pixels_for(n)} pixels for {n} tokens" for n in lengths)
-        notes.append(f"Lengths are those of pictures: {sides}; the model was made for {found.native} x {found.native}.")
+    longest = max(lengths) if lengths else _LONGEST if is_image else min(4 * _native_length(model), _LONGEST)
+    notes = [allow_length(model, longest) if lengths and not is_image else None]
+    inputs = ModelData(
+        model,
+        checked.folder,
+        None if data is None else pathlib.Path(data),
+        longest=longest,
+        rows=max(rows or (IMAGE_ROWS if is_image else TEXT_ROWS), batch),
+        shorter=lengths is None,
+    )
+    if lengths is None:
+        lengths = default_lengths(model, inputs, len(settings), procedure)
+        notes.append(None if is_image else allow_length(model, max(lengths)))
+    lengths = list(dict.fromkeys(sorted(map(inputs.tokens_for, lengths))))
+    variants = make_variants(model, settings, own if methods is None else None, lengths[-1])
+    measurements = []
+    total = len(lengths) * len(settings) * (rounds + 1)
+    with tqdm(total=total, unit="pass", disable=None, leave=False) as bar, torch.no_grad():
+        for length in lengths:
+            bar.set_description(f"{length} tokens")
+            measurements += measure(variants, inputs, length, procedure, bar)
+    notes += [_note_on_pictures(inputs, lengths), _note_on_data(inputs)]
+    if any(row["speed_up_max"] > 1.5 * row["speed_up_min"] for row in measurements):
+        notes.append(UNSTEADY)
     result = {
         "format": FORMAT,
-        "source": source_name(source),
+        "source": checked.name,
         "task": task,
-        "machine": about,
-        "data": {"name": found.name, "rows": found.rows},
+        "machine": machine(model),
+        "data": {"name": inputs.name, "rows": inputs.rows},
         "agreement": AGREEMENT[task],
         "measurements": measurements,
-        "pays_from": {label: pays_from(measurements, label) for label in wanted},
-        "notes": [note for note in [*notes, _of_data(found), _of_times(measurements)] if note],
+        "pays_from": {label: pays_from(measurements, label) for label in settings},
+        "notes": [note for note in notes if note],
     }
     return {**result, "summary": summarise(result)}
 
 
 def _check_counts(lengths: Sequence[int] | None, **counts: int | None) -> None:
     if lengths is not None and not lengths:
-        raise UnsupportedAttentionError("no lengths were given: leave them out for those that suit the model")
-    for what, value in chain(counts.items(), (("a length", length) for length in lengths or ())):
+        raise UnsupportedAttentionError("lengths is empty: leave it out for lengths that suit the model")
+    for name, value in chain(counts.items(), (("a length", length) for length in lengths or ())):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise UnsupportedAttentionError(f"{what}: {value!r} is not a positive integer")
+            raise UnsupportedAttentionError(f"{name}: {value!r} is not a positive integer")
 
 
-def source_name(source: "str | pathlib.Path") -> str:
-    """A hub id as it is, of a folder its last name: results are published, and a path tells who made them."""
-    path = pathlib.Path(source)
-    return path.resolve().name if path.is_dir() else str(source)
+def _native_length(model: PreTrainedModel) -> int:
+    return max_positions(model) or _SHORTEST
 
 
-def own_settings(model: nn.Module) -> EfficientAttentionConfig | None:
-    """The method that a converted checkpoint has; None for one that was not converted."""
-    from hf_efficient_attn.integration.attention import settings_of
-    from hf_efficient_attn.integration.configs import method_of
-
-    config = transformers_models(model)[0].config
-    name = method_of(config)
-    return None if name is None else settings_of(config, EfficientAttentionConfig(name))
+def own_settings(model: PreTrainedModel) -> EfficientAttentionConfig | None:
+    """The method of a converted checkpoint; None for one that is not converted."""
+    name = method_of(model.config)
+    return None if name is None else settings_of(model.config, EfficientAttentionConfig(name))
 
 
-def is_decoder(model: nn.Module) -> bool:
+def is_decoder(model: PreTrainedModel) -> bool:
     """Whether some of a model's attention is causal."""
-    from hf_efficient_attn.integration.models import attention_modules
-
     return any(getattr(module, "is_causal", None) is True for module, *_ in attention_modules(model))
 
 
-def check_causal(model: nn.Module, settings: Mapping[str, EfficientAttentionConfig]) -> None:
-    """That a decoder's methods have a causal form; raises `UnsupportedAttentionError` with the names of those."""
+def check_causal(model: PreTrainedModel, settings: Mapping[str, EfficientAttentionConfig]) -> None:
+    """Raise `UnsupportedAttentionError` if the model is a decoder and a method has no causal form."""
     known = causal_methods()
     for name in (entry.config.method for one in settings.values() for entry in one.entries):
         if name not in known and is_decoder(model):
@@ -168,46 +166,48 @@ def check_causal(model: nn.Module, settings: Mapping[str, EfficientAttentionConf
             )
 
 
-def _settings(methods, own: EfficientAttentionConfig | None, model: nn.Module) -> dict[str, EfficientAttentionConfig]:
+def _settings(
+    methods: "Mapping[str, MethodConfig | EfficientAttentionConfig] | None",
+    own: EfficientAttentionConfig | None,
+    model: PreTrainedModel,
+) -> dict[str, EfficientAttentionConfig]:
     if methods is not None:
         if not methods:
-            raise UnsupportedAttentionError("no methods were given: leave them out for those that suit the model")
+            raise UnsupportedAttentionError("methods is empty: leave it out for the default methods")
         return {label: as_settings(config) for label, config in methods.items()}
     if own is not None:
         names, layers = dict.fromkeys(entry.config.method for entry in own.entries), own.named_layers()
         return {" and ".join(names) + (f", layers {ranges(layers)}" if layers else ""): own}
-    chosen = {"kdeformer": make_config("kdeformer"), "longformer": make_config("longformer")}
+    configs = [make_config(name) for name in default_methods(is_causal=is_decoder(model))]
     if model.main_input_name == "pixel_values":
-        # What a picture is, is read from its first token.
-        del chosen["longformer"]
-        chosen["longformer (global_tokens=1)"] = make_config("longformer", global_tokens=1)
-    if not is_decoder(model):
-        chosen["nystromformer"] = make_config("nystromformer")
-    return {label: as_settings(config) for label, config in chosen.items()}
+        # Classifiers of pictures read the first token, which has to attend to all others.
+        configs = [make_config(one, global_tokens=1) if hasattr(one, "global_tokens") else one for one in configs]
+    return {method_label(config): as_settings(config) for config in configs}
 
 
-def default_lengths(model: nn.Module, data: ModelData, methods: int, rounds: int, batch: int) -> list[int]:
-    """Doubling up to four times what the model takes, as far as a minute is thought to go; the first in any case."""
+def default_lengths(model: PreTrainedModel, data: ModelData, num_methods: int, procedure: Procedure) -> list[int]:
+    """Lengths that double up to four times the model's maximum, as far as about a minute allows, but at least one."""
     if data.is_image:
         proposed = [data.tokens_for(factor * data.native_tokens) for factor in (1, 2, 4)]
     else:
-        present = positions_of(model) or _SHORTEST
-        proposed = [min(present, _SHORTEST)]
-        while 2 * proposed[-1] <= 4 * present:
+        native = _native_length(model)
+        proposed = [min(native, _SHORTEST)]
+        while 2 * proposed[-1] <= 4 * native:
             proposed.append(2 * proposed[-1])
-        # A short text bounds them too.
+        # A short text limits the lengths too.
         proposed = [length for length in proposed if length <= data.longest] or [data.longest]
-    inputs = data.inputs(proposed[0], 0, batch)
+    inputs = data.inputs(proposed[0], 0, procedure.batch)
     with torch.no_grad():
         forward(model, inputs.values)
         start = time.perf_counter()
         forward(model, inputs.values)
-    taken = time.perf_counter() - start
-    passes = (rounds + 2) * (2 * methods + 1) + math.ceil(data.rows / batch) * (methods + 1)
-    chosen, total = [], 0.0
+    seconds = time.perf_counter() - start
+    passes = (procedure.rounds + 2) * (2 * num_methods + 1) + math.ceil(data.rows / procedure.batch) * (num_methods + 1)
+    chosen: list[int] = []
+    total = 0.0
     for length in dict.fromkeys(proposed):
-        # Exact attention grows with the square of the length, and the rest of the model with the length.
-        total += passes * taken * (length / proposed[0]) ** 1.5
+        # Exact attention grows quadratically with the length, and the rest of the model linearly.
+        total += passes * seconds * (length / proposed[0]) ** 1.5
         if chosen and total > _SECONDS:
             break
         chosen.append(length)
@@ -215,49 +215,53 @@ def default_lengths(model: nn.Module, data: ModelData, methods: int, rounds: int
 
 
 def pays_from(measurements: Sequence[Mapping[str, Any]], label: str) -> int | None:
-    """The smallest measured length from which on a method is faster, by a twentieth at least; None if there is none."""
+    """The smallest measured length from which on a method is faster by 5% or more; None if there is none."""
     own = sorted((row for row in measurements if row["attention"] == label), key=lambda row: row["length"])
-    found = None
+    first = None
     for row in reversed(own):
-        if row["speed_up"] < _FASTER:
+        if row["speed_up"] < _MIN_SPEED_UP:
             break
-        found = row["length"]
-    return found
+        first = row["length"]
+    return first
 
 
-def _of_data(data: ModelData) -> str:
-    if not data.real:
-        what = "random pixels" if data.is_image else "random token ids, since the model has no tokenizer beside it"
-        return f"The data are generated: {what}. They say something of time and memory, and nothing of errors."
-    if data.name == "pydoc_data.topics":
-        return "No data were given: the texts are Python's own help (pydoc_data.topics)."
-    return ""
+def _note_on_pictures(data: ModelData, lengths: Sequence[int]) -> str | None:
+    if not data.is_image:
+        return None
+    sizes = ", ".join(f"{data.pixels_for(n)} x {data.pixels_for(n)} pixels for {n} tokens" for n in lengths)
+    return f"Pictures are resized: {sizes}. The model was trained with {data.native} x {data.native} pixels."
 
 
-def _of_times(measurements: Sequence[Mapping[str, Any]]) -> str:
-    return UNSTEADY if any(row["speed_up_max"] > 1.5 * row["speed_up_min"] for row in measurements) else ""
+def _note_on_data(data: ModelData) -> str | None:
+    if not data.is_real:
+        kind = "pixels" if data.is_image else "token ids, since the checkpoint contains no tokenizer"
+        return f"The data are generated: random {kind}. Time and memory are measured, but no errors."
+    if data.name == DOCUMENTATION:
+        return "No data are given: the texts are Python's own documentation (pydoc_data.topics)."
+    return None
 
 
 def summarise(result: Mapping[str, Any]) -> list[str]:
-    """At which length each method begins to pay, in sentences."""
+    """Sentences that say from which length on each method pays off."""
     lengths = sorted({row["length"] for row in result["measurements"]})
     sentences = []
     for label, first in result["pays_from"].items():
         if first is None:
-            upto = f"up to {lengths[-1]} tokens" if len(lengths) > 1 else f"at {lengths[0]} tokens"
-            sentences.append(f"{label} does not pay {upto}: exact attention is as fast or faster there.")
+            where = f"up to {lengths[-1]} tokens" if len(lengths) > 1 else f"at {lengths[0]} tokens"
+            sentences.append(f"{label} does not pay off {where}: exact attention is as fast or faster.")
             continue
         rows = [row for row in result["measurements"] if row["attention"] == label and row["length"] == lengths[-1]]
         where = "at all measured lengths" if first == lengths[0] else f"from {first} tokens on"
         sentences.append(
-            f"{label} pays {where}: {rows[0]['speed_up']:.1f} times as fast as exact attention at {lengths[-1]}."
+            f"{label} pays off {where}: it is {rows[0]['speed_up']:.1f} times as fast as exact attention at "
+            f"{lengths[-1]} tokens."
         )
     return sentences
 
 
 def draw(result: Mapping[str, Any], path: pathlib.Path) -> None:
-    """Speed-up and error against length, as a picture in any format that matplotlib writes."""
-    from matplotlib.figure import Figure
+    """Draw speed-up and error against length, in a format that matplotlib determines from the file name."""
+    from matplotlib.figure import Figure  # an optional dependency
 
     rows = [row for row in result["measurements"] if row["method"] != EXACT]
     panels = [("speed_up", "times as fast as exact attention", "Speed")]
@@ -278,42 +282,47 @@ def draw(result: Mapping[str, Any], path: pathlib.Path) -> None:
         axes.legend(fontsize="small")
         if key == "speed_up":
             axes.axhline(1.0, color="0.3", linewidth=1)
-    machine_ = result["machine"]
-    figure.suptitle(f"{machine_['cpu']}, {machine_['threads']} threads, {machine_['dtype']}", fontsize="small")
+    about = result["machine"]
+    figure.suptitle(f"{about['cpu']}, {about['threads']} threads, {about['dtype']}", fontsize="small")
     with replacing(path) as draft:
         figure.savefig(draft, dpi=150)
 
 
-def check_place(
+def output_folder(
     source: "str | pathlib.Path", output: pathlib.Path | None, *, card: bool = False, force: bool = False
 ) -> pathlib.Path | None:
-    """The folder for benchmark.json and benchmark.png, None where none was asked for; asked before the work.
+    """The folder for benchmark.json and benchmark.png, checked before the measurements; None if none is requested.
+
+    Args:
+        source: the checkpoint.
+        output: the folder that the user names.
+        card: whether to write into `source` and update its model card.
+        force: whether to overwrite existing files.
 
     Raises:
-        UnsupportedAttentionError: they are there already and `force` was not said, or cannot be written; with `card`,
-            `source` is no folder of a converted checkpoint.
+        UnsupportedAttentionError: the files cannot be written, or they exist and `force` is False; with `card`, an
+            `output` is given or `source` is not the folder of a converted checkpoint.
     """
-    if card and output is not None:
-        raise UnsupportedAttentionError("with --card the results go into SOURCE: leave --output out")
-    if not card and output is None:
-        return None
-    place = pathlib.Path(source) if card else output
     if card:
-        config = place / "config.json"
-        values = read_json(config) if config.is_file() else {}
-        if "efficient_attention" not in values:
+        if output is not None:
+            raise UnsupportedAttentionError("with --card the results are written into SOURCE: leave --output out")
+        output = pathlib.Path(source)
+        config = output / "config.json"
+        if not config.is_file() or "efficient_attention" not in read_json_object(config):
             raise UnsupportedAttentionError(
-                f"--card: {str(source)!r} is no folder of a converted checkpoint: make one by hf-efficient-attn convert"
+                f"--card: {str(source)!r} is not the folder of a converted checkpoint: make one with hf-efficient-attn "
+                "convert"
             )
-    check_folder(place, NAMES, force=force)
-    return place
+    if output is not None:
+        check_folder(output, FILES, force=force)
+    return output
 
 
-def write_benchmark(result: Mapping[str, Any], place: pathlib.Path, *, card: bool = False) -> list[pathlib.Path]:
-    """Write benchmark.json and benchmark.png into a folder, and renew the model card there; what was written."""
-    written = write_results(result, place, "benchmark", draw)
-    if card:
-        from hf_efficient_attn.hub.card import write_card
+def write_benchmark(result: Mapping[str, Any], folder: pathlib.Path, *, card: bool = False) -> list[pathlib.Path]:
+    """Write benchmark.json and benchmark.png into a folder, and with `card` update the model card there.
 
-        written.append(pathlib.Path(write_card(place)))
-    return written
+    Returns:
+        the paths of the files.
+    """
+    written = write_results(result, folder, "benchmark", draw)
+    return [*written, write_card(folder)] if card else written

@@ -1,112 +1,119 @@
-"""`calibrate`: the cheapest method and budget for each layer that keep an error."""
+"""`hea.calibrate`: for each layer, the cheapest method and budget whose error stays below a limit."""
 
-import dataclasses
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.capture import Call, check_methods, forward, look, watching
+from hf_efficient_attn.evaluation.capture import (
+    AttentionSummary,
+    Batch,
+    Call,
+    capture_attention,
+    check_methods,
+    forward,
+    summarize_attention,
+)
+from hf_efficient_attn.evaluation.defaults import default_variants
 from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
-from hf_efficient_attn.methods import MethodConfig, make_config, method_info
+from hf_efficient_attn.methods import MethodConfig, make_config
 
-# Faster first, at the same number of columns; those that only training makes useful are left out.
-_METHODS = (
-    ("nystromformer", {}), ("longformer", {}), ("kdeformer", {"near_field": "window"}), ("kdeformer", {}),
-)  # fmt: skip
-_CAUSAL_METHODS = (("longformer", {}), ("kdeformer", {}))
 _BUDGETS = (32, 64, 128, 256, 512, 1024)
-# With normal log errors of known spread an unseen sequence stays below this many deviations with probability .977.
+# If the log errors are normal with a known deviation, an unseen sequence stays below mean + 2 deviations with
+# probability .977.
 _DEVIATIONS = 2.0
-# Standard deviation of the logarithm of the error between sequences, where one sequence shows none.
+# Standard deviation between sequences of the logarithm of the error, used if there is only one sequence.
 _UNKNOWN_SPREAD = 0.25
 
 
 class Candidate(NamedTuple):
-    """A method at a budget; `columns` is what a query costs."""
+    """A method at a budget; `columns` is the cost per query."""
 
     columns: int
     config: MethodConfig
 
 
-# Errors of the sequences in one layer, by batch and row: the greatest of its modules of means over heads.
+# (number of the batch, index in the batch) -> error of one sequence in a layer: the mean over heads; if several modules
+# belong to the layer, the largest of their means.
 Errors = dict[tuple[int, int], float]
+ErrorTable = dict[tuple[Layer, Candidate], Errors]
 
 
 def calibrate(
     model: nn.Module,
-    batches: "Iterable[Mapping[str, Any] | Tensor]",
+    batches: Iterable[Batch],
     *,
     max_error: float,
     methods: "Sequence[str | MethodConfig] | None" = None,
     budgets: Sequence[int] | None = None,
     seed: int = 0,
 ) -> EfficientAttentionConfig:
-    """The cheapest method and budget for every layer whose error stays below `max_error`; the others stay exact.
+    """Choose the cheapest method and budget for every layer whose error stays below `max_error`.
 
-    The error of a layer on a sequence is |A - E| / |E| in the operator norm, a mean over heads: E is the output of its
-    exact attention, A that of the method on the same queries, keys and values, those of the exact model on `batches`,
-    with their masks, and with the random draws that the converted model has. Errors of earlier layers do not reach it.
+    Layers in which no candidate stays below it keep exact attention.
 
-    What is asked is meant for sequences not seen here, and the cheapest of many candidates is more often one that was
-    lucky. So a candidate fits a layer only if exp(mean + 2 s sqrt(1 + 1/n)) of the logarithms of its errors on the n
-    sequences is at most `max_error`, a bound that about one unseen sequence in 44 exceeds, and so is the greatest of
-    them. s is the standard deviation between sequences, in this layer or pooled over all layers, whichever is larger; a
-    single sequence shows none, and .25 is taken. Sequences like those that the model will meet, 8 or more, in number
-    and length, are what the result can be trusted for.
+    The error of a layer on a sequence is |A - E| / |E| in the operator norm, averaged over heads. E is the output of
+    exact attention, and A is the output of the method for the same queries, keys and values. These are the layer's
+    inputs in the exact model on `batches`, so that they do not include the errors of earlier layers. The masks and the
+    random draws are those of the converted model.
+
+    The limit is meant for unseen sequences, and the cheapest of many candidates may have been chosen by chance. A
+    candidate is therefore accepted only if exp(mean + 2 s sqrt(1 + 1/n)) <= `max_error` for the logarithms of its
+    errors on the n sequences, and if its largest error is at most `max_error`. About one unseen sequence in 44 exceeds
+    this bound. s is the standard deviation between sequences, in this layer or pooled over all layers, whichever is
+    larger; for a single sequence it is taken to be .25. The result is reliable if there are 8 or more sequences that
+    resemble the model's later inputs in kind and length.
 
     Args:
-        model: a Transformers model, or a module that holds some. It is afterwards as it was, to the random state.
-        batches: mappings of the model's arguments, such as tokenizers and data loaders give (`attention_mask` too), or
-            tensors of its main input. They are held in a list; of the activations, those of one layer and batch.
-        max_error: above 0.
-        methods: names and configs to choose from; of those that fit at the same cost the first is taken. None for
-            those that stand in for softmax attention best: nystromformer, longformer, kdeformer with a window and with
-            hashing; for decoders longformer and kdeformer. Where there are fewer keys than queries (BigGAN), without
-            longformer.
-        budgets: what each query may cost, in columns (`with_budget`). None for 32, 64, 128, ... 1024. Those that reach
-            the longest sequence are left out: exact attention costs no more.
-        seed: added to the seed of the methods, which goes into the result.
+        model: a Transformers model, or a module that contains some. It is unchanged afterwards, and so is the random
+            state.
+        batches: mappings of the model's arguments as tokenizers and data loaders give them (`attention_mask` included),
+            or tensors of its main input. All batches are held in memory, but the activations of only one layer and
+            batch.
+        max_error: the limit, above 0.
+        methods: names and configs to choose from. Of several that are accepted at the same cost, the first is taken.
+            None for the default methods (`MethodConfig.default_rank`) that support the model, fastest first.
+        budgets: costs per query in columns (`with_budget`); None for 32, 64, 128, ..., 1024. Budgets that reach the
+            length of the longest sequence are left out, since exact attention costs no more.
+        seed: added to the seed of every method; the config that is returned contains the sum.
 
     Returns:
-        EfficientAttentionConfig for `hea.convert(model, config)`, naming its layers.
+        EfficientAttentionConfig for `hea.convert(model, config)`, which names its layers.
 
     Raises:
-        UnsupportedAttentionError: no batches, `max_error` not above 0, a model whose attention no method can replace, a
-            method without causal form for a decoder, one that needs as many keys as queries for a model that has fewer,
-            one with learned parameters, a budget that is too small for a
-            method, budgets that save nothing, or nothing that fits in any layer.
+        UnsupportedAttentionError: no batches; `max_error` not above 0; a model whose attention cannot be replaced; a
+            method that does not support the model (no causal form for a decoder, or as many keys as queries needed
+            where there are fewer); a method with learned parameters; a budget too small for a method; no budget below
+            the length of the longest sequence; or no candidate that is accepted in any layer.
     """
-    if isinstance(max_error, bool) or not isinstance(max_error, (int, float)) or not 0 < max_error < math.inf:
-        raise UnsupportedAttentionError(f"calibrate: max_error={max_error!r} must be a number above 0, such as 0.1")
+    check_max_error(max_error)
     batches = check_batches(batches)
-    shape = look(model, largest(batches))
-    candidates = candidates_of(
-        methods, budgets, shape.is_causal, shape.longest, seed, is_rectangular=shape.is_rectangular
-    )
-    table = measure(model, batches, candidates, shape.layers, max_error)
+    summary = summarize_attention(model, largest(batches))
+    candidates = make_candidates(methods, budgets, summary, seed)
+    table = measure_errors(model, batches, candidates, summary.layers, max_error)
     chosen: dict[MethodConfig, list[Layer]] = {}
-    for layer in shape.layers:
+    for layer in summary.layers:
         for candidate in candidates:
             if bound(table[layer, candidate], spread(table, candidate, max_error), max_error) <= max_error:
                 chosen.setdefault(candidate.config, []).append(layer)
                 break
     if not chosen:
-        least = min((max(errors.values()), candidate) for (_, candidate), errors in table.items() if errors)
+        error, nearest = min((max(errors.values()), candidate) for (_, candidate), errors in table.items() if errors)
         raise UnsupportedAttentionError(
-            f"calibrate: nothing keeps max_error={max_error} in any layer; nearest came {least[1].config.method} at "
-            f"{least[1].columns} columns with {least[0]:.3g}. Leave the model exact, or allow a larger budget or error"
+            f"no method keeps max_error={max_error} in any layer; the nearest is {nearest.config.method} at "
+            f"{nearest.columns} columns with an error of {error:.3g}. Keep the model exact, or allow a larger budget "
+            "or error"
         )
-    return config_of(chosen)
+    return make_settings(chosen)
 
 
-def config_of(chosen: Mapping[MethodConfig, list[Layer]]) -> EfficientAttentionConfig:
-    """Methods with their layers -> the config that names them."""
+def make_settings(chosen: Mapping[MethodConfig, list[Layer]]) -> EfficientAttentionConfig:
+    """The settings of a model from the layers of each method."""
     if len(chosen) == 1:
         config, layers = next(iter(chosen.items()))
         return EfficientAttentionConfig(config, None, layers)
@@ -115,118 +122,132 @@ def config_of(chosen: Mapping[MethodConfig, list[Layer]]) -> EfficientAttentionC
     )
 
 
-def check_batches(batches: "Iterable[Mapping[str, Any] | Tensor]") -> list:
-    """The batches, in a list that is not empty."""
+def check_max_error(max_error: float) -> None:
+    """Raise `UnsupportedAttentionError` if a limit of the error is not a positive number."""
+    if isinstance(max_error, bool) or not isinstance(max_error, (int, float)) or not 0 < max_error < math.inf:
+        raise UnsupportedAttentionError(f"max_error={max_error!r} must be a number above 0, such as 0.1")
+
+
+def check_batches(batches: Iterable[Batch]) -> list[Batch]:
+    """The batches as a list that is not empty."""
     if isinstance(batches, (Mapping, Tensor, str)) or not isinstance(batches, Iterable):
         raise UnsupportedAttentionError("batches must be a list or another iterable of batches, not a batch itself")
-    found = list(batches)
-    if not found:
-        raise UnsupportedAttentionError("no batches were given, and nothing can be measured: give some")
-    return found
+    batches = list(batches)
+    if not batches:
+        raise UnsupportedAttentionError("there are no batches, so that nothing can be measured: give at least one")
+    return batches
 
 
-def largest(batches: Sequence):
-    """The batch with the most numbers in a row of its tensors."""
+def largest(batches: Sequence[Batch]) -> Batch:
+    """The batch with the longest sequences: with the most numbers per sequence in one of its tensors."""
 
-    def size(batch) -> int:
+    def size(batch: Batch) -> int:
+        if not isinstance(batch, (Mapping, Tensor)):
+            return 0  # `forward` refuses it
         tensors = [batch] if isinstance(batch, Tensor) else [x for x in batch.values() if isinstance(x, Tensor)]
         return max((math.prod(x.shape[1:]) for x in tensors), default=0)
 
-    return max(batches, key=lambda batch: size(batch) if isinstance(batch, (Mapping, Tensor)) else 0)
+    return max(batches, key=size)
 
 
-def candidates_of(
+def make_candidates(
     methods: "Sequence[str | MethodConfig] | None",
     budgets: Sequence[int] | None,
-    is_causal: bool,
-    longest: int,
+    summary: AttentionSummary,
     seed: int = 0,
-    *,
-    is_rectangular: bool = False,
 ) -> list[Candidate]:
-    """Every method at every budget below the longest sequence, cheapest first; raises as `calibrate` does."""
+    """Every method at every budget below the longest sequence, the cheapest first; raises as `calibrate` does."""
     if methods is None:
-        configs = [make_config(name, **values) for name, values in (_CAUSAL_METHODS if is_causal else _METHODS)]
-        configs = [config for config in configs if method_info(config.method).rectangular or not is_rectangular]
+        configs = default_variants(is_causal=summary.is_causal, is_rectangular=summary.is_rectangular)
     else:
         if isinstance(methods, (str, MethodConfig)):
             methods = [methods]
         configs = [make_config(method) for method in methods]
         if not configs:
-            raise UnsupportedAttentionError("methods is empty: leave it out for those that need no training")
-    check_methods(configs, is_causal, is_rectangular)
+            raise UnsupportedAttentionError("methods is empty: leave it out for the default methods")
+    check_methods(configs, summary.is_causal, summary.is_rectangular)
     sizes = sorted(set(_BUDGETS if budgets is None else budgets))
     for columns in sizes:
         if isinstance(columns, bool) or not isinstance(columns, int) or columns < 1:
-            raise UnsupportedAttentionError(
-                f"a budget of {columns!r} columns makes no attention; give integers above 0"
-            )
-    saving = [columns for columns in sizes if columns < longest]
-    if not saving:
+            raise UnsupportedAttentionError(f"a budget of {columns!r} columns is not possible; give integers above 0")
+    useful = [columns for columns in sizes if columns < summary.max_kv_len]
+    if not useful:
         raise UnsupportedAttentionError(
-            f"the longest sequence has {longest} tokens, and budgets of {', '.join(map(str, sizes)) or 'nothing'} "
-            "columns save nothing: give longer sequences, or smaller budgets"
+            f"the longest sequence has {summary.max_kv_len} tokens, and budgets of "
+            f"{', '.join(map(str, sizes)) or 'nothing'} columns save nothing: give longer sequences or smaller budgets"
         )
-    found: dict[MethodConfig, int] = {}
-    for columns in saving:
+    cheapest: dict[MethodConfig, int] = {}
+    for columns in useful:
         for config in configs:
             sized = config.with_budget(columns)
             if seed and hasattr(sized, "seed"):
-                sized = dataclasses.replace(sized, seed=sized.seed + seed)
-            # A method without a budget is the same at all of them.
-            found.setdefault(sized, columns)
-    return [Candidate(columns, config) for config, columns in found.items()]
+                sized = make_config(sized, seed=sized.seed + seed)
+            # A method without a budget has the same config at all of them.
+            cheapest.setdefault(sized, columns)
+    return [Candidate(columns, config) for config, columns in cheapest.items()]
 
 
-def measure(
-    model: nn.Module, batches: Sequence, candidates: Sequence[Candidate], layers: Sequence[Layer], max_error: float
-) -> dict[tuple[int, Candidate], Errors]:
-    """Errors of every candidate in every layer; one that exceeded `max_error` there is not measured further."""
-    table: dict[tuple[Layer, Candidate], Errors] = {(layer, c): {} for layer in layers for c in candidates}
-    left = {layer: list(candidates) for layer in layers}
-    found: dict[tuple[int, Candidate], dict[int, float]] = {}
+def measure_errors(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    candidates: Sequence[Candidate],
+    layers: Sequence[Layer],
+    max_error: float,
+) -> ErrorTable:
+    """Errors of every candidate in every layer; a candidate that exceeds `max_error` in a layer is dropped there."""
+    table: ErrorTable = {(layer, candidate): {} for layer in layers for candidate in candidates}
+    remaining = {layer: list(candidates) for layer in layers}
+    measured: dict[tuple[Layer, Candidate], dict[int, float]] = {}
 
     def visit(call: Call) -> None:
         if call.layer is None:
             return
-        there = None if call.mask is None or call.query.shape[2] != call.key.shape[2] else call.mask.any(1).tolist()
-        for candidate in left[call.layer]:
-            errors = found.setdefault((call.layer, candidate), {})
-            for row, error in enumerate(call.errors(candidate.config).mean(1).tolist()):
-                if there is None or there[row]:
-                    errors[row] = max(error, errors.get(row, 0.0))
+        valid = None
+        if call.key_mask is not None and call.query.shape[2] == call.key.shape[2]:
+            valid = call.key_mask.any(1).tolist()
+        for candidate in remaining[call.layer]:
+            errors = measured.setdefault((call.layer, candidate), {})
+            for index, error in enumerate(call.errors(candidate.config).mean(1).tolist()):
+                if valid is None or valid[index]:
+                    errors[index] = max(error, errors.get(index, 0.0))
 
-    with watching(model, visit):
+    with capture_attention(model, visit):
         for number, batch in enumerate(tqdm(batches, desc="calibrating", unit="batch", disable=None, leave=False)):
-            found.clear()
+            measured.clear()
             forward(model, batch)
-            for key, errors in found.items():
-                table[key].update({(number, row): error for row, error in errors.items()})
+            for (layer, candidate), errors in measured.items():
+                table[layer, candidate].update({(number, index): error for index, error in errors.items()})
                 if any(not error <= max_error for error in errors.values()):
-                    left[key[0]].remove(key[1])
+                    remaining[layer].remove(candidate)
     return table
 
 
 def _logs(errors: Errors, max_error: float) -> list[float]:
-    # Errors far below what is asked are all the same, and 0 has no logarithm.
+    """Logarithms of errors. Errors are bounded below, since the logarithm of 0 is not finite."""
     return [math.log(max(error, max_error / 100)) for error in errors.values()]
 
 
-def spread(table: Mapping[tuple[int, Candidate], Errors], candidate: Candidate, max_error: float) -> float:
-    """Standard deviation of a candidate's log errors between sequences, pooled over the layers."""
+def spread(table: Mapping[tuple[Layer, Candidate], Errors], candidate: Candidate, max_error: float) -> float:
+    """Standard deviation between sequences of a candidate's log errors, pooled over the layers."""
     squares, count = 0.0, 0
-    for (_, one), errors in table.items():
-        if one == candidate and len(errors) > 1:
+    for (_, other), errors in table.items():
+        if other == candidate and len(errors) > 1:
             logs = _logs(errors, max_error)
             squares, count = squares + statistics.variance(logs) * (len(logs) - 1), count + len(logs) - 1
     return math.sqrt(squares / count) if count else _UNKNOWN_SPREAD
 
 
 def bound(errors: Errors, pooled: float, max_error: float) -> float:
-    """What the error on an unseen sequence will hardly exceed, as `calibrate` says it; inf where nothing is known."""
+    """Upper bound of the error on an unseen sequence, as `calibrate` defines it; inf if it is unknown.
+
+    Args:
+        errors: errors of a candidate in one layer.
+        pooled: standard deviation of the log errors over all layers.
+        max_error: the limit that the errors are compared with.
+    """
     if not errors or not all(map(math.isfinite, errors.values())):
         return math.inf
     logs = _logs(errors, max_error)
-    own = statistics.stdev(logs) if len(logs) > 1 else 0.0
-    wide = _DEVIATIONS * max(own, pooled) * math.sqrt(1 + 1 / len(logs))
-    return max(math.exp(statistics.fmean(logs) + wide), *errors.values())
+    deviation = max(statistics.stdev(logs) if len(logs) > 1 else 0.0, pooled)
+    margin = _DEVIATIONS * deviation * math.sqrt(1 + 1 / len(logs))
+    return max(math.exp(statistics.fmean(logs) + margin), *errors.values())

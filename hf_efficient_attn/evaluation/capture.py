@@ -1,7 +1,7 @@
-"""What reaches the attention of every layer of a model while it computes exact attention.
+"""The inputs of a model's attention layers, captured while the model computes exact attention.
 
-One call is handed over at a time, from inside the forward pass, so that no more than one layer's queries, keys and
-values are held.
+Each call of an attention layer is passed to a function from inside the forward pass, so that the queries, keys and
+values of only one layer are in memory at a time.
 """
 
 import contextlib
@@ -12,23 +12,38 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.metrics import attention_error
+from hf_efficient_attn.integration.attention import refuse_arguments, why_cross_attention_is_exact
+from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.integration.layers import Layer, in_order, layer_seed
-from hf_efficient_attn.integration.models import transformers_models
+from hf_efficient_attn.integration.masks import padding_mask
+from hf_efficient_attn.integration.models import attention_modules, configs_of, transformers_models
 from hf_efficient_attn.methods import MethodConfig, causal_methods, get_method, learns, rectangular_methods
+
+# The batches of a model: mappings of its arguments, or tensors of its main input.
+Batch = Mapping[str, Any] | Tensor
 
 _NAME = "efficient_attention_capture"
 
 
 class Call(NamedTuple):
-    """One attention call.
+    """One call of an attention layer.
 
-    layer: the first integer in the module's name, None where there is none. name: of the module in its model.
-    query (B,H,Nq,D), key (B,Hkv,Nk,D), value (B,Hkv,Nk,Dv). mask: bool (B,Nk), True = attend, or None.
-    exact: (B,H,Nq,Dv) in float32 or wider. why_exact: of a method's name, why a converted model leaves this call exact,
-    None where it does not.
+    Attributes:
+        layer: the first integer in the module's name, or the layer's own name; None if there is neither.
+        name: the module's name in its model.
+        query: (B, H, Nq, D).
+        key: (B, H_kv, Nk, D).
+        value: (B, H_kv, Nk, Dv).
+        key_mask: bool (B, Nk), True = attend; None if nothing is masked.
+        is_causal: whether the layer is causal.
+        scale: factor of the scores; None for 1/sqrt(D).
+        exact: (B, H, Nq, Dv), the output of exact attention in float32 or float64.
+        why_exact: method name -> the reason why a converted model computes this call exactly; None if it does not.
     """
 
     layer: Layer | None
@@ -36,96 +51,112 @@ class Call(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    mask: Tensor | None
+    key_mask: Tensor | None
     is_causal: bool
     scale: float | None
     exact: Tensor
     why_exact: Callable[[str], str | None]
 
     def errors(self, config: MethodConfig, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Relative operator norm of a method's error, by the draws of the converted model: float64 (B, H).
+        """Relative operator norm of a method's error, with the random draws of a converted model.
 
-        Rows of the batch without a token have error 0, and so has a call that a converted model leaves exact.
+        Args:
+            config: the method.
+            parameters: its learned parameters by name; None for the values that a conversion starts from.
+
+        Returns:
+            float64 (B, H); 0 for sequences without a valid token, and for calls that a converted model computes
+            exactly.
         """
         if self.why_exact(config.method) is not None:
             return torch.zeros(self.query.shape[:2], dtype=torch.float64)
-        given = {} if parameters is None else {"parameters": dict(parameters)}
-        found = attention_error(
-            config, self.query, self.key, self.value, attention_mask=self.mask, is_causal=self.is_causal,
-            scale=self.scale, seed=layer_seed(self.layer), exact=self.exact, **given,
+        error = attention_error(
+            config, self.query, self.key, self.value, attention_mask=self.key_mask, is_causal=self.is_causal,
+            scale=self.scale, seed=layer_seed(self.layer), exact=self.exact,
+            parameters=None if parameters is None else dict(parameters),
         )  # fmt: skip
-        return found.operator.cpu()
+        return error.operator.cpu()
 
 
-def _never(method: str) -> None:
+def _never_exact(method: str) -> None:
     return None
 
 
 @contextlib.contextmanager
-def watching(model: nn.Module, visit: Callable[[Call], None]) -> Iterator[None]:
-    """Within this, `model` is in eval mode and exact, and every call of its attention is handed to `visit`.
+def capture_attention(model: nn.Module, visit: Callable[[Call], None]) -> Iterator[None]:
+    """Pass every attention call of `model` to `visit` within the context.
 
-    Afterwards the model, its configs and the global random state are as they were. Not for two threads at once.
+    The model is in eval mode and computes exact attention within the context. Afterwards the model, its configs and the
+    global random state are as they were before. Not thread-safe.
+
+    Args:
+        model: a Transformers model, or a module that contains some.
+        visit: called with each `Call`.
 
     Raises:
-        UnsupportedAttentionError: no Transformers model inside, or one whose attention does not pass through the
-            interface; in the forward pass, masks other than padding and arguments that a method would lose.
+        UnsupportedAttentionError: `model` contains no Transformers model, or its attention does not use Transformers'
+            attention interface; in the forward pass, masks other than padding, and arguments that a method ignores.
     """
-    from transformers.masking_utils import AttentionMaskInterface
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    from hf_efficient_attn.integration.attention import refuse_arguments, why_cross_attention_is_exact
-    from hf_efficient_attn.integration.exact import exact_layer
-    from hf_efficient_attn.integration.masks import padding_mask
-    from hf_efficient_attn.integration.models import attention_modules, configs_of
-
     roots = transformers_models(model)
-    places = {}
+    known = {}
     for root in roots:
-        for module, place, config, owner in attention_modules(root):
-            places[id(module)] = place, config
+        for module, location, config, owner in attention_modules(root):
+            known[module] = location, config
             if not owner._supports_sdpa:
                 raise UnsupportedAttentionError(
-                    f"{type(owner).__name__} does not support attn_implementation='sdpa': it is not known which of its "
-                    "attention is causal, and it takes none of the methods"
+                    f"{type(owner).__name__} does not support attn_implementation='sdpa', so that it is unknown which "
+                    "of its layers are causal. No method supports such a model"
                 )
 
-    def attend(module, query, key, value, attention_mask, *, dropout=0.0, scaling=None, is_causal=None, **kwargs):
-        if id(module) not in places:
+    def compute_exact(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        if module not in known:
             raise UnsupportedAttentionError(
-                f"a {type(module).__name__} computes attention and is not known for an attention module"
+                f"a module of class {type(module).__name__} calls the attention interface, but is not recognised as an "
+                "attention module. Measure another model, or give the class a name with 'Attention' in it"
             )
-        place, config = places[id(module)]
+        location, config = known[module]
         refuse_arguments("measuring attention", key.shape[2], attention_mask, kwargs)
         if is_causal is None:
             is_causal = getattr(module, "is_causal", True)
-        is_causal = bool(is_causal) and not place.is_cross
-        crossing = not is_causal and (place.is_cross or query.shape[2] != key.shape[2])
-        wide = torch.promote_types(value.dtype, torch.float32)
+        is_causal = bool(is_causal) and not location.is_cross
+        is_cross = not is_causal and (location.is_cross or query.shape[2] != key.shape[2])
+        acc_dtype = torch.promote_types(value.dtype, torch.float32)
         exact = exact_layer(
-            query.to(wide), key.to(wide), value.to(wide), attention_mask, is_causal=is_causal, scale=scaling,
-            dropout_p=0.0,
+            query.to(acc_dtype), key.to(acc_dtype), value.to(acc_dtype), attention_mask, is_causal=is_causal,
+            scale=scaling, dropout_p=0.0,
         )  # fmt: skip
         if not exact.isfinite().all():
             raise UnsupportedAttentionError(
-                f"exact attention in {place.name} gives numbers that are not finite ({value.dtype}), so that no error "
-                "can be measured: look at the weights, or load the model in float32"
+                f"exact attention in {location.name} gives values that are not finite ({value.dtype}), so that errors "
+                "cannot be measured. Check the weights, or load the model in float32"
             )
-        # A module that has fewer keys by construction takes no method that cannot: measuring one is refused.
-        crossing = crossing and not getattr(module, "is_rectangular", False)
-        why = functools.partial(why_cross_attention_is_exact, config=config) if crossing else _never
-        names = place.layer, place.name
-        visit(Call(*names, query, key, value, attention_mask, is_causal, scaling, exact, why))
+        # A method that needs as many keys as queries is refused for a module with fewer keys by construction.
+        is_cross = is_cross and not getattr(module, "is_rectangular", False)
+        why_exact = functools.partial(why_cross_attention_is_exact, config=config) if is_cross else _never_exact
+        visit(
+            Call(location.layer, location.name, query, key, value, attention_mask, is_causal, scaling, exact, why_exact)
+        )
         return exact.to(value.dtype).transpose(1, 2).contiguous(), None
 
     configs = [(config, config._attn_implementation_internal) for root in roots for config in configs_of(root)]
     training = [(module, module.training) for module in model.modules()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    # A mask function that were not registered for good would not be asked, and padding lost.
+    # Without a registered mask function Transformers drops the padding mask.
     AttentionMaskInterface.register(_NAME, padding_mask)
-    ALL_ATTENTION_FUNCTIONS[_NAME] = attend
+    ALL_ATTENTION_FUNCTIONS[_NAME] = compute_exact
     try:
-        # Not by set_attn_implementation, which would drop the parameters that a method has learned.
+        # `set_attn_implementation` would delete learned parameters.
         for config, _ in configs:
             config._attn_implementation_internal = _NAME
         model.eval()
@@ -136,59 +167,70 @@ def watching(model: nn.Module, visit: Callable[[Call], None]) -> Iterator[None]:
             config._attn_implementation_internal = implementation
         for module, mode in training:
             module.training = mode
-        del ALL_ATTENTION_FUNCTIONS[_NAME]
+        ALL_ATTENTION_FUNCTIONS.pop(_NAME)
 
 
-def forward(model: nn.Module, batch: "Mapping[str, Any] | Tensor") -> Any:
-    """The model on one batch: a mapping of its arguments, or its main input alone."""
+def forward(model: nn.Module, batch: Batch) -> Any:
+    """Run the model on one batch: a mapping of its arguments, or a tensor of its main input."""
+    root = transformers_models(model)[0]
     if isinstance(batch, Tensor):
-        batch = {transformers_models(model)[0].main_input_name: batch}
+        batch = {root.main_input_name: batch}
     if not isinstance(batch, Mapping) or not batch:
         raise UnsupportedAttentionError(
-            "a batch is a mapping of the model's arguments, such as what a tokenizer gives, or a tensor of its main "
-            f"input; got {type(batch).__name__}"
+            "a batch is a mapping of the model's arguments, such as the output of a tokenizer, or a tensor of the "
+            f"model's main input; got {type(batch).__name__}"
         )
     device = next(model.parameters()).device
     inputs = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items()}
-    if "use_cache" in inspect.signature(transformers_models(model)[0].forward).parameters:
+    if "use_cache" in inspect.signature(root.forward).parameters:
         inputs.setdefault("use_cache", False)
     return model(**inputs)
 
 
-class Shape(NamedTuple):
-    """What a forward pass shows of a model: layers with attention, whether some of it is causal, its most keys."""
+class AttentionSummary(NamedTuple):
+    """Facts about a model's attention, observed in one forward pass.
+
+    Attributes:
+        layers: the layers that compute attention, in order.
+        is_causal: whether some of them are causal.
+        is_rectangular: whether some modules have fewer keys than queries by construction.
+        max_kv_len: the largest number of keys.
+    """
 
     layers: tuple[Layer, ...]
     is_causal: bool
-    longest: int
     is_rectangular: bool
+    max_kv_len: int
 
 
-def look(model: nn.Module, batch: "Mapping[str, Any] | Tensor") -> Shape:
-    """One forward pass of exact attention.
+def summarize_attention(model: nn.Module, batch: Batch) -> AttentionSummary:
+    """Run one forward pass of exact attention and describe the model's attention.
 
     Raises:
         UnsupportedAttentionError: no numbered layer computes its attention through Transformers' interface.
     """
     calls: list[tuple[Layer | None, bool, int]] = []
-    with watching(model, lambda call: calls.append((call.layer, call.is_causal, call.key.shape[2]))):
+    with capture_attention(model, lambda call: calls.append((call.layer, call.is_causal, call.key.shape[2]))):
         forward(model, batch)
-    layers = in_order(layer for layer, _, _ in calls if layer is not None)
+    layers = tuple(layer for layer in in_order(layer for layer, _, _ in calls) if layer is not None)
     if not layers:
         raise UnsupportedAttentionError(
             f"{type(model).__name__} has no numbered layers that compute their attention through Transformers' "
-            "attention interface, so that no method can be put into them"
+            "attention interface, so that no method can replace their attention"
         )
-    is_rectangular = any(getattr(module, "is_rectangular", False) for module in model.modules())
-    is_causal, longest = any(causal for _, causal, _ in calls), max(keys for _, _, keys in calls)
-    return Shape(tuple(layers), is_causal, longest, is_rectangular)
+    return AttentionSummary(
+        layers,
+        is_causal=any(is_causal for _, is_causal, _ in calls),
+        is_rectangular=any(getattr(module, "is_rectangular", False) for module in model.modules()),
+        max_kv_len=max(kv_len for _, _, kv_len in calls),
+    )
 
 
 def check_methods(configs: Sequence[MethodConfig], is_causal: bool, is_rectangular: bool = False) -> None:
-    """That the methods have what a model needs, and learn nothing.
+    """Check that the methods support a model's attention, and that they have no learned parameters.
 
     Raises:
-        UnsupportedAttentionError: names the methods that would do.
+        UnsupportedAttentionError: with the names of the methods that support it.
     """
     for config in configs:
         if is_causal and not get_method(config.method).info.causal:
@@ -203,6 +245,6 @@ def check_methods(configs: Sequence[MethodConfig], is_causal: bool, is_rectangul
             )
         if learns(config):
             raise UnsupportedAttentionError(
-                f"{config.method} has learned parameters, whose error before training says nothing of that after it: "
-                "leave it out here, convert the model to it and fine-tune"
+                f"{config.method} has learned parameters, and its error before training says nothing about its error "
+                "after it: leave the method out here, convert the model to it and fine-tune"
             )

@@ -1,29 +1,34 @@
-"""What a model is for, and inputs of any length for it: real texts and pictures, or random ones.
+"""Inputs of any length for a model, and the task that the model is for.
 
-A text model without a file of texts is given the help texts that every Python has (`pydoc_data.topics`).
+Inputs are texts or pictures of the user, Python's own documentation (`pydoc_data.topics`), which is part of every
+Python installation, or random numbers.
 """
 
 import inspect
 import math
 import pathlib
+import pydoc_data.topics
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel
+
+# Up to Transformers 5.12, `transformers.AutoImageProcessor` needs torchvision.
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from hf_efficient_attn.conversion import extend_positions
+from hf_efficient_attn.conversion.positions import position_offset, position_tables
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.capture import look
-from hf_efficient_attn.integration.models import transformers_models
+from hf_efficient_attn.evaluation.capture import summarize_attention
 from hf_efficient_attn.io.reading import open_picture, pictures_of, special_tokens, text_of
 
-TASKS = ("embedding", "causal-lm", "masked-lm", "image-classification")
-GENERATED = "generated"
-# Every so many tokens a masked language model has to guess one.
-_MASK_EVERY = 7
-# Characters of a text that are looked at for each token that is wanted: a token has about four.
-_CHARACTERS = 16
-_TOKENIZERS = (
+GENERATED, DOCUMENTATION = "generated", "pydoc_data.topics"
+# In the inputs of a masked language model, one of this many tokens is masked.
+_MASK_INTERVAL = 7
+# Characters of a text that are tokenized per token that is needed: a token has about four.
+_CHARACTERS_PER_TOKEN = 16
+_TOKENIZER_FILES = (
     "tokenizer.json",
     "vocab.txt",
     "vocab.json",
@@ -31,15 +36,18 @@ _TOKENIZERS = (
     "spiece.model",
     "sentencepiece.bpe.model",
 )
-# Tokens that may stand beside those of the picture: of a class, of distillation, registers.
-_BESIDE = 16
+# Largest number of tokens of an image model besides those of patches: class and distillation tokens, registers.
+_MAX_EXTRA_TOKENS = 16
 
 
 class Inputs(NamedTuple):
-    """One batch of rows of one length.
+    """A batch of inputs of one length.
 
-    values: arguments of the model. tokens: of a row, as its attention sees them. pixels: side of the pictures, None for
-    text. masked: bool (rows, tokens), where a masked language model has to guess; None elsewhere.
+    Attributes:
+        values: the arguments of the model.
+        tokens: number of tokens of each input in the model's attention.
+        pixels: height and width of the pictures; None for text.
+        masked: bool (B, N), the tokens that a masked language model predicts; None for other models.
     """
 
     values: dict[str, Any]
@@ -48,11 +56,11 @@ class Inputs(NamedTuple):
     masked: Tensor | None
 
 
-def task_of(model: nn.Module) -> str:
-    """One of `TASKS`, by the class of the model, which is that of its checkpoint's `architectures`.
+def task_of(model: PreTrainedModel) -> str:
+    """The task of a model according to its class: "embedding", "causal-lm", "masked-lm" or "image-classification".
 
     Raises:
-        UnsupportedAttentionError: a model of another kind (an encoder with a decoder, sound, several inputs).
+        UnsupportedAttentionError: a model of another kind (encoder and decoder, sound, several inputs).
     """
     name = type(model).__name__
     if model.main_input_name == "pixel_values" and not hasattr(model.config, "text_config"):
@@ -62,50 +70,65 @@ def task_of(model: nn.Module) -> str:
             return "masked-lm"
         return "causal-lm" if "ForCausalLM" in name or "LMHead" in name else "embedding"
     raise UnsupportedAttentionError(
-        f"{name} takes {model.main_input_name}, or has an encoder and a decoder: measured are encoders of text and "
+        f"{name} takes {model.main_input_name}, or has an encoder and a decoder. Supported are encoders of text and "
         "pictures, masked and causal language models, and image classifiers"
     )
 
 
-def positions_of(model: nn.Module) -> int | None:
-    """Tokens that a text model has positions for; None where they have no end that is known."""
-    from hf_efficient_attn.conversion.positions import position_offset, position_tables
-
+def max_positions(model: PreTrainedModel) -> int | None:
+    """The number of tokens that a text model has positions for; None if it is not limited or not known."""
     try:
         return min(table.num_embeddings - position_offset(table) for _, table, _ in position_tables(model))
     except UnsupportedAttentionError:
-        # Rotary positions are computed, but the model was trained for so many.
+        # There is no table: rotary positions are computed, but the model was trained for a limited number of them.
         return getattr(model.config, "max_position_embeddings", None)
 
 
-def has_table(model: nn.Module) -> bool:
-    """Whether the positions are a table, which has to grow for longer texts."""
-    return getattr(model.config, "rope_parameters", None) is None
+def allow_length(model: PreTrainedModel, length: int) -> str | None:
+    """Extend the positions of a text model to `length` tokens, in place.
+
+    Returns:
+        a sentence that describes the extension; None if the model takes `length` tokens already.
+
+    Raises:
+        UnsupportedAttentionError: the positions cannot be extended.
+    """
+    positions = max_positions(model)
+    if positions is None or length <= positions:
+        return None
+    if getattr(model.config, "rope_parameters", None) is not None:
+        extension = f"was trained for {positions} positions; rotary positions beyond them are computed, but untrained"
+    else:
+        extend_positions(model, length)
+        extension = f"has {positions} positions; for longer texts its table is repeated up to {length}, untrained"
+    return f"The model {extension}. Agreement is measured against exact attention at the same length."
 
 
 class ModelData:
-    """Rows of inputs for a model.
+    """Inputs for a model.
 
     Args:
         model: in eval mode, as loaded from `folder`.
-        folder: of the checkpoint, where its tokenizer or the settings of its image processor lie.
-        file: a text (.txt, .jsonl, gzipped too), or a folder or zip file of pictures; None for what there is.
-        longest: tokens of the longest row that will be asked for; the model's position table must be that long.
-        rows: how many are wanted of each length; there may be fewer in the data.
-        shorter: whether a text that is too short for `longest` sets it instead of being refused.
+        folder: the checkpoint, with its tokenizer or the configuration of its image processor.
+        file: a text (.txt, .jsonl, or gzipped), or a folder or zip file of pictures. None for Python's documentation,
+            or for random numbers if the model has no tokenizer or takes pictures.
+        longest: largest number of tokens that will be requested; the model must have as many positions.
+        rows: requested number of inputs of each length; the data may contain fewer.
+        shorter: whether to reduce `longest` to the length of a text that is too short, instead of refusing the text.
 
     Attributes:
-        task: one of `TASKS`. name: of the data, "generated" for random numbers. real: False for these. rows: of each
-        length.
+        task: see `task_of`.
+        name: of the data; "generated" for random numbers.
+        rows: number of inputs of each length.
 
     Raises:
-        UnsupportedAttentionError: a file that cannot be read or holds too little, or one for a model that has no
-            tokenizer or image processor beside it.
+        UnsupportedAttentionError: a file that cannot be read or is too short, or a file for a model without a tokenizer
+            or image processor.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         folder: pathlib.Path,
         file: pathlib.Path | None,
         *,
@@ -115,176 +138,158 @@ class ModelData:
     ) -> None:
         self.task, self.rows, self.longest = task_of(model), rows, longest
         self.is_image = model.main_input_name == "pixel_values"
-        self.config, self.dtype = model.config, dtype_of(model)
+        self.config, self.dtype = model.config, model.dtype
         self.name = GENERATED if file is None else file.name
+        self.special: tuple[tuple[int, ...], tuple[int, ...]] = (), ()  # before and after a text
+        self.mask_token: int | None = None
+        self.processor: Any = None
         if self.is_image:
             self._open_pictures(model, folder, file)
         else:
             self._open_text(folder, file, shorter)
-        self.real = self.name != GENERATED
+
+    @property
+    def is_real(self) -> bool:
+        """Whether the data are not random numbers."""
+        return self.name != GENERATED
 
     def _open_text(self, folder: pathlib.Path, file: pathlib.Path | None, shorter: bool) -> None:
-        self.mask_token: int | None = None
-        if not any((folder / name).is_file() for name in _TOKENIZERS):
+        if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
             if file is not None:
                 raise UnsupportedAttentionError(
-                    f"{folder} holds no tokenizer, so that the text of {file} cannot become token ids: put one "
-                    "there, or leave the data out for random ids"
+                    f"{folder} contains no tokenizer, so that {file} cannot be tokenized: add the tokenizer, or leave "
+                    "the data out for random token ids"
                 )
-            self.before = self.after = ()
             generator = torch.Generator().manual_seed(0)
-            self.stream = torch.randint(self.config.vocab_size, (self.rows * self.longest,), generator=generator)
+            vocab_size: int = self.config.vocab_size
+            self.token_ids = torch.randint(vocab_size, (self.rows * self.longest,), generator=generator)
             return
-        from transformers import AutoTokenizer
-
         tokenizer = AutoTokenizer.from_pretrained(folder)
         if file is None:
-            import pydoc_data.topics
-
-            topics = pydoc_data.topics.topics
-            # The longest first, so that rows are of few topics.
-            text = "\n\n".join(sorted(topics.values(), key=lambda text: (-len(text), text)))
-            self.name = "pydoc_data.topics"
+            self.name = DOCUMENTATION
+            # The longest topics first, so that an input contains few of them.
+            topics = sorted(pydoc_data.topics.topics.values(), key=lambda text: (-len(text), text))
+            text = "\n\n".join(topics)
         else:
             text = text_of(file)
-        text = text[: _CHARACTERS * self.rows * self.longest]
-        self.before, self.after = special_tokens(tokenizer)
-        self.mask_token = tokenizer.mask_token_id
-        self.stream = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-        special = len(self.before) + len(self.after)
-        if shorter and len(self.stream):
-            self.longest = min(self.longest, len(self.stream) + special)
-        needed = self.longest - special
-        if needed < 1 or len(self.stream) < needed:
+        text = text[: _CHARACTERS_PER_TOKEN * self.rows * self.longest]
+        self.special, self.mask_token = special_tokens(tokenizer), tokenizer.mask_token_id
+        self.token_ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        num_special = sum(map(len, self.special))
+        if shorter and len(self.token_ids):
+            self.longest = min(self.longest, len(self.token_ids) + num_special)
+        needed = self.longest - num_special
+        if needed < 1 or len(self.token_ids) < needed:
             raise UnsupportedAttentionError(
-                f"{self.name} gives {len(self.stream)} tokens, and a row of {self.longest} needs {max(needed, 1)}: "
-                "give more text, or other lengths"
+                f"{self.name} has {len(self.token_ids)} tokens, but an input of {self.longest} tokens needs "
+                f"{max(needed, 1)}: give more text, or other lengths"
             )
-        self.rows = min(self.rows, max(1, len(self.stream) // self.longest))
+        self.rows = min(self.rows, max(1, len(self.token_ids) // self.longest))
 
-    def _open_pictures(self, model: nn.Module, folder: pathlib.Path, file: pathlib.Path | None) -> None:
+    def _open_pictures(self, model: PreTrainedModel, folder: pathlib.Path, file: pathlib.Path | None) -> None:
         image, patch = (_side(getattr(model.config, name, None)) for name in ("image_size", "patch_size"))
         if image is None or patch is None:
             raise UnsupportedAttentionError(
-                f"the config of {type(model).__name__} has no image_size and patch_size: how many tokens a picture "
-                "becomes is not known"
+                f"the config of {type(model).__name__} has no image_size and patch_size, so that the number of "
+                "tokens of a picture is unknown"
             )
         self.native, self.patch = image, patch
         self.resizes = "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
-        noise = torch.zeros(1, getattr(model.config, "num_channels", 3), image, image, dtype=self.dtype)
-        longest = look(model, {"pixel_values": noise}).longest
-        # Pixels from one token to the next where there are most: fewer than a patch has in the stages of a T2T-ViT.
-        finer = (
-            step for step in range(patch, 0, -1) if image % step == 0 and longest - (image // step) ** 2 <= _BESIDE
+        noise = torch.zeros(1, self._channels, image, image, dtype=self.dtype)
+        max_tokens = summarize_attention(model, {"pixel_values": noise}).max_kv_len
+        # Pixels per token where there are most tokens. In the stages of a T2T-ViT they are fewer than those of a patch.
+        steps = (
+            step
+            for step in range(patch, 0, -1)
+            if image % step == 0 and max_tokens - (image // step) ** 2 <= _MAX_EXTRA_TOKENS
         )
-        self.step = next(finer, patch)
-        # A class token, and in some models one of distillation or registers.
-        self.extra = longest - (image // self.step) ** 2
-        self.pictures, self.processor = None, None
+        self.step = next(steps, patch)
+        self.extra_tokens = max_tokens - (image // self.step) ** 2
         if file is None:
             return
         if not (folder / "preprocessor_config.json").is_file():
             raise UnsupportedAttentionError(
-                f"{folder} holds no preprocessor_config.json, which says how pictures become numbers: put one "
-                "there, or leave the data out for random pixels"
+                f"{folder} contains no preprocessor_config.json, which describes how pictures are preprocessed: add "
+                "it, or leave the data out for random pixels"
             )
         try:
             import PIL  # noqa: F401
         except ImportError:
             raise UnsupportedAttentionError("reading pictures needs Pillow: pip install pillow") from None
-        # Where it is defined: the name in `transformers` asks for torchvision up to 5.12.
-        from transformers.models.auto.image_processing_auto import AutoImageProcessor
-
-        self.processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
-        found = pictures_of(file)
-        # Of sorted files of classes the first ones would be of one class.
-        self.pictures = found[:: max(1, len(found) // self.rows)][: self.rows]
+        load_processor: Any = AutoImageProcessor.from_pretrained
+        self.processor = load_processor(folder, backend="pil")
+        pictures = pictures_of(file)
+        # At regular intervals: if files are sorted by class, the first ones belong to one class.
+        self.pictures = pictures[:: max(1, len(pictures) // self.rows)][: self.rows]
         self.rows = len(self.pictures)
 
     @property
+    def _channels(self) -> int:
+        return getattr(self.config, "num_channels", 3)
+
+    @property
     def native_tokens(self) -> int:
-        """Tokens of a picture of the size that an image model was made for."""
-        return (self.native // self.step) ** 2 + self.extra
+        """Number of tokens of a picture of the size that the model was trained with."""
+        return (self.native // self.step) ** 2 + self.extra_tokens
 
     def pixels_for(self, length: int) -> int:
-        """Side of the square picture, of whole patches, whose number of tokens comes nearest to `length`."""
-        return self.patch * max(1, round(self.step * math.sqrt(max(1, length - self.extra)) / self.patch))
+        """Height and width of the square picture of whole patches whose number of tokens is nearest to `length`."""
+        return self.patch * max(1, round(self.step * math.sqrt(max(1, length - self.extra_tokens)) / self.patch))
 
     def tokens_for(self, length: int) -> int:
-        """Tokens of a row that is asked for by `length`."""
-        return (self.pixels_for(length) // self.step) ** 2 + self.extra if self.is_image else length
+        """Number of tokens of the inputs that `inputs` returns for `length`."""
+        return (self.pixels_for(length) // self.step) ** 2 + self.extra_tokens if self.is_image else length
 
     def inputs(self, length: int, start: int, count: int) -> Inputs:
-        """Rows start, start + 1, ... of `length` tokens, `count` at most; pictures of the nearest size."""
-        rows = range(start, min(start + count, self.rows))
-        return self._image_inputs(length, rows) if self.is_image else self._text_inputs(length, rows)
+        """The inputs with the indices start, ..., start + count - 1, as far as they exist.
 
-    def _text_inputs(self, length: int, rows: range) -> Inputs:
-        body = length - len(self.before) - len(self.after)
-        if body < 1:
-            raise UnsupportedAttentionError(f"a length of {length} leaves no room beside the special tokens: give more")
-        cut = [
-            [*self.before, *self.stream[row * self.longest : row * self.longest + body].tolist(), *self.after]
-            for row in rows
-        ]
-        ids, masked = torch.tensor(cut), None
+        Args:
+            length: number of tokens; pictures have the nearest possible number.
+            start: index of the first input.
+            count: largest size of the batch.
+        """
+        indices = range(start, min(start + count, self.rows))
+        return self._image_inputs(length, indices) if self.is_image else self._text_inputs(length, indices)
+
+    def _text_inputs(self, length: int, indices: range) -> Inputs:
+        before, after = self.special
+        text_length = length - len(before) - len(after)
+        if text_length < 1:
+            raise UnsupportedAttentionError(f"a length of {length} only holds the special tokens: give a larger one")
+        starts = [index * self.longest for index in indices]
+        texts = [self.token_ids[start : start + text_length].tolist() for start in starts]
+        ids, masked = torch.tensor([[*before, *text, *after] for text in texts]), None
         if self.task == "masked-lm" and self.mask_token is not None:
-            place = torch.arange(length) - len(self.before)
-            inside = (place >= 0) & (place < body)
-            masked = (inside & (place % _MASK_EVERY == min(_MASK_EVERY // 2, body - 1))).expand_as(ids)
+            position = torch.arange(length) - len(before)
+            is_text = (position >= 0) & (position < text_length)
+            offset = min(_MASK_INTERVAL // 2, text_length - 1)
+            masked = (is_text & (position % _MASK_INTERVAL == offset)).expand_as(ids)
             ids = ids.masked_fill(masked, self.mask_token)
         return Inputs({"input_ids": ids}, length, None, masked)
 
-    def _image_inputs(self, length: int, rows: range) -> Inputs:
+    def _image_inputs(self, length: int, indices: range) -> Inputs:
         pixels = self.pixels_for(length)
         if pixels != self.native and not self.resizes:
             raise UnsupportedAttentionError(
-                f"the model takes pictures of {self.native} x {self.native} pixels alone: give --lengths "
+                f"the model takes pictures of {self.native} x {self.native} pixels only: give --lengths "
                 f"{self.native_tokens}"
             )
-        if self.pictures is None:
-            generator = torch.Generator().manual_seed(rows.start)
-            size = (len(rows), getattr(self.config, "num_channels", 3), pixels, pixels)
-            values = torch.randn(size, generator=generator)
+        if self.processor is None:
+            generator = torch.Generator().manual_seed(indices.start)
+            values = torch.randn(len(indices), self._channels, pixels, pixels, generator=generator)
         else:
-            pictures = [open_picture(*self.pictures[row]) for row in rows]
+            pictures = [open_picture(*self.pictures[index]) for index in indices]
             size = {"height": pixels, "width": pixels}
             options = {"crop_size": size} if getattr(self.processor, "do_center_crop", False) else {}
             values = self.processor(images=pictures, size=size, return_tensors="pt", **options)["pixel_values"]
-        given: dict[str, Any] = {"pixel_values": values.to(self.dtype)}
+        arguments: dict[str, Any] = {"pixel_values": values.to(self.dtype)}
         if pixels != self.native:
-            given["interpolate_pos_encoding"] = True
-        return Inputs(given, self.tokens_for(length), pixels, None)
+            arguments["interpolate_pos_encoding"] = True
+        return Inputs(arguments, self.tokens_for(length), pixels, None)
 
 
 def _side(size: Any) -> int | None:
-    """A size as configs give it, if it is that of a square."""
+    """The height and width of a square from a config; None if there is none."""
     if isinstance(size, (list, tuple)) and len(set(size)) == 1:
         size = size[0]
     return size if isinstance(size, int) and size > 0 else None
-
-
-def make_room(model: nn.Module, length: int) -> str | None:
-    """Let a text model take `length` tokens, in place; a sentence that says what was done, None where nothing was.
-
-    Raises:
-        UnsupportedAttentionError: its positions cannot grow.
-    """
-    present = positions_of(model)
-    if present is None or length <= present:
-        return None
-    if not has_table(model):
-        return (
-            f"The model was trained for {present} positions; beyond them its rotary positions are computed, untrained. "
-            "Agreement is to exact attention at the same length."
-        )
-    extend_positions(model, length)
-    return (
-        f"The model has {present} positions; for longer texts its table was repeated up to {length}, untrained. "
-        "Agreement is to exact attention at the same length."
-    )
-
-
-def dtype_of(model: nn.Module) -> torch.dtype:
-    """The floating type of a model's parameters."""
-    return next(p.dtype for p in transformers_models(model)[0].parameters() if p.is_floating_point())

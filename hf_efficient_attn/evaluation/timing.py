@@ -1,7 +1,7 @@
-"""Time and memory of calls, and the machine on which they were measured.
+"""Time and memory of function calls, and the machine on which they are measured.
 
-Time is paired: every measured call stands between two runs of a reference, so that the drift of a busy machine cancels.
-Clock and medians are those of torch.utils.benchmark.
+Times are paired: every measured call runs between two calls of a reference, so that slow changes in the load of the
+machine cancel. The clock is that of torch.utils.benchmark.
 """
 
 import contextlib
@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch.utils.benchmark import timer
+from tqdm import tqdm
 
 from hf_efficient_attn.version import __version__
 
@@ -23,7 +25,7 @@ Work = Callable[[], Any]
 
 
 class Timing(NamedTuple):
-    """Medians of the rounds, in seconds; `ratio` is that of the reference to the call, a round at a time."""
+    """Medians over rounds, in seconds; the ratios are reference time / call time of single rounds."""
 
     seconds: float
     reference_seconds: float
@@ -33,15 +35,15 @@ class Timing(NamedTuple):
 
     @property
     def unsteady(self) -> bool:
-        """Whether some rounds differ by half or more."""
+        """Whether the ratios of two rounds differ by more than half."""
         return self.ratio_max > 1.5 * self.ratio_min
 
 
-UNSTEADY = "Some rounds differ by half or more: the machine was busy, and the medians say little. Run it again."
+UNSTEADY = "Some rounds differ by more than half: the machine was busy, and the medians are unreliable. Run again."
 
 
 def _time(work: Work, number: int) -> float:
-    """Seconds of one of `number` calls."""
+    """Seconds per call, as a mean over `number` calls."""
     start = timer()
     for _ in range(number):
         work()
@@ -49,21 +51,28 @@ def _time(work: Work, number: int) -> float:
 
 
 def _calls_to_time(work: Work) -> int:
-    """So many calls as take .1 s, after a first one that pays for memory and caches."""
+    """The number of calls that take 0.1 s together. A first call, which fills memory and caches, does not count."""
     _time(work, 1)
     return max(1, min(50, round(0.1 / _time(work, 1))))
 
 
-def paired(reference: Work, calls: Mapping[str, Work], rounds: int, bar=None) -> tuple[Timing, dict[str, Timing]]:
-    """Times of the reference, and of every call beside it.
+def paired(
+    reference: Work, calls: Mapping[str, Work], rounds: int, bar: "tqdm[Any] | None" = None
+) -> tuple[Timing, dict[str, Timing]]:
+    """Measure the time of a reference, and of every call between two runs of the reference.
 
     Args:
-        calls: label -> what to time.
-        bar: a progress bar; it gets one step a round and call.
+        reference: the function that the others are compared with.
+        calls: label -> function to time.
+        rounds: number of measurements of each call.
+        bar: a progress bar that is updated once per round and call.
+
+    Returns:
+        the timing of the reference, and label -> timing of the call.
     """
     number = _calls_to_time(reference)
     numbers = {label: _calls_to_time(call) for label, call in calls.items()}
-    notes: dict[str, list[tuple[float, float]]] = {label: [] for label in calls}
+    times: dict[str, list[tuple[float, float]]] = {label: [] for label in calls}
     references = []
     for _ in range(rounds):
         before = _time(reference, number)
@@ -72,19 +81,19 @@ def paired(reference: Work, calls: Mapping[str, Work], rounds: int, bar=None) ->
             taken = _time(call, numbers[label])
             after = _time(reference, number)
             references.append(after)
-            notes[label].append((taken, (before + after) / 2))
+            times[label].append((taken, (before + after) / 2))
             before = after
             if bar is not None:
                 bar.update()
-    return summary([(x, x) for x in references]), {label: summary(note) for label, note in notes.items()}
+    return summary([(x, x) for x in references]), {label: summary(pairs) for label, pairs in times.items()}
 
 
-def summary(notes: Sequence[tuple[float, float]]) -> Timing:
-    """Pairs of the seconds of a call and of its reference -> their medians."""
-    ratios = [reference / taken for taken, reference in notes]
+def summary(pairs: Sequence[tuple[float, float]]) -> Timing:
+    """Medians of pairs (seconds of a call, seconds of its reference)."""
+    ratios = [reference / taken for taken, reference in pairs]
     return Timing(
-        statistics.median(taken for taken, _ in notes),
-        statistics.median(reference for _, reference in notes),
+        statistics.median(taken for taken, _ in pairs),
+        statistics.median(reference for _, reference in pairs),
         statistics.median(ratios),
         min(ratios),
         max(ratios),
@@ -93,7 +102,7 @@ def summary(notes: Sequence[tuple[float, float]]) -> Timing:
 
 @contextlib.contextmanager
 def use_threads(count: int | None) -> Iterator[None]:
-    """So many threads of PyTorch, and as many as before afterwards; None: as many as there are."""
+    """Set the number of PyTorch's threads within the context; None leaves it as it is."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:
@@ -103,27 +112,28 @@ def use_threads(count: int | None) -> Iterator[None]:
 
 
 def peak_bytes() -> int:
-    """Greatest resident memory of this process so far.
+    """Largest resident memory of this process so far.
 
-    Linux counts the peak of the parent into a child's `ru_maxrss`, but not into `VmHWM`.
+    On Linux `ru_maxrss` of a child process includes the peak of its parent; `VmHWM` does not.
     """
     status = pathlib.Path("/proc/self/status")
     if status.exists():
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
         return int(line.split()[1]) * 1024
-    import resource  # Unix alone has it
+    import resource  # not available on Windows
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def peak_of(work: Work) -> int | None:
-    """Bytes that PyTorch holds at the peak of one call, beside what it held before; None where it does not tell.
+    """Peak memory of one call in bytes, without what PyTorch held before the call; None where it is not recorded.
 
-    Every allocation and release, as the profiler records them: the same in every run, unlike resident memory, which
-    counts what the allocator keeps, and to 2.5 times as much. What BLAS takes for itself is not in it.
+    The peak is computed from the allocations and releases that the profiler records. It is the same in every run,
+    unlike resident memory, which includes freed memory that the allocator keeps, up to 2.5 times as much. The memory
+    that BLAS allocates for itself is not included.
     """
     before = os.environ.get("KINETO_LOG_LEVEL")
-    # Read at the profiler's first start, which it would announce on stderr.
+    # The profiler reads this variable at its first start, which it otherwise reports on stderr.
     os.environ["KINETO_LOG_LEVEL"] = before or "99"
     try:
         with torch.autograd.profiler.profile(profile_memory=True) as profile:
@@ -135,13 +145,12 @@ def peak_of(work: Work) -> int | None:
     changes = [] if recorded is None else [e for e in recorded.events() if e.name() == "[memory]"]
     if not changes:
         return None
-    return max(0, *itertools.accumulate(e.nbytes() for e in sorted(changes, key=lambda e: e.start_ns())))
+    sizes: list[int] = [e.nbytes() for e in sorted(changes, key=lambda e: e.start_ns())]
+    return max(0, *itertools.accumulate(sizes))
 
 
 def machine(model: torch.nn.Module) -> dict[str, Any]:
-    """The processor, the threads of PyTorch, where and in what type the model is, and the versions."""
-    import transformers
-
+    """The processor, PyTorch's threads, the model's device and dtype, and the versions of the packages."""
     parameter = next(model.parameters())
     return {
         "cpu": _processor(),
@@ -155,10 +164,10 @@ def machine(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """The processor's name, as the system tells it."""
-    table = pathlib.Path("/proc/cpuinfo")
-    if table.exists():
-        for line in table.read_text().splitlines():
+    """The processor's name according to the operating system."""
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()

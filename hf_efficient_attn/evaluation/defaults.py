@@ -1,0 +1,47 @@
+"""The methods that the commands and `hea.calibrate` use when the user names none.
+
+A method becomes one of them by the class attribute `default_rank` of its config (see `MethodConfig`). It should
+approximate softmax attention and have no learned parameters, so that it is useful without training.
+"""
+
+import dataclasses
+
+from hf_efficient_attn.methods import MethodConfig, available_methods, make_config, method_info
+
+
+def default_methods(*, is_causal: bool = False, is_rectangular: bool = False) -> list[str]:
+    """Names of the default methods that support a model's attention, in the order of the registry.
+
+    Args:
+        is_causal: whether some of the attention is causal.
+        is_rectangular: whether some of it has fewer keys than queries by construction.
+    """
+    infos = [method_info(name) for name in available_methods()]
+    return [
+        info.name
+        for info in infos
+        if info.config_class.default_rank is not None
+        and (info.causal or not is_causal)
+        and (info.rectangular or not is_rectangular)
+    ]
+
+
+def default_variants(*, is_causal: bool = False, is_rectangular: bool = False) -> list[MethodConfig]:
+    """Configs of the default methods, fastest first; in bidirectional attention, with all variants of each."""
+    names = default_methods(is_causal=is_causal, is_rectangular=is_rectangular)
+    classes = sorted((method_info(name).config_class for name in names), key=lambda kind: kind.default_rank or 0)
+    return [
+        make_config(kind.method, **values)
+        for kind in classes
+        for values in (({},) if is_causal else kind.default_variants)
+    ]
+
+
+def method_label(config: MethodConfig) -> str:
+    """The name of the method, with the hyperparameters that differ from their defaults."""
+    changed = [
+        f"{spec.name}={getattr(config, spec.name)}"
+        for spec in dataclasses.fields(config)
+        if getattr(config, spec.name) != spec.default
+    ]
+    return config.method + (f" ({', '.join(changed)})" if changed else "")
