@@ -26,13 +26,19 @@ def attention(row, mask=None, seed=0, error_percent=60):
     )
 
 
+def parts_of(config, row):
+    """What the fast form computes for the first head."""
+    query, key, value = (x[0, 0] for x in row)
+    return approx_kmv._parts(config, approx_kmv._Head(query, key, value, scale=1.0, dropout_p=0.0, seed=0))
+
+
 def evaluated(row, error_percent=60):
     """Share of all pairs that one head computes after its plan, or None where all are."""
     config = hea.ApproxKMVConfig(error_percent=error_percent)
-    rows = approx_kmv._rows(config, *(x[0, 0] for x in row), 1.0, 0)
-    if rows is None:
+    parts = parts_of(config, row)
+    if parts is None:
         return None
-    return sum((bias > -torch.inf).sum().item() for _, _, bias in rows) / (row[0].shape[2] * row[1].shape[2])
+    return sum((part.bias > -torch.inf).sum().item() for part in parts) / (row[0].shape[2] * row[1].shape[2])
 
 
 def test_something_is_saved_and_the_error_is_small():
@@ -97,11 +103,9 @@ def test_short_and_diffuse_sequences_are_computed_exactly():
 
 @pytest.mark.parametrize("num_samples", [64, 256])
 def test_a_budget_is_kept(num_samples):
-    query, key, value = (x[0, 0] for x in clustered())
-    rows = approx_kmv._rows(hea.ApproxKMVConfig(num_samples=num_samples), query, key, value, 1.0, 0)
-    for some, index, bias in rows:
-        assert ((bias > -torch.inf).sum(1) <= num_samples).all()
-        assert index.shape[0] == len(some)
+    for part in parts_of(hea.ApproxKMVConfig(num_samples=num_samples), clustered()):
+        assert ((part.bias > -torch.inf).sum(1) <= num_samples).all()
+        assert part.keys.shape[0] == len(part.queries)
 
 
 def test_no_causal_form():

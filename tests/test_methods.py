@@ -318,7 +318,7 @@ def test_dictionaries_of_other_methods_and_unknown_keys():
         hea.KDEformerConfig.from_dict({"method": "linear"})
     with pytest.raises(hea.UnsupportedAttentionError, match=r"'windowsize'\. Did you mean 'window_size'"):
         hea.LongformerConfig.from_dict({"windowsize": 3})
-    with pytest.raises(hea.UnsupportedAttentionError, match="more than the 62 of a code"):
+    with pytest.raises(hea.UnsupportedAttentionError, match="must be at most 62"):
         hea.KDEformerConfig(num_hashes=63)
 
 

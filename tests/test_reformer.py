@@ -341,7 +341,7 @@ def test_budgets():
 
 def test_refusals():
     row = inputs(q_len=50, kv_len=60)
-    with pytest.raises(hea.UnsupportedAttentionError, match=r"as many of them as values; got 50 and 60"):
+    with pytest.raises(hea.UnsupportedAttentionError, match=r"as many queries as values; got 50 and 60"):
         hea.functional.reformer_attention(*row, shared_query_key=True)
     with pytest.raises(hea.UnsupportedAttentionError, match=r"reformer: it has no causal form"):
         hea.functional.reformer_attention(*row, is_causal=True)

@@ -175,6 +175,6 @@ def test_budgets():
     )  # fmt: skip
     with pytest.raises(hea.UnsupportedAttentionError, match=r"budget of 1 columns .* an integer of 2 or more"):
         hea.ScatterbrainConfig().with_budget(1)
-    with pytest.raises(hea.UnsupportedAttentionError, match="more than the 62 of a code"):
+    with pytest.raises(hea.UnsupportedAttentionError, match="must be at most 62"):
         hea.ScatterbrainConfig(num_hashes=63)
     assert (hea.ScatterbrainConfig().block_size, hea.ScatterbrainConfig().num_features) == (128, 128)

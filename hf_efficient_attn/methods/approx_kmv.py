@@ -1,35 +1,38 @@
-"""Attention through approximate products with a Gaussian kernel matrix (ApproxKMV), numerator and denominator.
+"""ApproxKMV: attention through approximate products with a Gaussian kernel matrix, numerator and denominator.
 
-"Improved algorithms for kernel matrix-vector multiplication under sparsity assumptions". Its section 4: A = exp(Q K^T /
-sqrt d) is a Gaussian kernel matrix but for a factor of each row (Lemma 4.1, `kernel.attention_to_gaussian`), which
-cancels in D^-1 A V. So A V and A 1 are products for its Algorithm 3 with x the columns of V and of ones: the columns of
-heavy coordinates of x and the keys that share a bucket of a Euclidean hash exactly, uniform draws for the rest, as many
-as the error allowed needs (`kernel.plan_product` says which line is which, and where it departs from the paper).
+"Improved algorithms for kernel matrix-vector multiplication under sparsity assumptions", section 4. A = exp(Q K^T /
+sqrt d) equals a Gaussian kernel matrix up to a factor of each row (Lemma 4.1, `products.attention_to_gaussian`), and
+this factor cancels in D^-1 A V. So A V and A 1 are products for the paper's Algorithm 3, where x is each column of V
+and the vector of ones. It computes exactly the keys that share a bucket of a Euclidean hash with the query and the keys
+at the heavy coordinates of x, and estimates the rest from uniform draws, as many as the allowed error requires.
+`products.plan_product` states which line of the algorithm is which, and where it departs from the paper.
 
-Departures of this use of it:
+Departures of this method from the paper:
 
-- Numerator and denominator are computed from the same keys with the same weights, so that an output is a convex
-  combination of values and the errors cancel in part; the mean of the draws takes the place of the median of their
-  means, which has neither property.
-- The promise |K x - y| <= eps |x| is one about all rows together, with a kernel that is at most 1: a row whose
-  denominator is less than 2 eps says little of its output, and is computed exactly.
-- `num_samples` > 0 sets the cost of a query instead of the error: half of it are keys that share most buckets with it,
-  the rest is drawn. No error is promised then. Sequences up to it are computed exactly.
+- Numerator and denominator are computed from the same keys with the same weights. An output is therefore a convex
+  combination of values, and the errors partly cancel. For the same reason the mean of the draws replaces the median of
+  their means, which has neither property.
+- The guarantee |K x - y| <= eps |x| holds for all rows together, for a kernel that is at most 1. It says little about a
+  row whose denominator is less than 2 eps, so such a row is computed exactly.
+- `num_samples` > 0 sets the cost of a query instead of the error. Half of these keys are those that share most buckets
+  with the query, and the rest is drawn. In this case there is no guarantee for the error. Sequences of up to
+  `num_samples` keys are computed exactly.
 
-What is computed depends on the data, so that there is no graph for torch.compile; each head of each row of a batch is
-a problem of its own, solved one after the other, on the tokens that are there.
+The computation depends on the data, so torch.compile does not support it. Each head of each sequence is a separate
+problem on its valid tokens, and they are solved one after the other.
 """
 
-import dataclasses
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from hf_efficient_attn import kernel
+from hf_efficient_attn.kernel import products
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
 from hf_efficient_attn.ops import kde
 from hf_efficient_attn.ops.exact import exact_attention
@@ -37,10 +40,16 @@ from hf_efficient_attn.ops.near_far import dense_attention
 from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
 from hf_efficient_attn.ops.random import uniform
 
+# Hash tables, and hashes that make up a bucket of one table, with a budget.
 _TABLES, _DEPTH = 8, 4
+# The probability with which one column of the product may exceed the error.
 _DELTA = 0.01
+# Pairs of queries and keys that are processed at a time.
 _PAIRS = 1 << 17
+# Streams of random numbers.
 _SAMPLE, _HASH, _DRAWS = 40_000, 70, 50_001
+# The seeds of consecutive heads differ by this number.
+_SEED_STEP = 1_000_003
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,204 +65,249 @@ class ApproxKMVConfig(MethodConfig):
     summary = "products with a Gaussian kernel: near keys by hashing, as many draws of the rest as eps needs"
 
     error_percent: int = option(
-        30, "Error eps of the kernel's products in percent of |x|, with num_samples 0.", minimum=1
+        30, "Error eps of the products with the kernel, in percent of |x|. Used if num_samples is 0.", minimum=1
     )
     num_samples: int = option(
-        0, "Keys that a query computes. 0: as many as the error needs, which may be all.", minimum=0
+        0, "Keys that are computed for a query. 0: as many as the error requires, possibly all.", minimum=0
     )
     seed: int = option(0, "Seed of the hash and of the sampling.", minimum=0)
 
     def with_budget(self, columns: int) -> "ApproxKMVConfig":
-        """`num_samples` is the number of columns."""
-        return dataclasses.replace(self, num_samples=self.check_budget(columns))
+        """Spend the whole budget on `num_samples`."""
+        return replace(self, num_samples=self.check_budget(columns))
 
 
-# What a head computes: for some of its queries (R,) the keys (R, M) and what is added to their scores (R, M).
-_Rows = tuple[Tensor, Tensor, Tensor]
+class _Part(NamedTuple):
+    """Some queries of one head with the keys that are computed for them.
+
+    Attributes:
+        queries: int64 (R,), the queries.
+        keys: int64 (R, M), the keys of each query.
+        bias: (R, M), the log-weights of the keys, which are added to the scores; -inf for an unused entry.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    bias: Tensor
 
 
-def _rows(
-    config: ApproxKMVConfig, query: Tensor, key: Tensor, value: Tensor, scale: float, seed
-) -> "Iterator[_Rows] | None":
-    """What one head computes, query (Nq, D), key (Nk, D), value (Nk, Dv); None where that is everything."""
-    if scale == 0.0 or 0 < len(key) <= config.num_samples:
+class _Head(NamedTuple):
+    """The inputs of one head, query (Nq, D), key (Nk, D) and value (Nk, Dv), and the arguments of the call."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    dropout_p: float
+    seed: int | Tensor
+
+    def exact(self, queries: Tensor | None = None) -> Tensor:
+        """Exact attention of all queries, or of those at the indices `queries` (R,): (R, Dv)."""
+        query = self.query if queries is None else self.query[queries]
+        tensors = (x[None] for x in (query, self.key, self.value))
+        return exact_attention(*tensors, is_causal=False, scale=self.scale, dropout_p=self.dropout_p)[0]
+
+    def log_factor(self) -> Tensor:
+        """The log of the ratio of each row of A to the row of its Gaussian kernel: (Nq,)."""
+        acc_dtype = accumulation_dtype(self.query.dtype)
+        query, key = self.query.detach().to(acc_dtype), self.key.detach().to(acc_dtype)
+        _, _, _, log_factor = products.attention_to_gaussian(query, key, scale=self.scale)
+        return log_factor
+
+
+_Form: TypeAlias = Callable[[ApproxKMVConfig, _Head], Tensor]
+
+
+def _parts(config: ApproxKMVConfig, head: _Head) -> Iterator[_Part] | None:
+    """The keys that are computed for the queries of one head; None if all keys are computed for all queries."""
+    if head.scale == 0.0 or 0 < len(head.key) <= config.num_samples:
         return None
-    wide = accumulation_dtype(query.dtype)
-    query, key, value = (x.detach().to(wide) for x in (query, key, value))
-    queries, keys, bandwidth, _ = kernel.attention_to_gaussian(query, key, scale=scale)
+    acc_dtype = accumulation_dtype(head.query.dtype)
+    query, key, value = (x.detach().to(acc_dtype) for x in head[:3])
+    queries, keys, bandwidth, _ = products.attention_to_gaussian(query, key, scale=head.scale)
     queries, keys = queries / bandwidth, keys / bandwidth
     if config.num_samples:
-        return _budget_rows(config.num_samples, queries, keys, seed)
+        return _parts_by_budget(config.num_samples, queries, keys, head.seed)
     x = torch.cat((value, value.new_ones(len(value), 1)), 1)
-    # Of each column of the product by itself, not of all of them together.
-    delta = min(0.5, _DELTA * x.shape[1])
-    plan = kernel.plan_product(queries, keys, x, eps=config.error_percent / 100, delta=delta, seed=seed, sums=False)
-    return None if isinstance(plan, int) else _plan_rows(plan, seed)
+    # `delta` is for all columns of the product together.
+    delta, eps = min(0.5, _DELTA * x.shape[1]), config.error_percent / 100
+    plan = products.plan_product(queries, keys, x, eps=eps, delta=delta, seed=head.seed, sums=False)
+    return None if isinstance(plan, int) else _parts_by_error(plan, head.seed)
 
 
-def _plan_rows(plan: kernel.Plan, seed) -> Iterator[_Rows]:
-    """The rows of a plan that are not computed exactly."""
-    count = len(plan.light)
-    for here, found, _ in kde.shared_buckets(plan.tables, _PAIRS):
-        some = torch.arange(here.start, here.stop, device=found.device)
-        some = some[~plan.whole[some]]
-        for part in some.split(max(1, _PAIRS // max(1, int(plan.draws[some].max()) if len(some) else 1))):
-            own = found[(found // count >= part[0]) & (found // count <= part[-1])]
-            own = own[torch.isin(own // count, part)]
-            column, used = kernel.draw_columns(plan.draws[part], part, found, count, seed, _DRAWS)
-            weight = (count / plan.draws[part]).log()[:, None].expand(column.shape).masked_fill(~used, -torch.inf)
-            near, bias = _padded(torch.searchsorted(part, own // count), own % count, len(part))
-            index = torch.cat((plan.heavy.expand(len(part), -1), plan.light[near], plan.light[column]), 1)
-            yield part, index, torch.cat((bias.new_zeros(len(part), len(plan.heavy)), bias, weight.to(bias.dtype)), 1)
+def _parts_by_error(plan: products.Plan, seed: int | Tensor) -> Iterator[_Part]:
+    """The queries of a plan that are not computed exactly, with the keys that the plan chooses."""
+    num_light = len(plan.light)
+    for block, found, _ in kde.shared_buckets(plan.tables, _PAIRS):
+        queries = torch.arange(block.start, block.stop, device=found.device)
+        queries = queries[~plan.whole[queries]]
+        most_draws = max(1, int(plan.draws[queries].max()) if len(queries) else 1)
+        for part in queries.split(max(1, _PAIRS // most_draws)):
+            # `found` holds each pair of a query and a light key as query * num_light + key.
+            own = found[(found // num_light >= part[0]) & (found // num_light <= part[-1])]
+            own = own[torch.isin(own // num_light, part)]
+            drawn, used = products.draw_columns(plan.draws[part], part, found, num_light, seed, _DRAWS)
+            log_weight = (num_light / plan.draws[part]).log()[:, None].expand(drawn.shape)
+            log_weight = log_weight.masked_fill(~used, -torch.inf)
+            near, bias = _pad(torch.searchsorted(part, own // num_light), own % num_light, len(part))
+            keys = torch.cat((plan.heavy.expand(len(part), -1), plan.light[near], plan.light[drawn]), 1)
+            heavy_bias = bias.new_zeros(len(part), len(plan.heavy))
+            yield _Part(part, keys, torch.cat((heavy_bias, bias, log_weight.to(bias.dtype)), 1))
 
 
-def _budget_rows(columns: int, queries: Tensor, keys: Tensor, seed) -> Iterator[_Rows]:
-    """Half of the columns by shared buckets, the rest by draws."""
-    rows, count, device = len(queries), len(keys), keys.device
-    pairs = uniform((2, 4096), seed, _SAMPLE, device)
-    row, column = ((u * n).to(torch.int64).clamp(max=n - 1) for u, n in zip(pairs, (rows, count), strict=True))
-    distances = (queries[row] - keys[column]).norm(dim=1).double()
+def _parts_by_budget(budget: int, queries: Tensor, keys: Tensor, seed: int | Tensor) -> Iterator[_Part]:
+    """All queries with `budget` keys each: half of them by shared buckets, the rest drawn.
+
+    Args:
+        budget: the number of keys for each query.
+        queries: (Nq, D), in units of the bandwidth.
+        keys: (Nk, D), in units of the bandwidth.
+        seed: of the hash and of the draws.
+    """
+    num_queries, num_keys, device = len(queries), len(keys), keys.device
+    numbers = uniform((2, 4096), seed, _SAMPLE, device)
+    query, key = (
+        (u * n).to(torch.int64).clamp(max=n - 1) for u, n in zip(numbers, (num_queries, num_keys), strict=True)
+    )
+    distances = (queries[query] - keys[key]).norm(dim=1).double()
     widths = distances.median().clamp(min=1e-9) * 2.0 ** (0.25 * torch.arange(-16, 9, device=device))
-    # The widest cells in which a query meets about as many keys as it may have.
-    met = kde.collision_chance(distances[None] / widths[:, None]).pow(_DEPTH).mean(1) * _TABLES * count
-    width = widths[int((met <= columns // 2).sum().clamp(min=1)) - 1].item()
+    # The largest width of a bucket at which a query is expected to meet at most half of its budget.
+    met = kde.collision_chance(distances[None] / widths[:, None]).pow(_DEPTH).mean(1) * _TABLES * num_keys
+    width = widths[int((met <= budget // 2).sum().clamp(min=1)) - 1].item()
     tables = kde.hash_tables(queries, keys, kde.Hash(width, _DEPTH, _TABLES), seed, _HASH)
-    for here, found, times in kde.shared_buckets(tables, _PAIRS):
-        # Of each query's keys those that it meets in most tables.
-        order = (found // count * (_TABLES + 1) + _TABLES - times).argsort(stable=True)
-        row = found[order] // count - here.start
-        sizes = torch.bincount(row, minlength=here.stop - here.start)
-        rank = torch.arange(len(row), device=device) - (sizes.cumsum(0) - sizes)[row]
-        kept = found[order[rank < columns // 2]].sort().values
-        for part in torch.arange(here.start, here.stop, device=device).split(max(1, _PAIRS // columns)):
-            own = kept[(kept // count >= part[0]) & (kept // count <= part[-1])]
-            near, bias = _padded(own // count - part[0], own % count, len(part))
-            draws = columns - (bias == 0).sum(1)
-            column, used = kernel.draw_columns(draws, part, own, count, seed, _DRAWS)
-            weight = (count / draws).log()[:, None].expand(column.shape).masked_fill(~used, -torch.inf)
-            yield part, torch.cat((near, column), 1), torch.cat((bias, weight.to(bias.dtype)), 1)
+    for block, found, times in kde.shared_buckets(tables, _PAIRS):
+        # Of the keys of each query keep those that it meets in most tables.
+        order = (found // num_keys * (_TABLES + 1) + _TABLES - times).argsort(stable=True)
+        row = found[order] // num_keys - block.start
+        kept = found[order[_rank_in_group(row, block.stop - block.start) < budget // 2]].sort().values
+        for part in torch.arange(block.start, block.stop, device=device).split(max(1, _PAIRS // budget)):
+            own = kept[(kept // num_keys >= part[0]) & (kept // num_keys <= part[-1])]
+            near, bias = _pad(own // num_keys - part[0], own % num_keys, len(part))
+            draws = budget - (bias == 0).sum(1)
+            drawn, used = products.draw_columns(draws, part, own, num_keys, seed, _DRAWS)
+            log_weight = (num_keys / draws).log()[:, None].expand(drawn.shape).masked_fill(~used, -torch.inf)
+            yield _Part(part, torch.cat((near, drawn), 1), torch.cat((bias, log_weight.to(bias.dtype)), 1))
 
 
-def _padded(row: Tensor, column: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Pairs in the order of their rows as (rows, M) columns, with 0 where there is one and -inf in what fills up."""
-    sizes = torch.bincount(row, minlength=rows)
-    rank = torch.arange(len(row), device=row.device) - (sizes.cumsum(0) - sizes)[row]
-    shape = (rows, int(sizes.max()) if len(row) else 0)
-    index = row.new_zeros(shape)
-    index[row, rank] = column
+def _rank_in_group(group: Tensor, num_groups: int) -> Tensor:
+    """The rank of each element among the elements of its group, for a sorted `group` (P,): (P,)."""
+    sizes = torch.bincount(group, minlength=num_groups)
+    return torch.arange(len(group), device=group.device) - (sizes.cumsum(0) - sizes)[group]
+
+
+def _pad(row: Tensor, key: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Turn pairs (P,) of a row and a key, sorted by row, into keys (R, M) and a bias (R, M): 0, or -inf for padding."""
+    shape = (num_rows, int(torch.bincount(row, minlength=num_rows).max()) if len(row) else 0)
+    rank = _rank_in_group(row, num_rows)
+    keys = row.new_zeros(shape)
+    keys[row, rank] = key
     bias = torch.full(shape, -torch.inf, dtype=torch.float64, device=row.device)
     bias[row, rank] = 0.0
-    return index, bias
+    return keys, bias
 
 
-def _some(query: Tensor, key: Tensor, value: Tensor, index: Tensor, bias: Tensor, scale: float, dropout_p: float):
-    """Attention of (R, D) queries to the keys at index (R, M), and the lse (R,)."""
+def _attend_part(
+    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, bias: Tensor, scale: float, dropout_p: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of queries (R, D) to the keys at the indices `keys` (R, M): the output (R, Dv) and its lse (R,)."""
     bias = bias.to(accumulation_dtype(query.dtype))[None, :, None]
     part = partial_attention(
-        query[None, :, None], key[index][None], value[index][None], bias, scale=scale, dropout_p=dropout_p
+        query[None, :, None], key[keys][None], value[keys][None], bias, scale=scale, dropout_p=dropout_p
     )
     return part.out[0, :, 0], part.lse[0, :, 0]
 
 
-def _log_factor(query: Tensor, key: Tensor, scale: float) -> Tensor:
-    """Logarithm of what a row of A is to that of its Gaussian kernel."""
-    wide = accumulation_dtype(query.dtype)
-    return kernel.attention_to_gaussian(query.detach().to(wide), key.detach().to(wide), scale=scale)[3]
-
-
-def _exact_rows(query, key, value, scale, dropout_p) -> Tensor:
-    return exact_attention(query[None], key[None], value[None], is_causal=False, scale=scale, dropout_p=dropout_p)[0]
-
-
-def _head(config: ApproxKMVConfig, query, key, value, scale: float, dropout_p: float, seed) -> Tensor:
-    """One head on tokens that are all there: (Nq, D), (Nk, D), (Nk, Dv) -> (Nq, Dv)."""
+def _fast_head(config: ApproxKMVConfig, head: _Head) -> Tensor:
+    """The output (Nq, Dv) of one head."""
+    query, key, value = head[:3]
     with torch.no_grad():
-        rows = _rows(config, query, key, value, scale, seed)
-    if rows is None:
-        return _exact_rows(query, key, value, scale, dropout_p)
-    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    factor = None if config.num_samples else _log_factor(query, key, scale)
-    outs, places = [], []
-    open_ = torch.ones(len(query), dtype=torch.bool, device=query.device)
+        parts = _parts(config, head)
+    if parts is None:
+        return head.exact()
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    log_factor = None if config.num_samples else head.log_factor()
+    outs, indices = [], []
+    is_open = torch.ones(len(query), dtype=torch.bool, device=query.device)
     while True:
         with torch.no_grad():
-            given = next(rows, None)
-        if given is None:
+            part = next(parts, None)
+        if part is None:
             break
-        some, index, bias = given
-        arguments = (query[some], key, value, index, bias, scale, dropout_p)
-        # The keys of every query would be kept for the gradient.
-        out, lse = checkpoint(_some, *arguments, use_reentrant=False) if keep else _some(*arguments)
-        if factor is not None:
-            sure = lse.detach() - factor[some] >= _least(config)
-            out, some = out[sure], some[sure]
-        open_[some] = False
+        queries = part.queries
+        arguments = (query[queries], key, value, part.keys, part.bias, head.scale, head.dropout_p)
+        # Checkpointing, because autograd would otherwise keep a copy of the keys of every query.
+        out, lse = checkpoint(_attend_part, *arguments, use_reentrant=False) if needs_grad else _attend_part(*arguments)
+        if log_factor is not None:
+            is_accurate = lse.detach() - log_factor[queries] >= _log_min_denominator(config)
+            out, queries = out[is_accurate], queries[is_accurate]
+        is_open[queries] = False
         outs.append(out)
-        places.append(some)
-    rest = open_.nonzero().squeeze(1)
+        indices.append(queries)
+    rest = is_open.nonzero().squeeze(1)
     if len(rest):
-        outs.append(_exact_rows(query[rest], key, value, scale, dropout_p))
-        places.append(rest)
-    return torch.cat(outs)[torch.cat(places).argsort()]
+        outs.append(head.exact(rest))
+        indices.append(rest)
+    return torch.cat(outs)[torch.cat(indices).argsort()]
 
 
-def _least(config: ApproxKMVConfig) -> float:
-    """Logarithm of the smallest denominator, in units of the kernel, of a row that is not computed exactly."""
-    return torch.tensor(2 * config.error_percent / 100).log().item()
+def _log_min_denominator(config: ApproxKMVConfig) -> float:
+    """The log of the smallest denominator, in units of the kernel, of a query that is not computed exactly."""
+    return torch.tensor(2 * config.error_percent / 100, device="cpu").log().item()
 
 
-def _dense_head(config: ApproxKMVConfig, query, key, value, scale: float, dropout_p: float, seed) -> Tensor:
-    """The same with a dense matrix of log-weights."""
+def _naive_head(config: ApproxKMVConfig, head: _Head) -> Tensor:
+    """The output (Nq, Dv) of one head, by a dense matrix of weights."""
+    query, key, value = head[:3]
     weights = torch.ones(len(query), len(key), dtype=torch.float64, device=query.device)
     with torch.no_grad():
-        scores = query.double() @ key.double().t() * scale
-        for some, index, bias in _rows(config, query, key, value, scale, seed) or ():
-            own = torch.zeros(len(some), len(key), dtype=torch.float64, device=query.device)
-            own.scatter_add_(1, index, bias.exp())
+        scores = query.double() @ key.double().t() * head.scale
+        for queries, keys, bias in _parts(config, head) or ():
+            own = torch.zeros(len(queries), len(key), dtype=torch.float64, device=query.device)
+            own.scatter_add_(1, keys, bias.exp())
             if not config.num_samples:
-                lse = (scores[some] + own.log()).logsumexp(1) - _log_factor(query, key, scale)[some]
-                own[lse < _least(config)] = 1.0
-            weights[some] = own
-    return dense_attention(query[None], key[None], value[None], weights.log()[None], scale=scale)[0]
+                lse = (scores[queries] + own.log()).logsumexp(1) - head.log_factor()[queries]
+                own[lse < _log_min_denominator(config)] = 1.0
+            weights[queries] = own
+    return dense_attention(query[None], key[None], value[None], weights.log()[None], scale=head.scale)[0]
 
 
-def _attend(head, config: ApproxKMVConfig, query, key, value, mask, scale: float, dropout_p: float, seed) -> Tensor:
-    """Every head of every row by itself, on the tokens that are there."""
-    if key.shape[2] <= config.num_samples:
-        flat = [x.flatten(0, 1) for x in (query, key, value)]
-        own = None if mask is None else mask.repeat_interleave(query.shape[1], 0)
-        return exact_attention(*flat, own, is_causal=False, scale=scale, dropout_p=dropout_p).unflatten(
-            0, query.shape[:2]
-        )
+def _by_head(
+    form: _Form, config: ApproxKMVConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+) -> Tensor:
+    """Compute one form for each head of each sequence on its valid tokens: (B, H, Nq, Dv)."""
+    key_mask, scale, dropout_p = options.key_mask, options.scale, options.dropout_p
+    shape, q_len, kv_len = query.shape, query.shape[2], key.shape[2]
+    if kv_len <= config.num_samples:
+        query, key, value, key_mask = flatten_heads(query, key, value, key_mask)
+        out = exact_attention(query, key, value, key_mask, is_causal=False, scale=scale, dropout_p=dropout_p)
+        return unflatten_heads(out, shape)
     outs = []
-    for b in range(query.shape[0]):
-        there = None if mask is None else mask[b].nonzero().squeeze(1)
-        # In self-attention what is not there has no queries either; its outputs are 0.
-        asked = there if query.shape[2] == key.shape[2] else None
-        for h in range(query.shape[1]):
+    for b in range(shape[0]):
+        valid = None if key_mask is None else key_mask[b].nonzero().squeeze(1)
+        # In self-attention a masked token has no query either, and its output is 0.
+        valid_queries = valid if q_len == kv_len else None
+        for h in range(shape[1]):
             q, k, v = query[b, h], key[b, h], value[b, h]
-            if there is not None:
-                q, k, v = q if asked is None else q[asked], k[there], v[there]
+            if valid is not None:
+                q, k, v = q if valid_queries is None else q[valid_queries], k[valid], v[valid]
             if len(k) and len(q):
-                out = head(config, q, k, v, scale, dropout_p, seed + 1_000_003 * h)
+                out = form(config, _Head(q, k, v, scale, dropout_p, options.seed + _SEED_STEP * h))
             else:
                 out = v.new_zeros(len(q), v.shape[1]) + 0.0 * v.sum()
-            if there is not None and asked is not None:
-                out = out.new_zeros(query.shape[2], v.shape[1]).index_copy(0, asked, out)
+            if valid_queries is not None:
+                out = out.new_zeros(q_len, v.shape[1]).index_copy(0, valid_queries, out)
             outs.append(out)
-    return torch.stack(outs).unflatten(0, query.shape[:2])
+    return unflatten_heads(torch.stack(outs), shape)
 
 
 def forward(config: ApproxKMVConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Fast form; arguments as in `hf_efficient_attn.methods._shared.registry.register_method`."""
-    mask, scale, dropout_p, seed = options.key_mask, options.scale, options.dropout_p, options.seed
-    return _attend(_head, config, query, key, value, mask, scale, dropout_p, seed)
+    """Compute the fast form; see `register_method` for the arguments."""
+    return _by_head(_fast_head, config, query, key, value, options)
 
 
 def naive(config: ApproxKMVConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Readable form: the same draws as a dense matrix of log-weights beside the dense scores."""
-    mask, scale, dropout_p, seed = options.key_mask, options.scale, options.dropout_p, options.seed
-    return _attend(_dense_head, config, query, key, value, mask, scale, dropout_p, seed)
+    """Compute the readable form: the draws of `forward` as a dense matrix of log-weights added to the scores."""
+    return _by_head(_naive_head, config, query, key, value, options)
 
 
 register_method(ApproxKMVConfig, forward=forward, naive=naive)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
 from hf_efficient_attn.ops.blocks import chunked_over_heads, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
@@ -48,18 +49,14 @@ class LongformerConfig(MethodConfig):
 
 def forward(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Compute the fast form; see `register_method` for the arguments."""
-    key_mask, num_heads = options.key_mask, query.shape[1]
+    shape, key_mask = query.shape, options.key_mask
     if key.shape[2] <= config.window_size + 1:
+        query, key, value, key_mask = flatten_heads(query, key, value, key_mask)
+        scale, dropout_p = options.scale, options.dropout_p
         out = exact_attention(
-            query.flatten(0, 1),
-            key.flatten(0, 1),
-            value.flatten(0, 1),
-            None if key_mask is None else key_mask.repeat_interleave(num_heads, 0),
-            is_causal=options.is_causal,
-            scale=options.scale,
-            dropout_p=options.dropout_p,
+            query, key, value, key_mask, is_causal=options.is_causal, scale=scale, dropout_p=dropout_p
         )
-        return out.unflatten(0, query.shape[:2])
+        return unflatten_heads(out, shape)
 
     def some_heads(
         query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, out: Tensor | None = None
@@ -70,7 +67,7 @@ def forward(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor,
     result = (query.shape[2], value.shape[3], value.dtype)
     if key_mask is None:
         flat = (x.flatten(0, 1) for x in (query, key, value))
-        return chunked_over_heads(some_heads, *flat, result=result).unflatten(0, query.shape[:2])
+        return unflatten_heads(chunked_over_heads(some_heads, *flat, result=result), shape)
     # With a mask each block has its own bias. One sequence of the batch at a time, so that all heads share it.
     outs = [
         chunked_over_heads(functools.partial(some_heads, mask=mask), q, k, v, result=result)
@@ -159,13 +156,14 @@ def naive(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, o
     pairs = allowed_pairs(config, query.shape[2], key.shape[2], options.key_mask, options.is_causal, query.device)
     weights = torch.zeros(pairs.shape, dtype=torch.float64, device=query.device).masked_fill(~pairs, -torch.inf)
     weights = weights.expand(query.shape[0], -1, -1).repeat_interleave(query.shape[1], 0)
-    out = dense_attention(*(x.flatten(0, 1) for x in (query, key, value)), weights, scale=options.scale)
-    return out.unflatten(0, query.shape[:2])
+    shape = query.shape
+    query, key, value, _ = flatten_heads(query, key, value, None)
+    return unflatten_heads(dense_attention(query, key, value, weights, scale=options.scale), shape)
 
 
 def decode(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Decode a few tokens: without global tokens only the cached keys within the window are read."""
-    key_mask, shape, q_len = options.key_mask, query.shape[:2], query.shape[2]
+    key_mask, shape, q_len = options.key_mask, query.shape, query.shape[2]
     if not config.global_tokens:
         num_keys = min(config.window_size + q_len, key.shape[2])
         key, value = key[:, :, -num_keys:], value[:, :, -num_keys:]
@@ -174,7 +172,7 @@ def decode(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, 
     bias = mask_bias(pairs, query.dtype).expand(query.shape[0], -1, -1).repeat_interleave(shape[1], 0)
     query, key, value = (x.flatten(0, 1)[:, None] for x in (query, key, value))
     out = partial_attention(query, key, value, bias[:, None], scale=options.scale, dropout_p=options.dropout_p).out
-    return out[:, 0].unflatten(0, shape)
+    return unflatten_heads(out[:, 0], shape)
 
 
 register_method(LongformerConfig, forward=forward, naive=naive, decode=decode)

@@ -106,7 +106,7 @@ def forward(
         out = exact_attention(*flat, is_causal=False, scale=options.scale, dropout_p=options.dropout_p)
     else:
         out = _from_landmarks(config, flat, options)
-    out = unflatten_heads(out, query)
+    out = unflatten_heads(out, query.shape)
     if kernel is not None:
         out = out.to(kernel.dtype) + _convolution(value, kernel, options.key_mask)
     if out.dtype == value.dtype:

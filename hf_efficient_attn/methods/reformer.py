@@ -30,6 +30,7 @@ from torch.nn.functional import normalize
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
 from hf_efficient_attn.ops.exact import exact_attention
 from hf_efficient_attn.ops.lsh_rounds import Rounds, dense_pairs, plan_rounds, rounds_attention
@@ -82,10 +83,7 @@ class _Prepared(NamedTuple):
 
 def _prepare(config: ReformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> _Prepared:
     """Flatten (B, H, N, D) inputs and plan the rounds."""
-    key_mask = options.key_mask
-    if key_mask is not None:
-        key_mask = key_mask.repeat_interleave(query.shape[1], 0)
-    query, key, value = (x.flatten(0, 1) for x in (query, key, value))
+    query, key, value, key_mask = flatten_heads(query, key, value, options.key_mask)
     size, rounds, seed = config.block_size, config.num_hashes, options.seed
     if not config.shared_query_key:
         plan = plan_rounds(query, key, key_mask, size=size, rounds=rounds, seed=seed)
@@ -103,29 +101,28 @@ def _prepare(config: ReformerConfig, query: Tensor, key: Tensor, value: Tensor, 
 
 def forward(config: ReformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Compute the fast form; see `register_method` for the arguments."""
-    shape, shared, key_mask = query.shape[:2], config.shared_query_key, options.key_mask
+    shape, shared = query.shape, config.shared_query_key
     scale, dropout_p = options.scale, options.dropout_p
     if key.shape[2] <= 2 * config.block_size * config.num_hashes and not shared:
-        key_mask = None if key_mask is None else key_mask.repeat_interleave(shape[1], 0)
-        query, key, value = (x.flatten(0, 1) for x in (query, key, value))
+        query, key, value, key_mask = flatten_heads(query, key, value, options.key_mask)
         out = exact_attention(query, key, value, key_mask, is_causal=False, scale=scale, dropout_p=dropout_p)
     else:
         out = rounds_attention(
             *_prepare(config, query, key, value, options), others=shared, scale=scale, dropout_p=dropout_p
         )
-    return out.unflatten(0, shape)
+    return unflatten_heads(out, shape)
 
 
 def naive(config: ReformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Compute the readable form, with the dense matrix of the pairs that are in any round."""
-    shape = query.shape[:2]
+    shape = query.shape
     query, key, value, plan = _prepare(config, query, key, value, options)
     pairs = dense_pairs(plan)
     if config.shared_query_key:
         same_token = torch.eye(key.shape[1], dtype=torch.bool, device=query.device)
         pairs = torch.where((pairs & ~same_token).any(-1, keepdim=True), pairs & ~same_token, pairs)
     log_weights = torch.zeros(pairs.shape, dtype=torch.float64, device=query.device).masked_fill(~pairs, -torch.inf)
-    return dense_attention(query, key, value, log_weights, scale=options.scale).unflatten(0, shape)
+    return unflatten_heads(dense_attention(query, key, value, log_weights, scale=options.scale), shape)
 
 
 register_method(ReformerConfig, forward=forward, naive=naive)

@@ -3,7 +3,7 @@
 Let phi be the positive random features of the Performer. The paper's estimate of the attention matrix (section 4) is
 phi(q_i) . phi(k_j) for all pairs plus a sparse correction exp(q_i . k_j) - phi(q_i) . phi(k_j) on a near field S:
 
-    out_i = [sum_{j in S_i} (exp(q_i . k_j) - phi(q_i) . phi(k_j)) v_j + phi(q_i) . sum_j phi(k_j) v_j^T] / [same with 1]
+    out_i = [sum_{j in S_i} (exp(q_i . k_j) - phi(q_i) . phi(k_j)) v_j + phi(q_i) . sum_j phi(k_j) v_j^T] / [v_j = 1]
 
 On S the features cancel. The output consists of exp(q_i . k_j) on S and of phi(q_i) . phi(k_j) outside of S, and it is
 computed in this form: the far field is phi(q_i) . sum_{j not in S_i} phi(k_j) v_j^T, whose sums over the keys outside
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
 from hf_efficient_attn.methods._shared.sampled_keys import check_num_hashes
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take, valid_first
@@ -142,10 +143,8 @@ def _plan(
 
 def forward(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Compute the fast form; see `register_method` for the arguments."""
-    shape, key_mask, scale, dropout_p = query.shape[:2], options.key_mask, options.scale, options.dropout_p
-    if key_mask is not None:
-        key_mask = key_mask.repeat_interleave(shape[1], 0)
-    query, key, value = (x.flatten(0, 1) for x in (query, key, value))
+    shape, scale, dropout_p = query.shape, options.scale, options.dropout_p
+    query, key, value, key_mask = flatten_heads(query, key, value, options.key_mask)
     features = softmax_features(config.num_features, query.shape[-1], options.seed, query.device)
     far = _Far(features, scale, dropout_p)
     if key.shape[1] <= config.block_size:
@@ -163,7 +162,7 @@ def forward(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tenso
         out = _bidirectional(query, key, value, plan, config.block_size, far)
     if key_mask is not None and key.shape[1] > config.block_size:
         out = out.masked_fill(~key_mask[:, :, None], 0.0)
-    return out.unflatten(0, shape)
+    return unflatten_heads(out, shape)
 
 
 def _bidirectional(query: Tensor, key: Tensor, value: Tensor, plan: _Blocks, size: int, far: _Far) -> Tensor:
@@ -179,7 +178,8 @@ def _bidirectional(query: Tensor, key: Tensor, value: Tensor, plan: _Blocks, siz
     states = states_elsewhere(far.key_states(key, value, bias))
     if plan.key_block is not None:
         block = plan.key_block
-        key, value, *states = (take(x.flatten(2), block).unflatten(2, x.shape[2:]) for x in (key, value, *states))
+        key, value, out, lse = (take(x.flatten(2), block).unflatten(2, x.shape[2:]) for x in (key, value, *states))
+        states = Partial(out, lse)
         bias = None if bias is None else take(bias[:, :, 0].expand(key.shape[0], -1, -1), block)[:, :, None]
     bias = None if bias is None else bias.expand(key.shape[0], -1, -1, -1)
     query_rank = None if plan.query_order is None else inverse(plan.query_order)
@@ -209,8 +209,8 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, size: int, far: _Far) -> 
     )
     # Block t attends to block t-1 exactly, and to the features of blocks 0 to t-2.
     completed = (ceil_div(length, size) - 1) * size
-    blocks = (pad_to_blocks(x[:, :completed], size) for x in (key, value))
-    states = states_before(far.key_states(*blocks, None))
+    key_blocks, value_blocks = (pad_to_blocks(x[:, :completed], size) for x in (key, value))
+    states = states_before(far.key_states(key_blocks, value_blocks, None))
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, *states: Tensor) -> Tensor:
         near = causal_block_partial(query, key, value, size, scale=scale, dropout_p=dropout_p)
@@ -223,10 +223,9 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, size: int, far: _Far) -> 
 
 def naive(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Compute the readable form: the dense scores of both fields, and a dense mask of the pairs that are near."""
-    shape, length = query.shape[:2], query.shape[2]
+    shape, length = query.shape, query.shape[2]
     features = softmax_features(config.num_features, query.shape[-1], options.seed, query.device)
-    query, key, value = (x.flatten(0, 1) for x in (query, key, value))
-    key_mask = None if options.key_mask is None else options.key_mask.repeat_interleave(shape[1], 0)
+    query, key, value, key_mask = flatten_heads(query, key, value, options.key_mask)
     valid = torch.ones(key.shape[:2], dtype=torch.bool, device=key.device) if key_mask is None else key_mask
     if length <= config.block_size:
         near = torch.ones(1, length, length, dtype=torch.bool, device=key.device)
@@ -250,7 +249,8 @@ def naive(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tensor,
     allowed = valid[:, None].expand(-1, length, -1)
     allowed = allowed.tril() if options.is_causal else allowed
     scores = torch.where(near, q @ k.transpose(1, 2), far).masked_fill(~allowed, -torch.inf)
-    return (scores.softmax(-1).nan_to_num(0.0) @ value.double()).to(value.dtype).unflatten(0, shape)
+    out = scores.softmax(-1).nan_to_num(0.0) @ value.double()
+    return unflatten_heads(out.to(value.dtype), shape)
 
 
 register_method(ScatterbrainConfig, forward=forward, naive=naive)

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -20,7 +21,7 @@ def flatten_heads(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | 
     return FlatHeads(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), flat_mask)
 
 
-def unflatten_heads(x: Tensor, query: Tensor) -> Tensor:
-    """Inverse of `flatten_heads` for an output: (B * H, N, .) -> (B, H, N, .) for query (B, H, ...)."""
-    out: Tensor = x.unflatten(0, query.shape[:2])
+def unflatten_heads(x: Tensor, shape: torch.Size) -> Tensor:
+    """Inverse of `flatten_heads` for an output: (B * H, N, .) -> (B, H, N, .), for a shape that starts with B, H."""
+    out: Tensor = x.unflatten(0, shape[:2])
     return out

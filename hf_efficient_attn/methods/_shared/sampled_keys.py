@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.kernel import softmax_column_norms
+from hf_efficient_attn.kernel.densities import softmax_column_norms
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions
 from hf_efficient_attn.ops import causal, near_far
 from hf_efficient_attn.ops.blocks import inverse, take, valid_first
@@ -128,15 +129,6 @@ def _plan_causal(
     return causal.plan_intervals(query, key, value, size=size, num_hashes=num_hashes, **plan_options)
 
 
-def _flatten_heads(
-    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Inputs (B, H, N, D) and mask (B, Nk) as (BH, N, D) and (BH, Nk)."""
-    if key_mask is not None:
-        key_mask = key_mask.repeat_interleave(query.shape[1], 0)
-    return query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), key_mask
-
-
 def _move_valid_first(
     query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -160,10 +152,10 @@ def _restore_order(out: Tensor, order: Tensor | None, key_mask: Tensor | None) -
 
 def forward(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Compute the fast form; see `register_method` for the arguments."""
-    shape, budget = query.shape[:2], config.block_size + config.num_samples
+    shape, budget = query.shape, config.block_size + config.num_samples
     plan_options = _plan_options(config, query, options)
     is_causal, scale, dropout_p = options.is_causal, options.scale, options.dropout_p
-    query, key, value, key_mask = _flatten_heads(query, key, value, options.key_mask)
+    query, key, value, key_mask = flatten_heads(query, key, value, options.key_mask)
     if key.shape[1] <= budget:
         out = exact_attention(query, key, value, key_mask, is_causal=is_causal, scale=scale, dropout_p=dropout_p)
     elif is_causal:
@@ -177,14 +169,14 @@ def forward(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor
     else:
         near, far = _plan_bidirectional(config, query, key, value, key_mask, plan_options)
         out = near_far.near_far_attention(query, key, value, near, far, scale=scale, dropout_p=dropout_p)
-    return out.unflatten(0, shape)
+    return unflatten_heads(out, shape)
 
 
 def naive(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Compute the readable form: the plan of `forward` as a dense matrix of log-weights that is added to the scores."""
-    shape, budget = query.shape[:2], config.block_size + config.num_samples
+    shape, budget = query.shape, config.block_size + config.num_samples
     plan_options = _plan_options(config, query, options)
-    query, key, value, key_mask = _flatten_heads(query, key, value, options.key_mask)
+    query, key, value, key_mask = flatten_heads(query, key, value, options.key_mask)
     (batch_heads, q_len, _), kv_len, device = query.shape, key.shape[1], query.device
     order = None
     if kv_len <= budget:
@@ -203,7 +195,7 @@ def naive(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor, 
         near, far = _plan_bidirectional(config, query, key, value, key_mask, plan_options)
         log_weights = near_far.dense_log_weights(near, far, q_len, kv_len)
     out = near_far.dense_attention(query, key, value, log_weights, scale=options.scale)
-    return _restore_order(out, order, key_mask).unflatten(0, shape)
+    return unflatten_heads(_restore_order(out, order, key_mask), shape)
 
 
 def decode(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
