@@ -42,7 +42,7 @@ from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
-from hf_efficient_attn.methods._shared.heads import flatten_heads
+from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, take, valid_first
 from hf_efficient_attn.ops.chunk_summaries import (
@@ -178,7 +178,7 @@ def forward(
         return take(attention(heads, tensors[8:]), inverse(order.query_order)).masked_fill(masked, 0.0)
 
     flat = flatten_heads(query, key, value, None)[:3]
-    return chunked_over_heads(some_heads, *flat, *maps, *order, *plan).unflatten(0, query.shape[:2])
+    return unflatten_heads(chunked_over_heads(some_heads, *flat, *maps, *order, *plan), query.shape)
 
 
 def _repeat_for_heads(x: Tensor | None, query: Tensor) -> Tensor | None:
@@ -269,8 +269,8 @@ def naive(
         all_positions = torch.arange(num_keys, device=q.device)
         near, chunks = (_causal_chunks if options.is_causal else _bidirectional_chunks)(config, all_positions)
         seen, keys, values, bias = [near[position]], [k], [v], [q.new_zeros(num_keys)]
-        for start, stop, seen_from, stream, index in chunks:
-            noise = _noise(config, q[None], options, index + 1, stream)
+        for start, stop, seen_from, stream, number in chunks:
+            noise = _noise(config, q[None], options, number + 1, stream)
             queries = q[:, start * num_queries // num_keys : ceil_div(stop * num_queries, num_keys)]
             means = queries.mean(1), k[:, start:stop].mean(1)
             mu = [x if w is None else torch.einsum("hde,he->hd", w, x) for x, w in zip(means, maps, strict=True)]
@@ -290,13 +290,13 @@ def naive(
 
 
 class _Chunk(NamedTuple):
-    """Tokens start .. stop - 1, bool (N,) the positions that see its summary, and the stream and index of its draw."""
+    """Tokens start .. stop - 1, bool (N,) the positions that see the summary, and the stream and number of its draw."""
 
     start: int
     stop: int
     seen_from: Tensor
     stream: int
-    index: int
+    number: int
 
 
 def _bidirectional_chunks(config: EvaConfig, position: Tensor) -> tuple[Tensor, list[_Chunk]]:

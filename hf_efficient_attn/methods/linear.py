@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import dropout
 
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
-from hf_efficient_attn.methods._shared.heads import flatten_heads
+from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, Recurrence, register_method
 from hf_efficient_attn.ops.blocks import can_reuse_buffers, chunked_over_heads
 from hf_efficient_attn.ops.linear_attention import (
@@ -68,7 +68,7 @@ def forward(
         buffered = buffered_causal_linear_attention if options.is_causal else buffered_linear_attention
         result = (query.shape[2], value.shape[3], dtype)
         out = chunked_over_heads(functools.partial(buffered, scale=scale), *tensors, result=result, step=BUFFERED_HEADS)
-        return out.unflatten(0, query.shape[:2])
+        return unflatten_heads(out, query.shape)
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, *state: Tensor) -> Tensor:
         phi_q, phi_k = query_features(query, scale), key_features(key, key_mask)
@@ -79,7 +79,7 @@ def forward(
             )
         return linear_attention(phi_q, phi_k, value, dropout_p).to(dtype)
 
-    return chunked_over_heads(some_heads, *tensors).unflatten(0, query.shape[:2])
+    return unflatten_heads(chunked_over_heads(some_heads, *tensors), query.shape)
 
 
 def recurrence_update(

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import dropout
 
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
-from hf_efficient_attn.methods._shared.heads import flatten_heads
+from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, Recurrence, register_method
 from hf_efficient_attn.ops.blocks import can_reuse_buffers, chunked_over_heads, pad_to_blocks
 from hf_efficient_attn.ops.feature_attention import (
@@ -77,7 +77,7 @@ def forward(
         buffered = functools.partial(buffered_causal_feature_attention, kernel=kernel)
         result = (query.shape[2], value.shape[3], dtype)
         out = chunked_over_heads(buffered, *tensors, result=result, step=BUFFERED_HEADS)
-        return out.unflatten(0, query.shape[:2])
+        return unflatten_heads(out, query.shape)
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, *state: Tensor) -> Tensor:
         query, (key, value, bias) = kernel.scale_query(query), kernel.scale_key(key, value, key_mask)
@@ -89,7 +89,7 @@ def forward(
         out = query_state(blocks, keys, kernel.features, dropout_p).out
         return out.flatten(1, 2)[:, : query.shape[1]].to(dtype)
 
-    return chunked_over_heads(some_heads, *tensors).unflatten(0, query.shape[:2])
+    return unflatten_heads(chunked_over_heads(some_heads, *tensors), query.shape)
 
 
 def recurrence_update(
@@ -97,8 +97,8 @@ def recurrence_update(
 ) -> Partial:
     """Add tokens to the state, the partial of the features (B, H_kv, F, .); see `Recurrence`."""
     kernel, shape = _kernel(config, key, options), key.shape[:2]
-    _, *key_and_value, key_mask = flatten_heads(key, key, value, options.key_mask)
-    keys, values, bias = kernel.scale_key(*key_and_value, key_mask)
+    heads = flatten_heads(key, key, value, options.key_mask)
+    keys, values, bias = kernel.scale_key(heads.key, heads.value, heads.key_mask)
     if state is not None and options.key_mask is None and key.shape[2] == 1:
         # `merge` with the partial of a single key, whose output is the key's value for every feature.
         score = (keys @ kernel.features.to(keys.dtype).t() + bias.unsqueeze(-1)).view(state.lse.shape)
@@ -122,16 +122,16 @@ def recurrence_query(config: PerformerConfig, state: Partial, query: Tensor, opt
 
 def naive(config: PerformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: the dense matrix of feature products, in the log domain."""
-    kernel, (dtype, shape) = _kernel(config, query, options), (value.dtype, query.shape[:2])
-    query, key, value, key_mask = flatten_heads(query.double(), key.double(), value.double(), options.key_mask)
-    query, (key, value, bias) = kernel.scale_query(query), kernel.scale_key(key, value, key_mask)
+    kernel = _kernel(config, query, options)
+    heads = flatten_heads(query.double(), key.double(), value.double(), options.key_mask)
+    flat_query, (keys, values, bias) = kernel.scale_query(heads.query), kernel.scale_key(*heads[1:])
     # Logs of the features, (BH, Nq, 1, F) and (BH, 1, Nk, F).
-    log_q, log_k = (query @ kernel.features.t())[:, :, None], (key @ kernel.features.t())[:, None]
+    log_q, log_k = (flat_query @ kernel.features.t())[:, :, None], (keys @ kernel.features.t())[:, None]
     scores = (log_q + log_k).logsumexp(-1) + bias[:, None]
     if options.is_causal:
         future = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(future, -torch.inf)
-    return (scores.softmax(-1).nan_to_num(0.0) @ value).to(dtype).unflatten(0, shape)
+    return unflatten_heads((scores.softmax(-1).nan_to_num(0.0) @ values).to(value.dtype), query.shape)
 
 
 register_method(

@@ -180,7 +180,7 @@ class WindowPlan(NamedTuple):
     """What each query sees and which tokens each chunk has. The first dimension is R, or A in `window_attention`.
 
     Attributes:
-        index: int64 (R, S, K), the keys and summaries of each block of queries. Index Nk + c is summary c.
+        visible: int64 (R, S, K), the keys and summaries of each block of queries. Index Nk + c is summary c.
         bias: (R, S, K), added to the scores: 0 for a key, the log of the number of keys for a summary, -inf for what
             the block does not see.
         token: int64 (R, C, P), the tokens of each chunk.
@@ -193,7 +193,7 @@ class WindowPlan(NamedTuple):
         num_queries: as in `QueryBlocks`.
     """
 
-    index: Tensor
+    visible: Tensor
     bias: Tensor
     token: Tensor
     valid: Tensor
@@ -311,10 +311,10 @@ def window_attention(
     bias = plan.bias[:, :, None].to(accumulation_dtype(key.dtype))
     options = {"scale": scale, "dropout_p": dropout_p}
     if plan.query is None or plan.slot is None:
-        return gathered_attention(query, key, value, plan.index, bias, block_q, **options)
+        return gathered_attention(query, key, value, plan.visible, bias, block_q, **options)
     # The keys that FLuRKA contracts have the accumulation dtype, whatever the dtype of the queries.
     query = take(query, plan.query).to(key.dtype)
-    return take(gathered_attention(query, key, value, plan.index, bias, block_q, **options), plan.slot)
+    return take(gathered_attention(query, key, value, plan.visible, bias, block_q, **options), plan.slot)
 
 
 def _equal_parts(x: Tensor, count: int, size: int) -> Tensor:
@@ -373,28 +373,32 @@ def causal_summary_attention(
         dropout_p: probability of dropping a weight.
     """
     query, key, value = heads[:3]
-    options = {"scale": scale, "dropout_p": dropout_p}
-    first_block = exact_attention(query[:, :block], key[:, :block], value[:, :block], is_causal=True, **options)
+    first_block = exact_attention(
+        query[:, :block], key[:, :block], value[:, :block], is_causal=True, scale=scale, dropout_p=dropout_p
+    )
     if query.shape[1] <= block:
         return first_block
     parts: list[tuple[slice, Partial]]
-    parts = [(slice(None), causal_block_partial(query, key, value, block, **options))]
-    for (count, interval, chunk), num_chunks, noise in zip(plan, [x.num_chunks for x in plan], noises, strict=True):
+    parts = [(slice(None), causal_block_partial(query, key, value, block, scale=scale, dropout_p=dropout_p))]
+    for level, noise in zip(plan, noises, strict=True):
+        (count, interval, chunk), num_chunks = level, level.num_chunks
         position = torch.arange(num_chunks * chunk, device=query.device).view(num_chunks, chunk)
-        valid = (position < interval).expand(1, count, -1, -1).flatten(1, 2)
-        tokens = [
-            pad(left_intervals(x, count, interval), (0, 0, 0, num_chunks * chunk - interval)).reshape(
+        padding = num_chunks * chunk - interval
+        valid = (position < interval).expand(1, count, -1, -1).flatten(1, 2) if padding else None
+        queries, keys, values = (
+            pad(left_intervals(x, count, interval), (0, 0, 0, padding)).reshape(
                 x.shape[0], count * num_chunks, chunk, -1
             )
             for x in (query, key, value)
-        ]
+        )
         if chunk == 1:
-            keys, values = tokens[1][:, :, 0], tokens[2][:, :, 0]
+            keys, values = keys[:, :, 0], values[:, :, 0]
         else:
             noise = None if noise is None else noise[:, None].expand(-1, count, -1, -1).flatten(1, 2)
-            chunks = Chunks(*tokens, None if interval == num_chunks * chunk else valid)
-            keys, values = summarize(chunks, heads, noise, scale)
+            keys, values = summarize(Chunks(queries, keys, values, valid), heads, noise, scale)
         keys, values = (x.to(y.dtype).unflatten(1, (count, num_chunks)) for x, y in ((keys, key), (values, value)))
         bias = (position < interval).sum(1).to(accumulation_dtype(key.dtype)).log()[None, None, None]
-        parts += interval_attention(query[:, block:], keys, values, bias, interval, options)
+        parts += interval_attention(
+            query[:, block:], keys, values, bias, interval, {"scale": scale, "dropout_p": dropout_p}
+        )
     return torch.cat((first_block, merge_query_subsets(parts)), 1)

@@ -38,7 +38,7 @@ class FeatureKernel(NamedTuple):
 
     def scale_query(self, query: Tensor) -> Tensor:
         """Queries (..., D) times sqrt(|scale|), in the accumulation dtype. They also take the sign of the scale."""
-        root = abs(self.scale) ** 0.5
+        root: float = abs(self.scale) ** 0.5
         return query.to(accumulation_dtype(query.dtype)) * (root if self.scale >= 0 else -root)
 
     def scale_key(self, key: Tensor, value: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
