@@ -319,13 +319,12 @@ def _check_result(draft: pathlib.Path, changes: _Changes, unused: list[str]) -> 
 
 def _layers_of(model: nn.Module) -> list[Layer]:
     """The layers in which a method stands, in order."""
-    from hf_efficient_attn.integration.attention import settings_of
-    from hf_efficient_attn.integration.configs import method_of
+    from hf_efficient_attn.integration.configs import method_of, settings_of
     from hf_efficient_attn.integration.models import attention_modules
 
     found = set()
     for _, place, config, _ in attention_modules(model):
-        settings = settings_of(config, EfficientAttentionConfig(name)) if (name := method_of(config)) else None
+        settings = settings_of(config, name) if (name := method_of(config)) else None
         if settings is not None and place.layer is not None and settings.for_layer(place.layer) is not None:
             found.add(place.layer)
     return in_order(found)

@@ -1,78 +1,95 @@
-"""What users call on a model that they have: `convert` and `extend_positions`.
-
-Transformers' model classes are imported inside the functions, since that import takes seconds.
-"""
+"""`convert`: switch a model that is in memory to another attention method."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.integration.foreign import ForeignHandler, foreign_attention
-from hf_efficient_attn.integration.settings import EfficientAttentionConfig, as_settings
+from hf_efficient_attn.integration.models import choose, configs_of, switch, transformers_models
+from hf_efficient_attn.integration.settings import EXACT_IMPLEMENTATIONS, EfficientAttentionConfig, as_settings
+from hf_efficient_attn.integration.transaction import Snapshot
 from hf_efficient_attn.methods import MethodConfig, available_methods, make_config
 
 
 def convert(
     model: nn.Module,
-    method_or_config: "str | MethodConfig | EfficientAttentionConfig | dict",
+    method_or_config: str | MethodConfig | EfficientAttentionConfig | dict[str, Any],
     *,
-    layers: Sequence | None = None,
-    **hyperparameters,
+    layers: Sequence[Any] | None = None,
+    **hyperparameters: Any,
 ) -> nn.Module:
-    """Switch a model to a method, in place; the choice is saved with the model.
+    """Switch a model to a method, in place. The choice is saved with the model.
+
+    The switch is one transaction: if it fails for any reason, the model is as it was before.
 
     Args:
-        model: a Transformers model, or a module that holds some (a PEFT model, a wrapper); or a `BigGAN` of the package
-            pytorch-pretrained-biggan, whose choice is saved with nothing.
+        model: a Transformers model; or a module that contains some, such as a PEFT model or a wrapper, all of which are
+            switched; or a `BigGAN` of the package pytorch-pretrained-biggan, with which the choice cannot be saved.
         method_or_config: a method's name or config, an `EfficientAttentionConfig`, or a dictionary as in
-            `config.efficient_attention`. "sdpa", "eager" and Transformers' other implementations go back: the weights
-            were never touched, so the model is then what it was.
+            `config.efficient_attention`. "sdpa", "eager" and Transformers' other implementations switch back. The
+            weights never change, so the model then is what it was before.
         layers: indices of the layers to switch (all others become exact), or entries of a mix; None for all layers.
         **hyperparameters: replace those of the method or its config.
 
     Returns:
-        the same model.
+        The same model.
 
     Raises:
-        UnsupportedAttentionError: before anything is changed, if the method, a hyperparameter or a layer is unknown, or
-            the model cannot take the method.
+        UnsupportedAttentionError: the method, a hyperparameter or a layer is unknown, or the model does not support the
+            method.
     """
-    for handler, modules in foreign_attention(model):
-        return _convert_foreign(model, handler, modules, method_or_config, layers, hyperparameters)
-    from hf_efficient_attn.integration.models import configs_of, switch, transformers_models
-
-    roots = transformers_models(model)
+    settings = None
     if isinstance(method_or_config, str) and method_or_config not in available_methods():
-        _check_other(method_or_config, layers, hyperparameters)
+        _check_implementation(method_or_config, layers, hyperparameters)
+    else:
+        settings = _settings(method_or_config, layers, hyperparameters)
+    for handler, modules in foreign_attention(model):
+        _convert_foreign(model, handler, modules, settings or str(method_or_config))
+        return model
+    roots = transformers_models(model)
+
+    def change_configs() -> None:
+        if settings is not None:
+            choose(roots, settings)
+            return
         for root in roots:
             root.set_attn_implementation(method_or_config)
             for config in configs_of(root):
                 config.efficient_attention = None
-        return model
-    switch(roots, _settings(method_or_config, layers, hyperparameters))
+
+    switch(roots, change_configs)
     return model
 
 
 def _convert_foreign(
-    model: nn.Module, handler: ForeignHandler, modules: list, method_or_config, layers, hyperparameters
-) -> nn.Module:
-    from transformers.modeling_utils import PreTrainedModel
-
+    model: nn.Module, handler: ForeignHandler, modules: list[nn.Module], settings: EfficientAttentionConfig | str
+) -> None:
+    """Switch the attention modules of another package to a method, or to the exact attention with this name."""
     if any(isinstance(module, PreTrainedModel) for module in model.modules()):
         raise UnsupportedAttentionError(
-            f"the module holds {handler.title} beside Transformers models: convert each by itself"
+            f"the module contains {handler.title} beside Transformers models: convert each of them separately"
         )
-    if isinstance(method_or_config, str) and method_or_config not in available_methods():
-        _check_other(method_or_config, layers, hyperparameters)
-        handler.check_other(method_or_config)
-        handler.restore(modules)
-    else:
-        handler.switch(modules, _settings(method_or_config, layers, hyperparameters))
-    return model
+    before = Snapshot([model], [])
+    try:
+        if isinstance(settings, str):
+            handler.check_other(settings)
+            handler.restore(modules)
+        else:
+            handler.switch(modules, settings)
+    except BaseException:
+        before.restore()
+        raise
 
 
-def _settings(method_or_config, layers, hyperparameters) -> EfficientAttentionConfig:
+def _settings(
+    method_or_config: str | MethodConfig | EfficientAttentionConfig | dict[str, Any],
+    layers: Sequence[Any] | None,
+    hyperparameters: dict[str, Any],
+) -> EfficientAttentionConfig:
+    """The choice that the arguments of `convert` describe."""
     if isinstance(method_or_config, (str, MethodConfig)):
         if layers is not None and any(isinstance(layer, dict) for layer in layers):
             return EfficientAttentionConfig(method_or_config, hyperparameters, layers)
@@ -82,21 +99,19 @@ def _settings(method_or_config, layers, hyperparameters) -> EfficientAttentionCo
         return settings
     if len(settings.entries) > 1 or (layers is not None and settings.layers is not None):
         raise UnsupportedAttentionError(
-            "the configuration says already what stands in which layer: give layers and hyperparameters inside it"
+            "the configuration already says which layer uses which method: give layers and hyperparameters inside it"
         )
     changed = make_config(settings.entries[0].config, **hyperparameters)
     return EfficientAttentionConfig(changed, None, settings.layers if layers is None else layers)
 
 
-def _check_other(name: str, layers, hyperparameters) -> None:
-    """`name`, an implementation that is not ours, must be one of Transformers' and takes nothing else."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    known = ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
-    if name not in known:
-        raise UnsupportedAttentionError(unknown_name("attention method", name, [*available_methods(), "sdpa", "eager"]))
+def _check_implementation(name: str, layers: Sequence[Any] | None, hyperparameters: dict[str, Any]) -> None:
+    """Refuse a name that is not one of Transformers' own implementations, and arguments that those do not have."""
+    if name not in ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()):
+        known = [*available_methods(), *EXACT_IMPLEMENTATIONS]
+        raise UnsupportedAttentionError(unknown_name("attention method", name, known))
     if layers is not None or hyperparameters:
         raise UnsupportedAttentionError(
-            f"{name!r} is no method of this package and takes no layers or hyperparameters; to keep some layers "
-            "exact name the others: convert(model, method, layers=[...])"
+            f"{name!r} is no method of this package and takes no layers or hyperparameters; to keep some layers exact, "
+            "name the others: convert(model, method, layers=[...])"
         )

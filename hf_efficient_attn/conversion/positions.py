@@ -1,29 +1,44 @@
 """`extend_positions`: longer tables of learned positions."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
-from hf_efficient_attn.integration.models import transformers_models
+from hf_efficient_attn.integration.learned import LearnedParameters
+from hf_efficient_attn.integration.models import models_in, transformers_models
+from hf_efficient_attn.integration.settings import EXACT
+
+
+class PositionTable(NamedTuple):
+    """A learned table over token positions: the module that holds it, the table itself, and the model's config."""
+
+    module: nn.Module
+    embedding: nn.Embedding
+    config: PreTrainedConfig
 
 
 def extend_positions(model: nn.Module, max_length: int, method: str = "tile") -> nn.Module:
-    """Grow the learned position table of BERT, RoBERTa, DistilBERT or GPT-2 (and models built like them), in place.
+    """Extend the learned position table of BERT, RoBERTa, DistilBERT or GPT-2 (and similar models), in place.
 
-    The config follows, so that the model saves and loads; the tokenizer has a `model_max_length` of its own.
+    The config is updated, so that the model can be saved and loaded. The tokenizer has a `model_max_length` of its own.
 
     Args:
-        model: a Transformers model, or a module that holds some.
-        max_length: tokens that the model shall take. RoBERTa's table keeps its padding_idx + 1 rows beside them.
-        method: "tile" repeats the table (Longformer's way, Beltagy et al. 2020, section 5), so that neighbours stay
-            neighbours; "interpolate" stretches it linearly, so that position i of n keeps its relative place.
+        model: a Transformers model, or a module that contains some.
+        max_length: the number of tokens that the model shall take. RoBERTa's table has padding_idx + 1 entries more.
+        method: "tile" repeats the table, as Longformer does (Beltagy et al. 2020, section 5), so that neighbouring
+            positions stay neighbours. "interpolate" stretches it linearly, so that position i of n keeps its relative
+            position.
 
     Returns:
-        the same model.
+        The same model.
 
     Raises:
-        UnsupportedAttentionError: before anything is changed, for a `max_length` below the present one or not an
-            integer, an unknown `method`, models without a learned table over token positions, and models whose
+        UnsupportedAttentionError: before anything is changed, for a `max_length` that is no integer or smaller than the
+            present one, an unknown `method`, models without a learned table over token positions, and models whose
             attention method has learned tables of the present length.
     """
     if method not in ("tile", "interpolate"):
@@ -36,91 +51,90 @@ def extend_positions(model: nn.Module, max_length: int, method: str = "tile") ->
         present = embedding.num_embeddings - position_offset(embedding)
         if max_length < present:
             raise UnsupportedAttentionError(
-                f"the model takes {present} tokens and max_length={max_length} would cut its position table; shorter "
-                "sequences need no change"
+                f"the model takes {present} tokens and max_length={max_length} would shorten its position table; "
+                "shorter sequences need no change"
             )
     for module, embedding, config in tables:
-        offset, old = position_offset(embedding), embedding.num_embeddings
-        rows = offset + max_length
-        if rows == old:
+        offset, old_size = position_offset(embedding), embedding.num_embeddings
+        new_size = offset + max_length
+        if new_size == old_size:
             continue
         with torch.no_grad():
-            grown = torch.cat((embedding.weight[:offset], _grow(embedding.weight[offset:], max_length, method)))
-        embedding.weight = nn.Parameter(grown, requires_grad=embedding.weight.requires_grad)
-        embedding.num_embeddings = rows
-        _grow_buffers(module, old, rows)
-        config.max_position_embeddings = rows
+            extended = torch.cat((embedding.weight[:offset], _extend(embedding.weight[offset:], max_length, method)))
+        embedding.weight = nn.Parameter(extended, requires_grad=embedding.weight.requires_grad)
+        embedding.num_embeddings = new_size
+        _extend_buffers(module, old_size, new_size)
+        config.max_position_embeddings = new_size
         for other in ("n_positions", "n_ctx"):
-            if getattr(config, other, None) == old:
-                setattr(config, other, rows)
+            if getattr(config, other, None) == old_size:
+                setattr(config, other, new_size)
     return model
 
 
 def _refuse_learned_tables(model: nn.Module) -> None:
-    """Tables of an attention method that are as long as the positions cannot grow with them."""
-    from hf_efficient_attn.integration.learned import LearnedParameters
-
+    """Refuse models whose attention method has learned tables as long as the position table."""
     for module in model.modules():
         if isinstance(module, LearnedParameters) and getattr(module.method, "max_length", None) == 0:
             name = module.method.method
             raise UnsupportedAttentionError(
-                f"the model holds learned tables of {name} for {module.sizes['length']} tokens: convert it to 'sdpa', "
-                f"extend its positions, and convert it to {name!r} again"
+                f"the model has learned tables of {name} for {module.sizes['max_length']} tokens: convert it to "
+                f"{EXACT!r}, extend its positions, and convert it to {name!r} again"
             )
 
 
 def position_offset(embedding: nn.Embedding) -> int:
-    """Rows before position 0: RoBERTa counts positions from padding_idx + 1."""
+    """Number of entries before position 0: RoBERTa counts positions from padding_idx + 1."""
     return 0 if embedding.padding_idx is None else embedding.padding_idx + 1
 
 
-def _grow(table: Tensor, length: int, method: str) -> Tensor:
-    """(P, D) -> (length, D)."""
+def _extend(table: Tensor, length: int, method: str) -> Tensor:
+    """Extend a table (P, D) to (length, D)."""
     if method == "tile":
         return table.repeat(-(-length // table.shape[0]), 1)[:length]
-    wide = table.to(torch.promote_types(table.dtype, torch.float32)).t()[None]
-    stretched = nn.functional.interpolate(wide, size=length, mode="linear", align_corners=True)
+    channels = table.to(torch.promote_types(table.dtype, torch.float32)).t()[None]  # (1, D, P)
+    stretched = nn.functional.interpolate(channels, size=length, mode="linear", align_corners=True)
     return stretched[0].t().to(table.dtype).contiguous()
 
 
-def _grow_buffers(module: nn.Module, old: int, rows: int) -> None:
-    """`position_ids` counts on, `token_type_ids` stays 0; both are (1, positions)."""
+def _extend_buffers(module: nn.Module, old_size: int, new_size: int) -> None:
+    """Extend `position_ids`, which counts on, and `token_type_ids`, which is 0; both are (1, positions)."""
     for name, buffer in list(module.named_buffers(recurse=False)):
-        if name == "position_ids" and buffer.shape[-1] == old:
-            setattr(module, name, torch.arange(rows, device=buffer.device, dtype=buffer.dtype).expand(1, -1))
-        elif name == "token_type_ids" and buffer.shape[-1] == old:
-            setattr(module, name, buffer.new_zeros(1, rows))
+        if name == "position_ids" and buffer.shape[-1] == old_size:
+            setattr(module, name, torch.arange(new_size, device=buffer.device, dtype=buffer.dtype).expand(1, -1))
+        elif name == "token_type_ids" and buffer.shape[-1] == old_size:
+            setattr(module, name, buffer.new_zeros(1, new_size))
 
 
-def position_tables(root) -> list[tuple[nn.Module, nn.Embedding, object]]:
-    """(module that holds the table, table, config) for every learned table over token positions.
+def position_tables(root: PreTrainedModel) -> list[PositionTable]:
+    """Every learned table over token positions in a model.
 
-    Such a table is an embedding called `position_embeddings` or `wpe` with as many rows as the config says.
+    Such a table is an embedding called `position_embeddings` or `wpe` with as many entries as the config says.
+
+    Raises:
+        UnsupportedAttentionError: there is none. The message says which positions the model has instead.
     """
-    from hf_efficient_attn.integration.models import models_in
-
-    found = []
+    found: list[PositionTable] = []
     for part in models_in(root):
         for module in part.modules():
             for name in ("position_embeddings", "wpe"):
                 table = getattr(module, name, None)
-                if not isinstance(table, nn.Embedding) or any(table is other for _, other, _ in found):
+                if not isinstance(table, nn.Embedding) or any(table is other.embedding for other in found):
                     continue
                 if table.num_embeddings == getattr(part.config, "max_position_embeddings", None):
-                    found.append((module, table, part.config))
+                    found.append(PositionTable(module, table, part.config))
     if found:
         return found
     config, kind = root.config, type(root).__name__
     if getattr(config, "rope_parameters", None) is not None:
         reason = (
-            "has rotary positions, which are computed and have no end: raise config.max_position_embeddings, and "
-            "config.rope_parameters where the model shall be told to stretch them"
+            "has rotary positions, which are computed and need no table: raise config.max_position_embeddings, and "
+            "change config.rope_parameters if the model shall stretch them"
         )
     elif getattr(config, "image_size", None) is not None:
         reason = "counts image patches, not tokens: call it with interpolate_pos_encoding=True on larger images"
     else:
         reason = (
-            "has no learned table over token positions that is known here (BERT, RoBERTa, DistilBERT, GPT-2 and models "
-            "built like them have)"
+            "has no learned table over token positions that is known here; BERT, RoBERTa, DistilBERT, GPT-2 and "
+            "similar models have one"
         )
     raise UnsupportedAttentionError(f"extend_positions: {kind} {reason}")

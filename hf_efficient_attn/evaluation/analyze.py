@@ -26,13 +26,13 @@ from hf_efficient_attn.evaluation.capture import (
     Batch,
     Call,
     capture_attention,
-    check_methods,
     forward,
     summarize_attention,
 )
 from hf_efficient_attn.evaluation.data import ModelData, allow_length, max_positions
 from hf_efficient_attn.evaluation.defaults import default_variants, method_label
 from hf_efficient_attn.integration.layers import Layer, in_order, ranges
+from hf_efficient_attn.integration.refusals import check_methods
 from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.io.writing import replacing
 from hf_efficient_attn.methods import MethodConfig, make_config

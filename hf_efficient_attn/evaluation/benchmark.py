@@ -25,8 +25,7 @@ from hf_efficient_attn.evaluation.data import DOCUMENTATION, ModelData, allow_le
 from hf_efficient_attn.evaluation.defaults import default_methods, method_label
 from hf_efficient_attn.evaluation.timing import UNSTEADY, machine
 from hf_efficient_attn.hub.card import write_card
-from hf_efficient_attn.integration.attention import settings_of
-from hf_efficient_attn.integration.configs import method_of
+from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.layers import ranges
 from hf_efficient_attn.integration.models import attention_modules
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig, as_settings

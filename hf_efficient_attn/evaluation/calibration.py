@@ -14,12 +14,12 @@ from hf_efficient_attn.evaluation.capture import (
     Batch,
     Call,
     capture_attention,
-    check_methods,
     forward,
     summarize_attention,
 )
 from hf_efficient_attn.evaluation.defaults import default_variants
 from hf_efficient_attn.integration.layers import Layer
+from hf_efficient_attn.integration.refusals import check_methods
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods import MethodConfig, make_config
 

@@ -7,7 +7,7 @@ values of only one layer are in memory at a time.
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +17,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.metrics import attention_error
-from hf_efficient_attn.integration.attention import refuse_arguments, why_cross_attention_is_exact
+from hf_efficient_attn.integration.attention import is_causal_call
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.integration.layers import Layer, in_order, layer_seed
 from hf_efficient_attn.integration.masks import padding_mask
 from hf_efficient_attn.integration.models import attention_modules, configs_of, transformers_models
-from hf_efficient_attn.methods import MethodConfig, causal_methods, get_method, learns, rectangular_methods
+from hf_efficient_attn.integration.refusals import refuse_arguments, why_cross_attention_is_exact
+from hf_efficient_attn.methods import MethodConfig
 
 # The batches of a model: mappings of its arguments, or tensors of its main input.
 Batch = Mapping[str, Any] | Tensor
@@ -126,10 +127,8 @@ def capture_attention(model: nn.Module, visit: Callable[[Call], None]) -> Iterat
                 "attention module. Measure another model, or give the class a name with 'Attention' in it"
             )
         location, config = known[module]
-        refuse_arguments("measuring attention", key.shape[2], attention_mask, kwargs)
-        if is_causal is None:
-            is_causal = getattr(module, "is_causal", True)
-        is_causal = bool(is_causal) and not location.is_cross
+        refuse_arguments("measuring attention", module, key.shape[2], attention_mask, kwargs)
+        is_causal = is_causal_call(module, location, is_causal)
         is_cross = not is_causal and (location.is_cross or query.shape[2] != key.shape[2])
         acc_dtype = torch.promote_types(value.dtype, torch.float32)
         exact = exact_layer(
@@ -224,27 +223,3 @@ def summarize_attention(model: nn.Module, batch: Batch) -> AttentionSummary:
         is_rectangular=any(getattr(module, "is_rectangular", False) for module in model.modules()),
         max_kv_len=max(kv_len for _, _, kv_len in calls),
     )
-
-
-def check_methods(configs: Sequence[MethodConfig], is_causal: bool, is_rectangular: bool = False) -> None:
-    """Check that the methods support a model's attention, and that they have no learned parameters.
-
-    Raises:
-        UnsupportedAttentionError: with the names of the methods that support it.
-    """
-    for config in configs:
-        if is_causal and not get_method(config.method).info.causal:
-            raise UnsupportedAttentionError(
-                f"the model is a decoder and {config.method} has no causal form. Methods that have one: "
-                f"{', '.join(causal_methods())}"
-            )
-        if is_rectangular and not get_method(config.method).info.rectangular:
-            raise UnsupportedAttentionError(
-                f"the model has fewer keys than queries and {config.method} needs as many of each. Methods that do "
-                f"not: {', '.join(rectangular_methods())}"
-            )
-        if learns(config):
-            raise UnsupportedAttentionError(
-                f"{config.method} has learned parameters, and its error before training says nothing about its error "
-                "after it: leave the method out here, convert the model to it and fine-tune"
-            )

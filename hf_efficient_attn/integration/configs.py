@@ -11,22 +11,42 @@ from hf_efficient_attn.methods import available_methods
 
 logger = logging.get_logger(__name__)
 
+# For every method, what its name alone stands for. Made when the method is registered, not while a graph is traced.
+_DEFAULTS: dict[str, EfficientAttentionConfig] = {}
+
+
+def add_default(name: str) -> None:
+    """Make the settings that the name of a new method alone stands for."""
+    _DEFAULTS[name] = EfficientAttentionConfig(name)
+
 
 def method_of(config: PreTrainedConfig) -> str | None:
-    """The method that a config names as its attention implementation; None if it is none of ours."""
+    """The method that a config names as its attention implementation; None if it names another implementation."""
     name = getattr(config, "_attn_implementation", None)
     return name if name in available_methods() else None
 
 
-class EfficientAttentionAttribute:
-    """`config.efficient_attention`: None, or a dictionary for reading only.
+def settings_of(config: object, name: str) -> EfficientAttentionConfig:
+    """The settings of a method in a model's config: those that it stores for the method, or the method's defaults.
 
-    Takes None, a dictionary, a method's config or an `EfficientAttentionConfig`, and checks it at once. A dictionary
-    without "method" is one of the method that the config names. On a config that names no implementation yet it also
-    chooses the method; on one that names another, it waits there until the model is switched.
+    A config can store the settings of another method, after its model was switched by name.
+    """
+    stored = getattr(config, "efficient_attention", None)
+    if isinstance(stored, Stored) and stored.settings.method == name:
+        return stored.settings
+    return _DEFAULTS[name]
+
+
+class EfficientAttentionAttribute:
+    """`config.efficient_attention`: None, or a read-only dictionary.
+
+    It can be set to None, a dictionary, a method's config or an `EfficientAttentionConfig`, which is checked at once. A
+    dictionary without "method" belongs to the method that the config names. If the config names no implementation yet,
+    setting the attribute also chooses the method. If it names another one, the setting has no effect until the model is
+    switched.
     """
 
-    def __get__(self, config: PreTrainedConfig | None, owner: type):
+    def __get__(self, config: PreTrainedConfig | None, owner: type) -> Any:
         return self if config is None else config.__dict__.get("efficient_attention")
 
     def __set__(self, config: PreTrainedConfig, value: Any) -> None:
@@ -40,13 +60,13 @@ class EfficientAttentionAttribute:
             config._attn_implementation = settings.method
         elif named not in available_methods():
             logger.warning_once(
-                f"efficient_attention has no effect while attn_implementation is {named!r}; "
-                f"model.set_attn_implementation({settings.method!r}) puts it in force"
+                f"efficient_attention has no effect while attn_implementation is {named!r}; call "
+                f"model.set_attn_implementation({settings.method!r}) to use it"
             )
 
 
-def implementation_entry(config: PreTrainedConfig) -> "str | dict | None":
-    """The `attn_implementation` to be saved: a name, for a composite model whose parts differ a dictionary, or None."""
+def implementation_entry(config: PreTrainedConfig) -> str | dict[str, Any] | None:
+    """The `attn_implementation` to save: a name, None, or a dictionary for a composite model whose parts differ."""
     own, parts = method_of(config), {}
     for key in config.sub_configs:
         part = getattr(config, key, None)
@@ -59,25 +79,21 @@ def implementation_entry(config: PreTrainedConfig) -> "str | dict | None":
 
 
 def extend_configs() -> None:
-    """Give `PreTrainedConfig` the attribute and the two keys in `to_dict`. Done once."""
+    """Give `PreTrainedConfig` the attribute, and two more keys in `to_dict`. Done once."""
     if isinstance(PreTrainedConfig.__dict__.get("efficient_attention"), EfficientAttentionAttribute):
         return
     PreTrainedConfig.efficient_attention = EfficientAttentionAttribute()
     to_dict = PreTrainedConfig.to_dict
 
     @functools.wraps(to_dict)
-    def to_dict_with_method(self) -> dict[str, Any]:
+    def to_dict_with_method(self: PreTrainedConfig) -> dict[str, Any]:
         output = to_dict(self)
         output.pop("efficient_attention", None)
         entry, name = implementation_entry(self), method_of(self)
         if entry is not None:
             output["attn_implementation"] = entry
         if name is not None:
-            stored = self.efficient_attention
-            settings = EfficientAttentionConfig(name) if stored is None else stored.settings
-            if settings.method != name:
-                settings = EfficientAttentionConfig(name)
-            output["efficient_attention"] = settings.to_dict()
+            output["efficient_attention"] = settings_of(self, name).to_dict()
         return output
 
     PreTrainedConfig.to_dict = to_dict_with_method

@@ -1,60 +1,70 @@
-"""Exact attention for the layers that keep it, with a (B, Nk) mask and without an N x N tensor."""
+"""Exact attention for the layers that keep it, with a (B, Nk) mask and without an (Nq, Nk) tensor."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-_ROWS = 256
+# Queries for which one mask is built at a time.
+_BLOCK_Q = 256
 
 
 def exact_layer(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    key_mask: Tensor | None,
     *,
     is_causal: bool,
     scale: float | None,
     dropout_p: float,
 ) -> Tensor:
-    """softmax(scale * query key^T) value by torch's own kernel, bit for bit what `sdpa` gives where nothing is masked.
+    """softmax(scale * query key^T) value by torch's own kernel. Without a mask it equals `sdpa` to the bit.
 
     Args:
-        query: (B, H, Nq, D); key: (B, Hkv, Nk, D); value: (B, Hkv, Nk, Dv).
-        mask: bool (B, Nk), True = attend; what stands in the other keys, NaN included, has no influence.
+        query: (B, H, Nq, D).
+        key: (B, H_kv, Nk, D).
+        value: (B, H_kv, Nk, Dv).
+        key_mask: bool (B, Nk), True for the keys to attend to. The contents of masked keys, NaN included, have no
+            influence.
         is_causal: the queries are the last Nq positions of the keys.
+        scale: the factor of the scores; 1/sqrt(D) if None.
+        dropout_p: the probability with which an attention weight is dropped.
 
     Returns:
-        (B, H, Nq, Dv); rows with nothing to attend to are 0.
+        (B, H, Nq, Dv), 0 for queries that have no key to attend to.
     """
-    length, columns = query.shape[2], key.shape[2]
+    q_len, kv_len = query.shape[2], key.shape[2]
     options = {"scale": scale, "dropout_p": dropout_p}
     if key.shape[1] != query.shape[1]:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    is_causal = is_causal and length > 1
-    if mask is None and (not is_causal or length == columns):
+    is_causal = is_causal and q_len > 1
+    if key_mask is None and (not is_causal or q_len == kv_len):
         return scaled_dot_product_attention(query, key, value, is_causal=is_causal, **options)
-    if mask is None:
-        mask = torch.ones(1, columns, dtype=torch.bool, device=query.device)
-    hidden = ~mask[:, None, :, None]
-    key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
+    if key_mask is None:
+        key_mask = torch.ones(1, kv_len, dtype=torch.bool, device=query.device)
+    masked = ~key_mask[:, None, :, None]
+    key, value = key.masked_fill(masked, 0.0), value.masked_fill(masked, 0.0)
     if not is_causal:
-        return _with_empty_rows(query, key, value, mask[:, None, None], options)
-    outs, before = [], columns - length
-    for start in range(0, length, _ROWS):
-        rows = torch.arange(before + start, before + min(start + _ROWS, length), device=query.device)
-        end = before + min(start + _ROWS, length)
-        seen = (torch.arange(end, device=query.device) <= rows[:, None]) & mask[:, None, None, :end]
-        outs.append(
-            _with_empty_rows(query[:, :, start : start + _ROWS], key[:, :, :end], value[:, :, :end], seen, options)
-        )
+        return _masked_attention(query, key, value, key_mask[:, None, None], options)
+    outs, offset = [], kv_len - q_len
+    for start in range(0, q_len, _BLOCK_Q):
+        positions = torch.arange(offset + start, offset + min(start + _BLOCK_Q, q_len), device=query.device)
+        end = offset + min(start + _BLOCK_Q, q_len)
+        pairs = (torch.arange(end, device=query.device) <= positions[:, None]) & key_mask[:, None, None, :end]
+        block = query[:, :, start : start + _BLOCK_Q]
+        outs.append(_masked_attention(block, key[:, :, :end], value[:, :, :end], pairs, options))
     return torch.cat(outs, 2)
 
 
-def _with_empty_rows(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, options: dict) -> Tensor:
-    """torch's attention under a bool mask (B, 1, Nq or 1, Nk); empty rows give 0, not NaN, in the gradient too."""
-    empty = ~seen.any(-1, keepdim=True)
-    # A row that sees nothing is let see everything (zeros, where all is padding) and its output then dropped.
-    out = scaled_dot_product_attention(query, key, value, attn_mask=seen | empty, **options)
+def _masked_attention(query: Tensor, key: Tensor, value: Tensor, pairs: Tensor, options: dict[str, Any]) -> Tensor:
+    """Torch's attention over the pairs in a bool mask (B, 1, Nq or 1, Nk).
+
+    Queries without a key give 0, in the gradient too.
+    """
+    empty = ~pairs.any(-1, keepdim=True)
+    # The softmax over no keys is NaN. Such queries attend to all keys instead, and their output is set to 0.
+    out = scaled_dot_product_attention(query, key, value, attn_mask=pairs | empty, **options)
     return out.masked_fill(empty, 0.0)

@@ -1,77 +1,105 @@
-"""Methods of `PreTrainedModel` that also make the model ready, and one that knows our names when a name is misspelt.
-
-And `DynamicCache`, whose layers are states where the config's method can decode from one.
-"""
+"""Extensions of methods of `PreTrainedModel` and `DynamicCache`; the package's docstring lists them."""
 
 import difflib
 import functools
+from typing import Any
 
 import torch
+from torch import nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.integration import models
-from hf_efficient_attn.integration.attention import settings_of
-from hf_efficient_attn.integration.configs import method_of
+from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.learned import LearnedParameters
 from hf_efficient_attn.integration.recurrent import StateLayer, is_recurrent
-from hf_efficient_attn.integration.settings import EfficientAttentionConfig
+from hf_efficient_attn.integration.settings import EXACT_IMPLEMENTATIONS
+from hf_efficient_attn.integration.transaction import Snapshot
 from hf_efficient_attn.methods import available_methods
 
 
 def extend_models() -> None:
-    """Every constructor ends with `post_init`, whichever way the model is made. Done once."""
-    if hasattr(PreTrainedModel.post_init, "extended_for_efficient_attention"):
-        return
-    post_init, set_implementation = PreTrainedModel.post_init, PreTrainedModel.set_attn_implementation
+    """Extend `PreTrainedModel`. Called once."""
+    _extend_construction()
+    _extend_switching()
+    _extend_initialization()
 
+
+def _extend_construction() -> None:
+    """Switch every new model to what its config says, and leave the config of a refused model as it was."""
+    post_init = PreTrainedModel.post_init
+
+    # Every constructor ends with `post_init`, whichever way a model is made.
     @functools.wraps(post_init)
-    def post_init_and_prepare(self):
+    def post_init_and_switch(self: PreTrainedModel) -> None:
         post_init(self)
-        models.prepare(self)
+        if any(method_of(part.config) for part in models.models_in(self)):
+            models.switch([self], is_complete=False)
+
+    from_config = PreTrainedModel._from_config.__func__
+
+    @functools.wraps(from_config)
+    def from_config_or_restore(cls: type[PreTrainedModel], config: PreTrainedConfig, **kwargs: Any) -> PreTrainedModel:
+        if not models.requested_methods(kwargs.get("attn_implementation")):
+            return from_config(cls, config, **kwargs)
+        # The original writes `attn_implementation` into the caller's config before it makes the model.
+        before = Snapshot([], models.with_parts([config]))
+        try:
+            return from_config(cls, config, **kwargs)
+        except BaseException:
+            before.restore()
+            raise
+
+    PreTrainedModel.post_init = post_init_and_switch
+    PreTrainedModel._from_config = classmethod(from_config_or_restore)
+
+
+def _extend_switching() -> None:
+    """Make `set_attn_implementation` switch the modules too, and explain names that are refused."""
+    set_implementation = PreTrainedModel.set_attn_implementation
 
     @functools.wraps(set_implementation)
-    def set_implementation_and_prepare(self, attn_implementation, *args, **kwargs):
-        if not models.requested(attn_implementation):
-            set_implementation(self, attn_implementation, *args, **kwargs)
-            models.drop_learned(self)
-            return
-        configs = models.configs_of(self)
-        before = [(config, config._attn_implementation, config.efficient_attention) for config in configs]
-        done = False
-        try:
-            if isinstance(attn_implementation, str):
-                # The original skips, with a log line, classes whose source it cannot read, as those of a notebook.
-                for config in configs:
+    def set_implementation_and_switch(
+        self: PreTrainedModel, attn_implementation: str | dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        def change_configs() -> None:
+            if isinstance(attn_implementation, str) and attn_implementation in available_methods():
+                # The original skips classes whose source it cannot read, such as those of a notebook.
+                for config in models.configs_of(self):
                     config._attn_implementation_internal = attn_implementation
             else:
                 set_implementation(self, attn_implementation, *args, **kwargs)
-            models.prepare(self, strict=method_of(self.config) is not None)
-            done = True
-        finally:
-            if not done:
-                models.restore(before)
+
+        models.switch([self], change_configs)
 
     correct = PreTrainedModel.get_correct_attn_implementation
 
     @functools.wraps(correct)
-    def correct_or_name_the_nearest(self, requested_attention, *args, **kwargs):
+    def correct_or_explain(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+        names = available_methods()
+        if requested_attention in names:
+            models.refuse_unknown_implementation(type(self), requested_attention)
         try:
             return correct(self, requested_attention, *args, **kwargs)
         except ValueError as error:
-            # The original names its own implementations alone, and the nearest of ours is what was meant.
-            names = available_methods()
-            if requested_attention in names or not difflib.get_close_matches(str(requested_attention), names):
+            # The original's message names only Transformers' own implementations.
+            if not difflib.get_close_matches(str(requested_attention), names):
                 raise
-            sentence = unknown_name("attention method", requested_attention, [*names, "sdpa", "eager"])
+            sentence = unknown_name("attention method", requested_attention, [*names, *EXACT_IMPLEMENTATIONS])
             raise UnsupportedAttentionError(sentence) from error
 
+    PreTrainedModel.set_attn_implementation = set_implementation_and_switch
+    PreTrainedModel.get_correct_attn_implementation = correct_or_explain
+
+
+def _extend_initialization() -> None:
+    """Initialize learned parameters that a checkpoint lacks: models' own `_init_weights` do not know the class."""
     initialize = PreTrainedModel._initialize_weights
 
     @functools.wraps(initialize)
-    def initialize_learned_too(self, module, *args, **kwargs):
-        # A model's own `_init_weights` knows its own classes alone, and what no checkpoint holds comes as garbage.
+    def initialize_learned_too(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         if isinstance(module, LearnedParameters):
             module.reset_parameters()
             module._is_hf_initialized = True
@@ -79,36 +107,35 @@ def extend_models() -> None:
             initialize(self, module, *args, **kwargs)
 
     PreTrainedModel._initialize_weights = initialize_learned_too
-    PreTrainedModel.get_correct_attn_implementation = correct_or_name_the_nearest
-    post_init_and_prepare.extended_for_efficient_attention = True
-    PreTrainedModel.post_init = post_init_and_prepare
-    PreTrainedModel.set_attn_implementation = set_implementation_and_prepare
 
 
 def extend_caches() -> None:
-    """A `DynamicCache` made for a config has a `StateLayer` in every layer whose method has a recurrence. Done once.
+    """Give a `DynamicCache` made for a config a `StateLayer` in every layer whose method has a recurrence. Called once.
 
-    Layers with a window of their own, those that are given keys from the start, and caches made while a graph is
-    compiled stay what they are.
+    Other layers do not change: layers with a sliding window of their own, layers that get keys when the cache is made,
+    and caches made while a graph is compiled.
     """
-    if hasattr(DynamicCache.__init__, "extended_for_efficient_attention"):
-        return
-    make = DynamicCache.__init__
+    initialize = DynamicCache.__init__
 
-    @functools.wraps(make)
-    def make_with_states(self, ddp_cache_data=None, config=None, *args, **kwargs):
-        make(self, ddp_cache_data, config, *args, **kwargs)
+    @functools.wraps(initialize)
+    def initialize_with_states(
+        self: DynamicCache,
+        ddp_cache_data: Any = None,
+        config: PreTrainedConfig | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        initialize(self, ddp_cache_data, config, *args, **kwargs)
         if type(self) is not DynamicCache or config is None or torch.compiler.is_compiling():
             return
         config = config.get_text_config(decoder=True)
         name = method_of(config)
         if name is None:
             return
-        settings = settings_of(config, EfficientAttentionConfig(name))
+        settings = settings_of(config, name)
         for index, layer in enumerate(self.layers):
             method = settings.for_layer(index)
             if type(layer) is DynamicLayer and not layer.is_initialized and is_recurrent(method):
                 self.layers[index] = StateLayer(method)
 
-    make_with_states.extended_for_efficient_attention = True
-    DynamicCache.__init__ = make_with_states
+    DynamicCache.__init__ = initialize_with_states

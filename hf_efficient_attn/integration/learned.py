@@ -1,51 +1,57 @@
-"""Parameters that a method learns, as a submodule of every attention module in which it stands.
+"""Learned parameters of a method, as a submodule of every attention module that uses it.
 
-They are made with the values that conversion starts from when a model is made or converted, are trained, saved and
-loaded as any others, under the name `<attention module>.learned_parameters.<name>`, and go when the model is switched
-to something else.
+They are created when a model is built or converted, with the values that a conversion starts from. They are trained,
+saved and loaded like all other parameters, under the name `<attention module>.learned_parameters.<name>`, and are
+removed when the model is switched to another method.
 
-With `share="layers"` there is one set of them for all layers of a model that have the same method. The first of these
-layers holds it, and the others refer to it: one parameter under one name, so that nothing is counted, saved or trained
-twice, or has to be tied again after loading. Transformers' own tying, of parameters of the same value under several
-names, is for embeddings: it does nothing where a config has `tie_word_embeddings=False`, and takes a checkpoint without
-learned parameters for a corrupted one.
+With `share="layers"`, all layers of a model that use the same method share one set. The first of these layers holds it
+and the others refer to it. There is one parameter under one name, so nothing is counted, saved or trained twice, and
+nothing has to be tied again after loading. Transformers' own tying (one tensor under several names) is made for
+embeddings: it does nothing if a config has `tie_word_embeddings=False`, and it takes a checkpoint without learned
+parameters for a corrupted one.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import initialization
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods import MethodConfig, get_method, learns
 
-# Free of "attention.key" and the like: Transformers renames such parts of the keys of some checkpoints on loading.
+# Contains no "attention.key" or the like, because Transformers renames such parts in the keys of some checkpoints.
 NAME = "learned_parameters"
+_SMALLEST = {"num_heads": 1, "head_dim": 1, "value_dim": 1, "max_length": 1}
 
 
 class LearnedParameters(nn.Module):
     """The learned parameters of one method in one attention module.
 
+    Call the module to get the tensors, rather than reading its attributes: hooks that load offloaded parameters, such
+    as accelerate's, run only when a module is called.
+
     Args:
         method: the method's config.
-        sizes: num_heads, head_dim, value_dim and max_length, as `Method.initial_parameters` takes them.
-        device, dtype: of the parameters; by default those in force, as for any module.
-        leader: the module of another layer that holds the parameters of this one too; None for one that holds its own.
+        sizes: num_heads, head_dim, value_dim and max_length, as `initial_parameters` of a method takes them.
+        device: of the parameters; the current default device if None.
+        dtype: of the parameters; the current default type if None.
+        leader: the module of another layer that also holds the parameters of this one; None if this one holds its own.
     """
 
     def __init__(
         self,
         method: MethodConfig,
         sizes: dict[str, int],
-        device=None,
-        dtype=None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
         leader: "LearnedParameters | None" = None,
     ) -> None:
         super().__init__()
         self.method, self.sizes = method, sizes
-        # In a tuple, since a module that is an attribute of a module becomes a part of it.
+        # In a tuple, because a module assigned to an attribute would be registered as a submodule.
         self._leader = () if leader is None else (leader,)
         if leader is not None:
             return
@@ -54,19 +60,29 @@ class LearnedParameters(nn.Module):
             setattr(self, name, nn.Parameter(empty))
         self.reset_parameters()
 
+    def forward(self) -> dict[str, Tensor]:
+        """Return the parameters by name, as the functional form takes them."""
+        return self._leader[0]() if self._leader else self.tensors()
+
     @property
     def holder(self) -> "LearnedParameters":
         """The module that holds the parameters: this one or its leader."""
         return self._leader[0] if self._leader else self
 
-    def start_values(self) -> dict[str, torch.Tensor]:
-        """What conversion starts from, float32 on the CPU, whatever device is in force."""
+    def tensors(self) -> dict[str, Tensor]:
+        """The parameters by name as they are stored, without running any hook."""
+        return dict(self.holder.named_parameters())
+
+    def start_values(self) -> dict[str, Tensor]:
+        """The values that a conversion starts from: float32, on the CPU whatever the default device is."""
+        initial_parameters = get_method(self.method.method).initial_parameters
+        assert initial_parameters is not None
         with torch.device("cpu"):
-            return get_method(self.method.method).initial_parameters(self.method, **self.sizes)
+            return initial_parameters(self.method, **self.sizes)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set those that this module holds, and that were not loaded from a checkpoint, to the start values."""
+        """Set the parameters of this module to the start values, except those that were loaded from a checkpoint."""
         if self._leader:
             return
         for name, value in self.start_values().items():
@@ -74,114 +90,176 @@ class LearnedParameters(nn.Module):
             if parameter.device.type != "meta":
                 initialization.copy_(parameter, value.to(parameter.device, parameter.dtype))
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The parameters by name, as the functional form takes them."""
-        return dict(self.holder.named_parameters())
-
     def extra_repr(self) -> str:
+        """The method, and names and shapes of the parameters."""
         shapes = ", ".join(f"{name}={tuple(p.shape)}" for name, p in self.tensors().items())
-        return f"{self.method.method}: {shapes}{', of another layer' if self._leader else ''}"
+        return f"{self.method.method}: {shapes}{', held by another layer' if self._leader else ''}"
 
 
 def learned_of(module: nn.Module) -> LearnedParameters | None:
-    """The learned parameters of an attention module, None where it has none; those in use where PEFT wraps them.
+    """The learned parameters of an attention module; None if it has none.
 
-    With "learned_parameters" in `modules_to_save` of a PEFT config, a wrapper holds a copy for every adapter.
+    If a PEFT config has "learned_parameters" in `modules_to_save`, a wrapper holds one copy per adapter. This returns
+    the copy in use.
     """
-    there = module._modules.get(NAME)
-    if isinstance(there, LearnedParameters) or not hasattr(there, "modules_to_save"):
-        return there if isinstance(there, LearnedParameters) else None
-    adapters = [] if there.disable_adapters else [a for a in there.active_adapters if a in there.modules_to_save]
-    inner = there.modules_to_save[adapters[0]] if adapters else there.original_module
-    return inner if isinstance(inner, LearnedParameters) else None
+    attached = module._modules.get(NAME)
+    if attached is not None and hasattr(attached, "modules_to_save"):
+        names = (
+            [] if attached.disable_adapters else [a for a in attached.active_adapters if a in attached.modules_to_save]
+        )
+        attached = attached.modules_to_save[names[0]] if names else attached.original_module
+    return attached if isinstance(attached, LearnedParameters) else None
 
 
-def learned_tensors(module: nn.Module) -> dict[str, torch.Tensor] | None:
-    """The learned parameters of an attention module by name; None where its method learns none."""
+def learned_tensors(module: nn.Module) -> dict[str, Tensor] | None:
+    """The learned parameters of an attention module by name; None if it has none."""
     learned = learned_of(module)
-    return None if learned is None else learned.tensors()
+    return None if learned is None else learned()
 
 
-class Fitting(NamedTuple):
-    """An attention module, its method (None where it is exact), its config, the model it is of, its name for errors."""
+def required_tensors(module: nn.Module, method: MethodConfig, name: str) -> dict[str, Tensor]:
+    """The learned parameters with which a module computes a method; empty if the method learns none.
+
+    Args:
+        module: the attention module.
+        method: the method's config.
+        name: the module's name in its model, for the message.
+
+    Raises:
+        UnsupportedAttentionError: the module lacks the parameters, because the model's config was changed without
+            switching the model. Start values would silently give another output.
+    """
+    learned = learned_of(module)
+    if learned is not None and (learned.method is method or learned.method == method):
+        return learned()
+    # Not `learns`, because torch.compile warns about cached functions.
+    initial_parameters = get_method(method.method).initial_parameters
+    if initial_parameters is None or not initial_parameters(method, **_SMALLEST):
+        return {}
+    found = "no learned parameters" if learned is None else f"learned parameters of {learned.method}"
+    raise UnsupportedAttentionError(
+        f"{method.method}: {name} has {found}, although the model's config asks for {method}. The config was changed "
+        "without switching the model, by hand or through another model with the same config object: call "
+        f"hf_efficient_attn.convert(model, {method.method!r}), and give each model a config of its own"
+    )
+
+
+class Request(NamedTuple):
+    """What one attention module needs parameters for.
+
+    Attributes:
+        module: the attention module.
+        method: its method; None if it computes exact attention.
+        config: the config that applies to it.
+        model: the model that holds it.
+        name: how error messages name it.
+    """
 
     module: nn.Module
     method: MethodConfig | None
     config: PreTrainedConfig
     model: nn.Module
-    where: str
+    name: str
 
 
-def fit(fittings: list[Fitting]) -> None:
-    """Give attention modules the parameters that their methods learn, and take away those of other methods.
+def plan(requests: Sequence[Request]) -> list[LearnedParameters | None]:
+    """Make the learned parameters that attention modules need, without changing the modules.
 
-    What is there already for the same hyperparameters stays as it is. The modules are all those of a model, in order.
+    Parameters that a module already has for the same hyperparameters are kept.
+
+    Args:
+        requests: for all attention modules of a model, in order.
+
+    Returns:
+        What `attach` shall give to each module.
 
     Raises:
-        UnsupportedAttentionError: the sizes cannot be told from a module and its config.
+        UnsupportedAttentionError: the sizes cannot be determined from a module and its config, or a module's parameters
+            are offloaded.
     """
-    wanted = [x.method is not None and learns(x.method) for x in fittings]
-    sizes = [_sizes(*x[:3], x.where) if learns else None for x, learns in zip(fittings, wanted, strict=True)]
-    present = [learned_of(x.module) for x in fittings]
-    groups = [_group(*pair) if pair[1] else None for pair in zip(fittings, sizes, strict=True)]
-    # What the layers of a group have shared until now, whichever of them will hold it.
-    shared: dict[tuple, LearnedParameters] = {}
-    for there, x, group in zip(present, fittings, groups, strict=True):
-        if group is not None and there is not None and there.method == x.method:
-            shared.setdefault(group, there.holder)
-    leaders: dict[tuple, LearnedParameters] = {}
-    for x, size, there, group in zip(fittings, sizes, present, groups, strict=True):
-        ours = there is not None
-        if size is None:
-            if ours:
-                delattr(x.module, NAME)
+    sizes = [_sizes(request) for request in requests]
+    present = [learned_of(request.module) for request in requests]
+    groups = [_group(request, size) for request, size in zip(requests, sizes, strict=True)]
+    # The parameters that the layers of a group have shared so far, whichever of the layers will hold them.
+    shared: dict[tuple | None, LearnedParameters] = {}
+    for request, current, group in zip(requests, present, groups, strict=True):
+        if group is not None and current is not None and current.method == request.method:
+            shared.setdefault(group, current.holder)
+    leaders: dict[tuple | None, LearnedParameters] = {}
+    planned: list[LearnedParameters | None] = []
+    for request, size, current, group in zip(requests, sizes, present, groups, strict=True):
+        if request.method is None or size is None:
+            planned.append(None)
             continue
         leader = leaders.get(group)
-        if not (ours and there.method == x.method and there.holder is (leader or there)):
-            beside = next(x.module.parameters(), None)
-            options = {} if beside is None else {"device": beside.device, "dtype": _floating(beside)}
-            there = LearnedParameters(x.method, size, **options, leader=leader)
+        if current is None or current.method != request.method or current.holder is not (leader or current):
+            current = LearnedParameters(request.method, size, *_like(request), leader=leader)
             if leader is None and group in shared:
                 for name, parameter in shared[group].tensors().items():
-                    setattr(there, name, parameter)
-            setattr(x.module, NAME, there)
+                    setattr(current, name, parameter)
         if group is not None:
-            leaders.setdefault(group, there)
+            leaders.setdefault(group, current)
+        planned.append(current)
+    return planned
 
 
-def _group(fitting: Fitting, sizes: dict[str, int]) -> tuple | None:
-    """What layers that share their parameters have in common; None where every layer has its own."""
-    if getattr(fitting.method, "share", None) != "layers":
+def attach(module: nn.Module, parameters: LearnedParameters | None) -> None:
+    """Give an attention module these learned parameters in place of those that it has; None removes them."""
+    current = learned_of(module)
+    if parameters is None and current is not None:
+        delattr(module, NAME)
+    elif parameters is not current:
+        setattr(module, NAME, parameters)
+
+
+def _group(request: Request, sizes: dict[str, int] | None) -> tuple | None:
+    """What layers that share their parameters have in common; None if every layer has its own."""
+    if sizes is None or getattr(request.method, "share", None) != "layers":
         return None
-    return id(fitting.model), fitting.method, *sizes.values()
+    return id(request.model), request.method, *sizes.values()
 
 
-def _floating(beside: nn.Parameter) -> torch.dtype:
-    """The type of the parameters beside, or the default where they are quantised."""
-    return beside.dtype if beside.is_floating_point() else torch.get_default_dtype()
-
-
-def _sizes(module: nn.Module, method: MethodConfig, config: PreTrainedConfig, where: str) -> dict[str, int]:
-    heads = _first(module, ("num_attention_heads", "num_heads", "n_heads"))
-    heads = heads or _first(config, ("num_attention_heads", "n_head", "n_heads"))
-    width = _first(module, ("head_dim", "attention_head_size")) or _first(config, ("head_dim",))
-    value_width = _first(module, ("value_head_dim",))
-    hidden = _first(config, ("hidden_size", "n_embd", "dim"))
-    if width is None and heads and hidden:
-        width = hidden // heads
-    length = _length(method, module, config)
-    if not heads or not width or not length:
-        lacking = "heads" if not heads else "width of a head" if not width else "longest sequence"
+def _like(request: Request) -> tuple[torch.device | None, torch.dtype | None]:
+    """Device and type of the parameters of the attention module; the default type if those are quantised."""
+    beside = next(request.module.parameters(), None)
+    if beside is None:
+        return None, None
+    if beside.device.type == "meta" and any(hasattr(module, "_hf_hook") for module in request.module.modules()):
         raise UnsupportedAttentionError(
-            f"{method.method}: the {lacking} of {where} cannot be told from {type(config).__name__}, so that its "
-            "learned parameters cannot be made; methods without learned parameters do not need it"
+            f"{request.name} is offloaded, so that no learned parameters can be added to it: convert the model first "
+            "and offload it then"
         )
-    return {"num_heads": heads, "head_dim": width, "value_dim": value_width or width, "max_length": length}
+    return beside.device, beside.dtype if beside.is_floating_point() else torch.get_default_dtype()
 
 
-def _length(method: MethodConfig, module: nn.Module, config: PreTrainedConfig) -> int | None:
-    """The most keys of a module: by the method's own `max_length`, what the module says, the table of positions, or the
-    patches of an image.
+def _sizes(request: Request) -> dict[str, int] | None:
+    """The sizes that determine the learned parameters of a module; None if its method learns none."""
+    module, method, config = request[:3]
+    if method is None or not learns(method):
+        return None
+    num_heads = _first(module, ("num_attention_heads", "num_heads", "n_heads"))
+    num_heads = num_heads or _first(config, ("num_attention_heads", "n_head", "n_heads"))
+    head_dim = _first(module, ("head_dim", "attention_head_size")) or _first(config, ("head_dim",))
+    value_dim = _first(module, ("value_head_dim",))
+    hidden_size = _first(config, ("hidden_size", "n_embd", "dim"))
+    if head_dim is None and num_heads and hidden_size:
+        head_dim = hidden_size // num_heads
+    max_length = _max_length(method, module, config)
+    if not num_heads or not head_dim or not max_length:
+        missing = "number of heads" if not num_heads else "size of a head" if not head_dim else "longest sequence"
+        raise UnsupportedAttentionError(
+            f"{method.method}: the {missing} of {request.name} cannot be determined from {type(config).__name__}, so "
+            "that its learned parameters cannot be made: use a method without learned parameters"
+        )
+    value_dim = value_dim or head_dim
+    return {"num_heads": num_heads, "head_dim": head_dim, "value_dim": value_dim, "max_length": max_length}
+
+
+def _max_length(method: MethodConfig, module: nn.Module, config: PreTrainedConfig) -> int | None:
+    """The largest number of keys of a module.
+
+    It comes from the method's own `max_length`, from the module, from the table of positions, or from the number of
+    patches in an image, in this order.
     """
     length = getattr(method, "max_length", 0) or _first(module, ("max_tokens",))
     length = length or _first(config, ("max_position_embeddings", "n_positions"))
@@ -191,15 +269,15 @@ def _length(method: MethodConfig, module: nn.Module, config: PreTrainedConfig) -
     if image is None or patch is None:
         return None
     height, width = (_pair(image)[i] // _pair(patch)[i] for i in (0, 1))
-    # A class token, and the distillation token of DeiT; one row too many does no harm.
+    # Room for a class token and DeiT's distillation token; one position too many does no harm.
     return height * width + 2
 
 
-def _pair(size) -> tuple[int, int]:
+def _pair(size: int | Sequence[int]) -> tuple[int, ...]:
     return (size, size) if isinstance(size, int) else tuple(size)
 
 
-def _first(holder, names: tuple[str, ...]) -> int | None:
+def _first(holder: object, names: tuple[str, ...]) -> int | None:
     """The first of these attributes that is a positive integer."""
     for name in names:
         value = getattr(holder, name, None)

@@ -1,40 +1,62 @@
-"""What is done to a model whose config names a method: attention modules get numbers, what cannot work is refused."""
+"""Finding the attention modules of a model, and switching them to what the model's configs say, as one transaction."""
 
-import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.integration import contracted, learned
-from hf_efficient_attn.integration.attention import (
-    ModuleLocation,
+from hf_efficient_attn.integration import hidden_states, learned
+from hf_efficient_attn.integration.attention import ModuleLocation
+from hf_efficient_attn.integration.configs import method_of, settings_of
+from hf_efficient_attn.integration.layers import in_order, layer_of
+from hf_efficient_attn.integration.model_code import attention_table, own_mask, uses_interface
+from hf_efficient_attn.integration.refusals import (
+    check_methods,
     no_attentions,
-    settings_of,
     warn_of_exact_cross_attention,
     why_cross_attention_is_exact,
 )
-from hf_efficient_attn.integration.configs import method_of
-from hf_efficient_attn.integration.layers import in_order, layer_of
-from hf_efficient_attn.integration.settings import EfficientAttentionConfig
-from hf_efficient_attn.methods import MethodConfig, available_methods, causal_methods, get_method, rectangular_methods
+from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
+from hf_efficient_attn.integration.transaction import Snapshot
+from hf_efficient_attn.methods import MethodConfig, available_methods
 
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "num_decoder_layers", "encoder_layers", "decoder_layers")
 _CROSS = ("cross", "encdec", "enc_dec", "encoder_attn")
 
 
+class AttentionModule(NamedTuple):
+    """A module that computes attention.
+
+    Attributes:
+        module: the module itself.
+        location: where it is in its model.
+        config: the config that applies to it.
+        owner: the innermost model that holds it.
+    """
+
+    module: nn.Module
+    location: ModuleLocation
+    config: PreTrainedConfig
+    owner: PreTrainedModel
+
+
 def models_in(module: nn.Module) -> list[PreTrainedModel]:
-    """The model itself and those inside it, outermost first."""
+    """The Transformers models in a module, itself included, outermost first."""
     return [m for m in module.modules() if isinstance(m, PreTrainedModel)]
 
 
-def transformers_models(model: nn.Module) -> list:
-    """The model, or the outermost Transformers models inside it."""
+def transformers_models(model: nn.Module) -> list[PreTrainedModel]:
+    """The outermost Transformers models in a module: the module itself if it is one.
+
+    Raises:
+        UnsupportedAttentionError: it contains none.
+    """
     if isinstance(model, PreTrainedModel):
         return [model]
-    found: list = []
+    found: list[PreTrainedModel] = []
     waiting = [model] if isinstance(model, nn.Module) else []
     while waiting:
         module = waiting.pop()
@@ -48,9 +70,14 @@ def transformers_models(model: nn.Module) -> list:
 
 
 def configs_of(model: nn.Module) -> list[PreTrainedConfig]:
-    """Every config, each once, of the models in `model`, their sub-configs included."""
+    """All configs of the Transformers models in a module, with their sub-configs, each once."""
+    return with_parts([m.config for m in models_in(model)])
+
+
+def with_parts(configs: Sequence[PreTrainedConfig]) -> list[PreTrainedConfig]:
+    """Configs and all their sub-configs, each once."""
     found: dict[int, PreTrainedConfig] = {}
-    waiting = [m.config for m in models_in(model)]
+    waiting = list(configs)
     while waiting:
         config = waiting.pop(0)
         if id(config) not in found:
@@ -60,220 +87,270 @@ def configs_of(model: nn.Module) -> list[PreTrainedConfig]:
     return list(found.values())
 
 
-def attention_modules(
-    model: nn.Module,
-) -> Iterator[tuple[nn.Module, ModuleLocation, PreTrainedConfig, PreTrainedModel]]:
-    """The modules that compute attention, with their locations, the configs that rule them, and the models that hold them.
+def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
+    """The modules of a model that compute attention.
 
-    Names count from the innermost model that holds the module, so that a model inside another keeps its numbers.
+    Names count from the innermost model that holds the module, so that layers keep their numbers if their model becomes
+    part of another.
     """
     owners: dict[str, tuple[str, PreTrainedModel | None]] = {}
     for path, module in model.named_modules():
-        above = owners.get(path.rpartition(".")[0], ("", None))
-        owners[path] = (path, module) if isinstance(module, PreTrainedModel) else above
-        if above[1] is None or isinstance(module, PreTrainedModel) or not _is_attention(module):
+        prefix, owner = owners.get(path.rpartition(".")[0], ("", None))
+        owners[path] = (path, module) if isinstance(module, PreTrainedModel) else (prefix, owner)
+        if owner is None or isinstance(module, PreTrainedModel) or not _is_attention(module):
             continue
-        name = path.removeprefix(above[0]).removeprefix(".")
+        name = path.removeprefix(prefix).removeprefix(".")
         is_cross = bool(getattr(module, "is_cross_attention", False)) or any(
             word in f"{name}.{type(module).__name__}".lower() for word in _CROSS
         )
         config = getattr(module, "config", None)
-        config = config if isinstance(config, PreTrainedConfig) else above[1].config
-        yield module, ModuleLocation(layer_of(module, name), name, is_cross), config, above[1]
+        config = config if isinstance(config, PreTrainedConfig) else owner.config
+        yield AttentionModule(module, ModuleLocation(layer_of(module, name), name, is_cross), config, owner)
 
 
 def _is_attention(module: nn.Module) -> bool:
     return isinstance(getattr(module, "is_causal", None), bool) or "Attention" in type(module).__name__
 
 
-def _uses_interface(module: nn.Module) -> bool:
-    """Whether the module's class, or one that it derives from, asks Transformers' attention interface."""
-    methods = (
-        inspect.unwrap(value) for kind in type(module).__mro__ for value in vars(kind).values() if callable(value)
-    )
-    codes = (getattr(method, "__code__", None) for method in methods)
-    return any(code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names for code in codes)
+def snapshot(models: Sequence[PreTrainedModel]) -> Snapshot:
+    """The present state of models and their configs, to be restored if a switch fails."""
+    return Snapshot(models, [config for model in models for config in configs_of(model)])
 
 
-def prepare(model: PreTrainedModel, strict: bool = False) -> None:
-    """Make a model ready for the methods that its configs name; does nothing to one that names none. Idempotent.
+def switch(
+    models: Sequence[PreTrainedModel], change_configs: Callable[[], Any] | None = None, *, is_complete: bool = True
+) -> None:
+    """Change the configs of models, and give all their attention modules what the configs then ask for.
+
+    This is one transaction: if anything fails, all models and configs are restored. All checks are made and all new
+    parameters created before the first module is changed.
 
     Args:
-        strict: whether `model` is known to be whole. A part of a model under construction may lack some layers that
-            `layers` names, or all attention.
+        models: outermost Transformers models.
+        change_configs: changes their configs; by default they stay as they are.
+        is_complete: False for models under construction, which may still lack some layers that `layers` names, or all
+            attention.
 
     Raises:
-        UnsupportedAttentionError: a decoder with a method without causal form, a module with fewer keys than queries
-            and a method that needs as many, a model that does not go through the attention interface, or `layers` that
-            the model does not have.
+        UnsupportedAttentionError: a decoder with a method without a causal form; a module with fewer keys than queries
+            and a method that needs as many; a model that does not use the attention interface; `layers` that a model
+            does not have; learned parameters whose sizes cannot be determined.
     """
-    models = models_in(model)
-    if not any(method_of(m.config) for m in models):
-        return
-    _hand_down(model, models)
-    owned = [found for found in attention_modules(model) if method_of(found[2])]
-    _check_interface(model, owned, strict)
-    found = [(module, location, config) for module, location, config, _ in owned]
-    _check_layers(model, found, strict)
-    _check_causal(model, found)
-    _check_rectangular(model, found)
-    methods = [_method_in(*each) for each in found]
-    learned.fit(
-        [
-            learned.Fitting(module, method, config, owner, f"{type(model).__name__} at {location.name}")
-            for (module, location, config, owner), method in zip(owned, methods, strict=True)
-        ]
+    before = snapshot(models)
+    try:
+        if change_configs is not None:
+            change_configs()
+        plans = [_plan(model, is_complete) for model in models]
+        for plan in plans:
+            plan.warn()
+        for plan in plans:
+            plan.carry_out()
+    except BaseException:
+        before.restore()
+        raise
+
+
+def choose(models: Sequence[PreTrainedModel], settings: EfficientAttentionConfig) -> None:
+    """Write a choice into all configs of models, in which nothing else changes yet."""
+    for model in models:
+        for config in configs_of(model):
+            config._attn_implementation_internal = settings.method
+            config.efficient_attention = settings
+
+
+class _Plan(NamedTuple):
+    """What a switch changes in one model, ready to be carried out by assignments alone.
+
+    Attributes:
+        parts: the models in the model, for the check of `output_attentions`; empty if it is switched to no method.
+        modules: all attention modules whose location is to be noted.
+        parameters: for every attention module, the learned parameters that it gets.
+        forwards: for every attention module, the forward that it gets of its own.
+        exact: modules whose cross attention stays exact, and their names, by the reason.
+    """
+
+    parts: list[PreTrainedModel]
+    modules: list[AttentionModule]
+    parameters: list[tuple[nn.Module, learned.LearnedParameters | None]]
+    forwards: list[tuple[nn.Module, Callable[..., Any] | None]]
+    exact: dict[str, list[tuple[nn.Module, str]]]
+
+    def warn(self) -> None:
+        """Warn of cross attention that stays exact."""
+        for reason, found in self.exact.items():
+            warn_of_exact_cross_attention(found[0][0], reason, [name for _, name in found])
+
+    def carry_out(self) -> None:
+        """Change the modules."""
+        for module, parameters in self.parameters:
+            learned.attach(module, parameters)
+        for found in self.modules:
+            found.module._efficient_attention = found.location
+        for module, forward in self.forwards:
+            hidden_states.attach(module, forward)
+        for module, _ in (found for group in self.exact.values() for found in group):
+            module._efficient_attention_warned = True
+        for part in self.parts:
+            # Some models do not pass the argument on to their attention, so it is checked on the way in.
+            if not getattr(part, "_efficient_attention_guarded", False):
+                part.register_forward_pre_hook(_refuse_output_attentions, with_kwargs=True)
+                part._efficient_attention_guarded = True
+
+
+def _plan(model: PreTrainedModel, is_complete: bool) -> _Plan:
+    """Check a model against what its configs ask for, and make what it needs for it."""
+    parts, found = models_in(model), list(attention_modules(model))
+    methods: list[MethodConfig | None] = [None] * len(found)
+    chosen: list[AttentionModule] = []
+    if any(method_of(part.config) for part in parts):
+        _hand_down(model, parts)
+        chosen = [each for each in found if method_of(each.config)]
+        is_whole = is_complete and method_of(model.config) is not None
+        _check_interface(model, chosen, is_whole)
+        _check_layers(model, chosen, is_whole)
+        methods = [_method_in(each) if method_of(each.config) else None for each in found]
+        _check_methods(model, chosen)
+    else:
+        parts = []
+    kind = type(model).__name__
+    requests = [
+        learned.Request(each.module, method, each.config, each.owner, f"{kind} at {each.location.name}")
+        for each, method in zip(found, methods, strict=True)
+    ]
+    modules = [each.module for each in found]
+    forwards = [hidden_states.plan(module, method) for module, method in zip(modules, methods, strict=True)]
+    return _Plan(
+        parts=parts,
+        modules=chosen,
+        parameters=list(zip(modules, learned.plan(requests), strict=True)),
+        forwards=list(zip(modules, forwards, strict=True)),
+        exact=_exact_cross_attention(chosen),
     )
-    for (module, location, _), method in zip(found, methods, strict=True):
-        module._efficient_attention = location
-        contracted.fit(module, method)
-    for part in models:
-        # Some models drop the argument on the way to their attention, so that it is caught where it enters.
-        if not getattr(part, "_efficient_attention_guarded", False):
-            part.register_forward_pre_hook(_refuse_output_attentions, with_kwargs=True)
-            part._efficient_attention_guarded = True
-    _warn_of_cross_attention(found)
 
 
-def drop_learned(model: PreTrainedModel) -> None:
-    """Take away learned parameters, and forwards of ours, where the config names none of our methods any more."""
-    for module, location, config, owner in attention_modules(model):
-        if method_of(config) is None:
-            learned.fit([learned.Fitting(module, None, config, owner, location.name)])
-            contracted.fit(module, None)
-
-
-def _hand_down(model: PreTrainedModel, models: list[PreTrainedModel]) -> None:
-    """A choice on the config of a composite model holds for its parts, as `attn_implementation` does."""
+def _hand_down(model: PreTrainedModel, parts: Sequence[PreTrainedModel]) -> None:
+    """Apply a choice on the config of a composite model to its parts, as Transformers does `attn_implementation`."""
     stored = model.config.efficient_attention
-    for part in models:
-        bare = part.config.efficient_attention is None
-        if stored is not None and bare and method_of(part.config) == stored.settings.method:
+    for part in parts:
+        missing = part.config.efficient_attention is None
+        if stored is not None and missing and method_of(part.config) == stored.settings.method:
             part.config.efficient_attention = stored.settings
 
 
-def _method_in(module: nn.Module, location: ModuleLocation, config: PreTrainedConfig) -> MethodConfig | None:
-    """The method that computes a module's attention; None where it is exact."""
-    method = _settings(config).for_layer(location.layer)
-    exact = location.is_cross and method is not None and why_cross_attention_is_exact(method.method, config)
-    return None if exact or not _uses_interface(module) else method
-
-
 def _settings(config: PreTrainedConfig) -> EfficientAttentionConfig:
-    return settings_of(config, EfficientAttentionConfig(method_of(config)))
+    name = method_of(config)
+    assert name is not None
+    return settings_of(config, name)
 
 
-def _check_interface(model: PreTrainedModel, owned: list, strict: bool) -> None:
+def _chosen_in(found: AttentionModule) -> MethodConfig | None:
+    """The method that the config chooses for the layer of a module; None for exact attention."""
+    return _settings(found.config).for_layer(found.location.layer)
+
+
+def _method_in(found: AttentionModule) -> MethodConfig | None:
+    """The method that really computes the attention of a module; None if it is exact."""
+    method = _chosen_in(found)
+    if method is None or not uses_interface(type(found.module)):
+        return None
+    is_exact = found.location.is_cross and why_cross_attention_is_exact(method.method, found.config) is not None
+    return None if is_exact else method
+
+
+def refuse_unknown_implementation(kind: type[PreTrainedModel], name: str) -> None:
+    """Refuse a method for a model class that takes its attention class from a table by the implementation's name."""
+    table = attention_table(kind)
+    if table is not None:
+        raise UnsupportedAttentionError(
+            f"{kind.__name__} chooses its attention from a table ({table}) that knows only Transformers' own "
+            f"implementations, so that attn_implementation={name!r} is not possible: use {EXACT!r} or 'eager'"
+        )
+
+
+def _check_interface(model: PreTrainedModel, chosen: Sequence[AttentionModule], is_whole: bool) -> None:
     """Refuse a model in which the choice would have no effect, or whose attention modules cannot be trusted.
 
-    Transformers' `sdpa` takes causality from the modules, as we do. Where a model does not support it, they may say
-    anything: in some decoders, that they are not causal.
+    Like Transformers' `sdpa`, a method takes causality from the attention module. In a model that does not support
+    `sdpa` the modules can say anything; in some decoders they say that they are not causal.
     """
-    through = [owner for module, _, _, owner in owned if _uses_interface(module)]
-    if not through and (owned or strict):
+    name = method_of(model.config)
+    for part in models_in(model):
+        if method_of(part.config):
+            refuse_unknown_implementation(type(part), str(name))
+    through = [found for found in chosen if uses_interface(type(found.module))]
+    if not through and (chosen or is_whole):
         raise UnsupportedAttentionError(
             f"{type(model).__name__} does not compute its attention through Transformers' attention interface, so that "
-            f"attn_implementation={method_of(model.config)!r} would have no effect: load it without that argument"
+            f"attn_implementation={name!r} would have no effect: load it without that argument"
         )
-    for owner in through:
-        if not owner._supports_sdpa:
+    for found in through:
+        kind, maker = type(found.module).__name__, own_mask(type(found.module))
+        if maker is not None:
             raise UnsupportedAttentionError(
-                f"{type(owner).__name__} does not support attn_implementation='sdpa': its attention may tell what is "
-                "causal by nothing but a (queries, keys) mask, which is never built here; load it with 'eager'"
+                f"{type(found.owner).__name__} makes a (queries, keys) mask of its own ({kind}.{maker}), which no "
+                f"method here can use: load it with attn_implementation={EXACT!r}"
+            )
+        if not found.owner._supports_sdpa:
+            raise UnsupportedAttentionError(
+                f"{type(found.owner).__name__} does not support attn_implementation={EXACT!r}: possibly only a "
+                "(queries, keys) mask, which is never built here, makes its attention causal; load it with 'eager'"
             )
 
 
-def _check_layers(model: PreTrainedModel, found: list, strict: bool) -> None:
-    there = {location.layer for _, location, _ in found if location.layer is not None}
-    for config in {id(config): config for _, _, config in found}.values():
-        known = set(there)
-        if not strict:
+def _check_layers(model: PreTrainedModel, chosen: Sequence[AttentionModule], is_whole: bool) -> None:
+    """Refuse `layers` that the model does not have."""
+    layers = {found.location.layer for found in chosen if found.location.layer is not None}
+    for config in {id(found.config): found.config for found in chosen}.values():
+        known = set(layers)
+        if not is_whole:
             counts = (getattr(config, key, 0) for key in _LAYER_COUNTS)
             known |= set(range(max((count for count in counts if isinstance(count, int)), default=0)))
         missing = [layer for layer in _settings(config).named_layers() if layer not in known]
         if missing:
             note = getattr(config, "attention_note", None)
             raise UnsupportedAttentionError(
-                f"{type(model).__name__} has no attention in layers {missing}; its layers are {in_order(there)}"
+                f"{type(model).__name__} has no attention in layers {missing}; its layers are {in_order(layers)}"
                 + (f"; {note}" if note else "")
             )
 
 
-def _check_causal(model: PreTrainedModel, found: list) -> None:
-    for module, location, config in found:
-        method = _settings(config).for_layer(location.layer)
-        if method is None or location.is_cross or getattr(module, "is_causal", None) is not True:
-            continue
-        if not get_method(method.method).info.causal:
-            raise UnsupportedAttentionError(
-                f"{type(model).__name__} is a decoder ({location.name} is causal) and {method.method} has no causal form. "
-                f"Methods that have one: {', '.join(causal_methods())}"
+def _check_methods(model: PreTrainedModel, chosen: Sequence[AttentionModule]) -> None:
+    """Refuse methods without the form that a module needs."""
+    for found in chosen:
+        method = _chosen_in(found)
+        if method is not None:
+            check_methods(
+                [method],
+                is_causal=not found.location.is_cross and getattr(found.module, "is_causal", None) is True,
+                is_rectangular=getattr(found.module, "is_rectangular", False),
+                model=f"{type(model).__name__} (at {found.location.name})",
+                allow_learned=True,
             )
 
 
-def _check_rectangular(model: PreTrainedModel, found: list) -> None:
-    """Where a module has fewer keys than queries by construction, a method would be exact attention in disguise."""
-    for module, location, config in found:
-        method = _settings(config).for_layer(location.layer)
-        if method is None or not getattr(module, "is_rectangular", False):
+def _exact_cross_attention(chosen: Sequence[AttentionModule]) -> dict[str, list[tuple[nn.Module, str]]]:
+    """The modules whose cross attention stays exact and was not warned of yet, with their names, by the reason."""
+    exact: dict[str, list[tuple[nn.Module, str]]] = {}
+    for found in chosen:
+        method = _chosen_in(found)
+        if method is None or not found.location.is_cross:
             continue
-        if not get_method(method.method).info.rectangular:
-            raise UnsupportedAttentionError(
-                f"{type(model).__name__} has fewer keys than queries in {location.name}, and {method.method} needs as "
-                f"many of each. Methods that do not: {', '.join(rectangular_methods())}"
-            )
+        reason = why_cross_attention_is_exact(method.method, found.config)
+        if reason is not None and not getattr(found.module, "_efficient_attention_warned", False):
+            exact.setdefault(reason, []).append((found.module, found.location.name))
+    return exact
 
 
-def _warn_of_cross_attention(found: list) -> None:
-    names: dict[str, list] = {}
-    for module, location, config in found:
-        method = _settings(config).for_layer(location.layer)
-        if method is None or not location.is_cross or getattr(module, "_efficient_attention_warned", False):
-            continue
-        reason = why_cross_attention_is_exact(method.method, config)
-        if reason is not None:
-            names.setdefault(reason, []).append((module, location.name))
-    for reason, locations in names.items():
-        warn_of_exact_cross_attention(locations[0][0], reason, [name for _, name in locations])
-        for module, _ in locations:
-            module._efficient_attention_warned = True
-
-
-def _refuse_output_attentions(model: PreTrainedModel, args: tuple, kwargs: dict) -> None:
+def _refuse_output_attentions(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A forward pre-hook."""
     name = method_of(model.config)
-    wanted = kwargs.get("output_attentions")
-    if name and (model.config.output_attentions if wanted is None else wanted):
+    requested = kwargs.get("output_attentions")
+    if name and (model.config.output_attentions if requested is None else requested):
         raise UnsupportedAttentionError(no_attentions(name))
 
 
-def switch(models: list[PreTrainedModel], settings: EfficientAttentionConfig) -> None:
-    """Put a choice into every config of the models, which stay as they were if one of them cannot take it."""
-    configs = [config for model in models for config in configs_of(model)]
-    before = [(config, config._attn_implementation, config.efficient_attention) for config in configs]
-    done = False
-    try:
-        for config in configs:
-            config._attn_implementation_internal = settings.method
-            config.efficient_attention = settings
-        for model in models:
-            prepare(model, strict=True)
-        done = True
-    finally:
-        if not done:
-            restore(before)
-
-
-def restore(before: list[tuple]) -> None:
-    """Set configs back to what (config, attn_implementation, efficient_attention) says."""
-    for config, implementation, stored in before:
-        config._attn_implementation_internal = implementation
-        config.efficient_attention = None
-        if stored is not None:
-            config.__dict__["efficient_attention"] = stored
-
-
-def requested(implementation: "str | dict") -> list[str]:
+def requested_methods(implementation: object) -> list[str]:
     """The methods of this package that an `attn_implementation` argument names."""
     if isinstance(implementation, dict):
-        return [name for value in implementation.values() for name in requested(value)]
-    return [implementation] if implementation in available_methods() else []
+        return [name for value in implementation.values() for name in requested_methods(value)]
+    return [implementation] if isinstance(implementation, str) and implementation in available_methods() else []

@@ -1,21 +1,22 @@
-"""Decoding from a state: a layer of Transformers' cache that keeps what a recurrent method needs instead of all keys.
+"""Decoding from a state: a layer of Transformers' cache that holds the state of a recurrent method instead of all keys.
 
-`DynamicCache(config=...)`, which `generate` and the models make for themselves, gets a `StateLayer` for every layer in
-which the config's method has a recurrence (`extensions.extend_caches`). No attention class is patched: a model's
-attention module hands what `cache.update` returns straight to its attention function, so that the keys themselves can
-say which layer of which cache they came from.
+`DynamicCache(config=...)`, which `generate` and the models create themselves, gets a `StateLayer` for every layer whose
+method has a recurrence (`extensions.extend_caches`). No attention class is patched: a model's attention module passes
+what `cache.update` returns straight to its attention function, so that the keys themselves can say which layer of which
+cache they come from.
 
 - The first keys of a sequence are returned as they are, with a reference to the layer. The attention function computes
-  the prompt as it does without a cache, and then tells the layer what its state is to be made with. Where it is never
-  asked, since the keys were changed on the way or the graph is being compiled, the layer goes on as the ordinary one
-  that keeps all keys and values: right, but without the gain.
-- After that the layer returns the new keys alone, as `NewKeys`, which this package's attention function alone can use.
+  the prompt as it does without a cache, and then tells the layer how to make its state. If the layer is never asked,
+  because the keys were changed on the way or the graph is being compiled, it continues as an ordinary layer that keeps
+  all keys and values. The output is then correct but decoding is no faster.
+- After that, the layer returns only the new keys, as `NewKeys`, which only the attention functions of this package can
+  use.
 
 Any other cache (`DynamicCache()` without a config, a quantised one) keeps keys and values.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,42 +26,45 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods import MethodConfig, attention, attention_with_state, get_method, update_state
 from hf_efficient_attn.ops.random import draw_seed
 
-# `crop` took the length that should remain in Transformers 5.12, and takes minus the number of tokens to remove since.
+# In Transformers 5.12 `crop` takes the length that remains, in later versions minus the number of tokens to remove.
 _CROPS_TO_LENGTH = not hasattr(CacheLayerMixin, "get_max_length")
 
 
 class NewKeys(Tensor):
-    """Keys of new tokens alone, on their way from a `StateLayer` to the attention function: nobody else may use them.
+    """Keys of only the new tokens, on their way from a `StateLayer` to the attention function. Nothing else uses them.
 
-    What reads them as if they were the keys of all tokens (another attention function, after the model was switched, or
-    a model that changes its cached keys) would silently lose the past. torch.compile fails on them; a cache that a
-    compiled forward began keeps keys and values.
+    Code that reads them as if they were the keys of all tokens would silently lose the past: another attention function
+    after the model was switched, or a model that changes its cached keys. torch.compile fails on them; a cache that a
+    compiled forward began keeps keys and values instead.
     """
 
     @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Allow to look at size, type and device, and refuse everything else."""
         name = getattr(function, "__name__", "")
         looks = name in ("__get__", "size", "dim", "__repr__") or name.lstrip("_").startswith("is_")
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **(kwargs or {})) if looks else None
         if not looks or isinstance(result, Tensor):
             raise UnsupportedAttentionError(
-                "this cache holds the state of a recurrent method, made by the attention implementation that the model "
-                f"had then, and no keys that {name!r} could read: start with a new cache after switching the model or "
-                "compiling its forward"
+                "this cache holds the state of a recurrent method, which the model had when the cache was made, and no "
+                f"keys that {name!r} could read: start with a new cache after switching the model or compiling its "
+                "forward"
             )
         return result
 
 
-class _Making(NamedTuple):
-    """What every call on one state must have in common."""
+class _Options(NamedTuple):
+    """What all calls on one state must have in common."""
 
     scale: float | None
-    seed: "int | Tensor"
+    seed: int | Tensor
 
 
 class _Tokens(NamedTuple):
-    """Keys (B, Hkv, N, D), values and their mask, bool (B, N) or None."""
+    """Keys (B, H_kv, N, D) and values (B, H_kv, N, Dv) of tokens, and their mask, bool (B, N) or None."""
 
     key: Tensor
     value: Tensor
@@ -68,21 +72,26 @@ class _Tokens(NamedTuple):
 
 
 class _Record(NamedTuple):
-    """A state, the tokens counted in it, and the tokens that came after: what taking some of them back needs."""
+    """What `crop` needs: a state, the number of valid tokens in it, and the tokens that came afterwards."""
 
-    state: tuple | None
-    valid: Tensor | None
-    tokens: list
+    state: Any
+    valid: Tensor | int | None
+    tokens: list[_Tokens]
 
 
 class StateLayer(DynamicLayer):
     """A cache layer of constant size for a method with a recurrence.
 
+    Args:
+        method: the config of the method, which must also be that of the attention function.
+
     Attributes:
-        method: the method's config, with which the attention function must ask.
-        state: named tuple of tensors (B, Hkv, ...); None before the first tokens, and while keys are kept instead.
-        keys, values: None, but from the first `update` until the attention function has asked, or from then on where it
-            never does.
+        state: named tuple of tensors (B, H_kv, ...); None before the first tokens, and if keys are kept instead.
+        keys: None, except between the first `update` and the call of the attention function, and for ever if there is
+            no such call.
+        values: like the keys.
+        seen: number of tokens, padding included.
+        valid: number of tokens without padding: (B,), or None if there is no padding.
     """
 
     is_croppable = False
@@ -91,160 +100,167 @@ class StateLayer(DynamicLayer):
         super().__init__()
         self.method = method
         self.record_past = False
-        self._forget()
+        self.reset()
 
-    def _forget(self) -> None:
+    def reset(self) -> None:
+        """Forget all tokens."""
         self.keys = self.values = self.state = None
         self.is_initialized = False
-        # Number of tokens, and how many of them are no padding: (B,), or None where all are.
-        self.seen, self.valid = 0, None
-        self.making: _Making | None = None
-        # Tokens that are still to be absorbed, and whether new keys were handed out that nobody has asked for yet.
-        self.waiting: _Tokens | None = None
-        self.is_asked_for = True
+        self.seen = 0
+        self.valid: Tensor | int | None = None
+        self.options: _Options | None = None
+        # Tokens that are not part of the state yet.
+        self.pending: _Tokens | None = None
+        # Whether the attention function has used the keys of the last `update`.
+        self.was_used = True
         self.record: _Record | None = None
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Take (B, Hkv, N, .) of N new tokens; see the module's text for what is returned.
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Take the keys and values (B, H_kv, N, .) of N new tokens.
+
+        Returns:
+            Keys and values for the attention function; see the module's docstring.
 
         Raises:
-            UnsupportedAttentionError: the attention function did not ask for the keys of the last call.
+            UnsupportedAttentionError: the attention function did not use the keys of the last call.
         """
-        if self.making is None:
+        if self.options is None:
             if self.is_initialized or torch.compiler.is_compiling():
                 return super().update(key_states, value_states, *args, **kwargs)
             self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
             self.keys, self.values = key_states, value_states
-            handed = key_states.view_as(key_states)
+            returned = key_states.view_as(key_states)
         else:
-            if not self.is_asked_for:
+            if not self.was_used:
                 raise UnsupportedAttentionError(
-                    f"{self.method.method}: the last tokens were put into the cache and no attention followed (the "
+                    f"{self.method.method}: the last tokens were put into the cache, but no attention followed (the "
                     "call may have failed midway): start with a new cache"
                 )
-            self.seen, self.is_asked_for = self.seen + key_states.shape[-2], False
-            handed = key_states.as_subclass(NewKeys)
-        handed._state_layer = self
-        return handed, value_states
+            self.seen, self.was_used = self.seen + key_states.shape[-2], False
+            returned = key_states.as_subclass(NewKeys)
+        returned._state_layer = self
+        return returned, value_states
 
-    def attend(
+    def attention(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Tensor | None,
+        attention_mask: Tensor | None,
         *,
         scale: float | None,
         dropout_p: float,
-        seed: int | None,
+        seed: int | Tensor | None,
     ) -> Tensor:
-        """Causal attention of the tokens that `update` was given last to all tokens: (B, H, N, Dv).
+        """Causal attention of the tokens of the last `update` to all tokens.
 
         Args:
-            key, value: as `update` returned them.
-            mask: bool (B, all tokens) or None.
-            seed: of the first tokens, and from then on of all; None draws one from the global generator (training).
+            query: (B, H, N, D).
+            key: (B, H_kv, N, D), as `update` returned it.
+            value: (B, H_kv, N, Dv), as `update` returned it.
+            attention_mask: bool (B, all tokens) or None.
+            scale: the factor of the scores; 1/sqrt(D) if None.
+            dropout_p: the probability with which an attention weight is dropped.
+            seed: that of the first call holds for all later ones; None (training) draws one from the global generator.
+
+        Returns:
+            (B, H, N, Dv).
 
         Raises:
-            UnsupportedAttentionError: the mask of earlier tokens is another than it was, or the same keys serve twice.
+            UnsupportedAttentionError: the mask of earlier tokens has changed, or the same keys are used twice.
         """
         if not isinstance(key, NewKeys):
             seed = draw_seed(query.device) if seed is None else seed
-            options = {"attention_mask": mask, "is_causal": True, "scale": scale, "dropout_p": dropout_p, "seed": seed}
-            out = attention(self.method, query, key, value, **options)
-            if self.making is None and self.keys is not None and self.keys.shape == key.shape:
-                self._begin(mask, _Making(scale, seed))
+            out = attention(
+                self.method, query, key, value, attention_mask=attention_mask, is_causal=True, scale=scale,
+                dropout_p=dropout_p, seed=seed,
+            )  # fmt: skip
+            if self.options is None and self.keys is not None and self.keys.shape == key.shape:
+                self._begin(attention_mask, _Options(scale, seed))
             return out
-        if self.is_asked_for:
+        if self.was_used:
             raise UnsupportedAttentionError(
-                f"{self.method.method}: two layers of this model share their keys, which a state cannot serve: "
+                f"{self.method.method}: two layers of this model use the same keys, which a state does not support: "
                 "generate with use_cache=False"
             )
         with torch._C.DisableTorchFunctionSubclass():
             key = key.as_subclass(Tensor)
-        self._absorb_waiting()
-        new = _Tokens(key, value, self._check_past(mask, key.shape[2]))
-        self._note(new)
+        self._update_pending()
+        new = _Tokens(key, value, self._new_mask(attention_mask, key.shape[2]))
+        self._record(new)
         out, self.state = attention_with_state(
-            self.method,
-            self.state,
-            query,
-            *new[:2],
-            attention_mask=new.mask,
-            scale=self.making.scale,
-            dropout_p=dropout_p,
-            seed=self.making.seed,
-        )
-        self._count(new)
-        self.is_asked_for = True
+            self.method, self.state, query, key, value, attention_mask=new.mask, dropout_p=dropout_p,
+            **self.options._asdict(),
+        )  # fmt: skip
+        self._count(new, self.seen - key.shape[2])
+        self.was_used = True
         return out
 
-    def _begin(self, mask: Tensor | None, making: _Making) -> None:
-        """From now on a state. It is made at once where no gradient is kept, else not before a next token comes."""
-        self.making, self.seen = making, self.keys.shape[-2]
-        self.waiting = _Tokens(self.keys, self.values, mask)
+    def _begin(self, mask: Tensor | None, options: _Options) -> None:
+        """Keep a state from now on. With gradients it is made when the next token comes, otherwise at once."""
+        self.options, self.seen = options, self.keys.shape[-2]
+        self.pending = _Tokens(self.keys, self.values, mask)
         self.keys = self.values = None
-        self._note(self.waiting)
-        self._count(self.waiting, before=0)
+        self._record(self.pending)
+        self._count(self.pending, 0)
         if not torch.is_grad_enabled():
-            self._absorb_waiting()
+            self._update_pending()
 
-    def _absorb_waiting(self) -> None:
-        if self.waiting is not None:
-            self.state, self.waiting = self._absorbed(self.state, self.waiting), None
+    def _update_pending(self) -> None:
+        if self.pending is not None:
+            self.state, self.pending = self._updated(self.pending), None
 
-    def _absorbed(self, state: tuple | None, tokens: _Tokens) -> tuple:
-        options = {"attention_mask": tokens.mask, **self.making._asdict()}
-        return update_state(self.method, state, tokens.key, tokens.value, **options)
+    def _updated(self, tokens: _Tokens) -> Any:
+        """The state after these tokens."""
+        options = {"attention_mask": tokens.mask, **self.options._asdict()}
+        return update_state(self.method, self.state, tokens.key, tokens.value, **options)
 
-    def _check_past(self, mask: Tensor | None, new: int) -> Tensor | None:
-        """The mask of the new tokens; that of the others must have as many tokens in every row as were counted."""
-        before = self.seen - new
-        there = before if mask is None else mask[:, :before].sum(1)
+    def _new_mask(self, mask: Tensor | None, new: int) -> Tensor | None:
+        """The mask of the last `new` tokens, after a check that the number of valid earlier tokens is unchanged."""
+        earlier = self.seen - new
+        valid = earlier if mask is None else mask[:, :earlier].sum(1)
         if mask is not None or self.valid is not None:
-            counted = before if self.valid is None else self.valid
-            if not torch.as_tensor(there == counted).all():
+            counted = earlier if self.valid is None else self.valid
+            if not torch.as_tensor(valid == counted).all():
                 raise UnsupportedAttentionError(
-                    f"{self.method.method}: the attention_mask of earlier tokens is not what it was when they came, "
-                    "and a state cannot forget them: give the mask of all tokens, with its earlier part unchanged, or "
-                    "start with a new cache"
+                    f"{self.method.method}: the attention_mask of earlier tokens has changed, and a state cannot "
+                    "forget tokens: give the mask of all tokens, with its earlier part unchanged, or start with a new "
+                    "cache"
                 )
-        # Most often only the prompt was padded, and what is not masked is faster.
-        return None if mask is None or mask[:, before:].all() else mask[:, before:]
+        # Usually only the prompt has padding, and attention without a mask is faster.
+        return None if mask is None or mask[:, earlier:].all() else mask[:, earlier:]
 
-    def _count(self, new: _Tokens, before: int | None = None) -> None:
-        """Count the tokens of each row, as soon as there is padding."""
+    def _count(self, new: _Tokens, earlier: int) -> None:
+        """Count the valid tokens of each batch row, from the first padding on; `earlier` tokens came before."""
         if new.mask is None and self.valid is None:
             return
-        length = new.key.shape[2]
-        known = (self.seen - length if before is None else before) if self.valid is None else self.valid
-        self.valid = known + (length if new.mask is None else new.mask.sum(1))
+        added = new.key.shape[2] if new.mask is None else new.mask.sum(1)
+        self.valid = (earlier if self.valid is None else self.valid) + added
 
-    def _note(self, new: _Tokens) -> None:
+    def _record(self, new: _Tokens) -> None:
         if self.record_past:
             if self.record is None:
                 self.record = _Record(self.state, self.valid, [])
             self.record.tokens.append(new)
 
     def get_seq_length(self) -> int:
-        """Tokens that have come, padding included."""
-        return super().get_seq_length() if self.making is None else self.seen
+        """Number of tokens so far, padding included."""
+        return super().get_seq_length() if self.options is None else self.seen
 
     def activate_past_recording(self) -> None:
-        """Keep the tokens that come until the next `crop`, as assisted generation asks for."""
+        """Keep new tokens until the next `crop`, for assisted generation."""
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take tokens back, which a state can do only while they are recorded.
+        """Remove the last tokens, which a state can do only if they were recorded.
 
         Args:
-            tokens_to_remove: minus their number. In Transformers 5.12, the length that shall remain, or minus that
-                number.
+            tokens_to_remove: minus the number of tokens to remove. In Transformers 5.12 also the length that remains.
 
         Raises:
-            UnsupportedAttentionError: they were not recorded.
+            UnsupportedAttentionError: the tokens were not recorded.
         """
-        if self.making is None:
+        if self.options is None:
             return super().crop(tokens_to_remove) if self.is_initialized else None
         number = -tokens_to_remove
         if tokens_to_remove > 0 or (tokens_to_remove == 0 and _CROPS_TO_LENGTH):
@@ -252,75 +268,68 @@ class StateLayer(DynamicLayer):
         record, self.record = self.record, None
         if number == 0:
             return None
-        kept = self.seen - number
-        if kept <= 0:
+        remaining = self.seen - number
+        if remaining <= 0:
             return self.reset()
-        if record is None or number > self._length(record):
+        recorded = 0 if record is None else sum(tokens.key.shape[2] for tokens in record.tokens)
+        if record is None or number > recorded:
             raise UnsupportedAttentionError(
-                f"{self.method.method}: {number} tokens cannot be taken back out of a state that has summed them up: "
-                "start with a new cache, or call its activate_past_recording() before they come, as assisted "
-                "generation does in newer versions of Transformers"
+                f"{self.method.method}: {number} tokens cannot be taken back, because a state sums over all "
+                "tokens: start with a new cache, or call its activate_past_recording() before the tokens come, as "
+                "assisted generation does in newer versions of Transformers"
             )
-        self._absorb_waiting()
-        self.state, self.valid, self.seen = record.state, record.valid, self.seen - self._length(record)
+        self._update_pending()
+        self.state, self.valid, self.seen = record.state, record.valid, self.seen - recorded
         for tokens in record.tokens:
-            left = min(tokens.key.shape[2], kept - self.seen)
-            if left > 0:
-                mask = None if tokens.mask is None else tokens.mask[:, :left]
-                tokens = _Tokens(tokens.key[:, :, :left], tokens.value[:, :, :left], mask)
-                self.state, self.seen = self._absorbed(self.state, tokens), self.seen + left
-                self._count(tokens)
+            length = min(tokens.key.shape[2], remaining - self.seen)
+            if length > 0:
+                mask = None if tokens.mask is None else tokens.mask[:, :length]
+                tokens = _Tokens(tokens.key[:, :, :length], tokens.value[:, :, :length], mask)
+                self._count(tokens, self.seen)
+                self.state, self.seen = self._updated(tokens), self.seen + length
         return None
 
-    @staticmethod
-    def _length(record: _Record) -> int:
-        return sum(tokens.key.shape[2] for tokens in record.tokens)
-
-    def _select(self, rows: Callable[[Tensor], Tensor]) -> None:
-        """Put other rows of the batch in the place of these."""
-        self._absorb_waiting()
-        self.state = type(self.state)(*(rows(x) for x in self.state))
-        self.valid = None if self.valid is None else rows(self.valid)
+    def _select(self, select: Callable[[Tensor], Tensor]) -> None:
+        """Replace every tensor of the state by a selection of its batch rows."""
+        self._update_pending()
+        self.state = type(self.state)(*(select(x) for x in self.state))
+        self.valid = None if self.valid is None else select(self.valid)
         self.record = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes what row beam_idx[i] was."""
-        if self.making is None:
+        """Give batch row i the state of row beam_idx[i]."""
+        if self.options is None:
             super().reorder_cache(beam_idx)
         else:
             self._select(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times."""
-        if self.making is None:
+        """Repeat every batch row."""
+        if self.options is None:
             super().batch_repeat_interleave(repeats)
         else:
             self._select(lambda x: x.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """The rows `indices` alone."""
-        if self.making is None:
+        """Keep only these batch rows."""
+        if self.options is None:
             super().batch_select_indices(indices)
         else:
             self._select(lambda x: x[indices.to(x.device)])
 
     def offload(self) -> None:
-        """Move kept keys to the CPU; a state stays, since it does not grow."""
-        if self.making is None:
+        """Move kept keys to the CPU. A state stays, because it does not grow."""
+        if self.options is None:
             super().offload()
 
     def prefetch(self) -> None:
-        """Bring kept keys back."""
-        if self.making is None:
+        """Move kept keys back."""
+        if self.options is None:
             super().prefetch()
-
-    def reset(self) -> None:
-        """Forget all tokens."""
-        self._forget()
 
 
 def state_layer_of(key: Tensor) -> StateLayer | None:
-    """The cache layer that handed out these keys, if it was one of these."""
+    """The `StateLayer` that returned these keys; None if they come from elsewhere."""
     return getattr(key, "_state_layer", None)
 
 

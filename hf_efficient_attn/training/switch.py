@@ -23,14 +23,7 @@ from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.learned import NAME, LearnedParameters, learned_of
-from hf_efficient_attn.integration.models import (
-    attention_modules,
-    configs_of,
-    drop_learned,
-    prepare,
-    restore,
-    transformers_models,
-)
+from hf_efficient_attn.integration.models import attention_modules, configs_of, snapshot, transformers_models
 from hf_efficient_attn.integration.settings import EXACT_IMPLEMENTATIONS, EfficientAttentionConfig
 from hf_efficient_attn.methods import get_method
 from hf_efficient_attn.training.stage import Stage
@@ -166,25 +159,11 @@ def plain_name(name: str) -> str:
 @contextlib.contextmanager
 def _restore_afterwards(model: nn.Module) -> Iterator[None]:
     """Restores configs and learned parameters, whatever stages were applied to the model in between."""
-    roots = _roots(model)
-    configs = [
-        (config, config._attn_implementation, config.efficient_attention)
-        for root in roots
-        for config in configs_of(root)
-    ]
-    learned = {module: module._modules.get(NAME) for module, *_ in _attention(roots)}
+    before = snapshot(_roots(model))
     try:
         yield
     finally:
-        restore(configs)
-        for module, previous in learned.items():
-            if previous is None:
-                module._modules.pop(NAME, None)
-            else:
-                setattr(module, NAME, previous)
-        for root in roots:
-            drop_learned(root)
-            prepare(root)
+        before.restore()
 
 
 def _attention(roots: Sequence[PreTrainedModel]) -> Iterator[tuple[Any, ...]]:

@@ -1,0 +1,111 @@
+"""Attention modules that give their method the hidden states rather than keys and values.
+
+A method with `forward_hidden_states` contracts the tokens before they are projected to keys and values, so that P
+tokens are projected instead of N. The attention interface comes after these projections. In the modules of `_LAYOUTS`,
+the instance therefore gets a forward of its own, which is removed when the model is switched to another method. In all
+other modules, the method gets keys and values and contracts those, with the same result up to rounding.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from hf_efficient_attn.integration.attention import location_of
+from hf_efficient_attn.integration.configs import method_of, settings_of
+from hf_efficient_attn.integration.layers import layer_seed
+from hf_efficient_attn.integration.learned import required_tensors
+from hf_efficient_attn.integration.refusals import refuse_arguments
+from hf_efficient_attn.methods import AttentionOptions, HiddenProjections, MethodConfig, get_method
+from hf_efficient_attn.ops.random import draw_seed
+
+
+class _Layout(NamedTuple):
+    """Attributes of an attention module: projections (`output` None: there is none), size of a head, dropout."""
+
+    query: str
+    key: str
+    value: str
+    output: str | None
+    head_dim: str
+    dropout: str
+
+
+_LAYOUTS = {
+    "BertSelfAttention": _Layout("query", "key", "value", None, "attention_head_size", "dropout"),
+    "RobertaSelfAttention": _Layout("query", "key", "value", None, "attention_head_size", "dropout"),
+    "DistilBertSelfAttention": _Layout("q_lin", "k_lin", "v_lin", "out_lin", "attention_head_size", "dropout"),
+    "ViTAttention": _Layout("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "attention_dropout"),
+    "DeiTAttention": _Layout("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "attention_dropout"),
+    "T2TViTAttention": _Layout("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "attention_dropout"),
+}
+_PACKAGES = ("transformers.models.", "hf_efficient_attn.models.")
+
+
+def plan(module: nn.Module, method: MethodConfig | None) -> Callable[..., Any] | None:
+    """The forward that an attention module needs of its own to compute a method; None if it needs its class's forward.
+
+    A forward that something else has set on the instance stays.
+    """
+    present = vars(module).get("forward")
+    if present is not None and not _is_ours(present):
+        return present
+    return (present or functools.partial(_forward, module)) if _takes_hidden_states(module, method) else None
+
+
+def attach(module: nn.Module, forward: Callable[..., Any] | None) -> None:
+    """Give an attention module the forward that `plan` returned."""
+    present = vars(module).get("forward")
+    if forward is None and present is not None:
+        del module.forward
+    elif forward is not present:
+        module.forward = forward
+
+
+def _is_ours(forward: object) -> bool:
+    return isinstance(forward, functools.partial) and forward.func is _forward
+
+
+def _takes_hidden_states(module: nn.Module, method: MethodConfig | None) -> bool:
+    if method is None or get_method(method.method).forward_hidden_states is None:
+        return False
+    return _layout(module) is not None
+
+
+def _layout(module: nn.Module) -> _Layout | None:
+    """The layout of a module of Transformers or of this package that is known here and not causal."""
+    kind = type(module)
+    layout = _LAYOUTS.get(kind.__name__) if kind.__module__.startswith(_PACKAGES) else None
+    if layout is None or getattr(module, "is_causal", True):
+        return None
+    names = [name for name in (*layout, "scaling") if name is not None]
+    return layout if all(hasattr(module, name) for name in names) else None
+
+
+def _forward(
+    module: nn.Module, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Replace the module's own forward: the same arguments, and the same output up to rounding."""
+    name = method_of(module.config)
+    location = location_of(module)
+    method = None if name is None else settings_of(module.config, name).for_layer(location.layer)
+    form = None if method is None else get_method(method.method).forward_hidden_states
+    if form is None or kwargs.get("past_key_values") is not None or kwargs.get("is_causal"):
+        return type(module).forward(module, hidden_states, attention_mask, **kwargs)
+    layout = _layout(module)
+    refuse_arguments(method.method, module, hidden_states.shape[1], attention_mask, kwargs)
+    query_projection = getattr(module, layout.query)
+    query = query_projection(hidden_states).unflatten(2, (-1, getattr(module, layout.head_dim))).transpose(1, 2)
+    dropout = getattr(module, layout.dropout)
+    dropout = getattr(dropout, "p", dropout) if module.training else 0.0
+    # As in the attention function: in training from the global generators, otherwise by the layer alone.
+    seed = draw_seed(query.device) if module.training else layer_seed(location.layer)
+    if attention_mask is not None:
+        hidden_states = hidden_states.masked_fill(~attention_mask[:, :, None], 0.0)
+    parameters = required_tensors(module, method, location.name)
+    options = AttentionOptions(attention_mask, False, module.scaling, dropout, seed + method.seed, parameters)
+    projections = HiddenProjections(getattr(module, layout.key), getattr(module, layout.value))
+    out = form(method, query, hidden_states, projections, options)
+    out = out.transpose(1, 2).flatten(2)
+    return (out if layout.output is None else getattr(module, layout.output)(out)), None

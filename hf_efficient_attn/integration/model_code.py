@@ -1,0 +1,96 @@
+"""What the code of a model's classes says about its attention, found without running it."""
+
+import functools
+import inspect
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+from torch import nn
+
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+
+
+def uses_interface(kind: type[nn.Module]) -> bool:
+    """Whether a class, or one that it derives from, asks Transformers' attention interface."""
+    return any(True for _ in _attention_functions(kind))
+
+
+@functools.cache
+def own_mask(kind: type[nn.Module]) -> str | None:
+    """The name of the method by which an attention class makes a (queries, keys) mask of its own; None without one."""
+    for function in _attention_functions(kind):
+        for name in function.__code__.co_names:
+            if "mask" in name and inspect.isfunction(getattr(kind, name, None)):
+                return name
+    return None
+
+
+@functools.cache
+def attention_arguments(kind: type[nn.Module]) -> frozenset[str]:
+    """The names of the arguments that an attention class passes to its attention function, or that this reads.
+
+    They are the strings in the code of the methods that ask the interface and of `eager_attention_forward` beside them,
+    and the parameters of the latter. Some of the strings have other uses.
+    """
+    names: set[str] = set()
+    for function in _attention_functions(kind):
+        names |= _strings(function.__code__)
+        eager = function.__globals__.get("eager_attention_forward")
+        if inspect.isfunction(eager):
+            names |= _strings(eager.__code__) | set(inspect.signature(eager).parameters)
+    return frozenset(names)
+
+
+@functools.cache
+def attention_table(kind: type[nn.Module]) -> str | None:
+    """The table from which a model takes its attention class by the name of the implementation; None without one.
+
+    Such a table has an entry for "eager". It is found by following the classes that the constructors name.
+    """
+    waiting, seen = [kind], {kind}
+    while waiting:
+        current = waiting.pop()
+        for cls in current.__mro__:
+            constructor = inspect.unwrap(vars(cls).get("__init__"))
+            if cls.__module__.startswith("torch.") or not inspect.isfunction(constructor):
+                continue
+            for name in _names(constructor.__code__):
+                value = constructor.__globals__.get(name)
+                if isinstance(value, dict) and "eager" in value and all(map(_is_module_class, value.values())):
+                    return name
+                if _is_module_class(value) and value not in seen:
+                    seen.add(value)
+                    waiting.append(value)
+    return None
+
+
+def _attention_functions(kind: type[nn.Module]) -> Iterator[Any]:
+    """The methods of a class and its bases that ask the interface."""
+    for cls in kind.__mro__:
+        for value in vars(cls).values():
+            function = inspect.unwrap(value) if callable(value) else None
+            if inspect.isfunction(function) and _INTERFACE in function.__code__.co_names:
+                yield function
+
+
+def _is_module_class(value: object) -> bool:
+    return inspect.isclass(value) and issubclass(value, nn.Module)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """The code of a function and of the functions and comprehensions inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _names(code: CodeType) -> set[str]:
+    return {name for inner in _codes(code) for name in inner.co_names}
+
+
+def _strings(code: CodeType) -> set[str]:
+    constants = [constant for inner in _codes(code) for constant in inner.co_consts]
+    constants += [item for constant in constants if isinstance(constant, tuple) for item in constant]
+    return {constant for constant in constants if isinstance(constant, str)}

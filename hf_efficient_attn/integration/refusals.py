@@ -1,0 +1,157 @@
+"""What is refused, and why: methods that do not suit a model, and calls that would silently lose something.
+
+Tensors among the keyword arguments of a call need a rule, because Transformers hands everything that a model does not
+know itself through to its attention function. Attention would lose an argument
+
+- that one of Transformers' attention functions reads (`_ATTENTION_ARGUMENTS`), whatever its type;
+- that is a tensor and whose name speaks of attention (`_ATTENTION_WORDS`);
+- that is a tensor and that the model's own attention code names (`model_code.attention_arguments`).
+
+Everything else passes through to no effect, as it does with exact attention: arguments of a loss (`labels`,
+`shift_labels`, `num_items_in_batch`, weights) and inputs that the model has used already (`_INPUTS`).
+"""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.integration.model_code import attention_arguments
+from hf_efficient_attn.integration.settings import EXACT
+from hf_efficient_attn.methods import MethodConfig, causal_methods, get_method, learns, rectangular_methods
+
+# Arguments that change what attention computes, as Transformers' attention functions and paged caches name them.
+_ATTENTION_ARGUMENTS = (
+    "position_bias", "softcap", "s_aux", "sinks", "alibi", "cache", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k",
+    "seq_idx", "head_mask", "layer_head_mask", "indices", "block_indices", "block_table", "read_index", "write_index",
+)  # fmt: skip
+_ATTENTION_WORDS = (
+    "attention", "attn", "mask", "bias", "alibi", "sink", "cache", "seq_len", "seqlen", "seq_idx", "block", "window",
+    "indices",
+)  # fmt: skip
+_LOSS_WORDS = ("label", "loss", "target")
+# Inputs of a model that its layers hand on.
+_INPUTS = (
+    "position_ids", "cache_position", "position_embeddings", "num_items_in_batch", "encoder_hidden_states",
+    "encoder_attention_mask", "input_ids", "token_type_ids",
+)  # fmt: skip
+
+
+def check_methods(
+    configs: Iterable[MethodConfig],
+    is_causal: bool,
+    is_rectangular: bool = False,
+    *,
+    model: str = "the model",
+    allow_learned: bool = False,
+) -> None:
+    """Check that methods suit a model.
+
+    Args:
+        configs: of the methods.
+        is_causal: whether the model is a decoder.
+        is_rectangular: whether its attention has fewer keys than queries by construction.
+        model: how the message names the model.
+        allow_learned: whether the methods may have learned parameters.
+
+    Raises:
+        UnsupportedAttentionError: a method does not suit the model. The message names the methods that do.
+    """
+    for config in configs:
+        name, info = config.method, get_method(config.method).info
+        if is_causal and not info.causal:
+            raise UnsupportedAttentionError(
+                f"{model} is a decoder and {name} has no causal form. Methods that have one: "
+                f"{', '.join(causal_methods())}"
+            )
+        if is_rectangular and not info.rectangular:
+            raise UnsupportedAttentionError(
+                f"{model} has fewer keys than queries and {name} needs as many keys as queries. Methods that do not: "
+                f"{', '.join(rectangular_methods())}"
+            )
+        if not allow_learned and learns(config):
+            raise UnsupportedAttentionError(
+                f"{name} has learned parameters, and its error before training says nothing about its error after it: "
+                "leave the method out here, convert the model to it and fine-tune"
+            )
+
+
+def why_cross_attention_is_exact(method: str, config: object) -> str | None:
+    """The reason why cross attention stays exact in a model with this config; None if the method computes it."""
+    form = get_method(method)
+    if not form.info.rectangular:
+        return f"{method} needs as many queries as keys"
+    decodes = getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
+    # GPT-2's config does not say that the model is a decoder, but only a decoder adds cross attention.
+    if form.mixes_queries and (decodes or getattr(config, "add_cross_attention", False)):
+        return f"with {method} later tokens of a decoder would influence earlier ones"
+    return None
+
+
+def warn_of_exact_cross_attention(module: nn.Module, reason: str, names: list[str]) -> None:
+    """Warn once per module that cross attention stays exact. No warning is given while a graph is traced."""
+    if not torch.compiler.is_compiling() and not getattr(module, "_efficient_attention_warned", False):
+        warnings.warn(f"{reason}: cross attention stays exact in {', '.join(names)}", stacklevel=2)
+        module._efficient_attention_warned = True
+
+
+def refuse_arguments(
+    name: str, module: nn.Module, kv_len: int, attention_mask: object, kwargs: Mapping[str, Any]
+) -> None:
+    """Refuse everything in a call of an attention module that would silently be lost.
+
+    Args:
+        name: what refuses, a method.
+        module: the attention module.
+        kv_len: number of keys.
+        attention_mask: as the module passes it; only None and a bool mask (B, Nk) are supported.
+        kwargs: the further arguments of the attention function.
+
+    Raises:
+        UnsupportedAttentionError: names the argument and what to do instead.
+    """
+    is_tensor = isinstance(attention_mask, Tensor)
+    if attention_mask is not None and not (
+        is_tensor and attention_mask.ndim == 2 and attention_mask.dtype == torch.bool
+    ):
+        kind = f"{attention_mask.ndim}-D {attention_mask.dtype}" if is_tensor else type(attention_mask).__name__
+        raise UnsupportedAttentionError(
+            f"{name}: a {kind} attention mask cannot be kept, because no (queries, keys) mask is ever built here: give "
+            "the model an attention_mask of shape (batch, sequence length) that is 1 for every token and 0 for "
+            f"padding, or use attn_implementation={EXACT!r}"
+        )
+    if kwargs.get("output_attentions"):
+        raise UnsupportedAttentionError(no_attentions(name))
+    window = kwargs.get("sliding_window")
+    if window is not None and window < kv_len:
+        raise UnsupportedAttentionError(
+            f"{name}: the layer attends to a sliding window of {window} keys and the sequence has {kv_len}, so that "
+            f"the window would be lost: use attn_implementation={EXACT!r} for this model"
+        )
+    for argument, value in kwargs.items():
+        if value is not None and (argument in _ATTENTION_ARGUMENTS or _is_lost(module, argument, value)):
+            raise UnsupportedAttentionError(
+                f"{name}: the argument {argument!r} of the attention would be lost: use attn_implementation={EXACT!r} "
+                "or 'eager' for this model, or leave the argument out"
+            )
+
+
+def _is_lost(module: nn.Module, argument: str, value: object) -> bool:
+    """Whether attention would lose an argument that is or holds a tensor; see the rule at the top."""
+    holds_tensors = isinstance(value, Tensor) or (
+        isinstance(value, (tuple, list)) and any(isinstance(item, Tensor) for item in value)
+    )
+    if not holds_tensors or argument in _INPUTS or any(word in argument for word in _LOSS_WORDS):
+        return False
+    return any(word in argument for word in _ATTENTION_WORDS) or argument in attention_arguments(type(module))
+
+
+def no_attentions(name: str) -> str:
+    """The message for `output_attentions=True`."""
+    return (
+        f"output_attentions=True: {name} never computes the attention probabilities; load the model with "
+        "attn_implementation='eager' to see them"
+    )
