@@ -4,18 +4,18 @@ import pytest
 import torch
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.methods import get_method, naive_attention
+from hf_efficient_attn.methods import attention_with_state, get_method, naive_attention
 from instances import INSTANCES, inputs, padding_mask
 
 SETTINGS = [(instance, is_causal) for instance in INSTANCES for is_causal in instance.forms]
 
 
-def start_parameters(instance, query, value):
+def initial_parameters(instance, query, value):
     method = get_method(instance.method)
     if method.initial_parameters is None:
         return None
-    sizes = {"heads": query.shape[1], "width": query.shape[3], "value_width": value.shape[3], "length": query.shape[2]}
-    return method.initial_parameters(instance.config(), **sizes)
+    sizes = {"num_heads": query.shape[1], "head_dim": query.shape[3], "value_dim": value.shape[3]}
+    return method.initial_parameters(instance.config(), max_length=query.shape[2], **sizes)
 
 
 @pytest.mark.parametrize("form", [hea.attention, naive_attention], ids=["forward", "naive"])
@@ -31,8 +31,25 @@ def test_created_tensors_are_on_the_device_of_the_inputs(instance, is_causal, ki
         options = {
             "attention_mask": padding_mask(kind, 2, q_len),
             "is_causal": is_causal,
-            "parameters": start_parameters(instance, query, value),
+            "parameters": initial_parameters(instance, query, value),
         }
         with torch.device("meta"):
             out = form(instance.config(), query, key, value, **options)
         assert out.device.type == "cpu"
+
+
+@pytest.mark.parametrize("instance", [i for i in INSTANCES if i.info.causal], ids=str)
+def test_tensors_created_in_decoding_are_on_the_device_of_the_inputs(instance):
+    query, key, value = inputs(batch=2, q_len=61, value_dim=5)
+    mask, parameters = padding_mask("left", 2, 61), initial_parameters(instance, query, value)
+    with torch.device("meta"):
+        out = hea.attention(
+            instance.config(), query[:, :, -3:], key, value, attention_mask=mask, is_causal=True, parameters=parameters
+        )
+        assert out.device.type == "cpu"
+        if instance.info.recurrent:
+            state = None
+            for start, end in ((0, 40), (40, 60), (60, 61)):
+                chunk = [x[:, :, start:end] for x in (query, key, value)]
+                out, state = attention_with_state(instance.config(), state, *chunk, attention_mask=mask[:, start:end])
+                assert {x.device.type for x in (out, *state)} == {"cpu"}
