@@ -1,4 +1,4 @@
-"""Generation with GPT-2 and Llama: the key-value cache, left padding, beams, and what is refused."""
+"""Generation with GPT-2 and Llama: the key-value cache, left padding, beams, and refusals."""
 
 import pytest
 import torch
@@ -25,13 +25,13 @@ def test_the_cache_gives_the_same_tokens(family, method, padding):
     tokens = generate(model, inputs)
     assert torch.equal(tokens, generate(model, inputs, use_cache=False))
     exact = generate(hea.convert(model, "sdpa"), inputs)
-    assert not torch.equal(tokens, exact), "the model does not tell the method from exact attention"
+    assert not torch.equal(tokens, exact), "the test cannot tell the method from exact attention"
 
 
 @each_method
 @each_family
-def test_a_step_with_the_cache(family, method):
-    """Logits of one token, and of three, after a prompt, against the whole sequence at once, where that is promised."""
+def test_decoding_steps_with_the_cache(family, method):
+    """Logits of one token, and of three, after a prompt are those of the whole sequence, where that is promised."""
     model, ids = tiny_model(family, method, head=True), tiny_batch(family)["input_ids"]
     with torch.no_grad():
         whole = model(ids, use_cache=False).logits
@@ -41,7 +41,8 @@ def test_a_step_with_the_cache(family, method):
             if method in SAME_BY_STEP:
                 torch.testing.assert_close(last, whole[:, -step:], atol=1e-4, rtol=1e-4)
             else:
-                # Documented: all cached keys exactly. So the last layer of a model that is exact before it agrees.
+                # These methods are documented to attend to all cached keys exactly. With exact attention in the first
+                # layer, the logits are those of an exact model.
                 part = hea.convert(tiny_model(family, head=True), method, layers=[1], **SMALL[method])
                 cache = part(ids[:, :-step], use_cache=True).past_key_values
                 exact = hea.convert(part, "sdpa")(ids, use_cache=False).logits
@@ -64,7 +65,7 @@ def test_batches_with_left_padding_generate_as_each_alone(family, method):
 @each_method
 @each_family
 def test_beam_search(family, method):
-    """Beams reorder the cache; as in exact attention, the best of one beam is the greedy sequence."""
+    """Beam search reorders the cache."""
     model, inputs = tiny_model(family, method, head=True), tiny_batch(family, padding="left")
     beams = generate(model, inputs, num_beams=3, num_return_sequences=2)
     assert beams.shape == (4, 12)
@@ -83,14 +84,14 @@ def test_sampling_repeats_with_its_seed(family):
 
 
 @each_family
-def test_prompts_in_pieces(family):
-    """A chunked prompt (keys before the queries, and padding) is the prompt at once."""
+def test_prompts_in_chunks(family):
+    """The chunks of a prompt give the output of the whole prompt, with padding and keys before the queries."""
     model, inputs = tiny_model(family, "longformer", head=True), tiny_batch(family, padding="left")
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
         whole = model(ids, attention_mask=mask, position_ids=positions).logits
-        cache, pieces = None, []
+        cache, logits = None, []
         for start, end in ((0, 33), (33, 60), (60, 70)):
             out = model(
                 ids[:, start:end],
@@ -100,8 +101,8 @@ def test_prompts_in_pieces(family):
                 use_cache=True,
             )
             cache = out.past_key_values
-            pieces.append(out.logits)
-    torch.testing.assert_close(torch.cat(pieces, 1)[mask.bool()], whole[mask.bool()], atol=1e-4, rtol=1e-4)
+            logits.append(out.logits)
+    torch.testing.assert_close(torch.cat(logits, 1)[mask.bool()], whole[mask.bool()], atol=1e-4, rtol=1e-4)
 
 
 @each_family
@@ -113,7 +114,7 @@ def test_exact_layers_generate_as_sdpa(family):
 
 
 @each_family
-def test_what_generation_cannot_do_is_refused(family):
+def test_unsupported_options_are_refused(family):
     model, inputs = tiny_model(family, "linear", head=True), tiny_batch(family)
     with pytest.raises(hea.UnsupportedAttentionError, match="dynamic cache"):
         generate(model, inputs, cache_implementation="static")
@@ -121,7 +122,7 @@ def test_what_generation_cannot_do_is_refused(family):
         model.generate(**inputs, max_new_tokens=2, output_attentions=True, return_dict_in_generate=True)
 
 
-def test_the_real_gpt2(data):
+def test_trained_gpt2(data):
     folder = data / "models" / "gpt2-char-shakespeare"
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="longformer", efficient_attention={"window_size": 32}

@@ -35,7 +35,7 @@ def loss_and_gradients(model, inputs, seed: int = 5):
 @each_method
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradient_checkpointing_recomputes_the_same(family, method):
-    """In train mode with dropout, where every forward draws hashes, samples and dropout from the global generator."""
+    """In training, every forward draws hashes, samples and dropout masks from the global generator."""
     model, inputs = tiny_model(family, method), tiny_batch(family)
     model.train()
     loss, gradients = loss_and_gradients(model, inputs)
@@ -53,25 +53,23 @@ def test_gradient_checkpointing_recomputes_the_same(family, method):
 
 @each_method
 def test_dropout_and_draws_in_training(method):
-    model, inputs = (
-        tiny_model("bert", method, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
-        tiny_batch("bert"),
-    )
+    model = tiny_model("bert", method, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    inputs = tiny_batch("bert")
     model.train()
     assert torch.equal(output(model, inputs), output(model, inputs)) is not (method in RANDOM)
     model.eval()
     state = torch.get_rng_state()
     assert torch.equal(output(model, inputs), output(model, inputs))
     assert torch.equal(torch.get_rng_state(), state)
-    dropping = tiny_model("bert", method, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.5)
-    still = output(dropping, inputs)
-    assert torch.equal(still, output(model, inputs))
-    dropping.train()
+    with_dropout = tiny_model("bert", method, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.5)
+    in_eval = output(with_dropout, inputs)
+    assert torch.equal(in_eval, output(model, inputs))
+    with_dropout.train()
     torch.manual_seed(0)
-    dropped = output(dropping, inputs)
-    assert (dropped - still).abs().max() > 0.1
+    in_training = output(with_dropout, inputs)
+    assert (in_training - in_eval).abs().max() > 0.1
     torch.manual_seed(0)
-    assert torch.equal(output(dropping, inputs), dropped)
+    assert torch.equal(output(with_dropout, inputs), in_training)
 
 
 def test_a_few_steps_lower_the_loss():
@@ -89,8 +87,8 @@ def test_a_few_steps_lower_the_loss():
     assert losses[-1] < 0.7 * losses[0]
 
 
-def compiled_and_not(family, model, inputs):
-    """Output and gradients of a model, eager and compiled in one graph."""
+def eager_and_compiled(family, model, inputs):
+    """Output and gradients of a model, in eager mode and compiled to one graph."""
     torch.compiler.reset()
     if family in DECODERS:
         model.config.use_cache = False
@@ -103,12 +101,12 @@ def compiled_and_not(family, model, inputs):
 
 @each_method
 @pytest.mark.parametrize(("family", "padding"), [("bert", "left"), ("gpt2", "none")])
-def test_compiling_in_one_graph(family, padding, method):
+def test_compiling_to_one_graph(family, padding, method):
     if method in DATA_DEPENDENT:
-        pytest.skip("its work depends on the data by definition")
+        pytest.skip("the method's control flow depends on the data")
     layers = {"n_layer": 1} if family == "gpt2" else {"num_hidden_layers": 1}
     model, inputs = tiny_model(family, method, **layers), tiny_batch(family, padding=padding)
-    (out, gradients), (compiled, compiled_gradients) = compiled_and_not(family, model, inputs)
+    (out, gradients), (compiled, compiled_gradients) = eager_and_compiled(family, model, inputs)
     torch.testing.assert_close(compiled, out, atol=1e-4, rtol=1e-4)
     for name, gradient in gradients.items():
         torch.testing.assert_close(compiled_gradients[name], gradient, atol=1e-3, rtol=1e-3, msg=name)
@@ -117,12 +115,12 @@ def test_compiling_in_one_graph(family, padding, method):
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_compiling_with_layers_that_stay_exact(family):
     model = hea.convert(tiny_model(family), "linear", layers=[1])
-    (out, _), (compiled, _) = compiled_and_not(family, model, tiny_batch(family, padding="left"))
+    (out, _), (compiled, _) = eager_and_compiled(family, model, tiny_batch(family, padding="left"))
     torch.testing.assert_close(compiled, out, atol=1e-4, rtol=1e-4)
 
 
-def test_compiled_packed_sequences_fail_too():
-    """A graph cannot look at positions while it is traced: the check runs inside it."""
+def test_packed_sequences_are_refused_in_a_compiled_model():
+    """Position values are not known while the graph is traced, so the check is part of the graph."""
     torch.compiler.reset()
     model, ids = tiny_model("llama", "linear"), tiny_batch("llama")["input_ids"]
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -151,10 +149,10 @@ def test_autocast_and_low_precision(family, method, dtype, tmp_path):
         cast = output(model, inputs)
         model.train()(**inputs)[0].float().sum().backward()
     model.eval()
-    likeness = torch.nn.functional.cosine_similarity(cast.float().flatten(1), expected.flatten(1)).min()
+    similarity = torch.nn.functional.cosine_similarity(cast.float().flatten(1), expected.flatten(1)).min()
     assert torch.isfinite(cast).all()
-    # Rounded queries can hash otherwise and rounded scores be sampled otherwise.
-    assert likeness > (0.7 if method in RANDOM else 0.99)
+    # Rounding can change the hash of a query and the keys that are sampled.
+    assert similarity > (0.7 if method in RANDOM else 0.99)
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
     model.save_pretrained(tmp_path)
     low = tiny_class(family).from_pretrained(tmp_path, dtype=dtype)
@@ -204,12 +202,12 @@ def test_lora_on_queries_and_values(family, when, tmp_path):
 def test_the_trainer(tmp_path):
     pytest.importorskip("accelerate")
     model = tiny_model("bert", "kdeformer", head=True)
-    rows = [{"input_ids": ids, "labels": ids} for ids in tiny_batch("bert", batch=6)["input_ids"]]
+    examples = [{"input_ids": ids, "labels": ids} for ids in tiny_batch("bert", batch=6)["input_ids"]]
     arguments = transformers.TrainingArguments(
         tmp_path, max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2, report_to=[], use_cpu=True,
         disable_tqdm=True, save_strategy="no", gradient_checkpointing=True,
     )  # fmt: skip
-    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=examples)
     before = copy.deepcopy(model.state_dict())
     trainer.train()
     assert any(not torch.equal(before[key], value) for key, value in model.state_dict().items())
