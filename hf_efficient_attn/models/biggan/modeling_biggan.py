@@ -4,6 +4,7 @@ Brock, Donahue and Simonyan 2019, "Large Scale GAN Training for High Fidelity Na
 """
 
 import functools
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrize
+from tqdm import tqdm
 from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -25,8 +27,8 @@ from hf_efficient_attn.models.biggan.configuration_biggan import (
     START_RESOLUTION,
     BigGANConfig,
 )
-from hf_efficient_attn.models.biggan.normalization import AnyLookup, BigGANBatchNorm, fill_statistics, look_up
-from hf_efficient_attn.models.biggan.sampling import check_truncation
+from hf_efficient_attn.models.biggan.normalization import AnyLookup, BigGANBatchNorm, Moments, look_up, rows_to_fill
+from hf_efficient_attn.models.biggan.sampling import check_truncation, truncated_noise
 from hf_efficient_attn.models.biggan.spectral_norm import (
     checkpoint_names,
     conv,
@@ -233,6 +235,7 @@ class BigGANModel(PreTrainedModel):
             raise ValueError(f"classes are numbered from 0 to {num_classes - 1}, not {labels.tolist()}")
         return functional.embedding(labels.long(), self.embeddings.weight.t())
 
+    @torch.no_grad()
     def set_statistics(
         self,
         truncations: Sequence[float] | None = None,
@@ -261,7 +264,48 @@ class BigGANModel(PreTrainedModel):
             ValueError: a truncation is outside (0, 1], two truncations use the same row, a count is below 1, or
                 `class_label` has the wrong shape.
         """
-        fill_statistics(self, truncations, class_label, num_samples, batch_size, seed, progress)
+        for name, count in {"num_samples": num_samples, "batch_size": batch_size}.items():
+            if isinstance(count, bool) or not math.isfinite(count) or count != int(count) or count < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, not {count!r}")
+        if class_label is not None:
+            class_label = torch.as_tensor(class_label)
+            if class_label.ndim not in (1, 2) or len(class_label) == 0:
+                raise ValueError(f"class_label must be (K,) or (K, num_classes), not {tuple(class_label.shape)}")
+        fillings = rows_to_fill(truncations, self.config.n_stats)
+        norms = [module for module in self.modules() if isinstance(module, BigGANBatchNorm)]
+        modes = {module: module.training for module in self.modules()}
+        sizes = [len(part) for part in torch.arange(num_samples).split(batch_size)]
+        total = len(fillings) * num_samples
+        bar = tqdm(total=total, unit="img", desc="statistics", disable=None if progress else True)
+        # Only the normalizations are in training mode, so that dropout and power iterations stay as they are.
+        self.eval()
+        try:
+            for norm in norms:
+                norm.train()
+            for truncation, rows in fillings.items():
+                generator = torch.Generator().manual_seed(seed)
+                noise_seeds = torch.randint(2**31 - 1, (len(sizes),), generator=generator).tolist()
+                measured = [Moments() for _ in norms]
+                for norm, moments in zip(norms, measured, strict=True):
+                    norm.moments = moments
+                for size, noise_seed in zip(sizes, noise_seeds, strict=True):
+                    # At truncation 0 all noise is 0.
+                    z = truncated_noise(size, self.config.z_dim, truncation or 1.0, noise_seed) * bool(truncation)
+                    if class_label is None:
+                        labels = torch.randint(self.config.num_classes, (size,), generator=generator)
+                    else:
+                        labels = class_label[torch.randint(len(class_label), (size,), generator=generator)]
+                    self(z.to(self.device), labels.to(self.device), truncation or 1.0)
+                    bar.update(size)
+                for norm, moments in zip(norms, measured, strict=True):
+                    norm.running_means[rows] = moments.mean.to(norm.running_means)
+                    norm.running_vars[rows] = (moments.squares / moments.count).to(norm.running_vars)
+        finally:
+            bar.close()
+            for norm in norms:
+                norm.moments = None
+            for module, mode in modes.items():
+                module.training = mode
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -1,21 +1,18 @@
-"""Batch normalization with statistics for every truncation, and the measurement of these statistics.
+"""Batch normalization with statistics for every truncation, and accumulators for their measurement.
 
 The distribution of a layer's input depends on the truncation of the noise. Statistics measured at one truncation are
 therefore wrong at another (Brock et al. 2019, appendix D: "standing statistics").
 """
 
-import math
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias, cast
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from tqdm import tqdm
-from transformers.modeling_utils import PreTrainedModel
 
 from hf_efficient_attn.models.biggan.configuration_biggan import BigGANConfig
-from hf_efficient_attn.models.biggan.sampling import truncated_noise
+from hf_efficient_attn.models.biggan.sampling import check_truncation
 from hf_efficient_attn.models.biggan.spectral_norm import linear
 
 # A smaller share of a row is rounding: 0.58 / 0.02 is 28.999999999999996.
@@ -84,7 +81,8 @@ def look_up(truncation: float, n_stats: int, device: torch.device | None = None)
 class BigGANBatchNorm(nn.Module):
     """Batch normalization of (B, C, height, width), with statistics that depend on the truncation.
 
-    In training mode it uses the statistics of the batch and leaves its tables unchanged; `fill_statistics` fills them.
+    In training mode it uses the statistics of the batch and leaves its tables unchanged; `BigGANModel.set_statistics`
+    fills them.
 
     Args:
         config: configuration of the model.
@@ -148,71 +146,22 @@ class Moments:
         self.count = total
 
 
-@torch.no_grad()
-def fill_statistics(
-    model: PreTrainedModel,
-    truncations: Sequence[float] | None,
-    class_label: Tensor | None,
-    num_samples: int,
-    batch_size: int,
-    seed: int,
-    progress: bool,
-) -> None:
-    """Measure statistics and write them into the tables; see `BigGANModel.set_statistics`."""
-    for name, count in {"num_samples": num_samples, "batch_size": batch_size}.items():
-        if isinstance(count, bool) or not math.isfinite(count) or count != int(count) or count < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, not {count!r}")
-    if class_label is not None:
-        class_label = torch.as_tensor(class_label)
-        if class_label.ndim not in (1, 2) or len(class_label) == 0:
-            raise ValueError(f"class_label must be (K,) or (K, num_classes), not {tuple(class_label.shape)}")
-    config = cast(BigGANConfig, model.config)
-    rows_by_truncation = _rows_to_fill(truncations, config.n_stats)
-    norms = [module for module in model.modules() if isinstance(module, BigGANBatchNorm)]
-    modes = {module: module.training for module in model.modules()}
-    sizes = [len(part) for part in torch.arange(num_samples).split(batch_size)]
-    total = len(rows_by_truncation) * num_samples
-    bar = tqdm(total=total, unit="img", desc="statistics", disable=None if progress else True)
-    # Only the normalizations are in training mode, so that dropout and power iterations stay as they are.
-    model.eval()
-    try:
-        for norm in norms:
-            norm.train()
-        for truncation, rows in rows_by_truncation.items():
-            generator = torch.Generator().manual_seed(seed)
-            noise_seeds = torch.randint(2**31 - 1, (len(sizes),), generator=generator).tolist()
-            measured = [Moments() for _ in norms]
-            for norm, moments in zip(norms, measured, strict=True):
-                norm.moments = moments
-            for size, noise_seed in zip(sizes, noise_seeds, strict=True):
-                # At truncation 0 all noise is 0.
-                z = truncated_noise(size, config.z_dim, truncation or 1.0, noise_seed) * bool(truncation)
-                if class_label is None:
-                    labels = torch.randint(config.num_classes, (size,), generator=generator)
-                else:
-                    labels = class_label[torch.randint(len(class_label), (size,), generator=generator)]
-                model(z.to(model.device), labels.to(model.device), truncation or 1.0)
-                bar.update(size)
-            for norm, moments in zip(norms, measured, strict=True):
-                norm.running_means[rows] = moments.mean.to(norm.running_means)
-                norm.running_vars[rows] = (moments.squares / moments.count).to(norm.running_vars)
-    finally:
-        bar.close()
-        for norm in norms:
-            norm.moments = None
-        for module, mode in modes.items():
-            module.training = mode
+def rows_to_fill(truncations: Sequence[float] | None, n_stats: int) -> dict[float, list[int]]:
+    """Map each truncation to the rows of a table that its statistics go into.
 
+    Args:
+        truncations: None stands for the truncations of all rows.
+        n_stats: number of rows.
 
-def _rows_to_fill(truncations: Sequence[float] | None, n_stats: int) -> dict[float, list[int]]:
-    """Map each truncation to the rows that its statistics go into. None stands for the truncations of all rows."""
+    Raises:
+        ValueError: a truncation is outside (0, 1], two truncations use the same row, or there is none.
+    """
     if truncations is None:
         return {row / (n_stats - 1): [row] for row in range(n_stats)}
     found: dict[float, list[int]] = {}
     owners: dict[int, float] = {}
     for truncation in truncations:
-        if not 0 < truncation <= 1:
-            raise ValueError(f"truncation must be above 0 and at most 1, not {truncation!r}")
+        check_truncation(truncation)
         lookup = look_up(truncation, n_stats)
         assert isinstance(lookup, Lookup)
         found[truncation] = lookup.rows()
