@@ -1,4 +1,4 @@
-"""Analyses of attention matrices on cases with known answers, and the commands on small inputs."""
+"""Measures of attention matrices on cases with known results, and the commands on small inputs."""
 
 import csv
 import gzip
@@ -11,7 +11,9 @@ import torch
 
 import hf_efficient_attn as hea
 from hf_efficient_attn import analysis, cli
-from recipes.analysis import budget, inputs, sparsity, spectrum
+from hf_efficient_attn.evaluation import metrics
+from recipes.analysis import budget, sparsity, spectrum
+from recipes.common import inputs
 
 REFUSED = hea.UnsupportedAttentionError
 
@@ -21,7 +23,7 @@ def normal(*shape, seed=0):
 
 
 def gaussian_kernel(query, key):
-    """Lemma 4.1 and assumption A of the paper, word for word, for one head: (n, d), (n, d) -> (n, n)."""
+    """The kernel matrix of lemma 4.1 and assumption A of the KDEformer paper for one head: (n, d), (n, d) -> (n, n)."""
     query, key = query.double(), key.double()
     squares = key.square().sum(1)
     key = torch.cat((key, (squares.max() - squares).sqrt()[:, None]), 1)
@@ -33,7 +35,7 @@ def gaussian_kernel(query, key):
 # --- assumption A ---
 
 
-def test_head_to_tail_is_that_of_every_prefix_of_the_kernel_matrix():
+def test_head_to_tail_of_every_prefix_of_the_kernel_matrix():
     query, key = normal(2, 3, 23, 6), normal(2, 3, 23, 6, seed=1)
     found = analysis.head_to_tail(query, key, first=4)
     assert found.shape == (2, 3, 20) and found.dtype == torch.float64
@@ -46,20 +48,20 @@ def test_head_to_tail_is_that_of_every_prefix_of_the_kernel_matrix():
 
 
 def test_head_to_tail_of_equal_entries():
-    # All entries are equal: the tail holds i^2 - i of them and the head i.
+    # All entries are equal. The head has i of them and the tail i^2 - i.
     found = analysis.head_to_tail(torch.zeros(60, 4), torch.zeros(60, 4))
     assert found.tolist() == pytest.approx([i - 1 for i in range(50, 61)])
 
 
 def test_head_to_tail_of_a_diagonal():
-    # |q_i - k_j|^2 = 2 s^2 off the diagonal and 0 on it; scale 1/2 makes that exp(-s^2 / 2) and 1.
+    # |q_i - k_j|^2 is 2 s^2 off the diagonal and 0 on it. With scale 1/2 the entries are exp(-s^2 / 2) and 1.
     points = 3.0 * torch.eye(16)
     found = analysis.head_to_tail(points, points, scale=0.5, first=2)
     assert found.tolist() == pytest.approx([(i - 1) * math.exp(-4.5) for i in range(2, 17)])
 
 
 def test_head_to_tail_does_not_underflow_where_the_prefix_is_small():
-    # The last query is at 0, so that its row is e^5000 times as large as the others.
+    # The last query is 0, so the entries of its row are e^5000 times as large as the others.
     query = torch.full((8, 1), 100.0)
     query[-1] = 0.0
     found = analysis.head_to_tail(query, torch.zeros(8, 1), scale=1.0, first=3)
@@ -67,10 +69,10 @@ def test_head_to_tail_does_not_underflow_where_the_prefix_is_small():
     assert found[-1].item() == pytest.approx(0.0, abs=1e-12)
 
 
-def test_head_to_tail_does_not_depend_on_how_heads_are_walked(monkeypatch):
+def test_head_to_tail_does_not_depend_on_the_number_of_heads_at_a_time(monkeypatch):
     query, key = normal(5, 20, 4), normal(5, 20, 4, seed=1)
     found = analysis.head_to_tail(query, key, first=3)
-    monkeypatch.setattr(analysis, "_TILE", 800)  # two heads of 20 x 20 at a time
+    monkeypatch.setattr(metrics, "_CHUNK_ENTRIES", 800)  # two heads of 20 x 20 at a time
     assert torch.equal(found, analysis.head_to_tail(query, key, first=3))
     assert torch.equal(found[2], analysis.head_to_tail(query[2], key[2], first=3))
 
@@ -91,22 +93,22 @@ def test_order_statistics_ratio_of_a_diagonal():
 
 
 @pytest.mark.parametrize(
-    ("query", "key", "said"),
+    ("query", "key", "message"),
     [
         (torch.zeros(2, 3), torch.zeros(3, 3), "of one shape"),
         (torch.zeros(60, 2, dtype=torch.int64), torch.zeros(60, 2, dtype=torch.int64), "floating"),
-        (torch.zeros(1, 60, 0), torch.zeros(1, 60, 0), "no numbers"),
+        (torch.zeros(1, 60, 0), torch.zeros(1, 60, 0), "contains no numbers"),
         (torch.zeros(1, 1).expand(5000, 1), torch.zeros(1, 1).expand(5000, 1), "4096 tokens or fewer"),
     ],
 )
-def test_kernel_measures_refuse(query, key, said):
+def test_invalid_inputs_of_kernel_measures_are_refused(query, key, message):
     for measure in (analysis.head_to_tail, analysis.order_statistics_ratio):
-        with pytest.raises(REFUSED, match=said):
+        with pytest.raises(REFUSED, match=message):
             measure(query, key)
 
 
 @pytest.mark.parametrize("first", [0, 61, 2.0, True])
-def test_head_to_tail_refuses_prefixes_that_do_not_exist(first):
+def test_prefixes_that_do_not_exist_are_refused(first):
     with pytest.raises(REFUSED, match="first"):
         analysis.head_to_tail(torch.zeros(60, 2), torch.zeros(60, 2), first=first)
     with pytest.raises(REFUSED, match="at least 2 tokens"):
@@ -133,7 +135,7 @@ def test_softmax_matrix():
     assert torch.allclose(found, weights, atol=1e-6)
 
 
-def test_softmax_matrix_has_empty_rows_where_nothing_is_seen():
+def test_rows_of_the_softmax_matrix_without_a_key_are_zero():
     found = analysis.softmax_matrix(normal(1, 1, 3, 2), normal(1, 1, 2, 2), is_causal=True)
     assert found.sum(3).flatten().tolist() == pytest.approx([0.0, 1.0, 1.0])
 
@@ -146,7 +148,7 @@ def test_stable_rank_and_singular_values_of_known_matrices():
     assert analysis.stable_rank(torch.zeros(2, 3, 3)).tolist() == [0.0, 0.0]
 
 
-def test_the_near_field_of_a_window_is_a_band():
+def test_near_field_of_a_window_is_a_band():
     query, key = normal(1, 2, 20, 4), normal(1, 2, 20, 4, seed=1)
     distance = torch.arange(20) - torch.arange(20)[:, None]
     found = analysis.near_field_pairs(hea.LongformerConfig(window_size=3), query, key)
@@ -155,8 +157,8 @@ def test_the_near_field_of_a_window_is_a_band():
     assert torch.equal(found, ((distance <= 0) & (distance >= -3)).expand(1, 2, 20, 20))
 
 
-def test_the_near_field_of_a_hash_holds_like_tokens_whatever_the_scores():
-    # Tokens of four directions, far apart; logits of thousands, so that all but the own cluster's weights underflow.
+def test_near_field_of_a_hash_holds_similar_tokens():
+    # Tokens in four directions. Scores are in the thousands, so all weights outside a token's own cluster underflow.
     centres = 100.0 * torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
     cluster = torch.arange(32) % 4
     points = (centres[cluster] + normal(32, 2))[None, None]
@@ -168,7 +170,7 @@ def test_the_near_field_of_a_hash_holds_like_tokens_whatever_the_scores():
 @pytest.mark.parametrize("config_class", [hea.KDEformerConfig, hea.HyperAttentionConfig])
 @pytest.mark.parametrize("near_field", ["lsh", "window"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_near_field_is_what_the_method_computes_without_samples(config_class, near_field, causal):
+def test_near_field_is_what_the_method_computes_without_samples(config_class, near_field, causal):
     config = config_class(block_size=6, num_samples=0, near_field=near_field)
     query, key, value = normal(2, 2, 33, 8), normal(2, 2, 33, 8, seed=1), normal(2, 2, 33, 5, seed=2)
     mask = torch.ones(2, 33, dtype=torch.bool)
@@ -181,7 +183,7 @@ def test_the_near_field_is_what_the_method_computes_without_samples(config_class
     assert not pairs[1, :, :, 25:].any()
 
 
-def test_the_residual_is_the_softmax_matrix_outside_the_near_field():
+def test_residual_is_the_softmax_matrix_outside_the_near_field():
     query, key = normal(1, 2, 40, 4), normal(1, 2, 40, 4, seed=1)
     config = hea.KDEformerConfig(block_size=8)
     whole, pairs = analysis.softmax_matrix(query, key), analysis.near_field_pairs(config, query, key)
@@ -190,8 +192,8 @@ def test_the_residual_is_the_softmax_matrix_outside_the_near_field():
     assert pairs.any() and found.any()
 
 
-def test_taking_out_heavy_blocks_lowers_the_stable_rank():
-    # Eight well separated clusters, in order, beside a flat background: D^-1 A is blocks of 1/8 plus little.
+def test_residual_has_a_lower_stable_rank():
+    # Eight well separated clusters of consecutive tokens: the softmax matrix is close to eight blocks of 1/8.
     points = 4.0 * torch.eye(8).repeat_interleave(8, 0)[None, None]
     options = {"scale": 0.5}
     before = analysis.stable_rank(analysis.softmax_matrix(points, points, **options)).item()
@@ -207,12 +209,12 @@ def test_methods_without_a_near_field_are_refused(method):
         analysis.near_field_pairs(method, normal(1, 1, 9, 4), normal(1, 1, 9, 4))
 
 
-def test_a_near_field_that_holds_everything_is_refused():
+def test_near_field_of_all_pairs_is_refused():
     with pytest.raises(REFUSED, match="smaller block_size"):
         analysis.residual_matrix("kdeformer", normal(1, 1, 9, 4), normal(1, 1, 9, 4))
 
 
-def test_spectra_refuse_absurd_sizes():
+def test_inputs_too_large_for_memory_are_refused():
     long = torch.zeros(1, 1, 1, 1).expand(1, 1, 40000, 1)
     with pytest.raises(REFUSED, match="12 GiB"):
         analysis.softmax_matrix(long, long)
@@ -244,8 +246,8 @@ def test_relative_error():
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("length", [5, 9, 12])
-def test_exact_output_is_the_softmax_matrix_times_the_values(causal, padded, length, monkeypatch):
-    monkeypatch.setattr(analysis, "_ROWS", 4)
+def test_exact_output_is_the_softmax_matrix_times_values(causal, padded, length, monkeypatch):
+    monkeypatch.setattr(metrics, "_CHUNK_QUERIES", 4)
     query, key, value = normal(2, 4, length, 3), normal(2, 2, 9, 3, seed=1), normal(2, 2, 9, 6, seed=2)
     mask = None
     if padded:
@@ -260,7 +262,7 @@ def test_exact_output_is_the_softmax_matrix_times_the_values(causal, padded, len
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
-def test_attention_error_falls_to_nothing_with_the_budget(causal, padded):
+def test_attention_error_vanishes_with_the_whole_sequence_as_budget(causal, padded):
     query, key, value = (normal(2, 3, 40, 8, seed=i) for i in range(3))
     mask = torch.ones(2, 40, dtype=torch.bool)
     if padded:
@@ -269,13 +271,13 @@ def test_attention_error_falls_to_nothing_with_the_budget(causal, padded):
     options = {"attention_mask": mask if padded else None, "is_causal": causal}
     small = analysis.attention_error("kdeformer", query, key, value, block_size=4, num_samples=4, **options)
     whole = analysis.attention_error(hea.KDEformerConfig(block_size=40), query, key, value, **options)
-    for one, none in zip(small, whole, strict=True):
-        assert one.shape == (2, 3)
-        assert (one > 1e-3).all()
-        assert (none < 1e-5).all()
+    for error, vanishing in zip(small, whole, strict=True):
+        assert error.shape == (2, 3)
+        assert (error > 1e-3).all()
+        assert (vanishing < 1e-5).all()
 
 
-def test_attention_error_is_per_head_and_of_the_seed():
+def test_attention_error_by_head_and_seed():
     query, key, value = (normal(2, 3, 40, 8, seed=i) for i in range(3))
     options = {"block_size": 4, "num_samples": 4}
     found = analysis.attention_error("hyperattention", query, key, value, seed=5, **options)
@@ -291,17 +293,17 @@ def test_attention_error_is_per_head_and_of_the_seed():
     assert torch.allclose(found.operator, known.operator)
 
 
-def test_attention_error_refuses_what_attention_refuses():
+def test_invalid_arguments_of_attention_error_are_refused():
     query = normal(1, 1, 9, 4)
     with pytest.raises(REFUSED, match="kdeformr"):
         analysis.attention_error("kdeformr", query, query, query)
-    with pytest.raises(REFUSED, match="does not fit key"):
+    with pytest.raises(REFUSED, match="does not match key"):
         analysis.exact_output(query, query, query[:, :, :5])
     with pytest.raises(REFUSED, match="must be bool"):
         analysis.softmax_matrix(query, query, attention_mask=torch.ones(1, 9))
     with pytest.raises(REFUSED, match="must divide"):
         analysis.softmax_matrix(query, query.expand(1, 2, 9, 4))
-    with pytest.raises(REFUSED, match="length, width"):
+    with pytest.raises(REFUSED, match="length, head_dim"):
         analysis.softmax_matrix(query[0], query[0])
 
 
@@ -325,17 +327,17 @@ def read_csv(path):
 
 
 @pytest.fixture
-def picture(tmp_path):
+def plot(tmp_path):
     pytest.importorskip("matplotlib", reason="needs matplotlib (extra plots)")
-    return tmp_path / "picture.png"
+    return tmp_path / "plot.png"
 
 
-def drawn(path):
+def is_png(path):
     return path.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("recipe", [budget, sparsity, spectrum])
-def test_commands_explain_themselves(recipe, capsys):
+def test_help_of_commands(recipe, capsys):
     assert run(recipe, "--help") == 0
     out = capsys.readouterr().out
     assert "--csv" in out and "--plot" in out and "--data" in out
@@ -351,7 +353,7 @@ def test_commands_explain_themselves(recipe, capsys):
         (spectrum, ["--source", "deit"]),
     ],
 )
-def test_commands_say_where_data_should_be(recipe, arguments, capsys, monkeypatch):
+def test_missing_data_is_one_message(recipe, arguments, capsys, monkeypatch):
     monkeypatch.setenv("HEA_DATA", "no/such/folder")
     assert run(recipe, *arguments) == 2
     err = capsys.readouterr().err
@@ -359,7 +361,7 @@ def test_commands_say_where_data_should_be(recipe, arguments, capsys, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("recipe", "arguments", "said"),
+    ("recipe", "arguments", "message"),
     [
         (budget, ["--source", "imdb"], "glove, random"),
         (budget, ["--source", "random", "--method", "kdeformr"], "kdeformer"),
@@ -371,15 +373,15 @@ def test_commands_say_where_data_should_be(recipe, arguments, capsys, monkeypatc
         (spectrum, ["--csv", "no/such/folder/file.csv"], "its folder must exist"),
     ],
 )
-def test_commands_refuse(recipe, arguments, said, capsys):
+def test_invalid_arguments_of_commands_are_refused(recipe, arguments, message, capsys):
     assert run(recipe, *arguments) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_spectrum_of_random_numbers(tmp_path, picture, capsys):
+def test_spectrum_of_random_numbers(tmp_path, plot, capsys):
     rows = tmp_path / "rows.csv"
     arguments = ["--source", "random", "--length", "48", "--method", "kdeformer:block_size=8,longformer:window_size=5"]
-    assert run(spectrum, *arguments, "--csv", str(rows), "--plot", str(picture), "--threads", "1") == 0
+    assert run(spectrum, *arguments, "--csv", str(rows), "--plot", str(plot), "--threads", "1") == 0
     whole, *without = read_csv(rows)
     assert [row["near_field"] for row in without] == ["kdeformer (block_size=8)", "longformer (window_size=5)"]
     assert float(whole["held"]) == 0.0 and float(whole["largest"]) >= 1.0
@@ -389,12 +391,12 @@ def test_spectrum_of_random_numbers(tmp_path, picture, capsys):
     for row in without:
         assert 0.0 < float(row["held"]) < 1.0
         assert float(row["frobenius"]) < float(whole["frobenius"])
-    assert drawn(picture)
+    assert is_png(plot)
     assert "of 2 cases" in capsys.readouterr().out
 
 
-def test_scale_reaches_the_scores():
-    # Scores of 0: every output is the mean of the values, and every weight 1 / 32.
+def test_scale_is_passed_to_the_measurements():
+    # With scores of 0 every weight is 1 / 32 and every output is the mean of the values.
     tensors = budget.read("random", None, 32, 0)
     query, key = spectrum.read("random", None, 32, 0, 0, 0)
     configs = cli.parse_methods(["longformer:window_size=3"])
@@ -417,19 +419,19 @@ def test_glove_vectors(tmp_path):
     vectors = write_glove(tmp_path)
     assert torch.equal(inputs.glove_vectors(tmp_path, 7), vectors[:7])
     some = inputs.glove_vectors(tmp_path, 40, seed=1)
-    places = (some[:, None] == vectors).all(2).nonzero()[:, 1].tolist()
-    assert len(set(places)) == 40 and places != sorted(places)
+    indices = (some[:, None] == vectors).all(2).nonzero()[:, 1].tolist()
+    assert len(set(indices)) == 40 and indices != sorted(indices)
     assert torch.equal(some, inputs.glove_vectors(tmp_path, 40, seed=1))
     with pytest.raises(REFUSED, match="holds 300 vectors"):
         inputs.glove_vectors(tmp_path, 301)
 
 
-def test_budget_on_word_vectors(tmp_path, picture, capsys):
+def test_budget_on_word_vectors(tmp_path, plot, capsys):
     write_glove(tmp_path)
     rows = tmp_path / "rows.csv"
     arguments = ["--data", str(tmp_path), "--length", "200", "--method", "longformer", "--budget", "16,400"]
     arguments += ["--rounds", "1", "--seeds", "1", "--no-memory", "--threads", "1"]
-    assert run(budget, *arguments, "--csv", str(rows), "--plot", str(picture)) == 0
+    assert run(budget, *arguments, "--csv", str(rows), "--plot", str(plot)) == 0
     exact, small, whole = read_csv(rows)
     assert (exact["method"], exact["budget"], float(exact["error"])) == ("sdpa", "", 0.0)
     assert (small["method"], small["budget"]) == ("longformer", "16")
@@ -437,7 +439,7 @@ def test_budget_on_word_vectors(tmp_path, picture, capsys):
     assert all(float(row["seconds"]) > 0 for row in (exact, small, whole))
     assert int(exact["operations"]) == 4 * 200**2 * 100 > int(small["operations"]) > 0
     assert int(whole["operations"]) >= int(exact["operations"])
-    assert drawn(picture)
+    assert is_png(plot)
     out = capsys.readouterr().out
     assert "glove: 200 tokens" in out and "GFLOP" in out
     values = budget.read("glove", tmp_path, 200, 0)
@@ -446,7 +448,7 @@ def test_budget_on_word_vectors(tmp_path, picture, capsys):
     assert f"an error of {(error / torch.linalg.matrix_norm(exact, ord=2)).item():.3f}" in out
 
 
-def test_budget_skips_methods_that_are_not_there(monkeypatch, capsys):
+def test_budget_skips_methods_that_are_not_registered(monkeypatch, capsys):
     monkeypatch.setattr(budget, "METHODS", ("hyperattention", "not_written_yet"))
     arguments = ["--source", "random", "--length", "96", "--budget", "8", "--rounds", "1", "--seeds", "2"]
     assert run(budget, *arguments, "--no-memory") == 0
@@ -455,7 +457,7 @@ def test_budget_skips_methods_that_are_not_there(monkeypatch, capsys):
     assert "| hyperattention | 8" in out and "±" in out
 
 
-def test_scale_reaches_the_mean_of_the_values(capsys):
+def test_scale_option_of_budget(capsys):
     arguments = ["--source", "random", "--length", "32", "--budget", "8", "--rounds", "1", "--seeds", "1"]
     arguments += ["--no-memory", "--method", "longformer"]
     assert run(budget, *arguments, "--scale", "0") == 0
@@ -488,19 +490,19 @@ def test_squad_texts(tmp_path):
     assert inputs.squad_texts(tmp_path, "article") == [f"{contexts[0]} {contexts[1]}", contexts[2]]
 
 
-def test_sparsity_on_minilm(tmp_path, minilm, picture, capsys):
+def test_sparsity_on_minilm(tmp_path, minilm, plot, capsys):
     write_squad(tmp_path)
     rows = tmp_path / "rows.csv"
     arguments = ["--data", str(tmp_path), "--first", "20", "--length", "60", "--threads", "1"]
-    assert run(sparsity, *arguments, "--csv", str(rows), "--plot", str(picture)) == 0
+    assert run(sparsity, *arguments, "--csv", str(rows), "--plot", str(plot)) == 0
     found = read_csv(rows)
     assert [(int(row["layer"]), int(row["head"])) for row in found] == [(i, j) for i in range(6) for j in range(12)]
     assert all(20 <= int(row["at_length"]) <= 60 and row["of_text"] in "01" for row in found)
     assert all(float(row["median_n_to_2n"]) >= float(row["median_n_to_next"]) >= 1.0 for row in found)
-    assert drawn(picture)
+    assert is_png(plot)
     out = capsys.readouterr().out
-    assert "2 texts (paragraphs of SQuAD) of 20 to 60 tokens; 1 shorter ones left out" in out
-    # The first layer's keys and queries of the second text, by hand.
+    assert "2 texts (paragraphs of SQuAD) of 20 to 60 tokens; 1 shorter ones omitted" in out
+    # The same measure on queries and keys of the first layer for the second text.
     model, tokenizer, longest = inputs.load_text_model("minilm", tmp_path)
     (layers,) = inputs.text_activations(model, tokenizer, 60, [inputs.squad_texts(tmp_path, "paragraph")[1]], 2)
     assert longest == 512 and layers[0].query.shape == (1, 12, 60, 32)
