@@ -1,6 +1,6 @@
-"""Methods that each break one promise on purpose, to show that the check of that promise would notice.
+"""Methods that each break one promise on purpose, to show that the check of that promise fails for them.
 
-All are small changes of the same correct dense attention. `broken(name)` registers one for as long as a test needs it.
+Each is a small change of the same correct dense attention. `broken(form)` registers one for the duration of a test.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from instances import Instance
 
 @dataclass(frozen=True, kw_only=True)
 class BrokenConfig(MethodConfig):
-    """A budget and a seed."""
+    """Hyperparameters of the broken methods."""
 
     columns: int = option(8, "Budget.", minimum=1)
     seed: int = option(0, "Seed.", minimum=0)
@@ -36,12 +36,12 @@ def _scores(query, key, mask, is_causal, scale) -> Tensor:
 
 
 def _dense(query, key, value, mask, is_causal, scale) -> Tensor:
-    """Correct dense attention: what all others here are changed from."""
-    wide = torch.promote_types(query.dtype, torch.float32)
-    scores = _scores(query.to(wide), key.to(wide), mask, is_causal, scale)
+    """Correct dense attention, from which all methods of this file are derived."""
+    acc_dtype = torch.promote_types(query.dtype, torch.float32)
+    scores = _scores(query.to(acc_dtype), key.to(acc_dtype), mask, is_causal, scale)
     empty = (scores == -torch.inf).all(-1, keepdim=True)
     weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
-    return (weights @ value.to(wide)).to(value.dtype)
+    return (weights @ value.to(acc_dtype)).to(value.dtype)
 
 
 def correct(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
@@ -49,28 +49,28 @@ def correct(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
 
 
 def centred_on_all_keys(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    """The mean that is taken off the values counts the keys that are not there."""
+    """The mean that is subtracted from the values includes masked keys."""
     mean = value.mean(2, keepdim=True)
     return _dense(query, key, value - mean, mask, is_causal, scale) + 2 * mean
 
 
 def counts_masked_keys(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    """Masked keys are zero, so they add nothing to the numerator, but they stay in the denominator."""
+    """Masked keys are zero and add nothing to the numerator, but they count in the denominator."""
     return _dense(query, key, value, None, is_causal, scale)
 
 
 def reads_masked_queries(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    """Centres the queries on a mean over all positions, those of the padding included."""
+    """Subtracts from the queries their mean over all positions, including padding."""
     return _dense(query - query.mean(2, keepdim=True), key, value, mask, is_causal, scale)
 
 
-def reads_masked_values(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    """The norm of all queries at once, whatever stands in the padding, is the temperature."""
+def divides_by_the_norm_of_all_queries(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
+    """The temperature is the norm of all queries, including those of padding."""
     return _dense(query / query.norm(), key, value, mask, is_causal, scale)
 
 
 def maximum_over_the_sequence(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    """FAVOR+'s stabiliser as published: one maximum over all keys, and an epsilon that then does not scale along."""
+    """The stabiliser of FAVOR+ as published: one maximum over all keys, and an epsilon that does not scale with it."""
     scores = _scores(query, key, mask, False, scale)
     weights = (scores - scores.amax((-2, -1), keepdim=True)).exp() + 1e-3
     if is_causal:
@@ -79,7 +79,7 @@ def maximum_over_the_sequence(config, query, key, value, mask, is_causal, scale,
 
 
 def sorts_the_sequence(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    """Causal attention within blocks of a sort over the whole sequence: who shares a block depends on what follows."""
+    """Causal attention within blocks of a sort over the whole sequence, so later tokens determine the blocks."""
     rank = query[..., 0].argsort(-1).argsort(-1) // config.columns
     scores = _scores(query, key, mask, is_causal, scale)
     scores = scores.masked_fill(rank[..., :, None] != rank[..., None, :], -torch.inf)
@@ -90,7 +90,7 @@ def ignores_causality(config, query, key, value, mask, is_causal, scale, seed) -
     return _dense(query, key, value, mask, False, scale)
 
 
-def divides_by_the_length(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
+def depends_on_the_length(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
     return _dense(query, key, value, mask, is_causal, scale) * (1 + 1 / query.shape[2])
 
 
@@ -98,8 +98,8 @@ def mixes_the_batch(config, query, key, value, mask, is_causal, scale, seed) -> 
     return _dense(query, key - key.mean(0, keepdim=True), value, mask, is_causal, scale)
 
 
-def draws_by_batch_row(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    """Its random directions differ from row to row, so that a row alone gets those of the first."""
+def draws_by_batch_index(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
+    """Each sequence of a batch has its own random directions, so a sequence alone gets those of the first."""
     generator = torch.Generator().manual_seed(int(seed))
     turn = torch.randn(query.shape[0], 1, 1, query.shape[3], generator=generator)
     return _dense(query * turn.to(query.dtype), key, value, mask, is_causal, scale)
@@ -116,13 +116,13 @@ def ignores_the_seed(config, query, key, value, mask, is_causal, scale, seed) ->
 
 
 def accumulates_in_half(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    """q . k before the scale passes 65504, the largest float16."""
+    """q . k before scaling exceeds 65504, the largest float16 number."""
     scores = _scores(query, key, mask, is_causal, scale)
     return scores.softmax(-1) @ value
 
 
 def sums_in_half(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    """A running sum of the weights in the type of the input: at bfloat16 it stands still from 256 on."""
+    """A running sum of the weights in the input dtype. In bfloat16 it stops growing at 256."""
     weights = _scores(query.float(), key.float(), mask, is_causal, scale)
     weights = (weights - weights.amax(-1, keepdim=True)).exp().to(query.dtype)
     total = torch.zeros_like(weights[..., :1])
@@ -141,24 +141,24 @@ def detaches_the_keys(config, query, key, value, mask, is_causal, scale, seed) -
 
 
 def forgets_the_denominator(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    """The denominator gives no gradient: right as long as only the values are asked for."""
+    """The denominator has no gradient. Only the gradient of the values is right."""
     weights = (_scores(query, key, mask, is_causal, scale) - 3.0).exp()
     total = weights.sum(-1, keepdim=True).detach()
     return weights / total.masked_fill(total == 0, 1.0) @ value
 
 
 def never_converges(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    """Its budget changes nothing."""
+    """The budget has no effect."""
     return _dense(query * 0.5, key, value, mask, is_causal, scale)
 
 
 def stops_short(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    """Its error falls with the budget, but not to nothing."""
+    """The error decreases with the budget, but not to 0."""
     return _dense(query * (0.9 - 0.5 / config.columns), key, value, mask, is_causal, scale)
 
 
 def builds_all_pairs(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    """Only one byte a pair, and on the way to an output that is right."""
+    """Builds a (q_len, kv_len) tensor with one byte per pair. The output does not depend on it."""
     pairs = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool)
     return torch.zeros_like(value[:, :, :1]).expand(-1, -1, query.shape[2], -1) + pairs[:1, :1]
 
@@ -169,18 +169,18 @@ def branches_on_values(config, query, key, value, mask, is_causal, scale, seed) 
     return _dense(query, key, value, mask, is_causal, scale)
 
 
-def empty_rows_are_nan(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
+def queries_without_keys_give_nan(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
     return _scores(query, key, mask, is_causal, scale).softmax(-1) @ value
 
 
-def empty_rows_have_no_gradient(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    """The output of an empty row is 0, but the gradient of its softmax is NaN, for every key."""
+def queries_without_keys_have_no_gradient(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
+    """The output of a query with no key is 0, but the gradient of its softmax is NaN for every key."""
     bias = _scores(torch.zeros_like(query), torch.zeros_like(key), mask, is_causal, scale).detach()
     return (query @ key.transpose(2, 3) * scale + bias).softmax(-1).nan_to_num(0.0) @ value
 
 
-def empty_rows_are_means(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    """A large negative number in place of -inf: where nothing is left, all is left."""
+def queries_without_keys_give_means(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
+    """Masks with a large negative number, so a query whose keys are all masked attends to all of them."""
     scores = _scores(query, key, mask, is_causal, scale).clamp(min=-1e9)
     return scores.softmax(-1) @ (value + 1.0)
 
@@ -190,13 +190,13 @@ def needs_even_lengths(config, query, key, value, mask, is_causal, scale, seed) 
     return _dense(query, key, value, mask, is_causal, scale)
 
 
-def returns_the_width_of_keys(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
+def returns_the_dimension_of_keys(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
     return torch.zeros_like(query) + _dense(query, key, value, mask, is_causal, scale).sum()
 
 
 @contextmanager
 def broken(form: Callable, *, causal: bool = True, rectangular: bool = True, **promised) -> Iterator[Instance]:
-    """`form` as a registered method named after it; yields its `Instance`, with what it claims in `promised`."""
+    """Register `form` as a method of the same name, and yield its `Instance` with the properties in `promised`."""
 
     def forward(config, query, key, value, options):
         return form(config, query, key, value, options.key_mask, options.is_causal, options.scale, options.seed)

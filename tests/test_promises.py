@@ -1,6 +1,7 @@
-"""The eleven promises that every method keeps, on every instance; each check is also shown to fail on a broken method.
+"""The eleven promises that every method keeps, checked on every instance.
 
-A check is a plain function of an instance that raises `AssertionError`; the tests on good methods draw its arguments.
+A check is a function of an instance that raises `AssertionError` if the promise is broken. At the end of the file each
+check runs on a method that breaks its promise, to show that it fails.
 """
 
 import itertools
@@ -29,25 +30,25 @@ each_form = pytest.mark.parametrize(("instance", "is_causal"), FORMS)
 each_instance = pytest.mark.parametrize("instance", INSTANCES, ids=str)
 some_cases = settings(max_examples=12, deadline=None, derandomize=True)
 
-MASKS = ("none", "left", "right", "holes", "empty")
+PADDINGS = ("none", "left", "right", "holes", "empty")
 
 
 def draw_inputs(draw, instance: Instance, is_causal: bool, **fixed):
-    """Arguments of `inputs` that suit the instance: lengths from 1 to beyond three budgets, grouped queries, widths."""
-    length = draw(st.one_of(st.just(1), st.integers(2, 45), st.integers(46, 150)), label="queries")
-    keys = length
+    """Arguments of `inputs` that the instance supports, with lengths from 1 to more than three budgets."""
+    q_len = draw(st.one_of(st.just(1), st.integers(2, 45), st.integers(46, 150)), label="q_len")
+    kv_len = q_len
     if instance.info.rectangular and not is_causal and draw(st.booleans(), label="rectangular"):
-        keys = draw(st.integers(1, 150), label="keys")
-    key_heads = draw(st.integers(1, 2), label="key_heads")
-    width = draw(st.integers(1, 9), label="width")
+        kv_len = draw(st.integers(1, 150), label="kv_len")
+    num_kv_heads = draw(st.integers(1, 2), label="num_kv_heads")
+    head_dim = draw(st.integers(1, 9), label="head_dim")
     return {
         "batch": draw(st.integers(1, 3), label="batch"),
-        "num_heads": key_heads * draw(st.integers(1, 2), label="groups"),
-        "num_kv_heads": key_heads,
-        "q_len": length,
-        "kv_len": keys,
-        "head_dim": width,
-        "value_dim": draw(st.sampled_from((width, 1, 5)), label="value_width"),
+        "num_heads": num_kv_heads * draw(st.integers(1, 2), label="groups"),
+        "num_kv_heads": num_kv_heads,
+        "q_len": q_len,
+        "kv_len": kv_len,
+        "head_dim": head_dim,
+        "value_dim": draw(st.sampled_from((head_dim, 1, 5)), label="value_dim"),
         "seed": draw(st.integers(0, 1000), label="seed"),
         **fixed,
     }
@@ -56,10 +57,11 @@ def draw_inputs(draw, instance: Instance, is_causal: bool, **fixed):
 # 1. Shapes, and exactness within the budget.
 
 
-def check_shapes(instance: Instance, is_causal: bool, mask: str = "none", **shape) -> None:
+def check_shapes(instance: Instance, is_causal: bool, padding: str = "none", **shape) -> None:
+    """The output has the right shape and dtype and is finite."""
     query, key, value = inputs(**shape)
-    there = padding_mask(mask, key.shape[0], key.shape[2])
-    out = instance(query, key, value, there, is_causal=is_causal)
+    key_mask = padding_mask(padding, key.shape[0], key.shape[2])
+    out = instance(query, key, value, key_mask, is_causal=is_causal)
     assert out.shape == (*query.shape[:3], value.shape[3])
     assert out.dtype == value.dtype
     assert out.isfinite().all()
@@ -67,31 +69,31 @@ def check_shapes(instance: Instance, is_causal: bool, mask: str = "none", **shap
 
 @each_form
 @some_cases
-@given(data=st.data(), mask=st.sampled_from(MASKS))
-def test_any_shape(instance, is_causal, data, mask):
-    check_shapes(instance, is_causal, mask, **draw_inputs(data.draw, instance, is_causal))
+@given(data=st.data(), padding=st.sampled_from(PADDINGS))
+def test_any_shape(instance, is_causal, data, padding):
+    check_shapes(instance, is_causal, padding, **draw_inputs(data.draw, instance, is_causal))
 
 
-def check_exact(instance: Instance, is_causal: bool, length: int, mask: str = "none") -> None:
-    """Against the attention of torch, with its own dense mask."""
+def check_exact(instance: Instance, is_causal: bool, length: int, padding: str = "none") -> None:
+    """The output is that of `scaled_dot_product_attention` with a dense mask."""
     query, key, value = inputs(batch=2, q_len=length, dtype=torch.float64)
-    there = padding_mask(mask, 2, length)
+    key_mask = padding_mask(padding, 2, length)
     pairs = torch.ones(length, length, dtype=torch.bool)
     pairs = (pairs.tril() if is_causal else pairs).expand(2, 1, -1, -1)
-    pairs = pairs if there is None else pairs & there[:, None, None]
+    pairs = pairs if key_mask is None else pairs & key_mask[:, None, None]
     exact = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=pairs)
-    out = instance(query, key, value, there, is_causal=is_causal)
-    rows = pairs.any(-1, keepdim=True)
-    torch.testing.assert_close(out, exact.masked_fill(~rows, 0.0), rtol=1e-9, atol=1e-9)
+    out = instance(query, key, value, key_mask, is_causal=is_causal)
+    exact = exact.masked_fill(~pairs.any(-1, keepdim=True), 0.0)
+    torch.testing.assert_close(out, exact, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("padding", PADDINGS)
 @each_form
-def test_exact_within_the_budget(instance, is_causal, mask):
+def test_exact_within_the_budget(instance, is_causal, padding):
     if not instance.budget:
-        pytest.skip("an attention of its own, or one without a budget in columns")
+        pytest.skip("the method never switches to exact attention")
     for length in (1, instance.budget - 1, instance.budget):
-        check_exact(instance, is_causal, length, mask)
+        check_exact(instance, is_causal, length, padding)
     with pytest.raises(AssertionError):
         check_exact(instance, is_causal, 2 * instance.budget)
 
@@ -99,55 +101,56 @@ def test_exact_within_the_budget(instance, is_causal, mask):
 # 2. Padding.
 
 
-def check_masked_keys(instance: Instance, is_causal: bool, mask: str = "holes", **shape) -> None:
-    """Nothing that stands where the mask is False moves an output where it is True by one bit."""
+def check_masked_keys(instance: Instance, is_causal: bool, padding: str = "holes", **shape) -> None:
+    """The outputs at valid queries are the same bit for bit, whatever the masked keys and values contain."""
     query, key, value = inputs(**shape)
-    batch, columns = key.shape[0], key.shape[2]
-    there = padding_mask(mask, batch, columns)
-    own = query.shape[2] == columns
-    clean = instance(query, key, value, there, is_causal=is_causal)
+    key_mask = padding_mask(padding, key.shape[0], key.shape[2])
+    is_self_attention = query.shape[2] == key.shape[2]
+    clean = instance(query, key, value, key_mask, is_causal=is_causal)
     for garbage in (torch.nan, torch.inf, -torch.inf, 1e30):
-        changed = [x.masked_fill(~there[:, None, :, None], garbage) for x in (key, value)]
-        # In self-attention padding has queries as well; only their own outputs may show it.
-        asked = query.masked_fill(~there[:, None, :, None], garbage) if own else query
-        out = instance(asked, *changed, there, is_causal=is_causal)
-        rows = there[:, None, :].expand(out.shape[:3]) if own else torch.ones(out.shape[:3], dtype=torch.bool)
-        assert torch.equal(out[rows], clean[rows]), f"{garbage} behind the mask shows"
+        changed = [x.masked_fill(~key_mask[:, None, :, None], garbage) for x in (key, value)]
+        # In self-attention the padding has queries as well, and only the outputs of those may change.
+        changed_query = query.masked_fill(~key_mask[:, None, :, None], garbage) if is_self_attention else query
+        out = instance(changed_query, *changed, key_mask, is_causal=is_causal)
+        valid = torch.ones(out.shape[:3], dtype=torch.bool)
+        if is_self_attention:
+            valid = key_mask[:, None, :].expand(out.shape[:3])
+        assert torch.equal(out[valid], clean[valid]), f"{garbage} in masked keys changes the output"
 
 
 @each_form
 @some_cases
-@given(data=st.data(), mask=st.sampled_from(MASKS[1:]))
-def test_masked_keys_do_not_show(instance, is_causal, data, mask):
-    check_masked_keys(instance, is_causal, mask, **draw_inputs(data.draw, instance, is_causal))
+@given(data=st.data(), padding=st.sampled_from(PADDINGS[1:]))
+def test_masked_keys_have_no_influence(instance, is_causal, data, padding):
+    check_masked_keys(instance, is_causal, padding, **draw_inputs(data.draw, instance, is_causal))
 
 
 def check_masked_gradients(instance: Instance, is_causal: bool) -> None:
-    """NaN behind the mask reaches no gradient, and what stands there gets none."""
+    """NaN in masked keys and values reaches no gradient, and their own gradient is 0."""
     query, key, value = inputs(batch=2, q_len=70)
-    there = padding_mask("holes", 2, 70)
-    there[0, :3] = False
-    leaves = [query, *(x.masked_fill(~there[:, None, :, None], torch.nan) for x in (key, value))]
+    key_mask = padding_mask("holes", 2, 70)
+    key_mask[0, :3] = False
+    leaves = [query, *(x.masked_fill(~key_mask[:, None, :, None], torch.nan) for x in (key, value))]
     leaves = [x.requires_grad_() for x in leaves]
-    instance(*leaves, there, is_causal=is_causal)[there[:, None, :].expand(-1, 2, -1)].square().sum().backward()
+    instance(*leaves, key_mask, is_causal=is_causal)[key_mask[:, None, :].expand(-1, 2, -1)].square().sum().backward()
     for leaf in leaves:
         assert leaf.grad.isfinite().all()
     for leaf in leaves[1:]:
-        hidden = leaf.grad[~there[:, None, :].expand(-1, 2, -1)]
-        assert torch.equal(hidden, torch.zeros_like(hidden))
+        masked = leaf.grad[~key_mask[:, None, :].expand(-1, 2, -1)]
+        assert torch.equal(masked, torch.zeros_like(masked))
 
 
 @each_form
-def test_masked_keys_do_not_show_in_gradients(instance, is_causal):
+def test_masked_keys_have_no_influence_on_gradients(instance, is_causal):
     check_masked_gradients(instance, is_causal)
 
 
-def check_empty_rows(instance: Instance, is_causal: bool, length: int = 90) -> None:
-    """Rows of a batch, and causal queries, that have nothing to attend to give 0 and gradients that are numbers."""
+def check_queries_without_keys(instance: Instance, is_causal: bool, length: int = 90) -> None:
+    """If all keys of a query are masked or in the future, its output is 0 and all gradients are finite."""
     leaves = [x.requires_grad_() for x in inputs(batch=2, q_len=length)]
-    there = torch.zeros(2, length, dtype=torch.bool)
-    there[1, length // 2 :] = True
-    out = instance(*leaves, there, is_causal=is_causal)
+    key_mask = torch.zeros(2, length, dtype=torch.bool)
+    key_mask[1, length // 2 :] = True
+    out = instance(*leaves, key_mask, is_causal=is_causal)
     assert torch.equal(out[0], torch.zeros_like(out[0]))
     if is_causal:
         before = out[1, :, : length // 2]
@@ -159,21 +162,21 @@ def check_empty_rows(instance: Instance, is_causal: bool, length: int = 90) -> N
 
 
 @each_form
-def test_rows_with_nothing_to_attend_to_are_zero(instance, is_causal):
+def test_outputs_of_queries_without_keys_are_zero(instance, is_causal):
     for length in (2, 30, 90, 300):
-        check_empty_rows(instance, is_causal, length)
+        check_queries_without_keys(instance, is_causal, length)
 
 
-def check_padding_beside(instance: Instance, is_causal: bool, length: int, before: int, after: int) -> None:
-    """A row's output is that of the row without its padding: masked keys count in no mean, rank or denominator."""
-    row = inputs(q_len=length, dtype=torch.float64)
-    padded = [torch.nn.functional.pad(x, (0, 0, before, after), value=3.0) for x in row]
+def check_padding(instance: Instance, is_causal: bool, length: int, before: int, after: int) -> None:
+    """The output is that without padding: masked keys count in no mean, rank or denominator."""
+    tensors = inputs(q_len=length, dtype=torch.float64)
+    padded = [torch.nn.functional.pad(x, (0, 0, before, after), value=3.0) for x in tensors]
     other = inputs(q_len=before + length + after, dtype=torch.float64, seed=1)
-    there = torch.ones(2, before + length + after, dtype=torch.bool)
-    there[0, :before] = False
-    there[0, before + length :] = False
-    both = instance(*(torch.cat(pair) for pair in zip(padded, other, strict=True)), there, is_causal=is_causal)
-    alone = instance(*row, is_causal=is_causal)
+    key_mask = torch.ones(2, before + length + after, dtype=torch.bool)
+    key_mask[0, :before] = False
+    key_mask[0, before + length :] = False
+    both = instance(*(torch.cat(pair) for pair in zip(padded, other, strict=True)), key_mask, is_causal=is_causal)
+    alone = instance(*tensors, is_causal=is_causal)
     torch.testing.assert_close(both[:1, :, before : before + length], alone, rtol=1e-8, atol=1e-8)
     torch.testing.assert_close(both[1:], instance(*other, is_causal=is_causal), rtol=1e-8, atol=1e-8)
 
@@ -181,24 +184,24 @@ def check_padding_beside(instance: Instance, is_causal: bool, length: int, befor
 @each_form
 @some_cases
 @given(length=st.integers(1, 130), before=st.integers(0, 90), after=st.integers(0, 90))
-def test_padding_beside_a_row_does_not_matter(instance, is_causal, length, before, after):
-    check_padding_beside(instance, is_causal, length, before, after)
+def test_padding_does_not_change_the_output(instance, is_causal, length, before, after):
+    check_padding(instance, is_causal, length, before, after)
 
 
 def check_holes(instance: Instance, is_causal: bool, length: int, seed: int = 0) -> None:
-    """Holes in a mask are the absence of their tokens, for a method that does not read distances."""
-    row = inputs(q_len=length, dtype=torch.float64, seed=seed)
-    there = padding_mask("holes", 1, length, seed)
-    there[0, -1] = True
-    out = instance(*row, there, is_causal=is_causal)[:, :, there[0]]
-    alone = instance(*(x[:, :, there[0]] for x in row), is_causal=is_causal)
+    """Masking tokens inside the sequence gives the output without these tokens."""
+    tensors = inputs(q_len=length, dtype=torch.float64, seed=seed)
+    key_mask = padding_mask("holes", 1, length, seed)
+    key_mask[0, -1] = True
+    out = instance(*tensors, key_mask, is_causal=is_causal)[:, :, key_mask[0]]
+    alone = instance(*(x[:, :, key_mask[0]] for x in tensors), is_causal=is_causal)
     torch.testing.assert_close(out, alone, rtol=1e-8, atol=1e-8)
 
 
 @each_form
-def test_holes_are_absent_tokens(instance, is_causal):
+def test_masked_tokens_inside_the_sequence_are_like_absent_ones(instance, is_causal):
     if instance.reads_positions:
-        pytest.skip("a window is one of positions")
+        pytest.skip("the window depends on positions")
     for length, seed in ((1, 0), (50, 1), (70, 2), (200, 3)):
         check_holes(instance, is_causal, length, seed)
 
@@ -206,46 +209,47 @@ def test_holes_are_absent_tokens(instance, is_causal):
 # 3. The future.
 
 
-def check_future(instance: Instance, length: int, cut: int, mask: str = "none", seed: int = 0) -> None:
-    """Everything from the cut on is replaced, the mask too; what stands before it comes out the same to the bit."""
-    # Values as wide as keys go through the fused kernel, others through our own.
+def check_future(instance: Instance, length: int, cut: int, padding: str = "none", seed: int = 0) -> None:
+    """If all tokens from the cut on and their mask are replaced, the outputs before it are the same bit for bit."""
+    # The fused kernel is used if value_dim equals head_dim, and the package's own kernel otherwise.
     shape = {"batch": 2, "num_heads": 2, "q_len": length, "num_kv_heads": 1, "head_dim": 6, "value_dim": 6 - seed % 2}
-    here, other = inputs(**shape, seed=seed), inputs(**shape, seed=seed + 1, spread=40.0)
-    there, elsewhere = padding_mask(mask, 2, length, seed), padding_mask(mask, 2, length, seed + 1)
-    changed = [torch.cat((a[:, :, :cut], b[:, :, cut:]), 2) for a, b in zip(here, other, strict=True)]
-    shown = None if there is None else torch.cat((there[:, :cut], elsewhere[:, cut:]), 1)
-    out = instance(*here, there, is_causal=True)
-    assert torch.equal(instance(*changed, shown, is_causal=True)[:, :, :cut], out[:, :, :cut])
+    original, other = inputs(**shape, seed=seed), inputs(**shape, seed=seed + 1, spread=40.0)
+    key_mask, other_mask = (padding_mask(padding, 2, length, seed + i) for i in (0, 1))
+    changed = [torch.cat((a[:, :, :cut], b[:, :, cut:]), 2) for a, b in zip(original, other, strict=True)]
+    changed_mask = None if key_mask is None else torch.cat((key_mask[:, :cut], other_mask[:, cut:]), 1)
+    out = instance(*original, key_mask, is_causal=True)
+    assert torch.equal(instance(*changed, changed_mask, is_causal=True)[:, :, :cut], out[:, :, :cut])
 
 
 CAUSAL = [i for i, is_causal in forms() if is_causal]
 each_causal = pytest.mark.parametrize("instance", CAUSAL, ids=str)
-# Block boundaries of the instances (8, 16, 40), of the tiles and chunks (128, 256), and the places beside them.
-CUTS = sorted({max(0, at + beside) for at in (1, 8, 16, 24, 32, 40, 64, 128, 256, 300) for beside in (-1, 0, 1)})
+# The block boundaries of the instances (8, 16, 40), those of blocks and chunks in the primitives (128, 256), and the
+# positions next to them.
+CUTS = sorted({max(0, at + offset) for at in (1, 8, 16, 24, 32, 40, 64, 128, 256, 300) for offset in (-1, 0, 1)})
 
 
 @each_causal
-def test_the_future_does_not_show_at_boundaries(instance):
+def test_later_tokens_have_no_influence_at_block_boundaries(instance):
     for cut in CUTS:
         check_future(instance, 301, min(cut, 300), seed=cut)
 
 
 @each_causal
 @some_cases
-@given(data=st.data(), length=st.integers(1, 200), mask=st.sampled_from(MASKS), seed=st.integers(0, 99))
-def test_the_future_does_not_show(instance, data, length, mask, seed):
-    check_future(instance, length, data.draw(st.integers(0, length - 1), label="cut"), mask, seed)
+@given(data=st.data(), length=st.integers(1, 200), padding=st.sampled_from(PADDINGS), seed=st.integers(0, 99))
+def test_later_tokens_have_no_influence(instance, data, length, padding, seed):
+    check_future(instance, length, data.draw(st.integers(0, length - 1), label="cut"), padding, seed)
 
 
 def check_length(instance: Instance, length: int, cut: int) -> None:
-    """An output does not depend on how many tokens follow."""
+    """An output does not depend on the number of later tokens."""
     whole = inputs(q_len=length, dtype=torch.float64)
     out = instance(*(x[:, :, :cut] for x in whole), is_causal=True)
     torch.testing.assert_close(out, instance(*whole, is_causal=True)[:, :, :cut], rtol=1e-9, atol=1e-9)
 
 
 @each_causal
-def test_the_number_of_tokens_that_follow_does_not_show(instance):
+def test_the_number_of_later_tokens_has_no_influence(instance):
     for cut in CUTS:
         check_length(instance, 301, max(1, min(cut, 300)))
 
@@ -253,30 +257,30 @@ def test_the_number_of_tokens_that_follow_does_not_show(instance):
 # 4. The batch.
 
 
-def check_batch(instance: Instance, is_causal: bool, mask: str = "none", **shape) -> None:
+def check_batch(instance: Instance, is_causal: bool, padding: str = "none", **shape) -> None:
+    """The output of each sequence of a batch is that of the sequence alone."""
     shape = {"batch": 3, "dtype": torch.float64, **shape}
-    rows = inputs(**shape)
-    there = padding_mask(mask, shape["batch"], rows[1].shape[2])
-    out = instance(*rows, there, is_causal=is_causal)
+    tensors = inputs(**shape)
+    key_mask = padding_mask(padding, shape["batch"], tensors[1].shape[2])
+    out = instance(*tensors, key_mask, is_causal=is_causal)
     for b in range(shape["batch"]):
-        alone = [x[b : b + 1] for x in rows]
-        own = None if there is None else there[b : b + 1]
-        row = instance(*alone, own, is_causal=is_causal)
-        torch.testing.assert_close(out[b : b + 1], row, rtol=1e-8, atol=1e-8)
+        own_mask = None if key_mask is None else key_mask[b : b + 1]
+        alone = instance(*(x[b : b + 1] for x in tensors), own_mask, is_causal=is_causal)
+        torch.testing.assert_close(out[b : b + 1], alone, rtol=1e-8, atol=1e-8)
 
 
 @each_form
 @some_cases
-@given(data=st.data(), mask=st.sampled_from(MASKS))
-def test_rows_of_a_batch_are_alone(instance, is_causal, data, mask):
+@given(data=st.data(), padding=st.sampled_from(PADDINGS))
+def test_sequences_of_a_batch_are_independent(instance, is_causal, data, padding):
     fixed = {"batch": 3, "dtype": torch.float64}
-    check_batch(instance, is_causal, mask, **draw_inputs(data.draw, instance, is_causal, **fixed))
+    check_batch(instance, is_causal, padding, **draw_inputs(data.draw, instance, is_causal, **fixed))
 
 
 @each_form
-def test_rows_of_a_large_batch_are_alone(instance, is_causal):
-    """So large that heads and rows are worked on a few at a time."""
-    # What is hashed for densities and kernels works on one head at a time anyway, and takes its time.
+def test_sequences_of_a_large_batch_are_independent(instance, is_causal):
+    """The batch is so large that the primitives compute a few heads at a time."""
+    # Methods whose work depends on the data compute one head at a time in any case, and are slow.
     short, long = (300, 700) if instance.data_dependent else (1500, 5000)
     check_batch(instance, is_causal, "right", num_heads=4, num_kv_heads=2, q_len=short, head_dim=64)
     check_batch(instance, is_causal, num_heads=6, num_kv_heads=3, q_len=long, head_dim=64, batch=2)
@@ -286,28 +290,29 @@ def test_rows_of_a_large_batch_are_alone(instance, is_causal):
 
 
 def check_seeds(instance: Instance, is_causal: bool) -> None:
-    row = inputs(q_len=90)
+    """The seed alone determines the output, and the global generator is not used."""
+    tensors = inputs(q_len=90)
     torch.manual_seed(0)
     state = torch.random.get_rng_state()
-    first, again, other = (instance(*row, is_causal=is_causal, seed=s) for s in (3, 3, 4))
+    first, again, other = (instance(*tensors, is_causal=is_causal, seed=s) for s in (3, 3, 4))
     assert torch.equal(torch.random.get_rng_state(), state), "the global generator was used"
     assert torch.equal(first, again), "the same seed gave another output"
     assert torch.equal(first, other) != instance.random, "another seed"
-    configured = hea.attention(instance.config(seed=3), *row, is_causal=is_causal)
+    configured = hea.attention(instance.config(seed=3), *tensors, is_causal=is_causal)
     assert torch.equal(configured, first), "the config's seed is not the same as the call's"
 
 
 def check_global_seed(instance: Instance, is_causal: bool) -> None:
-    """seed=None is for training: it draws from the global generator, so that setting this one's state repeats it."""
-    row = inputs(q_len=90)
+    """With seed=None, for training, the state of the global generator determines the output."""
+    tensors = inputs(q_len=90)
     outs = []
     for start in (0, 0, 1):
         torch.manual_seed(start)
-        outs.append(instance(*row, is_causal=is_causal, seed=None))
+        outs.append(instance(*tensors, is_causal=is_causal, seed=None))
     state = torch.random.get_rng_state()
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[0], outs[2]) != instance.random
-    instance(*row, is_causal=is_causal, seed=None)
+    instance(*tensors, is_causal=is_causal, seed=None)
     assert torch.equal(torch.random.get_rng_state(), state) != instance.random
 
 
@@ -318,23 +323,23 @@ def test_seeds(instance, is_causal):
         check_global_seed(instance, is_causal)
 
 
-# 6. Finite.
+# 6. Finite outputs.
 
 
 def check_finite(instance: Instance, is_causal: bool, dtype: torch.dtype, logit: float, autocast: bool) -> None:
-    """Width 64 and logits of both signs up to `logit`: q . k without its scale then passes the largest float16."""
-    width, length = 64, 75
-    size = (logit * width**0.5 / width) ** 0.5
-    query, key, value = (x.sign() * size for x in inputs(q_len=length, head_dim=width))
+    """Logits of both signs up to `logit`. With head_dim 64, q . k before scaling exceeds the largest float16 number."""
+    head_dim, length = 64, 75
+    size = (logit * head_dim**0.5 / head_dim) ** 0.5
+    query, key, value = (x.sign() * size for x in inputs(q_len=length, head_dim=head_dim))
     key = torch.where(torch.arange(length)[:, None] % 3 == 0, query, key)
     key = torch.where(torch.arange(length)[:, None] % 3 == 1, -query, key)
-    value = inputs(q_len=length, head_dim=width, spread=100.0)[2]
+    value = inputs(q_len=length, head_dim=head_dim, spread=100.0)[2]
     leaves = [x.to(dtype).requires_grad_() for x in (query, key, value)]
-    there = padding_mask("left", 1, length, 3)
+    key_mask = padding_mask("left", 1, length, 3)
     context = torch.autocast("cpu", dtype=dtype, enabled=autocast)
     with context:
         given = [x.float() if autocast else x for x in leaves]
-        for mask in (None, there):
+        for mask in (None, key_mask):
             out = instance(*given, mask, is_causal=is_causal)
             assert out.dtype == dtype
             assert out.isfinite().all()
@@ -353,7 +358,7 @@ def test_finite(instance, is_causal, dtype):
 
 
 def check_sums(instance: Instance, is_causal: bool, dtype: torch.dtype) -> None:
-    """Weights are summed in float32: the average of 700 equal values is that value to the last bit of `dtype`."""
+    """Weights are summed in float32: the average of 700 equal values is this value up to the precision of `dtype`."""
     query, key, value = inputs(q_len=700, head_dim=16, spread=0.05, dtype=dtype)
     value = torch.full_like(value, 1.0)
     out = instance(query, key, value, is_causal=is_causal)
@@ -371,7 +376,7 @@ def test_sums_are_kept_in_float32(instance, is_causal, dtype):
 
 @contextmanager
 def held_plans():
-    """Hash and samples of the first call serve all later ones, as a gradient takes them."""
+    """Use the hash and the samples of the first call in all later calls, as the gradient does."""
     plans = {}
 
     def holding(plan):
@@ -387,17 +392,16 @@ def held_plans():
         yield
 
 
-def check_gradients(instance: Instance, is_causal: bool, length: int, value_width: int, fast_mode=False) -> None:
-    query, key, value = inputs(
-        batch=2, num_heads=1, q_len=length, head_dim=2, value_dim=value_width, dtype=torch.float64
-    )
-    there = torch.ones(2, length, dtype=torch.bool)
-    there[0, -2:] = False
-    there[1, :1] = False
+def check_gradients(instance: Instance, is_causal: bool, length: int, value_dim: int, fast_mode=False) -> None:
+    """Gradients agree with finite differences in float64, with hash and samples held fixed."""
+    query, key, value = inputs(batch=2, num_heads=1, q_len=length, head_dim=2, value_dim=value_dim, dtype=torch.float64)
+    key_mask = torch.ones(2, length, dtype=torch.bool)
+    key_mask[0, -2:] = False
+    key_mask[1, :1] = False
 
     def output(*leaves):
-        out = hea.attention(instance.config(**instance.small), *leaves, attention_mask=there, is_causal=is_causal)
-        return out.masked_fill(~there[:, None, :, None], 0.0)
+        out = hea.attention(instance.config(**instance.small), *leaves, attention_mask=key_mask, is_causal=is_causal)
+        return out.masked_fill(~key_mask[:, None, :, None], 0.0)
 
     with held_plans():
         leaves = [x.requires_grad_() for x in (query, key, value)]
@@ -412,7 +416,7 @@ def test_gradients_agree_with_finite_differences(instance, is_causal):
 
 @each_form
 def test_gradients_across_chunks(instance, is_causal):
-    """Longer than the tiles and chunks of 128, by random directions."""
+    """Sequences longer than the chunks of 128 tokens, in random directions."""
     check_gradients(instance, is_causal, 140, 2, fast_mode=True)
     check_gradients(instance, is_causal, 270, 3, fast_mode=True)
 
@@ -420,46 +424,46 @@ def test_gradients_across_chunks(instance, is_causal):
 # 8. The budget.
 
 
-def budget_error(instance, is_causal: bool, columns: int, length: int, seeds: int = 4, spread: float = 1.0) -> float:
-    """Error of `with_budget(columns)` against the attention of torch: root mean square over seeds."""
-    row = inputs(q_len=length, head_dim=8, num_heads=4, dtype=torch.float64, spread=spread)
-    exact = torch.nn.functional.scaled_dot_product_attention(*row, is_causal=is_causal)
-    config = instance.config().with_budget(columns)
-    errors = [relative_error(hea.attention(config, *row, is_causal=is_causal, seed=s), exact) for s in range(seeds)]
+def budget_error(instance, is_causal: bool, budget: int, length: int, seeds: int = 4, spread: float = 1.0) -> float:
+    """The error with a budget relative to exact attention, as a root mean square over seeds."""
+    tensors = inputs(q_len=length, head_dim=8, num_heads=4, dtype=torch.float64, spread=spread)
+    exact = torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=is_causal)
+    config = instance.config().with_budget(budget)
+    errors = [relative_error(hea.attention(config, *tensors, is_causal=is_causal, seed=s), exact) for s in range(seeds)]
     return (sum(e**2 for e in errors) / seeds) ** 0.5
 
 
 def check_converges(instance: Instance, is_causal: bool, length: int = 200) -> None:
-    """The error falls with every step of the budget, and is nothing once the budget holds the sequence."""
+    """The error decreases with the budget, and is 0 if the budget is as large as the sequence."""
     errors = [budget_error(instance, is_causal, c, length) for c in (length // 8, length // 3, length - 20)]
     assert errors[0] > errors[1] > errors[2] > 0, errors
     assert budget_error(instance, is_causal, 2 * length + 1, length) < 1e-9
 
 
 def check_converges_in_expectation(instance: Instance, is_causal: bool, length: int = 60) -> None:
-    """Eight times the budget more than halves the error, wherever one starts.
+    """Eight times the budget more than halves the error.
 
-    The inputs are half as large as a model's: the variance of random features grows with the exponential of the logits.
+    The variance of random features grows with the exponential of the logits, so the inputs are half as large as usual.
     """
     errors = [budget_error(instance, is_causal, c, length, 8, spread=0.5) for c in (32, 256, 2048)]
     assert all(small < large / 2 for large, small in itertools.pairwise(errors)), errors
 
 
 @each_form
-def test_the_budget_leads_to_exact_attention(instance, is_causal):
+def test_convergence_to_exact_attention_with_the_budget(instance, is_causal):
     if instance.limit == "none":
-        pytest.skip("an attention of its own")
+        pytest.skip("the method defines its own attention")
     check = check_converges if instance.limit == "exact" else check_converges_in_expectation
     check(instance, is_causal)
 
 
-# 9. Compiling.
+# 9. torch.compile.
 
 
 def check_compiles(instance: Instance, is_causal: bool, backend: str = "aot_eager") -> None:
-    """No graph break, so no branch on a value; forward and gradients are those of eager mode."""
-    row = [x.requires_grad_() for x in inputs(batch=2, q_len=61, dtype=torch.float64)]
-    there = padding_mask("left", 2, 61)
+    """The graph has no break, so no branch depends on values. Output and gradients are those of eager mode."""
+    leaves = [x.requires_grad_() for x in inputs(batch=2, q_len=61, dtype=torch.float64)]
+    key_mask = padding_mask("left", 2, 61)
     torch._dynamo.reset()
 
     def call(query, key, value, mask):
@@ -469,10 +473,10 @@ def check_compiles(instance: Instance, is_causal: bool, backend: str = "aot_eage
     outs = []
     for form in (call, compiled):
         try:
-            out = form(*row, there)
+            out = form(*leaves, key_mask)
         except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as error:
             raise AssertionError(f"it does not compile in one graph: {error}") from error
-        outs.append((out, *torch.autograd.grad(out.square().sum(), row)))
+        outs.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
     for eager, other in zip(*outs, strict=True):
         torch.testing.assert_close(other, eager, rtol=1e-8, atol=1e-8)
 
@@ -480,7 +484,7 @@ def check_compiles(instance: Instance, is_causal: bool, backend: str = "aot_eage
 @each_form
 def test_compiles(instance, is_causal):
     if instance.data_dependent:
-        pytest.skip("its work depends on the data by definition")
+        pytest.skip("the amount of work depends on the data")
     check_compiles(instance, is_causal)
 
 
@@ -489,7 +493,7 @@ def test_compiles_with_inductor(name):
     check_compiles(next(i for i in INSTANCES if i.method == name), name == "linear", backend="inductor")
 
 
-# 10. Refusals: each one sentence that says what, why and what instead, before any work is done.
+# 10. Refusals: the message states what is refused, why, and what to do instead.
 
 
 def refuses(sentence: str):
@@ -497,21 +501,21 @@ def refuses(sentence: str):
 
 
 @each_instance
-def test_refuses_masks_that_are_not_of_keys(instance):
-    row = inputs(batch=2, q_len=50)
+def test_refuses_masks_of_other_shapes_and_dtypes(instance):
+    tensors = inputs(batch=2, q_len=50)
     with refuses(r"4-D attention mask .*bool mask of shape \(2, 50\)"):
-        instance(*row, torch.ones(2, 1, 50, 50, dtype=torch.bool))
+        instance(*tensors, torch.ones(2, 1, 50, 50, dtype=torch.bool))
     with refuses(r"must be bool \(2, 50\), True = attend; got torch.float32 \(2, 50\)"):
-        instance(*row, torch.zeros(2, 50))
+        instance(*tensors, torch.zeros(2, 50))
     with refuses(r"must be bool \(2, 50\).*torch.int64"):
-        instance(*row, torch.ones(2, 50, dtype=torch.int64))
+        instance(*tensors, torch.ones(2, 50, dtype=torch.int64))
     for shape in ((2, 49), (1, 50), (50,), (2, 50, 50)):
         with refuses(r"must be bool \(2, 50\)"):
-            instance(*row, torch.ones(shape, dtype=torch.bool))
+            instance(*tensors, torch.ones(shape, dtype=torch.bool))
 
 
 @each_instance
-def test_refuses_shapes_and_types_that_do_not_fit(instance):
+def test_refuses_shapes_and_dtypes_that_do_not_fit_together(instance):
     query, key, value = inputs(batch=2, num_heads=4, q_len=50)
     with refuses("batch, num_heads, length, head_dim"):
         instance(query[0], key[0], value[0])
@@ -530,7 +534,7 @@ def test_refuses_shapes_and_types_that_do_not_fit(instance):
 
 
 @each_instance
-def test_refuses_a_rectangle_without_a_form_for_it(instance):
+def test_refuses_unequal_lengths_without_a_rectangular_form(instance):
     query, key, value = inputs(q_len=50, kv_len=60)
     if instance.info.rectangular:
         assert instance(query, key, value).shape == query.shape
@@ -541,42 +545,42 @@ def test_refuses_a_rectangle_without_a_form_for_it(instance):
 
 @each_instance
 @pytest.mark.parametrize("budget", [0, -3, 2.5, True, "64", None])
-def test_refuses_budgets_that_make_no_attention(instance, budget):
+def test_refuses_impossible_budgets(instance, budget):
     with refuses("budget of .* columns is not possible"):
         instance.config().with_budget(budget)
 
 
-def test_refuses_causality_without_a_form_for_it():
+def test_refuses_causal_attention_without_a_causal_form():
     with bad.broken(bad.correct, causal=False) as instance:
-        row = inputs(q_len=20)
-        assert instance(*row).isfinite().all()
+        tensors = inputs(q_len=20)
+        assert instance(*tensors).isfinite().all()
         with refuses(r"correct: it has no causal form\. Methods that have one: .*longformer"):
-            instance(*row, is_causal=True)
+            instance(*tensors, is_causal=True)
 
 
 @each_instance
-def test_refuses_unknown_names_and_names_the_nearest(instance):
-    row = inputs(q_len=20)
+def test_refuses_unknown_names_and_suggests_the_most_similar(instance):
+    tensors = inputs(q_len=20)
     name, known = instance.method, list(instance.config().to_dict())[-1]
     with refuses(rf"unknown attention method '{name}x'\. Did you mean '{name}'\? Known: .*performer"):
-        hea.attention(name + "x", *row)
+        hea.attention(name + "x", *tensors)
     with refuses(rf"{name}: unknown hyperparameter '{known}x'\. Did you mean '{known}'\?"):
-        hea.attention(name, *row, **{known + "x": 1})
+        hea.attention(name, *tensors, **{known + "x": 1})
     with refuses(rf"{name}: unknown hyperparameter 'qqq'\. Known: .*{known}"):
-        hea.attention(name, *row, qqq=1)
+        hea.attention(name, *tensors, qqq=1)
     with refuses("unknown attention method 3"):
-        hea.attention(3, *row)
+        hea.attention(3, *tensors)
 
 
 @each_instance
-def test_refuses_seeds_and_dropout_that_make_no_sense(instance):
-    row = inputs(q_len=20)
+def test_refuses_impossible_seeds_and_dropout(instance):
+    tensors = inputs(q_len=20)
     for dropout_p in (-0.1, 1.0, 2.0, math.nan):
         with refuses("dropout_p=.* must be at least 0 and below 1"):
-            instance(*row, dropout_p=dropout_p)
+            instance(*tensors, dropout_p=dropout_p)
     for seed in ("0", 1.5, [1]):
         with refuses("seed must be an integer or None, not "):
-            instance(*row, seed=seed)
+            instance(*tensors, seed=seed)
 
 
 # 11. Memory.
@@ -600,11 +604,11 @@ for name, causal, backward, masked in json.loads(sys.argv[1]):
     good = instances.Instance(name, instances.AT_LENGTH.get(name, {}))
     with broken_methods.broken(form) if form else nullcontext(good) as instance:
         for length in (1024, int(sys.argv[2])):
-            row = [x.requires_grad_(backward) for x in instances.inputs(num_heads=1, q_len=length, head_dim=64)]
+            tensors = [x.requires_grad_(backward) for x in instances.inputs(num_heads=1, q_len=length, head_dim=64)]
             mask = instances.padding_mask("left", 1, length) if masked else None
             reset()
             before = status("VmRSS")
-            out = instance(*row, mask, is_causal=causal)
+            out = instance(*tensors, mask, is_causal=causal)
             if backward:
                 out.sum().backward()
             peak = status("VmHWM")
@@ -613,10 +617,10 @@ for name, causal, backward, masked in json.loads(sys.argv[1]):
 
 
 def extra_memory(cases: list) -> list:
-    """MiB by which the peak of a child process exceeds what it holds before a call with 32768 tokens, for each case."""
+    """The peak memory in MiB, in addition to its inputs, of a call with 32768 tokens in a child process, by case."""
     here = Path(__file__).parent
     path = os.pathsep.join((str(here), str(here.parent)))
-    # Freed tensors go back to the system at once, so that the peak of a case is its own.
+    # Freed tensors are returned to the system at once, so that one case does not affect the next.
     environment = {**os.environ, "PYTHONPATH": path, "MALLOC_MMAP_THRESHOLD_": str(1 << 18)}
     command = [sys.executable, "-c", CHILD, json.dumps(cases), str(LONG)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -625,13 +629,15 @@ def extra_memory(cases: list) -> list:
 
 
 def check_memory(cases: list, limit: float) -> None:
-    """At most `limit` times the three inputs; one byte for each of N x N pairs would be 42 times them."""
+    """The call needs at most `limit` times the memory of its inputs. One byte per pair would be 42 times as much."""
     inputs_mib = 3 * LONG * 64 * 4 / 2**20
     for *case, extra in extra_memory(cases):
-        assert extra < limit * inputs_mib, f"{case}: {extra:.0f} MiB beside inputs of {inputs_mib:.0f}"
+        assert extra < limit * inputs_mib, f"{case}: {extra:.0f} MiB in addition to inputs of {inputs_mib:.0f} MiB"
 
 
-needs_proc = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from Linux' /proc")
+needs_proc = pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="the test reads the peak from /proc, which only Linux has"
+)
 
 
 @needs_proc
@@ -647,7 +653,7 @@ def test_memory_is_linear_with_gradients(is_causal):
     check_memory([(i.method, is_causal, True, True) for i in DEFAULTS if is_causal in i.forms], limit=25)
 
 
-# Every check fails where it should.
+# Each check fails on a method that breaks its promise.
 
 
 def check_memory_of(instance: Instance) -> None:
@@ -655,33 +661,33 @@ def check_memory_of(instance: Instance) -> None:
 
 
 def fails(form, check, *arguments, promised=None, **options):
-    """A case of `test_checks_catch_broken_methods`: `check` must fail on `form`."""
+    """A case of `test_checks_fail_on_broken_methods`: `check` must fail on `form`."""
     return pytest.param(form, check, arguments, promised or {}, options, id=f"{check.__name__}-{form.__name__}")
 
 
-CAUGHT = [
+BROKEN = [
     fails(bad.needs_even_lengths, check_shapes, False, q_len=7),
-    fails(bad.returns_the_width_of_keys, check_shapes, False, value_dim=5),
+    fails(bad.returns_the_dimension_of_keys, check_shapes, False, value_dim=5),
     fails(bad.never_converges, check_exact, False, 8),
     fails(bad.counts_masked_keys, check_exact, False, 8, "holes"),
     fails(bad.reads_masked_queries, check_masked_keys, False),
-    fails(bad.reads_masked_values, check_masked_keys, True),
-    fails(bad.empty_rows_are_nan, check_masked_gradients, True),
-    fails(bad.empty_rows_have_no_gradient, check_masked_gradients, True),
-    fails(bad.empty_rows_have_no_gradient, check_empty_rows, False),
-    fails(bad.empty_rows_are_nan, check_empty_rows, False),
-    fails(bad.empty_rows_are_nan, check_empty_rows, True),
-    fails(bad.empty_rows_are_means, check_empty_rows, False),
-    fails(bad.centred_on_all_keys, check_padding_beside, False, 20, 0, 5),
-    fails(bad.counts_masked_keys, check_padding_beside, False, 20, 5, 0),
+    fails(bad.divides_by_the_norm_of_all_queries, check_masked_keys, True),
+    fails(bad.queries_without_keys_give_nan, check_masked_gradients, True),
+    fails(bad.queries_without_keys_have_no_gradient, check_masked_gradients, True),
+    fails(bad.queries_without_keys_have_no_gradient, check_queries_without_keys, False),
+    fails(bad.queries_without_keys_give_nan, check_queries_without_keys, False),
+    fails(bad.queries_without_keys_give_nan, check_queries_without_keys, True),
+    fails(bad.queries_without_keys_give_means, check_queries_without_keys, False),
+    fails(bad.centred_on_all_keys, check_padding, False, 20, 0, 5),
+    fails(bad.counts_masked_keys, check_padding, False, 20, 5, 0),
     fails(bad.counts_masked_keys, check_holes, True, 50),
     fails(bad.ignores_causality, check_future, 30, 10),
     fails(bad.maximum_over_the_sequence, check_future, 30, 10),
     fails(bad.sorts_the_sequence, check_future, 30, 10),
-    fails(bad.divides_by_the_length, check_length, 30, 10),
+    fails(bad.depends_on_the_length, check_length, 30, 10),
     fails(bad.sorts_the_sequence, check_length, 30, 10),
     fails(bad.mixes_the_batch, check_batch, False),
-    fails(bad.draws_by_batch_row, check_batch, True),
+    fails(bad.draws_by_batch_index, check_batch, True),
     fails(bad.draws_from_the_global_state, check_seeds, False, promised={"random": True}),
     fails(bad.ignores_the_seed, check_seeds, False, promised={"random": True}),
     fails(bad.ignores_the_seed, check_global_seed, False, promised={"random": True}),
@@ -701,22 +707,22 @@ CAUGHT = [
 ]
 
 
-@pytest.mark.parametrize(("form", "check", "arguments", "promised", "options"), CAUGHT)
-def test_checks_catch_broken_methods(form, check, arguments, promised, options):
+@pytest.mark.parametrize(("form", "check", "arguments", "promised", "options"), BROKEN)
+def test_checks_fail_on_broken_methods(form, check, arguments, promised, options):
     with bad.broken(form, **promised) as instance, pytest.raises((AssertionError, RuntimeError)) as caught:
         check(instance, *arguments, **options)
-    # A method that raises where it should compute is caught as well, but only the one that is made to.
+    # Only this method is meant to raise another error.
     assert isinstance(caught.value, AssertionError) or form is bad.needs_even_lengths
 
 
-def test_checks_pass_a_correct_method():
+def test_checks_pass_on_a_correct_method():
     with bad.broken(bad.correct) as instance:
         for is_causal in (False, True):
             check_shapes(instance, is_causal, "holes", q_len=7, value_dim=5)
             check_exact(instance, is_causal, 8, "holes")
             check_masked_gradients(instance, is_causal)
-            check_empty_rows(instance, is_causal)
-            check_padding_beside(instance, is_causal, 20, 5, 5)
+            check_queries_without_keys(instance, is_causal)
+            check_padding(instance, is_causal, 20, 5, 5)
             check_holes(instance, is_causal, 50)
             check_batch(instance, is_causal)
             check_seeds(instance, is_causal)
@@ -726,7 +732,3 @@ def test_checks_pass_a_correct_method():
             check_compiles(instance, is_causal)
         check_future(instance, 30, 10)
         check_length(instance, 30, 10)
-
-
-def test_every_method_is_tested():
-    assert {i.method for i in INSTANCES} == set(hea.available_methods())
