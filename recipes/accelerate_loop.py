@@ -1,17 +1,17 @@
-"""A training loop of one's own, without Trainer: GLUE by Accelerate, with the same up-training schedule.
+"""Fine-tune on GLUE in a custom training loop with Accelerate instead of Trainer, with the same up-training stages.
 
-    python recipes/accelerate_loop.py --task mrpc --data DATA/glue --model_name_or_path MODEL --output_dir OUT \\
+    python recipes/accelerate_loop.py --task mrpc --data DATA/glue --model_name_or_path MODEL --output_dir OUT
         --stages linformer:0.25 flurka_performer:1.0
     accelerate launch --config_file recipes/configs/cpu.yaml recipes/accelerate_loop.py ...
 
-Accelerate has the processes and the precision, from its config file. `schedule.step` comes before every optimizer step;
-a checkpoint holds the model, the optimizer, the learning rate and all random states, and --resume goes on from the last
-whole one as if nothing had happened. Written to OUT: the model, metrics.json, learning_curve.png.
+Accelerate's config file sets the processes and the precision. The loop calls `schedule.step` before every optimizer
+step. A checkpoint holds the model, the optimizer, the learning rate and all random states; a run that continues with
+--resume gives the same result as an uninterrupted one. OUT gets the model, metrics.json and learning_curve.png.
 
-To expect: MiniLM on MRPC with --stages linformer,projection_dim=128:0.25 flurka_performer:1.0 --max_steps 80
---per_device_train_batch_size 16 --learning_rate 2e-4: a switch at step 20, F1 .785, accuracy .657, which is less than
-the .684 of answering "equivalent" throughout: 1,280 rows show that it runs, not what it can learn. Three minutes of one
-thread of a shared AMD EPYC.
+Duration: three minutes on one thread of a shared AMD EPYC for MiniLM on MRPC with --stages
+linformer,projection_dim=128:0.25 flurka_performer:1.0 --max_steps 80 --per_device_train_batch_size 16 --learning_rate
+2e-4. Expected: a switch at step 20, F1 .785, accuracy .657. That is less than the .684 of always answering
+"equivalent": 1,280 examples only show that the loop works.
 """
 
 import json
@@ -29,43 +29,49 @@ if __package__ in (None, ""):
 import accelerate
 import torch
 from accelerate.utils import DataLoaderConfiguration
+from datasets import Dataset
+from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import DataCollatorWithPadding, get_linear_schedule_with_warmup
 
 from hf_efficient_attn.io.writing import replacing
-from recipes import arguments, reporting, training
-from recipes.data import glue
-from recipes.glue import GlueArguments, load_model, load_rows, tokenize
+from recipes.common import arguments, reporting, training
+from recipes.common.data import glue
+from recipes.glue import GlueArguments, load_data, load_model, tokenize
 
 
 @dataclass
 class LoopArguments:
-    """What Trainer's arguments would say."""
+    """Options of the training loop, in place of Trainer's."""
 
     _argument_group_name = "training"
 
     output_dir: str = field(metadata={"help": "Folder for the model, its checkpoints and its figures."})
     overwrite: bool = field(default=False, metadata={"help": "Write into an output folder that is not empty."})
-    resume: bool = field(default=False, metadata={"help": "Go on from the last whole checkpoint in the output folder."})
-    num_train_epochs: float = field(default=3.0, metadata={"help": "Passes over the training set."})
-    max_steps: int | None = field(default=None, metadata={"help": "Optimizer steps instead of passes."})
-    per_device_train_batch_size: int = field(default=32, metadata={"help": "Rows of a process and a forward pass."})
-    gradient_accumulation_steps: int = field(default=1, metadata={"help": "Forward passes of an optimizer step."})
-    learning_rate: float = field(default=5e-5, metadata={"help": "Highest; it falls linearly after the warm-up."})
-    warmup_share: float = field(default=0.1, metadata={"help": "Share of the steps in which the rate grows."})
-    weight_decay: float = field(default=0.0, metadata={"help": "Of AdamW."})
-    save_steps: int = field(default=500, metadata={"help": "Steps from one checkpoint to the next."})
-    seed: int = field(default=0, metadata={"help": "Of the new weights, the order of the data, dropout and draws."})
+    resume: bool = field(
+        default=False, metadata={"help": "Continue from the last complete checkpoint in the output folder."}
+    )
+    num_train_epochs: float = field(default=3.0, metadata={"help": "Epochs."})
+    max_steps: int | None = field(default=None, metadata={"help": "Optimizer steps, instead of epochs."})
+    per_device_train_batch_size: int = field(
+        default=32, metadata={"help": "Examples of a forward pass of one process."}
+    )
+    gradient_accumulation_steps: int = field(default=1, metadata={"help": "Forward passes for one optimizer step."})
+    learning_rate: float = field(default=5e-5, metadata={"help": "Highest learning rate, before a linear decay to 0."})
+    warmup_share: float = field(default=0.1, metadata={"help": "Share of the steps with an increasing learning rate."})
+    weight_decay: float = field(default=0.0, metadata={"help": "Weight decay of AdamW."})
+    save_steps: int = field(default=500, metadata={"help": "Steps between two checkpoints."})
+    seed: int = field(default=0, metadata={"help": "Seed of new weights, data order, dropout and random draws."})
 
     def __post_init__(self) -> None:
-        for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "save_steps", "max_steps"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"--{name} {getattr(self, name)}: give 1 or more")
+        arguments.check_counts(
+            self, "per_device_train_batch_size", "gradient_accumulation_steps", "save_steps", "max_steps"
+        )
 
 
 def last_checkpoint(folder: str) -> tuple[pathlib.Path, dict[str, Any]] | None:
-    """The newest checkpoint with its `loop.json`, which is written last and in one piece."""
+    """The newest complete checkpoint and its `loop.json`, which is written last."""
     found = [
         (json.loads(path.read_text()), path.parent) for path in pathlib.Path(folder).glob("checkpoint-*/loop.json")
     ]
@@ -73,17 +79,19 @@ def last_checkpoint(folder: str) -> tuple[pathlib.Path, dict[str, Any]] | None:
 
 
 @torch.no_grad()
-def evaluate(accelerator, model, rows, collate, task: str) -> dict[str, float]:
-    """The official figures on a split, from all processes."""
-    loader = accelerator.prepare(DataLoader(rows, batch_size=64, collate_fn=collate))
+def evaluate(
+    accelerator: accelerate.Accelerator, model: nn.Module, data: Dataset, collate: DataCollatorWithPadding, task: str
+) -> dict[str, float]:
+    """The official metrics on a split, gathered from all processes."""
+    loader = accelerator.prepare(DataLoader(data, batch_size=64, collate_fn=collate))
     outputs = [accelerator.gather_for_metrics((model(**batch).logits.float(), batch["labels"])) for batch in loader]
     logits, labels = (torch.cat(parts).cpu().numpy() for parts in zip(*outputs, strict=True))
     return glue.figures(task, logits, labels)
 
 
 def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Train as the command line says; returns what metrics.json holds."""
-    asked, attention, args = arguments.parse_only(
+    """Run the recipe with the given options; return the contents of metrics.json."""
+    options, attention, args = arguments.parse_only(
         GlueArguments, arguments.AttentionArguments, LoopArguments, description=__doc__, argv=argv
     )
     accelerator = accelerate.Accelerator(
@@ -94,14 +102,14 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     arguments.prepare_output(args.output_dir, accelerator.state, args.resume, args.overwrite)
     if not sys.stderr.isatty():
         arguments.no_bars()
-    folder, task = pathlib.Path(args.output_dir), glue.task_of(asked.task)
+    folder, task = pathlib.Path(args.output_dir), glue.task_of(options.task)
     with accelerator.main_process_first():
-        rows = load_rows(asked)
-    model, tokenizer = load_model(asked.model_name_or_path, task)
-    training.check_length(model, asked.max_length)
+        data = load_data(options)
+    model, tokenizer = load_model(options.model_name_or_path, task)
+    training.check_length(model, options.max_length)
     training.prepare_attention(model, attention)
-    tokens, collate = tokenize(rows, tokenizer, asked.max_length), DataCollatorWithPadding(tokenizer)
-    # A generator of its own: fetching data takes nothing from the random state that dropout draws from.
+    tokens, collate = tokenize(data, tokenizer, options.max_length), DataCollatorWithPadding(tokenizer)
+    # A separate generator, so that loading data does not change the random state that dropout uses.
     loader = accelerator.prepare(
         DataLoader(tokens["train"], batch_size=args.per_device_train_batch_size, shuffle=True, collate_fn=collate,
                    generator=torch.Generator().manual_seed(args.seed))
@@ -112,7 +120,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     found = last_checkpoint(args.output_dir) if args.resume else None
     done = found[1] if found else {"step": 0, "epoch": 0, "batch": 0, "log": []}
     if schedule is not None:
-        # The stage of the first step, or that in which the checkpoint was saved: a switch comes before its step.
+        # Start in the first stage, or in the stage of the checkpoint: a switch comes before its step.
         schedule.step(model, None, max(0, done["step"] - 1))
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay)
@@ -159,16 +167,16 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     results = {}
     for split in tokens:
         if split != "train":
-            figures = evaluate(accelerator, model, tokens[split], collate, asked.task)
+            figures = evaluate(accelerator, model, tokens[split], collate, options.task)
             results |= {f"eval{split.removeprefix('validation')}_{name}": value for name, value in figures.items()}
     log.append({"step": step, **results})
-    bare = accelerator.unwrap_model(model)
-    bare.save_pretrained(
+    unwrapped = accelerator.unwrap_model(model)
+    unwrapped.save_pretrained(
         folder, is_main_process=accelerator.is_main_process, state_dict=accelerator.get_state_dict(model)
     )
     report = {"metrics": results, "steps": step, "seconds_per_step": seconds, "seed": args.seed,
               "precision": accelerator.mixed_precision, "switches": reporting.switches_of(log),
-              **reporting.about_run(attention, bare, accelerator.num_processes, accelerator.device)}  # fmt: skip
+              **reporting.about_run(attention, unwrapped, accelerator.num_processes, accelerator.device)}  # fmt: skip
     if accelerator.is_main_process:
         tokenizer.save_pretrained(folder)
         reporting.write_report(report, log, folder, next(iter(results)))
@@ -176,8 +184,8 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     return report
 
 
-def save(accelerator, folder: pathlib.Path, done: dict[str, Any]) -> None:
-    """A checkpoint, whole when its `loop.json` is there."""
+def save(accelerator: accelerate.Accelerator, folder: pathlib.Path, done: dict[str, Any]) -> None:
+    """Write a checkpoint. It is complete once it has its `loop.json`."""
     path = folder / f"checkpoint-{done['step']}"
     accelerator.save_state(str(path))
     accelerator.wait_for_everyone()

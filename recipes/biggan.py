@@ -1,87 +1,117 @@
-"""BigGAN with exact attention and with methods in its place, on the same noise (KDEformer's section 4.2 and Table 1).
+"""BigGAN with exact attention and with other methods on the same noise (KDEformer's section 4.2 and Table 1).
 
     python -m recipes.biggan generate CHECKPOINT --output dogs.png --classes "golden retriever,207" --truncation 0.4
     python -m recipes.biggan compare CHECKPOINT --output side.png --method kdeformer,performer --budget 128,256
     python -m recipes.biggan score CHECKPOINT --features FEATURES --reference PICTURES --budget 32,64,128 --csv rows.csv
 
-CHECKPOINT is a folder of `BigGANModel`, one that `python -m recipes.gan.train` wrote, or one in the layout of the PyPI
-package pytorch-pretrained-biggan: `config.json` and `pytorch_model.bin`. The published weights are those of the
-package's archive map: https://s3.amazonaws.com/models.huggingface.co/biggan/ and then biggan-deep-512-config.json and
-biggan-deep-512-pytorch_model.bin (or -256-, -128-); put them into one folder under the two names above. They could not
-be had where this was written, so that no figure here is of them.
+`generate` writes a sheet of pictures. `compare` writes one line of pictures for each method and measures how far they
+are from those of exact attention: the relative error |a - e| / |e| of the pictures' values in [-1, 1], and the mean
+absolute difference. `score` computes FID and the inception score with an image classifier: `--features FOLDER` is any
+folder of AutoModelForImageClassification, such as `python -m recipes.biggan_features` writes. Scores of different
+networks cannot be compared. `compare` and `score` also print the cost of the attention layer for one picture (GFLOP of
+its products, with a multiply-add as one operation as in the paper; see `recipes.common.counting`) and how many times
+faster it is than exact attention in the same run. Nothing is trained. Methods without a rectangular form are refused,
+since BigGAN has four queries for every key.
 
-generate: a sheet of pictures. compare: a row of pictures for each attention, and how far they are from those of exact
-attention: relative error |a - e| / |e| of the pictures' values in [-1, 1], and mean absolute difference. score: FID and
-inception score through an image classifier, `--features FOLDER` of AutoModelForImageClassification, such as
-`python -m recipes.gan.features` writes; figures of different networks cannot be compared. Both say what the attention
-layer costs for one picture (GFLOP: products, a multiply-add as one operation, as the paper counts; see
-`recipes.benchmarks.counting`), and its time as a ratio to exact attention's in the same run. Methods are put in without
-any training. Those without a rectangular form are refused: BigGAN has four queries for every key.
+CHECKPOINT is a folder of `BigGANModel`, such as `python -m recipes.biggan_train` writes, or a folder in the layout of
+the PyPI package pytorch-pretrained-biggan: `config.json` and `pytorch_model.bin`. The published weights are listed in
+that package's archive map: https://s3.amazonaws.com/models.huggingface.co/biggan/ followed by
+biggan-deep-512-config.json and biggan-deep-512-pytorch_model.bin (or -256-, -128-). Save them in one folder under the
+two names above. They were not available for this page, so no result here is theirs.
 
-On the small BigGAN of `recipes.gan.train` `compare` takes half a minute on one core, `score` 25 s for every 5,000
-pictures. To expect there at a budget of 32 of the 256 keys: FID 1.97 of exact attention and of kdeformer, 2.1 to 2.2 of
-hyperattention and reformer, 8.1 of performer; see recipes/README.md.
+Duration on the small BigGAN of `recipes.biggan_train`: half a minute on one core for `compare`, 25 s for every 5,000
+pictures for `score`. Expected with it at a budget of 32 of the 256 keys: FID 1.97 for exact attention and kdeformer,
+2.1 to 2.2 for hyperattention and reformer, 8.1 for performer. recipes/README.md has the whole table.
 """
 
 import pathlib
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
 from torch import Tensor
 from tqdm import tqdm
 
-from hf_efficient_attn.cli import Settings, main_of, parse_lengths, table
-from hf_efficient_attn.cli.common import split_list
+from hf_efficient_attn.cli import Settings, main_of, parse_lengths, split_list, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation.timing import UNSTEADY, use_threads
 from hf_efficient_attn.io.writing import check_writable
-from recipes.benchmarks.report import Csv, Seed, Threads, check_outputs, write_csv
-from recipes.benchmarks.timing import UNSTEADY, use_threads
-from recipes.gan.features import FeatureNetwork
-from recipes.gan.metrics import Moments, frechet_distance, inception_score
-from recipes.gan.pictures import grid, named_rows, save_png
-from recipes.gan.reference import reference_statistics
-from recipes.gan.sampling import (
+from hf_efficient_attn.models.biggan import BigGANModel
+from recipes.common.commands import Csv, Seed, Threads, check_outputs, methods_option, new_app, numbers_option, write
+from recipes.common.gan.features import FeatureNetwork
+from recipes.common.gan.metrics import Moments, frechet_distance, inception_score
+from recipes.common.gan.pictures import grid, named_rows, save_png
+from recipes.common.gan.reference import reference_statistics
+from recipes.common.gan.sampling import (
+    EXACT_SWAP,
     Cost,
     Draw,
     Swap,
+    apply_swap,
     layer_costs,
     load_generator,
     parse_classes,
     pictures,
-    put_in,
     swaps_of,
 )
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
+app = new_app(no_args_is_help=True)
 
 Checkpoint = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Folder of the generator.")]
 Classes = Annotated[
     list[str], typer.Option(metavar="NAME", show_default=False, help="Names or numbers. [default: all, in turn]")
 ]
-Truncation = Annotated[float, typer.Option(metavar="X", help="Of the noise, above 0 and at most 1.")]
-Batch = Annotated[int, typer.Option(metavar="N", min=1, help="Pictures at once.")]
-Budget = Annotated[list[str], typer.Option(metavar="N", show_default=False, help="Columns. [default: 32,64,128]")]
-Method = Annotated[
-    list[str],
-    typer.Option(metavar="NAME", show_default=False, help="NAME or NAME:key=value. [default: all rectangular ones]"),
-]
-TimingRounds = Annotated[int, typer.Option(metavar="N", min=0, help="Paired timings of each; 0 for none.")]
+Truncation = Annotated[float, typer.Option(metavar="X", help="Truncation of the noise, above 0 and at most 1.")]
+Batch = Annotated[int, typer.Option(metavar="N", min=1, help="Batch size.")]
+Budget = numbers_option("Budgets in columns", "32,64,128")
+Method = methods_option("all rectangular ones")
+TimingRounds = Annotated[int, typer.Option(metavar="N", min=0, help="Paired timings of each method; 0 for none.")]
 
 
 def _check_png(path: pathlib.Path) -> None:
     if path.suffix.lower() != ".png":
-        raise UnsupportedAttentionError(f"--output {path}: its name must end in .png")
+        raise UnsupportedAttentionError(f"--output {path}: the name must end in .png")
     check_writable(path)
 
 
-def _keys(model) -> int:
-    """Number of keys of the attention layer: its picture is pooled by two."""
+def _kv_len(model: BigGANModel) -> int:
+    """Number of keys of the attention layer, which pools its picture by two."""
     return (model.config.attention_resolution // 2) ** 2
 
 
+class Comparison(NamedTuple):
+    """What `compare` and `score` run: the generator, its inputs and the methods, exact attention first."""
+
+    model: BigGANModel
+    draw: Draw
+    swaps: list[Swap]
+    rounds: int
+    batch: int
+
+    def run(self, figures_of: Callable[[Swap, Iterable[Tensor]], dict[str, float]]) -> list[dict[str, Any]]:
+        """Generate the pictures of every method.
+
+        Args:
+            figures_of: takes a method and its pictures, batches (b, 3, P, P), and returns named figures.
+
+        Returns:
+            One row for each method, with the figures and the cost of the attention layer.
+        """
+        number, rows = len(self.draw.noise), []
+        steps = (len(self.swaps) - 1) * self.rounds
+        with tqdm(total=steps, unit="pair", desc="time", disable=None, leave=False) as bar:
+            costs = layer_costs(self.model, self.draw, self.swaps, self.rounds, bar)
+        with tqdm(total=number * len(self.swaps), unit="picture", disable=None, leave=False) as bar:
+            for swap, cost in zip(self.swaps, costs, strict=True):
+                bar.set_description(swap.label)
+                found = figures_of(swap, pictures(apply_swap(self.model, swap), self.draw, self.batch, bar))
+                rows.append({"attention": swap.name, "budget": swap.budget, **found, **_cost_columns(cost, costs[0])})
+        return rows
+
+
 def _cost_columns(cost: Cost, exact: Cost) -> dict[str, Any]:
-    """GFLOP by the paper's counting, for one picture, and the ratios to exact attention."""
+    """GFLOP for one picture by the paper's counting, and the ratios to exact attention."""
     products = cost.operations.products / 2
     return {
         "gflop": products / 1e9,
@@ -91,22 +121,21 @@ def _cost_columns(cost: Cost, exact: Cost) -> dict[str, Any]:
     }
 
 
-def _show(rows: list[dict[str, Any]], figures: dict[str, str], csv: pathlib.Path | None) -> None:
-    """A line for every row: `figures`, column -> format."""
-    if csv is not None:
-        write_csv(csv, rows)
+def _show(rows: Sequence[Mapping[str, Any]], figures: dict[str, str], csv: pathlib.Path | None) -> None:
+    """Print one line for every row. `figures` maps a column to its format."""
+    write(rows, csv)
 
-    def cell(row: dict[str, Any], name: str, how: str) -> str:
-        return "" if row[name] is None else format(row[name], how)
+    def cell(row: Mapping[str, Any], name: str, form: str) -> str:
+        return "" if row[name] is None else format(row[name], form)
 
-    cost = {"gflop": ".4f", "fewer": ".2f", "times_faster": ".2f"}
-    headers = ["attention", "budget", *(name.replace("_", " ") for name in (*figures, *cost))]
+    columns = {**figures, "gflop": ".4f", "fewer": ".2f", "times_faster": ".2f"}
+    headers = ["attention", "budget", *(name.replace("_", " ") for name in columns)]
     cells = [
-        [row["attention"], row["budget"] or "", *(cell(row, n, how) for n, how in (figures | cost).items())]
+        [row["attention"], row["budget"] or "", *(cell(row, name, form) for name, form in columns.items())]
         for row in rows
     ]
     typer.echo(table(headers, cells))
-    typer.echo("\nGFLOP of the attention layer for one picture: products, a multiply-add as one operation.")
+    typer.echo("\nGFLOP: products of the attention layer for one picture, a multiply-add as one operation.")
     if any(row["unsteady"] for row in rows):
         typer.echo(UNSTEADY)
 
@@ -114,10 +143,10 @@ def _show(rows: list[dict[str, Any]], figures: dict[str, str], csv: pathlib.Path
 @app.command(epilog="Example: python -m recipes.biggan generate gan --output digits.png --classes 3,8 --count 20")
 def generate(
     checkpoint: Checkpoint,
-    output: Annotated[pathlib.Path, typer.Option(metavar="FILE.png", help="The sheet.")],
+    output: Annotated[pathlib.Path, typer.Option(metavar="FILE.png", help="File for the sheet.")],
     classes: Classes = [],  # noqa: B006 (typer copies it)
-    number: Annotated[int, typer.Option("--count", metavar="N", min=1, help="Pictures.")] = 16,
-    columns: Annotated[int, typer.Option(metavar="N", min=1, help="Of the sheet.")] = 8,
+    number: Annotated[int, typer.Option("--count", metavar="N", min=1, help="Number of pictures.")] = 16,
+    columns: Annotated[int, typer.Option(metavar="N", min=1, help="Columns of the sheet.")] = 8,
     truncation: Truncation = 0.4,
     seed: Seed = 0,
     attention: Annotated[str | None, typer.Option(metavar="METHOD", help="[default: exact attention]")] = None,
@@ -125,14 +154,14 @@ def generate(
     batch: Batch = 8,
     threads: Threads = 1,
 ) -> None:
-    """A sheet of pictures, with exact attention or a method."""
+    """Write a sheet of pictures, generated with exact attention or another method."""
     _check_png(output)
     model = load_generator(checkpoint)
     draw = Draw.of(model.config, parse_classes(split_list(classes), model.config), number, truncation, seed)
     if setting and attention is None:
         raise UnsupportedAttentionError("--set needs --attention METHOD")
-    swap = swaps_of([attention], setting, [], _keys(model))[-1] if attention else Swap("exact", None, None)
-    put_in(model, swap)
+    swap = swaps_of([attention], setting, [], _kv_len(model))[-1] if attention else EXACT_SWAP
+    apply_swap(model, swap)
     with use_threads(threads), tqdm(total=number, unit="picture", disable=None, leave=False) as bar:
         made = torch.cat(list(pictures(model, draw, batch, bar)))
     save_png(grid(made, min(columns, number)), output)
@@ -141,21 +170,21 @@ def generate(
 
 def _differences(made: Tensor, exact: Tensor) -> dict[str, float]:
     """Mean and greatest relative error over the pictures (N, 3, P, P), and the mean absolute difference."""
-    away = (made - exact).flatten(1)
-    relative = away.norm(dim=1) / exact.flatten(1).norm(dim=1)
+    difference = (made - exact).flatten(1)
+    relative = difference.norm(dim=1) / exact.flatten(1).norm(dim=1)
     return {
         "relative_error": relative.mean().item(),
         "greatest": relative.max().item(),
-        "absolute_difference": away.abs().mean().item(),
+        "absolute_difference": difference.abs().mean().item(),
     }
 
 
 @app.command(epilog="Example: python -m recipes.biggan compare gan --output side.png --method kdeformer --budget 64")
 def compare(
     checkpoint: Checkpoint,
-    output: Annotated[pathlib.Path, typer.Option(metavar="FILE.png", help="A row of pictures for each attention.")],
+    output: Annotated[pathlib.Path, typer.Option(metavar="FILE.png", help="File for one line of pictures a method.")],
     classes: Classes = [],  # noqa: B006
-    number: Annotated[int, typer.Option("--count", metavar="N", min=1, help="Pictures of a row.")] = 10,
+    number: Annotated[int, typer.Option("--count", metavar="N", min=1, help="Number of pictures in a line.")] = 10,
     truncation: Truncation = 0.4,
     seed: Seed = 0,
     method: Method = [],  # noqa: B006
@@ -164,41 +193,38 @@ def compare(
     rounds: TimingRounds = 5,
     batch: Batch = 8,
     threads: Threads = 1,
-    colours: Annotated[int, typer.Option(metavar="N", min=2, max=256, help="Of the file.")] = 256,
+    colours: Annotated[int, typer.Option(metavar="N", min=2, max=256, help="Colours of the file.")] = 256,
     csv: Csv = None,
 ) -> None:
-    """Exact attention beside methods on the same noise."""
+    """Compare the pictures of exact attention with those of other methods on the same noise."""
     _check_png(output)
     check_outputs(csv, None)
     model = load_generator(checkpoint)
     draw = Draw.of(model.config, parse_classes(split_list(classes), model.config), number, truncation, seed)
-    swaps = swaps_of(method, setting, parse_lengths(budget) or [32, 64, 128], _keys(model))
-    rows, sheets = [], {}
+    swaps = swaps_of(method, setting, parse_lengths(budget) or [32, 64, 128], _kv_len(model))
+    sheets: dict[str, Tensor] = {}
+
+    def figures_of(swap: Swap, made: Iterable[Tensor]) -> dict[str, float]:
+        sheets[swap.label] = torch.cat(list(made))
+        return _differences(sheets[swap.label], next(iter(sheets.values())))
+
     with use_threads(threads):
-        with tqdm(total=(len(swaps) - 1) * rounds, unit="pair", desc="time", disable=None, leave=False) as bar:
-            costs = layer_costs(model, draw, swaps, rounds, bar)
-        with tqdm(total=number * len(swaps), unit="picture", disable=None, leave=False) as bar:
-            for swap, cost in zip(swaps, costs, strict=True):
-                bar.set_description(swap.label)
-                made = torch.cat(list(pictures(put_in(model, swap), draw, batch, bar)))
-                sheets[swap.label] = made
-                found = _differences(made, next(iter(sheets.values())))
-                rows.append({"attention": swap.name, "budget": swap.budget, **found, **_cost_columns(cost, costs[0])})
+        rows = Comparison(model, draw, swaps, rounds, batch).run(figures_of)
     save_png(named_rows(sheets), output, colours)
     _show(rows, {"relative_error": ".3f", "greatest": ".3f", "absolute_difference": ".4f"}, csv)
-    typer.echo(f"{output}: {number} pictures of each, truncation {truncation:g}, seed {seed}")
+    typer.echo(f"{output}: {number} pictures for each method, truncation {truncation:g}, seed {seed}")
 
 
 @app.command(epilog="Example: python -m recipes.biggan score gan --features features --reference data/images/mnist")
 def score(
     checkpoint: Checkpoint,
-    features: Annotated[pathlib.Path, typer.Option(metavar="FOLDER", help="An image classifier.")],
+    features: Annotated[pathlib.Path, typer.Option(metavar="FOLDER", help="Folder of an image classifier.")],
     reference: Annotated[
         pathlib.Path,
-        typer.Option(metavar="PATH", help="Real pictures: folder, zip or IDX file; or .npz of statistics."),
+        typer.Option(metavar="PATH", help="Real pictures (folder, zip or IDX file), or a .npz file of statistics."),
     ],
     classes: Classes = [],  # noqa: B006
-    number: Annotated[int, typer.Option("--count", metavar="N", min=2, help="Pictures of each.")] = 5000,
+    number: Annotated[int, typer.Option("--count", metavar="N", min=2, help="Pictures for each method.")] = 5000,
     truncation: Truncation = 1.0,
     seed: Seed = 0,
     method: Method = [],  # noqa: B006
@@ -209,42 +235,41 @@ def score(
     batch: Batch = 50,
     threads: Threads = 1,
     statistics: Annotated[
-        pathlib.Path | None, typer.Option(metavar="FILE.npz", help="Keep the reference's statistics.")
+        pathlib.Path | None, typer.Option(metavar="FILE.npz", help="Save the reference's statistics to this file.")
     ] = None,
     csv: Csv = None,
 ) -> None:
-    """FID and inception score of exact attention and of methods, on the same noise."""
+    """Compute FID and the inception score of exact attention and of other methods on the same noise."""
     check_outputs(csv, None)
     if statistics is not None:
         check_writable(statistics)
     if number < splits:
-        raise UnsupportedAttentionError(f"--count {number} pictures cannot be cut into --splits {splits} parts")
+        raise UnsupportedAttentionError(
+            f"--count {number}: give at least one picture for each of the --splits {splits}"
+        )
     model, network = load_generator(checkpoint), FeatureNetwork(features)
     chosen = parse_classes(split_list(classes), model.config)
-    # In any order, or some parts of the inception score might have more of a class than others.
+    # Shuffled, so that all parts of the inception score have about the same share of every class.
     draw = Draw.of(model.config, chosen, number, truncation, seed, shuffled=True)
-    swaps = swaps_of(method, setting, parse_lengths(budget) or [32, 64, 128], _keys(model))
-    rows = []
+    swaps = swaps_of(method, setting, parse_lengths(budget) or [32, 64, 128], _kv_len(model))
     with use_threads(threads):
         real = reference_statistics(reference, network, model.config.output_dim)
         if statistics is not None:
             real.save(statistics)
-        with tqdm(total=(len(swaps) - 1) * rounds, unit="pair", desc="time", disable=None, leave=False) as bar:
-            costs = layer_costs(model, draw, swaps, rounds, bar)
-        with tqdm(total=number * len(swaps), unit="picture", disable=None, leave=False) as bar:
-            for swap, cost in zip(swaps, costs, strict=True):
-                bar.set_description(swap.label)
-                moments, guesses = Moments(), []
-                for made in pictures(put_in(model, swap), draw, batch, bar):
-                    seen, probabilities = network(made)
-                    moments.update(seen)
-                    guesses.append(probabilities)
-                distance = frechet_distance(moments.gaussian(), real)
-                mean, deviation = inception_score(torch.cat(guesses), splits)
-                found = {"fid": distance, "inception_score": mean, "deviation": deviation}
-                rows.append({"attention": swap.name, "budget": swap.budget, **found, **_cost_columns(cost, costs[0])})
+
+        def figures_of(swap: Swap, made: Iterable[Tensor]) -> dict[str, float]:
+            moments, guesses = Moments(), []
+            for batch_of_pictures in made:
+                values, probabilities = network(batch_of_pictures)
+                moments.update(values)
+                guesses.append(probabilities)
+            distance = frechet_distance(moments.gaussian(), real)
+            mean, deviation = inception_score(torch.cat(guesses), splits)
+            return {"fid": distance, "inception_score": mean, "deviation": deviation}
+
+        rows = Comparison(model, draw, swaps, rounds, batch).run(figures_of)
     _show(rows, {"fid": ".2f", "inception_score": ".3f", "deviation": ".3f"}, csv)
-    typer.echo(f"{number} pictures of each, truncation {truncation:g}, seed {seed}; features of {features}")
+    typer.echo(f"{number} pictures for each method, truncation {truncation:g}, seed {seed}; features of {features}")
 
 
 if __name__ == "__main__":

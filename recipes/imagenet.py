@@ -2,28 +2,28 @@
 
     python recipes/imagenet.py --model_name_or_path DEIT --train_data TRAIN --eval_data VAL --output_dir OUT
     python recipes/imagenet.py ... --attention kdeformer --set num_samples=64 --resolution 384
-    python recipes/imagenet.py ... --attention longformer --set global_tokens=1 --eval_only       (without any training)
+    python recipes/imagenet.py ... --attention longformer --set global_tokens=1 --eval_only       (without training)
     accelerate launch --config_file recipes/configs/eight_gpus.yaml recipes/imagenet.py ... --preset imagenet
     python recipes/imagenet.py --from_scratch --model t2t_vit_flurka --new_head --preset imagenet --train_data TRAIN ...
 
-The last is image classification in the FLuRKA paper (A.4): its T2T-ViT from random weights, up-trained from the
-Linformer for 16.7 % of the steps, or with --variant flurka_linear from the linear transformer for 33.3 %, in token
-stages and backbone. --layers takes the stages by name: --attention kdeformer --layers t2t.0,t2t.1. The authors' own
-checkpoints become folders for --model by `hf_efficient_attn.models.t2t_vit.convert_checkpoint`.
+The last command is the image classification of the FLuRKA paper (A.4): its T2T-ViT from random weights, up-trained from
+the Linformer for 16.7 % of the steps, or with --variant flurka_linear from the linear transformer for 33.3 %, in the
+token stages and the backbone. --layers accepts the names of stages: --attention kdeformer --layers t2t.0,t2t.1.
+`hf_efficient_attn.models.t2t_vit.convert_checkpoint` converts the authors' checkpoints to folders for --model.
 
-TRAIN and VAL are hub ids, folders or zip files: `<split>/<class>/<file>`, `<class>/<file>`, or files that begin with
-WordNet numbers. Without --eval_data a split of TRAIN or --eval_share of it is held out. A class is the model's label of
-that name; else a thousand classes named by WordNet numbers are ImageNet's in order; a subset of them, such as
-Imagenette, needs --class_list (a file, or pictures of all thousand); other classes need --new_head.
+TRAIN and VAL are hub ids, folders or zip files with `<split>/<class>/<file>`, `<class>/<file>`, or files whose names
+begin with WordNet numbers. Without --eval_data a split of TRAIN is used, or --eval_share of it is held out. A class is
+matched with the model's label of the same name. Otherwise a thousand classes named by WordNet numbers are ImageNet's in
+order. A subset of them, such as Imagenette, needs --class_list (a file, or pictures of all thousand classes). Other
+classes need --new_head.
 
-Written to OUT: the model and its preprocessor, metrics.json, learning_curve.png. What is random about a picture follows
-from the seed, the epoch and its place in the data, and so is the same after a resume and with any number of workers and
-processes.
+OUT gets the model and its preprocessor, metrics.json and learning_curve.png. Random augmentation depends on the seed,
+the epoch and the index of the picture only, so that resumed runs and any number of workers and processes give the same.
 
-DeiT-tiny on one core, 224 pixels: 12 pictures a second when it evaluates, 3 s and 1.8 GB a step of 32 pictures when it
-trains. To expect of exact attention: top-1 .783 on a photograph of each ImageNet class (--eval_only); on 1,000 pictures
-of Imagenette at 160 pixels .702 of the thousand labels before any training, and .955 on 200 of them after one epoch (25
-steps) on the others.
+Duration for DeiT-tiny on one core at 224 pixels: 12 pictures a second in evaluation; 3 s and 1.8 GB for a training step
+of 32 pictures. Expected with exact attention: top-1 .783 on one photograph of each ImageNet class (--eval_only). On
+1,000 pictures of Imagenette at 160 pixels: .702 among the thousand labels without training, and .955 on 200 of them
+after one epoch (25 steps) on the others.
 """
 
 import pathlib
@@ -33,21 +33,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 if __package__ in (None, ""):
-    sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])  # as a file: the folder above recipes
+    sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
 import torch
+from torch import Tensor, nn
 from transformers import (
     EvalPrediction,
     PreTrainedModel,
     Trainer,
     TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
 )
 
-from hf_efficient_attn.evaluation.demo import quiet_loading
-from recipes.arguments import AttentionArguments, RecipeArguments, main_of, parse
-from recipes.data.image_classes import class_indices, read_class_list
-from recipes.data.image_tensors import Evaluation, PictureDataset, Training
-from recipes.data.images import (
+from hf_efficient_attn.checkpoint.loading import no_progress_bar
+from recipes.common.arguments import AttentionArguments, RecipeArguments, check_counts, main_of, parse
+from recipes.common.data.image_classes import class_indices, read_class_list
+from recipes.common.data.image_tensors import Evaluation, PictureDataset, Training
+from recipes.common.data.images import (
     EVAL_SPLITS,
     TRAIN_SPLITS,
     Pictures,
@@ -58,9 +62,9 @@ from recipes.data.images import (
     readable,
     sorted_classes,
 )
-from recipes.image_models import (
+from recipes.common.image_models import (
     ModelArguments,
-    Sized,
+    SizedAttention,
     config_of,
     fit_resolution,
     load_model,
@@ -68,7 +72,7 @@ from recipes.image_models import (
     probe,
     processor_of,
 )
-from recipes.training import evaluate_and_report, prepare_attention, train_and_report
+from recipes.common.training import evaluate_and_report, prepare_attention, train_and_report
 
 DEFAULTS = {
     "per_device_train_batch_size": 32,
@@ -86,85 +90,98 @@ DEFAULTS = {
 
 @dataclass
 class DataArguments:
-    """Which pictures, of which class."""
+    """The pictures and their classes."""
 
     _argument_group_name = "data"
 
     train_data: str | None = field(default=None, metadata={"help": "Hub id, folder or zip file."})
     eval_data: str | None = field(
-        default=None, metadata={"help": "The same, for the evaluation. Default: a split of --train_data."}
+        default=None, metadata={"help": "Pictures to evaluate on. Default: a split of --train_data."}
     )
-    train_split: str | None = field(default=None, metadata={"help": "Default: train, where there are splits."})
-    eval_split: str | None = field(default=None, metadata={"help": "Default: validation, val, dev or test."})
+    train_split: str | None = field(
+        default=None, metadata={"help": "Split to train on. Default: train, if there are splits."}
+    )
+    eval_split: str | None = field(
+        default=None, metadata={"help": "Split to evaluate on. Default: validation, val, dev or test."}
+    )
     eval_share: float | None = field(
-        default=None, metadata={"help": "Evaluate on this share of the training pictures, held out at random."}
+        default=None, metadata={"help": "Hold out this share of the training pictures at random for evaluation."}
     )
     split_seed: int = field(
-        default=0, metadata={"help": "Of --eval_share and of the choice of --max_..._samples; --seed does not move it."}
+        default=0, metadata={"help": "Seed of --eval_share and --max_..._samples, independent of --seed."}
     )
     data_config: str | None = field(default=None, metadata={"help": "Configuration of a hub data set."})
-    image_column: str | None = field(default=None, metadata={"help": "Of a hub data set. Default: the only one."})
-    label_column: str | None = field(default=None, metadata={"help": "Of a hub data set. Default: the only one."})
+    image_column: str | None = field(
+        default=None, metadata={"help": "Column of a hub data set. Default: the only one of its type."}
+    )
+    label_column: str | None = field(
+        default=None, metadata={"help": "Column of a hub data set. Default: the only one of its type."}
+    )
     class_list: str | None = field(
         default=None,
         metadata={
-            "help": "Names of the data's classes in the order of the model's labels: a file with a name a line, "
+            "help": "Class names in the order of the model's labels: a file with one name per line, "
             "imagenet_class_index.json, or a folder or zip file of pictures of all classes."
         },
     )
-    max_train_samples: int | None = field(default=None, metadata={"help": "Train on so many, drawn at random."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on so many, drawn at random."})
-    skip_bad_images: bool = field(default=False, metadata={"help": "Go on without images that cannot be read."})
-    check_images: bool = field(
-        default=True, metadata={"help": "Read every image once before the first step (by --dataloader_num_workers)."}
+    max_train_samples: int | None = field(
+        default=None, metadata={"help": "Train on at most N pictures, chosen at random.", "metavar": "N"}
     )
-    eval_only: bool = field(default=False, metadata={"help": "Evaluate the model as it is, or with --attention."})
+    max_eval_samples: int | None = field(
+        default=None, metadata={"help": "Evaluate on at most N pictures, chosen at random.", "metavar": "N"}
+    )
+    skip_bad_images: bool = field(default=False, metadata={"help": "Skip images that cannot be read."})
+    check_images: bool = field(
+        default=True,
+        metadata={"help": "Decode every image once before the first step, with --dataloader_num_workers threads."},
+    )
+    eval_only: bool = field(default=False, metadata={"help": "Evaluate without training."})
     crop_ratio: float = field(
-        default=0.875, metadata={"help": "Side of the square in the middle over the shorter side, in the evaluation."}
+        default=0.875,
+        metadata={"help": "Side of the central square that is evaluated, as a share of the shorter side."},
     )
     augmentation: str = field(
         default="crop",
         metadata={
-            "help": "Of training pictures. none: as in the evaluation. crop: random part and mirror image. trivial: "
-            "TrivialAugment on top of it.",
+            "help": "Augmentation of training pictures. none: as in evaluation. crop: random crop and flip. trivial: "
+            "TrivialAugment as well.",
             "choices": ["none", "crop", "trivial"],
         },
     )
-    crop_scale: float = field(default=0.08, metadata={"help": "Least share of the area in a random part."})
-    flip: float = field(default=0.5, metadata={"help": "Probability of the mirror image."})
+    crop_scale: float = field(default=0.08, metadata={"help": "Smallest share of the area in a random crop."})
+    flip: float = field(default=0.5, metadata={"help": "Probability of a horizontal flip."})
     color_jitter: float = field(
-        default=0.0, metadata={"help": "Change of brightness, contrast and saturation by up to this share."}
+        default=0.0, metadata={"help": "Largest relative change of brightness, contrast and saturation."}
     )
 
 
 def check(model: ModelArguments, data: DataArguments, attention: AttentionArguments) -> None:
-    """Raise ValueError for options that contradict each other or are out of range, before anything is read."""
+    """Raise ValueError for options that contradict each other or are out of range, before the data is read."""
     if data.train_data is None and not (data.eval_only and data.eval_data):
-        raise ValueError("--train_data is missing: a hub id, a folder or a zip file (or --eval_only with --eval_data)")
+        raise ValueError(
+            "--train_data is missing: give a hub id, a folder or a zip file (or --eval_only with --eval_data)"
+        )
     if data.eval_data is not None and data.eval_share is not None:
-        raise ValueError("--eval_data and --eval_share exclude each other: give the one that is meant")
+        raise ValueError("--eval_data and --eval_share exclude each other: give only one of them")
     if data.eval_only and (attention.stages or attention.preset):
-        raise ValueError("--stages and --preset are of training: with --eval_only give the method by --attention")
+        raise ValueError("--stages and --preset need a training: with --eval_only give the method with --attention")
     if data.eval_only and (model.new_head or model.from_scratch):
-        raise ValueError("--eval_only would evaluate random weights with --new_head or --from_scratch")
+        raise ValueError(
+            "--eval_only with --new_head or --from_scratch would evaluate random weights: leave one of them out"
+        )
     if (model.image_mean is None) != (model.image_std is None):
-        raise ValueError("--image_mean and --image_std belong together: give both or none")
+        raise ValueError("--image_mean and --image_std belong together: give both or neither")
     for name, low, high in (("crop_ratio", 0.1, 1), ("crop_scale", 0.001, 1), ("flip", 0, 1), ("color_jitter", 0, 1)):
         if not low <= getattr(data, name) <= high:
-            raise ValueError(f"--{name} {getattr(data, name)} is not from {low} to {high}")
-    for name in ("max_train_samples", "max_eval_samples"):
-        if getattr(data, name) is not None and getattr(data, name) < 1:
-            raise ValueError(f"--{name} {getattr(data, name)} are none: give 1 or more, or leave it out for all")
-
-
-# ------------------------------------------------------------------------------------------------------------- pictures
+            raise ValueError(f"--{name} {getattr(data, name)} must be between {low} and {high}")
+    check_counts(data, "max_train_samples", "max_eval_samples")
 
 
 def read_pictures(options: DataArguments) -> tuple[Pictures | None, Pictures]:
-    """What to train on (None with --eval_only) and what to evaluate on: whole splits, nothing read yet.
+    """The splits to train on (None with --eval_only) and to evaluate on. No picture is read yet.
 
     Raises:
-        ValueError: a source that cannot be read, a split that is missing or empty.
+        ValueError: a source cannot be read, or a split is missing or empty.
     """
     columns = {
         "config": options.data_config, "image_column": options.image_column, "label_column": options.label_column,
@@ -177,7 +194,9 @@ def read_pictures(options: DataArguments) -> tuple[Pictures | None, Pictures]:
         if options.train_split is not None and "" in splits:
             pick(splits, options.train_split, (), options.train_data)
         if train is None:
-            raise ValueError(f"{options.train_data} has no split train; name one by --train_split: {', '.join(splits)}")
+            raise ValueError(
+                f"{options.train_data} has no split train: give one of {', '.join(splits)} with --train_split"
+            )
         if options.eval_share is not None:
             train, evaluation = divide(train, options.eval_share, options.split_seed)
         elif options.eval_data is None:
@@ -197,7 +216,7 @@ def read_pictures(options: DataArguments) -> tuple[Pictures | None, Pictures]:
 
 
 def classes_of(parts: Sequence[Pictures]) -> tuple[list[str], bool]:
-    """All class names of the parts, and whether their order is that of the source's numbered labels."""
+    """All class names of the splits, and whether their order is that of the source's numbered labels."""
     orders = {part.order for part in parts}
     if len(orders) == 1 and None not in orders:
         return list(*orders), True
@@ -205,69 +224,70 @@ def classes_of(parts: Sequence[Pictures]) -> tuple[list[str], bool]:
 
 
 def names_of_new_head(train: Pictures, evaluation: Pictures, class_list: Sequence[str] | None) -> list[str]:
-    """The labels of a classifier for the training data.
+    """The labels of a new classifier.
 
     Raises:
-        ValueError: a class of either part is not among them, or there is only one.
+        ValueError: the data has a class that is not among them, or there is only one label.
     """
     names = list(class_list or train.class_names())
     for part in (train, evaluation):
         unknown = sorted_classes(set(part.classes) - set(names))
         if unknown:
             where = "the class list" if class_list else "the training data"
-            raise ValueError(f"{part.where}: unknown label {unknown[0]!r}: it is not a class of {where}")
+            raise ValueError(f"{part.where}: unknown label {unknown[0]!r}, which is not a class of {where}")
     if len(names) < 2:
-        raise ValueError(f"{train.where}: only one class, {names[0]!r}: there is nothing to tell apart")
+        raise ValueError(f"{train.where} has only one class, {names[0]!r}: a classifier needs two or more")
     return names
 
 
-def look_at(pictures: Pictures, options: DataArguments, count: int | None, threads: int) -> tuple[Pictures, list[str]]:
-    """So many of the pictures, all of which can be read, and the names of those that were left out."""
+def checked(pictures: Pictures, options: DataArguments, count: int | None, threads: int) -> tuple[Pictures, list[str]]:
+    """Choose `count` pictures and check that they can be read; return them and the names of skipped ones."""
     pictures = at_most(pictures, count, options.split_seed)
     return readable(pictures, skip=options.skip_bad_images, threads=threads) if options.check_images else (pictures, [])
 
 
-# ------------------------------------------------------------------------------------------------------------- training
-
-
 @dataclass(frozen=True)
 class Collator:
-    """Rows of a `PictureDataset` -> a batch: pixel_values (B, 3, P, P), labels (B,)."""
+    """Collates examples of a `PictureDataset` to a batch: pixel_values (B, 3, P, P), labels (B,)."""
 
     interpolate: bool
 
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Collate a batch."""
         batch: dict[str, Any] = {
-            "pixel_values": torch.stack([row["pixel_values"] for row in rows]),
-            "labels": torch.tensor([row["labels"] for row in rows]),
+            "pixel_values": torch.stack([example["pixel_values"] for example in examples]),
+            "labels": torch.tensor([example["labels"] for example in examples]),
         }
         return batch | {"interpolate_pos_encoding": True} if self.interpolate else batch
 
 
 class Epochs(TrainerCallback):
-    """Tells the data the epoch; accelerate does so in a single process only."""
+    """Tells the data set the epoch. Accelerate does so only with a single process."""
 
     def __init__(self, data: PictureDataset) -> None:
         self.data = data
 
-    def on_epoch_begin(self, args, state, control, **kwargs) -> None:
-        # A resumed run begins amid an epoch; at the end of one it is a whole number, to rounding.
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Set the epoch."""
+        # A resumed run starts within an epoch. At the end of an epoch the value is an integer up to rounding.
         self.data.set_epoch(int((state.epoch or 0) + 1e-6))
 
 
 class ImageTrainer(Trainer):
     """Trainer that can resume a ViT.
 
-    `save_pretrained` writes ViT's and DeiT's weights under their older names, which `from_pretrained` alone translates:
-    Trainer itself would find none of its layers in a checkpoint, warn, and go on with what the model had.
+    `save_pretrained` writes the weights of ViT and DeiT under their older names, which only `from_pretrained`
+    translates. Trainer itself would not find the layers in a checkpoint, warn, and continue with the current weights.
     """
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         model = self.model if model is None else model
         if self.is_fsdp_enabled or not isinstance(model, PreTrainedModel):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
-        with quiet_loading():
+        with no_progress_bar():
             saved = type(model).from_pretrained(resume_from_checkpoint, dtype=model.dtype)
         model.load_state_dict(saved.state_dict())
 
@@ -275,21 +295,21 @@ class ImageTrainer(Trainer):
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
 
-def first_five(logits, labels) -> torch.Tensor:
-    """(B, classes) -> the classes of the five largest, largest first (B, 5)."""
+def top_five(logits: Tensor | tuple[Tensor, ...], labels: Tensor) -> Tensor:
+    """The classes of the five largest logits (B, classes), largest first: (B, 5)."""
     logits = logits[0] if isinstance(logits, tuple) else logits
     return logits.topk(min(5, logits.shape[-1])).indices
 
 
 def accuracy(found: EvalPrediction) -> dict[str, float]:
-    """Share of the pictures whose class is the first, and among the first five where there are more than five."""
-    right = found.predictions == found.label_ids[:, None]
-    figures = {"top1": float(right[:, 0].mean())}
-    return figures | {"top5": float(right.any(1).mean())} if right.shape[1] == 5 else figures
+    """Top-1 accuracy, and top-5 accuracy if there are five classes or more."""
+    correct = found.predictions == found.label_ids[:, None]
+    figures = {"top1": float(correct[:, 0].mean())}
+    return figures | {"top5": float(correct.any(1).mean())} if correct.shape[1] == 5 else figures
 
 
 def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """The recipe; returns what stands in `metrics.json`."""
+    """Run the recipe with the given options; return the contents of metrics.json."""
     options, data, attention, args = parse(
         ModelArguments, DataArguments, AttentionArguments, description=__doc__, argv=argv, defaults=DEFAULTS
     )
@@ -307,31 +327,34 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
         indices, how = class_indices(names, known, class_list=class_list, own_order=own_order)
         labels = None
     norm, threads = norm_of(options), args.dataloader_num_workers
-    evaluation, bad = look_at(evaluation, data, data.max_eval_samples, threads)
+    evaluation, bad = checked(evaluation, data, data.max_eval_samples, threads)
     if train is not None:
-        train, more = look_at(train, data, data.max_train_samples, threads)
+        train, more = checked(train, data, data.max_train_samples, threads)
         bad = more + bad
-    say(args, f"{len(indices)} classes, {how}" + (f"; left out, unreadable: {', '.join(bad)}" if bad else ""))
+    say(
+        args,
+        f"{len(indices)} classes, {how}" + (f"; skipped, since they cannot be read: {', '.join(bad)}" if bad else ""),
+    )
 
     model = load_model(options, labels)
     pixels, tokens, interpolate = fit_resolution(model, options.resolution)
-    callbacks = prepare_attention(model, Sized(attention, tokens))
-    seen = Evaluation(pixels, norm, data.crop_ratio)
-    evaluated = PictureDataset(evaluation, indices, seen)
+    callbacks = prepare_attention(model, SizedAttention(attention, tokens))
+    plain = Evaluation(pixels, norm, data.crop_ratio)
+    evaluated = PictureDataset(evaluation, indices, plain)
     trained = None
     if train is not None:
         random = Training(
             pixels, norm, (data.crop_scale, 1.0), flip=data.flip, jitter=data.color_jitter,
             trivial=data.augmentation == "trivial",
         )  # fmt: skip
-        trained = PictureDataset(train, indices, seen if data.augmentation == "none" else random, args.seed)
+        trained = PictureDataset(train, indices, plain if data.augmentation == "none" else random, args.seed)
         callbacks = [*callbacks, Epochs(trained)]
     collate = Collator(interpolate)
     probe(model, collate([evaluated[0]]))
     trainer = ImageTrainer(
         model=model, args=args, data_collator=collate, train_dataset=trained, eval_dataset=evaluated,
         processing_class=processor_of(norm, pixels, data.crop_ratio), callbacks=callbacks, compute_metrics=accuracy,
-        preprocess_logits_for_metrics=first_five,
+        preprocess_logits_for_metrics=top_five,
     )  # fmt: skip
     extra = {
         "model": options.model_name_or_path,
@@ -350,7 +373,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def say(args: RecipeArguments, text: str) -> None:
-    """A line on stderr, from the first process."""
+    """Print a line on stderr from the first process."""
     if args.process_index == 0:
         print(text, file=sys.stderr, flush=True)
 

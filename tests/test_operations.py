@@ -1,4 +1,4 @@
-"""The counter of operations: every part by hand on small cases, and the table of the paper's two models."""
+"""The counter of operations: every kind by hand on small cases, and the table of the paper's two models."""
 
 import csv
 import re
@@ -20,12 +20,14 @@ def normal(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def sizes(tokens, width, values, heads=2):
-    return normal(1, heads, tokens, width), normal(1, heads, tokens, width, seed=1), normal(1, heads, tokens, values)
+def tensors(q_len, head_dim, value_dim, heads=2):
+    """Query, key and value of self-attention."""
+    query, key = (normal(1, heads, q_len, head_dim, seed=seed) for seed in (0, 1))
+    return query, key, normal(1, heads, q_len, value_dim)
 
 
 X = normal(4, 8, 16)
-ROWS = torch.tensor([2, 0, 1])
+INDEX = torch.tensor([2, 0, 1])
 
 # (what, call, products, exponentials, sorting, gathers)
 CASES = [
@@ -50,15 +52,18 @@ CASES = [
     ("sort of one", lambda: X[..., :1].sort(-1), 0, 0, 0, 0),
     ("searchsorted", lambda: torch.searchsorted(torch.arange(7.0), X), 0, 0, 512 * 3, 0),
     ("bucketize", lambda: torch.bucketize(X, torch.arange(7.0)), 0, 0, 512 * 3, 0),
-    ("gather", lambda: X.gather(1, ROWS[None, :, None].expand(4, 3, 16)), 0, 0, 0, 4 * 3 * 16),
-    ("take_along_dim", lambda: X.take_along_dim(ROWS[None, :, None], 1), 0, 0, 0, 4 * 3 * 16),
-    ("index_select", lambda: X.index_select(2, ROWS), 0, 0, 0, 4 * 8 * 3),
-    ("index", lambda: X[:, ROWS], 0, 0, 0, 4 * 3 * 16),
-    ("index by pairs", lambda: X[ROWS[:, None], ROWS], 0, 0, 0, 3 * 3 * 16),
-    ("embedding", lambda: torch.nn.functional.embedding(ROWS, X[0]), 0, 0, 0, 3 * 16),
-    ("scatter", lambda: X.scatter(1, ROWS[None, :, None].expand(4, 3, 16), 0.0), 0, 0, 0, 4 * 3 * 16),
-    ("index_add", lambda: X[0].index_add(0, ROWS, X[1, :3]), 0, 0, 0, 3 * 16),
-    ("index_put_", lambda: X.clone().index_put_((ROWS,), torch.tensor(0.0)), 0, 0, 0, 3 * 8 * 16),
+    ("gather", lambda: X.gather(1, INDEX[None, :, None].expand(4, 3, 16)), 0, 0, 0, 4 * 3 * 16),
+    ("take_along_dim", lambda: X.take_along_dim(INDEX[None, :, None], 1), 0, 0, 0, 4 * 3 * 16),
+    ("index_select", lambda: X.index_select(2, INDEX), 0, 0, 0, 4 * 8 * 3),
+    ("index", lambda: X[:, INDEX], 0, 0, 0, 4 * 3 * 16),
+    ("index by pairs", lambda: X[INDEX[:, None], INDEX], 0, 0, 0, 3 * 3 * 16),
+    ("embedding", lambda: torch.nn.functional.embedding(INDEX, X[0]), 0, 0, 0, 3 * 16),
+    ("scatter", lambda: X.scatter(1, INDEX[None, :, None].expand(4, 3, 16), 0.0), 0, 0, 0, 4 * 3 * 16),
+    ("index_add", lambda: X[0].index_add(0, INDEX, X[1, :3]), 0, 0, 0, 3 * 16),
+    ("index_fill", lambda: X.index_fill(1, INDEX, 0.0), 0, 0, 0, 4 * 3 * 16),
+    ("index_fill_", lambda: X.clone().index_fill_(2, INDEX, 0.0), 0, 0, 0, 4 * 8 * 3),
+    ("assignment", lambda: X.clone().__setitem__(INDEX, 0.0), 0, 0, 0, 3 * 8 * 16),
+    ("index_put_", lambda: X.clone().index_put_((INDEX,), torch.tensor(0.0)), 0, 0, 0, 3 * 8 * 16),
     ("sums and copies", lambda: (X.sum(1), X + X, X.clone(), X.cumsum(1), X.amax(1)), 0, 0, 0, 0),
 ]  # fmt: skip
 
@@ -85,23 +90,23 @@ def test_exact_attention(keys, values, inference):
 
 
 def test_gradients_of_exact_attention():
-    tensors = [x.requires_grad_() for x in sizes(24, 16, 16)]
-    found = count(lambda: torch.nn.functional.scaled_dot_product_attention(*tensors).sum().backward())
+    inputs = [x.requires_grad_() for x in tensors(24, 16, 16)]
+    found = count(lambda: torch.nn.functional.scaled_dot_product_attention(*inputs).sum().backward())
     pairs = 2 * 24 * 24
-    # Forward two products; backward the scores again, and those of the four gradients.
+    # Two products in the forward pass; the scores again and four gradients in the backward pass.
     assert found == (2 * pairs * 32 + 2 * pairs * (3 * 16 + 2 * 16), 2 * pairs, 0, 0)
 
 
-def test_gradients_of_the_package_s_own_kernel():
+def test_gradients_of_our_kernel():
     query, key, value = (normal(2, 3, n, d, seed=n).requires_grad_() for n, d in ((5, 8), (7, 8), (7, 6)))
-    kernel = torch.ops.hf_efficient_attn.attend
-    tiles = [x[:, :, None].flatten(0, 1) for x in (query, key, value)]
-    found = count(lambda: kernel(*tiles, None, 1.0)[0].sum().backward())
+    kernel = torch.ops.hf_efficient_attn.partial_attention
+    blocks = [x[:, :, None].flatten(0, 1) for x in (query, key, value)]
+    found = count(lambda: kernel(*blocks, None, 1.0)[0].sum().backward())
     pairs = 6 * 5 * 7
     assert found == (2 * pairs * (8 + 6) + 2 * pairs * (3 * 8 + 2 * 6), 2 * pairs, 0, 0)
 
 
-def test_a_multiply_add_may_be_one_operation():
+def test_multiply_adds_as_one_operation():
     def call():
         return (X @ X.transpose(1, 2)).exp().sort(-1)
 
@@ -109,13 +114,13 @@ def test_a_multiply_add_may_be_one_operation():
     assert one == two._replace(products=two.products // 2) and one.products == 4 * 8 * 8 * 16
 
 
-def test_what_was_counted_before_is_forgotten():
+def test_counts_do_not_accumulate():
     assert count(lambda: X.exp()) == count(lambda: X.exp())
 
 
 def test_a_tiny_method_by_hand():
-    # The state of the keys and what each query reads from it; elu(x) + 1, of which the exponential is that of x <= 0.
-    found = count(lambda: hea.attention(hea.LinearConfig(), *sizes(96, 16, 10)))
+    # The state of the keys and its product with each query; elu(x) + 1 counts one exponential per element.
+    found = count(lambda: hea.attention(hea.LinearConfig(), *tensors(96, 16, 10)))
     assert found.products == 2 * 2 * (2 * 96 * 16 * 10)
     assert found.exponentials == 2 * 2 * 96 * 16
     assert (found.sorting, found.gathers) == (0, 0)
@@ -123,28 +128,28 @@ def test_a_tiny_method_by_hand():
 
 def test_a_method_that_hashes_sorts_and_moves():
     config = hea.HyperAttentionConfig(block_size=8, num_samples=24, num_hashes=7, near_field="lsh")
-    found = count(lambda: hea.attention(config, *sizes(96, 16, 16)))
+    found = count(lambda: hea.attention(config, *tensors(96, 16, 16)))
     assert found.products == 2 * 2 * (2 * 96 * 7 * 16 + 96 * 32 * 32)
-    # Both queries and keys of two heads are sorted by their codes and moved to their places.
+    # Queries and keys of two heads are sorted by their codes and gathered in that order.
     assert found.sorting >= 2 * 2 * 96 * 6
     assert found.gathers >= 2 * (2 * 96 * 16 + 96 * 16)
-    # Eight near columns and 24 sampled ones, of each query.
+    # Eight near keys and 24 sampled ones for each query.
     assert found.exponentials >= 2 * 96 * 32
 
 
-# Multiplications of one head of N tokens, queries and keys of width D and values of width Dv; no tile is filled up.
+# Multiplications of one head with N tokens, queries and keys of dimension D and values of dimension Dv; no padding.
 @pytest.mark.parametrize(
     ("config", "multiplications"),
     [
         (None, lambda n, d, dv: n * n * d + n * n * dv),
-        # Hash codes of queries and keys; scores of 8 + 24 columns, and their product with the values.
+        # Hash codes of queries and keys; scores of 8 + 24 keys, and their product with the values.
         (
             hea.HyperAttentionConfig(block_size=8, num_samples=24, num_hashes=7, near_field="lsh"),
             lambda n, d, dv: 2 * n * 7 * d + n * 32 * (d + dv),
         ),
-        # The state of the keys, and what each query reads from it.
+        # The state of the keys, and its product with each query.
         (hea.LinearConfig(), lambda n, d, dv: n * d * dv + n * d * dv),
-        # Features of queries and keys; the state of the keys, and what each query reads from it.
+        # Features of queries and keys; the state of the keys, and its product with each query.
         (hea.PerformerConfig(num_features=32), lambda n, d, dv: 2 * n * 32 * d + 2 * n * 32 * dv),
         # Projected keys and values; attention to them.
         (hea.LinformerConfig(projection_dim=12), lambda n, d, dv: 12 * n * (d + dv) + n * 12 * (d + dv)),
@@ -155,31 +160,31 @@ def test_a_method_that_hashes_sorts_and_moves():
 @pytest.mark.parametrize("path", ["fused", "grouped", "differentiable"])
 def test_operations_are_two_for_every_multiplication(config, multiplications, values, path, monkeypatch):
     monkeypatch.setattr(near_far, "use_grouped", lambda *_: path == "grouped")
-    tensors = sizes(96, 16, values)
+    inputs = tensors(96, 16, values)
     if path == "differentiable":
-        tensors = tuple(x.requires_grad_() for x in tensors)
+        inputs = tuple(x.requires_grad_() for x in inputs)
     expected = multiplications(96, 16, values)
     if path == "differentiable" and config == hea.LinearConfig():
-        expected += 96 * 16  # the denominators, which are a product there
-    assert counting.operations(config, tensors) == 2 * 2 * expected
+        expected += 96 * 16  # the denominators, which are a product in this form
+    assert counting.operations(config, inputs) == 2 * 2 * expected
 
 
 class Named(TorchDispatchMode):
-    """The operators called whose names fit a pattern."""
+    """Records the called operators whose names match a pattern."""
 
     def __init__(self, pattern):
         super().__init__()
-        self.pattern, self.seen = pattern, set()
+        self.pattern, self.called = pattern, set()
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         packet = operator._overloadpacket
-        # What is made of other operators is seen as those, as the counter sees it.
+        # Composite operators are decomposed, as in the counter.
         with self:
             found = operator.decompose(*args, **(kwargs or {}))
         if found is not NotImplemented:
             return found
         if re.search(self.pattern, packet.__name__):
-            self.seen.add(packet)
+            self.called.add(packet)
         return operator(*args, **(kwargs or {}))
 
 
@@ -199,9 +204,9 @@ def test_everything_that_counts_is_counted(name, grouped, monkeypatch):
             known = set(counting.FORMULAS_BY_PART[part])
             known |= set(flop_counter.flop_registry) if part == "products" else set()
             with Named(pattern) as found:
-                hea.attention(config, *sizes(96, 16, 16))
-            assert found.seen <= known
-            assert found.seen or part not in ("products", "exponentials")
+                hea.attention(config, *tensors(96, 16, 16))
+            assert found.called <= known
+            assert found.called or part not in ("products", "exponentials")
 
 
 # --- the table ---
@@ -227,7 +232,7 @@ def test_kdeformer_at_the_authors_settings_costs_what_they_say():
     rows = operations.measure(operations.LAYERS["biggan"], configs, [128], rounds=0)
     _, own, theirs = rows
     assert (own["setting"], theirs["setting"]) == ("budget 128", "authors'")
-    # 2.596 in Table 1; their sorts and gathers are not counted there, and so not among the products here.
+    # 2.596 in Table 1, which does not count sorts and gathers. They are not part of the products here either.
     assert theirs["products"] / 1e9 == pytest.approx(2.596, rel=0.02)
     assert own["fewer_products"] > theirs["fewer_products"] > theirs["fewer"]
 
@@ -236,7 +241,7 @@ def test_table_is_printed_and_written(tmp_path, capsys):
     rows = tmp_path / "rows.csv"
     status = run("--layer", "biggan", "--method", "scatterbrain,linear", "--no-time", "--csv", str(rows))
     text = capsys.readouterr().out
-    assert status == 0 and "Left out, since they have no rectangular form: scatterbrain" in text
+    assert status == 0 and "Omitted, since they have no rectangular form: scatterbrain" in text
     with rows.open(newline="") as file:
         exact, linear = csv.DictReader(file)
     assert (exact["method"], linear["method"]) == ("sdpa", "linear")

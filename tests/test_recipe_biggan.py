@@ -1,4 +1,4 @@
-"""The BigGAN recipe and the training of a small one, on tiny models and made-up digits."""
+"""The BigGAN recipes on tiny models and artificial digits."""
 
 import csv
 import gzip
@@ -12,13 +12,13 @@ import torch
 import hf_efficient_attn as hea
 from hf_efficient_attn import cli
 from hf_efficient_attn.models.biggan import BigGANConfig, BigGANModel
-from recipes import biggan
-from recipes.gan import features as features_recipe
-from recipes.gan import train as train_recipe
-from recipes.gan.discriminator import Discriminator, hinge_of_discriminator, hinge_of_generator, sameness
-from recipes.gan.features import FeatureNetwork, make_classifier, train_classifier
-from recipes.gan.pictures import grid, named_rows, to_bytes
-from recipes.gan.sampling import Draw, layer_costs, load_generator, parse_classes, pictures, put_in, swaps_of
+from recipes import biggan, biggan_features, biggan_train
+from recipes.biggan_features import make_classifier, train_classifier
+from recipes.common.gan import digits, features
+from recipes.common.gan.discriminator import Discriminator, hinge_of_discriminator, hinge_of_generator, sameness
+from recipes.common.gan.features import FeatureNetwork
+from recipes.common.gan.pictures import grid, named_rows, to_bytes
+from recipes.common.gan.sampling import Draw, apply_swap, layer_costs, load_generator, parse_classes, pictures, swaps_of
 
 Image = pytest.importorskip("PIL.Image", reason="needs Pillow")
 REFUSED = hea.UnsupportedAttentionError
@@ -35,7 +35,7 @@ def read_csv(path):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A generator of 16 x 16 pictures whose attention has 256 queries and 64 keys, and matters."""
+    """A generator of 16 x 16 pictures whose attention has 256 queries, 64 keys and a visible effect."""
     folder = tmp_path_factory.mktemp("generator")
     torch.manual_seed(0)
     layers = [[True, 16, 16], [True, 16, 8], [False, 8, 4], [False, 4, 2], [False, 2, 1]]
@@ -59,7 +59,7 @@ def checkpoint(tmp_path_factory):
 def classifier(tmp_path_factory):
     folder = tmp_path_factory.mktemp("classifier")
     torch.manual_seed(0)
-    features_recipe.save(make_classifier(3, (4, 6)), folder, pixels=16)
+    features.save(make_classifier(3, (4, 6)), folder, pixels=16)
     return folder
 
 
@@ -72,18 +72,18 @@ def idx(values):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Bars of 12 x 12 pixels, upright or lying, in the layout of MNIST."""
+    """Horizontal and vertical bars of 12 x 12 pixels in the layout of MNIST."""
     folder = tmp_path_factory.mktemp("data")
-    place = folder / "images" / "mnist"
-    place.mkdir(parents=True)
-    draw = torch.Generator().manual_seed(0)
+    mnist = folder / "images" / "mnist"
+    mnist.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(0)
     for split, number in (("train", 128), ("t10k", 64)):
         labels = torch.arange(number) % 2
-        values = torch.randint(0, 40, (number, 12, 12), generator=draw, dtype=torch.uint8)
+        values = torch.randint(0, 40, (number, 12, 12), generator=generator, dtype=torch.uint8)
         for picture, label in zip(values, labels, strict=True):
             (picture.t() if label else picture)[5:7] = 250
-        (place / f"{split}-images-idx3-ubyte.gz").write_bytes(idx(values))
-        (place / f"{split}-labels-idx1-ubyte.gz").write_bytes(idx(labels.to(torch.uint8)))
+        (mnist / f"{split}-images-idx3-ubyte.gz").write_bytes(idx(values))
+        (mnist / f"{split}-labels-idx1-ubyte.gz").write_bytes(idx(labels.to(torch.uint8)))
     return folder
 
 
@@ -99,12 +99,12 @@ def test_a_generator_is_loaded_without_spectral_norm(checkpoint):
     assert torch.allclose(made, same, atol=1e-5)
 
 
-def test_draws_are_of_the_seed_and_the_classes_in_turn(checkpoint):
+def test_draws_depend_on_the_seed_and_use_the_classes_in_turn(checkpoint):
     config = load_generator(str(checkpoint)).config
     first, again, other = (Draw.of(config, [2, 0], 5, 0.5, seed) for seed in (0, 0, 1))
     assert first.labels.tolist() == [2, 0, 2, 0, 2] and first.noise.abs().max() <= 1
     assert torch.equal(first.noise, again.noise) and not torch.equal(first.noise, other.noise)
-    # A longer draw begins with the shorter one, so that rows of a table are of the same pictures.
+    # A longer draw begins with the shorter one.
     assert torch.equal(Draw.of(config, [], 9, 0.5, 0).noise[:5], first.noise)
     with pytest.raises(REFUSED, match="truncation"):
         Draw.of(config, [], 5, 1.5, 0)
@@ -123,17 +123,17 @@ def test_classes_by_name_and_number(checkpoint):
         parse_classes(["goldfisch"], imagenet)
 
 
-def test_methods_are_put_in_and_taken_out(checkpoint):
+def test_swaps_are_applied_and_undone(checkpoint):
     model = load_generator(str(checkpoint))
     draw = Draw.of(model.config, [], 6, 1.0, 0)
     exact, method = swaps_of(["performer"], [], [16], 64)
     assert (exact.label, method.label) == ("exact", "performer, 16")
     first = next(pictures(model, draw, 6))
-    assert not torch.allclose(next(pictures(put_in(model, method), draw, 6)), first, atol=1e-4)
-    assert torch.equal(next(pictures(put_in(model, exact), draw, 6)), first)
+    assert not torch.allclose(next(pictures(apply_swap(model, method), draw, 6)), first, atol=1e-4)
+    assert torch.equal(next(pictures(apply_swap(model, exact), draw, 6)), first)
 
 
-def test_swaps_are_below_the_number_of_keys_and_each_once():
+def test_swaps_have_budgets_below_the_number_of_keys_without_repetition():
     swaps = swaps_of(["kdeformer", "linear"], [], [16, 32, 64, 128], 64)
     assert [(swap.name, swap.budget) for swap in swaps] == [
         ("exact", None), ("kdeformer", 16), ("kdeformer", 32), ("linear", None),
@@ -146,16 +146,16 @@ def test_swaps_are_below_the_number_of_keys_and_each_once():
 
 
 @pytest.mark.parametrize("method", ["kdeformer", "nystromformer", "reformer"])
-def test_the_error_falls_with_the_budget(checkpoint, method):
+def test_error_falls_with_the_budget(checkpoint, method):
     model = load_generator(str(checkpoint))
     draw = Draw.of(model.config, [], 12, 1.0, 0)
     exact, *others = swaps_of([method], [], [4, 16, 48], 64)
-    wanted = next(pictures(put_in(model, exact), draw, 12))
-    errors = [(next(pictures(put_in(model, swap), draw, 12)) - wanted).norm() for swap in others]
+    wanted = next(pictures(apply_swap(model, exact), draw, 12))
+    errors = [(next(pictures(apply_swap(model, swap), draw, 12)) - wanted).norm() for swap in others]
     assert errors[0] > errors[-1] > 0
 
 
-def test_costs_are_those_of_the_layer(checkpoint):
+def test_costs_of_the_attention_layer(checkpoint):
     model = load_generator(str(checkpoint))
     draw = Draw.of(model.config, [], 5, 1.0, 0)
     exact, linear = layer_costs(model, draw, swaps_of(["linear"], [], [16], 64), 1)
@@ -198,20 +198,20 @@ def test_compare_measures_and_draws(checkpoint, tmp_path, capsys):
 
 
 def test_score_of_a_model_against_its_own_pictures(checkpoint, classifier, tmp_path):
-    """Exact attention on the very same pictures has an FID of nought, and a method has more."""
-    draw_of_them = tmp_path / "reference"
-    draw_of_them.mkdir()
+    """Exact attention has an FID of about 0 on its own pictures, and another method has more."""
+    reference = tmp_path / "reference"
+    reference.mkdir()
     model = load_generator(str(checkpoint))
     made = next(pictures(model, Draw.of(model.config, [], 60, 1.0, 0, shuffled=True), 60))
     statistics, rows = tmp_path / "kept.npz", tmp_path / "rows.csv"
     for i, values in enumerate(to_bytes(made)):
-        Image.fromarray(values.numpy()).save(draw_of_them / f"n0000000{i % 3}_{i}.png")
+        Image.fromarray(values.numpy()).save(reference / f"n0000000{i % 3}_{i}.png")
     arguments = [checkpoint, "--features", classifier, "--count", 60, "--splits", 2, "--rounds", 0, "--csv", rows]
     arguments += ["--method", "performer:num_features=2", "--budget", "2"]
-    assert run(biggan.app, "score", *arguments, "--reference", draw_of_them, "--statistics", statistics) == 0
+    assert run(biggan.app, "score", *arguments, "--reference", reference, "--statistics", statistics) == 0
     first = read_csv(rows)
     exact, method = first
-    # What is left is the rounding to bytes.
+    # The pictures were rounded to bytes.
     assert 0 <= 10 * float(exact["fid"]) < float(method["fid"])
     assert 1 <= float(exact["inception_score"]) <= 3 and exact["times_faster"] == ""
     assert run(biggan.app, "score", *arguments, "--reference", statistics) == 0
@@ -221,14 +221,14 @@ def test_score_of_a_model_against_its_own_pictures(checkpoint, classifier, tmp_p
 def test_score_against_digits(checkpoint, classifier, data, capsys):
     arguments = [checkpoint, "--features", classifier, "--reference", data / "images" / "mnist", "--count", 20]
     assert run(biggan.app, "score", *arguments, "--method", "linear", "--splits", 2, "--rounds", 0) == 0
-    assert "20 pictures of each" in capsys.readouterr().out
+    assert "20 pictures for each method" in capsys.readouterr().out
 
 
 def messages(checkpoint, classifier, data, tmp_path):
     score = ["score", checkpoint, "--features", classifier]
     mnist = ["--reference", data / "images" / "mnist"]
     return [
-        (["generate", tmp_path, "--output", tmp_path / "a.png"], "no checkpoint of a BigGAN"),
+        (["generate", tmp_path, "--output", tmp_path / "a.png"], "not a checkpoint of a BigGAN"),
         (["generate", checkpoint, "--output", tmp_path / "a.jpg"], "must end in .png"),
         (["generate", checkpoint, "--output", tmp_path / "none" / "a.png"], "its folder must exist"),
         (["generate", checkpoint, "--output", tmp_path / "a.png", "--classes", "cow"], "no class 'cow'"),
@@ -237,7 +237,7 @@ def messages(checkpoint, classifier, data, tmp_path):
         (["generate", checkpoint, "--output", tmp_path / "a.png", "--attention", "longformer"], "as many keys"),
         (["compare", checkpoint, "--output", tmp_path / "a.png", "--method", "kdeformr"], "kdeformer"),
         (["compare", checkpoint, "--output", tmp_path / "a.png", "--budget", 64], "64 keys"),
-        (["score", checkpoint, "--features", tmp_path, *mnist], "recipes.gan.features"),
+        (["score", checkpoint, "--features", tmp_path, *mnist], "recipes.biggan_features"),
         ([*score, "--reference", tmp_path / "none"], "no such file"),
         ([*score, *mnist, "--count", 5], "--splits 10"),
         ([*score, "--reference", checkpoint / "config.json"], "--reference"),
@@ -261,7 +261,7 @@ def test_help_has_an_example(command, capsys):
 # --- feature network ---
 
 
-def test_features_are_what_the_classifier_s_last_layer_reads(classifier):
+def test_features_are_the_input_of_the_last_layer(classifier):
     network = FeatureNetwork(classifier)
     images = torch.rand(5, 3, 16, 16) * 2 - 1
     found, probabilities = network(images)
@@ -271,10 +271,10 @@ def test_features_are_what_the_classifier_s_last_layer_reads(classifier):
     assert torch.allclose(logits.softmax(1), probabilities, atol=1e-6)
 
 
-def test_pictures_are_resized_and_normalised_as_the_folder_says(classifier):
+def test_pictures_are_resized_and_normalised_like_the_preprocessor(classifier):
     network = FeatureNetwork(classifier)
     images = torch.rand(2, 3, 32, 32) * 2 - 1
-    # Mean and deviation of one half each leave [-1, 1] as it is.
+    # Mean and deviation of one half leave [-1, 1] unchanged.
     halved = torch.nn.functional.interpolate(images, (16, 16), mode="bilinear", antialias=True)
     assert torch.allclose(network.prepare(images), halved, atol=1e-6)
     network._settings |= {"image_mean": [0.0, 0.0, 0.5], "image_std": [1.0, 1.0, 0.25]}
@@ -285,26 +285,23 @@ def test_pictures_are_resized_and_normalised_as_the_folder_says(classifier):
 def test_a_classifier_is_trained_and_saved(data, tmp_path, capsys):
     output = tmp_path / "features"
     torch.manual_seed(0)
-    assert run(features_recipe.app, "--data", data, "--output", output, "--steps", 6) == 0
-    said = capsys.readouterr().out
-    assert "6 steps, accuracy" in said
+    assert run(biggan_features.app, "--data", data, "--output", output, "--steps", 6) == 0
+    assert "6 steps, accuracy" in capsys.readouterr().out
     settings = json.loads((output / "preprocessor_config.json").read_text())
     assert settings["size"] == {"height": 32, "width": 32}
     assert FeatureNetwork(output)(torch.zeros(2, 3, 32, 32))[0].shape == (2, 128)
 
 
 def test_a_classifier_learns():
-    draw = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     labels = torch.arange(64) % 2
-    values = torch.randint(0, 40, (64, 12, 12), generator=draw, dtype=torch.uint8)
+    values = torch.randint(0, 40, (64, 12, 12), generator=generator, dtype=torch.uint8)
     values[labels == 1, 3:9] = 250
     torch.manual_seed(0)
     model = make_classifier(2, (8, 16))
     assert train_classifier(model, values, labels, minutes=0, steps=40, batch=32) == 40
     model.train()
-    from recipes.gan.digits import as_input
-
-    assert (model(pixel_values=as_input(values)).logits.argmax(1) == labels).float().mean() > 0.9
+    assert (model(pixel_values=digits.as_input(values)).logits.argmax(1) == labels).float().mean() > 0.9
 
 
 # --- training ---
@@ -316,15 +313,15 @@ def test_hinge_losses_by_hand():
     assert hinge_of_generator(made).item() == pytest.approx(1.0)
 
 
-def test_sameness_is_large_where_the_noise_is_ignored():
+def test_sameness_is_large_if_the_noise_is_ignored():
     noise = torch.tensor([[0.0], [1.0], [2.0], [1.0]])
-    # The first and third are of one class, and so are the second and fourth.
+    # Pictures 0 and 2 have the same class, and so have 1 and 3.
     pictures = torch.tensor([0.0, 1.0, 0.5, 1.5]).view(4, 1, 1, 1).expand(4, 3, 2, 2)
     assert sameness(pictures, noise).item() == pytest.approx(1.0 / (0.5 + 1e-3))
     assert sameness(pictures * 0, noise) > sameness(pictures, noise) > sameness(pictures * 2, noise)
 
 
-def test_discriminator_knows_the_class():
+def test_discriminator_depends_on_the_class():
     torch.manual_seed(0)
     model = Discriminator(3, (4, 8)).eval()
     images = torch.rand(2, 3, 16, 16)
@@ -337,24 +334,24 @@ def test_discriminator_knows_the_class():
 
 
 def state_of(folder):
-    return torch.load(folder / train_recipe.STATE, weights_only=True)
+    return torch.load(folder / biggan_train.STATE, weights_only=True)
 
 
 def test_training_is_saved_and_resumed(data, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(train_recipe, "LAYERS", [(True, 16, 8), (False, 8, 4), (False, 4, 2), (False, 2, 1)])
-    monkeypatch.setattr(train_recipe, "ATTENTION", 1)
-    # Pictures of the generator are 8 x 8, and so must be the real ones.
-    small = train_recipe.digits.as_input
-    monkeypatch.setattr(train_recipe.digits, "as_input", lambda x: small(x[:, 2:10, 2:10], 8))
+    monkeypatch.setattr(biggan_train, "LAYERS", [(True, 16, 8), (False, 8, 4), (False, 4, 2), (False, 2, 1)])
+    monkeypatch.setattr(biggan_train, "ATTENTION", 1)
+    # The generator makes pictures of 8 x 8 pixels: crop the real ones.
+    small = biggan_train.digits.as_input
+    monkeypatch.setattr(biggan_train.digits, "as_input", lambda x: small(x[:, 2:10, 2:10], 8))
     options = ["--data", data, "--batch", 8, "--width", 4, "--every", 2, "--statistics", 16]
-    assert run(train_recipe.app, *options, "--output", tmp_path / "whole", "--steps", 6) == 0
-    assert run(train_recipe.app, *options, "--output", tmp_path / "parts", "--steps", 4) == 0
-    # As if that had been killed in the middle of six.
+    assert run(biggan_train.app, *options, "--output", tmp_path / "whole", "--steps", 6) == 0
+    assert run(biggan_train.app, *options, "--output", tmp_path / "parts", "--steps", 4) == 0
+    # As if a run of six steps had been interrupted.
     state = state_of(tmp_path / "parts")
     assert state["step"] == 4 and len(state["log"]) == 4
-    assert run(train_recipe.app, *options, "--output", tmp_path / "parts", "--steps", 6) == 2
+    assert run(biggan_train.app, *options, "--output", tmp_path / "parts", "--steps", 6) == 2
     assert "--resume" in capsys.readouterr().err
-    assert run(train_recipe.app, *options, "--output", tmp_path / "parts", "--steps", 6, "--resume") == 0
+    assert run(biggan_train.app, *options, "--output", tmp_path / "parts", "--steps", 6, "--resume") == 0
     whole, parts = state_of(tmp_path / "whole"), state_of(tmp_path / "parts")
     assert parts["step"] == 6 and torch.equal(whole["draw"], parts["draw"])
     assert "6 steps" in capsys.readouterr().out
@@ -365,19 +362,19 @@ def test_training_is_saved_and_resumed(data, tmp_path, capsys, monkeypatch):
         assert picture.size == (10 * 10 - 2, 2 * 10 - 2)
     model = load_generator(str(tmp_path / "parts"))
     assert model.config._attn_implementation == "sdpa"
-    # The tables of statistics are not what they were made with.
+    # The batch norm statistics have been computed.
     norms = [module for module in model.modules() if hasattr(module, "running_vars")]
     assert norms and all(not module.running_vars.eq(1).all() for module in norms)
     made = next(pictures(model, Draw.of(model.config, [], 4, 0.5, 0), 4))
     assert made.shape == (4, 3, 8, 8) and made.isfinite().all()
 
 
-def test_samples_leave_the_model_as_it_was(monkeypatch):
-    monkeypatch.setattr(train_recipe, "LAYERS", [(True, 16, 8), (False, 8, 4), (False, 4, 2), (False, 2, 1)])
-    monkeypatch.setattr(train_recipe, "ATTENTION", 1)
+def test_samples_do_not_change_the_model(monkeypatch):
+    monkeypatch.setattr(biggan_train, "LAYERS", [(True, 16, 8), (False, 8, 4), (False, 4, 2), (False, 2, 1)])
+    monkeypatch.setattr(biggan_train, "ATTENTION", 1)
     torch.manual_seed(0)
-    training = train_recipe.Training(
-        train_recipe.make_generator(2, width=4), Discriminator(2, (4, 4)), (1e-3, 1e-3), batch=4
+    training = biggan_train.Training(
+        biggan_train.make_generator(2, width=4), Discriminator(2, (4, 4)), (1e-3, 1e-3), batch=4
     )
     before = {name: value.clone() for name, value in training.average.state_dict().items()}
     first = training.samples(3)
@@ -386,20 +383,20 @@ def test_samples_leave_the_model_as_it_was(monkeypatch):
     assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
-def test_the_average_follows_the_weights():
+def test_average_follows_the_weights():
     average = torch.zeros(3)
     for step in range(1, 40):
-        average = train_recipe._average(average, torch.ones(3), step)
+        average = biggan_train._average(average, torch.ones(3), step)
     assert 0.9 < average.min() < 1
-    assert train_recipe._average(torch.zeros(1), torch.ones(1), 10**6).item() == pytest.approx(0.001, rel=1e-3)
+    assert biggan_train._average(torch.zeros(1), torch.ones(1), 10**6).item() == pytest.approx(0.001, rel=1e-3)
 
 
-def test_no_resume_of_nothing(data, tmp_path, capsys):
-    assert run(train_recipe.app, "--data", data, "--output", tmp_path / "none", "--resume") == 2
+def test_resume_needs_a_run(data, tmp_path, capsys):
+    assert run(biggan_train.app, "--data", data, "--output", tmp_path / "none", "--resume") == 2
     assert "there is no training.pt" in capsys.readouterr().err
-    assert run(train_recipe.app, "--data", data, "--output", tmp_path / "none", "--batch", 7) == 2
+    assert run(biggan_train.app, "--data", data, "--output", tmp_path / "none", "--batch", 7) == 2
     assert "even" in capsys.readouterr().err
-    assert run(train_recipe.app, "--data", tmp_path, "--output", tmp_path / "none") == 1
+    assert run(biggan_train.app, "--data", tmp_path, "--output", tmp_path / "none") == 1
     assert "MNIST" in capsys.readouterr().err
 
 

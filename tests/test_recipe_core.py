@@ -1,4 +1,4 @@
-"""The shared core of the training recipes: arguments, refusals, checks of data, the report, the ready configs."""
+"""Shared code of the training recipes: options, refusals, checks of data, the report, and the configs."""
 
 import json
 import pathlib
@@ -16,12 +16,13 @@ from accelerate.commands.launch import launch_command_parser
 from torch import nn
 
 import hf_efficient_attn as hea
-from recipes import arguments, imagenet, language, reporting, training
-from recipes.arguments import AttentionArguments
+from recipes import imagenet
+from recipes.common import arguments, language, reporting, training
+from recipes.common.arguments import AttentionArguments
 from recipes.glue import GlueArguments
 from tiny_models import tiny_model
 
-CONFIGS = sorted((pathlib.Path(training.__file__).parent / "configs").glob("*.yaml"))
+CONFIGS = sorted((pathlib.Path(imagenet.__file__).parent / "configs").glob("*.yaml"))
 
 
 @dataclass
@@ -36,37 +37,37 @@ def parse(tmp_path, *options: str, **named):
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "message"),
     [
         ({"attention": "kdeformer", "stages": ["linear:1.0"]}, "--attention and --stages exclude"),
         ({"stages": ["linear:1.0"], "preset": "nmt"}, "--stages and --preset exclude"),
-        ({"set": ["num_samples=3"]}, "--set says something about --attention or --preset, which is missing"),
-        ({"stages": ["linear:1.0"], "set": ["seed=3"]}, "--set says something"),
-        ({"layers": "0"}, "--layers says something about --attention"),
-        ({"variant": "flurka_eva"}, "--variant says something about --preset"),
+        ({"set": ["num_samples=3"]}, "--set needs --attention or --preset"),
+        ({"stages": ["linear:1.0"], "set": ["seed=3"]}, "--set needs"),
+        ({"layers": "0"}, "--layers needs --attention"),
+        ({"variant": "flurka_eva"}, "--variant needs --preset"),
         ({"attention": "kdeforner"}, "Did you mean 'kdeformer'"),
         ({"attention": "kdeformer,linear"}, "takes one method"),
         ({"attention": "kdeformer", "set": ["samples=3"]}, "none of the chosen methods"),
         ({"attention": "kdeformer", "set": ["num_samples=-1"]}, "num_samples=-1 must be"),
         ({"attention": "sdpa", "set": ["num_samples=3"]}, "exact attention in all layers"),
-        ({"attention": "kdeformer", "layers": "3-1"}, "is no layer and no range"),
-        ({"attention": "kdeformer", "layers": "a b"}, "is no layer and no range"),
-        ({"stages": ["linear:0.25", "flurka_linear:0.9"]}, "do not end at 1.0"),
-        ({"stages": ["linear"]}, "is no stage"),
+        ({"attention": "kdeformer", "layers": "3-1"}, "is neither a layer nor a range"),
+        ({"attention": "kdeformer", "layers": "a b"}, "is neither a layer nor a range"),
+        ({"stages": ["linear:0.25", "flurka_linear:0.9"]}, "the last share must be 1.0"),
+        ({"stages": ["linear"]}, "is not a stage"),
         ({"preset": "glou"}, "Did you mean 'glue'"),
         ({"preset": "nmt", "variant": "kdeformer"}, "unknown FLuRKA variant"),
-        ({"preset": "nmt", "set": ["x"]}, "sets nothing"),
+        ({"preset": "nmt", "set": ["x"]}, "form key=value"),
     ],
 )
-def test_attention_that_makes_no_sense_is_refused_when_it_is_asked_for(given, says):
-    with pytest.raises(ValueError, match=says):
+def test_invalid_attention_options_are_refused_on_construction(given, message):
+    with pytest.raises(ValueError, match=message):
         AttentionArguments(**given)
 
 
-def test_attention_as_asked_stands_in_the_model():
+def test_prepare_attention_converts_the_model():
     model = tiny_model("bert")
-    asked = AttentionArguments(attention="kdeformer", set=["num_samples=16", "near_field=window"], layers="1")
-    assert training.prepare_attention(model, asked) == []
+    options = AttentionArguments(attention="kdeformer", set=["num_samples=16", "near_field=window"], layers="1")
+    assert training.prepare_attention(model, options) == []
     settings = model.config.efficient_attention
     assert (settings["method"], settings["layers"]) == ("kdeformer", [1])
     assert (settings["num_samples"], settings["near_field"]) == (16, "window")
@@ -93,38 +94,38 @@ def test_layers(text, layers):
 
 
 def test_parse(tmp_path):
-    own, asked, args = arguments.parse(
+    own, attention, args = arguments.parse(
         OwnArguments, AttentionArguments, description="x", defaults={"save_strategy": "no", "max_steps": 7},
         argv=["--output_dir", str(tmp_path / "out"), "--size", "3", "--stages", "linear:0.5", "--stages", "sdpa:1.0"],
     )  # fmt: skip
     assert own.size == 3
-    # A list that is given twice is one list, and nothing of it is left for the next command.
-    assert asked.stages == ["linear:0.5", "sdpa:1.0"]
+    # A list option that is given twice gives one list, and does not leak into the next command.
+    assert attention.stages == ["linear:0.5", "sdpa:1.0"]
     assert (args.max_steps, args.save_strategy, args.seed, args.report_to) == (7, "no", 0, [])
     assert (tmp_path / "out").is_dir()
-    drawn = torch.rand(3)
-    (asked, _) = parse(tmp_path)
-    assert asked.stages == []
-    # Seeded: what is drawn after parsing is the same every time.
-    assert torch.equal(torch.rand(3), drawn)
+    numbers = torch.rand(3)
+    (attention, _) = parse(tmp_path)
+    assert attention.stages == []
+    # `parse` seeds the generators.
+    assert torch.equal(torch.rand(3), numbers)
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         (["--outputdir", "x"], "unknown option '--outputdir'; did you mean --output_dir"),
         (["--max_steps", "many"], "invalid int value: 'many'"),
         (["--seed"], "expected one argument"),
-        (["--resume_from_checkpoint", "nowhere"], "no checkpoint is there"),
-        (["--report_to", "paper"], "--report_to paper: unknown or not installed"),
+        (["--resume_from_checkpoint", "nowhere"], "is not a checkpoint"),
+        (["--report_to", "paper"], "--report_to paper is unknown or not installed"),
     ],
 )
-def test_a_wrong_command_line_is_refused(tmp_path, options, says):
-    with pytest.raises(ValueError, match=says):
+def test_a_wrong_command_line_is_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
         parse(tmp_path, *options)
 
 
-def test_the_output_folder_is_needed_and_protected(tmp_path):
+def test_output_folder_is_required_and_protected(tmp_path):
     with pytest.raises(ValueError, match="--output_dir is missing"):
         arguments.parse(description="x", argv=[])
     folder = tmp_path / "out"
@@ -135,21 +136,21 @@ def test_the_output_folder_is_needed_and_protected(tmp_path):
     _, args = parse(tmp_path, "--resume_from_checkpoint", "True")
     assert args.resume_from_checkpoint is True and (folder / "checkpoint-3").is_dir()
     parse(tmp_path, "--overwrite")
-    # Or a later run could be resumed from what an earlier one left.
+    # Otherwise a later run could be resumed from the checkpoint of an earlier one.
     assert not (folder / "checkpoint-3").exists() and (folder / "figures").is_dir()
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="is a file"):
         arguments.parse(description="x", argv=["--output_dir", str(tmp_path / "file")])
 
 
-def test_processes_that_do_not_know_each_other_are_refused(tmp_path, monkeypatch):
+def test_unconnected_processes_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="2 processes were started, but this one sees 1"):
+    with pytest.raises(ValueError, match="2 processes were started, but they are not connected"):
         arguments.prepare_output(tmp_path, PartialState(), resume=False, overwrite=False)
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "says"),
+    ("error", "status", "message"),
     [
         (ValueError("two\nlines"), 2, "error: two lines\n"),
         (hea.UnsupportedAttentionError("no"), 2, "error: no\n"),
@@ -158,7 +159,7 @@ def test_processes_that_do_not_know_each_other_are_refused(tmp_path, monkeypatch
         (None, 0, ""),
     ],
 )
-def test_main_of(error, status, says, capsys):
+def test_main_of(error, status, message, capsys):
     def run():
         if error is not None:
             raise error
@@ -166,10 +167,10 @@ def test_main_of(error, status, says, capsys):
     with pytest.raises(SystemExit) as ended:
         arguments.main_of(run)
     assert ended.value.code == status
-    assert capsys.readouterr().err == says
+    assert capsys.readouterr().err == message
 
 
-def test_main_of_leaves_faults_their_traceback():
+def test_main_of_keeps_the_traceback_of_bugs():
     with pytest.raises(ZeroDivisionError):
         arguments.main_of(lambda: 1 / 0)
 
@@ -186,11 +187,11 @@ def test_checks_of_data():
 
 def test_samples_are_the_same_every_time():
     rows = datasets.Dataset.from_dict({"number": list(range(50))})
-    drawn = training.take(rows, 10)["number"]
-    assert drawn == training.take(rows, 10)["number"] and len(set(drawn)) == 10
-    assert list(drawn) != list(range(10)) and drawn != training.take(rows, 10, seed=1)["number"]
+    chosen = training.take(rows, 10)["number"]
+    assert chosen == training.take(rows, 10)["number"] and len(set(chosen)) == 10
+    assert list(chosen) != list(range(10)) and chosen != training.take(rows, 10, seed=1)["number"]
     assert training.take(rows, None) is rows and training.take(rows, 50) is rows
-    with pytest.raises(ValueError, match="0 samples are none"):
+    with pytest.raises(ValueError, match="0 samples: give 1 or more"):
         training.take(rows, 0)
 
 
@@ -202,7 +203,7 @@ def test_lengths_beyond_the_position_table_are_refused():
     training.check_length(tiny_model("llama"), 10**6)
 
 
-def test_only_whole_checkpoints_are_resumed(tmp_path):
+def test_only_complete_checkpoints_are_resumed(tmp_path):
     def checkpoint(step: int, state: str, processes: int) -> None:
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
@@ -211,19 +212,19 @@ def test_only_whole_checkpoints_are_resumed(tmp_path):
             with zipfile.ZipFile(folder / f"rng_state_{rank}.pth", "w") as file:
                 file.writestr("x", "x")
 
-    assert training.last_whole_checkpoint(tmp_path) is None
+    assert training.last_complete_checkpoint(tmp_path) is None
     checkpoint(9, "{}", processes=2)
     checkpoint(10, "{}", processes=1)
     checkpoint(11, '{"epoch": 0.', processes=2)
     checkpoint(12, "{}", processes=2)
-    torn = tmp_path / "checkpoint-12" / "rng_state_1.pth"
-    torn.write_bytes(torn.read_bytes()[:20])
-    assert training.last_whole_checkpoint(tmp_path, processes=2).name == "checkpoint-9"
-    assert training.last_whole_checkpoint(tmp_path).name == "checkpoint-10"
+    truncated = tmp_path / "checkpoint-12" / "rng_state_1.pth"
+    truncated.write_bytes(truncated.read_bytes()[:20])
+    assert training.last_complete_checkpoint(tmp_path, processes=2).name == "checkpoint-9"
+    assert training.last_complete_checkpoint(tmp_path).name == "checkpoint-10"
 
 
 def test_which_losses_count_items():
-    """Those whose loss is a mean whatever `num_items_in_batch` says must not be scaled as a sum."""
+    """A loss that is a mean regardless of `num_items_in_batch` must not be scaled like a sum."""
     assert training.counts_items(tiny_model("gpt2", head=True))
     assert not training.counts_items(tiny_model("bert", head=True))
     with torch.device("meta"):
@@ -241,7 +242,7 @@ LOG = [
 ]
 
 
-def test_the_learning_curve_marks_the_switch():
+def test_learning_curve_marks_the_switch():
     figure = reporting.learning_curve(LOG, "eval_f1")
     loss, switch = figure.axes[0].lines
     assert loss.get_xydata().tolist() == [[1, 2.0], [8, 1.0]]
@@ -252,7 +253,7 @@ def test_the_learning_curve_marks_the_switch():
     reporting.learning_curve([], "eval_f1")
 
 
-def test_the_report_is_json_whatever_came_out(tmp_path, capsys):
+def test_report_is_valid_json_for_any_value(tmp_path, capsys):
     report = {
         "metrics": {"eval_loss": float("nan"), "eval_f1": 0.5},
         "steps": 8,
@@ -270,9 +271,9 @@ def test_the_report_is_json_whatever_came_out(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_accelerate_takes_the_ready_configs(path):
+def test_accelerate_loads_the_configs(path):
     config = load_config_from_file(str(path))
-    # Accelerate starts one process for MULTI_CPU where there is no mpirun, and says nothing.
+    # For MULTI_CPU, Accelerate silently starts a single process if mpirun is missing.
     assert config.num_processes == 1 or config.distributed_type in ("MULTI_GPU", "FSDP")
     launched = launch_command_parser().parse_args(["script.py"])
     for key in yaml.safe_load(path.read_text()).get("fsdp_config", {}):

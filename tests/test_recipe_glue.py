@@ -1,4 +1,4 @@
-"""GLUE: the official files with their quirks, the official figures, the recipe and the bare Accelerate loop."""
+"""GLUE: the official files, the official metrics, the recipe and the custom Accelerate loop."""
 
 import gzip
 import json
@@ -19,13 +19,13 @@ from safetensors.torch import load_file
 import hf_efficient_attn as hea
 from recipes import accelerate_loop
 from recipes import glue as recipe
-from recipes.data import glue
+from recipes.common.data import glue
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "it", "was", "not", "good", "bad"]
-# A quote that opens and never closes would swallow the rows after it.
+# A CSV reader would join the rows after an unclosed quote.
 QUOTED = ('he said " no', 'a "good" cat')
-# Columns of each task beside those that are read, in the official order; "{label}" and so on are filled in.
+# Header and row of each task in the official order; "{label}" and the like are replaced.
 LAYOUT = {
     "cola": (None, ["gj04", "{label}", "*", "{first}"]),
     "sst2": (["sentence", "label"], ["{first}", "{label}"]),
@@ -60,10 +60,10 @@ def labels_of(name: str, count: int) -> list[str]:
 
 
 def write(folder: pathlib.Path, name: str, count: int = 24, *, zipped: bool = False) -> pathlib.Path:
-    """A task in the official layout, `count` rows a file."""
+    """Write a task in the official layout with `count` rows per file."""
     header, row = LAYOUT[name]
-    place = folder / glue.TASKS[name].folder
-    place.mkdir(parents=True, exist_ok=True)
+    task_folder = folder / glue.TASKS[name].folder
+    task_folder.mkdir(parents=True, exist_ok=True)
     for stem in glue.TASKS[name].splits.values():
         rows = [] if header is None else [header]
         for number, label in enumerate(labels_of(name, count)):
@@ -72,10 +72,10 @@ def write(folder: pathlib.Path, name: str, count: int = 24, *, zipped: bool = Fa
             rows.append([cell.format(**filled) for cell in row])
         text = "".join("\t".join(cells) + "\n" for cells in rows)
         if zipped:
-            with gzip.open(place / f"{stem}.tsv.gz", "wt", encoding="utf-8") as file:
+            with gzip.open(task_folder / f"{stem}.tsv.gz", "wt", encoding="utf-8") as file:
                 file.write(text)
         else:
-            (place / f"{stem}.tsv").write_text(text, encoding="utf-8")
+            (task_folder / f"{stem}.tsv").write_text(text, encoding="utf-8")
     return folder
 
 
@@ -105,8 +105,8 @@ def test_all_nine_tasks_are_read_from_the_official_files(name, zipped, tmp_path)
             assert named == [glue.TASKS[name].labels[label] for label in given]
 
 
-def test_label_indices_are_those_of_the_hub():
-    """Or a model that was trained elsewhere would be judged by swapped classes."""
+def test_label_indices_equal_those_of_the_hub():
+    """Otherwise other models would be evaluated with swapped classes."""
     assert glue.TASKS["mnli"].names == ["entailment", "neutral", "contradiction"]
     assert glue.TASKS["rte"].names == glue.TASKS["qnli"].names == ["entailment", "not_entailment"]
     assert glue.TASKS["wnli"].names == ["not_entailment", "entailment"]
@@ -115,7 +115,7 @@ def test_label_indices_are_those_of_the_hub():
         glue.task_of("mrcp")
 
 
-def test_ends_of_lines_and_tabs_alone_divide(tmp_path):
+def test_only_line_feeds_and_tabs_are_separators(tmp_path):
     write(tmp_path, "sst2", 4)
     path = edit(
         tmp_path, "sst2", lambda lines: [f"{line}\r" for line in lines[:-1]] + ["odd\u2028line\x85here\t1", "", ""]
@@ -128,8 +128,8 @@ def test_ends_of_lines_and_tabs_alone_divide(tmp_path):
         glue.load("sst2", str(tmp_path))
 
 
-def test_broken_rows_are_counted_and_named(tmp_path, capsys):
-    """As QQP's are; a tab too many would move the label."""
+def test_bad_rows_are_counted_and_reported(tmp_path, capsys):
+    """As in QQP. An additional tab would shift the label."""
     write(tmp_path, "qqp", 8)
 
     def breaks(lines):
@@ -140,14 +140,14 @@ def test_broken_rows_are_counted_and_named(tmp_path, capsys):
         return lines
 
     path = edit(tmp_path, "qqp", breaks)
-    says = f"{path}: 4 bad rows: 3 with not 6 columns (line 3, 4, 6); 1 with the unknown label 'maybe' (line 7)"
+    message = f"{path}: 4 bad rows: 3 with not 6 columns (line 3, 4, 6); 1 with the unknown label 'maybe' (line 7)"
     with pytest.raises(ValueError) as refused:
         glue.load("qqp", str(tmp_path))
-    assert says in str(refused.value) and "Known labels: '0', '1'" in str(refused.value)
+    assert message in str(refused.value) and "Known labels: '0', '1'" in str(refused.value)
     assert "--skip_bad_rows" in str(refused.value)
     rows = glue.load("qqp", str(tmp_path), skip_bad_rows=True)
     assert rows.num_rows == {"train": 4, "validation": 8}
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def no_label_column(lines):
@@ -155,7 +155,7 @@ def no_label_column(lines):
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "says"),
+    ("name", "change", "message"),
     [
         ("rte", no_label_column, "no column 'label'; its columns: index, sentence1, sentence2, lable"),
         ("rte", lambda lines: lines[:1], "train.tsv is empty"),
@@ -166,20 +166,20 @@ def no_label_column(lines):
         ("mnli", lambda lines: [*lines[:-2], lines[-2].rpartition("\t")[0] + "\t-"], "unknown label '-'"),
     ],
 )
-def test_files_that_cannot_serve_are_refused(name, change, says, tmp_path):
+def test_invalid_files_are_refused(name, change, message, tmp_path):
     edit(write(tmp_path, name, 4), name, change)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         glue.load(name, str(tmp_path))
 
 
-def test_missing_and_torn_files_are_refused(tmp_path):
+def test_missing_and_truncated_files_are_refused(tmp_path):
     folder = write(tmp_path, "rte", 40, zipped=True)
     path = folder / "RTE" / "train.tsv.gz"
     path.write_bytes(path.read_bytes()[:-30])
-    with pytest.raises(ValueError, match="is cut short or no gzip file"):
+    with pytest.raises(ValueError, match="is truncated or not a gzip file"):
         glue.load("rte", str(folder))
     path.write_text("plain")
-    with pytest.raises(ValueError, match="is cut short or no gzip file"):
+    with pytest.raises(ValueError, match="is truncated or not a gzip file"):
         glue.load("rte", str(folder))
     path.unlink()
     with pytest.raises(
@@ -187,7 +187,7 @@ def test_missing_and_torn_files_are_refused(tmp_path):
     ):
         glue.load("rte", str(folder))
     for source in (str(tmp_path / "nowhere"), "glue", "a/b/c"):
-        with pytest.raises(ValueError, match="is no folder, nor does it look like a hub id"):
+        with pytest.raises(ValueError, match="is neither a folder nor a hub id"):
             glue.load("rte", source)
 
 
@@ -202,12 +202,12 @@ def hub_rows(name: str, labels) -> datasets.Dataset:
 
 
 @pytest.mark.parametrize("name", ["sst2", "qqp", "mnli", "qnli", "stsb"])
-def test_the_hubs_form_becomes_the_same(name, monkeypatch):
-    asked = []
+def test_data_from_the_hub_has_the_same_format(name, monkeypatch):
+    calls = []
     parts = {split: hub_rows(name, [0, 1, 1]) for split in [*glue.TASKS[name].splits, "test"]}
-    monkeypatch.setattr(datasets, "load_dataset", lambda *given: asked.append(given) or datasets.DatasetDict(parts))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *given: calls.append(given) or datasets.DatasetDict(parts))
     rows = glue.load(name, "nyu-mll/glue")
-    assert asked == [("nyu-mll/glue", name)]
+    assert calls == [("nyu-mll/glue", name)]
     assert list(rows) == list(glue.TASKS[name].splits)
     texts = [f"sentence{number}" for number in range(1, len(glue.TASKS[name].texts) + 1)]
     assert rows["train"].column_names == [*texts, "label"]
@@ -216,7 +216,7 @@ def test_the_hubs_form_becomes_the_same(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("parts", "says"),
+    ("parts", "message"),
     [
         ({"train": hub_rows("rte", [0, 1])}, "nyu-mll/glue has no split validation; its splits: train"),
         (
@@ -227,23 +227,23 @@ def test_the_hubs_form_becomes_the_same(name, monkeypatch):
         ({"train": hub_rows("qnli", [0]), "validation": hub_rows("rte", [0])}, "has no column 'sentence1'"),
     ],
 )
-def test_what_the_hub_gives_is_checked_as_well(parts, says, monkeypatch):
+def test_data_from_the_hub_is_checked(parts, message, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *given: datasets.DatasetDict(parts))
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         glue.load("rte", "nyu-mll/glue")
 
 
-def test_a_hub_that_cannot_be_reached(monkeypatch):
+def test_unreachable_hub(monkeypatch):
     def fails(*given):
         raise ConnectionError("no network")
 
     monkeypatch.setattr(datasets, "load_dataset", fails)
-    with pytest.raises(ValueError, match="the hub did not give it either \\(no network\\)"):
+    with pytest.raises(ValueError, match="could not be loaded from the hub \\(no network\\)"):
         glue.load("rte", "nyu-mll/glue")
 
 
-def test_the_official_figures():
-    # Predicted 1, 1, 0, 1, 0 of 1, 0, 0, 1, 1: two true and one false positive, one false and one true negative.
+def test_official_metrics():
+    # Predictions 1, 1, 0, 1, 0 for 1, 0, 0, 1, 1: two true and one false positives, one false and one true negatives.
     logits = np.array([[0.0, 1.0], [0.2, 0.3], [2.0, 1.0], [-2.0, -1.0], [1.0, 0.0]])
     labels = np.array([1, 0, 0, 1, 1])
     assert glue.figures("rte", logits, labels) == {"accuracy": 0.6}
@@ -251,7 +251,7 @@ def test_the_official_figures():
     assert glue.figures("mrpc", logits, labels) == {"f1": pytest.approx(f1), "accuracy": 0.6}
     matthews = (2 * 1 - 1 * 1) / math.sqrt((2 + 1) * (2 + 1) * (1 + 1) * (1 + 1))
     assert glue.figures("cola", logits, labels)["matthews_correlation"] == pytest.approx(matthews)
-    # Ranks agree but for one swap of neighbours; the values are far from a line.
+    # The ranks agree except for two neighbours; the values are far from linear.
     scores, given = np.array([[1.0], [2.0], [30.0], [4.0]]), np.array([0.0, 1.0, 2.0, 3.0])
     found = glue.figures("stsb", scores, given)
     assert found["spearman"] == pytest.approx(1 - 6 * 2 / (4 * 15))
@@ -259,8 +259,8 @@ def test_the_official_figures():
     assert list(glue.figures("stsb", scores, given)) == ["spearman", "pearson"]
 
 
-def test_figures_of_nothing_sensible_are_nan():
-    """A broken model must not score as one that always says the first class."""
+def test_metrics_of_invalid_predictions_are_nan():
+    """A broken model must not score like one that always predicts the first class."""
     assert math.isnan(glue.figures("rte", np.array([[math.nan, 1.0], [0.0, 1.0]]), np.array([0, 1]))["accuracy"])
     constant = glue.figures("stsb", np.ones((3, 1)), np.array([1.0, 2.0, 3.0]))
     assert all(math.isnan(value) for value in constant.values())
@@ -268,7 +268,7 @@ def test_figures_of_nothing_sensible_are_nan():
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory) -> str:
-    """A tiny BERT with a tokenizer of its own."""
+    """A tiny BERT with its own tokenizer."""
     folder = tmp_path_factory.mktemp("encoder")
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     vocabulary = {word: number for number, word in enumerate([*special, *WORDS])}
@@ -287,7 +287,7 @@ STAGES = ["--stages", "linformer,projection_dim=4:0.25", "flurka_performer,num_f
 
 @pytest.fixture
 def command(encoder, tmp_path):
-    """Options of a short run on tiny data."""
+    """Makes the options of a short run on tiny data."""
 
     def options(name: str, out: str, *more: str) -> list[str]:
         if not (tmp_path / "glue" / glue.TASKS[name].folder).exists():
@@ -315,7 +315,7 @@ def same_weights(one: pathlib.Path, other: pathlib.Path) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
 
-def test_the_same_command_gives_the_same_and_a_resumed_one_too(command, tmp_path, capsys):
+def test_runs_are_reproducible_and_can_be_resumed(command, tmp_path, capsys):
     report = recipe.run(command("mrpc", "one", *TRAINER, *STAGES))
     again = recipe.run(command("mrpc", "two", *TRAINER, *STAGES))
     timed = ("runtime", "per_second")
@@ -324,7 +324,7 @@ def test_the_same_command_gives_the_same_and_a_resumed_one_too(command, tmp_path
     one, two = tmp_path / "one", tmp_path / "two"
     assert losses(one) == losses(two) and len(losses(one)) == 8
     assert same_weights(one, two)
-    # Another seed is another run, or the equality above would say nothing.
+    # Another seed gives another result.
     other = recipe.run(command("mrpc", "three", *TRAINER, *STAGES, "--seed", "1"))
     assert other["metrics"]["train_loss"] != report["metrics"]["train_loss"]
 
@@ -334,13 +334,13 @@ def test_the_same_command_gives_the_same_and_a_resumed_one_too(command, tmp_path
     recipe.run(command("mrpc", "two", *TRAINER, *STAGES, "--resume_from_checkpoint", "True"))
     assert "resumed from" in capsys.readouterr().err
     assert losses(two) == losses(one) and same_weights(one, two)
-    # The last step has its checkpoint too: Trainer would take a ninth.
-    with pytest.raises(ValueError, match=r"has done 8 steps and --max_steps 8 asks for no more: it is finished"):
+    # The last step has a checkpoint. Trainer would do a ninth step.
+    with pytest.raises(ValueError, match=r"is finished: it has done 8 steps and --max_steps is 8"):
         recipe.run(command("mrpc", "two", *TRAINER, *STAGES, "--resume_from_checkpoint", "True"))
     assert same_weights(one, two)
 
 
-def test_what_a_run_leaves(command, tmp_path, capsys):
+def test_files_of_a_run(command, tmp_path, capsys):
     report = recipe.run(
         command("rte", "out", *TRAINER, *STAGES, "--max_train_samples", "20", "--max_eval_samples", "9")
     )
@@ -360,9 +360,9 @@ def test_what_a_run_leaves(command, tmp_path, capsys):
 
 
 @pytest.fixture
-def still(encoder, tmp_path) -> str:
-    """The encoder without dropout, which draws differently for differently shaped batches."""
-    folder = tmp_path / "still"
+def encoder_without_dropout(encoder, tmp_path) -> str:
+    """The encoder without dropout, whose random masks depend on the shapes of the batches."""
+    folder = tmp_path / "without_dropout"
     shutil.copytree(encoder, folder)
     values = json.loads((folder / "config.json").read_text())
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -370,30 +370,32 @@ def still(encoder, tmp_path) -> str:
     return str(folder)
 
 
-STILL = ["--attention", "sdpa", "--max_steps", "5", "--logging_steps", "1", "--save_strategy", "no"]
+FIVE_STEPS = ["--attention", "sdpa", "--max_steps", "5", "--logging_steps", "1", "--save_strategy", "no"]
 
 
-def test_accumulated_batches_weigh_what_one_batch_does(command, tmp_path, still):
-    """Trainer takes BERT's mean for a sum: two batches of 4 would have twice the loss of one batch of 8."""
+def test_accumulated_batches_train_like_one_batch(command, tmp_path, encoder_without_dropout):
+    """Trainer treats BERT's mean as a sum: two batches of 4 would have twice the loss of one batch of 8."""
     more = [["--per_device_train_batch_size", "8"], ["--gradient_accumulation_steps", "2"]]
     for out, options in zip(("whole", "halves"), more, strict=True):
-        recipe.run(command("mrpc", out, *STILL, "--model_name_or_path", still, *options))
+        recipe.run(command("mrpc", out, *FIVE_STEPS, "--model_name_or_path", encoder_without_dropout, *options))
     np.testing.assert_allclose(losses(tmp_path / "halves"), losses(tmp_path / "whole"), rtol=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["glue", "accelerate_loop"])
-def test_two_processes_train_as_one_does(script, command, tmp_path, still):
-    """By the ready config for the CPU: the rows of a step are the same, half of them in each process."""
-    steps = STILL if script == "glue" else ["--max_steps", "5", "--save_steps", "5"]
-    given = command("mrpc", "two", *steps, "--model_name_or_path", still)
+def test_two_processes_train_like_one(script, command, tmp_path, encoder_without_dropout):
+    """With the CPU config. A step has the same examples, half of them in each process."""
+    steps = FIVE_STEPS if script == "glue" else ["--max_steps", "5", "--save_steps", "5"]
+    given = command("mrpc", "two", *steps, "--model_name_or_path", encoder_without_dropout)
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "recipes/configs/cpu.yaml"]
     done = subprocess.run(
         [*launch, f"recipes/{script}.py", *given], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "two" / "metrics.json").read_text())["processes"] == 2
-    alone = command("mrpc", "one", *steps, "--model_name_or_path", still, "--per_device_train_batch_size", "8")
+    alone = command(
+        "mrpc", "one", *steps, "--model_name_or_path", encoder_without_dropout, "--per_device_train_batch_size", "8"
+    )
     (recipe if script == "glue" else accelerate_loop).run(alone)
     for name in ("config.json", "learning_curve.png"):
         assert (tmp_path / "two" / name).is_file()
@@ -404,7 +406,7 @@ def test_two_processes_train_as_one_does(script, command, tmp_path, still):
         np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-4)
 
 
-def test_scores_and_two_development_sets(command):
+def test_regression_and_two_development_sets(command):
     short = ["--max_steps", "2", "--save_strategy", "no", "--attention", "linear"]
     found = recipe.run(command("stsb", "stsb", *short))["metrics"]
     assert {"eval_spearman", "eval_pearson"} <= found.keys() and found["eval_loss"] > 0
@@ -421,27 +423,27 @@ def test_reports_to_tensorboard(command, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("more", "says"),
+    ("more", "message"),
     [
         (["--task", "mrcp"], "unknown GLUE task 'mrcp'"),
         (["--max_length", "64"], "the model has positions for 32 tokens"),
-        (["--max_train_samples", "0"], "0 samples are none"),
-        (["--data", "nowhere"], "nowhere is no folder"),
+        (["--max_train_samples", "0"], "0 samples: give 1 or more"),
+        (["--data", "nowhere"], "nowhere is neither a folder"),
         (["--stages", "linear:0.01", "flurka_linear:1.0", "--max_steps", "8"], "the stage 'linear' would have none"),
         (["--attention", "kdeformer", "--layers", "7"], "7"),
     ],
 )
 @pytest.mark.parametrize("run", [recipe.run, accelerate_loop.run], ids=["trainer", "loop"])
-def test_refusals_before_the_first_step(run, more, says, command, monkeypatch):
+def test_refusals_before_the_first_step(run, more, message, command, monkeypatch):
     monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", lambda *given, **named: pytest.fail("a step was made"))
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         run(command("rte", "out", *more))
 
 
 LOOP = ["--max_steps", "8", "--save_steps", "3", "--gradient_accumulation_steps", "2", "--learning_rate", "1e-2"]
 
 
-def test_the_bare_loop_switches_and_resumes(command, tmp_path):
+def test_loop_switches_and_resumes(command, tmp_path):
     report = accelerate_loop.run(command("mrpc", "one", *LOOP, *STAGES))
     assert report["switches"] == [{"step": 2, "from": "linformer", "to": "flurka_performer"}]
     assert report["metrics"].keys() == {"eval_f1", "eval_accuracy"}
@@ -450,14 +452,14 @@ def test_the_bare_loop_switches_and_resumes(command, tmp_path):
     assert (one / "learning_curve.png").is_file()
     model = transformers.AutoModelForSequenceClassification.from_pretrained(one)
     assert model.config.efficient_attention["method"] == "flurka_performer"
-    # In the first epoch of three steps is nothing to skip; step 6 begins a third, and is not whole here.
+    # Resume from step 3, at the end of the first epoch. The checkpoint of step 6 is made incomplete.
     shutil.copytree(one, two)
     (two / "checkpoint-6" / "loop.json").unlink()
     resumed = accelerate_loop.run(command("mrpc", "two", *LOOP, *STAGES, "--resume"))
     assert resumed["metrics"] == report["metrics"] and same_weights(one, two)
 
 
-def test_the_loop_resumes_in_the_stage_before_the_switch_and_within_an_epoch(command, tmp_path):
+def test_loop_resumes_before_the_switch_and_within_an_epoch(command, tmp_path):
     options = [*LOOP, "--save_steps", "2", "--stages", "linformer,projection_dim=4:2", "flurka_performer:end"]
     accelerate_loop.run(command("mrpc", "one", *options))
     one, two = tmp_path / "one", tmp_path / "two"
@@ -470,7 +472,7 @@ def test_the_loop_resumes_in_the_stage_before_the_switch_and_within_an_epoch(com
     assert logs[0] == logs[1]
 
 
-def test_help_of_the_command_as_it_is_started():
+def test_help_of_the_command():
     done = subprocess.run(
         [sys.executable, "recipes/glue.py", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
@@ -479,8 +481,8 @@ def test_help_of_the_command_as_it_is_started():
         assert option in done.stdout
 
 
-def test_the_real_files(data):
-    """Rows of the official files; QNLI's training set is not among them."""
+def test_official_files(data):
+    """The sizes of the official files. QNLI's training set is missing."""
     sizes = {"cola": (8551, 1043), "mrpc": (3667, 408), "stsb": (5749, 1500), "rte": (2490, 277), "wnli": (635, 71)}
     for name, (train, dev) in sizes.items():
         assert glue.load(name, str(data / "glue")).num_rows == {"train": train, "validation": dev}, name
@@ -490,7 +492,7 @@ def test_the_real_files(data):
 
 @pytest.mark.slow
 def test_minilm_learns_mrpc(data, minilm, tmp_path):
-    """As the recipe's docstring has it: above always saying "equivalent", which has an accuracy of .684."""
+    """As in the recipe's docstring: better than always answering "equivalent", which has an accuracy of .684."""
     report = recipe.run([
         "--task", "mrpc", "--data", str(data / "glue"), "--model_name_or_path", str(minilm),
         "--output_dir", str(tmp_path / "out"), "--attention", "sdpa", "--num_train_epochs", "1",

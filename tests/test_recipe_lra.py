@@ -1,4 +1,4 @@
-"""The data of the Long Range Arena, its generator of ListOps, the encoder, and the recipe lra.py."""
+"""Data of the Long Range Arena, the generator of ListOps, the encoder, and the recipe lra.py."""
 
 import gzip
 import io
@@ -22,15 +22,15 @@ from PIL import Image
 
 import hf_efficient_attn as hea
 from recipes import lra
-from recipes.data import listops
-from recipes.data import lra as data_of
+from recipes.common.data import listops
+from recipes.common.data import lra as data_of
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FUNCTIONS = {"MIN": min, "MAX": max, "MED": lambda v: int(statistics.median(v)), "SM": lambda v: sum(v) % 10}
 
 
 def by_rewriting(expression: str) -> int:
-    """The value of an expression by replacing one innermost operator after the other: another way than evaluate's."""
+    """Evaluate an expression differently from `evaluate`: replace one innermost operator after the other."""
     innermost = re.compile(r"\[(\w+) ([\d ]+)\]")
     while match := innermost.search(expression):
         value = FUNCTIONS[match[1]]([int(digit) for digit in match[2].split()])
@@ -39,11 +39,11 @@ def by_rewriting(expression: str) -> int:
 
 
 def by_recursion(generator: random.Random, depth: int, rules: listops.Rules) -> list[str]:
-    """An expression of any length, drawn as the benchmark describes it."""
+    """Draw an expression of any length by the recursion of the benchmark."""
     if depth == rules.max_depth or generator.random() > rules.operator_share:
         return [str(generator.randrange(10))]
-    inside = [by_recursion(generator, depth + 1, rules) for _ in range(generator.randint(2, rules.max_args))]
-    return [generator.choice(listops.OPERATORS), *itertools.chain(*inside), listops.END]
+    arguments = [by_recursion(generator, depth + 1, rules) for _ in range(generator.randint(2, rules.max_args))]
+    return [generator.choice(listops.OPERATORS), *itertools.chain(*arguments), listops.END]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_values_by_hand(expression, value):
 
 
 @pytest.mark.parametrize("expression", ["", "[MIN ]", "[MIN 1 2", "1 ]", "1 2", "[MEAN 1 2 ]", "10", "( 1 )"])
-def test_what_is_no_expression(expression):
+def test_invalid_expressions_are_refused(expression):
     with pytest.raises(ValueError, match="not a ListOps expression"):
         listops.evaluate(expression.split())
 
@@ -80,8 +80,8 @@ def test_values_of_the_labelled_trees(data):
         assert listops.evaluate([token for token in tree.split() if token not in ("(", ")")]) == int(label)
 
 
-def test_expressions_are_drawn_by_the_rules():
-    """Lengths, operators and values as often as in the benchmark's recursion (chi square, fixed seeds)."""
+def test_expressions_follow_the_rules():
+    """Lengths, operators and values have the distribution of the benchmark's recursion (chi square, fixed seeds)."""
     rules = listops.Rules(min_length=0, max_length=10_000, max_depth=4, max_args=4)
     ours, theirs = random.Random(1), random.Random(2)
     drawn = [listops.draw(ours, rules) for _ in range(6000)]
@@ -99,15 +99,15 @@ def test_expressions_are_drawn_by_the_rules():
     assert homogeneous(*tokens) > 0.01
 
 
-def test_what_is_too_long_is_given_up():
-    """Given up if and only if the whole expression would be too long."""
+def test_expressions_that_get_too_long_are_abandoned():
+    """Drawing stops if and only if the whole expression would be too long."""
     short, long = (listops.Rules(min_length=0, max_length=n, max_depth=5) for n in (40, 10**6))
-    given_up = 0
+    abandoned = 0
     for seed in range(400):
         whole, found = (listops.draw(random.Random(seed), rules) for rules in (long, short))
         assert found == (whole if len(whole) < 40 else None)
-        given_up += found is None
-    assert 20 < given_up < 380
+        abandoned += found is None
+    assert 20 < abandoned < 380
 
 
 def test_generated_listops(tmp_path):
@@ -118,7 +118,7 @@ def test_generated_listops(tmp_path):
     rows = [row for found in lines.values() for row in listops.read(found, "")]
     assert len({tuple(tokens) for tokens, _ in rows}) == 70
     assert all(20 < len(tokens) < 60 and value == by_rewriting(" ".join(tokens)) for tokens, value in rows)
-    # Drawn once, the same every time, and the evaluation the same for any number to train on.
+    # The files are written once. The evaluation set does not depend on the size of the training set.
     stamp = (folder / "basic_train.tsv").stat().st_mtime_ns
     assert listops.generate(tmp_path, train=50, evaluation=20, rules=rules, seed=3) == folder
     assert (folder / "basic_train.tsv").stat().st_mtime_ns == stamp
@@ -133,18 +133,18 @@ def test_generated_listops(tmp_path):
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ({"min_length": 10, "max_length": 11}, "longer than 10 and shorter than 11"),
-        ({"max_depth": 2}, "no expression is longer than 500 tokens"),
+        ({"min_length": 10, "max_length": 11}, "more than 10 and fewer than 11"),
+        ({"max_depth": 2}, "no expression has more than 500 tokens"),
         ({"max_args": 1}, "2 arguments"),
     ],
 )
-def test_rules_that_nothing_keeps(rules, message):
+def test_impossible_rules_are_refused(rules, message):
     with pytest.raises(ValueError, match=message):
         listops.Rules(**rules)
 
 
-def wanted(max_length=64, train=None, evaluation=None, **options) -> data_of.Wanted:
-    return data_of.Wanted(max_length, {"train": train, "evaluation": evaluation}, **options)
+def reading(max_length=64, train=None, evaluation=None, **options) -> data_of.Reading:
+    return data_of.Reading(max_length, {"train": train, "evaluation": evaluation}, **options)
 
 
 def write(path: pathlib.Path, content: str | bytes) -> None:
@@ -159,35 +159,35 @@ def picture(size=4, value=None, seed=0, kind="PNG") -> bytes:
     return out.getvalue()
 
 
-def made_listops(folder):
-    """The benchmark's own layout, parentheses included."""
+def write_listops(folder):
+    """The benchmark's layout, with parentheses."""
     rows = ["( ( ( [MAX 2 ) 9 ) ] )\t9", "( ( ( [SM 5 ) 6 ) ] )\t1", "3\t3", "4\t4"] * 3
     for name in ("train", "val", "test"):
         write(folder / f"basic_{name}.tsv", "Source\tTarget\n" + "\n".join(rows) + "\n")
 
 
-def made_text(folder):
+def write_text(folder):
     for split in ("train", "test"):
         for i in range(6):
             write(folder / "aclImdb" / split / "pos" / f"{i}_9.txt", f"good {i} \u00e9")
             write(folder / "aclImdb" / split / "neg" / f"{i}_1.txt", f"bad {i} " * 20)
 
 
-def made_image(folder):
-    """Ten classes, one grey value each, as a zip file."""
+def write_image(folder):
+    """A zip file of ten classes with one grey value each."""
     folder.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(folder / "cifar.zip", "w") as archive:
         for split, (name, i) in itertools.product(("train", "test"), itertools.product("abcdefghij", range(2))):
             archive.writestr(f"{split}/{name}/{i}.png", picture(value=20 * (ord(name) - ord("a")) + i))
 
 
-def made_retrieval(folder):
+def write_retrieval(folder):
     for name in ("train", "eval", "test"):
         rows = [f"{i % 2}.0\tP{i}\tQ{i}\tb'text {i}'\tb'{'other' * (i % 5 + 1)}'" for i in range(8)]
         write(folder / f"new_aan_pairs.{name}.tsv", "\n".join(rows) + "\n")
 
 
-def made_pathfinder(folder):
+def write_pathfinder(folder):
     hard = folder / "pathfinder32" / "curv_contour_length_14"
     for batch in range(2):
         lines = []
@@ -197,36 +197,36 @@ def made_pathfinder(folder):
         write(hard / "metadata" / f"{batch}.npy", "\n".join(lines) + "\n")
 
 
-MADE = {
-    "listops": made_listops,
-    "text": made_text,
-    "image": made_image,
-    "retrieval": made_retrieval,
-    "pathfinder": made_pathfinder,
+WRITERS = {
+    "listops": write_listops,
+    "text": write_text,
+    "image": write_image,
+    "retrieval": write_retrieval,
+    "pathfinder": write_pathfinder,
 }
 
 
 @pytest.fixture
 def made(tmp_path):
-    """task -> the source of its made-up data."""
+    """Writes artificial data of a task and returns its source."""
 
     def make(task: str) -> str:
-        MADE[task](tmp_path / task)
+        WRITERS[task](tmp_path / task)
         return str(tmp_path / task / "cifar.zip" if task == "image" else tmp_path / task)
 
     return make
 
 
 def test_listops_in_the_official_layout(made):
-    found = data_of.load_listops(made("listops"), wanted())
+    found = data_of.load_listops(made("listops"), reading())
     assert sorted(found) == ["test", "train", "validation"] and all(len(rows) == 12 for rows in found.values())
     names = ["[MAX", "2", "9", "]"]
     assert found["train"][0]["input_ids"].tolist() == [listops.TOKENS.index(name) + 2 for name in names]
     assert found["train"]["labels"][:4].tolist() == [9, 1, 3, 4]
 
 
-def test_reviews_byte_by_byte(made, tmp_path):
-    found = data_of.load_text(made("text"), wanted())
+def test_reviews_as_bytes(made, tmp_path):
+    found = data_of.load_text(made("text"), reading())
     assert {split: len(rows) for split, rows in found.items()} == {"train": 12, "test": 12}
     by_label = {int(row["labels"]): row["input_ids"] for row in found["train"]}
     assert bytes((by_label[1] - 2).tolist()).decode().startswith("good")
@@ -236,36 +236,36 @@ def test_reviews_byte_by_byte(made, tmp_path):
         lines = [json.dumps({"id": i, "label": i % 2, "text": f"review {i}"}) for i in range(5)]
         with gzip.open(tmp_path / f"{split}.jsonl.gz", "wt") as file:
             file.write("\n".join(lines))
-    found = data_of.load_text(str(tmp_path), wanted(train=3, first=True))
+    found = data_of.load_text(str(tmp_path), reading(train=3, first=True))
     assert len(found["train"]) == 3 and len(found["test"]) == 5
     assert found["test"][1]["input_ids"].tolist() == [1, *(byte + 2 for byte in b"review 1")]
     assert found["test"]["labels"][:].tolist() == [0, 1, 0, 1, 0]
 
 
-def test_pictures_pixel_by_pixel(made):
+def test_pictures_as_grey_pixels(made):
     source = made("image")
-    found = data_of.load_image(source, wanted(image_size=4))
+    found = data_of.load_image(source, reading(image_size=4))
     for rows in found.values():
         assert len(rows) == 20 and rows["length"][:].tolist() == [16] * 20
         for row in rows:
             assert set(row["input_ids"]) <= {20 * row["labels"] + 2, 20 * row["labels"] + 3}
-    resized = data_of.load_image(source, wanted(image_size=8, evaluation=5))
+    resized = data_of.load_image(source, reading(image_size=8, evaluation=5))
     assert set(resized["test"]["length"][:].tolist()) == {64} and len(resized["test"]) == 5
 
 
-def test_grey_values_are_those_of_the_luminance(tmp_path):
+def test_grey_values_are_the_luminance(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (4, 4, 3), np.uint8)
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         for split, name in itertools.product(("train", "test"), "abcdefghij"):
             out = io.BytesIO()
             Image.fromarray(pixels).save(out, "PNG")
             archive.writestr(f"{split}/{name}/0.png", out.getvalue())
-    row = data_of.load_image(str(tmp_path / "a.zip"), wanted(image_size=4))["train"][0]["input_ids"] - 2
+    row = data_of.load_image(str(tmp_path / "a.zip"), reading(image_size=4))["train"][0]["input_ids"] - 2
     assert np.abs(row - (pixels @ [0.299, 0.587, 0.114]).reshape(-1)).max() <= 1
 
 
 def test_pairs_in_the_official_layout(made):
-    found = data_of.load_retrieval(made("retrieval"), wanted(max_length=12))
+    found = data_of.load_retrieval(made("retrieval"), reading(max_length=12))
     assert sorted(found) == ["test", "train", "validation"]
     row = found["train"][3]
     assert bytes((row["input_ids"] - 2).tolist()) == b"b'text 3'" and row["labels"] == 1
@@ -273,18 +273,18 @@ def test_pairs_in_the_official_layout(made):
 
 
 def test_pathfinder_in_the_official_layout(made, tmp_path):
-    found = data_of.load_pathfinder(made("pathfinder"), wanted())
+    found = data_of.load_pathfinder(made("pathfinder"), reading())
     assert {split: len(rows) for split, rows in found.items()} == {"train": 16, "validation": 2, "test": 2}
-    seen = {tuple(row["input_ids"] - 2): int(row["labels"]) for rows in found.values() for row in rows}
+    labels = {tuple(row["input_ids"] - 2): int(row["labels"]) for rows in found.values() for row in rows}
     for i in range(20):
         pixels = np.random.default_rng(i).integers(0, 256, 16, np.uint8)
-        assert seen.pop(tuple(pixels)) == i % 10 % 2
-    assert not seen
+        assert labels.pop(tuple(pixels)) == i % 10 % 2
+    assert not labels
     broken = tmp_path / "pathfinder" / "pathfinder32" / "curv_contour_length_14" / "imgs" / "0" / "sample_3.png"
     broken.write_bytes(b"")
     with pytest.raises(ValueError, match=r"1 of \d+ pictures cannot be read: .*sample_3.png"):
-        data_of.load_pathfinder(str(tmp_path / "pathfinder"), wanted())
-    found = data_of.load_pathfinder(str(tmp_path / "pathfinder"), wanted(skip_bad=True))
+        data_of.load_pathfinder(str(tmp_path / "pathfinder"), reading())
+    found = data_of.load_pathfinder(str(tmp_path / "pathfinder"), reading(skip_bad=True))
     assert sum(map(len, found.values())) == 19
 
 
@@ -306,21 +306,21 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_rows_are_named(case, made, tmp_path):
+def test_errors_name_the_line(case, made, tmp_path):
     task, (name, content, message) = case.partition(",")[0], BAD[case]
     folder = tmp_path / task
     if task != "text":
         made(task)
     write(folder / name, content)
     with pytest.raises(ValueError, match=message):
-        getattr(data_of, f"load_{task}")(str(folder), wanted())
+        getattr(data_of, f"load_{task}")(str(folder), reading())
 
 
-@pytest.mark.parametrize("task", MADE)
+@pytest.mark.parametrize("task", WRITERS)
 def test_missing_sources(task, tmp_path):
     for source in (tmp_path / "nowhere" / "at" / "all", tmp_path):
         with pytest.raises(ValueError, match=re.escape(str(source))):
-            getattr(data_of, f"load_{task}")(str(source), wanted())
+            getattr(data_of, f"load_{task}")(str(source), reading())
 
 
 def test_batches():
@@ -337,7 +337,7 @@ def small_model(task="text", pooling="mean", **changes):
     return lra.make_model(data_of.task_of(task), encoder, 64).eval()
 
 
-def test_the_encoder_has_the_sizes_of_the_benchmark():
+def test_encoder_has_the_sizes_of_the_benchmark():
     config = lra.make_model(data_of.task_of("listops"), lra.EncoderArguments(), 2000).config
     assert (config.num_hidden_layers, config.hidden_size, config.num_attention_heads) == (2, 64, 2)
     assert (config.intermediate_size, config.max_position_embeddings, config.num_labels) == (128, 2000, 10)
@@ -347,7 +347,7 @@ def test_the_encoder_has_the_sizes_of_the_benchmark():
 
 @pytest.mark.parametrize("method", ["sdpa", "nystromformer", "linear"])
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
-def test_padding_changes_no_output(method, pooling):
+def test_padding_does_not_change_outputs(method, pooling):
     model = small_model(pooling=pooling)
     hea.convert(model, method)
     short, long = np.arange(20), np.arange(50)
@@ -357,7 +357,7 @@ def test_padding_changes_no_output(method, pooling):
     torch.testing.assert_close(torch.stack(alone), both, rtol=1e-4, atol=1e-5)
 
 
-def test_pairs_are_compared():
+def test_pairs_are_classified_by_their_combinations():
     model = small_model("retrieval")
     left, right = torch.randint(2, 250, (3, 12)), torch.randint(2, 250, (3, 9))
     with torch.no_grad():
@@ -370,7 +370,7 @@ def test_pairs_are_compared():
     )
 
 
-def test_the_model_loads_again_as_it_was(tmp_path):
+def test_saved_model_is_unchanged_after_loading(tmp_path):
     model = hea.convert(small_model("retrieval"), "linformer", projection_dim=8)
     assert {type(m).__name__ for m in model.modules() if "Learned" in type(m).__name__}
     ids = {"input_ids": torch.arange(2, 22)[None], "other_ids": torch.arange(30, 45)[None]}
@@ -383,16 +383,8 @@ def test_the_model_loads_again_as_it_was(tmp_path):
 
 def options_of(task: str, source: str, out, *more) -> list[str]:
     return [
-        *(
-            "--task",
-            task,
-            "--data",
-            source,
-            "--output_dir",
-            str(out),
-            "--max_length",
-            "128" if task == "text" else "64",
-        ),
+        *("--task", task, "--data", source, "--output_dir", str(out)),
+        *("--max_length", "128" if task == "text" else "64"),
         *("--num_layers", "1", "--hidden_size", "16", "--intermediate_size", "16", "--max_steps", "4"),
         *("--per_device_train_batch_size", "4", "--logging_steps", "1", "--use_cpu", "True", *more),
     ]
@@ -426,7 +418,7 @@ def losses(out) -> list[float]:
     return [entry["loss"] for entry in history if "loss" in entry]
 
 
-def test_the_same_command_the_same_numbers_and_a_resumed_run(made, tmp_path):
+def test_runs_are_reproducible_and_can_be_resumed(made, tmp_path):
     source, outs = made("listops"), [tmp_path / name for name in "abc"]
     more = ["--attention", "performer", "--save_steps", "2"]
     for out in outs[:2]:
@@ -451,8 +443,8 @@ def test_stages(made, tmp_path):
 
 
 def test_it_learns(tmp_path):
-    """Which of ten grey values a picture has: a model that did not train, or pooled wrongly, would not know."""
-    made_image(tmp_path / "image")
+    """The classes are ten grey values, which a model without training or with wrong pooling does not recognise."""
+    write_image(tmp_path / "image")
     more = ["--attention", "linear", "--learning_rate", "1e-2", "--dropout", "0", "--max_length", "16"]
     options = options_of("image", str(tmp_path / "image" / "cifar.zip"), tmp_path / "out", *more)
     options[options.index("--max_steps") + 1] = "60"
@@ -464,10 +456,10 @@ def test_it_learns(tmp_path):
     [
         (["--task", "listop"], "listops"),
         (["--max_train_samples", "0"], "--max_train_samples 0"),
-        (["--hidden_size", "17"], "no multiple of --num_heads 2"),
+        (["--hidden_size", "17"], "not a multiple of --num_heads 2"),
         (["--attention", "nystromforner"], "nystromformer"),
         (["--stages", "linear:0.5", "flurka_linear:0.9"], "1"),
-        (["--max_length", "60"], "--max_length 60 is no square"),
+        (["--max_length", "60"], "--max_length 60 is not a square"),
     ],
 )
 def test_refused_before_the_first_step(more, message, made, tmp_path):
@@ -491,7 +483,7 @@ def test_as_a_command(tmp_path):
 
 def test_generated_listops_through_the_recipe(tmp_path):
     options = options_of("listops", "", tmp_path / "out", "--cache_dir", str(tmp_path / "cache"), "--min_length", "10")
-    at = options.index("--data")
-    del options[at : at + 2]
+    start = options.index("--data")
+    del options[start : start + 2]
     report = lra.run([*options, "--listops_train", "16", "--listops_eval", "8"])
     assert report["rows"] == {"train": 16, "test": 8} and 10 < report["mean_length"]["train"] < 64

@@ -1,4 +1,4 @@
-"""Text as rows of one document each, the masks, the token losses, and the recipes mlm.py and clm.py."""
+"""Windows of text, masks, token losses, and the recipes mlm.py and clm.py."""
 
 import functools
 import gzip
@@ -13,9 +13,10 @@ import pytest
 import torch
 from transformers import EvalPrediction
 
-from recipes import clm, language, mlm
-from recipes.data import text
-from recipes.language import ModelArguments, TextArguments
+from recipes import clm, mlm
+from recipes.common import language
+from recipes.common.data import text
+from recipes.common.language import ModelArguments, TextArguments
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WORDS = ["sun", "moon", "river", "stone", "winter", "bread", "letter", "window", "captain", "harbour", "quiet", "seven"]
@@ -48,7 +49,7 @@ def documents_in(folder, **options) -> list[str]:
     return [one for path in text.text_files([str(folder)]) for one in text.documents_of(path, **options)]
 
 
-def test_documents_of_every_kind_of_file(tmp_path, corpus):
+def test_documents_of_all_file_types(tmp_path, corpus):
     assert documents_in(corpus) == [sentences(100, 1), sentences(50, 2), sentences(5, 3)]
     assert [path.name for path in text.text_files([str(corpus / "notes.md"), str(corpus / "notes.md")])] == ["notes.md"]
     several = tmp_path / "several.txt"
@@ -70,31 +71,35 @@ def test_documents_of_every_kind_of_file(tmp_path, corpus):
         ("a.txt.gz", b"no gzip at all", "a.txt.gz: damaged gzip file"),
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', "a.jsonl, line 2: not JSON"),
         ("a.jsonl", b'["x"]\n', "line 1: a JSON object is expected, not list"),
-        ("a.jsonl", b'{"body": "x", "id": 1}\n', r"line 1: no text in 'text' .fields: body, id.; give --text_column"),
-        ("a.jsonl", b'{"text": 3}\n', "no text in 'text'"),
+        (
+            "a.jsonl",
+            b'{"body": "x", "id": 1}\n',
+            r"line 1: no text in the field 'text' .fields: body, id.; give",
+        ),
+        ("a.jsonl", b'{"text": 3}\n', "no text in the field 'text'"),
     ],
     ids=["not UTF-8", "truncated gzip", "no gzip", "not JSON", "no object", "no column", "no string"],
 )
-def test_what_cannot_be_read_is_named(tmp_path, name, content, message):
+def test_errors_name_the_file_and_line(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         documents_in(tmp_path)
 
 
 def test_missing_and_empty_sources(tmp_path):
-    with pytest.raises(ValueError, match=r"no such file or folder .for a data set of a hub give --dataset"):
+    with pytest.raises(ValueError, match=r"no such file or folder .give the id of a hub data set"):
         text.text_files([str(tmp_path / "nothing.txt")])
     with pytest.raises(ValueError, match=r"no \.txt, \.txt\.gz, \.jsonl, \.jsonl\.gz in this folder"):
         text.text_files([str(tmp_path)])
     (tmp_path / "empty.txt").write_text(" \n")
     with pytest.raises(ValueError, match="is empty"):
         language.documents(TextArguments(text=[str(tmp_path)]), evaluation=False)
-    with pytest.raises(ValueError, match="no document has a token"):
+    with pytest.raises(ValueError, match="no document has any token"):
         text.tokenize([""], tokenizer_of(False))
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_special_tokens_are_those_that_the_tokenizer_adds(masked):
+def test_special_tokens_of_the_tokenizer(masked):
     tokenizer = tokenizer_of(masked)
     prefix, suffix = text.special_tokens(tokenizer)
     names = [tokenizer.convert_ids_to_tokens(list(ids)) for ids in (prefix, suffix)]
@@ -103,8 +108,8 @@ def test_special_tokens_are_those_that_the_tokenizer_adds(masked):
 
 @pytest.mark.parametrize("drop_short", [False, True])
 @pytest.mark.parametrize("special", [((), ()), ((1,), (2,))])
-def test_a_row_holds_one_document(drop_short, special):
-    """Each token is that of its document and place: 1000 * document + place."""
+def test_a_window_holds_one_document(drop_short, special):
+    """Tokens encode their document and position: 1000 * document + position."""
     lengths = [50, 3, 0, 1, 8, 17]
     documents = [text.Tokens(1000 * (i + 1) + np.arange(n, dtype=np.int32), None) for i, n in enumerate(lengths)]
     rows = text.windows(documents, text.Cut(10, drop_short, *special))
@@ -125,9 +130,9 @@ def test_a_row_holds_one_document(drop_short, special):
         assert found.get(i, []) == list(range(kept))
 
 
-def test_windows_that_cannot_be():
+def test_impossible_windows_are_refused():
     documents = [text.Tokens(np.arange(20, dtype=np.int32), None)]
-    with pytest.raises(ValueError, match=r"--block_size 3 leaves no room"):
+    with pytest.raises(ValueError, match=r"--block_size 3 has no room"):
         text.windows(documents, text.Cut(3, prefix=(1,), suffix=(2,)))
     with pytest.raises(
         ValueError, match=r"no window of 32 tokens .the longest document has 20.; leave out --drop_short"
@@ -135,7 +140,7 @@ def test_windows_that_cannot_be():
         text.windows(documents, text.Cut(32, drop_short=True))
 
 
-def test_splits_are_disjoint_and_whole():
+def test_splits_are_disjoint_and_complete():
     documents = [text.Tokens(np.arange(n, dtype=np.int32), None) for n in (100, 40, 7)]
     kept, tails = text.split_tails(documents, 0.05)
     assert [len(tail.ids) for tail in tails] == [5, 2, 0]
@@ -147,8 +152,8 @@ def test_splits_are_disjoint_and_whole():
         text.split_documents(documents[:1], 0.3)
 
 
-def test_causal_batches_tell_padding_by_its_place():
-    """The padding token is a true token of the first row, and keeps its label."""
+def test_causal_collator_identifies_padding_by_position():
+    """A token of the first window equals the padding token and keeps its label."""
     rows = [{"input_ids": np.array([5, 0, 0])}, {"input_ids": np.array([7])}]
     batch = text.CausalCollator(pad_token_id=0)(rows)
     assert batch["input_ids"].tolist() == [[5, 0, 0], [7, 0, 0]]
@@ -164,7 +169,7 @@ def masked_rows(**options):
     return collator, text.windows(documents, text.Cut(64, False, prefix, suffix, offsets=True))
 
 
-def test_a_mask_depends_on_seed_epoch_and_row_alone():
+def test_mask_depends_on_seed_epoch_and_window_only():
     collator, rows = masked_rows()
     state = torch.get_rng_state()
     first = collator([rows[0], rows[3]])
@@ -178,7 +183,7 @@ def test_a_mask_depends_on_seed_epoch_and_row_alone():
     assert not torch.equal(first["labels"], other([rows[0], rows[3]])["labels"])
 
 
-def test_masks_cover_their_share_and_no_special_token():
+def test_share_of_masked_tokens():
     collator, rows = masked_rows(probability=0.3)
     batch = collator(list(rows))
     masked = batch["labels"] != text.IGNORED
@@ -192,20 +197,20 @@ def test_masks_cover_their_share_and_no_special_token():
     assert 0.7 < float(replaced.float().mean()) < 0.9
 
 
-def test_whole_words_are_masked_whole():
+def test_whole_words_are_masked_completely():
     collator, rows = masked_rows(whole_words=True, probability=0.3)
     parts = 0
     for row in rows:
         masked = collator.mask(row, 0)["labels"] != text.IGNORED
-        spans = row["offset_mapping"]
+        offsets = row["offset_mapping"]
         for i in range(2, len(masked) - 1):
-            if spans[i, 0] == spans[i - 1, 1]:  # goes on where the token before it ends
+            if offsets[i, 0] == offsets[i - 1, 1]:  # the token continues the word of the previous one
                 assert masked[i] == masked[i - 1]
                 parts += int(masked[i])
     assert parts > 10
 
 
-def test_rows_masked_once_stay_as_they_are():
+def test_fixed_masks_do_not_change():
     collator, rows = masked_rows()
     once = collator.mask_once(rows)
     collator.epoch = 5
@@ -224,18 +229,18 @@ def plain_rows(count=5, size=64):
     return text.windows([text.Tokens(ids, None)], text.Cut(size))
 
 
-def test_passages_stand_again_at_their_distance():
+def test_passages_are_repeated_at_their_distance():
     found = text.repeated_passages(plain_rows(), distances=[8, 24], passage=6, block_size=64)
     firsts = {}
     for distance, rows in found.items():
         assert len(rows) == 5
         for i, row in enumerate(rows):
-            places = np.flatnonzero(row["labels"] != text.IGNORED).reshape(2, 5)
-            assert (places[1] - places[0] == distance).all() and (np.diff(places) == 1).all()
-            start = places[0, 0] - 1
+            positions = np.flatnonzero(row["labels"] != text.IGNORED).reshape(2, 5)
+            assert (positions[1] - positions[0] == distance).all() and (np.diff(positions) == 1).all()
+            start = positions[0, 0] - 1
             ids = row["input_ids"]
             assert len(ids) == 64 and (ids[start : start + 6] == ids[start + distance : start + distance + 6]).all()
-            assert (row["labels"][places] == ids[places]).all()
+            assert (row["labels"][positions] == ids[positions]).all()
             original = plain_rows()[i]["input_ids"]
             assert (ids[: start + distance] == original[: start + distance]).all()
             assert (ids[start + distance + 6 :] == original[start + distance : 58]).all()
@@ -246,18 +251,18 @@ def test_passages_stand_again_at_their_distance():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"distances": [4], "passage": 6}, "cannot stand again 4 tokens after"),
+        ({"distances": [4], "passage": 6}, "cannot be repeated 4 tokens after"),
         ({"distances": [60], "passage": 6}, "do not fit into windows of 64"),
-        ({"distances": [8], "passage": 6, "block_size": 128}, "no evaluation window is 128 tokens long"),
+        ({"distances": [8], "passage": 6, "block_size": 128}, "no evaluation window has 128 tokens"),
     ],
 )
-def test_passages_that_do_not_fit(options, message):
+def test_impossible_passages_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         text.repeated_passages(plain_rows(), **{"block_size": 64, **options})
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_token_losses_are_those_of_the_model(masked):
+def test_token_losses_equal_the_loss_of_the_model(masked):
     kind = ModelArguments(
         model_type="bert" if masked else "gpt2",
         tokenizer="given below",
@@ -268,15 +273,15 @@ def test_token_losses_are_those_of_the_model(masked):
     labels = ids.masked_fill(torch.rand(3, 20, generator=torch.Generator().manual_seed(1)) < 0.5, -100)
     with torch.no_grad():
         output = model(input_ids=ids, labels=labels)
-    nats, right = language.token_losses(output.logits, labels, causal=not masked)
-    figures = language.loss_figures(EvalPrediction((nats.numpy(), right.numpy()), labels.numpy()), causal=not masked)
+    nats, correct = language.token_losses(output.logits, labels, causal=not masked)
+    figures = language.loss_figures(EvalPrediction((nats.numpy(), correct.numpy()), labels.numpy()), causal=not masked)
     assert figures["loss"] == pytest.approx(output.loss.item(), rel=1e-5)
     assert figures["perplexity"] == pytest.approx(math.exp(output.loss.item()), rel=1e-4)
     guessed = output.logits.argmax(-1)
     pairs = (guessed, labels) if masked else (guessed[:, :-1], labels[:, 1:])
-    there = pairs[1] != -100
-    assert figures["accuracy"] == pytest.approx((pairs[0] == pairs[1])[there].float().mean().item())
-    assert figures["tokens"] == int(there.sum())
+    labelled = pairs[1] != -100
+    assert figures["accuracy"] == pytest.approx((pairs[0] == pairs[1])[labelled].float().mean().item())
+    assert figures["tokens"] == int(labelled.sum())
 
 
 def prediction(nats, labels) -> EvalPrediction:
@@ -284,7 +289,7 @@ def prediction(nats, labels) -> EvalPrediction:
 
 
 def test_figures_by_position():
-    """Row i has loss i + 10 at position 1, ...; the second row ends after three tokens."""
+    """The second window ends after three tokens."""
     found = clm.position_figures(prediction([[0, 1, 2, 3, 4], [0, 11, 12, 0, 0]], [[1] * 5, [1, 1, 1, -100, -100]]), 2)
     assert found["loss_at_0_1"] == 6 and found["loss_at_2_3"] == pytest.approx(17 / 3) and found["loss_at_4_4"] == 4
     assert found["loss"] == pytest.approx(33 / 6) and found["tokens"] == 6
@@ -300,16 +305,16 @@ def test_figures_of_repeated_passages():
     ("options", "masked", "message"),
     [
         ({"model_type": "gtp2"}, False, "gtp2.*gpt2"),
-        ({"model_type": "gpt2"}, True, r"gpt2 is no masked language model; train it with clm\.py"),
-        ({"model_type": "bert"}, False, r"bert is no causal language model; train it with mlm\.py"),
-        ({"model_type": "vit"}, True, "vit is no masked language model"),
+        ({"model_type": "gpt2"}, True, r"gpt2 is not a masked language model: train it with clm\.py"),
+        ({"model_type": "bert"}, False, r"bert is not a causal language model: train it with mlm\.py"),
+        ({"model_type": "vit"}, True, "vit is not a masked language model"),
         ({"model_type": "gpt2", "config_overrides": ["n_laier=2"]}, False, "n_laier.*n_layer"),
-        ({"model_type": "gpt2", "config_overrides": ["n_layer"]}, False, "not of the form key=value"),
-        ({"model_type": "gpt2", "config_overrides": ["vocab_size=50"]}, False, "has 300 tokens and the model 50"),
+        ({"model_type": "gpt2", "config_overrides": ["n_layer"]}, False, "must have the form key=value"),
+        ({"model_type": "gpt2", "config_overrides": ["vocab_size=50"]}, False, "has 300 tokens, but the model only 50"),
         ({"model_type": "llama", "extend_positions": 4096}, False, "rotary positions"),
     ],
 )
-def test_models_that_cannot_be(options, masked, message):
+def test_impossible_models_are_refused(options, masked, message):
     small = ["hidden_size=16", "num_hidden_layers=1", "num_attention_heads=2"]
     if options["model_type"] == "llama":
         options = {**options, "config_overrides": small}
@@ -319,9 +324,9 @@ def test_models_that_cannot_be(options, masked, message):
 
 @pytest.mark.parametrize("model_type", ["bert", "roberta", "gpt2", "llama"])
 def test_block_size_and_positions(model_type):
-    # The first position of RoBERTa is padding_idx + 1, and that tokenizer pads with 0.
-    rows = 65 if model_type == "roberta" else 64
-    small = ["hidden_size=16", "num_hidden_layers=1", "num_attention_heads=2", f"max_position_embeddings={rows}"]
+    # The first position of RoBERTa is padding_idx + 1, and this tokenizer pads with 0.
+    positions = 65 if model_type == "roberta" else 64
+    small = ["hidden_size=16", "num_hidden_layers=1", "num_attention_heads=2", f"max_position_embeddings={positions}"]
     masked = model_type in ("bert", "roberta")
     kind = ModelArguments(model_type=model_type, tokenizer="given", config_overrides=small)
     model = language.load_model(kind, tokenizer_of(masked), masked=masked)
@@ -329,7 +334,7 @@ def test_block_size_and_positions(model_type):
     assert language.block_size(words, model) == 64
     words.block_size = 65
     way = "config_overrides max_position_embeddings=65" if model_type == "llama" else "extend_positions 65"
-    with pytest.raises(ValueError, match=f"beyond the model's 64 positions: give --{way}"):
+    with pytest.raises(ValueError, match=f"exceeds the model's 64 positions: give --{way}"):
         language.block_size(words, model)
     if model_type != "llama":
         kind.extend_positions = 128
@@ -338,26 +343,26 @@ def test_block_size_and_positions(model_type):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_trained_tokenizer_gives_the_text_back(masked):
+def test_trained_tokenizer_is_lossless(masked):
     tokenizer = tokenizer_of(masked)
     words = "Captain Ahab, at 7 o'clock: \u00e9t\u00e9!"
     assert len(tokenizer) == 300
     assert tokenizer.decode(tokenizer(words)["input_ids"], skip_special_tokens=True) == words
-    with pytest.raises(ValueError, match="a byte-level vocabulary has"):
+    with pytest.raises(ValueError, match="a byte-level vocabulary needs"):
         language.train_tokenizer([words], 100, masked=masked)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "give the text by --text PATH"),
+        ({}, "give the text with --text PATH"),
         ({"text": ["a"], "dataset": "b"}, "not both"),
-        ({"text": ["a"], "eval_share": 1.0}, "no share"),
+        ({"text": ["a"], "eval_share": 1.0}, "must be between"),
         ({"text": ["a"], "max_eval_windows": 0}, "--max_eval_windows 0"),
         ({"text": ["a"], "document_separator": ""}, "empty"),
     ],
 )
-def test_text_arguments_that_cannot_be(options, message):
+def test_invalid_text_arguments_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         TextArguments(**options)
 
@@ -381,7 +386,7 @@ def losses(out) -> list[float]:
 
 
 @pytest.mark.parametrize(("recipe", "method"), [(mlm, "nystromformer"), (clm, "linear")])
-def test_a_run_its_report_and_its_model(recipe, method, corpus, tmp_path, capsys):
+def test_run_writes_report_and_model(recipe, method, corpus, tmp_path, capsys):
     out = tmp_path / "out"
     report = recipe.run(options_of(recipe, corpus, out, "--attention", method, "--eval_share", "0.2"))
     metrics = json.loads((out / "metrics.json").read_text())
@@ -391,7 +396,7 @@ def test_a_run_its_report_and_its_model(recipe, method, corpus, tmp_path, capsys
     assert metrics["efficient_attention"]["method"] == method
     assert (out / "learning_curve.png").stat().st_size > 1000
     assert "eval_perplexity" in capsys.readouterr().out
-    # The saved model is what was evaluated, on whatever batches.
+    # The saved model has the same metrics for any batch size.
     again = recipe.run(
         [
             *(
@@ -424,8 +429,8 @@ def test_evaluation_by_position_of_a_saved_model(corpus, tmp_path):
 
 
 @pytest.mark.parametrize("recipe", [mlm, clm])
-def test_a_resumed_run_goes_on_as_it_was(recipe, corpus, tmp_path):
-    """Across the end of an epoch: 15 windows or so, 4 a step, and masks that depend on the epoch."""
+def test_resumed_run_equals_the_uninterrupted_one(recipe, corpus, tmp_path):
+    """The resumed steps cross the end of an epoch, and the masks depend on the epoch."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     more = ["--save_steps", "2", "--attention", "performer", "--max_train_windows", "12"]
     recipe.run(options_of(recipe, corpus, whole, *more))
@@ -444,11 +449,11 @@ def test_a_resumed_run_goes_on_as_it_was(recipe, corpus, tmp_path):
     [
         (clm, ["--attention", "linformer"], "is a decoder .* has no causal form. Methods that have one:"),
         (clm, ["--stages", "linformer:0.5", "kdeformer:1.0"], "is a decoder .* has no causal form"),
-        (clm, ["--block_size", "4096"], "beyond the model's 1024 positions: give --extend_positions 4096"),
+        (clm, ["--block_size", "4096"], "exceeds the model's 1024 positions: give --extend_positions 4096"),
         (clm, ["--eval_positions", "True"], "do not fit into windows of 48: give a larger --block_size"),
-        (clm, ["--text_column", "body"], "no text in 'body'"),
+        (clm, ["--text_column", "body"], "no text in the field 'body'"),
         (mlm, ["--attention", "kdeforner"], "kdeformer"),
-        (mlm, ["--mask_probability", "1.5"], "no share"),
+        (mlm, ["--mask_probability", "1.5"], "must be between"),
         (mlm, ["--tokenizer", "elsewhere"], "exclude each other"),
     ],
 )
@@ -475,7 +480,7 @@ def test_as_a_command(corpus, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_train_as_one(corpus, tmp_path):
-    """With masked tokens of which each process has another number, and rows of several lengths."""
+    """The processes have different numbers of masked tokens, and windows of different lengths."""
     still = ["hidden_dropout_prob=0.0", "attention_probs_dropout_prob=0.0"]
     more = [
         "--attention",
@@ -499,14 +504,14 @@ def test_two_processes_train_as_one(corpus, tmp_path):
     assert len(curves[0]) == 6 and curves[1] == pytest.approx(curves[0], rel=1e-4)
 
 
-def test_rows_of_like_length_in_a_batch(corpus, tmp_path):
+def test_batches_grouped_by_length(corpus, tmp_path):
     more = ["--train_sampling_strategy", "group_by_length", "--document_separator", "\\n"]
     assert clm.run(options_of(clm, corpus, tmp_path / "out", *more))["steps"] == 6
 
 
 @pytest.mark.slow
-def test_the_books_model_copies_what_it_saw(data, tmp_path):
-    """The figures that the checkpoint's own metrics.json states; passages are others, and so their losses."""
+def test_books_model_copies_passages(data, tmp_path):
+    """The figures of the checkpoint's metrics.json. The passages differ, and so do their losses a little."""
     report = clm.run(
         [
             *(

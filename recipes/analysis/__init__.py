@@ -1,4 +1,1 @@
-"""What attention matrices are like, and what approximating them costs: figures of the papers, on real data.
-
-`python -m recipes.analysis.sparsity`, `python -m recipes.analysis.spectrum`, `python -m recipes.analysis.budget`.
-"""
+"""Analyses of attention matrices that reproduce figures of the papers on real data: sparsity, spectrum and budget."""

@@ -1,26 +1,26 @@
-"""Is a Gaussian kernel matrix made of attention sparse? The experiments of the sparsity paper on real activations.
+"""Test whether the Gaussian kernel matrices of real attention are sparse: the experiments of the sparsity paper.
 
-    python -m recipes.analysis.sparsity --data DATA --plot sparsity.png                 (MiniLM, about 3 minutes)
+    python -m recipes.analysis.sparsity --data DATA --plot sparsity.png                 (MiniLM)
     python -m recipes.analysis.sparsity --data DATA --unit article                      (sequences of up to 512 tokens)
     python -m recipes.analysis.sparsity --data DATA --model gpt2 --texts 40             (a GPT-2)
 
 The paper is "Improved Algorithms for Kernel Matrix-Vector Multiplication under Sparsity Assumptions" (2024). For every
-layer and head: the greatest ratio of tail to head over all prefixes of 50 tokens and more and all texts (its Figures 1
-and 3, on BERT base, RoBERTa and GPT-1: below 4.6, 5.39 and 5.15), the medians over the texts of the ratios of the n-th
-largest entry to the 2n-th and to the (n+1)-th (Figure 2: about 20 or less, and about 1), and how the ratio goes with
-the length of the prefix (Figure 4). The paper takes all of SQuAD; here it is the 240 paragraphs of XQuAD's English
-part, which come from SQuAD's development set. DATA holds `squad/xquad.en.json.gz` and, for GPT-2,
-`models/gpt2-books`; by default it is $HEA_DATA or ../shared/data. MiniLM comes from PyPI.
+layer and head this measures the greatest ratio of tail to head over all texts and all prefixes of 50 tokens or more
+(its Figures 1 and 3, on BERT base, RoBERTa and GPT-1: below 4.6, 5.39 and 5.15); the medians over the texts of the
+ratios of the n-th largest entry to the 2n-th and to the (n+1)-th (Figure 2: about 20 or less, and about 1); and the
+ratio for growing prefixes (Figure 4). The paper uses all of SQuAD; here it is the 240 paragraphs of XQuAD's English
+part, which come from SQuAD's development set. DATA holds `squad/xquad.en.json.gz` and, for GPT-2, `models/gpt2-books`.
+The default is $HEA_DATA or ../shared/data. MiniLM comes from PyPI.
 
-To expect: on MiniLM the greatest ratio is 90, 42 of the 72 heads are above 4.6, and the greatest ratio of all
-heads grows with the prefix, 11 at 50 tokens and 87 at 500 (means over the texts): the assumption does not hold for this
-model. The medians are 1.1 to 3.4 but for one head (49), and 1.00 to 1.04.
+Duration: about 3 minutes for the first command. Expected: on MiniLM the greatest ratio is 90, and 42 of the 72 heads
+are above 4.6. The greatest ratio over all heads grows with the prefix, from 11 at 50 tokens to 87 at 500 (means over
+the texts): the assumption does not hold for this model. The medians are 1.1 to 3.4, except for one head (49), and 1.00
+to 1.04.
 """
 
-import pathlib
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -29,21 +29,29 @@ from tqdm import tqdm
 from hf_efficient_attn.cli import main_of, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.metrics import head_to_tail, order_statistics_ratio
-from hf_efficient_attn.io.writing import replacing
-from recipes.analysis.inputs import load_text_model, squad_texts, text_activations
-from recipes.benchmarks.error import Activation, Data, data_folder
-from recipes.benchmarks.report import Csv, Plot, check_outputs, write_csv
+from hf_efficient_attn.evaluation.timing import use_threads
+from recipes.common.commands import AnyThreads, Csv, Data, Plot, Row, check_outputs, data_folder, new_app, write
+from recipes.common.inputs import Activation, load_text_model, squad_texts, text_activations
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-# The greatest ratio that the paper finds on BERT base.
+app = new_app()
+
+# The greatest ratio of the paper on BERT base.
 PAPER_RATIO = 4.6
-# Lengths of prefixes at which the course of the ratio is shown, as in the paper's Figure 4.
+# The ratio is shown for prefixes of multiples of this length, as in the paper's Figure 4.
 _STEP = 50
 
 
 class Findings(NamedTuple):
-    """rows: one for every layer and head. course: one for every length of prefix shown. texts: how many were used."""
+    """Results of the experiments.
+
+    Attributes:
+        rows: one for every layer and head.
+        course: one for every length of a prefix.
+        texts: number of texts.
+    """
 
     rows: list[dict[str, Any]]
     course: list[dict[str, Any]]
@@ -51,9 +59,10 @@ class Findings(NamedTuple):
 
 
 def measure(texts: Iterable[list[Activation] | None], first: int) -> Findings:
-    """The three experiments on the activations of each text; None is a text that is too short.
+    """Run the three experiments.
 
     Args:
+        texts: activations of all layers on each text; None for a text that is too short.
         first: length of the shortest prefix.
     """
     greatest: dict[tuple[int, int], tuple[float, int, int]] = {}
@@ -68,13 +77,12 @@ def measure(texts: Iterable[list[Activation] | None], first: int) -> Findings:
         query, key = (torch.cat([getattr(one, name) for one in layers]) for name in ("query", "key"))
         ratios = head_to_tail(query, key, scale=scale, first=first)
         orders = order_statistics_ratio(query, key, scale=scale)
-        top, at = ratios.max(2)
+        largest, at = ratios.max(2)
         for layer in range(query.shape[0]):
             for head in range(query.shape[1]):
-                place = layer, head
-                found = (top[layer, head].item(), first + int(at[layer, head]), number)
-                greatest[place] = max(greatest.get(place, found), found)
-                medians.setdefault(place, []).append(tuple(x[layer, head].item() for x in orders))
+                found = (largest[layer, head].item(), first + int(at[layer, head]), number)
+                greatest[layer, head] = max(greatest.get((layer, head), found), found)
+                medians.setdefault((layer, head), []).append(tuple(x[layer, head].item() for x in orders))
         for length in range(first, first + ratios.shape[2]):
             if length % _STEP == 0 or length == first:
                 course.setdefault(length, []).append(ratios[:, :, length - first].max().item())
@@ -107,14 +115,14 @@ def measure(texts: Iterable[list[Activation] | None], first: int) -> Findings:
     return Findings(rows, lengths, used)
 
 
-def _grid(rows: Sequence[Mapping[str, Any]], key: str) -> list[list[float]]:
+def _grid(rows: Sequence[Row], key: str) -> list[list[float]]:
     """Heads across, layers down."""
     layers = sorted({row["layer"] for row in rows})
     return [[row[key] for row in rows if row["layer"] == layer] for layer in layers]
 
 
-def draw(findings: Findings, path: pathlib.Path, title: str) -> None:
-    """Three maps of layers and heads, and the course of the ratio with the length of the prefix."""
+def draw(findings: Findings, title: str) -> "Figure":
+    """Plot three maps of layers and heads, and the ratio against the length of the prefix."""
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
@@ -127,9 +135,9 @@ def draw(findings: Findings, path: pathlib.Path, title: str) -> None:
     }
     for axes, (key, name) in zip(panels, names.items(), strict=False):
         values = torch.tensor(_grid(findings.rows, key), dtype=torch.float64)
-        shown = values.where(values.isfinite(), torch.nan)
-        norm = LogNorm() if key == "median_n_to_2n" and (shown[shown.isfinite()] > 0).all() else None
-        picture = axes.imshow(shown.numpy(), norm=norm, aspect="auto", cmap="viridis")
+        finite = values.where(values.isfinite(), torch.nan)
+        norm = LogNorm() if key == "median_n_to_2n" and (finite[finite.isfinite()] > 0).all() else None
+        picture = axes.imshow(finite.numpy(), norm=norm, aspect="auto", cmap="viridis")
         figure.colorbar(picture, ax=axes)
         axes.set(xlabel="head", ylabel="layer", title=name)
         axes.set_xticks(range(values.shape[1]))
@@ -153,11 +161,10 @@ def draw(findings: Findings, path: pathlib.Path, title: str) -> None:
     axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
     figure.suptitle(title, fontsize="medium")
-    with replacing(path) as draft:
-        figure.savefig(draft, dpi=150)
+    return figure
 
 
-def _show(rows: Sequence[Mapping[str, Any]], key: str, name: str) -> None:
+def _show(rows: Sequence[Row], key: str, name: str) -> None:
     cells = [(layer, *(f"{value:.3g}" for value in line)) for layer, line in enumerate(_grid(rows, key))]
     typer.echo(f"\n{name}:\n")
     typer.echo(table(("layer", *(f"head {head}" for head in range(len(cells[0]) - 1))), cells))
@@ -168,18 +175,18 @@ def sparsity(
     model: Annotated[str, typer.Option(metavar="MODEL", help="minilm or gpt2.")] = "minilm",
     data: Data = None,
     unit: Annotated[
-        str, typer.Option(metavar="UNIT", help="paragraph, or article: its paragraphs joined.")
+        str, typer.Option(metavar="UNIT", help="paragraph, or article for all of its paragraphs joined.")
     ] = "paragraph",
     texts: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="So many texts, evenly spread. [default: all]")
+        int | None, typer.Option(metavar="N", min=1, help="Number of texts, evenly spaced. [default: all]")
     ] = None,
-    length: Annotated[int, typer.Option(metavar="N", min=2, max=512, help="Tokens of a text, at most.")] = 512,
+    length: Annotated[int, typer.Option(metavar="N", min=2, max=512, help="Largest number of tokens of a text.")] = 512,
     first: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens of the shortest prefix.")] = 50,
-    threads: Annotated[int | None, typer.Option(metavar="N", min=1)] = None,
+    threads: AnyThreads = None,
     csv: Csv = None,
     plot: Plot = None,
 ) -> None:
-    """Ratios of tail to head of the kernel matrices of a model's attention, for every layer and head."""
+    """Measure the ratios of tail to head of the kernel matrices of a model's attention, for every layer and head."""
     if model not in ("minilm", "gpt2"):
         raise UnsupportedAttentionError(f"--model {model!r} is not one of minilm, gpt2")
     if unit not in ("paragraph", "article"):
@@ -189,23 +196,16 @@ def sparsity(
     chosen = squad_texts(folder, unit)
     if texts is not None:
         chosen = chosen[:: max(1, len(chosen) // texts)][:texts]
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads or before)
-    try:
+    with use_threads(threads):
         loaded, tokenizer, longest = load_text_model(model, folder)
         found = text_activations(loaded, tokenizer, min(length, longest), chosen, max(first, 2))
         findings = measure(tqdm(found, total=len(chosen), unit="text", disable=None, leave=False), first)
-    finally:
-        torch.set_num_threads(before)
     rows, course, used = findings
     title = (
         f"{model}: {used} texts ({unit}s of SQuAD) of {first} to {min(length, longest)} tokens; {len(chosen) - used} "
-        "shorter ones left out"
+        "shorter ones omitted"
     )
-    if csv is not None:
-        write_csv(csv, rows)
-    if plot is not None:
-        draw(findings, plot, title)
+    write(rows, csv, plot, lambda _: draw(findings, title))
     typer.echo(title)
     _show(rows, "max_ratio", "Greatest ratio of tail to head, over all prefixes and texts")
     _show(rows, "median_n_to_2n", "Median over texts: n-th largest entry / 2n-th")

@@ -1,5 +1,6 @@
-"""Programs that measure, each run by `python -m recipes.benchmarks.NAME`:
+"""Benchmarks that print the tables of the READMEs; run one with `python -m recipes.benchmarks.NAME`.
 
-attention (speed and memory), peers (implementations by others beside ours), flurka (whole layers against both parents),
-error (on real activations), tasks (search and images), kernel (evaluations of the approximate kernel product).
+attention: speed and memory. peers: other implementations next to ours. flurka: whole layers next to both parents.
+error: error on real activations. tasks: search and image classification. operations: counts of KDEformer's two models.
+step: a training step. kernel: evaluations of the approximate kernel product.
 """

@@ -1,20 +1,22 @@
-"""Speed and memory of the methods against torch's exact attention.
+"""Measure speed and memory of the methods relative to torch's exact attention.
 
     python -m recipes.benchmarks.attention --length 1024,2048,4096,8192,16384 --plot speed.png
     python -m recipes.benchmarks.attention --check
 
-About 8 and 10 minutes on 2 cores. Methods without a causal form are left out where it is asked for.
+Duration: 8 and 10 minutes on 2 cores. Expected: the goals below, which `--check` compares with. README.md has the
+table.
 
-Speed is a ratio: in every round the exact attention of the same causality (forward, or forward and backward) runs
-before and after each method, and the ratio is that of their mean to the method's time, so that the drift of a busy
-machine cancels (`recipes.benchmarks.timing`); the table gives the median of the rounds with the smallest and the
-greatest. Memory is that of a child process (`recipes.benchmarks.memory`). `--check` measures every setting that has a
-goal, or those asked for, and exits with status 1 when one goal is missed.
+Speed is a ratio. In every round exact attention runs before and after each method, with the same causality and the same
+passes (forward, or forward and backward). The ratio is the mean of the two times to the method's time, so that slow
+changes of a busy machine cancel (`hf_efficient_attn.evaluation.timing`). The table shows the median, minimum and
+maximum over the rounds. Memory is measured in a child process (`recipes.common.memory`). `--check` measures all
+settings that have a goal, or those that the other options select, and exits with status 1 if a goal is missed. Causal
+measurements omit methods without a causal form.
 """
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
@@ -22,12 +24,34 @@ from tqdm import tqdm
 
 from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation.timing import UNSTEADY, Timing, paired, use_threads
 from hf_efficient_attn.methods import MethodConfig, method_info
-from recipes.benchmarks.memory import EXACT, extra_memory, make_inputs, run_once
-from recipes.benchmarks.report import Check, Csv, Plot, Rounds, Seed, Threads, Verdict, check_outputs, conclude, write
-from recipes.benchmarks.timing import UNSTEADY, Timing, paired, use_threads
+from recipes.common.commands import (
+    Check,
+    Csv,
+    HeadDim,
+    Memory,
+    NumHeads,
+    Plot,
+    Rounds,
+    Row,
+    Seed,
+    Threads,
+    Verdict,
+    check_outputs,
+    conclude,
+    label_ticks,
+    methods_option,
+    new_app,
+    numbers_option,
+    write,
+)
+from recipes.common.memory import EXACT, Case, extra_memory, make_inputs, run_once
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+app = new_app()
 
 METHODS = (
     "kdeformer",
@@ -47,7 +71,7 @@ METHODS = (
 )
 SIZES = {"batch": 1, "heads": 8, "width": 64, "dtype": "float32", "threads": 2}
 
-# Times faster than exact attention: (length, causal, backward) -> {label: goal}, for the sizes above.
+# Goals for the sizes above, in times faster than exact attention: (length, causal, backward) -> {label: goal}.
 _PERFORMER = "performer (num_features=64)"
 SPEED_GOALS: dict[tuple[int, bool, bool], dict[str, float]] = {
     (8192, False, False): {
@@ -63,24 +87,24 @@ SPEED_GOALS: dict[tuple[int, bool, bool], dict[str, float]] = {
         "kdeformer": 2, "hyperattention": 2, "longformer": 5, "linear": 12, _PERFORMER: 6, "performer": 1, "eva": 2.5,
     },
 }  # fmt: skip
-# Extra memory as a multiple of the inputs, forward, at (length, causal).
+# Goals of the extra memory in the forward pass, as a multiple of the inputs: (length, causal) -> goal.
 MEMORY_GOALS = {(16384, False): 2.5}
 _NO_MEMORY_GOAL = ("reformer",)
 
 
-def measure(configs: Mapping[str, MethodConfig], case: Mapping[str, Any], rounds: int, bar=None) -> dict[str, Timing]:
-    """Times of exact attention and of every method in one case by label, `sdpa` first."""
-    inputs = make_inputs(dict(case))
+def measure(configs: Mapping[str, MethodConfig], case: Case, rounds: int, bar: tqdm | None = None) -> dict[str, Timing]:
+    """Timings of exact attention, as `sdpa`, and of every method by label."""
+    inputs = make_inputs(case)
 
     def work(config: MethodConfig | None) -> Callable[[], None]:
-        return lambda: run_once(config, inputs, dict(case))
+        return lambda: run_once(config, inputs, case)
 
     exact, timed = paired(work(None), {label: work(config) for label, config in configs.items()}, rounds, bar)
     return {EXACT: exact, **timed}
 
 
-def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
-    """Every measured row that has a goal, beside it."""
+def verdicts(rows: Sequence[Row]) -> list[Verdict]:
+    """The measurements that have a goal."""
     found = []
     for row in rows:
         passes = "forward+backward" if row["backward"] else "forward"
@@ -95,8 +119,8 @@ def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
     return found
 
 
-def draw(rows: Sequence[Mapping[str, Any]]):
-    """Time and speed-up against length: a row of two panels for each causality and direction."""
+def draw(rows: Sequence[Row]) -> "Figure":
+    """Plot time and speed-up against length, in two panels for each causality and direction."""
     from matplotlib.figure import Figure
 
     settings = list(dict.fromkeys((row["causal"], row["backward"]) for row in rows))
@@ -104,24 +128,23 @@ def draw(rows: Sequence[Mapping[str, Any]]):
     panels = figure.subplots(len(settings), 2, squeeze=False)
     ticks = sorted({row["length"] for row in rows})
     for (causal, backward), pair in zip(settings, panels, strict=True):
-        here = [row for row in rows if (row["causal"], row["backward"]) == (causal, backward)]
+        selected = [row for row in rows if (row["causal"], row["backward"]) == (causal, backward)]
         name = ("causal, " if causal else "") + ("forward+backward" if backward else "forward")
-        for number, label in enumerate(dict.fromkeys(row["method"] for row in here)):
-            own = [row for row in here if row["method"] == label]
+        for number, label in enumerate(dict.fromkeys(row["method"] for row in selected)):
+            own = [row for row in selected if row["method"] == label]
             for axes, key in zip(pair, ("seconds", "ratio"), strict=True):
                 axes.plot(
                     [r["length"] for r in own], [r[key] for r in own], marker="o", color=f"C{number}", label=label
                 )
         for axes, what in zip(pair, ("seconds", "times faster than exact"), strict=True):
             axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel=what, title=name)
-            axes.set_xticks(ticks, [str(tick) for tick in ticks])
-            axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+            label_ticks(axes, ticks)
             axes.grid(alpha=0.3)
         pair[0].legend(fontsize="small")
     return figure
 
 
-def _format(row: Mapping[str, Any], memory: bool) -> tuple[str, ...]:
+def _format(row: Row, memory: bool) -> tuple[str, ...]:
     cells = (
         row["length"],
         ("causal " if row["causal"] else "") + ("fwd+bwd" if row["backward"] else "fwd"),
@@ -137,38 +160,26 @@ def _format(row: Mapping[str, Any], memory: bool) -> tuple[str, ...]:
     epilog="Example: python -m recipes.benchmarks.attention --length 8192 --causal --set kdeformer.block_size=128"
 )
 def attention(
-    length: Annotated[
-        list[str],
-        typer.Option(metavar="N", show_default=False, help="Tokens, repeated or with commas. [default: 1024..16384]"),
-    ] = [],  # noqa: B006 (typer copies it)
-    method: Annotated[
-        list[str],
-        typer.Option(
-            metavar="NAME",
-            show_default=False,
-            help="NAME or NAME:key=value, repeated or with commas. [default: all; performer with 64 features too]",
-        ),
-    ] = [],  # noqa: B006
+    length: numbers_option("Tokens", "1024..16384") = [],  # noqa: B006 (typer copies it)
+    method: methods_option("all; performer with 64 features too") = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006
     causal: Annotated[bool | None, typer.Option("--causal/--bidirectional", help="[default: bidirectional]")] = None,
     backward: Annotated[
-        bool | None, typer.Option("--backward/--forward", help="Time the gradient too. [default: forward]")
+        bool | None, typer.Option("--backward/--forward", help="Include the backward pass. [default: forward]")
     ] = None,
     dtype: Annotated[str, typer.Option(metavar="TYPE", help="float32, bfloat16 or float16.")] = "float32",
-    batch: Annotated[int, typer.Option(metavar="N", min=1)] = 1,
-    heads: Annotated[int, typer.Option(metavar="N", min=1)] = 8,
-    width: Annotated[int, typer.Option(metavar="N", min=1, help="Of a head.")] = 64,
+    batch: Annotated[int, typer.Option(metavar="N", min=1, help="Batch size.")] = 1,
+    heads: NumHeads = 8,
+    width: HeadDim = 64,
     threads: Threads = 2,
     rounds: Rounds = 5,
     seed: Seed = 0,
-    memory: Annotated[
-        bool, typer.Option("--memory/--no-memory", help="Measure peak memory in child processes.")
-    ] = True,
+    memory: Memory = True,
     check: Check = False,
     csv: Csv = None,
     plot: Plot = None,
 ) -> None:
-    """Times and memory of the methods on random inputs, as multiples of torch's exact attention and of the inputs."""
+    """Measure the methods on random inputs: time relative to exact attention, memory relative to the inputs."""
     if dtype not in ("float32", "bfloat16", "float16"):
         raise UnsupportedAttentionError(f"--dtype {dtype!r} is not one of float32, bfloat16, float16")
     sizes = {"batch": batch, "heads": heads, "width": width, "dtype": dtype, "threads": threads}
@@ -184,9 +195,9 @@ def attention(
         for tokens, is_causal, with_backward in settings:
             case = {"length": tokens, "causal": is_causal, "backward": with_backward, "seed": seed, **sizes}
             bar.set_description(f"{tokens}{' causal' if is_causal else ''}{' backward' if with_backward else ''}")
-            here = {k: v for k, v in configs.items() if not is_causal or method_info(v.method).causal}
-            bar.update(rounds * (len(configs) - len(here)))
-            for name, timing in measure(here, case, rounds, bar).items():
+            usable = {k: v for k, v in configs.items() if not is_causal or method_info(v.method).causal}
+            bar.update(rounds * (len(configs) - len(usable)))
+            for name, timing in measure(usable, case, rounds, bar).items():
                 unsteady = unsteady or timing.unsteady
                 extra = extra_memory(configs.get(name), case) if memory else None
                 rows.append({"method": name, **case, **timing._asdict(), "extra_memory": extra})
@@ -205,7 +216,7 @@ def attention(
 def _settings(
     lengths: list[int], causal: bool | None, backward: bool | None, check: bool
 ) -> list[tuple[int, bool, bool]]:
-    """What to measure: with `check`, the settings that have a goal and fit what was asked; else what was asked."""
+    """The settings (length, causal, backward); with `check`, those that have a goal and match the options."""
     if check:
         known = dict.fromkeys([*SPEED_GOALS, *((*key, False) for key in MEMORY_GOALS)])
         return [

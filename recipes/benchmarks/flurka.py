@@ -1,15 +1,19 @@
-"""FLuRKA against both of its parents, as whole attention layers of a BERT: from hidden states to the heads' output.
+"""Compare FLuRKA with both of its parents, as whole attention layers of a BERT from hidden states to the heads' output.
 
     python -m recipes.benchmarks.flurka --plot flurka.png
     python -m recipes.benchmarks.flurka --check
 
-Gupta et al. 2023 contract the hidden states to P rows before they are projected to keys and values, and attend to the
-rows by a kernel. Its parents here are the kernel's own method (linear, performer, eva) and the linformer with as many
-rows. What is timed is what a user gets: the BertSelfAttention of a model with random weights that is made with
-`attn_implementation`, forward, batch 1, float32. Most of the time is that of exact attention (`--no-exact` leaves it
-out).
+Gupta et al. 2023 contract the hidden states to P vectors before they project them to keys and values, and attend to
+these with a kernel. The parents here are the method of the kernel (linear, performer, eva) and the linformer with the
+same P. The timed layer is what a user gets: the BertSelfAttention of a model with random weights that is made with
+`attn_implementation`; forward, batch size 1, float32.
 
-Multiplications of the matrix products, for N tokens, hidden size W = H heads of width D, P rows, F features:
+Duration: mostly that of exact attention, which `--no-exact` leaves out. Expected with `--check`: at the shapes of the
+figures, where a claim says faster at all, at least 1.3 times faster than the kernel parent and 1.8 times faster than
+the low-rank parent; otherwise it exits with status 1.
+
+Multiplications of the matrix products, for N tokens, hidden size W = H heads of dimension D, P contracted vectors and F
+features:
 
     exact             3 N W^2 + 2 N^2 W
     linear            3 N W^2 + 2 N W D
@@ -18,50 +22,48 @@ Multiplications of the matrix products, for N tokens, hidden size W = H heads of
     flurka_linear     N W^2 + 2 P W^2 + 2 N P W + (N + P) W D
     flurka_performer  N W^2 + 2 P W^2 + 2 N P W + 2 (N + P) W F
 
-the projections, the contraction, then the products with the rows or features; the normaliser of `linear`, N W
-multiplications in a sum, and the small products that give the biases of contracted rows are left out. Those of eva are
-not counted. The paper
-(Eq. 6-8) counts, with an operation for every exponential and feature and F = D,
+These are the projections, the contraction, and the products with the contracted vectors or features. They omit the
+normaliser of `linear` (N W multiplications in a sum) and the small products for the biases of contracted vectors. Those
+of eva are not counted. The paper (Eq. 6-8) also counts an operation for every exponential and feature and has F = D:
 
     kernel            3 N W^2 + 2 N W + 2 N W D
     low-rank          N W^2 + 2 P W^2 + 4 N P W + N H P
     FLuRKA            N W^2 + 2 P W^2 + 2 N P W + N W + P W + (N + P) W D
 
-Its low-rank parent contracts before the projections, too. Ours is an attention function that gets keys and values,
-as in the Linformer's Eq. 7 with E behind W_K: it projects all N tokens, 2 N W^2 where the paper has 2 P W^2, so that
-the FLuRKAs gain more on it than the paper's count says.
+The paper's low-rank parent contracts before the projections, too. Ours is an attention function that gets keys and
+values, as in the Linformer's Eq. 7 with E after W_K. It projects all N tokens, 2 N W^2 instead of the paper's 2 P W^2,
+so that FLuRKA gains more on it than the paper's count says.
 
-Where the paper says that FLuRKA takes fewer operations:
+The paper claims that FLuRKA needs fewer operations under these conditions:
 
     Claim 1  N > P (H + 2) > W > P > D    than both parents
     Claim 2  N - 1 > P > D                than the low-rank parent
     Claim 3  N > P (H + 2), W > P         than the kernel parent
 
-Claims 1 and 3 are for long sequences, wide models and few rows. They suffice and are not needed: by Eq. 7 and 8 FLuRKA
-is ahead of the kernel parent up to about P = W + D / 2 as N grows (`bert-512` lies outside of Claim 3 and still takes
-fewer), and behind it from there on (`minilm-512`, `figure-4-top`: many rows, narrow models). The low-rank parent, by
-Eq. 6 and 8, is ahead where P is below about D / 2 (`figure-4-bottom`, wide heads). How much FLuRKA gains depends on the
-shape: by count at most (3 W + 2 D) / (W + 2 P + D) over the kernel parent. More features than D shift all of this; the
-default is F = D, the paper's assumption (`--features`).
+Claims 1 and 3 hold for long sequences, large hidden sizes and small P. The conditions are sufficient, not necessary. By
+Eq. 7 and 8 FLuRKA beats the kernel parent up to about P = W + D / 2 as N grows (`bert-512` violates Claim 3 and still
+needs fewer operations), and loses beyond (`minilm-512`, `figure-4-top`: large P, small hidden size). By Eq. 6 and 8 the
+low-rank parent wins if P is below about D / 2 (`figure-4-bottom`, large heads). The gain depends on the shape: by count
+it is at most (3 W + 2 D) / (W + 2 P + D) over the kernel parent. More features than D shift all of this; the default is
+F = D, the paper's assumption (`--features`).
 
-The shapes named after figures are the last points of the paper's, which ran on an A100, with all sizes divided by the
-same number, which leaves the ratios of counts as they are; those named after models have the model's own sizes.
+The shapes named after figures are the last points of the paper's figures, which were measured on an A100. Here all
+sizes are divided by the same number, which leaves the ratios of the counts unchanged. The shapes named after models
+have the sizes of the models.
 
-    figure-3         N 55,500, W 2,600, H 8, P 1,500, by 3.39
-    figure-4-top     N 20,000, D 128, H 4, P 16,000, by 4 (the paper's last point, P = N, is outside of Claim 2)
-    figure-4-bottom  N 20,000, W 20,000, H 4, P 1,000, by 7.8
-
-`--check` wants 1.3 times the kernel parent and 1.8 times the low-rank parent on the clock at the shapes of the figures,
-where a claim says faster at all, and exits with status 1 when that is missed.
+    figure-3         N 55,500, W 2,600, H 8, P 1,500, divided by 3.39
+    figure-4-top     N 20,000, D 128, H 4, P 16,000, divided by 4 (the paper's last point, P = N, violates Claim 2)
+    figure-4-bottom  N 20,000, W 20,000, H 4, P 1,000, divided by 7.8
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 import typer
 from torch import Tensor, nn
 from tqdm import tqdm
+from transformers import AutoModel, BertConfig
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.cli import main_of, split_list, table
@@ -73,25 +75,30 @@ from recipes.common.commands import (
     Csv,
     Plot,
     Rounds,
+    Row,
     Seed,
     Threads,
     Verdict,
     bars,
     check_outputs,
     conclude,
+    new_app,
     write,
 )
 from recipes.common.memory import EXACT
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+app = new_app()
 
 PREFIX, LOW_RANK = "flurka_", "linformer"
-# Times faster than either parent, at the paper's shapes where it claims that it is.
+# Goals in times faster than each parent, at the paper's shapes where it claims fewer operations.
 GOALS = {"kernel": 1.3, "low-rank": 1.8}
 
 
 class Shape(NamedTuple):
-    """Tokens N, hidden size W, heads H, rows P, features F."""
+    """Tokens N, hidden size W, heads H, contracted vectors P (`rows`) and features F."""
 
     length: int
     hidden: int
@@ -101,22 +108,22 @@ class Shape(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Of a head, D."""
+        """Dimension of a head, D."""
         return self.hidden // self.heads
 
     def claims(self) -> dict[str, bool]:
-        """Whether the paper claims that FLuRKA takes fewer operations than the kernel (Claim 3), and the low-rank (2).
+        """Whether the paper claims fewer operations than the kernel parent (Claim 3) and the low-rank parent (Claim 2).
 
-        Claim 1 is for both: N > P (H + 2) > W > P > D, of which either follows.
+        Claim 1 implies both.
         """
-        rows, needed = self.rows, self.rows * (self.heads + 2)
         return {
-            "kernel": self.length > needed and self.hidden > rows,
-            "low-rank": self.length - 1 > rows > self.width,
+            "kernel": self.length > self.rows * (self.heads + 2) and self.hidden > self.rows,
+            "low-rank": self.length - 1 > self.rows > self.width,
         }
 
 
 def _shape(length: int, hidden: int, heads: int, rows: int) -> Shape:
+    """A shape with as many features as dimensions of a head."""
     return Shape(length, hidden, heads, rows, hidden // heads)
 
 
@@ -132,7 +139,7 @@ PAPER = tuple(name for name in SHAPES if name.startswith("figure"))
 
 
 def counted(method: str, shape: Shape) -> int | None:
-    """Multiplications of our matrix products (see above); None where they are not counted."""
+    """Multiplications of our matrix products, as described above; None for methods that are not counted."""
     n, w, p, d, f = shape.length, shape.hidden, shape.rows, shape.width, shape.features
     contracted = n * w * w + 2 * p * w * w + 2 * n * p * w
     counts = {
@@ -158,14 +165,12 @@ def of_paper(shape: Shape) -> dict[str, int]:
 
 
 def kernels() -> list[str]:
-    """The kernels that there is a FLuRKA of."""
+    """The kernels of the FLuRKA methods."""
     return [name.removeprefix(PREFIX) for name in hea.available_methods() if name.startswith(PREFIX)]
 
 
 def layer(method: str, shape: Shape, seed: int = 0) -> nn.Module:
-    """The attention module of a BERT of one layer with random weights; `method` is "sdpa" for exact attention."""
-    from transformers import AutoModel, BertConfig
-
+    """The attention module of a BERT with one layer and random weights; `method` is "sdpa" for exact attention."""
     config = BertConfig(
         hidden_size=shape.hidden,
         num_attention_heads=shape.heads,
@@ -183,24 +188,30 @@ def layer(method: str, shape: Shape, seed: int = 0) -> nn.Module:
 
 
 def method_config(method: str, shape: Shape) -> MethodConfig:
-    """As many rows, and tables of as many columns as there are tokens; as many features."""
+    """The config of a method with the sizes of the shape."""
     known = hea.method_info(method).config_class.hyperparameters()
     sizes = {"projection_dim": shape.rows, "max_length": shape.length, "num_features": shape.features}
     return make_config(method, **{name: size for name, size in sizes.items() if name in known})
 
 
 def hidden_states(shape: Shape, seed: int) -> Tensor:
-    """(1, N, W) of standard normal numbers, as after a LayerNorm."""
+    """Standard normal hidden states (1, N, W), like those after a LayerNorm."""
     return torch.randn(1, shape.length, shape.hidden, generator=torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()
-def measure(name: str, shape: Shape, kernel: str, rounds: int, seed: int, exact: bool, bar=None) -> tuple[list, bool]:
-    """A row for each parent (and for exact attention), and whether the times were unsteady."""
-    method, hidden = PREFIX + kernel, hidden_states(shape, seed)
+def measure(
+    name: str, shape: Shape, kernel: str, rounds: int, seed: int, exact: bool, bar: tqdm | None = None
+) -> tuple[list[dict[str, Any]], bool]:
+    """Time a FLuRKA next to its parents and, with `exact`, exact attention.
+
+    Returns:
+        One row for each of the others, and whether the times are unsteady.
+    """
+    method, inputs = PREFIX + kernel, hidden_states(shape, seed)
     parents = {kernel: "kernel", LOW_RANK: "low-rank"} | ({EXACT: "exact"} if exact else {})
     layers = {one: layer(one, shape, seed) for one in (method, *parents)}
-    calls = {one: lambda module=module: module(hidden)[0] for one, module in layers.items()}
+    calls = {one: lambda module=module: module(inputs)[0] for one, module in layers.items()}
     ours, timed = paired(calls.pop(method), calls, rounds, bar)
     own, paper, claims, rows = counted(method, shape), of_paper(shape), shape.claims(), []
     for parent, role in parents.items():
@@ -209,15 +220,15 @@ def measure(name: str, shape: Shape, kernel: str, rounds: int, seed: int, exact:
         row |= {"claimed": claims.get(role), "multiplications": own, "multiplications_than": count}
         row |= {"by_count": count / own if count and own else None}
         row |= {"by_paper": paper[role] / paper["flurka"] if role in paper else None}
-        # The reference of the pairs is FLuRKA, so that the times faster are the other way round.
+        # FLuRKA is the reference of the pairs, so that the ratios are inverted.
         row |= {"seconds": ours.seconds, "seconds_than": timing.seconds}
         row |= {"faster": 1 / timing.ratio, "faster_min": 1 / timing.ratio_max, "faster_max": 1 / timing.ratio_min}
         rows.append(row)
     return rows, any(timing.unsteady for timing in timed.values())
 
 
-def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
-    """Every row of the paper's shapes for which it claims fewer operations, beside the goal."""
+def verdicts(rows: Sequence[Row]) -> list[Verdict]:
+    """The measurements at the paper's shapes for which it claims fewer operations."""
     return [
         Verdict(
             f"{row['shape']}, {row['method']}: times faster than {row['than']}", row["faster"], GOALS[row["role"]], True
@@ -227,23 +238,23 @@ def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
     ]
 
 
-def draw(rows: Sequence[Mapping[str, Any]]):
-    """Bars of how many times faster FLuRKA is, by count and on the clock, a panel for every role."""
+def draw(rows: Sequence[Row]) -> "Figure":
+    """Plot bars of how many times faster FLuRKA is, by count and in time, a panel for every role."""
     from matplotlib.figure import Figure
 
     roles = list(dict.fromkeys(row["role"] for row in rows))
     most = max(sum(row["role"] == role for row in rows) for role in roles)
     figure = Figure(figsize=(5 * len(roles), 0.4 * most + 1.5), layout="constrained")
     for role, axes in zip(roles, figure.subplots(1, len(roles), squeeze=False)[0], strict=True):
-        here = [row for row in rows if row["role"] == role]
-        names = [f"{row['shape']}\n{row['method']}" for row in here]
-        pairs = {"by count": [row["by_count"] for row in here], "on the clock": [row["faster"] for row in here]}
+        selected = [row for row in rows if row["role"] == role]
+        names = [f"{row['shape']}\n{row['method']}" for row in selected]
+        pairs = {"by count": [row["by_count"] for row in selected], "in time": [row["faster"] for row in selected]}
         bars(axes, names, pairs, f"times faster than {'exact' if role == 'exact' else f'the {role} parent'}")
     return figure
 
 
 def parse_shapes(values: Sequence[str], features: int | None) -> dict[str, Shape]:
-    """Names of `SHAPES`, or N:W:H:P."""
+    """Parse names of `SHAPES` or N:W:H:P."""
     found = {}
     for text in split_list(values) or list(SHAPES):
         sizes = text.split(":")
@@ -252,14 +263,14 @@ def parse_shapes(values: Sequence[str], features: int | None) -> dict[str, Shape
         elif len(sizes) == 4 and all(size.isdecimal() and int(size) > 0 for size in sizes):
             shape = _shape(*map(int, sizes))
         else:
-            raise UnsupportedAttentionError(f"--shape {text!r} is not one of {', '.join(SHAPES)}, nor N:W:H:P")
+            raise UnsupportedAttentionError(f"--shape {text!r} is neither one of {', '.join(SHAPES)} nor N:W:H:P")
         if shape.hidden % shape.heads:
             raise UnsupportedAttentionError(f"--shape {text!r}: {shape.heads} heads do not divide {shape.hidden}")
         found[text] = shape if features is None else shape._replace(features=features)
     return found
 
 
-def _format(row: Mapping[str, Any]) -> tuple[str, ...]:
+def _format(row: Row) -> tuple[Any, ...]:
     def ratio(key: str) -> str:
         return "" if row[key] is None else f"{row[key]:.2f}x"
 
@@ -290,11 +301,12 @@ def flurka(
     kernel: Annotated[
         list[str],
         typer.Option(
-            metavar="NAME", show_default=False, help="linear, performer, repeated or with commas. [default: all]"
+            metavar="NAME", show_default=False, help="Kernels, repeated or separated by commas. [default: all]"
         ),
     ] = [],  # noqa: B006
     features: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Of the performer. [default: the width of a head]")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Features of the performer. [default: the dimension of a head]"),
     ] = None,
     exact: Annotated[bool, typer.Option("--exact/--no-exact", help="Time exact attention too.")] = True,
     threads: Threads = 2,
@@ -304,20 +316,20 @@ def flurka(
     csv: Csv = None,
     plot: Plot = None,
 ) -> None:
-    """Counted multiplications and times of FLuRKA layers, beside those of its parents and of exact attention."""
+    """Count multiplications and measure times of FLuRKA layers, their parents and exact attention."""
     check_outputs(csv, plot)
-    shapes, names, there = parse_shapes(shape, features), split_list(kernel) or kernels(), kernels()
+    shapes, names, known = parse_shapes(shape, features), split_list(kernel) or kernels(), kernels()
     for name in names:
-        if name not in there:
-            raise UnsupportedAttentionError(f"--kernel {name!r} is not one of {', '.join(there)}")
+        if name not in known:
+            raise UnsupportedAttentionError(f"--kernel {name!r} is not one of {', '.join(known)}")
     rows: list[dict[str, Any]] = []
     unsteady, steps = False, len(shapes) * len(names) * rounds * (2 + exact)
     with use_threads(threads), tqdm(total=steps, unit="pair", disable=None, leave=False) as bar:
         for title, sizes in shapes.items():
             for name in names:
                 bar.set_description(f"{title} {name}")
-                found, shaky = measure(title, sizes, name, rounds, seed, exact, bar)
-                rows, unsteady = rows + found, unsteady or shaky
+                found, unsteady_now = measure(title, sizes, name, rounds, seed, exact, bar)
+                rows, unsteady = rows + found, unsteady or unsteady_now
     write(rows, csv, plot, draw)
     for title, sizes in shapes.items():
         typer.echo(f"{title}: N {sizes.length}, W {sizes.hidden}, H {sizes.heads}, P {sizes.rows}, F {sizes.features}")
@@ -327,8 +339,8 @@ def flurka(
     )  # fmt: skip
     typer.echo("\n" + table(headers, [_format(row) for row in rows]))
     typer.echo(
-        "\n10^9: multiplications of a layer. paper's count: how many times as many operations as FLuRKA by Eq. 6-8; "
-        "our count: multiplications of this code.\n"
+        "\n10^9: multiplications of a layer. Counts: how many times the operations of FLuRKA the other needs, by Eq. "
+        "6-8 of the paper and by the multiplications of this code.\n"
         f"threads {threads}; medians of {rounds} rounds; torch {torch.__version__}"
     )
     if unsteady:

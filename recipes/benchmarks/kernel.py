@@ -1,25 +1,27 @@
-"""Kernel evaluations of the approximate Gaussian kernel product against those of the exact one, as n grows.
+"""Count the kernel evaluations of the approximate Gaussian kernel product for growing n.
 
-    python -m recipes.benchmarks.kernel                    (512 .. 32768 points, 3 to 5 minutes on one core)
+    python -m recipes.benchmarks.kernel                    (512 .. 32768 points)
     python -m recipes.benchmarks.kernel --length 512,1024,2048 --runs 1
 
-Data that satisfy the sparsity assumption of the paper: clusters of 16 keys and 16 queries in `width` dimensions, whose
-centres spread as n grows so that the kernel of a query with the keys of all other clusters sums to about 1, and with
-those of its own to somewhat less than 16. x has random signs (or is normal), so that the product's norm is several
-times |x|: y = 0 is outside of the error allowed. The table gives, for every n, the error |Kx - y| / |x| and the cost
-of a row in kernel evaluations, projections on random directions (which cost about as much) included. The fitted
-exponent is the slope of log(cost of all rows) against log n by least squares: over all lengths, and over those where
-the approximation was not the exact product. The exact product's is 2. Expected: up to 1024 points exactly, an exponent
-of 1.5 to 1.6 from there on (near 2 in the last step); at 8192 points a third of the exact product's cost, at 32768 a
-fifth, and errors of a third of eps: the bounds are wide. That is a count and no time: an evaluation here gathers two
-points, and takes many times what it does in a matrix product, so that `kernel_matvec` is the faster of the two at all
-these lengths.
+The data satisfies the sparsity assumption of the paper. It consists of clusters of 16 keys and 16 queries in `width`
+dimensions. The centres spread as n grows, so that the kernel values of a query sum to about 1 over the keys of all
+other clusters, and to somewhat less than 16 over those of its own. x has random signs (or is normal), so that the norm
+of the product is several times |x| and y = 0 is not within the allowed error. For every n the table shows the error |Kx
+- y| / |x| and the cost of one entry of y in kernel evaluations, including projections on random directions, which cost
+about as much. The fitted exponent is the slope of log(total cost) against log n by least squares, over all lengths and
+over those where the approximation is not the exact product. The exact product has exponent 2.
+
+Duration: 3 to 5 minutes on one core. Expected: exact products up to 1024 points, and an exponent of 1.5 to 1.6 beyond
+(near 2 in the last step); a third of the exact product's cost at 8192 points and a fifth at 32768; errors of a third of
+eps, since the bounds are loose. These are counts, not times: an evaluation gathers two points here and takes much
+longer than in a matrix product, so that `kernel_matvec` is faster at all these lengths.
 """
 
 import math
 import statistics
 import time
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
@@ -29,18 +31,21 @@ from tqdm import tqdm
 import hf_efficient_attn as hea
 from hf_efficient_attn.cli import main_of, parse_lengths, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from recipes.benchmarks.report import Csv, Plot, check_outputs, write
+from recipes.common.commands import Csv, Plot, Row, check_outputs, new_app, numbers_option, write
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+app = new_app()
 
 LENGTHS = [512, 1024, 2048, 4096, 8192, 16384, 32768]
 CLUSTER = 16
-# Rows whose exact product is compared with, spread over all.
+# Number of entries of y that are compared with the exact product, spread over all of them.
 CHECKED = 2048
 
 
 def clustered(length: int, width: int, seed: int, normal: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys (length, width) and x (length,), see above."""
+    """Queries and keys (length, width) and x (length,), as described above."""
     generator = torch.Generator().manual_seed(seed)
     # The mean of exp(-|a - b|^2 / 2) of two centres is (1 + 2 spread^2)^(-width / 2) = 1 / length.
     spread = math.sqrt((length ** (2 / width) - 1) / 2)
@@ -52,7 +57,7 @@ def clustered(length: int, width: int, seed: int, normal: bool = False) -> tuple
 
 
 def measure(length: int, width: int, eps: float, delta: float, seed: int, normal: bool = False) -> dict[str, Any]:
-    """One product: its cost per row, its error (on up to `CHECKED` rows, scaled up to all) and the norm of K x."""
+    """Measure one product: its cost per entry, its error (estimated from `CHECKED` entries) and the norm of K x."""
     queries, keys, x = clustered(length, width, seed, normal)
     start = time.perf_counter()
     y, report = hea.kernel.approx_kernel_matvec(queries, keys, x, bandwidth=1.0, eps=eps, delta=delta, seed=seed)
@@ -82,8 +87,8 @@ def exponent(lengths: list[int], costs: list[float]) -> float | None:
     return statistics.linear_regression(logs, [math.log(n * c) for n, c in zip(lengths, costs, strict=True)]).slope
 
 
-def draw(rows: list[dict[str, Any]]):
-    """Cost of all rows against n, beside n^2."""
+def draw(rows: Sequence[Row]) -> "Figure":
+    """Plot the total cost against n, next to n^2."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 4.5), layout="constrained")
@@ -100,20 +105,17 @@ def draw(rows: list[dict[str, Any]]):
 
 @app.command(epilog="Example: python -m recipes.benchmarks.kernel --length 1024,2048,4096 --eps 0.5 --runs 3")
 def kernel(
-    length: Annotated[
-        list[str],
-        typer.Option(metavar="N", show_default=False, help="Points, repeated or with commas. [default: 512..32768]"),
-    ] = [],  # noqa: B006 (typer copies it)
-    width: Annotated[int, typer.Option(metavar="N", min=1, help="Of the points.")] = 16,
-    eps: Annotated[float, typer.Option(metavar="X", help="Error allowed, as a multiple of |x|.")] = 0.3,
-    delta: Annotated[float, typer.Option(metavar="X", help="Probability of exceeding it.")] = 0.1,
-    normal: Annotated[bool, typer.Option("--normal/--signs", help="What x is.")] = False,
-    runs: Annotated[int, typer.Option(metavar="N", min=1, help="Data sets of each length.")] = 1,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the first data set.")] = 0,
+    length: numbers_option("Points", "512..32768") = [],  # noqa: B006 (typer copies it)
+    width: Annotated[int, typer.Option(metavar="N", min=1, help="Dimension of the points.")] = 16,
+    eps: Annotated[float, typer.Option(metavar="X", help="Allowed error, as a multiple of |x|.")] = 0.3,
+    delta: Annotated[float, typer.Option(metavar="X", help="Probability of a larger error.")] = 0.1,
+    normal: Annotated[bool, typer.Option("--normal/--signs", help="Values of x.")] = False,
+    runs: Annotated[int, typer.Option(metavar="N", min=1, help="Data sets for each length.")] = 1,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the first data set.")] = 0,
     csv: Csv = None,
     plot: Plot = None,
 ) -> None:
-    """Evaluations and error of the approximate kernel product on clustered data, and the exponent of their growth."""
+    """Count the evaluations of the approximate kernel product on clustered data, and fit their growth."""
     lengths = sorted(set(parse_lengths(length))) or LENGTHS
     if lengths[0] < CLUSTER:
         raise UnsupportedAttentionError(f"--length {lengths[0]}: give at least one cluster of {CLUSTER} points")
@@ -134,7 +136,7 @@ def kernel(
     headers = ("n", "error", "norm of Kx", "H", "S_i", "draws", "evaluations", "projections", "of n", "seconds")
     typer.echo(table(headers, [_format(row) for row in rows]))
     typer.echo(
-        f"\nerror and norm in units of |x|; S_i to projections are of one row, `of n` the last two over n; "
+        f"\nerror and norm in units of |x|; S_i to projections per entry of y, `of n`: sum of the last two over n; "
         f"eps {eps}, delta {delta}, width {width}, {'normal x' if normal else 'random signs'}"
     )
     own = [row for row in rows if row["exact"] == 0]
@@ -144,7 +146,7 @@ def kernel(
             typer.echo(f"exponent of {name}, {what}: {'too few lengths' if slope is None else f'{slope:.2f}'}")
 
 
-def _format(row: dict[str, Any]) -> tuple[str, ...]:
+def _format(row: Row) -> tuple[Any, ...]:
     exact = row["exact"] > 0
     return (
         row["length"],

@@ -1,24 +1,27 @@
-"""Operations of the attention layers of the two models in KDEformer's Tables 1 and 2 (Zandieh et al. 2023), by method.
+"""Count the operations of the attention layers in KDEformer's Tables 1 and 2 (Zandieh et al. 2023).
 
-    python -m recipes.benchmarks.operations                                       (about a minute on one core)
+    python -m recipes.benchmarks.operations
     python -m recipes.benchmarks.operations --layer biggan --budget 32,64,128 --no-time
 
-The table: BigGAN's one attention layer at 512 pixels, 4,096 queries and 1,024 keys of width 64, values of width 256;
-and the two layers of T2T-ViT's tokens-to-token part, 3,136 and 784 tokens of width 64. The paper's 10.738 and 161.10
-GFLOP of exact attention are one multiply-add as one operation, exponentials not counted, at batches of 8 (8 x 4096 x
-1024 x (64 + 256) = 10.737 G) and 128 (128 x 3136^2 x (64 + 64) = 161.13 G, of the first layer alone), as in the
-authors' `run_flop_counts.py`; here one row is counted and multiplied by the batch. Each method stands there at a budget
-(`with_budget`: the cost per query of so many exact columns) and, marked as the authors', with the hyperparameters of
-their script, which are not of one budget: KDEformer has 64 columns near and 128 sampled on BigGAN, 32 and 98 on
-T2T-ViT, where Performer has 49 features. Reformer has 8 rounds of 128 keys on BigGAN, on four quarters of the queries,
-since theirs is square; ours takes the 4,096 at once, and 8 rounds are all 1,024 keys, which it then computes exactly.
-Methods without a rectangular form, scatterbrain and longformer, are left out of BigGAN. Time is the ratio of exact
-attention's to the method's in the same run (`recipes.benchmarks.timing`), one row, random inputs.
+The table covers BigGAN's attention layer at 512 pixels (4,096 queries and 1,024 keys of dimension 64, values of
+dimension 256) and the two layers of T2T-ViT's tokens-to-token module (3,136 and 784 tokens of dimension 64). The
+paper's 10.738 and 161.10 GFLOP for exact attention count a multiply-add as one operation and omit exponentials, at
+batch sizes 8 (8 x 4096 x 1024 x (64 + 256) = 10.737 G) and 128 (128 x 3136^2 x (64 + 64) = 161.13 G, for the first
+layer alone), as in the authors' `run_flop_counts.py`. Here a batch of one is counted and multiplied by the batch size.
 
-To expect, products fewer than exact attention's at the authors' hyperparameters (the paper's figure in brackets):
-BigGAN kdeformer 4.14 (4.14), performer 6.40 (6.38); T2T-ViT kdeformer 19.2 (18.3), reformer 14.3 (13.8), performer 27.8
-(31.8), scatterbrain 21.6 (22.4). With exponentials, sorts and gathers hardly anything changes: kdeformer 4.07 and 18.5.
-Time does not follow: there kdeformer is 2 and 4 times faster on one core, performer 7 and 13.
+Each method is listed at a budget (`with_budget`: the cost per query of that many exact columns) and, marked as the
+authors', with the hyperparameters of their script. Those do not share one budget: KDEformer has 64 near and 128 sampled
+keys on BigGAN, 32 and 98 on T2T-ViT, where Performer has 49 features. The authors' Reformer is square: on BigGAN it
+runs on four quarters of the queries, with 8 rounds of 128 keys. Ours takes all 4,096 queries at once, and its 8 rounds
+cover all 1,024 keys, so that it computes exactly. BigGAN omits scatterbrain and longformer, which have no rectangular
+form. Times are ratios of exact attention's time to the method's in the same run
+(`hf_efficient_attn.evaluation.timing`), for a batch of one and random inputs.
+
+Duration: about a minute on one core. Expected: how many times fewer products than exact attention the authors'
+hyperparameters need (the paper's figure in parentheses): BigGAN kdeformer 4.14 (4.14), performer 6.40 (6.38); T2T-ViT
+kdeformer 19.2 (18.3), reformer 14.3 (13.8), performer 27.8 (31.8), scatterbrain 21.6 (22.4). Counting exponentials,
+sorts and gathers changes little: kdeformer 4.07 and 18.5. The times differ: on one core kdeformer is 2 and 4 times
+faster than exact attention, performer 7 and 13 times.
 """
 
 import contextlib
@@ -33,17 +36,37 @@ from tqdm import tqdm
 
 from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation.timing import UNSTEADY, Timing, paired, use_threads
 from hf_efficient_attn.methods import MethodConfig, method_info
-from recipes.benchmarks.counting import Operations, attend, count
-from recipes.benchmarks.report import Csv, Rounds, Threads, check_outputs, write_csv
-from recipes.benchmarks.timing import UNSTEADY, paired, use_threads
+from recipes.common.commands import (
+    Csv,
+    Rounds,
+    Threads,
+    check_outputs,
+    methods_option,
+    new_app,
+    numbers_option,
+    write,
+)
+from recipes.common.counting import Operations, compute, count
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = new_app()
 
 
 @dataclass(frozen=True)
 class Layer:
-    """An attention layer of the paper: one head; `paper`, GFLOP by method at `batch`; `authors`, their settings."""
+    """An attention layer of the paper, with one head.
+
+    Attributes:
+        title: name in the table.
+        batch: batch size of the paper.
+        queries: number of queries.
+        keys: number of keys.
+        width: dimension of queries and keys.
+        value_width: dimension of the values.
+        paper: the paper's GFLOP at `batch`, by method.
+        authors: hyperparameters of the authors' script, by method.
+    """
 
     title: str
     batch: int
@@ -55,7 +78,7 @@ class Layer:
     authors: dict[str, dict[str, int | str]]
 
     def inputs(self, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """Random query (1,1,Nq,D), key (1,1,Nk,D), value (1,1,Nk,Dv)."""
+        """Random query (1, 1, Nq, D), key (1, 1, Nk, D) and value (1, 1, Nk, Dv)."""
         draw = torch.Generator().manual_seed(seed)
         sizes = ((self.queries, self.width), (self.keys, self.width), (self.keys, self.value_width))
         query, key, value = (torch.randn(1, 1, *size, generator=draw) for size in sizes)
@@ -89,7 +112,7 @@ METHODS = ("kdeformer", "hyperattention", "reformer", "performer", "scatterbrain
 
 
 def settings(layer: Layer, configs: dict[str, MethodConfig], budgets: list[int]) -> Iterator[tuple[str, str, Any]]:
-    """(name, setting, config) of every method that can be had: at each budget, and as the authors set it."""
+    """Name, setting and config of every possible method: at each budget, and with the authors' hyperparameters."""
     square = layer.queries == layer.keys
     for name, config in configs.items():
         info = method_info(config.method)
@@ -103,24 +126,34 @@ def settings(layer: Layer, configs: dict[str, MethodConfig], budgets: list[int])
 
 
 def measure(
-    layer: Layer, configs: dict[str, MethodConfig], budgets: list[int], *, rounds: int, as_one: bool = True, bar=None
+    layer: Layer,
+    configs: dict[str, MethodConfig],
+    budgets: list[int],
+    *,
+    rounds: int,
+    as_one: bool = True,
+    bar: tqdm | None = None,
 ) -> list[dict[str, Any]]:
-    """A row for exact attention and one for every setting; operations at the layer's batch.
+    """Count and time exact attention and every setting, at the batch size of the layer.
 
     Args:
-        rounds: paired timings of each; 0 for none.
-        as_one: whether a multiply-add is one operation.
+        layer: the layer.
+        configs: the methods, by label.
+        budgets: budgets in columns.
+        rounds: number of paired timings of each setting; 0 for none.
+        as_one: count a multiply-add as one operation.
+        bar: progress bar of the timings.
     """
     inputs = layer.inputs()
     wanted = [("sdpa", "", None), *settings(layer, configs, budgets)]
     with torch.inference_mode():
-        timed = {}
+        timed: dict[tuple[str, str], Timing] = {}
         if rounds:
-            calls = {(name, how): lambda c=config: attend(c, inputs) for name, how, config in wanted[1:]}
-            timed = paired(lambda: attend(None, inputs), calls, rounds, bar)[1]
+            calls = {(name, how): lambda c=config: compute(c, inputs) for name, how, config in wanted[1:]}
+            timed = paired(lambda: compute(None, inputs), calls, rounds, bar)[1]
         rows: list[dict[str, Any]] = []
         for name, how, config in wanted:
-            found = count(lambda c=config: attend(c, inputs), multiply_adds_as_one=as_one)
+            found = count(lambda c=config: compute(c, inputs), multiply_adds_as_one=as_one)
             ours = {part: layer.batch * number for part, number in found._asdict().items()}
             exact = rows[0] if rows else {**ours, "total": layer.batch * found.total}
             paper = layer.paper.get(name)
@@ -148,23 +181,18 @@ def operations_table(
     layer: Annotated[
         list[str], typer.Option(metavar="NAME", show_default=False, help=f"{', '.join(LAYERS)}. [default: all]")
     ] = [],  # noqa: B006 (typer copies it)
-    method: Annotated[
-        list[str],
-        typer.Option(
-            metavar="NAME", show_default=False, help="NAME or NAME:key=value. [default: the paper's and more]"
-        ),
-    ] = [],  # noqa: B006
+    method: methods_option("the paper's and more") = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006
-    budget: Annotated[list[str], typer.Option(metavar="N", show_default=False, help="Columns. [default: 128]")] = [],  # noqa: B006
+    budget: numbers_option("Budgets in columns", "128") = [],  # noqa: B006
     as_one: Annotated[
-        bool, typer.Option("--multiply-adds-as-one/--multiply-adds-as-two", help="As the paper, or as torch.")
+        bool, typer.Option("--multiply-adds-as-one/--multiply-adds-as-two", help="Count as in the paper, or as torch.")
     ] = True,
     time: Annotated[bool, typer.Option("--time/--no-time", help="Time the methods too.")] = True,
     rounds: Rounds = 5,
     threads: Threads = 1,
     csv: Csv = None,
 ) -> None:
-    """Operations and time of the paper's two models' attention layers, by method."""
+    """Count and time the attention layers of the paper's two models, by method."""
     if unknown := [name for name in layer if name not in LAYERS]:
         raise UnsupportedAttentionError(f"--layer {unknown[0]!r} is not one of {', '.join(LAYERS)}")
     check_outputs(csv, None)
@@ -175,8 +203,7 @@ def operations_table(
     with use_threads(threads), tqdm(total=steps, unit="pair", disable=None if time else True, leave=False) as bar:
         for one in chosen.values():
             rows += measure(one, configs, budgets, rounds=rounds if time else 0, as_one=as_one, bar=bar)
-    if csv is not None:
-        write_csv(csv, rows)
+    write(rows, csv)
     headers = ["attention", "setting", *Operations._fields, "products, fewer", "all, fewer", "paper", "paper, fewer"]
     headers += ["times faster"] if time else []
     for one in chosen.values():
@@ -184,13 +211,13 @@ def operations_table(
             f"\n{one.title}: {one.queries} x {one.width} queries, {one.keys} keys, values of {one.value_width}\n"
         )
         typer.echo(table(headers, [_cells(row, time) for row in rows if row["layer"] == one.title]))
-        left = [
+        omitted = [
             name for name, c in configs.items() if one.queries != one.keys and not method_info(c.method).rectangular
         ]
-        if left:
-            typer.echo(f"\nLeft out, since they have no rectangular form: {', '.join(left)}.")
+        if omitted:
+            typer.echo(f"\nOmitted, since they have no rectangular form: {', '.join(omitted)}.")
     how = "one operation" if as_one else "two operations"
-    typer.echo(f"\nIn 10^9, at the paper's batches of 8 (BigGAN) and 128; a multiply-add is {how}.")
+    typer.echo(f"\nIn 10^9, at the paper's batch sizes of 8 (BigGAN) and 128; a multiply-add counts as {how}.")
     if any(row["unsteady"] for row in rows):
         typer.echo(UNSTEADY)
 

@@ -1,32 +1,36 @@
-"""Implementations by others beside ours, in one run, at the same parameters and on the same inputs.
+"""Compare other implementations with ours in one run, with the same parameters and inputs.
 
     python -m recipes.benchmarks.peers --plot peers.png
     python -m recipes.benchmarks.peers --check --length 8192 --bidirectional
 
-Most of the time is that of exact attention at the longest length. The default is 8,192 and 16,384 tokens, and the
-causal form at 8,192 of the peers that have one. Peers are packages of PyPI (extra `peers`; one that is not there is
-listed with the command that installs it), modules of Transformers, and torch's own flex_attention, compiled. kdeformer,
-hyperattention, scatterbrain, eva, the FLuRKAs and approx_kmv have no package that was found.
+The default lengths are 8,192 and 16,384 tokens, with the causal form at 8,192 for peers that have one. Peers are
+packages from PyPI (extra `peers`; a missing one is listed with the command that installs it), modules of Transformers,
+and torch's own flex_attention, compiled. No packages were found for kdeformer, hyperattention, scatterbrain, eva, the
+FLuRKAs and approx_kmv.
 
-Speed is a ratio, as in `recipes.benchmarks.attention`: of exact attention of the same causality before and after each
-call to that call, forward, batch 1, 8 heads of 64, float32. Only the attention is timed, from queries, keys and values
-to the output of the heads: where a module projects its hidden states itself, its projections are replaced by modules
-that hand over tensors made beforehand, in the layout that the projections would give them. Longformer's divides the
-queries in place, so that it gets a copy at every call, within 2 % of its time.
+Speed is a ratio, as in `recipes.benchmarks.attention`: the time of exact attention of the same causality, before and
+after each call, to the time of the call; forward, batch size 1, 8 heads of 64, float32. Only attention is timed, from
+queries, keys and values to the output of the heads. Where a module projects its hidden states itself, its projections
+are replaced by modules that return precomputed tensors in the layout of the projections. Longformer's module divides
+the queries in place, so that it gets a copy in every call, within 2 % of its time.
 
-Both sides take the same landmarks, features, projections, window, rounds and chunks. What differs:
+Both sides have the same landmarks, features, projections, window, rounds and chunks. The differences are:
 
-- causal_linear_attn with bucket_size=64 lets no query see its own 64 tokens; with bucket_size=1 it computes what it
-  should. linear_attn has softmax features in place of elu(x) + 1.
-- LSHAttention counts a pair as often as rounds hold it, which is its default and the faster choice.
+- In causal_linear_attn with bucket_size=64 a query does not attend to its own bucket of 64 tokens. With bucket_size=1
+it
+  computes causal linear attention. linear_attn has softmax features instead of elu(x) + 1.
+- LSHAttention counts a pair once for every round that contains it, which is its default and the faster choice.
 
-Error is |A - E| / |E| in the Frobenius norm, on up to 256 queries spread over all, where E is what both should compute:
-exact attention, that of the window alone, that of queries to themselves as keys of length 1 without the own token
-(reformer), or softmax over the projections (linformer), in float64. The linear ones approximate nothing, and have none.
-Exact attention to random keys is all but flat: the mean of the values has an error of about .8, where the landmarks
-end, and FastAttention too, since it adds 1e-4 to features of at most 1; without that, as ours and as in the paper, the
-variance of the features shows. What methods are worth on real activations is told by `recipes.benchmarks.error`.
-`--check` exits with status 1 where ours is slower than a peer.
+The error is |A - E| / |E| in the Frobenius norm, on up to 256 evenly spaced queries, where E is what both should
+compute in float64: exact attention; exact attention within the window; attention of the queries to themselves as keys
+of length 1, without the own token (reformer); or softmax over the projected keys (linformer). The linear methods
+approximate nothing and have no error. Exact attention to random keys is almost uniform: the mean of the values has an
+error of about .8, which landmarks approach, and FastAttention too, since it adds 1e-4 to features of at most 1. Without
+that, as in our method and in the paper, the variance of the features is visible. `recipes.benchmarks.error` shows the
+errors on real activations.
+
+Duration: mostly that of exact attention at the longest length. Expected: no method of ours is slower than a peer;
+otherwise `--check` exits with status 1. README.md has the table.
 """
 
 import contextlib
@@ -34,7 +38,7 @@ import importlib.metadata
 import importlib.util
 import io
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -43,35 +47,44 @@ from torch.nn.functional import normalize
 from tqdm import tqdm
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.cli import label, main_of, parse_lengths, split_list, table
+from hf_efficient_attn.cli import main_of, parse_lengths, split_list, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation.defaults import method_label
 from hf_efficient_attn.evaluation.timing import UNSTEADY, Work, paired, use_threads
 from hf_efficient_attn.methods import MethodConfig, get_method
 from recipes.common.commands import (
     Check,
     Csv,
+    HeadDim,
+    NumHeads,
     Plot,
     Rounds,
+    Row,
     Seed,
     Threads,
     Verdict,
     bars,
     check_outputs,
     conclude,
+    new_app,
+    numbers_option,
     write,
 )
-from recipes.common.memory import make_inputs, run_once
+from recipes.common.memory import Case, make_inputs, run_once
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+app = new_app()
 
 LENGTHS = (8192, 16384)
-# Some peers take whole windows, chunks and segments only.
+# Some peers need lengths that are a multiple of their windows or chunks.
 MULTIPLE = 512
-CHECKED = 256
+CHECKED = 256  # number of queries whose error is measured
 
 
 class Inputs(NamedTuple):
-    """Query, key and value (B, H, N, D), causality, and what both sides have learned (tables of projections)."""
+    """Query, key and value (B, H, N, D), causality, and learned parameters of both sides (tables of projections)."""
 
     query: Tensor
     key: Tensor
@@ -81,14 +94,16 @@ class Inputs(NamedTuple):
 
 
 class Peer(NamedTuple):
-    """An implementation by others, and ours beside it.
+    """Another implementation, and the method of ours that it is compared with.
 
-    package, module: as pip and as Python know it.
-    name: of the class or function.
-    ours: our method at the peer's parameters.
-    build: (ours, inputs) -> the call to time, which returns (B, H, N, D).
-    target: what both should compute (see `expected`); None where that is not one thing.
-    forms: bidirectional, causal.
+    Attributes:
+        package: name of the package for pip.
+        module: name of the package for Python.
+        name: name of the class or function.
+        ours: our method with the peer's parameters.
+        build: takes `ours` and the inputs, and returns the call to time, whose result is (B, H, N, D).
+        target: what both should compute (see `expected`); None if they compute different things.
+        forms: causality of the measured forms.
     """
 
     package: str
@@ -101,35 +116,38 @@ class Peer(NamedTuple):
 
     @property
     def title(self) -> str:
+        """Name and package."""
         return f"{self.name} of {self.package}"
 
 
-class _Given(nn.Module):
-    """In place of a projection: hands over what it would have made, as a copy if that is written to."""
+class _Precomputed(nn.Module):
+    """Replaces a projection and returns its precomputed result, as a copy if the result is modified in place."""
 
-    def __init__(self, made: Tensor, copied: bool = False) -> None:
+    def __init__(self, result: Tensor, copied: bool = False) -> None:
         super().__init__()
-        self.made, self.space = made, torch.empty_like(made) if copied else None
+        self.result, self.buffer = result, torch.empty_like(result) if copied else None
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.made if self.space is None else self.space.copy_(self.made)
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.result if self.buffer is None else self.buffer.copy_(self.result)
 
 
 def _merged(x: Tensor) -> Tensor:
-    """(B, H, N, D) -> (B, N, H * D), as a projection leaves it."""
+    """Merge the heads: (B, H, N, D) -> (B, N, H * D), the layout of a projection."""
     return x.transpose(1, 2).flatten(2)
 
 
 def _of_heads(x: Tensor, like: Tensor) -> Tensor:
-    """A view (B, H, N, D) of (B, N, H * D)."""
+    """Split the heads: a view (B, H, N, D) of (B, N, H * D), with the heads of `like`."""
     return x.unflatten(2, (like.shape[1], -1)).transpose(1, 2)
 
 
 def _linear(ours: MethodConfig, inputs: Inputs, bucket_size: int | None = None) -> Work:
     from linear_attention_transformer.linear_attention_transformer import causal_linear_attn, linear_attn
 
-    row = inputs[:3]
-    return (lambda: causal_linear_attn(*row, bucket_size=bucket_size)) if inputs.causal else (lambda: linear_attn(*row))
+    tensors = inputs[:3]
+    if inputs.causal:
+        return lambda: causal_linear_attn(*tensors, bucket_size=bucket_size)
+    return lambda: linear_attn(*tensors)
 
 
 def _linear_chunks(ours: MethodConfig, inputs: Inputs) -> Work:
@@ -143,7 +161,7 @@ def _linear_tokens(ours: MethodConfig, inputs: Inputs) -> Work:
 def _performer(ours: hea.PerformerConfig, inputs: Inputs) -> Work:
     from performer_pytorch.performer_pytorch import FastAttention
 
-    with contextlib.redirect_stdout(io.StringIO()):  # it says that it has no CUDA
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints that there is no CUDA
         layer = FastAttention(inputs.query.shape[3], nb_features=ours.num_features, causal=inputs.causal)
     return lambda: layer(*inputs[:3])
 
@@ -151,69 +169,69 @@ def _performer(ours: hea.PerformerConfig, inputs: Inputs) -> Work:
 def _nystrom_attention(ours: hea.NystromformerConfig, inputs: Inputs) -> Work:
     from nystrom_attention.nystrom_attention import NystromAttention
 
-    heads, width = inputs.query.shape[1], inputs.query.shape[3]
+    num_heads, head_dim = inputs.query.shape[1], inputs.query.shape[3]
     layer = NystromAttention(
-        heads * width,
-        dim_head=width,
-        heads=heads,
+        num_heads * head_dim,
+        dim_head=head_dim,
+        heads=num_heads,
         num_landmarks=ours.num_landmarks,
         pinv_iterations=ours.pinv_iterations,
         residual=False,
     ).eval()
     layer.to_qkv, layer.to_out = nn.Identity(), nn.Identity()
-    rows = torch.cat([_merged(x) for x in inputs[:3]], 2)
-    return lambda: _of_heads(layer(rows), inputs.query)
+    projected = torch.cat([_merged(x) for x in inputs[:3]], 2)
+    return lambda: _of_heads(layer(projected), inputs.query)
 
 
 def _nystromformer(ours: hea.NystromformerConfig, inputs: Inputs) -> Work:
     from transformers import NystromformerConfig
     from transformers.models.nystromformer.modeling_nystromformer import NystromformerSelfAttention
 
-    _, heads, length, width = inputs.query.shape
+    _, num_heads, q_len, head_dim = inputs.query.shape
     config = NystromformerConfig(
-        hidden_size=heads * width,
-        num_attention_heads=heads,
+        hidden_size=num_heads * head_dim,
+        num_attention_heads=num_heads,
         num_landmarks=ours.num_landmarks,
-        segment_means_seq_len=length,
+        segment_means_seq_len=q_len,
     )
     layer = NystromformerSelfAttention(config).eval()
     layer.conv_kernel_size = None
-    rows = [_merged(x) for x in inputs[:3]]
-    layer.query, layer.key, layer.value = map(_Given, rows)
-    return lambda: _of_heads(layer(rows[0])[0], inputs.query)
+    projected = [_merged(x) for x in inputs[:3]]
+    layer.query, layer.key, layer.value = map(_Precomputed, projected)
+    return lambda: _of_heads(layer(projected[0])[0], inputs.query)
 
 
 def _linformer(ours: hea.LinformerConfig, inputs: Inputs) -> Work:
     from linformer.linformer import LinformerSelfAttention
 
-    _, heads, length, width = inputs.query.shape
-    layer = LinformerSelfAttention(heads * width, length, k=ours.projection_dim, heads=heads).eval()
+    _, num_heads, q_len, head_dim = inputs.query.shape
+    layer = LinformerSelfAttention(num_heads * head_dim, q_len, k=ours.projection_dim, heads=num_heads).eval()
     for name in ("key", "value"):
         table = inputs.learned[f"{name}_projection"].t().contiguous()
         setattr(layer, f"proj_{name[0]}", nn.Parameter(table, requires_grad=False))
-    rows = [_merged(x) for x in inputs[:3]]
-    layer.to_q, layer.to_k, layer.to_v = map(_Given, rows)
+    projected = [_merged(x) for x in inputs[:3]]
+    layer.to_q, layer.to_k, layer.to_v = map(_Precomputed, projected)
     layer.to_out = nn.Identity()
-    return lambda: _of_heads(layer(rows[0]), inputs.query)
+    return lambda: _of_heads(layer(projected[0]), inputs.query)
 
 
 def _longformer(ours: hea.LongformerConfig, inputs: Inputs) -> Work:
     from transformers import LongformerConfig
     from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 
-    batch, heads, length, width = inputs.query.shape
+    batch, num_heads, q_len, head_dim = inputs.query.shape
     config = LongformerConfig(
-        hidden_size=heads * width, num_attention_heads=heads, attention_window=[2 * ours.window_size]
+        hidden_size=num_heads * head_dim, num_attention_heads=num_heads, attention_window=[2 * ours.window_size]
     )
     layer = LongformerSelfAttention(config, 0).eval()
-    # Its projections see the tokens first.
-    rows = [_merged(x) for x in inputs[:3]]
-    tokens_first = [x.transpose(0, 1) for x in rows]
-    layer.query = _Given(tokens_first[0], copied=True)
-    layer.key, layer.value = map(_Given, tokens_first[1:])
-    nowhere = torch.zeros(batch, length, dtype=torch.bool)
-    options = {"attention_mask": nowhere.float(), "is_index_masked": nowhere, "is_index_global_attn": nowhere}
-    return lambda: _of_heads(layer(rows[0], **options, is_global_attn=False)[0], inputs.query)
+    # Its projections have the tokens in the first dimension.
+    projected = [_merged(x) for x in inputs[:3]]
+    tokens_first = [x.transpose(0, 1) for x in projected]
+    layer.query = _Precomputed(tokens_first[0], copied=True)
+    layer.key, layer.value = map(_Precomputed, tokens_first[1:])
+    none = torch.zeros(batch, q_len, dtype=torch.bool)
+    options = {"attention_mask": none.float(), "is_index_masked": none, "is_index_global_attn": none}
+    return lambda: _of_heads(layer(projected[0], **options, is_global_attn=False)[0], inputs.query)
 
 
 def _local_attention(ours: hea.LongformerConfig, inputs: Inputs) -> Work:
@@ -228,13 +246,13 @@ def _local_attention(ours: hea.LongformerConfig, inputs: Inputs) -> Work:
 def _flex_attention(ours: hea.LongformerConfig, inputs: Inputs) -> Work:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    size, length = ours.window_size, inputs.query.shape[2]
+    size, q_len = ours.window_size, inputs.query.shape[2]
 
-    def seen(batch, head, query, key):
+    def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         near = (query - key).abs() <= size
         return near & (key <= query) if inputs.causal else near
 
-    mask = create_block_mask(seen, None, None, length, length, device="cpu")
+    mask = create_block_mask(attends, None, None, q_len, q_len, device="cpu")
     compiled = torch.compile(flex_attention)
     return lambda: compiled(*inputs[:3], block_mask=mask)
 
@@ -251,23 +269,23 @@ def _lsh_self_attention(ours: hea.ReformerConfig, inputs: Inputs) -> Work:
     from transformers import ReformerConfig
     from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
-    _, heads, length, width = inputs.query.shape
-    power = (2 * length // ours.block_size).bit_length() - 1
+    _, num_heads, q_len, head_dim = inputs.query.shape
+    power = (2 * q_len // ours.block_size).bit_length() - 1
     config = ReformerConfig(
-        hidden_size=heads * width,
-        num_attention_heads=heads,
-        attention_head_size=width,
+        hidden_size=num_heads * head_dim,
+        num_attention_heads=num_heads,
+        attention_head_size=head_dim,
         lsh_attn_chunk_length=ours.block_size,
         num_hashes=ours.num_hashes,
-        # Two factors, as it sets them itself from some length on: fewer products.
+        # Two factors need fewer products. The module chooses them itself for long sequences.
         num_buckets=[2 ** (power // 2), 2 ** (power - power // 2)],
         lsh_attention_probs_dropout_prob=0.0,
     )
     layer = LSHSelfAttention(config).eval()
-    # Its products have no scale of their own: keys of length 1, queries as they are.
-    rows = [_merged(x) for x in (inputs.query * width**-0.5, inputs.value)]
-    layer.query_key, layer.value = map(_Given, rows)
-    return lambda: _of_heads(layer(rows[0]).hidden_states, inputs.query)
+    # The module normalises the keys, but does not scale the products: scale the queries instead.
+    projected = [_merged(x) for x in (inputs.query * head_dim**-0.5, inputs.value)]
+    layer.query_key, layer.value = map(_Precomputed, projected)
+    return lambda: _of_heads(layer(projected[0]).hidden_states, inputs.query)
 
 
 _LINEAR = ("linear-attention-transformer", "linear_attention_transformer")
@@ -275,7 +293,7 @@ _PERFORMER = ("performer-pytorch", "performer_pytorch", "FastAttention")
 _LANDMARKS, _WINDOW = hea.NystromformerConfig(num_landmarks=64), hea.LongformerConfig(window_size=256)
 _CHUNKS = hea.ReformerConfig(block_size=64, num_hashes=2, shared_query_key=True)
 _TABLES = hea.LinformerConfig(projection_dim=256, share="none", init="gaussian")
-BOTH = (False, True)
+BOTH = (False, True)  # bidirectional and causal
 
 PEERS = (
     Peer(*_LINEAR, "linear_attn", hea.LinearConfig(), _linear, None),
@@ -295,50 +313,50 @@ PEERS = (
 
 
 def learned_of(config: MethodConfig, query: Tensor) -> dict[str, Tensor]:
-    """The tables that a method starts from, for inputs like `query` (B, H, N, D)."""
-    make, (_, heads, length, width) = get_method(config.method).initial_parameters, query.shape
-    return {} if make is None else make(config, num_heads=heads, head_dim=width, value_dim=width, max_length=length)
+    """The initial learned parameters of a method, for inputs like `query` (B, H, N, D)."""
+    make, (_, num_heads, q_len, dim) = get_method(config.method).initial_parameters, query.shape
+    return {} if make is None else make(config, num_heads=num_heads, head_dim=dim, value_dim=dim, max_length=q_len)
 
 
-def expected(peer: Peer, inputs: Inputs, rows: Tensor) -> Tensor:
-    """What peer and ours should both compute, at the queries `rows`: (B, H, R, D), float64.
+def expected(peer: Peer, inputs: Inputs, positions: Tensor) -> Tensor:
+    """What the peer and our method should both compute for the queries at `positions` (R,): (B, H, R, D), float64.
 
-    `peer.target` is "exact"; "window", of `window_size` to each side; "projected", of the tables' keys and values;
-    "shared", of the queries as keys of length 1, without the own token.
+    `peer.target` is "exact"; "window" for attention within `window_size` on each side; "projected" for keys and values
+    projected with the tables; or "shared" for the queries as keys of length 1, without the own token.
     """
     query, key, value = (x.double() for x in inputs[:3])
-    place, rows = torch.arange(key.shape[2]), rows[:, None]
-    seen = torch.ones(len(rows), len(place), dtype=torch.bool)
+    position_k, position_q = torch.arange(key.shape[2]), positions[:, None]
+    valid = torch.ones(len(positions), len(position_k), dtype=torch.bool)
     if peer.target == "window":
-        seen = (place - rows).abs() <= peer.ours.window_size
+        valid = (position_k - position_q).abs() <= peer.ours.window_size
     elif peer.target == "shared":
-        key, seen = normalize(query, dim=-1), place != rows
+        key, valid = normalize(query, dim=-1), position_k != position_q
     elif peer.target == "projected":
         key, value = (inputs.learned[f"{n}_projection"].double() @ x for n, x in (("key", key), ("value", value)))
-        seen = torch.ones(len(rows), key.shape[2], dtype=torch.bool)
+        valid = torch.ones(len(positions), key.shape[2], dtype=torch.bool)
     if inputs.causal:
-        seen = seen & (place <= rows)
-    scores = query[:, :, rows[:, 0]] @ key.mT * query.shape[3] ** -0.5
-    return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value
+        valid = valid & (position_k <= position_q)
+    scores = query[:, :, positions] @ key.mT * query.shape[3] ** -0.5
+    return scores.masked_fill(~valid, -torch.inf).softmax(-1) @ value
 
 
 def relative_error(peer: Peer, inputs: Inputs, out: Tensor) -> float | None:
-    """|A - E| / |E| at up to `CHECKED` queries; None where there is nothing that both should compute."""
+    """|A - E| / |E| at up to `CHECKED` queries; None if the peer has no target."""
     if peer.target is None:
         return None
-    rows = torch.arange(0, out.shape[2], max(1, out.shape[2] // CHECKED))
-    goal = expected(peer, inputs, rows)
-    return ((out[:, :, rows] - goal).norm() / goal.norm()).item()
+    positions = torch.arange(0, out.shape[2], max(1, out.shape[2] // CHECKED))
+    target = expected(peer, inputs, positions)
+    return ((out[:, :, positions] - target).norm() / target.norm()).item()
 
 
-def lacking(peer: Peer) -> str | None:
-    """Why a peer cannot be used here; None if it can, as far as that can be told without using it."""
+def missing(peer: Peer) -> str | None:
+    """Says that a peer is not installed; None if it is."""
     return None if importlib.util.find_spec(peer.module) else f"not installed: pip install {peer.package}"
 
 
 def prepare(peer: Peer, inputs: Inputs) -> tuple[Work | None, Tensor | None, str]:
-    """The call to time and its output, or why there is none."""
-    why = lacking(peer)
+    """The call to time and its output, or the reason why there is none."""
+    why = missing(peer)
     if why is None:
         try:
             call = peer.build(peer.ours, inputs)
@@ -349,33 +367,33 @@ def prepare(peer: Peer, inputs: Inputs) -> tuple[Work | None, Tensor | None, str
 
 
 @torch.no_grad()
-def measure(peers: Sequence[Peer], case: Mapping[str, Any], rounds: int, bar=None) -> tuple[list[dict[str, Any]], bool]:
-    """A row for every peer, with our method beside it, and whether the times were unsteady."""
+def measure(peers: Sequence[Peer], case: Case, rounds: int) -> tuple[list[dict[str, Any]], bool]:
+    """Measure every peer and our method; return one row for every peer, and whether the times are unsteady."""
     case = {**case, "backward": False}
-    row = make_inputs(case)
+    tensors = make_inputs(case)
     inputs, calls, outs, rows = {}, {}, {}, []
     for peer in peers:
-        name = label(peer.ours)
+        name = method_label(peer.ours)
         if name not in inputs:
-            inputs[name] = Inputs(*row, case["causal"], learned_of(peer.ours, row[0]))
+            inputs[name] = Inputs(*tensors, case["causal"], learned_of(peer.ours, tensors[0]))
             calls[name] = _ours(peer.ours, inputs[name])
             outs[name] = calls[name]()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(case["seed"])
             call, out, why = prepare(peer, inputs[name])
-        here = {"method": name, **{key: case[key] for key in ("length", "causal")}, "peer": peer.title}
-        here |= {"version": importlib.metadata.version(peer.package) if call else None, "status": why}
+        row = {"method": name, **{key: case[key] for key in ("length", "causal")}, "peer": peer.title}
+        row |= {"version": importlib.metadata.version(peer.package) if call else None, "status": why}
         errors = [None if out is None else relative_error(peer, inputs[name], x) for x in (out, outs[name])]
-        rows.append(here | dict(zip(("peer_error", "our_error"), errors, strict=True)))
+        rows.append(row | dict(zip(("peer_error", "our_error"), errors, strict=True)))
         if call is not None:
             calls[(name, peer.title)] = call
     outs.clear()
-    timed = paired(lambda: run_once(None, row, case), calls, rounds, bar)[1]
-    for here in rows:
-        ours, theirs = timed[here["method"]], timed.get((here["method"], here["peer"]))
-        here |= {"peer_ratio": theirs and theirs.ratio, "our_ratio": ours.ratio}
-        here |= {"ours_over_peer": theirs and ours.ratio / theirs.ratio}
-        here |= {"peer_seconds": theirs and theirs.seconds, "our_seconds": ours.seconds}
+    timed = paired(lambda: run_once(None, tensors, case), calls, rounds)[1]
+    for row in rows:
+        ours, theirs = timed[row["method"]], timed.get((row["method"], row["peer"]))
+        row |= {"peer_ratio": theirs and theirs.ratio, "our_ratio": ours.ratio}
+        row |= {"ours_over_peer": theirs and ours.ratio / theirs.ratio}
+        row |= {"peer_seconds": theirs and theirs.seconds, "our_seconds": ours.seconds}
     return rows, any(timing.unsteady for timing in timed.values())
 
 
@@ -383,8 +401,8 @@ def _ours(config: MethodConfig, inputs: Inputs) -> Work:
     return lambda: hea.attention(config, *inputs[:3], is_causal=inputs.causal, **inputs.learned)
 
 
-def draw(rows: Sequence[Mapping[str, Any]]):
-    """Bars of how many times faster than exact attention each peer and ours are: a panel for every setting."""
+def draw(rows: Sequence[Row]) -> "Figure":
+    """Plot how many times faster than exact attention each peer and our method are, one panel for each setting."""
     from matplotlib.figure import Figure
 
     rows = [row for row in rows if row["peer_ratio"]]
@@ -393,16 +411,16 @@ def draw(rows: Sequence[Mapping[str, Any]]):
     counts = [sum((row["length"], row["causal"]) == setting for row in rows) for setting in settings]
     panels = figure.subplots(max(len(settings), 1), 1, squeeze=False, height_ratios=counts or None)[:, 0]
     for (length, causal), axes in zip(settings, panels, strict=False):
-        here = [row for row in rows if (row["length"], row["causal"]) == (length, causal)]
-        names = [f"{row['method']}\n{row['peer']}" for row in here]
-        pairs = {"peer": [row["peer_ratio"] for row in here], "ours": [row["our_ratio"] for row in here]}
+        selected = [row for row in rows if (row["length"], row["causal"]) == (length, causal)]
+        names = [f"{row['method']}\n{row['peer']}" for row in selected]
+        pairs = {"peer": [row["peer_ratio"] for row in selected], "ours": [row["our_ratio"] for row in selected]}
         bars(axes, names, pairs, f"{length} tokens{', causal' if causal else ''}")
         axes.set(xscale="log", xlabel="times faster than exact")
     return figure
 
 
-def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
-    """That ours is no slower than each peer that was measured."""
+def verdicts(rows: Sequence[Row]) -> list[Verdict]:
+    """Our method must not be slower than any measured peer."""
     return [
         Verdict(
             f"{row['method']}, {row['length']}{', causal' if row['causal'] else ''}: ours / {row['peer']}",
@@ -415,7 +433,7 @@ def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
     ]
 
 
-def _format(row: Mapping[str, Any]) -> tuple[str, ...]:
+def _format(row: Row) -> tuple[Any, ...]:
     def cell(key: str, form: str) -> str:
         return "" if row[key] is None else form.format(row[key])
 
@@ -433,7 +451,7 @@ def _format(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def choose(names: Sequence[str]) -> list[Peer]:
-    """The peers whose package, method or own name was asked for; all where nothing was."""
+    """The peers with one of these packages, methods or names; all without names."""
     known = [{peer.package, peer.ours.method, peer.name.split()[0]} for peer in PEERS]
     for name in names:
         if not any(name in one for one in known):
@@ -443,7 +461,7 @@ def choose(names: Sequence[str]) -> list[Peer]:
 
 
 def _settings(lengths: Sequence[int], causal: bool | None) -> list[tuple[int, bool]]:
-    """By default every length, and the shortest in the causal form too."""
+    """The settings (length, causal): by default every length, and the shortest in the causal form too."""
     if causal is not None:
         return [(length, causal) for length in lengths]
     return [*((length, False) for length in lengths), (min(lengths), True)]
@@ -451,23 +469,20 @@ def _settings(lengths: Sequence[int], causal: bool | None) -> list[tuple[int, bo
 
 @app.command(epilog="Example: python -m recipes.benchmarks.peers --length 4096 --peer longformer,torch --rounds 3")
 def peers(
-    length: Annotated[
-        list[str],
-        typer.Option(metavar="N", show_default=False, help="Tokens, repeated or with commas. [default: 8192,16384]"),
-    ] = [],  # noqa: B006 (typer copies it)
+    length: numbers_option("Tokens", "8192,16384") = [],  # noqa: B006 (typer copies it)
     peer: Annotated[
         list[str],
         typer.Option(
             metavar="NAME",
             show_default=False,
-            help="A package, a module or a method of ours, repeated or with commas. [default: all]",
+            help="A package, a module or a method of ours, repeated or separated by commas. [default: all]",
         ),
     ] = [],  # noqa: B006
     causal: Annotated[
         bool | None, typer.Option("--causal/--bidirectional", help="[default: both; causal at the shortest length]")
     ] = None,
-    heads: Annotated[int, typer.Option(metavar="N", min=1)] = 8,
-    width: Annotated[int, typer.Option(metavar="N", min=1, help="Of a head.")] = 64,
+    heads: NumHeads = 8,
+    width: HeadDim = 64,
     threads: Threads = 2,
     rounds: Rounds = 5,
     seed: Seed = 0,
@@ -475,24 +490,24 @@ def peers(
     csv: Csv = None,
     plot: Plot = None,
 ) -> None:
-    """Times and errors of implementations by others, beside ours, as multiples of torch's exact attention."""
+    """Measure times and errors of other implementations and ours, relative to torch's exact attention."""
     check_outputs(csv, plot)
     lengths, chosen = parse_lengths(length) or list(LENGTHS), choose(split_list(peer))
     for tokens in lengths:
         if tokens % MULTIPLE:
-            raise UnsupportedAttentionError(f"--length {tokens}: some peers take multiples of {MULTIPLE} only")
+            raise UnsupportedAttentionError(f"--length {tokens}: some peers need multiples of {MULTIPLE}")
     sizes = {"batch": 1, "heads": heads, "width": width, "dtype": "float32", "threads": threads, "seed": seed}
     settings = [(setting, [p for p in chosen if setting[1] in p.forms]) for setting in _settings(lengths, causal)]
-    settings = [(setting, here) for setting, here in settings if here]
+    settings = [(setting, usable) for setting, usable in settings if usable]
     if not settings:
         raise UnsupportedAttentionError("none of the chosen peers has a causal form")
     rows: list[dict[str, Any]] = []
     unsteady = False
     with use_threads(threads), tqdm(total=len(settings), disable=None, leave=False) as bar:
-        for (tokens, is_causal), here in settings:
+        for (tokens, is_causal), usable in settings:
             bar.set_description(f"{tokens}{' causal' if is_causal else ''}")
-            found, shaky = measure(here, {"length": tokens, "causal": is_causal, **sizes}, rounds)
-            rows, unsteady = rows + found, unsteady or shaky
+            found, unsteady_now = measure(usable, {"length": tokens, "causal": is_causal, **sizes}, rounds)
+            rows, unsteady = rows + found, unsteady or unsteady_now
             bar.update()
     write(rows, csv, plot, draw)
     headers = (

@@ -1,23 +1,22 @@
-"""What a method costs on a task, without training: search and image classification by real pretrained models.
+"""Measure what the methods lose on a task without training: search and image classification with pretrained models.
 
     python -m recipes.benchmarks.tasks search --data DATA      (MiniLM on XQuAD: which of 240 paragraphs answers?)
     python -m recipes.benchmarks.tasks images --data DATA      (DeiT-tiny on a photograph of each ImageNet class)
     python -m recipes.benchmarks.tasks classify MODEL PICTURES --layers t2t.0,t2t.1      (any image classifier)
 
-search: every question and every paragraph of XQuAD (English) is embedded by MiniLM, mean-pooled over up to 512 tokens;
-recall@1 is the share of the 1,190 questions whose own paragraph has the highest cosine of all 240, MRR the mean of one
-over its rank. images: top-1 is the share of photographs whose class comes first. classify: the same for a checkpoint
-and pictures of yours, in layers of your choice; "as exact" is the share of pictures that get the class that exact
-attention gives them, and "faster" the time of all pictures with exact attention over that with the method. DATA holds
-`squad/xquad.en.json.gz`, `models/deit-tiny-imagenet` and `images/imagenet1k-sample-*.zip`; by default it is $HEA_DATA
-or ../shared/data.
+`search` embeds every question and every paragraph of XQuAD (English) with MiniLM, mean-pooled over up to 512 tokens.
+recall@1 is the share of the 1,190 questions whose own paragraph has the highest cosine similarity of all 240. MRR is
+the mean reciprocal rank of the own paragraph. `images` measures top-1, the share of photographs that are classified
+correctly. `classify` does the same for other checkpoints, pictures and layers. Its "as exact" is the share of pictures
+with the same class as with exact attention, and "faster" is the time of all pictures with exact attention divided by
+that with the method. DATA holds `squad/xquad.en.json.gz`, `models/deit-tiny-imagenet` and
+`images/imagenet1k-sample-*.zip`. The default is $HEA_DATA or ../shared/data.
 
-To expect of exact attention: recall@1 .887; top-1 .783 on the thousand photographs at 224 pixels, .750 on the hundred
-at 512. How they are cut moves that by two hundredths: whole squares have .804 at 224, the whole picture squeezed .783.
+Duration: a few minutes for each method and budget on one core. Expected with exact attention: recall@1 .887; top-1 .783
+on the thousand photographs at 224 pixels, .750 on the hundred at 512. The crop changes top-1 by up to two hundredths:
+whole squares have .804 at 224 pixels, whole pictures resized to squares .783.
 """
 
-import dataclasses
-import gzip
 import json
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,105 +27,120 @@ import typer
 from torch import Tensor
 from torch.utils.benchmark import timer
 from tqdm import tqdm
+from transformers import (
+    AutoModelForImageClassification,
+    AutoTokenizer,
+    BertModel,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ViTForImageClassification,
+)
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.cli import Settings, label, main_of, parse_lengths, parse_methods, table
+from hf_efficient_attn.checkpoint.loading import no_progress_bar
+from hf_efficient_attn.cli import Settings, main_of, parse_layers, parse_lengths, parse_methods, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.demo import minilm_folder, quiet_loading
-from hf_efficient_attn.integration.layers import parse_layers
+from hf_efficient_attn.evaluation.defaults import method_label
+from hf_efficient_attn.evaluation.demo import minilm_folder
 from hf_efficient_attn.methods import MethodConfig
 from recipes.benchmarks import error
-from recipes.benchmarks.error import Data, data_folder, there
-from recipes.benchmarks.report import Csv, check_outputs, write_csv
-from recipes.data.image_classes import class_indices
-from recipes.data.image_tensors import Evaluation, Norm, preprocessor_settings
-from recipes.data.images import EVAL_SPLITS, load, pick
+from recipes.common.commands import (
+    Csv,
+    Data,
+    check_outputs,
+    data_folder,
+    existing,
+    methods_option,
+    new_app,
+    numbers_option,
+    write,
+)
+from recipes.common.data.image_classes import class_indices
+from recipes.common.data.image_tensors import Evaluation, Norm, preprocessor_settings
+from recipes.common.data.images import EVAL_SPLITS, load, pick
+from recipes.common.image_models import for_length
+from recipes.common.inputs import xquad_articles
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
+app = new_app(no_args_is_help=True)
 
-# One draw of each method; the first token, from which a photograph's class is read, may be a global one.
+# Without the papers' sampling, but with a global first token, from which the class of a photograph is read.
 METHODS = (*(name for name in error.METHODS if "draw=" not in name), "longformer:global_tokens=1")
 
-Budget = Annotated[list[str], typer.Option(metavar="N", show_default=False, help="Columns. [default: 64,128,256]")]
-Method = Annotated[
-    list[str],
-    typer.Option(metavar="NAME", show_default=False, help="NAME or NAME:key=value. [default: all, both near fields]"),
-]
-
-
-def xquad_articles(data: pathlib.Path) -> list[list[dict[str, Any]]]:
-    """The paragraphs, with their questions, of each article of XQuAD (English)."""
-    path = there(data / "squad" / "xquad.en.json.gz", "questions and paragraphs")
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        return [article["paragraphs"] for article in json.load(file)["data"]]
+Budget = numbers_option("Budgets in columns", "64,128,256")
+Method = methods_option("all, both near fields")
+# Pictures (b, 3, P, P) and their classes (b,).
+Batches = Iterable[tuple[Tensor, Tensor]]
 
 
 def xquad(data: pathlib.Path) -> tuple[list[str], list[str], Tensor]:
-    """Paragraphs, questions, and for each question the number of its paragraph."""
+    """Paragraphs, questions, and the index of the paragraph of each question."""
     paragraphs = [paragraph for article in xquad_articles(data) for paragraph in article]
     questions = [(qa["question"], i) for i, paragraph in enumerate(paragraphs) for qa in paragraph["qas"]]
     return [p["context"] for p in paragraphs], [q for q, _ in questions], torch.tensor([i for _, i in questions])
 
 
 @torch.inference_mode()
-def embed(model, tokenizer, texts: Sequence[str], bar: tqdm, batch: int = 16) -> Tensor:
-    """Normalised mean-pooled embeddings (texts, width), in batches of texts of like length."""
+def embed(
+    model: BertModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], bar: tqdm, batch: int = 16
+) -> Tensor:
+    """Normalised mean-pooled embeddings (texts, hidden size), in batches of texts of similar length."""
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
     found: list[Tensor] = [torch.empty(0)] * len(texts)
-    for at in range(0, len(order), batch):
-        here = order[at : at + batch]
-        inputs = tokenizer([texts[i] for i in here], padding=True, truncation=True, max_length=512, return_tensors="pt")
-        states, there = model(**inputs).last_hidden_state, inputs["attention_mask"].unsqueeze(-1)
-        pooled = torch.nn.functional.normalize((states * there).sum(1) / there.sum(1), dim=1)
-        for i, row in zip(here, pooled, strict=True):
-            found[i] = row
-        bar.update(len(here))
+    for start in range(0, len(order), batch):
+        part = order[start : start + batch]
+        inputs = tokenizer([texts[i] for i in part], padding=True, truncation=True, max_length=512, return_tensors="pt")
+        states, mask = model(**inputs).last_hidden_state, inputs["attention_mask"].unsqueeze(-1)
+        pooled = torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1), dim=1)
+        for i, embedding in zip(part, pooled, strict=True):
+            found[i] = embedding
+        bar.update(len(part))
     return torch.stack(found)
 
 
 def ranks(questions: Tensor, paragraphs: Tensor, own: Tensor) -> Tensor:
-    """1 + how many paragraphs are closer to a question than its own: (Q, D), (P, D), (Q,) -> (Q,)."""
+    """The rank of each question's own paragraph among all, from 1.
+
+    Args:
+        questions: embeddings (Q, D).
+        paragraphs: embeddings (P, D).
+        own: index of the own paragraph of each question (Q,).
+    """
     similar = questions @ paragraphs.t()
     return 1 + (similar > similar.gather(1, own[:, None])).sum(1)
 
 
 def photographs(data: pathlib.Path, pixels: int, batch: int = 20) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of pictures (b, 3, pixels, pixels) with their classes (b,): all 1,000 at 224 pixels, else 100 originals.
+    """Batches of pictures (b, 3, pixels, pixels) and classes (b,): 1,000 pictures at 224 pixels, otherwise 100.
 
-    Of each its middle, 7/8 of the shorter side wide, as in the evaluation of DeiT: the picture is resized so that its
-    shorter side is 8/7 of `pixels` (256 of 224), and the square in the middle cut out.
+    As in the evaluation of DeiT, the shorter side is resized to 8/7 of `pixels` (256 for 224), and the central square
+    is cut out.
     """
     name = "imagenet1k-sample-256px.zip" if pixels == 224 else "imagenet1k-sample-original-100.zip"
-    folder = there(data / "models" / "deit-tiny-imagenet", "DeiT-tiny")
-    path = there(data / "images" / name, "photographs")
+    folder = existing(data / "models" / "deit-tiny-imagenet", "DeiT-tiny")
+    path = existing(data / "images" / name, "photographs")
     settings = json.loads((folder / "preprocessor_config.json").read_text())
-    # A class is the rank of its WordNet number, with which the file names begin, among the thousand.
+    # File names begin with WordNet numbers. The class is the rank of the number among the thousand.
     numbers = load(str(path.with_name("imagenet1k-sample-256px.zip")))[""].class_names()
-    pictures, cut = load(str(path))[""], Evaluation(pixels, Norm.of(settings), 224 / 256)
-    for at in range(0, len(pictures), batch):
-        here = range(at, min(at + batch, len(pictures)))
-        classes = torch.tensor([numbers.index(pictures.classes[i]) for i in here])
-        yield torch.stack([cut(pictures.open(i)) for i in here]), classes
+    pictures, transform = load(str(path))[""], Evaluation(pixels, Norm.of(settings), 224 / 256)
+    for start in range(0, len(pictures), batch):
+        part = range(start, min(start + batch, len(pictures)))
+        classes = torch.tensor([numbers.index(pictures.classes[i]) for i in part])
+        yield torch.stack([transform(pictures.open(i)) for i in part]), classes
 
 
 @torch.inference_mode()
-def top_one(model, batches: Iterable[tuple[Tensor, Tensor]], bar: tqdm) -> float:
-    """Share of the photographs whose class comes first: batches of pictures (b, 3, P, P) and classes (b,)."""
-    right = total = 0
+def top_one(model: PreTrainedModel, batches: Batches, bar: tqdm) -> float:
+    """Share of the photographs that are classified correctly."""
+    correct = total = 0
     for pictures, classes in batches:
         guessed = model(pixel_values=pictures, interpolate_pos_encoding=True).logits.argmax(1)
-        right, total = right + int((guessed == classes).sum()), total + len(classes)
+        correct, total = correct + int((guessed == classes).sum()), total + len(classes)
         bar.update(len(classes))
-    return right / total
-
-
-def for_length(config: MethodConfig, tokens: int) -> MethodConfig:
-    """The config with tables for so many tokens, where it has tables; a model of fewer positions would set less."""
-    return dataclasses.replace(config, max_length=tokens) if hasattr(config, "max_length") else config
+    return correct / total
 
 
 class Setting(NamedTuple):
-    """A method at a budget; None and "all" are exact attention."""
+    """A method at a budget. The config is None and the budget "all" for exact attention."""
 
     name: str
     budget: int | str
@@ -134,7 +148,7 @@ class Setting(NamedTuple):
 
 
 def settings_of(method: list[str], setting: Sequence[str], budget: list[str]) -> list[Setting]:
-    """Every method with every budget, checked before any work."""
+    """Every method at every budget, checked before any work."""
     budgets = parse_lengths(budget) or [64, 128, 256]
     configs = parse_methods(method or METHODS, setting)
     return [
@@ -143,17 +157,32 @@ def settings_of(method: list[str], setting: Sequence[str], budget: list[str]) ->
 
 
 def run(
-    load: Callable[[], Any], wanted: Sequence[Setting], total: int, evaluate, layers: Sequence | None = None
+    load: Callable[[], PreTrainedModel],
+    settings: Sequence[Setting],
+    total: int,
+    evaluate: Callable[[Any, tqdm], dict[str, float]],
+    layers: Sequence[int | str] | None = None,
 ) -> list[dict[str, Any]]:
-    """A row for exact attention and one for every setting: evaluate(model, bar) -> figures by name."""
-    settings = [Setting("sdpa", "all", None), *wanted]
-    # A method without a budget is the same at all of them.
+    """Evaluate a model with exact attention and with every setting.
+
+    Args:
+        load: loads the model.
+        settings: the methods and budgets.
+        total: number of examples, for the progress bar.
+        evaluate: takes a model and the progress bar, and returns named figures.
+        layers: layers to convert; None for all.
+
+    Returns:
+        One row for exact attention and one for every setting.
+    """
+    settings = [Setting("sdpa", "all", None), *settings]
+    # A method without a budget has the same config for all of them and runs once.
     figures: dict[MethodConfig | None, dict[str, float]] = dict.fromkeys(config for _, _, config in settings)
     with tqdm(total=total * len(figures), disable=None, leave=False) as bar:
         for config in figures:
-            with quiet_loading():
+            with no_progress_bar():
                 model = load().eval()
-            bar.set_description("sdpa" if config is None else label(config))
+            bar.set_description("sdpa" if config is None else method_label(config))
             if config is not None:
                 hea.convert(model, config, layers=layers)
             figures[config] = evaluate(model, bar)
@@ -161,16 +190,15 @@ def run(
 
 
 def show(rows: list[dict[str, Any]], csv: pathlib.Path | None, note: str) -> None:
-    """A line for each method, a column for each budget and figure; exact attention has the same in all budgets."""
-    if csv is not None:
-        write_csv(csv, rows)
+    """Print a line for each method and a column for each budget and figure. Exact attention repeats its figures."""
+    write(rows, csv)
     budgets = list(dict.fromkeys(row["budget"] for row in rows[1:]))
     figures = [name for name in rows[0] if name not in ("attention", "budget")]
     cells: dict[str, list[str]] = {}
     for row in [rows[0]] * len(budgets) + rows[1:]:
         cells.setdefault(row["attention"], [row["attention"]]).extend(f"{row[name]:.3f}" for name in figures)
     typer.echo(table(("attention", *(f"{name}, {budget}" for budget in budgets for name in figures)), cells.values()))
-    typer.echo(f"\n{note} Budgets are columns.")
+    typer.echo(f"\n{note} Budgets in columns.")
 
 
 @app.command(epilog="Example: python -m recipes.benchmarks.tasks search --method kdeformer --budget 64")
@@ -181,37 +209,36 @@ def search(
     setting: Settings = [],  # noqa: B006
     csv: Csv = None,
 ) -> None:
-    """Recall@1 and MRR of MiniLM on XQuAD: the paragraph of each question among all."""
-    from transformers import AutoTokenizer, BertModel
-
+    """Measure recall@1 and MRR of MiniLM on XQuAD: finding the paragraph of each question among all."""
     check_outputs(csv, None)
     wanted = settings_of(method, setting, budget)
     paragraphs, questions, own = xquad(data_folder(data))
     tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
 
-    def evaluate(model, bar) -> dict[str, float]:
+    def evaluate(model: BertModel, bar: tqdm) -> dict[str, float]:
         found = ranks(embed(model, tokenizer, questions, bar), embed(model, tokenizer, paragraphs, bar), own)
         return {"recall@1": (found == 1).double().mean().item(), "mrr": (1 / found).mean().item()}
 
     total = len(paragraphs) + len(questions)
     rows = run(lambda: BertModel.from_pretrained(minilm_folder()), wanted, total, evaluate)
-    show(rows, csv, f"MiniLM, {len(questions)} questions, {len(paragraphs)} paragraphs; not trained further.")
+    show(rows, csv, f"MiniLM, {len(questions)} questions, {len(paragraphs)} paragraphs; no training.")
 
 
 @app.command(epilog="Example: python -m recipes.benchmarks.tasks images --pixels 512 --budget 256")
 def images(
     data: Data = None,
     pixels: Annotated[
-        int, typer.Option(metavar="N", min=32, help="224: the thousand; other: the 100 originals.")
+        int,
+        typer.Option(
+            metavar="N", min=32, help="Resolution: 224 for the thousand photographs, others for the 100 originals."
+        ),
     ] = 224,
     budget: Budget = [],  # noqa: B006
     method: Method = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006
     csv: Csv = None,
 ) -> None:
-    """Top-1 of DeiT-tiny on photographs."""
-    from transformers import ViTForImageClassification
-
+    """Measure top-1 of DeiT-tiny on photographs."""
     check_outputs(csv, None)
     tokens, data = (pixels // 16) ** 2 + 1, data_folder(data)
     wanted = [one._replace(config=for_length(one.config, tokens)) for one in settings_of(method, setting, budget)]
@@ -225,36 +252,45 @@ def images(
         lambda model, bar: {"top-1": top_one(model, batches, bar)},
     )
     size = f"{pixels} x {pixels} pixels ({tokens} tokens)"
-    show(rows, csv, f"DeiT-tiny, {count} photographs of {size}; not trained further.")
+    show(rows, csv, f"DeiT-tiny, {count} photographs of {size}; no training.")
 
 
-def own_pictures(source: str, split: str | None, model, settings: dict[str, Any], count: int | None):
-    """Batches of pictures and classes out of a folder, zip file or data set, cut and scaled as the preprocessor says.
+def own_pictures(
+    source: str, split: str | None, model: PreTrainedModel, settings: dict[str, Any], count: int | None
+) -> list[tuple[Tensor, Tensor]]:
+    """Batches of pictures and classes from a folder, zip file or data set, preprocessed as the settings say.
+
+    Args:
+        source: folder, zip file or hub id.
+        split: split to use; None for a usual evaluation split.
+        model: the classifier.
+        settings: settings of its preprocessor.
+        count: number of pictures, chosen at random; None for all.
 
     Raises:
-        ValueError: there is no such split, or its classes are none of the model's.
+        ValueError: the split does not exist, or its classes are not the model's.
     """
     splits = load(source)
     found = splits.get("") or pick(splits, split, EVAL_SPLITS, source)
     if found is None:
-        raise ValueError(f"{source} has no split to evaluate on; name one by --split: {', '.join(splits)}")
+        raise ValueError(f"{source} has no split to evaluate on: give one of {', '.join(splits)} with --split")
     names = [str(model.config.id2label[i]) for i in range(model.config.num_labels)]
     indices, _ = class_indices(found.class_names(), names, own_order=found.order is not None)
-    chosen = range(len(found))
+    chosen: Sequence[int] = range(len(found))
     if count is not None and count < len(found):
         chosen = torch.randperm(len(found), generator=torch.Generator().manual_seed(0))[:count].tolist()
     pixels, edge = model.config.image_size, (settings.get("size") or {}).get("shortest_edge")
-    cut, batches = Evaluation(pixels, Norm.of(settings), pixels / edge if edge else 1.0), []
-    for at in tqdm(range(0, len(chosen), 20), desc="reading", disable=None, leave=False):
-        here = chosen[at : at + 20]
-        classes = torch.tensor([indices[found.classes[i]] for i in here])
-        batches.append((torch.stack([cut(found.open(i)) for i in here]), classes))
+    transform, batches = Evaluation(pixels, Norm.of(settings), pixels / edge if edge else 1.0), []
+    for start in tqdm(range(0, len(chosen), 20), desc="reading", disable=None, leave=False):
+        part = chosen[start : start + 20]
+        classes = torch.tensor([indices[found.classes[i]] for i in part])
+        batches.append((torch.stack([transform(found.open(i)) for i in part]), classes))
     return batches
 
 
 @torch.inference_mode()
-def guesses(model, batches: Iterable[tuple[Tensor, Tensor]], bar: tqdm) -> tuple[Tensor, float]:
-    """The class of every picture, (pictures,), and the seconds that the model took for all of them."""
+def guesses(model: PreTrainedModel, batches: Batches, bar: tqdm) -> tuple[Tensor, float]:
+    """The predicted class of every picture (pictures,), and the seconds for all of them."""
     found, seconds = [], 0.0
     for pictures, classes in batches:
         start = timer()
@@ -268,33 +304,37 @@ def guesses(model, batches: Iterable[tuple[Tensor, Tensor]], bar: tqdm) -> tuple
 @app.command(epilog="Example: python -m recipes.benchmarks.tasks classify t2t cifar10.zip --layers t2t.0 --budget 64")
 def classify(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Image classifier: a folder or a hub id.")],
-    pictures: Annotated[str, typer.Argument(metavar="PICTURES", help="Folder, zip file or hub id, with classes.")],
+    pictures: Annotated[
+        str, typer.Argument(metavar="PICTURES", help="Folder, zip file or hub id of pictures with classes.")
+    ],
     split: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Of the pictures. [default: validation, test]")
+        str | None, typer.Option(metavar="NAME", help="Split of the pictures. [default: validation, test]")
     ] = None,
-    layers: Annotated[str | None, typer.Option(metavar="LIST", help="Such as t2t.0,0-5. [default: all]")] = None,
-    count: Annotated[int | None, typer.Option(metavar="N", min=1, help="So many pictures, drawn at random.")] = None,
+    layers: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Layers to convert, such as t2t.0,0-5. [default: all]")
+    ] = None,
+    count: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Number of pictures, chosen at random. [default: all]")
+    ] = None,
     budget: Budget = [],  # noqa: B006
     method: Method = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006
     csv: Csv = None,
 ) -> None:
-    """Top-1 of an image classifier, at its own size of picture, with methods swapped in."""
-    from transformers import AutoModelForImageClassification
-
+    """Measure top-1 of an image classifier at its own resolution, with other attention methods."""
     check_outputs(csv, None)
     wanted, chosen = settings_of(method, setting, budget), None if layers is None else parse_layers(layers)
 
-    def fresh():
-        # Exact, whatever a converted checkpoint says of itself: its row is what all others are compared with.
+    def load_exact() -> PreTrainedModel:
+        # Exact attention even for a converted checkpoint, since all other settings are compared with it.
         return AutoModelForImageClassification.from_pretrained(model, attn_implementation="sdpa")
 
     try:
-        with quiet_loading():
-            first = fresh()
+        with no_progress_bar():
+            first = load_exact()
         settings = preprocessor_settings(model)
     except (OSError, ValueError) as reason:
-        raise UnsupportedAttentionError(f"{model} is no image classifier with a preprocessor: {reason}") from reason
+        raise UnsupportedAttentionError(f"{model} is not an image classifier with a preprocessor: {reason}") from reason
     try:
         batches = own_pictures(pictures, split, first, settings, count)
     except ValueError as reason:
@@ -302,17 +342,17 @@ def classify(
     truth = torch.cat([classes for _, classes in batches])
     exact: list[tuple[Tensor, float]] = []
 
-    def evaluate(one, bar) -> dict[str, float]:
-        guessed, seconds = guesses(one, batches, bar)
+    def evaluate(converted: PreTrainedModel, bar: tqdm) -> dict[str, float]:
+        guessed, seconds = guesses(converted, batches, bar)
         exact.append((guessed, seconds))
         same = (guessed == exact[0][0]).double().mean().item()
         return {
             "top-1": (guessed == truth).double().mean().item(), "as exact": same, "faster": exact[0][1] / seconds,
         }  # fmt: skip
 
-    rows = run(fresh, wanted, len(truth), evaluate, chosen)
+    rows = run(load_exact, wanted, len(truth), evaluate, chosen)
     where = "all layers" if layers is None else f"layers {layers}"
-    show(rows, csv, f"{len(truth)} pictures of {first.config.image_size} pixels, {where}; not trained further.")
+    show(rows, csv, f"{len(truth)} pictures of {first.config.image_size} pixels, {where}; no training.")
 
 
 if __name__ == "__main__":

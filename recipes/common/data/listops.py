@@ -1,9 +1,9 @@
-"""ListOps (Nangia and Bowman 2018) by the rules of the Long Range Arena (Tay et al., ICLR 2021).
+"""Generates ListOps (Nangia and Bowman 2018) by the rules of the Long Range Arena (Tay et al., ICLR 2021).
 
-An expression is a digit, or an operator over two to ten expressions: [MIN, [MAX, [MED (median, rounded down) and [SM
-(sum modulo 10), closed by "]". Down to the deepest level each place is an operator with probability 1/4; at the deepest
-it is a digit. Of the expressions drawn so, those count that are longer than `min_length` and shorter than `max_length`
-tokens, each once.
+An expression is a digit, or an operator applied to two to ten expressions: [MIN, [MAX, [MED (median, rounded down) or
+[SM (sum modulo 10), closed by "]". Above the deepest level an expression is an operator with probability 1/4; at the
+deepest level it is a digit. Expressions are kept if they have more than `min_length` and fewer than `max_length`
+tokens, and are new.
 """
 
 import os
@@ -23,16 +23,17 @@ HEADER = "Source\tTarget"
 
 @dataclass(frozen=True)
 class Rules:
-    """What is drawn; the defaults are the benchmark's.
+    """The rules of generated expressions. The defaults are the benchmark's.
 
     Attributes:
-        min_length, max_length: tokens of an expression, both exclusive.
-        max_depth: of operators and digits below one another.
-        max_args: of an operator.
-        operator_share: probability that a place above the deepest level holds an operator.
+        min_length: expressions have more tokens than this.
+        max_length: expressions have fewer tokens than this.
+        max_depth: largest depth of nested operators and digits.
+        max_args: largest number of arguments of an operator.
+        operator_share: probability of an operator above the deepest level.
 
     Raises:
-        ValueError: no expression can be that long.
+        ValueError: no expression has such a length.
     """
 
     min_length: int = 500
@@ -43,45 +44,45 @@ class Rules:
 
     def __post_init__(self) -> None:
         if self.max_args < 2 or self.max_depth < 1 or not 0 < self.operator_share < 1:
-            raise ValueError("ListOps: give 2 arguments, a depth of 1 and a share between 0 and 1, or more")
+            raise ValueError("ListOps: give 2 arguments or more, a depth of 1 or more, and a share between 0 and 1")
         if self.max_length - self.min_length < 2 or self.max_length < 2:
             raise ValueError(
-                f"ListOps: no expression is longer than {self.min_length} and shorter than {self.max_length} tokens"
+                f"ListOps: no expression has more than {self.min_length} and fewer than {self.max_length} tokens"
             )
         longest, nodes = 0, 1
         for _ in range(self.max_depth - 1):
             longest, nodes = longest + 2 * nodes, nodes * self.max_args
         if longest + nodes <= self.min_length:
             raise ValueError(
-                f"ListOps: with {self.max_args} arguments and a depth of {self.max_depth} no expression is longer than "
+                f"ListOps: with {self.max_args} arguments and a depth of {self.max_depth} no expression has more than "
                 f"{self.min_length} tokens"
             )
 
 
 def draw(generator: random.Random, rules: Rules) -> list[str] | None:
-    """The tokens of one expression; None as soon as it is known to be too long.
+    """Draw the tokens of one expression; return None as soon as it gets too long.
 
-    Only `generator.random()` is used, whose numbers are the same in all versions of Python.
+    Only `generator.random()` is used, since its numbers are the same in all versions of Python.
     """
     uniform = generator.random
     tokens: list[str] = []
-    waiting = [0]  # how many arguments each open operator still takes, the whole expression first
-    needed = 1  # tokens that must still come
-    left = 1
+    pending = [0]  # arguments that each enclosing operator still needs; the first entry is the whole expression
+    needed = 1  # tokens that must still follow
+    left = 1  # arguments that the innermost operator still needs
     while True:
         if left == 0:
-            if not waiting[1:]:
+            if not pending[1:]:
                 return tokens
             tokens.append(END)
             needed -= 1
-            left = waiting.pop()
+            left = pending.pop()
             continue
         left -= 1
-        if len(waiting) < rules.max_depth and uniform() < rules.operator_share:
+        if len(pending) < rules.max_depth and uniform() < rules.operator_share:
             count = 2 + int(uniform() * (rules.max_args - 1))
             tokens.append(OPERATORS[int(uniform() * len(OPERATORS))])
             needed += count
-            waiting.append(left)
+            pending.append(left)
             left = count
             if len(tokens) + needed >= rules.max_length:
                 return None
@@ -91,10 +92,10 @@ def draw(generator: random.Random, rules: Rules) -> list[str] | None:
 
 
 def evaluate(tokens: Sequence[str]) -> int:
-    """The value, 0 to 9, of an expression.
+    """Evaluate an expression; the value is 0 to 9.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the tokens are not an expression.
     """
     operators: list[str] = []
     levels: list[list[int]] = [[]]
@@ -117,6 +118,7 @@ def evaluate(tokens: Sequence[str]) -> int:
 
 
 def _apply(operator: str, values: list[int]) -> int:
+    """The value of an operator applied to digits."""
     if operator == "[MIN":
         return min(values)
     if operator == "[MAX":
@@ -129,7 +131,7 @@ def _apply(operator: str, values: list[int]) -> int:
 
 
 def expressions(rules: Rules, seed: int) -> Iterator[list[str]]:
-    """Expressions without end, each once."""
+    """An endless sequence of different expressions."""
     generator, seen = random.Random(seed), set()
     while True:
         tokens = draw(generator, rules)
@@ -142,35 +144,42 @@ def expressions(rules: Rules, seed: int) -> Iterator[list[str]]:
 
 
 def generate(folder: pathlib.Path, *, train: int, evaluation: int, rules: Rules, seed: int = 0) -> pathlib.Path:
-    """A folder below `folder` with basic_test.tsv and basic_train.tsv in the benchmark's layout, written once.
+    """Write basic_test.tsv and basic_train.tsv in the benchmark's layout, unless they exist, and return their folder.
 
-    The expressions to evaluate on are drawn first: they are the same however many there are to train on.
+    The evaluation set is drawn first, so that it does not depend on the size of the training set.
+
+    Args:
+        folder: parent of the folder, whose name contains the arguments.
+        train: number of expressions to train on.
+        evaluation: number of expressions to evaluate on.
+        rules: the rules.
+        seed: seed of the expressions.
     """
     numbers = (rules.min_length, rules.max_length, rules.max_depth, rules.max_args, seed, train, evaluation)
-    # The last number is that of this generator: another draws other expressions.
-    place = folder / f"listops-{'-'.join(map(str, numbers))}-v1"
-    if (place / "basic_train.tsv").is_file() and (place / "basic_test.tsv").is_file():
-        return place
-    place.mkdir(parents=True, exist_ok=True)
+    # "v1" is the version of this generator. Change it whenever the expressions change.
+    target = folder / f"listops-{'-'.join(map(str, numbers))}-v1"
+    if (target / "basic_train.tsv").is_file() and (target / "basic_test.tsv").is_file():
+        return target
+    target.mkdir(parents=True, exist_ok=True)
     drawn = expressions(rules, seed)
     with tqdm(total=train + evaluation, desc="ListOps", unit=" expressions", disable=None, leave=False) as bar:
         for name, count in (("basic_test.tsv", evaluation), ("basic_train.tsv", train)):
-            draft = place / f"{name}.{os.getpid()}"
+            draft = target / f"{name}.{os.getpid()}"
             with draft.open("w", encoding="utf-8") as file:
                 file.write(f"{HEADER}\n")
                 for _ in range(count):
                     tokens = next(drawn)
                     file.write(f"{' '.join(tokens)}\t{evaluate(tokens)}\n")
                     bar.update()
-            draft.replace(place / name)
-    return place
+            draft.replace(target / name)
+    return target
 
 
 def read(lines: Sequence[str], where: str) -> Iterator[tuple[list[str], int]]:
-    """(tokens, value) of the lines of a .tsv file of the benchmark: expression TAB value, parentheses dropped.
+    """Tokens and value of each line, EXPRESSION TAB VALUE, of a .tsv file of the benchmark. Parentheses are dropped.
 
     Raises:
-        ValueError: a line that is not of this form; the message has its number.
+        ValueError: a line has another form. The message gives its number.
     """
     for number, line in enumerate(lines, 1):
         if not line.strip() or (number == 1 and line.strip() == HEADER):

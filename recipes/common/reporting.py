@@ -1,4 +1,4 @@
-"""What a training leaves behind: metrics.json, the learning curve, and the main figures as a table."""
+"""The report of a training: metrics.json, the learning curve, and a table of the main figures."""
 
 import dataclasses
 import json
@@ -9,7 +9,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import accelerate
 import torch
@@ -20,14 +20,22 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.cli import table
 from hf_efficient_attn.io.writing import replacing
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
 METRICS, PICTURE = "metrics.json", "learning_curve.png"
 
 
 def about_run(attention: Any, model: nn.Module, processes: int, device: torch.device) -> dict[str, Any]:
-    """The part of a report that any loop can state: attention asked for and in force, model, machine, versions.
+    """The part of a report that does not depend on the training loop: attention, model, machine and versions.
 
     Args:
         attention: the `AttentionArguments` of the command line, or another dataclass.
+        model: the model.
+        processes: number of processes.
+        device: device of this process.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}, CPU"
     config = getattr(model, "config", None)
@@ -50,7 +58,7 @@ def about_run(attention: Any, model: nn.Module, processes: int, device: torch.de
 
 
 def switches_of(log_history: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """[{"step", "from", "to"}] of the switches in Trainer's log."""
+    """The switches of attention in Trainer's log, as [{"step", "from", "to"}]."""
     return [
         {"step": entry["step"], "from": entry.get("uptraining_from"), "to": entry["uptraining_stage"]}
         for entry in log_history
@@ -61,13 +69,13 @@ def switches_of(log_history: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]
 def write_report(
     report: Mapping[str, Any], log_history: Sequence[Mapping[str, Any]], folder: str | os.PathLike, metric: str
 ) -> None:
-    """`metrics.json` and `learning_curve.png` into `folder`, and the main figures as a table to stdout.
+    """Write `metrics.json` and `learning_curve.png` to `folder`, and print a table of the main figures.
 
-    No picture where nothing was trained.
+    Without training there is no learning curve.
     """
     folder = pathlib.Path(folder)
     with replacing(folder / METRICS) as draft:
-        draft.write_text(json.dumps(_plain(report), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        draft.write_text(json.dumps(_as_json(report), indent=2, allow_nan=False) + "\n", encoding="utf-8")
     written = [folder / METRICS]
     if any("loss" in entry for entry in log_history):
         written.append(folder / PICTURE)
@@ -75,19 +83,19 @@ def write_report(
             learning_curve(log_history, metric).savefig(draft, dpi=120)
     skipped = ("_runtime", "_per_second", "total_flos", "epoch")
     figures = {k: v for k, v in report["metrics"].items() if not k.endswith(skipped)}
-    beside = ("steps", "seconds_per_step", "peak_memory_mib")
-    rows = [(key, _short(value)) for key, value in ({k: report[k] for k in beside if k in report} | figures).items()]
+    first = ("steps", "seconds_per_step", "peak_memory_mib")
+    rows = [(key, _short(value)) for key, value in ({k: report[k] for k in first if k in report} | figures).items()]
     rows += [(f"switch at step {s['step']}", f"{s['from']} to {s['to']}") for s in report.get("switches", ())]
     print(table(("", "value"), rows))
     print(f"written: {', '.join(map(str, written))}", flush=True)
 
 
-def _plain(value: Any) -> Any:
-    """What JSON can hold: numbers that are not finite become null, anything else that it does not know its text."""
+def _as_json(value: Any) -> Any:
+    """Convert a value to types that JSON has. Numbers that are not finite become null, unknown types their text."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
+        return {str(key): _as_json(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(entry) for entry in value]
+        return [_as_json(entry) for entry in value]
     value = value.item() if getattr(value, "ndim", None) == 0 else value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
@@ -98,27 +106,24 @@ def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def learning_curve(log_history: Sequence[Mapping[str, Any]], metric: str):
-    """Training loss and an evaluation figure against the step; a dashed line at every switch of attention.
+def learning_curve(log_history: Sequence[Mapping[str, Any]], metric: str) -> "Figure":
+    """Plot training loss and an evaluation metric against the step, with a dashed line at every switch of attention.
 
     Args:
         log_history: entries {"step", "loss"}, {"step", metric} and {"step", "uptraining_stage"}, as Trainer logs them.
-        metric: key of the evaluation figure; where no entry has it only the loss is drawn.
-
-    Returns:
-        a matplotlib Figure.
+        metric: key of the evaluation metric. If no entry has it, only the loss is plotted.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    lines = _line(axes, log_history, "loss", "training loss", "C0")
+    lines = _line(axes, log_history, "loss", label="training loss", color="C0")
     axes.set(xlabel="step", ylabel="training loss")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     if any(metric in entry for entry in log_history):
         other = axes.twinx()
-        lines += _line(other, log_history, metric, metric, "C1", marker="o")
+        lines += _line(other, log_history, metric, label=metric, color="C1", marker="o")
         other.set_ylabel(metric)
     for switch in switches_of(log_history):
         axes.axvline(switch["step"], color="0.3", linestyle="--", linewidth=1)
@@ -131,6 +136,6 @@ def learning_curve(log_history: Sequence[Mapping[str, Any]], metric: str):
     return figure
 
 
-def _line(axes, log_history, key: str, label: str, color: str, **style) -> list:
+def _line(axes: "Axes", log_history: Sequence[Mapping[str, Any]], key: str, **style: Any) -> "list[Line2D]":
     points = [(entry["step"], entry[key]) for entry in log_history if key in entry and "step" in entry]
-    return axes.plot(*zip(*points, strict=True), label=label, color=color, **style) if points else []
+    return axes.plot(*zip(*points, strict=True), **style) if points else []

@@ -1,6 +1,6 @@
-"""The command line of the training recipes: which attention, how to train, where to write; errors as one line.
+"""The command line of the training recipes: attention, training and output options, and errors as one line.
 
-What is asked for wrongly is a ValueError before the first step, which `main_of` turns into one line and exit status 2.
+Wrong options raise ValueError before the first step. `main_of` turns it into one line and exit status 2.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import accelerate
 import datasets
@@ -27,19 +27,19 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.cli import parse_layers, parse_methods
 from hf_efficient_attn.errors import unknown_name
 from hf_efficient_attn.io.writing import check_picture
-from recipes.reporting import METRICS, PICTURE
+from recipes.common.reporting import METRICS, PICTURE
 
 STATE = "trainer_state.json"
 
 
 @dataclass
 class AttentionArguments:
-    """Which attention a recipe trains with: one method, or stages in turn; checked when made.
+    """The attention that a recipe trains with: one method, or several stages. The options are checked on construction.
 
     Raises:
-        ValueError: more than one of --attention, --stages and --preset, or an option of one that is missing.
-        UnsupportedAttentionError: a method, a hyperparameter or a preset that does not exist, shares that do not end
-            at 1.
+        ValueError: more than one of --attention, --stages and --preset is given, or an option without the option that
+            it belongs to.
+        UnsupportedAttentionError: a method, hyperparameter or preset does not exist, or the shares do not end at 1.
     """
 
     _argument_group_name = "attention"
@@ -47,8 +47,8 @@ class AttentionArguments:
     attention: str | None = field(
         default=None,
         metadata={
-            "help": "Method to switch to before training (`hf-efficient-attn methods` lists them), or 'sdpa' for exact "
-            "attention. Default: as the checkpoint says."
+            "help": "Attention method (`hf-efficient-attn methods` lists them), or 'sdpa' for exact attention. "
+            "Default: that of the checkpoint."
         },
     )
     set: list[str] = field(
@@ -60,13 +60,13 @@ class AttentionArguments:
         },
     )
     layers: str | None = field(
-        default=None, metadata={"help": "Layers to switch, such as 0-5,8; the others stay exact. Default: all."}
+        default=None, metadata={"help": "Layers to convert, such as 0-5,8; the others stay exact. Default: all."}
     )
     stages: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "Up-training: METHOD[,key=value...]:END in order, where END is a share of the steps (the last 1.0) "
-            "or a step (the last 'end'), such as linformer:0.25 flurka_performer:1.0.",
+            "help": "Up-training stages in order, as METHOD[,key=value...]:END. END is a share of the steps (1.0 for "
+            "the last stage) or a step ('end' for the last), such as linformer:0.25 flurka_performer:1.0.",
             "metavar": "STAGE",
             "action": "extend",
         },
@@ -74,30 +74,28 @@ class AttentionArguments:
     preset: str | None = field(
         default=None, metadata={"help": "Up-training with the FLuRKA paper's shares for a task: nmt, imagenet, ..."}
     )
-    variant: str | None = field(default=None, metadata={"help": "FLuRKA variant with which --preset ends."})
+    variant: str | None = field(default=None, metadata={"help": "FLuRKA variant that --preset ends with."})
 
     def __post_init__(self) -> None:
         given = [f"--{name}" for name in ("attention", "stages", "preset") if getattr(self, name)]
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} exclude each other: give the one that is meant")
+            raise ValueError(f"{' and '.join(given)} exclude each other: give only one of them")
         for name, of in (("set", ("attention", "preset")), ("layers", ("attention",)), ("variant", ("preset",))):
             if getattr(self, name) and not any(getattr(self, other) for other in of):
-                raise ValueError(f"--{name} says something about {' or '.join(f'--{o}' for o in of)}, which is missing")
-        # Both raise what is wrong now rather than after the model and the data were loaded.
+                raise ValueError(f"--{name} needs {' or '.join(f'--{o}' for o in of)}")
+        # Both are called for their errors, which would otherwise come after the model and the data are loaded.
         self.method()
         self.schedule()
 
     def method(self) -> tuple[Any, list[int] | None] | None:
-        """What `hea.convert` takes for --attention: (config or name, layers); None without it."""
+        """The arguments of `hea.convert` for --attention: (config or name, layers); None without --attention."""
         if self.attention is None:
             return None
         layers = parse_layers(self.layers) if self.layers else None
         if re.split("[:,]", self.attention)[0] in hea.available_methods():
             configs = list(parse_methods([self.attention], self.set).values())
             if len(configs) != 1:
-                raise ValueError(
-                    f"--attention takes one method, not {self.attention!r}; --stages takes several in turn"
-                )
+                raise ValueError(f"--attention takes one method, not {self.attention!r}; use --stages for several")
             return configs[0], layers
         known = ["eager", *transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.valid_keys()]
         if self.attention not in known:
@@ -106,15 +104,15 @@ class AttentionArguments:
             )
         if self.set or layers:
             raise ValueError(
-                f"--attention {self.attention} is exact attention in all layers: it takes no --set, --layers"
+                f"--attention {self.attention} is exact attention in all layers: leave out --set and --layers"
             )
         return self.attention, None
 
-    def schedule(self, total_steps: int | None = None):
-        """The `hea.UptrainingSchedule` of --stages or --preset; None without them.
+    def schedule(self, total_steps: int | None = None) -> hea.UptrainingSchedule | None:
+        """The up-training schedule of --stages or --preset; None without them.
 
         Args:
-            total_steps: optimizer steps of the whole training, for loops without Trainer.
+            total_steps: optimizer steps of the whole training. Training loops without Trainer need it.
         """
         if self.stages:
             schedule = hea.UptrainingSchedule.parse(self.stages)
@@ -126,18 +124,19 @@ class AttentionArguments:
         return schedule if total_steps is None else hea.UptrainingSchedule(schedule.stages, total_steps=total_steps)
 
     def label(self) -> str:
-        """A few words for tables: the method, or the stages."""
+        """A short description for tables."""
         if self.stages:
             return " ".join(self.stages)
         if self.preset:
             return f"preset {self.preset}" + (f" {self.variant}" if self.variant else "")
-        return " ".join([self.attention or "as the checkpoint says", *self.set])
+        return " ".join([self.attention or "that of the checkpoint", *self.set])
 
 
 def _pair(text: str) -> tuple[str, Any]:
+    """Split key=value; the value is JSON or text."""
     key, equals, value = text.partition("=")
     if not key or not equals:
-        raise ValueError(f"--set {text!r} sets nothing; write key=value")
+        raise ValueError(f"--set {text!r} must have the form key=value")
     try:
         return key, json.loads(value)
     except json.JSONDecodeError:
@@ -146,92 +145,101 @@ def _pair(text: str) -> tuple[str, Any]:
 
 @dataclass
 class RecipeArguments(TrainingArguments):
-    """TrainingArguments with the recipes' defaults: seed 0, the loss every 10 steps, bars only on a terminal.
+    """TrainingArguments with the recipes' defaults: seed 0, the loss every 10 steps, progress bars only on a terminal.
 
     Raises:
-        ValueError: no output folder, or a checkpoint to resume from that is none.
+        ValueError: there is no output folder, or the checkpoint to resume from is not a checkpoint.
     """
 
     _argument_group_name = "training (transformers.TrainingArguments)"
 
     output_dir: str | None = field(
         default=None,
-        metadata={"help": f"Folder for the model, its checkpoints, {METRICS} and {PICTURE}. Needed."},
+        metadata={"help": f"Folder for the model, its checkpoints, {METRICS} and {PICTURE}. Required."},
     )
     overwrite: bool = field(
-        default=False, metadata={"help": "Write into an output folder that is not empty; its checkpoints are deleted."}
+        default=False, metadata={"help": "Write into an output folder that is not empty, and delete its checkpoints."}
     )
     resume_from_checkpoint: str | None = field(
         default=None,
-        metadata={"help": "True to go on from the last whole checkpoint in the output folder, or a checkpoint's path."},
+        metadata={"help": "True for the last complete checkpoint in the output folder, or the path of a checkpoint."},
     )
-    seed: int = field(default=0, metadata={"help": "Of the new weights, the order of the data, dropout and draws."})
+    seed: int = field(default=0, metadata={"help": "Seed of new weights, data order, dropout and random draws."})
     report_to: str | None = field(
-        default="none", metadata={"help": "Where the loss is reported while it runs: none or tensorboard."}
+        default="none", metadata={"help": "Integration that the loss is reported to: none or tensorboard."}
     )
     logging_steps: float = field(
-        default=10, metadata={"help": "Steps from one entry of the loss to the next; below 1 a share of all steps."}
+        default=10, metadata={"help": "Steps between two log entries; below 1, a share of all steps."}
     )
-    logging_first_step: bool = field(default=True, metadata={"help": "Whether the first step is logged as well."})
+    logging_first_step: bool = field(default=True, metadata={"help": "Log the first step too."})
     disable_tqdm: bool | None = field(
-        default=None, metadata={"help": "No progress bars. Default: where stderr is no terminal."}
+        default=None, metadata={"help": "Disable progress bars. Default: if stderr is not a terminal."}
     )
 
     def __post_init__(self) -> None:
         if self.output_dir is None:
-            raise ValueError("--output_dir is missing: the folder for the model, its checkpoints and its figures")
-        wanted = self.resume_from_checkpoint
-        if isinstance(wanted, str) and wanted.lower() in ("true", "false", "none"):
-            self.resume_from_checkpoint = True if wanted.lower() == "true" else None
-        elif isinstance(wanted, str) and not (pathlib.Path(wanted) / STATE).is_file():
-            raise ValueError(f"--resume_from_checkpoint {wanted}: no checkpoint is there (a folder that holds {STATE})")
+            raise ValueError("--output_dir is missing: give a folder for the model, its checkpoints and its figures")
+        given = self.resume_from_checkpoint
+        if isinstance(given, str) and given.lower() in ("true", "false", "none"):
+            self.resume_from_checkpoint = True if given.lower() == "true" else None
+        elif isinstance(given, str) and not (pathlib.Path(given) / STATE).is_file():
+            raise ValueError(f"--resume_from_checkpoint {given} is not a checkpoint, a folder that holds {STATE}")
         if self.disable_tqdm is None:
             self.disable_tqdm = not sys.stderr.isatty()
-        # Without an accelerator PyTorch warns that there is nothing to pin memory for.
+        # Without an accelerator PyTorch warns about pinned memory.
         self.dataloader_pin_memory = self.dataloader_pin_memory and torch.accelerator.is_available()
         super().__post_init__()
         missing = [name for name in self.report_to if name not in get_available_reporting_integrations()]
         if missing:
-            raise ValueError(f"--report_to {missing[0]}: unknown or not installed; 'pip install {missing[0]}', or none")
+            raise ValueError(
+                f"--report_to {missing[0]} is unknown or not installed: 'pip install {missing[0]}', or give none"
+            )
+
+
+def check_counts(options: Any, *names: str) -> None:
+    """Raise ValueError if one of the named options, each a count or None, is below 1."""
+    for name in names:
+        count = getattr(options, name)
+        if count is not None and count < 1:
+            raise ValueError(f"--{name} {count}: give 1 or more")
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """The docstring as it stands, and the default of every option that has one."""
+    """Keeps the line breaks of the description, and adds the default of every option that has one."""
 
-    def _get_help_string(self, action):
+    def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default in (None, []) else super()._get_help_string(action)
 
 
 class _Parser(HfArgumentParser):
-    def error(self, message: str):
+    def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; try --help")
 
 
 def parse(
     *dataclasses_: type, description: str, argv: Sequence[str] | None = None, defaults: Mapping[str, Any] | None = None
 ) -> tuple:
-    """The command line as instances of the dataclasses, in their order, and of RecipeArguments as the last.
-
-    Seeds all generators, so that a model that is made afterwards starts the same every time, and makes sure of the
-    output folder.
+    """Parse the command line, seed all random generators, and prepare the output folder.
 
     Args:
-        *dataclasses_: types whose fields become options; all but a RecipeArguments of the recipe's own, which then
-            stands where it was named.
-        description: what --help says above the options, as a rule the script's docstring.
-        argv: the options; the process's own if None.
-        defaults: option -> default, where the recipe's differs.
+        *dataclasses_: types whose fields become options. RecipeArguments is appended, unless a subclass of it is given.
+        description: text above the options in --help, usually the script's docstring.
+        argv: the options; those of the process if None.
+        defaults: the recipe's own defaults, by option.
+
+    Returns:
+        Instances of the dataclasses, in their order.
 
     Raises:
-        ValueError: an option that does not exist, or what the dataclasses refuse; an output folder that is not empty
-            while neither --resume_from_checkpoint nor --overwrite is given.
+        ValueError: an option does not exist, the dataclasses refuse the options, or the output folder is not empty and
+            neither --resume_from_checkpoint nor --overwrite is given.
     """
     types = list(dataclasses_)
     if not any(issubclass(kind, RecipeArguments) for kind in types):
         types.append(RecipeArguments)
     parsed = parse_only(*types, description=description, argv=argv, defaults=defaults)
     args = next(one for one in parsed if isinstance(one, RecipeArguments))
-    # As Trainer does when it is made, which is after the model was.
+    # Trainer seeds only on construction, which comes after the model is made.
     (transformers.enable_full_determinism if args.full_determinism else transformers.set_seed)(args.seed)
     prepare_output(args.output_dir, args.distributed_state, bool(args.resume_from_checkpoint), args.overwrite)
     if args.disable_tqdm:
@@ -240,7 +248,7 @@ def parse(
 
 
 def no_bars() -> None:
-    """No progress bars from datasets and Transformers; Trainer's own is `disable_tqdm`."""
+    """Disable the progress bars of datasets and Transformers. `disable_tqdm` disables that of Trainer."""
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
 
@@ -248,9 +256,9 @@ def no_bars() -> None:
 def parse_only(
     *dataclasses_: type, description: str, argv: Sequence[str] | None = None, defaults: Mapping[str, Any] | None = None
 ) -> tuple:
-    """`parse` of the dataclasses and nothing else, for loops without Trainer: no seeds, no folder."""
+    """Parse the command line only, without seeding and without an output folder, for loops without Trainer."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not torch.accelerator.is_available():
-        # Accelerate joins processes on the CPU only where it is told so; otherwise each would train for itself.
+        # Accelerate connects processes on the CPU only if told to; otherwise each of them would train its own model.
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     parser = _Parser(
         dataclasses_,
@@ -271,27 +279,33 @@ def parse_only(
 def prepare_output(
     output_dir: str | os.PathLike, state: accelerate.PartialState, resume: bool, overwrite: bool
 ) -> None:
-    """Make the output folder, in which nothing may be but a run that is resumed or is to be overwritten.
+    """Create the output folder, or check that an existing one may be resumed or overwritten.
+
+    Args:
+        output_dir: the folder.
+        state: Accelerate's process state.
+        resume: the run in the folder continues.
+        overwrite: the folder may hold files; its checkpoints are deleted.
 
     Raises:
-        ValueError: the folder is not empty, or is a file; processes that were started together do not know each other.
+        ValueError: the folder is not empty or is a file, or processes that were started together are not connected.
         UnsupportedAttentionError: matplotlib is missing.
     """
     started = int(os.environ.get("WORLD_SIZE", 1))
     if state.num_processes != started:
         raise ValueError(
-            f"{started} processes were started, but this one sees {state.num_processes}, so that each would train for "
-            "itself: start them with 'accelerate launch --config_file recipes/configs/...'"
+            f"{started} processes were started, but they are not connected and each would train its own model: start "
+            "them with 'accelerate launch --config_file recipes/configs/...'"
         )
     folder = pathlib.Path(output_dir)
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--output_dir {folder} is a file")
+        raise ValueError(f"--output_dir {folder} is a file: give a folder")
     if folder.is_dir() and any(folder.iterdir()) and not (resume or overwrite):
         raise ValueError(
-            f"the output folder {folder} is not empty: choose another, or give --resume_from_checkpoint True to go on "
-            "with the run in it, or --overwrite"
+            f"the output folder {folder} is not empty: choose another, or give --resume_from_checkpoint True to "
+            "continue the run in it, or --overwrite"
         )
-    # Every process has looked before the first of them writes.
+    # All processes check the folder before the first one writes to it.
     state.wait_for_everyone()
     folder.mkdir(parents=True, exist_ok=True)
     check_picture(folder / PICTURE)
@@ -302,22 +316,22 @@ def prepare_output(
 
 
 def main_of(run: Callable[[], None]) -> None:
-    """Run a recipe and end the process: 0 done, 2 refused (one line on stderr), 130 interrupted.
+    """Run a recipe and exit with status 0 (done), 2 (refused, with one line on stderr) or 130 (interrupted).
 
-    Errors other than ValueError and OSError are faults of the program and keep their traceback.
+    Errors other than ValueError and OSError are bugs and keep their traceback.
     """
     try:
         run()
     except KeyboardInterrupt:
-        _complain("interrupted", 130)
+        _exit_with("interrupted", 130)
     except (ValueError, OSError) as error:
-        _complain(str(error), 2)
+        _exit_with(str(error), 2)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     sys.exit(0)
 
 
-def _complain(message: str, status: int) -> None:
+def _exit_with(message: str, status: int) -> NoReturn:
     rank = int(os.environ.get("RANK", 0))
     where = f" in process {rank}" if rank else ""
     print(f"error{where}: {' '.join(message.split())}", file=sys.stderr, flush=True)

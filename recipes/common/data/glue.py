@@ -1,8 +1,8 @@
-"""The nine tasks of GLUE (Wang et al., ICLR 2019): from a folder in the official layout or from the hub; their metrics.
+"""The nine tasks of GLUE (Wang et al., ICLR 2019), from a folder in the official layout or from the hub, with metrics.
 
-The official files are no CSV: quotes are part of the sentences, CoLA has no header, MRPC's begins with a byte-order
-mark, QQP has broken rows, MNLI has two development sets. Rows of the wrong width and unknown labels are counted and
-named, never guessed at.
+The official files are not CSV: quotes are part of the sentences, CoLA has no header, MRPC's file begins with a
+byte-order mark, QQP has broken rows, and MNLI has two development sets. Rows with a wrong number of columns or an
+unknown label are counted and reported, never repaired.
 """
 
 import gzip
@@ -13,6 +13,7 @@ import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import datasets
 import numpy as np
@@ -20,7 +21,7 @@ import scipy.stats
 import sklearn.metrics
 
 from hf_efficient_attn.errors import unknown_name
-from recipes.training import check_columns, check_not_empty
+from recipes.common.training import check_columns, check_not_empty
 
 DEV = {"validation": "dev"}
 
@@ -29,10 +30,15 @@ DEV = {"validation": "dev"}
 class Task:
     """One task.
 
-    folder: its name in the official layout. texts, label: columns there. hub_texts: columns of the texts on the hub.
-    labels: label in the files -> its name, in the order of the class indices; empty for a score from 0 to 5.
-    header: the columns where the files name none. dev: split -> file, without suffix.
-    metrics: names of the official figures, the main one (that of the BERT paper) first.
+    Attributes:
+        folder: its name in the official layout.
+        texts: columns of the texts in the official files.
+        label: column of the label in the official files.
+        hub_texts: columns of the texts on the hub.
+        labels: maps labels of the files to class names, in the order of their indices; empty for a score from 0 to 5.
+        metrics: names of the official metrics. The first is the main one, that of the BERT paper.
+        header: columns of files without a header.
+        dev: maps development splits to file names without suffix; None for a single dev file.
     """
 
     folder: str
@@ -42,20 +48,21 @@ class Task:
     labels: Mapping[str, str]
     metrics: tuple[str, ...] = ("accuracy",)
     header: tuple[str, ...] | None = None
-    dev: Mapping[str, str] = None
+    dev: Mapping[str, str] | None = None
 
     @property
     def regression(self) -> bool:
+        """Whether the label is a score."""
         return not self.labels
 
     @property
     def names(self) -> list[str]:
-        """Names of the classes, in the order of their indices."""
+        """Class names, in the order of the class indices."""
         return list(self.labels.values())
 
     @property
     def splits(self) -> dict[str, str]:
-        """Split -> file, without suffix."""
+        """Maps splits to file names without suffix."""
         return {"train": "train", **(self.dev or DEV)}
 
 
@@ -88,7 +95,7 @@ TASKS = {
 
 
 def task_of(name: str) -> Task:
-    """The task of a name, also as its folder is called ("SST-2"); raises ValueError for one that is not of GLUE."""
+    """The task with this name or folder name ("SST-2"). Raises ValueError if there is none."""
     found = {key: task for key, task in TASKS.items() if name.lower() in (key, task.folder.lower())}
     if not found:
         raise ValueError(unknown_name("GLUE task", name, TASKS))
@@ -96,19 +103,19 @@ def task_of(name: str) -> Task:
 
 
 def load(name: str, source: str, *, skip_bad_rows: bool = False) -> datasets.DatasetDict:
-    """Training and development set of a task.
+    """Load the training and development sets of a task.
 
     Args:
-        name: task.
+        name: name of the task.
         source: folder that holds <TASK>/train.tsv and dev.tsv (or .tsv.gz), or a hub id such as "nyu-mll/glue".
-        skip_bad_rows: leave out rows with the wrong number of columns or an unknown label, and say so.
+        skip_bad_rows: skip rows with a wrong number of columns or an unknown label, and report them.
 
     Returns:
-        splits "train" and "validation" (MNLI: "validation_matched", "validation_mismatched") with the columns
-        "sentence1", "sentence2" (tasks of pairs) and "label": a class index, or for STS-B a float32 from 0 to 5.
+        The splits "train" and "validation" (MNLI: "validation_matched" and "validation_mismatched") with the columns
+        "sentence1", "sentence2" (for tasks of pairs) and "label", a class index or, for STS-B, a float32 from 0 to 5.
 
     Raises:
-        ValueError: a missing file, split or column, an empty split, a bad row, a source that cannot be loaded.
+        ValueError: a file, split or column is missing, a split is empty, a row is bad, or the source cannot be loaded.
     """
     task = task_of(name)
     if pathlib.Path(source).is_dir():
@@ -116,12 +123,12 @@ def load(name: str, source: str, *, skip_bad_rows: bool = False) -> datasets.Dat
             {split: _read(_file(source, task, stem), task, skip_bad_rows) for split, stem in task.splits.items()}
         )
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
-        raise ValueError(f"{source} is no folder, nor does it look like a hub id such as nyu-mll/glue")
+        raise ValueError(f"{source} is neither a folder nor a hub id such as nyu-mll/glue")
     try:
         loaded = datasets.load_dataset(source, next(key for key, other in TASKS.items() if other is task))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"no folder {source} is here, and the hub did not give it either ({error}); a folder in the official "
+            f"{source} is not a folder and could not be loaded from the hub ({error}); a folder in the official "
             "layout needs no network"
         ) from error
     missing = [split for split in task.splits if split not in loaded]
@@ -131,6 +138,7 @@ def load(name: str, source: str, *, skip_bad_rows: bool = False) -> datasets.Dat
 
 
 def _file(source: str, task: Task, stem: str) -> pathlib.Path:
+    """The file of a split, gzipped or not."""
     folder = pathlib.Path(source) / task.folder
     for suffix in (".tsv", ".tsv.gz"):
         if (folder / f"{stem}{suffix}").is_file():
@@ -147,7 +155,7 @@ def _features(task: Task) -> datasets.Features:
 
 
 def _read(path: pathlib.Path, task: Task, skip_bad_rows: bool) -> datasets.Dataset:
-    """One file."""
+    """Read one file."""
     lines = _lines(path)
     header = task.header or (tuple(lines.pop(0)[1]) if lines else ())
     missing = [name for name in (*task.texts, task.label) if name not in header]
@@ -166,7 +174,7 @@ def _read(path: pathlib.Path, task: Task, skip_bad_rows: bool) -> datasets.Datas
         else:
             rows.append((*(row[name] for name in task.texts), label))
     if bad:
-        _judge(bad, path, task, skip_bad_rows)
+        _report_bad(bad, path, task, skip_bad_rows)
     features = _features(task)
     columns = zip(*rows, strict=True) if rows else [[] for _ in features]
     dataset = datasets.Dataset.from_dict(dict(zip(features, map(list, columns), strict=True)), features=features)
@@ -175,28 +183,29 @@ def _read(path: pathlib.Path, task: Task, skip_bad_rows: bool) -> datasets.Datas
 
 
 def _lines(path: pathlib.Path) -> list[tuple[int, list[str]]]:
-    """(line number from 1, cells) of every line that is not blank; tabs alone separate, quotes are text."""
-    # Only "\n" ends a row: sentences may hold other characters that Python takes for ends of lines.
+    """Line number from 1 and cells of every nonempty line. Only tabs separate cells; quotes are text."""
+    # Only "\n" ends a line: sentences may contain other characters that Python treats as line breaks.
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig", newline="\n") as file:
             lines = [line.rstrip("\r\n") for line in file]
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path} is cut short or no gzip file ({error}); copy it again") from error
+        raise ValueError(f"{path} is truncated or not a gzip file ({error}): copy it again") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 ({error})") from error
     return [(number, line.split("\t")) for number, line in enumerate(lines, start=1) if line]
 
 
 def _score(text: str) -> float | None:
+    """The score, or None if it is not a number from 0 to 5."""
     try:
         value = float(text)
     except ValueError:
         return None
-    return value if 0 <= value <= 5 else None  # nan is neither
+    return value if 0 <= value <= 5 else None
 
 
-def _judge(bad: Mapping[str, Sequence[int]], path: pathlib.Path, task: Task, skip: bool) -> None:
-    """Rows that cannot be used are an error, or left out and told of."""
+def _report_bad(bad: Mapping[str, Sequence[int]], path: pathlib.Path, task: Task, skip: bool) -> None:
+    """Raise ValueError for bad rows, or report them on stderr if they are skipped."""
     found = [
         f"{len(n)} with {what} (line {', '.join(map(str, n[:5]))}{', ...' * (len(n) > 5)})" for what, n in bad.items()
     ]
@@ -204,12 +213,12 @@ def _judge(bad: Mapping[str, Sequence[int]], path: pathlib.Path, task: Task, ski
     labels = "scores from 0 to 5" if task.regression else ", ".join(map(repr, task.labels))
     message = f"{path}: {sum(map(len, bad.values()))} bad rows: {'; '.join(found[:5])}{more}. Known labels: {labels}."
     if not skip:
-        raise ValueError(f"{message} --skip_bad_rows leaves such rows out")
-    print(f"left out of {message}", file=sys.stderr)
+        raise ValueError(f"{message} --skip_bad_rows skips such rows")
+    print(f"skipped in {message}", file=sys.stderr)
 
 
 def _from_hub(dataset: datasets.Dataset, task: Task, where: str) -> datasets.Dataset:
-    """The same columns from a split of the hub's form, whose labels are class indices already (-1: not given)."""
+    """Convert a split from the hub, whose labels are class indices already (-1 if unknown)."""
     check_columns(dataset, [*task.hub_texts, "label"], where)
     check_not_empty(dataset, where)
     labels = np.asarray(dataset["label"], dtype=np.float64)
@@ -226,13 +235,13 @@ def _from_hub(dataset: datasets.Dataset, task: Task, where: str) -> datasets.Dat
 
 
 def figures(name: str, predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """The official figures of a task, the main one first.
+    """The official metrics of a task, the main one first.
 
-    nan where outputs are not finite (the training went astray) and where a correlation with a constant is asked for.
+    They are nan if a prediction is not finite, and for correlations with a constant.
 
     Args:
-        name: task.
-        predictions: (N, classes) scores of the classes, or (N,) or (N, 1) scores of STS-B.
+        name: name of the task.
+        predictions: class logits (N, classes), or scores (N,) or (N, 1) for STS-B.
         labels: (N,).
     """
     task = task_of(name)
@@ -243,8 +252,8 @@ def figures(name: str, predictions: np.ndarray, labels: np.ndarray) -> dict[str,
     return {metric: float(METRICS[metric](labels, predicted)) for metric in task.metrics}
 
 
-def _correlation(function: Callable) -> Callable[[np.ndarray, np.ndarray], float]:
-    def correlate(labels, predicted) -> float:
+def _correlation(function: Callable[..., Any]) -> Callable[[np.ndarray, np.ndarray], float]:
+    def correlate(labels: np.ndarray, predicted: np.ndarray) -> float:
         constant = np.ptp(labels) == 0 or np.ptp(predicted) == 0
         return math.nan if constant else function(labels, predicted).statistic
 

@@ -1,4 +1,4 @@
-"""What mlm.py and clm.py share: arguments, model and tokenizer, rows of text, token losses, evaluation."""
+"""Shared code of mlm.py and clm.py: options, model and tokenizer, windows of text, token losses and evaluation."""
 
 import ast
 import dataclasses
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
@@ -21,25 +22,29 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoTokenizer,
     EvalPrediction,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     Trainer,
 )
+from transformers.utils import ModelOutput
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.errors import unknown_name
-from recipes import training
-from recipes.arguments import RecipeArguments
-from recipes.data import text
+from recipes.common import training
+from recipes.common.arguments import RecipeArguments, check_counts
+from recipes.common.data import text
 
-DEFAULT_BLOCK = 1024  # tokens of a row at most, where --block_size does not say
+DEFAULT_BLOCK = 1024  # the default --block_size of a model that takes more tokens
 
 
 @dataclass
 class TextArguments:
-    """Where the text comes from, and how it becomes rows.
+    """The source of the text, and how it is cut into windows.
 
     Raises:
-        ValueError: no source or two, or a share that is none.
+        ValueError: there is no source or more than one, or a number is out of range.
     """
 
     _argument_group_name = "text"
@@ -47,58 +52,57 @@ class TextArguments:
     text: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "Files (.txt, .jsonl, either with .gz; others are read as plain text) or folders of them. A file "
-            "is one document unless --document_separator says more; a .jsonl line is one.",
+            "help": "Files (.txt or .jsonl, optionally .gz; others are read as plain text) or folders of such files. A "
+            "text file is one document, unless --document_separator splits it. A line of .jsonl is one document.",
             "metavar": "PATH",
             "action": "extend",
         },
     )
     eval_text: list[str] = field(
         default_factory=list,
-        metadata={"help": "The same, to evaluate on. Default: --eval_share.", "metavar": "PATH", "action": "extend"},
+        metadata={"help": "Text to evaluate on. Default: --eval_share.", "metavar": "PATH", "action": "extend"},
     )
     dataset: str | None = field(
-        default=None, metadata={"help": "A data set of a hub instead of --text; rows are documents."}
+        default=None, metadata={"help": "A hub data set instead of --text. Each of its rows is one document."}
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of --dataset."})
     train_split: str = field(default="train", metadata={"help": "Split of --dataset to train on."})
     eval_split: str | None = field(
-        default=None, metadata={"help": "Split of --dataset to evaluate on. Default: --eval_share of the other."}
+        default=None, metadata={"help": "Split of --dataset to evaluate on. Default: --eval_share."}
     )
-    text_column: str = field(default="text", metadata={"help": "Column or .jsonl field that holds the text."})
+    text_column: str = field(default="text", metadata={"help": "Column or .jsonl field of the text."})
     document_separator: str | None = field(
         default=None,
-        metadata={"help": "What stands between the documents of a plain text file; 'blank-line' for empty lines."},
+        metadata={"help": "Separates the documents of a plain text file; 'blank-line' for empty lines."},
     )
-    eval_share: float = field(default=0.05, metadata={"help": "Share that is evaluated on and not trained on."})
+    eval_share: float = field(default=0.05, metadata={"help": "Share of the text that is held out for evaluation."})
     eval_from: str = field(
         default="tails",
         metadata={
-            "help": "Of what --eval_share is taken: the end of every document, or whole documents.",
+            "help": "Where --eval_share comes from: the end of every document, or whole documents.",
             "choices": ["tails", "documents"],
         },
     )
     block_size: int | None = field(
         default=None,
-        metadata={"help": f"Tokens of a row at most. Default: what the model takes, up to {DEFAULT_BLOCK}."},
+        metadata={"help": f"Tokens of a window. Default: as many as the model takes, up to {DEFAULT_BLOCK}."},
     )
     drop_short: bool = field(
-        default=False, metadata={"help": "Drop what is left at the end of a document rather than pad it."}
+        default=False, metadata={"help": "Drop the shorter window at the end of a document instead of padding it."}
     )
-    max_train_windows: int | None = field(default=None, metadata={"help": "Train on so many rows, drawn at random."})
-    max_eval_windows: int | None = field(default=None, metadata={"help": "Evaluate on the first so many rows."})
+    max_train_windows: int | None = field(
+        default=None, metadata={"help": "Train on at most N windows, chosen at random.", "metavar": "N"}
+    )
+    max_eval_windows: int | None = field(
+        default=None, metadata={"help": "Evaluate on the first N windows.", "metavar": "N"}
+    )
 
     def __post_init__(self) -> None:
         if bool(self.text) == bool(self.dataset):
-            raise ValueError(
-                "give the text by --text PATH ... or by --dataset ID" + (", not both" if self.text else "")
-            )
+            raise ValueError("give the text with --text PATH ... or --dataset ID" + (", not both" if self.text else ""))
         if not 0 < self.eval_share < 1:
-            raise ValueError(f"--eval_share {self.eval_share:g} is no share between 0 and 1")
-        for name in ("max_train_windows", "max_eval_windows"):
-            count = getattr(self, name)
-            if count is not None and count < 1:
-                raise ValueError(f"--{name} {count}: give 1 or more, or leave it out for all")
+            raise ValueError(f"--eval_share {self.eval_share:g} must be between 0 and 1")
+        check_counts(self, "max_train_windows", "max_eval_windows")
         if self.document_separator is not None:
             self.document_separator = self.document_separator.replace("\\n", "\n")
             if not self.document_separator:
@@ -107,10 +111,10 @@ class TextArguments:
 
 @dataclass
 class ModelArguments:
-    """Which model and tokenizer, pretrained or from scratch.
+    """The model and the tokenizer, pretrained or from scratch.
 
     Raises:
-        ValueError: no model or two.
+        ValueError: options are missing or contradict each other.
     """
 
     _argument_group_name = "model"
@@ -120,12 +124,12 @@ class ModelArguments:
         metadata={"help": "A pretrained model: folder or hub id.", "aliases": ["--model_name_or_path"]},
     )
     model_type: str | None = field(
-        default=None, metadata={"help": "A new model of this type instead, such as gpt2, llama, bert, roberta."}
+        default=None, metadata={"help": "Type of a new model instead, such as gpt2, llama, bert, roberta."}
     )
     config_overrides: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "Entries of the model's config, such as hidden_size=256 num_hidden_layers=4.",
+            "help": "Changes of the model's config, such as hidden_size=256 num_hidden_layers=4.",
             "metavar": "KEY=VALUE",
             "action": "extend",
         },
@@ -133,33 +137,33 @@ class ModelArguments:
     tokenizer: str | None = field(default=None, metadata={"help": "Folder or hub id. Default: the model's."})
     train_tokenizer: int | None = field(
         default=None,
-        metadata={"help": "Train a byte-level BPE of so many tokens on the text instead.", "metavar": "SIZE"},
+        metadata={"help": "Train a byte-level BPE tokenizer with SIZE tokens on the text instead.", "metavar": "SIZE"},
     )
     extend_positions: int | None = field(
-        default=None, metadata={"help": "Grow the model's learned positions to so many tokens, by tiling."}
+        default=None, metadata={"help": "Extend the model's learned positions to N tokens, by tiling.", "metavar": "N"}
     )
 
     def __post_init__(self) -> None:
         if bool(self.model) == bool(self.model_type):
             raise ValueError(
                 "give a pretrained --model"
-                + (" or a new --model_type, not both" if self.model else ", or --model_type")
+                + (" or a new --model_type, not both" if self.model else " or a new --model_type")
             )
         if self.tokenizer and self.train_tokenizer:
-            raise ValueError("--tokenizer and --train_tokenizer exclude each other")
+            raise ValueError("--tokenizer and --train_tokenizer exclude each other: give only one of them")
         if self.model and self.train_tokenizer:
-            raise ValueError("a pretrained --model knows its own tokens: --train_tokenizer is for a new --model_type")
+            raise ValueError("--train_tokenizer needs a new --model_type: a pretrained --model has its own tokens")
         if self.model_type and not (self.tokenizer or self.train_tokenizer):
             raise ValueError("a new model needs a tokenizer: give --tokenizer FOLDER_OR_ID or --train_tokenizer SIZE")
 
 
 def overrides(entries: Sequence[str]) -> dict[str, Any]:
-    """key=value entries with Python's numbers, booleans and lists; anything else is text."""
+    """Parse key=value entries. Values are Python numbers, booleans, None or lists, or otherwise text."""
     found = {}
     for entry in entries:
         key, equals, value = entry.partition("=")
         if not (key and equals and value):
-            raise ValueError(f"--config_overrides {entry!r} is not of the form key=value")
+            raise ValueError(f"--config_overrides {entry!r} must have the form key=value")
         named = {"true": True, "false": False, "none": None}
         try:
             found[key] = named[value.lower()] if value.lower() in named else ast.literal_eval(value)
@@ -169,18 +173,18 @@ def overrides(entries: Sequence[str]) -> dict[str, Any]:
 
 
 def load_texts(arguments: TextArguments, args: RecipeArguments) -> tuple[list[str], list[str] | None]:
-    """The documents to train on, and those to evaluate on where they have a source of their own (else None).
+    """The documents to train on, and those to evaluate on, or None if they have no source of their own.
 
     Raises:
-        ValueError: nothing is there, or it cannot be read.
+        ValueError: a source is empty or cannot be read.
     """
-    # One process first: what comes from a hub is in the cache then.
+    # The main process first, so that the others find the files of a hub in the cache.
     with args.main_process_first(desc="reading the text"):
         return documents(arguments, evaluation=False), documents(arguments, evaluation=True)
 
 
 def documents(arguments: TextArguments, *, evaluation: bool) -> list[str] | None:
-    """The documents of one of the two sources; None where there is no source to evaluate on."""
+    """The documents to train on, or to evaluate on; None if there is no source of the latter."""
     column = arguments.text_column
     if arguments.dataset:
         split = arguments.eval_split if evaluation else arguments.train_split
@@ -202,30 +206,35 @@ def documents(arguments: TextArguments, *, evaluation: bool) -> list[str] | None
     return found
 
 
-def load_tokenizer(arguments: ModelArguments, args: RecipeArguments, texts: Sequence[str], *, masked: bool):
-    """The tokenizer of the arguments; one that is to be trained is made once, in the output folder."""
+def load_tokenizer(
+    arguments: ModelArguments, args: RecipeArguments, texts: Sequence[str], *, masked: bool
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer, or train one once and save it in the output folder."""
     if not arguments.train_tokenizer:
         return AutoTokenizer.from_pretrained(arguments.tokenizer or arguments.model)
     folder = pathlib.Path(args.output_dir)
     with args.main_process_first(desc="training the tokenizer"):
-        there = args.resume_from_checkpoint and (folder / "tokenizer.json").is_file()
-        if args.local_process_index == 0 and not there:
+        exists = args.resume_from_checkpoint and (folder / "tokenizer.json").is_file()
+        if args.local_process_index == 0 and not exists:
             train_tokenizer(texts, arguments.train_tokenizer, masked=masked).save_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)
 
 
 def train_tokenizer(texts: Iterable[str], size: int, *, masked: bool) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of `size` tokens; `masked`: with BERT's special tokens, else with <|endoftext|> alone.
+    """Train a byte-level BPE tokenizer.
+
+    Args:
+        texts: the text.
+        size: number of tokens.
+        masked: use BERT's special tokens instead of <|endoftext|>.
 
     Raises:
-        ValueError: the size has no room for the bytes.
+        ValueError: `size` is too small for the bytes and the special tokens.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-
     special = ["[PAD]", "[CLS]", "[SEP]", "[MASK]"] if masked else ["<|endoftext|>"]
     least = 256 + len(special)
     if size < least:
-        raise ValueError(f"--train_tokenizer {size}: a byte-level vocabulary has {least} tokens at least")
+        raise ValueError(f"--train_tokenizer {size}: a byte-level vocabulary needs at least {least} tokens")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -244,13 +253,15 @@ def train_tokenizer(texts: Iterable[str], size: int, *, masked: bool) -> PreTrai
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
 
 
-def load_model(arguments: ModelArguments, tokenizer, *, masked: bool) -> nn.Module:
-    """The pretrained or new model, its positions grown where that is asked; the tokenizer learns of their number.
+def load_model(arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase, *, masked: bool) -> PreTrainedModel:
+    """Load the pretrained model or make a new one, and extend its positions if requested.
+
+    The tokenizer's `model_max_length` is set to the new number of positions.
 
     Raises:
-        ValueError: an unknown type or config entry, a model of the wrong kind, or a tokenizer that knows more tokens
-            than the model.
-        UnsupportedAttentionError: positions that cannot grow.
+        ValueError: the type or a config entry is unknown, the model is of the wrong kind, or the tokenizer has more
+            tokens than the model.
+        UnsupportedAttentionError: the positions cannot be extended.
     """
     changes = overrides(arguments.config_overrides)
     if arguments.model:
@@ -273,43 +284,44 @@ def load_model(arguments: ModelArguments, tokenizer, *, masked: bool) -> nn.Modu
     _check_kind(config, masked)
     auto = AutoModelForMaskedLM if masked else AutoModelForCausalLM
     model = auto.from_pretrained(arguments.model, config=config) if arguments.model else auto.from_config(config)
-    rows = model.get_input_embeddings().num_embeddings
-    if len(tokenizer) > rows:
+    vocab_size = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > vocab_size:
         raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens and the model {rows}: they do not belong together; "
-            "give the model's own --tokenizer"
+            f"the tokenizer has {len(tokenizer)} tokens, but the model only {vocab_size}: give the model's own "
+            "--tokenizer"
         )
     if arguments.extend_positions:
         hea.extend_positions(model, arguments.extend_positions)
     if arguments.extend_positions or arguments.model_type:
-        tokenizer.model_max_length = positions_of(model) or tokenizer.model_max_length  # it is saved with the model
+        tokenizer.model_max_length = positions_of(model) or tokenizer.model_max_length
     return model
 
 
-def _check_kind(config, masked: bool) -> None:
+def _check_kind(config: PretrainedConfig, masked: bool) -> None:
+    """Raise ValueError if the model is not a masked, or not a causal, language model."""
     kind, other = ("masked", "clm.py") if masked else ("causal", "mlm.py")
     has_form = type(config) in (MODEL_FOR_MASKED_LM_MAPPING if masked else MODEL_FOR_CAUSAL_LM_MAPPING)
-    # BERT and its like have a causal form, which sees the future unless the config says is_decoder.
+    # BERT and similar models have a causal form, but attend to the future unless the config sets is_decoder.
     encoder = not masked and type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
     if not has_form or encoder:
-        raise ValueError(f"{config.model_type} is no {kind} language model; train it with {other}")
+        raise ValueError(f"{config.model_type} is not a {kind} language model: train it with {other}")
 
 
 def positions_of(model: nn.Module) -> int | None:
-    """Tokens that a model takes; None where its config does not say."""
+    """Number of positions of a model; None if its config does not say."""
     count = getattr(model.config, "max_position_embeddings", None)
     for module in model.modules():
         table = getattr(module, "position_embeddings", None)
         if isinstance(table, nn.Embedding) and table.padding_idx is not None:
-            return table.num_embeddings - table.padding_idx - 1  # RoBERTa's first rows are no positions
+            return table.num_embeddings - table.padding_idx - 1  # RoBERTa's first entries are not positions
     return count
 
 
 def block_size(arguments: TextArguments, model: nn.Module) -> int:
-    """Tokens of a row.
+    """Number of tokens of a window.
 
     Raises:
-        ValueError: more than the model has positions for.
+        ValueError: the model has fewer positions.
     """
     positions = positions_of(model)
     if arguments.block_size is None:
@@ -318,25 +330,33 @@ def block_size(arguments: TextArguments, model: nn.Module) -> int:
         rotary = getattr(model.config, "rope_parameters", None) is not None
         way = "--config_overrides max_position_embeddings=" if rotary else "--extend_positions "
         raise ValueError(
-            f"--block_size {arguments.block_size} is beyond the model's {positions} positions: give "
+            f"--block_size {arguments.block_size} exceeds the model's {positions} positions: give "
             f"{way}{arguments.block_size}, or a smaller block size"
         )
     return arguments.block_size
 
 
-def rows(
+def windows(
     arguments: TextArguments,
-    tokenizer,
+    tokenizer: PreTrainedTokenizerBase,
     size: int,
     texts: Sequence[str],
     others: Sequence[str] | None,
     *,
     offsets: bool = False,
 ) -> tuple[Dataset, Dataset]:
-    """Rows to train on and to evaluate on, of `size` tokens at most, out of what `load_texts` found.
+    """Cut the documents of `load_texts` into windows to train on and to evaluate on.
+
+    Args:
+        arguments: the options.
+        tokenizer: the tokenizer.
+        size: largest number of tokens of a window.
+        texts: documents to train on.
+        others: documents to evaluate on; None to hold out --eval_share of `texts`.
+        offsets: keep the position of each token in the text, which whole-word masking needs.
 
     Raises:
-        ValueError: one of the two is empty.
+        ValueError: one of the two sets is empty.
     """
     prefix, suffix = text.special_tokens(tokenizer)
     cut = text.Cut(size, arguments.drop_short, prefix, suffix, offsets)
@@ -356,61 +376,61 @@ def rows(
 
 
 def token_losses(logits: Tensor, labels: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Of every token: -log of its probability, and whether it was the likeliest; for Trainer, in place of logits.
+    """The loss of every token, and whether it has the largest logit. Trainer collects these instead of the logits.
 
     Args:
         logits: (B, N, V).
-        labels: (B, N), -100 where there is none.
-        causal: whether the logits at one position are those of the next token.
+        labels: (B, N), -100 for tokens without label.
+        causal: the logits at one position predict the next token.
 
     Returns:
-        nats (B, N) and right (B, N), float32; 0 where there is no label.
+        Losses in nats (B, N) and correctness (B, N), float32; 0 for tokens without label.
     """
     logits = logits[0] if isinstance(logits, tuple) else logits
     nats = torch.zeros(labels.shape, dtype=torch.float32, device=labels.device)
-    right = torch.zeros_like(nats)
+    correct = torch.zeros_like(nats)
     first = int(causal)
     logits, labels = logits[:, : labels.shape[1] - first], labels[:, first:]
-    # A row at a time: in float32 the logits of a batch are the largest tensor of all.
+    # One sequence at a time, since the float32 logits of a whole batch would be the largest tensor of all.
     for i in range(labels.shape[0]):
         nats[i, first:] = nn.functional.cross_entropy(
             logits[i].float(), labels[i], ignore_index=text.IGNORED, reduction="none"
         )
-        right[i, first:] = (logits[i].argmax(-1) == labels[i]).float()
-    return nats, right
+        correct[i, first:] = (logits[i].argmax(-1) == labels[i]).float()
+    return nats, correct
 
 
 def counted(prediction: EvalPrediction, *, causal: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """nats, right and which tokens count, (rows, N) each, of what `token_losses` left.
+    """Losses in nats, correctness and which tokens count, (windows, N) each, from the results of `token_losses`.
 
-    The first token of a causal row counts in no loss: nothing stands before it.
+    The first token of a causal window does not count, since no token precedes it.
     """
-    nats, right = prediction.predictions
-    there = prediction.label_ids != text.IGNORED
+    nats, correct = prediction.predictions
+    counts = prediction.label_ids != text.IGNORED
     if causal:
-        there[:, 0] = False
-    return nats, right, there
+        counts[:, 0] = False
+    return nats, correct, counts
 
 
 def loss_figures(prediction: EvalPrediction, *, causal: bool) -> dict[str, float]:
-    """`loss` (nats), `perplexity` and `accuracy` over all tokens that have a label, and how many `tokens` these are."""
-    nats, right, there = counted(prediction, causal=causal)
-    if not there.any():
-        raise ValueError("no token of the evaluation rows has a label: give more or longer evaluation text")
-    mean = float(nats[there].mean(dtype=np.float64))
+    """`loss` (nats), `perplexity` and `accuracy` over all tokens with a label, and their number, `tokens`."""
+    nats, correct, counts = counted(prediction, causal=causal)
+    if not counts.any():
+        raise ValueError("no token of the evaluation windows has a label: give more or longer evaluation text")
+    mean = float(nats[counts].mean(dtype=np.float64))
     return {
         "loss": mean,
         "perplexity": math.exp(min(mean, 700.0)),
-        "accuracy": float(right[there].mean(dtype=np.float64)),
-        "tokens": int(there.sum()),
+        "accuracy": float(correct[counts].mean(dtype=np.float64)),
+        "tokens": int(counts.sum()),
     }
 
 
-def masked_loss(outputs, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-    """Mean over the masked tokens of a whole step: of all processes and accumulated batches.
+def masked_loss(outputs: ModelOutput, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+    """Mean loss over the masked tokens of a whole step, that is of all processes and accumulated batches.
 
-    The models' own loss is a mean over one batch of one process, in which a masked token counts the more the fewer
-    there are: two processes would not train as one does.
+    The models' own loss is the mean over one batch of one process. It gives masked tokens more weight in batches with
+    fewer of them, so that two processes would not train like one.
     """
     logits = outputs.logits.flatten(0, 1).float()
     reduction = "mean" if num_items_in_batch is None else "sum"
@@ -419,19 +439,27 @@ def masked_loss(outputs, labels: Tensor, num_items_in_batch: Tensor | int | None
 
 
 class LanguageTrainer(Trainer):
-    """Trainer that scores each evaluation set in its own way, and keeps no cache of keys and values.
+    """Trainer with separate metrics for each evaluation set, and without a cache of keys and values.
 
-    The loss of an evaluation is the mean over its tokens, which `metrics` return; it replaces Trainer's own, a mean of
+    The evaluation loss is the mean over all tokens, which `metrics` return. It replaces that of Trainer, a mean of the
     means over batches.
 
     Args:
-        metrics: name of an evaluation set -> figures of an EvalPrediction; "" for the main one, which is `eval_dataset`
-            while training.
-        causal: whether the model predicts the next token.
+        *args: arguments of Trainer.
+        metrics: the metrics of an EvalPrediction, by name of the evaluation set. "" is the main set, which is
+            `eval_dataset` during training.
+        causal: the model predicts the next token.
+        **kwargs: arguments of Trainer.
     """
 
-    def __init__(self, *args, metrics: Mapping[str, Callable], causal: bool, **kwargs):
-        def losses(logits, labels):
+    def __init__(
+        self,
+        *args: Any,
+        metrics: Mapping[str, Callable[[EvalPrediction], dict[str, float]]],
+        causal: bool,
+        **kwargs: Any,
+    ) -> None:
+        def losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
             return token_losses(logits, labels, causal=causal)
 
         if not causal and not kwargs["args"].label_smoothing_factor:
@@ -439,12 +467,19 @@ class LanguageTrainer(Trainer):
         super().__init__(*args, compute_metrics=metrics[""], preprocess_logits_for_metrics=losses, **kwargs)
         self.metrics, self.causal = metrics, causal
 
-    def compute_loss(self, model, inputs, *args, **kwargs):
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+        """As in Trainer, without a cache for causal models."""
         if self.causal:
             inputs = {**inputs, "use_cache": False}
         return super().compute_loss(model, inputs, *args, **kwargs)
 
-    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
+    def evaluate(
+        self,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """As in Trainer, with the metrics of each evaluation set."""
         if not isinstance(eval_dataset, dict):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         figures: dict[str, float] = {}
@@ -456,8 +491,8 @@ class LanguageTrainer(Trainer):
         return figures
 
 
-def about_text(train: Dataset, evaluation: Dataset, size: int, *arguments) -> dict[str, Any]:
-    """The part of the report that says what was read."""
+def about_text(train: Dataset, evaluation: Dataset, size: int, *arguments: Any) -> dict[str, Any]:
+    """The part of the report about the text and the options, which are dataclasses."""
     return {
         "block_size": size,
         "train_windows": len(train),

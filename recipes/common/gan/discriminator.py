@@ -1,4 +1,4 @@
-"""A projection discriminator (Miyato & Koyama 2018) with spectral norm (Miyato et al. 2018), for small pictures."""
+"""A projection discriminator (Miyato & Koyama 2018) with spectral norm (Miyato et al. 2018) for small pictures."""
 
 import torch
 from torch import Tensor, nn
@@ -6,27 +6,28 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 
 class _Block(nn.Module):
-    """Residual block of two convolutions that halves the picture."""
+    """Residual block of two convolutions that halves the resolution."""
 
-    def __init__(self, before: int, after: int, first: bool) -> None:
+    def __init__(self, in_channels: int, out_channels: int, first: bool) -> None:
         super().__init__()
         self.first = first
-        self.enter = spectral_norm(nn.Conv2d(before, after, 3, padding=1))
-        self.leave = spectral_norm(nn.Conv2d(after, after, 3, padding=1))
-        self.skip = spectral_norm(nn.Conv2d(before, after, 1))
+        self.enter = spectral_norm(nn.Conv2d(in_channels, out_channels, 3, padding=1))
+        self.leave = spectral_norm(nn.Conv2d(out_channels, out_channels, 3, padding=1))
+        self.skip = spectral_norm(nn.Conv2d(in_channels, out_channels, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         pool = nn.functional.avg_pool2d
-        # The first block sees pixels, of which a ReLU would take away the dark half.
+        # The first block takes pixels: a ReLU would remove the dark half of them.
         inner = self.enter(x if self.first else x.relu())
         return pool(self.leave(inner.relu()), 2) + self.skip(pool(x, 2))
 
 
 class Discriminator(nn.Module):
-    """Pictures (B, 3, P, P) and classes (B,) -> scores (B,): linear in the features h, w.h + e(class).h.
+    """Maps pictures (B, 3, P, P) and classes (B,) to scores (B,), linear in the features h: w.h + e(class).h.
 
     Args:
-        widths: channels of the blocks, each of which halves the picture.
+        classes: number of classes.
+        widths: channels of the blocks, each of which halves the resolution.
     """
 
     def __init__(self, classes: int, widths: tuple[int, ...] = (24, 48, 96)) -> None:
@@ -37,25 +38,27 @@ class Discriminator(nn.Module):
         self.classes = spectral_norm(nn.Embedding(classes, widths[-1]))
 
     def forward(self, pictures: Tensor, labels: Tensor) -> Tensor:
+        """Score pictures (B, 3, P, P) of classes (B,): (B,)."""
         features = self.blocks(pictures).relu().sum((2, 3))
         return self.score(features).squeeze(1) + (self.classes(labels) * features).sum(1)
 
 
 def hinge_of_discriminator(real: Tensor, generated: Tensor) -> Tensor:
-    """Hinge loss of the discriminator (Lim & Ye 2017; Brock et al. 2019): scores (B,), (B',) -> ()."""
+    """Hinge loss of the discriminator (Lim & Ye 2017; Brock et al. 2019) from scores (B,) and (B',): a scalar."""
     return torch.relu(1 - real).mean() + torch.relu(1 + generated).mean()
 
 
 def hinge_of_generator(generated: Tensor) -> Tensor:
+    """Hinge loss of the generator from scores (B,): a scalar."""
     return -generated.mean()
 
 
 def sameness(pictures: Tensor, noise: Tensor) -> Tensor:
-    """How little the noise changes the pictures (Mao et al. 2019, "Mode seeking", eq. 5): large where it is ignored.
+    """Mode-seeking loss (Mao et al. 2019, eq. 5): large if the noise changes the pictures little.
 
     Args:
-        pictures: (2 B, 3, P, P), where b and B + b are of one class.
+        pictures: (2 B, 3, P, P), where pictures b and B + b have the same class.
         noise: (2 B, z_dim).
     """
-    away, moved = ((x[: len(x) // 2] - x[len(x) // 2 :]).abs().mean() for x in (pictures, noise))
-    return moved / (away + 1e-3)
+    changed, moved = ((x[: len(x) // 2] - x[len(x) // 2 :]).abs().mean() for x in (pictures, noise))
+    return moved / (changed + 1e-3)

@@ -1,7 +1,6 @@
-"""How pictures become tensors: the evaluation's square, the training's random parts, and the data set of both.
+"""Converts pictures to tensors: the crops of evaluation and training, and a data set that applies them.
 
-Pillow does it; torchvision is not used even where it is installed, so that the same command gives the same numbers with
-and without it.
+Pillow is used even if torchvision is installed, so that the same command gives the same numbers with and without it.
 """
 
 import hashlib
@@ -10,26 +9,30 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+import PIL.Image
 import torch
+from PIL import ImageEnhance, ImageOps
+from PIL.Image import Image
 from torch import Tensor
 
-from recipes.data.images import Pictures
+# The name in `transformers` itself needs torchvision up to version 5.12.
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+from recipes.common.data.images import Pictures
 
 
 def preprocessor_settings(model: str) -> dict[str, Any]:
-    """What a checkpoint's preprocessor does, as in `preprocessor_config.json`, with its class's defaults.
+    """The settings of a checkpoint's preprocessor, as in `preprocessor_config.json`, with the defaults of its class.
 
     Raises:
-        OSError: the checkpoint has none.
+        OSError: the checkpoint has no preprocessor.
     """
-    # Where it is defined: the name in `transformers` asks for torchvision up to 5.12.
-    from transformers.models.auto.image_processing_auto import AutoImageProcessor
-
     return AutoImageProcessor.from_pretrained(model, backend="pil").to_dict()
 
 
 class Norm(NamedTuple):
-    """How a model wants its pictures: values / 255 less `mean`, over `std`, by channel; `resample` as Pillow counts."""
+    """The preprocessing of a model: (values / 255 - mean) / std for each channel, and Pillow's number of the filter."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -37,14 +40,14 @@ class Norm(NamedTuple):
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "Norm":
-        """Out of a `preprocessor_config.json`.
+        """The preprocessing of a `preprocessor_config.json`.
 
         Raises:
-            ValueError: it scales the values otherwise.
+            ValueError: it scales the values differently.
         """
         if not settings.get("do_rescale", True) or abs(settings.get("rescale_factor", 1 / 255) * 255 - 1) > 1e-3:
             raise ValueError(
-                "the checkpoint's preprocessor does not scale the values by 1/255, which is all known here"
+                "the checkpoint's preprocessor does not scale the values by 1/255, the only scale that is supported"
             )
         resample = settings.get("resample")
         resample = 2 if resample is None else int(resample)
@@ -54,19 +57,17 @@ class Norm(NamedTuple):
         return cls(mean, std, resample)
 
 
-def to_tensor(picture, norm: Norm) -> Tensor:
-    """An RGB picture -> (3, height, width), float32."""
-    import numpy as np
-
+def to_tensor(picture: Image, norm: Norm) -> Tensor:
+    """Normalise an RGB picture: (3, height, width), float32."""
     values = torch.from_numpy(np.array(picture)).permute(2, 0, 1).float() / 255
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (norm.mean, norm.std))
     return (values - mean) / std
 
 
-def centre_square(picture, pixels: int, ratio: float, resample: int):
-    """The square in the middle, `ratio` of the shorter side wide, as pixels x pixels.
+def centre_square(picture: Image, pixels: int, ratio: float, resample: int) -> Image:
+    """The central square, with `ratio` of the shorter side, resized to pixels x pixels.
 
-    As in the usual evaluation: the shorter side is resized to pixels / ratio, and the square cut out of that.
+    As usual in evaluation, the shorter side is resized to pixels / ratio and the square is cut out afterwards.
     """
     shorter, side = min(picture.size), round(pixels / ratio)
     size = tuple(side * length // shorter for length in picture.size)
@@ -76,26 +77,29 @@ def centre_square(picture, pixels: int, ratio: float, resample: int):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The square in the middle; `crop_ratio` of the shorter side wide."""
+    """The transform of evaluation: the central square, with `crop_ratio` of the shorter side."""
 
     pixels: int
     norm: Norm
     crop_ratio: float = 0.875
 
-    def __call__(self, picture, generator: torch.Generator | None = None) -> Tensor:
-        """A picture -> (3, pixels, pixels); nothing is drawn."""
+    def __call__(self, picture: Image, generator: torch.Generator | None = None) -> Tensor:
+        """Convert a picture to (3, pixels, pixels). The generator is not used."""
         return to_tensor(centre_square(picture, self.pixels, self.crop_ratio, self.norm.resample), self.norm)
 
 
 @dataclass(frozen=True)
 class Training:
-    """A random part of the picture, resized, perhaps mirrored, perhaps changed in colour or shape.
+    """The transform of training: a random crop, optionally flipped and changed in colour or shape.
 
-    scale, ratio: the part's share of the area, uniform, and its width over its height, uniform in the logarithm
-        (Szegedy et al. 2015, section 6).
-    flip: probability of the mirror image.
-    jitter: brightness, contrast and saturation change by up to this share, in random order.
-    trivial: one operation of random strength as well (TrivialAugment, Mueller and Hutter 2021, its wide ranges).
+    Attributes:
+        pixels: side of the result.
+        norm: the preprocessing.
+        scale: range of the crop's share of the area, uniform (Szegedy et al. 2015, section 6).
+        ratio: range of its width over its height, uniform in the logarithm.
+        flip: probability of a horizontal flip.
+        jitter: largest relative change of brightness, contrast and saturation, which are applied in random order.
+        trivial: also apply one operation of random strength (TrivialAugment, Mueller and Hutter 2021, wide ranges).
     """
 
     pixels: int
@@ -106,14 +110,12 @@ class Training:
     jitter: float = 0.0
     trivial: bool = False
 
-    def __call__(self, picture, generator: torch.Generator) -> Tensor:
-        """A picture -> (3, pixels, pixels); all that is random comes from the generator."""
-        from PIL import Image
-
+    def __call__(self, picture: Image, generator: torch.Generator) -> Tensor:
+        """Convert a picture to (3, pixels, pixels). All randomness comes from the generator."""
         part = picture.crop(self.box(*picture.size, generator))
         picture = part.resize((self.pixels, self.pixels), self.norm.resample)
         if _uniform(generator) < self.flip:
-            picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+            picture = picture.transpose(PIL.Image.Transpose.FLIP_LEFT_RIGHT)
         if self.trivial:
             picture = trivial_augment(picture, generator)
         if self.jitter:
@@ -121,7 +123,7 @@ class Training:
         return to_tensor(picture, self.norm)
 
     def box(self, width: int, height: int, generator: torch.Generator) -> tuple[int, int, int, int]:
-        """Left, top, right and bottom of the part that is cut out."""
+        """Left, top, right and bottom of the crop."""
         for _ in range(10):
             area = width * height * _uniform(generator, *self.scale)
             ratio = math.exp(_uniform(generator, *map(math.log, self.ratio)))
@@ -129,7 +131,7 @@ class Training:
             if 0 < w <= width and 0 < h <= height:
                 left, top = _below(width - w + 1, generator), _below(height - h + 1, generator)
                 return left, top, left + w, top + h
-        # Of a picture too long for any of these the middle, as near to a square as the ratios allow.
+        # No crop fits into a very elongated picture: take its centre, as close to a square as the ratios allow.
         ratio = min(max(width / height, self.ratio[0]), self.ratio[1])
         w, h = min(width, round(height * ratio)), min(height, round(width / ratio))
         left, top = (width - w) // 2, (height - h) // 2
@@ -144,26 +146,23 @@ def _below(limit: int, generator: torch.Generator) -> int:
     return int(torch.randint(limit, (), generator=generator))
 
 
-def color_jitter(picture, strength: float, generator: torch.Generator):
-    """Brightness, contrast and saturation times 1 +- strength, in random order."""
-    from PIL import ImageEnhance
-
+def color_jitter(picture: Image, strength: float, generator: torch.Generator) -> Image:
+    """Multiply brightness, contrast and saturation by 1 +- strength, in random order."""
     kinds = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
     for i in torch.randperm(3, generator=generator).tolist():
         picture = kinds[i](picture).enhance(_uniform(generator, max(0.0, 1 - strength), 1 + strength))
     return picture
 
 
-def trivial_augment(picture, generator: torch.Generator):
-    """One of fourteen operations, at a strength of one of 31 steps and, where that makes sense, of either sign."""
-    from PIL import Image, ImageEnhance, ImageOps
-
+def trivial_augment(picture: Image, generator: torch.Generator) -> Image:
+    """Apply one of fourteen operations with one of 31 strengths and, where it has a meaning, a random sign."""
     strength = _below(31, generator) / 30
     sign = 1 - 2 * _below(2, generator)
 
-    def shift(a=0.0, b=0.0, c=0.0, d=0.0):
-        # Output (x, y) is taken from (x + a y + b, c x + y + d).
-        return lambda p: p.transform(p.size, Image.Transform.AFFINE, (1, a, b, c, 1, d), Image.Resampling.NEAREST)
+    def shift(a: float = 0.0, b: float = 0.0, c: float = 0.0, d: float = 0.0) -> Callable[[Image], Image]:
+        # The pixel (x, y) of the result comes from (x + a y + b, c x + y + d).
+        affine, nearest = PIL.Image.Transform.AFFINE, PIL.Image.Resampling.NEAREST
+        return lambda p: p.transform(p.size, affine, (1, a, b, c, 1, d), nearest)
 
     operations = (
         lambda p: p,
@@ -178,7 +177,7 @@ def trivial_augment(picture, generator: torch.Generator):
         lambda p: p.rotate(sign * 135 * strength),
         shift(a=sign * 0.99 * strength),
         shift(c=sign * 0.99 * strength),
-        # 32 of 224 pixels, whatever the size.
+        # Up to a seventh of the size, that is 32 of 224 pixels.
         shift(b=sign * strength * picture.size[0] / 7),
         shift(d=sign * strength * picture.size[1] / 7),
     )
@@ -186,17 +185,17 @@ def trivial_augment(picture, generator: torch.Generator):
 
 
 class PictureDataset(torch.utils.data.Dataset):
-    """Pictures with their labels, as a model takes them: {"pixel_values": (3, P, P), "labels": int}.
+    """Examples of pictures and labels: {"pixel_values": (3, P, P), "labels": int}.
 
-    What is random about a picture follows from the seed, the epoch and its place in the data alone: not from the global
-    state, of which a batch that was fetched ahead when a checkpoint was written would have used up some. So a resumed
-    run sees what the run that was not stopped would have seen, and any number of workers and processes sees the same.
+    The random augmentation of a picture depends on the seed, the epoch and the index of the picture only. The global
+    random state is not used, since prefetched batches would have advanced it when a checkpoint is written. So resumed
+    runs and any number of workers and processes get the same pictures.
 
     Args:
         pictures: the pictures.
-        indices: output of the model by class name.
-        transform: (picture, generator) -> tensor.
-        seed: of what is random in `transform`.
+        indices: the model's output for every class name.
+        transform: converts a picture to a tensor, with a random generator.
+        seed: seed of the generators.
     """
 
     def __init__(
@@ -204,11 +203,11 @@ class PictureDataset(torch.utils.data.Dataset):
     ) -> None:
         self.pictures, self.transform, self.seed = pictures, transform, seed
         self.labels = [indices[name] for name in pictures.classes]
-        # Shared, so that workers which outlive an epoch see the next one.
+        # In shared memory, since workers may live longer than an epoch.
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
     def set_epoch(self, epoch: int) -> None:
-        """To be called before each epoch, in the main process."""
+        """Set the epoch, before it starts, in the main process."""
         self.epoch.fill_(epoch)
 
     def __len__(self) -> int:

@@ -1,32 +1,35 @@
-"""Image classifiers for the recipes: loading, a new head, the size of the pictures, and how these are scaled."""
+"""Image classifiers of the recipes: loading, new heads, resolution, and preprocessing."""
 
+import dataclasses
 import inspect
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from PIL.Image import Resampling
 from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForImageClassification,
+    PretrainedConfig,
+    PreTrainedModel,
     ViTImageProcessorPil,
 )
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.evaluation.demo import quiet_loading
+from hf_efficient_attn.checkpoint.loading import no_progress_bar
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods import MethodConfig
 from hf_efficient_attn.models.t2t_vit import T2TViTConfig, image_processor
-from recipes.arguments import AttentionArguments
-from recipes.benchmarks.tasks import for_length
-from recipes.data.image_tensors import Norm, preprocessor_settings
+from recipes.common.arguments import AttentionArguments
+from recipes.common.data.image_tensors import Norm, preprocessor_settings
 
 
 @dataclass
 class ModelArguments:
-    """Which model, at which size of picture."""
+    """The model and its preprocessing."""
 
     _argument_group_name = "model"
 
@@ -37,65 +40,70 @@ class ModelArguments:
             "aliases": ["--model"],
         }
     )
-    from_scratch: bool = field(default=False, metadata={"help": "Random weights: take only the model's config."})
-    new_head: bool = field(default=False, metadata={"help": "A new classifier, with the classes of the training data."})
+    from_scratch: bool = field(default=False, metadata={"help": "Start from random weights, with the model's config."})
+    new_head: bool = field(
+        default=False, metadata={"help": "Use a new classifier for the classes of the training data."}
+    )
     resolution: int | None = field(
         default=None,
-        metadata={"help": "Side of the pictures; other than the model's own, its positions are interpolated."},
+        metadata={"help": "Side of the pictures in pixels. Positions are interpolated if it is not the model's own."},
     )
     image_mean: list[float] | None = field(
-        default=None, metadata={"help": "By channel, of values from 0 to 1. Default: as the checkpoint says."}
+        default=None,
+        metadata={"help": "Mean of each channel, for values from 0 to 1. Default: that of the checkpoint."},
     )
-    image_std: list[float] | None = field(default=None, metadata={"help": "As --image_mean."})
+    image_std: list[float] | None = field(
+        default=None, metadata={"help": "Standard deviation of each channel. Default: that of the checkpoint."}
+    )
     resample: str | None = field(
         default=None,
-        metadata={"help": "bilinear, bicubic or lanczos, for resizing. Default: as the checkpoint says."},
+        metadata={"help": "Resizing filter: bilinear, bicubic or lanczos. Default: that of the checkpoint."},
     )
 
 
 def named_architecture(options: ModelArguments) -> bool:
-    """Whether the model is one that is made by its name, without a checkpoint; a folder of that name comes first.
+    """Whether the model is the name of an architecture without weights. A folder of the same name takes precedence.
 
     Raises:
-        ValueError: it is, and weights are wanted.
+        ValueError: it is the name of an architecture, and --from_scratch is not given.
     """
     name = options.model_name_or_path
     if name not in T2TViTConfig.names() or os.path.isdir(name):
         return False
     if not options.from_scratch:
         raise ValueError(
-            f"{name} is the name of an architecture and has no weights: give --from_scratch, or the folder of one that "
-            "hf_efficient_attn.models.t2t_vit.convert_checkpoint made of the authors' file"
+            f"{name} is an architecture without weights: give --from_scratch, or a folder that "
+            "hf_efficient_attn.models.t2t_vit.convert_checkpoint made from the authors' checkpoint"
         )
     return True
 
 
-def config_of(options: ModelArguments, **changes):
+def config_of(options: ModelArguments, **changes: Any) -> PretrainedConfig:
     """The config of the model, with `changes`.
 
     Raises:
-        ValueError: as `named_architecture`.
+        ValueError: the model is the name of an architecture, and --from_scratch is not given.
     """
     if named_architecture(options):
         return T2TViTConfig.from_name(options.model_name_or_path, **changes)
     return AutoConfig.from_pretrained(options.model_name_or_path, **changes)
 
 
-def load_model(options: ModelArguments, labels: Sequence[str] | None) -> nn.Module:
-    """The classifier; with `labels`, under a new head for them."""
+def load_model(options: ModelArguments, labels: Sequence[str] | None) -> PreTrainedModel:
+    """Load the classifier, with a new head if `labels` are given."""
     named: dict[str, Any] = {}
     if labels is not None:
         named = {"id2label": dict(enumerate(labels)), "label2id": {name: i for i, name in enumerate(labels)}}
     if options.from_scratch:
         changes = {} if options.resolution is None else {"image_size": options.resolution}
         return AutoModelForImageClassification.from_config(config_of(options, **named, **changes))
-    with quiet_loading():
+    with no_progress_bar():
         same = labels is not None and config_of(options).num_labels == len(labels)
         model = AutoModelForImageClassification.from_pretrained(
             options.model_name_or_path, **named, ignore_mismatched_sizes=labels is not None
         )
     if same:
-        # Nothing was mismatched, so that the old head was loaded.
+        # The shapes match, so that the old head was loaded: reset it.
         for module in model.children():
             if isinstance(module, nn.Linear) and module.out_features == len(labels):
                 nn.init.normal_(module.weight, std=model.config.initializer_range)
@@ -104,40 +112,38 @@ def load_model(options: ModelArguments, labels: Sequence[str] | None) -> nn.Modu
 
 
 def norm_of(options: ModelArguments) -> Norm:
-    """How the pictures are resized and scaled.
+    """How the pictures are resized and normalised.
 
     Raises:
-        ValueError: a pretrained checkpoint does not say it and the options do not either.
+        ValueError: neither the pretrained checkpoint nor the options define it, or the options are invalid.
     """
-    from PIL.Image import Resampling
-
     try:
         if named_architecture(options):
             settings = image_processor(config_of(options)).to_dict()
         else:
             settings = preprocessor_settings(options.model_name_or_path)
     except OSError as error:
-        # Of weights from here no one has said anything: the usual values of ImageNet.
+        # New weights have no preprocessor: use the usual values of ImageNet.
         settings = ViTImageProcessorPil(resample=Resampling.BICUBIC).to_dict() if options.from_scratch else {}
         if not settings and not (options.image_mean and options.resample):
             raise ValueError(
                 f"{options.model_name_or_path} has no preprocessor_config.json: give --image_mean, --image_std and "
-                "--resample as they were when it was trained"
+                "--resample with the values that it was trained with"
             ) from error
     if options.image_mean is not None:
         settings |= {"image_mean": options.image_mean, "image_std": options.image_std, "do_normalize": True}
     if options.resample is not None:
         if options.resample.upper() not in ("BILINEAR", "BICUBIC", "LANCZOS"):
-            raise ValueError(f"--resample {options.resample} is none of bilinear, bicubic, lanczos")
+            raise ValueError(f"--resample {options.resample} is not one of bilinear, bicubic, lanczos")
         settings["resample"] = Resampling[options.resample.upper()]
     norm = Norm.of(settings)
     if len(norm.mean) != 3 or len(norm.std) != 3 or min(norm.std) <= 0:
-        raise ValueError(f"mean {norm.mean} and deviation {norm.std}: three channels are wanted, the latter above 0")
+        raise ValueError(f"mean {norm.mean} and deviation {norm.std}: give three values each, with deviations above 0")
     return norm
 
 
 def processor_of(norm: Norm, pixels: int, crop_ratio: float) -> ViTImageProcessorPil:
-    """What cuts a picture as the evaluation does, to be saved with the model."""
+    """An image processor that crops like the evaluation, to be saved with the model."""
     return ViTImageProcessorPil(
         resample=norm.resample, image_mean=list(norm.mean), image_std=list(norm.std), do_center_crop=True,
         size={"shortest_edge": round(pixels / crop_ratio)}, crop_size={"height": pixels, "width": pixels},
@@ -145,56 +151,73 @@ def processor_of(norm: Norm, pixels: int, crop_ratio: float) -> ViTImageProcesso
 
 
 def fit_resolution(model: nn.Module, pixels: int | None) -> tuple[int, int | None, bool]:
-    """The side of the pictures, the tokens of one where that is one number, and whether positions are interpolated.
+    """Set the resolution of a model.
 
-    A model that can be made one for pictures of another size (T2T-ViT) is, and has nothing to interpolate any more.
+    T2T-ViT is changed to the new resolution, and needs no interpolation afterwards.
+
+    Args:
+        model: the classifier.
+        pixels: side of the pictures; None for the model's own.
+
+    Returns:
+        The side of the pictures, the number of tokens of a picture (None if it differs between layers or is unknown),
+        and whether positions are interpolated.
 
     Raises:
-        ValueError: the model takes no pictures of this size.
+        ValueError: the model does not support this resolution.
     """
     own, patch = (getattr(model.config, name, None) for name in ("image_size", "patch_size"))
     own, patch = (size[0] if isinstance(size, (list, tuple)) and len(set(size)) == 1 else size for size in (own, patch))
     pixels = own if pixels is None else pixels
     kind = type(model).__name__
     if not isinstance(pixels, int):
-        raise ValueError(f"{kind} does not say how large its pictures are: give --resolution")
+        raise ValueError(f"the config of {kind} has no image_size: give --resolution")
     if not isinstance(patch, int):
         patch = None
     if pixels < 1 or (patch and pixels % patch):
-        raise ValueError(f"--resolution {pixels} is no multiple of the {patch} pixels of a patch of {kind}")
+        raise ValueError(f"--resolution {pixels} is not a multiple of the {patch} pixels of a patch of {kind}")
     if getattr(model.config, "num_channels", 3) != 3:
-        raise ValueError(f"{kind} takes {model.config.num_channels} channels; pictures are read in three, RGB")
+        raise ValueError(f"{kind} has {model.config.num_channels} input channels; pictures are read as RGB, with three")
     if pixels != own and "interpolate_pos_encoding" not in inspect.signature(model.forward).parameters:
-        raise ValueError(f"{kind} cannot interpolate its positions: leave --resolution out for its own {own} pixels")
+        raise ValueError(f"{kind} cannot interpolate its positions: leave out --resolution to use its own {own} pixels")
     if hasattr(model, "set_image_size"):
         if pixels != own:
             model.set_image_size(pixels)
-        # Each attention says its own number, and the tables of a method are as long as that.
+        # Each attention module has its own number of tokens, which is the length of a method's tables.
         sizes = {module.max_tokens for module in model.modules() if hasattr(module, "max_tokens")}
         return pixels, sizes.pop() if len(sizes) == 1 else None, False
     tables = [p for name, p in model.named_parameters() if name.endswith("position_embeddings") and p.ndim == 3]
     if not patch or not isinstance(own, int) or len(tables) != 1:
         return pixels, None, pixels != own
-    # Beside the patches the table holds the class token, and DeiT's distillation token.
+    # The table also holds the class token, and DeiT's distillation token.
     return pixels, (pixels // patch) ** 2 + tables[0].shape[1] - (own // patch) ** 2, pixels != own
 
 
-class Sized:
-    """AttentionArguments whose methods have their learned tables for so many tokens, where they have tables.
+def for_length(config: MethodConfig, tokens: int) -> MethodConfig:
+    """The config with learned tables for this number of tokens, if the method has tables."""
+    return dataclasses.replace(config, max_length=tokens) if hasattr(config, "max_length") else config
 
-    Of a model at a resolution other than its own these cannot be told from its config.
+
+class SizedAttention:
+    """AttentionArguments whose methods get learned tables for a given number of tokens, if they have tables.
+
+    The config of a model does not show the number of tokens at another resolution than its own.
+
+    Args:
+        attention: the options.
+        tokens: number of tokens; None to leave the methods unchanged.
     """
 
     def __init__(self, attention: AttentionArguments, tokens: int | None) -> None:
         self.attention, self.tokens = attention, tokens
 
-    def method(self):
-        """As `AttentionArguments.method`."""
+    def method(self) -> tuple[Any, list[int] | None] | None:
+        """Like `AttentionArguments.method`."""
         found = self.attention.method()
         return found and (self.sized(found[0]), found[1])
 
-    def schedule(self, total_steps: int | None = None):
-        """As `AttentionArguments.schedule`."""
+    def schedule(self, total_steps: int | None = None) -> hea.UptrainingSchedule | None:
+        """Like `AttentionArguments.schedule`."""
         found = self.attention.schedule(total_steps)
         if found is None:
             return None
@@ -202,12 +225,14 @@ class Sized:
         for stage in found.stages:
             if stage.settings is not None and len(stage.settings.entries) == 1:
                 entry = stage.settings.entries[0]
-                stage = replace(stage, settings=EfficientAttentionConfig(self.sized(entry.config), None, entry.layers))
+                stage = dataclasses.replace(
+                    stage, settings=EfficientAttentionConfig(self.sized(entry.config), None, entry.layers)
+                )
             stages.append(stage)
         return hea.UptrainingSchedule(stages, found.total_steps)
 
-    def sized(self, method):
-        """The config with tables of the right length; raises ValueError where it says another."""
+    def sized(self, method: MethodConfig | str) -> MethodConfig | str:
+        """The config with tables of the right length. Raises ValueError if its own `max_length` is too small."""
         if not isinstance(method, MethodConfig) or self.tokens is None:
             return method
         given = getattr(method, "max_length", 0)
@@ -218,7 +243,7 @@ class Sized:
 
 @torch.no_grad()
 def probe(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    """One forward pass, so that what the model refuses is refused before the training."""
+    """Run one forward pass, so that errors of the model come before the training."""
     training = model.training
     model.eval()(**{key: x.to(model.device) if isinstance(x, torch.Tensor) else x for key, x in inputs.items()})
     model.train(training)

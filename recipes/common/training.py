@@ -1,8 +1,8 @@
-"""What the training recipes share beside their command line: checks of data and model, the run and its figures.
+"""Shared code of the training recipes: checks of data and model, the training itself, and its report.
 
-A recipe parses with `arguments.parse`, loads its data, looks at it with `check_columns` and `check_not_empty`, hands
-its model to `prepare_attention` and a Trainer with the callbacks that this returns to `train_and_report`. What cannot
-be done is a ValueError before the first step.
+A recipe parses its options with `arguments.parse`, loads its data and checks it with `check_columns` and
+`check_not_empty`. It calls `prepare_attention` with its model, and `train_and_report` with a Trainer that has the
+returned callbacks. Everything that is not possible raises ValueError before the first step.
 """
 
 import ast
@@ -12,30 +12,31 @@ import pathlib
 import sys
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 import torch
+from datasets import Dataset, IterableDataset
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerState
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.conversion.positions import position_offset
-from hf_efficient_attn.training.callback import why_unfinished
-from recipes.arguments import STATE, AttentionArguments, RecipeArguments
-from recipes.benchmarks.memory import peak_bytes
-from recipes.reporting import about_run, switches_of, write_report
+from hf_efficient_attn.training.checkpoints import why_incomplete
+from recipes.common.arguments import STATE, AttentionArguments, RecipeArguments
+from recipes.common.memory import peak_bytes
+from recipes.common.reporting import about_run, switches_of, write_report
 
 
 def prepare_attention(model: nn.Module, attention: AttentionArguments) -> list[TrainerCallback]:
-    """Switch the model to --attention, in place, or make the callback that takes it through the stages.
+    """Convert the model to --attention, in place, or make the callback that runs the stages.
 
     Returns:
-        the callbacks for the Trainer.
+        The callbacks for the Trainer.
 
     Raises:
-        UnsupportedAttentionError: the model cannot take the method.
+        UnsupportedAttentionError: the model does not support the method.
     """
     chosen, schedule = attention.method(), attention.schedule()
     if chosen is not None:
@@ -43,29 +44,34 @@ def prepare_attention(model: nn.Module, attention: AttentionArguments) -> list[T
     return [] if schedule is None else [hea.UptrainingCallback(schedule)]
 
 
-def check_columns(dataset, needed: Sequence[str], where: str) -> None:
-    """That a `datasets.Dataset` (or an IterableDataset that knows its columns) has all that is needed.
+def check_columns(dataset: Dataset | IterableDataset, needed: Sequence[str], where: str) -> None:
+    """Check that a dataset has the needed columns. An IterableDataset that does not know its columns passes.
+
+    Args:
+        dataset: the dataset.
+        needed: names of the columns.
+        where: path or hub id, for the message.
 
     Raises:
-        ValueError: one is missing; the message names it, the columns that are there, and `where` (a path or hub id).
+        ValueError: a column is missing.
     """
-    there = dataset.column_names
-    missing = [name for name in needed if there is not None and name not in there]
+    known = dataset.column_names
+    missing = [name for name in needed if known is not None and name not in known]
     if missing:
-        raise ValueError(f"{where} has no column {', '.join(map(repr, missing))}; its columns: {', '.join(there)}")
+        raise ValueError(f"{where} has no column {', '.join(map(repr, missing))}; its columns: {', '.join(known)}")
 
 
-def check_not_empty(dataset, where: str) -> None:
-    """That a dataset with a length holds something; raises ValueError if not."""
+def check_not_empty(dataset: Sized, where: str) -> None:
+    """Raise ValueError if the dataset is empty."""
     if len(dataset) == 0:
         raise ValueError(f"{where} is empty: there is nothing to train or evaluate on")
 
 
 def check_length(model: nn.Module, length: int, option: str = "--max_length") -> None:
-    """That the learned position table of a text model, where it has one, takes sequences of `length` tokens.
+    """Check that the learned position table of a text model, if it has one, covers `length` tokens.
 
     Raises:
-        ValueError: it is shorter.
+        ValueError: the table is shorter.
     """
     for module in model.modules():
         for name in ("position_embeddings", "wpe"):
@@ -75,61 +81,65 @@ def check_length(model: nn.Module, length: int, option: str = "--max_length") ->
             limit = table.num_embeddings - position_offset(table)
             if length > limit:
                 raise ValueError(
-                    f"{option} {length}: the model has positions for {limit} tokens; give at most that, or a model "
-                    "that hea.extend_positions has grown"
+                    f"{option} {length}: the model has positions for {limit} tokens; give at most {limit}, or extend "
+                    "the model with hea.extend_positions"
                 )
 
 
-def take(dataset, count: int | None, seed: int = 0):
-    """`count` rows, drawn and ordered by the seed; all rows in their order if None or if there are not more.
+def take(dataset: Dataset, count: int | None, seed: int = 0) -> Dataset:
+    """Choose `count` examples at random; return the whole dataset if `count` is None or not smaller.
 
-    The seed is as a rule not that of the training, so that runs with several seeds see the same rows.
+    The seed is usually not that of the training, so that runs with different seeds use the same examples.
 
     Raises:
-        ValueError: a count below 1.
+        ValueError: `count` is below 1.
     """
     if count is not None and count < 1:
-        raise ValueError(f"{count} samples are none: give 1 or more, or leave the option out for all")
+        raise ValueError(f"{count} samples: give 1 or more, or leave the option out for all")
     return dataset if count is None or count >= len(dataset) else dataset.shuffle(seed=seed).select(range(count))
 
 
-def last_whole_checkpoint(folder: str | os.PathLike, processes: int = 1) -> pathlib.Path | None:
-    """The newest checkpoint of Trainer that was written to its end; None if there is none.
+def last_complete_checkpoint(folder: str | os.PathLike, processes: int = 1) -> pathlib.Path | None:
+    """The newest complete checkpoint of Trainer; None if there is none.
 
     Args:
         folder: output folder.
-        processes: number of processes that wrote it, each of which saves its random state.
+        processes: number of processes that wrote the checkpoint. Each of them saves its random state.
     """
     prefix = f"{PREFIX_CHECKPOINT_DIR}-"
     found = [path for path in pathlib.Path(folder).glob(f"{prefix}*") if path.name.removeprefix(prefix).isdecimal()]
     states = [f"rng_state_{rank}.pth" for rank in range(processes)] if processes > 1 else []
     for path in sorted(found, key=lambda path: int(path.name.removeprefix(prefix)), reverse=True):
-        if why_unfinished(path) is None and all((path / name).is_file() for name in states):
+        if why_incomplete(path) is None and all((path / name).is_file() for name in states):
             return path
     return None
 
 
 class _Clock(TrainerCallback):
-    """Seconds of the steps (data included; saving, evaluation and the first step left out) and the peak of memory."""
+    """Measures the time of the steps, without the first one, saving and evaluation, and the peak memory."""
 
     def __init__(self) -> None:
         self.steps, self.seconds, self.peak, self._mark, self._first = 0, 0.0, 0, 0.0, True
 
-    def on_train_begin(self, args, state, control, **kwargs) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if args.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(args.device)
 
-    def on_step_end(self, args, state, control, **kwargs) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not self._first:
             self.steps, self.seconds = self.steps + 1, self.seconds + time.perf_counter() - self._mark
         self._first, self._mark = False, time.perf_counter()
 
-    def on_evaluate(self, args, state, control, **kwargs) -> None:
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._mark = time.perf_counter()
 
     on_save = on_log = on_evaluate
 
-    def on_train_end(self, args, state, control, **kwargs) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.peak = torch.cuda.max_memory_allocated(args.device) if args.device.type == "cuda" else peak_bytes()
 
 
@@ -141,27 +151,27 @@ def train_and_report(
     extra: Mapping[str, Any] | None = None,
     metric: str | None = None,
 ) -> dict[str, Any]:
-    """Train (or resume), evaluate, save, and write what came out.
+    """Train or resume, evaluate, save, and write a report.
 
-    Into `trainer.args.output_dir` go the model and its processing class, Trainer's state, `metrics.json` and
-    `learning_curve.png`; a short table is printed. Process 0 writes, all take part.
+    The model and its processing class, Trainer's state, `metrics.json` and `learning_curve.png` are written to
+    `trainer.args.output_dir`, and a short table is printed. All processes must call this; process 0 writes.
 
     Args:
-        trainer: with the callbacks of `prepare_attention`.
-        attention: what was asked, for the report.
-        evaluate: a Dataset, or name -> Dataset for metrics `eval_<name>_...`; None for no evaluation.
+        trainer: a Trainer with the callbacks of `prepare_attention`.
+        attention: the attention options, for the report.
+        evaluate: a Dataset, or several by name for metrics `eval_<name>_...`; None for no evaluation.
         extra: further entries of `metrics.json`.
-        metric: the evaluation figure to draw, such as "eval_accuracy"; by default `metric_for_best_model`, else
+        metric: the evaluation metric to plot, such as "eval_accuracy". Default: `metric_for_best_model`, or
             "eval_loss".
 
     Returns:
-        what `metrics.json` holds: metrics, seconds_per_step, peak_memory_mib, steps, seed, attention, switches,
+        The contents of `metrics.json`: metrics, seconds_per_step, peak_memory_mib, steps, seed, attention, switches,
         versions, processes and more.
     """
     args, clock = trainer.args, _Clock()
     if not counts_items(trainer.model):
-        # Else Trainer takes the mean over a batch for a share of a sum over all processes and accumulated batches, and
-        # multiplies loss and gradient by their number (huggingface/transformers, issue 47688).
+        # Otherwise Trainer treats the mean over a batch as a part of a sum over all processes and accumulated batches,
+        # and multiplies loss and gradient by their number (huggingface/transformers, issue 47688).
         trainer.model_accepts_loss_kwargs = False
     trainer.add_callback(clock)
     result = trainer.train(resume_from_checkpoint=_checkpoint(args))
@@ -202,10 +212,17 @@ def evaluate_and_report(
     extra: Mapping[str, Any] | None = None,
     metric: str = "eval_loss",
 ) -> dict[str, Any]:
-    """`train_and_report` without the training: the figures of the model as it is; the model is not saved.
+    """Evaluate without training, and write a report. The model is not saved.
 
     Args:
-        evaluate: as there; None for the trainer's own evaluation set.
+        trainer: the Trainer.
+        attention: the attention options, for the report.
+        evaluate: as in `train_and_report`; None for the trainer's own evaluation set.
+        extra: further entries of `metrics.json`.
+        metric: the metric to plot.
+
+    Returns:
+        The contents of `metrics.json`.
     """
     args, figures = trainer.args, trainer.evaluate(evaluate)
     report = {
@@ -223,10 +240,10 @@ def evaluate_and_report(
 
 
 def counts_items(model: nn.Module) -> bool:
-    """Whether the model's loss heeds `num_items_in_batch`, as far as the source of its forward pass tells.
+    """Whether the model's loss uses `num_items_in_batch`, as far as the source code of its forward method shows.
 
-    Trainer takes it for granted where forward takes further keywords, as BertForSequenceClassification does, whose loss
-    is nevertheless a mean over its own batch.
+    Trainer assumes so for every forward method with keyword arguments. BertForSequenceClassification has them, but its
+    loss is a mean over its own batch.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     try:
@@ -240,7 +257,7 @@ def counts_items(model: nn.Module) -> bool:
 
 
 def _evaluate(trainer: Trainer, data: Any) -> dict[str, Any]:
-    """The figures on `data`, which are there already if the last step was followed by an evaluation."""
+    """The metrics on `data`. They are taken from the log if the last step was evaluated already."""
     if data is None:
         return {}
     if data is trainer.eval_dataset and not trainer.args.load_best_model_at_end:
@@ -252,22 +269,22 @@ def _evaluate(trainer: Trainer, data: Any) -> dict[str, Any]:
 
 
 def _checkpoint(args: RecipeArguments) -> str | None:
-    """What Trainer shall resume from.
+    """The checkpoint to resume from; None to start anew.
 
     Raises:
-        ValueError: it holds all of --max_steps; Trainer would take one step more.
+        ValueError: the checkpoint has done --max_steps already. Trainer would do one more step.
     """
     found = args.resume_from_checkpoint or None
     if found is True:
-        found = last_whole_checkpoint(args.output_dir, args.world_size)
+        found = last_complete_checkpoint(args.output_dir, args.world_size)
         if args.process_index == 0:
-            where = f"resumed from {found}" if found else f"no whole checkpoint in {args.output_dir}: from the start"
-            print(where, file=sys.stderr)
+            message = f"resumed from {found}" if found else f"no complete checkpoint in {args.output_dir}: started anew"
+            print(message, file=sys.stderr)
     if found is not None and args.max_steps > 0:
         done = TrainerState.load_from_json(str(pathlib.Path(found) / STATE)).global_step
         if done >= args.max_steps:
             raise ValueError(
-                f"the run in {found} has done {done} steps and --max_steps {args.max_steps} asks for no more: it is "
-                "finished; give a larger --max_steps to go on"
+                f"the run in {found} is finished: it has done {done} steps and --max_steps is {args.max_steps}; give a "
+                "larger --max_steps to continue"
             )
     return found and str(found)

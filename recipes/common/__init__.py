@@ -1,0 +1,1 @@
+"""What several recipes share: options, training, reports, models, data and measurements."""

@@ -1,0 +1,1 @@
+"""Data sets of the recipes: text, GLUE, the Long Range Arena, and pictures."""

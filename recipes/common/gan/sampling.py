@@ -1,0 +1,209 @@
+"""Pictures of a `BigGANModel` with several attention methods on the same noise, and the cost of its attention layer."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import hf_efficient_attn as hea
+from hf_efficient_attn.checkpoint.loading import no_progress_bar
+from hf_efficient_attn.cli import parse_methods
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation.capture import capture_attention
+from hf_efficient_attn.evaluation.timing import Timing, paired
+from hf_efficient_attn.methods import MethodConfig, method_info
+from hf_efficient_attn.models.biggan import BigGANConfig, BigGANModel, class_index, truncated_noise
+from recipes.common.counting import Operations, count
+from recipes.common.image_models import for_length
+
+
+def load_generator(folder: str) -> BigGANModel:
+    """Load a `BigGANModel` for inference with exact attention and without spectral norm.
+
+    Raises:
+        UnsupportedAttentionError: the folder holds no checkpoint of a BigGAN.
+    """
+    try:
+        with no_progress_bar():
+            model = BigGANModel.from_pretrained(folder, spectral_norm=False)
+    except (OSError, ValueError) as error:
+        raise UnsupportedAttentionError(f"{folder} is not a checkpoint of a BigGAN: {error}") from error
+    return hea.convert(model.eval(), "sdpa")
+
+
+def parse_classes(names: Sequence[str], config: BigGANConfig) -> list[int]:
+    """Class indices for numbers, the model's class names, or ImageNet's class names.
+
+    Raises:
+        UnsupportedAttentionError: the model has no such class.
+    """
+    own = {str(name).lower(): number for number, name in (config.id2label or {}).items()}
+    found = []
+    for name in names:
+        if name.isdecimal() and int(name) < config.num_classes:
+            found.append(int(name))
+        elif name.lower() in own:
+            found.append(int(own[name.lower()]))
+        elif config.num_classes == 1000 and not name.isdecimal():
+            try:
+                found.append(class_index(name))
+            except ValueError as error:
+                raise UnsupportedAttentionError(f"--classes: {error}") from error
+        else:
+            raise UnsupportedAttentionError(
+                f"--classes: the model has no class {name!r}; its {config.num_classes} classes are numbered from 0"
+            )
+    return found
+
+
+class Draw(NamedTuple):
+    """Inputs of a generator: noise (N, z_dim), classes (N,), and the truncation of noise and batch norm statistics."""
+
+    noise: Tensor
+    labels: Tensor
+    truncation: float
+
+    @classmethod
+    def of(
+        cls,
+        config: BigGANConfig,
+        classes: Sequence[int],
+        number: int,
+        truncation: float,
+        seed: int,
+        *,
+        shuffled: bool = False,
+    ) -> "Draw":
+        """Draw the inputs of `number` pictures.
+
+        Args:
+            config: config of the generator.
+            classes: the classes, which are used in turn; empty for all classes.
+            number: number of pictures.
+            truncation: above 0 and at most 1.
+            seed: seed of the noise.
+            shuffled: shuffle the classes.
+        """
+        if not 0 < truncation <= 1:
+            raise UnsupportedAttentionError(f"--truncation {truncation} must be above 0 and at most 1")
+        chosen = torch.tensor(list(classes) or list(range(config.num_classes)))
+        labels = chosen.repeat(-(-number // len(chosen)))[:number]
+        if shuffled:
+            labels = labels[torch.randperm(number, generator=torch.Generator().manual_seed(seed))]
+        return cls(truncated_noise(number, config.z_dim, truncation, seed), labels, truncation)
+
+
+class Swap(NamedTuple):
+    """An attention method for the generator: its name, its budget in columns if given, and its config.
+
+    The config is None for exact attention.
+    """
+
+    name: str
+    budget: int | None
+    config: MethodConfig | None
+
+    @property
+    def label(self) -> str:
+        """Name and budget."""
+        return self.name if self.budget is None else f"{self.name}, {self.budget}"
+
+
+EXACT_SWAP = Swap("exact", None, None)
+
+
+def rectangular_names() -> list[str]:
+    """Names of the methods that take fewer keys than queries."""
+    return [name for name in hea.available_methods() if method_info(name).rectangular]
+
+
+def swaps_of(methods: Sequence[str], settings: Sequence[str], budgets: Sequence[int], kv_len: int) -> list[Swap]:
+    """Exact attention, and every method at every budget below the number of keys, without repetition.
+
+    Raises:
+        UnsupportedAttentionError: a method has no rectangular form, or no budget is below the number of keys.
+    """
+    configs = parse_methods(methods or rectangular_names(), settings)
+    for config in configs.values():
+        if not method_info(config.method).rectangular:
+            raise UnsupportedAttentionError(
+                f"{config.method} needs as many keys as queries, but BigGAN has a quarter as many; use one of "
+                f"{', '.join(rectangular_names())}"
+            )
+    below = [budget for budget in budgets if budget < kv_len]
+    if budgets and not below:
+        raise UnsupportedAttentionError(
+            f"--budget: the layer has {kv_len} keys, so that nothing is approximated; give a smaller budget"
+        )
+    swaps = [EXACT_SWAP]
+    for name, config in configs.items():
+        sized = []
+        for budget in below or [None]:
+            # Some methods have no config for a budget this small.
+            with contextlib.suppress(UnsupportedAttentionError):
+                one = config if budget is None else config.with_budget(budget)
+                sized.append(Swap(name, budget, for_length(one, kv_len)))
+        # A method without a budget has the same config for all of them: list it once.
+        same = len(sized) > 1 and len({swap.config for swap in sized}) == 1
+        swaps += [sized[0]._replace(budget=None)] if same else sized
+    return swaps
+
+
+def apply_swap(model: BigGANModel, swap: Swap) -> BigGANModel:
+    """Switch the attention of the model, in place."""
+    return hea.convert(model, "sdpa" if swap.config is None else swap.config)
+
+
+@torch.inference_mode()
+def pictures(model: BigGANModel, draw: Draw, batch: int, bar: tqdm | None = None) -> Iterator[Tensor]:
+    """Generate pictures in batches (b, 3, P, P) in [-1, 1]."""
+    for noise, labels in zip(draw.noise.split(batch), draw.labels.split(batch), strict=True):
+        found = model(noise, labels, truncation=draw.truncation).images
+        if not found.isfinite().all():
+            raise UnsupportedAttentionError("the pictures hold NaN or infinity: check the checkpoint")
+        yield found
+        if bar is not None:
+            bar.update(len(found))
+
+
+class Cost(NamedTuple):
+    """Cost of the attention layer: operations for one picture, and its timing against exact attention if measured."""
+
+    operations: Operations
+    timing: Timing | None
+
+
+@torch.inference_mode()
+def layer_costs(
+    model: BigGANModel, draw: Draw, swaps: Sequence[Swap], rounds: int, bar: tqdm | None = None
+) -> list[Cost]:
+    """Cost of the attention layer with each method, on the layer's inputs for up to 8 pictures of the draw.
+
+    Args:
+        model: the generator.
+        draw: the inputs.
+        swaps: the methods.
+        rounds: number of paired timings against exact attention; 0 for none.
+        bar: progress bar of the timings.
+    """
+    recorded = []
+    few = Draw(draw.noise[:8], draw.labels[:8], draw.truncation)
+    with capture_attention(model, lambda call: recorded.append((call.query, call.key, call.value, call.scale))):
+        next(pictures(model, few, 8))
+    query, key, value, scale = recorded[0]
+
+    def work(config: MethodConfig | None) -> Callable[[], Tensor]:
+        if config is None:
+            return lambda: torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scale)
+        return lambda: hea.attention(config, query, key, value, scale=scale)
+
+    calls = {swap.label: work(swap.config) for swap in swaps if swap.config is not None}
+    timed = paired(work(None), calls, rounds, bar)[1] if rounds and calls else {}
+    costs = []
+    for swap in swaps:
+        total = count(work(swap.config))
+        costs.append(Cost(Operations(*(number // len(query) for number in total)), timed.get(swap.label)))
+    return costs

@@ -1,0 +1,150 @@
+"""Run the experiments of recipes/README.md, and print the tables of their results.
+
+    python -m recipes.experiments run glue --data DATA --output RUNS --workers 2      (also imagenet, lm, lra)
+    python -m recipes.experiments show RUNS/glue                                      (prints the table again)
+
+Every run is a recipe in a separate process with its own folder. A run that has a metrics.json is not repeated, so that
+interrupted experiments continue. DATA is a folder with glue/, images/, imdb/, models/ and text/books. The default is
+$HEA_DATA or ../shared/data. Steps, subsets and seeds are small, the same for every line of a table, and stated with it.
+
+Duration: hours for each group on two cores. Expected: the tables of recipes/README.md.
+"""
+
+import concurrent.futures
+import json
+import os
+import pathlib
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+from tqdm import tqdm
+
+from hf_efficient_attn.cli import main_of, table
+from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
+from recipes.common.commands import Csv, Data, data_folder, new_app, write
+from recipes.common.memory import ROOT
+from recipes.experiments.groups import GROUPS, Group
+
+app = new_app(no_args_is_help=True)
+
+
+def slug(text: str) -> str:
+    """The text as a folder name."""
+    return "-".join("".join(c if c.isalnum() else " " for c in text.lower()).split())
+
+
+def folder_of(output: pathlib.Path, line: str, task: str, seed: int) -> pathlib.Path:
+    """The folder of a run."""
+    return output / slug(task) / f"{slug(line)}-{seed}"
+
+
+def run_one(module: Sequence[str], folder: pathlib.Path, threads: int) -> str | None:
+    """Run a recipe in a child process with its output in run.log; return its error message, or None."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", *module, "--output_dir", str(folder), "--overwrite", "True"]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
+    with (folder / "run.log").open("w", encoding="utf-8") as log:
+        log.write(f"{shlex.join(command)}\n")
+        log.flush()
+        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False)
+    if done.returncode == 0:
+        # The weights are not needed for the table.
+        for path in (*folder.glob("*.safetensors"), *folder.glob("*.bin")):
+            path.unlink()
+        return None
+    lines = (folder / "run.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1] if lines else f"exit status {done.returncode}"
+
+
+@app.command(epilog="Example: python -m recipes.experiments run glue --output runs --workers 2 --seeds 2")
+def run(
+    groups: Annotated[list[str], typer.Argument(metavar="GROUP...", help="glue, imagenet, lm or lra.")],
+    output: Annotated[pathlib.Path, typer.Option(metavar="FOLDER", help="Folder of the runs.")],
+    data: Data = None,
+    workers: Annotated[int, typer.Option(metavar="N", min=1, help="Number of simultaneous runs.")] = 1,
+    threads: Annotated[int, typer.Option(metavar="N", min=1, help="Threads of each run.")] = 1,
+    seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Number of seeds, 0, 1, ...")] = 1,
+    only: Annotated[str, typer.Option(metavar="TEXT", help="Only lines or tasks that contain this text.")] = "",
+    csv: Csv = None,
+) -> None:
+    """Run the missing experiments of some groups, and print their tables."""
+    for name in groups:
+        if name not in GROUPS:
+            raise UnsupportedAttentionError(unknown_name("group of experiments", name, GROUPS))
+    source = data_folder(data)
+    chosen = {name: GROUPS[name](source) for name in groups}
+    waiting = []
+    for name, group in chosen.items():
+        for seed in range(seeds):
+            for line, task in group.pairs():
+                folder = folder_of(output / name, line, task, seed)
+                if only.lower() in f"{line} {task}".lower() and not (folder / "metrics.json").is_file():
+                    waiting.append(([*group.tasks[task], *group.attention[line], "--seed", str(seed)], folder))
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool, tqdm(total=len(waiting), disable=None) as bar:
+        started = {pool.submit(run_one, module, folder, threads): folder for module, folder in waiting}
+        for future in concurrent.futures.as_completed(started):
+            bar.update()
+            if future.result() is not None:
+                tqdm.write(f"failed: {started[future]}: {future.result()}", file=sys.stderr)
+    for name, group in chosen.items():
+        show_group(name, group, output / name, csv)
+
+
+@app.command(epilog="Example: python -m recipes.experiments show runs/glue")
+def show(
+    folder: Annotated[pathlib.Path, typer.Argument(metavar="FOLDER", help="Runs of one group, made by `run`.")],
+    data: Data = None,
+    csv: Csv = None,
+) -> None:
+    """Print the table of existing runs."""
+    if folder.name not in GROUPS or not folder.is_dir():
+        raise UnsupportedAttentionError(f"{folder} holds no runs: its name must be one of {', '.join(GROUPS)}")
+    show_group(folder.name, GROUPS[folder.name](data_folder(data)), folder, csv)
+
+
+def reports_of(folder: pathlib.Path, line: str, task: str) -> list[dict[str, Any]]:
+    """The reports of all seeds."""
+    found = sorted((folder / slug(task)).glob(f"{slug(line)}-[0-9]*/metrics.json"))
+    found = [path for path in found if path.parent.name.removeprefix(f"{slug(line)}-").isdecimal()]
+    return [json.loads(path.read_text(encoding="utf-8")) for path in found]
+
+
+def figures_of(reports: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    """A figure of all reports that have it."""
+    values = (report["metrics"].get(key, report.get(key)) for report in reports)
+    return [value for value in values if value is not None]
+
+
+def mean_and_range(values: Sequence[float], digits: int = 3) -> str:
+    """The mean, and half the range if there are several values."""
+    if not values:
+        return ""
+    mean = f"{statistics.fmean(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ± {(max(values) - min(values)) / 2:.{digits}f}"
+
+
+def show_group(name: str, group: Group, folder: pathlib.Path, csv: pathlib.Path | None) -> None:
+    """Print a table with a line for each attention that has run, and a column for each figure."""
+    lines, rows, seeds = [], [], 1
+    for name_of_line in group.attention:
+        reports = {task: reports_of(folder, name_of_line, task) for task in group.tasks}
+        if not any(reports.values()):
+            continue
+        found = {column: figures_of(reports[task], key) for column, (task, key) in group.figures.items()}
+        seeds = max(seeds, *map(len, found.values()))
+        lines.append((name_of_line, *(mean_and_range(values, 0 if ", MiB" in c else 3) for c, values in found.items())))
+        rows.append({"attention": name_of_line} | {c: statistics.fmean(v) if v else None for c, v in found.items()})
+    typer.echo(table((name, *group.figures), lines))
+    several = f"With ±: the mean and half the range of {seeds} seeds; otherwise one seed."
+    typer.echo(f"\n{group.note} " + (several if seeds > 1 else "One seed."))
+    if rows:
+        write(rows, csv)
+
+
+if __name__ == "__main__":
+    main_of(app, "python -m recipes.experiments")

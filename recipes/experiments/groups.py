@@ -1,0 +1,195 @@
+"""The groups of experiments: which recipes run with which attention, and the tables of their results."""
+
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hf_efficient_attn.evaluation.demo import minilm_folder
+
+
+@dataclass(frozen=True)
+class Group:
+    """A table with a line for each attention and a column for each figure.
+
+    Attributes:
+        tasks: recipe and arguments of each task. Each task runs once for every line.
+        attention: arguments of each line.
+        figures: task of each column, and its key in metrics.json.
+        note: description of the figures, with steps and subsets.
+        untrained: tasks without training, which cannot be up-trained.
+    """
+
+    tasks: Mapping[str, Sequence[str]]
+    attention: Mapping[str, Sequence[str]]
+    figures: Mapping[str, tuple[str, str]]
+    note: str
+    untrained: Sequence[str] = ()
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """Line and task of all runs."""
+        return [
+            (row, task)
+            for task in self.tasks
+            for row, arguments in self.attention.items()
+            if not (task in self.untrained and "--stages" in arguments)
+        ]
+
+
+def cost_columns(task: str, name: str) -> dict[str, tuple[str, str]]:
+    """Columns for the cost of a task."""
+    return {f"{name}, s a step": (task, "seconds_per_step"), f"{name}, MiB": (task, "peak_memory_mib")}
+
+
+def attention(method: str, *settings: str) -> list[str]:
+    """Arguments of a recipe that trains with one method from the first step."""
+    return ["--attention", method, *(["--set", *settings] if settings else [])]
+
+
+def glue_group(data: pathlib.Path) -> Group:
+    """MiniLM on GLUE. The sentences are short, so budgets are small: 16 columns, 16 landmarks, tables of 128."""
+    tables = "projection_dim=128", "share=none"
+    common = (
+        f"--data {data}/glue --model_name_or_path {minilm_folder()} --max_length 64 --num_train_epochs 1 "
+        "--per_device_train_batch_size 16 --learning_rate 1e-4 --bf16 "
+        "--use_cpu --max_eval_samples 400 --eval_strategy no --save_strategy no"
+    ).split()
+    names = {
+        "stsb": ("STS-B", "spearman"),
+        "mrpc": ("MRPC", "f1"),
+        "cola": ("CoLA", "matthews_correlation"),
+        "rte": ("RTE", "accuracy"),
+    }
+    return Group(
+        tasks={label: ["recipes.glue", "--task", task, *common] for task, (label, _) in names.items()},
+        attention={
+            "exact": attention("sdpa"),
+            "kdeformer": attention("kdeformer", "block_size=8", "num_samples=8"),
+            "nystromformer": attention("nystromformer", "num_landmarks=16"),
+            "linear": attention("linear"),
+            "performer": attention("performer", "num_features=128"),
+            "flurka_performer": attention("flurka_performer", *tables, "num_features=128"),
+            "flurka_performer, up-trained 25 %": [
+                "--stages",
+                f"linformer,{','.join(tables)}:0.25",
+                "flurka_performer,num_features=128:1.0",
+            ],
+        },
+        figures={label: (label, f"eval_{figure}") for label, figure in names.values()}
+        | {"MRPC, accuracy": ("MRPC", "eval_accuracy")},
+        note="MiniLM, one epoch, batches of 16 examples of up to 64 tokens, bfloat16 (steps: STS-B 360, CoLA 535, MRPC "
+        "230, RTE 156); F1 of MRPC, accuracy of RTE, Matthews correlation of CoLA, Spearman correlation of STS-B, on "
+        "400 examples of the development sets (RTE has 277).",
+    )
+
+
+def imagenet_group(data: pathlib.Path) -> Group:
+    """DeiT-tiny: converted and evaluated on ImageNet's thousand samples, and fine-tuned on Imagenette."""
+    images = data / "images"
+    model = ["recipes.imagenet", "--model", f"{data}/models/deit-tiny-imagenet"]
+    samples = f"{images}/imagenet1k-sample-256px.zip"
+    switched = [*model, "--eval_only", "--eval_data", samples, "--max_eval_samples", "500"]
+    tuned = (
+        f"--train_data {images}/imagenette160-val-1000.zip --class_list {samples} --eval_share 0.2 --eval_strategy no "
+        "--save_strategy no --per_device_train_batch_size 16 --learning_rate 1e-4 --warmup_steps 10"
+    ).split()
+    tables = "projection_dim=64", "share=none"
+    return Group(
+        tasks={
+            "switched": switched,
+            "224 px": [*model, *tuned, "--max_steps", "60"],
+            "384 px": [*model, *tuned, "--max_steps", "15", "--resolution", "384"],
+        },
+        attention={
+            "exact": attention("sdpa"),
+            "kdeformer": attention("kdeformer", "block_size=32", "num_samples=32"),
+            "nystromformer": attention("nystromformer", "num_landmarks=32"),
+            "performer": attention("performer", "num_features=128"),
+            "flurka_performer": attention("flurka_performer", *tables, "num_features=128"),
+            "flurka_performer, up-trained 16.7 %": [
+                "--stages",
+                f"linformer,{','.join(tables)}:0.167",
+                "flurka_performer,num_features=128:1.0",
+            ],
+        },
+        figures={
+            "thousand classes, converted": ("switched", "eval_top1"),
+            "Imagenette 224 px": ("224 px", "eval_top1"),
+            "Imagenette 384 px": ("384 px", "eval_top1"),
+        },
+        untrained=("switched",),
+        note="DeiT-tiny, top-1 among 1,000 classes. Converted: 500 of ImageNet's sample photographs at 224 pixels, no "
+        "training. Imagenette: 200 photographs after 60 steps (15 at 384 pixels) of 16 of the other 800.",
+    )
+
+
+def lm_group(data: pathlib.Path) -> Group:
+    """A small GPT-2 that copies distant passages, before and after a short fine-tuning."""
+    common = (
+        f"recipes.clm --model {data}/models/gpt2-books --text {data}/text/books --block_size 2048 --drop_short "
+        "--max_eval_windows 8 --eval_positions --per_device_eval_batch_size 2"
+    ).split()
+    tuned = (
+        "--max_steps 25 --per_device_train_batch_size 2 --learning_rate 3e-4 --warmup_steps 4 --eval_strategy no"
+        " --save_strategy no"
+    )
+    figures: dict[str, tuple[str, str]] = {}
+    for task in ("before", "after"):
+        figures[f"{task}: text"] = (task, "eval_loss")
+        for distance in (256, 768, 1536):
+            figures[f"{task}: repeated at {distance}"] = (task, f"eval_repeat_{distance}_second")
+    return Group(
+        tasks={"before": [*common, "--eval_only"], "after": [*common, *tuned.split()]},
+        attention={
+            "exact": attention("sdpa"),
+            "kdeformer": attention("kdeformer", "block_size=256", "num_samples=256"),
+            "hyperattention": attention("hyperattention", "block_size=256", "num_samples=256"),
+            "longformer": attention("longformer", "window_size=256"),
+            "scatterbrain": attention("scatterbrain"),
+            "eva": attention("eva"),
+            "performer": attention("performer", "num_features=256"),
+            "linear": attention("linear"),
+        },
+        figures=figures,
+        untrained=("before",),
+        note="gpt2-books, nats per token on 8 held-out windows of 2,048 tokens, and on passages of 128 tokens that are "
+        "repeated after 256, 768 and 1,536 tokens; before any training and after 25 steps of 2 windows.",
+    )
+
+
+def lra_group(data: pathlib.Path) -> Group:
+    """The small encoder of the Long Range Arena, with as few steps as two cores allow."""
+    common = ["recipes.lra", "--eval_strategy", "no", "--save_strategy", "no", "--task"]
+    image = f"image --data {data}/images/cifar10-jpeg-test10k-train5k.zip --max_steps 150 --max_eval_samples 500"
+    text = f"text --data {data}/imdb --max_length 4096 --max_steps 40 --max_eval_samples 200"
+    listops = "listops --listops_train 1000 --listops_eval 200 --max_steps 60"
+    small = ["--per_device_train_batch_size", "8", "--per_device_eval_batch_size", "8"]
+    tasks = {
+        "ListOps": [*listops.split(), *small],
+        "text": [*text.split(), *small],
+        "image": [*image.split(), "--per_device_train_batch_size", "16"],
+    }
+    costs: dict[str, tuple[str, str]] = {}
+    for task in tasks:
+        costs |= cost_columns(task, task)
+    return Group(
+        tasks={name: [*common, *arguments] for name, arguments in tasks.items()},
+        attention={
+            "exact": attention("sdpa"),
+            "linear": attention("linear"),
+            "nystromformer": attention("nystromformer", "num_landmarks=64"),
+            "kdeformer": attention("kdeformer", "block_size=64", "num_samples=64"),
+            "flurka_linear": attention("flurka_linear", "projection_dim=256"),
+        },
+        figures={name: (name, "eval_accuracy") for name in tasks} | costs,
+        note="Accuracy of an encoder of 2 layers with hidden size 64 from scratch: ListOps (up to 2,000 tokens; 60 "
+        "steps of 8; 200 examples to evaluate; chance about .17), IMDB by bytes (4,096; 40 of 8; 200; .5), CIFAR-10 by "
+        "pixels (1,024; 150 of 16; 500; .1). The benchmark trains far longer.",
+    )
+
+
+GROUPS: dict[str, Callable[[pathlib.Path], Group]] = {
+    "glue": glue_group,
+    "imagenet": imagenet_group,
+    "lm": lm_group,
+    "lra": lra_group,
+}
