@@ -327,3 +327,108 @@ def test_a_table_of_all_layers_in_copies_and_graphs():
 def test_a_method_without_parameters_needs_no_sizes():
     model = hea.convert(tiny_model("bert"), "nystromformer")
     assert not learned_in(model)
+
+
+# Models whose modules are moved to memory only for their own forward
+
+
+OFFLOADED = {
+    "eva": LEARNING["eva"],
+    "linformer": LEARNING["linformer"],
+    "linformer of all layers": {"method": "linformer", **SHARED},
+    "nystromformer": LEARNING["nystromformer"],
+    "flurka_linear": {"projection_dim": 16},
+    "flurka_performer": {"projection_dim": 16},
+    "flurka_eva": {"projection_dim": 16},
+}
+
+
+def test_every_method_that_learns_is_tested_offloaded():
+    methods = {name.partition(" ")[0] for name in OFFLOADED}
+    assert methods == {name for name in hea.available_methods() if hea.method_info(name).learned_parameters}
+
+
+@pytest.mark.parametrize("name", OFFLOADED)
+@pytest.mark.parametrize("family", ["bert", "vit", "llama"])
+def test_an_offloaded_model_is_equal(family, name, tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    method = name.partition(" ")[0]
+    if family == "llama" and not hea.method_info(method).causal:
+        pytest.skip("no causal form, and a decoder")
+    model, inputs = (
+        hea.convert(tiny_model(family, head=True), {"method": method, **OFFLOADED[name]}),
+        tiny_batch(family),
+    )
+    shake(model)
+    expected = output(model, inputs)
+    model.save_pretrained(tmp_path / "model")
+    loaded = tiny_class(family, head=True).from_pretrained(
+        tmp_path / "model", device_map={"": "disk"}, offload_folder=tmp_path / "loaded"
+    )
+    assert all(p.device.type == "meta" for m in learned_in(loaded).values() for p in m.parameters())
+    assert torch.equal(output(loaded, inputs), expected)
+    twin = copy.deepcopy(model)
+    assert torch.equal(output(accelerate.cpu_offload(twin, torch.device("cpu")), inputs), expected)
+    accelerate.disk_offload(model, tmp_path / "disk", torch.device("cpu"))
+    assert torch.equal(output(model, inputs), expected)
+    assert all(p.device.type == "meta" for m in learned_in(model).values() for p in m.parameters())
+
+
+def test_an_offloaded_model_cannot_be_given_parameters():
+    accelerate = pytest.importorskip("accelerate")
+    model = accelerate.cpu_offload(tiny_model("bert"), torch.device("cpu"))
+    with pytest.raises(hea.UnsupportedAttentionError, match="is offloaded.*convert the model first"):
+        convert(model, "linformer")
+    hea.convert(model, "kdeformer")
+    output(model, tiny_batch("bert"))
+
+
+# A config that was changed without the model
+
+
+@each
+def test_two_models_of_one_config(method):
+    config, inputs = tiny_config("bert"), tiny_batch("bert")
+    first, second = (tiny_class("bert")(config).eval() for _ in range(2))
+    convert(first, method)
+    output(first, inputs)
+    with pytest.raises(hea.UnsupportedAttentionError, match=r"has no learned parameters.*hf_efficient_attn\.convert"):
+        output(second, inputs)
+    hea.convert(second, "kdeformer")
+    output(second, inputs)
+
+
+@each
+def test_an_implementation_set_by_hand(method):
+    model, inputs = tiny_model("bert"), tiny_batch("bert")
+    model.config._attn_implementation = method
+    if get_method(method).info.config_class().method != "nystromformer" and method != "eva":
+        with pytest.raises(hea.UnsupportedAttentionError, match=r"hf_efficient_attn\.convert"):
+            output(model, inputs)
+    model.config.efficient_attention = {"method": method, **LEARNING[method]}
+    with pytest.raises(hea.UnsupportedAttentionError, match=r"hf_efficient_attn\.convert"):
+        output(model, inputs)
+    output(convert(model, method), inputs)
+
+
+def test_parameters_of_other_hyperparameters():
+    model, inputs = convert(tiny_model("bert"), "linformer"), tiny_batch("bert")
+    model.config.efficient_attention = {"method": "linformer", "projection_dim": 8}
+    with pytest.raises(hea.UnsupportedAttentionError, match="has learned parameters of Linformer.*convert"):
+        output(model, inputs)
+
+
+def test_it_is_noticed_in_a_compiled_model():
+    model = tiny_model("bert")
+    model.config._attn_implementation = "linformer"
+    with pytest.raises(Exception, match=r"hf_efficient_attn\.convert"):
+        output(torch.compile(model, fullgraph=True, backend="eager"), tiny_batch("bert"))
+
+
+@pytest.mark.filterwarnings("error:Dynamo detected a call to a:UserWarning")
+@pytest.mark.parametrize("method", ["eva", "nystromformer", "kdeformer"])
+def test_methods_that_learn_nothing_compile_without_a_warning(method):
+    torch._dynamo.reset()
+    model, inputs = hea.convert(tiny_model("bert"), method), tiny_batch("bert")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(output(compiled, inputs), output(model, inputs))

@@ -1,7 +1,10 @@
 """Every way of switching a Transformers model, what then reaches the method, and what is refused."""
 
+import ast
 import copy
 import inspect
+import os
+import pathlib
 import subprocess
 import sys
 import warnings
@@ -618,6 +621,118 @@ def test_models_with_an_attention_of_their_own():
         hea.convert(resnet, "linear")
 
 
+VISION = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32, "patch_size": 4}
+SAM = {**VISION, "mlp_dim": 48, "output_channels": 8, "num_pos_feats": 8, "window_size": 4, "global_attn_indexes": [1]}
+TEXT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "vocab_size": 60}
+# Model types that know only Transformers' own implementations, or make a mask of their own.
+OWN_ATTENTION = {
+    "data2vec-vision": ({**VISION, "intermediate_size": 48}, "DATA2VEC_VISION_SELF_ATTENTION_CLASSES"),
+    "sam_vision_model": (SAM, "SAM_VISION_ATTENTION_CLASSES"),
+    "sam_hq_vision_model": (SAM, "SAM_HQ_VISION_ATTENTION_CLASSES"),
+    "sam": ({"vision_config": SAM}, "SAM_VISION_ATTENTION_CLASSES"),
+    "gpt_neo": (
+        {"hidden_size": 32, "num_layers": 2, "attention_types": [[["global", "local"], 1]], "num_heads": 2,
+         "intermediate_size": 48, "vocab_size": 60},
+        "GPT_NEO_ATTENTION_CLASSES",
+    ),
+    "doge": ({**TEXT, "num_key_value_heads": 2}, "a mask of its own|mask of its own .DogeAttention"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OWN_ATTENTION)
+def test_models_that_choose_their_attention_themselves_are_refused(kind, tmp_path):
+    values, words = OWN_ATTENTION[kind]
+    auto = transformers.AutoModel
+    config = transformers.AutoConfig.for_model(kind, **values)
+    model = auto.from_config(config)
+    model.save_pretrained(tmp_path)
+    before = model.config._attn_implementation
+    keys = model.state_dict().keys()
+    for call in (
+        lambda: auto.from_pretrained(tmp_path, attn_implementation="kdeformer"),
+        lambda: auto.from_config(copy.deepcopy(config), attn_implementation="kdeformer"),
+        lambda: hea.convert(model, "kdeformer"),
+        lambda: model.set_attn_implementation("kdeformer"),
+    ):
+        with pytest.raises(Refused, match=f"{words}|does not compute its attention through"):
+            call()
+        assert model.config._attn_implementation == before and model.state_dict().keys() == keys
+    with pytest.raises(Refused, match=words):
+        auto.from_pretrained(tmp_path, attn_implementation="kdeformer")
+
+
+def test_every_model_that_has_a_table_of_attention_classes_is_known_by_it():
+    from hf_efficient_attn.integration.model_code import attention_table, own_mask
+
+    for name, table in (
+        ("GitModel", "GIT_SELF_ATTENTION_CLASSES"), ("GitVisionModel", None), ("FalconModel", "FALCON_ATTENTION_CLASSES"),
+        ("BertModel", None), ("ViTForImageClassification", None), ("GPT2LMHeadModel", None), ("LlamaModel", None),
+    ):  # fmt: skip
+        assert attention_table(getattr(transformers, name)) == table
+    for family in FAMILIES:
+        assert not any(own_mask(type(module)) for module in tiny_model(family).modules())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+def test_arguments_of_a_loss_pass(family):
+    """Transformers passes them on to the attention function too."""
+    model, inputs = tiny_model(family, "linear", head=True), tiny_batch(family)
+    labels = inputs["input_ids"].roll(-1, 1)
+    expected = output(model, inputs)
+    loss = {"num_items_in_batch": torch.tensor(140)}
+    if family == "llama":
+        loss |= {"labels": inputs["input_ids"], "shift_labels": labels}
+    for compiled in (model, torch.compile(model, backend="eager", fullgraph=True)):
+        with torch.no_grad():
+            out = compiled(**inputs, **loss, loss_weights=torch.ones(2), class_weights=torch.ones(60), return_dict=True)
+        torch.testing.assert_close(out.logits, expected)
+    # The body has no loss: whatever it does not know reaches its attention.
+    body = tiny_model(family, "linear")
+    output(body, inputs, labels=labels, shift_labels=labels, class_weights=torch.ones(60), rewards=[torch.ones(2)])
+    with pytest.raises(Refused, match="'my_attention_bias' of the attention would be lost"):
+        output(body, inputs, my_attention_bias=torch.ones(2))
+
+
+def test_what_the_attention_code_of_a_model_names_is_refused():
+    """Whatever it is called: the model's own attention function reads it, and ours would not."""
+    forward = ALL_ATTENTION_FUNCTIONS["linear"]
+    source = inspect.getmodule(transformers.BertModel)
+    q = torch.randn(1, 2, 9, 16)
+
+    class RelativeAttention(torch.nn.Module):
+        is_causal, layer_idx = False, 0
+
+        def forward(self, distances):
+            interface = source.ALL_ATTENTION_FUNCTIONS.get_interface("linear", None)
+            return interface(self, q, q, q, None, distances=distances, other=torch.ones(1))
+
+    with pytest.raises(Refused, match="'distances'"):
+        RelativeAttention()(torch.ones(9, 9))
+    with pytest.raises(Refused, match="'other'"):
+        RelativeAttention()(None)
+    forward(RelativeAttention(), q, q, q, None, unknown=torch.ones(1))
+
+
+def test_the_names_of_all_arguments_that_transformers_gives_to_attention():
+    """Every tensor that some model gives to its attention function by name is refused, or known to be no loss."""
+    from hf_efficient_attn.integration import refusals
+
+    folder = pathlib.Path(transformers.__file__).parent / "models"
+    names = set()
+    for path in folder.glob("*/modeling_*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "attention_interface":
+                names |= {keyword.arg for keyword in node.keywords if keyword.arg}
+    assert {"scaling", "dropout", "s_aux", "position_bias", "cu_seq_lens_q"} <= names
+    standard = {
+        "scaling", "dropout", "is_causal", "attention_mask", "sliding_window", "output_attentions", "query", "key",
+        "value", "deterministic", "max_length_q", "max_length_k",
+    }  # fmt: skip
+    for name in names - standard:
+        known = name in (*refusals._ATTENTION_ARGUMENTS, *refusals._INPUTS)
+        assert known, f"{name}: decide whether attention would lose it"
+
+
 def test_arguments_that_change_the_meaning_are_refused():
     gemma = transformers.Gemma2Config(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
@@ -699,3 +814,70 @@ def test_other_models_pass_unchanged():
         model = tiny_model("bert")
     assert not any(name.startswith("_efficient_attention") for module in model.modules() for name in vars(module))
     assert not {"efficient_attention", "attn_implementation"} & set(model.config.to_dict())
+
+
+# A method of the user's own
+
+MINE = """
+import dataclasses
+
+import torch
+
+import hf_efficient_attn as hea
+from hf_efficient_attn.methods import MethodConfig, option
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MineConfig(MethodConfig):
+    method = "mine"
+    title = "Mine"
+    paper = "none"
+    year = 2026
+    causal = False
+    rectangular = True
+    mixes_queries = False
+    summary = "the mean of the values"
+
+    num_samples: int = option(4, "Nothing.", minimum=1)
+
+    def with_budget(self, columns):
+        return self
+
+
+def forward(config, query, key, value, options):
+    return value.mean(2, keepdim=True).expand(-1, -1, query.shape[2], -1) * config.num_samples
+
+
+hea.register_method(MineConfig, forward=forward, naive=forward)
+"""
+
+
+def test_a_method_in_a_file_of_the_users_own(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    tiny_model("bert").save_pretrained(tmp_path / "exact")
+    program = """
+import json, pathlib, sys, torch, transformers
+import hf_efficient_attn as hea
+import mine
+folder = pathlib.Path(sys.argv[1])
+ids = torch.arange(5, 55)[None]
+load = transformers.AutoModel.from_pretrained
+exact, model = load(folder / "exact"), load(folder / "exact", attn_implementation="mine")
+assert not torch.equal(exact(ids)[0], model(ids)[0])
+assert torch.equal(hea.convert(exact, "mine", num_samples=4)(ids)[0], model(ids)[0])
+hea.convert(model, mine.MineConfig(num_samples=2)).save_pretrained(folder / "mine")
+config = json.loads((folder / "mine" / "config.json").read_text())
+assert config["attn_implementation"] == "mine", config
+assert config["efficient_attention"] == {"method": "mine", "num_samples": 2, "version": 1}, config
+again = load(folder / "mine")
+assert again.config._attn_implementation == "mine"
+assert torch.equal(again(ids)[0], model(ids)[0])
+q = torch.randn(1, 2, 9, 8)
+assert hea.functional.mine_attention(q, q, q, num_samples=2).shape == q.shape
+assert "mine" in hea.available_methods()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{pathlib.Path(hea.__file__).parents[1]}"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+_ARGUMENTS: dict[type[nn.Module], frozenset[str]] = {}
 
 
 def uses_interface(kind: type[nn.Module]) -> bool:
@@ -26,20 +27,22 @@ def own_mask(kind: type[nn.Module]) -> str | None:
     return None
 
 
-@functools.cache
 def attention_arguments(kind: type[nn.Module]) -> frozenset[str]:
     """The names of the arguments that an attention class passes to its attention function, or that this reads.
 
     They are the strings in the code of the methods that ask the interface and of `eager_attention_forward` beside them,
     and the parameters of the latter. Some of the strings have other uses.
     """
-    names: set[str] = set()
-    for function in _attention_functions(kind):
-        names |= _strings(function.__code__)
-        eager = function.__globals__.get("eager_attention_forward")
-        if inspect.isfunction(eager):
-            names |= _strings(eager.__code__) | set(inspect.signature(eager).parameters)
-    return frozenset(names)
+    # Not `functools.cache`, which torch.compile ignores. `models.switch` fills the dictionary before a graph is traced.
+    if kind not in _ARGUMENTS:
+        names: set[str] = set()
+        for function in _attention_functions(kind):
+            names |= _strings(function.__code__)
+            eager = function.__globals__.get("eager_attention_forward")
+            if inspect.isfunction(eager):
+                names |= _strings(eager.__code__) | set(inspect.signature(eager).parameters)
+        _ARGUMENTS[kind] = frozenset(names)
+    return _ARGUMENTS[kind]
 
 
 @functools.cache

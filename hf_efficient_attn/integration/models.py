@@ -12,7 +12,7 @@ from hf_efficient_attn.integration import hidden_states, learned
 from hf_efficient_attn.integration.attention import ModuleLocation
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.layers import in_order, layer_of
-from hf_efficient_attn.integration.model_code import attention_table, own_mask, uses_interface
+from hf_efficient_attn.integration.model_code import attention_arguments, attention_table, own_mask, uses_interface
 from hf_efficient_attn.integration.refusals import (
     check_methods,
     no_attentions,
@@ -284,6 +284,7 @@ def _check_interface(model: PreTrainedModel, chosen: Sequence[AttentionModule], 
             f"attn_implementation={name!r} would have no effect: load it without that argument"
         )
     for found in through:
+        attention_arguments(type(found.module))
         kind, maker = type(found.module).__name__, own_mask(type(found.module))
         if maker is not None:
             raise UnsupportedAttentionError(
