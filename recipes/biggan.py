@@ -17,7 +17,7 @@ CHECKPOINT is a folder of `BigGANModel`, such as `python -m recipes.biggan_train
 the PyPI package pytorch-pretrained-biggan: `config.json` and `pytorch_model.bin`. The published weights are listed in
 that package's archive map: https://s3.amazonaws.com/models.huggingface.co/biggan/ followed by
 biggan-deep-512-config.json and biggan-deep-512-pytorch_model.bin (or -256-, -128-). Save them in one folder under the
-two names above. They were not available for this page, so no result here is theirs.
+two names above. They were not available when this was written, so all results here are of other weights.
 
 Duration on the small BigGAN of `recipes.biggan_train`: half a minute on one core for `compare`, 25 s for every 5,000
 pictures for `score`. Expected with it at a budget of 32 of the 256 keys: FID 1.97 for exact attention and kdeformer,

@@ -7,7 +7,7 @@ trained on the digits in `DATA/images/mnist` (32 x 32 pixels, three equal channe
 saved with a `preprocessor_config.json`, so that `recipes.biggan score --features features` reads it like any other
 folder of `AutoModelForImageClassification`.
 
-Duration: as --minutes says. Expected after 4 minutes on one core: accuracy .99 on the ten thousand pictures of t10k.
+Duration: --minutes. Expected after 4 minutes on one core: accuracy .99 on the ten thousand pictures of t10k.
 """
 
 import pathlib

@@ -13,9 +13,9 @@ statistics by truncation and are saved with `save_pretrained`, with exact attent
 (one line for each digit), `losses.csv` and `metrics.json` with the last gamma. Every --every steps the whole state is
 written to `training.pt` and a sheet of samples to `samples.png`.
 
-Duration: as --minutes says. Expected after 16 minutes on one core (1,471 steps of .65 s): legible digits, gamma 1.02,
-FID 1.97 and inception score 9.50 with the classifier of `recipes.biggan_features` (real pictures: .16 and 9.78; the
-same generator with gamma 0: 42.6 and 6.0).
+Duration: --minutes of processor time. Expected after 16 minutes on one core (1,471 steps of .65 s): legible digits,
+gamma 1.02, FID 1.97 and inception score 9.50 with the classifier of `recipes.biggan_features` (real pictures: .16 and
+9.78; the same generator with gamma 0: 42.6 and 6.0).
 """
 
 import contextlib

@@ -7,7 +7,7 @@ Every run is a recipe in a separate process with its own folder. A run that has 
 interrupted experiments continue. DATA is a folder with glue/, images/, imdb/, models/ and text/books. The default is
 $HEA_DATA or ../shared/data. Steps, subsets and seeds are small, the same for every line of a table, and stated with it.
 
-Duration: hours for each group on two cores. Expected: the tables of recipes/README.md.
+Duration: that of the recipe, for every line, task and seed of a table. Expected: the tables of recipes/README.md.
 """
 
 import concurrent.futures

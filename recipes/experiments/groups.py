@@ -37,7 +37,7 @@ class Group:
 
 def cost_columns(task: str, name: str) -> dict[str, tuple[str, str]]:
     """Columns for the cost of a task."""
-    return {f"{name}, s a step": (task, "seconds_per_step"), f"{name}, MiB": (task, "peak_memory_mib")}
+    return {f"{name}, s per step": (task, "seconds_per_step"), f"{name}, MiB": (task, "peak_memory_mib")}
 
 
 def attention(method: str, *settings: str) -> list[str]:
