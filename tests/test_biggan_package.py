@@ -262,8 +262,8 @@ def test_module_that_contains_a_biggan():
 @pytest.mark.parametrize(
     ("arguments", "options", "words"),
     [
-        (("longformer",), {}, "a quarter as many keys.*kdeformer"),
-        (("scatterbrain",), {}, "a quarter as many keys.*kdeformer"),
+        (("longformer",), {}, "fewer keys than queries.*kdeformer"),
+        (("scatterbrain",), {}, "fewer keys than queries.*kdeformer"),
         (("linformer",), {}, "learns parameters.*BigGANModel"),
         (("kdeformer",), {"layers": [1]}, "number 0"),
         (("kdeformer",), {"layers": []}, "nothing would change"),
@@ -290,7 +290,7 @@ def test_refusals_change_nothing(arguments, options, words):
 
 def test_mixture_with_a_transformers_model_is_refused():
     both = torch.nn.ModuleList([theirs(**SMALL), BigGANModel(BigGANConfig(**SIZES, **SMALL))])
-    with pytest.raises(hea.UnsupportedAttentionError, match="each by itself"):
+    with pytest.raises(hea.UnsupportedAttentionError, match="each of them separately"):
         hea.convert(both, "kdeformer")
 
 

@@ -4,11 +4,10 @@ Parameters that both attentions share remain the same objects, so that the optim
 groups, data-parallel wrappers and compiled graphs are updated.
 """
 
-import contextlib
 import gc
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -136,13 +135,16 @@ def check_stages(model: nn.Module, stages: Sequence[Stage]) -> None:
 
 
 def stage_layouts(model: nn.Module, stages: Sequence[Stage]) -> list[Layout]:
-    """Names and shapes of the parameters that attention methods would learn in each stage."""
-    with _restore_afterwards(model):
-        found = []
+    """Names and shapes of the parameters that attention methods would learn in each stage. The model is restored."""
+    before = snapshot(_roots(model))
+    found = []
+    try:
         for stage in stages:
             apply_stage(model, stage)
             found.append(learned_layout(model))
         return found
+    finally:
+        before.restore()
 
 
 def learned_layout(model: nn.Module) -> Layout:
@@ -156,19 +158,8 @@ def plain_name(name: str) -> str:
     return f"{head}{NAME}.{tail.rpartition('.')[2]}"
 
 
-@contextlib.contextmanager
-def _restore_afterwards(model: nn.Module) -> Iterator[None]:
-    """Restores configs and learned parameters, whatever stages were applied to the model in between."""
-    before = snapshot(_roots(model))
-    try:
-        yield
-    finally:
-        before.restore()
-
-
-def _attention(roots: Sequence[PreTrainedModel]) -> Iterator[tuple[Any, ...]]:
-    for root in roots:
-        yield from attention_modules(root)
+def _attention(roots: Sequence[PreTrainedModel]) -> list[nn.Module]:
+    return [module for root in roots for module, *_ in attention_modules(root)]
 
 
 def switch_stage(model: nn.Module, optimizer: torch.optim.Optimizer | None, stage: Stage, step: int) -> dict[str, Any]:
@@ -181,7 +172,7 @@ def switch_stage(model: nn.Module, optimizer: torch.optim.Optimizer | None, stag
     came_from = _roots(_target(inner, stage))[0].config._attn_implementation
     wrappers = data_parallel_wrappers(inner)
     before = dict(inner.named_parameters())
-    held = {module: learned_of(module) for module, *_ in _attention(roots)}
+    held = {module: learned_of(module) for module in _attention(roots)}
     tensors = {module: {} if learned is None else learned.tensors() for module, learned in held.items()}
     # PEFT's wrappers around learned parameters.
     peft_wrappers = {}
@@ -191,7 +182,7 @@ def switch_stage(model: nn.Module, optimizer: torch.optim.Optimizer | None, stag
             peft_wrappers[module] = wrapper
     apply_stage(inner, stage)
     in_use: set[int] = set()
-    for module, *_ in _attention(roots):
+    for module in _attention(roots):
         _carry_over(module, tensors.get(module, {}), in_use)
     for module, wrapper in peft_wrappers.items():
         _wrap_again(module, wrapper)

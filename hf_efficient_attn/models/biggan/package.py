@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.foreign import register_foreign
 from hf_efficient_attn.integration.layers import layer_seed
+from hf_efficient_attn.integration.refusals import check_methods
 from hf_efficient_attn.integration.settings import EXACT_IMPLEMENTATIONS, EfficientAttentionConfig
-from hf_efficient_attn.methods import MethodConfig, attention, get_method, learns, rectangular_methods
+from hf_efficient_attn.methods import MethodConfig, attention, learns
 from hf_efficient_attn.models.biggan.modeling_biggan import pixel_attention
 
 _PACKAGE = "pytorch_pretrained_biggan"
@@ -47,11 +48,7 @@ class PackageBigGAN:
                 f"{self.title} has one attention layer, number 0: leave layers out, or give layers=[0]"
             )
         method = settings.entries[0].config
-        if not get_method(method.method).info.rectangular:
-            raise UnsupportedAttentionError(
-                f"BigGAN has a quarter as many keys as queries, and {method.method} needs as many keys as queries. "
-                f"Methods that do not: {', '.join(rectangular_methods())}"
-            )
+        check_methods([method], is_causal=False, is_rectangular=True, model=self.title, allow_learned=True)
         if learns(method):
             raise UnsupportedAttentionError(
                 f"{method.method} learns parameters, and {self.title} cannot save them: use "
