@@ -1,17 +1,26 @@
-"""The methods: the fast form against the readable one, configs, the functional forms, and what a caller may vary."""
+"""The methods: the fast against the readable form, the arguments of a call, configs, registration, functional forms."""
 
 import dataclasses
+import importlib
 import inspect
 import json
 import math
+import sys
+import textwrap
 
 import pytest
 import torch
+from transformers import AutoModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from typer.testing import CliRunner
 
 import hf_efficient_attn as hea
-from broken_methods import broken, correct
-from hf_efficient_attn.methods import get_method, make_config, register_method
+from broken_methods import BrokenConfig, broken, correct
+from hf_efficient_attn import cli, methods
+from hf_efficient_attn.methods import get_method, make_config
 from instances import DEFAULTS, INSTANCES, Instance, forms, inputs, padding_mask, relative_error
+from tiny_models import output, tiny_batch, tiny_model
 
 FORMS = [pytest.param(i, c, id=f"{i}{'-causal' if c else ''}") for i, c in forms()]
 each_form = pytest.mark.parametrize(("instance", "is_causal"), FORMS)
@@ -19,69 +28,68 @@ each_instance = pytest.mark.parametrize("instance", INSTANCES, ids=str)
 each_method = pytest.mark.parametrize("instance", DEFAULTS, ids=str)
 
 
-def naive(instance: Instance, *row, is_causal: bool, mask=None, **options):
-    return hea.naive_attention(instance.config(), *row, attention_mask=mask, is_causal=is_causal, **options)
+def naive(instance: Instance, *tensors, is_causal: bool, mask=None, **options):
+    return hea.naive_attention(instance.config(), *tensors, attention_mask=mask, is_causal=is_causal, **options)
 
 
-# The fast form and the readable one.
+# The fast form and the readable form.
 
 
-@pytest.mark.parametrize("mask", ["none", "left", "right", "holes", "empty"])
+@pytest.mark.parametrize("padding", ["none", "left", "right", "holes", "empty"])
 @each_form
-def test_fast_is_naive(instance, is_causal, mask):
+def test_the_fast_form_equals_the_readable_form(instance, is_causal, padding):
     for length in (1, 30, 110):
-        row = inputs(batch=2, q_len=length, value_dim=5, dtype=torch.float64, seed=length)
-        there = padding_mask(mask, 2, length)
-        ours = instance(*row, there, is_causal=is_causal, scale=0.6, seed=3)
-        other = naive(instance, *row, mask=there, is_causal=is_causal, scale=0.6, seed=3)
-        rows = torch.ones(2, length, dtype=torch.bool) if there is None else there
-        rows = rows[:, None].expand(-1, 2, -1)
-        torch.testing.assert_close(ours[rows], other[rows], rtol=1e-9, atol=1e-9)
+        tensors = inputs(batch=2, q_len=length, value_dim=5, dtype=torch.float64, seed=length)
+        mask = padding_mask(padding, 2, length)
+        ours = instance(*tensors, mask, is_causal=is_causal, scale=0.6, seed=3)
+        other = naive(instance, *tensors, mask=mask, is_causal=is_causal, scale=0.6, seed=3)
+        valid = torch.ones(2, length, dtype=torch.bool) if mask is None else mask
+        valid = valid[:, None].expand(-1, 2, -1)
+        torch.testing.assert_close(ours[valid], other[valid], rtol=1e-9, atol=1e-9)
 
 
 @each_form
-def test_gradients_of_fast_are_those_of_naive(instance, is_causal):
-    row = [x.requires_grad_() for x in inputs(batch=2, q_len=150, dtype=torch.float64)]
-    # No row may be empty: the dense form's softmax has no gradient there.
-    there = torch.arange(150) < torch.tensor([[143], [148]])
-    rows = there[:, None, :, None]
+def test_gradients_of_the_fast_form_equal_those_of_the_readable_form(instance, is_causal):
+    tensors = [x.requires_grad_() for x in inputs(batch=2, q_len=150, dtype=torch.float64)]
+    # Every sequence has valid keys: the readable form has no gradient at queries without keys.
+    mask = torch.arange(150) < torch.tensor([[143], [148]])
+    valid = mask[:, None, :, None]
     weight = torch.randn(2, 2, 150, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     grads = []
     for form in (instance, lambda q, k, v, m, is_causal: naive(instance, q, k, v, mask=m, is_causal=is_causal)):
-        out = form(*row, there, is_causal=is_causal)
-        grads.append(torch.autograd.grad((out * weight).masked_fill(~rows, 0.0).sum(), row))
+        out = form(*tensors, mask, is_causal=is_causal)
+        grads.append(torch.autograd.grad((out * weight).masked_fill(~valid, 0.0).sum(), tensors))
     for ours, other in zip(*grads, strict=True):
         torch.testing.assert_close(ours, other, rtol=1e-8, atol=1e-8)
 
 
 @each_instance
-def test_fast_is_naive_for_rectangles(instance):
+def test_the_fast_form_equals_the_readable_form_if_the_lengths_differ(instance):
     if not instance.info.rectangular:
         pytest.skip("needs as many queries as keys")
-    for queries, keys in ((1, 130), (130, 1), (37, 120), (120, 37), (50, 40)):
-        row = inputs(q_len=queries, kv_len=keys, dtype=torch.float64)
-        there = padding_mask("left", 1, keys)
-        for mask in (None, there):
-            other = naive(instance, *row, mask=mask, is_causal=False)
-            torch.testing.assert_close(instance(*row, mask), other, rtol=1e-9, atol=1e-9)
+    for q_len, kv_len in ((1, 130), (130, 1), (37, 120), (120, 37), (50, 40)):
+        tensors = inputs(q_len=q_len, kv_len=kv_len, dtype=torch.float64)
+        for mask in (None, padding_mask("left", 1, kv_len)):
+            other = naive(instance, *tensors, mask=mask, is_causal=False)
+            torch.testing.assert_close(instance(*tensors, mask), other, rtol=1e-9, atol=1e-9)
 
 
 @each_method
 @pytest.mark.parametrize("is_causal", [False, True], ids=["", "causal"])
-def test_fast_is_naive_at_default_hyperparameters(instance, is_causal):
+def test_the_fast_form_equals_the_readable_form_at_default_hyperparameters(instance, is_causal):
     if is_causal not in instance.forms:
         pytest.skip("no causal form")
-    # Beyond all budgets and chunks; the readable Performer holds (N, N, features) numbers.
-    row = inputs(num_heads=1, q_len=300 if "performer" in instance.method else 700, dtype=torch.float64)
-    other = naive(instance, *row, is_causal=is_causal)
-    torch.testing.assert_close(instance(*row, is_causal=is_causal), other, rtol=1e-8, atol=1e-8)
+    # Longer than all budgets and chunks. The readable form of the Performer has (N, N, features) numbers.
+    tensors = inputs(num_heads=1, q_len=300 if "performer" in instance.method else 700, dtype=torch.float64)
+    other = naive(instance, *tensors, is_causal=is_causal)
+    torch.testing.assert_close(instance(*tensors, is_causal=is_causal), other, rtol=1e-8, atol=1e-8)
 
 
-# What a caller may vary.
+# The arguments of a call.
 
 
 @each_form
-def test_grouped_queries_read_the_keys_of_their_group(instance, is_causal):
+def test_grouped_queries_use_the_keys_of_their_group(instance, is_causal):
     query, key, value = inputs(batch=2, num_heads=6, num_kv_heads=2, q_len=90, dtype=torch.float64)
     repeated = (x.repeat_interleave(3, 1) for x in (key, value))
     ours = instance(query, key, value, is_causal=is_causal)
@@ -89,18 +97,18 @@ def test_grouped_queries_read_the_keys_of_their_group(instance, is_causal):
 
 
 @each_form
-def test_scale_is_a_factor_of_the_queries(instance, is_causal):
+def test_the_scale_is_a_factor_of_the_queries(instance, is_causal):
     query, key, value = inputs(q_len=90, head_dim=4, dtype=torch.float64)
     default = instance(query, key, value, is_causal=is_causal)
     torch.testing.assert_close(instance(query, key, value, is_causal=is_causal, scale=0.5), default)
     ours = instance(query, key, value, is_causal=is_causal, scale=1.5)
-    # Split evenly where random features, or distances of queries to keys, show what the exact product does not.
+    # These methods split the scale evenly between queries and keys, and their draws depend on both.
     even = instance.method in ("approx_kmv", "eva", "flurka_eva", "flurka_performer", "performer", "scatterbrain")
     factors = (3.0**0.5, 3.0**0.5) if even else (3.0, 1.0)
     other = instance(factors[0] * query, factors[1] * key, value, is_causal=is_causal)
     torch.testing.assert_close(ours, other, rtol=1e-9, atol=1e-9)
     assert relative_error(ours, default) > 0.01
-    # A negative scale turns the queries round.
+    # A negative scale.
     torch.testing.assert_close(
         instance(query, key, value, is_causal=is_causal, scale=-0.5),
         naive(instance, query, key, value, is_causal=is_causal, scale=-0.5),
@@ -111,49 +119,49 @@ def test_scale_is_a_factor_of_the_queries(instance, is_causal):
 
 @each_form
 def test_dropout_keeps_the_mean_and_draws_from_the_global_generator(instance, is_causal):
-    row = inputs(q_len=60, head_dim=4)
-    there = padding_mask("left", 1, 60)
-    without = instance(*row, there, is_causal=is_causal)
+    tensors = inputs(q_len=60, head_dim=4)
+    mask = padding_mask("left", 1, 60)
+    without = instance(*tensors, mask, is_causal=is_causal)
     torch.manual_seed(0)
-    first = instance(*row, there, is_causal=is_causal, dropout_p=0.2)
-    mean = torch.stack([instance(*row, there, is_causal=is_causal, dropout_p=0.2) for _ in range(400)]).mean(0)
+    first = instance(*tensors, mask, is_causal=is_causal, dropout_p=0.2)
+    mean = torch.stack([instance(*tensors, mask, is_causal=is_causal, dropout_p=0.2) for _ in range(400)]).mean(0)
     assert relative_error(first, without) > 0.05
     assert relative_error(mean, without) < 0.06
     torch.manual_seed(0)
-    assert torch.equal(instance(*row, there, is_causal=is_causal, dropout_p=0.2), first)
+    assert torch.equal(instance(*tensors, mask, is_causal=is_causal, dropout_p=0.2), first)
 
 
 @each_form
 def test_dropout_has_gradients(instance, is_causal):
-    row = [x.requires_grad_() for x in inputs(q_len=60)]
-    instance(*row, padding_mask("left", 1, 60), is_causal=is_causal, dropout_p=0.5).sum().backward()
-    assert all(x.grad.isfinite().all() and x.grad.abs().sum() > 0 for x in row)
+    tensors = [x.requires_grad_() for x in inputs(q_len=60)]
+    instance(*tensors, padding_mask("left", 1, 60), is_causal=is_causal, dropout_p=0.5).sum().backward()
+    assert all(x.grad.isfinite().all() and x.grad.abs().sum() > 0 for x in tensors)
 
 
-@pytest.mark.parametrize("mask", ["none", "left"])
+@pytest.mark.parametrize("padding", ["none", "left"])
 @each_form
-def test_causal_queries_are_the_last_positions(instance, is_causal, mask):
-    """Fewer queries than keys, as with a cache: what the method gives there, or exact attention where it says so."""
+def test_fewer_causal_queries_than_keys_are_the_last_positions(instance, is_causal, padding):
+    """With a cache the output is the end of the whole sequence, or exact attention if the method decodes exactly."""
     if not is_causal:
-        pytest.skip("of the causal form")
+        pytest.skip("a property of the causal form")
     length = 120
     query, key, value = inputs(batch=2, q_len=length, dtype=torch.float64)
-    there = padding_mask(mask, 2, length, 3)
+    mask = padding_mask(padding, 2, length, 3)
     pairs = torch.ones(length, length, dtype=torch.bool).tril().expand(2, 1, -1, -1)
-    pairs = pairs if there is None else pairs & there[:, None, None]
-    whole = instance(query, key, value, there, is_causal=True)
+    pairs = pairs if mask is None else pairs & mask[:, None, None]
+    whole = instance(query, key, value, mask, is_causal=True)
     if not instance.exact_steps:
         expected = whole
     else:
         exact = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=pairs)
         expected = exact.masked_fill(~pairs.any(-1, keepdim=True), 0.0)
-    for step in (1, 2, 7, 31):
-        ours = instance(query[:, :, -step:], key, value, there, is_causal=True)
-        torch.testing.assert_close(ours, expected[:, :, -step:], rtol=1e-8, atol=1e-8)
+    for q_len in (1, 2, 7, 31):
+        ours = instance(query[:, :, -q_len:], key, value, mask, is_causal=True)
+        torch.testing.assert_close(ours, expected[:, :, -q_len:], rtol=1e-8, atol=1e-8)
 
 
 @each_instance
-def test_more_causal_queries_than_keys_see_nothing_at_first(instance):
+def test_the_first_of_more_causal_queries_than_keys_attend_to_nothing(instance):
     if not instance.info.causal:
         pytest.skip("no causal form")
     query, key, value = inputs(q_len=90, kv_len=70)
@@ -163,62 +171,62 @@ def test_more_causal_queries_than_keys_see_nothing_at_first(instance):
 
 
 @each_form
-def test_chunks_of_a_prompt(instance, is_causal):
-    """Many last queries are the chunk of a prompt: the method itself, at the positions where they stand."""
+def test_the_last_chunk_of_a_prompt(instance, is_causal):
+    """Many last queries are the chunk of a prompt, which the method computes as part of the whole sequence."""
     if not is_causal:
-        pytest.skip("of the causal form")
+        pytest.skip("a property of the causal form")
     query, key, value = inputs(q_len=400, dtype=torch.float64)
     whole = instance(query, key, value, is_causal=True)
     if not instance.exact_steps:
         ours = instance(query[:, :, 200:], key, value, is_causal=True)
         torch.testing.assert_close(ours, whole[:, :, 200:], rtol=1e-8, atol=1e-8)
     else:
-        # Columns and summaries are those of the queries that there are; they stay an approximation of it.
+        # The samples depend on the given queries, so only the size of the error is the same.
         exact = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)[:, :, 200:]
         ours = instance(query[:, :, 200:], key, value, is_causal=True)
         assert relative_error(ours, exact) < 1.5 * relative_error(whole[:, :, 200:], exact)
 
 
 @each_form
-def test_nothing_in_nothing_out(instance, is_causal):
+def test_empty_inputs(instance, is_causal):
     assert instance(*inputs(batch=0, q_len=50), is_causal=is_causal).shape == (0, 2, 50, 8)
     empty = inputs(q_len=0)
     assert instance(*empty, is_causal=is_causal).shape == (1, 2, 0, 8)
 
 
 @each_form
-def test_inputs_are_left_alone(instance, is_causal):
-    row = inputs(batch=2, q_len=90)
-    there = padding_mask("holes", 2, 90)
-    before = [x.clone() for x in (*row, there)]
-    instance(*row, there, is_causal=is_causal)
-    assert all(torch.equal(x, y) for x, y in zip((*row, there), before, strict=True))
+def test_inputs_are_not_modified(instance, is_causal):
+    tensors = inputs(batch=2, q_len=90)
+    mask = padding_mask("holes", 2, 90)
+    before = [x.clone() for x in (*tensors, mask)]
+    instance(*tensors, mask, is_causal=is_causal)
+    assert all(torch.equal(x, y) for x, y in zip((*tensors, mask), before, strict=True))
 
 
 @each_form
-def test_strides_do_not_matter(instance, is_causal):
-    """As Transformers hands them over: (B, N, H, D) seen as (B, H, N, D)."""
-    row = inputs(batch=2, q_len=90)
-    seen = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in row]
-    ours, other = (instance(*x, is_causal=is_causal) for x in (seen, row))
+def test_strides_have_no_influence(instance, is_causal):
+    """Transformers passes tensors (B, H, N, D) that are transposed views of (B, N, H, D)."""
+    tensors = inputs(batch=2, q_len=90)
+    views = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
+    ours, other = (instance(*x, is_causal=is_causal) for x in (views, tensors))
     torch.testing.assert_close(ours, other, rtol=1e-6, atol=1e-6)
 
 
 @each_form
-def test_deepcopied_inference_tensors(instance, is_causal):
+def test_inference_mode(instance, is_causal):
     with torch.inference_mode():
-        row = inputs(q_len=90)
-        out = instance(*row, is_causal=is_causal)
-    assert torch.equal(out, instance(*(x.clone() for x in row), is_causal=is_causal))
+        tensors = inputs(q_len=90)
+        out = instance(*tensors, is_causal=is_causal)
+    assert torch.equal(out, instance(*(x.clone() for x in tensors), is_causal=is_causal))
 
 
-# Error at a budget, on inputs with structure: what the choice of columns is for.
+# The error at a budget on inputs with structure.
 
 
-def test_sampling_by_probes_is_better_than_uniform_where_a_few_columns_matter():
+def test_sampling_by_probes_is_better_than_uniform_sampling_if_a_few_keys_have_most_of_the_weight():
     query, key, value = inputs(num_heads=4, q_len=512, head_dim=16, dtype=torch.float64)
     at = torch.randperm(512, generator=torch.Generator().manual_seed(0))[:12]
-    # A dozen keys that all queries attend to, wherever they stand: two thirds of each row's weight.
+    # A dozen keys that all queries attend to have two thirds of the weight.
     query[..., 0] += 3.0
     key[:, :, at, 0] += 6.0
     exact = torch.nn.functional.scaled_dot_product_attention(query, key, value)
@@ -251,7 +259,7 @@ def test_config_round_trip(instance):
 
 @each_method
 def test_config_fields(instance):
-    """Every field has a sentence of help and a default that its own checks let through; configs do not change."""
+    """Every hyperparameter has a help text, a valid default and a check of its values. Configs are immutable."""
     config = instance.config()
     for spec in dataclasses.fields(config):
         assert len(spec.metadata["help"]) > 10
@@ -279,7 +287,7 @@ def test_config_fields(instance):
         instance.info.config_class(*[spec.default for spec in dataclasses.fields(config)])
 
 
-def test_defaults_are_those_of_the_documentation():
+def test_defaults():
     defaults = {name: hea.method_info(name).config_class().to_dict() for name in hea.available_methods()}
     for name in ("kdeformer", "hyperattention"):
         assert [defaults[name][k] for k in ("block_size", "num_samples", "num_hashes")] == [256, 256, 7]
@@ -290,9 +298,9 @@ def test_defaults_are_those_of_the_documentation():
 
 
 @each_instance
-def test_a_budget_is_what_a_query_costs(instance):
+def test_the_cost_of_a_query_is_the_budget(instance):
     if instance.method == "reformer":
-        pytest.skip("its columns are a product: tests/test_reformer.py")
+        pytest.skip("the cost is a product: see tests/test_reformer.py")
     config = instance.config(seed=7)
     for columns in (4, 10, 64, 1000):
         values = config.with_budget(columns).to_dict()
@@ -314,7 +322,7 @@ def test_a_budget_too_small_for_the_global_tokens():
 
 
 def test_dictionaries_of_other_methods_and_unknown_keys():
-    with pytest.raises(hea.UnsupportedAttentionError, match="KDEformerConfig cannot be made.*'linear'"):
+    with pytest.raises(hea.UnsupportedAttentionError, match=r"KDEformerConfig cannot be made.*'linear'"):
         hea.KDEformerConfig.from_dict({"method": "linear"})
     with pytest.raises(hea.UnsupportedAttentionError, match=r"'windowsize'\. Did you mean 'window_size'"):
         hea.LongformerConfig.from_dict({"windowsize": 3})
@@ -323,107 +331,237 @@ def test_dictionaries_of_other_methods_and_unknown_keys():
 
 
 @each_instance
-def test_ablations_of_the_fields_run(instance):
-    """No near or far field to speak of, one of everything: extremes that the checks let through."""
-    row = inputs(q_len=70, dtype=torch.float64)
+def test_extreme_hyperparameters(instance):
+    """The smallest value of each hyperparameter, and one that does not divide the length."""
+    tensors = inputs(q_len=70, dtype=torch.float64)
     for spec in dataclasses.fields(instance.config()):
         if spec.metadata["minimum"] is None or spec.name == "max_length":
             continue
         for value in (spec.metadata["minimum"], 33):
             config = instance.config(**{spec.name: value})
             for is_causal in instance.forms:
-                ours, other = (f(config, *row, is_causal=is_causal) for f in (hea.attention, hea.naive_attention))
+                ours, other = (f(config, *tensors, is_causal=is_causal) for f in (hea.attention, hea.naive_attention))
                 torch.testing.assert_close(ours, other, rtol=1e-8, atol=1e-8)
 
 
-# The registry.
+# The registry and `hea.register_method`.
 
 
 @each_method
 def test_method_info_is_plain(instance):
     info = instance.info
-    assert info.name == instance.method
-    assert info.name == info.config_class.method
+    assert info.name == info.config_class.method == instance.method
     for text in (info.title, info.paper, info.summary):
         assert isinstance(text, str)
+        assert text
         assert text.strip() == text
         assert "\n" not in text
-        assert text
     assert 2015 < info.year < 2100
     assert all(isinstance(flag, bool) for flag in (info.causal, info.rectangular, info.recurrent))
     assert all(isinstance(name, str) for name in info.learned_parameters)
-    assert "Raises" in hea.attention.__doc__
 
 
-def test_methods_of_this_release():
+def test_available_methods():
     assert {"kdeformer", "hyperattention", "longformer", "linear", "performer"} <= set(hea.available_methods())
     assert isinstance(hea.available_methods(), tuple)
 
 
-@pytest.mark.parametrize("name", ["my_flash", "a/b", "sdpa2", "flex_attention_x", "a|b", "a-b", "auto", "eager"])
-def test_reserved_names_are_refused(name):
+def test_a_registered_method_is_available_at_once():
     with broken(correct) as instance:
-        method = get_method(instance.method)
-        other = type("Other", (method.info.config_class,), {"method": name})
-        with pytest.raises(hea.UnsupportedAttentionError, match="special meaning|must be a Python identifier"):
-            register_method(other, forward=method.forward, naive=method.naive)
-        assert name not in hea.available_methods()
-        with pytest.raises(hea.UnsupportedAttentionError, match="registered already"):
-            register_method(method.info.config_class, forward=method.forward, naive=method.naive)
+        assert "correct" in hea.available_methods()
+        tensors = inputs(q_len=20)
+        assert torch.equal(hea.functional.correct_attention(*tensors), instance(*tensors))
+        assert torch.equal(hea.attention("correct", *tensors), instance(*tensors))
     assert "correct" not in hea.available_methods()
 
 
-def test_a_new_method_is_there_at_once():
+@pytest.fixture
+def own_method(tmp_path, monkeypatch):
+    """The example in the docstring of `register_method`, imported from a user's own file."""
+    example = inspect.getdoc(hea.register_method).split("uses it::")[1]
+    (tmp_path / "first_keys.py").write_text(textwrap.dedent(example))
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("first_keys")
+    yield module
+    del sys.modules["first_keys"]
+    methods.unregister("first_keys")
+    for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        del type(interface)._global_mapping["first_keys"]
+
+
+def test_the_documented_example_computes_attention_to_the_first_keys(own_method):
+    query, key, value = inputs(batch=2, q_len=40, num_heads=4, num_kv_heads=2)
+    mask = padding_mask("left", 2, 40)
+    ours = hea.functional.first_keys_attention(query, key, value, attention_mask=mask, num_samples=25)
+    key, value = (x[:, :, :25].repeat_interleave(2, 1) for x in (key, value))
+    first = mask[:, None, None, :25]
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=first)
+    expected = expected.masked_fill(~first.any(-1, keepdim=True), 0.0)
+    torch.testing.assert_close(ours, expected)
+    assert own_method.FirstKeysConfig.from_dict({"method": "first_keys", "num_samples": 3}).num_samples == 3
+    assert hea.FirstKeysConfig is own_method.FirstKeysConfig
+    assert {"FirstKeysConfig"} <= set(dir(hea))
+
+
+@pytest.mark.usefixtures("own_method")
+def test_the_documented_example_in_a_model(tmp_path):
+    """A model runs with it, and a checkpoint keeps it and its hyperparameters."""
+    model = hea.convert(tiny_model("bert"), "first_keys", num_samples=7)
+    batch = tiny_batch("bert")
+    model.save_pretrained(tmp_path / "checkpoint")
+    loaded = AutoModel.from_pretrained(tmp_path / "checkpoint")
+    assert loaded.config.efficient_attention == {"method": "first_keys", "num_samples": 7, "version": 1}
+    assert torch.equal(output(loaded, batch), output(model, batch))
+    by_name = AutoModel.from_pretrained(tmp_path / "checkpoint", attn_implementation="first_keys")
+    assert torch.equal(output(by_name, batch), output(model, batch))
+    exact = AutoModel.from_pretrained(tmp_path / "checkpoint", attn_implementation="sdpa")
+    assert relative_error(output(model, batch), output(exact, batch)) > 1e-3
+
+
+@pytest.mark.usefixtures("own_method")
+def test_the_documented_example_on_the_command_line():
+    result = CliRunner().invoke(cli.app, ["info", "first_keys"])
+    assert result.exit_code == 0, result.output
+    assert "exact attention to the first keys" in result.output
+    assert "num_samples" in result.output
+
+
+@pytest.mark.parametrize("name", ["my_flash", "a/b", "sdpa2", "flex_attention_x", "a|b"])
+def test_names_that_transformers_interprets_are_refused(name):
+    refuse_registration("special meaning", {"method": name})
+
+
+@pytest.mark.parametrize("name", ["my-method", "two words", "auto", "eager"])
+def test_names_that_are_no_identifiers_or_have_another_meaning_are_refused(name):
+    refuse_registration("must be a Python identifier", {"method": name})
+
+
+def refuse_registration(message: str, changes: dict, **functions) -> None:
+    """Registering the correct method with changed facts or functions is refused and changes nothing."""
+    before = hea.available_methods()
+    config_class = type("Mine", (BrokenConfig,), FACTS | changes)
+    with pytest.raises(hea.UnsupportedAttentionError, match=message):
+        hea.register_method(config_class, **{"forward": dense_forward, "naive": dense_forward, **functions})
+    assert hea.available_methods() == before
+
+
+FACTS = {
+    "method": "mine",
+    "title": "Mine",
+    "paper": "none",
+    "year": 2026,
+    "causal": False,
+    "rectangular": True,
+    "summary": "exact attention",
+}
+
+
+def dense_forward(config, query, key, value, options):
+    return correct(config, query, key, value, options.key_mask, options.is_causal, options.scale, options.seed)
+
+
+def test_incomplete_registrations_are_refused():
+    for fact in FACTS:
+        refuse_registration(f"the class attributes {fact} are missing", {fact: ""})
+    refuse_registration("needs a forward and a naive form", {}, naive=None)
+    refuse_registration("must be given together", {"learned_parameters": ("weight",)})
+    refuse_registration("must be given together", {}, initial_parameters=lambda config, **sizes: {})
+    refuse_registration("a recurrence must be causal", {}, recurrence=methods.Recurrence(print, print, print))
+    refuse_registration("decorate the class", {"size": methods.option(3, "A size.")})
+    with pytest.raises(TypeError, match="naive"):
+        hea.register_method(type("Mine", (BrokenConfig,), FACTS), forward=dense_forward)
+    for wrong in (FACTS, FACTS["method"], int, BrokenConfig()):
+        with pytest.raises(hea.UnsupportedAttentionError, match="must be a subclass of MethodConfig"):
+            hea.register_method(wrong, forward=dense_forward, naive=dense_forward)
+
+
+def test_hyperparameters_need_defaults_and_must_not_be_arguments_of_a_call():
+    def config_class(**fields):
+        base = type("Base", (BrokenConfig,), FACTS)
+        return dataclasses.make_dataclass("Mine", fields.items(), bases=(base,), frozen=True, kw_only=True)
+
+    with pytest.raises(hea.UnsupportedAttentionError, match="'size' needs a default"):
+        hea.register_method(config_class(size=int), forward=dense_forward, naive=dense_forward)
+    for name in ("scale", "is_causal", "layers"):
+        refused = dataclasses.make_dataclass(
+            "Mine",
+            [(name, int, methods.option(3, "Help."))],
+            bases=(type("Base", (BrokenConfig,), FACTS),),
+            frozen=True,
+            kw_only=True,
+        )
+        with pytest.raises(hea.UnsupportedAttentionError, match=f"'{name}' cannot be the name of a hyperparameter"):
+            hea.register_method(refused, forward=dense_forward, naive=dense_forward)
+    with pytest.raises(TypeError, match="frozen"):
+        dataclasses.make_dataclass("Mine", [], bases=(BrokenConfig,), frozen=False)
+
+
+def test_a_taken_name_is_refused_and_can_be_replaced():
+    def zeros(config, query, key, value, options):
+        return torch.zeros_like(query[..., :1]) * value[:, :, :1]
+
     with broken(correct) as instance:
-        assert "correct" in hea.available_methods()
-        row = inputs(q_len=20)
-        assert torch.equal(hea.functional.correct_attention(*row), instance(*row))
-        assert torch.equal(hea.attention("correct", *row), instance(*row))
+        method = get_method("correct")
+        config_class = method.info.config_class
+        with pytest.raises(hea.UnsupportedAttentionError, match=r"'correct' is registered already.*replace=True"):
+            hea.register_method(config_class, forward=zeros, naive=zeros)
+        tensors = inputs(q_len=20)
+        assert instance(*tensors).abs().sum() > 0
+        names = []
+        methods.on_register(names.append)
+        assert set(names) == set(hea.available_methods())
+        other = type("Other", (config_class,), {"title": "Another title"})
+        assert "Another title" not in hea.functional.correct_attention.__doc__
+        hea.register_method(other, forward=zeros, naive=zeros, replace=True)
+        assert names[-1] == "correct"
+        assert hea.available_methods().count("correct") == 1
+        assert hea.attention("correct", *tensors).abs().sum() == 0
+        assert "Another title" in hea.functional.correct_attention.__doc__
 
 
 # Functional forms.
 
 
 @each_instance
-def test_functional_form_is_attention(instance):
+def test_the_functional_form_equals_attention(instance):
     form = getattr(hea.functional, f"{instance.method}_attention")
-    row = inputs(batch=2, q_len=90)
-    there = padding_mask("left", 2, 90)
+    tensors = inputs(batch=2, q_len=90)
+    mask = padding_mask("left", 2, 90)
     options = {"is_causal": instance.info.causal, "scale": 0.4, "seed": 3}
-    ours = form(*row, attention_mask=there, **options, **instance.hyperparameters)
-    assert torch.equal(ours, instance(*row, there, **options))
+    ours = form(*tensors, attention_mask=mask, **options, **instance.hyperparameters)
+    assert torch.equal(ours, instance(*tensors, mask, **options))
     with pytest.raises(hea.UnsupportedAttentionError, match="unknown hyperparameter 'qqq'"):
-        form(*row, qqq=1)
+        form(*tensors, qqq=1)
 
 
 @each_method
-def test_functional_form_documents_itself(instance):
+def test_the_functional_form_has_the_hyperparameters_in_its_signature(instance):
     form = getattr(hea.functional, f"{instance.method}_attention")
     parameters = inspect.signature(form).parameters
-    standard = {"attention_mask": None, "is_causal": False, "scale": None, "dropout_p": 0.0, "seed": 0}
+    common = {"attention_mask": None, "is_causal": False, "scale": None, "dropout_p": 0.0, "seed": 0}
     own = {f.name: f.default for f in dataclasses.fields(instance.config()) if f.name != "seed"}
     learned = instance.info.learned_parameters
-    assert list(parameters) == ["query", "key", "value", *standard, *own, *learned]
+    assert list(parameters) == ["query", "key", "value", *common, *own, *learned]
     assert all(parameters[name].default is None for name in learned)
-    assert {name: parameters[name].default for name in (*standard, *own)} == {**standard, **own}
-    assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in (*standard, *own, *learned))
+    assert {name: parameters[name].default for name in (*common, *own)} == {**common, **own}
+    assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in (*common, *own, *learned))
     assert all(f.metadata["help"] in form.__doc__ for f in dataclasses.fields(instance.config()) if f.name != "seed")
     assert form.__name__ in dir(hea.functional)
     assert form.__name__ == f"{instance.method}_attention"
 
 
-def test_functional_has_no_other_names():
+def test_functional_has_no_other_attributes():
     with pytest.raises(AttributeError, match=r"no attribute 'sdpa_attention'; it has .*longformer_attention"):
         hea.functional.sdpa_attention  # noqa: B018
     with pytest.raises(AttributeError):
         hea.functional.kdeformer  # noqa: B018
 
 
-# Numbers of the papers.
+# Numbers that can be computed by hand.
 
 
-def test_the_exponential_of_linear_attention():
-    """Eq. 4-7 of Katharopoulos et al. by hand for two keys."""
+def test_linear_attention_by_hand():
+    """Eq. 4-7 of Katharopoulos et al. for two keys."""
     query = torch.tensor([[[[0.5, -1.0]]]], dtype=torch.float64)
     key = torch.tensor([[[[1.0, 0.0], [-2.0, 3.0]]]], dtype=torch.float64)
     value = torch.tensor([[[[1.0], [5.0]]]], dtype=torch.float64)
@@ -434,7 +572,7 @@ def test_the_exponential_of_linear_attention():
 
 
 def test_longformer_by_hand():
-    """Equal scores: the output is the mean of the values within the window, and of all at a global token."""
+    """With equal scores the output is the mean of the values in the window, and of all values at a global token."""
     zeros, value = torch.zeros(1, 1, 9, 2), torch.arange(9.0).view(1, 1, 9, 1)
     ours = hea.functional.longformer_attention(zeros, zeros, value, window_size=1).flatten().tolist()
     assert ours == pytest.approx([0.5, *range(1, 8), 7.5])
@@ -446,24 +584,24 @@ def test_longformer_by_hand():
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", ["linear", "performer"])
-def test_causal_walk_over_several_tiles_agrees_with_the_form_that_has_a_gradient(name, masked):
-    """Without a gradient the tokens are walked over with carried sums; with one all chunks are formed at once."""
+def test_the_causal_form_is_the_same_with_and_without_gradient(name, masked):
+    """Without a gradient the chunks are computed one after the other, and with one all at once."""
     query, key, value = (torch.randn(2, 4, 2500, 32, generator=torch.Generator().manual_seed(i)) for i in range(3))
     mask = None
     if masked:
-        # Whole chunks without a key, the first ones of a row among them.
+        # Whole chunks are masked, among them the first ones of a sequence.
         mask = torch.ones(2, 2500, dtype=torch.bool)
         mask[0, :300] = mask[1, 700:1100] = False
     attend = getattr(hea.functional, f"{name}_attention")
     options = {"is_causal": True, "attention_mask": mask}
     with torch.no_grad():
-        walked = attend(query, key, value, **options)
-    formed = attend(query.requires_grad_(), key, value, **options)
-    torch.testing.assert_close(walked, formed.detach(), rtol=1e-4, atol=1e-5)
+        without = attend(query, key, value, **options)
+    with_gradient = attend(query.requires_grad_(), key, value, **options)
+    torch.testing.assert_close(without, with_gradient.detach(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", [name for name in hea.available_methods() if not get_method(name).mixes_queries])
-def test_a_method_that_mixes_no_queries_gives_each_the_same_beside_any_others(name):
+def test_a_query_has_no_influence_on_others_if_the_method_does_not_mix_queries(name):
     query, key, value = (torch.randn(1, 2, n, 16, generator=torch.Generator().manual_seed(n)) for n in (40, 90, 91))
     attend = getattr(hea.functional, f"{name}_attention")
     out = attend(query, key, value[:, :, :90])
