@@ -174,9 +174,7 @@ def test_every_method_in_every_stage_and_block(method):
         assert torch.equal(logits(model), found), "eval mode is repeatable"
         alone = torch.cat([logits(model, image[None]) for image in images()])
         torch.testing.assert_close(alone, found, atol=2e-4, rtol=2e-4)
-    assert not torch.equal(changed[str(STAGES)], exact), (
-        "the stages have more tokens than any budget here"
-    )
+    assert not torch.equal(changed[str(STAGES)], exact), "the stages have more tokens than any budget here"
     assert torch.equal(logits(hea.convert(model, "sdpa")), exact)
     if method not in RANDOM:
         # Without random draws, naming all layers gives the same as naming none.
