@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_efficient_attn import functional
-from hf_efficient_attn.ops import causal, near_far, tiles
+from hf_efficient_attn.ops import causal, near_far, onednn
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.features import key_state, orthogonal_features, query_state
 from hf_efficient_attn.ops.hashing import angular_hash, gray_rank, hyperplanes, sort_by_hash
+from hf_efficient_attn.ops.onednn import grouped_attention
 from hf_efficient_attn.ops.partial import Partial, merge, partial_attention, partial_attention_naive, prefix_merge
 from hf_efficient_attn.ops.random import normal, offsets, uniform
 from hf_efficient_attn.ops.sampling import (
@@ -26,7 +27,6 @@ from hf_efficient_attn.ops.sampling import (
     systematic_sample,
 )
 from hf_efficient_attn.ops.scan import exclusive_prefix_sum
-from hf_efficient_attn.ops.tiles import attend_grouped
 from hf_efficient_attn.ops.window import window_partial
 from instances import numbers
 
@@ -637,25 +637,17 @@ def test_states_of_features_are_the_products_of_maps():
 # Near and far field.
 
 
-def plan(
-    near_field="lsh",
-    length=90,
-    columns=90,
-    mask=None,
-    scores="probe",
-    independent=False,
-    seed=0,
-    num_probes=8,
-    groups=3,
-    shared=False,
-):
-    row = numbers(4, length, 6), numbers(4, columns, 6, seed=1), numbers(4, columns, 5, seed=2)
-    options = {"block_size": 16, "num_samples": 20, "num_hashes": 4, "num_probes": num_probes, "scale": 0.5}
-    options |= {"groups": groups, "shared": shared}
-    mask = None if mask is None else mask.repeat_interleave(2, 0)
-    near, far = near_far.make_plan(
-        *row, mask, near_field=near_field, scores=scores, independent=independent, seed=seed, batch=2, **options
-    )
+def sampling(**changes) -> near_far.SamplingOptions:
+    default = near_far.SamplingOptions(20, "probe", 8, False, 0.5, seed=0, batch=2, groups=3)
+    return default._replace(**changes)
+
+
+def plan(near_field="lsh", q_len=90, mask=None, **changes):
+    """Inputs with 90 keys, two sequences of two heads; the near field and the far field."""
+    row = numbers(4, q_len, 6), numbers(4, 90, 6, seed=1), numbers(4, 90, 5, seed=2)
+    key_mask = None if mask is None else mask.repeat_interleave(2, 0)
+    near_options = near_far.NearFieldOptions(near_field, block_size=16, num_hashes=4)
+    near, far = near_far.make_plan(*row, key_mask, near_options, sampling(**changes))
     return row, near, far
 
 
@@ -667,7 +659,7 @@ MASKED = torch.arange(90) < torch.tensor([[90], [61]])
 @pytest.mark.parametrize("length", [90, 35])
 @pytest.mark.parametrize("near_field", ["lsh", "window"])
 def test_a_plan_counts_no_pair_twice_and_no_absent_key(near_field, length, mask, independent):
-    (query, key, value), near, far = plan(near_field, length, 90, mask, independent=independent)
+    (query, key, value), near, far = plan(near_field, length, mask, independent=independent)
     weights = near_far.dense_log_weights(near, far, length, 90)
     for a, start in itertools.product(range(4), near.start[0].tolist()):
         assert 0 <= start <= 90 - 16 or a
@@ -687,7 +679,7 @@ def test_a_plan_counts_no_pair_twice_and_no_absent_key(near_field, length, mask,
 @pytest.mark.parametrize("near_field", ["lsh", "window"])
 def test_a_window_is_beside_its_queries_and_a_block_near_their_hash(near_field):
     (query, key, _), near, far = plan(near_field)
-    nothing = far._replace(place=far.place[..., :0], log_weight=far.log_weight[..., :0])
+    nothing = far._replace(sorted_index=far.sorted_index[..., :0], log_weight=far.log_weight[..., :0])
     held = near_far.dense_log_weights(near, nothing, 90, 90) == 0
     if near_field == "window":
         reach = (torch.arange(90)[:, None] - torch.arange(90)).abs().expand(4, -1, -1)[held]
@@ -703,7 +695,7 @@ def test_probes_of_all_queries_are_the_norms_of_the_residual(near_field, mask):
     """With as many probes as queries the estimate is exactly the squared column norms of D^-1 A_res."""
     (query, key, _), near, far = plan(near_field, mask=mask)
     heads_mask = None if mask is None else mask.repeat_interleave(2, 0)
-    nothing = far._replace(place=far.place[..., :0], log_weight=far.log_weight[..., :0])
+    nothing = far._replace(sorted_index=far.sorted_index[..., :0], log_weight=far.log_weight[..., :0])
     held = near_far.dense_log_weights(near, nothing, 90, 90) == 0
     there = torch.ones(4, 90, dtype=torch.bool) if mask is None else heads_mask
     scores = (query @ key.transpose(1, 2) * 0.5).masked_fill(~there[:, None], -torch.inf)
@@ -711,7 +703,7 @@ def test_probes_of_all_queries_are_the_norms_of_the_residual(near_field, mask):
     for a in (0, 2):
         count = int(there[a].sum())
         offset = torch.full((4,), 0.5, dtype=torch.float64)
-        ours = near_far.probe_scores(query, key, near, heads_mask, 0.5, count, offset)
+        ours = near_far.probe_scores(query, key, near, heads_mask, offset, sampling(num_probes=count, groups=1))
         close(ours[a, 0], residual[a].square().sum(0))
 
 
@@ -724,15 +716,15 @@ def test_groups_of_tiles_are_disjoint_runs_of_queries(near_field, mask):
         first, count, group = near_far.query_groups(near, groups)
         for a in (0, 2):
             queries = 90 if mask is None else int(mask[a // 2].sum())
-            tiles = -(-queries // near.rows)
+            tiles = -(-queries // near.block_q)
             held = [group[a, :tiles].eq(g).sum().item() for g in range(groups)]
             assert sum(held) == tiles and max(held) - min(held) <= 1
             assert group[a].diff().min() >= 0 and group[a].max() < groups
             for g in range(groups):
                 own = [t for t in range(tiles) if group[a, t] == g]
-                expected = sum(min(queries, (t + 1) * near.rows) - t * near.rows for t in own)
+                expected = sum(min(queries, (t + 1) * near.block_q) - t * near.block_q for t in own)
                 assert count[a, g] == expected
-                assert not own or first[a, g] == own[0] * near.rows
+                assert not own or first[a, g] == own[0] * near.block_q
 
 
 @pytest.mark.parametrize("mask", [None, MASKED], ids=["", "masked"])
@@ -741,7 +733,7 @@ def test_probes_of_a_group_are_queries_of_its_tiles(near_field, mask):
     """Probes in all places of a group: the estimate is that of its rows of D^-1 A_res, as if all queries were alike."""
     (query, key, _), near, far = plan(near_field, mask=mask)
     heads_mask = None if mask is None else mask.repeat_interleave(2, 0)
-    nothing = far._replace(place=far.place[..., :0], log_weight=far.log_weight[..., :0])
+    nothing = far._replace(sorted_index=far.sorted_index[..., :0], log_weight=far.log_weight[..., :0])
     held = near_far.dense_log_weights(near, nothing, 90, 90) == 0
     there = torch.ones(4, 90, dtype=torch.bool) if mask is None else heads_mask
     scores = (query @ key.transpose(1, 2) * 0.5).masked_fill(~there[:, None], -torch.inf)
@@ -750,7 +742,9 @@ def test_probes_of_a_group_are_queries_of_its_tiles(near_field, mask):
     for a in (0, 2):
         each, total = int(count[a, 1]), int(count[a].sum())
         offset = torch.full((4,), 0.5, dtype=torch.float64)
-        ours = near_far.probe_scores(query, key, near, heads_mask, 0.5, 2 * each, offset, 2)[a, 1]
+        ours = near_far.probe_scores(query, key, near, heads_mask, offset, sampling(num_probes=2 * each, groups=2))[
+            a, 1
+        ]
         places = torch.arange(int(first[a, 1]), int(first[a, 1]) + each)
         rows = places if near.query_order is None else near.query_order[a, places]
         close(ours, residual[a, rows].square().sum(0) * total / each)
@@ -759,28 +753,32 @@ def test_probes_of_a_group_are_queries_of_its_tiles(near_field, mask):
 def test_tiles_draw_apart_unless_all_share_one_sample():
     _, near, far = plan("window", scores="uniform")
     tiles = near.start.shape[1]
-    assert far.place.shape == far.log_weight.shape == (4, tiles, 20)
+    assert far.sorted_index.shape == far.log_weight.shape == (4, tiles, 20)
     # 20 of 90 columns at even steps of 4.5 can be drawn in nine ways only.
-    assert all(len(set(map(tuple, rows))) > 3 for rows in far.place.tolist())
+    assert all(len(set(map(tuple, rows))) > 3 for rows in far.sorted_index.tolist())
     for options in ({}, {"independent": True}, {"mask": MASKED}):
         _, _, far = plan("window", shared=True, **options)
-        assert far.place.shape == (4, 1, 20)
+        assert far.sorted_index.shape == (4, 1, 20)
 
 
 def test_column_scores_are_those_of_the_paper():
     (query, key, value), near, _ = plan()
     offset = torch.full((4,), 0.5, dtype=torch.float64)
-    arguments = (query, key, value, near, None, 0.5, 90, offset)
+
+    def scores(kind):
+        options = sampling(scores=kind, num_probes=90, groups=1)
+        return near_far.sampling_scores(query, key, value, near, None, offset, options)
+
     squares = value.square().sum(-1)
-    ours = near_far.column_scores("value_norm", *arguments)
+    ours = scores("value_norm")
     close(ours[:, 0], squares.gather(1, near.key_order), 1e-5)
-    assert torch.equal(near_far.column_scores("uniform", *arguments), torch.ones(4, 1, 90, dtype=torch.float64))
-    norms = near_far.probe_scores(query, key, near, None, 0.5, 90, offset)[:, 0]
+    assert torch.equal(scores("uniform"), torch.ones(4, 1, 90, dtype=torch.float64))
+    norms = near_far.probe_scores(query, key, near, None, offset, sampling(num_probes=90, groups=1))[:, 0]
     # From 1,024 values at even places, so that each of the 90 comes up 11 or 12 times.
     place = ((torch.arange(1024) + 0.5) * 90 / 1024).long()
     spread = value.gather(1, near.key_order[:, place].unsqueeze(-1).expand(-1, -1, value.shape[2]))
     gamma = 1024 / 90 / torch.linalg.matrix_norm(spread, 2).square()
-    ours = near_far.column_scores("probe", *arguments)[:, 0].gather(1, inverse(near.key_order))
+    ours = scores("probe")[:, 0].gather(1, inverse(near.key_order))
     # The power method's few steps leave gamma a little too large.
     expected = norms + gamma[:, None] * squares
     assert ((ours >= expected * (1 - 1e-6)) & (ours <= expected * 1.2)).all()
@@ -791,12 +789,14 @@ def test_column_scores_are_those_of_the_paper():
 def test_the_far_field_is_unbiased(scores, independent):
     """Over many draws every column that has a score weighs 1 in the mean, as it does in the residual."""
     (query, key, value), near, _ = plan("window")
-    weights = near_far.column_scores(scores, query, key, value, near, None, 0.5, 8, torch.full((4,), 0.5).double())
+    weights = near_far.sampling_scores(
+        query, key, value, near, None, torch.full((4,), 0.5).double(), sampling(scores=scores, groups=1)
+    )
     total, draws = torch.zeros(4, 90), 4000
     for seed in range(draws):
         turns = offsets(2, seed, 12, CPU).repeat(2)[:, None]
-        far = near_far.plan_far(weights, 20, turns, seed, independent)
-        total.scatter_add_(1, far.place[:, 0], far.log_weight[:, 0].exp().float())
+        far = near_far.sample_keys(weights, 20, turns, seed, independent)
+        total.scatter_add_(1, far.sorted_index[:, 0], far.log_weight[:, 0].exp().float())
     mean = total / draws
     assert (mean.mean(1) - 1.0).abs().max() < 0.02
     # The columns that are drawn less than one time in twenty have a mean that is known less well.
@@ -809,8 +809,8 @@ def test_the_far_field_is_unbiased(scores, independent):
 
 def causal_plan(length: int, scores: str = "probe", independent: bool = False, seed: int = 0, num_hashes: int = 0):
     row = numbers(4, length, 6), numbers(4, length, 6, seed=1), numbers(4, length, 5, seed=2)
-    options = {"size": 8, "num_samples": 12, "num_probes": 5, "scale": 0.5, "batch": 2, "num_hashes": num_hashes}
-    return row, causal.plan_intervals(*row, scores=scores, independent=independent, seed=seed, **options)
+    options = sampling(num_samples=12, scores=scores, num_probes=5, independent=independent, seed=seed)
+    return row, causal.plan_intervals(*row, 8, options, num_hashes)
 
 
 @pytest.mark.parametrize("num_hashes", [0, 3])
@@ -834,7 +834,7 @@ def test_causal_columns_lie_in_completed_blocks_only(scores, independent, num_ha
     assert torch.equal(far > 0, (completed.sum(1) > 0)[20:])
     if scores == "uniform" and not num_hashes:
         close(far, completed.sum(1)[20:].double(), 1e-9)
-    ours = causal.causal_near_far_attention(*row, plans, size=size, exact=20, scale=0.5)
+    ours = causal.causal_near_far_attention(*row, plans, block_size=size, num_exact=20, scale=0.5)
     close(ours, near_far.dense_attention(*row, weights, scale=0.5), 1e-6)
 
 
@@ -855,7 +855,7 @@ def test_causal_runs_are_of_similar_keys_and_count_no_key_twice():
 def test_grouping_by_run(run, rows):
     """Every query has a place of its own in a tile of its own run."""
     run = torch.tensor([run])
-    slot, tile_run = causal.group_by_run(run, 5, rows)
+    slot, tile_run = causal.group_by_block(run, 5, rows)
     assert tile_run.shape == (1, ceil_div(run.shape[1], rows) + 4)
     assert slot.unique().numel() == run.shape[1]
     assert torch.equal(tile_run.gather(1, slot // rows), run)
@@ -865,9 +865,7 @@ def test_a_causal_plan_does_not_depend_on_what_follows():
     """What is drawn for a segment is drawn from the segment alone, so that a longer plan only adds to a shorter one."""
     long = causal_plan(203)[1]
     row = [x[:, :130] for x in causal_plan(203)[0]]
-    short = causal.plan_intervals(
-        *row, size=8, num_samples=12, scores="probe", num_probes=5, independent=False, scale=0.5, seed=0, batch=2
-    )
+    short = causal.plan_intervals(*row, 8, sampling(num_samples=12, num_probes=5))
     for few, many in zip(short, long, strict=False):
         pairs = few.index.shape[1]
         assert torch.equal(few.index, many.index[:, :pairs])
@@ -892,7 +890,7 @@ def test_grouped_attention_is_attention(rows, tiles, columns, width, hole):
     bias = torch.randn(tiles, columns)
     if hole:
         bias[0] = -torch.inf
-    got = attend_grouped(query, key, value, row, column, bias, scale=0.3)
+    got = grouped_attention(query, key, value, row, column, bias, scale=0.3)
     tile = (query[row].transpose(0, 1)[None], key[column][None], value[column][None])
     expected = partial_attention_naive(*tile, bias[None, :, None], scale=0.3).out.nan_to_num(0.0)
     torch.testing.assert_close(got.transpose(0, 1)[None], expected)
@@ -920,21 +918,21 @@ def test_both_cpu_paths_agree(near_field, length, monkeypatch):
 def test_which_processors_have_full_width_units(tmp_path, vendor, family, expected):
     one = f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel name\t: a: b\n"
     (tmp_path / "cpuinfo").write_text(f"{one}\n{one}")
-    assert tiles._full_width_amd(str(tmp_path / "cpuinfo")) is expected
-    assert tiles._full_width_amd(str(tmp_path / "nothing")) is False
+    assert onednn._full_width_amd(str(tmp_path / "cpuinfo")) is expected
+    assert onednn._full_width_amd(str(tmp_path / "nothing")) is False
 
 
 def test_grouped_products_are_for_plain_float32_only(monkeypatch):
-    monkeypatch.setattr(tiles, "_full_width_amd", lambda: True)
+    monkeypatch.setattr(onednn, "_full_width_amd", lambda: True)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     x = torch.zeros(2, 3)
-    assert tiles.use_grouped(x, None, x)
-    assert not tiles.use_grouped(x, x.double())
-    assert not tiles.use_grouped(x.clone().requires_grad_())
+    assert onednn.use_grouped(x, None, x)
+    assert not onednn.use_grouped(x, x.double())
+    assert not onednn.use_grouped(x.clone().requires_grad_())
     with torch.no_grad():
-        assert tiles.use_grouped(x.clone().requires_grad_())
+        assert onednn.use_grouped(x.clone().requires_grad_())
     with torch.backends.mkldnn.flags(enabled=False):
-        assert not tiles.use_grouped(x)
-    monkeypatch.setattr(tiles, "_full_width_amd", lambda: False)
-    assert not tiles.use_grouped(x)
+        assert not onednn.use_grouped(x)
+    monkeypatch.setattr(onednn, "_full_width_amd", lambda: False)
+    assert not onednn.use_grouped(x)

@@ -136,9 +136,9 @@ def _plan(
         size = config.block_size
         near = plan_lsh(query, key, size, key_mask, config.num_hashes, seed)
         # `plan_lsh` gives `size` keys from any start. Take the block that has most of them.
-        block, last = (near.start + size // 2) // size, (near.count - 1) // size
+        block, last = (near.start + size // 2) // size, (near.num_keys - 1) // size
         block = block.clamp(max=last) if isinstance(last, int) else torch.minimum(block, last.clamp(min=0))
-        return _Blocks(near.query_order, near.key_order, block, near.count)
+        return _Blocks(near.query_order, near.key_order, block, near.num_keys)
 
 
 def forward(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:

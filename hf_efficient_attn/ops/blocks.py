@@ -1,4 +1,4 @@
-"""Moving tokens about: padding to whole blocks, gathering by index, valid tokens first, a few heads at a time."""
+"""Rearranging tokens: padding to whole blocks, gathering by index, valid tokens first, a few heads at a time."""
 
 from collections.abc import Callable
 
@@ -6,18 +6,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-# Numbers of a head's queries or keys that are worked on at a time on the CPU: one head of 8,192 x 64. What is allocated
-# for them then fits the cache, and is memory that the heads before have touched already: naive code loses half its time
-# to page faults on fresh memory.
-_TILE = 1 << 19
+# Numbers of queries or keys that are processed at a time on the CPU: one head of 8,192 x 64. Their temporaries fit the
+# cache and reuse memory that earlier heads have touched. Code without this loses half its time to page faults.
+_CHUNK_NUMEL = 1 << 19
 
 
 def ceil_div(number: int, divisor: int) -> int:
+    """The quotient, rounded up."""
     return -(-number // divisor)
 
 
 def pad_to_blocks(x: Tensor, size: int, value: float = 0.0) -> Tensor:
-    """(A, N, D) -> (A, ceil(N / size), size, D), the last block filled up with `value`."""
+    """Split (BH, N, D) into (BH, ceil(N / size), size, D). `value` fills the rest of the last block."""
     missing = -x.shape[1] % size
     if missing:
         x = pad(x, (0, 0, 0, missing), value=value)
@@ -25,9 +25,19 @@ def pad_to_blocks(x: Tensor, size: int, value: float = 0.0) -> Tensor:
 
 
 def take(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
-    """Tokens of each row by index: x (A, N, D), index (A, ...) of integers below N -> (A, ..., D), or into `out`."""
+    """Gather the tokens of each head by index.
+
+    Args:
+        x: (BH, N, D).
+        index: int64 (BH, ...), each below N.
+        out: contiguous tensor of the result's shape to write into, or None. Ignored if a gradient is wanted.
+
+    Returns:
+        (BH, ..., D).
+    """
     if not (x.requires_grad and torch.is_grad_enabled()):
-        # Whole rows of memory at a time: five times as fast as `gather`, whose gradient is the faster of the two.
+        # `index_select` copies a whole token at a time and is five times as fast as `gather`. With a gradient `gather`
+        # is faster, because of its backward.
         first = torch.arange(x.shape[0], device=x.device) * x.shape[1]
         flat = index + first.view(-1, *[1] * (index.ndim - 1))
         if out is not None:
@@ -39,24 +49,25 @@ def take(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def inverse(order: Tensor) -> Tensor:
-    """Inverse of each row's permutation: order (A, N) -> (A, N) with inverse[order[r]] = r."""
+    """Invert the permutation of each head: order (BH, N) -> (BH, N) with inverse[order[i]] = i."""
     ranks = torch.arange(order.shape[1], device=order.device).expand_as(order)
     return torch.empty_like(order).scatter_(1, order, ranks)
 
 
-def valid_first(mask: Tensor) -> Tensor:
-    """Order that puts the tokens that are there first, each kind in its old order: mask bool (A, N) -> (A, N)."""
-    return (~mask).to(torch.int8).argsort(dim=1, stable=True)
+def valid_first(key_mask: Tensor) -> Tensor:
+    """Stable order (BH, N) that puts the valid tokens before the masked ones, for a bool mask (BH, N)."""
+    return (~key_mask).to(torch.int8).argsort(dim=1, stable=True)
 
 
 def can_reuse_buffers(*tensors: Tensor | None) -> bool:
-    """Whether tokens can be walked over tile by tile in buffers: no gradient, not compiling, and on the CPU.
+    """Whether blocks of tokens may be processed one after the other in reused buffers.
 
-    On an accelerator the steps of a walk would be launched one by one.
+    This holds on the CPU, without a gradient and without `torch.compile`. On an accelerator each block would launch its
+    kernels separately.
     """
     given = [x for x in tensors if x is not None]
-    keep = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-    return not (keep or torch.compiler.is_compiling()) and given[0].device.type == "cpu"
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    return not (needs_grad or torch.compiler.is_compiling()) and given[0].device.type == "cpu"
 
 
 def chunked_over_heads(
@@ -65,34 +76,39 @@ def chunked_over_heads(
     result: tuple[int, int, torch.dtype] | None = None,
     step: int | None = None,
 ) -> Tensor:
-    """function(*tensors) for a few heads at a time: (A, ...) tensors or None -> (A, N, Dv), the pieces joined.
+    """Call `function` for a few heads at a time and concatenate the results.
 
-    All heads at once when compiling, on an accelerator, and where they are small.
+    There is a single call with all heads on an accelerator, with `torch.compile` and for small tensors.
 
     Args:
-        result: (N, Dv, dtype) of what the function returns. It is then also given out=, None or the piece of the result
-            that it may write into and return, which saves a copy.
+        function: takes the tensors and returns (BH, Nq, Dv).
+        *tensors: (BH, ...) each, or None, which is passed on.
+        result: (Nq, Dv, dtype) of the result, if `function` also accepts `out=`. It then gets None or the part of the
+            result that it may write into and return, which saves a copy.
         step: heads at a time; by default as many as fit the cache.
+
+    Returns:
+        (BH, Nq, Dv).
     """
     given = [x for x in tensors if x is not None]
-    heads, each = given[0].shape[0], max(x[0].numel() for x in given)
-    step = max(1, _TILE // max(1, each)) if step is None else step
-    if step >= heads or given[0].device.type != "cpu" or torch.compiler.is_compiling():
+    batch_heads, numel = given[0].shape[0], max(x[0].numel() for x in given)
+    step = max(1, _CHUNK_NUMEL // max(1, numel)) if step is None else step
+    if step >= batch_heads or given[0].device.type != "cpu" or torch.compiler.is_compiling():
         return function(*tensors)
-    # `split` rather than slices: its gradient is one concatenation, that of every slice a whole tensor of zeros.
-    splits = [[None] * -(-heads // step) if x is None else x.split(step) for x in tensors]
-    pieces = list(zip(*splits, strict=True))
+    # `split` rather than slices: its backward is one concatenation, that of a slice a whole tensor of zeros.
+    splits = [[None] * ceil_div(batch_heads, step) if x is None else x.split(step) for x in tensors]
+    chunks = list(zip(*splits, strict=True))
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
-        return torch.cat([function(*piece) for piece in pieces])
+        return torch.cat([function(*chunk) for chunk in chunks])
     if result is not None:
-        length, width, dtype = result
-        whole = given[0].new_empty(heads, length, width, dtype=dtype)
-        for piece, out in zip(pieces, whole.split(step), strict=True):
-            function(*piece, out=out)
+        q_len, value_dim, dtype = result
+        whole = given[0].new_empty(batch_heads, q_len, value_dim, dtype=dtype)
+        for chunk, out in zip(chunks, whole.split(step), strict=True):
+            function(*chunk, out=out)
         return whole
-    whole = None
-    for i, piece in enumerate(pieces):
-        part = function(*piece)
-        whole = part.new_empty(heads, *part.shape[1:]) if whole is None else whole
-        whole[i * step : i * step + part.shape[0]] = part
+    part = function(*chunks[0])
+    whole = part.new_empty(batch_heads, *part.shape[1:])
+    whole[:step] = part
+    for i, chunk in enumerate(chunks[1:], 1):
+        whole[i * step : (i + 1) * step] = function(*chunk)
     return whole

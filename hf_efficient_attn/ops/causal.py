@@ -1,14 +1,21 @@
-"""A near field of blocks and a far field of sampled columns that never look ahead.
+"""An exact near field and a far field of sampled keys, in the causal form.
 
-Queries are cut into blocks by position. Block t attends causally to itself and to block t-1, exactly. The completed
-blocks before those, 0 .. t-2, are split into aligned segments of 1, 2, 4, ... blocks by the binary digits of t-1;
-each segment has one weighted sample of its keys, drawn once from what stands in the segment alone, and shared by all
-blocks to which it belongs. So nothing that a query meets was ever chosen by what follows it, and its output does not
-even depend on how long the sequence is. These are the off-diagonal squares of HyperAttention's causal recursion (Han
-et al. 2023, Algorithm 4), without its sorting of a square's queries among themselves, which lets later queries move
-earlier ones.
+The sequence is cut into blocks by position. Block t attends causally to itself and to block t-1, exactly. The completed
+blocks 0 .. t-2 are split into aligned intervals of 1, 2, 4, ... blocks according to the binary digits of t-1. Each
+interval has one weighted sample of its keys, which is drawn once, from the tokens of the interval alone, and which all
+blocks that see the interval share. So the choice of keys that a query attends to never depends on later tokens, and the
+output does not even depend on the length of the sequence.
+
+The intervals are the off-diagonal squares of HyperAttention's causal recursion (Han et al. 2023, Algorithm 4). The
+recursion also sorts the queries of a square among each other, which lets later queries influence earlier ones; here
+this step is left out.
+
+On level l an interval has L = block_size * 2**l tokens. The tokens are divided into pairs of intervals. Only the left
+interval of a pair, interval j at 2 j L, is sampled. Counted from block 1 on, the queries that see it are those from
+(2 j + 1) L to (2 j + 2) L - 1.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,325 +25,415 @@ from torch.nn.functional import pad
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.hashing import angular_hash, hyperplanes, sort_by_hash
-from hf_efficient_attn.ops.near_far import balanced, plan_far
+from hf_efficient_attn.ops.near_far import SamplingOptions, sample_keys, split_scale_evenly
 from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, partial_attention
 from hf_efficient_attn.ops.random import offsets
 from hf_efficient_attn.ops.sampling import largest_eigenvalue, stratified_ranks
 
+# Queries (a slice of all queries from block 1 on), and their attention to some keys.
+QueryPart = tuple[slice, Partial]
 
-class Segments(NamedTuple):
-    """The segments of 2**level blocks: segment j begins at 2 j 2**level blocks, and serves the blocks whose completed
-    part reaches over it, which are the 2**level blocks behind the one after it.
 
-    index: (A, J, m), the sampled keys, counted from the segment's first. log_weight: (A, J, m).
-    order: (A, J, L), the keys of each segment in the order of a hash, or None where the near field is the window alone.
-    run: (A, J, L), for each query that the segment serves the number of its run of `width` keys in that order, or None.
-    width: keys a run.
+class IntervalPlan(NamedTuple):
+    """The far field on one level: J intervals of L = block_size * 2**level tokens.
+
+    Attributes:
+        level: the level.
+        index: int64 (BH, J, M), the sampled keys of each interval, counted from its first token.
+        log_weight: (BH, J, M), their log-weights.
+        key_order: int64 (BH, J, L), the keys of each interval in the order of a hash; None if the near field is the
+            window alone.
+        query_block: int64 (BH, J, L), for each query that sees the interval the block of hashed keys that belongs to
+            its near field; None likewise.
+        block_k: keys of a block of hashed keys.
     """
 
     level: int
     index: Tensor
     log_weight: Tensor
-    order: Tensor | None = None
-    run: Tensor | None = None
-    width: int = 0
+    key_order: Tensor | None = None
+    query_block: Tensor | None = None
+    block_k: int = 0
 
 
-def left_intervals(x: Tensor, pairs: int, span: int) -> Tensor:
-    """The left segments of the first `pairs` pairs of `span` tokens each: (A, N, ...) -> view (A, pairs, span, ...)."""
-    view = x.unfold(1, span, 2 * span)[:, :pairs]
-    return view.movedim(-1, 2)
+def left_intervals(x: Tensor, num_intervals: int, length: int) -> Tensor:
+    """View the left intervals of the first pairs of intervals: (BH, N, ...) -> (BH, num_intervals, length, ...)."""
+    return x.unfold(1, length, 2 * length)[:, :num_intervals].movedim(-1, 2)
 
 
-def interval_scores(kind, query, key, squares, gram, scale: float, num_probes: int, offset: Tensor, seed=0) -> Tensor:
-    """Unnormalised sampling probabilities of the keys of segments, from each segment's own queries.
+def interval_scores(
+    query: Tensor, key: Tensor, squares: Tensor, gram: Tensor, offset: Tensor, options: SamplingOptions
+) -> Tensor:
+    """The unnormalized sampling probabilities of the keys of intervals, from each interval's own queries.
 
     Args:
-        kind: as in `near_far.column_scores`.
-        query, key: (A, J, L, D), the tokens of J segments. squares: (A, J, L), |v_j|^2. gram: (A, J, Dv, Dv), V^T V.
-        offset: (A, 1), see `stratified_ranks`.
+        query: (BH, J, L, D), the queries of J intervals of L tokens.
+        key: (BH, J, L, D).
+        squares: (BH, J, L), |v_j|^2, or 1 for uniform probabilities.
+        gram: (BH, J, Dv, Dv), V^T V.
+        offset: float64 (BH, 1), where in its stratum each probe lies.
+        options: `scores` as in `SamplingOptions`, with the softmax of each interval in place of D^-1 A_res.
 
     Returns:
-        (A, J, L).
+        (BH, J, L).
     """
-    heads, pairs, length, _ = key.shape
-    if callable(kind):
-        # The norms of each segment's own softmax, head by head and segment by segment.
-        norms = [
-            kind(*balanced(q, k, scale), seed)[0] for q, k in zip(query.flatten(0, 1), key.flatten(0, 1), strict=True)
-        ]
-        norms = torch.stack(norms).view(heads, pairs, length).exp().to(squares.dtype)
-        gamma = 1.0 / largest_eigenvalue(gram.flatten(0, 1)).clamp(min=torch.finfo(squares.dtype).tiny)
-        squares = torch.addcmul(norms, squares, gamma.view(heads, pairs, 1))
+    batch_heads, num_intervals, length, head_dim = key.shape
+    dtype, kind = squares.dtype, options.scores
+    if not isinstance(kind, str):
+        pairs = zip(query.flatten(0, 1), key.flatten(0, 1), strict=True)
+        log_norms = [kind(*split_scale_evenly(q, k, options.scale), options.seed)[0] for q, k in pairs]
+        norms = torch.stack(log_norms).view(batch_heads, num_intervals, length).exp().to(dtype)
     elif kind == "probe":
-        place = stratified_ranks(num_probes, length, offset)
-        place = place[:, None, :, None].expand(-1, pairs, -1, query.shape[3])
-        probes = query.gather(2, place).to(squares.dtype) * scale
-        weights = (probes @ key.transpose(2, 3).to(squares.dtype)).softmax(-1)
-        gamma = 1.0 / largest_eigenvalue(gram.flatten(0, 1)).clamp(min=torch.finfo(squares.dtype).tiny)
-        norms = weights.square_().sum(2) * (length / num_probes)
-        squares = torch.addcmul(norms, squares, gamma.view(heads, pairs, 1))
-    return squares + 1e-6 * squares.mean(2, keepdim=True) + torch.finfo(squares.dtype).tiny
+        rank = stratified_ranks(options.num_probes, length, offset)
+        rank = rank[:, None, :, None].expand(-1, num_intervals, -1, head_dim)
+        probes = query.gather(2, rank).to(dtype) * options.scale
+        weights = (probes @ key.transpose(2, 3).to(dtype)).softmax(-1)
+        norms = weights.square_().sum(2) * (length / options.num_probes)
+    if kind == "probe" or not isinstance(kind, str):
+        gamma = 1.0 / largest_eigenvalue(gram.flatten(0, 1)).clamp(min=torch.finfo(dtype).tiny)
+        squares = torch.addcmul(norms, squares, gamma.view(batch_heads, num_intervals, 1))
+    return squares + 1e-6 * squares.mean(2, keepdim=True) + torch.finfo(dtype).tiny
 
 
-def plan_intervals(query, key, value, *, size, num_samples, scores, num_probes, independent, scale, seed, batch,
-                  num_hashes=0) -> list[Segments]:  # fmt: skip
-    """Samples of all segments of blocks of `size` keys, num_samples / 2 columns each (or all keys, where fewer).
+def plan_intervals(
+    query: Tensor, key: Tensor, value: Tensor, block_size: int, options: SamplingOptions, num_hashes: int = 0
+) -> list[IntervalPlan]:
+    """Sample the keys of all intervals, num_samples / 2 each, or all keys of shorter intervals. No gradient.
 
-    With `num_hashes` also the order of the segments' keys by an angular hash, in runs of size / 2, and the run of each
-    query: the one in which its own hash would stand, whatever the other queries are.
+    With `num_hashes` the keys of the sampled intervals are also sorted by an angular hash and cut into blocks of
+    block_size / 2. A query gets the block in which its own code lies, which does not depend on other queries.
+
+    Args:
+        query: (BH, N, D).
+        key: (BH, N, D).
+        value: (BH, N, Dv).
+        block_size: tokens of a block.
+        options: how the keys are sampled.
+        num_hashes: hyperplanes of the hash, or 0.
     """
     with torch.no_grad():
-        heads, wide = query.shape[0], accumulation_dtype(value.dtype)
-        # The queries of block t have t-1 completed blocks behind block t-1.
-        completed = ceil_div(query.shape[1], size) - 2
-        count, plans = min(num_samples, max(1, num_samples // 2)), []
-        squares = torch.ones(value.shape[:2], dtype=wide, device=value.device)
-        gram = torch.zeros(heads, max(completed, 0), 0, 0, dtype=wide, device=value.device)
-        if scores != "uniform":
-            squares = torch.linalg.vector_norm(value, dim=-1, dtype=wide).square()
-        if (scores == "probe" or callable(scores)) and completed > 0:
-            blocks = value[:, : completed * size].to(wide).unflatten(1, (completed, size))
+        batch_heads, acc_dtype, device = query.shape[0], accumulation_dtype(value.dtype), key.device
+        # The queries of block t have t-1 completed blocks before block t-1.
+        completed = ceil_div(query.shape[1], block_size) - 2
+        num_samples = min(options.num_samples, max(1, options.num_samples // 2))
+        squares = torch.ones(value.shape[:2], dtype=acc_dtype, device=device)
+        gram = torch.zeros(batch_heads, max(completed, 0), 0, 0, dtype=acc_dtype, device=device)
+        if options.scores != "uniform":
+            squares = torch.linalg.vector_norm(value, dim=-1, dtype=acc_dtype).square()
+        if (options.scores == "probe" or callable(options.scores)) and completed > 0:
+            blocks = value[:, : completed * block_size].to(acc_dtype).unflatten(1, (completed, block_size))
             gram = blocks.transpose(2, 3) @ blocks
+        plans = []
         for level in range(max(completed, 0).bit_length()):
-            span = size << level
-            pairs = ((completed >> level) + 1) >> 1
-            if count >= span:
-                index = torch.arange(span, device=key.device).expand(heads, pairs, -1)
-                plans.append(Segments(level, index, torch.zeros_like(index, dtype=wide)))
+            length, count = block_size << level, ((completed >> level) + 1) >> 1
+            if num_samples >= length:
+                index = torch.arange(length, device=device).expand(batch_heads, count, -1)
+                plans.append(IntervalPlan(level, index, torch.zeros_like(index, dtype=acc_dtype)))
                 continue
-            probe_offset, draw_offset = (
-                offsets(heads // batch, seed, stream + 2 * level, key.device).repeat(batch).unsqueeze(1)
+            probe_offset, offset = (
+                offsets(batch_heads // options.batch, options.seed, stream + 2 * level, device).repeat(options.batch)
                 for stream in (21, 22)
             )
-            weights = interval_scores(
-                scores,
-                *(left_intervals(x, pairs, span) for x in (query, key, squares)),
-                left_intervals(gram, pairs, 1 << level).sum(2),
-                scale,
-                num_probes,
-                probe_offset,
-                seed,
-            )
-            turns = draw_offset.expand(-1, pairs).flatten()
-            far = plan_far(weights.flatten(0, 1).unsqueeze(1), count, turns.unsqueeze(1), seed, independent)
-            shape = (heads, pairs, count)
-            plan = Segments(level, far.place.view(shape), far.log_weight.view(shape))
+            queries, keys, own_squares = (left_intervals(x, count, length) for x in (query, key, squares))
+            own_gram = left_intervals(gram, count, 1 << level).sum(2)
+            scores = interval_scores(queries, keys, own_squares, own_gram, probe_offset.unsqueeze(1), options)
+            offset = offset.unsqueeze(1).expand(-1, count).flatten().unsqueeze(1)
+            far = sample_keys(scores.flatten(0, 1).unsqueeze(1), num_samples, offset, options.seed, options.independent)
+            index, log_weight = (x.view(batch_heads, count, num_samples) for x in far)
+            plan = IntervalPlan(level, index, log_weight)
             if num_hashes:
-                planes = hyperplanes(key.shape[2], num_hashes, seed, key.device)
-                plan = _plan_runs(plan, query[:, size:], key, span, max(1, size // 2), planes)
+                planes = hyperplanes(key.shape[2], num_hashes, options.seed, device)
+                plan = _plan_hashed_blocks(plan, query[:, block_size:], keys, max(1, block_size // 2), planes)
             plans.append(plan)
         return plans
 
 
-def _served(rows: Tensor, pairs: int, span: int) -> Tensor:
-    """The queries that each segment serves, out of those from block 1 on, 0 behind: (A, R, D) -> (A, J, span, D)."""
-    missing = 2 * pairs * span - rows.shape[1]
-    rows = pad(rows, (0, 0, 0, missing)) if missing > 0 else rows[:, : 2 * pairs * span]
-    return rows.unflatten(1, (pairs, 2, span))[:, :, 1]
+def _queries_of(queries: Tensor, num_intervals: int, length: int) -> Tensor:
+    """The queries that see each interval: (BH, Nq, D) from block 1 on -> (BH, J, L, D), padded with zeros."""
+    missing = 2 * num_intervals * length - queries.shape[1]
+    queries = pad(queries, (0, 0, 0, missing)) if missing > 0 else queries[:, : 2 * num_intervals * length]
+    return queries.unflatten(1, (num_intervals, 2, length))[:, :, 1]
 
 
-def _plan_runs(plan: Segments, rows: Tensor, key: Tensor, span: int, width: int, planes: Tensor) -> Segments:
-    """Add the hash order of each segment's keys, and the run in which the hash of each query served would stand."""
-    heads, pairs, _ = plan.index.shape
-    order, codes = sort_by_hash(angular_hash(left_intervals(key, pairs, span), planes).flatten(0, 1))
-    wanted = angular_hash(_served(rows, pairs, span), planes).flatten(0, 1)
-    # In the middle of the cell's keys: a query knows its cell, but nothing of its place among other queries.
-    low, high = torch.searchsorted(codes, wanted), torch.searchsorted(codes, wanted, right=True)
-    run = ((low + high) // 2).clamp(max=span - 1) // width
-    shape = (heads, pairs, span)
-    return plan._replace(order=order.view(shape), run=run.view(shape), width=width)
+def _plan_hashed_blocks(
+    plan: IntervalPlan, queries: Tensor, keys: Tensor, block_k: int, planes: Tensor
+) -> IntervalPlan:
+    """Add the order of the keys (BH, J, L, D) by a hash, and the blocks of the queries (BH, Nq, D) from block 1 on."""
+    batch_heads, num_intervals, length, _ = keys.shape
+    order, codes = sort_by_hash(angular_hash(keys, planes).flatten(0, 1))
+    query_codes = angular_hash(_queries_of(queries, num_intervals, length), planes).flatten(0, 1)
+    # A query takes the middle of its cell's keys. Its rank among the queries of the cell would depend on later ones.
+    low, high = torch.searchsorted(codes, query_codes), torch.searchsorted(codes, query_codes, right=True)
+    query_block = ((low + high) // 2).clamp(max=length - 1) // block_k
+    shape = (batch_heads, num_intervals, length)
+    return plan._replace(key_order=order.view(shape), query_block=query_block.view(shape), block_k=block_k)
 
 
 def causal_near_far_attention(
-    query, key, value, plans: list[Segments], *, size: int, exact: int, scale: float, dropout_p: float = 0.0
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plans: Sequence[IntervalPlan],
+    *,
+    block_size: int,
+    num_exact: int,
+    scale: float,
+    dropout_p: float = 0.0,
 ) -> Tensor:
-    """Attention of a plan: (A, N, D), (A, N, D), (A, N, Dv) -> (A, N, Dv).
+    """The attention of a plan.
 
-    The first `exact` positions, at most, are computed exactly, whatever the length; `exact` is at least `size`.
+    Args:
+        query: (BH, N, D).
+        key: (BH, N, D).
+        value: (BH, N, Dv).
+        plans: the levels of the far field.
+        block_size: tokens of a block.
+        num_exact: the first positions, at least `block_size`, which are computed exactly in sequences of any length.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a weight.
+
+    Returns:
+        (BH, N, Dv).
     """
-    length, options = query.shape[1], {"scale": scale, "dropout_p": dropout_p}
-    head = exact_attention(query[:, :exact], key[:, :exact], value[:, :exact], is_causal=True, **options)
-    if length <= exact:
-        return head
+    options = {"scale": scale, "dropout_p": dropout_p}
+    first = (x[:, :num_exact] for x in (query, key, value))
+    exact = exact_attention(*first, None, is_causal=True, scale=scale, dropout_p=dropout_p)
+    if query.shape[1] <= num_exact:
+        return exact
 
-    def some_heads(query, key, value, *tensors):
-        near = causal_block_partial(query, key, value, size, **options)
+    def some_heads(query: Tensor, key: Tensor, value: Tensor, *tensors: Tensor) -> Tensor:
+        near = causal_block_partial(query, key, value, block_size, **options)
         parts = [(slice(None), near)]
+        queries = query[:, block_size:]
         for i, plan in enumerate(plans):
-            here = Segments(plan.level, *tensors[4 * i : 4 * i + 4], plan.width)
-            attend_level = _far_parts if here.run is None else _run_and_far_parts
-            parts += attend_level(query[:, size:], key, value, here, size, options)
-        return merge_query_subsets(parts)[:, exact - size :]
+            index, log_weight, key_order, query_block = tensors[4 * i : 4 * i + 4]
+            own = plan._replace(index=index, log_weight=log_weight, key_order=key_order, query_block=query_block)
+            far = _sampled_parts if query_block is None else _hashed_and_sampled_parts
+            parts += far(queries, key, value, own, block_size, **options)
+        return merge_query_subsets(parts)[:, num_exact - block_size :]
 
-    tensors = [x for plan in plans for x in plan[1:5]]
-    return torch.cat((head, chunked_over_heads(some_heads, query, key, value, *tensors)), 1)
+    tensors = [x for plan in plans for x in (plan.index, plan.log_weight, plan.key_order, plan.query_block)]
+    return torch.cat((exact, chunked_over_heads(some_heads, query, key, value, *tensors)), 1)
 
 
-def causal_block_partial(query, key, value, size: int, *, scale: float, dropout_p: float = 0.0) -> Partial:
-    """The queries from position `size` on, each to its own block up to itself and to all of the block before.
+def causal_block_partial(
+    query: Tensor, key: Tensor, value: Tensor, block_size: int, *, scale: float, dropout_p: float = 0.0
+) -> Partial:
+    """Attention of the queries from block 1 on to their own block, causally, and to the whole block before it.
+
+    Args:
+        query: (BH, N, D).
+        key: (BH, N, D).
+        value: (BH, N, Dv).
+        block_size: tokens of a block.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a weight.
 
     Returns:
-        Partial of out (A, N - size, Dv) and lse (A, N - size), blocks having `size` tokens.
+        Partial of out (BH, N - block_size, Dv) and lse (BH, N - block_size).
     """
-    length = query.shape[1]
-    query = pad_to_blocks(query[:, size:], size)
-    key, value = (pad_to_blocks(x, size) for x in (key, value))
+    q_len = query.shape[1] - block_size
+    query = pad_to_blocks(query[:, block_size:], block_size)
+    key, value = (pad_to_blocks(x, block_size) for x in (key, value))
     key, value = (torch.cat((x[:, :-1], x[:, 1:]), 2) for x in (key, value))
-    seen = torch.ones(size, size, dtype=torch.bool, device=query.device)
-    bias = mask_bias(torch.cat((seen, seen.tril()), 1), query.dtype)[None, None]
-    part = partial_attention(query, key, value, bias, scale=scale, dropout_p=dropout_p)
-    return Partial(*(x.flatten(1, 2)[:, : length - size] for x in part))
+    block = torch.ones(block_size, block_size, dtype=torch.bool, device=query.device)
+    bias = mask_bias(torch.cat((block, block.tril()), 1), query.dtype)[None, None]
+    out, lse = partial_attention(query, key, value, bias, scale=scale, dropout_p=dropout_p)
+    return Partial(out.flatten(1, 2)[:, :q_len], lse.flatten(1, 2)[:, :q_len])
 
 
-def _far_parts(query, key, value, plan: Segments, size: int, options) -> list[tuple[slice, Partial]]:
-    """The columns of one level's segments, each for the queries that it serves: queries (A, R, D) from block 1 on."""
-    pairs, span = plan.index.shape[1], size << plan.level
-    first = (torch.arange(pairs, device=query.device) * 2 * span)[:, None]
-    index = plan.index + first
-    return interval_attention(query, take(key, index), take(value, index), plan.log_weight[:, :, None], span, options)
+def _sampled_parts(
+    queries: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: IntervalPlan,
+    block_size: int,
+    *,
+    scale: float,
+    dropout_p: float,
+) -> list[QueryPart]:
+    """Attention of the queries (BH, Nq, D) from block 1 on to the samples of one level."""
+    length = block_size << plan.level
+    first = (torch.arange(plan.index.shape[1], device=key.device) * 2 * length)[:, None]
+    index, bias = plan.index + first, plan.log_weight[:, :, None]
+    keys, values = take(key, index), take(value, index)
+    return interval_attention(queries, keys, values, bias, length, scale=scale, dropout_p=dropout_p)
 
 
-def interval_attention(query, keys, values, bias, span: int, options) -> list[tuple[slice, Partial]]:
-    """The columns of the left segments of `span` tokens, each for the queries that it serves.
+def interval_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor, length: int, *, scale: float, dropout_p: float
+) -> list[QueryPart]:
+    """Attention of queries to keys that stand for the intervals they see on one level.
 
     Args:
-        query: (A, R, D), the queries from block 1 on.
-        keys, values: (A, J, m, .), the columns of each segment. bias: broadcastable to (A, J, 1, m).
+        queries: (BH, Nq, D), the queries from block 1 on.
+        keys: (BH, J, M, D), the M keys of each of J intervals.
+        values: (BH, J, M, Dv).
+        bias: broadcastable to (BH, J, 1, M), added to the scores.
+        length: tokens of an interval.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a weight.
 
     Returns:
-        pairs of rows and their partial: the rows of all whole segments, as every second run of the level's span, and
-        those of a last one that is cut off.
+        Slices of the queries and their partials. The queries of all complete intervals are in one partial
+        (BH, J', L, .) with a slice that also holds the queries between them. The last interval may have fewer queries.
     """
-    pairs = keys.shape[1]
-    bias = bias.expand(-1, pairs, -1, -1)
-    # In rows from block 1 on, segment j serves the rows (2j+1) span .. (2j+2) span - 1.
-    whole, parts = query.shape[1] // (2 * span), []
-    if whole:
-        rows = query[:, : whole * 2 * span].unflatten(1, (whole, 2, span))[:, :, 1]
-        part = partial_attention(rows, keys[:, :whole], values[:, :whole], bias[:, :whole], **options)
-        parts.append((slice(0, whole * 2 * span), part))
-    if whole < pairs:
-        rows = slice((2 * whole + 1) * span, query.shape[1])
-        part = partial_attention(query[:, None, rows], keys[:, whole:], values[:, whole:], bias[:, whole:], **options)
-        parts.append((rows, part))
+    bias = bias.expand(-1, keys.shape[1], -1, -1)
+    q_len, complete, parts = queries.shape[1], queries.shape[1] // (2 * length), []
+    if complete:
+        every = slice(0, complete * 2 * length)
+        blocks = queries[:, every].unflatten(1, (complete, 2, length))[:, :, 1]
+        tensors = blocks, keys[:, :complete], values[:, :complete], bias[:, :complete]
+        parts.append((every, partial_attention(*tensors, scale=scale, dropout_p=dropout_p)))
+    if complete < keys.shape[1]:
+        last = slice((2 * complete + 1) * length, q_len)
+        tensors = queries[:, None, last], keys[:, complete:], values[:, complete:], bias[:, complete:]
+        parts.append((last, partial_attention(*tensors, scale=scale, dropout_p=dropout_p)))
     return parts
 
 
-def _run_and_far_parts(query, key, value, plan: Segments, size: int, options) -> list[tuple[slice, Partial]]:
-    """`_far_parts` with a near field: each query also sees the run of keys to which its hash sends it.
+def _hashed_and_sampled_parts(
+    queries: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: IntervalPlan,
+    block_size: int,
+    *,
+    scale: float,
+    dropout_p: float,
+) -> list[QueryPart]:
+    """`_sampled_parts` with a near field: each query also attends to its block of hashed keys.
 
-    The queries of a run are gathered into tiles of their own, which then have one run of keys and the columns.
+    The queries of one block of keys are gathered into blocks of their own, which then share these keys and the samples.
     """
-    heads, pairs, _ = plan.index.shape
-    span, width = size << plan.level, plan.width
-    runs = ceil_div(span, width)
-    rows, keys, values = (
-        x.flatten(0, 1) for x in (_served(query, pairs, span), *(left_intervals(x, pairs, span) for x in (key, value)))
+    assert plan.key_order is not None and plan.query_block is not None
+    (batch_heads, num_intervals, _), length, block_k = plan.index.shape, block_size << plan.level, plan.block_k
+    own_queries = _queries_of(queries, num_intervals, length).flatten(0, 1)
+    keys, values = (left_intervals(x, num_intervals, length).flatten(0, 1) for x in (key, value))
+    key_order, query_block, index, log_weight = (
+        x.flatten(0, 1) for x in (plan.key_order, plan.query_block, plan.index, plan.log_weight)
     )
-    order, run, index, log_weight = (x.flatten(0, 1) for x in (plan.order, plan.run, plan.index, plan.log_weight))
-    slot, tile_run = group_by_run(run, runs, width)
-    tiles = tile_run.shape[1]
-    source = torch.full((rows.shape[0], tiles * width), span, device=rows.device).scatter_(
-        1, slot, torch.arange(span, device=rows.device).expand_as(slot)
+    slot, block_of_slots = group_by_block(query_block, ceil_div(length, block_k), block_k)
+    num_blocks = block_of_slots.shape[1]
+    # An unused slot gets the query at index `length`, which is padding.
+    query_of_slot = torch.full((len(own_queries), num_blocks * block_k), length, device=key.device).scatter_(
+        1, slot, torch.arange(length, device=key.device).expand_as(slot)
     )
-    grouped = take(pad(rows, (0, 0, 0, 1)), source).unflatten(1, (tiles, width))
-    place = tile_run[:, :, None] * width + torch.arange(width, device=rows.device)
-    near = order.gather(1, place.clamp(max=span - 1).flatten(1)).view_as(place)
-    column_run = inverse(order).gather(1, index) // width
-    far_bias = (
-        log_weight[:, None].expand(-1, tiles, -1).masked_fill(column_run[:, None] == tile_run[:, :, None], -torch.inf)
-    )
-    bias = torch.cat((mask_bias(place < span, far_bias.dtype), far_bias), 2)[:, :, None]
-    columns = torch.cat((near, index[:, None].expand(-1, tiles, -1)), 2)
-    part = partial_attention(grouped, take(keys, columns), take(values, columns), bias, **options)
-    out = take(part.out.flatten(1, 2), slot).unflatten(0, (heads, pairs))
-    lse = part.lse.flatten(1, 2).gather(1, slot).unflatten(0, (heads, pairs))
-    whole, parts = query.shape[1] // (2 * span), []
-    if whole:
-        parts.append((slice(0, whole * 2 * span), Partial(out[:, :whole], lse[:, :whole])))
-    if whole < pairs:
-        cut = slice((2 * whole + 1) * span, query.shape[1])
-        left = query.shape[1] - cut.start
-        parts.append((cut, Partial(out[:, whole:, :left], lse[:, whole:, :left])))
+    grouped = take(pad(own_queries, (0, 0, 0, 1)), query_of_slot).unflatten(1, (num_blocks, block_k))
+    sorted_index = block_of_slots[:, :, None] * block_k + torch.arange(block_k, device=key.device)
+    near = key_order.gather(1, sorted_index.clamp(max=length - 1).flatten(1)).view_as(sorted_index)
+    block_of_sample = inverse(key_order).gather(1, index) // block_k
+    in_near_field = block_of_sample[:, None] == block_of_slots[:, :, None]
+    far_bias = log_weight[:, None].expand(-1, num_blocks, -1).masked_fill(in_near_field, -torch.inf)
+    bias = torch.cat((mask_bias(sorted_index < length, far_bias.dtype), far_bias), 2)[:, :, None]
+    key_index = torch.cat((near, index[:, None].expand(-1, num_blocks, -1)), 2)
+    keys, values = take(keys, key_index), take(values, key_index)
+    part = partial_attention(grouped, keys, values, bias, scale=scale, dropout_p=dropout_p)
+    out: Tensor = take(part.out.flatten(1, 2), slot).unflatten(0, (batch_heads, num_intervals))
+    lse: Tensor = part.lse.flatten(1, 2).gather(1, slot).unflatten(0, (batch_heads, num_intervals))
+    complete, parts = queries.shape[1] // (2 * length), []
+    if complete:
+        parts.append((slice(0, complete * 2 * length), Partial(out[:, :complete], lse[:, :complete])))
+    if complete < num_intervals:
+        last = slice((2 * complete + 1) * length, queries.shape[1])
+        left = queries.shape[1] - last.start
+        parts.append((last, Partial(out[:, complete:, :left], lse[:, complete:, :left])))
     return parts
 
 
-def group_by_run(run: Tensor, runs: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Places for queries in tiles of `rows` that hold queries of one run each, as few tiles as a fixed shape allows.
+def group_by_block(query_block: Tensor, num_key_blocks: int, size: int) -> tuple[Tensor, Tensor]:
+    """Distribute queries over blocks of `size` slots so that all queries of a block have the same block of keys.
 
-    Where in its tile a query stands depends on the queries before it alone.
+    The shape is fixed, and there are no more blocks than it needs. The slot of a query within its block depends on
+    earlier queries only.
 
     Args:
-        run: (S, L), the run of each query, below `runs`.
+        query_block: int64 (S, L), the block of keys of each query.
+        num_key_blocks: number of blocks of keys.
+        size: slots of a block.
 
     Returns:
-        slot (S, L), the place of each query among the tiles' rows, and tile_run (S, T), T = ceil(L / rows) + runs - 1.
+        slot: int64 (S, L), the slot of each query among those of all blocks.
+        block: int64 (S, T), the block of keys of each block of slots, T = ceil(L / size) + num_key_blocks - 1.
     """
-    tiles = ceil_div(run.shape[1], rows) + runs - 1
-    sizes = torch.zeros(run.shape[0], runs, dtype=torch.int64, device=run.device)
-    sizes = sizes.scatter_add_(1, run, torch.ones_like(run))
-    needed = (sizes + rows - 1) // rows
-    tile_ends = needed.cumsum(1)
-    order = run.argsort(dim=1, stable=True)
-    sorted_run = run.gather(1, order)
-    rank = torch.arange(run.shape[1], device=run.device) - (sizes.cumsum(1) - sizes).gather(1, sorted_run)
-    slot = (tile_ends - needed).gather(1, sorted_run) * rows + rank
+    num_blocks = ceil_div(query_block.shape[1], size) + num_key_blocks - 1
+    counts = torch.zeros(query_block.shape[0], num_key_blocks, dtype=torch.int64, device=query_block.device)
+    counts = counts.scatter_add_(1, query_block, torch.ones_like(query_block))
+    needed = (counts + size - 1) // size
+    ends = needed.cumsum(1)
+    order = query_block.argsort(dim=1, stable=True)
+    sorted_block = query_block.gather(1, order)
+    rank = torch.arange(query_block.shape[1], device=query_block.device)
+    rank = rank - (counts.cumsum(1) - counts).gather(1, sorted_block)
+    slot = (ends - needed).gather(1, sorted_block) * size + rank
     slot = torch.empty_like(slot).scatter_(1, order, slot)
-    numbers = torch.arange(tiles, device=run.device).expand(run.shape[0], -1).contiguous()
-    return slot, torch.searchsorted(tile_ends, numbers, right=True).clamp(max=runs - 1)
+    number = torch.arange(num_blocks, device=query_block.device).expand(query_block.shape[0], -1).contiguous()
+    return slot, torch.searchsorted(ends, number, right=True).clamp(max=num_key_blocks - 1)
 
 
-def _rows_of(x: Tensor, rows: slice, part: Tensor) -> Tensor:
-    """The view of x (A, R, ...) that a part (A, R', ...), or (A, J, span, ...) of every second run, covers."""
-    x = x[:, rows]
+def _view_of(x: Tensor, queries: slice, part: Tensor) -> Tensor:
+    """The view of x (BH, Nq, ...) that corresponds to a part (BH, Nq', ...) or, of every second L, (BH, J, L, ...)."""
+    x = x[:, queries]
     if part.ndim == x.ndim:
         return x
     if part.shape[1] == 1 and part.shape[2] == x.shape[1]:
         return x[:, None]
-    return x.unflatten(1, (part.shape[1], 2, part.shape[2]))[:, :, 1]
+    view: Tensor = x.unflatten(1, (part.shape[1], 2, part.shape[2]))
+    return view[:, :, 1]
 
 
-def merge_query_subsets(parts: list[tuple[slice, Partial]]) -> Tensor:
-    """`merge` of partials that cover some of the rows each; the first one covers all: (A, R, Dv).
+def merge_query_subsets(parts: Sequence[QueryPart]) -> Tensor:
+    """The output of `merge` for partials that each have a subset of the queries; the first has all of them.
 
-    In place on the rows of one output, since most parts cover half of it or less.
+    Most parts have at most half of the queries, so they are added to slices of one output in place.
+
+    Args:
+        parts: slices of the queries and their partials, as `interval_attention` returns them.
+
+    Returns:
+        (BH, Nq, Dv).
     """
     first = parts[0][1]
     lses = torch.full((len(parts), *first.lse.shape), -torch.inf, dtype=first.lse.dtype, device=first.lse.device)
-    for i, (rows, part) in enumerate(parts):
-        _rows_of(lses[i], rows, part.lse).copy_(part.lse)
-    # Every query sees itself, so that no row is empty.
+    for i, (queries, part) in enumerate(parts):
+        _view_of(lses[i], queries, part.lse).copy_(part.lse)
+    # Every query attends to itself, so that the softmax is defined.
     weights = lses.softmax(0)
     out = first.out * weights[0].unsqueeze(-1)
-    for i, (rows, part) in enumerate(parts[1:], 1):
-        here = _rows_of(weights[i], rows, part.lse).unsqueeze(-1)
-        _rows_of(out, rows, part.out).addcmul_(part.out.to(out.dtype), here)
+    for i, (queries, part) in enumerate(parts[1:], 1):
+        weight = _view_of(weights[i], queries, part.lse).unsqueeze(-1)
+        _view_of(out, queries, part.out).addcmul_(part.out.to(out.dtype), weight)
     return out.to(first.out.dtype)
 
 
 def dense_causal_log_weights(
-    plans: list[Segments], length: int, size: int, exact: int, heads: int, device: torch.device | str = "cpu"
+    plans: Sequence[IntervalPlan],
+    length: int,
+    block_size: int,
+    num_exact: int,
+    batch_heads: int,
+    device: torch.device | str = "cpu",
 ) -> Tensor:
-    """The readable form: for every head the (N, N) matrix of what is added to the scores before the softmax."""
-    weights = torch.full((heads, length, length), -torch.inf, dtype=torch.float64, device=device)
+    """The readable form: what is added to the scores before the softmax, float64 (BH, N, N) for N = `length`."""
+    weights = torch.full((batch_heads, length, length), -torch.inf, dtype=torch.float64, device=device)
     for i in range(length):
-        block = i // size
-        if i < exact:
+        if i < num_exact:
             weights[:, i, : i + 1] = 0.0
             continue
-        weights[:, i, max(0, block - 1) * size : i + 1] = 0.0
-        done = block - 1
+        completed = i // block_size - 1
+        weights[:, i, max(0, completed) * block_size : i + 1] = 0.0
         for plan in plans:
-            if done >= 0 and done >> plan.level & 1:
-                pair, span = (done >> plan.level) // 2, size << plan.level
-                first = 2 * pair * span
-                for a in range(heads):
-                    for at, weight in zip(plan.index[a, pair].tolist(), plan.log_weight[a, pair].tolist(), strict=True):
-                        old = weights[a, i, first + at]
-                        weights[a, i, first + at] = torch.logaddexp(old, torch.full_like(old, weight))
-                    if plan.run is not None:
-                        run = int(plan.run[a, pair, i - size - (2 * pair + 1) * span])
-                        near = plan.order[a, pair, run * plan.width : (run + 1) * plan.width]
-                        weights[a, i, first + near] = 0.0
+            if completed < 0 or not completed >> plan.level & 1:
+                continue
+            j, interval = (completed >> plan.level) // 2, block_size << plan.level
+            first = 2 * j * interval
+            for a in range(batch_heads):
+                samples = zip(plan.index[a, j].tolist(), plan.log_weight[a, j].tolist(), strict=True)
+                for index, log_weight in samples:
+                    old = weights[a, i, first + index]
+                    weights[a, i, first + index] = torch.logaddexp(old, torch.full_like(old, log_weight))
+                if plan.query_block is not None and plan.key_order is not None:
+                    block = int(plan.query_block[a, j, i - block_size - (2 * j + 1) * interval])
+                    near = plan.key_order[a, j, block * plan.block_k : (block + 1) * plan.block_k]
+                    weights[a, i, first + near] = 0.0
     return weights

@@ -4,7 +4,7 @@ The method and its departures from the paper are described in `hf_efficient_attn
 is a set of consecutive keys that a query sees exactly, a group is 2**level consecutive windows, and a chunk is what one
 summary stands for: a part of a window, or a group.
 
-Shapes: A is BH = B * H, R is B, or 1 if all batch rows are alike because nothing is masked.
+Shapes: BH is B * H, and R is B, or 1 if all batch rows are alike because nothing is masked.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,12 +17,12 @@ from torch.nn.functional import pad
 from hf_efficient_attn.ops.blocks import ceil_div, take
 from hf_efficient_attn.ops.causal import causal_block_partial, interval_attention, left_intervals, merge_query_subsets
 from hf_efficient_attn.ops.exact import exact_attention
-from hf_efficient_attn.ops.near_far import gathered_attention
-from hf_efficient_attn.ops.partial import Partial, accumulation_dtype
+from hf_efficient_attn.ops.near_far import GatheredKeys, gathered_attention
+from hf_efficient_attn.ops.partial import accumulation_dtype
 
 
 class Heads(NamedTuple):
-    """Query (A, Nq, D), key (A, Nk, D), value (A, Nk, Dv), and the proposal's W_q and W_k (A, D, D) or None."""
+    """Query (BH, Nq, D), key (BH, Nk, D), value (BH, Nk, Dv), and the proposal's W_q and W_k (BH, D, D) or None."""
 
     query: Tensor
     key: Tensor
@@ -35,10 +35,10 @@ class Chunks(NamedTuple):
     """The tokens of chunks, cut out of the sequence.
 
     Attributes:
-        query: (A, C, P, D), the queries of each chunk, or (A, C, D), their means.
-        key: (A, C, P, D).
-        value: (A, C, P, Dv).
-        valid: bool (A or 1, C, P), False for padding; None if there is no padding.
+        query: (BH, C, P, D), the queries of each chunk, or (BH, C, D), their means.
+        key: (BH, C, P, D).
+        value: (BH, C, P, Dv).
+        valid: bool (BH or 1, C, P), False for padding; None if there is no padding.
     """
 
     query: Tensor
@@ -53,11 +53,11 @@ def summarize(chunks: Chunks, heads: Heads, noise: Tensor | None, scale: float) 
     Args:
         chunks: the tokens of C chunks.
         heads: gives the maps of the mean query and the mean key in mu.
-        noise: (A, C, D), standard normal, or None for omega = mu.
+        noise: (BH, C, D), standard normal, or None for omega = mu.
         scale: factor of the scores.
 
     Returns:
-        (A, C, D) and (A, C, Dv) in the accumulation dtype; 0 for an empty chunk.
+        (BH, C, D) and (BH, C, Dv) in the accumulation dtype; 0 for an empty chunk.
     """
     valid, acc_dtype, root = chunks.valid, accumulation_dtype(chunks.key.dtype), abs(scale) ** 0.5
     query, key, value = (x.to(acc_dtype) for x in chunks[:3])
@@ -76,14 +76,14 @@ def summarize(chunks: Chunks, heads: Heads, noise: Tensor | None, scale: float) 
 
 
 def _mean(x: Tensor, valid: Tensor | None) -> Tensor:
-    """Means over the valid tokens of chunks: (A, C, P, D) -> (A, C, D)."""
+    """Means over the valid tokens of chunks: (BH, C, P, D) -> (BH, C, D)."""
     if valid is None:
         return x.mean(2)
     return x.masked_fill(~valid.unsqueeze(-1), 0.0).sum(2) / valid.sum(2).clamp(min=1).unsqueeze(-1)
 
 
 class WindowSizes(NamedTuple):
-    """How a sequence is cut, as far as it depends on shapes alone.
+    """How the keys are cut into windows and chunks, as far as this depends on shapes alone.
 
     Attributes:
         kv_len: number of keys.
@@ -177,7 +177,7 @@ def _first_query(position: Tensor, num_keys: Tensor, num_queries: Tensor, up: bo
 
 
 class WindowPlan(NamedTuple):
-    """What each query sees and which tokens each chunk has. The first dimension is R, or A in `window_attention`.
+    """What each query sees and which tokens each chunk has. The first dimension is R, or BH in `window_attention`.
 
     Attributes:
         visible: int64 (R, S, K), the keys and summaries of each block of queries. Index Nk + c is summary c.
@@ -208,7 +208,7 @@ class WindowPlan(NamedTuple):
 def plan_windows(sizes: WindowSizes, num_keys: Tensor, blocks: QueryBlocks | None) -> WindowPlan:
     """The plan of the bidirectional form for `num_keys` (R, 1); the blocks are the windows unless they are given."""
     device, kv_len, window, level = num_keys.device, sizes.kv_len, sizes.window, sizes.level
-    # A batch row with fewer keys has a cut of its own.
+    # A batch row with fewer keys is cut by its own number of keys.
     own_windows = ((num_keys + window - 1) // window).clamp(min=1)
     own_level = torch.zeros_like(num_keys)
     for i in range(level):
@@ -257,25 +257,26 @@ def _log(seen: Tensor, count: Tensor | None = None) -> Tensor:
 
 def window_attention(
     heads: Heads,
-    plan: WindowPlan,
-    noises: Sequence[Tensor | None],
+    tensors: Sequence[Tensor | None],
+    *,
     sizes: WindowSizes,
     block_q: int,
-    *,
     scale: float,
     dropout_p: float,
 ) -> Tensor:
-    """The bidirectional form: (A, Nq, Dv).
+    """The bidirectional form: (BH, Nq, Dv).
 
     Args:
-        heads: A heads.
-        plan: for each of these heads.
-        noises: for each of `sizes.summaries` the standard normal numbers (A, C, D), or None.
-        sizes: the cut of the keys.
+        heads: BH heads.
+        tensors: the `WindowPlan` of these heads, then for each of `sizes.summaries` the standard normal numbers
+            (BH, C, D), or None.
+        sizes: the sizes of windows and chunks.
         block_q: queries of a block.
         scale: factor of the scores.
         dropout_p: probability of dropping a weight.
     """
+    size = len(WindowPlan._fields)
+    plan, noises = WindowPlan._make(tensors[:size]), tensors[size:]
     query, key, value = heads[:3]
     prefix = None
     if plan.num_queries is not None:
@@ -309,16 +310,16 @@ def window_attention(
     key = torch.cat((key, *(x.to(key.dtype) for x in mean_keys)), 1)
     value = torch.cat((value, *(x.to(value.dtype) for x in betas)), 1)
     bias = plan.bias[:, :, None].to(accumulation_dtype(key.dtype))
-    options = {"scale": scale, "dropout_p": dropout_p}
-    if plan.query is None or plan.slot is None:
-        return gathered_attention(query, key, value, plan.visible, bias, block_q, **options)
-    # The keys that FLuRKA contracts have the accumulation dtype, whatever the dtype of the queries.
-    query = take(query, plan.query).to(key.dtype)
-    return take(gathered_attention(query, key, value, plan.visible, bias, block_q, **options), plan.slot)
+    gathered = GatheredKeys(plan.visible, bias, block_q)
+    if plan.query is not None:
+        # The keys that FLuRKA contracts have the accumulation dtype, whatever the dtype of the queries.
+        query = take(query, plan.query).to(key.dtype)
+    out = gathered_attention(query, key, value, gathered, scale=scale, dropout_p=dropout_p)
+    return out if plan.slot is None else take(out, plan.slot)
 
 
 def _equal_parts(x: Tensor, count: int, size: int) -> Tensor:
-    """(A, N, D) -> (A, count, size, D), padded with zeros."""
+    """(BH, N, D) -> (BH, count, size, D), padded with zeros."""
     return pad(x, (0, 0, 0, count * size - x.shape[1])).view(x.shape[0], count, size, -1)
 
 
@@ -354,20 +355,20 @@ def plan_interval_chunks(length: int, block: int, max_chunks: int) -> list[Inter
 
 def causal_summary_attention(
     heads: Heads,
-    plan: Sequence[IntervalChunks],
     noises: Sequence[Tensor | None],
-    block: int,
     *,
+    plan: Sequence[IntervalChunks],
+    block: int,
     scale: float,
     dropout_p: float,
 ) -> Tensor:
-    """The causal form for sequences of valid tokens: (A, N, Dv).
+    """The causal form for sequences of valid tokens: (BH, N, Dv).
 
     Args:
-        heads: A heads with Nq = Nk = N.
-        plan: the levels of intervals.
-        noises: for each level the standard normal numbers (A, C, D), or None. A query sees one interval per level, so
+        heads: BH heads with Nq = Nk = N.
+        noises: for each level the standard normal numbers (BH, C, D), or None. A query sees one interval per level, so
             the intervals of a level share their numbers.
+        plan: the levels of intervals.
         block: tokens of a block.
         scale: factor of the scores.
         dropout_p: probability of dropping a weight.
@@ -378,7 +379,6 @@ def causal_summary_attention(
     )
     if query.shape[1] <= block:
         return first_block
-    parts: list[tuple[slice, Partial]]
     parts = [(slice(None), causal_block_partial(query, key, value, block, scale=scale, dropout_p=dropout_p))]
     for level, noise in zip(plan, noises, strict=True):
         (count, interval, chunk), num_chunks = level, level.num_chunks
@@ -398,7 +398,5 @@ def causal_summary_attention(
             keys, values = summarize(Chunks(queries, keys, values, valid), heads, noise, scale)
         keys, values = (x.to(y.dtype).unflatten(1, (count, num_chunks)) for x, y in ((keys, key), (values, value)))
         bias = (position < interval).sum(1).to(accumulation_dtype(key.dtype)).log()[None, None, None]
-        parts += interval_attention(
-            query[:, block:], keys, values, bias, interval, {"scale": scale, "dropout_p": dropout_p}
-        )
+        parts += interval_attention(query[:, block:], keys, values, bias, interval, scale=scale, dropout_p=dropout_p)
     return torch.cat((first_block, merge_query_subsets(parts)), 1)

@@ -1,4 +1,4 @@
-"""Exact attention in tiles of queries: linear memory, any mask of keys, causal or not. For what is within a budget."""
+"""Exact attention in blocks of queries, with memory linear in the sequence, for sequences within a method's budget."""
 
 import torch
 from torch import Tensor
@@ -6,11 +6,11 @@ from torch import Tensor
 from hf_efficient_attn.ops.blocks import pad_to_blocks
 from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
 
-_ROWS = 256
+_BLOCK_Q = 256
 
 
 def mask_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where the mask is True, else -inf, of the accumulator's type of `dtype`; the mask's shape."""
+    """0 where the bool mask is True and -inf elsewhere, in the accumulation dtype of `dtype`."""
     zeros = torch.zeros(mask.shape, dtype=accumulation_dtype(dtype), device=mask.device)
     return zeros.masked_fill_(~mask, -torch.inf)
 
@@ -19,7 +19,7 @@ def exact_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None = None,
+    key_mask: Tensor | None = None,
     *,
     is_causal: bool,
     scale: float,
@@ -28,49 +28,58 @@ def exact_attention(
     """softmax(scale * query key^T) value.
 
     Args:
-        query: (A, Nq, D); key: (A, Nk, D); value: (A, Nk, Dv); Nq = Nk where causal.
-        mask: bool (A, Nk) or None, True = attend.
+        query: (BH, Nq, D).
+        key: (BH, Nk, D).
+        value: (BH, Nk, Dv).
+        key_mask: bool (BH, Nk), True for valid keys, or None.
+        is_causal: whether query i attends to the keys up to i only. Then Nq = Nk.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a weight.
 
     Returns:
-        (A, Nq, Dv); rows with nothing to attend to are 0.
+        (BH, Nq, Dv); 0 for queries without a key.
     """
-    length = query.shape[1]
-    options = {"scale": scale, "dropout_p": dropout_p}
-    bias = None if mask is None else mask_bias(mask, query.dtype)[:, None, None]
+    q_len = query.shape[1]
+    bias = None if key_mask is None else mask_bias(key_mask, query.dtype)[:, None, None]
     if not is_causal:
-        out = partial_attention(
-            pad_to_blocks(query, min(length, _ROWS)), key[:, None], value[:, None], bias, **options
-        ).out
-        return out.flatten(1, 2)[:, :length]
+        blocks = pad_to_blocks(query, min(q_len, _BLOCK_Q))
+        out = partial_attention(blocks, key[:, None], value[:, None], bias, scale=scale, dropout_p=dropout_p).out
+        return out.flatten(1, 2)[:, :q_len]
     outs = []
-    for start in range(0, length, _ROWS):
-        end = min(start + _ROWS, length)
-        rows = torch.arange(start, end, device=query.device)
-        seen = torch.arange(end, device=query.device) <= rows[:, None]
-        here = mask_bias(seen, query.dtype)[None, None]
+    for start in range(0, q_len, _BLOCK_Q):
+        end = min(start + _BLOCK_Q, q_len)
+        position = torch.arange(end, device=query.device)
+        block_bias = mask_bias(position <= position[start:, None], query.dtype)[None, None]
         if bias is not None:
-            here = here + bias[..., :end]
-        piece = partial_attention(
-            query[:, None, start:end], key[:, None, :end], value[:, None, :end], here, **options
-        ).out
-        outs.append(piece[:, 0])
+            block_bias = block_bias + bias[..., :end]
+        block = query[:, None, start:end], key[:, None, :end], value[:, None, :end]
+        outs.append(partial_attention(*block, block_bias, scale=scale, dropout_p=dropout_p).out[:, 0])
     return torch.cat(outs, 1)
 
 
 def exact_decode(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, scale: float, dropout_p: float = 0.0
+    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None, *, scale: float, dropout_p: float = 0.0
 ) -> Tensor:
-    """Causal attention of a few last queries to all keys: a step of decoding.
+    """Causal attention of the last queries to all keys, as in a decoding step.
 
     Args:
-        query: (B, H, Nq, D), the last Nq positions of key (B, H, Nk, D) and value (B, H, Nk, Dv).
-        mask: bool (B, Nk) or None, True = attend.
+        query: (B, H, Nq, D), the queries of the last Nq positions.
+        key: (B, H, Nk, D).
+        value: (B, H, Nk, Dv).
+        key_mask: bool (B, Nk), True for valid keys, or None.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a weight.
+
+    Returns:
+        (B, H, Nq, Dv).
     """
-    length, columns = query.shape[2], key.shape[2]
-    position = torch.arange(columns, device=query.device)
-    pairs = (position <= position[columns - length :, None])[None]
-    if mask is not None:
-        pairs = (pairs & mask[:, None]).repeat_interleave(query.shape[1], 0)
-    flat = [x.flatten(0, 1)[:, None] for x in (query, key, value)]
-    out = partial_attention(*flat, mask_bias(pairs, query.dtype)[:, None], scale=scale, dropout_p=dropout_p).out
-    return out[:, 0].unflatten(0, query.shape[:2])
+    q_len, kv_len = query.shape[2], key.shape[2]
+    position = torch.arange(kv_len, device=query.device)
+    pairs = (position <= position[kv_len - q_len :, None])[None]
+    if key_mask is not None:
+        pairs = (pairs & key_mask[:, None]).repeat_interleave(query.shape[1], 0)
+    query_block, key, value = (x.flatten(0, 1)[:, None] for x in (query, key, value))
+    bias = mask_bias(pairs, query.dtype)[:, None]
+    out = partial_attention(query_block, key, value, bias, scale=scale, dropout_p=dropout_p).out[:, 0]
+    result: Tensor = out.unflatten(0, query.shape[:2])
+    return result

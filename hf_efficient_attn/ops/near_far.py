@@ -1,20 +1,25 @@
-"""A near field of blocks and a far field of sampled columns, bidirectional.
+"""An exact near field and a far field of sampled keys, in the bidirectional form.
 
-Every tile of queries attends exactly to one run of `block_size` keys (its near field: in the order of a hash, or in
-that of the positions) and to sampled columns, those that are not in that run; the two are one softmax. `Near` and `Far`
-say which they are; they are made without gradient, and the readable form in `dense_log_weights` is made from the same
-one.
+The queries are cut into blocks, in the order of a hash or in the order of their positions. Each block attends exactly
+to one block of `block_size` keys in the same kind of order, its near field, and to sampled keys outside of it, its far
+field. Both share one softmax. `NearField` and `FarField` are the plan. It is computed without a gradient, and
+`dense_log_weights`, the readable form, is computed from the same plan.
+
+A sorted index counts the keys (or queries) in the order of the plan; a position counts them in the sequence.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.hashing import angular_hash, hyperplanes, sort_by_hash
+from hf_efficient_attn.ops.hashing import angular_hash, hyperplanes, matching_block_starts, sort_by_hash
+from hf_efficient_attn.ops.onednn import grouped_attention, use_grouped
 from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
 from hf_efficient_attn.ops.random import offsets, uniform
 from hf_efficient_attn.ops.sampling import (
@@ -24,402 +29,587 @@ from hf_efficient_attn.ops.sampling import (
     stratified_ranks,
     systematic_sample,
 )
-from hf_efficient_attn.ops.tiles import attend_grouped, use_grouped
 
-_NORM_ROWS = 1024
-# Tiles of a head take turns around the circle by the plastic ratio; heads do by the golden one.
+# Values from which the operator norm of V is estimated.
+_NORM_VALUES = 1024
+# The offsets of a head's blocks are multiples of this plastic ratio modulo 1; those of the heads are of the golden one.
 _TURN = 0.7548776662466927
-# Tiles at a time, of a near field whose entries are computed for themselves.
-_TILES = 16
+# Blocks of queries that `density_scores` processes at a time.
+_BLOCKS = 16
+
+# norms(queries (Nq, D), keys (Nk, D), seed) -> logs of the squared column norms of the softmax matrix of
+# queries keys^T, (Nk,), and of its row sums, (Nq,), both float64.
+ColumnNorms = Callable[[Tensor, Tensor, int | Tensor], tuple[Tensor, Tensor]]
 
 
-class Near(NamedTuple):
-    """Which run of keys each tile of queries sees.
+class SamplingOptions(NamedTuple):
+    """How the keys of a far field are sampled.
 
-    query_order: (A, Nq), the query at each place, or None where places are positions.
-    key_order: (A, Nk), the key at each place, valid keys first, or None.
-    start: (A, T), the place at which the run of tile t begins.
-    rows: queries a tile. span: keys a run.
-    count: (A, 1), how many keys are there (all stand at the first places), or an integer.
-    queries: the same of the queries, whose own absence is known only where they are the same tokens as the keys.
+    Attributes:
+        num_samples: samples per block of queries.
+        scores: the unnormalized sampling probabilities of the keys. "uniform": 1. "value_norm": |v_j|^2. "probe":
+            estimated squared column norm of D^-1 A_res + gamma |v_j|^2 with gamma = 1 / |V|_op^2 (Algorithm 1, lines 2
+            and 5, and Algorithm 3, line 3, of Zandieh et al. 2023). A function: the same with its own norms.
+        num_probes: queries from which "probe" estimates the norms.
+        independent: sample with replacement, as in the paper's Algorithm 1, rather than systematically without.
+        scale: factor of the attention scores.
+        seed: of the hash and of the samples.
+        batch: B. Sequences of a batch use the same random numbers.
+        groups: groups of neighboring blocks of queries. Each has its own estimated norms for "probe".
+        shared: one sample for all blocks of queries instead of one for each.
+    """
+
+    num_samples: int
+    scores: str | ColumnNorms
+    num_probes: int
+    independent: bool
+    scale: float
+    seed: int | Tensor
+    batch: int
+    groups: int = 1
+    shared: bool = False
+
+
+class NearFieldOptions(NamedTuple):
+    """Which near field: "lsh" or "window", the keys of a block, and the hyperplanes of the hash."""
+
+    near_field: str
+    block_size: int
+    num_hashes: int
+
+
+class NearField(NamedTuple):
+    """The block of keys of each of T blocks of queries.
+
+    Attributes:
+        query_order: int64 (BH, Nq), the query at each sorted index, or None if queries are in the order of positions.
+        key_order: int64 (BH, Nk), the key at each sorted index, valid keys first, or None likewise.
+        start: int64 (BH, T), the sorted index at which the block of keys starts.
+        block_q: queries of a block.
+        block_k: keys of a block.
+        num_keys: number of valid keys, int64 (BH, 1) or an integer.
+        num_queries: number of valid queries, likewise. Masked queries are known only if queries and keys are the same
+            tokens.
     """
 
     query_order: Tensor | None
     key_order: Tensor | None
     start: Tensor
-    rows: int
-    span: int
-    count: Tensor | int
-    queries: Tensor | int
+    block_q: int
+    block_k: int
+    num_keys: Tensor | int
+    num_queries: Tensor | int
 
 
-class Far(NamedTuple):
-    """Sampled columns: place (A, S, m) in the order of the keys, log_weight (A, S, m), -inf in an empty slot.
+class FarField(NamedTuple):
+    """The sampled keys of each of S samples; S is the number of blocks of queries, or 1 if all share one sample.
 
-    S is the number of tiles, or 1 where all share one sample.
+    Attributes:
+        sorted_index: int64 (BH, S, M).
+        log_weight: (BH, S, M), -inf for an unused entry.
     """
 
-    place: Tensor
+    sorted_index: Tensor
     log_weight: Tensor
 
 
-def plan_window(length: int, columns: int, span: int, mask: Tensor | None, heads: int, device: torch.device) -> Near:
-    """Runs of `span` keys centred on tiles of span / 2 queries, moved inwards at the ends; places are positions.
+def plan_window(query: Tensor, key: Tensor, block_k: int, key_mask: Tensor | None) -> NearField:
+    """Blocks of `block_k` keys centered on blocks of block_k / 2 queries and moved inwards at the ends.
 
-    A mask (A, Nk) takes out the places of the keys that are not there, and of the queries too where they are the same
-    tokens (as many queries as keys).
+    A mask removes the masked keys from the order, and the same queries if there are as many queries as keys.
+
+    Args:
+        query: (BH, Nq, D).
+        key: (BH, Nk, D).
+        block_k: keys of a block.
+        key_mask: bool (BH, Nk), True for valid keys, or None.
     """
-    rows = max(1, span // 2)
-    tiles = ceil_div(length, rows)
-    first = torch.arange(tiles, device=device) * rows - (span - rows) // 2
-    if mask is None:
-        start = first.clamp(0, columns - span).expand(heads, -1)
-        return Near(None, None, start, rows, span, columns, length)
-    count = mask.sum(1, keepdim=True)
-    order = valid_first(mask)
-    start = torch.minimum(first.clamp(min=0), (count - span).clamp(min=0))
-    if length == columns:
-        return Near(order, order, start, rows, span, count, count)
-    return Near(None, order, start, rows, span, count, length)
+    q_len, kv_len, block_q = query.shape[1], key.shape[1], max(1, block_k // 2)
+    num_blocks = ceil_div(q_len, block_q)
+    first = torch.arange(num_blocks, device=query.device) * block_q - (block_k - block_q) // 2
+    if key_mask is None:
+        start = first.clamp(0, kv_len - block_k).expand(query.shape[0], -1)
+        return NearField(None, None, start, block_q, block_k, kv_len, q_len)
+    num_keys = key_mask.sum(1, keepdim=True)
+    order = valid_first(key_mask)
+    start = torch.minimum(first.clamp(min=0), (num_keys - block_k).clamp(min=0))
+    if q_len == kv_len:
+        return NearField(order, order, start, block_q, block_k, num_keys, num_keys)
+    return NearField(None, order, start, block_q, block_k, num_keys, q_len)
 
 
-def plan_lsh(query: Tensor, key: Tensor, span: int, mask: Tensor | None, num_hashes: int, seed) -> Near:
-    """Runs of `span` keys in hash order for tiles of `span` queries in hash order (Zandieh et al. 2023, Appendix A).
+def plan_lsh(
+    query: Tensor, key: Tensor, block_size: int, key_mask: Tensor | None, num_hashes: int, seed: int | Tensor
+) -> NearField:
+    """Blocks of queries and blocks of keys in hash order (Zandieh et al. 2023, Appendix A).
 
-    Queries and keys are sorted alike (Definition A.3) and the queries cut into equal blocks. The paper pairs the b-th
-    block of queries with the b-th of keys, which is off wherever the two are distributed differently over the cells;
-    here a block of queries gets the run of keys around the place that its middle query would have among the keys.
+    Queries and keys are sorted by the same hash (Definition A.3), and the queries are cut into equal blocks. The paper
+    pairs the b-th block of queries with the b-th block of keys; see `matching_block_starts` for the departure.
+
+    Args:
+        query: (BH, Nq, D).
+        key: (BH, Nk, D).
+        block_size: queries of a block and keys of a block.
+        key_mask: bool (BH, Nk), True for valid keys, or None. It also masks the queries if there are as many.
+        num_hashes: hyperplanes of the hash.
+        seed: seed of the hyperplanes.
     """
-    length, columns = query.shape[1], key.shape[1]
+    q_len, kv_len = query.shape[1], key.shape[1]
     planes = hyperplanes(query.shape[2], num_hashes, seed, query.device)
-    query_mask = mask if length == columns else None
+    query_mask = key_mask if q_len == kv_len else None
     query_order, query_codes = sort_by_hash(angular_hash(query, planes), query_mask)
-    key_order, key_codes = sort_by_hash(angular_hash(key, planes), mask)
-    count = columns if mask is None else mask.sum(1, keepdim=True)
-    queries = length if query_mask is None else count
-    tiles = ceil_div(length, span)
-    middle = (torch.arange(tiles, device=query.device) * span + span // 2).expand(query.shape[0], -1)
-    last = queries - 1
-    middle = middle.clamp(max=last) if isinstance(last, int) else torch.minimum(middle, last.clamp(min=0))
-    code = query_codes.gather(1, middle)
-
-    def bounds(codes):
-        return torch.searchsorted(codes, code), torch.searchsorted(codes, code, right=True)
-
-    # Within a cell the tile stands among the keys of the cell where it stands among its queries.
-    (query_low, query_high), (key_low, key_high) = bounds(query_codes), bounds(key_codes)
-    part = (2 * (middle - query_low) + 1) * (key_high - key_low) // (2 * (query_high - query_low)).clamp(min=1)
-    centre = key_low + part
-    start = (centre - span // 2).clamp(min=0)
-    limit = count - span
-    start = start.clamp(max=limit) if isinstance(limit, int) else torch.minimum(start, limit.clamp(min=0))
-    return Near(query_order, key_order, start, span, span, count, queries)
+    key_order, key_codes = sort_by_hash(angular_hash(key, planes), key_mask)
+    num_keys = kv_len if key_mask is None else key_mask.sum(1, keepdim=True)
+    num_queries = q_len if query_mask is None else num_keys
+    start = matching_block_starts(query_codes, key_codes, num_queries, num_keys, block_size, block_size)
+    return NearField(query_order, key_order, start, block_size, block_size, num_keys, num_queries)
 
 
-def query_groups(near: Near, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs of neighbouring tiles, equally many up to one: the first query of each, how many there are, and the tiles'.
+def query_groups(near: NearField, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Divide the blocks of queries into groups of neighbors whose sizes differ by at most one.
 
     Returns:
-        start and count, int64 (A, G), in places of the queries, and the group of each tile, int64 (A, T). Where there
-        are fewer tiles than groups some groups are empty.
+        start: int64 (BH, G), the sorted index of the first query of each group.
+        count: int64 (BH, G), the number of its queries; 0 for some groups if there are fewer blocks than groups.
+        group: int64 (BH, T), the group of each block.
     """
-    heads, tiles = near.start.shape
+    batch_heads, num_blocks = near.start.shape
     device = near.start.device
-    queries = torch.as_tensor(near.queries, device=device).expand(heads, 1)
-    there = (queries + near.rows - 1) // near.rows
-    first = (torch.arange(groups + 1, device=device) * there + groups - 1) // groups
-    first = torch.minimum(first * near.rows, queries)
-    tile = torch.arange(tiles, device=device)
-    # Tiles of no query that is there are computed in vain.
-    group = (tile * groups // there.clamp(min=1)).clamp(max=groups - 1)
+    num_queries = torch.as_tensor(near.num_queries, device=device).expand(batch_heads, 1)
+    valid_blocks = (num_queries + near.block_q - 1) // near.block_q
+    first = (torch.arange(groups + 1, device=device) * valid_blocks + groups - 1) // groups
+    first = torch.minimum(first * near.block_q, num_queries)
+    # The clamp is for blocks without a valid query, whose output is not used.
+    group = (torch.arange(num_blocks, device=device) * groups // valid_blocks.clamp(min=1)).clamp(max=groups - 1)
     return first[:, :-1], first[:, 1:] - first[:, :-1], group
 
 
 def probe_scores(
-    query, key, near: Near, mask, scale: float, num_probes: int, offset: Tensor, groups: int = 1
+    query: Tensor,
+    key: Tensor,
+    near: NearField,
+    key_mask: Tensor | None,
+    offset: Tensor,
+    options: SamplingOptions,
 ) -> Tensor:
-    """Squared norms of the residual's columns, estimated from the exact rows of some queries of each group of tiles.
+    """Estimate the squared column norms of the residual D^-1 A_res (Eq. 10 of Zandieh et al. 2023) from some queries.
 
-    Column j of D^-1 A_res (Eq. 10 of Zandieh et al. 2023) is summed over `num_probes` queries in all, one from each of
-    as many equal strata of its group; what the near field of a query holds counts 0. The norms of a group are those
-    that the matrix would have if all queries were like the group's.
+    The estimate sums over `options.num_probes` queries, the same number from each of `options.groups` groups, one from
+    each of equal strata of a group. The keys in a query's near field count as 0. The norms of a group are those that
+    the matrix would have if all queries were like those of the group.
+
+    Args:
+        query: (BH, Nq, D).
+        key: (BH, Nk, D).
+        near: the near field.
+        key_mask: bool (BH, Nk), True for valid keys, or None.
+        offset: float64 (BH,) in (0, 1), where in its stratum each probe lies.
+        options: sampling options.
 
     Returns:
-        (A, G, Nk), in the order of the positions.
+        (BH, G, Nk), by position.
     """
-    wide, each = accumulation_dtype(query.dtype), ceil_div(num_probes, groups)
-    first, count, _ = query_groups(near, groups)
-    place = stratified_ranks(each, count.unsqueeze(2), offset.reshape(-1, 1, 1)) + first.unsqueeze(2)
-    last = torch.as_tensor(near.queries - 1, device=place.device).clamp(min=0)
-    place = torch.minimum(place.flatten(1), last)
-    start = near.start.gather(1, place // near.rows)
+    acc_dtype, per_group = accumulation_dtype(query.dtype), ceil_div(options.num_probes, options.groups)
+    first, count, _ = query_groups(near, options.groups)
+    index = stratified_ranks(per_group, count.unsqueeze(2), offset.reshape(-1, 1, 1)) + first.unsqueeze(2)
+    last = torch.as_tensor(near.num_queries - 1, device=index.device).clamp(min=0)
+    index = torch.minimum(index.flatten(1), last)
+    start = near.start.gather(1, index // near.block_q)
     if near.query_order is not None:
-        place = near.query_order.gather(1, place)
-    scores = (take(query, place).to(wide) * scale) @ key.to(wide).transpose(1, 2)
-    if mask is not None:
-        scores = scores + mask_bias(mask, wide)[:, None]
-    # Only a row with no key at all gives NaN; it has no column to score.
+        index = near.query_order.gather(1, index)
+    scores = (take(query, index).to(acc_dtype) * options.scale) @ key.to(acc_dtype).transpose(1, 2)
+    if key_mask is not None:
+        scores = scores + mask_bias(key_mask, acc_dtype)[:, None]
+    # The softmax is NaN only without a single valid key. Then no key has a score.
     weights = scores.softmax(-1)
-    weights = weights if mask is None else weights.nan_to_num(0.0)
-    held = start[:, :, None] + torch.arange(near.span, device=key.device)
+    weights = weights if key_mask is None else weights.nan_to_num(0.0)
+    near_keys = start[:, :, None] + torch.arange(near.block_k, device=key.device)
     if near.key_order is not None:
-        held = near.key_order.gather(1, held.flatten(1)).view_as(held)
-    weights = weights.scatter_(2, held, 0.0)
-    norms = weights.square_().unflatten(1, (groups, each)).sum(2)
-    queries = near.queries if isinstance(near.queries, int) else near.queries.unsqueeze(2).double()
-    share = queries / each
-    return norms * (share if isinstance(share, float) else share.to(wide))
+        near_keys = near.key_order.gather(1, near_keys.flatten(1)).view_as(near_keys)
+    weights = weights.scatter_(2, near_keys, 0.0)
+    norms = weights.square_().unflatten(1, (options.groups, per_group)).sum(2)
+    if isinstance(near.num_queries, int):
+        return norms * (near.num_queries / per_group)
+    return norms * (near.num_queries.unsqueeze(2).double() / per_group).to(acc_dtype)
 
 
-def balanced(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Float64 queries and keys whose products are the scores, the scale shared by both."""
+def split_scale_evenly(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Float64 queries and keys (..., D) whose products are the scores, each multiplied with the root of the scale."""
     root = math.sqrt(abs(scale))
     return query.double() * math.copysign(root, scale), key.double() * root
 
 
-def density_scores(norms, query, key, near: Near, mask, scale: float, seed) -> Tensor:
-    """Squared norms of the residual's columns from estimates of those of D^-1 A (Zandieh et al. 2023, Eq. 10-11).
+def density_scores(
+    norms: ColumnNorms,
+    query: Tensor,
+    key: Tensor,
+    near: NearField,
+    key_mask: Tensor | None,
+    scale: float,
+    seed: int | Tensor,
+) -> Tensor:
+    """Squared column norms of the residual from estimates of those of D^-1 A (Zandieh et al. 2023, Eq. 10-11).
 
-    From each column's estimate what lies in the near field is taken away (Algorithm 3, line 3), and no less than 0 is
-    left. Each head is a problem of its own, on the tokens that are there.
+    The part in the near field is subtracted from each estimate (Algorithm 3, line 3), and negative results become 0.
+    Each head is computed separately, on its valid tokens.
 
     Args:
-        norms: norms(queries (Nq, D), keys (Nk, D), seed) -> log of the squared column norms (Nk,) and of the row sums
-            (Nq,), float64, of what `balanced` gives.
+        norms: see `ColumnNorms`.
+        query: (BH, Nq, D).
+        key: (BH, Nk, D).
+        near: the near field.
+        key_mask: bool (BH, Nk), True for valid keys, or None.
+        scale: factor of the scores.
+        seed: seed of the estimates.
 
     Returns:
-        (A, Nk), in the order of the positions.
+        (BH, Nk), by position.
     """
     out = torch.zeros(key.shape[:2], dtype=torch.float64, device=key.device)
-    held = near.start[:, :, None] + torch.arange(near.span, device=key.device)
-    number = torch.arange(query.shape[1], device=key.device)
+    near_keys = near.start[:, :, None] + torch.arange(near.block_k, device=key.device)
+    position = torch.arange(query.shape[1], device=key.device)
     for a in range(key.shape[0]):
-        there = torch.ones_like(out[a], dtype=torch.bool) if mask is None else mask[a]
-        own = there if query.shape[1] == key.shape[1] else torch.ones_like(number, dtype=torch.bool)
-        if not there.any():
+        valid = torch.ones_like(out[a], dtype=torch.bool) if key_mask is None else key_mask[a]
+        valid_query = valid if query.shape[1] == key.shape[1] else torch.ones_like(position, dtype=torch.bool)
+        if not valid.any():
             continue
-        queries, keys = balanced(query[a].masked_fill(~own[:, None], 0.0), key[a], scale)
-        log_norms, log_sums = norms(queries[own], keys[there], seed)
-        logs = torch.full_like(queries[:, 0], -torch.inf).masked_scatter(own, -2.0 * log_sums)
-        place = number if near.query_order is None else near.query_order[a]
-        index = held[a] if near.key_order is None else near.key_order[a][held[a]]
-        rows = torch.nn.functional.pad(place, (0, index.shape[0] * near.rows - len(place)), value=-1)
-        rows, near_norms = rows.view(-1, near.rows), torch.zeros_like(out[a])
-        for some, columns in zip(rows.split(_TILES), index.split(_TILES), strict=True):
-            weight = logs[some].masked_fill(some < 0, -torch.inf)
-            pairs = 2.0 * queries[some] @ keys[columns].transpose(1, 2) + weight[:, :, None]
-            near_norms.index_add_(0, columns.flatten(), pairs.exp().sum(1).flatten())
-        out[a, there] = (log_norms.exp() - near_norms[there]).clamp(min=0.0)
+        queries, keys = split_scale_evenly(query[a].masked_fill(~valid_query[:, None], 0.0), key[a], scale)
+        log_norms, log_sums = norms(queries[valid_query], keys[valid], seed)
+        logs = torch.full_like(queries[:, 0], -torch.inf).masked_scatter(valid_query, -2.0 * log_sums)
+        order = position if near.query_order is None else near.query_order[a]
+        index = near_keys[a] if near.key_order is None else near.key_order[a][near_keys[a]]
+        blocks = pad(order, (0, index.shape[0] * near.block_q - len(order)), value=-1).view(-1, near.block_q)
+        near_norms = torch.zeros_like(out[a])
+        for some in range(0, len(blocks), _BLOCKS):
+            block_queries, block_keys = blocks[some : some + _BLOCKS], index[some : some + _BLOCKS]
+            weight = logs[block_queries].masked_fill(block_queries < 0, -torch.inf)
+            pairs = 2.0 * queries[block_queries] @ keys[block_keys].transpose(1, 2) + weight[:, :, None]
+            near_norms.index_add_(0, block_keys.flatten(), pairs.exp().sum(1).flatten())
+        out[a, valid] = (log_norms.exp() - near_norms[valid]).clamp(min=0.0)
     return out.to(accumulation_dtype(query.dtype))
 
 
-def sampled_norm_squared(value: Tensor, near: Near) -> Tensor:
-    """|V|_op^2 by the power method on 1,024 values spread evenly over the places, (A, 1).
+def sampled_norm_squared(value: Tensor, near: NearField) -> Tensor:
+    """|V|_op^2 by the power method on 1,024 values at evenly spread sorted indices: (BH, Nk, Dv) -> (BH, 1).
 
-    It only balances two terms of a sampling distribution; all rows would take as long as all probes together. As many
-    are taken from few keys, so that padding changes nothing.
+    It only balances two terms of a sampling distribution, and all values would take as long as all probes together. If
+    there are fewer keys, values are repeated, so that padding does not change the estimate.
     """
     half = torch.full((value.shape[0], 1), 0.5, dtype=torch.float64, device=value.device)
-    place = stratified_ranks(_NORM_ROWS, near.count, half)
-    index = place if near.key_order is None else near.key_order.gather(1, place)
-    return operator_norm_squared(take(value, index).to(accumulation_dtype(value.dtype))) * (near.count / _NORM_ROWS)
+    index = stratified_ranks(_NORM_VALUES, near.num_keys, half)
+    index = index if near.key_order is None else near.key_order.gather(1, index)
+    return operator_norm_squared(take(value, index).to(accumulation_dtype(value.dtype))) * (
+        near.num_keys / _NORM_VALUES
+    )
 
 
-def sampling_scores(kind, query, key, value, near: Near, mask, scale, num_probes, offset, seed=0, groups=1) -> Tensor:
-    """Unnormalised sampling probabilities of the columns, (A, G, Nk) in the order of the places; 0 for absent keys.
+def sampling_scores(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    near: NearField,
+    key_mask: Tensor | None,
+    offset: Tensor,
+    options: SamplingOptions,
+) -> Tensor:
+    """The unnormalized sampling probabilities of the keys by `options.scores`; 0 for masked keys.
 
-    kind: "uniform"; "value_norm", |v_j|^2; "probe", estimated squared column norm of D^-1 A_res + gamma |v_j|^2 with
-    gamma = 1 / |V|_op^2 (Algorithm 1, lines 2 and 5, and Algorithm 3, line 3, of Zandieh et al. 2023), for each of
-    `groups` groups of queries; or the function of `density_scores`, whose norms then take the place of those of the
-    probes. G is 1 for all but the probes.
+    Args:
+        query: (BH, Nq, D).
+        key: (BH, Nk, D).
+        value: (BH, Nk, Dv).
+        near: the near field.
+        key_mask: bool (BH, Nk), True for valid keys, or None.
+        offset: as in `probe_scores`.
+        options: sampling options.
+
+    Returns:
+        (BH, G, Nk), by sorted index. G is `options.groups` for "probe" and otherwise 1.
     """
-    wide = accumulation_dtype(value.dtype)
+    acc_dtype, kind = accumulation_dtype(value.dtype), options.scores
     if kind == "uniform":
-        scores = torch.ones(key.shape[0], 1, key.shape[1], dtype=wide, device=key.device)
+        scores = torch.ones(key.shape[0], 1, key.shape[1], dtype=acc_dtype, device=key.device)
     else:
-        squares = torch.linalg.vector_norm(value, dim=-1, dtype=wide).square().unsqueeze(1)
+        squares = torch.linalg.vector_norm(value, dim=-1, dtype=acc_dtype).square().unsqueeze(1)
         if kind == "value_norm":
             scores = squares
         else:
-            gamma = 1.0 / sampled_norm_squared(value, near).clamp(min=torch.finfo(wide).tiny)
-            if kind == "probe":
-                norms = probe_scores(query, key, near, mask, scale, num_probes, offset, groups)
+            gamma = 1.0 / sampled_norm_squared(value, near).clamp(min=torch.finfo(acc_dtype).tiny)
+            if isinstance(kind, str):
+                norms = probe_scores(query, key, near, key_mask, offset, options)
             else:
-                norms = density_scores(kind, query, key, near, mask, scale, seed).unsqueeze(1)
+                norms = density_scores(kind, query, key, near, key_mask, options.scale, options.seed).unsqueeze(1)
             scores = torch.addcmul(norms, squares, gamma.unsqueeze(2))
-        # A column of zero norm could still hold weight in the denominator: every key keeps some chance.
-        count = near.count if isinstance(near.count, int) else near.count.clamp(min=1).unsqueeze(2)
-        scores = scores + (scores.sum(2, keepdim=True) * (1e-6 / count) + torch.finfo(wide).tiny)
+        # A key with a value of norm 0 still counts in the denominator, so every key gets a small probability.
+        count = near.num_keys if isinstance(near.num_keys, int) else near.num_keys.clamp(min=1).unsqueeze(2)
+        scores = scores + (scores.sum(2, keepdim=True) * (1e-6 / count) + torch.finfo(acc_dtype).tiny)
     if near.key_order is not None:
         scores = scores.gather(2, near.key_order.unsqueeze(1).expand(-1, scores.shape[1], -1))
-    if mask is not None:
-        places = torch.arange(key.shape[1], device=key.device)
-        scores = scores.masked_fill((places >= near.count).unsqueeze(1), 0.0)
+    if key_mask is not None:
+        masked = torch.arange(key.shape[1], device=key.device) >= near.num_keys
+        scores = scores.masked_fill(masked.unsqueeze(1), 0.0)
     return scores
 
 
-def plan_far(
-    scores: Tensor, num_samples: int, offset: Tensor, seed, independent: bool = False, group: Tensor | None = None
-) -> Far:
-    """Draw columns: systematic without replacement, or independently as in the paper's Algorithm 1.
+def sample_keys(
+    scores: Tensor,
+    num_samples: int,
+    offset: Tensor,
+    seed: int | Tensor,
+    independent: bool = False,
+    group: Tensor | None = None,
+) -> FarField:
+    """Sample keys: systematically without replacement, or independently as in the paper's Algorithm 1.
 
     Args:
-        scores: (A, G, N).
-        offset: (A, S), float64 in (0, 1), where sample s of a row begins.
-        group: int64 (A, S), the scores that it is drawn by; None where G is 1.
+        scores: (BH, G, Nk), by sorted index.
+        num_samples: keys of each sample.
+        offset: float64 (BH, S) in (0, 1), the offset of each sample.
+        seed: seed of the independent sampling.
+        independent: sample with replacement.
+        group: int64 (BH, S), the scores from which each sample is drawn; None if G is 1.
     """
     if independent:
         numbers = uniform((num_samples,), seed, 3, scores.device) + offset.unsqueeze(2)
-        place, log_weight, _ = independent_sample(scores, num_samples, numbers.frac(), group)
+        index, log_weight, _ = independent_sample(scores, num_samples, numbers.frac(), group)
     else:
-        chances = inclusion_probabilities(scores.flatten(0, 1), num_samples).view(scores.shape)
-        place, log_weight, _ = systematic_sample(chances, num_samples, offset, group)
-    return Far(place, log_weight.to(accumulation_dtype(scores.dtype)))
+        probabilities = inclusion_probabilities(scores.flatten(0, 1), num_samples).view(scores.shape)
+        index, log_weight, _ = systematic_sample(probabilities, num_samples, offset, group)
+    return FarField(index, log_weight.to(accumulation_dtype(scores.dtype)))
 
 
-def plan_small_rows(near: Near, scores: Tensor, small: Tensor) -> tuple[Near, Tensor]:
-    """Make rows (A, 1) whose keys fit into one run and the columns exact, as they are in a batch without padding.
+def make_short_sequences_exact(near: NearField, scores: Tensor, short: Tensor) -> tuple[NearField, Tensor]:
+    """Let the sequences whose valid keys fit into the budget attend to all of them, as they would without padding.
 
-    There every tile gets the last run of keys, and the keys before it are the only ones with a score, so that all of
-    them become columns of weight 1.
+    Every block of queries of such a sequence gets the last block of keys. The keys before it are the only ones with a
+    score, so that all of them are sampled with weight 1.
+
+    Args:
+        near: the near field.
+        scores: (BH, G, Nk).
+        short: bool (BH, 1), the sequences.
     """
-    rest = (near.count - near.span).clamp(min=0)
-    start = torch.where(small, rest, near.start)
-    places = torch.arange(scores.shape[2], device=scores.device)
-    rest = (places < rest).to(scores.dtype).unsqueeze(1)
-    return near._replace(start=start), torch.where(small.unsqueeze(2), rest, scores)
+    rest = (torch.as_tensor(near.num_keys) - near.block_k).clamp(min=0)
+    start = torch.where(short, rest, near.start)
+    before = (torch.arange(scores.shape[2], device=scores.device) < rest).to(scores.dtype).unsqueeze(1)
+    return near._replace(start=start), torch.where(short.unsqueeze(2), before, scores)
 
 
-def make_plan(query, key, value, mask, *, near_field, block_size, num_samples, num_hashes, scores, num_probes,
-              independent, scale, seed, batch, groups=1, shared=False) -> tuple[Near, Far]:  # fmt: skip
-    """Near and far field of (A, N, D) inputs, A = `batch` rows of heads. No gradient.
+def make_plan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    near_options: NearFieldOptions,
+    options: SamplingOptions,
+) -> tuple[NearField, FarField]:
+    """The near and the far field, without a gradient.
 
-    Each tile draws its own columns, by the scores of its own of `groups` groups of tiles; `shared` makes it one draw
-    for all, by the scores of all.
+    Args:
+        query: (BH, Nq, D).
+        key: (BH, Nk, D), with more keys than `near_options.block_size`.
+        value: (BH, Nk, Dv).
+        key_mask: bool (BH, Nk), True for valid keys, or None.
+        near_options: the near field.
+        options: the far field. Each block of queries has its own sample, by the scores of its group.
     """
     with torch.no_grad():
-        heads = query.shape[0] // batch
-        if near_field == "lsh":
-            near = plan_lsh(query, key, block_size, mask, num_hashes, seed)
+        num_samples, seed, device = options.num_samples, options.seed, query.device
+        num_heads = query.shape[0] // options.batch
+        if near_options.near_field == "lsh":
+            near = plan_lsh(query, key, near_options.block_size, key_mask, near_options.num_hashes, seed)
         else:
-            near = plan_window(query.shape[1], key.shape[1], block_size, mask, query.shape[0], query.device)
-        probe_offset, draw_offset = (offsets(heads, seed, stream, query.device).repeat(batch) for stream in (11, 12))
-        groups = 1 if shared or scores != "probe" else min(groups, num_probes)
-        weights = sampling_scores(scores, query, key, value, near, mask, scale, num_probes, probe_offset, seed, groups)
-        small = None
-        if mask is not None:
-            small = near.count <= near.span + num_samples
-            near, weights = plan_small_rows(near, weights, small)
-        group, draw_offset = None, draw_offset.unsqueeze(1)
-        if not shared:
-            draw_offset = (draw_offset + _TURN * torch.arange(near.start.shape[1], device=query.device)).frac()
-            group = None if groups == 1 else query_groups(near, groups)[2]
-        far = plan_far(weights, num_samples, draw_offset, seed, independent, group)
-        if small is not None and independent:
-            # Only a draw without replacement takes every column that is left.
-            whole = plan_far(weights, num_samples, draw_offset, seed, group=group)
-            far = Far(*(torch.where(small.unsqueeze(2), *pair) for pair in zip(whole, far, strict=True)))
+            near = plan_window(query, key, near_options.block_size, key_mask)
+        probe_offset, offset = (offsets(num_heads, seed, s, device).repeat(options.batch) for s in (11, 12))
+        one_group = options.shared or options.scores != "probe"
+        options = options._replace(groups=1 if one_group else min(options.groups, options.num_probes))
+        scores = sampling_scores(query, key, value, near, key_mask, probe_offset, options)
+        short = None
+        if key_mask is not None:
+            short = torch.as_tensor(near.num_keys) <= near.block_k + num_samples
+            near, scores = make_short_sequences_exact(near, scores, short)
+        group, offset = None, offset.unsqueeze(1)
+        if not options.shared:
+            offset = (offset + _TURN * torch.arange(near.start.shape[1], device=device)).frac()
+            group = None if options.groups == 1 else query_groups(near, options.groups)[2]
+        far = sample_keys(scores, num_samples, offset, seed, options.independent, group)
+        if short is not None and options.independent:
+            # Sampling with replacement would not take every remaining key.
+            every = sample_keys(scores, num_samples, offset, seed, group=group)
+            far = FarField(*(torch.where(short.unsqueeze(2), *pair) for pair in zip(every, far, strict=True)))
         return near, far
 
 
-def near_far_attention(query, key, value, near: Near, far: Far, *, scale: float, dropout_p: float = 0.0) -> Tensor:
-    """The attention of a plan: query (A, Nq, D), key (A, Nk, D), value (A, Nk, Dv) -> (A, Nq, Dv).
+def near_far_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    near: NearField,
+    far: FarField,
+    *,
+    scale: float,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """The attention of a plan.
 
-    Both fields are laid side by side as the keys of one tile, with the columns' log-weights as bias: one softmax over
-    the two is the merge of their partials, and one long product is faster than two short ones and a merge.
+    The keys of both fields are concatenated into one block, with the log-weights of the samples as bias. One softmax
+    over both equals the merge of their partials, and one large product is faster than two small ones and a merge.
+
+    Args:
+        query: (BH, Nq, D).
+        key: (BH, Nk, D).
+        value: (BH, Nk, Dv).
+        near: the near field.
+        far: the far field.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a weight.
+
+    Returns:
+        (BH, Nq, Dv).
     """
-    wide = accumulation_dtype(query.dtype)
-    run = near.start[:, :, None] + torch.arange(near.span, device=query.device)
-    columns = far.place.expand(-1, run.shape[1], -1)
-    distance = columns - near.start[:, :, None]
-    inside = (distance >= 0) & (distance < near.span)
-    far_bias = far.log_weight.to(wide).masked_fill(inside, -torch.inf)
-    near_bias = torch.zeros(run.shape, dtype=wide, device=query.device)
-    if not isinstance(near.count, int):
-        near_bias = near_bias.masked_fill_(run >= near.count[:, :, None], -torch.inf)
-    index = torch.cat((run, columns), 2)
+    acc_dtype = accumulation_dtype(query.dtype)
+    near_index = near.start[:, :, None] + torch.arange(near.block_k, device=query.device)
+    far_index = far.sorted_index.expand(-1, near_index.shape[1], -1)
+    distance = far_index - near.start[:, :, None]
+    in_near_field = (distance >= 0) & (distance < near.block_k)
+    far_bias = far.log_weight.to(acc_dtype).masked_fill(in_near_field, -torch.inf)
+    near_bias = torch.zeros(near_index.shape, dtype=acc_dtype, device=query.device)
+    if not isinstance(near.num_keys, int):
+        near_bias = near_bias.masked_fill_(near_index >= near.num_keys[:, :, None], -torch.inf)
+    index = torch.cat((near_index, far_index), 2)
     if near.key_order is not None:
         index = near.key_order.gather(1, index.flatten(1)).view_as(index)
     bias = torch.cat((near_bias, far_bias), 2)[:, :, None]
-    place = None if near.query_order is None else inverse(near.query_order)
+    rank = None if near.query_order is None else inverse(near.query_order)
 
-    def some_heads(query, key, value, order, place, index, bias, out=None):
-        options = {"scale": scale, "dropout_p": dropout_p, "order": order, "place": place, "out": out}
-        return gathered_attention(query, key, value, index, bias, near.rows, **options)
+    def some_heads(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        index: Tensor,
+        bias: Tensor,
+        *order: Tensor | None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        gathered = GatheredKeys(index, bias, near.block_q, *order)
+        return gathered_attention(query, key, value, gathered, scale=scale, dropout_p=dropout_p, out=out)
 
     result = (query.shape[1], value.shape[2], value.dtype)
-    return chunked_over_heads(some_heads, query, key, value, near.query_order, place, index, bias, result=result)
+    return chunked_over_heads(some_heads, query, key, value, index, bias, near.query_order, rank, result=result)
+
+
+class GatheredKeys(NamedTuple):
+    """The keys of each of T blocks of queries, by index.
+
+    Attributes:
+        index: int64 (BH, T, K).
+        bias: (BH, T, 1, K), added to the scores.
+        block_q: queries of a block.
+        query_order: int64 (BH, Nq), the order in which the queries are cut into blocks, or None.
+        query_rank: int64 (BH, Nq), the inverse of `query_order`, or None.
+    """
+
+    index: Tensor
+    bias: Tensor
+    block_q: int
+    query_order: Tensor | None = None
+    query_rank: Tensor | None = None
 
 
 def gathered_attention(
-    query, key, value, index, bias, rows: int, *, scale: float, dropout_p: float = 0.0, order=None, place=None, out=None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gathered: GatheredKeys,
+    *,
+    scale: float,
+    dropout_p: float = 0.0,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Tiles of `rows` queries, each to the keys that an index names.
+    """Attention of blocks of queries to keys that are gathered by index.
 
     Args:
-        query: (A, N, D); key, value: (A, Nk, .).
-        index: (A, T, K), the keys of each tile. bias: (A, T, 1, K), added to the scores.
-        order: (A, N), the queries in the order in which they are cut into tiles; place (A, N) is its inverse.
-        out: (A, N, Dv) to write into, or None.
+        query: (BH, Nq, D).
+        key: (BH, Nk, D).
+        value: (BH, Nk, Dv).
+        gathered: the keys of each block.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a weight.
+        out: (BH, Nq, Dv) to write into, or None.
 
     Returns:
-        (A, N, Dv) in the order of the queries as given.
+        (BH, Nq, Dv), by position of the queries.
     """
     if not dropout_p and use_grouped(query, key, value):
-        return _grouped_heads(query, key, value, order, place, index, bias, rows, scale, out)
-    tiles = pad_to_blocks(query if order is None else take(query, order), rows)
-    got = partial_attention(tiles, take(key, index), take(value, index), bias, scale=scale, dropout_p=dropout_p).out
-    got = got.flatten(1, 2)
-    if place is not None:
-        return take(got, place, out)
-    got = got[:, : query.shape[1]]
-    return got if out is None else out.copy_(got)
+        return _gathered_by_onednn(query, key, value, gathered, scale, out)
+    order, rank, index = gathered.query_order, gathered.query_rank, gathered.index
+    blocks = pad_to_blocks(query if order is None else take(query, order), gathered.block_q)
+    keys, values = take(key, index), take(value, index)
+    result = partial_attention(blocks, keys, values, gathered.bias, scale=scale, dropout_p=dropout_p).out.flatten(1, 2)
+    if rank is not None:
+        return take(result, rank, out)
+    result = result[:, : query.shape[1]]
+    return result if out is None else out.copy_(result)
 
 
-def _grouped_heads(query, key, value, order, place, index, bias, rows: int, scale: float, out) -> Tensor:
-    """The same for a few heads by `attend_grouped`, with the queries gathered in the layout that it wants."""
-    heads, length, tiles = query.shape[0], query.shape[1], index.shape[1]
-    missing = tiles * rows - length
+def _gathered_by_onednn(
+    query: Tensor, key: Tensor, value: Tensor, gathered: GatheredKeys, scale: float, out: Tensor | None
+) -> Tensor:
+    """`gathered_attention` by `grouped_attention`, with the queries gathered in the layout of the latter."""
+    (index, bias, block_q, order, rank), (batch_heads, q_len, _) = gathered, query.shape
+    num_blocks = index.shape[1]
+    missing = num_blocks * block_q - q_len
     if order is None:
-        order = torch.arange(length, device=query.device).expand(heads, -1)
-    # Rows that fill up the last tile are any query, computed in vain.
-    order = torch.nn.functional.pad(order, (0, missing)) if missing else order
-    first = torch.arange(heads, device=query.device)[:, None]
-    order = (order + first * length).view(heads * tiles, rows).t()
-    index = (index.flatten(1) + first * key.shape[1]).view(heads * tiles, -1)
-    flat = (x.reshape(-1, x.shape[2]) for x in (query, key, value))
-    got = attend_grouped(*flat, order, index, bias.flatten(0, 1).squeeze(1), scale=scale).flatten(0, 1)
-    # Place t * rows + r of a head is now row r * (all tiles) + (its tile).
-    place = torch.arange(length, device=query.device).expand(heads, -1) if place is None else place
-    place = place % rows * (heads * tiles) + place // rows + first * tiles
-    out = value.new_empty(heads, length, value.shape[2]) if out is None else out
-    torch.index_select(got, 0, place.flatten(), out=out.view(-1, value.shape[2]))
+        order = torch.arange(q_len, device=query.device).expand(batch_heads, -1)
+    # The last block is padded with query 0; the result for the padding is not used.
+    order = pad(order, (0, missing)) if missing else order
+    head = torch.arange(batch_heads, device=query.device)[:, None]
+    order = (order + head * q_len).view(batch_heads * num_blocks, block_q).t()
+    index = (index.flatten(1) + head * key.shape[1]).view(batch_heads * num_blocks, -1)
+    query, key, flat_value = (x.reshape(-1, x.shape[2]) for x in (query, key, value))
+    result = grouped_attention(query, key, flat_value, order, index, bias.flatten(0, 1).squeeze(1), scale=scale)
+    # Query r of block t of a head is at index r * (number of all blocks) + (number of its block) of the result.
+    rank = torch.arange(q_len, device=query.device).expand(batch_heads, -1) if rank is None else rank
+    rank = rank % block_q * (batch_heads * num_blocks) + rank // block_q + head * num_blocks
+    out = value.new_empty(batch_heads, q_len, value.shape[2]) if out is None else out
+    torch.index_select(result.flatten(0, 1), 0, rank.flatten(), out=out.view(-1, value.shape[2]))
     return out
 
 
-def dense_log_weights(near: Near, far: Far, length: int, columns: int) -> Tensor:
-    """The readable form: for every head the (Nq, Nk) matrix of what is added to the scores before the softmax.
+def dense_log_weights(near: NearField, far: FarField, q_len: int, kv_len: int) -> Tensor:
+    """The readable form: what is added to the scores before the softmax, float64 (BH, Nq, Nk).
 
-    0 for a pair of the near field, -log(chance) for a sampled column that is not in it, -inf elsewhere.
+    It is 0 for a pair of the near field, -log(probability) for a sampled key outside of it, and -inf elsewhere.
     """
     device = near.start.device
-    weights = torch.full((near.start.shape[0], length, columns), -torch.inf, dtype=torch.float64, device=device)
+    weights = torch.full((near.start.shape[0], q_len, kv_len), -torch.inf, dtype=torch.float64, device=device)
     for a in range(weights.shape[0]):
-        keys = torch.arange(columns, device=device) if near.key_order is None else near.key_order[a]
-        queries = torch.arange(length, device=device) if near.query_order is None else near.query_order[a]
-        count = near.count if isinstance(near.count, int) else int(near.count[a])
+        keys = torch.arange(kv_len, device=device) if near.key_order is None else near.key_order[a]
+        queries = torch.arange(q_len, device=device) if near.query_order is None else near.query_order[a]
+        num_keys = near.num_keys if isinstance(near.num_keys, int) else int(near.num_keys[a])
         for t, start in enumerate(near.start[a].tolist()):
-            rows = queries[t * near.rows : (t + 1) * near.rows, None]
-            sample = min(t, far.place.shape[1] - 1)
-            for place, log_weight in zip(*(x[a, sample].tolist() for x in far), strict=True):
-                # logaddexp: the independent draw may pick a column twice.
-                old = weights[a, rows, keys[place]]
-                weights[a, rows, keys[place]] = torch.logaddexp(old, torch.full_like(old, log_weight))
-            weights[a, rows, keys[start : min(start + near.span, count)]] = 0.0
+            block = queries[t * near.block_q : (t + 1) * near.block_q, None]
+            sample = min(t, far.sorted_index.shape[1] - 1)
+            for index, log_weight in zip(*(x[a, sample].tolist() for x in far), strict=True):
+                # logaddexp, because independent sampling may select a key twice.
+                old = weights[a, block, keys[index]]
+                weights[a, block, keys[index]] = torch.logaddexp(old, torch.full_like(old, log_weight))
+            weights[a, block, keys[start : min(start + near.block_k, num_keys)]] = 0.0
     return weights
 
 
-def dense_attention(query, key, value, log_weights: Tensor, *, scale: float) -> Tensor:
-    """softmax(scale * query key^T + log_weights) value with dense float64 matrices; empty rows are 0."""
+def dense_attention(query: Tensor, key: Tensor, value: Tensor, log_weights: Tensor, *, scale: float) -> Tensor:
+    """softmax(scale * query key^T + log_weights) value with dense float64 matrices; 0 for queries without a key.
+
+    Args:
+        query: (BH, Nq, D).
+        key: (BH, Nk, D).
+        value: (BH, Nk, Dv).
+        log_weights: float64 (BH, Nq, Nk).
+        scale: factor of the scores.
+
+    Returns:
+        (BH, Nq, Dv) in the dtype of `value`.
+    """
     scores = query.double() @ key.double().transpose(1, 2) * scale + log_weights
     return (scores.softmax(-1).nan_to_num(0.0) @ value.double()).to(value.dtype)

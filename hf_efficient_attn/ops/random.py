@@ -1,8 +1,8 @@
 """Random numbers as a pure function of a seed.
 
-A counter is hashed instead of a generator being advanced: the same seed gives the same numbers on every device, inside
-`torch.compile`, and in whatever order they are asked for, and the global random state is never touched. The mixer is
-the finaliser of MurmurHash3 (Appleby, public domain), applied twice.
+They are hashes of a counter instead of draws from a generator. So a seed gives the same numbers on every device, inside
+`torch.compile` and in any order of calls, and the global random state is never touched. The hash is the finalizer of
+MurmurHash3 (Appleby, public domain), applied twice.
 """
 
 import math
@@ -14,7 +14,7 @@ _MASK = 0xFFFFFFFF
 
 
 def _mix(x: Tensor) -> Tensor:
-    """32 well-mixed bits of every int64 counter in `x`."""
+    """32 well-mixed bits of every int64 counter."""
     x = x & _MASK
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = ((x ^ (x >> shift)) * factor) & _MASK
@@ -22,12 +22,12 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """A fresh seed from the global generator of `device`, as a scalar tensor: what training uses."""
+    """Draw a seed from the global generator of `device`, as training does: an int64 scalar tensor."""
     return torch.randint(2**31 - 1, (), device=device)
 
 
 def uniform(shape: tuple[int, ...], seed: int | Tensor, stream: int, device: torch.device) -> Tensor:
-    """Uniform numbers in the open interval (0, 1), float64 of `shape`; `stream` tells uses of one seed apart."""
+    """Float64 numbers, uniform in the open interval (0, 1). `stream` distinguishes the uses of one seed."""
     counter = torch.arange(math.prod(shape), device=device, dtype=torch.int64)
     start = torch.as_tensor(seed, device=device).to(torch.int64) * 0x9E3779B1 + stream * 0x7F4A7C15
     bits = _mix(_mix(counter + 1) + _mix(_mix(start) + stream + 1))
@@ -35,15 +35,15 @@ def uniform(shape: tuple[int, ...], seed: int | Tensor, stream: int, device: tor
 
 
 def normal(shape: tuple[int, ...], seed: int | Tensor, stream: int, device: torch.device) -> Tensor:
-    """Independent standard normal numbers of `shape`, float64 (Box-Muller)."""
+    """Float64 numbers, independent and standard normal (Box-Muller)."""
     radius = (-2.0 * uniform(shape, seed, 2 * stream + 101, device).log()).sqrt()
     return radius * (2.0 * math.pi * uniform(shape, seed, 2 * stream + 102, device)).cos()
 
 
-def offsets(heads: int, seed: int | Tensor, stream: int, device: torch.device) -> Tensor:
-    """One offset in (0, 1) for each of `heads` heads, float64 (heads,): the same for every row of a batch.
+def offsets(num_heads: int, seed: int | Tensor, stream: int, device: torch.device) -> Tensor:
+    """A float64 offset in (0, 1) for each head, (H,). All sequences of a batch use the same ones.
 
-    Heads take turns around the circle by the golden ratio, so that no two of them sample alike.
+    The offsets are multiples of the golden ratio modulo 1, so that no two heads sample alike.
     """
-    turn = torch.arange(heads, device=device, dtype=torch.float64) * 0.6180339887498949
+    turn = torch.arange(num_heads, device=device, dtype=torch.float64) * 0.6180339887498949
     return (uniform((1,), seed, stream, device) + turn).frac()

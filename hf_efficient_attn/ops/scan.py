@@ -1,14 +1,17 @@
-"""Sums over everything before: states of causal linear attention, chunk by chunk."""
+"""Exclusive sums along the sequence: the states of causal linear attention, chunk by chunk."""
+
+from typing import cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 
 class _PrefixSum(torch.autograd.Function):
-    """Exclusive sums along dimension 1, an addition a step: `cumsum` walks such a tensor against memory's grain."""
+    """Exclusive sums along dimension 1, one addition per index. `cumsum` is slow along a dimension of large stride."""
 
     @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
         out = torch.empty_like(x)
         steps = out.unbind(1)
         steps[0].zero_()
@@ -17,25 +20,31 @@ class _PrefixSum(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
-        # The gradient of a sum over what is before is the sum over what is behind.
-        return _PrefixSum.apply(grad.flip(1)).flip(1)
+    def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
+        # The gradient of sums over earlier indices is a sum over later indices.
+        return cast(Tensor, _PrefixSum.apply(grad.flip(1))).flip(1)
 
 
 def exclusive_prefix_sum(x: Tensor) -> Tensor:
-    """out[:, c] = x[:, 0] + ... + x[:, c-1], 0 at c = 0: (A, C, ...) -> the same shape.
+    """out[:, c] = x[:, 0] + ... + x[:, c-1], and 0 at c = 0: (BH, C, ...) -> the same shape.
 
-    Sums run from the first to the last, so that out[:, c] is the same to the bit whatever stands at c and behind.
+    The terms are added from first to last, so that out[:, c] does not depend on x[:, c:], not even in its rounding.
     """
     if torch.compiler.is_compiling():
         return torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1].cumsum(1)), 1)
-    return _PrefixSum.apply(x)
+    return cast(Tensor, _PrefixSum.apply(x))
 
 
 def running_sum(parts: Tensor, kept: Tensor | None, start: Tensor) -> Tensor:
-    """out[:, 0] = start, out[:, c+1] = kept[:, c] * out[:, c] + parts[:, c]: (A, C, ...), (A, ...) -> (A, C+1, ...).
+    """out[:, 0] = start, out[:, c+1] = kept[:, c] * out[:, c] + parts[:, c], without a gradient.
 
-    Without a gradient, a step at a time; kept, broadcastable to `parts`, may be None for 1.
+    Args:
+        parts: (BH, C, ...).
+        kept: broadcastable to `parts`, or None for 1.
+        start: (BH, ...).
+
+    Returns:
+        (BH, C + 1, ...).
     """
     out = parts.new_empty(parts.shape[0], parts.shape[1] + 1, *parts.shape[2:])
     out[:, 0] = start

@@ -2,7 +2,6 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,17 +77,19 @@ def check_num_hashes(method: str, num_hashes: int) -> None:
         )
 
 
-def _plan_options(config: SampledKeysConfig, query: Tensor, options: AttentionOptions) -> dict[str, Any]:
-    """The arguments that both forms of the plan have in common."""
-    return {
-        "num_samples": config.num_samples,
-        "scores": softmax_column_norms if config.column_scores == "kde" else config.column_scores,
-        "num_probes": config.num_probes,
-        "independent": config.draw == "independent",
-        "scale": options.scale,
-        "seed": options.seed,
-        "batch": query.shape[0],
-    }
+def _sampling_options(config: SampledKeysConfig, query: Tensor, options: AttentionOptions) -> near_far.SamplingOptions:
+    """How the keys are sampled for queries (B, H, Nq, D)."""
+    return near_far.SamplingOptions(
+        num_samples=config.num_samples,
+        scores=softmax_column_norms if config.column_scores == "kde" else config.column_scores,
+        num_probes=config.num_probes,
+        independent=config.draw == "independent",
+        scale=options.scale,
+        seed=options.seed,
+        batch=query.shape[0],
+        groups=config.score_groups,
+        shared=config.columns == "all",
+    )
 
 
 def _plan_bidirectional(
@@ -97,21 +98,12 @@ def _plan_bidirectional(
     key: Tensor,
     value: Tensor,
     key_mask: Tensor | None,
-    plan_options: dict[str, Any],
-) -> tuple[near_far.Near, near_far.Far]:
+    sampling: near_far.SamplingOptions,
+) -> tuple[near_far.NearField, near_far.FarField]:
     """The near and the far field of (BH, N, D) inputs."""
-    return near_far.make_plan(
-        query,
-        key,
-        value,
-        key_mask,
-        near_field="lsh" if config.near_field == "auto" else config.near_field,
-        block_size=config.block_size,
-        num_hashes=config.num_hashes,
-        groups=config.score_groups,
-        shared=config.columns == "all",
-        **plan_options,
-    )
+    near_field = "lsh" if config.near_field == "auto" else config.near_field
+    near_options = near_far.NearFieldOptions(near_field, config.block_size, config.num_hashes)
+    return near_far.make_plan(query, key, value, key_mask, near_options, sampling)
 
 
 def _plan_causal(
@@ -120,13 +112,13 @@ def _plan_causal(
     key: Tensor,
     value: Tensor,
     size: int,
-    plan_options: dict[str, Any],
-) -> list[causal.Segments]:
+    sampling: near_far.SamplingOptions,
+) -> list[causal.IntervalPlan]:
     """The causal far field, and its blocks of hashed keys if the config asks for them, of (BH, N, D) inputs."""
     num_hashes = config.num_hashes if config.near_field == "lsh" else 0
     if not config.num_samples and not num_hashes:
         return []
-    return causal.plan_intervals(query, key, value, size=size, num_hashes=num_hashes, **plan_options)
+    return causal.plan_intervals(query, key, value, size, sampling, num_hashes)
 
 
 def _move_valid_first(
@@ -153,7 +145,7 @@ def _restore_order(out: Tensor, order: Tensor | None, key_mask: Tensor | None) -
 def forward(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Compute the fast form; see `register_method` for the arguments."""
     shape, budget = query.shape, config.block_size + config.num_samples
-    plan_options = _plan_options(config, query, options)
+    sampling = _sampling_options(config, query, options)
     is_causal, scale, dropout_p = options.is_causal, options.scale, options.dropout_p
     query, key, value, key_mask = flatten_heads(query, key, value, options.key_mask)
     if key.shape[1] <= budget:
@@ -161,13 +153,13 @@ def forward(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor
     elif is_causal:
         query, key, value, order = _move_valid_first(query, key, value, key_mask)
         size = max(1, config.block_size // 2)
-        plans = _plan_causal(config, query, key, value, size, plan_options)
+        plans = _plan_causal(config, query, key, value, size, sampling)
         out = causal.causal_near_far_attention(
-            query, key, value, plans, size=size, exact=budget, scale=scale, dropout_p=dropout_p
+            query, key, value, plans, block_size=size, num_exact=budget, scale=scale, dropout_p=dropout_p
         )
         out = _restore_order(out, order, key_mask)
     else:
-        near, far = _plan_bidirectional(config, query, key, value, key_mask, plan_options)
+        near, far = _plan_bidirectional(config, query, key, value, key_mask, sampling)
         out = near_far.near_far_attention(query, key, value, near, far, scale=scale, dropout_p=dropout_p)
     return unflatten_heads(out, shape)
 
@@ -175,7 +167,7 @@ def forward(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor
 def naive(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Compute the readable form: the plan of `forward` as a dense matrix of log-weights that is added to the scores."""
     shape, budget = query.shape, config.block_size + config.num_samples
-    plan_options = _plan_options(config, query, options)
+    sampling = _sampling_options(config, query, options)
     query, key, value, key_mask = flatten_heads(query, key, value, options.key_mask)
     (batch_heads, q_len, _), kv_len, device = query.shape, key.shape[1], query.device
     order = None
@@ -189,10 +181,10 @@ def naive(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor, 
     elif options.is_causal:
         query, key, value, order = _move_valid_first(query, key, value, key_mask)
         size = max(1, config.block_size // 2)
-        plans = _plan_causal(config, query, key, value, size, plan_options)
+        plans = _plan_causal(config, query, key, value, size, sampling)
         log_weights = causal.dense_causal_log_weights(plans, q_len, size, budget, batch_heads, device)
     else:
-        near, far = _plan_bidirectional(config, query, key, value, key_mask, plan_options)
+        near, far = _plan_bidirectional(config, query, key, value, key_mask, sampling)
         log_weights = near_far.dense_log_weights(near, far, q_len, kv_len)
     out = near_far.dense_attention(query, key, value, log_weights, scale=options.scale)
     return unflatten_heads(_restore_order(out, order, key_mask), shape)
