@@ -1,4 +1,4 @@
-"""`hf-efficient-attn benchmark` and `analyze`, on tiny models that are made here."""
+"""`hf-efficient-attn benchmark` and `analyze` on tiny models."""
 
 import gzip
 import json
@@ -28,7 +28,7 @@ from hf_efficient_attn.models.t2t_vit import T2TViTConfig, T2TViTForImageClassif
 from tiny_models import SMALL, tiny_model
 
 WORDS = [f"w{i}" for i in range(50)]
-# Not of a period that a mask or a window could share.
+# The words have no period, which could coincide with that of masked tokens or a window.
 TEXT = " ".join(WORDS[(i * i + 3 * (i // 7)) % 50] for i in range(3000))
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 QUICK = Procedure(rounds=1, memory=False)
@@ -50,20 +50,20 @@ def tokenizer_for(family):
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch):
-    """One call is timed, where otherwise calls are repeated for a tenth of a second."""
+    """Time single calls, which are otherwise repeated for a tenth of a second."""
     monkeypatch.setattr(timing, "_calls_to_time", lambda work: 1)
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """make(family, head) -> folder of a tiny checkpoint, with a tokenizer or an image processor; made once each."""
+    """make(family, head) -> the folder of a tiny checkpoint with a tokenizer or an image processor."""
     folders = {}
 
     def make(family, head=False, tokenizer=True):
         key = family, head, tokenizer
         if key not in folders:
             folder = tmp_path_factory.mktemp(f"{family}-{head}-{tokenizer}")
-            with quiet():  # the tests look at what the commands print
+            with quiet():  # some tests check what is printed
                 tiny_model(family, head=head).save_pretrained(folder)
             if family in ("vit", "deit"):
                 transformers.ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder)
@@ -126,7 +126,7 @@ def run_json(capsys, *arguments):
         ("deit", True, "image-classification", "top1"),
     ],
 )
-def test_what_is_measured(family, head, task, agreement, made, text, photographs, capsys):
+def test_measurements_for_every_task(family, head, task, agreement, made, text, photographs, capsys):
     source, is_image = made(family, head), family in ("vit", "deit")
     result = run_json(
         capsys, "benchmark", source, "--methods", SMALL_METHODS, "--lengths", "40,80", "--rounds", 1, "--rows", 3,
@@ -140,7 +140,7 @@ def test_what_is_measured(family, head, task, agreement, made, text, photographs
     assert result["data"] == {"name": (photographs if is_image else text).name, "rows": 3}
     rows = result["measurements"]
     labels = ["sdpa", "kdeformer (block_size=4, num_samples=8)", "longformer (window_size=4)"]
-    # Pictures have as many tokens as patches and class tokens, of a square.
+    # A picture has a square number of patch tokens, and class tokens in addition.
     lengths = [40, 80] if not is_image else [36 + (family == "deit") + 1, 81 + (family == "deit") + 1]
     assert [(row["length"], row["attention"]) for row in rows] == [(n, label) for n in lengths for label in labels]
     assert list(result["pays_from"]) == labels[1:]
@@ -160,8 +160,8 @@ def test_what_is_measured(family, head, task, agreement, made, text, photographs
     assert is_image == any("pixels" in note for note in result["notes"])
 
 
-def test_the_longest_attention_of_a_picture_counts(tmp_path, capsys):
-    """That of T2T-ViT's first stage, a token every other pixel, though a patch has eight."""
+def test_length_of_a_picture_is_that_of_its_longest_attention(tmp_path, capsys):
+    """The first stage of T2T-ViT has a token for every second pixel, though patches have eight pixels."""
     config = T2TViTConfig(
         image_size=32, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48, token_dim=16,
         t2t_strides=[2, 2, 2], num_labels=3,
@@ -192,7 +192,7 @@ def test_errors_and_agreement_are_those_of_the_converted_model(made, text):
     assert row["agreement"] == pytest.approx(math.exp(loss - reference), rel=1e-4)
 
 
-def test_masked_tokens_are_guessed(made, text):
+def test_masked_tokens_are_predicted(made, text):
     model = transformers.BertForMaskedLM.from_pretrained(made("bert", True)).eval()
     found = ModelData(model, made("bert", True), text, longest=40, rows=2)
     inputs = found.inputs(40, 0, 2)
@@ -218,7 +218,7 @@ def test_embeddings_are_mean_pooled(made, text):
     torch.testing.assert_close(comparison.compare("embedding", given, given), torch.ones(2))
 
 
-def test_random_numbers_say_nothing_of_errors(made, capsys):
+def test_no_errors_on_random_inputs(made, capsys):
     source = made("bert", False, tokenizer=False)
     result = run_json(capsys, "benchmark", source, "--methods", "linear", "--lengths", 40, "--rounds", 1)
     assert result["data"]["name"] == "generated"
@@ -228,7 +228,7 @@ def test_random_numbers_say_nothing_of_errors(made, capsys):
         assert row["seconds"] > 0
 
 
-def test_without_data_the_text_is_pythons_own(made, capsys):
+def test_default_text_is_the_documentation_of_python(made, capsys):
     result = run_json(capsys, "benchmark", made("bert"), "--methods", "longformer", "--lengths", 30, "--rounds", 1)
     assert result["data"] == {"name": "pydoc_data.topics", "rows": 4}
     assert any("Python's own documentation" in note for note in result["notes"])
@@ -243,20 +243,20 @@ def test_default_methods_and_lengths(made, text):
     assert list(found["pays_from"]) == ["kdeformer", "longformer"]
 
 
-def test_a_short_text_bounds_the_default_lengths(made, tmp_path):
+def test_a_short_text_limits_the_default_lengths(made, tmp_path):
     short = tmp_path / "short.txt"
     short.write_text(" ".join(TEXT.split()[:200]))
     found = benchmark.benchmark_checkpoint(made("bert"), data=short, rows=1, procedure=QUICK)
     assert {row["length"] for row in found["measurements"]} == {128}
 
 
-def test_default_lengths_stop_at_a_minute(made, text, monkeypatch):
+def test_default_lengths_are_limited_by_time(made, text, monkeypatch):
     monkeypatch.setattr(benchmark, "_SECONDS", 0.0)
     found = benchmark.benchmark_checkpoint(made("bert"), data=text, rows=1, procedure=QUICK)
     assert {row["length"] for row in found["measurements"]} == {128}
 
 
-def test_longer_than_the_model(made, text):
+def test_lengths_beyond_the_positions_of_the_model(made, text):
     before = (made("bert") / "config.json").read_bytes()
     found = benchmark.benchmark_checkpoint(made("bert"), lengths=[300], data=text, rows=1, procedure=QUICK)
     assert any("128 positions" in note and "up to 300" in note for note in found["notes"])
@@ -272,7 +272,7 @@ def test_a_converted_checkpoint_against_exact_attention(method, made, text, tmp_
     hea.convert(model, method, layers=[1], **SMALL[method])
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "learned_parameters" in name:  # as training would have moved them
+            if "learned_parameters" in name:  # as after training
                 parameter.normal_(generator=torch.Generator().manual_seed(0))
     model.save_pretrained(tmp_path / "converted")
     tokenizer_for("bert").save_pretrained(tmp_path / "converted")
@@ -285,7 +285,7 @@ def test_a_converted_checkpoint_against_exact_attention(method, made, text, tmp_
     assert exact["error"] == own["layer_errors"][0] == 0.0
     assert own["layer_errors"][1] > 0.1
     assert own["agreement"] < exact["agreement"]
-    # The parameters are those of the checkpoint, not those that conversion starts from.
+    # The parameters are those of the checkpoint, not the initial ones.
     plain = transformers.BertModel.from_pretrained(made("bert"))
     fresh = {"fresh": hea.EfficientAttentionConfig(method, SMALL[method], [1])}
     other = benchmark.benchmark_checkpoint(made("bert"), fresh, [70], data=text, procedure=QUICK)["measurements"][1]
@@ -317,7 +317,7 @@ def test_a_model_of_nan_is_refused(name, made, text, tmp_path, capsys):
     assert "not finite" in capsys.readouterr().err
 
 
-def test_learned_tables_of_pictures_have_their_length(made, photographs, capsys):
+def test_learned_tables_have_the_length_of_the_pictures(made, photographs, capsys):
     result = run_json(
         capsys, "benchmark", made("vit", True), "--methods", "linformer:projection_dim=8", "--lengths", "65,145",
         "--data", photographs, "--rounds", 1, "--rows", 2, "--no-memory",
@@ -343,11 +343,11 @@ def rows_of(speeds):
 def test_pays_from(speeds, expected):
     rows = rows_of(speeds)
     assert benchmark.pays_from(rows, "m") == expected
-    said = benchmark.summarise({"measurements": rows, "pays_from": {"m": expected}})[0]
+    sentence = benchmark.summarise({"measurements": rows, "pays_from": {"m": expected}})[0]
     if expected is None:
-        assert "does not pay off up to 2048 tokens" in said
+        assert "does not pay off up to 2048 tokens" in sentence
     else:
-        assert ("at all measured lengths" if expected == 512 else f"from {expected} tokens on") in said
+        assert ("at all measured lengths" if expected == 512 else f"from {expected} tokens on") in sentence
 
 
 def test_copies_share_their_weights():
@@ -368,7 +368,7 @@ def test_peak_memory():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["nowhere"], "nowhere"),
         (["GPT2", "--methods", "nystromformer"], "nystromformer has no causal form. Methods that have one: "),
@@ -385,13 +385,13 @@ def test_peak_memory():
         (["BART"], "an encoder and a decoder"),
         (["GPT2", "--card"], "not the folder of a converted checkpoint"),
         (["GPT2", "--card", "--output", "x"], "leave --output out"),
-        (["GPT2", "--output", "nowhere/there"], "does not exist"),
+        (["GPT2", "--output", "missing/folder"], "does not exist"),
         (["GPT2", "--output", "TEXT"], "is not a folder"),
         (["GPT2", "--batch", "0"], "--batch"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_refused_before_anything_is_measured(arguments, said, made, text, tmp_path, monkeypatch, capsys):
+def test_refused_before_anything_is_measured(arguments, message, made, text, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(timing, "paired", lambda *rest: pytest.fail("measured"))
     monkeypatch.setattr(comparison, "paired", lambda *rest: pytest.fail("measured"))
     (tmp_path / "short.txt").write_text("w1 w2 w3")
@@ -399,16 +399,16 @@ def test_refused_before_anything_is_measured(arguments, said, made, text, tmp_pa
         sizes = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 20, "encoder_attention_heads": 1,
                  "decoder_attention_heads": 1, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}  # fmt: skip
         transformers.BartModel(transformers.BartConfig(**sizes)).save_pretrained(tmp_path / "bart")
-    places = {
+    paths = {
         "BART": tmp_path / "bart", "TEXT": text, "SHORT": tmp_path / "short.txt",
         "GPT2": made("gpt2", True), "BERT": made("bert"), "VIT": made("vit", True), "BARE": made("bert", False, False),
     }  # fmt: skip
     capsys.readouterr()
-    assert command("benchmark", *(places.get(word, word) for word in arguments)) == 2
+    assert command("benchmark", *(paths.get(word, word) for word in arguments)) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert len(err.splitlines()) == 1
-    assert said in err
+    assert message in err
 
 
 def test_table_and_files(made, text, tmp_path, capsys):
@@ -434,10 +434,10 @@ def test_table_and_files(made, text, tmp_path, capsys):
 
 def test_the_card_of_a_converted_folder(made, text, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
-    seen = []
+    files = []
 
     def write_card(folder):
-        seen.append(sorted(path.name for path in pathlib.Path(folder).glob("benchmark.*")))
+        files.append(sorted(path.name for path in pathlib.Path(folder).glob("benchmark.*")))
         return pathlib.Path(folder) / "README.md"
 
     monkeypatch.setattr(benchmark, "write_card", write_card)
@@ -445,11 +445,11 @@ def test_the_card_of_a_converted_folder(made, text, tmp_path, monkeypatch, capsy
     hea.convert(transformers.BertModel.from_pretrained(made("bert")), "longformer").save_pretrained(folder)
     tokenizer_for("bert").save_pretrained(folder)
     assert command("benchmark", folder, "--lengths", 30, "--rounds", 1, "--data", text, "--card") == 0
-    assert seen == [["benchmark.json", "benchmark.png"]]
+    assert files == [["benchmark.json", "benchmark.png"]]
     assert f"Written: {folder / 'README.md'}" in capsys.readouterr().out
 
 
-def test_an_interruption_leaves_nothing(made, text, tmp_path, monkeypatch, capsys):
+def test_an_interruption_leaves_no_files(made, text, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
@@ -534,9 +534,9 @@ def test_padding_does_not_count_in_an_analysis():
 
 
 def test_layers_that_should_stay_exact(made, text, tmp_path, capsys):
-    """The rule to the letter, and a command line that means what it says."""
+    """The layers follow from the errors, and the command contains them."""
     model = transformers.BertModel.from_pretrained(made("bert"))
-    with torch.no_grad():  # attention of the second layer is the mean of all values, which landmarks hold
+    with torch.no_grad():  # the second layer computes the mean of all values, which landmarks represent exactly
         model.encoder.layer[1].attention.self.query.weight.zero_()
         model.encoder.layer[1].attention.self.query.bias.zero_()
     model.save_pretrained(tmp_path)
@@ -566,7 +566,7 @@ def test_ranges(numbers, text):
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
-def test_calibrated_is_ready_for_efficient_attention(family, made, text, capsys):
+def test_calibrated_settings_can_be_loaded(family, made, text, capsys):
     source = made(family, family == "gpt2")
     result = run_json(capsys, "analyze", source, "--data", text, "--length", 60, "--rows", 3, "--budgets", "16,32",
                       "--calibrate", "0.9", "--methods", "longformer,kdeformer")  # fmt: skip
@@ -593,7 +593,7 @@ def test_tables_and_heat_maps(made, photographs, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ([], "--data"),
         (["--data", "nothing.txt"], "nothing.txt: no such file"),
@@ -602,16 +602,16 @@ def test_tables_and_heat_maps(made, photographs, tmp_path, capsys):
         (["--data", "TEXT", "--length", "60", "--calibrate", "-1"], "max_error"),
         (["--data", "TEXT", "--length", "60", "--calibrate", "1e-9", "--budgets", "8"], "no method keeps max_error"),
         (["--data", "TEXT", "--budgets", "x"], "not a number"),
-        (["--data", "TEXT", "--output", "nowhere/there"], "does not exist"),
+        (["--data", "TEXT", "--output", "missing/folder"], "does not exist"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_analysis_refused(arguments, said, made, text, capsys):
+def test_analysis_refused(arguments, message, made, text, capsys):
     assert command("analyze", made("gpt2", True), *(text if word == "TEXT" else word for word in arguments)) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert len(err.splitlines()) == 1
-    assert said in err
+    assert message in err
 
 
 def test_too_long_for_an_analysis():
@@ -633,7 +633,7 @@ def test_texts(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("a.txt", b"\xff\xfe\x00", "not UTF-8"),
         ("a.txt", b" \n ", "no text in it"),
@@ -643,9 +643,9 @@ def test_texts(tmp_path):
         ("a.jsonl", b'{"text": "x"}\n{', "line 2: not JSON"),
     ],
 )
-def test_broken_texts(name, content, said, tmp_path):
+def test_broken_texts(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UnsupportedAttentionError, match=said):
+    with pytest.raises(UnsupportedAttentionError, match=message):
         reading.text_of(tmp_path / name)
 
 
@@ -658,7 +658,7 @@ def test_broken_pictures(tmp_path, photographs):
     assert [name for name, _ in reading.pictures_of(photographs)] == [f"{photographs}, class/{i}.png" for i in range(6)]
 
 
-def test_candidates_are_tried_cheapest_first():
+def test_candidates_are_sorted_by_cost():
     summary = capture.AttentionSummary((0,), is_causal=False, is_rectangular=False, max_kv_len=70)
     found = calibration.make_candidates(["longformer", "linear"], [32, 16, 16], summary)
     expected = [(16, "longformer"), (16, "linear"), (32, "longformer")]

@@ -1,4 +1,4 @@
-"""`hea.calibrate` and what it stands on: the calls of a model's attention, and the bound on unseen errors."""
+"""`hea.calibrate`, the capture of attention calls, and the bound on errors of unseen sequences."""
 
 import copy
 import math
@@ -20,7 +20,7 @@ def batches(family, count, *, start=0, length=70, padding="none"):
 
 
 def layer_errors(model, settings, unseen):
-    """Errors of the converted layers on unseen batches: layer -> a mean over rows and heads for each batch."""
+    """Errors of the converted layers: layer -> the mean over sequences and heads for each batch."""
     found = {}
 
     def visit(call):
@@ -71,16 +71,16 @@ def test_more_error_costs_less():
         config = hea.calibrate(
             model, data, max_error=max_error, methods=["longformer"], budgets=[8, 16, 24, 32, 48, 60]
         )
-        # One exact key a position of the window on each side; 69 keys stand for a layer that stays exact.
+        # The cost of a layer is the size of its window on each side, or 69 keys if the layer stays exact.
         windows = [config.for_layer(layer) for layer in range(2)]
         costs.append(sum(69 if one is None else one.window_size for one in windows))
     assert costs == sorted(costs)
     assert costs[0] < costs[-1]
 
 
-def test_layers_where_nothing_fits_stay_exact():
+def test_layers_in_which_no_method_is_accepted_stay_exact():
     model = tiny_model("bert")
-    with torch.no_grad():  # queries of the second layer without which attention is the mean of all values
+    with torch.no_grad():  # with queries of 0 the second layer computes the mean of all values
         model.encoder.layer[1].attention.self.query.weight.zero_()
         model.encoder.layer[1].attention.self.query.bias.zero_()
     config = hea.calibrate(model, batches("bert", 4), max_error=0.01, methods=["nystromformer"], budgets=[8])
@@ -91,7 +91,7 @@ def test_layers_where_nothing_fits_stay_exact():
     assert hea.EfficientAttentionConfig.from_dict(config.to_dict()) == config
 
 
-def test_cheapest_first_then_order():
+def test_of_equal_costs_the_first_method_is_taken():
     model, data = tiny_model("bert"), batches("bert", 2)
     for methods in (["longformer", "kdeformer"], ["kdeformer", "longformer"]):
         config = hea.calibrate(model, data, max_error=100.0, methods=methods, budgets=[32, 16])
@@ -109,7 +109,7 @@ def test_a_mix_is_one_config():
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "vit", "llama"])
-def test_the_model_is_as_it_was(family):
+def test_the_model_is_unchanged(family):
     model = tiny_model(family).train()
     next(module for module in model.modules() if not list(module.children())).eval()
     before = {
@@ -131,7 +131,7 @@ def test_the_model_is_as_it_was(family):
     assert capture._NAME not in transformers.AttentionInterface().valid_keys()
 
 
-def test_a_failure_leaves_the_model_as_it_was():
+def test_the_model_is_unchanged_after_a_failure():
     model = tiny_model("bert").train()
     wrong = [*batches("bert", 1), {"input_ids": torch.full((1, 70), 10**6)}]
     with pytest.raises(IndexError):
@@ -143,7 +143,7 @@ def test_a_failure_leaves_the_model_as_it_was():
     assert capture._NAME not in ALL_ATTENTION_FUNCTIONS
 
 
-def test_learned_parameters_survive():
+def test_learned_parameters_are_kept():
     model = hea.convert(tiny_model("bert"), "linformer", projection_dim=8)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -157,16 +157,16 @@ def test_learned_parameters_survive():
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
-def test_calls_are_what_the_model_computes(family, padding):
-    """Exact within, and the error measured is that of the converted model: its draws, its mask, its causality."""
+def test_calls_equal_the_computation_of_the_model(family, padding):
+    """The captured model is exact, and measured errors are those of the converted model, with its draws and masks."""
     model, batch = tiny_model(family), tiny_batch(family, padding=padding)
     with torch.no_grad():
         exact = model(**batch)[0]
     calls = []
     with capture.capture_attention(model, calls.append):
-        seen = capture.forward(model, batch)[0]
-    there = batch.get("attention_mask", torch.ones(2, 70)).bool()
-    torch.testing.assert_close(seen[there], exact[there], atol=1e-4, rtol=1e-4)
+        captured = capture.forward(model, batch)[0]
+    valid = batch.get("attention_mask", torch.ones(2, 70)).bool()
+    torch.testing.assert_close(captured[valid], exact[valid], atol=1e-4, rtol=1e-4)
     assert [call.layer for call in calls] == [0, 1]
     assert all(call.is_causal == (family in ("gpt2", "llama")) for call in calls)
     config = hea.KDEformerConfig(block_size=4, num_samples=8, num_probes=4)
@@ -180,27 +180,27 @@ def test_calls_are_what_the_model_computes(family, padding):
             model(**batch)
     finally:
         del attention["kdeformer"]
-    call, hidden = calls[1], ~there[:, None, :, None]
-    difference = (outs[1].transpose(1, 2) - call.exact).masked_fill(hidden, 0.0).double()
+    call, masked = calls[1], ~valid[:, None, :, None]
+    difference = (outs[1].transpose(1, 2) - call.exact).masked_fill(masked, 0.0).double()
     expected = torch.linalg.matrix_norm(difference, 2) / torch.linalg.matrix_norm(
-        call.exact.masked_fill(hidden, 0.0).double(), 2
+        call.exact.masked_fill(masked, 0.0).double(), 2
     )
     torch.testing.assert_close(call.errors(config), expected, atol=1e-4, rtol=1e-3)
     assert (expected > 0.01).any()
 
 
-def test_one_layer_is_held_at_a_time(monkeypatch):
-    """What a layer handed over is gone when the next one comes."""
-    errors, held = capture.Call.errors, []
+def test_only_one_layer_is_in_memory_at_a_time(monkeypatch):
+    """The tensors of a call are released before the next layer is computed."""
+    errors, references = capture.Call.errors, []
 
-    def watched(call, *rest):
-        assert all(reference() is None for layer, reference in held if layer != call.layer)
-        held.append((call.layer, weakref.ref(call.exact)))
+    def check_and_measure(call, *rest):
+        assert all(reference() is None for layer, reference in references if layer != call.layer)
+        references.append((call.layer, weakref.ref(call.exact)))
         return errors(call, *rest)
 
-    monkeypatch.setattr(capture.Call, "errors", watched)
+    monkeypatch.setattr(capture.Call, "errors", check_and_measure)
     hea.calibrate(tiny_model("bert"), batches("bert", 2), max_error=5.0, methods=["longformer"], budgets=[8, 16])
-    assert len(held) == 8
+    assert len(references) == 8
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -222,7 +222,7 @@ def test_padding_does_not_count():
         assert errors == pytest.approx(layer_errors(model, settings, [long])[layer], rel=1e-3)
 
 
-def test_an_empty_row_says_nothing():
+def test_a_sequence_without_valid_tokens_does_not_count():
     model, data = tiny_model("bert"), tiny_batch("bert", padding="right")
     data["attention_mask"][1] = 0
     candidate = calibration.Candidate(9, hea.LongformerConfig(window_size=4))
@@ -230,14 +230,14 @@ def test_an_empty_row_says_nothing():
     assert [set(errors) for errors in table.values()] == [{(0, 0)}, {(0, 0)}]
 
 
-def test_the_seed_goes_into_the_result():
+def test_the_result_contains_the_seed():
     model, data = tiny_model("bert"), batches("bert", 2)
     options = {"max_error": 5.0, "methods": ["kdeformer"], "budgets": [16]}
     assert hea.calibrate(model, data, **options) == hea.calibrate(model, data, **options)
     assert hea.calibrate(model, data, seed=5, **options).entries[0].config.seed == 5
 
 
-def test_bound_is_above_what_was_seen():
+def test_bound_is_above_the_measured_errors():
     errors = {(0, i): error for i, error in enumerate([0.1, 0.1, 0.1, 0.2])}
     assert calibration.bound(errors, 0.0, 0.5) > 0.2
     flat = {(0, i): 0.1 for i in range(4)}
@@ -247,8 +247,8 @@ def test_bound_is_above_what_was_seen():
     assert calibration.bound({(0, 0): 0.0}, 0.1, 0.5) < 0.5
 
 
-def test_bound_holds_on_unseen_draws():
-    """Of log-normal errors about one in 44 lies above it, whatever was seen."""
+def test_bound_holds_for_unseen_errors():
+    """About one of 44 log-normal errors exceeds the bound."""
     generator = torch.Generator().manual_seed(0)
     above = 0
     for _ in range(400):
@@ -262,9 +262,9 @@ BERT_BATCH = tiny_batch("bert")
 
 
 @pytest.mark.parametrize(
-    ("family", "data", "options", "said"),
+    ("family", "data", "options", "message"),
     [
-        ("bert", [], {}, "no batches"),
+        ("bert", [], {}, "there are no batches"),
         ("bert", BERT_BATCH, {}, "not a batch itself"),
         ("bert", [3], {}, "a batch is a mapping"),
         ("bert", [BERT_BATCH], {"max_error": 0}, "max_error=0"),
@@ -282,8 +282,8 @@ BERT_BATCH = tiny_batch("bert")
         ("gpt2", [BERT_BATCH], {"methods": ["nystromformer"]}, "Methods that have one: .*kdeformer"),
     ],
 )  # fmt: skip
-def test_refused(family, data, options, said):
-    with pytest.raises(UnsupportedAttentionError, match=said):
+def test_refused(family, data, options, message):
+    with pytest.raises(UnsupportedAttentionError, match=message):
         hea.calibrate(tiny_model(family), data, **{"max_error": 0.5, "budgets": [16], **options})
 
 
@@ -296,8 +296,8 @@ def test_models_without_attention_are_refused():
         hea.calibrate(torch.nn.Linear(2, 2), [torch.ones(1, 2)], max_error=0.5)
 
 
-def test_encoder_and_decoder_share_their_layers():
-    """Layer 0 is that of the encoder, the decoder and its cross attention: the method must fit all of them."""
+def test_encoder_and_decoder_share_layer_numbers():
+    """Layer 0 consists of encoder, decoder and cross attention: the method must support all of them."""
     torch.manual_seed(0)
     sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
              "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "vocab_size": 60}  # fmt: skip

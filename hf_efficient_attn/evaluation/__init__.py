@@ -1,1 +1,1 @@
-"""What a method costs and gains on a model: captured activations, errors, times, calibration, reports."""
+"""Evaluation of methods in models: capture of activations, errors, timing, calibration, and reports of the commands."""

@@ -28,10 +28,11 @@ from hf_efficient_attn.hub.card import write_card
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.layers import ranges
 from hf_efficient_attn.integration.models import attention_modules
+from hf_efficient_attn.integration.refusals import check_methods
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig, as_settings
 from hf_efficient_attn.io.json import read_json_object
 from hf_efficient_attn.io.writing import check_folder, replacing, write_results
-from hf_efficient_attn.methods import MethodConfig, causal_methods, make_config
+from hf_efficient_attn.methods import MethodConfig, make_config
 
 FORMAT = 1
 FILES = ("benchmark.json", "benchmark.png")
@@ -91,7 +92,12 @@ def benchmark_checkpoint(
     task = task_of(model)
     own = own_settings(model)
     settings = _settings(methods, own, model)
-    check_causal(model, settings)
+    check_methods(
+        (entry.config for one in settings.values() for entry in one.entries),
+        is_decoder(model),
+        model=f"the {type(model).__name__}",
+        allow_learned=True,
+    )
     is_image = model.main_input_name == "pixel_values"
     longest = max(lengths) if lengths else _LONGEST if is_image else min(4 * _native_length(model), _LONGEST)
     notes = [allow_length(model, longest) if lengths and not is_image else None]
@@ -146,23 +152,12 @@ def _native_length(model: PreTrainedModel) -> int:
 def own_settings(model: PreTrainedModel) -> EfficientAttentionConfig | None:
     """The method of a converted checkpoint; None for one that is not converted."""
     name = method_of(model.config)
-    return None if name is None else settings_of(model.config, EfficientAttentionConfig(name))
+    return None if name is None else settings_of(model.config, name)
 
 
 def is_decoder(model: PreTrainedModel) -> bool:
     """Whether some of a model's attention is causal."""
     return any(getattr(module, "is_causal", None) is True for module, *_ in attention_modules(model))
-
-
-def check_causal(model: PreTrainedModel, settings: Mapping[str, EfficientAttentionConfig]) -> None:
-    """Raise `UnsupportedAttentionError` if the model is a decoder and a method has no causal form."""
-    known = causal_methods()
-    for name in (entry.config.method for one in settings.values() for entry in one.entries):
-        if name not in known and is_decoder(model):
-            raise UnsupportedAttentionError(
-                f"{type(model).__name__} is a decoder and {name} has no causal form. Methods that have one: "
-                f"{', '.join(known)}"
-            )
 
 
 def _settings(
