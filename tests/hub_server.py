@@ -1,7 +1,7 @@
-"""A hub on the loopback, in memory: as much of the Hugging Face Hub's protocol as huggingface_hub speaks with it.
+"""A local, in-memory server with the part of the Hugging Face Hub's protocol that huggingface_hub uses in the tests.
 
-It makes repositories, takes commits (small files inline, weights by the LFS batch API), checks cards, and serves trees
-and files. It knows one token. Every request is noted, and an answer can be put in the place of the real one.
+It creates repositories, accepts commits (small files inline, weights by the LFS batch API), checks cards, and serves
+trees and files. It accepts one token. All requests are recorded, and tests can replace answers.
 """
 
 import base64
@@ -16,8 +16,8 @@ from urllib.parse import unquote, urlsplit
 import yaml
 
 TOKEN = "hf_token_of_the_tests"
-# Run first in a process, it refuses every connection that leaves this machine.
-STAY_HERE = """
+# Code that is run first in a process. It refuses connections to other machines.
+LOCAL_CONNECTIONS_ONLY = """
 import socket
 _connect = socket.socket.connect
 def connect(self, address):
@@ -35,7 +35,7 @@ socket.getaddrinfo = getaddrinfo
 
 
 class Repository:
-    """Files of the present commit: path -> (bytes, whether in LFS), the commits, oldest first, and who sees it."""
+    """Files of the current commit as {path: (bytes, whether in LFS)}, the commits, oldest first, and the visibility."""
 
     def __init__(self, private: bool) -> None:
         self.private, self.files, self.commits = private, {}, []
@@ -46,7 +46,7 @@ class Repository:
 
 
 class Hub(ThreadingHTTPServer):
-    """`url` is what HF_ENDPOINT takes; `requests` holds "METHOD /path" of all that came."""
+    """A server. `url` is the value for HF_ENDPOINT; `requests` contains "METHOD /path" of all requests."""
 
     daemon_threads = True
 
@@ -59,13 +59,13 @@ class Hub(ThreadingHTTPServer):
         self.answers: list[tuple[str, int, dict]] = []
 
     def answer(self, pattern: str, status: int, **body) -> None:
-        """From now on "METHOD /path" that matches is answered so."""
+        """Answer requests whose "METHOD /path" matches a pattern with this status and body."""
         self.answers.append((pattern, status, body))
 
 
 @contextlib.contextmanager
 def serve():
-    """A hub for the length of a `with`."""
+    """Run a server during a `with` block."""
     hub = Hub()
     thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
@@ -78,7 +78,7 @@ def serve():
 
 
 def card_errors(content: str) -> list[str]:
-    """What the hub's own check of a card finds, in those rules that concern us."""
+    """The errors that the hub reports for a card, by those of its rules that matter here."""
     block = re.match(r"---\n(.*?)\n---\n", content, re.S)
     if not block:
         return ["empty or missing yaml metadata"]
@@ -88,7 +88,7 @@ def card_errors(content: str) -> list[str]:
         return [str(error)]
     errors = []
     if not isinstance(data, dict):
-        return ["metadata is no mapping"]
+        return ["metadata is not a mapping"]
     named = {key: data[key] for key in ("license", "library_name", "pipeline_tag", "license_name") if key in data}
     identifier = re.compile(r"[a-z0-9][a-z0-9._+-]*")
     errors += [f'"{key}" must be an identifier' for key, value in named.items() if not identifier.fullmatch(str(value))]
@@ -98,7 +98,7 @@ def card_errors(content: str) -> list[str]:
         errors.append('"tags" must be strings')
     bases = data.get("base_model", [])
     bases = [bases] if isinstance(bases, str) else bases
-    errors += [f'"base_model" {b!r} is no model' for b in bases if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", b)]
+    errors += [f'"base_model" {b!r} is not a model' for b in bases if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", b)]
     languages = data.get("language", [])
     errors += [f'"language" {c!r}' for c in languages if not re.fullmatch(r"[a-z]{2,3}|code|multilingual", c)]
     entries = data.get("model-index", [])
@@ -135,7 +135,7 @@ class Handler(BaseHTTPRequestHandler):
             match = re.fullmatch(pattern, line)
             if match:
                 return action(self, hub, *match.groups())
-        return self._json({"error": f"no such place: {line}"}, 404)
+        return self._json({"error": f"no such path: {line}"}, 404)
 
     def _json(self, value, status: int = 200, **headers: str) -> None:
         self._send(json.dumps(value).encode(), status, {"Content-Type": "application/json", **headers})
@@ -152,7 +152,7 @@ class Handler(BaseHTTPRequestHandler):
         return self.headers.get("Authorization") == f"Bearer {TOKEN}"
 
     def _repository(self, name: str, write: bool = False) -> Repository | None:
-        """The repository, or None after an answer that says why not."""
+        """The repository; or None, after an error has been sent."""
         found = self.server.repositories.get(name)
         if write and not self._known():
             self._json({"error": "Invalid username or password."}, 401)
@@ -209,8 +209,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def verify(self, hub: Hub) -> None:
         asked = json.loads(self.body)
-        there = len(hub.blobs.get(asked["oid"], b"")) == asked["size"]
-        self._json({}, 200 if there else 404)
+        exists = len(hub.blobs.get(asked["oid"], b"")) == asked["size"]
+        self._json({}, 200 if exists else 404)
 
     def commit(self, hub: Hub, name: str) -> None:
         repository = self._repository(name, write=True)
@@ -257,7 +257,7 @@ class Handler(BaseHTTPRequestHandler):
         content, large = repository.files[path]
         entry = self._entry(path, content, large)
         headers = {"X-Repo-Commit": repository.sha, "ETag": f'"{entry["oid"]}"'}
-        if large:  # the real hub sends these along with a redirection to another machine
+        if large:  # the hub sends these with a redirection to another machine
             headers |= {"X-Linked-Etag": f'"{entry["lfs"]["oid"]}"', "X-Linked-Size": str(len(content))}
         return self._send(content, 200, headers)
 

@@ -1,4 +1,4 @@
-"""`hf-efficient-attn convert`: what it writes, what it keeps, and that it writes all or nothing."""
+"""`hf-efficient-attn convert`: the files that it writes and keeps, and that it writes everything or nothing."""
 
 import io
 import json
@@ -64,7 +64,7 @@ def tensors(folder):
 
 
 def same(first, second):
-    """Equal names, types and bits."""
+    """Whether names, dtypes and bits are equal."""
     return first.keys() == second.keys() and all(
         a.dtype == second[k].dtype
         and torch.equal(a.reshape(-1).view(torch.uint8), second[k].reshape(-1).view(torch.uint8))
@@ -80,23 +80,23 @@ def method_for(family, learned=False):
 
 @pytest.mark.parametrize("learned", [False, True], ids=["fixed", "learned"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_there_and_back(family, learned, tmp_path):
+def test_conversion_and_back(family, learned, tmp_path):
     source = save(tmp_path / "source", family)
     method, hyperparameters = method_for(family, learned)
-    done = convert_checkpoint(source, tmp_path / "there", method, hyperparameters=hyperparameters)
-    there, before = tensors(tmp_path / "there"), tensors(source)
-    assert {name for name in there if name not in before} == set(done["parameters"]["new"])
+    done = convert_checkpoint(source, tmp_path / "converted", method, hyperparameters=hyperparameters)
+    after, before = tensors(tmp_path / "converted"), tensors(source)
+    assert {name for name in after if name not in before} == set(done["parameters"]["new"])
     assert bool(done["parameters"]["new"]) == learned
-    assert same(before, {name: there[name] for name in before})
+    assert same(before, {name: after[name] for name in before})
     assert done["architecture"] == tiny_class(family, head=True).__name__
 
-    loaded = tiny_class(family, head=True).from_pretrained(tmp_path / "there").eval()
+    loaded = tiny_class(family, head=True).from_pretrained(tmp_path / "converted").eval()
     inputs = tiny_batch(family)
     converted = hea.convert(tiny_class(family, head=True).from_pretrained(source), method, **hyperparameters).eval()
     assert loaded.config._attn_implementation == method
     assert torch.equal(output(loaded, inputs), output(converted, inputs))
 
-    back = convert_checkpoint(tmp_path / "there", tmp_path / "back", "sdpa")
+    back = convert_checkpoint(tmp_path / "converted", tmp_path / "back", "sdpa")
     assert same(before, tensors(tmp_path / "back"))
     assert back["parameters"]["dropped"] == done["parameters"]["new"] and not back["parameters"]["new"]
     config = json.loads((tmp_path / "back" / "config.json").read_text())
@@ -104,7 +104,7 @@ def test_there_and_back(family, learned, tmp_path):
     assert back["load"].startswith("from transformers") and done["load"].startswith("import hf_efficient_attn")
 
 
-def test_what_is_written_loads_by_the_lines_it_gives(tmp_path, monkeypatch):
+def test_the_reported_lines_load_the_result(tmp_path, monkeypatch):
     save(tmp_path / "source", "bert")
     monkeypatch.chdir(tmp_path)
     done = convert_checkpoint("source", "out", "linear")
@@ -114,12 +114,12 @@ def test_what_is_written_loads_by_the_lines_it_gives(tmp_path, monkeypatch):
     assert found["model"].config._attn_implementation == "linear"
 
 
-def test_every_tensor_keeps_its_type_and_none_is_lost(tmp_path):
+def test_every_tensor_keeps_its_dtype_and_none_is_lost(tmp_path):
     source = save(tmp_path / "source", "bert")
     state = load_file(source / "model.safetensors")
     for number, name in enumerate(sorted(state)):
         state[name] = state[name].to((torch.float16, torch.bfloat16, torch.float32)[number % 3])
-    # Of another head, and of an older Transformers.
+    # Tensors of another head, and of an older version of Transformers.
     state["cls.seq_relationship.weight"] = torch.randn(2, 32, dtype=torch.float64)
     state["bert.embeddings.position_ids"] = torch.arange(128)[None]
     save_file(state, source / "model.safetensors", metadata={"format": "pt", "made": "by hand"})
@@ -132,7 +132,7 @@ def test_every_tensor_keeps_its_type_and_none_is_lost(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_learned_parameters_have_the_type_of_the_checkpoint(dtype, tmp_path):
+def test_learned_parameters_have_the_dtype_of_the_checkpoint(dtype, tmp_path):
     tiny_model("bert").to(dtype).save_pretrained(tmp_path / "source")
     convert_checkpoint(tmp_path / "source", tmp_path / "out", "linformer", hyperparameters={"projection_dim": 8})
     assert {tensor.dtype for tensor in tensors(tmp_path / "out").values()} == {dtype}
@@ -140,8 +140,8 @@ def test_learned_parameters_have_the_type_of_the_checkpoint(dtype, tmp_path):
 
 
 @pytest.mark.parametrize("prefixed", [True, False], ids=["more", "fewer"])
-def test_names_with_another_prefix_than_the_class_has(prefixed, tmp_path):
-    """Checkpoints of a bare model in a class with a head's names, and the other way round."""
+def test_tensor_names_with_another_prefix_than_those_of_the_class(prefixed, tmp_path):
+    """A bare model whose tensors have the names of a model with a head, and the reverse."""
     source = save(tmp_path / "source", "bert")
     state = load_file(source / "model.safetensors")
     if prefixed:
@@ -163,7 +163,7 @@ def test_names_with_another_prefix_than_the_class_has(prefixed, tmp_path):
     assert not [name for name in report["missing_keys"] if "pooler" not in name]
 
 
-def test_what_does_not_load_again_never_appears(tmp_path, monkeypatch):
+def test_a_result_that_does_not_load_is_not_written(tmp_path, monkeypatch):
     source = save(tmp_path / "source", "bert")
     monkeypatch.setattr(checkpoint_conversion, "_stored_name", lambda name, *others: name.replace("learned", "lost"))
     with pytest.raises(UnsupportedAttentionError, match="does not load again"):
@@ -191,7 +191,7 @@ def test_shards_stay_shards(tmp_path):
         assert same(load_file(source / name), load_file(tmp_path / "back" / name))
 
 
-def test_tokenizer_and_the_rest_go_along_byte_by_byte(tmp_path):
+def test_tokenizer_and_other_files_are_copied_unchanged(tmp_path):
     source = save(tmp_path / "source", "bert")
     for name, raw in COMPANIONS.items():
         (source / name).parent.mkdir(exist_ok=True)
@@ -214,7 +214,7 @@ def test_tokenizer_and_the_rest_go_along_byte_by_byte(tmp_path):
     assert (tmp_path / "out" / "README.md").read_bytes() != other["README.md"]
 
 
-def test_where_it_comes_from_is_carried_on(tmp_path):
+def test_the_origin_is_carried_on(tmp_path):
     source = save(tmp_path / "source", "bert")
     card = "---\nlicense: mit\nlanguage: en\ntags: [a, b, 3]\npipeline_tag: fill-mask\n---\n# Mine\n"
     (source / "README.md").write_text(card)
@@ -235,7 +235,7 @@ def test_where_it_comes_from_is_carried_on(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "distilbert", "gpt2"])
-def test_longer_positions(family, tmp_path):
+def test_extended_positions(family, tmp_path):
     source = save(tmp_path / "source", family)
     method, hyperparameters = method_for(family, learned=True)
     done = convert_checkpoint(source, tmp_path / "out", method, hyperparameters=hyperparameters, max_length=300)
@@ -250,26 +250,26 @@ def test_longer_positions(family, tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in before if name != grown[0])
 
 
-def test_the_tokenizer_and_the_card_know_of_longer_positions(tmp_path, capsys):
+def test_tokenizer_and_card_state_the_extended_length(tmp_path, capsys):
     source = save(tmp_path / "source", "bert")
     (source / "tokenizer_config.json").write_text('{"model_max_length": 128, "unk_token": "[UNK]"}')
     command = [source, "--method", "linear", "--max-length", 300, "--base-model", "some/bert", "-o", tmp_path / "out"]
     assert status(*command) == 0
     assert "model_max_length 300 in place of 128" in capsys.readouterr().out
-    said = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
-    assert said == {"model_max_length": 300, "unk_token": "[UNK]"}
-    # A second conversion keeps what the first one said.
+    values = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert values == {"model_max_length": 300, "unk_token": "[UNK]"}
+    # A second conversion keeps the origin that the first one wrote.
     assert status(tmp_path / "out", "--method", "longformer", "-o", tmp_path / "again") == 0
     origin = json.loads((tmp_path / "again" / "efficient_attention.json").read_text())
     assert (origin["max_length"], origin["base_model"], origin["base_name"]) == (300, "some/bert", "bert")
     assert "base_model: some/bert" in (tmp_path / "again" / "README.md").read_text()
     for name in ("a/b/c", "no--no", ""):
         assert status(source, "--method", "linear", "--base-model", name, "-o", tmp_path / "no") == 2
-        assert "no id of a model on the hub" in capsys.readouterr().err
+        assert "cannot be the id of a model" in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
 
 
-def test_longer_positions_are_refused_where_there_are_none(tmp_path, capsys):
+def test_models_without_a_position_table_cannot_be_extended(tmp_path, capsys):
     for family in ("vit", "llama"):
         source = save(tmp_path / family, family)
         assert status(source, "--method", "linear", "--max-length", 300, "-o", tmp_path / "out") == 2
@@ -299,15 +299,15 @@ def test_layers(tmp_path, capsys):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["efficient_attention"]["layers"] == [1]
 
 
-def test_what_stands_in_which_layer_by_a_file(tmp_path, capsys):
+def test_a_file_can_give_the_methods_of_the_layers(tmp_path, capsys):
     source = save(tmp_path / "source", "bert")
     mix = [{"layers": [0], "method": "longformer", "window_size": 4}, {"layers": [1], "method": "linear"}]
     file = tmp_path / "mix.json"
-    for said in ({"layers": mix}, {"layers": [], "calibrated": {"layers": mix}}):
-        file.write_text(json.dumps(said))
+    for values in ({"layers": mix}, {"layers": [], "calibrated": {"layers": mix}}):
+        file.write_text(json.dumps(values))
         assert status(source, "--config", file, "-o", tmp_path / "out", "--force") == 0
-        shown = capsys.readouterr().out
-        assert "layers 0: longformer (window_size=4," in shown and "layers 1: linear" in shown
+        out = capsys.readouterr().out
+        assert "layers 0: longformer (window_size=4," in out and "layers 1: linear" in out
         loaded = tiny_class("bert", head=True).from_pretrained(tmp_path / "out").eval()
         converted = hea.convert(tiny_class("bert", head=True).from_pretrained(source), {"layers": mix}).eval()
         assert loaded.config.efficient_attention == converted.config.efficient_attention
@@ -368,11 +368,11 @@ def test_from_one_method_to_another(tmp_path, capsys):
     convert_checkpoint(tmp_path / "a", tmp_path / "c", "nystromformer", max_length=256)
 
 
-def test_loading_into_another_method_names_what_it_does_not_use(tmp_path):
+def test_loading_with_another_method_reports_unused_parameters(tmp_path):
     save(tmp_path / "source", "bert")
     convert_checkpoint(tmp_path / "source", tmp_path / "out", "linformer", hyperparameters={"projection_dim": 8})
-    said = io.StringIO()
-    handler, verbosity = logging.StreamHandler(said), transformers.logging.get_verbosity()
+    stream = io.StringIO()
+    handler, verbosity = logging.StreamHandler(stream), transformers.logging.get_verbosity()
     transformers.logging.add_handler(handler)
     transformers.logging.set_verbosity_warning()
     try:
@@ -381,10 +381,10 @@ def test_loading_into_another_method_names_what_it_does_not_use(tmp_path):
         transformers.logging.set_verbosity(verbosity)
         transformers.logging.remove_handler(handler)
     assert model.config._attn_implementation == "kdeformer"
-    assert "learned_parameters.key_projection" in said.getvalue() and "UNEXPECTED" in said.getvalue()
+    assert "learned_parameters.key_projection" in stream.getvalue() and "UNEXPECTED" in stream.getvalue()
 
 
-def test_without_architectures_it_is_an_automodel(tmp_path):
+def test_without_architectures_the_class_is_that_of_automodel(tmp_path):
     tiny_model("bert").save_pretrained(tmp_path / "source")
     config = json.loads((tmp_path / "source" / "config.json").read_text())
     del config["architectures"]
@@ -394,7 +394,7 @@ def test_without_architectures_it_is_an_automodel(tmp_path):
     assert same(tensors(tmp_path / "source"), tensors(tmp_path / "out"))
 
 
-def test_a_pooler_that_is_not_there_is_not_invented(tmp_path):
+def test_a_missing_pooler_is_not_added(tmp_path):
     transformers.BertModel(tiny_config("bert"), add_pooling_layer=False).save_pretrained(tmp_path / "source")
     done = convert_checkpoint(tmp_path / "source", tmp_path / "out", "linear")
     assert same(tensors(tmp_path / "source"), tensors(tmp_path / "out"))
@@ -426,17 +426,17 @@ def test_pickles_become_safetensors(tmp_path, capsys):
 
 
 def cached(folder, source, name="models--org--tiny", revision="0" * 40):
-    """A checkpoint as the hub's cache holds it."""
+    """Store a checkpoint in the form of the hub's cache; return the folder of the snapshot."""
     root = folder / name
     (root / "blobs").mkdir(parents=True)
     (root / "refs").mkdir()
     (root / "refs" / "main").write_text(revision)
-    place = root / "snapshots" / revision
-    place.mkdir(parents=True)
+    snapshot = root / "snapshots" / revision
+    snapshot.mkdir(parents=True)
     for number, path in enumerate(sorted(source.iterdir())):
         shutil.copy(path, root / "blobs" / f"{number:040}")
-        (place / path.name).symlink_to(f"../../blobs/{number:040}")
-    return place
+        (snapshot / path.name).symlink_to(f"../../blobs/{number:040}")
+    return snapshot
 
 
 def test_hub_ids(tmp_path, monkeypatch, capsys):
@@ -446,18 +446,18 @@ def test_hub_ids(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     source = save(tmp_path / "source", "bert")
     (source / "README.md").write_text("---\nlicense: mit\n---\n")
-    place = cached(tmp_path / "cache", source)
+    snapshot = cached(tmp_path / "cache", source)
     assert status("org/tiny", "--method", "linear", "-o", tmp_path / "out") == 0
     assert same(tensors(source), tensors(tmp_path / "out"))
     origin = json.loads((tmp_path / "out" / "efficient_attention.json").read_text())
     assert (origin["base_model"], origin["license"]) == ("org/tiny", "mit")
     assert not any(path.is_symlink() for path in (tmp_path / "out").rglob("*"))
     capsys.readouterr()
-    # The same links are refused in a folder, and links elsewhere in the cache.
-    assert status(place, "--method", "linear", "-o", tmp_path / "other") == 2
+    # Given as a folder, the snapshot is refused because of its links. So are links out of the cache.
+    assert status(snapshot, "--method", "linear", "-o", tmp_path / "other") == 2
     assert "symbolic link" in capsys.readouterr().err
-    (place / "config.json").unlink()
-    (place / "config.json").symlink_to(source / "config.json")
+    (snapshot / "config.json").unlink()
+    (snapshot / "config.json").symlink_to(source / "config.json")
     assert status("org/tiny", "--method", "linear", "-o", tmp_path / "other") == 2
     assert "symbolic link" in capsys.readouterr().err
     assert status("org/none", "--method", "linear", "-o", tmp_path / "other") == 2
@@ -465,44 +465,44 @@ def test_hub_ids(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "other").exists()
 
 
-# All or nothing
+# Everything or nothing
 
 
-def test_nothing_is_written_over_without_force(tmp_path, capsys):
+def test_existing_folders_are_replaced_only_with_force(tmp_path, capsys):
     source = save(tmp_path / "source", "bert")
-    place = tmp_path / "out"
-    place.mkdir()
-    (place / "mine.txt").write_text("mine")
-    assert status(source, "--method", "linear", "-o", place) == 2
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("mine")
+    assert status(source, "--method", "linear", "-o", out) == 2
     assert "--force" in capsys.readouterr().err
-    assert [path.name for path in place.iterdir()] == ["mine.txt"]
-    assert status(source, "--method", "linear", "-o", place, "--force") == 0
-    assert not (place / "mine.txt").exists() and (place / "config.json").is_file()
+    assert [path.name for path in out.iterdir()] == ["mine.txt"]
+    assert status(source, "--method", "linear", "-o", out, "--force") == 0
+    assert not (out / "mine.txt").exists() and (out / "config.json").is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
     (tmp_path / "empty").mkdir()
     assert status(source, "--method", "linear", "-o", tmp_path / "empty") == 0
 
 
-def test_outputs_that_would_do_harm(tmp_path, capsys, monkeypatch):
+def test_outputs_that_would_damage_other_files_are_refused(tmp_path, capsys, monkeypatch):
     source = save(tmp_path / "above" / "source", "bert")
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     before = sorted(tmp_path.rglob("*"))
-    for place, said in [
+    for output_folder, message in [
         (source, "in the source"),
         (source / "inside", "in the source"),
         (source / ".." / "source" / "inside", "in the source"),
         (tmp_path / "above", "holds the source"),
         (tmp_path / "file", "is a file"),
         (tmp_path / "link", "symbolic link"),
-        (tmp_path / "work", "not written over"),
+        (tmp_path / "work", "never replaced"),
         ("/", "holds"),
     ]:
-        assert status(source, "--method", "linear", "-o", place, "--force") == 2
-        assert said in capsys.readouterr().err
-    with pytest.raises(UnsupportedAttentionError, match="names no folder"):
+        assert status(source, "--method", "linear", "-o", output_folder, "--force") == 2
+        assert message in capsys.readouterr().err
+    with pytest.raises(UnsupportedAttentionError, match="not the name of a folder"):
         convert_checkpoint(source, "", "linear", force=True)
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -510,22 +510,20 @@ def test_outputs_that_would_do_harm(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     "failure", [OSError("disk full"), KeyboardInterrupt(), MemoryError()], ids=lambda e: type(e).__name__
 )
-@pytest.mark.parametrize("place", ["out", "new/folders/out"])
-def test_nothing_is_left_when_it_fails(failure, place, tmp_path, monkeypatch, capsys):
-    from hf_efficient_attn.hub import card
-
+@pytest.mark.parametrize("folder", ["out", "new/folders/out"])
+def test_nothing_remains_after_a_failure(failure, folder, tmp_path, monkeypatch, capsys):
     source = save(tmp_path / "source", "bert")
-    if place == "out":
-        (tmp_path / place).mkdir()
-        (tmp_path / place / "mine.txt").write_text("mine")
+    if folder == "out":
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.txt").write_text("mine")
 
-    def fail(folder):
-        assert (folder / "model.safetensors").is_file()
+    def fail(draft):
+        assert (draft / "model.safetensors").is_file()
         raise failure
 
-    monkeypatch.setattr(card, "write_card", fail)
+    monkeypatch.setattr(checkpoint_conversion, "write_card", fail)
     before = sorted(tmp_path.rglob("*"))
-    line = (source, "--method", "linear", "-o", tmp_path / place, "--force")
+    line = (source, "--method", "linear", "-o", tmp_path / folder, "--force")
     if isinstance(failure, MemoryError):
         with pytest.raises(MemoryError):
             status(*line)
@@ -535,7 +533,7 @@ def test_nothing_is_left_when_it_fails(failure, place, tmp_path, monkeypatch, ca
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_swap_that_fails_brings_the_old_folder_back(tmp_path, monkeypatch):
+def test_a_failed_swap_restores_the_old_folder(tmp_path, monkeypatch):
     source = save(tmp_path / "source", "bert")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
@@ -554,7 +552,7 @@ def test_a_swap_that_fails_brings_the_old_folder_back(tmp_path, monkeypatch):
     assert len(calls) == 3 and sorted(tmp_path.rglob("*")) == before
 
 
-def test_leftovers_of_the_dead_are_removed_and_those_of_the_living_stay(tmp_path):
+def test_drafts_of_dead_processes_are_deleted_and_others_kept(tmp_path):
     source = save(tmp_path / "source", "bert")
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
@@ -563,7 +561,7 @@ def test_leftovers_of_the_dead_are_removed_and_those_of_the_living_stay(tmp_path
     for name in names:
         (tmp_path / name).mkdir()
         (tmp_path / name / "half").write_text("half")
-    # What was swapped out when the process died comes back, before the refusal to write over it.
+    # A folder that was being replaced when the process died is restored first.
     (tmp_path / f".out.replaced-{dead.pid}").mkdir()
     (tmp_path / f".out.replaced-{dead.pid}" / "mine.txt").write_text("mine")
     convert_checkpoint(source, tmp_path / "out", "linear", force=True)
@@ -572,30 +570,29 @@ def test_leftovers_of_the_dead_are_removed_and_those_of_the_living_stay(tmp_path
 
 DRIVER = """
 import signal, sys, time
-import safetensors.torch
-# A shell that starts this in the background has it ignored.
+from hf_efficient_attn import cli
+from hf_efficient_attn.conversion import checkpoint
+# A shell that starts this in the background ignores SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-write = safetensors.torch.save_file
+write = checkpoint.save_file
 def slow(tensors, path, metadata=None):
     write(tensors, path, metadata=metadata)
     print("writing", flush=True)
     time.sleep(60)
 if sys.argv[1] == "slow":
-    safetensors.torch.save_file = slow
-from hf_efficient_attn import cli
-from hf_efficient_attn.conversion import checkpoint as checkpoint_conversion
+    checkpoint.save_file = slow
 cli.main(sys.argv[2:])
 """
 
 
-def start(pace, *arguments):
-    line = [sys.executable, "-c", DRIVER, pace, "convert", *map(str, arguments)]
+def start(speed, *arguments):
+    line = [sys.executable, "-c", DRIVER, speed, "convert", *map(str, arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(line, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, **pipes)
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL], ids=lambda sent: sent.name)
-def test_killed_in_the_middle(sent, tmp_path):
+def test_interrupted_while_writing(sent, tmp_path):
     source = save(tmp_path / "source", "bert")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
@@ -606,23 +603,21 @@ def test_killed_in_the_middle(sent, tmp_path):
     assert (draft / "model.safetensors").is_file()
     running.send_signal(sent)
     _, err = running.communicate(timeout=30)
-    there = sorted(path.name for path in tmp_path.iterdir())
+    names = sorted(path.name for path in tmp_path.iterdir())
     assert (tmp_path / "out" / "mine.txt").read_text() == "mine"
     if sent == signal.SIGKILL:
-        assert there == [draft.name, "out", "source"]
+        assert names == [draft.name, "out", "source"]
         assert status(*line) == 0
         assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
         return
-    assert there == ["out", "source"]
+    assert names == ["out", "source"]
     assert running.returncode == 130
     assert err == "error: interrupted\n"
 
 
-def test_terminated_in_the_middle(tmp_path, monkeypatch):
-    from hf_efficient_attn.hub import card
-
+def test_terminated_while_writing(tmp_path, monkeypatch):
     source = save(tmp_path / "source", "bert")
-    monkeypatch.setattr(card, "write_card", lambda folder: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(checkpoint_conversion, "write_card", lambda folder: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit) as ended:
         status(source, "--method", "linear", "-o", tmp_path / "out")
     assert ended.value.code == 128 + signal.SIGTERM
@@ -630,7 +625,7 @@ def test_terminated_in_the_middle(tmp_path, monkeypatch):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_an_exact_implementation_that_is_not_installed_here_is_no_obstacle(tmp_path):
+def test_an_exact_implementation_that_is_not_installed_is_accepted(tmp_path):
     source = save(tmp_path / "source", "bert")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"attn_implementation": "flash_attention_2"}))
@@ -652,7 +647,7 @@ def test_as_a_process(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--method", "sdpa", "--set", "block_size=3"], "no hyperparameters"),
         (["--method", "sdpa", "--layers", "0"], "all layers"),
@@ -662,18 +657,18 @@ def test_as_a_process(tmp_path):
         (["--method", "kdeformer", "--set", "num_samples=-3"], "at least"),
         (["--method", "kdeformer", "--layers", "0-x"], "0-5,8"),
         (["--method", "kdeformer", "--layers", "7"], "[7]"),
-        (["--method", "kdeformer", "--max-length", "64"], "cut its position table"),
+        (["--method", "kdeformer", "--max-length", "64"], "shorten its position table"),
         (["--method", "kdeformer", "--max-length", "0"], "--max-length"),
         (["--method", "linformer", "--set", "projection_dim=2000000000"], "linformer"),
         ([], "--method"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_refused_in_one_line(arguments, said, tmp_path, capsys):
+def test_refused_in_one_line(arguments, message, tmp_path, capsys):
     source = save(tmp_path / "source", "bert")
     assert status(source, *arguments, "-o", tmp_path / "out") == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and said in err, err
+    assert out == "" and err.count("\n") == 1 and message in err, err
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -683,13 +678,13 @@ def test_a_method_without_a_causal_form_is_refused_in_a_decoder(tmp_path, capsys
     assert "no causal form" in capsys.readouterr().err
 
 
-def test_help_shows_an_example():
+def test_the_help_text_has_an_example():
     result = CliRunner().invoke(cli.app, ["convert", "--help"])
     assert result.exit_code == 0
     assert "Example: hf-efficient-attn convert" in " ".join(result.stdout.split())
 
 
-def test_what_it_prints(tmp_path, capsys):
+def test_the_report(tmp_path, capsys):
     source = save(tmp_path / "source", "bert")
     line = ["--method", "linformer:projection_dim=8", "--set", "seed=3", "-o", tmp_path / "out"]
     assert status(source, *line) == 0
@@ -700,7 +695,7 @@ def test_what_it_prints(tmp_path, capsys):
     assert "model.safetensors" in out and "BertForMaskedLM.from_pretrained" in out
 
 
-def test_the_global_state_is_left_alone(tmp_path):
+def test_the_global_state_is_unchanged(tmp_path):
     source = save(tmp_path / "source", "bert")
     torch.manual_seed(1)
     state, verbosity = torch.get_rng_state(), transformers.logging.get_verbosity()
@@ -717,6 +712,6 @@ def test_real_checkpoints(data, minilm, tmp_path):
         (models / "deit-tiny-imagenet", "linformer"),
         (models / "gpt2-books", "linear"),
     ]:
-        convert_checkpoint(source, tmp_path / "there", method, force=True)
-        convert_checkpoint(tmp_path / "there", tmp_path / "back", "sdpa", force=True)
+        convert_checkpoint(source, tmp_path / "converted", method, force=True)
+        convert_checkpoint(tmp_path / "converted", tmp_path / "back", "sdpa", force=True)
         assert same(load_file(source / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors"))

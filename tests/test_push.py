@@ -1,4 +1,4 @@
-"""`push`: what it would send, what it refuses, and the whole way to a hub on the loopback and back."""
+"""`push`: what it would send, what it refuses, and a complete upload to a local hub and download from it."""
 
 import json
 import os
@@ -35,16 +35,16 @@ def server():
 
 @pytest.fixture
 def online(server, monkeypatch, tmp_path):
-    """This process speaks with the server only, with its token, and keeps nothing outside `tmp_path`."""
+    """Let this process connect to the local server only, with its token, and write nothing outside `tmp_path`."""
     from huggingface_hub import constants
 
     connect = __import__("socket").socket.connect
 
-    def stay(self, address):
+    def connect_locally(self, address):
         assert address[0] == "127.0.0.1", f"a connection to {address} was tried"
         return connect(self, address)
 
-    monkeypatch.setattr("socket.socket.connect", stay)
+    monkeypatch.setattr("socket.socket.connect", connect_locally)
     monkeypatch.setattr(constants, "ENDPOINT", server.url)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
@@ -60,7 +60,7 @@ def folder(tmp_path):
     return tmp_path / "out"
 
 
-def test_the_whole_way_and_back_in_fresh_processes(server, tmp_path):
+def test_a_pushed_checkpoint_is_loaded_from_the_hub_in_new_processes(server, tmp_path):
     out = tmp_path / "out"
     model = converted.make(out)
     (out / "README.md.bak").write_text("an older card")
@@ -75,7 +75,7 @@ def test_the_whole_way_and_back_in_fresh_processes(server, tmp_path):
     }
 
     def python(code, **more):
-        line = [sys.executable, "-c", f"{hub_server.STAY_HERE}\n{code}"]
+        line = [sys.executable, "-c", f"{hub_server.LOCAL_CONNECTIONS_ONLY}\n{code}"]
         return subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, env={**environment, **more})
 
     pushed = python(
@@ -112,14 +112,14 @@ def test_the_whole_way_and_back_in_fresh_processes(server, tmp_path):
     assert any(line.startswith(f"GET /{REPOSITORY}/resolve/") for line in server.requests)
 
 
-def test_by_default_nothing_is_asked_of_the_network(folder, online, capsys):
+def test_without_yes_there_are_no_requests(folder, online, capsys):
     assert status("push", folder, REPOSITORY, "--private") == 0
-    said = capsys.readouterr().out
+    out = capsys.readouterr().out
     assert online.requests == []
-    assert "(private)" in said
-    rows = [line.split("|")[1].strip() for line in said.splitlines() if line.startswith("|")][2:]
-    assert rows == [*sorted(p.name for p in folder.iterdir() if p.name != "README.md"), "README.md"]
-    assert "Nothing was sent" in said
+    assert "(private)" in out
+    names = [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("|")][2:]
+    assert names == [*sorted(p.name for p in folder.iterdir() if p.name != "README.md"), "README.md"]
+    assert "Nothing was sent" in out
 
 
 def test_plan_as_json(folder, capsys):
@@ -140,7 +140,7 @@ def test_plan_as_json(folder, capsys):
     assert "no license" in plan["card_problems"][0]
 
 
-def test_a_second_push_changes_what_changed_and_removes_old_weights(folder, online, capsys):
+def test_a_second_push_updates_files_and_removes_old_weights(folder, online, capsys):
     assert status("push", folder, REPOSITORY, "--yes") == 0
     repository = online.repositories[REPOSITORY]
     assert not repository.private
@@ -183,7 +183,7 @@ def _zip_under_another_name(folder):
     torch.save({"a": torch.zeros(2)}, folder / "extra.dat")
 
 
-SPOILT = {
+DAMAGED = {
     "not converted": (lambda f: _edit(f, attn_implementation=None), "names no attention method"),
     "no config": (lambda f: (f / "config.json").unlink(), "config.json"),
     "broken config": (lambda f: (f / "config.json").write_text('{"a": '), "config.json"),
@@ -199,8 +199,8 @@ SPOILT = {
     "draft": (lambda f: (f / ".README.md.123").write_text("x"), ".README.md.123 (a hidden or unfinished file)"),
     "unfinished": (lambda f: (f / "model.safetensors.incomplete").write_text("x"), "unfinished file"),
     "secrets": (lambda f: (f / ".env").write_text("KEY=1"), ".env (a hidden"),
-    "fifo": (lambda f: os.mkfifo(f / "pipe"), "no regular file"),
-    "no folder": (lambda f: f.rename(f.with_name("gone")), "is no folder"),
+    "fifo": (lambda f: os.mkfifo(f / "pipe"), "not a regular file"),
+    "no folder": (lambda f: f.rename(f.with_name("gone")), "is not a folder"),
 }
 
 
@@ -210,27 +210,27 @@ def _edit(folder, **changes):
     path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
 
 
-@pytest.mark.parametrize("spoilt", SPOILT)
-def test_refused_before_any_request(spoilt, folder, online, capsys):
-    spoil, said = SPOILT[spoilt]
-    spoil(folder)
+@pytest.mark.parametrize("case", DAMAGED)
+def test_refused_before_any_request(case, folder, online, capsys):
+    damage, message = DAMAGED[case]
+    damage(folder)
     for sending in ([], ["--yes"]):
         assert status("push", folder, REPOSITORY, *sending) == 2
         out, err = capsys.readouterr()
         assert out == ""
         assert len(err.splitlines()) == 1
-        assert said in err
+        assert message in err
     assert online.requests == []
 
 
 @pytest.mark.parametrize("name", ["name", "a/b/c", "a/b--c", "a/.b", "../b", "a b/c", "a/" + "x" * 100, "a/b.git", ""])
-def test_names_that_are_no_repository(name, folder, online, capsys):
+def test_names_that_cannot_be_repositories(name, folder, online, capsys):
     assert status("push", folder, name, "--yes") == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
     assert online.requests == []
 
 
-def test_offline_mode_is_named(folder, online, monkeypatch, capsys):
+def test_offline_mode_is_refused(folder, online, monkeypatch, capsys):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -238,7 +238,7 @@ def test_offline_mode_is_named(folder, online, monkeypatch, capsys):
     monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
     assert status("push", folder, REPOSITORY, "--yes") == 2
     assert "unset HF_HUB_OFFLINE to push" in capsys.readouterr().err
-    assert status("push", folder, REPOSITORY) == 0  # to look needs no network
+    assert status("push", folder, REPOSITORY) == 0  # without --yes there are no requests
 
 
 def test_without_a_token(folder, online, monkeypatch, tmp_path, capsys):
@@ -259,37 +259,37 @@ def test_a_wrong_token(folder, online, monkeypatch, capsys):
     assert out == ""
     assert len(err.splitlines()) == 1
     assert "401" in err
-    assert "nothing had gone up" in err
+    assert "nothing had been sent" in err
 
 
 @pytest.mark.parametrize(
-    ("pattern", "code", "gone"),
+    ("pattern", "code", "sent"),
     [
-        ("POST /api/repos/create", 403, "nothing had gone up"),
-        ("POST /api/repos/create", 500, "nothing had gone up"),
-        (".*/preupload/main", 404, "the repository was made"),
-        (".*/preupload/main", 503, "the repository was made"),
-        (".*/info/lfs/objects/batch", 403, "the repository was made"),
-        ("PUT /lfs/.*", 500, "the repository was made"),
-        (".*/commit/main", 429, "the repository was made"),
-        ("POST /api/validate-yaml", 500, "nothing had gone up"),
+        ("POST /api/repos/create", 403, "nothing had been sent"),
+        ("POST /api/repos/create", 500, "nothing had been sent"),
+        (".*/preupload/main", 404, "the repository exists"),
+        (".*/preupload/main", 503, "the repository exists"),
+        (".*/info/lfs/objects/batch", 403, "the repository exists"),
+        ("PUT /lfs/.*", 500, "the repository exists"),
+        (".*/commit/main", 429, "the repository exists"),
+        ("POST /api/validate-yaml", 500, "nothing had been sent"),
     ],
     ids=lambda value: re.sub(r"[^\w]+", "-", value).strip("-")[:25] if isinstance(value, str) else None,
 )
-def test_what_the_hub_refuses_is_one_line_that_says_how_far_it_went(pattern, code, gone, folder, online, capsys):
+def test_an_error_of_the_hub_is_one_line_that_says_what_was_sent(pattern, code, sent, folder, online, capsys):
     online.answer(pattern, code)
     assert status("push", folder, REPOSITORY, "--yes") == 1
     out, err = capsys.readouterr()
     assert out == ""
     assert len(err.splitlines()) == 1
     assert f"{code}:" in err
-    assert gone in err
+    assert sent in err
     assert hub_server.TOKEN not in err
     repository = online.repositories.get(REPOSITORY)
     assert repository is None or "README.md" not in repository.files
 
 
-def test_nobody_there(folder, online, monkeypatch, capsys):
+def test_a_hub_that_cannot_be_reached(folder, online, monkeypatch, capsys):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
@@ -297,36 +297,36 @@ def test_nobody_there(folder, online, monkeypatch, capsys):
     err = capsys.readouterr().err
     assert len(err.splitlines()) == 1
     assert "could not be reached" in err
-    assert "nothing had gone up" in err
+    assert "nothing had been sent" in err
 
 
-def test_a_card_that_the_hub_does_not_take(folder, online, capsys):
+def test_a_card_that_the_hub_does_not_accept(folder, online, capsys):
     path = folder / "README.md"
     path.write_text(path.read_text().replace("license: apache-2.0", "license: My Own"))
-    assert "license is none" in " ".join(hub.plan_push(folder, REPOSITORY).problems)
+    assert "license is not one" in " ".join(hub.plan_push(folder, REPOSITORY).problems)
     assert status("push", folder, REPOSITORY, "--yes") == 1
     err = capsys.readouterr().err
     assert len(err.splitlines()) == 1
     assert '"license" must be an identifier' in err
-    assert "nothing had gone up" in err
+    assert "nothing had been sent" in err
     assert online.repositories == {}
 
 
-def test_when_only_the_card_fails_the_rest_is_there(folder, online, monkeypatch, capsys):
+def test_if_sending_the_card_fails_the_other_files_are_there(folder, online, monkeypatch, capsys):
     from huggingface_hub import HfApi
 
     def fail(*args, **options):
-        raise ConnectionResetError("the cable was pulled")
+        raise ConnectionResetError("the connection broke")
 
     monkeypatch.setattr(HfApi, "upload_file", fail)
     assert status("push", folder, REPOSITORY, "--yes") == 1
     err = capsys.readouterr().err
     names = {path.name for path in folder.iterdir()} - {"README.md"}
-    assert f"the cable was pulled; the repository was made or was there; all {len(names)} files but the card" in err
+    assert f"the connection broke; the repository exists or was created; all {len(names)} files but the card" in err
     assert set(online.repositories[REPOSITORY].files) == names
 
 
-def test_private_never_lands_in_a_public_repository(folder, online):
+def test_private_files_are_not_sent_to_a_public_repository(folder, online):
     online.repositories[REPOSITORY] = hub_server.Repository(private=False)
     with pytest.raises(hub.PushError, match="is public"):
         hub.push(folder, REPOSITORY, private=True)
@@ -338,7 +338,7 @@ def test_private_never_lands_in_a_public_repository(folder, online):
     assert report.warnings == ()
 
 
-def test_links_inside_the_folder_and_files_below_go_up(folder, online):
+def test_links_inside_the_folder_and_subfolders_are_sent(folder, online):
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text("{}")
     (folder / "1_Pooling" / "README.md").write_text("not the card")
@@ -349,6 +349,6 @@ def test_links_inside_the_folder_and_files_below_go_up(folder, online):
     assert files["notes.txt"][0] == (folder / "tokenizer.json").read_bytes()
 
 
-def test_push_takes_what_a_library_user_gives(tmp_path):
-    with pytest.raises(UnsupportedAttentionError, match="is no folder"):
+def test_push_from_python_refuses_a_missing_folder(tmp_path):
+    with pytest.raises(UnsupportedAttentionError, match="is not a folder"):
         hub.push(tmp_path / "nothing", REPOSITORY)

@@ -1,4 +1,4 @@
-"""Checkpoints from outside: opened with care, loaded without running anything that comes with them."""
+"""Checkpoints from untrusted sources: their files are checked first, and no code that comes with them runs."""
 
 from hf_efficient_attn.checkpoint.loading import load_model
 from hf_efficient_attn.checkpoint.source import CheckedSource, open_checkpoint

@@ -1,23 +1,37 @@
-"""A model out of a checked checkpoint, by its own class, from the tensors that were checked and nothing else."""
+"""Building the model of a checked checkpoint, by Transformers' own class and from the checked tensors only."""
 
 import contextlib
 import difflib
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
+import transformers
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoModel, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 
+from hf_efficient_attn.checkpoint.files import refusing, short
 from hf_efficient_attn.checkpoint.source import CheckedSource
-from hf_efficient_attn.checkpoint.values import refusing, short
-from hf_efficient_attn.checkpoint.weights import Weights, all_tensors
+from hf_efficient_attn.checkpoint.weights import Weights
 from hf_efficient_attn.errors import UnsupportedAttentionError
 
-# A model may hold more than its checkpoint: tied parameters, a pooler, tables computed when it is made.
-_MORE_PARAMETERS, _MORE_NUMBERS = 8, 4
-_PARAMETERS, _NUMBERS = 4096, 2**26
+# A model may have more parameters and buffers than its checkpoint has tensors, for example tied parameters, a pooler
+# or computed tables: per tensor of the checkpoint, per element of it, and beyond that.
+_PARAMETERS_PER_TENSOR, _VALUES_PER_VALUE = 8, 4
+_EXTRA_PARAMETERS, _EXTRA_VALUES = 4096, 2**26
+
+
+class LoadedModel(NamedTuple):
+    """A model, notes for the user, and the names of the checkpoint's tensors that the model does not use."""
+
+    model: PreTrainedModel
+    notes: list[str]
+    unused: list[str]
 
 
 @contextlib.contextmanager
@@ -45,68 +59,68 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def load_model(checked: CheckedSource):
-    """The model of a checkpoint, in eval mode on the CPU, with the attention that its config names.
+def load_model(checked: CheckedSource) -> PreTrainedModel:
+    """Load the model of a checkpoint, with the attention that its config names.
 
-    It is of the class that `config.architectures` names, so that heads are kept; of AutoModel's class where it names
-    none. Its type is that of most numbers in the checkpoint.
+    The class is the one that `config.architectures` names, with its head, or that of AutoModel if the config names
+    none. The dtype is that of most values in the checkpoint.
 
     Args:
-        checked: what `open_checkpoint` returned.
+        checked: The result of `open_checkpoint`.
 
     Returns:
-        a `PreTrainedModel`. Its parameters are views of the files, private to this process, until they are changed.
+        The model, in eval mode on the CPU. Its parameters are views of the files, private to this process, until they
+        are changed.
 
     Raises:
-        UnsupportedAttentionError: no such class in Transformers, or tensors that are missing or of other shapes than
-            the config says.
+        UnsupportedAttentionError: Transformers does not have the class, or the checkpoint's tensors are missing or do
+            not have the shapes that the config describes.
     """
-    return load_with_report(checked)[0]
+    return load_with_report(checked).model
 
 
-def load_with_report(checked: CheckedSource, tensors: dict[str, torch.Tensor] | None = None):
-    """The same -> (model, notes for the user, names of the checkpoint's tensors that the model does not use)."""
-    with quiet(), refusing(f"{short(checked.name)} describes no model that can be built"):
+def load_with_report(checked: CheckedSource) -> LoadedModel:
+    """Load the model of a checkpoint as `load_model` does, with a report for the user."""
+    with quiet(), refusing(f"{short(checked.name)}: no model can be built from its config"):
         config = _make_config(checked)
-        cls, notes = model_class(checked, config)
-        state = dict(all_tensors(checked.weights)) if tensors is None else tensors
-        with _limits(checked.weights):
-            model, report = cls.from_pretrained(
+        cls, notes = _model_class(checked, config)
+        tensors = dict(checked.weights.all_tensors())
+        with _limited_size(checked.weights):
+            # With output_loading_info the result is a pair, which the annotations of Transformers do not say.
+            load = cast(Callable[..., tuple[PreTrainedModel, dict[str, Any]]], cls.from_pretrained)
+            model, report = load(
                 None,
                 config=config,
-                state_dict=state,
-                dtype=main_dtype(state),
+                state_dict=tensors,
+                dtype=_main_dtype(tensors),
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
     _check_report(checked, cls, report, notes)
-    _load_generation_config(checked, model)
-    return model.eval(), notes, sorted(report["unexpected_keys"])
+    if "generation_config.json" in checked.companions and model.can_generate():
+        with quiet(), refusing("generation_config.json"):
+            model.generation_config = GenerationConfig.from_pretrained(checked.folder, local_files_only=True)
+    return LoadedModel(model.eval(), notes, sorted(report["unexpected_keys"]))
 
 
-def _make_config(checked: CheckedSource):
-    from transformers import CONFIG_MAPPING
-
+def _make_config(checked: CheckedSource) -> PreTrainedConfig:
+    """The config of Transformers for the checkpoint's model type."""
     kind = checked.config["model_type"]
     if kind not in CONFIG_MAPPING:
         near = difflib.get_close_matches(kind[:60], list(CONFIG_MAPPING), n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise UnsupportedAttentionError(
-            f"Transformers has no model of type {short(kind)}.{hint} Code that comes with a "
-            "checkpoint is never run here"
+            f"Transformers has no model of type {short(kind)}.{hint} Code that comes with a checkpoint is never run"
         )
     return CONFIG_MAPPING[kind].from_dict(dict(checked.config))
 
 
-def model_class(checked: CheckedSource, config) -> tuple[type, list[str]]:
-    """The class that `config.architectures` names -> (class, notes)."""
-    import transformers
-    from transformers import AutoModel
-
+def _model_class(checked: CheckedSource, config: PreTrainedConfig) -> tuple[type[PreTrainedModel], list[str]]:
+    """The class that `config.architectures` names, and notes for the user."""
     names = checked.config.get("architectures") or []
     for name in names:
-        cls = getattr(transformers, name, None) or _registered(name, config)
-        if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
+        cls = getattr(transformers, name, None) or _registered_class(name, config)
+        if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
             if not isinstance(config, cls.config_class or ()):
                 raise UnsupportedAttentionError(
                     f"config.json is of a {type(config).__name__}, which a {name} does not take"
@@ -114,21 +128,20 @@ def model_class(checked: CheckedSource, config) -> tuple[type, list[str]]:
             return cls, []
     if names:
         raise UnsupportedAttentionError(
-            f"Transformers has no model class {short(names[0])}; code that comes with a checkpoint is never run here"
+            f"Transformers has no model class {short(names[0])}; code that comes with a checkpoint is never run"
         )
-    if type(config) not in AutoModel._model_mapping:
+    mapping: Any = AutoModel._model_mapping
+    if type(config) not in mapping:
         raise UnsupportedAttentionError(
             f"config.json names no architectures, and AutoModel knows no class for a {type(config).__name__}"
         )
-    cls = AutoModel._model_mapping[type(config)]
+    cls = mapping[type(config)]
     cls = cls[0] if isinstance(cls, tuple) else cls
-    return cls, [f"config.json names no architectures: taken as a {cls.__name__}, as AutoModel does"]
+    return cls, [f"config.json names no architectures: loaded as a {cls.__name__}, as AutoModel does"]
 
 
-def _registered(name: str, config) -> type | None:
-    """A class that was registered for the config with one of Transformers' AutoModels."""
-    from transformers.models.auto import modeling_auto
-
+def _registered_class(name: str, config: PreTrainedConfig) -> type | None:
+    """The class of this name that is registered for the config with one of Transformers' Auto classes."""
     for auto in vars(modeling_auto).values():
         extra = getattr(getattr(auto, "_model_mapping", None), "_extra_content", {})
         found = extra.get(type(config))
@@ -138,37 +151,39 @@ def _registered(name: str, config) -> type | None:
     return None
 
 
-def main_dtype(tensors: dict[str, torch.Tensor]) -> torch.dtype:
-    """The floating type of most numbers; float32 where there is none."""
-    numbers: Counter[torch.dtype] = Counter()
+def _main_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
+    """The floating-point dtype of most values; float32 if there is none."""
+    counts: Counter[torch.dtype] = Counter()
     for tensor in tensors.values():
         if tensor.is_floating_point() and tensor.element_size() > 1:
-            numbers[tensor.dtype] += tensor.numel()
-    return numbers.most_common(1)[0][0] if numbers else torch.float32
+            counts[tensor.dtype] += tensor.numel()
+    return counts.most_common(1)[0][0] if counts else torch.float32
 
 
 @contextlib.contextmanager
-def _limits(weights: Weights) -> Iterator[None]:
-    """Refuse, while a model is built (on the meta device), what is far larger than its checkpoint."""
-    modules = torch.nn.modules.module
-    parameters = _PARAMETERS + _MORE_PARAMETERS * len(weights.shapes)
-    numbers = _NUMBERS + _MORE_NUMBERS * weights.numbers
-    seen = Counter()
+def _limited_size(weights: Weights) -> Iterator[None]:
+    """Refuse models that are far larger than their checkpoint, while they are built on the meta device."""
+    max_parameters = _EXTRA_PARAMETERS + _PARAMETERS_PER_TENSOR * len(weights.shapes)
+    max_values = _EXTRA_VALUES + _VALUES_PER_VALUE * weights.num_values
+    num_parameters = num_values = 0
 
-    def count(module, name, tensor):
+    def count(module: nn.Module, name: str, tensor: Tensor | None) -> None:
+        nonlocal num_parameters, num_values
         if tensor is None:
             return
-        seen["parameters"] += 1
-        # What is loaded replaces what was made, and is no larger than the checkpoint.
-        seen["numbers"] += math.prod(tensor.shape) if tensor.device.type == "meta" else 0
-        if seen["parameters"] > parameters or seen["numbers"] > numbers:
+        num_parameters += 1
+        # Tensors on other devices are those of the checkpoint, which replace those on the meta device.
+        num_values += math.prod(tensor.shape) if tensor.device.type == "meta" else 0
+        if num_parameters > max_parameters or num_values > max_values:
             raise UnsupportedAttentionError(
-                f"config.json describes a model far larger than the {weights.numbers} numbers in "
-                f"{len(weights.shapes)} tensors that the checkpoint holds"
+                f"config.json describes a model far larger than the checkpoint, which holds {weights.num_values} "
+                f"values in {len(weights.shapes)} tensors"
             )
 
-    hooks = [modules.register_module_parameter_registration_hook(count)]
-    hooks.append(modules.register_module_buffer_registration_hook(count))
+    hooks = [
+        nn.modules.module.register_module_parameter_registration_hook(count),
+        nn.modules.module.register_module_buffer_registration_hook(count),
+    ]
     try:
         yield
     finally:
@@ -176,42 +191,32 @@ def _limits(weights: Weights) -> Iterator[None]:
             hook.remove()
 
 
-def _check_report(checked: CheckedSource, cls: type, report: dict, notes: list[str]) -> None:
+def _check_report(checked: CheckedSource, cls: type, report: Mapping[str, Any], notes: list[str]) -> None:
+    """Refuse models whose tensors are missing or have other shapes; add to `notes` if only a pooler is missing."""
     mismatched = sorted(report["mismatched_keys"], key=str)
     if mismatched:
-        name, found, wanted = mismatched[0]
+        name, found, expected = mismatched[0]
         raise UnsupportedAttentionError(
             f"{short(checked.name)}: tensor {short(name)} is {_shape(found)} where config.json asks for "
-            f"{_shape(wanted)}{_others(mismatched)}"
+            f"{_shape(expected)}{_and_others(mismatched)}"
         )
     missing = sorted(report["missing_keys"])
-    # A pooler that was left out when the model was made is made anew on every load, here as anywhere.
-    poolers = [name for name in missing if "pooler" in name.split(".")]
-    if len(poolers) < len(missing):
-        lacking = [name for name in missing if name not in poolers]
+    # Models saved without a pooler get a random one every time they are loaded, which is harmless.
+    lacking = [name for name in missing if "pooler" not in name.split(".")]
+    if lacking:
         raise UnsupportedAttentionError(
-            f"{short(checked.name)}: the checkpoint lacks tensor {short(lacking[0])}{_others(lacking)}, without which "
-            f"it is no {cls.__name__}"
+            f"{short(checked.name)}: the checkpoint lacks tensor {short(lacking[0])}{_and_others(lacking)}, which a "
+            f"{cls.__name__} needs"
         )
-    if poolers:
+    if missing:
         notes.append(
-            f"the checkpoint has no pooler: Transformers starts it at random on every load of a {cls.__name__}"
+            f"the checkpoint has no pooler: Transformers starts it at random each time it loads a {cls.__name__}"
         )
 
 
-def _shape(sizes) -> str:
+def _shape(sizes: Sequence[int]) -> str:
     return " x ".join(map(str, sizes)) or "a single number"
 
 
-def _others(names: list) -> str:
+def _and_others(names: Sequence[object]) -> str:
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-
-
-def _load_generation_config(checked: CheckedSource, model) -> None:
-    """How the model generates, from its own file, which no tensors come with."""
-    if "generation_config.json" not in checked.companions or not model.can_generate():
-        return
-    from transformers import GenerationConfig
-
-    with quiet(), refusing("generation_config.json"):
-        model.generation_config = GenerationConfig.from_pretrained(checked.folder, local_files_only=True)

@@ -1,85 +1,87 @@
-"""Where a checkpoint comes from, as far as its own files say: what a model card carries on."""
+"""The origin of a checkpoint, as its own files state it. Conversions carry it on in `efficient_attention.json`."""
 
+import os
 import re
 from typing import Any
 
+from huggingface_hub import metadata_load
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+from hf_efficient_attn.checkpoint.files import read_object, refusing, regular_file
 from hf_efficient_attn.checkpoint.source import CheckedSource
-from hf_efficient_attn.checkpoint.values import read_json, refusing, regular_file
 from hf_efficient_attn.errors import UnsupportedAttentionError
 
 FILE = "efficient_attention.json"
-_LARGEST_CARD = 2**20
+_MAX_CARD = 2**20  # bytes
 _HUB_ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
-_MOST = 50
 
 
 def provenance(checked: CheckedSource, version: str) -> dict[str, Any]:
-    """What `efficient_attention.json` holds.
+    """Read where a checkpoint comes from.
 
-    {"format": 1, "base_model": hub id or None, "base_name", "license", "tags", "pipeline_tag", "language",
-    "max_length": tokens to which the position table was extended or None, "hf_efficient_attn": version}: the base model
-    is the one that was converted first, its licence, tags, task and languages are those of its card. What a card says
-    in another form than plain text is left out.
+    Args:
+        checked: The checkpoint.
+        version: The version of this package, for the result.
+
+    Returns:
+        The contents of `efficient_attention.json`: {"format": 1, "base_model": hub id or None, "base_name", "license",
+        "tags", "pipeline_tag", "language", "max_length": tokens to which the position table was extended or None,
+        "hf_efficient_attn": version}. The base model is the one that was converted first; licence, tags, task and
+        languages are those of its card. Values of the card that are not plain text are left out.
 
     Raises:
-        UnsupportedAttentionError: the source's card or `efficient_attention.json` cannot be read.
+        UnsupportedAttentionError: The source's card or `efficient_attention.json` cannot be read.
     """
-    # In the hub's cache links lead two folders up, to the blobs.
-    inside = checked.folder if checked.hub_id is None else checked.folder.parent.parent
     origin = checked.folder / FILE
-    if origin.exists() or origin.is_symlink():
-        said = read_json(origin, inside, _LARGEST_CARD)
-        base, name = _text(said.get("base_model"), _HUB_ID), _text(said.get("base_name")) or checked.name
+    if os.path.lexists(origin):
+        values = read_object(origin, checked.inside)
+        base_model = _text(values.get("base_model"))
+        if base_model is not None and not _HUB_ID.fullmatch(base_model):
+            base_model = None
+        base_name = _text(values.get("base_name")) or checked.name
     else:
-        said = _front_matter(checked, inside)
-        base, name = checked.hub_id, checked.name
-    language = said.get("language")
+        values, base_model, base_name = _front_matter(checked), checked.hub_id, checked.name
+    language, max_length = values.get("language"), values.get("max_length")
     return {
         "format": 1,
-        "base_model": base,
-        "base_name": name,
-        "license": _text(said.get("license")),
-        "tags": _texts(said.get("tags")),
-        "pipeline_tag": _text(said.get("pipeline_tag")),
+        "base_model": base_model,
+        "base_name": base_name,
+        "license": _text(values.get("license")),
+        "tags": _texts(values.get("tags")),
+        "pipeline_tag": _text(values.get("pipeline_tag")),
         "language": _texts([language] if isinstance(language, str) else language) or None,
-        "max_length": _length(said.get("max_length")),
+        "max_length": max_length if type(max_length) is int and max_length > 0 else None,
         "hf_efficient_attn": version,
     }
 
 
 def check_hub_id(name: str) -> str:
-    """`name`, if a model on the hub can be called so; raises `UnsupportedAttentionError` if not."""
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
-
+    """Return `name` if it can be the id of a model on the hub; otherwise raise `UnsupportedAttentionError`."""
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        raise UnsupportedAttentionError(f"--base-model {name!r} is no id of a model on the hub: {error}") from error
+        raise UnsupportedAttentionError(f"--base-model {name!r} cannot be the id of a model: {error}") from error
     return name
 
 
-def _front_matter(checked: CheckedSource, inside) -> dict:
-    from huggingface_hub import metadata_load
-
+def _front_matter(checked: CheckedSource) -> dict[str, Any]:
+    """The metadata of the source's model card."""
     path = checked.folder / "README.md"
-    if not path.exists() and not path.is_symlink():
+    if not os.path.lexists(path):
         return {}
-    if regular_file(path, inside, "README.md").st_size > _LARGEST_CARD:
-        raise UnsupportedAttentionError("README.md is larger than any model card")
+    if regular_file(path, checked.inside).st_size > _MAX_CARD:
+        raise UnsupportedAttentionError(f"README.md is larger than {_MAX_CARD} bytes, the limit for a model card")
     with refusing("README.md: its front matter cannot be read"):
-        found = metadata_load(path)
-    return found if isinstance(found, dict) else {}
+        values = metadata_load(path)
+    return values if isinstance(values, dict) else {}
 
 
-def _text(value: Any, form: re.Pattern | None = None) -> str | None:
-    good = isinstance(value, str) and 0 < len(value) <= 200 and value.isprintable()
-    return value if good and (form is None or form.fullmatch(value)) else None
-
-
-def _length(value: Any) -> int | None:
-    return value if type(value) is int and 0 < value < 2**31 else None
+def _text(value: Any) -> str | None:
+    """The value if it is a short printable text, else None."""
+    return value if isinstance(value, str) and 0 < len(value) <= 200 and value.isprintable() else None
 
 
 def _texts(value: Any) -> list[str]:
-    listed = value[:_MOST] if isinstance(value, list) else []
+    """The short printable texts of a list."""
+    listed = value if isinstance(value, list) else []
     return [text for text in map(_text, listed) if text is not None]

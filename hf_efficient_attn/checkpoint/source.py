@@ -1,28 +1,40 @@
-"""A checkpoint from outside, opened: which files it has, checked before any of them is used."""
+"""Opening a checkpoint: finding its files and checking each one before it is used."""
 
 import os
 import pathlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from hf_efficient_attn.checkpoint.settings import check_config
-from hf_efficient_attn.checkpoint.values import plain_name, read_json, regular_file, short, short_name, walk
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.utils import (
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+    validate_repo_id,
+)
+
+from hf_efficient_attn.checkpoint.config import check_config
+from hf_efficient_attn.checkpoint.files import plain_name, read_object, refusing, regular_file, short, short_name
 from hf_efficient_attn.checkpoint.weights import PICKLES, Weights, find_weights
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.io.json import read_json
 
-_LARGEST_CONFIG = 8 * 2**20
-_LARGEST_COMPANION = 2**30
-_MOST_FILES = 10_000
-# What a tokenizer, a processor, a pipeline or a reader of the licence needs. Code is not among it.
+_MAX_COMPANION = 2**30  # bytes
+# Files of tokenizers, processors and pipelines, and licences. Code is not among them.
 _WANTED = (".json", ".jinja", ".txt", ".model", ".vocab", ".bpe", ".tiktoken", ".spm", ".md", ".jsonl")
 _WANTED_NAMES = ("license", "licence", "notice", "copying")
-# Small ones that name files or modules.
-_NAMING = ("tokenizer_config.json", "special_tokens_map.json", "preprocessor_config.json", "processor_config.json")
-_NAMING += ("generation_config.json", "sentence_bert_config.json", "config_sentence_transformers.json")
-# Written anew, or true only of the run or the method that they came from.
-_REPLACED = ("config.json", "README.md", "efficient_attention.json", "benchmark.json", "training_args.bin")
-_REPLACED += ("trainer_state.json",)
+# Companions whose keys can name other files.
+_NAMING = (
+    "config_sentence_transformers.json", "generation_config.json", "preprocessor_config.json", "processor_config.json",
+    "sentence_bert_config.json", "special_tokens_map.json", "tokenizer_config.json",
+)  # fmt: skip
+# Files that a conversion writes itself, or that belong to a training run or to another method.
+_REPLACED = (
+    "README.md", "benchmark.json", "config.json", "efficient_attention.json", "trainer_state.json", "training_args.bin",
+)  # fmt: skip
 _DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.vocab", "*.bpe", "*.tiktoken", "*.spm"]
 _DOWNLOADED += ["README.md", "LICENSE*", "LICENCE*", "NOTICE*"]
 _NOT_DOWNLOADED = ["onnx/*", "openvino/*", "checkpoint-*/*", "runs/*"]
@@ -30,188 +42,181 @@ _NOT_DOWNLOADED = ["onnx/*", "openvino/*", "checkpoint-*/*", "runs/*"]
 
 @dataclass(frozen=True)
 class CheckedSource:
-    """A checkpoint whose files were checked; nothing of it was run, and of its tensors only the headers were read.
+    """A checkpoint with files that have been checked. None of its code has run.
 
     Attributes:
-        folder: where its files are, on this machine.
-        name: the hub id, or the folder's own name.
-        hub_id: the hub id if it came from the hub, else None.
-        config: `config.json` without what leads elsewhere.
-        dropped_keys: names of what was taken out of it (`auto_map` and the like).
-        weights: its weight files.
-        companions: files of tokenizer, processor, sentence-transformers and licence, as paths from the folder on.
-        left_out: {file: why} for the other files; none of them is read.
+        folder: The folder with its files.
+        inside: The folder that no link in `folder` leads out of.
+        name: The hub id, or the name of the folder.
+        hub_id: The hub id if the checkpoint comes from the hub, else None.
+        config: `config.json` without keys that refer to code or files elsewhere.
+        dropped_keys: The names of these keys.
+        weights: The weight files.
+        companions: The files of tokenizer, processor, sentence-transformers and licence, as paths relative to the
+            folder.
+        left_out: {file: reason} for the other files, which are not read.
     """
 
     folder: pathlib.Path
+    inside: pathlib.Path
     name: str
     hub_id: str | None
-    config: Mapping
+    config: Mapping[str, Any]
     dropped_keys: tuple[str, ...]
     weights: Weights
     companions: tuple[str, ...]
     left_out: Mapping[str, str]
 
 
-def open_checkpoint(source: "str | os.PathLike", *, allow_pickle: bool = False) -> CheckedSource:
-    """Find a checkpoint and check every file of it that will be used, before it is used.
+def open_checkpoint(source: "str | os.PathLike[str]", *, allow_pickle: bool = False) -> CheckedSource:
+    """Find a checkpoint, and check every file of it that will be used.
 
     Args:
-        source: a folder, or the id of a model on the Hugging Face hub, whose safetensors, JSON and tokenizer files are
-            then downloaded (or found among those that were).
-        allow_pickle: also read `pytorch_model.bin`, with weights_only=True, where there are no safetensors.
+        source: A folder; or the id of a model on the Hugging Face hub. Its safetensors, JSON and tokenizer files are
+            downloaded unless they are in the cache.
+        allow_pickle: Whether to read `pytorch_model.bin`, with weights_only=True, if there are no safetensors.
 
     Returns:
-        what was found; `load_model` makes a model of it.
+        The checkpoint. `load_model` builds the model from it.
 
     Raises:
-        UnsupportedAttentionError: there is no such checkpoint; or one of its files is missing, broken or hostile: a
-            config that no such tensors can have, damaged safetensors, a link out of the folder, weights as pickles.
-        OSError: the download failed.
+        UnsupportedAttentionError: There is no such checkpoint, one of its files is missing or damaged, a link or a
+            name leads out of the folder, or the weights are pickles.
+        OSError: The download failed.
     """
     text = os.fspath(source)
-    path = pathlib.Path(text)
     try:
-        there = bool(text) and path.is_dir()
-        other = bool(text) and not there and (path.exists() or path.is_symlink())
-    except (OSError, ValueError) as error:  # too long for a path, or with a character that no path has
-        raise UnsupportedAttentionError(f"{short(text)} names no folder") from error
-    if other:
+        path = pathlib.Path(text).resolve()
+        is_folder, exists = bool(text) and path.is_dir(), bool(text) and os.path.lexists(text)
+    except (OSError, ValueError) as error:  # longer than a path can be, or with a null character
+        raise UnsupportedAttentionError(f"{short(text)} is not the name of a folder") from error
+    if is_folder:
+        return _check(path, path, None, allow_pickle)
+    if exists:
         raise UnsupportedAttentionError(f"{short(text)} is a file; give the folder that holds config.json")
-    if there:
-        return _check(path.resolve(), path.resolve(), path.resolve().name, None, allow_pickle)
     folder = _download(text, allow_pickle)
     # In the hub's cache the files of a snapshot are links to blobs, two folders up.
-    return _check(folder, folder.parent.parent, text, text, allow_pickle)
+    return _check(folder, folder.parent.parent, text, allow_pickle)
 
 
 def _download(name: str, allow_pickle: bool) -> pathlib.Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
-    from huggingface_hub.utils import (
-        are_progress_bars_disabled,
-        disable_progress_bars,
-        enable_progress_bars,
-        validate_repo_id,
-    )
-
+    """Download a checkpoint, or find it in the cache; return its folder."""
     sentence = f"{short(name)} is neither a folder nor the id of a model on the hub"
     try:
         validate_repo_id(name)
     except HFValidationError as error:
         raise UnsupportedAttentionError(f"{sentence}, which has the form ORGANISATION/NAME") from error
-    options = {"ignore_patterns": _NOT_DOWNLOADED}
     quiet = not are_progress_bars_disabled() and not sys.stderr.isatty()
     try:
         if quiet:
             disable_progress_bars()
-        folder = pathlib.Path(snapshot_download(name, allow_patterns=_DOWNLOADED, **options))
-        if allow_pickle and not any(folder.glob("*.safetensors")):
+        folder = snapshot_download(name, allow_patterns=_DOWNLOADED, ignore_patterns=_NOT_DOWNLOADED)
+        if allow_pickle and not any(pathlib.Path(folder).glob("*.safetensors")):
             patterns = [*_DOWNLOADED, "pytorch_model*.bin"]
-            folder = pathlib.Path(snapshot_download(name, allow_patterns=patterns, **options))
+            folder = snapshot_download(name, allow_patterns=patterns, ignore_patterns=_NOT_DOWNLOADED)
     except RepositoryNotFoundError as error:
-        raise UnsupportedAttentionError(f"{sentence} that is there for you; if it is private, log in first") from error
+        raise UnsupportedAttentionError(f"{sentence} that you can read; if it is private, log in first") from error
     except LocalEntryNotFoundError as error:
         raise UnsupportedAttentionError(
-            f"{sentence} that can be had now: it was not downloaded before, and the hub cannot be reached"
+            f"{sentence} that is available now: it is not in the cache, and the hub cannot be reached"
         ) from error
     finally:
         if quiet:
             enable_progress_bars()
-    return folder
+    return pathlib.Path(folder)
 
 
-def _check(folder: pathlib.Path, inside: pathlib.Path, name: str, hub_id: str | None, allow_pickle: bool):
-    where = short(str(folder)) if hub_id is None else short(hub_id)
-    config_file = folder / "config.json"
-    if not config_file.exists() and not config_file.is_symlink():
-        raise UnsupportedAttentionError(f"{where} holds no config.json, and so no checkpoint of Transformers")
-    names = _list(folder)
+def _check(folder: pathlib.Path, inside: pathlib.Path, hub_id: str | None, allow_pickle: bool) -> CheckedSource:
+    """Check the files of a folder; no link in it may lead out of the folder `inside`."""
+    where = short(str(folder) if hub_id is None else hub_id)
+    if not os.path.lexists(folder / "config.json"):
+        raise UnsupportedAttentionError(f"{where} holds no config.json, so it is not a checkpoint of Transformers")
     if (folder / "adapter_config.json").exists():
-        raise UnsupportedAttentionError(f"{where} holds an adapter: merge it into its model, and give the merged one")
-    values = read_json(config_file, inside, _LARGEST_CONFIG)
-    weights = find_weights(folder, allow_pickle, inside)
-    config, dropped = check_config(values, weights)
-    companions, left_out = _sort(folder, inside, names, weights)
-    return CheckedSource(folder, name, hub_id, config, tuple(dropped), weights, companions, left_out)
+        raise UnsupportedAttentionError(f"{where} holds an adapter: merge it into its model, and give the merged model")
+    values = read_object(folder / "config.json", inside)
+    weights = find_weights(folder, inside, allow_pickle=allow_pickle)
+    with refusing("config.json", UnsupportedAttentionError):
+        config, dropped = check_config(values)
+    companions, left_out = _find_companions(folder, inside, weights)
+    return CheckedSource(
+        folder=folder,
+        inside=inside,
+        name=hub_id or folder.name,
+        hub_id=hub_id,
+        config=config,
+        dropped_keys=tuple(dropped),
+        weights=weights,
+        companions=companions,
+        left_out=left_out,
+    )
 
 
-def _list(folder: pathlib.Path) -> list[str]:
-    with os.scandir(folder) as entries:
-        names = []
-        for entry in entries:
-            names.append(entry.name)
-            if len(names) > _MOST_FILES:
-                raise UnsupportedAttentionError(f"{short(str(folder))} holds more than {_MOST_FILES} files")
-    return sorted(names)
-
-
-def _sort(folder, inside, names: list[str], weights: Weights) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The files that go along, and why the others do not; what goes along is checked."""
+def _find_companions(
+    folder: pathlib.Path, inside: pathlib.Path, weights: Weights
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return the files that are copied by a conversion, and the reasons why the others are not."""
     companions: list[str] = []
     left_out: dict[str, str] = {}
-    parts = _parts(folder, inside) if "modules.json" in names else []
-    used = {path.name for path in weights.files}
-    waiting = [(folder, name) for name in names]
+    subfolders = ["additional_chat_templates", *_module_folders(folder, inside)]
+    skipped = {*_REPLACED, *(path.name for path in weights.files)}
+    waiting = sorted(folder.iterdir())
     while waiting:
-        place, name = waiting.pop(0)
-        path = place / name
-        shown = short_name(path, folder)
-        if name.startswith(".") or (place == folder and (name in used or name in _REPLACED)):
+        path = waiting.pop(0)
+        name, at_root = path.name, path.parent == folder
+        if name.startswith(".") or (at_root and name in skipped):
             continue
         if path.is_dir() and not path.is_symlink():
-            if place == folder and (name in parts or name == "additional_chat_templates"):
-                waiting += [(path, inner) for inner in _list(path)]
+            if at_root and name in subfolders:
+                waiting += sorted(path.iterdir())
             else:
-                left_out[shown] = "a folder that is no part of the model"
+                left_out[short_name(path, folder)] = "a folder that is not part of the model"
             continue
-        why = _unwanted(name, place == folder)
-        if why is not None:
-            left_out[shown] = why
+        reason = _why_unwanted(name, at_root)
+        if reason is not None:
+            left_out[short_name(path, folder)] = reason
             continue
-        if regular_file(path, inside, shown).st_size > _LARGEST_COMPANION and path.suffix != ".safetensors":
-            raise UnsupportedAttentionError(f"{shown} is larger than any file of a tokenizer or processor")
-        _check_file(path, inside, name)
+        if regular_file(path, inside).st_size > _MAX_COMPANION and path.suffix != ".safetensors":
+            raise UnsupportedAttentionError(
+                f"{short_name(path, folder)} is larger than {_MAX_COMPANION} bytes, the limit for such a file"
+            )
+        if name in _NAMING:
+            _check_paths(path, inside)
         companions.append(path.relative_to(folder).as_posix())
     return tuple(companions), left_out
 
 
-def _unwanted(name: str, at_root: bool) -> str | None:
-    ending, lower = pathlib.PurePath(name).suffix.lower(), name.lower()
+def _why_unwanted(name: str, at_root: bool) -> str | None:
+    """Why a file is not copied, or None if it is."""
+    suffix, lower = pathlib.PurePath(name).suffix.lower(), name.lower()
     if not name.isprintable():
         return "a name that cannot be printed"
-    if ending in PICKLES:
-        return "a pickle or of a kind that is not read"
-    if ending == ".safetensors":
+    if suffix in PICKLES:
+        return "a pickle, or of another kind that is not read"
+    if suffix == ".safetensors":
         return "weights that the model does not use" if at_root else None
     if lower.endswith(".index.json"):
         return "an index of other weights"
-    if ending in _WANTED or lower.startswith(_WANTED_NAMES):
+    if suffix in _WANTED or lower.startswith(_WANTED_NAMES):
         return None
     return "not of a kind that a model needs"
 
 
-def _parts(folder: pathlib.Path, inside: pathlib.Path) -> list[str]:
-    """The subfolders that sentence-transformers' modules.json names."""
-    modules = read_json(folder / "modules.json", inside, _LARGEST_CONFIG, list)
-    parts = []
-    for module in modules:
-        place = module.get("path", "") if isinstance(module, dict) else None
-        if place != "":
-            parts.append(plain_name(place, "modules.json"))
-    return parts
+def _module_folders(folder: pathlib.Path, inside: pathlib.Path) -> list[str]:
+    """The subfolders that `modules.json` of sentence-transformers names."""
+    path = folder / "modules.json"
+    if not os.path.lexists(path):
+        return []
+    regular_file(path, inside)
+    modules = read_json(path, name="modules.json")
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise UnsupportedAttentionError("modules.json: a list of JSON objects is expected")
+    return [plain_name(module["path"], "modules.json") for module in modules if module.get("path", "") != ""]
 
 
-def _check_file(path: pathlib.Path, inside: pathlib.Path, name: str) -> None:
-    """Files that name others must not name any elsewhere."""
-    if path.suffix == ".safetensors":
-        from hf_efficient_attn.checkpoint.weights import read_header
-
-        read_header(path, inside)
-    if name not in _NAMING:
-        return
-    for key, part, _ in walk(read_json(path, inside, _LARGEST_CONFIG)):
-        if isinstance(part, str) and key.lower().endswith(("_file", "_files", "path")):
-            pure = pathlib.PurePath(part.replace("\\", "/"))
-            if pure.is_absolute() or ".." in pure.parts or part[1:2] == ":":
-                raise UnsupportedAttentionError(f"{name}: {short(key)} leads out of the folder, to {short(part)}")
+def _check_paths(path: pathlib.Path, inside: pathlib.Path) -> None:
+    """Refuse a file of settings that names files in other folders."""
+    for key, value in read_object(path, inside).items():
+        if isinstance(value, str) and key.lower().endswith(("_file", "_files", "path")):
+            pure = pathlib.PurePath(value.replace("\\", "/"))
+            if pure.is_absolute() or ".." in pure.parts or value[1:2] == ":":
+                raise UnsupportedAttentionError(f"{path.name}: {short(key)} leads out of the folder, to {short(value)}")

@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all."""
+"""An output folder that is replaced as a whole, or not at all."""
 
 import contextlib
 import os
@@ -10,27 +10,36 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from hf_efficient_attn.checkpoint.values import short
+from hf_efficient_attn.checkpoint.files import short
 from hf_efficient_attn.errors import UnsupportedAttentionError
 
-# Drafts of this process; one of a process that died with the same number (as in containers) is not among them.
-_ours: set[pathlib.Path] = set()
+# The drafts that this process is writing. A draft with its process id that is not among them is left from a process
+# that was killed and had the same id, as happens in containers.
+_active: set[pathlib.Path] = set()
 
 
-def check_output(output: "str | os.PathLike", source: pathlib.Path, force: bool) -> pathlib.Path:
-    """Where the result goes -> its absolute path.
+def check_output(output: "str | os.PathLike[str]", source: pathlib.Path, *, force: bool) -> pathlib.Path:
+    """Check that a folder can be written without damage to other files.
+
+    Args:
+        output: The folder that will be written.
+        source: The folder that is read.
+        force: Whether an existing folder may be replaced.
+
+    Returns:
+        The absolute path of the output.
 
     Raises:
-        UnsupportedAttentionError: something is there and `force` is False; what is there is no folder, or holds the
-            source, the working directory or the home directory; or the place lies in the source.
+        UnsupportedAttentionError: The output exists and `force` is False; it exists and is not a folder, or contains
+            the source, the working directory or the home directory; or it is inside the source.
     """
     text = os.fspath(output)
     if not text or "\0" in text:
-        raise UnsupportedAttentionError(f"the output {short(text)} names no folder")
+        raise UnsupportedAttentionError(f"the output {short(text)} is not the name of a folder")
     given = pathlib.Path(text)
     path, source = given.resolve(), source.resolve()
     if path == source or path.is_relative_to(source):
-        raise UnsupportedAttentionError(f"the output {short(text)} lies in the source: give a folder outside it")
+        raise UnsupportedAttentionError(f"the output {short(text)} is in the source: give a folder outside it")
     if source.is_relative_to(path):
         raise UnsupportedAttentionError(f"the output {short(text)} holds the source, which would be lost: give another")
     if given.is_symlink():
@@ -39,28 +48,36 @@ def check_output(output: "str | os.PathLike", source: pathlib.Path, force: bool)
         raise UnsupportedAttentionError(f"the output {short(text)} is a file: give the name of a new folder")
     for kept in (pathlib.Path.cwd(), pathlib.Path.home()):
         if kept.resolve().is_relative_to(path):
-            raise UnsupportedAttentionError(f"the output {short(text)} holds {kept}, which is not written over")
+            raise UnsupportedAttentionError(f"the output {short(text)} holds {kept}, which is never replaced")
     if path.is_dir() and any(path.iterdir()) and not force:
-        raise UnsupportedAttentionError(f"the output {short(text)} is there already; --force (force=True) replaces it")
+        raise UnsupportedAttentionError(f"the output {short(text)} exists already; --force (force=True) replaces it")
     return path
 
 
 @contextlib.contextmanager
 def staged(output: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A new folder beside `output`, which takes its place when all went well and vanishes when not.
+    """Replace a folder as a whole, or not at all.
 
-    Ctrl-C and SIGTERM count as not. A process that is killed outright leaves at most the draft, `.NAME.converting-PID`,
-    which the next one for the same output removes.
+    Args:
+        output: The folder to write.
+
+    Yields:
+        A new, empty folder beside it. When the `with` block ends it is renamed to `output`; after an error, Ctrl-C or
+        SIGTERM it is deleted. A process that is killed leaves at most this folder, `.NAME.converting-PID`, and the
+        next conversion to the same output deletes it.
+
+    Raises:
+        UnsupportedAttentionError: This process is already writing the same output.
     """
-    made = _make_parents(output.parent)
+    created = _make_parents(output.parent)
     draft = output.with_name(f".{output.name}.converting-{os.getpid()}")
     old = output.with_name(f".{output.name}.replaced-{os.getpid()}")
-    if draft in _ours:
-        raise UnsupportedAttentionError(f"another conversion to {short(str(output))} is going on in this process")
-    _ours.add(draft)
+    if draft in _active:
+        raise UnsupportedAttentionError(f"another conversion to {short(str(output))} is running in this process")
+    _active.add(draft)
     try:
-        with _terminated_as_exit():
-            remove_leftovers(output)
+        with _exit_on_sigterm():
+            _remove_leftovers(output)
             draft.mkdir()
             yield draft
             _swap(draft, output, old)
@@ -68,14 +85,14 @@ def staged(output: pathlib.Path) -> Iterator[pathlib.Path]:
         for path in (draft, old):
             if path.exists() and not (path == old and not output.exists()):
                 shutil.rmtree(path, ignore_errors=True)
-        _ours.discard(draft)
-        for parent in made:
-            with contextlib.suppress(OSError):  # not empty: the output is there
+        _active.discard(draft)
+        for parent in created:
+            with contextlib.suppress(OSError):  # not empty, since the output is in it
                 parent.rmdir()
 
 
 def _make_parents(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The folders that had to be made, innermost first."""
+    """Create a folder and its parents; return those that did not exist, innermost first."""
     missing = []
     while not folder.exists():
         missing.append(folder)
@@ -86,6 +103,7 @@ def _make_parents(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _swap(draft: pathlib.Path, output: pathlib.Path, old: pathlib.Path) -> None:
+    """Rename the draft to the output; the previous output becomes `old`, or returns if an error occurs."""
     if not output.exists():
         os.rename(draft, output)
         return
@@ -98,15 +116,15 @@ def _swap(draft: pathlib.Path, output: pathlib.Path, old: pathlib.Path) -> None:
         raise
 
 
-def remove_leftovers(output: pathlib.Path) -> None:
-    """Drafts of processes that were killed; an old folder that was on its way out comes back if nothing is there."""
+def _remove_leftovers(output: pathlib.Path) -> None:
+    """Delete the drafts of killed processes. If the output is missing, the folder that was being replaced returns."""
     pattern = re.compile(re.escape(f".{output.name}.") + r"(converting|replaced)-(\d{1,10})")
     for path in sorted(output.parent.iterdir()):
         found = pattern.fullmatch(path.name)
         if not found or path.is_symlink() or not path.is_dir():
             continue
-        # Nobody else of this process converts to this output: `staged` has seen to it.
-        if int(found[2]) != os.getpid() and _alive(int(found[2])):
+        # `staged` ensures that nothing else in this process writes to the output.
+        if int(found[2]) != os.getpid() and _is_alive(int(found[2])):
             continue
         if found[1] == "replaced" and not output.exists():
             os.rename(path, output)
@@ -114,8 +132,9 @@ def remove_leftovers(output: pathlib.Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _alive(pid: int) -> bool:
-    if os.name == "nt":  # there is no harmless signal to ask with
+def _is_alive(pid: int) -> bool:
+    """Whether a process exists."""
+    if os.name == "nt":  # Windows has no signal that only asks
         return True
     try:
         os.kill(pid, 0)
@@ -127,10 +146,10 @@ def _alive(pid: int) -> bool:
 
 
 @contextlib.contextmanager
-def _terminated_as_exit() -> Iterator[None]:
-    """SIGTERM ends the process as an exception does, so that drafts are removed on the way."""
-    alone = threading.current_thread() is threading.main_thread()
-    if not alone or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+def _exit_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM raise SystemExit, so that drafts are deleted, unless another handler is installed."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

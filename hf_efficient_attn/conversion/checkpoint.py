@@ -1,34 +1,41 @@
-"""A checkpoint converted into another: its tensors bit for bit, beside them what the method learns.
+"""Conversion of a checkpoint folder into another folder.
 
-Tensors go from file to file without passing through a model, each in its own type, so that none is lost that the
-model's class does not know. The model is built to learn from it what changes: the parameters that a method learns, the
-position table that grows. What was written is opened and loaded again before it takes its place.
+Tensors are copied from file to file, bit for bit and in their own dtypes, without passing through a model. So tensors
+that the model's class does not know are kept. A model is loaded only to find out which tensors change: the parameters
+that a method learns, and a position table that is extended. The result is opened and loaded again before it replaces
+the output folder.
 """
 
-import json
 import os
 import pathlib
 import shutil
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from operator import and_, eq
 from typing import Any
 
 import torch
-from torch import nn
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from hf_efficient_attn.checkpoint import CheckedSource, open_checkpoint
+from hf_efficient_attn.checkpoint.files import refusing, short
 from hf_efficient_attn.checkpoint.loading import load_with_report, quiet
-from hf_efficient_attn.checkpoint.provenance import check_hub_id, provenance
-from hf_efficient_attn.checkpoint.settings import learned_numbers
+from hf_efficient_attn.checkpoint.provenance import FILE, check_hub_id, provenance
 from hf_efficient_attn.checkpoint.staging import check_output, staged
-from hf_efficient_attn.checkpoint.values import refusing, short
-from hf_efficient_attn.checkpoint.weights import INDEX, output_name
+from hf_efficient_attn.checkpoint.weights import INDEX
 from hf_efficient_attn.conversion.convert import convert
 from hf_efficient_attn.conversion.positions import extend_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
+from hf_efficient_attn.hub.card import write_card
+from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.layers import Layer, in_order
-from hf_efficient_attn.integration.settings import EXACT_IMPLEMENTATIONS, EfficientAttentionConfig
-from hf_efficient_attn.methods import MethodConfig, available_methods, make_config
+from hf_efficient_attn.integration.models import attention_modules
+from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS, EfficientAttentionConfig
+from hf_efficient_attn.io.json import read_json_object, write_json
+from hf_efficient_attn.methods import MethodConfig, available_methods, get_method, make_config
 from hf_efficient_attn.models import auto_class
 from hf_efficient_attn.version import __version__
 
@@ -36,135 +43,132 @@ _LEARNED = "learned_parameters"
 
 
 def convert_checkpoint(
-    source: "str | os.PathLike",
-    output: "str | os.PathLike",
-    method: "str | EfficientAttentionConfig",
+    source: "str | os.PathLike[str]",
+    output: "str | os.PathLike[str]",
+    method: str | EfficientAttentionConfig,
     *,
     hyperparameters: Mapping[str, Any] | None = None,
-    layers: Sequence[int] | None = None,
+    layers: Sequence[Layer] | None = None,
     max_length: int | None = None,
     base_model: str | None = None,
     force: bool = False,
     allow_pickle: bool = False,
 ) -> dict[str, Any]:
-    """Write a folder that `from_pretrained` loads with a method of this package, wherever the package is imported.
+    """Write a checkpoint that `from_pretrained` loads with a method of this package once the package is imported.
 
-    The tensors are those of the source, bit for bit, in as many files; the files of tokenizer, processor and
-    sentence-transformers are copied as they are; a model card is written. The folder appears when all is done.
+    The output has the tensors of the source, bit for bit, in as many files. Files of the tokenizer, the processor and
+    sentence-transformers are copied unchanged, and a model card is written. The output folder appears only when
+    everything is written.
 
     Args:
-        source: a folder or hub id, as `open_checkpoint` takes it.
-        output: the folder to be written. It must not be there, or be empty.
-        method: a name from `available_methods()`; or "sdpa": exact attention, without what methods had learned; or what
-            stands in which layer, such as `hea.calibrate` returns.
-        hyperparameters: replace the method's defaults, or what a checkpoint of the same method has.
-        layers: indices of the layers to convert, all others being exact; None for all.
-        max_length: tokens that the model shall take, if more than now: `extend_positions`, by tiling.
-        base_model: hub id that the card names as the origin, where a local folder's own files do not say it.
-        force: replace what is at `output`, once all is done.
-        allow_pickle: as in `open_checkpoint`.
+        source: A folder or hub id, as for `open_checkpoint`.
+        output: The folder to write. It must not exist, or be empty, unless `force` is given.
+        method: A name from `available_methods()`; "sdpa" for exact attention, which drops learned parameters; or the
+            methods of all layers, for example the result of `hea.calibrate`.
+        hyperparameters: Replace the defaults of the method, or those of a checkpoint that has the same method.
+        layers: Indices of the layers to convert. All others become exact. None for all layers.
+        max_length: Number of tokens to which the position table is extended, by repeating it (`extend_positions`).
+        base_model: Hub id that the card names as the origin, if the files of a local folder do not state it.
+        force: Replace an existing output folder when everything is written.
+        allow_pickle: As for `open_checkpoint`.
 
     Returns:
-        what was done, as plain values: source, output, architecture, method, settings, layers (indices in which the
-        method stands), positions, parameters {"kept", "new", "dropped"} as names of tensors, files with their sizes in
-        bytes, left_out {file: why}, notes, and load, the lines that load it.
+        A report of plain values: source, output, architecture, method, settings, layers (indices of the converted
+        layers), positions, parameters {"kept": count, "new": names, "dropped": names}, files with their sizes in
+        bytes, left_out {file: reason}, notes, and load, the Python lines that load the result.
 
     Raises:
-        UnsupportedAttentionError: before anything is written, if the source, the method, a hyperparameter, a layer or
-            the output cannot be used.
-        OSError: reading or writing failed; nothing is left of it.
+        UnsupportedAttentionError: The source, the method, a hyperparameter, a layer or the output cannot be used.
+            Nothing has been written.
+        OSError: A file could not be read or written. Nothing of the output remains.
     """
-    from hf_efficient_attn.hub.card import write_card
-
-    settings = method if isinstance(method, EfficientAttentionConfig) else None
-    if settings is not None:
+    if isinstance(method, EfficientAttentionConfig):
         if hyperparameters or layers is not None:
             raise UnsupportedAttentionError(
-                "the configuration says already what stands in which layer: give hyperparameters and layers inside it"
+                "an EfficientAttentionConfig already contains hyperparameters and layers: do not give them again"
             )
-        method = settings.method
+        name = str(method.method)
     else:
         _check_request(method, hyperparameters, layers)
+        name = method
     checked = open_checkpoint(source, allow_pickle=allow_pickle)
-    place = check_output(output, checked.folder, force)
+    output_path = check_output(output, checked.folder, force=force)
     model, notes, unused = load_with_report(checked)
     origin = provenance(checked, __version__)
     if base_model is not None:
         origin |= {"base_model": check_hub_id(base_model), "base_name": base_model.rpartition("/")[2]}
     if max_length is not None:
         origin["max_length"] = max_length
-    before = _tensors_of(model)
-    _switch(model, settings or method, hyperparameters or {}, layers, max_length)
-    with staged(place) as draft:
+    before = _named_tensors(model)
+    _switch(model, method, hyperparameters or {}, layers, max_length)
+    with staged(output_path) as draft:
         changes = _Changes(model, before, checked, draft)
         _write_config(draft, model, checked)
         _write_weights(draft, checked, changes)
-        for name in checked.companions:
-            (draft / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(checked.folder / name, draft / name)
+        for companion in checked.companions:
+            (draft / companion).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(checked.folder / companion, draft / companion)
         if max_length is not None:
-            notes += _lengthen_tokenizer(draft, max_length)
-        text = json.dumps(origin, indent=2, ensure_ascii=False) + "\n"
-        (draft / "efficient_attention.json").write_text(text, encoding="utf-8")
+            notes += _extend_tokenizer(draft, max_length)
+        write_json(draft / FILE, origin)
         _check_result(draft, changes, unused)
         write_card(draft)
         files = [path for path in sorted(draft.rglob("*")) if path.is_file()]
         sizes = [{"name": path.relative_to(draft).as_posix(), "bytes": path.stat().st_size} for path in files]
-    elsewhere = [key for key in checked.dropped_keys if not key.startswith("_")]
-    if elsewhere:
-        notes.append(f"config.json: left out {', '.join(elsewhere)}; code and files elsewhere are not used")
+    removed = [key for key in checked.dropped_keys if not key.startswith("_")]
+    if removed:
+        notes.append(f"config.json: left out {', '.join(removed)}; code and files from elsewhere are not used")
     if unused:
-        notes.append(f"tensors that a {type(model).__name__} does not use, kept as they are: {', '.join(unused[:8])}")
-    if changes.dropped and method not in EXACT_IMPLEMENTATIONS:
+        notes.append(f"tensors that a {type(model).__name__} does not use, copied unchanged: {', '.join(unused[:8])}")
+    if changes.dropped and name not in EXACT_IMPLEMENTATIONS:
         notes.append(f"{len(changes.dropped)} learned parameters of another method or size are dropped")
     return {
         "source": os.fspath(source),
-        "output": str(place),
+        "output": str(output_path),
         "architecture": type(model).__name__,
-        "method": method,
+        "method": name,
         "settings": dict(model.config.efficient_attention or {}),
-        "layers": _layers_of(model),
+        "layers": _converted_layers(model),
         "positions": getattr(model.config, "max_position_embeddings", None),
         "parameters": {"kept": changes.kept, "new": sorted(changes.new), "dropped": changes.dropped},
         "files": sizes,
         "left_out": dict(checked.left_out),
         "notes": notes,
-        "load": _how_to_load(model, os.fspath(output)),
+        "load": _loading_lines(model, os.fspath(output)),
     }
 
 
-def _check_request(method: str, hyperparameters: Mapping[str, Any] | None, layers: Sequence[int] | None) -> None:
-    """What can be told to be wrong before a file is opened."""
+def _check_request(method: str, hyperparameters: Mapping[str, Any] | None, layers: Sequence[Layer] | None) -> None:
+    """Refuse what is wrong whatever the source is, before any file is opened."""
     if method in EXACT_IMPLEMENTATIONS:
         if hyperparameters or layers is not None:
             raise UnsupportedAttentionError(
                 f"{method} is exact attention in all layers and takes no hyperparameters or layers; to keep some "
                 "layers exact name the others, with a method"
             )
-        return
-    if method not in available_methods():
-        raise UnsupportedAttentionError(
-            unknown_name("attention method", method, [*available_methods(), *EXACT_IMPLEMENTATIONS])
-        )
-    make_config(method, **(hyperparameters or {}))
+    elif method not in available_methods():
+        known = [*available_methods(), *EXACT_IMPLEMENTATIONS]
+        raise UnsupportedAttentionError(unknown_name("attention method", method, known))
+    else:
+        make_config(method, **(hyperparameters or {}))
 
 
 def _switch(
-    model: nn.Module,
-    method: "str | EfficientAttentionConfig",
+    model: PreTrainedModel,
+    method: str | EfficientAttentionConfig,
     hyperparameters: Mapping[str, Any],
-    layers,
+    layers: Sequence[Layer] | None,
     max_length: int | None,
 ) -> None:
-    """`extend_positions` and `convert`, with what goes wrong for want of memory as a refusal."""
+    """Apply `extend_positions` and `convert`. Errors of other libraries, such as lack of memory, become refusals."""
     stored = model.config.efficient_attention
-    # Its parameters were learned with its hyperparameters, and stay with them.
-    present = [entry.config for entry in stored.settings.entries if entry.config.method == method] if stored else []
     name = method if isinstance(method, str) else method.method
+    # The hyperparameters that the checkpoint's parameters were learned with.
+    present = [entry.config for entry in stored.settings.entries if entry.config.method == method] if stored else []
     with quiet(), refusing(f"{name} in a {type(model).__name__}", OSError, UnsupportedAttentionError):
         if max_length is not None:
             if stored and not present:
-                convert(model, "sdpa")  # tables of the present length go anyway
+                convert(model, EXACT)  # otherwise parameters that are dropped anyway would prevent the extension
             extend_positions(model, max_length)
         if isinstance(method, EfficientAttentionConfig):
             for entry in method.entries:
@@ -177,56 +181,62 @@ def _switch(
         convert(model, chosen, layers=layers, **hyperparameters)
 
 
-def _check_size(model: nn.Module, method: MethodConfig) -> None:
-    """A slip in a hyperparameter shall not fill the memory."""
-    length = getattr(model.config, "max_position_embeddings", None) or 1
-    there = sum(parameter.numel() for parameter in model.parameters())
-    learned = learned_numbers(method, length)
-    if learned > max(2 * there, 2**24):
+def _check_size(model: PreTrainedModel, method: MethodConfig) -> None:
+    """Refuse hyperparameters, probably mistyped, with which a layer would learn more values than the whole model has.
+
+    The values are counted on the meta device, so no memory is used.
+    """
+    initial_parameters = get_method(method.method).initial_parameters
+    if initial_parameters is None:
+        return
+    max_length = getattr(model.config, "max_position_embeddings", None) or 1
+    with torch.device("meta"):
+        made = initial_parameters(method, num_heads=1, head_dim=1, value_dim=1, max_length=max_length)
+    learned = sum(tensor.numel() for tensor in made.values())
+    present = sum(parameter.numel() for parameter in model.parameters())
+    if learned > max(2 * present, 2**24):
         raise UnsupportedAttentionError(
-            f"{method.method}: with these hyperparameters each layer would learn {learned} numbers, and the "
-            f"whole model has {there}"
+            f"{method.method}: with these hyperparameters each layer would learn {learned} values, while the whole "
+            f"model has {present}"
         )
 
 
 class _Changes:
-    """What of the source's tensors stays, goes and comes, under the names that they have in files.
+    """Which tensors of the source are copied, dropped or added. All names are those used in files.
 
     Attributes:
-        kept: number of tensors that are copied.
-        new: name -> tensor, of those that are not in the source or are changed.
-        dropped: names of the source's tensors that are not copied.
+        kept: Number of tensors that are copied.
+        new: {name: tensor} of tensors that are not in the source or are changed.
+        dropped: Names of the source's tensors that are not copied.
     """
 
     def __init__(
-        self, model: nn.Module, before: Mapping[str, torch.Tensor], checked: CheckedSource, scratch: pathlib.Path
+        self, model: PreTrainedModel, before: Mapping[str, Tensor], checked: CheckedSource, scratch: pathlib.Path
     ) -> None:
-        shapes, after = checked.weights.shapes, _tensors_of(model)
+        shapes, prefix = checked.weights.shapes, model.base_model_prefix
         parameters = dict(model.named_parameters())
-        fresh = [name for name in parameters if before.get(name) is not parameters[name]]
+        changed = [name for name in parameters if before.get(name) is not parameters[name]]
         learned = [name for name in parameters if _LEARNED in name.split(".")]
-        saved = _as_saved(model, list(dict.fromkeys(fresh + learned)), scratch)
-        names = {name: _stored_name(form, shapes, model.base_model_prefix) for name, form in saved.items()}
-        self.new = {names[name]: parameters[name].detach() for name in fresh}
-        for name, _ in model.named_buffers():
-            # Old checkpoints hold position numbers, which grow with the table.
-            stored = _stored_name(name, shapes, model.base_model_prefix)
-            if stored in shapes and after[name].shape != before[name].shape:
-                self.new[stored] = after[name]
-        there = {names[name] for name in learned}
-        self.dropped = sorted(name for name in shapes if _LEARNED in name.split(".") and name not in there)
+        saved = _saved_names(model, list(dict.fromkeys(changed + learned)), scratch)
+        names = {name: _stored_name(saved_name, shapes, prefix) for name, saved_name in saved.items()}
+        self.new = {names[name]: parameters[name].detach() for name in changed}
+        for name, buffer in model.named_buffers():
+            # Old checkpoints contain position ids, which grow with the position table.
+            stored = _stored_name(name, shapes, prefix)
+            if stored in shapes and buffer.shape != before[name].shape:
+                self.new[stored] = buffer
+        kept_learned = {names[name] for name in learned}
+        self.dropped = sorted(name for name in shapes if _LEARNED in name.split(".") and name not in kept_learned)
         self.kept = sum(name not in self.new and name not in self.dropped for name in shapes)
 
 
-def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters, under each of their names, and buffers."""
+def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters, under each of their names, and all buffers."""
     return {**dict(model.named_buffers()), **dict(model.named_parameters(remove_duplicate=False))}
 
 
-def _as_saved(model: nn.Module, names: Sequence[str], scratch: pathlib.Path) -> dict[str, str]:
-    """The names under which Transformers saves parameters, asked for with a number of its own for each."""
-    from safetensors.torch import load_file
-
+def _saved_names(model: PreTrainedModel, names: Sequence[str], scratch: pathlib.Path) -> dict[str, str]:
+    """The names under which Transformers saves parameters, found by saving a different number for each."""
     if not names:
         return {}
     numbered = {name: torch.full((1,), float(number), dtype=torch.float64) for number, name in enumerate(names)}
@@ -239,7 +249,7 @@ def _as_saved(model: nn.Module, names: Sequence[str], scratch: pathlib.Path) -> 
 
 
 def _stored_name(name: str, shapes: Mapping[str, Any], prefix: str) -> str:
-    """The name in the source's own form: some checkpoints have, or lack, the prefix of the model inside."""
+    """The name of a tensor in the source's files, which may have or lack the prefix of the base model."""
     forms = [name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")] if prefix else [name]
     for form in forms:
         if form in shapes:
@@ -252,99 +262,87 @@ def _stored_name(name: str, shapes: Mapping[str, Any], prefix: str) -> str:
 
 
 def _write_weights(draft: pathlib.Path, checked: CheckedSource, changes: _Changes) -> None:
-    """The same files with the same tensors, but for what changes; a new tensor goes where its neighbours are."""
-    from safetensors.torch import save_file
-
+    """Write the source's tensors to the same files. A new tensor is written to the file of its module's tensors."""
     weights = checked.weights
-    homes = {name: _home(name, weights.files) for name in changes.new}
-    places: dict[str, str] = {}
-    size = numbers = 0
+    homes = {name: _nearest_file(name, weights.files) for name in changes.new}
+    weight_map: dict[str, str] = {}
+    num_bytes = num_values = 0
     for path in tqdm(weights.files, unit="file", desc="writing", disable=None, leave=False):
         tensors = {name: value for name, value in weights.tensors(path).items() if name not in changes.dropped}
         tensors |= {name: changes.new[name].contiguous() for name, home in homes.items() if home == path}
-        target = output_name(path, weights)
+        target = weights.output_name(path)
         save_file(tensors, draft / target, metadata=weights.metadata(path))
-        shutil.copymode(draft / "config.json", draft / target)  # the library writes files for their owner alone
-        places |= dict.fromkeys(tensors, target)
-        size += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        numbers += sum(tensor.numel() for tensor in tensors.values())
+        shutil.copymode(draft / "config.json", draft / target)  # save_file makes it readable for its owner only
+        weight_map |= dict.fromkeys(tensors, target)
+        num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        num_values += sum(tensor.numel() for tensor in tensors.values())
     if weights.sharded:
-        metadata = {**weights.index_metadata, "total_size": size}
+        metadata = {**weights.index_metadata, "total_size": num_bytes}
         if "total_parameters" in metadata:
-            metadata["total_parameters"] = numbers
-        index = {"metadata": metadata, "weight_map": dict(sorted(places.items()))}
-        (draft / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            metadata["total_parameters"] = num_values
+        write_json(draft / INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
 
 
-def _home(name: str, files: Mapping[pathlib.Path, Mapping]) -> pathlib.Path:
-    """The file whose tensors have the longest beginning of the name in common, by whole parts."""
+def _nearest_file(name: str, files: Mapping[pathlib.Path, Mapping[str, Any]]) -> pathlib.Path:
+    """The file with the tensor whose name begins with the most parts of the given name."""
     parts = name.split(".")
 
-    def common(path: pathlib.Path) -> int:
-        return max((_common(parts, other.split(".")) for other in files[path]), default=0)
+    def num_common(path: pathlib.Path) -> int:
+        others = (other.split(".") for other in files[path])
+        return max((sum(accumulate(map(eq, parts, other), and_)) for other in others), default=0)
 
-    return max(files, key=common)
-
-
-def _common(first: list[str], second: list[str]) -> int:
-    if first == second:
-        return len(first) + 1
-    return next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )
+    return max(files, key=num_common)
 
 
-def _write_config(draft: pathlib.Path, model, checked: CheckedSource) -> None:
-    """As `save_pretrained` writes it, the classes named as they were."""
+def _write_config(draft: pathlib.Path, model: PreTrainedModel, checked: CheckedSource) -> None:
+    """Write `config.json` as `save_pretrained` does, with the architectures that the source names."""
     config = model.config
     config.architectures = list(checked.config.get("architectures") or [type(model).__name__])
     with quiet(), refusing("config.json of the result", OSError):
         config.save_pretrained(draft)
 
 
-def _check_result(draft: pathlib.Path, changes: _Changes, unused: list[str]) -> None:
-    """Open and load what was written, as anybody will."""
-    sentence = (
-        "what was written does not load again, so that this checkpoint cannot be converted file by file; convert the "
-        "model in Python instead, with hea.convert and save_pretrained"
+def _check_result(draft: pathlib.Path, changes: _Changes, unused: Sequence[str]) -> None:
+    """Open and load the result, and check that the model uses all new tensors."""
+    problem = (
+        "the result does not load again, so this checkpoint cannot be converted file by file; convert the model in "
+        "Python instead, with hea.convert and save_pretrained"
     )
-    with refusing(sentence, OSError):
+    with refusing(problem, OSError):
         written = open_checkpoint(draft)
         shapes = written.weights.shapes
-        lost = sorted(set(load_with_report(written)[2]) - set(unused))
+        lost = sorted(set(load_with_report(written).unused) - set(unused))
         lost += [name for name in changes.new if name not in shapes]
         if lost or len(shapes) != changes.kept + len(changes.new):
-            raise UnsupportedAttentionError(f"it does not find {short(lost[0] if lost else 'all tensors')}")
+            raise UnsupportedAttentionError(f"the model does not find {short(lost[0]) if lost else 'all tensors'}")
 
 
-def _layers_of(model: nn.Module) -> list[Layer]:
-    """The layers in which a method stands, in order."""
-    from hf_efficient_attn.integration.configs import method_of, settings_of
-    from hf_efficient_attn.integration.models import attention_modules
-
+def _converted_layers(model: PreTrainedModel) -> list[Layer]:
+    """The layers that have a method, in order."""
     found = set()
-    for _, place, config, _ in attention_modules(model):
-        settings = settings_of(config, name) if (name := method_of(config)) else None
-        if settings is not None and place.layer is not None and settings.for_layer(place.layer) is not None:
-            found.add(place.layer)
+    for module in attention_modules(model):
+        name, layer = method_of(module.config), module.location.layer
+        if name is not None and layer is not None and settings_of(module.config, name).for_layer(layer) is not None:
+            found.add(layer)
     return in_order(found)
 
 
-def _lengthen_tokenizer(draft: pathlib.Path, max_length: int) -> list[str]:
-    """Let the tokenizer cut at the new length rather than at the old one; returns what to tell the user."""
+def _extend_tokenizer(draft: pathlib.Path, max_length: int) -> list[str]:
+    """Let the tokenizer truncate at the new length; return notes for the user."""
     path = draft / "tokenizer_config.json"
     if not path.is_file():
         return []
-    said = json.loads(path.read_text(encoding="utf-8"))
-    old = said.get("model_max_length")
+    values = read_json_object(path)
+    old = values.get("model_max_length")
     if type(old) is not int or old >= max_length:
         return []
-    path.write_text(json.dumps({**said, "model_max_length": max_length}, indent=2, ensure_ascii=False) + "\n")
-    return [f"tokenizer_config.json: model_max_length {max_length} in place of {old}; all else of the tokenizer stays"]
+    write_json(path, {**values, "model_max_length": max_length})
+    return [f"tokenizer_config.json: model_max_length {max_length} in place of {old}; the rest is unchanged"]
 
 
-def _how_to_load(model: nn.Module, output: str) -> str:
-    ours = auto_class(type(model).__name__)
-    name = ours or type(model).__name__
-    lines = ["import hf_efficient_attn"] if ours or model.config.efficient_attention else []
+def _loading_lines(model: PreTrainedModel, output: str) -> str:
+    """The Python lines that load the result."""
+    own_class = auto_class(type(model).__name__)
+    name = own_class or type(model).__name__
+    lines = ["import hf_efficient_attn"] if own_class or model.config.efficient_attention else []
     return "\n".join([*lines, f"from transformers import {name}", f"model = {name}.from_pretrained({output!r})"])

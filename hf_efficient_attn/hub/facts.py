@@ -1,23 +1,24 @@
-"""What a converted folder says of itself: `config.json`, `efficient_attention.json`, `benchmark.json`, checked.
+"""What the files of a converted checkpoint say: `config.json`, `efficient_attention.json` and `benchmark.json`.
 
-Other people wrote these files. Every value is checked for its type, numbers for being finite, and text is brought to
-one line without control characters; what a value may do inside YAML, Markdown or a shell is not decided here.
+Values are checked for their type. Numbers must be finite, and texts are brought to one line without control characters.
 """
 
-import json
 import pathlib
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
+
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from safetensors import SafetensorError, safe_open
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
+from hf_efficient_attn.io.json import read_json_object
 from hf_efficient_attn.methods import available_methods
 
-# A tokenizer may take megabytes; these files never do.
-LARGEST = 16 * 2**20
 TASKS = {
     "embedding": "feature-extraction",
     "causal-lm": "text-generation",
@@ -25,13 +26,15 @@ TASKS = {
     "image-classification": "image-classification",
 }
 AGREEMENTS = ("cosine", "perplexity_ratio", "top1")
-IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
-VERSION = re.compile(r"[0-9][0-9A-Za-z.+!-]{0,49}")
+_VERSION = re.compile(r"[0-9][0-9A-Za-z.+!-]{0,49}")
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """A row of benchmark.json; `own` where it is of the checkpoint's own method, hyperparameters and layers."""
+    """One entry of the measurements in `benchmark.json`.
+
+    `own` is True if it was measured with the methods, hyperparameters and layers of the checkpoint.
+    """
 
     attention: str
     method: str
@@ -47,7 +50,10 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """benchmark.json: machine and data by their names there, rows by length, from which length a label pays."""
+    """The contents of `benchmark.json`, with the measurements sorted by length.
+
+    `pays_from` gives for each label the length in tokens from which it is faster than exact attention, or None.
+    """
 
     task: str
     agreement: str
@@ -61,10 +67,10 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that a card is made of.
+    """Everything that a card is made of.
 
-    choices: (name of the part of a composite model, "" for the model itself; its methods).
-    learned: names in the checkpoint of the parameters that its methods learn, without the layer.
+    `choices` are pairs of the name of a part of a composite model ("" for the model itself) and its methods. `learned`
+    are the names of the parameters that the methods learn, without those of the layers.
     """
 
     folder: pathlib.Path
@@ -86,121 +92,116 @@ class Facts:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """Names of all methods in the model, in the order in which they are named."""
+        """The names of all methods in the model, in the order of the config."""
         entries = (entry.config.method for _, choice in self.choices for entry in choice.entries)
         return tuple(dict.fromkeys(entries))
 
 
 def read_facts(folder: "str | pathlib.Path", *, may_be_exact: bool = False) -> Facts:
-    """Read and check them; with `may_be_exact` also those of a checkpoint that was converted back to exact attention.
+    """Read and check the files of a converted checkpoint.
+
+    Args:
+        folder: The folder of the checkpoint.
+        may_be_exact: Whether to accept a checkpoint that was converted back to exact attention.
+
+    Returns:
+        The facts.
 
     Raises:
-        UnsupportedAttentionError: no config.json, one that names no method of this package, or a file that is broken or
-            holds a value of the wrong type; the message names the file and the key.
+        UnsupportedAttentionError: There is no `config.json`, it names no method of this package, or a file is damaged
+            or contains a value of the wrong type. The message names the file and the key.
     """
     folder = pathlib.Path(folder)
-    config = read_json(folder / "config.json")
+    config = read_json_object(folder / "config.json")
     choices, about = tuple(_choices(config)), folder / "efficient_attention.json"
     if not choices and not (may_be_exact and about.exists()):
         raise UnsupportedAttentionError(
             f"{folder / 'config.json'} names no attention method of hf_efficient_attn: make a converted checkpoint of "
             "it with 'hf-efficient-attn convert', or model.save_pretrained(folder) after hea.convert(model, method)"
         )
-    origin = _Reader(read_json(about) if about.exists() else {}, about.name)
-    measured, own = folder / "benchmark.json", choices[0][1] if len(choices) == 1 else None
-    base_model = origin.text("base_model")
+    origin = _Object(read_json_object(about) if about.exists() else {}, about.name)
+    measured = folder / "benchmark.json"
+    base_model, version = origin.optional_text("base_model"), origin.optional_text("hf_efficient_attn")
     if base_model is not None:
         check_repo_id(base_model, f"{about.name}: base_model")
-    version = origin.text("hf_efficient_attn")
-    if version is not None and not VERSION.fullmatch(version):
-        raise UnsupportedAttentionError(f"{about.name}: hf_efficient_attn={version!r} is no version")
-    named = config.get("architectures")
-    architecture = named[0] if isinstance(named, list) and named else None
-    if not isinstance(architecture, str) or not IDENTIFIER.fullmatch(architecture):
-        architecture = None
+    if version is not None and not _VERSION.fullmatch(version):
+        raise UnsupportedAttentionError(f"{about.name}: hf_efficient_attn={version!r} is not a version")
+    own = choices[0][1] if len(choices) == 1 else None
     return Facts(
         folder=folder,
-        architecture=architecture,
-        layers=_first_count(config, ("num_hidden_layers", "n_layer", "n_layers")),
+        architecture=_architecture(config),
+        layers=_num_layers(config),
         choices=choices,
         base_model=base_model,
-        base_name=origin.text("base_name") or (base_model or "").split("/")[-1],
-        license=origin.text("license"),
+        base_name=origin.optional_text("base_name") or (base_model or "").split("/")[-1],
+        license=origin.optional_text("license"),
         tags=origin.texts("tags"),
-        pipeline_tag=origin.text("pipeline_tag"),
+        pipeline_tag=origin.optional_text("pipeline_tag"),
         languages=origin.texts("language"),
         version=version,
-        max_length=origin.count("max_length", optional=True),
-        learned=_learned(folder),
-        benchmark=_benchmark(read_json(measured), measured.name, own) if measured.exists() else None,
+        max_length=origin.optional_count("max_length"),
+        learned=_learned_names(folder),
+        benchmark=_benchmark(_Object(read_json_object(measured), measured.name), own) if measured.exists() else None,
         picture=measured.exists() and (folder / "benchmark.png").is_file(),
         sentence_transformers=(folder / "modules.json").is_file(),
     )
 
 
 def clean(text: str, limit: int = 200) -> str:
-    """Text on one line, without control characters, marks that turn the direction of reading, or lone surrogates."""
+    """Bring text to one line of at most `limit` characters, without control characters and lone surrogates."""
     plain = "".join(" " if unicodedata.category(c)[0] == "C" or c in "\u2028\u2029" else c for c in text[: 4 * limit])
     plain = " ".join(plain.split())
     return plain if len(plain) <= limit else plain[: limit - 1].rstrip() + "…"
 
 
 def check_repo_id(name: str, where: str) -> None:
-    """Raises `UnsupportedAttentionError`, beginning with `where`, if the hub would not take it for a repository."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+    """Check that `name` can be a repository on the hub.
 
+    Raises:
+        UnsupportedAttentionError: It cannot. The message begins with `where`.
+    """
     try:
         validate_repo_id(name)
     except HFValidationError as error:
         raise UnsupportedAttentionError(f"{where}: {error}") from error
 
 
-def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """A JSON object; raises `UnsupportedAttentionError` for what is none, or is larger than such a file ever is."""
-    try:
-        if path.stat().st_size > LARGEST:
-            raise UnsupportedAttentionError(f"{path} has more than {LARGEST // 2**20} MiB: that is no such file")
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UnsupportedAttentionError(f"there is no {path}") from error
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, UnsupportedAttentionError):
-            raise
-        raise UnsupportedAttentionError(f"{path} cannot be read as JSON: {clean(str(error))}") from error
-    if not isinstance(values, dict):
-        raise UnsupportedAttentionError(f"{path} must hold a JSON object, not a {type(values).__name__}")
-    return values
-
-
-def _choices(config: Mapping[str, Any], name: str = "", depth: int = 0):
-    """Every part of a config that names a method, by the way to it."""
+def _choices(
+    config: Mapping[str, Any], part: str = "", depth: int = 0
+) -> Iterator[tuple[str, EfficientAttentionConfig]]:
+    """(name of the part, its methods) of every part of a config that names a method."""
     method, stored = config.get("attn_implementation"), config.get("efficient_attention")
-    if isinstance(method, dict):  # one implementation a part; the parts hold theirs again
+    if isinstance(method, dict):  # a composite model; "" is the model itself, and the parts repeat their own
         method = method.get("")
     if isinstance(method, str) and method in available_methods():
         if stored is not None and not isinstance(stored, dict):
             raise UnsupportedAttentionError("config.json: efficient_attention must be a JSON object")
         choice = EfficientAttentionConfig.from_dict(stored or {}, method)
-        yield name, choice if choice.method == method else EfficientAttentionConfig(method)
+        yield part, choice if choice.method == method else EfficientAttentionConfig(method)
     if depth < 2:
-        for key, part in config.items():
-            if isinstance(part, dict) and key not in ("efficient_attention", "attn_implementation"):
-                yield from _choices(part, f"{name}.{clean(key)}".lstrip("."), depth + 1)
+        for key, value in config.items():
+            if isinstance(value, dict) and key not in ("efficient_attention", "attn_implementation"):
+                yield from _choices(value, f"{part}.{clean(key)}".lstrip("."), depth + 1)
 
 
-def _first_count(values: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
-    for name in names:
-        value = values.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 100_000:
+def _architecture(config: Mapping[str, Any]) -> str | None:
+    """The first architecture that a config names, if it can be the name of a class."""
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    return name if isinstance(name, str) and name.isascii() and name.isidentifier() else None
+
+
+def _num_layers(config: Mapping[str, Any]) -> int | None:
+    """The number of layers that a config states."""
+    for key in ("num_hidden_layers", "n_layer", "n_layers"):
+        value = config.get(key)
+        if type(value) is int and 0 < value < 100_000:
             return value
     return None
 
 
-def _learned(folder: pathlib.Path) -> tuple[str, ...]:
-    """Read from the headers of the weights, without loading any."""
-    from safetensors import SafetensorError, safe_open
-
+def _learned_names(folder: pathlib.Path) -> tuple[str, ...]:
+    """The names of learned parameters, from the headers of the weights."""
     found, path = [], folder
     try:
         for path in sorted(folder.glob("*.safetensors")):
@@ -208,98 +209,108 @@ def _learned(folder: pathlib.Path) -> tuple[str, ...]:
                 found += weights.keys()
     except (SafetensorError, OSError) as error:
         raise UnsupportedAttentionError(f"{path} cannot be read: {clean(str(error))}") from error
-    return tuple(sorted({clean(key.rpartition(".")[2]) for key in found if ".learned_parameters." in key}))
+    names = {key.rpartition(".")[2] for key in found if ".learned_parameters." in key}
+    return tuple(sorted(name for name in names if name.isidentifier()))
 
 
-class _Reader:
-    """Takes values out of a JSON object, and refuses those of the wrong type by file and key."""
+class _Object:
+    """A JSON object of which values are read by type. Other values are refused with the name of the file and key."""
 
     def __init__(self, values: Any, where: str) -> None:
         if not isinstance(values, dict):
             raise UnsupportedAttentionError(f"{where} must be a JSON object, not {type(values).__name__}")
         self.values, self.where = values, where
 
-    def _refuse(self, key: str, wanted: str):
+    def _refuse(self, key: str, expected: str) -> NoReturn:
         value = clean(repr(self.values.get(key)), 60)
-        raise UnsupportedAttentionError(f"{self.where}: {key} must be {wanted}, not {value}")
+        raise UnsupportedAttentionError(f"{self.where}: {key} must be {expected}, not {value}")
 
-    def text(self, key: str, default: str | None = None) -> str | None:
-        value = self.values.get(key, default)
+    def optional_text(self, key: str) -> str | None:
+        value = self.values.get(key)
         if value is not None and not isinstance(value, str):
             self._refuse(key, "text")
         return value if value is None else clean(value) or None
+
+    def text(self, key: str) -> str:
+        return self.optional_text(key) or "unnamed"
 
     def texts(self, key: str) -> tuple[str, ...]:
         value = self.values.get(key)
         value = [] if value is None else [value] if isinstance(value, str) else value
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             self._refuse(key, "a list of texts")
-        return tuple(dict.fromkeys(plain for item in value[:1000] if (plain := clean(item))))
+        return tuple(dict.fromkeys(plain for item in value if (plain := clean(item))))
 
-    def number(self, key: str, optional: bool = False) -> float | None:
+    def number(self, key: str) -> float:
         value = self.values.get(key)
-        if value is None and optional:
-            return None
-        sane = isinstance(value, (int, float)) and not isinstance(value, bool) and -1e300 < value < 1e300
-        if not sane:  # NaN too
+        # The comparison is False for NaN and for infinity.
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
             self._refuse(key, "a finite number")
         return float(value)
 
-    def count(self, key: str, optional: bool = False) -> int | None:
+    def optional_number(self, key: str) -> float | None:
+        return None if self.values.get(key) is None else self.number(key)
+
+    def count(self, key: str) -> int:
         value = self.values.get(key)
-        if value is None and optional:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**53:
+        if type(value) is not int or not 0 <= value < 2**53:
             self._refuse(key, "a count")
         return value
 
-    def one_of(self, key: str, known) -> str:
-        if not isinstance(self.values.get(key), str) or self.values[key] not in known:
+    def optional_count(self, key: str) -> int | None:
+        return None if self.values.get(key) is None else self.count(key)
+
+    def one_of(self, key: str, known: Iterable[str]) -> str:
+        value = self.values.get(key)
+        if not isinstance(value, str) or value not in known:
             self._refuse(key, f"one of {', '.join(known)}")
-        return self.values[key]
+        return value
 
-    def part(self, key: str) -> "_Reader":
-        return _Reader(self.values.get(key), f"{self.where}: {key}")
+    def part(self, key: str) -> "_Object":
+        return _Object(self.values.get(key), f"{self.where}: {key}")
 
 
-def _benchmark(values: dict[str, Any], where: str, own: EfficientAttentionConfig | None) -> Benchmark:
-    reader = _Reader(values, where)
-    data, machine, pays = reader.part("data"), reader.part("machine"), reader.part("pays_from")
-    rows = values.get("measurements")
-    if not isinstance(rows, list) or len(rows) > 10_000:
-        raise UnsupportedAttentionError(f"{where}: measurements must be a list")
-    parsed = [_measurement(_Reader(row, f"{where}: a measurement"), own) for row in rows]
+def _benchmark(values: _Object, own: EfficientAttentionConfig | None) -> Benchmark:
+    """Read `benchmark.json`; `own` are the methods of the checkpoint."""
+    data, machine, pays_from = values.part("data"), values.part("machine"), values.part("pays_from")
+    entries = values.values.get("measurements")
+    if not isinstance(entries, list):
+        raise UnsupportedAttentionError(f"{values.where}: measurements must be a list")
+    measurements = [_measurement(_Object(entry, f"{values.where}: a measurement"), own) for entry in entries]
     return Benchmark(
-        task=reader.one_of("task", TASKS),
-        agreement=reader.one_of("agreement", AGREEMENTS),
+        task=values.one_of("task", TASKS),
+        agreement=values.one_of("agreement", AGREEMENTS),
         machine={clean(str(k)): clean(str(v)) for k, v in machine.values.items() if isinstance(v, (str, int, float))},
-        data=data.text("name", "unnamed"),
+        data=data.text("name"),
         rows=data.count("rows"),
-        measurements=tuple(sorted(parsed, key=lambda row: (row.length, row.batch, row.method != EXACT, not row.own))),
-        notes=reader.texts("notes"),
-        pays_from={clean(str(label)): pays.count(label, optional=True) for label in pays.values},
+        measurements=tuple(
+            sorted(measurements, key=lambda entry: (entry.length, entry.batch, entry.method != EXACT, not entry.own))
+        ),
+        notes=values.texts("notes"),
+        pays_from={clean(str(label)): pays_from.optional_count(label) for label in pays_from.values},
     )
 
 
-def _measurement(row: _Reader, own: EfficientAttentionConfig | None) -> Measurement:
-    method, settings = row.text("method"), row.part("settings").values
+def _measurement(values: _Object, own: EfficientAttentionConfig | None) -> Measurement:
+    """Read an entry of the measurements."""
+    method, settings = values.optional_text("method"), values.part("settings").values
     return Measurement(
-        attention=row.text("attention") or "unnamed",
+        attention=values.text("attention"),
         method=method or "unnamed",
-        own=own is not None and _same(method, settings, own),
-        length=row.count("length"),
-        batch=row.count("batch"),
-        seconds=row.number("seconds"),
-        speed_up=row.number("speed_up"),
-        peak_memory_mib=row.number("peak_memory_mib", optional=True),
-        error=row.number("error", optional=True),
-        agreement=row.number("agreement", optional=True),
+        own=own is not None and _is_same(method, settings, own),
+        length=values.count("length"),
+        batch=values.count("batch"),
+        seconds=values.number("seconds"),
+        speed_up=values.number("speed_up"),
+        peak_memory_mib=values.optional_number("peak_memory_mib"),
+        error=values.optional_number("error"),
+        agreement=values.optional_number("agreement"),
     )
 
 
-def _same(method: str | None, settings: dict[str, Any], own: EfficientAttentionConfig) -> bool:
-    """Whether a row was measured with the methods of a checkpoint, in the same layers."""
+def _is_same(method: str | None, settings: dict[str, Any], own: EfficientAttentionConfig) -> bool:
+    """Whether a measurement is of the methods and layers of a checkpoint."""
     try:
         return EfficientAttentionConfig.from_dict({"method": method, **settings}) == own
-    except UnsupportedAttentionError:  # exact attention, or a method that another version has
+    except UnsupportedAttentionError:  # exact attention, or a method that this version does not have
         return False

@@ -1,4 +1,4 @@
-"""The way of a converted checkpoint to the Hugging Face Hub: what would go up, and sending it, the card last."""
+"""Uploading a converted checkpoint to the Hugging Face Hub: the files first, and the model card last."""
 
 import json
 import os
@@ -6,31 +6,45 @@ import pathlib
 import warnings
 import zipfile
 from dataclasses import dataclass
+from typing import cast
 
+from huggingface_hub import HfApi, ModelCard, constants, get_token
+from huggingface_hub.errors import HfHubHTTPError
+
+from hf_efficient_attn.checkpoint import open_checkpoint
+from hf_efficient_attn.checkpoint.weights import PICKLES
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.hub.card import NAME, card_problems, for_repository, read_front_matter
 from hf_efficient_attn.hub.facts import check_repo_id, clean, read_facts
 
-PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".dill", ".msgpack", ".h5")
-UNFINISHED = (".tmp", ".temp", ".part", ".partial", ".incomplete", ".lock", "~", ".swp")
-# Hidden files that belong in a repository.
-HIDDEN = (".gitattributes",)
-# Cards that `write_card` put aside stay here; of weights, an earlier push may have left others there.
-STAYS = [f"{NAME}.bak*"]
-WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
+# The HTTP library's own error. Which library that is depends on the version of huggingface_hub.
+_HTTPError = cast(type[Exception], HfHubHTTPError.__bases__[0])
+_UNFINISHED = (".tmp", ".temp", ".part", ".partial", ".incomplete", ".lock", "~", ".swp")
+_BACKUPS = f"{NAME}.bak*"  # cards that `write_card` renamed
+_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
+_HINTS = {
+    401: "the hub does not accept the token ('hf auth login' stores a new one)",
+    403: "the token may not write there",
+    404: "there is no such repository or page on the hub, or the token may not see it",
+    429: "the hub asks for fewer requests",
+}
 
 
 class PushError(OSError):
-    """The hub refused or could not be reached; the message says why and what had gone up."""
+    """The hub refused a request or could not be reached. The message gives the reason and what had been sent."""
 
 
 @dataclass(frozen=True)
 class PushPlan:
-    """What would go up.
+    """What `push` would send.
 
-    files: (path in the repository, bytes), the card last.
-    stays: paths that are not sent.
-    problems: what the card's front matter lacks.
+    Attributes:
+        folder: The folder of the checkpoint.
+        repo_id: The repository.
+        private: Whether a new repository becomes private.
+        files: (path in the repository, size in bytes), the card last.
+        stays: Paths of files that are not sent.
+        problems: What is missing in the card's front matter.
     """
 
     folder: pathlib.Path
@@ -43,7 +57,14 @@ class PushPlan:
 
 @dataclass(frozen=True)
 class PushReport:
-    """What went up: the repository's address, the two commits (files, card), and what the hub said of the card."""
+    """What `push` sent.
+
+    Attributes:
+        plan: The plan that was carried out.
+        url: The address of the repository.
+        commits: The ids of two commits: that of the files, and that of the card.
+        warnings: What the hub reported about the card.
+    """
 
     plan: PushPlan
     url: str
@@ -52,14 +73,21 @@ class PushReport:
 
 
 def plan_push(folder: "str | pathlib.Path", repo_id: str, *, private: bool = False) -> PushPlan:
-    """Look at a folder as `push` does, without any request to the network.
+    """Check a folder as `push` does, without any request to the network.
+
+    Args:
+        folder: The folder of a converted checkpoint.
+        repo_id: "ORG/NAME".
+        private: Whether a new repository becomes private.
+
+    Returns:
+        What `push` would send.
 
     Raises:
-        UnsupportedAttentionError: the folder is no converted checkpoint, or holds something that must not go up:
-            pickles, links that lead outside, unfinished or hidden files; there is no card; `repo_id` is no ORG/NAME.
+        UnsupportedAttentionError: The folder does not contain a converted checkpoint with a card; it contains files
+            that must not be published, which are pickles, links that lead out of it, and unfinished or hidden files; or
+            `repo_id` is not of the form ORG/NAME.
     """
-    from hf_efficient_attn.checkpoint import open_checkpoint
-
     check_repo_id(repo_id, "the repository")
     if "/" not in repo_id:
         raise UnsupportedAttentionError(
@@ -67,9 +95,8 @@ def plan_push(folder: "str | pathlib.Path", repo_id: str, *, private: bool = Fal
         )
     folder = pathlib.Path(folder)
     if not folder.is_dir():
-        raise UnsupportedAttentionError(f"{folder} is no folder; push takes a checkpoint that 'convert' wrote")
-    # Before anything is read, since a link may lead anywhere.
-    found = _listed(folder)
+        raise UnsupportedAttentionError(f"{folder} is not a folder; push takes a checkpoint that 'convert' wrote")
+    found = _publishable_files(folder)  # refuses links that lead out of the folder, before any file is read
     open_checkpoint(folder)
     read_facts(folder)
     if NAME not in found:
@@ -81,11 +108,10 @@ def plan_push(folder: "str | pathlib.Path", repo_id: str, *, private: bool = Fal
         read_front_matter(text)
     except ValueError as error:
         raise UnsupportedAttentionError(f"{folder / NAME}: {error}") from error
-    stays = tuple(name for name in found if name.startswith(f"{NAME}.bak"))
-    names = [name for name in found if name not in stays and name != NAME]
-    sizes = {name: (folder / name).stat().st_size for name in names}
-    card = len(for_repository(text, repo_id).encode())
-    return PushPlan(folder, repo_id, private, (*sizes.items(), (NAME, card)), stays, tuple(card_problems(text)))
+    stays = tuple(name for name in found if pathlib.PurePath(name).match(_BACKUPS) and "/" not in name)
+    sizes = [(name, (folder / name).stat().st_size) for name in found if name not in stays and name != NAME]
+    card_size = len(for_repository(text, repo_id).encode())
+    return PushPlan(folder, repo_id, private, (*sizes, (NAME, card_size)), stays, tuple(card_problems(text)))
 
 
 def push(
@@ -96,27 +122,28 @@ def push(
     message: str | None = None,
     token: str | None = None,
 ) -> PushReport:
-    """Send a converted checkpoint to the hub: the repository, all files but the card, and the card, in this order.
+    """Send a converted checkpoint to the hub: first the repository is created, then the files are sent, then the card.
 
-    The hub checks the card before anything is made, and a card never describes what is not there. Weights that an
-    earlier push left in the repository and that are not in the folder are removed, since Transformers would prefer
-    model.safetensors to the shards beside it. The examples of the card that goes up name the repository; the one in the
-    folder stays as it is. Running it again continues where an interrupted one ended.
+    The hub checks the card before anything is created, and the card is never there without the files. Weights of an
+    earlier push that are not in the folder are deleted from the repository, because Transformers would load an old
+    model.safetensors instead of new shards. In the card that is sent, the examples name the repository; the card in the
+    folder is not changed. After an interruption, calling `push` again sends the rest.
 
     Args:
-        folder: of a checkpoint that `convert` wrote.
-        repo_id: "ORG/NAME"; made if it does not exist.
-        private: of the repository, where it is new. An existing one that is public is refused.
-        message: title of the commits.
-        token: of the hub; by default what huggingface_hub finds (HF_TOKEN, `hf auth login`).
+        folder: The folder of a checkpoint that `convert` wrote.
+        repo_id: "ORG/NAME". The repository is created if it does not exist.
+        private: Whether a new repository becomes private. An existing public repository is then refused.
+        message: The title of the commits.
+        token: The hub's token; by default the one that huggingface_hub finds (HF_TOKEN, `hf auth login`).
+
+    Returns:
+        What was sent.
 
     Raises:
-        UnsupportedAttentionError: before any request, as `plan_push`, and for HF_HUB_OFFLINE and a missing token.
-        PushError: the hub said no or could not be reached.
+        UnsupportedAttentionError: As for `plan_push`, or offline mode is on, or there is no token. No request has been
+            made.
+        PushError: The hub refused a request or could not be reached.
     """
-    from huggingface_hub import HfApi, constants, get_token
-    from huggingface_hub.errors import HfHubHTTPError
-
     plan = plan_push(folder, repo_id, private=private)
     if constants.HF_HUB_OFFLINE:
         names = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(name)]
@@ -124,48 +151,44 @@ def push(
     token = token or get_token()
     if not token:
         raise UnsupportedAttentionError(
-            "there is no token of the hub: 'hf auth login' stores one, or set HF_TOKEN to one with write access"
+            "there is no token for the hub: 'hf auth login' stores one, or set HF_TOKEN to one with write access"
         )
     api = HfApi(token=token, library_name="hf_efficient_attn")
     card = for_repository((plan.folder / NAME).read_text(encoding="utf-8", errors="replace"), repo_id)
     title = message or f"{' and '.join(read_facts(plan.folder).methods)} by hf_efficient_attn"
-    gone: list[str] = []
-    # HfHubHTTPError's first base is the HTTP library's own error: which library that is changed between versions.
-    # RuntimeError and ValueError come from uploads of large files and from answers that huggingface_hub cannot read.
-    failures = (OSError, HfHubHTTPError.__bases__[0], RuntimeError, ValueError)
-    with warnings.catch_warnings(record=True) as said:
+    done: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             _check_card(card)
             url = str(api.create_repo(repo_id, private=True if private else None, exist_ok=True))
-            gone.append("the repository was made or was there")
+            done.append("the repository exists or was created")
             if private and not api.model_info(repo_id).private:
                 raise PushError(f"{repo_id} exists and is public: make it private on the hub, or leave out --private")
             files = api.upload_folder(
                 repo_id=repo_id,
                 folder_path=plan.folder,
-                ignore_patterns=[NAME, *STAYS],
-                delete_patterns=WEIGHTS,
+                ignore_patterns=[NAME, _BACKUPS],
+                delete_patterns=_WEIGHTS,
                 commit_message=title,
             )
-            gone.append(f"all {len(plan.files) - 1} files but the card are there")
+            done.append(f"all {len(plan.files) - 1} files but the card are there")
             last = api.upload_file(
                 path_or_fileobj=card.encode(),
                 path_in_repo=NAME,
                 repo_id=repo_id,
                 commit_message=f"Card: {title}",
             )
-        except failures as error:
-            raise PushError(f"{_why(error)}; {'; '.join(gone) or 'nothing had gone up'}") from error
-    # Others' warnings are none of the user's business.
-    about = [str(item.message) for item in said if "README.md" in str(item.message)]
-    return PushReport(plan, url, (files.oid, last.oid), tuple(clean(text, 500) for text in dict.fromkeys(about)))
+        # RuntimeError and ValueError come from uploads of large files and from answers that cannot be read.
+        except (OSError, _HTTPError, RuntimeError, ValueError) as error:
+            raise PushError(f"{_reason(error)}; {'; '.join(done) or 'nothing had been sent'}") from error
+    # Warnings of other libraries do not concern the user.
+    about_card = [str(item.message) for item in caught if NAME in str(item.message)]
+    return PushReport(plan, url, (files.oid, last.oid), tuple(clean(text, 500) for text in dict.fromkeys(about_card)))
 
 
 def _check_card(text: str) -> None:
-    """The hub's own check of a card, before anything is made or sent; raises PushError with what it says."""
-    from huggingface_hub import ModelCard
-
+    """Let the hub check a card before anything is created; raise PushError with what it reports."""
     try:
         ModelCard(text).validate()
     except json.JSONDecodeError:
@@ -175,51 +198,47 @@ def _check_card(text: str) -> None:
             found = [str(entry["message"]) for entry in json.loads(str(error))["errors"]]
         except (ValueError, KeyError, TypeError):
             found = [str(error)]
-        raise PushError(f"the hub does not take the card's front matter: {clean('; '.join(found), 400)}") from error
+        raise PushError(f"the hub does not accept the card's front matter: {clean('; '.join(found), 400)}") from error
 
 
-def _why(error: BaseException) -> str:
-    """One sentence for what huggingface_hub raises, with the status where the hub answered."""
-    while isinstance(error, RuntimeError) and error.__cause__ is not None:  # the upload of a large file wraps its error
+def _reason(error: BaseException) -> str:
+    """Describe an error of huggingface_hub in one sentence, with the status code if the hub answered."""
+    while isinstance(error, RuntimeError) and error.__cause__ is not None:  # uploads of large files wrap their errors
         error = error.__cause__
     if isinstance(error, PushError):
         return str(error)
     status = getattr(getattr(error, "response", None), "status_code", None)
-    hints = {
-        401: "the hub does not accept the token ('hf auth login' stores a new one)",
-        403: "the token may not write there",
-        404: "there is no such place on the hub, or the token may not see it",
-        429: "the hub asks for fewer requests",
-    }
+    text = clean(str(error), 400)
     if status is None:
-        return f"the hub could not be reached or gave no sense: {clean(str(error), 400) or type(error).__name__}"
-    hint = hints.get(status, "the hub failed" if status >= 500 else "the hub refused")
-    return f"{status}: {hint}: {clean(str(error), 400)}"
+        return f"the hub could not be reached or its answer could not be read: {text or type(error).__name__}"
+    return f"{status}: {_HINTS.get(status, 'the hub failed' if status >= 500 else 'the hub refused')}: {text}"
 
 
-def _listed(folder: pathlib.Path) -> list[str]:
-    """Paths of all files below a folder, in order; refuses whatever must not go up."""
-    inside, found, bad = folder.resolve(), [], []
-    for place, folders, files in os.walk(folder, followlinks=False):
+def _publishable_files(folder: pathlib.Path) -> list[str]:
+    """The paths of all files in a folder and its subfolders, sorted; refuse the folder if one must not be published."""
+    inside, found, refused = folder.resolve(), [], []
+    for parent, folders, files in os.walk(folder, followlinks=False):
         folders.sort()
         for name in sorted([*folders, *files]):
-            path = pathlib.Path(place, name)
-            where = path.relative_to(folder).as_posix()
-            reason = _unfit(path, inside)
+            path = pathlib.Path(parent, name)
+            relative = path.relative_to(folder).as_posix()
+            reason = _why_refused(path, inside)
             if reason:
-                bad.append(f"{clean(where)} ({reason})")
+                refused.append(f"{clean(relative)} ({reason})")
                 if name in folders:
                     folders.remove(name)
             elif name in files:
-                found.append(where)
-    if bad:
-        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
-        raise UnsupportedAttentionError(f"{folder} holds what must not go up: {', '.join(bad[:5])}{more}; take it out")
+                found.append(relative)
+    if refused:
+        more = f" and {len(refused) - 5} more" if len(refused) > 5 else ""
+        raise UnsupportedAttentionError(
+            f"{folder} holds files that must not be published: {', '.join(refused[:5])}{more}; remove them"
+        )
     return sorted(found)
 
 
-def _unfit(path: pathlib.Path, inside: pathlib.Path) -> str | None:
-    """Why a file or folder must not go up, None where it may."""
+def _why_refused(path: pathlib.Path, inside: pathlib.Path) -> str | None:
+    """Why a file or folder must not be published, or None if it may."""
     name = path.name.lower()
     if path.is_symlink():
         try:
@@ -230,21 +249,21 @@ def _unfit(path: pathlib.Path, inside: pathlib.Path) -> str | None:
             return "a link that leads outside"
         if target.is_dir():
             return "a link to a folder"
-    if name.endswith(UNFINISHED):
+    if name.endswith(_UNFINISHED):
         return "an unfinished file"
-    if name.startswith(".") and name not in HIDDEN:
+    if name.startswith(".") and name != ".gitattributes":
         return "a hidden or unfinished file"
     if path.is_dir():
         return None
     if not path.is_file():
-        return "no regular file"
+        return "not a regular file"
     if name.endswith(PICKLES) or (not name.endswith(".safetensors") and _is_pickle(path)):
         return "a pickle or another format that can run code; only safetensors are published"
     return None
 
 
 def _is_pickle(path: pathlib.Path) -> bool:
-    """Whether a file is a pickle under another name: by the mark of protocols 2 to 5, or PyTorch's zip archive."""
+    """Whether a file begins like a pickle of protocol 2 to 5, or is an archive that PyTorch wrote."""
     with path.open("rb") as file:
         start = file.read(2)
     if len(start) == 2 and start[0] == 0x80 and 2 <= start[1] <= 5:

@@ -8,7 +8,7 @@ from typing import Any
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.io.text import read_text
 
-MAX_BYTES = 16 * 2**20
+MAX_BYTES = 32 * 2**20
 
 
 def read_json(path: pathlib.Path, *, max_bytes: int = MAX_BYTES, name: str | None = None) -> Any:

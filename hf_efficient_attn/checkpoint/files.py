@@ -1,0 +1,103 @@
+"""Checks of files from untrusted sources, and error messages about them that fit on one line."""
+
+import contextlib
+import os
+import pathlib
+import reprlib
+import stat
+from collections.abc import Iterator
+from typing import Any
+
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.io.json import read_json_object
+
+_MAX_MESSAGE = 400
+
+_shortener = reprlib.Repr()
+_shortener.maxstring = _shortener.maxother = 80
+_shortener.maxlong = 40
+
+
+def short(value: object) -> str:
+    """Represent a value in at most about 80 printable characters, for error messages."""
+    return _shortener.repr(value).encode("ascii", "backslashreplace").decode()
+
+
+def short_name(path: pathlib.Path, inside: pathlib.Path) -> str:
+    """Name a file for error messages: its path relative to the folder `inside`, escaped if it is not printable."""
+    name = path.relative_to(inside).as_posix()
+    return name if name.isprintable() and len(name) <= 120 else short(name)
+
+
+@contextlib.contextmanager
+def refusing(what: str, *passing: type[BaseException]) -> Iterator[None]:
+    """Turn every error inside the `with` block into an `UnsupportedAttentionError` of one short line.
+
+    Args:
+        what: The beginning of the message. It is followed by the message of the error.
+        passing: Types of errors that are not changed.
+    """
+    try:
+        yield
+    except passing:
+        raise
+    except Exception as error:  # libraries raise errors of any type for files that they do not understand
+        text = " ".join(str(error).split()) or type(error).__name__
+        text = text.encode("utf-8", "backslashreplace").decode()
+        if len(text) > _MAX_MESSAGE:
+            text = text[:_MAX_MESSAGE] + " ..."
+        raise UnsupportedAttentionError(f"{what}: {text}") from error
+
+
+def regular_file(path: pathlib.Path, inside: pathlib.Path) -> os.stat_result:
+    """Check that a path is a regular file inside a folder.
+
+    Args:
+        path: The file. It may be a symbolic link to another file inside the folder.
+        inside: The folder.
+
+    Returns:
+        The status of the file.
+
+    Raises:
+        UnsupportedAttentionError: The path does not exist, is not a regular file, or is a link that leads out of the
+            folder.
+    """
+    name = short_name(path, inside)
+    try:
+        target = path.resolve(strict=True)
+        status = target.stat()
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle, before Python 3.13
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "links in a circle"
+        raise UnsupportedAttentionError(f"{name} cannot be read: {reason}") from error
+    if not target.is_relative_to(inside.resolve()):
+        raise UnsupportedAttentionError(
+            f"{name} is a symbolic link that leads out of its folder: put the file itself there"
+        )
+    if not stat.S_ISREG(status.st_mode):
+        raise UnsupportedAttentionError(f"{name} is not a regular file")
+    return status
+
+
+def plain_name(name: Any, what: str) -> str:
+    """Check that a value is the name of a file or folder, without a path.
+
+    Args:
+        name: The value.
+        what: The file that contains it, for the error message.
+
+    Returns:
+        The name.
+
+    Raises:
+        UnsupportedAttentionError: The value is not text, or leads to another folder on some system.
+    """
+    if not isinstance(name, str) or name in ("", ".", "..") or any(sign in name for sign in "/\\:\0"):
+        raise UnsupportedAttentionError(f"{what} names {short(name)}, which is not a plain name of a file beside it")
+    return name
+
+
+def read_object(path: pathlib.Path, inside: pathlib.Path) -> dict[str, Any]:
+    """Read the JSON object in a regular file inside the folder `inside`; see `regular_file` and `read_json_object`."""
+    regular_file(path, inside)
+    return read_json_object(path, name=short_name(path, inside))

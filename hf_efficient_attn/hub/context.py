@@ -1,0 +1,126 @@
+"""The values that the template of a card uses. All of the card's text is in the template, `card.md.jinja`."""
+
+import dataclasses
+import re
+import shlex
+from typing import Any, NamedTuple
+
+from hf_efficient_attn.hub.facts import TASKS, Facts, clean
+from hf_efficient_attn.integration.layers import ranges
+from hf_efficient_attn.methods import MethodInfo, method_info
+from hf_efficient_attn.models import auto_class, model_type
+
+# The repository's name in the examples, until the checkpoint is pushed.
+PLACEHOLDER = "ORG/NAME"
+
+
+class Pipeline(NamedTuple):
+    """A pipeline of Transformers that takes the model: its task, and an example of a call."""
+
+    task: str
+    call: str
+
+
+# By the end of the architecture's name. The first that fits counts.
+_PIPELINES = {
+    "ForMaskedLM": Pipeline("fill-mask", 'pipe(f"Paris is the {pipe.tokenizer.mask_token} of France.")'),
+    "ForCausalLM": Pipeline("text-generation", 'pipe("Once upon a time", max_new_tokens=20)'),
+    "LMHeadModel": Pipeline("text-generation", 'pipe("Once upon a time", max_new_tokens=20)'),
+    "ForImageClassification": Pipeline("image-classification", 'pipe("image.jpg")'),
+    "ForSequenceClassification": Pipeline("text-classification", 'pipe("A sentence.")'),
+    "ForTokenClassification": Pipeline("token-classification", 'pipe("A sentence.")'),
+    "ForQuestionAnswering": Pipeline("question-answering", 'pipe(question="Who wrote it?", context="She wrote it.")'),
+}
+_IMAGE_MODELS = ("ViT", "T2TViT", "DeiT", "Beit", "Swin", "Dinov2")
+
+
+def pipeline_of(facts: Facts) -> Pipeline | None:
+    """The pipeline that fits the architecture, or None if its name does not tell."""
+    name = facts.architecture or ""
+    for ending, pipeline in _PIPELINES.items():
+        if name.endswith(ending):
+            return pipeline
+    if not name.endswith("Model") or name == "BigGANModel":
+        return None
+    if name.startswith(_IMAGE_MODELS):
+        return Pipeline("image-feature-extraction", 'pipe("image.jpg")')
+    return Pipeline("feature-extraction", 'pipe("A text.")')
+
+
+def escape(value: object) -> str:
+    """Write a value as plain text on one line of Markdown, also inside a table: the template's filter `text`."""
+    return re.sub(r"[\\`*_{}\[\]<>|~$#&]", r"\\\g<0>", clean(str(value), 1000))
+
+
+def context(facts: Facts) -> dict[str, Any]:
+    """The variables of the template."""
+    architecture = facts.architecture or ""
+    own_type = model_type(architecture)
+    # A model of this package also has attention outside its numbered layers.
+    num_layers = None if own_type else facts.layers
+    infos = [method_info(method) for method in facts.methods]
+    titles = " and ".join(info.title for info in infos) or "exact attention"
+    return {
+        "facts": facts,
+        "benchmark": facts.benchmark,
+        "command": _command(facts),
+        "limits": [(info, _exact_length(info)) for info in infos],
+        "methods": _methods(facts, num_layers),
+        "model_class": auto_class(architecture) or architecture or "AutoModel",
+        "num_layers": num_layers,
+        "own_type": own_type,
+        "pipeline": pipeline_of(facts),
+        "repository": PLACEHOLDER,
+        "task": facts.benchmark and TASKS[facts.benchmark.task],
+        "title": f"{facts.base_name or facts.architecture or 'Model'} with {titles}",
+    }
+
+
+def _methods(facts: Facts, num_layers: int | None) -> list[dict[str, Any]]:
+    """Every method of the checkpoint with its layers and hyperparameters."""
+    found = []
+    for part, settings in facts.choices:
+        for entry in settings.entries:
+            exact = [layer for layer in range(num_layers or 0) if settings.for_layer(layer) is None]
+            fields = dataclasses.fields(entry.config)
+            found.append(
+                {
+                    "info": method_info(entry.config.method),
+                    "part": part,
+                    "layers": None if entry.layers is None else ranges(entry.layers),
+                    "numbered": any(isinstance(layer, int) for layer in entry.layers or ()),
+                    "exact": ranges(exact) if len(settings.entries) > 1 else "",
+                    "hyperparameters": [
+                        (spec.name, getattr(entry.config, spec.name), spec.default, spec.metadata.get("help") or "")
+                        for spec in fields
+                    ],
+                }
+            )
+    return found
+
+
+def _exact_length(info: MethodInfo) -> str | None:
+    """The sentence in the method's documentation that says up to which length it is exact."""
+    found = re.search(r"\b(?:With up|Up) to [^.]*?exact\b", " ".join((info.config_class.__doc__ or "").split()))
+    return found[0][0].lower() + found[0][1:] if found else None
+
+
+def _command(facts: Facts) -> str | None:
+    """The `convert` command that makes this checkpoint; None for mixes and composite models, which need more."""
+    source = facts.base_model or facts.base_name
+    if len(facts.choices) != 1 or not source:
+        return None
+    part, settings = facts.choices[0]
+    if part or len(settings.entries) != 1:
+        return None
+    config, layers = settings.entries[0].config, settings.entries[0].layers
+    words = ["hf-efficient-attn", "convert", source, "--method", config.method]
+    for spec in dataclasses.fields(config):
+        value = getattr(config, spec.name)
+        if value != spec.default:
+            words += ["--set", f"{spec.name}={value}"]
+    if layers is not None:
+        words += ["--layers", ranges(layers)]
+    if facts.max_length is not None:
+        words += ["--max-length", str(facts.max_length)]
+    return shlex.join([*words, "-o", "OUT"])
