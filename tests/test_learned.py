@@ -377,7 +377,7 @@ def test_an_offloaded_model_is_equal(family, name, tmp_path):
 def test_an_offloaded_model_cannot_be_given_parameters():
     accelerate = pytest.importorskip("accelerate")
     model = accelerate.cpu_offload(tiny_model("bert"), torch.device("cpu"))
-    with pytest.raises(hea.UnsupportedAttentionError, match="is offloaded.*convert the model first"):
+    with pytest.raises(hea.UnsupportedAttentionError, match=r"is offloaded.*convert the model first"):
         convert(model, "linformer")
     hea.convert(model, "kdeformer")
     output(model, tiny_batch("bert"))
@@ -414,7 +414,7 @@ def test_an_implementation_set_by_hand(method):
 def test_parameters_of_other_hyperparameters():
     model, inputs = convert(tiny_model("bert"), "linformer"), tiny_batch("bert")
     model.config.efficient_attention = {"method": "linformer", "projection_dim": 8}
-    with pytest.raises(hea.UnsupportedAttentionError, match="has learned parameters of Linformer.*convert"):
+    with pytest.raises(hea.UnsupportedAttentionError, match=r"has learned parameters of Linformer.*convert"):
         output(model, inputs)
 
 

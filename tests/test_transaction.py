@@ -230,7 +230,7 @@ def test_a_model_that_refuses_sdpa_keeps_the_others(order):
     bert = trained(convert(tiny_model("bert"), "linformer"))
     container = torch.nn.ModuleList([tiny_gpt_oss(), bert][::order])
     before = State(container)
-    with pytest.raises(ValueError, match="sdpa|scaled_dot_product"):
+    with pytest.raises(ValueError, match=r"sdpa|scaled_dot_product"):
         hea.convert(container, "sdpa")
     before.check(container)
 

@@ -665,8 +665,9 @@ def test_every_model_that_has_a_table_of_attention_classes_is_known_by_it():
     from hf_efficient_attn.integration.model_code import attention_table, own_mask
 
     for name, table in (
-        ("GitModel", "GIT_SELF_ATTENTION_CLASSES"), ("GitVisionModel", None), ("FalconModel", "FALCON_ATTENTION_CLASSES"),
-        ("BertModel", None), ("ViTForImageClassification", None), ("GPT2LMHeadModel", None), ("LlamaModel", None),
+        ("GitModel", "GIT_SELF_ATTENTION_CLASSES"), ("FalconModel", "FALCON_ATTENTION_CLASSES"),
+        ("GitVisionModel", None), ("BertModel", None), ("ViTForImageClassification", None),
+        ("GPT2LMHeadModel", None), ("LlamaModel", None),
     ):  # fmt: skip
         assert attention_table(getattr(transformers, name)) == table
     for family in FAMILIES:

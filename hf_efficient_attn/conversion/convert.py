@@ -56,7 +56,7 @@ def convert(
             choose(roots, settings)
             return
         for root in roots:
-            root.set_attn_implementation(method_or_config)
+            root.set_attn_implementation(str(method_or_config))
             for config in configs_of(root):
                 config.efficient_attention = None
 

@@ -18,6 +18,9 @@ from hf_efficient_attn.integration.refusals import (
 )
 from hf_efficient_attn.methods import MethodConfig, attention
 
+# The attribute of an attention module that holds its `ModuleLocation`.
+LOCATION = "_efficient_attention"
+
 
 class ModuleLocation(NamedTuple):
     """Where an attention module is in its model.
@@ -35,7 +38,7 @@ class ModuleLocation(NamedTuple):
 
 def location_of(module: nn.Module) -> ModuleLocation:
     """The location that `models.switch` wrote on the module, or else what the module itself says about it."""
-    location = getattr(module, "_efficient_attention", None)
+    location = getattr(module, LOCATION, None)
     if location is None:
         layer = layer_of(module, str(getattr(module, "layer_idx", "")))
         if layer is None:
@@ -86,7 +89,7 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         dropout = dropout if module.training else 0.0
         cached = state_layer_of(key)
         from_state = cached is not None and method == cached.method and is_causal
-        if isinstance(key, NewKeys) and not from_state:
+        if cached is not None and isinstance(key, NewKeys) and not from_state:
             raise UnsupportedAttentionError(
                 f"{name}: the cache holds a state of {cached.method}, but {location.name} of this model now computes "
                 "something else: start with a new cache after switching the model"
@@ -99,8 +102,8 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
             # In training the seed comes from the global generators, so that gradient checkpointing draws the same
             # again. Otherwise it depends on the layer alone.
             seed = None if module.training else layer_seed(location.layer)
-            options = {"scale": scaling, "dropout_p": dropout, "seed": seed}
-            if from_state:
+            options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "seed": seed}
+            if cached is not None and from_state:
                 out = cached.attention(query, key, value, attention_mask, **options)
             else:
                 out = attention(

@@ -11,6 +11,7 @@ from hf_efficient_attn.methods import available_methods
 
 logger = logging.get_logger(__name__)
 
+_ATTRIBUTE = "efficient_attention"
 # For every method, what its name alone stands for. Made when the method is registered, not while a graph is traced.
 _DEFAULTS: dict[str, EfficientAttentionConfig] = {}
 
@@ -31,7 +32,7 @@ def settings_of(config: object, name: str) -> EfficientAttentionConfig:
 
     A config can store the settings of another method, after its model was switched by name.
     """
-    stored = getattr(config, "efficient_attention", None)
+    stored = getattr(config, _ATTRIBUTE, None)
     if isinstance(stored, Stored) and stored.settings.method == name:
         return stored.settings
     return _DEFAULTS[name]
@@ -47,17 +48,17 @@ class EfficientAttentionAttribute:
     """
 
     def __get__(self, config: PreTrainedConfig | None, owner: type) -> Any:
-        return self if config is None else config.__dict__.get("efficient_attention")
+        return self if config is None else config.__dict__.get(_ATTRIBUTE)
 
     def __set__(self, config: PreTrainedConfig, value: Any) -> None:
         if value is None:
-            config.__dict__.pop("efficient_attention", None)
+            config.__dict__.pop(_ATTRIBUTE, None)
             return
         settings = as_settings(value, method_of(config))
-        config.__dict__["efficient_attention"] = Stored(settings)
+        config.__dict__[_ATTRIBUTE] = Stored(settings)
         named = getattr(config, "_attn_implementation", None)
         if named is None:
-            config._attn_implementation = settings.method
+            config._attn_implementation = str(settings.method)
         elif named not in available_methods():
             logger.warning_once(
                 f"efficient_attention has no effect while attn_implementation is {named!r}; call "
@@ -80,20 +81,20 @@ def implementation_entry(config: PreTrainedConfig) -> str | dict[str, Any] | Non
 
 def extend_configs() -> None:
     """Give `PreTrainedConfig` the attribute, and two more keys in `to_dict`. Done once."""
-    if isinstance(PreTrainedConfig.__dict__.get("efficient_attention"), EfficientAttentionAttribute):
+    if isinstance(PreTrainedConfig.__dict__.get(_ATTRIBUTE), EfficientAttentionAttribute):
         return
-    PreTrainedConfig.efficient_attention = EfficientAttentionAttribute()
+    setattr(PreTrainedConfig, _ATTRIBUTE, EfficientAttentionAttribute())
     to_dict = PreTrainedConfig.to_dict
 
     @functools.wraps(to_dict)
     def to_dict_with_method(self: PreTrainedConfig) -> dict[str, Any]:
         output = to_dict(self)
-        output.pop("efficient_attention", None)
+        output.pop(_ATTRIBUTE, None)
         entry, name = implementation_entry(self), method_of(self)
         if entry is not None:
             output["attn_implementation"] = entry
         if name is not None:
-            output["efficient_attention"] = settings_of(self, name).to_dict()
+            output[_ATTRIBUTE] = settings_of(self, name).to_dict()
         return output
 
-    PreTrainedConfig.to_dict = to_dict_with_method
+    setattr(PreTrainedConfig, to_dict.__name__, to_dict_with_method)

@@ -36,7 +36,7 @@ def exact_layer(
         (B, H, Nq, Dv), 0 for queries that have no key to attend to.
     """
     q_len, kv_len = query.shape[2], key.shape[2]
-    options = {"scale": scale, "dropout_p": dropout_p}
+    options: dict[str, Any] = {"scale": scale, "dropout_p": dropout_p}
     if key.shape[1] != query.shape[1]:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)

@@ -19,6 +19,14 @@ from hf_efficient_attn.integration.settings import EXACT_IMPLEMENTATIONS
 from hf_efficient_attn.integration.transaction import Snapshot
 from hf_efficient_attn.methods import available_methods
 
+# The attribute by which Transformers knows modules that need no initialization.
+_INITIALIZED = "_is_hf_initialized"
+
+
+def _replace(cls: type, function: Any) -> None:
+    """Replace the method of a class that `function` wraps."""
+    setattr(cls, function.__name__, function)
+
 
 def extend_models() -> None:
     """Extend `PreTrainedModel`. Called once."""
@@ -38,7 +46,7 @@ def _extend_construction() -> None:
         if any(method_of(part.config) for part in models.models_in(self)):
             models.switch([self], is_complete=False)
 
-    from_config = PreTrainedModel._from_config.__func__
+    from_config = vars(PreTrainedModel)["_from_config"].__func__
 
     @functools.wraps(from_config)
     def from_config_or_restore(cls: type[PreTrainedModel], config: PreTrainedConfig, **kwargs: Any) -> PreTrainedModel:
@@ -52,8 +60,8 @@ def _extend_construction() -> None:
             before.restore()
             raise
 
-    PreTrainedModel.post_init = post_init_and_switch
-    PreTrainedModel._from_config = classmethod(from_config_or_restore)
+    _replace(PreTrainedModel, post_init_and_switch)
+    _replace(PreTrainedModel, classmethod(from_config_or_restore))
 
 
 def _extend_switching() -> None:
@@ -90,8 +98,8 @@ def _extend_switching() -> None:
             sentence = unknown_name("attention method", requested_attention, [*names, *EXACT_IMPLEMENTATIONS])
             raise UnsupportedAttentionError(sentence) from error
 
-    PreTrainedModel.set_attn_implementation = set_implementation_and_switch
-    PreTrainedModel.get_correct_attn_implementation = correct_or_explain
+    _replace(PreTrainedModel, set_implementation_and_switch)
+    _replace(PreTrainedModel, correct_or_explain)
 
 
 def _extend_initialization() -> None:
@@ -102,11 +110,11 @@ def _extend_initialization() -> None:
     def initialize_learned_too(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         if isinstance(module, LearnedParameters):
             module.reset_parameters()
-            module._is_hf_initialized = True
+            setattr(module, _INITIALIZED, True)
         else:
             initialize(self, module, *args, **kwargs)
 
-    PreTrainedModel._initialize_weights = initialize_learned_too
+    _replace(PreTrainedModel, initialize_learned_too)
 
 
 def extend_caches() -> None:
@@ -135,7 +143,8 @@ def extend_caches() -> None:
         settings = settings_of(config, name)
         for index, layer in enumerate(self.layers):
             method = settings.for_layer(index)
-            if type(layer) is DynamicLayer and not layer.is_initialized and is_recurrent(method):
+            is_plain = type(layer) is DynamicLayer and not layer.is_initialized
+            if is_plain and method is not None and is_recurrent(method):
                 self.layers[index] = StateLayer(method)
 
-    DynamicCache.__init__ = initialize_with_states
+    _replace(DynamicCache, initialize_with_states)

@@ -57,10 +57,10 @@ def plan(module: nn.Module, method: MethodConfig | None) -> Callable[..., Any] |
 def attach(module: nn.Module, forward: Callable[..., Any] | None) -> None:
     """Give an attention module the forward that `plan` returned."""
     present = vars(module).get("forward")
-    if forward is None and present is not None:
-        del module.forward
-    elif forward is not present:
+    if forward is not None:
         module.forward = forward
+    elif present is not None:
+        del module.forward
 
 
 def _is_ours(forward: object) -> bool:
@@ -84,16 +84,14 @@ def _layout(module: nn.Module) -> _Layout | None:
 
 
 def _forward(
-    module: nn.Module, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Replace the module's own forward: the same arguments, and the same output up to rounding."""
-    name = method_of(module.config)
-    location = location_of(module)
-    method = None if name is None else settings_of(module.config, name).for_layer(location.layer)
+    name, layout, location = method_of(module.config), _layout(module), location_of(module)
+    method: Any = None if name is None else settings_of(module.config, name).for_layer(location.layer)
     form = None if method is None else get_method(method.method).forward_hidden_states
-    if form is None or kwargs.get("past_key_values") is not None or kwargs.get("is_causal"):
+    if form is None or layout is None or kwargs.get("past_key_values") is not None or kwargs.get("is_causal"):
         return type(module).forward(module, hidden_states, attention_mask, **kwargs)
-    layout = _layout(module)
     refuse_arguments(method.method, module, hidden_states.shape[1], attention_mask, kwargs)
     query_projection = getattr(module, layout.query)
     query = query_projection(hidden_states).unflatten(2, (-1, getattr(module, layout.head_dim))).transpose(1, 2)

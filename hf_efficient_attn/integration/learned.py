@@ -12,7 +12,7 @@ parameters for a corrupted one.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -102,7 +102,7 @@ def learned_of(module: nn.Module) -> LearnedParameters | None:
     If a PEFT config has "learned_parameters" in `modules_to_save`, a wrapper holds one copy per adapter. This returns
     the copy in use.
     """
-    attached = module._modules.get(NAME)
+    attached: Any = module._modules.get(NAME)
     if attached is not None and hasattr(attached, "modules_to_save"):
         names = (
             [] if attached.disable_adapters else [a for a in attached.active_adapters if a in attached.modules_to_save]

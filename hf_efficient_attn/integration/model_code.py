@@ -1,10 +1,9 @@
 """What the code of a model's classes says about its attention, found without running it."""
 
-import functools
 import inspect
 from collections.abc import Iterator
 from types import CodeType
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 
@@ -17,7 +16,6 @@ def uses_interface(kind: type[nn.Module]) -> bool:
     return any(True for _ in _attention_functions(kind))
 
 
-@functools.cache
 def own_mask(kind: type[nn.Module]) -> str | None:
     """The name of the method by which an attention class makes a (queries, keys) mask of its own; None without one."""
     for function in _attention_functions(kind):
@@ -45,7 +43,6 @@ def attention_arguments(kind: type[nn.Module]) -> frozenset[str]:
     return _ARGUMENTS[kind]
 
 
-@functools.cache
 def attention_table(kind: type[nn.Module]) -> str | None:
     """The table from which a model takes its attention class by the name of the implementation; None without one.
 
@@ -55,9 +52,9 @@ def attention_table(kind: type[nn.Module]) -> str | None:
     while waiting:
         current = waiting.pop()
         for cls in current.__mro__:
-            constructor = inspect.unwrap(vars(cls).get("__init__"))
-            if cls.__module__.startswith("torch.") or not inspect.isfunction(constructor):
+            if cls.__module__.startswith("torch.") or not inspect.isfunction(vars(cls).get("__init__")):
                 continue
+            constructor = inspect.unwrap(vars(cls)["__init__"])
             for name in _names(constructor.__code__):
                 value = constructor.__globals__.get(name)
                 if isinstance(value, dict) and "eager" in value and all(map(_is_module_class, value.values())):
@@ -77,7 +74,7 @@ def _attention_functions(kind: type[nn.Module]) -> Iterator[Any]:
                 yield function
 
 
-def _is_module_class(value: object) -> bool:
+def _is_module_class(value: object) -> TypeGuard[type[nn.Module]]:
     return inspect.isclass(value) and issubclass(value, nn.Module)
 
 

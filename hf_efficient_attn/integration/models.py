@@ -9,11 +9,12 @@ from transformers.modeling_utils import PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration import hidden_states, learned
-from hf_efficient_attn.integration.attention import ModuleLocation
+from hf_efficient_attn.integration.attention import LOCATION, ModuleLocation
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.layers import in_order, layer_of
 from hf_efficient_attn.integration.model_code import attention_arguments, attention_table, own_mask, uses_interface
 from hf_efficient_attn.integration.refusals import (
+    WARNED,
     check_methods,
     no_attentions,
     warn_of_exact_cross_attention,
@@ -24,6 +25,8 @@ from hf_efficient_attn.integration.transaction import Snapshot
 from hf_efficient_attn.methods import MethodConfig, available_methods
 
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "num_decoder_layers", "encoder_layers", "decoder_layers")
+# The attribute of a model that has the forward pre-hook below.
+_GUARDED = "_efficient_attention_guarded"
 _CROSS = ("cross", "encdec", "enc_dec", "encoder_attn")
 
 
@@ -185,16 +188,16 @@ class _Plan(NamedTuple):
         for module, parameters in self.parameters:
             learned.attach(module, parameters)
         for found in self.modules:
-            found.module._efficient_attention = found.location
+            setattr(found.module, LOCATION, found.location)
         for module, forward in self.forwards:
             hidden_states.attach(module, forward)
         for module, _ in (found for group in self.exact.values() for found in group):
-            module._efficient_attention_warned = True
+            setattr(module, WARNED, True)
         for part in self.parts:
             # Some models do not pass the argument on to their attention, so it is checked on the way in.
-            if not getattr(part, "_efficient_attention_guarded", False):
+            if not getattr(part, _GUARDED, False):
                 part.register_forward_pre_hook(_refuse_output_attentions, with_kwargs=True)
-                part._efficient_attention_guarded = True
+                setattr(part, _GUARDED, True)
 
 
 def _plan(model: PreTrainedModel, is_complete: bool) -> _Plan:
@@ -337,7 +340,7 @@ def _exact_cross_attention(chosen: Sequence[AttentionModule]) -> dict[str, list[
         if method is None or not found.location.is_cross:
             continue
         reason = why_cross_attention_is_exact(method.method, found.config)
-        if reason is not None and not getattr(found.module, "_efficient_attention_warned", False):
+        if reason is not None and not getattr(found.module, WARNED, False):
             exact.setdefault(reason, []).append((found.module, found.location.name))
     return exact
 

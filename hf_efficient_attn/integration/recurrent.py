@@ -28,6 +28,8 @@ from hf_efficient_attn.ops.random import draw_seed
 
 # In Transformers 5.12 `crop` takes the length that remains, in later versions minus the number of tokens to remove.
 _CROPS_TO_LENGTH = not hasattr(CacheLayerMixin, "get_max_length")
+# The attribute of keys that refers to the layer that returned them.
+_STATE_LAYER = "_state_layer"
 
 
 class NewKeys(Tensor):
@@ -91,7 +93,7 @@ class StateLayer(DynamicLayer):
             no such call.
         values: like the keys.
         seen: number of tokens, padding included.
-        valid: number of tokens without padding: (B,), or None if there is no padding.
+        valid: number of tokens without padding: integers (B,), or None if there is no padding.
     """
 
     is_croppable = False
@@ -104,10 +106,11 @@ class StateLayer(DynamicLayer):
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self.keys = self.values = self.state = None
+        self.keys = self.values = None
+        self.state: Any = None
         self.is_initialized = False
         self.seen = 0
-        self.valid: Tensor | int | None = None
+        self.valid: Any = None
         self.options: _Options | None = None
         # Tokens that are not part of the state yet.
         self.pending: _Tokens | None = None
@@ -138,7 +141,7 @@ class StateLayer(DynamicLayer):
                 )
             self.seen, self.was_used = self.seen + key_states.shape[-2], False
             returned = key_states.as_subclass(NewKeys)
-        returned._state_layer = self
+        setattr(returned, _STATE_LAYER, self)
         return returned, value_states
 
     def attention(
@@ -190,7 +193,7 @@ class StateLayer(DynamicLayer):
         self._record(new)
         out, self.state = attention_with_state(
             self.method, self.state, query, key, value, attention_mask=new.mask, dropout_p=dropout_p,
-            **self.options._asdict(),
+            **self._options(),
         )  # fmt: skip
         self._count(new, self.seen - key.shape[2])
         self.was_used = True
@@ -198,6 +201,7 @@ class StateLayer(DynamicLayer):
 
     def _begin(self, mask: Tensor | None, options: _Options) -> None:
         """Keep a state from now on. With gradients it is made when the next token comes, otherwise at once."""
+        assert self.keys is not None and self.values is not None
         self.options, self.seen = options, self.keys.shape[-2]
         self.pending = _Tokens(self.keys, self.values, mask)
         self.keys = self.values = None
@@ -206,14 +210,19 @@ class StateLayer(DynamicLayer):
         if not torch.is_grad_enabled():
             self._update_pending()
 
+    def _options(self) -> dict[str, Any]:
+        assert self.options is not None
+        return self.options._asdict()
+
     def _update_pending(self) -> None:
         if self.pending is not None:
             self.state, self.pending = self._updated(self.pending), None
 
     def _updated(self, tokens: _Tokens) -> Any:
         """The state after these tokens."""
-        options = {"attention_mask": tokens.mask, **self.options._asdict()}
-        return update_state(self.method, self.state, tokens.key, tokens.value, **options)
+        return update_state(
+            self.method, self.state, tokens.key, tokens.value, attention_mask=tokens.mask, **self._options()
+        )
 
     def _new_mask(self, mask: Tensor | None, new: int) -> Tensor | None:
         """The mask of the last `new` tokens, after a check that the number of valid earlier tokens is unchanged."""
@@ -296,7 +305,7 @@ class StateLayer(DynamicLayer):
         self.valid = None if self.valid is None else select(self.valid)
         self.record = None
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Give batch row i the state of row beam_idx[i]."""
         if self.options is None:
             super().reorder_cache(beam_idx)
@@ -330,9 +339,9 @@ class StateLayer(DynamicLayer):
 
 def state_layer_of(key: Tensor) -> StateLayer | None:
     """The `StateLayer` that returned these keys; None if they come from elsewhere."""
-    return getattr(key, "_state_layer", None)
+    return getattr(key, _STATE_LAYER, None)
 
 
-def is_recurrent(method: MethodConfig | None) -> bool:
+def is_recurrent(method: MethodConfig) -> bool:
     """Whether a layer with this method can decode from a state."""
-    return method is not None and get_method(method.method).recurrence is not None
+    return get_method(method.method).recurrence is not None

@@ -23,6 +23,8 @@ from hf_efficient_attn.integration.model_code import attention_arguments
 from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.methods import MethodConfig, causal_methods, get_method, learns, rectangular_methods
 
+# The attribute of an attention module whose exact cross attention has been warned of.
+WARNED = "_efficient_attention_warned"
 # Arguments that change what attention computes, as Transformers' attention functions and paged caches name them.
 _ATTENTION_ARGUMENTS = (
     "position_bias", "softcap", "s_aux", "sinks", "alibi", "cache", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k",
@@ -93,9 +95,9 @@ def why_cross_attention_is_exact(method: str, config: object) -> str | None:
 
 def warn_of_exact_cross_attention(module: nn.Module, reason: str, names: list[str]) -> None:
     """Warn once per module that cross attention stays exact. No warning is given while a graph is traced."""
-    if not torch.compiler.is_compiling() and not getattr(module, "_efficient_attention_warned", False):
+    if not torch.compiler.is_compiling() and not getattr(module, WARNED, False):
         warnings.warn(f"{reason}: cross attention stays exact in {', '.join(names)}", stacklevel=2)
-        module._efficient_attention_warned = True
+        setattr(module, WARNED, True)
 
 
 def refuse_arguments(
@@ -113,11 +115,12 @@ def refuse_arguments(
     Raises:
         UnsupportedAttentionError: names the argument and what to do instead.
     """
-    is_tensor = isinstance(attention_mask, Tensor)
-    if attention_mask is not None and not (
-        is_tensor and attention_mask.ndim == 2 and attention_mask.dtype == torch.bool
-    ):
-        kind = f"{attention_mask.ndim}-D {attention_mask.dtype}" if is_tensor else type(attention_mask).__name__
+    if isinstance(attention_mask, Tensor):
+        is_supported = attention_mask.ndim == 2 and attention_mask.dtype == torch.bool
+        kind = f"{attention_mask.ndim}-D {attention_mask.dtype}"
+    else:
+        is_supported, kind = attention_mask is None, type(attention_mask).__name__
+    if not is_supported:
         raise UnsupportedAttentionError(
             f"{name}: a {kind} attention mask cannot be kept, because no (queries, keys) mask is ever built here: give "
             "the model an attention_mask of shape (batch, sequence length) that is 1 for every token and 0 for "

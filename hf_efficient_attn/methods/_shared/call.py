@@ -57,7 +57,7 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     dropout_p: float = 0.0,
-    seed: int | None = 0,
+    seed: int | Tensor | None = 0,
     parameters: Mapping[str, Tensor] | None = None,
     **hyperparameters: Any,
 ) -> Tensor:
