@@ -184,8 +184,8 @@ def test_contraction_before_or_after_the_projections(method, kind, length):
     before, valid = [], x if mask is None else x.masked_fill(~mask[:, :, None], 0.0)
     for table, w, b in zip(tables, weights[1:], biases[1:], strict=True):
         contracted = contraction(table, mask, 70, torch.float64)
-        assert contracted.shown.all()
-        projected = linear(contracted.rows(valid[:, None])[:, 0], w) + contracted.sums()[:, :, None] * b
+        assert contracted.valid.all()
+        projected = linear(contracted.project(valid[:, None])[:, 0], w) + contracted.sums()[:, :, None] * b
         before.append(heads(projected.expand(2, -1, -1)))
     close(formula(method, query, *before, query_mask=mask), after)
     # The bias is multiplied with E 1. Adding it once would give another output.
@@ -204,12 +204,12 @@ def test_sums_are_the_projections_of_ones():
         for key_mask in (mask, None):
             contracted = contraction(table, key_mask, 50, torch.float64)
             ones = torch.ones(3, 50, dtype=torch.float64) if key_mask is None else key_mask.double()
-            close(contracted.rows(ones[:, None, :, None])[:, 0, :, 0], contracted.sums().expand(3, -1))
+            close(contracted.project(ones[:, None, :, None])[:, 0, :, 0], contracted.sums().expand(3, -1))
     # Means of segments stay means, whatever the number of valid tokens.
     table = start("flurka_linear", 60, projection_dim=20)["key_projection"].double()
     sums = contraction(table, mask, 50, torch.float64)
-    close(sums.sums(), sums.shown.double(), 1e-6)
-    assert not sums.shown.all()
+    close(sums.sums(), sums.valid.double(), 1e-6)
+    assert not sums.valid.all()
 
 
 # --- tables ---
@@ -344,7 +344,7 @@ def test_gaussian_tables_keep_the_promises_of_masks(instance, kind):
 @each_gaussian
 def test_gaussian_tables_keep_the_other_promises(instance):
     promises.check_masked_gradients(instance, False)
-    promises.check_empty_rows(instance, False)
+    promises.check_queries_without_keys(instance, False)
     promises.check_gradients(instance, False, 13, 3)
     promises.check_compiles(instance, False)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -353,7 +353,7 @@ def test_gaussian_tables_keep_the_other_promises(instance):
         )
     fixed = Instance(instance.method, {**instance.hyperparameters, "max_length": 300}, averages=False)
     for length, before, after in ((1, 0, 4), (10, 9, 20), (50, 30, 0), (130, 90, 80)):
-        promises.check_padding_beside(fixed, False, length, before, after)
+        promises.check_padding(fixed, False, length, before, after)
     for length in (1, 50, 200):
         promises.check_holes(fixed, False, length)
 

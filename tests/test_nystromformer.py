@@ -235,11 +235,11 @@ def test_convolution_keeps_the_promises_of_masks(kind, length):
 
 def test_convolution_keeps_the_other_promises():
     for length, before, after in ((3, 0, 4), (10, 9, 20), (50, 30, 0), (50, 7, 8)):
-        promises.check_padding_beside(CONVOLVED, False, length, before, after)
+        promises.check_padding(CONVOLVED, False, length, before, after)
     for length in (1, 50, 200):
         promises.check_holes(CONVOLVED, False, length)
     promises.check_masked_gradients(CONVOLVED, False)
-    promises.check_empty_rows(CONVOLVED, False)
+    promises.check_queries_without_keys(CONVOLVED, False)
     promises.check_compiles(CONVOLVED, False)
     for dtype in (torch.bfloat16, torch.float16):
         promises.check_finite(CONVOLVED, False, dtype, 1e4, False)

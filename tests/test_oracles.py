@@ -1,4 +1,4 @@
-"""Implementations by others, with the same weights, features and inputs: an outside answer to the same question."""
+"""The methods against other implementations with the same weights, features and inputs."""
 
 import pytest
 import torch
@@ -13,25 +13,28 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.ops.features import orthogonal_features
 from instances import INSTANCES, inputs, numbers, relative_error
 
-# Longformer, of Transformers.
+# Longformer of Transformers.
 
-HEADS, WIDTH = 2, 8
+NUM_HEADS, HEAD_DIM = 2, 8
 
 
 def longformer_layer(window: int) -> LongformerSelfAttention:
-    """One layer of Transformers' Longformer in float64; its second set of projections holds the first one's weights."""
+    """One layer of Transformers' Longformer in float64, with the same weights in both sets of projections."""
     torch.manual_seed(0)
-    size = HEADS * WIDTH
-    config = LongformerConfig(hidden_size=size, num_attention_heads=HEADS, attention_window=[2 * window])
+    size = NUM_HEADS * HEAD_DIM
+    config = LongformerConfig(hidden_size=size, num_attention_heads=NUM_HEADS, attention_window=[2 * window])
     layer = LongformerSelfAttention(config, 0).double().eval()
     for name in ("query", "key", "value"):
         getattr(layer, f"{name}_global").load_state_dict(getattr(layer, name).state_dict())
     return layer
 
 
-def projected(layer, hidden):
+def projected(layer, hidden_states):
     """Query, key and value (B, H, N, D) of the layer's own projections."""
-    return (getattr(layer, n)(hidden).unflatten(2, (HEADS, WIDTH)).transpose(1, 2) for n in ("query", "key", "value"))
+    return (
+        getattr(layer, n)(hidden_states).unflatten(2, (NUM_HEADS, HEAD_DIM)).transpose(1, 2)
+        for n in ("query", "key", "value")
+    )
 
 
 @pytest.mark.parametrize("global_tokens", [0, 1, 3])
@@ -39,79 +42,79 @@ def projected(layer, hidden):
 @pytest.mark.parametrize("window", [4, 16])
 def test_longformer_of_transformers(window, padding, global_tokens):
     layer, length = longformer_layer(window), 96
-    hidden = 3.0 * numbers(2, length, HEADS * WIDTH, seed=1)
-    there = torch.ones(2, length, dtype=torch.bool)
-    there[1, length - padding :] = False
-    # Its own encoding: a large negative number is padding, a positive one a global token.
+    hidden_states = 3.0 * numbers(2, length, NUM_HEADS * HEAD_DIM, seed=1)
+    mask = torch.ones(2, length, dtype=torch.bool)
+    mask[1, length - padding :] = False
+    # Its own encoding: a negative number is padding, and a positive one is a global token.
     codes = torch.zeros(2, length, dtype=torch.float64)
     codes[:, :global_tokens] = 10000.0
-    codes[~there] = -10000.0
+    codes[~mask] = -10000.0
     with torch.no_grad():
         theirs = layer(
-            hidden,
+            hidden_states,
             attention_mask=codes,
             is_index_masked=codes < 0,
             is_index_global_attn=codes > 0,
             is_global_attn=global_tokens > 0,
         )[0]
         ours = hea.functional.longformer_attention(
-            *projected(layer, hidden), attention_mask=there, window_size=window, global_tokens=global_tokens
+            *projected(layer, hidden_states), attention_mask=mask, window_size=window, global_tokens=global_tokens
         )
     ours = ours.transpose(1, 2).flatten(2)
-    # Its softmax is in float32.
-    torch.testing.assert_close(ours[there], theirs[there], rtol=1e-5, atol=1e-5)
-    assert relative_error(ours[there], ours[there].mean(0).expand_as(ours[there])) > 0.1
+    # It computes the softmax in float32.
+    torch.testing.assert_close(ours[mask], theirs[mask], rtol=1e-5, atol=1e-5)
+    assert relative_error(ours[mask], ours[mask].mean(0).expand_as(ours[mask])) > 0.1
 
 
-# Performer, of performer-pytorch.
+# Performer of performer-pytorch.
 
 
 def performer_inputs(length: int):
-    return inputs(batch=2, num_heads=3, q_len=length, head_dim=WIDTH, dtype=torch.float64)
+    return inputs(batch=2, num_heads=3, q_len=length, head_dim=HEAD_DIM, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("seed", [0, 4])
 def test_performer_features_of_performer_pytorch(seed):
-    """With its epsilon at 0 the two are the same function of the same projection."""
+    """With an epsilon of 0 both are the same function of the same projection."""
     query, key, value = performer_inputs(70)
-    projection = orthogonal_features(40, WIDTH, seed, query.device)
+    projection = orthogonal_features(40, HEAD_DIM, seed, query.device)
     phi_q = softmax_kernel(query, projection_matrix=projection, is_query=True, eps=0.0)
     phi_k = softmax_kernel(key, projection_matrix=projection, is_query=False, eps=0.0)
     theirs = performer_linear_attention(phi_q, phi_k, value)
     ours = hea.functional.performer_attention(query, key, value, num_features=40, seed=seed)
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-    # Causal: the same products, summed up to each query.
+    # The causal form has the same products, summed up to each query.
     weights = (phi_q @ phi_k.transpose(2, 3)).tril()
     ours = hea.functional.performer_attention(query, key, value, num_features=40, seed=seed, is_causal=True)
     torch.testing.assert_close(ours, weights @ value / weights.sum(-1, keepdim=True), rtol=1e-9, atol=1e-9)
 
 
 def test_performer_module_of_performer_pytorch():
-    """Its module, at the epsilon of 1e-4 that is built in."""
+    """The module has a built-in epsilon of 1e-4."""
     query, key, value = performer_inputs(70)
-    theirs = FastAttention(WIDTH, nb_features=40).double()
-    theirs.projection_matrix = orthogonal_features(40, WIDTH, 0, query.device)
+    theirs = FastAttention(HEAD_DIM, nb_features=40).double()
+    theirs.projection_matrix = orthogonal_features(40, HEAD_DIM, 0, query.device)
     ours = hea.functional.performer_attention(query, key, value, num_features=40)
     assert relative_error(ours, theirs(query, key, value)) < 0.05
-    # The epsilon is most of the difference that there is: it vanishes with smaller inputs, whose features are larger.
+    # Most of the difference is due to the epsilon. It is less with smaller inputs, which have larger features.
     small = hea.functional.performer_attention(0.1 * query, 0.1 * key, value, num_features=40)
     assert relative_error(small, theirs(0.1 * query, 0.1 * key, value)) < 0.005
 
 
-def test_performer_pytorch_draws_features_of_the_same_law():
-    """Both estimate the same exact attention with the same mean error, each with its own draws."""
-    row = performer_inputs(60)
-    exact, errors = scaled_dot_product_attention(*row), {"ours": [], "theirs": []}
+def test_performer_pytorch_draws_features_from_the_same_distribution():
+    """Both estimate exact attention with the same mean error, each with its own draws."""
+    tensors = performer_inputs(60)
+    exact, errors = scaled_dot_product_attention(*tensors), {"ours": [], "theirs": []}
     for seed in range(12):
         torch.manual_seed(seed)
-        errors["theirs"].append(relative_error(FastAttention(WIDTH, nb_features=64).double()(*row), exact))
-        errors["ours"].append(relative_error(hea.attention("performer", *row, num_features=64, seed=seed), exact))
+        errors["theirs"].append(relative_error(FastAttention(HEAD_DIM, nb_features=64).double()(*tensors), exact))
+        errors["ours"].append(relative_error(hea.attention("performer", *tensors, num_features=64, seed=seed), exact))
     ours, theirs = (sum(x) / 12 for x in errors.values())
     assert 0.8 < ours / theirs < 1.25
 
 
-# The linear transformer. linear-attention-transformer takes softmax(q) and softmax(k), or exp(k), as features: what it
-# is given here are logarithms of elu(x) + 1, so that it computes with those.
+# The linear transformer. linear-attention-transformer uses softmax(q) and softmax(k), or exp(k), as features. Here its
+# inputs are the logarithms of elu(x) + 1, so that it computes with the features elu(x) + 1.
 
 
 def log_features(x):
@@ -120,7 +123,7 @@ def log_features(x):
 
 @pytest.mark.parametrize("length", [1, 70, 300])
 def test_causal_linear_attention_of_linear_attention_transformer(length):
-    """Its softmax over the features of a query cancels with its denominator."""
+    """The softmax over the features of a query cancels with the denominator."""
     query, key, value = performer_inputs(length)
     theirs = causal_linear_attn(log_features(query), log_features(key), value, bucket_size=1, eps=0.0)
     ours = hea.functional.linear_attention(query, key, value, is_causal=True)
@@ -129,14 +132,15 @@ def test_causal_linear_attention_of_linear_attention_transformer(length):
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_linear_attention_of_linear_attention_transformer(masked):
-    """It divides the features of the keys by their sums and has no denominator: the sums are given to the queries."""
+    """It divides the features of the keys by their sums and has no denominator, so the sums multiply the queries."""
     query, key, value = performer_inputs(70)
-    there = torch.arange(70) < torch.tensor([[70], [41]])
+    mask = torch.arange(70) < torch.tensor([[70], [41]])
     sums = log_features(key).exp()
-    sums = (sums.masked_fill(~there[:, None, :, None], 0.0) if masked else sums).sum(2, keepdim=True)
-    theirs = linear_attn(log_features(query) + sums.log(), log_features(key), value.clone(), there if masked else None)
-    ours = hea.functional.linear_attention(query, key, value, attention_mask=there if masked else None)
-    torch.testing.assert_close(ours, theirs * WIDTH**0.5, rtol=1e-9, atol=1e-9)
+    sums = (sums.masked_fill(~mask[:, None, :, None], 0.0) if masked else sums).sum(2, keepdim=True)
+    mask = mask if masked else None
+    theirs = linear_attn(log_features(query) + sums.log(), log_features(key), value.clone(), mask)
+    ours = hea.functional.linear_attention(query, key, value, attention_mask=mask)
+    torch.testing.assert_close(ours, theirs * HEAD_DIM**0.5, rtol=1e-9, atol=1e-9)
 
 
 def test_linear_attention_of_performer_pytorch():
@@ -145,24 +149,24 @@ def test_linear_attention_of_performer_pytorch():
     torch.testing.assert_close(hea.functional.linear_attention(query, key, value), theirs, rtol=1e-9, atol=1e-9)
 
 
-# Torch's own attention, as the budget grows.
+# Exact attention of PyTorch, with a growing budget.
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["", "causal"])
 @pytest.mark.parametrize("instance", [i for i in INSTANCES if i.limit == "exact"], ids=str)
-def test_sdpa_as_the_budget_grows(instance, is_causal):
+def test_convergence_to_sdpa_with_the_budget(instance, is_causal):
     if is_causal not in instance.forms:
         pytest.skip("no causal form")
-    # Means of tokens that have nothing in common say little of their peaked rows, however many means there are.
+    # Means of unrelated tokens cannot represent peaked rows of the attention matrix, whatever their number.
     spread = 1.0 if instance.method == "nystromformer" else 1.5
-    row = inputs(num_heads=4, q_len=300, head_dim=16, spread=spread, dtype=torch.float64)
-    exact = scaled_dot_product_attention(*row, is_causal=is_causal)
+    tensors = inputs(num_heads=4, q_len=300, head_dim=16, spread=spread, dtype=torch.float64)
+    exact = scaled_dot_product_attention(*tensors, is_causal=is_causal)
 
-    def error(columns: int) -> float:
-        config = instance.config().with_budget(columns)
-        outs = [hea.attention(config, *row, is_causal=is_causal, seed=seed) for seed in range(3)]
+    def error(budget: int) -> float:
+        config = instance.config().with_budget(budget)
+        outs = [hea.attention(config, *tensors, is_causal=is_causal, seed=seed) for seed in range(3)]
         return sum(relative_error(out, exact) for out in outs) / 3
 
-    few, more, many, all_of_them = (error(columns) for columns in (30, 100, 280, 601))
-    assert few > more > many > all_of_them
-    assert all_of_them < 1e-12
+    errors = [error(budget) for budget in (30, 100, 280, 601)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 1e-12 < errors[-2]

@@ -1,4 +1,4 @@
-"""Rounds of hashing: the paper's formulas in float64, implementations by others, and the form of shared queries."""
+"""Reformer: the formulas of the paper in float64, other implementations, and shared queries and keys."""
 
 from dataclasses import dataclass
 
@@ -13,73 +13,74 @@ import hf_efficient_attn as hea
 import test_promises as promises
 from hf_efficient_attn.ops import lsh_rounds
 from hf_efficient_attn.ops.blocks import inverse
-from hf_efficient_attn.ops.lsh_rounds import Rounds, bucket_codes, plan_rounds, rounds_attention, sort_codes
+from hf_efficient_attn.ops.hashing import sort_by_hash
+from hf_efficient_attn.ops.lsh_rounds import Rounds, bucket_codes, plan_rounds, rounds_attention
 from instances import Instance, inputs, numbers, padding_mask, relative_error
 from tiny_models import tiny_model
 
-HEADS, WIDTH = 2, 8
+NUM_HEADS, HEAD_DIM = 2, 8
 
 
 def flat(*tensors):
     return tuple(x.flatten(0, 1) for x in tensors)
 
 
-# The paper, section 2, in float64 and with (N, N) matrices.
+# Section 2 of the paper, in float64 and with (N, N) matrices.
 
 
-def held_pairs(plan: Rounds, columns: int) -> torch.Tensor:
-    """P_i of every round: bool (A, S, Nq, Nk)."""
-    query_place, key_place = (inverse(x.flatten(0, 1)).view_as(x) for x in (plan.query_order, plan.key_order))
-    begin = plan.start.gather(2, query_place // plan.rows).unsqueeze(3)
-    held = (key_place.unsqueeze(2) >= begin) & (key_place.unsqueeze(2) < begin + plan.span)
-    if plan.count is not None:
-        held &= (key_place < plan.count[:, :, None]).unsqueeze(2)
-    return held
+def pairs_of_rounds(plan: Rounds) -> torch.Tensor:
+    """The set P_i of every round: bool (BH, S, Nq, Nk)."""
+    query_index, key_index = (inverse(x.flatten(0, 1)).view_as(x) for x in (plan.query_order, plan.key_order))
+    start = plan.start.gather(2, query_index // plan.block_q).unsqueeze(3)
+    pairs = (key_index.unsqueeze(2) >= start) & (key_index.unsqueeze(2) < start + plan.block_k)
+    if plan.num_keys is not None:
+        pairs &= (key_index < plan.num_keys[:, :, None]).unsqueeze(2)
+    return pairs
 
 
-def paper_attention(query, key, value, held, scale: float, shared: bool) -> torch.Tensor:
-    """Eq. 5-7: o_i = sum_r exp(z(i, P_i^r) - z(i, P_i)) o_i^r, with m_ij^r = log N_ij, 10^5 for i = j, or infinite."""
+def paper_attention(query, key, value, pairs, scale: float, shared: bool) -> torch.Tensor:
+    """Eq. 5-7: o_i = sum_r exp(z(i, P_i^r) - z(i, P_i)) o_i^r, with m_ij^r = log N_ij, 10^5 if i = j, or infinity."""
     scores = scale * query @ key.transpose(1, 2)
-    penalty = held.sum(1).clamp(min=1).double().log()
+    penalty = pairs.sum(1).clamp(min=1).double().log()
     if shared:
         penalty = penalty + 1e5 * torch.eye(scores.shape[1])
-    logits = (scores - penalty).unsqueeze(1).masked_fill(~held, -torch.inf)
+    logits = (scores - penalty).unsqueeze(1).masked_fill(~pairs, -torch.inf)
     z = logits.logsumexp(3, keepdim=True)
     rounds = (logits - z.masked_fill(z == -torch.inf, 0.0)).exp() @ value.unsqueeze(1)
     weights = (z - z.logsumexp(1, keepdim=True)).exp().nan_to_num(0.0)
     return (weights * rounds).sum(1)
 
 
-@pytest.mark.parametrize("mask", ["none", "left", "right", "holes", "empty"])
+@pytest.mark.parametrize("padding", ["none", "left", "right", "holes", "empty"])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("size", "rounds"), [(8, 1), (8, 2), (5, 3), (3, 6)])
-def test_the_formulas_of_the_paper(size, rounds, shared, mask):
-    row = inputs(batch=2, q_len=150, head_dim=WIDTH, value_dim=5, dtype=torch.float64)
-    there = padding_mask(mask, 2, 150)
+def test_the_formulas_of_the_paper(size, rounds, shared, padding):
+    tensors = inputs(batch=2, q_len=150, head_dim=HEAD_DIM, value_dim=5, dtype=torch.float64)
+    mask = padding_mask(padding, 2, 150)
     options = {"block_size": size, "num_hashes": rounds, "shared_query_key": shared}
-    ours = hea.functional.reformer_attention(*row, attention_mask=there, seed=3, **options)
-    query, key, value = flat(*row)
-    spread = None if there is None else there.repeat_interleave(2, 0)
-    key, value = (x if spread is None else x.masked_fill(~spread[:, :, None], 0.0) for x in (key, value))
-    plan = plan_rounds(query, query if shared else key, spread, size=size, rounds=rounds, seed=3)
-    held = held_pairs(plan, 150)
-    assert (held.sum(1) > 1).any() == (rounds > 1), "no pair was found twice"
+    ours = hea.functional.reformer_attention(*tensors, attention_mask=mask, seed=3, **options)
+    query, key, value = flat(*tensors)
+    flat_mask = None if mask is None else mask.repeat_interleave(2, 0)
+    key, value = (x if mask is None else x.masked_fill(~flat_mask[:, :, None], 0.0) for x in (key, value))
+    plan = plan_rounds(query, query if shared else key, flat_mask, block_size=size, rounds=rounds, seed=3)
+    pairs = pairs_of_rounds(plan)
+    assert (pairs.sum(1) > 1).any() == (rounds > 1), "no pair is in two rounds"
     key = normalize(query, dim=-1) if shared else key
-    theirs = paper_attention(query, key, value, held, WIDTH**-0.5, shared).unflatten(0, (2, 2))
-    seen = torch.ones(2, 150, dtype=torch.bool) if there is None else there
-    torch.testing.assert_close(ours.transpose(1, 2)[seen], theirs.transpose(1, 2)[seen], rtol=1e-9, atol=1e-9)
+    theirs = paper_attention(query, key, value, pairs, HEAD_DIM**-0.5, shared).unflatten(0, (2, 2))
+    valid = torch.ones(2, 150, dtype=torch.bool) if mask is None else mask
+    torch.testing.assert_close(ours.transpose(1, 2)[valid], theirs.transpose(1, 2)[valid], rtol=1e-9, atol=1e-9)
 
 
-def test_a_round_that_comes_twice_changes_nothing():
+def test_a_repeated_round_has_no_effect():
     query, key, value = flat(*inputs(q_len=100, dtype=torch.float64))
-    plan = plan_rounds(query, key, None, size=8, rounds=1, seed=0)
+    plan = plan_rounds(query, key, None, block_size=8, rounds=1, seed=0)
     twice = plan._replace(**{n: getattr(plan, n).repeat(1, 2, 1) for n in ("query_order", "key_order", "start")})
     once, again = (rounds_attention(query, key, value, p, others=False, scale=0.3) for p in (plan, twice))
     torch.testing.assert_close(again, once, rtol=1e-12, atol=1e-12)
 
 
 def test_a_bucket_is_a_pair_of_the_papers_hashes():
-    x, turns = numbers(3, 90, WIDTH), numbers(4, 2, 2, WIDTH, seed=1)
+    x, turns = numbers(3, 90, HEAD_DIM), numbers(4, 2, 2, HEAD_DIM, seed=1)
     halves = (torch.tensor([[4]]), torch.tensor([[3]]))
     codes = bucket_codes(x, turns, halves)
     for s in range(2):
@@ -87,13 +88,13 @@ def test_a_bucket_is_a_pair_of_the_papers_hashes():
         first, second = (torch.cat((p, -p), -1).argmax(-1) for p in (first, second))
         assert torch.equal(codes[:, s], first * 6 + second)
     assert (codes.flatten().bincount(minlength=48) > 0).all()
-    # The length of a vector has no part in it.
+    # The norm of a vector has no influence.
     assert torch.equal(bucket_codes(7.0 * x, turns, halves), codes)
 
 
 @pytest.mark.parametrize("size", [1, 3, 64])
 def test_number_of_buckets(size):
-    """Enough for half a chunk each, and no more than twice as many, or 4."""
+    """There are enough buckets for half a chunk each, and at most twice as many, or 4."""
     counts = torch.arange(1, 5000)
     most = len(lsh_rounds.rotations(5000, size, 1, 2, 0, counts.device))
     first, second = lsh_rounds.bucket_halves(counts[:, None], size, most)
@@ -104,10 +105,10 @@ def test_number_of_buckets(size):
     assert (buckets <= (4 * counts / size).clamp(min=4) + 4).all()
 
 
-def test_runs_find_the_keys_of_their_buckets():
-    """Queries and keys in clusters of very different sizes: chunk b of one is far from chunk b of the other.
+def test_chunks_of_queries_find_the_keys_of_their_buckets():
+    """With clusters of very different sizes, chunk b of the queries is far from chunk b of the keys.
 
-    The clusters lie opposite each other in pairs of one size, so that their mean is about 0.
+    Each cluster has another of the same size opposite to it, so that the mean is about 0.
     """
     centres = 8.0 * normalize(numbers(6, 16), dim=-1)
     centres, sizes = torch.cat((centres, -centres)), torch.arange(1, 7).repeat(2)
@@ -120,27 +121,28 @@ def test_runs_find_the_keys_of_their_buckets():
     exact = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=1.0)
     ours = hea.functional.reformer_attention(query, key, value, scale=1.0, block_size=64, num_hashes=2)
     assert relative_error(ours, exact) < 0.4
-    plan = plan_rounds(query[0], key[0], None, size=64, rounds=2, seed=0)
+    plan = plan_rounds(query[0], key[0], None, block_size=64, rounds=2, seed=0)
     in_step = (torch.arange(11) * 64 - 32).clamp(0, 672 - 128).expand(1, 2, -1)
     by_number = rounds_attention(query[0], key[0], value[0], plan._replace(start=in_step), others=False, scale=1.0)
     assert relative_error(by_number, exact[0]) > 1.5 * relative_error(ours, exact)
 
 
-def test_what_all_keys_have_in_common_does_not_matter():
-    """As in exact attention: a shift of the keys moves no bucket, and so no output."""
+def test_a_shift_of_all_keys_has_no_effect():
+    """As in exact attention, adding a vector to all keys does not change the output."""
     query, key, value = inputs(batch=2, q_len=150, dtype=torch.float64)
-    for there in (None, padding_mask("holes", 2, 150)):
-        options = {"attention_mask": there, "block_size": 8}
+    for mask in (None, padding_mask("holes", 2, 150)):
+        options = {"attention_mask": mask, "block_size": 8}
         ours = hea.functional.reformer_attention(query, key, value, **options)
         shifted = hea.functional.reformer_attention(query, key + 20.0, value, **options)
         torch.testing.assert_close(shifted, ours, rtol=1e-9, atol=1e-9)
 
 
-# Implementations by others. Their chunk sees itself and chunks before (and after) it, in a circle.
+# Other implementations. Their chunks attend to themselves and to chunks before and after, in a circle.
 
 
 def chunk_plan(codes: torch.Tensor, mask, size: int, before: int, after: int) -> Rounds:
-    order, _ = sort_codes(codes, mask)
+    """The plan in which each chunk attends to itself, `before` chunks before it and `after` chunks after it."""
+    order, _ = sort_by_hash(codes, None if mask is None else mask[:, None])
     chunks = codes.shape[2] // size
     span = (1 + before + after) * size
     start = ((torch.arange(chunks) - before) * size).clamp(0, codes.shape[2] - span)
@@ -148,18 +150,18 @@ def chunk_plan(codes: torch.Tensor, mask, size: int, before: int, after: int) ->
     return Rounds(order, order, start.expand(*codes.shape[:2], -1), size, span, count)
 
 
-def not_at_the_ends(plan: Rounds, before: int, after: int) -> torch.Tensor:
-    """Queries (A, N) whose chunks have the neighbours they ask for, in every round."""
-    chunk = inverse(plan.query_order.flatten(0, 1)).view_as(plan.query_order) // plan.rows
+def inner_queries(plan: Rounds, before: int, after: int) -> torch.Tensor:
+    """The queries, bool (BH, N), whose chunks have all neighbours in every round, so that the circle has no effect."""
+    chunk = inverse(plan.query_order.flatten(0, 1)).view_as(plan.query_order) // plan.block_q
     return ((chunk >= before) & (chunk < plan.start.shape[2] - after)).all(1)
 
 
 def their_layer(size: int, before: int, after: int, **options) -> LSHSelfAttention:
     torch.manual_seed(0)
     config = TheirConfig(
-        hidden_size=HEADS * WIDTH,
-        num_attention_heads=HEADS,
-        attention_head_size=WIDTH,
+        hidden_size=NUM_HEADS * HEAD_DIM,
+        num_attention_heads=NUM_HEADS,
+        attention_head_size=HEAD_DIM,
         lsh_attn_chunk_length=size,
         lsh_num_chunks_before=before,
         lsh_num_chunks_after=after,
@@ -172,37 +174,37 @@ def their_layer(size: int, before: int, after: int, **options) -> LSHSelfAttenti
 
 
 def split(x):
-    return x.unflatten(2, (HEADS, WIDTH)).transpose(1, 2)
+    return x.unflatten(2, (NUM_HEADS, HEAD_DIM)).transpose(1, 2)
 
 
 @pytest.mark.parametrize("padding", [0, 21])
 @pytest.mark.parametrize(("before", "after"), [(1, 0), (1, 1), (0, 0)])
 def test_lsh_attention_of_transformers(before, after, padding):
-    """One round (it counts pairs of several rounds more than once), with our buckets. Its keys are scaled already."""
+    """One round with our buckets (it counts pairs of several rounds more than once). Its keys are already scaled."""
     layer, length = their_layer(8, before, after, num_buckets=[4, 6]), 96
-    hidden = 3.0 * numbers(2, length, HEADS * WIDTH, seed=1)
-    there = torch.ones(2, length, dtype=torch.bool)
-    there[1, length - padding :] = False
+    hidden = 3.0 * numbers(2, length, NUM_HEADS * HEAD_DIM, seed=1)
+    key_mask = torch.ones(2, length, dtype=torch.bool)
+    key_mask[1, length - padding :] = False
     query, value = flat(split(layer.query_key(hidden)), split(layer.value(hidden)))
-    mask = there.repeat_interleave(HEADS, 0) if padding else None
-    codes = bucket_codes(query, numbers(3, 1, 2, WIDTH, seed=2), (torch.tensor([[2]]), torch.tensor([[3]])))
+    mask = key_mask.repeat_interleave(NUM_HEADS, 0) if padding else None
+    codes = bucket_codes(query, numbers(3, 1, 2, HEAD_DIM, seed=2), (torch.tensor([[2]]), torch.tensor([[3]])))
     plan = chunk_plan(codes, mask, 8, before, after)
     ours = rounds_attention(query, normalize(query, dim=-1), value, plan, others=True, scale=1.0)
-    # Padding has a bucket of its own there, behind all others.
+    # Its padding has its own bucket, after all others.
     codes = codes if mask is None else codes.masked_fill(~mask[:, None], 24)
     with torch.no_grad():
-        theirs = layer(hidden, attention_mask=there, buckets=codes.view(2, HEADS, length))[0]
+        theirs = layer(hidden, attention_mask=key_mask, buckets=codes.view(2, NUM_HEADS, length))[0]
     theirs = split(theirs).flatten(0, 1)
-    rows = not_at_the_ends(plan, before, after) if before + after else torch.ones_like(ours[..., 0], dtype=torch.bool)
-    rows = rows & there.repeat_interleave(HEADS, 0)
-    assert rows.float().mean() > 0.6
-    torch.testing.assert_close(ours[rows], theirs[rows], rtol=1e-5, atol=1e-5)
+    inner = inner_queries(plan, before, after) if before + after else torch.ones_like(ours[..., 0], dtype=torch.bool)
+    inner = inner & key_mask.repeat_interleave(NUM_HEADS, 0)
+    assert inner.float().mean() > 0.6
+    torch.testing.assert_close(ours[inner], theirs[inner], rtol=1e-5, atol=1e-5)
 
 
 def test_short_sequences_of_transformers():
-    """Within the budget: all tokens but itself."""
+    """Within the budget a token attends to all other tokens."""
     layer = their_layer(64, 1, 0, num_buckets=4)
-    hidden = 3.0 * numbers(2, 60, HEADS * WIDTH, seed=1)
+    hidden = 3.0 * numbers(2, 60, NUM_HEADS * HEAD_DIM, seed=1)
     with torch.no_grad():
         theirs, query, value = layer(hidden)[0], split(layer.query_key(hidden)), split(layer.value(hidden))
     ours = hea.functional.reformer_attention(query, query, value, shared_query_key=True, block_size=15, scale=1.0)
@@ -212,10 +214,10 @@ def test_short_sequences_of_transformers():
 def test_hash_of_transformers():
     layer = their_layer(8, 1, 0, num_buckets=[8, 6], hash_seed=5)
     layer.num_attention_heads = 1
-    query = numbers(3, 1, 90, WIDTH)
+    query = numbers(3, 1, 90, HEAD_DIM)
     theirs = layer._hash_vectors(query, 2, None).view(3, 2, 90) - torch.tensor([[0], [48]])
     torch.manual_seed(5)
-    drawn = torch.randn(1, WIDTH, 2, 7, dtype=torch.float64)[0].permute(2, 1, 0)
+    drawn = torch.randn(1, HEAD_DIM, 2, 7, dtype=torch.float64)[0].permute(2, 1, 0)
     turns = torch.stack((drawn[:4], torch.cat((drawn[4:], drawn[:1]))), 2)
     ours = bucket_codes(query[:, 0], turns, (torch.tensor([[4]]), torch.tensor([[3]])))
     assert torch.equal(ours // 6 + 8 * (ours % 6), theirs)
@@ -223,28 +225,28 @@ def test_hash_of_transformers():
 
 @pytest.mark.parametrize("rounds", [1, 2, 3])
 def test_lsh_attention_of_reformer_pytorch(rounds):
-    """Several rounds with each pair counted once, with our buckets."""
+    """Several rounds that count each pair once, with our buckets."""
     query, _, value = flat(*inputs(batch=2, q_len=128, dtype=torch.float64, spread=2.0))
-    codes = bucket_codes(query, numbers(2, rounds, 2, WIDTH), (torch.tensor([[2]]), torch.tensor([[2]])))
+    codes = bucket_codes(query, numbers(2, rounds, 2, HEAD_DIM), (torch.tensor([[2]]), torch.tensor([[2]])))
     layer = LSHAttention(bucket_size=8, n_hashes=rounds, allow_duplicate_attention=False)
     layer.hash_vectors = lambda *_, **__: (codes + 16 * torch.arange(rounds)[:, None]).flatten(1)
     plan = chunk_plan(codes, None, 8, 1, 0)
     theirs = layer(query, value)[0]
-    ours = rounds_attention(query, normalize(query, dim=-1), value, plan, others=True, scale=WIDTH**-0.5)
-    rows = not_at_the_ends(plan, 1, 0)
-    assert rows.float().mean() > 0.7
-    torch.testing.assert_close(ours[rows], theirs[rows], rtol=1e-7, atol=1e-7)
+    ours = rounds_attention(query, normalize(query, dim=-1), value, plan, others=True, scale=HEAD_DIM**-0.5)
+    inner = inner_queries(plan, 1, 0)
+    assert inner.float().mean() > 0.7
+    torch.testing.assert_close(ours[inner], theirs[inner], rtol=1e-7, atol=1e-7)
     if rounds > 1:
         layer._allow_duplicate_attention = True
-        assert relative_error(layer(query, value)[0][rows], ours[rows]) > 1e-3
+        assert relative_error(layer(query, value)[0][inner], ours[inner]) > 1e-3
 
 
-# Shared queries and keys: the promises.
+# The promises, for shared queries and keys.
 
 
 @dataclass(frozen=True)
 class SharedInstance(Instance):
-    """The form of shared queries and keys as one of query and key: given is the sum of the query and a key there."""
+    """Uses the sum of query and key as shared query, so that the checks of the promises can vary both."""
 
     def __call__(self, query, key, value, mask=None, **options):
         both = query + (key if mask is None else key.masked_fill(~mask[:, None, :, None], 0.0))
@@ -254,21 +256,21 @@ class SharedInstance(Instance):
 SHARED = SharedInstance("reformer", {"block_size": 8, "shared_query_key": True}, random=True)
 
 
-@pytest.mark.parametrize("mask", ["none", "left", "right", "holes", "empty"])
-def test_shared_queries_keep_the_promises(mask):
+@pytest.mark.parametrize("padding", ["none", "left", "right", "holes", "empty"])
+def test_shared_queries_keep_the_promises_about_shapes_and_batches(padding):
     for length in (1, 2, 31, 32, 33, 150):
-        promises.check_shapes(SHARED, False, mask, batch=2, q_len=length, value_dim=5)
-        if mask != "none":
-            promises.check_masked_keys(SHARED, False, mask, batch=2, q_len=length)
-        promises.check_batch(SHARED, False, mask, q_len=length)
+        promises.check_shapes(SHARED, False, padding, batch=2, q_len=length, value_dim=5)
+        if padding != "none":
+            promises.check_masked_keys(SHARED, False, padding, batch=2, q_len=length)
+        promises.check_batch(SHARED, False, padding, q_len=length)
 
 
 def test_shared_queries_keep_the_other_promises():
     promises.check_masked_gradients(SHARED, False)
     for length in (2, 30, 90, 300):
-        promises.check_empty_rows(SHARED, False, length)
+        promises.check_queries_without_keys(SHARED, False, length)
     for length, before, after in ((1, 5, 40), (20, 30, 0), (40, 0, 30), (100, 20, 60)):
-        promises.check_padding_beside(SHARED, False, length, before, after)
+        promises.check_padding(SHARED, False, length, before, after)
     for length in (50, 200):
         promises.check_holes(SHARED, False, length)
     promises.check_seeds(Instance(SHARED.method, SHARED.hyperparameters, random=True), False)
@@ -282,43 +284,41 @@ def test_shared_queries_keep_the_other_promises():
 @pytest.mark.parametrize("length", [10, 45])
 def test_gradients_of_shared_queries(length):
     query, _, value = inputs(batch=2, q_len=length, head_dim=3, dtype=torch.float64)
-    there = padding_mask("holes", 2, length)
+    mask = padding_mask("holes", 2, length)
     leaves = (query.requires_grad_(), value.requires_grad_())
 
     def output(query, value):
-        options = {"shared_query_key": True, "block_size": 3, "attention_mask": there}
-        return hea.functional.reformer_attention(query, query, value, **options).masked_fill(
-            ~there[:, None, :, None], 0
-        )
+        options = {"shared_query_key": True, "block_size": 3, "attention_mask": mask}
+        return hea.functional.reformer_attention(query, query, value, **options).masked_fill(~mask[:, None, :, None], 0)
 
     assert torch.autograd.gradcheck(output, leaves, fast_mode=True)
 
 
-def test_shared_queries_ignore_the_keys_and_themselves():
+def test_shared_queries_ignore_the_given_keys_and_their_own_token():
     query, key, value = inputs(q_len=100)
     options = {"shared_query_key": True, "block_size": 8}
     ours = hea.functional.reformer_attention(query, key, value, **options)
     assert torch.equal(hea.functional.reformer_attention(query, 2 * key - 1, value, **options), ours)
-    # No output depends on the token's own value...
+    # No output depends on the value of its own token,
     value.requires_grad_()
     out = hea.functional.reformer_attention(query, key, value, **options)
     for i in (0, 50, 99):
         grad = torch.autograd.grad(out[:, :, i].sum(), value, retain_graph=True)[0]
         assert torch.equal(grad[:, :, i], torch.zeros_like(grad[:, :, i])) and grad.abs().sum() > 0
-    # ... but where there is no other.
+    # except if there is no other token.
     alone = hea.functional.reformer_attention(query[:, :, :1], key[:, :, :1], value[:, :, :1], **options)
     assert torch.equal(alone, value[:, :, :1])
 
 
-def test_fast_is_naive_for_shared_queries():
+def test_the_fast_form_equals_the_readable_form_for_shared_queries():
     for length in (1, 2, 30, 33, 150):
-        row = inputs(batch=2, q_len=length, dtype=torch.float64)
-        for mask in ("none", "holes"):
-            there = padding_mask(mask, 2, length)
-            options = {"attention_mask": there, "block_size": 8, "shared_query_key": True}
-            ours, theirs = (f("reformer", *row, **options) for f in (hea.attention, hea.naive_attention))
-            rows = torch.ones(2, length, dtype=torch.bool) if there is None else there
-            torch.testing.assert_close(ours.transpose(1, 2)[rows], theirs.transpose(1, 2)[rows], rtol=1e-9, atol=1e-9)
+        tensors = inputs(batch=2, q_len=length, dtype=torch.float64)
+        for padding in ("none", "holes"):
+            mask = padding_mask(padding, 2, length)
+            options = {"attention_mask": mask, "block_size": 8, "shared_query_key": True}
+            ours, theirs = (f("reformer", *tensors, **options) for f in (hea.attention, hea.naive_attention))
+            valid = torch.ones(2, length, dtype=torch.bool) if mask is None else mask
+            torch.testing.assert_close(ours.transpose(1, 2)[valid], theirs.transpose(1, 2)[valid], rtol=1e-9, atol=1e-9)
 
 
 # Config and refusals.
@@ -340,11 +340,11 @@ def test_budgets():
 
 
 def test_refusals():
-    row = inputs(q_len=50, kv_len=60)
+    tensors = inputs(q_len=50, kv_len=60)
     with pytest.raises(hea.UnsupportedAttentionError, match=r"as many queries as values; got 50 and 60"):
-        hea.functional.reformer_attention(*row, shared_query_key=True)
+        hea.functional.reformer_attention(*tensors, shared_query_key=True)
     with pytest.raises(hea.UnsupportedAttentionError, match=r"reformer: it has no causal form"):
-        hea.functional.reformer_attention(*row, is_causal=True)
+        hea.functional.reformer_attention(*tensors, is_causal=True)
     for family in ("gpt2", "llama"):
         with pytest.raises(hea.UnsupportedAttentionError, match=r"reformer has no causal form"):
             hea.convert(tiny_model(family), "reformer")

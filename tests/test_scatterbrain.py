@@ -1,4 +1,4 @@
-"""ScatterBrain against the sum of its paper, with the features' own value subtracted on the near support."""
+"""ScatterBrain against the estimate of its paper, which subtracts the features on the near field."""
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ from instances import inputs, numbers, relative_error
 OPTIONS = {"block_size": 8, "num_features": 12}
 
 
-def paper(query, key, value, near, *, scale: float, count: int = 12, seed: int = 0, seen=None):
-    """[near * (exp(q k) - phi(q) phi(k)) + phi(q) phi(k)] V over its sums of rows, dense, (B, H, N, .)."""
+def paper(query, key, value, near, *, scale: float, count: int = 12, seed: int = 0, allowed=None):
+    """[near * (exp(q k) - phi(q) phi(k)) + phi(q) phi(k)] V, divided by the same with 1 for V: (B, H, N, Dv)."""
     directions = orthogonal_features(count, query.shape[-1], seed, query.device).to(query.dtype)
 
     def phi(x):
@@ -24,7 +24,7 @@ def paper(query, key, value, near, *, scale: float, count: int = 12, seed: int =
     features = phi(query) @ phi(key).transpose(2, 3)
     exact = torch.exp(scale * query @ key.transpose(2, 3))
     weights = features + torch.where(near, exact - features, 0.0)
-    weights = weights if seen is None else weights * seen
+    weights = weights if allowed is None else weights * allowed
     return weights @ value / weights.sum(-1, keepdim=True)
 
 
@@ -34,33 +34,33 @@ def same_block(length: int, size: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("length", [9, 40, 45, 150])
-def test_the_sum_of_the_paper(length):
-    row = inputs(q_len=length, head_dim=6, value_dim=5, dtype=torch.float64, spread=0.8)
-    ours = hea.functional.scatterbrain_attention(*row, **OPTIONS, scale=0.5, seed=3)
-    theirs = paper(*row, same_block(length, 8), scale=0.5, seed=3)
+def test_the_estimate_of_the_paper(length):
+    tensors = inputs(q_len=length, head_dim=6, value_dim=5, dtype=torch.float64, spread=0.8)
+    ours = hea.functional.scatterbrain_attention(*tensors, **OPTIONS, scale=0.5, seed=3)
+    theirs = paper(*tensors, same_block(length, 8), scale=0.5, seed=3)
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-    assert relative_error(ours, scaled_dot_product_attention(*row, scale=0.5)) > 0.05
+    assert relative_error(ours, scaled_dot_product_attention(*tensors, scale=0.5)) > 0.05
 
 
 @pytest.mark.parametrize("length", [9, 40, 45, 150])
-def test_the_sum_of_the_paper_in_the_causal_form(length):
-    """Near is the own block of 4 and the one before; up to 8 positions all is near."""
-    row = inputs(q_len=length, head_dim=6, dtype=torch.float64, spread=0.8)
-    ours = hea.functional.scatterbrain_attention(*row, **OPTIONS, scale=0.5, is_causal=True)
+def test_the_estimate_of_the_paper_in_the_causal_form(length):
+    """The near field is the own block of 4 tokens and the one before, so the first 8 positions are exact."""
+    tensors = inputs(q_len=length, head_dim=6, dtype=torch.float64, spread=0.8)
+    ours = hea.functional.scatterbrain_attention(*tensors, **OPTIONS, scale=0.5, is_causal=True)
     block = torch.arange(length) // 4
     near = block[:, None] - block <= 1
-    theirs = paper(*row, near, scale=0.5, seen=torch.ones(length, length).tril())
+    theirs = paper(*tensors, near, scale=0.5, allowed=torch.ones(length, length).tril())
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-    exact = scaled_dot_product_attention(*row, scale=0.5, is_causal=True)
+    exact = scaled_dot_product_attention(*tensors, scale=0.5, is_causal=True)
     torch.testing.assert_close(ours[:, :, :8], exact[:, :, :8], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("length", [40, 61])
-def test_the_sum_of_the_paper_in_blocks_of_a_hash(length):
-    """Queries that are the keys are near the keys with which they share a block of the hash's order."""
+def test_the_estimate_of_the_paper_with_hash_blocks(length):
+    """If queries and keys are the same, the near field of a query is its own block in the order of the hash."""
     query, _, value = inputs(num_heads=1, q_len=length, head_dim=6, dtype=torch.float64, spread=0.8)
     ours = hea.functional.scatterbrain_attention(query, query, value, **OPTIONS, near_field="lsh", num_hashes=1, seed=2)
-    # One hyperplane has two cells, one after the other, in each of which the order is that of the positions.
+    # One hyperplane has two cells. Within a cell the order is that of the positions.
     side = (query[0, 0] @ hyperplanes(6, 1, 2, query.device))[:, 0] > 0
     rank = torch.argsort(torch.argsort(side.long(), stable=True))
     near = rank[:, None] // 8 == rank // 8
@@ -70,7 +70,7 @@ def test_the_sum_of_the_paper_in_blocks_of_a_hash(length):
     assert relative_error(ours, window) > 0.01
 
 
-def test_hashed_blocks_are_nearer_than_windows_where_alike_keys_stand_apart():
+def test_hash_blocks_are_better_than_a_window_if_similar_keys_are_far_apart():
     centres = 2.5 * numbers(16, 16, seed=1)
     which = torch.randint(16, (256,), generator=torch.Generator().manual_seed(0))
     query = (centres[which] + 0.3 * numbers(256, 16, seed=2)).expand(1, 2, -1, -1)
@@ -88,17 +88,17 @@ def test_hashed_blocks_are_nearer_than_windows_where_alike_keys_stand_apart():
     assert errors["lsh"] < 0.7 * errors["window"], errors
 
 
-def test_no_far_mass_is_negative_where_features_err_on_a_near_key():
-    """The total less the near part is rounding where the features hold a near key for far heavier than it is."""
+def test_the_far_field_is_never_negative():
+    """If the features overestimate a near key by far, the total minus the near field is nothing but rounding errors."""
     query, key, value = inputs(q_len=64, head_dim=64, num_heads=1, spread=0.1)
     value = value.abs()
-    # A key that is one of the features: exp(q . k) is about 1, and the product of features exp(|k|^2 / 2) / 12.
+    # One key is one of the features. exp(q . k) is about 1, but the product of features is exp(|k|^2 / 2) / 12.
     key[:, :, 0] = orthogonal_features(12, 64, 1, query.device)[0]
     near, options = same_block(64, 8), {"scale": 1.0, "seed": 1}
     ours = hea.functional.scatterbrain_attention(query, key, value, **OPTIONS, **options)
     truth = paper(*(x.double() for x in (query, key, value)), near, **options)
     torch.testing.assert_close(ours[:, :, :8].double(), truth[:, :, :8], rtol=1e-5, atol=1e-5)
-    # The same in the order of the paper: the sum over all keys first.
+    # The same in the order of the paper, where the sum over all keys comes first.
     directions = orthogonal_features(12, 64, 1, query.device).float()
     phi_q, phi_k = (
         torch.exp(x @ directions.t() - x.square().sum(-1, keepdim=True) / 2) / 12**0.5 for x in (query, key)
@@ -106,11 +106,11 @@ def test_no_far_mass_is_negative_where_features_err_on_a_near_key():
     correction = (torch.exp(query @ key.transpose(2, 3)) - phi_q @ phi_k.transpose(2, 3)).masked_fill(~near, 0.0)
     total = correction.sum(-1) + (phi_q * phi_k.sum(2, keepdim=True)).sum(-1)
     wrong = (correction @ value + phi_q @ (phi_k.transpose(2, 3) @ value)) / total.unsqueeze(-1)
-    # Infinite or NaN where the total rounds to 0.
+    # It can be infinite or NaN, where the total is rounded to 0.
     assert not relative_error(wrong[:, :, :8], truth[:, :, :8]) < 1.0
 
 
-def test_averages_stay_averages_where_float32_holds_no_exponential():
+def test_outputs_are_averages_of_values_even_if_exponentials_overflow():
     query, key, value = inputs(q_len=64, head_dim=8, num_heads=1)
     value = value.abs()
     for size in (10.0, 1000.0):
@@ -121,25 +121,24 @@ def test_averages_stay_averages_where_float32_holds_no_exponential():
             assert out.max() <= 1.0001 * value.max()
 
 
-def test_features_add_to_the_window():
-    """More features leave a smaller error, and so do more near keys."""
-    row = inputs(q_len=256, head_dim=8, num_heads=4, dtype=torch.float64, spread=0.7)
-    exact = scaled_dot_product_attention(*row)
+def test_more_features_and_more_near_keys_reduce_the_error():
+    tensors = inputs(q_len=256, head_dim=8, num_heads=4, dtype=torch.float64, spread=0.7)
+    exact = scaled_dot_product_attention(*tensors)
 
     def error(method, **options):
-        outs = [hea.attention(method, *row, seed=s, **options) for s in range(6)]
+        outs = [hea.attention(method, *tensors, seed=s, **options) for s in range(6)]
         return sum(relative_error(out, exact) for out in outs) / 6
 
     errors = [error("scatterbrain", block_size=32, num_features=f) for f in (4, 32, 256)]
     assert errors[0] > 1.5 * errors[1] > 2.25 * errors[2]
-    # Half of the keys near.
+    # Half of the keys are near.
     larger = error("scatterbrain", block_size=128, num_features=32)
     assert larger < 0.9 * errors[1]
     assert larger < 0.9 * error("performer", num_features=32)
 
 
 def partials(blocks: int) -> Partial:
-    """(2, blocks, 5, .), some of them empty: the first ones of a row, the last ones of the other."""
+    """Partials of shape (2, blocks, 5, .). The first blocks of one head and the last blocks of the other are empty."""
     out, lse = numbers(2, blocks, 5, 3, seed=1), 40.0 * numbers(2, blocks, 5, seed=2)
     empty = torch.zeros(2, blocks, 5, dtype=torch.bool)
     empty[0, :2], empty[1, -2:], empty[:, :, 4] = True, True, True
@@ -148,7 +147,7 @@ def partials(blocks: int) -> Partial:
 
 @pytest.mark.parametrize("blocks", [1, 2, 3, 7, 8])
 @pytest.mark.parametrize("gradient", [False, True])
-def test_states_of_the_other_blocks(blocks, gradient):
+def test_merged_states_of_other_blocks(blocks, gradient):
     state = partials(blocks)
     leaves = Partial(*(x.clone().requires_grad_(gradient) for x in state))
     for form, others in (

@@ -5,12 +5,12 @@ The code in `hf_efficient_attn.ops.lsh_rounds` follows these parts of the paper:
 - Hash: h(x) = argmax([xR; -xR]) ("Locality sensitive hashing", section 2), in `bucket_codes`. With about 2 l / m
   buckets for chunks of m tokens, one such hash costs l^2 / m. Here a bucket is a pair of hashes, each with about the
   square root of that number of values.
-- Sorting by bucket and then by position, and chunks of equal size ("LSH attention", Figure 2): `sort_codes`. In the
+- Sorting by bucket and then by position, and chunks of equal size ("LSH attention", Figure 2): `sort_by_hash`. In the
   paper a chunk attends to itself and to the chunk before it, which suits a causal order. Here it attends to itself and
   to half of each neighbour, which is the same number of keys. Queries and keys that are not shared are sorted
   separately, and a chunk of queries attends to the keys around the index at which its middle query would be sorted
-  among the keys: `run_starts`. The mean of the keys, which does not change the softmax, is subtracted before the keys
-  are hashed: `plan_rounds`.
+  among the keys: `matching_block_starts`. The mean of the keys, which does not change the softmax, is subtracted before
+  the keys are hashed: `plan_rounds`.
 - Merging rounds by their normalisers, with each pair counted once (Eq. 6-7): `rounds_attention`. A pair counts in the
   first round that contains it. The paper gives it the weight 1 / N_ij in each of N_ij rounds, which is the same sum.
 - Shared queries and keys ("Shared-QK attention"): with `shared_query_key`, k_j = q_j / |q_j|, and a token attends to
@@ -86,14 +86,14 @@ def _prepare(config: ReformerConfig, query: Tensor, key: Tensor, value: Tensor, 
     query, key, value, key_mask = flatten_heads(query, key, value, options.key_mask)
     size, rounds, seed = config.block_size, config.num_hashes, options.seed
     if not config.shared_query_key:
-        plan = plan_rounds(query, key, key_mask, size=size, rounds=rounds, seed=seed)
+        plan = plan_rounds(query, key, key_mask, block_size=size, rounds=rounds, seed=seed)
         return _Prepared(query, key, value, plan)
     if query.shape[1] != key.shape[1]:
         raise UnsupportedAttentionError(
             f"{config.method}: shared_query_key uses the queries as keys, so there must be as many queries as values; "
             f"got {query.shape[1]} and {value.shape[1]}. Set shared_query_key=False"
         )
-    plan = plan_rounds(query, query, key_mask, size=size, rounds=rounds, seed=seed)
+    plan = plan_rounds(query, query, key_mask, block_size=size, rounds=rounds, seed=seed)
     key = query if key_mask is None else query.masked_fill(~key_mask[:, :, None], 0.0)
     key = normalize(key.to(accumulation_dtype(key.dtype)), dim=-1).to(key.dtype)
     return _Prepared(query, key, value, plan)
