@@ -224,9 +224,6 @@ def analyze_checkpoint(
         the result of `analyze`, with "source", "data" {"name", "rows"}, "notes", "command" (a `convert` command for the
         recommendation, or None) and "calibrated" (a dictionary for `efficient_attention`, or None).
     """
-    for name, value in (("length", length), ("rows", rows)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise UnsupportedAttentionError(f"{name}: {value!r} is not a positive integer")
     checked = open_checkpoint(source, allow_pickle=allow_pickle)
     model = load_model(checked).eval()
     if own_settings(model) is not None:

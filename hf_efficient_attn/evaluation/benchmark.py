@@ -10,7 +10,6 @@ import math
 import pathlib
 import time
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -85,8 +84,6 @@ def benchmark_checkpoint(
         UnsupportedAttentionError: before anything is measured, for a source, a method, a length or data that cannot be
             used, and for a method without causal form if the model is a decoder.
     """
-    batch, rounds, _ = procedure
-    _check_counts(lengths, batch=batch, rounds=rounds, rows=rows)
     checked = open_checkpoint(source, allow_pickle=allow_pickle)
     model = load_model(checked).eval()
     task = task_of(model)
@@ -106,7 +103,7 @@ def benchmark_checkpoint(
         checked.folder,
         None if data is None else pathlib.Path(data),
         longest=longest,
-        rows=max(rows or (IMAGE_ROWS if is_image else TEXT_ROWS), batch),
+        rows=max(rows or (IMAGE_ROWS if is_image else TEXT_ROWS), procedure.batch),
         shorter=lengths is None,
     )
     if lengths is None:
@@ -115,7 +112,7 @@ def benchmark_checkpoint(
     lengths = list(dict.fromkeys(sorted(map(inputs.tokens_for, lengths))))
     variants = make_variants(model, settings, own if methods is None else None, lengths[-1])
     measurements = []
-    total = len(lengths) * len(settings) * (rounds + 1)
+    total = len(lengths) * len(settings) * (procedure.rounds + 1)
     with tqdm(total=total, unit="pass", disable=None, leave=False) as bar, torch.no_grad():
         for length in lengths:
             bar.set_description(f"{length} tokens")
@@ -135,14 +132,6 @@ def benchmark_checkpoint(
         "notes": [note for note in notes if note],
     }
     return {**result, "summary": summarise(result)}
-
-
-def _check_counts(lengths: Sequence[int] | None, **counts: int | None) -> None:
-    if lengths is not None and not lengths:
-        raise UnsupportedAttentionError("lengths is empty: leave it out for lengths that suit the model")
-    for name, value in chain(counts.items(), (("a length", length) for length in lengths or ())):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise UnsupportedAttentionError(f"{name}: {value!r} is not a positive integer")
 
 
 def _native_length(model: PreTrainedModel) -> int:
@@ -166,8 +155,6 @@ def _settings(
     model: PreTrainedModel,
 ) -> dict[str, EfficientAttentionConfig]:
     if methods is not None:
-        if not methods:
-            raise UnsupportedAttentionError("methods is empty: leave it out for the default methods")
         return {label: as_settings(config) for label, config in methods.items()}
     if own is not None:
         names, layers = dict.fromkeys(entry.config.method for entry in own.entries), own.named_layers()
