@@ -33,6 +33,7 @@ EVA never switches by length. With up to window_size keys, all of them are in th
 The computation is in `hf_efficient_attn.ops.chunk_summaries`.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
@@ -47,7 +48,6 @@ from hf_efficient_attn.methods._shared.registry import AttentionOptions, registe
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, take, valid_first
 from hf_efficient_attn.ops.chunk_summaries import (
     Heads,
-    WindowPlan,
     causal_summary_attention,
     plan_interval_chunks,
     plan_windows,
@@ -189,8 +189,8 @@ def _repeat_for_heads(x: Tensor | None, query: Tensor) -> Tensor | None:
     return x.expand(batch * num_heads, *x.shape[1:]) if x.shape[0] == 1 else x.repeat_interleave(num_heads, 0)
 
 
-# attention(heads, plan) of some heads, and the tensors (BH, ...) of the plan. It is called with those of its heads.
-_Form: TypeAlias = tuple[Callable[[Heads, Sequence[Tensor | None]], Tensor], list[Tensor | None]]
+# attention(heads, tensors) computes some heads. Its `tensors` are the parts of the second element for these heads.
+_Form: TypeAlias = tuple[Callable[[Heads, Sequence[Tensor | None]], Tensor], Sequence[Tensor | None]]
 
 
 def _bidirectional_form(
@@ -201,40 +201,40 @@ def _bidirectional_form(
     same_tokens: bool,
     query_mask: Tensor | None,
 ) -> _Form:
+    """Cut the keys into windows and chunks, and draw the noise of each chunk and group of windows."""
+
     def count(x: Tensor, mask: Tensor | None) -> Tensor:
         """Number of valid tokens, int64 (B, 1), or (1, 1) without a mask."""
         return torch.full((1, 1), x.shape[2], device=x.device) if mask is None else mask.sum(1, keepdim=True)
 
     masked, num_keys = options.key_mask is not None, count(key, options.key_mask)
-    sizes = window_sizes(key.shape[2], config.window_size, config.num_landmarks, masked)
-    blocks = None
+    sizes, blocks = window_sizes(key.shape[2], config.window_size, config.num_landmarks, masked), None
     if not same_tokens:
         any_mask = masked or query_mask is not None
         blocks = query_blocks(sizes, num_keys, count(query, query_mask), query.shape[2], any_mask)
-    block_q = sizes.window if blocks is None else blocks.block_q
+    attention = functools.partial(
+        window_attention,
+        sizes=sizes,
+        block_q=sizes.window if blocks is None else blocks.block_q,
+        scale=options.scale,
+        dropout_p=options.dropout_p,
+    )
     plan = [_repeat_for_heads(x, query) for x in plan_windows(sizes, num_keys, blocks)]
     noises = [_noise(config, query, options, n, _CHUNKS + i) for i, n in enumerate(sizes.summaries)]
-    size, scale, dropout_p = len(plan), options.scale, options.dropout_p
-
-    def attention(heads: Heads, tensors: Sequence[Tensor | None]) -> Tensor:
-        plan = WindowPlan._make(tensors[:size])
-        return window_attention(heads, plan, tensors[size:], sizes, block_q, scale=scale, dropout_p=dropout_p)
-
     return attention, plan + noises
 
 
 def _causal_form(config: EvaConfig, query: Tensor, options: AttentionOptions) -> _Form:
+    """Cut the intervals of each level into chunks, and draw their noise."""
     block = max(1, config.window_size // 2)
     plan = plan_interval_chunks(query.shape[2], block, max(1, config.num_landmarks // 2))
     noises = [
         None if level.chunk == 1 else _noise(config, query, options, level.num_chunks, _LEVELS + i)
         for i, level in enumerate(plan)
     ]
-    scale, dropout_p = options.scale, options.dropout_p
-
-    def attention(heads: Heads, noises: Sequence[Tensor | None]) -> Tensor:
-        return causal_summary_attention(heads, plan, noises, block, scale=scale, dropout_p=dropout_p)
-
+    attention = functools.partial(
+        causal_summary_attention, plan=plan, block=block, scale=options.scale, dropout_p=options.dropout_p
+    )
     return attention, noises
 
 

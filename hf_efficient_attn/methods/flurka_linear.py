@@ -16,7 +16,7 @@ class FlurkaLinearConfig(FlurkaConfig):
     method = "flurka_linear"
     title = "FLuRKA, linear transformer"
     mixes_queries = False
-    summary = "learned projections along the sequence, and elu(x) + 1 features of the rows they give"
+    summary = "learned projections along the sequence, and elu(x) + 1 features of the contracted keys"
     kernel = "linear"
 
 

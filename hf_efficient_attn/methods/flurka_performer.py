@@ -19,7 +19,7 @@ class FlurkaPerformerConfig(FlurkaConfig):
     method = "flurka_performer"
     title = "FLuRKA, Performer"
     mixes_queries = False
-    summary = "learned projections along the sequence, and random features of the rows they give (FAVOR+)"
+    summary = "learned projections along the sequence, and random features of the contracted keys (FAVOR+)"
     kernel = "performer"
 
     num_features: int = option(

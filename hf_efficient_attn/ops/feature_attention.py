@@ -82,8 +82,8 @@ def causal_feature_attention(
     Returns:
         (BH, N, Dv).
     """
-    length = query.shape[1]
-    query, key, value, bias = _chunks(query, key, value, bias, min(_CHUNK, length))
+    q_len = query.shape[1]
+    query, key, value, bias = _chunks(query, key, value, bias, min(_CHUNK, q_len))
     partials = [_chunk_attention(query, key, value, bias, features, dropout_p)]
     if query.shape[1] > 1:
         before = prefix_merge(key_state(key, value, features, bias[:, :, None]), 1)
@@ -91,7 +91,7 @@ def causal_feature_attention(
     if initial_state is not None:
         state = Partial(initial_state.out[:, None], initial_state.lse[:, None])
         partials.append(query_state(query, state, features, dropout_p))
-    return merge(*partials).out.flatten(1, 2)[:, :length]
+    return merge(*partials).out.flatten(1, 2)[:, :q_len]
 
 
 def _chunk_attention(
@@ -140,20 +140,20 @@ def buffered_causal_feature_attention(
         kernel: the features and the scale.
         out: (BH, N, Dv) to write into, or None.
     """
-    (batch_heads, length, head_dim), count = query.shape, kernel.features.shape[0]
+    (batch_heads, q_len, head_dim), count = query.shape, kernel.features.shape[0]
     acc_dtype = accumulation_dtype(query.dtype)
-    size = min(_SMALL_CHUNK if count <= _FEW_FEATURES else _CHUNK, length)
+    size = min(_SMALL_CHUNK if count <= _FEW_FEATURES else _CHUNK, q_len)
     block = max(1, _BLOCK // (batch_heads * size * max(count, size, head_dim))) * size
     # All logs are to base 2, because `exp2` is faster than `exp`.
     directions = kernel.features.to(acc_dtype).t() * LOG2_E
-    out = value.new_empty(batch_heads, length, value.shape[2]) if out is None else out
+    out = value.new_empty(batch_heads, q_len, value.shape[2]) if out is None else out
     if not initial_state:
         lse = query.new_zeros(batch_heads, count, dtype=acc_dtype) - torch.inf
         initial_state = lse.new_zeros(batch_heads, count, value.shape[2]), lse
     sums, key_max = initial_state[0][:, None], initial_state[1].unsqueeze(1) * LOG2_E
     norm = (initial_state[1] != -torch.inf).to(acc_dtype)[:, None, None]
-    for start in range(0, length, block):
-        tokens = slice(start, min(start + block, length))
+    for start in range(0, q_len, block):
+        tokens = slice(start, min(start + block, q_len))
         scaled = kernel.scale_key(key[:, tokens], value[:, tokens], None if key_mask is None else key_mask[:, tokens])
         queries, keys, values, bias = _chunks(kernel.scale_query(query[:, tokens]), *scaled, size)
         queries, keys, bias = queries @ directions, keys @ directions, bias.unsqueeze(3) * LOG2_E

@@ -90,8 +90,8 @@ def causal_linear_attention(
     Returns:
         (BH, N, Dv).
     """
-    batch_heads, length = phi_q.shape[:2]
-    size = min(_CHUNK, length)
+    batch_heads, q_len = phi_q.shape[:2]
+    size = min(_CHUNK, q_len)
     phi_q, phi_k, value = (pad_to_blocks(x, size) for x in (phi_q, phi_k, value))  # (BH, C, size, .)
     state, norm = exclusive_prefix_sum(phi_k.transpose(2, 3) @ value), exclusive_prefix_sum(phi_k.sum(2))
     if initial_state is not None:
@@ -104,7 +104,7 @@ def causal_linear_attention(
         phi_q = dropout(phi_q, dropout_p)
         weights = (phi_q @ phi_k.transpose(1, 2)).tril()
     out = normalize(torch.baddbmm(weights @ value, phi_q, state), total)
-    return out.view(batch_heads, -1, out.shape[-1])[:, :length]
+    return out.view(batch_heads, -1, out.shape[-1])[:, :q_len]
 
 
 def buffered_linear_attention(
@@ -172,17 +172,17 @@ def buffered_causal_linear_attention(
         scale: factor of the scores.
         out: (BH, N, Dv) to write into, or None.
     """
-    (batch_heads, length, head_dim), acc_dtype = query.shape, accumulation_dtype(query.dtype)
-    size = min(_CHUNK, length)
+    (batch_heads, q_len, head_dim), acc_dtype = query.shape, accumulation_dtype(query.dtype)
+    size = min(_CHUNK, q_len)
     block = max(1, _BLOCK // (4 * batch_heads * size * max(size, head_dim))) * size
-    out = value.new_empty(batch_heads, length, value.shape[2]) if out is None else out
+    out = value.new_empty(batch_heads, q_len, value.shape[2]) if out is None else out
     if initial_state:
         state, norm = initial_state[0][:, None], initial_state[1][:, None, None]
     else:
         state = query.new_zeros(batch_heads, 1, head_dim, value.shape[2], dtype=acc_dtype)
         norm = query.new_zeros(batch_heads, 1, 1, head_dim, dtype=acc_dtype)
-    for start in range(0, length, block):
-        tokens = slice(start, min(start + block, length))
+    for start in range(0, q_len, block):
+        tokens = slice(start, min(start + block, q_len))
         phi_q = query_features(query[:, tokens], scale)
         phi_k = key_features(key[:, tokens], None if key_mask is None else key_mask[:, tokens])
         phi_q, phi_k, values = (pad_to_blocks(x, size) for x in (phi_q, phi_k, value[:, tokens].to(acc_dtype)))

@@ -72,7 +72,7 @@ def forward(config: FlurkaConfig, query: Tensor, key: Tensor, value: Tensor, opt
     both = contractions(tables(config, kv_len, options), options.key_mask, kv_len, accumulation_dtype(query.dtype))
     arguments = config.kernel_arguments(_query_mask(query, key, options))
     options = _kernel_options(both, key.shape[0], options)
-    keys, values = both[0].rows(key), both[1].rows(value)  # (B, H, P, .)
+    keys, values = both[0].project(key), both[1].project(value)  # (B, H, P, .)
     return kernel(config.kernel_config(), query, keys, values, options, **arguments).to(value.dtype)
 
 
@@ -98,12 +98,12 @@ def forward_hidden_states(
     Returns:
         (B, H, N, D) in the dtype of `query`.
     """
-    device, dtype, length = query.device.type, hidden_states.dtype, hidden_states.shape[1]
+    device, dtype, kv_len = query.device.type, hidden_states.dtype, hidden_states.shape[1]
     with torch.autocast(device, enabled=False):
-        both = contractions(tables(config, length, options), options.key_mask, length, accumulation_dtype(dtype))
-        contracted = [both[0].rows(hidden_states[:, None])[:, 0].to(dtype)]  # (B, P, W)
+        both = contractions(tables(config, kv_len, options), options.key_mask, kv_len, accumulation_dtype(dtype))
+        contracted = [both[0].project(hidden_states[:, None])[:, 0].to(dtype)]  # (B, P, W)
         same = both[1] is both[0]
-        contracted.append(contracted[0] if same else both[1].rows(hidden_states[:, None])[:, 0].to(dtype))
+        contracted.append(contracted[0] if same else both[1].project(hidden_states[:, None])[:, 0].to(dtype))
     keys_and_values = []
     for table, x, project in zip(both, contracted, projections, strict=True):
         # The projection adds its bias once. The contraction of projected tokens would contain it E 1 times.
