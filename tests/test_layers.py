@@ -1,4 +1,4 @@
-"""Names of layers: their order, their short form, their seeds, and what a config takes for one."""
+"""Names of layers: their order, short form and seeds, and which names a config accepts."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.integration.layers import check_layer, in_order, layer_seed, parse_layers, ranges
 
 
-def test_names_stand_before_numbers_and_those_without_either_first():
+def test_order_none_first_then_names_then_numbers():
     assert in_order([3, "t2t.1", None, 0, "t2t.0", 3]) == [None, "t2t.0", "t2t.1", 0, 3]
 
 
@@ -18,7 +18,7 @@ def test_the_short_form_is_read_back(text):
     assert ranges(parse_layers(text)) == text
 
 
-def test_every_layer_has_a_seed_of_its_own_that_no_process_changes():
+def test_every_layer_has_its_own_seed_which_is_equal_in_every_process():
     layers = [*range(200), "t2t.0", "t2t.1"]
     seeds = [layer_seed(layer) for layer in layers]
     assert len(set(seeds)) == len(layers) and max(seeds) < 2**31
@@ -30,7 +30,7 @@ def test_every_layer_has_a_seed_of_its_own_that_no_process_changes():
 @pytest.mark.parametrize(
     "layer", ["3", "-1", "", " t2t.0", "t2t..0", "t2t.0`", "a" * 65, "[x](y)", "t2t.0\n", True, 1.5, -1, None]
 )
-def test_what_is_no_layer_is_refused(layer):
+def test_invalid_layers_are_refused(layer):
     with pytest.raises(hea.UnsupportedAttentionError, match="non-negative integer"):
         check_layer(layer)
 

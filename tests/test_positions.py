@@ -7,7 +7,7 @@ import torch
 import transformers
 
 import hf_efficient_attn as hea
-from tiny_models import ROWS, output, tiny_batch, tiny_class, tiny_model
+from tiny_models import FAMILY_VALUES, output, tiny_batch, tiny_class, tiny_model
 
 Refused = hea.UnsupportedAttentionError
 LEARNED = ["bert", "roberta", "distilbert", "gpt2"]
@@ -42,7 +42,7 @@ def test_tiling(family, head, tmp_path):
     buffers = dict(again.named_buffers())
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, buffers[name]), name
-    # The gradient reaches the new rows.
+    # The gradient reaches the new positions.
     model(**long)[0].sum().backward()
     assert table(model).weight.grad[offset + 290].abs().sum() > 0
 
@@ -88,7 +88,7 @@ def test_generation_beyond_the_old_table():
 
 def test_wrappers_and_composites():
     config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
-        tiny_model("bert").config, transformers.BertConfig(**ROWS["bert"][1])
+        tiny_model("bert").config, transformers.BertConfig(**FAMILY_VALUES["bert"][1])
     )
     both = transformers.EncoderDecoderModel(config)
     hea.extend_positions(torch.nn.ModuleDict({"model": both}), 200)
@@ -110,7 +110,7 @@ def test_models_without_such_a_table_are_refused(family, words):
         hea.extend_positions(transformers.T5Model(t5), 300)
 
 
-def test_what_makes_no_sense_is_refused():
+def test_invalid_arguments_are_refused():
     model = tiny_model("roberta")
     before, config = copy.deepcopy(model.state_dict()), copy.deepcopy(model.config)
     for length, method, words in (

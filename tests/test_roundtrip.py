@@ -1,4 +1,4 @@
-"""What a checkpoint keeps: method and hyperparameters through any number of saves, nothing once it is exact."""
+"""Checkpoints keep the method and its hyperparameters through any number of saves, and nothing if they are exact."""
 
 import copy
 import json
@@ -74,7 +74,7 @@ def test_back_to_exact_leaves_nothing_behind(family, tmp_path):
 
 
 def test_every_hyperparameter_is_written_with_its_value(tmp_path):
-    """A later release may change a default: what was saved does not move with it."""
+    """If a later release changes a default, saved models keep the old value."""
     model = tiny_model("bert", seed=1)
     hea.convert(model, "kdeformer", num_samples=8).save_pretrained(tmp_path)
     written = saved_config(tmp_path)["efficient_attention"]
@@ -119,7 +119,7 @@ def test_a_checkpoint_loaded_with_another_method(tmp_path):
     assert again.config.efficient_attention["window_size"] == 5
 
 
-def test_a_checkpoint_that_cannot_be_read_says_so(tmp_path):
+def test_a_checkpoint_that_cannot_be_read_is_refused_with_the_reason(tmp_path):
     hea.convert(tiny_model("bert"), "longformer").save_pretrained(tmp_path)
     config = saved_config(tmp_path)
     for change, words in (
@@ -203,10 +203,10 @@ def test_the_real_vit_and_gpt2(name, method, data, tmp_path):
 
 
 def realigned(model):
-    """The model with every parameter at a fresh, aligned place in memory.
+    """Copy every parameter to newly allocated, aligned memory.
 
-    A parameter read from a file begins wherever it stands there, and products of weights that are aligned otherwise
-    round otherwise, in a plain model too. What a method learns shifts what follows it in the file.
+    A parameter that was read from a file is aligned as it is in the file, and products of differently aligned weights
+    are rounded differently, in exact models too. Learned parameters shift everything that follows them in the file.
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()

@@ -1,4 +1,4 @@
-"""Every way of switching a Transformers model, what then reaches the method, and what is refused."""
+"""All ways of switching a Transformers model, the arguments that the method then gets, and what is refused."""
 
 import ast
 import copy
@@ -56,7 +56,7 @@ def calls(monkeypatch):
 
 @pytest.fixture
 def no_causal():
-    """A registered method that has no causal form and wants as many queries as keys."""
+    """A registered method that has no causal form and needs as many queries as keys."""
 
     def forward(config, query, key, value, options):
         return value.mean(2, keepdim=True).expand(-1, -1, query.shape[2], -1)
@@ -73,12 +73,12 @@ def no_causal():
         del type(interface)._global_mapping["average"]
 
 
-# Every way in
+# All ways of switching
 
 
 @each_family
 @each_method
-def test_every_way_in_gives_the_same_model(family, method, tmp_path):
+def test_all_ways_of_switching_give_the_same_model(family, method, tmp_path):
     exact = tiny_model(family)
     inputs = tiny_batch(family, padding="none")
     plain = output(exact, inputs)
@@ -137,18 +137,18 @@ def test_going_back_gives_the_exact_model(family):
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
 @pytest.mark.parametrize("family", ["bert", "roberta", "distilbert", "vit", "gpt2", "llama"])
 def test_a_budget_of_the_whole_sequence_is_the_exact_model(family, method, padding):
-    """Masks, scale, causality and grouped queries all arrive: any of them lost would show here."""
+    """Masks, scale, causality and grouped queries all reach the method: otherwise the outputs would differ."""
     model, inputs = tiny_model(family), tiny_batch(family, padding=padding)
     valid = inputs.get("attention_mask", torch.ones(2, 1)).bool().expand(2, -1)
     exact = output(model, inputs)
     assert model.config._attn_implementation == "sdpa"
     ours = output(hea.convert(model, hea.method_info(method).config_class().with_budget(200)), inputs)
-    shown = valid.expand(exact.shape[:2]) if valid.shape[1] == 1 else valid
-    torch.testing.assert_close(ours[shown], exact[shown], atol=2e-5, rtol=1e-4)
+    valid = valid.expand(exact.shape[:2]) if valid.shape[1] == 1 else valid
+    torch.testing.assert_close(ours[valid], exact[valid], atol=2e-5, rtol=1e-4)
 
 
 @each_family
-def test_what_reaches_the_method(family, calls):
+def test_the_arguments_that_a_method_gets(family, calls):
     model = tiny_model(family, "kdeformer")
     padding = "none" if family in ("vit", "deit") else "right"
     output(model, tiny_batch(family, padding=padding))
@@ -177,16 +177,16 @@ def test_what_reaches_the_method(family, calls):
 def test_layers_not_named_stay_exact(family, calls):
     inputs = tiny_batch(family)
     exact = tiny_model(family)
-    hidden = exact(**inputs, output_hidden_states=True).hidden_states
+    exact_states = exact(**inputs, output_hidden_states=True).hidden_states
     model = hea.convert(copy.deepcopy(exact), "longformer", layers=[1], window_size=8)
     ours = model(**inputs, output_hidden_states=True).hidden_states
     assert len(calls) == 1
     if family == "llama":
         # With grouped queries, Transformers and PyTorch choose the kernel by their versions, and so the rounding.
-        torch.testing.assert_close(ours[1], hidden[1], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours[1], exact_states[1], rtol=1e-5, atol=1e-6)
     else:
-        assert torch.equal(ours[1], hidden[1])
-    assert not torch.equal(hidden[2], ours[2])
+        assert torch.equal(ours[1], exact_states[1])
+    assert not torch.equal(exact_states[2], ours[2])
     assert model.config.efficient_attention["layers"] == [1]
     assert torch.equal(output(hea.convert(model, "longformer", layers=range(2)), inputs), output(
         hea.convert(copy.deepcopy(exact), "longformer"), inputs))  # fmt: skip
@@ -222,8 +222,8 @@ def test_exact_layers_against_the_definition(is_causal, mask_kind):
     if mask_kind != "none":
         mask = torch.ones(2, 310, dtype=torch.bool)
         mask[1, {"left": slice(0, 100), "right": slice(200, None), "empty": slice(None)}[mask_kind]] = False
-        hidden = ~mask[:, None, :, None]
-        key, value = key.masked_fill(hidden, torch.nan), value.masked_fill(hidden, torch.inf)
+        masked = ~mask[:, None, :, None]
+        key, value = key.masked_fill(masked, torch.nan), value.masked_fill(masked, torch.inf)
     query.requires_grad_()
     out = exact_layer(query, key, value, mask, is_causal=is_causal, scale=0.5, dropout_p=0.0)
     seen = torch.ones(2, 1, 300, 310, dtype=torch.bool) if mask is None else mask[:, None, None].expand(2, 1, 300, 310)
@@ -271,7 +271,7 @@ def test_the_future_never_leaks(family, method):
 
 @each_method
 @pytest.mark.parametrize("family", ENCODERS + DECODERS)
-def test_rows_without_any_token(family, method):
+def test_batch_rows_without_any_token(family, method):
     inputs = tiny_batch(family, padding="right")
     inputs["attention_mask"][1] = 0
     model = tiny_model(family, method)
@@ -283,7 +283,7 @@ def test_rows_without_any_token(family, method):
 
 # Cross attention
 
-# Transformers 5.12 forgets the mask of the encoder on its way through GPT-2, whatever the attention.
+# In Transformers 5.12 GPT-2 drops the mask of the encoder, for every attention implementation.
 GPT2_DROPS_THE_MASK = "encoder_attention_mask = None\n" in inspect.getsource(transformers.GPT2Model.forward)
 
 
@@ -317,7 +317,7 @@ def test_cross_attention_by_the_method(family, method, calls):
 
 @pytest.mark.parametrize("method", [m for m in METHODS if hea.method_info(m).causal])
 def test_no_later_token_reaches_an_earlier_one_through_cross_attention(method):
-    """To the bit where the method computes it; methods that mix queries leave it exact, and say so."""
+    """Methods that mix queries leave cross attention exact and warn. Otherwise the output is equal to the bit."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model, inputs = _decoder(method)
@@ -344,8 +344,8 @@ def test_cross_attention_stays_exact_with_one_warning(family, encoder_length, ca
     assert [call["is_causal"] for call in calls] == [True] * 4
     # With a window over everything the whole model is exact.
     exact = hea.convert(copy.deepcopy(model), "sdpa")
-    wide = hea.convert(model, method, window_size=200)
-    torch.testing.assert_close(output(wide, inputs, use_cache=False), output(exact, inputs, use_cache=False))
+    whole = hea.convert(model, method, window_size=200)
+    torch.testing.assert_close(output(whole, inputs, use_cache=False), output(exact, inputs, use_cache=False))
     if family == "gpt2" and GPT2_DROPS_THE_MASK:
         return
     states[1, 45:] = 7.0
@@ -354,7 +354,7 @@ def test_cross_attention_stays_exact_with_one_warning(family, encoder_length, ca
 
 
 def test_keys_of_another_length_stay_exact_too():
-    """A module that does not look like cross attention and is one after all."""
+    """A module that computes cross attention although neither its name nor its class says so."""
     model = tiny_model("bert", next(m for m in METHODS if not hea.method_info(m).rectangular))
     forward = ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation]
     query, key = torch.randn(1, 2, 40, 16), torch.randn(1, 2, 50, 16)
@@ -514,7 +514,7 @@ def test_a_decoder_refuses_a_method_without_causal_form(family, no_causal, tmp_p
     hea.convert(tiny_model("bert"), no_causal)
 
 
-def test_masks_that_cannot_be_kept_are_refused():
+def test_masks_other_than_padding_are_refused():
     for family in ("bert", "gpt2", "llama"):
         model, ids = tiny_model(family, "longformer"), tiny_batch(family)["input_ids"]
         with pytest.raises(Refused, match="4-D"):
@@ -528,7 +528,7 @@ def test_masks_that_cannot_be_kept_are_refused():
 
 
 def test_every_kind_of_mask_that_transformers_makes():
-    """Plain ones and windows over all keys come as (B, N) or None; everything else is refused."""
+    """Plain masks and windows that contain all keys become (B, N) or None; everything else is refused."""
     config = tiny_config("llama", "linear")
     states, padding = torch.zeros(2, 70, 32), tiny_batch("llama", padding="left")["attention_mask"]
     make = {
@@ -592,9 +592,9 @@ def test_a_window_of_the_model_itself():
         transformers.MistralConfig(**sizes, num_key_value_heads=1, sliding_window=window)
     ).eval()
     inputs = tiny_batch("llama")
-    wide = make(4096)
-    exact = output(wide, inputs)
-    torch.testing.assert_close(output(hea.convert(wide, "kdeformer"), inputs), exact, atol=1e-5, rtol=1e-5)
+    model = make(4096)
+    exact = output(model, inputs)
+    torch.testing.assert_close(output(hea.convert(model, "kdeformer"), inputs), exact, atol=1e-5, rtol=1e-5)
     with pytest.raises(Refused, match="window of 32 keys"):
         output(hea.convert(make(32), "kdeformer"), inputs)
 
@@ -764,7 +764,7 @@ def test_is_causal_can_be_given_with_the_call(calls):
     assert [call["is_causal"] for call in calls] == [False, False]
 
 
-def test_a_model_switched_by_hand_works_or_says_what_to_do(calls):
+def test_a_model_switched_by_hand_works_or_the_error_says_what_to_do(calls):
     bert, vit = tiny_model("bert"), tiny_model("vit")
     bert.config._attn_implementation = vit.config._attn_implementation = "performer"
     output(bert, tiny_batch("bert"))
@@ -773,7 +773,7 @@ def test_a_model_switched_by_hand_works_or_says_what_to_do(calls):
         output(vit, tiny_batch("vit"))
 
 
-def test_a_choice_that_waits_says_so(caplog):
+def test_a_choice_without_effect_is_logged(caplog):
     model = tiny_model("bert")
     logger = transformers.utils.logging.get_logger("transformers")
     type(logger).warning_once.cache_clear()  # another test may have been told already

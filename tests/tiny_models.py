@@ -1,4 +1,4 @@
-"""Tiny random models of every family that is promised, and the smallest budgets of every method."""
+"""Tiny random models of every supported family, and small budgets of every method."""
 
 import re
 
@@ -8,13 +8,14 @@ import transformers
 import hf_efficient_attn as hea
 from instances import INSTANCES
 
-# One instance a method: its hyperparameters are so small that 70 tokens go through the approximation.
+# One instance per method, with hyperparameters so small that 70 tokens are more than the exact budget.
 FIRST = {instance.method: instance for instance in reversed(INSTANCES)}
 SMALL = {method: instance.hyperparameters for method, instance in FIRST.items()}
 METHODS = list(hea.available_methods())
-# Methods whose budget can be the whole sequence, and those whose step of decoding is the last row of the whole sequence
-# (the others attend all cached keys exactly).
+# Methods whose budget can be the whole sequence.
 EXACT = list(dict.fromkeys(i.method for i in INSTANCES if i.limit == "exact"))
+# Methods for which decoding a token gives the last output of the whole sequence. The others attend to all cached keys
+# exactly.
 SAME_BY_STEP = list(dict.fromkeys(i.method for i in INSTANCES if not i.exact_steps))
 RANDOM = [i.method for i in FIRST.values() if i.random]
 # Methods that torch.compile cannot trace at the hyperparameters above.
@@ -22,7 +23,7 @@ DATA_DEPENDENT = [method for method in SMALL if next(i for i in INSTANCES if i.m
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 TEXT = {"vocab_size": 60, "max_position_embeddings": 128}
 IMAGE = {"image_size": 32, "patch_size": 4}
-ROWS = {
+FAMILY_VALUES = {
     "bert": ("Bert", {**SIZES, **TEXT}, "Model", "ForMaskedLM"),
     "roberta": ("Roberta", {**SIZES, **TEXT, "max_position_embeddings": 130}, "Model", "ForMaskedLM"),
     "distilbert": (
@@ -41,7 +42,7 @@ ROWS = {
     ),
     "llama": ("Llama", {**SIZES, **TEXT, "num_attention_heads": 4, "num_key_value_heads": 2}, "Model", "ForCausalLM"),
 }
-FAMILIES = list(ROWS)
+FAMILIES = list(FAMILY_VALUES)
 ENCODERS = ["bert", "roberta", "distilbert"]
 IMAGES = ["vit", "deit"]
 DECODERS = ["gpt2", "llama"]
@@ -49,7 +50,7 @@ DECODERS = ["gpt2", "llama"]
 
 def tiny_config(family: str, method: str | None = None, **changes):
     """The config of a tiny model; with `method`, that method at its small budget."""
-    name, values, *_ = ROWS[family]
+    name, values, *_ = FAMILY_VALUES[family]
     tokens = {} if family in IMAGES else {"bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 1}
     config = getattr(transformers, f"{name}Config")(**{**values, **tokens, **changes})
     if method is not None:
@@ -58,12 +59,12 @@ def tiny_config(family: str, method: str | None = None, **changes):
 
 
 def tiny_class(family: str, head: bool = False):
-    name, _, body, with_head = ROWS[family]
+    name, _, body, with_head = FAMILY_VALUES[family]
     return getattr(transformers, name + (with_head if head else body))
 
 
 def tiny_model(family: str, method: str | None = None, *, head: bool = False, seed: int = 0, **changes):
-    """A tiny model in eval mode, its layers' weights larger than usual so that attention is not flat."""
+    """A tiny model in eval mode. The weights of its layers are larger than usual, so that attention is not uniform."""
     torch.manual_seed(seed)
     model = tiny_class(family, head)(tiny_config(family, method, **changes)).eval()
     with torch.no_grad():
@@ -74,7 +75,7 @@ def tiny_model(family: str, method: str | None = None, *, head: bool = False, se
 
 
 def tiny_batch(family: str, batch: int = 2, length: int = 70, padding: str = "none", seed: int = 0) -> dict:
-    """Input of a model; `padding` ("none", "left", "right") leaves the second row 50 tokens."""
+    """Input of a model. With `padding` "left" or "right" the second batch row has 50 tokens."""
     generator = torch.Generator().manual_seed(seed)
     if family in IMAGES:
         return {"pixel_values": torch.randn(batch, 3, 32, 32, generator=generator)}
