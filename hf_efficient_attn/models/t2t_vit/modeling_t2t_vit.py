@@ -86,16 +86,8 @@ class _SelfAttention(nn.Module):
         shape = query.shape
         query, key, value = (x.unflatten(2, (-1, self.head_dim)).transpose(1, 2) for x in (query, key, value))
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        output, weights = attention(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            **kwargs,
-        )
+        options = {"dropout": self.attention_dropout if self.training else 0.0, "scaling": self.scaling, **kwargs}
+        output, weights = attention(self, query, key, value, attention_mask, **options)
         return self.o_proj(output.reshape(shape).contiguous()), weights
 
 
@@ -189,14 +181,9 @@ class T2TViTTokensToToken(nn.Module):
 
     def split(self, image: Tensor, index: int) -> Tensor:
         """Soft split: image (B, C, height, width) -> windows (B, N, C * kernel^2)."""
-        config = self.config
-        windows = nn.functional.unfold(
-            image,
-            config.t2t_kernel_sizes[index],
-            padding=config.t2t_paddings[index],
-            stride=config.t2t_strides[index],
-        )
-        return windows.transpose(1, 2)
+        sizes = (self.config.t2t_kernel_sizes, self.config.t2t_paddings, self.config.t2t_strides)
+        kernel, padding, stride = (values[index] for values in sizes)
+        return nn.functional.unfold(image, kernel, padding=padding, stride=stride).transpose(1, 2)
 
 
 class T2TViTEmbeddings(FrozenParameters):
