@@ -1,4 +1,4 @@
-"""What strangers meet: plain Transformers, pipelines, sentence-transformers, parameters of another method."""
+"""Converted checkpoints in plain Transformers, in pipelines, in sentence-transformers, and with another method."""
 
 import logging
 import os
@@ -19,22 +19,22 @@ from tiny_models import SMALL, output
 WORDS = " ".join(f"w{5 + 7 * i % 55}" for i in range(70))
 
 
-def test_plain_transformers_refuses_in_the_words_that_the_card_quotes(tmp_path):
+def test_the_card_quotes_the_error_of_plain_transformers(tmp_path):
     converted.make(tmp_path, "bert", "kdeformer")
     code = "import sys; from transformers import AutoModelForMaskedLM as A; A.from_pretrained(sys.argv[1])"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     line = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode != 0
-    said = done.stderr.strip().splitlines()[-1]
-    assert said.startswith('ValueError: Specified `attn_implementation="kdeformer"` is not supported.')
-    assert "sdpa" in said
+    message = done.stderr.strip().splitlines()[-1]
+    assert message.startswith('ValueError: Specified `attn_implementation="kdeformer"` is not supported.')
+    assert "sdpa" in message
     quoted = re.search(r"^> (.*) \.\.\.$", (tmp_path / "README.md").read_text(), re.M)[1]
-    assert said.startswith(quoted)
+    assert message.startswith(quoted)
 
 
 def pipe(task, folder):
-    """The pipeline of a folder, with its model's dropout off as pipelines have it."""
+    """The pipeline of a folder. Pipelines put models into eval mode."""
     return transformers.pipeline(task, model=str(folder))
 
 
@@ -43,18 +43,18 @@ def test_feature_extraction(tmp_path):
     ids = converted.tiny_tokenizer()(WORDS, return_tensors="pt")
     found = pipe("feature-extraction", tmp_path)
     assert found.model.config._attn_implementation == "kdeformer"
-    assert torch.equal(torch.tensor(found(WORDS)), output(model, ids))
+    torch.testing.assert_close(torch.tensor(found(WORDS)), output(model, ids))
 
 
 def test_fill_mask(tmp_path):
     model = converted.make(tmp_path, "roberta", "longformer")
     masked = WORDS.replace("w12", "[MASK]", 1)
     ids = converted.tiny_tokenizer()(masked, return_tensors="pt")
-    place = ids["input_ids"][0].tolist().index(4)
-    expected = output(model, ids)[0, place].softmax(-1).topk(3)
+    position = ids["input_ids"][0].tolist().index(4)
+    expected = output(model, ids)[0, position].softmax(-1).topk(3)
     found = pipe("fill-mask", tmp_path)(masked, top_k=3)
     assert [entry["token"] for entry in found] == expected.indices.tolist()
-    assert [entry["score"] for entry in found] == expected.values.tolist()
+    assert [entry["score"] for entry in found] == pytest.approx(expected.values.tolist(), rel=1e-5)
 
 
 @pytest.mark.parametrize("method", ["kdeformer", "linear"])
@@ -74,8 +74,9 @@ def test_image_classification(tmp_path):
     processor = transformers.ViTImageProcessorPil.from_pretrained(tmp_path)
     expected = output(model, processor(picture, return_tensors="pt"))[0].softmax(-1)
     found = pipe("image-classification", tmp_path)(picture)
-    assert {entry["label"] for entry in found} == {"LABEL_0", "LABEL_1"}
-    assert {entry["score"] for entry in found} == set(expected.tolist())
+    # A pipeline can round differently: the order of its sums depends on how memory is aligned.
+    scores = {f"LABEL_{index}": score for index, score in enumerate(expected.tolist())}
+    assert {entry["label"]: entry["score"] for entry in found} == pytest.approx(scores, rel=1e-5)
 
 
 def test_the_examples_of_the_card_run(tmp_path):
@@ -89,7 +90,7 @@ def test_the_examples_of_the_card_run(tmp_path):
 
 @pytest.mark.parametrize("how", ["config", "model_kwargs"])
 def test_sentence_transformers(how, minilm, tmp_path):
-    """By what the folder says, or by `model_kwargs` on the original: the embeddings are the converted model's."""
+    """The embeddings are those of the converted model, whether its config or `model_kwargs` names the method."""
     library = pytest.importorskip("sentence_transformers")
     shutil.copytree(minilm, tmp_path / "out", copy_function=shutil.copyfile)
     exact = transformers.BertModel.from_pretrained(minilm).eval()
@@ -108,7 +109,7 @@ def test_sentence_transformers(how, minilm, tmp_path):
 
 
 def loading_report(folder, caplog, **options):
-    """What Transformers says while it loads a folder."""
+    """The model in a folder, and what Transformers logs while it loads it."""
     logger = logging.getLogger("transformers")
     logger.addHandler(caplog.handler)
     level = logger.level
@@ -122,24 +123,24 @@ def loading_report(folder, caplog, **options):
     return model, caplog.text
 
 
-def test_parameters_of_another_method_are_named_as_unused(tmp_path, caplog):
+def test_parameters_of_another_method_are_reported_as_unused(tmp_path, caplog):
     converted.make(tmp_path, "bert", "linformer")
-    same, said = loading_report(tmp_path, caplog)
+    same, log = loading_report(tmp_path, caplog)
     names = [name for name, _ in same.named_parameters() if ".learned_parameters." in name]
     assert names
-    assert "learned_parameters" not in said
+    assert "learned_parameters" not in log
     caplog.clear()
     choice = {"method": "longformer", **SMALL["longformer"]}
-    other, said = loading_report(tmp_path, caplog, attn_implementation="longformer", efficient_attention=choice)
+    other, log = loading_report(tmp_path, caplog, attn_implementation="longformer", efficient_attention=choice)
     assert other.config._attn_implementation == "longformer"
     assert not [name for name, _ in other.named_parameters() if ".learned_parameters." in name]
-    assert "UNEXPECTED" in said
+    assert "UNEXPECTED" in log
     for name in names:  # the report writes the layers of a name as {0, 1}
-        assert re.sub(r"\.\d+\.", ".{0, 1}.", name) in said or name in said
+        assert re.sub(r"\.\d+\.", ".{0, 1}.", name) in log or name in log
 
 
-def test_a_model_of_ours_is_loaded_by_what_the_card_says(tmp_path):
-    """By the Auto class, once this package is imported; without it Transformers does not know the model type."""
+def test_a_model_of_this_package_is_loaded_as_its_card_says(tmp_path):
+    """The Auto class loads it once this package is imported; before, Transformers does not know the model type."""
     from hf_efficient_attn.models.t2t_vit import T2TViTConfig, T2TViTForImageClassification
 
     config = T2TViTConfig(
@@ -157,16 +158,16 @@ def test_a_model_of_ours_is_loaded_by_what_the_card_says(tmp_path):
     ]
     card = (tmp_path / "out" / "README.md").read_text()
     assert 'AutoModelForImageClassification.from_pretrained("ORG/NAME")' in card
-    assert "- Layers: t2t.0; the others are exact." in card
+    assert "- Layers: t2t.0; the other layers are exact." in card
     loaded = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "out")
     assert loaded.config.efficient_attention["layers"] == ["t2t.0"]
     code = "import sys; from transformers import AutoModelForImageClassification as A; A.from_pretrained(sys.argv[1])"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     line = [sys.executable, "-c", code, str(tmp_path / "out")]
-    said = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, env=environment).stderr
+    message = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, env=environment).stderr
     quoted = re.search(r"^> (.*) \.\.\.$", card, re.M)[1]
-    assert quoted in said and "t2t_vit" in quoted
+    assert quoted in message and "t2t_vit" in quoted
     back = convert_checkpoint(tmp_path / "out", tmp_path / "back", "sdpa")
     assert back["load"].startswith("import hf_efficient_attn\n")
     text = (tmp_path / "back" / "README.md").read_text()
-    assert "`pip install hf_efficient_attn`, which holds the model" in text and "import hf_efficient_attn\n" in text
+    assert "`pip install hf_efficient_attn`, which contains the model" in text and "import hf_efficient_attn\n" in text
