@@ -67,8 +67,8 @@ def images(model: BigGANModel, **changes) -> torch.Tensor:
     return model(**{**inputs(), **changes}).images
 
 
-def budget(method: str, columns: int):
-    return hea.method_info(method).config_class().with_budget(columns)
+def with_budget(method: str, budget: int):
+    return hea.method_info(method).config_class().with_budget(budget)
 
 
 # Configuration
@@ -183,7 +183,7 @@ def test_wrong_input_is_refused(changes, words):
 
 def test_batch_rows_are_independent():
     for method in (None, "kdeformer"):
-        model = tiny() if method is None else hea.convert(tiny(), budget(method, 16))
+        model = tiny() if method is None else hea.convert(tiny(), with_budget(method, 16))
         whole = images(model)
         for row in range(3):
             given = inputs()
@@ -209,7 +209,7 @@ def test_half_precision(dtype, implementation):
 def test_one_compiled_graph_serves_every_truncation(method):
     """A graph with the rows of the first truncation as constants would silently give wrong images for the others."""
     small = {"layers": [[True, 16, 8], [False, 8, 4], [False, 4, 2], [False, 2, 1]], "attention_layer_position": 1}
-    model = tiny(**small) if method is None else hea.convert(tiny(**small), budget(method, 4))
+    model = tiny(**small) if method is None else hea.convert(tiny(**small), with_budget(method, 4))
     torch.compiler.reset()
     graphs = []
 
@@ -226,7 +226,7 @@ def test_one_compiled_graph_serves_every_truncation(method):
 
 @pytest.mark.slow
 def test_default_compiler():
-    model = hea.convert(tiny(), budget("kdeformer", 16))
+    model = hea.convert(tiny(), with_budget("kdeformer", 16))
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True)
     for truncation in (0.5, 0.43, 0.47, 1.0):
@@ -242,7 +242,7 @@ def test_every_rectangular_method_runs_saves_and_loads(method, tmp_path):
     model = tiny()
     exact = images(model)
     model.save_pretrained(tmp_path / "exact")
-    hea.convert(model, budget(method, 16))
+    hea.convert(model, with_budget(method, 16))
     state = torch.get_rng_state()
     first = images(model)
     assert torch.equal(state, torch.get_rng_state())
@@ -256,7 +256,7 @@ def test_every_rectangular_method_runs_saves_and_loads(method, tmp_path):
         assert type(model) is BigGANModel and model.config._attn_implementation == method
         assert torch.equal(images(model), first)
     other = BigGANModel.from_pretrained(
-        tmp_path / "exact", attn_implementation=method, efficient_attention=budget(method, 16).to_dict()
+        tmp_path / "exact", attn_implementation=method, efficient_attention=with_budget(method, 16).to_dict()
     ).eval()
     if not hea.method_info(method).learned_parameters:
         assert torch.equal(images(other), first)
@@ -270,8 +270,8 @@ def test_error_falls_with_the_budget(method):
     model = tiny(sharpness=1.0, layers=layers, channel_width=16)
     exact = images(model)
     errors = []
-    for columns in (8, 32, 128, 1024):
-        error = images(hea.convert(model, budget(method, columns))) - exact
+    for budget in (8, 32, 128, 1024):
+        error = images(hea.convert(model, with_budget(method, budget))) - exact
         errors.append((error.norm() / exact.norm()).item())
     assert errors[0] > 0.03 and errors == sorted(errors, reverse=True) and errors[2] < 0.5 * errors[0]
     assert errors[3] < 1e-5
@@ -390,7 +390,7 @@ def test_saving_under_the_names_of_the_package_is_refused():
 def test_gradients_reach_every_parameter(spectral_norm, method):
     model = tiny(spectral_norm=spectral_norm)
     if method != "sdpa":
-        hea.convert(model, budget(method, 16))
+        hea.convert(model, with_budget(method, 16))
     model.train()
     torch.manual_seed(1)
     weight = torch.randn(6, 3, 32, 32)
@@ -419,7 +419,7 @@ def checkpoint(model, enable: bool) -> None:
 def test_gradient_checkpointing_gives_the_same_gradients(method):
     model = tiny()
     if method != "sdpa":
-        hea.convert(model, budget(method, 16))
+        hea.convert(model, with_budget(method, 16))
     model.train()
     attention, found = model.generator.layers[3], []
     for enable in (True, False):

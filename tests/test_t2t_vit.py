@@ -140,15 +140,15 @@ def test_tokens_of_an_image_of_224_pixels():
     """3136, 784, and 196 plus the class token; each attention module states its tokens, heads and head_dim."""
     model = tiny(T2TViTModel, image_size=224, t2t_strides=[4, 2, 2], hidden_size=16, token_dim=4)
     seen = {}
-    for module, place, *_ in attention_modules(model):
+    for module, location, *_ in attention_modules(model):
         module.register_forward_hook(
-            lambda module, args, out, layer=place.layer: seen.update({layer: args[0].shape[1]})
+            lambda module, args, out, layer=location.layer: seen.update({layer: args[0].shape[1]})
         )
-        assert module.attention_layer == place.layer and module.is_causal is False
-        assert (module.num_heads, module.head_dim) == ((1, 4) if place.layer in STAGES else (2, 8))
+        assert module.attention_layer == location.layer and module.is_causal is False
+        assert (module.num_heads, module.head_dim) == ((1, 4) if location.layer in STAGES else (2, 8))
     logits(model, images(1, 3, 224, 224))
     assert seen == {"t2t.0": 3136, "t2t.1": 784, 0: 197, 1: 197}
-    assert seen == {place.layer: module.max_tokens for module, place, *_ in attention_modules(model)}
+    assert seen == {location.layer: module.max_tokens for module, location, *_ in attention_modules(model)}
 
 
 def test_scale_of_the_logits():
@@ -191,8 +191,8 @@ def test_error_falls_with_the_budget(method):
     with torch.no_grad():
         exact = stage(hidden_states)[0]
         errors = []
-        for columns in (16, 96, 513):
-            config = hea.method_info(method).config_class().with_budget(columns)
+        for budget in (16, 96, 513):
+            config = hea.method_info(method).config_class().with_budget(budget)
             hea.convert(model, config, layers=["t2t.0"])
             errors.append(float((stage(hidden_states)[0] - exact).norm() / exact.norm()))
     assert errors[0] > errors[1] > 0.01 and errors[2] < 1e-4, errors
@@ -223,15 +223,15 @@ def test_saving_and_loading_a_mix(method, tmp_path):
 def test_learned_parameters_have_the_size_of_their_stage():
     model = hea.convert(tiny(), "linformer", projection_dim=4)
     found = {
-        place.layer: tuple(module.learned_parameters.key_projection.shape)
-        for module, place, *_ in attention_modules(model)
+        location.layer: tuple(module.learned_parameters.key_projection.shape)
+        for module, location, *_ in attention_modules(model)
     }
     assert found == {"t2t.0": (4, 256), "t2t.1": (4, 64), 0: (4, 17), 1: (4, 17)}
 
 
 def test_performer_stages_take_no_method():
     model = tiny(tokens_type="performer")
-    assert [place.layer for _, place, *_ in attention_modules(model)] == [0, 1]
+    assert [location.layer for _, location, *_ in attention_modules(model)] == [0, 1]
     exact = logits(model)
     with pytest.raises(hea.UnsupportedAttentionError, match=r"in layers \['t2t.0'\]; its layers are \[0, 1\]"):
         hea.convert(model, "kdeformer", layers=["t2t.0"])

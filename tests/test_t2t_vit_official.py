@@ -37,11 +37,13 @@ PUBLISHED = {
 performers = pytest.mark.parametrize("performer", [False, True], ids=["transformer", "performer"])
 
 
-def shapes(layers=2, width=128, ratio=2, performer=False, labels=5, positions=17, dim=64) -> dict[str, tuple[int, ...]]:
+def shapes(
+    layers=2, hidden_size=128, ratio=2, performer=False, labels=5, positions=17, dim=64
+) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of the authors' state dict."""
-    found = {"cls_token": (1, 1, width), "pos_embed": (1, positions, width), "norm.weight": (width,)}
-    found |= {"norm.bias": (width,), "head.weight": (labels, width), "head.bias": (labels,)}
-    found |= {"tokens_to_token.project.weight": (width, 9 * dim), "tokens_to_token.project.bias": (width,)}
+    found = {"cls_token": (1, 1, hidden_size), "pos_embed": (1, positions, hidden_size), "norm.weight": (hidden_size,)}
+    found |= {"norm.bias": (hidden_size,), "head.weight": (labels, hidden_size), "head.bias": (labels,)}
+    found |= {"tokens_to_token.project.weight": (hidden_size, 9 * dim), "tokens_to_token.project.bias": (hidden_size,)}
 
     def linear(name, outputs, inputs, bias=True):
         found.update({f"{name}.weight": (outputs, inputs)} | ({f"{name}.bias": (outputs,)} if bias else {}))
@@ -64,12 +66,12 @@ def shapes(layers=2, width=128, ratio=2, performer=False, labels=5, positions=17
             linear(f"{name}.{layer}", dim, dim)
     for block in range(layers):
         name = f"blocks.{block}"
-        norm(f"{name}.norm1", width)
-        norm(f"{name}.norm2", width)
-        linear(f"{name}.attn.qkv", 3 * width, width, bias=False)
-        linear(f"{name}.attn.proj", width, width)
-        linear(f"{name}.mlp.fc1", ratio * width, width)
-        linear(f"{name}.mlp.fc2", width, ratio * width)
+        norm(f"{name}.norm1", hidden_size)
+        norm(f"{name}.norm2", hidden_size)
+        linear(f"{name}.attn.qkv", 3 * hidden_size, hidden_size, bias=False)
+        linear(f"{name}.attn.proj", hidden_size, hidden_size)
+        linear(f"{name}.mlp.fc1", ratio * hidden_size, hidden_size)
+        linear(f"{name}.mlp.fc2", hidden_size, ratio * hidden_size)
     return found
 
 
@@ -204,9 +206,9 @@ def test_performers_equal_the_formula_of_the_authors_for_keys_of_any_norm(scale)
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_config_of_published_models_is_inferred_from_shapes(name):
-    layers, width, _, ratio, performer = PUBLISHED[name]
+    layers, hidden_size, _, ratio, performer = PUBLISHED[name]
     for pixels in (224, 384):
-        sizes = {"layers": layers, "width": width, "ratio": ratio, "performer": performer, "labels": 1000}
+        sizes = {"layers": layers, "hidden_size": hidden_size, "ratio": ratio, "performer": performer, "labels": 1000}
         named_shapes = shapes(**sizes, positions=1 + (pixels // 16) ** 2)
         state = {key: torch.empty(shape, device="meta") for key, shape in named_shapes.items()}
         converted, config = convert_state_dict(state)
