@@ -418,8 +418,8 @@ def test_pickles_become_safetensors(tmp_path, capsys):
     (source / "pytorch_model.bin").unlink()
     for file, inside in parts.items():
         torch.save({name: state[name] for name in inside}, source / file)
-    places = {name: file for file, inside in parts.items() for name in inside}
-    (source / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    weight_map = {name: file for file, inside in parts.items() for name in inside}
+    (source / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     assert status(source, "--method", "linear", "-o", tmp_path / "shards", "--allow-pickle") == 0
     assert same(state, tensors(tmp_path / "shards"))
     assert len(list((tmp_path / "shards").glob("model-0000?-of-00002.safetensors"))) == 2

@@ -14,6 +14,7 @@ import torch
 from hf_efficient_attn import cli
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.io.json import read_json, read_json_object, write_json
 from tiny_models import tiny_model
 
 ENTRY = "bert.encoder.layer.0.attention.self.query.weight"
@@ -365,3 +366,14 @@ def test_links_inside_the_folder_are_followed(whole, tmp_path):
     (folder / "model.safetensors").rename(folder / "weights.dat")
     (folder / "model.safetensors").symlink_to("weights.dat")
     load_model(open_checkpoint(folder))
+
+
+def test_json_files(tmp_path):
+    path = tmp_path / "a.json"
+    write_json(path, {"name": "é \udc80"})  # a file name that is not UTF-8 contains lone surrogates
+    assert path.read_bytes() == '{\n  "name": "é \\udc80"\n}\n'.encode()
+    assert read_json_object(path) == {"name": "é \udc80"}
+    with pytest.raises(UnsupportedAttentionError, match=r"a\.json is larger than 5 bytes"):
+        read_json(path, max_bytes=5)
+    with pytest.raises(UnsupportedAttentionError, match=r"b\.json cannot be read: No such file"):
+        read_json(tmp_path / "b.json")

@@ -4,6 +4,7 @@ import math
 import os
 import pathlib
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -151,7 +152,8 @@ def _load_pickle(path: pathlib.Path, inside: pathlib.Path) -> dict[str, Tensor]:
     """The tensors of a PyTorch file, read with weights_only=True, so that no code in the file runs."""
     regular_file(path, inside)
     name = short_name(path, inside)
-    with refusing(f"{name} is damaged"):
+    with refusing(f"{name} is damaged"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the error says the same in one line
         state = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise UnsupportedAttentionError(f"{name} holds more than named tensors: save model.state_dict() alone")

@@ -124,7 +124,7 @@ def push(
 ) -> PushReport:
     """Send a converted checkpoint to the hub: first the repository is created, then the files are sent, then the card.
 
-    The hub checks the card before anything is created, and the card is never there without the files. Weights of an
+    The hub checks the card before anything is created, and the card is sent after all files. Weights of an
     earlier push that are not in the folder are deleted from the repository, because Transformers would load an old
     model.safetensors instead of new shards. In the card that is sent, the examples name the repository; the card in the
     folder is not changed. After an interruption, calling `push` again sends the rest.
