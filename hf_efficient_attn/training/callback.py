@@ -227,7 +227,10 @@ class UptrainingCallback(TrainerCallback, ExportableState):
         # `best_global_step` may be a step that was not saved.
         best = re.search(r"checkpoint-(\d+)$", state.best_model_checkpoint or "")
         if args.load_best_model_at_end and best:
-            self._switch_if_due(kwargs["model"], None, int(best[1]) - 1)
+            step = int(best[1])
+            stage = self.schedule.stages[self.schedule.index(step - 1, self.total_steps)]
+            if not is_in_stage(kwargs["model"], stage):
+                switch_stage(kwargs["model"], None, stage, step)
 
 
 def _recorded_states(state: TrainerState) -> dict[str, Any]:
