@@ -308,7 +308,7 @@ def test_window(length, left, right, hidden, masked):
     distance = torch.arange(length) - torch.arange(length)[:, None]
     pairs = (distance >= -left) & (distance <= right) & (torch.arange(length) >= hidden)
     pairs = pairs if mask is None else pairs & mask
-    ours = window_partial(*row, mask, left=left, right=right, hidden=hidden, scale=0.9)
+    ours = window_partial(*row, mask, left=left, right=right, skip=hidden, scale=0.9)
     naive = partial_attention_naive(*row, mask_bias(pairs, torch.float64), scale=0.9)
     close(ours.out, naive.out)
     close(ours.lse, naive.lse)
@@ -821,7 +821,7 @@ def test_causal_columns_lie_in_completed_blocks_only(scores, independent, num_ha
     row, plans = causal_plan(length, scores, independent, num_hashes=num_hashes)
     assert [p.level for p in plans] == list(range(5))
     for plan_ in plans:
-        assert ((plan_.index >= 0) & (plan_.index < size << plan_.level)).all()
+        assert ((plan_.sample_index >= 0) & (plan_.sample_index < size << plan_.level)).all()
     weights = causal.dense_causal_log_weights(plans, length, size, 20, 4)
     block, position = torch.arange(length) // size, torch.arange(length)
     near = (block[:, None] - block <= 1) & (position <= position[:, None])
@@ -867,8 +867,8 @@ def test_a_causal_plan_does_not_depend_on_what_follows():
     row = [x[:, :130] for x in causal_plan(203)[0]]
     short = causal.plan_intervals(*row, 8, sampling(num_samples=12, num_probes=5))
     for few, many in zip(short, long, strict=False):
-        pairs = few.index.shape[1]
-        assert torch.equal(few.index, many.index[:, :pairs])
+        pairs = few.sample_index.shape[1]
+        assert torch.equal(few.sample_index, many.sample_index[:, :pairs])
         close(few.log_weight, many.log_weight[:, :pairs])
 
 

@@ -9,17 +9,19 @@ from torch import Tensor
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.ops import kde
 
-# Tables that tell which densities are far below a bound.
-_FIRST = 32
+# Tables of the first estimate, which finds the densities that are far below a bound.
+_FIRST_TABLES = 32
 
 
 @dataclass(frozen=True)
 class DensityReport:
-    """What `weighted_exponential_kde` did.
+    """What `weighted_exponential_kde` computed.
 
-    levels: lower bounds mu of the densities that were estimated at, with the number of queries still open then.
-    exact_rows: queries whose sum was computed exactly in the end.
-    evaluations: kernel evaluations. pairs: n_queries * n_points.
+    Attributes:
+        levels: for each round of estimates the lower bound mu of the densities, and the number of remaining queries.
+        exact_rows: queries whose sum was computed exactly in the end.
+        evaluations: kernel evaluations.
+        pairs: n_queries * n_points.
     """
 
     levels: tuple[tuple[float, int], ...]
@@ -33,26 +35,36 @@ def weighted_exponential_kde(
 ) -> tuple[Tensor, DensityReport]:
     """alpha_j within a factor 1 +- eps of sum_i v_i exp(<x_i, y_j>), v >= 0 (Zandieh et al. 2023, Algorithm 2).
 
-    Lines 3-5: N = max_j v_j exp(|x_j|^2 / 2), w_i = sqrt(2 log(N / (v_i exp(|x_i|^2 / 2)))), points (x_i, w_i) and
-    queries (y_j, 0), for which alpha_j = n N exp(|y_j|^2 / 2) mu(y'_j) with mu the Gaussian density of bandwidth 1.
-    Lines 6-10: estimates by `ops.kde.gaussian_kde` of densities down to mu, at first 1 / n, for the queries that are
-    still open; mu is halved while an estimate at mu is cheaper than what is open. Line 11: what is then still open,
-    exactly.
+    Lines 3-5: with N = max_j v_j exp(|x_j|^2 / 2) and w_i = sqrt(2 log(N / (v_i exp(|x_i|^2 / 2)))), points (x_i, w_i)
+    and queries (y_j, 0), alpha_j = n N exp(|y_j|^2 / 2) mu(y'_j), where mu is the Gaussian density of bandwidth 1.
+    Lines 6-10: `ops.kde.gaussian_kde` estimates densities down to mu, which starts at 1 / n, for the remaining queries.
+    mu is halved as long as an estimate at mu is cheaper than the exact sums of the remaining queries. Line 11: the sums
+    of the queries that remain are computed exactly.
 
-    Departures: N is the largest term rather than their sum, the smallest that leaves every w_i real: with the sum, all
-    points are at least sqrt(2 log n) away from all queries, and no density is above 1 / n. tau = 1/2 is the exponent
-    of the densities of Charikar & Siminelakis (2017), used here, where the paper would take the data structure of
-    Charikar et al. (2020) with .173. The condition of line 6, mu^-tau <= eps^2 |S|, is that of 2 eps^-2 mu^-tau tables
-    being fewer than |S|. A query is open not only where the estimate is below mu, but also where its own standard
-    error is above eps / 3 of it, and a query whose estimate from 32 tables is below mu / 4 is not asked with all of
-    them. Sums are in the log domain, so that no exponential overflows.
+    Departures from the paper:
+
+    - N is the largest term rather than the sum of the terms. It is the smallest N for which every w_i is real. With the
+      sum all points would be at least sqrt(2 log n) away from all queries, and no density above 1 / n.
+    - tau = 1/2 is the exponent of the densities of Charikar & Siminelakis (2017), which are used here. The paper would
+      use the data structure of Charikar et al. (2020) with .173. The condition of line 6, mu^-tau <= eps^2 |S|, is here
+      that 2 eps^-2 mu^-tau tables are at most |S|.
+    - A query remains not only if its estimate is below mu, but also if its own standard error is above eps / 3 of the
+      estimate. A query whose estimate from 32 tables is below mu / 4 is not estimated with all of them.
+    - Sums are computed in the log domain, so that no exponential overflows.
 
     Args:
-        points: x (n, d). queries: y (n_queries, d). weights: v (n,), not negative.
+        points: x, (n, d).
+        queries: y, (n_queries, d).
+        weights: v, (n,), not negative.
         eps: relative error, in (0, 1).
+        seed: seed of the hash and of the sampling.
+        tau: exponent of the cost of an estimate, in (0, 1].
 
     Returns:
-        log alpha (n_queries,) float64, -inf where all weights are 0; and a `DensityReport`.
+        log alpha, float64 (n_queries,), -inf if all weights are 0; and a `DensityReport`.
+
+    Raises:
+        UnsupportedAttentionError: the shapes do not match, eps or tau is out of range, or a weight is negative.
     """
     if (
         points.ndim != 2
@@ -67,56 +79,67 @@ def weighted_exponential_kde(
     if not 0.0 < eps < 1.0 or not 0.0 < tau <= 1.0:
         raise UnsupportedAttentionError(f"eps={eps} must be above 0 and below 1, tau={tau} above 0 and at most 1")
     if bool((weights < 0).any()):
-        raise UnsupportedAttentionError("weights below 0 make no density; split them by sign into two sums")
+        raise UnsupportedAttentionError("weights below 0 are not a density; split the sum by sign into two sums")
     return _log_densities(points.double(), queries.double(), weights.double().log(), eps, seed, tau)
 
 
-def _log_densities(points: Tensor, queries: Tensor, logs: Tensor, eps: float, seed, tau: float = 0.5) -> tuple:
-    """`weighted_exponential_kde` by the logarithms of the weights, all float64."""
-    there = logs > -torch.inf
-    points, logs = points[there], logs[there]
-    rows, count = queries.shape[0], points.shape[0]
-    out = torch.full((rows,), -torch.inf, dtype=torch.float64, device=queries.device)
-    if rows == 0 or count == 0:
-        return out, DensityReport((), 0, 0, rows * count)
+def _log_densities(
+    points: Tensor, queries: Tensor, logs: Tensor, eps: float, seed: int | Tensor, tau: float = 0.5
+) -> tuple[Tensor, DensityReport]:
+    """`weighted_exponential_kde` by the logarithms (n,) of the weights, all float64."""
+    positive = logs > -torch.inf
+    points, logs = points[positive], logs[positive]
+    num_queries, num_points = queries.shape[0], points.shape[0]
+    out = torch.full((num_queries,), -torch.inf, dtype=torch.float64, device=queries.device)
+    if num_queries == 0 or num_points == 0:
+        return out, DensityReport((), 0, 0, num_queries * num_points)
     terms = logs + 0.5 * points.square().sum(1)
-    whole = terms.max()  # log N
-    augmented = torch.cat((points, (2.0 * (whole - terms)).clamp(min=0.0).sqrt()[:, None]), 1)
-    asked = torch.cat((queries, queries.new_zeros(rows, 1)), 1)
-    factor = math.log(count) + whole + 0.5 * queries.square().sum(1)
-    mu, open_, levels, evaluations = 1.0 / count, torch.arange(rows, device=queries.device), [], 0
-    # Sampling needs no more than float32; the sums that are exact are in float64.
-    hashed, asked = augmented.float(), asked.float()
-    while (tables := _tables(eps, mu, tau)) <= len(open_):
-        levels.append((mu, len(open_)))
+    largest = terms.max()  # log N
+    augmented = torch.cat((points, (2.0 * (largest - terms)).clamp(min=0.0).sqrt()[:, None]), 1)
+    factor = math.log(num_points) + largest + 0.5 * queries.square().sum(1)
+    mu, levels, evaluations = 1.0 / num_points, [], 0
+    remaining = torch.arange(num_queries, device=queries.device)
+    # float32 is sufficient for sampling. The exact sums are in float64.
+    hashed, asked = augmented.float(), torch.cat((queries, queries.new_zeros(num_queries, 1)), 1).float()
+    while (tables := _num_tables(eps, mu, tau)) <= len(remaining):
+        levels.append((mu, len(remaining)))
         stream = 1_000_000 * len(levels)
-        first = kde.gaussian_kde(hashed, asked[open_], mu=mu, tables=_FIRST, seed=seed, stream=stream + 500_000)
+        first = kde.gaussian_kde(
+            hashed, asked[remaining], mu=mu, tables=_FIRST_TABLES, seed=seed, stream=stream + 500_000
+        )
         evaluations += first.evaluations
         some = (first.mean >= mu / 4.0).nonzero().squeeze(1)
-        done = torch.zeros_like(open_, dtype=torch.bool)
+        done = torch.zeros_like(remaining, dtype=torch.bool)
         if len(some):
-            estimate = kde.gaussian_kde(hashed, asked[open_[some]], mu=mu, tables=tables, seed=seed, stream=stream)
+            estimate = kde.gaussian_kde(hashed, asked[remaining[some]], mu=mu, tables=tables, seed=seed, stream=stream)
             evaluations += estimate.evaluations
             sure = (estimate.mean >= mu) & (estimate.error <= eps / 3.0 * estimate.mean)
             done[some] = sure
-            out[open_[done]] = estimate.mean[sure].log() + factor[open_[done]]
-        mu, open_ = mu / 2.0, open_[~done]
-    for rest in kde.row_blocks(len(open_), count):
-        scores = torch.addmm(logs, queries[open_[rest]], points.t())
-        out[open_[rest]] = scores.logsumexp(1)
-    evaluations += len(open_) * count
-    return out, DensityReport(tuple(levels), len(open_), evaluations, rows * count)
+            out[remaining[done]] = estimate.mean[sure].log() + factor[remaining[done]]
+        mu, remaining = mu / 2.0, remaining[~done]
+    for some_queries in kde.query_blocks(len(remaining), num_points):
+        scores = torch.addmm(logs, queries[remaining[some_queries]], points.t())
+        out[remaining[some_queries]] = scores.logsumexp(1)
+    evaluations += len(remaining) * num_points
+    return out, DensityReport(tuple(levels), len(remaining), evaluations, num_queries * num_points)
 
 
 def softmax_column_norms(
-    queries: Tensor, keys: Tensor, seed: int = 0, *, eps: float = 1.0 / 3.0
+    queries: Tensor, keys: Tensor, seed: int | Tensor = 0, *, eps: float = 1.0 / 3.0
 ) -> tuple[Tensor, Tensor]:
     """Logarithms of beta_j, the squared norms of the columns of D^-1 A, and of alpha_i, the row sums of A.
 
-    A = exp(queries keys^T), D = diag(A 1): alpha_i = sum_j exp(<q_i, k_j>) and beta_j = sum_i alpha_i^-2
+    A = exp(queries keys^T) and D = diag(A 1): alpha_i = sum_j exp(<q_i, k_j>) and beta_j = sum_i alpha_i^-2
     exp(2 <q_i, k_j>), each by `weighted_exponential_kde` (Zandieh et al. 2023, Algorithm 1, lines 3-4). Queries and
-    keys both hold the square root of the scale, as there: distances are then the smallest. The paper takes alpha to
-    eps / 3 since it divides by it; here columns are drawn by beta, and nothing is divided by alpha.
+    keys each contain the square root of the scale, as in the paper, which makes the distances smallest. The paper
+    computes alpha to eps / 3, because it divides by alpha. Here keys are sampled by beta, and nothing is divided by
+    alpha.
+
+    Args:
+        queries: (n_queries, d).
+        keys: (n, d).
+        seed: seed of the hash and of the sampling.
+        eps: relative error of both, in (0, 1).
 
     Returns:
         log beta (n,) and log alpha (n_queries,), float64.
@@ -126,5 +149,6 @@ def softmax_column_norms(
     return _log_densities(root * queries, root * keys, -2.0 * log_sums, eps, seed + 1)[0], log_sums
 
 
-def _tables(eps: float, mu: float, tau: float) -> int:
-    return max(16, math.ceil(2.0 * eps**-2 * mu**-tau))
+def _num_tables(eps: float, mu: float, tau: float) -> int:
+    """Tables with which densities of mu and more have about the relative error eps."""
+    return max(16, math.ceil(2.0 * eps**-2 * float(mu**-tau)))

@@ -64,7 +64,7 @@ def forward(config: LinformerConfig, query: Tensor, key: Tensor, value: Tensor, 
     (batch, num_heads, kv_len), acc_dtype = key.shape[:3], accumulation_dtype(query.dtype)
     both = contractions(tables(config, kv_len, options), options.key_mask, kv_len, acc_dtype)
     bias = mask_bias(projected_key_mask(both, batch), acc_dtype).repeat_interleave(num_heads, 0)
-    keys, values = (table.rows(x).flatten(0, 1) for table, x in zip(both, (key, value), strict=True))  # (BH, P, .)
+    keys, values = (table.project(x).flatten(0, 1) for table, x in zip(both, (key, value), strict=True))  # (BH, P, .)
     out = attention_to_few_keys(
         query.flatten(0, 1), keys, values, bias, scale=options.scale, dropout_p=options.dropout_p, dtype=value.dtype
     )

@@ -103,7 +103,7 @@ def _window_and_global(
         valid, skipped = mask[index], 0
         local_mask = mask & (mask.cumsum(0) > num_global)
     near = window_partial(
-        query, key, value, local_mask, left=left, right=right, hidden=skipped, scale=scale, dropout_p=dropout_p
+        query, key, value, local_mask, left=left, right=right, skip=skipped, scale=scale, dropout_p=dropout_p
     )
     # All tokens attend to the global tokens. In the causal form those before a global token do not; padding between the
     # tokens can put any token before one.

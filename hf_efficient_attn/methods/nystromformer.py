@@ -139,7 +139,7 @@ def _from_landmarks(config: NystromformerConfig, heads: FlatHeads, options: Atte
         values = iterative_pinv(middle, config.pinv_iterations) @ values
     if segments is not None and few is not None:
         # Each of a few tokens is a landmark by itself. With the values in place of W, F W is exact attention.
-        own = take(value, segments.index[:, :, 0]).to(acc_dtype).masked_fill(segments.empty.unsqueeze(2), 0.0)
+        own = take(value, segments.token[:, :, 0]).to(acc_dtype).masked_fill(segments.empty.unsqueeze(2), 0.0)
         values = torch.where(few, own, values)
     return attention_to_few_keys(
         query, keys, values, landmark_bias, scale=scale, dropout_p=options.dropout_p, dtype=acc_dtype

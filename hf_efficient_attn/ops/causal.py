@@ -39,7 +39,7 @@ class IntervalPlan(NamedTuple):
 
     Attributes:
         level: the level.
-        index: int64 (BH, J, M), the sampled keys of each interval, counted from its first token.
+        sample_index: int64 (BH, J, M), the sampled keys of each interval, counted from its first token.
         log_weight: (BH, J, M), their log-weights.
         key_order: int64 (BH, J, L), the keys of each interval in the order of a hash; None if the near field is the
             window alone.
@@ -49,7 +49,7 @@ class IntervalPlan(NamedTuple):
     """
 
     level: int
-    index: Tensor
+    sample_index: Tensor
     log_weight: Tensor
     key_order: Tensor | None = None
     query_block: Tensor | None = None
@@ -152,7 +152,8 @@ def _queries_of(queries: Tensor, num_intervals: int, length: int) -> Tensor:
     """The queries that see each interval: (BH, Nq, D) from block 1 on -> (BH, J, L, D), padded with zeros."""
     missing = 2 * num_intervals * length - queries.shape[1]
     queries = pad(queries, (0, 0, 0, missing)) if missing > 0 else queries[:, : 2 * num_intervals * length]
-    return queries.unflatten(1, (num_intervals, 2, length))[:, :, 1]
+    pairs: Tensor = queries.unflatten(1, (num_intervals, 2, length))
+    return pairs[:, :, 1]
 
 
 def _plan_hashed_blocks(
@@ -196,8 +197,8 @@ def causal_near_far_attention(
         (BH, N, Dv).
     """
     options = {"scale": scale, "dropout_p": dropout_p}
-    first = (x[:, :num_exact] for x in (query, key, value))
-    exact = exact_attention(*first, None, is_causal=True, scale=scale, dropout_p=dropout_p)
+    first = query[:, :num_exact], key[:, :num_exact], value[:, :num_exact]
+    exact = exact_attention(*first, is_causal=True, scale=scale, dropout_p=dropout_p)
     if query.shape[1] <= num_exact:
         return exact
 
@@ -207,12 +208,12 @@ def causal_near_far_attention(
         queries = query[:, block_size:]
         for i, plan in enumerate(plans):
             index, log_weight, key_order, query_block = tensors[4 * i : 4 * i + 4]
-            own = plan._replace(index=index, log_weight=log_weight, key_order=key_order, query_block=query_block)
+            own = plan._replace(sample_index=index, log_weight=log_weight, key_order=key_order, query_block=query_block)
             far = _sampled_parts if query_block is None else _hashed_and_sampled_parts
             parts += far(queries, key, value, own, block_size, **options)
         return merge_query_subsets(parts)[:, num_exact - block_size :]
 
-    tensors = [x for plan in plans for x in (plan.index, plan.log_weight, plan.key_order, plan.query_block)]
+    tensors = [x for plan in plans for x in (plan.sample_index, plan.log_weight, plan.key_order, plan.query_block)]
     return torch.cat((exact, chunked_over_heads(some_heads, query, key, value, *tensors)), 1)
 
 
@@ -254,8 +255,8 @@ def _sampled_parts(
 ) -> list[QueryPart]:
     """Attention of the queries (BH, Nq, D) from block 1 on to the samples of one level."""
     length = block_size << plan.level
-    first = (torch.arange(plan.index.shape[1], device=key.device) * 2 * length)[:, None]
-    index, bias = plan.index + first, plan.log_weight[:, :, None]
+    first = (torch.arange(plan.sample_index.shape[1], device=key.device) * 2 * length)[:, None]
+    index, bias = plan.sample_index + first, plan.log_weight[:, :, None]
     keys, values = take(key, index), take(value, index)
     return interval_attention(queries, keys, values, bias, length, scale=scale, dropout_p=dropout_p)
 
@@ -307,11 +308,11 @@ def _hashed_and_sampled_parts(
     The queries of one block of keys are gathered into blocks of their own, which then share these keys and the samples.
     """
     assert plan.key_order is not None and plan.query_block is not None
-    (batch_heads, num_intervals, _), length, block_k = plan.index.shape, block_size << plan.level, plan.block_k
+    (batch_heads, num_intervals, _), length, block_k = plan.sample_index.shape, block_size << plan.level, plan.block_k
     own_queries = _queries_of(queries, num_intervals, length).flatten(0, 1)
     keys, values = (left_intervals(x, num_intervals, length).flatten(0, 1) for x in (key, value))
     key_order, query_block, index, log_weight = (
-        x.flatten(0, 1) for x in (plan.key_order, plan.query_block, plan.index, plan.log_weight)
+        x.flatten(0, 1) for x in (plan.key_order, plan.query_block, plan.sample_index, plan.log_weight)
     )
     slot, block_of_slots = group_by_block(query_block, ceil_div(length, block_k), block_k)
     num_blocks = block_of_slots.shape[1]
@@ -428,7 +429,7 @@ def dense_causal_log_weights(
             j, interval = (completed >> plan.level) // 2, block_size << plan.level
             first = 2 * j * interval
             for a in range(batch_heads):
-                samples = zip(plan.index[a, j].tolist(), plan.log_weight[a, j].tolist(), strict=True)
+                samples = zip(plan.sample_index[a, j].tolist(), plan.log_weight[a, j].tolist(), strict=True)
                 for index, log_weight in samples:
                     old = weights[a, i, first + index]
                     weights[a, i, first + index] = torch.logaddexp(old, torch.full_like(old, log_weight))

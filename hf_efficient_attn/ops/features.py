@@ -2,11 +2,11 @@
 
 exp(q . k) = E_w [exp(w . q - |q|^2/2) exp(w . k - |k|^2/2)]. With F features w_f the sums over the keys,
 
-    b_f = log sum_j exp(w_f . k_j - |k_j|^2/2),   M_f = the average of v_j by those weights,
+    b_f = log sum_j exp(w_f . k_j - |k_j|^2/2),   M_f = the average of v_j by these weights,
 
-are the `Partial` of features attending to keys, and the output of a query is the softmax over features of w_f . q +
-b_f, applied to M_f: a second attention. So each of the two maxima that keep it from overflowing is taken per feature
-and per query, never over queries and keys of a sequence at once, and no epsilon is added anywhere.
+are the `Partial` of features that attend to keys. The output of a query is the softmax over the features of
+w_f . q + b_f, applied to M_f, which is a second attention. So the maxima that prevent overflow are taken for each
+feature and for each query, never over the queries and keys of a sequence, and no epsilon is added.
 """
 
 import functools
@@ -14,6 +14,7 @@ import functools
 import torch
 from torch import Tensor
 
+from hf_efficient_attn.ops.blocks import ceil_div
 from hf_efficient_attn.ops.partial import (
     Partial,
     accumulation_dtype,
@@ -26,69 +27,87 @@ from hf_efficient_attn.ops.partial import (
 from hf_efficient_attn.ops.random import normal
 
 
-def orthogonal_features(count: int, width: int, seed: int | Tensor, device: torch.device) -> Tensor:
-    """`count` Gaussian directions of `width` numbers, orthogonal within blocks of `width`: float64 (count, width).
+def orthogonal_features(num_features: int, head_dim: int, seed: int | Tensor, device: torch.device) -> Tensor:
+    """Gaussian directions that are orthogonal within blocks of D: float64 (F, D).
 
-    Each block is the Q of a Gaussian matrix (Haar distributed after the signs are fixed), each row's length that of an
-    independent Gaussian vector, so that every row by itself is standard normal.
+    A block is the Q of a Gaussian matrix, which is Haar distributed after its signs are fixed. Each direction gets the
+    length of an independent Gaussian vector, so that it is standard normal by itself.
     """
-    blocks = -(-count // width)
-    q, r = torch.linalg.qr(normal((blocks, width, width), seed, 5, device))
+    blocks = ceil_div(num_features, head_dim)
+    q, r = torch.linalg.qr(normal((blocks, head_dim, head_dim), seed, 5, device))
     signs = r.diagonal(dim1=1, dim2=2).sign()
-    rows = (q * signs[:, None, :]).transpose(1, 2).reshape(-1, width)[:count]
-    return rows * normal((count, width), seed, 7, device).norm(dim=1, keepdim=True)
+    directions = (q * signs[:, None, :]).transpose(1, 2).reshape(-1, head_dim)[:num_features]
+    lengths = torch.linalg.vector_norm(normal((num_features, head_dim), seed, 7, device), dim=1, keepdim=True)
+    features: Tensor = directions * lengths
+    return features
 
 
 _cached_features = functools.lru_cache(maxsize=64)(orthogonal_features)
 
 
-def softmax_features(count: int, width: int, seed: int | Tensor, device: torch.device) -> Tensor:
-    """`orthogonal_features`, kept for a seed that is a number, since QR costs more than a short attention."""
+def softmax_features(num_features: int, head_dim: int, seed: int | Tensor, device: torch.device) -> Tensor:
+    """`orthogonal_features`, cached if the seed is a number, because QR takes longer than a short attention."""
     if isinstance(seed, int) and not torch.compiler.is_compiling():
         with torch.no_grad():
-            return _cached_features(count, width, seed, device)
-    return orthogonal_features(count, width, seed, device)
+            return _cached_features(num_features, head_dim, seed, device)
+    return orthogonal_features(num_features, head_dim, seed, device)
 
 
 def split_scale(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys (..., D) each times sqrt(|scale|) in the accumulator's type, and the log factor -|k|^2/2 (...).
+    """Multiply queries and keys (..., D) with the root of |scale|, in the accumulation dtype.
 
-    The sign of the scale goes to the queries.
+    Returns:
+        The queries, which also take the sign of the scale; the keys; and the log factor -|k|^2/2 (...) of the keys.
     """
-    wide, root = accumulation_dtype(query.dtype), abs(scale) ** 0.5
-    query, key = query.to(wide) * (root if scale >= 0 else -root), key.to(wide) * root
+    acc_dtype, root = accumulation_dtype(query.dtype), abs(scale) ** 0.5
+    query, key = query.to(acc_dtype) * (root if scale >= 0 else -root), key.to(acc_dtype) * root
     return query, key, -0.5 * key.square().sum(-1)
 
 
 def key_state(key: Tensor, value: Tensor, features: Tensor, bias: Tensor) -> Partial:
-    """Features attending to keys: key (A, T, N, D), value (A, T, N, Dv), features (F, D), bias (A, T, 1, N).
+    """The sums over the keys of each of T blocks: features that attend to keys.
+
+    Args:
+        key: (BH, T, N, D).
+        value: (BH, T, N, Dv).
+        features: (F, D).
+        bias: (BH, T, 1, N), the log factors of the keys, -inf for masked keys.
 
     Returns:
-        Partial of out (A, T, F, Dv) = M and lse (A, T, F) = b.
+        Partial of out (BH, T, F, Dv) = M and lse (BH, T, F) = b.
     """
-    rows = features.to(key.dtype).expand(key.shape[0], key.shape[1], -1, -1)
-    return partial_attention(rows, key, value, bias, scale=1.0)
+    directions = features.to(key.dtype).expand(key.shape[0], key.shape[1], -1, -1)
+    return partial_attention(directions, key, value, bias, scale=1.0)
 
 
 def query_state(query: Tensor, state: Partial, features: Tensor, dropout_p: float = 0.0) -> Partial:
-    """Queries attending to features: query (A, T, N, D), state of (A, T, F, .) -> Partial (A, T, N, .).
+    """The output of queries for the sums over keys: queries that attend to features.
 
-    The lse leaves out the query's own factor, -|q|^2/2 - log F, which cancels wherever it is not merged with others.
+    Args:
+        query: (BH, T, N, D).
+        state: out (BH, T, F, Dv) and lse (BH, T, F), from `key_state`.
+        features: (F, D).
+        dropout_p: probability of dropping the weight of a feature.
+
+    Returns:
+        Partial of out (BH, T, N, Dv) and lse (BH, T, N). The lse lacks the factor of the query, `query_factor`, which
+        cancels unless the partial is merged with another.
     """
-    rows = features.to(query.dtype).expand(query.shape[0], state.out.shape[1], -1, -1)
-    return partial_attention(query, rows, state.out, state.lse.unsqueeze(2), scale=1.0, dropout_p=dropout_p)
+    directions = features.to(query.dtype).expand(query.shape[0], state.out.shape[1], -1, -1)
+    return partial_attention(query, directions, state.out, state.lse.unsqueeze(2), scale=1.0, dropout_p=dropout_p)
 
 
-def query_factor(query: Tensor, count: int) -> Tensor:
-    """What the lse of `query_state` leaves out, (...) for queries (..., D) read by `count` features."""
-    return -0.5 * query.square().sum(-1) - torch.tensor(float(count), dtype=query.dtype, device=query.device).log()
+def query_factor(query: Tensor, num_features: int) -> Tensor:
+    """The log factor -|q|^2/2 - log F of queries (..., D), which the lse of `query_state` lacks: (...)."""
+    log_features = torch.tensor(float(num_features), dtype=query.dtype, device=query.device).log()
+    return -0.5 * query.square().sum(-1) - log_features
 
 
 def states_before(state: Partial) -> Partial:
-    """For each block t of states (A, T, F, .), the merge of those at 0 .. t-1; what stands there alone decides it."""
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(x.requires_grad for x in state)):
+    """For each block t of a state (BH, T, F, .), the merge of the blocks 0 .. t-1, which alone determine it."""
+    if _needs_functional_form(state):
         return prefix_merge(state, 1)
-    # Block by block in one buffer, since the doubling of `prefix_merge` walks over all of it log2(T) times.
+    # Block by block in one buffer. The doubling of `prefix_merge` would pass over the whole state log2(T) times.
     outs, lses = state
     total = torch.logcumsumexp(lses, 1)
     before = torch.cat((torch.full_like(total[:, :1], -torch.inf), total[:, :-1]), 1)
@@ -101,20 +120,26 @@ def states_before(state: Partial) -> Partial:
 
 
 def states_elsewhere(state: Partial) -> Partial:
-    """For each block t of states (A, T, F, .), the merge of all the others."""
+    """For each block t of a state (BH, T, F, .), the merge of all other blocks."""
     before = states_before(state)
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(x.requires_grad for x in state)):
+    if _needs_functional_form(state):
         after = prefix_merge(Partial(*(x.flip(1) for x in state)), 1)
         return merge(before, Partial(*(x.flip(1) for x in after)))
-    # The sums over what is behind run backwards through one block's buffer, into those over what is before.
+    # The sums over later blocks are computed from the last block on, in a buffer of one block, and are added to the
+    # sums over earlier blocks.
     outs, lses = state
     out, total = before.out, torch.logcumsumexp(lses.flip(1), 1).flip(1)
-    after = torch.cat((total[:, 1:], torch.full_like(total[:, :1], -torch.inf)), 1)
-    both = torch.logaddexp(before.lse, after)
-    kept, added = (exp_(x - safe_row_max(total)).unsqueeze(-1) for x in (after, lses))
-    first, second = (exp_(x - safe_row_max(both)).unsqueeze(-1) for x in (before.lse, after))
+    after_lse = torch.cat((total[:, 1:], torch.full_like(total[:, :1], -torch.inf)), 1)
+    lse = torch.logaddexp(before.lse, after_lse)
+    kept, added = (exp_(x - safe_row_max(total)).unsqueeze(-1) for x in (after_lse, lses))
+    first, second = (exp_(x - safe_row_max(lse)).unsqueeze(-1) for x in (before.lse, after_lse))
     running = torch.zeros_like(outs[:, 0])
     for t in reversed(range(outs.shape[1])):
         out[:, t].mul_(first[:, t]).addcmul_(running, second[:, t])
         running.mul_(kept[:, t]).addcmul_(outs[:, t], added[:, t])
-    return Partial(out, both)
+    return Partial(out, lse)
+
+
+def _needs_functional_form(state: Partial) -> bool:
+    """Whether in-place updates are impossible: with a gradient or with `torch.compile`."""
+    return torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(x.requires_grad for x in state))

@@ -227,7 +227,7 @@ def probe_scores(
     if near.key_order is not None:
         near_keys = near.key_order.gather(1, near_keys.flatten(1)).view_as(near_keys)
     weights = weights.scatter_(2, near_keys, 0.0)
-    norms = weights.square_().unflatten(1, (options.groups, per_group)).sum(2)
+    norms: Tensor = weights.square_().unflatten(1, (options.groups, per_group)).sum(2)
     if isinstance(near.num_queries, int):
         return norms * (near.num_queries / per_group)
     return norms * (near.num_queries.unsqueeze(2).double() / per_group).to(acc_dtype)
@@ -389,7 +389,7 @@ def make_short_sequences_exact(near: NearField, scores: Tensor, short: Tensor) -
         scores: (BH, G, Nk).
         short: bool (BH, 1), the sequences.
     """
-    rest = (torch.as_tensor(near.num_keys) - near.block_k).clamp(min=0)
+    rest = (torch.as_tensor(near.num_keys, device=near.start.device) - near.block_k).clamp(min=0)
     start = torch.where(short, rest, near.start)
     before = (torch.arange(scores.shape[2], device=scores.device) < rest).to(scores.dtype).unsqueeze(1)
     return near._replace(start=start), torch.where(short.unsqueeze(2), before, scores)
@@ -426,7 +426,7 @@ def make_plan(
         scores = sampling_scores(query, key, value, near, key_mask, probe_offset, options)
         short = None
         if key_mask is not None:
-            short = torch.as_tensor(near.num_keys) <= near.block_k + num_samples
+            short = torch.as_tensor(near.num_keys, device=near.start.device) <= near.block_k + num_samples
             near, scores = make_short_sequences_exact(near, scores, short)
         group, offset = None, offset.unsqueeze(1)
         if not options.shared:
@@ -502,14 +502,14 @@ class GatheredKeys(NamedTuple):
     """The keys of each of T blocks of queries, by index.
 
     Attributes:
-        index: int64 (BH, T, K).
+        key_index: int64 (BH, T, K).
         bias: (BH, T, 1, K), added to the scores.
         block_q: queries of a block.
         query_order: int64 (BH, Nq), the order in which the queries are cut into blocks, or None.
         query_rank: int64 (BH, Nq), the inverse of `query_order`, or None.
     """
 
-    index: Tensor
+    key_index: Tensor
     bias: Tensor
     block_q: int
     query_order: Tensor | None = None
@@ -542,7 +542,7 @@ def gathered_attention(
     """
     if not dropout_p and use_grouped(query, key, value):
         return _gathered_by_onednn(query, key, value, gathered, scale, out)
-    order, rank, index = gathered.query_order, gathered.query_rank, gathered.index
+    order, rank, index = gathered.query_order, gathered.query_rank, gathered.key_index
     blocks = pad_to_blocks(query if order is None else take(query, order), gathered.block_q)
     keys, values = take(key, index), take(value, index)
     result = partial_attention(blocks, keys, values, gathered.bias, scale=scale, dropout_p=dropout_p).out.flatten(1, 2)

@@ -287,8 +287,11 @@ def _(
     scale: float,
     with_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grads = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
-    return *grads, torch.empty_like(bias) if with_bias and bias is not None else lse.new_empty(0)
+    grad_query, grad_key, grad_value = (
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)
+    )
+    grad_bias = torch.empty_like(bias) if with_bias and bias is not None else lse.new_empty(0)
+    return grad_query, grad_key, grad_value, grad_bias
 
 
 class _Context(Protocol):

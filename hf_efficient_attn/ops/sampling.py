@@ -141,4 +141,5 @@ def largest_eigenvalue(gram: Tensor, steps: int = 12) -> Tensor:
     for _ in range(steps):
         vector = vector / torch.linalg.vector_norm(vector, dim=1, keepdim=True).clamp(min=tiny)
         vector = gram @ vector
-    return torch.linalg.vector_norm(vector, dim=1)
+    eigenvalue: Tensor = torch.linalg.vector_norm(vector, dim=1)
+    return eigenvalue

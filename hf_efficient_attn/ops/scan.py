@@ -1,6 +1,6 @@
 """Exclusive sums along the sequence: the states of causal linear attention, chunk by chunk."""
 
-from typing import cast
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -22,7 +22,10 @@ class _PrefixSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
         # The gradient of sums over earlier indices is a sum over later indices.
-        return cast(Tensor, _PrefixSum.apply(grad.flip(1))).flip(1)
+        return _prefix_sum(grad.flip(1)).flip(1)
+
+
+_prefix_sum: Callable[[Tensor], Tensor] = _PrefixSum.apply
 
 
 def exclusive_prefix_sum(x: Tensor) -> Tensor:
@@ -32,7 +35,7 @@ def exclusive_prefix_sum(x: Tensor) -> Tensor:
     """
     if torch.compiler.is_compiling():
         return torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1].cumsum(1)), 1)
-    return cast(Tensor, _PrefixSum.apply(x))
+    return _prefix_sum(x)
 
 
 def running_sum(parts: Tensor, kept: Tensor | None, start: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""A sliding window over the positions, in tiles of queries over overlapping views of the keys."""
+"""Attention to a sliding window over the positions, in blocks of queries over overlapping views of the keys."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,100 +10,125 @@ from hf_efficient_attn.ops.blocks import can_reuse_buffers, ceil_div, pad_to_blo
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.partial import LOG2_E, Partial, accumulation_dtype, partial_attention, safe_row_max
 
-# Queries a tile: few, so that little of a tile's run of keys lies outside the window of its queries; more where a
-# gradient is wanted, which is added up over all tiles that see a key.
-_ROWS, _ROWS_WITH_GRADIENT = 64, 128
-# Scores at a time where tiles are walked over: 4 MiB float32.
-_SCORES = 1 << 20
+# Queries of a block: few, so that few keys of a block are outside the window of its queries. With a gradient there are
+# more, because the gradient of a key is summed over all blocks that contain it.
+_BLOCK_Q, _BLOCK_Q_WITH_GRADIENT = 64, 128
+# Scores that are computed at a time in reused buffers: 4 MiB of float32.
+_SCORES_NUMEL = 1 << 20
+
+
+class _Blocks(NamedTuple):
+    """The blocks of a window.
+
+    Attributes:
+        in_window: bool (block_q, block_k), the pairs of a block that are within the window.
+        valid: bool (T, block_k), the valid keys of each block.
+        inner: the blocks whose keys are all valid, as first and last + 1. Their bias is `in_window` alone.
+        left: keys of a block before its first query.
+        right: keys of a block after its last query.
+    """
+
+    in_window: Tensor
+    valid: Tensor
+    inner: tuple[int, int]
+    left: int
+    right: int
 
 
 def window_partial(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None = None,
+    key_mask: Tensor | None = None,
     *,
     left: int,
     right: int,
-    hidden: int = 0,
+    skip: int = 0,
     scale: float,
     dropout_p: float = 0.0,
     out: Tensor | None = None,
 ) -> Partial:
-    """Each query i to the keys i-left .. i+right, without the first `hidden` positions.
+    """Attention of each query i to the keys i - left .. i + right.
 
     Args:
-        query, key: (A, N, D); value: (A, N, Dv).
-        mask: bool (N,) or None, True = attend; the same for all A.
-        out: (A, N, Dv), contiguous, memory that the result may take, or None.
+        query: (BH, N, D).
+        key: (BH, N, D).
+        value: (BH, N, Dv).
+        key_mask: bool (N,), True for valid keys, or None. All heads share it.
+        left: keys before the query.
+        right: keys after the query.
+        skip: number of first keys that no query attends to.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a weight.
+        out: contiguous (BH, N, Dv) whose memory the result may use, or None.
 
     Returns:
-        Partial of out (A, N, Dv) and lse (A, N).
+        Partial of out (BH, N, Dv) and lse (BH, N).
     """
-    length, walk = query.shape[1], not dropout_p and can_reuse_buffers(query, key, value)
-    rows = min(_ROWS if walk else _ROWS_WITH_GRADIENT, length)
-    tiles, span = ceil_div(length, rows), left + rows + right
-    there = torch.ones(length, dtype=torch.bool, device=query.device) if mask is None else mask
-    there = there & (torch.arange(length, device=query.device) >= hidden)
-    there = pad(there, (left, right + tiles * rows - length)).unfold(0, span, rows)
-    distance = torch.arange(span, device=query.device) - left - torch.arange(rows, device=query.device)[:, None]
-    band = (distance >= -left) & (distance <= right)
-    # Without a mask all tiles but those at the two ends have the same bias, which then stays in the cache.
-    low = tiles if mask is not None else min(tiles, ceil_div(left + hidden, rows))
-    high = max(low, tiles - ceil_div(right + tiles * rows - length, rows))
-    if walk:
-        return _walk(query, key, value, band, there, (low, high), left, right, scale, out)
-    blocks = pad_to_blocks(query, rows)
-    views = [_runs(x, tiles, rows, left, right) for x in (key, value)]
+    length, device = query.shape[1], query.device
+    reuse_buffers = not dropout_p and can_reuse_buffers(query, key, value)
+    block_q = min(_BLOCK_Q if reuse_buffers else _BLOCK_Q_WITH_GRADIENT, length)
+    num_blocks, block_k = ceil_div(length, block_q), left + block_q + right
+    after = right + num_blocks * block_q - length
+    valid = torch.ones(length, dtype=torch.bool, device=device) if key_mask is None else key_mask
+    valid = valid & (torch.arange(length, device=device) >= skip)
+    valid = pad(valid, (left, after)).unfold(0, block_k, block_q)
+    distance = torch.arange(block_k, device=device) - left - torch.arange(block_q, device=device)[:, None]
+    in_window = (distance >= -left) & (distance <= right)
+    # Without a mask all blocks but those at both ends have the same bias, which then stays in the cache.
+    low = num_blocks if key_mask is not None else min(num_blocks, ceil_div(left + skip, block_q))
+    high = max(low, num_blocks - ceil_div(after, block_q))
+    if reuse_buffers:
+        return _in_buffers(query, key, value, _Blocks(in_window, valid, (low, high), left, right), scale, out)
+    blocks = pad_to_blocks(query, block_q)
+    views = [_key_blocks(x, num_blocks, block_q, left, right) for x in (key, value)]
     parts = []
-    for first, last in ((0, low), (low, high), (high, tiles)):
+    for first, last in ((0, low), (low, high), (high, num_blocks)):
         if first < last:
-            allowed = band[None] if (first, last) == (low, high) else band & there[first:last, None]
-            bias = mask_bias(allowed, query.dtype)[None]
-            pieces = (x[:, first:last] for x in (blocks, *views))
-            parts.append(partial_attention(*pieces, bias, scale=scale, dropout_p=dropout_p))
-    out = torch.cat([p.out for p in parts], 1) if len(parts) > 1 else parts[0].out
-    lse = torch.cat([p.lse for p in parts], 1) if len(parts) > 1 else parts[0].lse
-    return Partial(out.flatten(1, 2)[:, :length], lse.flatten(1, 2)[:, :length])
+            pairs = in_window[None] if (first, last) == (low, high) else in_window & valid[first:last, None]
+            keys, values = (x[:, first:last] for x in views)
+            bias = mask_bias(pairs, query.dtype)[None]
+            part = partial_attention(blocks[:, first:last], keys, values, bias, scale=scale, dropout_p=dropout_p)
+            parts.append(part)
+    result, lse = (torch.cat(x, 1) if len(parts) > 1 else x[0] for x in zip(*parts, strict=True))
+    return Partial(result.flatten(1, 2)[:, :length], lse.flatten(1, 2)[:, :length])
 
 
-def _runs(x: Tensor, tiles: int, rows: int, left: int, right: int) -> Tensor:
-    """Overlapping views of the keys of each tile: (A, N, D) -> (A, T, left + rows + right, D), 0 beyond the ends."""
-    padded = pad(x, (0, 0, left, right + tiles * rows - x.shape[1]))
-    return padded.unfold(1, left + rows + right, rows).transpose(2, 3)
+def _key_blocks(x: Tensor, num_blocks: int, block_q: int, left: int, right: int) -> Tensor:
+    """Overlapping views of the keys of each block, padded with zeros: (BH, N, D) -> (BH, T, block_k, D)."""
+    padded = pad(x, (0, 0, left, right + num_blocks * block_q - x.shape[1]))
+    return padded.unfold(1, left + block_q + right, block_q).transpose(2, 3)
 
 
-def _walk(query, key, value, band, there, inner: tuple[int, int], left, right, scale: float, out) -> Partial:
-    """`window_partial` without gradient or dropout: tile by tile in one buffer of scores.
+def _in_buffers(
+    query: Tensor, key: Tensor, value: Tensor, blocks: _Blocks, scale: float, out: Tensor | None
+) -> Partial:
+    """`window_partial` without gradient and dropout, a few blocks at a time in one buffer of scores.
 
-    Whole products of 64 rows are faster than the fused kernel's on so few.
-
-    Args:
-        band: bool (rows, span), the pairs of a tile within the window. there: bool (T, span), the keys that are there.
-        inner: the tiles from and up to which all keys of a run are.
+    Plain products of 64 queries are faster than the fused kernel for so few.
     """
-    (heads, length, _), (rows, span), wide = query.shape, band.shape, accumulation_dtype(query.dtype)
-    tiles = there.shape[0]
-    # In powers of two: see `exp_`.
-    queries = pad_to_blocks(query.to(wide) * (scale * LOG2_E), rows)
-    keys, values = (_runs(x.to(wide), tiles, rows, left, right) for x in (key, value))
-    if out is None or out.dtype != wide or length != tiles * rows:
-        got = queries.new_empty(heads, tiles, rows, value.shape[2])
+    (batch_heads, length, _), (block_q, block_k) = query.shape, blocks.in_window.shape
+    num_blocks, acc_dtype = blocks.valid.shape[0], accumulation_dtype(query.dtype)
+    # Scores to base 2: see `exp_`.
+    queries = pad_to_blocks(query.to(acc_dtype) * (scale * LOG2_E), block_q)
+    keys, values = (_key_blocks(x.to(acc_dtype), num_blocks, block_q, blocks.left, blocks.right) for x in (key, value))
+    if out is None or out.dtype != acc_dtype or length != num_blocks * block_q:
+        result = queries.new_empty(batch_heads, num_blocks, block_q, value.shape[2])
     else:
-        got = out.view(heads, tiles, rows, value.shape[2])
-    lse = queries.new_empty(heads, tiles, rows)
-    outside, absent = mask_bias(band, wide), mask_bias(there, wide).unsqueeze(1)
-    step = max(1, _SCORES // (rows * span))
-    buffer = queries.new_empty(min(step, tiles), rows, span)
-    for a in range(heads):
-        for at in range(0, tiles, step):
-            here = slice(at, min(at + step, tiles))
-            scores = torch.bmm(queries[a, here], keys[a, here].transpose(1, 2), out=buffer[: here.stop - at])
-            scores += outside
-            if at < inner[0] or here.stop > inner[1]:
-                scores += absent[here]
-            top = safe_row_max(scores.amax(2, keepdim=True))
-            total = scores.sub_(top).exp2_().sum(2, keepdim=True)
-            lse[a, here] = (total.log2() + top).squeeze(2)
-            torch.bmm(scores, values[a, here], out=got[a, here]).div_(total.masked_fill_(total == 0, 1.0))
-    return Partial(got.flatten(1, 2)[:, :length].to(value.dtype), lse.mul_(1.0 / LOG2_E).flatten(1)[:, :length])
+        result = out.view(batch_heads, num_blocks, block_q, value.shape[2])
+    lse = queries.new_empty(batch_heads, num_blocks, block_q)
+    window_bias, key_bias = mask_bias(blocks.in_window, acc_dtype), mask_bias(blocks.valid, acc_dtype).unsqueeze(1)
+    step = max(1, _SCORES_NUMEL // (block_q * block_k))
+    buffer = queries.new_empty(min(step, num_blocks), block_q, block_k)
+    for a in range(batch_heads):
+        for start in range(0, num_blocks, step):
+            some = slice(start, min(start + step, num_blocks))
+            scores = torch.bmm(queries[a, some], keys[a, some].transpose(1, 2), out=buffer[: some.stop - start])
+            scores += window_bias
+            if start < blocks.inner[0] or some.stop > blocks.inner[1]:
+                scores += key_bias[some]
+            row_max = safe_row_max(scores.amax(2, keepdim=True))
+            total = scores.sub_(row_max).exp2_().sum(2, keepdim=True)
+            lse[a, some] = (total.log2() + row_max).squeeze(2)
+            torch.bmm(scores, values[a, some], out=result[a, some]).div_(total.masked_fill_(total == 0, 1.0))
+    return Partial(result.flatten(1, 2)[:, :length].to(value.dtype), lse.mul_(1.0 / LOG2_E).flatten(1)[:, :length])
