@@ -12,7 +12,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def pytest_collection_modifyitems(items) -> None:
-    """Skip tests of a decoder with a method without a causal form, which is refused; test_transformers.py tests that."""
+    """Skip tests of decoders with methods that have no causal form: they are refused, as test_transformers.py tests."""
     import hf_efficient_attn as hea
     from tiny_models import DECODERS
 
