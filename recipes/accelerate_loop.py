@@ -20,7 +20,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 if __package__ in (None, ""):
@@ -37,6 +37,7 @@ from transformers import DataCollatorWithPadding, get_linear_schedule_with_warmu
 
 from hf_efficient_attn.io.writing import replacing
 from recipes.common import arguments, reporting, training
+from recipes.common.arguments import option
 from recipes.common.data import glue
 from recipes.glue import GlueArguments, load_data, load_model, tokenize
 
@@ -47,22 +48,18 @@ class LoopArguments:
 
     _argument_group_name = "training"
 
-    output_dir: str = field(metadata={"help": "Folder for the model, its checkpoints and its figures."})
-    overwrite: bool = field(default=False, metadata={"help": "Write into an output folder that is not empty."})
-    resume: bool = field(
-        default=False, metadata={"help": "Continue from the last complete checkpoint in the output folder."}
-    )
-    num_train_epochs: float = field(default=3.0, metadata={"help": "Epochs."})
-    max_steps: int | None = field(default=None, metadata={"help": "Optimizer steps, instead of epochs."})
-    per_device_train_batch_size: int = field(
-        default=32, metadata={"help": "Examples of a forward pass of one process."}
-    )
-    gradient_accumulation_steps: int = field(default=1, metadata={"help": "Forward passes for one optimizer step."})
-    learning_rate: float = field(default=5e-5, metadata={"help": "Highest learning rate, before a linear decay to 0."})
-    warmup_share: float = field(default=0.1, metadata={"help": "Share of the steps with an increasing learning rate."})
-    weight_decay: float = field(default=0.0, metadata={"help": "Weight decay of AdamW."})
-    save_steps: int = field(default=500, metadata={"help": "Steps between two checkpoints."})
-    seed: int = field(default=0, metadata={"help": "Seed of new weights, data order, dropout and random draws."})
+    output_dir: str = option("Folder for the model, its checkpoints and its figures.")
+    overwrite: bool = option("Write into an output folder that is not empty.", default=False)
+    resume: bool = option("Continue from the last complete checkpoint in the output folder.", default=False)
+    num_train_epochs: float = option("Epochs.", default=3.0)
+    max_steps: int | None = option("Optimizer steps, instead of epochs.", default=None)
+    per_device_train_batch_size: int = option("Examples of a forward pass of one process.", default=32)
+    gradient_accumulation_steps: int = option("Forward passes for one optimizer step.", default=1)
+    learning_rate: float = option("Highest learning rate, before a linear decay to 0.", default=5e-5)
+    warmup_share: float = option("Share of the steps with an increasing learning rate.", default=0.1)
+    weight_decay: float = option("Weight decay of AdamW.", default=0.0)
+    save_steps: int = option("Steps between two checkpoints.", default=500)
+    seed: int = option("Seed of new weights, data order, dropout and random draws.", default=0)
 
     def __post_init__(self) -> None:
         arguments.check_counts(

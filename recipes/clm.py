@@ -33,7 +33,7 @@ import numpy as np
 from transformers import EvalPrediction
 
 from recipes.common import arguments, language, training
-from recipes.common.arguments import AttentionArguments
+from recipes.common.arguments import AttentionArguments, option
 from recipes.common.data import text
 from recipes.common.language import ModelArguments, TextArguments
 
@@ -44,14 +44,10 @@ class CausalArguments:
 
     _argument_group_name = "evaluation"
 
-    eval_only: bool = field(default=False, metadata={"help": "Evaluate the model as it is, without training."})
-    eval_positions: bool = field(
-        default=False, metadata={"help": "Also measure the loss by position and on repeated passages."}
-    )
-    position_bucket: int = field(
-        default=256, metadata={"help": "Number of positions in a bucket of the loss by position."}
-    )
-    repeat_tokens: int = field(default=128, metadata={"help": "Tokens of a repeated passage."})
+    eval_only: bool = option("Evaluate the model as it is, without training.", default=False)
+    eval_positions: bool = option("Also measure the loss by position and on repeated passages.", default=False)
+    position_bucket: int = option("Number of positions in a bucket of the loss by position.", default=256)
+    repeat_tokens: int = option("Tokens of a repeated passage.", default=128)
     repeat_distances: list[int] = field(
         default_factory=lambda: [256, 768, 1536],
         metadata={"help": "Distances between the two occurrences of a passage, in tokens; 0 for no passages."},

@@ -16,7 +16,7 @@ Expected: F1 .831, accuracy .730. Always answering "equivalent" has .812 and .68
 import pathlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 if __package__ in (None, ""):
@@ -33,6 +33,7 @@ from transformers import (
 )
 
 from recipes.common import arguments, training
+from recipes.common.arguments import option
 from recipes.common.data import glue
 
 
@@ -42,17 +43,15 @@ class GlueArguments:
 
     _argument_group_name = "GLUE"
 
-    task: str = field(metadata={"help": f"One of {', '.join(glue.TASKS)}."})
-    data: str = field(metadata={"help": "Folder that holds <TASK>/train.tsv and dev.tsv, or a hub id."})
-    model_name_or_path: str = field(metadata={"help": "Encoder: a folder or a hub id.", "aliases": ["--model"]})
-    max_length: int = field(default=128, metadata={"help": "Tokens of an example; longer ones are truncated."})
-    max_train_samples: int | None = field(
-        default=None, metadata={"help": "Train on at most N examples, chosen at random.", "metavar": "N"}
+    task: str = option(f"One of {', '.join(glue.TASKS)}.")
+    data: str = option("Folder that holds <TASK>/train.tsv and dev.tsv, or a hub id.")
+    model_name_or_path: str = option("Encoder: a folder or a hub id.", aliases=["--model"])
+    max_length: int = option("Tokens of an example; longer ones are truncated.", default=128)
+    max_train_samples: int | None = option("Train on at most N examples, chosen at random.", default=None, metavar="N")
+    max_eval_samples: int | None = option(
+        "Evaluate on at most N examples, chosen at random.", default=None, metavar="N"
     )
-    max_eval_samples: int | None = field(
-        default=None, metadata={"help": "Evaluate on at most N examples, chosen at random.", "metavar": "N"}
-    )
-    skip_bad_rows: bool = field(default=False, metadata={"help": "Skip rows that cannot be read, and report them."})
+    skip_bad_rows: bool = option("Skip rows that cannot be read, and report them.", default=False)
 
     def __post_init__(self) -> None:
         glue.task_of(self.task)

@@ -29,7 +29,7 @@ after one epoch (25 steps) on the others.
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 if __package__ in (None, ""):
@@ -42,13 +42,12 @@ from transformers import (
     PreTrainedModel,
     Trainer,
     TrainerCallback,
-    TrainerControl,
     TrainerState,
     TrainingArguments,
 )
 
 from hf_efficient_attn.checkpoint.loading import no_progress_bar
-from recipes.common.arguments import AttentionArguments, RecipeArguments, check_counts, main_of, parse
+from recipes.common.arguments import AttentionArguments, RecipeArguments, check_counts, main_of, option, parse
 from recipes.common.data.image_classes import class_indices, read_class_list
 from recipes.common.data.image_tensors import Evaluation, PictureDataset, Training
 from recipes.common.data.images import (
@@ -94,65 +93,43 @@ class DataArguments:
 
     _argument_group_name = "data"
 
-    train_data: str | None = field(default=None, metadata={"help": "Hub id, folder or zip file."})
-    eval_data: str | None = field(
-        default=None, metadata={"help": "Pictures to evaluate on. Default: a split of --train_data."}
+    train_data: str | None = option("Hub id, folder or zip file.", default=None)
+    eval_data: str | None = option("Pictures to evaluate on. Default: a split of --train_data.", default=None)
+    train_split: str | None = option("Split to train on. Default: train, if there are splits.", default=None)
+    eval_split: str | None = option("Split to evaluate on. Default: validation, val, dev or test.", default=None)
+    eval_share: float | None = option(
+        "Hold out this share of the training pictures at random for evaluation.", default=None
     )
-    train_split: str | None = field(
-        default=None, metadata={"help": "Split to train on. Default: train, if there are splits."}
-    )
-    eval_split: str | None = field(
-        default=None, metadata={"help": "Split to evaluate on. Default: validation, val, dev or test."}
-    )
-    eval_share: float | None = field(
-        default=None, metadata={"help": "Hold out this share of the training pictures at random for evaluation."}
-    )
-    split_seed: int = field(
-        default=0, metadata={"help": "Seed of --eval_share and --max_..._samples, independent of --seed."}
-    )
-    data_config: str | None = field(default=None, metadata={"help": "Configuration of a hub data set."})
-    image_column: str | None = field(
-        default=None, metadata={"help": "Column of a hub data set. Default: the only one of its type."}
-    )
-    label_column: str | None = field(
-        default=None, metadata={"help": "Column of a hub data set. Default: the only one of its type."}
-    )
-    class_list: str | None = field(
+    split_seed: int = option("Seed of --eval_share and --max_..._samples, independent of --seed.", default=0)
+    data_config: str | None = option("Configuration of a hub data set.", default=None)
+    image_column: str | None = option("Column of a hub data set. Default: the only one of its type.", default=None)
+    label_column: str | None = option("Column of a hub data set. Default: the only one of its type.", default=None)
+    class_list: str | None = option(
+        "Class names in the order of the model's labels: a file with one name per line, "
+        "imagenet_class_index.json, or a folder or zip file of pictures of all classes.",
         default=None,
-        metadata={
-            "help": "Class names in the order of the model's labels: a file with one name per line, "
-            "imagenet_class_index.json, or a folder or zip file of pictures of all classes."
-        },
     )
-    max_train_samples: int | None = field(
-        default=None, metadata={"help": "Train on at most N pictures, chosen at random.", "metavar": "N"}
+    max_train_samples: int | None = option("Train on at most N pictures, chosen at random.", default=None, metavar="N")
+    max_eval_samples: int | None = option(
+        "Evaluate on at most N pictures, chosen at random.", default=None, metavar="N"
     )
-    max_eval_samples: int | None = field(
-        default=None, metadata={"help": "Evaluate on at most N pictures, chosen at random.", "metavar": "N"}
+    skip_bad_images: bool = option("Skip images that cannot be read.", default=False)
+    check_images: bool = option(
+        "Decode every image once before the first step, with --dataloader_num_workers threads.", default=True
     )
-    skip_bad_images: bool = field(default=False, metadata={"help": "Skip images that cannot be read."})
-    check_images: bool = field(
-        default=True,
-        metadata={"help": "Decode every image once before the first step, with --dataloader_num_workers threads."},
+    eval_only: bool = option("Evaluate without training.", default=False)
+    crop_ratio: float = option(
+        "Side of the central square that is evaluated, as a share of the shorter side.", default=0.875
     )
-    eval_only: bool = field(default=False, metadata={"help": "Evaluate without training."})
-    crop_ratio: float = field(
-        default=0.875,
-        metadata={"help": "Side of the central square that is evaluated, as a share of the shorter side."},
-    )
-    augmentation: str = field(
+    augmentation: str = option(
+        "Augmentation of training pictures. none: as in evaluation. crop: random crop and flip. trivial: "
+        "TrivialAugment as well.",
         default="crop",
-        metadata={
-            "help": "Augmentation of training pictures. none: as in evaluation. crop: random crop and flip. trivial: "
-            "TrivialAugment as well.",
-            "choices": ["none", "crop", "trivial"],
-        },
+        choices=["none", "crop", "trivial"],
     )
-    crop_scale: float = field(default=0.08, metadata={"help": "Smallest share of the area in a random crop."})
-    flip: float = field(default=0.5, metadata={"help": "Probability of a horizontal flip."})
-    color_jitter: float = field(
-        default=0.0, metadata={"help": "Largest relative change of brightness, contrast and saturation."}
-    )
+    crop_scale: float = option("Smallest share of the area in a random crop.", default=0.08)
+    flip: float = option("Probability of a horizontal flip.", default=0.5)
+    color_jitter: float = option("Largest relative change of brightness, contrast and saturation.", default=0.0)
 
 
 def check(model: ModelArguments, data: DataArguments, attention: AttentionArguments) -> None:
@@ -267,9 +244,7 @@ class Epochs(TrainerCallback):
     def __init__(self, data: PictureDataset) -> None:
         self.data = data
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Set the epoch."""
         # A resumed run starts within an epoch. At the end of an epoch the value is an integer up to rounding.
         self.data.set_epoch(int((state.epoch or 0) + 1e-6))

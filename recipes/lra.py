@@ -29,7 +29,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 if __package__ in (None, ""):
@@ -43,7 +43,7 @@ from transformers import BertConfig, BertModel, BertPreTrainedModel, EvalPredict
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from recipes.common import arguments, training
-from recipes.common.arguments import AttentionArguments
+from recipes.common.arguments import AttentionArguments, option
 from recipes.common.data import listops, lra
 
 DEFAULTS = {
@@ -65,41 +65,27 @@ class TaskArguments:
 
     _argument_group_name = "task"
 
-    task: str | None = field(default=None, metadata={"help": f"One of {', '.join(lra.TASKS)}. Required."})
-    data: str | None = field(
-        default=None,
-        metadata={
-            "help": "Folder in the benchmark's layout; also a hub id for text and image, or a zip file for image."
-        },
+    task: str | None = option(f"One of {', '.join(lra.TASKS)}. Required.", default=None)
+    data: str | None = option(
+        "Folder in the benchmark's layout; also a hub id for text and image, or a zip file for image.", default=None
     )
-    max_length: int | None = field(
-        default=None,
-        metadata={"help": "Largest number of tokens; longer texts are truncated. Default: the benchmark's."},
+    max_length: int | None = option(
+        "Largest number of tokens; longer texts are truncated. Default: the benchmark's.", default=None
     )
-    max_train_samples: int | None = field(
-        default=None, metadata={"help": "Train on at most N examples, chosen at random.", "metavar": "N"}
+    max_train_samples: int | None = option("Train on at most N examples, chosen at random.", default=None, metavar="N")
+    max_eval_samples: int | None = option(
+        "Evaluate on at most N examples, chosen at random.", default=None, metavar="N"
     )
-    max_eval_samples: int | None = field(
-        default=None, metadata={"help": "Evaluate on at most N examples, chosen at random.", "metavar": "N"}
+    eval_split: str | None = option("For image: the split to evaluate on. Default: test.", default=None)
+    difficulty: str = option("For pathfinder: its difficulty.", default="hard", choices=list(lra.DIFFICULTIES))
+    skip_bad_images: bool = option("Skip images that cannot be read.", default=False)
+    cache_dir: str | None = option(
+        "Folder for generated ListOps. Default: hf_efficient_attn in the user's cache.", default=None
     )
-    eval_split: str | None = field(
-        default=None, metadata={"help": "For image: the split to evaluate on. Default: test."}
-    )
-    difficulty: str = field(
-        default="hard", metadata={"help": "For pathfinder: its difficulty.", "choices": list(lra.DIFFICULTIES)}
-    )
-    skip_bad_images: bool = field(default=False, metadata={"help": "Skip images that cannot be read."})
-    cache_dir: str | None = field(
-        default=None,
-        metadata={"help": "Folder for generated ListOps. Default: hf_efficient_attn in the user's cache."},
-    )
-    listops_train: int = field(default=96000, metadata={"help": "Number of ListOps to train on, without --data."})
-    listops_eval: int = field(default=2000, metadata={"help": "Number of ListOps to evaluate on."})
-    listops_seed: int = field(default=0, metadata={"help": "Seed of generated ListOps."})
-    min_length: int = field(
-        default=500,
-        metadata={"help": "Generated ListOps have more tokens than this, and fewer than --max_length."},
-    )
+    listops_train: int = option("Number of ListOps to train on, without --data.", default=96000)
+    listops_eval: int = option("Number of ListOps to evaluate on.", default=2000)
+    listops_seed: int = option("Seed of generated ListOps.", default=0)
+    min_length: int = option("Generated ListOps have more tokens than this, and fewer than --max_length.", default=500)
 
     def __post_init__(self) -> None:
         if self.task is None:
@@ -129,20 +115,16 @@ class EncoderArguments:
 
     _argument_group_name = "encoder"
 
-    num_layers: int = field(default=2, metadata={"help": "Number of layers."})
-    hidden_size: int = field(default=64, metadata={"help": "Hidden size."})
-    num_heads: int = field(default=2, metadata={"help": "Number of attention heads."})
-    intermediate_size: int = field(
-        default=128, metadata={"help": "Hidden size of the feed-forward layers and the MLP."}
+    num_layers: int = option("Number of layers.", default=2)
+    hidden_size: int = option("Hidden size.", default=64)
+    num_heads: int = option("Number of attention heads.", default=2)
+    intermediate_size: int = option("Hidden size of the feed-forward layers and the MLP.", default=128)
+    dropout: float = option("Dropout of hidden states.", default=0.1)
+    attention_dropout: float = option(
+        "Dropout of attention. The benchmark has 0.1, but exact attention is slow with it on a CPU.", default=0.0
     )
-    dropout: float = field(default=0.1, metadata={"help": "Dropout of hidden states."})
-    attention_dropout: float = field(
-        default=0.0,
-        metadata={"help": "Dropout of attention. The benchmark has 0.1, but exact attention is slow with it on a CPU."},
-    )
-    pooling: str = field(
-        default="mean",
-        metadata={"help": "mean over all tokens, or cls for an additional first token.", "choices": ["mean", "cls"]},
+    pooling: str = option(
+        "mean over all tokens, or cls for an additional first token.", default="mean", choices=["mean", "cls"]
     )
 
     def __post_init__(self) -> None:

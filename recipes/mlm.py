@@ -19,14 +19,14 @@ import functools
 import pathlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 if __package__ in (None, ""):
     sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
 from recipes.common import arguments, language, training
-from recipes.common.arguments import AttentionArguments
+from recipes.common.arguments import AttentionArguments, option
 from recipes.common.data import text
 from recipes.common.language import ModelArguments, TextArguments
 
@@ -37,9 +37,9 @@ class MaskingArguments:
 
     _argument_group_name = "masking"
 
-    mask_probability: float = field(default=0.15, metadata={"help": "Share of the tokens that are masked."})
-    whole_words: bool = field(default=False, metadata={"help": "Mask whole words instead of tokens."})
-    eval_only: bool = field(default=False, metadata={"help": "Evaluate the model as it is, without training."})
+    mask_probability: float = option("Share of the tokens that are masked.", default=0.15)
+    whole_words: bool = option("Mask whole words instead of tokens.", default=False)
+    eval_only: bool = option("Evaluate the model as it is, without training.", default=False)
 
     def __post_init__(self) -> None:
         if not 0 < self.mask_probability < 1:

@@ -41,8 +41,7 @@ needs_matplotlib = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib (extra plots)"
 )
 
-SIZES = {"batch": 1, "heads": 1, "width": 16, "dtype": "float32", "threads": 1}
-CASE = {"length": 256, "causal": False, "backward": False, "seed": 0, **SIZES}
+CASE = memory.Case(256, num_heads=1, head_dim=16, threads=1)
 
 
 def speed(*arguments):
@@ -62,7 +61,7 @@ def read_csv(path):
 @pytest.mark.parametrize("backward", [False, True])
 def test_measure_pairs_every_method_with_exact_attention(causal, backward):
     configs = cli.parse_methods(["linear,longformer:window_size=16"])
-    rows = attention.measure(configs, {**CASE, "causal": causal, "backward": backward}, rounds=3)
+    rows = attention.measure(configs, CASE._replace(causal=causal, backward=backward), rounds=3)
     assert list(rows) == ["sdpa", "linear", "longformer (window_size=16)"]
     assert rows["sdpa"].ratio == 1.0
     for row in rows.values():
@@ -71,7 +70,7 @@ def test_measure_pairs_every_method_with_exact_attention(causal, backward):
 
 
 def test_backward_reaches_every_input():
-    case = {**CASE, "backward": True}
+    case = CASE._replace(backward=True)
     for config in (None, hea.LinearConfig()):
         inputs = memory.make_inputs(case)
         memory.run_once(config, inputs, case)
@@ -134,7 +133,7 @@ def test_speed_command_writes_what_it_measures(tmp_path, capsys):
     rows = read_csv(table)
     expected = [(n, name) for n in ("64", "128") for name in ("sdpa", "linear", "performer (num_features=8)")]
     assert [(row["length"], row["method"]) for row in rows] == expected
-    assert all(row["heads"] == "2" and row["width"] == "8" and row["extra_memory"] == "" for row in rows)
+    assert all(row["num_heads"] == "2" and row["head_dim"] == "8" and row["extra_memory"] == "" for row in rows)
     assert len([line for line in out.splitlines() if line.startswith("|")]) == 2 + len(rows)
     assert "<svg" in picture.read_text()
     assert err == ""
@@ -166,7 +165,7 @@ def test_speed_command_refuses_before_measuring(arguments, message, capsys):
 
 
 def test_extra_memory_includes_what_a_method_allocates():
-    case = {**CASE, "length": 8192, "width": 64}  # inputs of 6 MB
+    case = CASE._replace(length=8192, head_dim=64)  # inputs of 6 MB
     held = torch.ones(75_000_000)  # memory of the parent must not count for its children
     small = memory.extra_memory(hea.LinearConfig(), case)
     # At least the features of 1024 queries, 1024 x 16384 numbers: 67 MB.
@@ -703,7 +702,7 @@ def test_formulas_count_the_multiplications_of_the_layer(method):
         out = layer(hidden_states)[0]
     assert out.shape == hidden_states.shape
     # The biases of contracted vectors: two products of a vector with a square matrix, and two sums over a table.
-    biases = 2 * TINY.hidden**2 + 2 * TINY.length * TINY.rows if method.startswith("flurka") else 0
+    biases = 2 * TINY.hidden_size**2 + 2 * TINY.length * TINY.projection_dim if method.startswith("flurka") else 0
     assert counter.get_total_flops() == 2 * (flurka.counted(method, TINY) + biases)
     assert biases < 0.02 * flurka.counted(method, TINY)
 
@@ -712,9 +711,9 @@ def test_layers_have_the_requested_shape():
     for kernel in flurka.kernels():
         for method in (f"flurka_{kernel}", "linformer"):
             config = flurka.method_config(method, TINY)
-            assert (config.projection_dim, config.max_length) == (TINY.rows, TINY.length)
+            assert (config.projection_dim, config.max_length) == (TINY.projection_dim, TINY.length)
             tables = dict(flurka.layer(method, TINY).learned_parameters.named_parameters())
-            assert {tuple(table.shape) for table in tables.values()} == {(TINY.rows, TINY.length)}
+            assert {tuple(table.shape) for table in tables.values()} == {(TINY.projection_dim, TINY.length)}
         # Hidden states are contracted before the projections.
         assert "forward" in vars(flurka.layer(f"flurka_{kernel}", TINY))
     assert flurka.method_config("performer", TINY).num_features == TINY.features

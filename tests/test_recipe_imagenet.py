@@ -661,7 +661,7 @@ def tables_of(folder) -> dict:
     """Number of tokens of the learned tables, by layer."""
     model = AutoModelForImageClassification.from_pretrained(folder)
     return {
-        module.attention_layer: module.learned_parameters.sizes["length"]
+        module.attention_layer: module.learned_parameters.sizes["max_length"]
         for module in model.modules()
         if hasattr(module, "learned_parameters")
     }
@@ -697,7 +697,7 @@ def test_t2t_vit_trains_with_methods_in_its_stages_alone(tiny_t2t, colors, tmp_p
     assert one["efficient_attention"]["layers"] == ["t2t.0", "t2t.1"]
     assert tables_of(tmp_path / "one") == {"t2t.0": 256, "t2t.1": 64}
     # At another size the model becomes one for that, tables included, unless it holds tables already.
-    with pytest.raises(ValueError, match=r"holds learned tables .* convert it to 'sdpa'"):
+    with pytest.raises(ValueError, match=r"holds parameters that its attention method learned .* convert it to 'sdpa'"):
         recipe(model=tmp_path / "one", resolution=48, output_dir=tmp_path / "two", **common)
     exact = hea.convert(AutoModelForImageClassification.from_pretrained(tmp_path / "one"), "sdpa")
     exact.save_pretrained(tmp_path / "exact")

@@ -37,31 +37,15 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.metrics import attention_error, exact_output
 from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.methods import MethodConfig
-from recipes.common.commands import (
-    AnyThreads,
-    Csv,
-    Data,
-    Memory,
-    Plot,
-    Row,
-    Scale,
-    Seed,
-    check_outputs,
-    curves,
-    data_folder,
-    methods_option,
-    new_app,
-    numbers_option,
-    write,
-)
+from recipes.common import commands
 from recipes.common.counting import compute, operations
 from recipes.common.inputs import Activation, exact_outputs, glove_vectors, mean_error
-from recipes.common.memory import EXACT, extra_memory
+from recipes.common.memory import EXACT, Case, extra_memory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-app = new_app()
+app = commands.new_app()
 
 # The methods of the paper's figure.
 METHODS = ("kdeformer", "reformer", "performer", "scatterbrain")
@@ -100,9 +84,8 @@ def measure(
     scale: float | None = None,
 ) -> list[dict[str, Any]]:
     """Measure exact attention, and every method at every budget that it supports; return one row for each."""
-    length, width = inputs[0].shape[2:]
-    case = {"batch": 1, "heads": 1, "length": length, "width": width, "dtype": "float32", "causal": False}
-    case |= {"backward": False, "seed": 0, "threads": torch.get_num_threads()}
+    length, head_dim = inputs[0].shape[2:]
+    case = Case(length, num_heads=1, head_dim=head_dim, threads=torch.get_num_threads())
     exact = exact_output(*inputs, scale=scale)
 
     def row(name: str, budget: int | None, config: MethodConfig | None, found: list[float]) -> dict[str, Any]:
@@ -136,7 +119,7 @@ def measure(
     return rows
 
 
-def draw(rows: Sequence[Row], title: str) -> "Figure":
+def draw(rows: Sequence[commands.Row], title: str) -> "Figure":
     """Plot the error against budget, operations, time and, if measured, memory."""
     from matplotlib.figure import Figure
 
@@ -145,7 +128,7 @@ def draw(rows: Sequence[Row], title: str) -> "Figure":
         panels["extra_memory"] = "extra memory / inputs"
     figure = Figure(figsize=(4.5 * len(panels), 4), layout="constrained")
     for axes, (key, name) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
-        curves(axes, rows[1:], key, name)
+        commands.curves(axes, rows[1:], key, name)
         if key != "budget":
             axes.axvline(rows[0][key], color="k", linestyle=":", label="exact")
         axes.set_ylim(bottom=0)
@@ -158,24 +141,24 @@ def draw(rows: Sequence[Row], title: str) -> "Figure":
 @app.command(epilog="Example: python -m recipes.analysis.budget --data data --budget 128,512 --method kdeformer")
 def budget(
     source: Annotated[str, typer.Option(metavar="NAME", help="glove or random.")] = "glove",
-    data: Data = None,
+    data: commands.Data = None,
     length: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens.")] = 8192,
-    budgets: numbers_option("Budgets in columns", "64..1024", "--budget") = [],  # noqa: B006 (typer copies it)
-    method: methods_option("the paper's, if registered", "--method", "--methods") = [],  # noqa: B006
+    budgets: commands.numbers_option("Budgets in columns", "64..1024", "--budget") = [],  # noqa: B006 (typer copies it)
+    method: commands.methods_option("the paper's, if registered", "--method", "--methods") = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006
-    scale: Scale = None,
+    scale: commands.Scale = None,
     seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Number of seeds for the error.")] = 3,
     rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Number of timed calls.")] = 3,
-    seed: Seed = 0,
-    threads: AnyThreads = None,
-    memory: Memory = True,
-    csv: Csv = None,
-    plot: Plot = None,
+    seed: commands.Seed = 0,
+    threads: commands.AnyThreads = None,
+    memory: commands.Memory = True,
+    csv: commands.Csv = None,
+    plot: commands.Plot = None,
 ) -> None:
     """Measure error and cost of the methods on word vectors."""
     if source not in ("glove", "random"):
         raise UnsupportedAttentionError(f"--source {source!r} is not one of glove, random")
-    check_outputs(csv, plot)
+    commands.check_outputs(csv, plot)
     if not method:
         known = hea.available_methods()
         missing = [name for name in METHODS if name not in known]
@@ -184,7 +167,7 @@ def budget(
         method = [name for name in METHODS if name in known]
     configs, columns = parse_methods(method, setting), parse_lengths(budgets) or BUDGETS
     with use_threads(threads):
-        inputs = read(source, data_folder(data), length, seed)
+        inputs = read(source, commands.data_folder(data), length, seed)
         rows = measure(configs, inputs, columns, seeds=seeds, rounds=rounds, memory=memory, scale=scale)
         one = [Activation(0, *inputs, scale)]
         mean = mean_error(one, exact_outputs(one))
@@ -192,7 +175,7 @@ def budget(
     title = f"{source}: {length} tokens, one head of {_WIDTH}, K = Q, {threads} threads"
     if scale is not None:
         title += f", scale {scale:g}"
-    write(rows, csv, plot, functools.partial(draw, title=title))
+    commands.write(rows, csv, plot, functools.partial(draw, title=title))
     headers = ("attention", "budget", "error", "GFLOP", "ms", "times faster", "extra memory / inputs")
     exact = rows[0]["seconds"]
     cells = [

@@ -33,25 +33,13 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.metrics import residual_matrix, singular_values, softmax_matrix
 from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.methods import MethodConfig
-from recipes.common.commands import (
-    AnyThreads,
-    Csv,
-    Data,
-    Plot,
-    Row,
-    Scale,
-    check_outputs,
-    data_folder,
-    methods_option,
-    new_app,
-    write,
-)
+from recipes.common import commands
 from recipes.common.inputs import deit_activations, glove_vectors
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-app = new_app()
+app = commands.new_app()
 
 SOURCES = ("glove", "deit", "random")
 METHODS = ("kdeformer:block_size=64", "kdeformer:block_size=256", "kdeformer:near_field=window:block_size=256")
@@ -109,7 +97,7 @@ def _row(name: str, head: int, residual: Tensor, matrix: Tensor) -> dict[str, An
     }
 
 
-def draw(rows: Sequence[Row]) -> "Figure":
+def draw(rows: Sequence[commands.Row]) -> "Figure":
     """Plot the singular values of the first head of every source, with the stable ranks in the legend."""
     from matplotlib.figure import Figure
 
@@ -132,25 +120,25 @@ def spectrum(
         list[str],
         typer.Option(metavar="NAME", show_default=False, help="glove, deit or random. [default: glove,deit]"),
     ] = ["glove,deit"],  # noqa: B006 (typer copies it)
-    data: Data = None,
+    data: commands.Data = None,
     length: Annotated[int, typer.Option(metavar="N", min=2, help="Number of vectors of glove and random.")] = 2048,
     pixels: Annotated[int, typer.Option(metavar="N", min=32, help="Resolution of the photograph of deit.")] = 512,
     layer: Annotated[int, typer.Option(metavar="N", min=0, help="Layer of deit.")] = 0,
-    method: methods_option("kdeformer's blocks of 64 and 256, and a window of 256") = [],  # noqa: B006
+    method: commands.methods_option("kdeformer's blocks of 64 and 256, and a window of 256") = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006
-    scale: Scale = None,
+    scale: commands.Scale = None,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the hash and of random inputs.")] = 0,
-    threads: AnyThreads = None,
-    csv: Csv = None,
-    plot: Plot = None,
+    threads: commands.AnyThreads = None,
+    csv: commands.Csv = None,
+    plot: commands.Plot = None,
 ) -> None:
     """Measure singular values and stable rank of attention matrices with and without the methods' near fields."""
     sources = split_list(source)
     for name in sources:
         if name not in SOURCES:
             raise UnsupportedAttentionError(f"--source {name!r} is not one of {', '.join(SOURCES)}")
-    check_outputs(csv, plot)
-    configs, folder = parse_methods(method or METHODS, setting), data_folder(data)
+    commands.check_outputs(csv, plot)
+    configs, folder = parse_methods(method or METHODS, setting), commands.data_folder(data)
     rows: list[dict[str, Any]] = []
     with use_threads(threads):
         inputs = {name: read(name, folder, length, pixels, layer, seed) for name in sources}
@@ -160,7 +148,7 @@ def spectrum(
                 for row in measure(query, key, configs, seed, scale):
                     rows.append({"source": name, "tokens": query.shape[2], **row})
                     bar.update()
-    write([{k: v for k, v in row.items() if k != "values"} for row in rows], csv, plot, lambda _: draw(rows))
+    commands.write([{k: v for k, v in row.items() if k != "values"} for row in rows], csv, plot, lambda _: draw(rows))
     cells = [
         (
             row["source"],

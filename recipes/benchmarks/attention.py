@@ -26,32 +26,13 @@ from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_method
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.timing import UNSTEADY, Timing, paired, use_threads
 from hf_efficient_attn.methods import MethodConfig, method_info
-from recipes.common.commands import (
-    Check,
-    Csv,
-    HeadDim,
-    Memory,
-    NumHeads,
-    Plot,
-    Rounds,
-    Row,
-    Seed,
-    Threads,
-    Verdict,
-    check_outputs,
-    conclude,
-    label_ticks,
-    methods_option,
-    new_app,
-    numbers_option,
-    write,
-)
+from recipes.common import commands
 from recipes.common.memory import EXACT, Case, extra_memory, make_inputs, run_once
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-app = new_app()
+app = commands.new_app()
 
 METHODS = (
     "kdeformer",
@@ -69,9 +50,7 @@ METHODS = (
     "flurka_performer",
     "flurka_eva",
 )
-SIZES = {"batch": 1, "heads": 8, "width": 64, "dtype": "float32", "threads": 2}
-
-# Goals for the sizes above, in times faster than exact attention: (length, causal, backward) -> {label: goal}.
+# Goals for the default sizes, in times faster than exact attention: (length, causal, backward) -> {label: goal}.
 _PERFORMER = "performer (num_features=64)"
 SPEED_GOALS: dict[tuple[int, bool, bool], dict[str, float]] = {
     (8192, False, False): {
@@ -103,7 +82,7 @@ def measure(configs: Mapping[str, MethodConfig], case: Case, rounds: int, bar: t
     return {EXACT: exact, **timed}
 
 
-def verdicts(rows: Sequence[Row]) -> list[Verdict]:
+def verdicts(rows: Sequence[commands.Row]) -> list[commands.Verdict]:
     """The measurements that have a goal."""
     found = []
     for row in rows:
@@ -111,15 +90,15 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
         setting = f"{row['method']}, {row['length']}, {'causal ' if row['causal'] else ''}{passes}"
         goal = SPEED_GOALS.get((row["length"], row["causal"], row["backward"]), {}).get(row["method"])
         if goal is not None:
-            found.append(Verdict(f"{setting}: times faster", row["ratio"], goal, True))
+            found.append(commands.Verdict(f"{setting}: times faster", row["ratio"], goal, True))
         most = None if row["backward"] else MEMORY_GOALS.get((row["length"], row["causal"]))
         measured = row["method"] not in (EXACT, *_NO_MEMORY_GOAL) and row["extra_memory"] is not None
         if most is not None and measured:
-            found.append(Verdict(f"{setting}: extra memory / inputs", row["extra_memory"], most, False))
+            found.append(commands.Verdict(f"{setting}: extra memory / inputs", row["extra_memory"], most, False))
     return found
 
 
-def draw(rows: Sequence[Row]) -> "Figure":
+def draw(rows: Sequence[commands.Row]) -> "Figure":
     """Plot time and speed-up against length, in two panels for each causality and direction."""
     from matplotlib.figure import Figure
 
@@ -138,13 +117,13 @@ def draw(rows: Sequence[Row]) -> "Figure":
                 )
         for axes, what in zip(pair, ("seconds", "times faster than exact"), strict=True):
             axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel=what, title=name)
-            label_ticks(axes, ticks)
+            commands.label_ticks(axes, ticks)
             axes.grid(alpha=0.3)
         pair[0].legend(fontsize="small")
     return figure
 
 
-def _format(row: Row, memory: bool) -> tuple[str, ...]:
+def _format(row: commands.Row, memory: bool) -> tuple[str, ...]:
     cells = (
         row["length"],
         ("causal " if row["causal"] else "") + ("fwd+bwd" if row["backward"] else "fwd"),
@@ -160,8 +139,8 @@ def _format(row: Row, memory: bool) -> tuple[str, ...]:
     epilog="Example: python -m recipes.benchmarks.attention --length 8192 --causal --set kdeformer.block_size=128"
 )
 def attention(
-    length: numbers_option("Tokens", "1024..16384") = [],  # noqa: B006 (typer copies it)
-    method: methods_option("all; performer with 64 features too") = [],  # noqa: B006
+    length: commands.numbers_option("Tokens", "1024..16384") = [],  # noqa: B006 (typer copies it)
+    method: commands.methods_option("all; performer with 64 features too") = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006
     causal: Annotated[bool | None, typer.Option("--causal/--bidirectional", help="[default: bidirectional]")] = None,
     backward: Annotated[
@@ -169,23 +148,23 @@ def attention(
     ] = None,
     dtype: Annotated[str, typer.Option(metavar="TYPE", help="float32, bfloat16 or float16.")] = "float32",
     batch: Annotated[int, typer.Option(metavar="N", min=1, help="Batch size.")] = 1,
-    heads: NumHeads = 8,
-    width: HeadDim = 64,
-    threads: Threads = 2,
-    rounds: Rounds = 5,
-    seed: Seed = 0,
-    memory: Memory = True,
-    check: Check = False,
-    csv: Csv = None,
-    plot: Plot = None,
+    heads: commands.NumHeads = 8,
+    width: commands.HeadDim = 64,
+    threads: commands.Threads = 2,
+    rounds: commands.Rounds = 5,
+    seed: commands.Seed = 0,
+    memory: commands.Memory = True,
+    check: commands.Check = False,
+    csv: commands.Csv = None,
+    plot: commands.Plot = None,
 ) -> None:
     """Measure the methods on random inputs: time relative to exact attention, memory relative to the inputs."""
     if dtype not in ("float32", "bfloat16", "float16"):
         raise UnsupportedAttentionError(f"--dtype {dtype!r} is not one of float32, bfloat16, float16")
-    sizes = {"batch": batch, "heads": heads, "width": width, "dtype": dtype, "threads": threads}
-    if check and sizes != SIZES:
-        raise UnsupportedAttentionError(f"--check: the goals hold for {SIZES}; leave out the options that change them")
-    check_outputs(csv, plot)
+    sizes = Case(0, batch, heads, width, dtype, threads)
+    if check and sizes != Case(0):
+        raise UnsupportedAttentionError(f"--check: the goals hold for {Case(0)}; leave out other sizes")
+    commands.check_outputs(csv, plot)
     configs, lengths = parse_methods(method or METHODS, setting), parse_lengths(length)
     settings = _settings(lengths, causal, backward, check)
     rows: list[dict[str, Any]] = []
@@ -193,24 +172,22 @@ def attention(
     steps = len(settings) * len(configs) * rounds
     with use_threads(threads), tqdm(total=steps, unit="pair", disable=None, leave=False) as bar:
         for tokens, is_causal, with_backward in settings:
-            case = {"length": tokens, "causal": is_causal, "backward": with_backward, "seed": seed, **sizes}
+            case = sizes._replace(length=tokens, causal=is_causal, backward=with_backward, seed=seed)
             bar.set_description(f"{tokens}{' causal' if is_causal else ''}{' backward' if with_backward else ''}")
             usable = {k: v for k, v in configs.items() if not is_causal or method_info(v.method).causal}
             bar.update(rounds * (len(configs) - len(usable)))
             for name, timing in measure(usable, case, rounds, bar).items():
                 unsteady = unsteady or timing.unsteady
                 extra = extra_memory(configs.get(name), case) if memory else None
-                rows.append({"method": name, **case, **timing._asdict(), "extra_memory": extra})
-    write(rows, csv, plot, draw)
+                rows.append({"method": name, **case._asdict(), **timing._asdict(), "extra_memory": extra})
+    commands.write(rows, csv, plot, draw)
     headers = ("tokens", "pass", "attention", "ms", "times faster", "min..max", "extra memory / inputs")
     typer.echo(table(headers[: 7 if memory else 6], [_format(row, memory) for row in rows]))
-    typer.echo(
-        f"\n{', '.join(f'{k} {v}' for k, v in sizes.items())}; medians of {rounds} rounds; torch {torch.__version__}"
-    )
+    typer.echo(f"\n{sizes}; medians of {rounds} rounds; torch {torch.__version__}")
     if unsteady:
         typer.echo(UNSTEADY)
     if check:
-        conclude(verdicts(rows))
+        commands.conclude(verdicts(rows))
 
 
 def _settings(

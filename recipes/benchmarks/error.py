@@ -33,29 +33,13 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.defaults import method_label
 from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.methods import MethodConfig
-from recipes.common.commands import (
-    AnyThreads,
-    Check,
-    Csv,
-    Data,
-    Plot,
-    Row,
-    Verdict,
-    check_outputs,
-    conclude,
-    curves,
-    data_folder,
-    methods_option,
-    new_app,
-    numbers_option,
-    write,
-)
+from recipes.common import commands
 from recipes.common.inputs import Activation, deit_activations, exact_outputs, mean_error, minilm_activations
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-app = new_app()
+app = commands.new_app()
 
 METHODS = (
     "kdeformer",
@@ -143,7 +127,7 @@ def measure(
     return rows
 
 
-def draw(rows: Sequence[Row], title: str) -> "Figure":
+def draw(rows: Sequence[commands.Row], title: str) -> "Figure":
     """Plot the error against the budget, or bars for a single budget."""
     from matplotlib.figure import Figure
 
@@ -156,14 +140,14 @@ def draw(rows: Sequence[Row], title: str) -> "Figure":
         title = f"{title}; budget {budgets[0]}"
         axes.set(xlabel="relative error (operator norm)")
     else:
-        curves(axes, rows, "budget", "budget (columns)")
+        commands.curves(axes, rows, "budget", "budget (columns)")
         axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
     figure.suptitle(title, fontsize="medium")
     return figure
 
 
-def by_method(rows: Sequence[Row], mean: float) -> tuple[list[str], list[list[str]]]:
+def by_method(rows: Sequence[commands.Row], mean: float) -> tuple[list[str], list[list[str]]]:
     """Headers and cells, with a line for each method and a column for each budget; * marks errors above `mean`."""
     budgets = list(dict.fromkeys(row["budget"] for row in rows))
     cells: dict[str, list[str]] = {}
@@ -178,21 +162,21 @@ def by_method(rows: Sequence[Row], mean: float) -> tuple[list[str], list[list[st
 @app.command(epilog="Example: python -m recipes.benchmarks.error --data data --budget 64,128,256 --plot error.png")
 def error(
     model: Annotated[str, typer.Option(metavar="MODEL", help="minilm (512 tokens) or deit (1025 tokens).")] = "minilm",
-    data: Data = None,
-    budget: numbers_option("Budgets in columns", "128; deit: 256") = [],  # noqa: B006 (typer copies it)
-    method: methods_option("all, both near fields, the papers' sampling") = [],  # noqa: B006
+    data: commands.Data = None,
+    budget: commands.numbers_option("Budgets in columns", "128; deit: 256") = [],  # noqa: B006 (typer copies it)
+    method: commands.methods_option("all, both near fields, the papers' sampling") = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006
     inputs: Annotated[int, typer.Option(metavar="N", min=1, help="Number of books or photographs.")] = 3,
     seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Seeds of each method that draws at random.")] = 5,
-    threads: AnyThreads = None,
+    threads: commands.AnyThreads = None,
     tokens: Annotated[
         int, typer.Option(metavar="N", min=2, help="Tokens for MiniLM; more than 512 are concatenated windows of 512.")
     ] = 512,
     causal: Annotated[bool, typer.Option("--causal", help="Causal attention, for methods that have it.")] = False,
     by_layer: Annotated[bool, typer.Option("--by-layer", help="Print the error of every layer too.")] = False,
-    check: Check = False,
-    csv: Csv = None,
-    plot: Plot = None,
+    check: commands.Check = False,
+    csv: commands.Csv = None,
+    plot: commands.Plot = None,
 ) -> None:
     """Measure the relative operator-norm error of the methods on real activations, at budgets of exact columns."""
     readers = {"minilm": (functools.partial(minilm_activations, length=tokens), 128), "deit": (deit_activations, 256)}
@@ -202,7 +186,7 @@ def error(
     if check and (size not in GOALS or causal):
         sizes = ", ".join(f"{name} at {length} tokens" for name, length in GOALS)
         raise UnsupportedAttentionError(f"--check: the goals hold for {sizes} without --causal")
-    check_outputs(csv, plot)
+    commands.check_outputs(csv, plot)
     configs = list(parse_methods(method or METHODS, setting).values())
     if causal and not method:
         # Causal forms always have a window as near field, whatever `near_field` is.
@@ -214,7 +198,7 @@ def error(
         for columns in budgets:
             config.with_budget(columns)
     with use_threads(threads):
-        activations = read(data_folder(data), inputs)
+        activations = read(commands.data_folder(data), inputs)
         rows = measure(configs, activations, budgets, seeds, causal)
         mean = mean_error(activations, exact_outputs(activations, causal), causal)
     num_heads, length, head_dim = activations[0].query.shape[1:]
@@ -224,7 +208,7 @@ def error(
         f"{model}: {length} tokens{form}, {len(layers)} layers, {num_heads} heads of {head_dim}, "
         f"{len(activations) // len(layers)} inputs"
     )
-    write(rows, csv, plot, functools.partial(draw, title=title))
+    commands.write(rows, csv, plot, functools.partial(draw, title=title))
     typer.echo(table(*by_method(rows, mean)))
     if by_layer:
         headers = ("attention", "budget", *(key.replace("_", " ") for key in layers))
@@ -238,9 +222,9 @@ def error(
     typer.echo(f"* worse than answering every query with the mean of the {mean_of}, {mean:.3f}.")
     if check:
         columns, goals = GOALS[size]
-        conclude(
+        commands.conclude(
             [
-                Verdict(f"{r['method']}, budget {r['budget']}: error", r["error"], goals[r["method"]], False)
+                commands.Verdict(f"{r['method']}, budget {r['budget']}: error", r["error"], goals[r["method"]], False)
                 for r in rows
                 if r["method"] in goals and r["budget"] == columns
             ]

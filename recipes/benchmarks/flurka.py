@@ -70,27 +70,13 @@ from hf_efficient_attn.cli import main_of, split_list, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.timing import UNSTEADY, paired, use_threads
 from hf_efficient_attn.methods import MethodConfig, make_config
-from recipes.common.commands import (
-    Check,
-    Csv,
-    Plot,
-    Rounds,
-    Row,
-    Seed,
-    Threads,
-    Verdict,
-    bars,
-    check_outputs,
-    conclude,
-    new_app,
-    write,
-)
+from recipes.common import commands
 from recipes.common.memory import EXACT
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-app = new_app()
+app = commands.new_app()
 
 PREFIX, LOW_RANK = "flurka_", "linformer"
 # Goals in times faster than each parent, at the paper's shapes where it claims fewer operations.
@@ -98,18 +84,18 @@ GOALS = {"kernel": 1.3, "low-rank": 1.8}
 
 
 class Shape(NamedTuple):
-    """Tokens N, hidden size W, heads H, contracted vectors P (`rows`) and features F."""
+    """Tokens N, hidden size W, heads H, contracted vectors P and features F."""
 
     length: int
-    hidden: int
-    heads: int
-    rows: int
+    hidden_size: int
+    num_heads: int
+    projection_dim: int
     features: int
 
     @property
-    def width(self) -> int:
+    def head_dim(self) -> int:
         """Dimension of a head, D."""
-        return self.hidden // self.heads
+        return self.hidden_size // self.num_heads
 
     def claims(self) -> dict[str, bool]:
         """Whether the paper claims fewer operations than the kernel parent (Claim 3) and the low-rank parent (Claim 2).
@@ -117,14 +103,15 @@ class Shape(NamedTuple):
         Claim 1 implies both.
         """
         return {
-            "kernel": self.length > self.rows * (self.heads + 2) and self.hidden > self.rows,
-            "low-rank": self.length - 1 > self.rows > self.width,
+            "kernel": self.length > self.projection_dim * (self.num_heads + 2)
+            and self.hidden_size > self.projection_dim,
+            "low-rank": self.length - 1 > self.projection_dim > self.head_dim,
         }
 
 
-def _shape(length: int, hidden: int, heads: int, rows: int) -> Shape:
+def _shape(length: int, hidden_size: int, num_heads: int, projection_dim: int) -> Shape:
     """A shape with as many features as dimensions of a head."""
-    return Shape(length, hidden, heads, rows, hidden // heads)
+    return Shape(length, hidden_size, num_heads, projection_dim, hidden_size // num_heads)
 
 
 SHAPES = {
@@ -140,7 +127,7 @@ PAPER = tuple(name for name in SHAPES if name.startswith("figure"))
 
 def counted(method: str, shape: Shape) -> int | None:
     """Multiplications of our matrix products, as described above; None for methods that are not counted."""
-    n, w, p, d, f = shape.length, shape.hidden, shape.rows, shape.width, shape.features
+    n, w, p, d, f = shape.length, shape.hidden_size, shape.projection_dim, shape.head_dim, shape.features
     contracted = n * w * w + 2 * p * w * w + 2 * n * p * w
     counts = {
         EXACT: 3 * n * w * w + 2 * n * n * w,
@@ -155,11 +142,11 @@ def counted(method: str, shape: Shape) -> int | None:
 
 def of_paper(shape: Shape) -> dict[str, int]:
     """Operations by the paper's Eq. 6-8."""
-    n, w, p, d = shape.length, shape.hidden, shape.rows, shape.width
+    n, w, p, d = shape.length, shape.hidden_size, shape.projection_dim, shape.head_dim
     contracted = n * w * w + 2 * p * w * w + 2 * n * p * w
     return {
         "kernel": 3 * n * w * w + 2 * n * w + 2 * n * w * d,
-        "low-rank": contracted + 2 * n * p * w + n * shape.heads * p,
+        "low-rank": contracted + 2 * n * p * w + n * shape.num_heads * p,
         "flurka": contracted + (n + p) * w + (n + p) * w * d,
     }
 
@@ -172,8 +159,8 @@ def kernels() -> list[str]:
 def layer(method: str, shape: Shape, seed: int = 0) -> nn.Module:
     """The attention module of a BERT with one layer and random weights; `method` is "sdpa" for exact attention."""
     config = BertConfig(
-        hidden_size=shape.hidden,
-        num_attention_heads=shape.heads,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_heads,
         num_hidden_layers=1,
         intermediate_size=8,
         vocab_size=8,
@@ -190,13 +177,13 @@ def layer(method: str, shape: Shape, seed: int = 0) -> nn.Module:
 def method_config(method: str, shape: Shape) -> MethodConfig:
     """The config of a method with the sizes of the shape."""
     known = hea.method_info(method).config_class.hyperparameters()
-    sizes = {"projection_dim": shape.rows, "max_length": shape.length, "num_features": shape.features}
+    sizes = {"projection_dim": shape.projection_dim, "max_length": shape.length, "num_features": shape.features}
     return make_config(method, **{name: size for name, size in sizes.items() if name in known})
 
 
 def hidden_states(shape: Shape, seed: int) -> Tensor:
     """Standard normal hidden states (1, N, W), like those after a LayerNorm."""
-    return torch.randn(1, shape.length, shape.hidden, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(1, shape.length, shape.hidden_size, generator=torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()
@@ -227,10 +214,10 @@ def measure(
     return rows, any(timing.unsteady for timing in timed.values())
 
 
-def verdicts(rows: Sequence[Row]) -> list[Verdict]:
+def verdicts(rows: Sequence[commands.Row]) -> list[commands.Verdict]:
     """The measurements at the paper's shapes for which it claims fewer operations."""
     return [
-        Verdict(
+        commands.Verdict(
             f"{row['shape']}, {row['method']}: times faster than {row['than']}", row["faster"], GOALS[row["role"]], True
         )
         for row in rows
@@ -238,7 +225,7 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
     ]
 
 
-def draw(rows: Sequence[Row]) -> "Figure":
+def draw(rows: Sequence[commands.Row]) -> "Figure":
     """Plot bars of how many times faster FLuRKA is, by count and in time, a panel for every role."""
     from matplotlib.figure import Figure
 
@@ -249,7 +236,7 @@ def draw(rows: Sequence[Row]) -> "Figure":
         selected = [row for row in rows if row["role"] == role]
         names = [f"{row['shape']}\n{row['method']}" for row in selected]
         pairs = {"by count": [row["by_count"] for row in selected], "in time": [row["faster"] for row in selected]}
-        bars(axes, names, pairs, f"times faster than {'exact' if role == 'exact' else f'the {role} parent'}")
+        commands.bars(axes, names, pairs, f"times faster than {'exact' if role == 'exact' else f'the {role} parent'}")
     return figure
 
 
@@ -264,13 +251,15 @@ def parse_shapes(values: Sequence[str], features: int | None) -> dict[str, Shape
             shape = _shape(*map(int, sizes))
         else:
             raise UnsupportedAttentionError(f"--shape {text!r} is neither one of {', '.join(SHAPES)} nor N:W:H:P")
-        if shape.hidden % shape.heads:
-            raise UnsupportedAttentionError(f"--shape {text!r}: {shape.heads} heads do not divide {shape.hidden}")
+        if shape.hidden_size % shape.num_heads:
+            raise UnsupportedAttentionError(
+                f"--shape {text!r}: {shape.num_heads} heads do not divide {shape.hidden_size}"
+            )
         found[text] = shape if features is None else shape._replace(features=features)
     return found
 
 
-def _format(row: Row) -> tuple[Any, ...]:
+def _format(row: commands.Row) -> tuple[Any, ...]:
     def ratio(key: str) -> str:
         return "" if row[key] is None else f"{row[key]:.2f}x"
 
@@ -309,15 +298,15 @@ def flurka(
         typer.Option(metavar="N", min=1, help="Features of the performer. [default: the dimension of a head]"),
     ] = None,
     exact: Annotated[bool, typer.Option("--exact/--no-exact", help="Time exact attention too.")] = True,
-    threads: Threads = 2,
-    rounds: Rounds = 5,
-    seed: Seed = 0,
-    check: Check = False,
-    csv: Csv = None,
-    plot: Plot = None,
+    threads: commands.Threads = 2,
+    rounds: commands.Rounds = 5,
+    seed: commands.Seed = 0,
+    check: commands.Check = False,
+    csv: commands.Csv = None,
+    plot: commands.Plot = None,
 ) -> None:
     """Count multiplications and measure times of FLuRKA layers, their parents and exact attention."""
-    check_outputs(csv, plot)
+    commands.check_outputs(csv, plot)
     shapes, names, known = parse_shapes(shape, features), split_list(kernel) or kernels(), kernels()
     for name in names:
         if name not in known:
@@ -330,9 +319,9 @@ def flurka(
                 bar.set_description(f"{title} {name}")
                 found, unsteady_now = measure(title, sizes, name, rounds, seed, exact, bar)
                 rows, unsteady = rows + found, unsteady or unsteady_now
-    write(rows, csv, plot, draw)
+    commands.write(rows, csv, plot, draw)
     for title, sizes in shapes.items():
-        typer.echo(f"{title}: N {sizes.length}, W {sizes.hidden}, H {sizes.heads}, P {sizes.rows}, F {sizes.features}")
+        typer.echo(f"{title}: " + ", ".join(f"{letter} {size}" for letter, size in zip("NWHPF", sizes, strict=True)))
     headers = (
         "shape", "FLuRKA", "than", "claimed", "10^9", "10^9 of it", "paper's count", "our count", "ms", "ms of it",
         "faster", "min..max",
@@ -346,7 +335,7 @@ def flurka(
     if unsteady:
         typer.echo(UNSTEADY)
     if check:
-        conclude(verdicts(rows))
+        commands.conclude(verdicts(rows))
 
 
 if __name__ == "__main__":

@@ -38,19 +38,10 @@ from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_method
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.timing import UNSTEADY, Timing, paired, use_threads
 from hf_efficient_attn.methods import MethodConfig, method_info
-from recipes.common.commands import (
-    Csv,
-    Rounds,
-    Threads,
-    check_outputs,
-    methods_option,
-    new_app,
-    numbers_option,
-    write,
-)
+from recipes.common import commands
 from recipes.common.counting import Operations, compute, count
 
-app = new_app()
+app = commands.new_app()
 
 
 @dataclass(frozen=True)
@@ -62,8 +53,8 @@ class Layer:
         batch: batch size of the paper.
         queries: number of queries.
         keys: number of keys.
-        width: dimension of queries and keys.
-        value_width: dimension of the values.
+        head_dim: dimension of queries and keys.
+        value_dim: dimension of the values.
         paper: the paper's GFLOP at `batch`, by method.
         authors: hyperparameters of the authors' script, by method.
     """
@@ -72,15 +63,15 @@ class Layer:
     batch: int
     queries: int
     keys: int
-    width: int
-    value_width: int
+    head_dim: int
+    value_dim: int
     paper: dict[str, float]
     authors: dict[str, dict[str, int | str]]
 
     def inputs(self, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Random query (1, 1, Nq, D), key (1, 1, Nk, D) and value (1, 1, Nk, Dv)."""
         draw = torch.Generator().manual_seed(seed)
-        sizes = ((self.queries, self.width), (self.keys, self.width), (self.keys, self.value_width))
+        sizes = ((self.queries, self.head_dim), (self.keys, self.head_dim), (self.keys, self.value_dim))
         query, key, value = (torch.randn(1, 1, *size, generator=draw) for size in sizes)
         return query, key, value
 
@@ -181,21 +172,21 @@ def operations_table(
     layer: Annotated[
         list[str], typer.Option(metavar="NAME", show_default=False, help=f"{', '.join(LAYERS)}. [default: all]")
     ] = [],  # noqa: B006 (typer copies it)
-    method: methods_option("the paper's and more") = [],  # noqa: B006
+    method: commands.methods_option("the paper's and more") = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006
-    budget: numbers_option("Budgets in columns", "128") = [],  # noqa: B006
+    budget: commands.numbers_option("Budgets in columns", "128") = [],  # noqa: B006
     as_one: Annotated[
         bool, typer.Option("--multiply-adds-as-one/--multiply-adds-as-two", help="Count as in the paper, or as torch.")
     ] = True,
     time: Annotated[bool, typer.Option("--time/--no-time", help="Time the methods too.")] = True,
-    rounds: Rounds = 5,
-    threads: Threads = 1,
-    csv: Csv = None,
+    rounds: commands.Rounds = 5,
+    threads: commands.Threads = 1,
+    csv: commands.Csv = None,
 ) -> None:
     """Count and time the attention layers of the paper's two models, by method."""
     if unknown := [name for name in layer if name not in LAYERS]:
         raise UnsupportedAttentionError(f"--layer {unknown[0]!r} is not one of {', '.join(LAYERS)}")
-    check_outputs(csv, None)
+    commands.check_outputs(csv, None)
     configs, budgets = parse_methods(method or METHODS, setting), parse_lengths(budget) or [128]
     chosen = {name: LAYERS[name] for name in layer or LAYERS}
     rows: list[dict[str, Any]] = []
@@ -203,12 +194,12 @@ def operations_table(
     with use_threads(threads), tqdm(total=steps, unit="pair", disable=None if time else True, leave=False) as bar:
         for one in chosen.values():
             rows += measure(one, configs, budgets, rounds=rounds if time else 0, as_one=as_one, bar=bar)
-    write(rows, csv)
+    commands.write(rows, csv)
     headers = ["attention", "setting", *Operations._fields, "products, fewer", "all, fewer", "paper", "paper, fewer"]
     headers += ["times faster"] if time else []
     for one in chosen.values():
         typer.echo(
-            f"\n{one.title}: {one.queries} x {one.width} queries, {one.keys} keys, values of {one.value_width}\n"
+            f"\n{one.title}: {one.queries} x {one.head_dim} queries, {one.keys} keys, values of {one.value_dim}\n"
         )
         typer.echo(table(headers, [_cells(row, time) for row in rows if row["layer"] == one.title]))
         omitted = [

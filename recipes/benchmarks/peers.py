@@ -52,30 +52,13 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.defaults import method_label
 from hf_efficient_attn.evaluation.timing import UNSTEADY, Work, paired, use_threads
 from hf_efficient_attn.methods import MethodConfig, get_method
-from recipes.common.commands import (
-    Check,
-    Csv,
-    HeadDim,
-    NumHeads,
-    Plot,
-    Rounds,
-    Row,
-    Seed,
-    Threads,
-    Verdict,
-    bars,
-    check_outputs,
-    conclude,
-    new_app,
-    numbers_option,
-    write,
-)
+from recipes.common import commands
 from recipes.common.memory import Case, make_inputs, run_once
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-app = new_app()
+app = commands.new_app()
 
 LENGTHS = (8192, 16384)
 # Some peers need lengths that are a multiple of their windows or chunks.
@@ -369,19 +352,18 @@ def prepare(peer: Peer, inputs: Inputs) -> tuple[Work | None, Tensor | None, str
 @torch.no_grad()
 def measure(peers: Sequence[Peer], case: Case, rounds: int) -> tuple[list[dict[str, Any]], bool]:
     """Measure every peer and our method; return one row for every peer, and whether the times are unsteady."""
-    case = {**case, "backward": False}
     tensors = make_inputs(case)
     inputs, calls, outs, rows = {}, {}, {}, []
     for peer in peers:
         name = method_label(peer.ours)
         if name not in inputs:
-            inputs[name] = Inputs(*tensors, case["causal"], learned_of(peer.ours, tensors[0]))
+            inputs[name] = Inputs(*tensors, case.causal, learned_of(peer.ours, tensors[0]))
             calls[name] = _ours(peer.ours, inputs[name])
             outs[name] = calls[name]()
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(case["seed"])
+            torch.manual_seed(case.seed)
             call, out, why = prepare(peer, inputs[name])
-        row = {"method": name, **{key: case[key] for key in ("length", "causal")}, "peer": peer.title}
+        row = {"method": name, "length": case.length, "causal": case.causal, "peer": peer.title}
         row |= {"version": importlib.metadata.version(peer.package) if call else None, "status": why}
         errors = [None if out is None else relative_error(peer, inputs[name], x) for x in (out, outs[name])]
         rows.append(row | dict(zip(("peer_error", "our_error"), errors, strict=True)))
@@ -401,7 +383,7 @@ def _ours(config: MethodConfig, inputs: Inputs) -> Work:
     return lambda: hea.attention(config, *inputs[:3], is_causal=inputs.causal, **inputs.learned)
 
 
-def draw(rows: Sequence[Row]) -> "Figure":
+def draw(rows: Sequence[commands.Row]) -> "Figure":
     """Plot how many times faster than exact attention each peer and our method are, one panel for each setting."""
     from matplotlib.figure import Figure
 
@@ -414,15 +396,15 @@ def draw(rows: Sequence[Row]) -> "Figure":
         selected = [row for row in rows if (row["length"], row["causal"]) == (length, causal)]
         names = [f"{row['method']}\n{row['peer']}" for row in selected]
         pairs = {"peer": [row["peer_ratio"] for row in selected], "ours": [row["our_ratio"] for row in selected]}
-        bars(axes, names, pairs, f"{length} tokens{', causal' if causal else ''}")
+        commands.bars(axes, names, pairs, f"{length} tokens{', causal' if causal else ''}")
         axes.set(xscale="log", xlabel="times faster than exact")
     return figure
 
 
-def verdicts(rows: Sequence[Row]) -> list[Verdict]:
+def verdicts(rows: Sequence[commands.Row]) -> list[commands.Verdict]:
     """Our method must not be slower than any measured peer."""
     return [
-        Verdict(
+        commands.Verdict(
             f"{row['method']}, {row['length']}{', causal' if row['causal'] else ''}: ours / {row['peer']}",
             row["ours_over_peer"],
             1.0,
@@ -433,7 +415,7 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
     ]
 
 
-def _format(row: Row) -> tuple[Any, ...]:
+def _format(row: commands.Row) -> tuple[Any, ...]:
     def cell(key: str, form: str) -> str:
         return "" if row[key] is None else form.format(row[key])
 
@@ -469,7 +451,7 @@ def _settings(lengths: Sequence[int], causal: bool | None) -> list[tuple[int, bo
 
 @app.command(epilog="Example: python -m recipes.benchmarks.peers --length 4096 --peer longformer,torch --rounds 3")
 def peers(
-    length: numbers_option("Tokens", "8192,16384") = [],  # noqa: B006 (typer copies it)
+    length: commands.numbers_option("Tokens", "8192,16384") = [],  # noqa: B006 (typer copies it)
     peer: Annotated[
         list[str],
         typer.Option(
@@ -481,22 +463,22 @@ def peers(
     causal: Annotated[
         bool | None, typer.Option("--causal/--bidirectional", help="[default: both; causal at the shortest length]")
     ] = None,
-    heads: NumHeads = 8,
-    width: HeadDim = 64,
-    threads: Threads = 2,
-    rounds: Rounds = 5,
-    seed: Seed = 0,
-    check: Check = False,
-    csv: Csv = None,
-    plot: Plot = None,
+    heads: commands.NumHeads = 8,
+    width: commands.HeadDim = 64,
+    threads: commands.Threads = 2,
+    rounds: commands.Rounds = 5,
+    seed: commands.Seed = 0,
+    check: commands.Check = False,
+    csv: commands.Csv = None,
+    plot: commands.Plot = None,
 ) -> None:
     """Measure times and errors of other implementations and ours, relative to torch's exact attention."""
-    check_outputs(csv, plot)
+    commands.check_outputs(csv, plot)
     lengths, chosen = parse_lengths(length) or list(LENGTHS), choose(split_list(peer))
     for tokens in lengths:
         if tokens % MULTIPLE:
             raise UnsupportedAttentionError(f"--length {tokens}: some peers need multiples of {MULTIPLE}")
-    sizes = {"batch": 1, "heads": heads, "width": width, "dtype": "float32", "threads": threads, "seed": seed}
+    sizes = Case(0, num_heads=heads, head_dim=width, threads=threads, seed=seed)
     settings = [(setting, [p for p in chosen if setting[1] in p.forms]) for setting in _settings(lengths, causal)]
     settings = [(setting, usable) for setting, usable in settings if usable]
     if not settings:
@@ -506,30 +488,19 @@ def peers(
     with use_threads(threads), tqdm(total=len(settings), disable=None, leave=False) as bar:
         for (tokens, is_causal), usable in settings:
             bar.set_description(f"{tokens}{' causal' if is_causal else ''}")
-            found, unsteady_now = measure(usable, {"length": tokens, "causal": is_causal, **sizes}, rounds)
+            found, unsteady_now = measure(usable, sizes._replace(length=tokens, causal=is_causal), rounds)
             rows, unsteady = rows + found, unsteady or unsteady_now
             bar.update()
-    write(rows, csv, plot, draw)
+    commands.write(rows, csv, plot, draw)
     headers = (
-        "tokens",
-        "form",
-        "method",
-        "peer",
-        "peer faster",
-        "ours faster",
-        "ours / peer",
-        "peer error",
-        "our error",
-    )
+        "tokens", "form", "method", "peer", "peer faster", "ours faster", "ours / peer", "peer error", "our error",
+    )  # fmt: skip
     typer.echo(table(headers, [_format(row) for row in rows]))
-    typer.echo(
-        f"\nTimes faster than exact attention; {', '.join(f'{k} {v}' for k, v in sizes.items() if k != 'seed')}; "
-        f"medians of {rounds} rounds; torch {torch.__version__}"
-    )
+    typer.echo(f"\nTimes faster than exact attention; {sizes}; medians of {rounds} rounds; torch {torch.__version__}")
     if unsteady:
         typer.echo(UNSTEADY)
     if check:
-        conclude(verdicts(rows))
+        commands.conclude(verdicts(rows))
 
 
 if __name__ == "__main__":

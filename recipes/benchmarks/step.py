@@ -23,25 +23,13 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods, table
 from hf_efficient_attn.evaluation.timing import UNSTEADY, paired, use_threads
 from hf_efficient_attn.methods import MethodConfig
-from recipes.common.commands import (
-    Csv,
-    Memory,
-    Plot,
-    Rounds,
-    Row,
-    Threads,
-    check_outputs,
-    methods_option,
-    new_app,
-    numbers_option,
-    write,
-)
+from recipes.common import commands
 from recipes.common.memory import EXACT, config_of, peak_bytes, run_child
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-app = new_app()
+app = commands.new_app()
 METHODS = (
     "kdeformer", "hyperattention", "longformer", "nystromformer", "linear", "performer", "linformer",
     "flurka_linear", "flurka_performer",
@@ -95,7 +83,7 @@ def child(case: Mapping[str, Any]) -> int:
     return peak_bytes()
 
 
-def draw(rows: Sequence[Row]) -> "Figure":
+def draw(rows: Sequence[commands.Row]) -> "Figure":
     """Plot seconds and memory of a step against length."""
     from matplotlib.figure import Figure
 
@@ -114,21 +102,21 @@ def draw(rows: Sequence[Row]) -> "Figure":
 
 @app.command(epilog="Example: python -m recipes.benchmarks.step --length 8192 --method kdeformer")
 def main(
-    length: numbers_option("Tokens", "512,2048,8192") = [],  # noqa: B006 (typer copies it)
-    method: methods_option("nine of them") = [],  # noqa: B006
+    length: commands.numbers_option("Tokens", "512,2048,8192") = [],  # noqa: B006 (typer copies it)
+    method: commands.methods_option("nine of them") = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006
-    rounds: Rounds = 3,
-    threads: Threads = 2,
-    memory: Memory = True,
-    csv: Csv = None,
-    plot: Plot = None,
+    rounds: commands.Rounds = 3,
+    threads: commands.Threads = 2,
+    memory: commands.Memory = True,
+    csv: commands.Csv = None,
+    plot: commands.Plot = None,
     child_: Annotated[str, typer.Option("--child", hidden=True)] = "",
 ) -> None:
     """Measure seconds and peak memory of a training step, and times faster than with exact attention."""
     if child_:
         typer.echo(child(json.loads(child_)))
         return
-    check_outputs(csv, plot)
+    commands.check_outputs(csv, plot)
     lengths, configs = parse_lengths(length) or [512, 2048, 8192], parse_methods(method or METHODS, setting)
     rows, unsteady = [], False
     with use_threads(threads), tqdm(total=len(lengths) * len(configs) * (rounds + memory), disable=None) as bar:
@@ -149,7 +137,7 @@ def main(
                         "memory_mib": None if peak is None else peak / 2**20,
                     }
                 )  # fmt: skip
-    write(rows, csv, plot, draw)
+    commands.write(rows, csv, plot, draw)
     lines = []
     for label in (EXACT, *configs):
         own = [row for row in rows if row["attention"] == label]

@@ -45,30 +45,20 @@ from hf_efficient_attn.evaluation.defaults import method_label
 from hf_efficient_attn.evaluation.demo import minilm_folder
 from hf_efficient_attn.methods import MethodConfig
 from recipes.benchmarks import error
-from recipes.common.commands import (
-    Csv,
-    Data,
-    check_outputs,
-    data_folder,
-    existing,
-    methods_option,
-    new_app,
-    numbers_option,
-    write,
-)
+from recipes.common import commands
 from recipes.common.data.image_classes import class_indices
 from recipes.common.data.image_tensors import Evaluation, Norm, preprocessor_settings
 from recipes.common.data.images import EVAL_SPLITS, load, pick
 from recipes.common.image_models import for_length
 from recipes.common.inputs import xquad_articles
 
-app = new_app(no_args_is_help=True)
+app = commands.new_app(no_args_is_help=True)
 
 # Without the papers' sampling, but with a global first token, from which the class of a photograph is read.
 METHODS = (*(name for name in error.METHODS if "draw=" not in name), "longformer:global_tokens=1")
 
-Budget = numbers_option("Budgets in columns", "64,128,256")
-Method = methods_option("all, both near fields")
+Budget = commands.numbers_option("Budgets in columns", "64,128,256")
+Method = commands.methods_option("all, both near fields")
 # Pictures (b, 3, P, P) and their classes (b,).
 Batches = Iterable[tuple[Tensor, Tensor]]
 
@@ -117,8 +107,8 @@ def photographs(data: pathlib.Path, pixels: int, batch: int = 20) -> Iterator[tu
     is cut out.
     """
     name = "imagenet1k-sample-256px.zip" if pixels == 224 else "imagenet1k-sample-original-100.zip"
-    folder = existing(data / "models" / "deit-tiny-imagenet", "DeiT-tiny")
-    path = existing(data / "images" / name, "photographs")
+    folder = commands.existing(data / "models" / "deit-tiny-imagenet", "DeiT-tiny")
+    path = commands.existing(data / "images" / name, "photographs")
     settings = json.loads((folder / "preprocessor_config.json").read_text())
     # File names begin with WordNet numbers. The class is the rank of the number among the thousand.
     numbers = load(str(path.with_name("imagenet1k-sample-256px.zip")))[""].class_names()
@@ -192,7 +182,7 @@ def run(
 
 def show(rows: list[dict[str, Any]], csv: pathlib.Path | None, note: str) -> None:
     """Print a line for each method and a column for each budget and figure. Exact attention repeats its figures."""
-    write(rows, csv)
+    commands.write(rows, csv)
     budgets = list(dict.fromkeys(row["budget"] for row in rows[1:]))
     figures = [name for name in rows[0] if name not in ("attention", "budget")]
     cells: dict[str, list[str]] = {}
@@ -204,16 +194,16 @@ def show(rows: list[dict[str, Any]], csv: pathlib.Path | None, note: str) -> Non
 
 @app.command(epilog="Example: python -m recipes.benchmarks.tasks search --method kdeformer --budget 64")
 def search(
-    data: Data = None,
+    data: commands.Data = None,
     budget: Budget = [],  # noqa: B006 (typer copies it)
     method: Method = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006
-    csv: Csv = None,
+    csv: commands.Csv = None,
 ) -> None:
     """Measure recall@1 and MRR of MiniLM on XQuAD: finding the paragraph of each question among all."""
-    check_outputs(csv, None)
+    commands.check_outputs(csv, None)
     wanted = settings_of(method, setting, budget)
-    paragraphs, questions, own = xquad(data_folder(data))
+    paragraphs, questions, own = xquad(commands.data_folder(data))
     tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
 
     def evaluate(model: BertModel, bar: tqdm) -> dict[str, float]:
@@ -227,7 +217,7 @@ def search(
 
 @app.command(epilog="Example: python -m recipes.benchmarks.tasks images --pixels 512 --budget 256")
 def images(
-    data: Data = None,
+    data: commands.Data = None,
     pixels: Annotated[
         int,
         typer.Option(
@@ -237,11 +227,11 @@ def images(
     budget: Budget = [],  # noqa: B006
     method: Method = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006
-    csv: Csv = None,
+    csv: commands.Csv = None,
 ) -> None:
     """Measure top-1 of DeiT-tiny on photographs."""
-    check_outputs(csv, None)
-    tokens, data = (pixels // 16) ** 2 + 1, data_folder(data)
+    commands.check_outputs(csv, None)
+    tokens, data = (pixels // 16) ** 2 + 1, commands.data_folder(data)
     wanted = [one._replace(config=for_length(one.config, tokens)) for one in settings_of(method, setting, budget)]
     folder = data / "models" / "deit-tiny-imagenet"
     batches = list(photographs(data, pixels))
@@ -320,10 +310,10 @@ def classify(
     budget: Budget = [],  # noqa: B006
     method: Method = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006
-    csv: Csv = None,
+    csv: commands.Csv = None,
 ) -> None:
     """Measure top-1 of an image classifier at its own resolution, with other attention methods."""
-    check_outputs(csv, None)
+    commands.check_outputs(csv, None)
     wanted, chosen = settings_of(method, setting, budget), None if layers is None else parse_layers(layers)
 
     def load_exact() -> PreTrainedModel:

@@ -4,6 +4,7 @@ Wrong options raise ValueError before the first step. `main_of` turns it into on
 """
 
 import argparse
+import dataclasses
 import difflib
 import json
 import os
@@ -32,6 +33,17 @@ from recipes.common.reporting import METRICS, PICTURE
 STATE = "trainer_state.json"
 
 
+def option(help: str, default: Any = dataclasses.MISSING, **metadata: Any) -> Any:
+    """A dataclass field that becomes an option of the command line; required without a default.
+
+    Args:
+        help: its help text.
+        default: its default.
+        **metadata: further arguments of `ArgumentParser.add_argument`.
+    """
+    return field(default=default, metadata={"help": help, **metadata})
+
+
 @dataclass
 class AttentionArguments:
     """The attention that a recipe trains with: one method, or several stages. The options are checked on construction.
@@ -44,24 +56,16 @@ class AttentionArguments:
 
     _argument_group_name = "attention"
 
-    attention: str | None = field(
+    attention: str | None = option(
+        "Attention method (`hf-efficient-attn methods` lists them), or 'sdpa' for exact attention. "
+        "Default: that of the checkpoint.",
         default=None,
-        metadata={
-            "help": "Attention method (`hf-efficient-attn methods` lists them), or 'sdpa' for exact attention. "
-            "Default: that of the checkpoint."
-        },
     )
     set: list[str] = field(
         default_factory=list,
-        metadata={
-            "help": "Hyperparameters of --attention or --preset.",
-            "metavar": "KEY=VALUE",
-            "action": "extend",
-        },
+        metadata={"help": "Hyperparameters of --attention or --preset.", "metavar": "KEY=VALUE", "action": "extend"},
     )
-    layers: str | None = field(
-        default=None, metadata={"help": "Layers to convert, such as 0-5,8; the others stay exact. Default: all."}
-    )
+    layers: str | None = option("Layers to convert, such as 0-5,8; the others stay exact. Default: all.", default=None)
     stages: list[str] = field(
         default_factory=list,
         metadata={
@@ -71,10 +75,10 @@ class AttentionArguments:
             "action": "extend",
         },
     )
-    preset: str | None = field(
-        default=None, metadata={"help": "Up-training with the FLuRKA paper's shares for a task: nmt, imagenet, ..."}
+    preset: str | None = option(
+        "Up-training with the FLuRKA paper's shares for a task: nmt, imagenet, ...", default=None
     )
-    variant: str | None = field(default=None, metadata={"help": "FLuRKA variant that --preset ends with."})
+    variant: str | None = option("FLuRKA variant that --preset ends with.", default=None)
 
     def __post_init__(self) -> None:
         given = [f"--{name}" for name in ("attention", "stages", "preset") if getattr(self, name)]
@@ -153,28 +157,20 @@ class RecipeArguments(TrainingArguments):
 
     _argument_group_name = "training (transformers.TrainingArguments)"
 
-    output_dir: str | None = field(
-        default=None,
-        metadata={"help": f"Folder for the model, its checkpoints, {METRICS} and {PICTURE}. Required."},
+    output_dir: str | None = option(
+        f"Folder for the model, its checkpoints, {METRICS} and {PICTURE}. Required.", default=None
     )
-    overwrite: bool = field(
-        default=False, metadata={"help": "Write into an output folder that is not empty, and delete its checkpoints."}
+    overwrite: bool = option(
+        "Write into an output folder that is not empty, and delete its checkpoints.", default=False
     )
-    resume_from_checkpoint: str | None = field(
-        default=None,
-        metadata={"help": "True for the last complete checkpoint in the output folder, or the path of a checkpoint."},
+    resume_from_checkpoint: str | None = option(
+        "True for the last complete checkpoint in the output folder, or the path of a checkpoint.", default=None
     )
-    seed: int = field(default=0, metadata={"help": "Seed of new weights, data order, dropout and random draws."})
-    report_to: str | None = field(
-        default="none", metadata={"help": "Integration that the loss is reported to: none or tensorboard."}
-    )
-    logging_steps: float = field(
-        default=10, metadata={"help": "Steps between two log entries; below 1, a share of all steps."}
-    )
-    logging_first_step: bool = field(default=True, metadata={"help": "Log the first step too."})
-    disable_tqdm: bool | None = field(
-        default=None, metadata={"help": "Disable progress bars. Default: if stderr is not a terminal."}
-    )
+    seed: int = option("Seed of new weights, data order, dropout and random draws.", default=0)
+    report_to: str | None = option("Integration that the loss is reported to: none or tensorboard.", default="none")
+    logging_steps: float = option("Steps between two log entries; below 1, a share of all steps.", default=10)
+    logging_first_step: bool = option("Log the first step too.", default=True)
+    disable_tqdm: bool | None = option("Disable progress bars. Default: if stderr is not a terminal.", default=None)
 
     def __post_init__(self) -> None:
         if self.output_dir is None:

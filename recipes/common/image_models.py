@@ -23,7 +23,7 @@ from hf_efficient_attn.checkpoint.loading import no_progress_bar
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods import MethodConfig
 from hf_efficient_attn.models.t2t_vit import T2TViTConfig, image_processor
-from recipes.common.arguments import AttentionArguments
+from recipes.common.arguments import AttentionArguments, option
 from recipes.common.data.image_tensors import Norm, preprocessor_settings
 
 
@@ -33,20 +33,15 @@ class ModelArguments:
 
     _argument_group_name = "model"
 
-    model_name_or_path: str = field(
-        metadata={
-            "help": "Image classifier: a folder or a hub id; with --from_scratch also a T2T-ViT by name: "
-            f"{', '.join(T2TViTConfig.names())}.",
-            "aliases": ["--model"],
-        }
+    model_name_or_path: str = option(
+        "Image classifier: a folder or a hub id; with --from_scratch also a T2T-ViT by name: "
+        f"{', '.join(T2TViTConfig.names())}.",
+        aliases=["--model"],
     )
-    from_scratch: bool = field(default=False, metadata={"help": "Start from random weights, with the model's config."})
-    new_head: bool = field(
-        default=False, metadata={"help": "Use a new classifier for the classes of the training data."}
-    )
-    resolution: int | None = field(
-        default=None,
-        metadata={"help": "Side of the pictures in pixels. Positions are interpolated if it is not the model's own."},
+    from_scratch: bool = option("Start from random weights, with the model's config.", default=False)
+    new_head: bool = option("Use a new classifier for the classes of the training data.", default=False)
+    resolution: int | None = option(
+        "Side of the pictures in pixels. Positions are interpolated if it is not the model's own.", default=None
     )
     image_mean: list[float] | None = field(
         default=None,
@@ -55,9 +50,8 @@ class ModelArguments:
     image_std: list[float] | None = field(
         default=None, metadata={"help": "Standard deviation of each channel. Default: that of the checkpoint."}
     )
-    resample: str | None = field(
-        default=None,
-        metadata={"help": "Resizing filter: bilinear, bicubic or lanczos. Default: that of the checkpoint."},
+    resample: str | None = option(
+        "Resizing filter: bilinear, bicubic or lanczos. Default: that of the checkpoint.", default=None
     )
 
 

@@ -33,7 +33,7 @@ from transformers.utils import ModelOutput
 import hf_efficient_attn as hea
 from hf_efficient_attn.errors import unknown_name
 from recipes.common import training
-from recipes.common.arguments import RecipeArguments, check_counts
+from recipes.common.arguments import RecipeArguments, check_counts, option
 from recipes.common.data import text
 
 DEFAULT_BLOCK = 1024  # the default --block_size of a model that takes more tokens
@@ -62,40 +62,26 @@ class TextArguments:
         default_factory=list,
         metadata={"help": "Text to evaluate on. Default: --eval_share.", "metavar": "PATH", "action": "extend"},
     )
-    dataset: str | None = field(
-        default=None, metadata={"help": "A hub data set instead of --text. Each of its rows is one document."}
+    dataset: str | None = option("A hub data set instead of --text. Each of its rows is one document.", default=None)
+    dataset_config: str | None = option("Configuration of --dataset.", default=None)
+    train_split: str = option("Split of --dataset to train on.", default="train")
+    eval_split: str | None = option("Split of --dataset to evaluate on. Default: --eval_share.", default=None)
+    text_column: str = option("Column or .jsonl field of the text.", default="text")
+    document_separator: str | None = option(
+        "Separates the documents of a plain text file; 'blank-line' for empty lines.", default=None
     )
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of --dataset."})
-    train_split: str = field(default="train", metadata={"help": "Split of --dataset to train on."})
-    eval_split: str | None = field(
-        default=None, metadata={"help": "Split of --dataset to evaluate on. Default: --eval_share."}
-    )
-    text_column: str = field(default="text", metadata={"help": "Column or .jsonl field of the text."})
-    document_separator: str | None = field(
-        default=None,
-        metadata={"help": "Separates the documents of a plain text file; 'blank-line' for empty lines."},
-    )
-    eval_share: float = field(default=0.05, metadata={"help": "Share of the text that is held out for evaluation."})
-    eval_from: str = field(
+    eval_share: float = option("Share of the text that is held out for evaluation.", default=0.05)
+    eval_from: str = option(
+        "Where --eval_share comes from: the end of every document, or whole documents.",
         default="tails",
-        metadata={
-            "help": "Where --eval_share comes from: the end of every document, or whole documents.",
-            "choices": ["tails", "documents"],
-        },
+        choices=["tails", "documents"],
     )
-    block_size: int | None = field(
-        default=None,
-        metadata={"help": f"Tokens of a window. Default: as many as the model takes, up to {DEFAULT_BLOCK}."},
+    block_size: int | None = option(
+        f"Tokens of a window. Default: as many as the model takes, up to {DEFAULT_BLOCK}.", default=None
     )
-    drop_short: bool = field(
-        default=False, metadata={"help": "Drop the shorter window at the end of a document instead of padding it."}
-    )
-    max_train_windows: int | None = field(
-        default=None, metadata={"help": "Train on at most N windows, chosen at random.", "metavar": "N"}
-    )
-    max_eval_windows: int | None = field(
-        default=None, metadata={"help": "Evaluate on the first N windows.", "metavar": "N"}
-    )
+    drop_short: bool = option("Drop the shorter window at the end of a document instead of padding it.", default=False)
+    max_train_windows: int | None = option("Train on at most N windows, chosen at random.", default=None, metavar="N")
+    max_eval_windows: int | None = option("Evaluate on the first N windows.", default=None, metavar="N")
 
     def __post_init__(self) -> None:
         if bool(self.text) == bool(self.dataset):
@@ -119,13 +105,8 @@ class ModelArguments:
 
     _argument_group_name = "model"
 
-    model: str | None = field(
-        default=None,
-        metadata={"help": "A pretrained model: folder or hub id.", "aliases": ["--model_name_or_path"]},
-    )
-    model_type: str | None = field(
-        default=None, metadata={"help": "Type of a new model instead, such as gpt2, llama, bert, roberta."}
-    )
+    model: str | None = option("A pretrained model: folder or hub id.", default=None, aliases=["--model_name_or_path"])
+    model_type: str | None = option("Type of a new model instead, such as gpt2, llama, bert, roberta.", default=None)
     config_overrides: list[str] = field(
         default_factory=list,
         metadata={
@@ -134,13 +115,12 @@ class ModelArguments:
             "action": "extend",
         },
     )
-    tokenizer: str | None = field(default=None, metadata={"help": "Folder or hub id. Default: the model's."})
-    train_tokenizer: int | None = field(
-        default=None,
-        metadata={"help": "Train a byte-level BPE tokenizer with SIZE tokens on the text instead.", "metavar": "SIZE"},
+    tokenizer: str | None = option("Folder or hub id. Default: the model's.", default=None)
+    train_tokenizer: int | None = option(
+        "Train a byte-level BPE tokenizer with SIZE tokens on the text instead.", default=None, metavar="SIZE"
     )
-    extend_positions: int | None = field(
-        default=None, metadata={"help": "Extend the model's learned positions to N tokens, by tiling.", "metavar": "N"}
+    extend_positions: int | None = option(
+        "Extend the model's learned positions to N tokens, by tiling.", default=None, metavar="N"
     )
 
     def __post_init__(self) -> None:

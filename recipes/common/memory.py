@@ -11,8 +11,7 @@ import json
 import pathlib
 import subprocess
 import sys
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,25 +22,41 @@ from hf_efficient_attn.methods import MethodConfig, method_info
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
-# What is measured: batch, heads, length, width (of a head), dtype, threads, seed, causal and backward.
-Case = Mapping[str, Any]
+
+class Case(NamedTuple):
+    """What is measured: self-attention on random inputs."""
+
+    length: int
+    batch: int = 1
+    num_heads: int = 8
+    head_dim: int = 64
+    dtype: str = "float32"
+    threads: int = 2
+    causal: bool = False
+    backward: bool = False
+    seed: int = 0
+
+    def __str__(self) -> str:
+        """The sizes, without the setting."""
+        names = ("batch", "num_heads", "head_dim", "dtype", "threads")
+        return ", ".join(f"{name} {getattr(self, name)}" for name in names)
 
 
 def make_inputs(case: Case) -> tuple[torch.Tensor, ...]:
     """Query, key and value (B, H, N, D) of standard normal numbers."""
-    generator = torch.Generator().manual_seed(case["seed"])
-    shape, dtype = (case["batch"], case["heads"], case["length"], case["width"]), getattr(torch, case["dtype"])
+    generator = torch.Generator().manual_seed(case.seed)
+    shape, dtype = (case.batch, case.num_heads, case.length, case.head_dim), getattr(torch, case.dtype)
     inputs = tuple(torch.randn(shape, generator=generator, dtype=dtype) for _ in range(3))
-    return tuple(x.requires_grad_(case["backward"]) for x in inputs)
+    return tuple(x.requires_grad_(case.backward) for x in inputs)
 
 
 def run_once(config: MethodConfig | None, inputs: tuple[torch.Tensor, ...], case: Case) -> None:
     """One forward pass, and a backward pass if the case says so, with a method or with torch's exact attention."""
     if config is None:
-        out = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=case["causal"])
+        out = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=case.causal)
     else:
-        out = hea.attention(config, *inputs, is_causal=case["causal"])
-    if case["backward"]:
+        out = hea.attention(config, *inputs, is_causal=case.causal)
+    if case.backward:
         for x in inputs:
             x.grad = None
         out.backward(torch.ones_like(out))
@@ -50,10 +65,10 @@ def run_once(config: MethodConfig | None, inputs: tuple[torch.Tensor, ...], case
 def extra_memory(config: MethodConfig | None, case: Case) -> float:
     """Extra memory of one call, as a multiple of the bytes of its three inputs."""
     described = None if config is None else config.to_dict()
-    idle = _peak_of_child(json.dumps({"run": False, **case}))
-    busy = run_child("recipes.common.memory", json.dumps({"run": True, "config": described, **case}))
-    size = torch.finfo(getattr(torch, case["dtype"])).bits // 8
-    return (busy - idle) / (3 * case["batch"] * case["heads"] * case["length"] * case["width"] * size)
+    idle = _peak_of_child(json.dumps({"run": False, "case": case}))
+    busy = run_child("recipes.common.memory", json.dumps({"run": True, "config": described, "case": case}))
+    size = torch.finfo(getattr(torch, case.dtype)).bits // 8
+    return (busy - idle) / (3 * case.batch * case.num_heads * case.length * case.head_dim * size)
 
 
 def run_child(module: str, *arguments: str) -> int:
@@ -78,13 +93,14 @@ def config_of(described: dict[str, Any] | None) -> MethodConfig | None:
 
 def main() -> None:
     """The child process: prints its peak memory in bytes."""
-    case = json.loads(sys.argv[1])
-    torch.set_num_threads(case["threads"])
-    square = torch.ones(8, 256, 256, dtype=getattr(torch, case["dtype"]))
+    given = json.loads(sys.argv[1])
+    case = Case(*given["case"])
+    torch.set_num_threads(case.threads)
+    square = torch.ones(8, 256, 256, dtype=getattr(torch, case.dtype))
     torch.softmax(square @ square, -1).exp()
     inputs = make_inputs(case)
-    if case["run"]:
-        run_once(config_of(case["config"]), inputs, case)
+    if given["run"]:
+        run_once(config_of(given["config"]), inputs, case)
     print(peak_bytes())
 
 

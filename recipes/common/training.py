@@ -121,9 +121,7 @@ class _Clock(TrainerCallback):
     def __init__(self) -> None:
         self.steps, self.seconds, self.peak, self._mark, self._first = 0, 0.0, 0, 0.0, True
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         if args.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(args.device)
 
@@ -137,9 +135,7 @@ class _Clock(TrainerCallback):
 
     on_save = on_log = on_evaluate
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         self.peak = torch.cuda.max_memory_allocated(args.device) if args.device.type == "cuda" else peak_bytes()
 
 

@@ -20,7 +20,6 @@ from transformers import (
     DataCollatorForLanguageModeling,
     PreTrainedTokenizerBase,
     TrainerCallback,
-    TrainerControl,
     TrainerState,
     TrainingArguments,
 )
@@ -341,9 +340,7 @@ class EpochOfMasks(TrainerCallback):
     def __init__(self, collator: MaskingCollator) -> None:
         self.collator = collator
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Set the epoch."""
         self.collator.epoch = int(state.epoch or 0)
 
