@@ -25,8 +25,8 @@ class Instance:
         hyperparameters: those that differ from the defaults.
         budget: the length of the longest sequence that is computed exactly; 0 if the method never switches by length.
         small: hyperparameters with so small a budget that even 13 tokens are approximated, for tests of gradients.
-        limit: "exact" if `with_budget` of the whole sequence gives exact attention, "expectation" if the error decreases
-            with the budget without end, "none" if the method defines its own attention.
+        limit: "exact" if `with_budget` of the whole sequence gives exact attention, "expectation" if the error only
+            decreases with the budget, "none" if the method defines its own attention.
         random: whether the seed has an effect.
         reads_positions: whether masked tokens inside the sequence still count in the distances between the others.
         averages: whether the weights of a query are positive and sum to 1.

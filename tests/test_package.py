@@ -114,8 +114,8 @@ def test_every_exported_name_exists():
     assert all(hasattr(hea, name) for name in hea.__all__)
 
 
-# A method consists of its module, its rows in `tests/instances.py`, and its row in README's table. The tests below check
-# that the exports, the lint contracts and the two tables agree with the registry.
+# A method consists of its module, its rows in `tests/instances.py`, and its row in README's table. The tests below
+# check that the exports, the lint contracts and the two tables agree with the registry.
 
 
 def test_the_config_class_of_every_method_is_exported():
