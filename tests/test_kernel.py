@@ -1,4 +1,4 @@
-"""Gaussian kernel products: the exact one, the approximate one at the error and probability it claims, densities."""
+"""Gaussian kernel products: the exact one, the approximate one with its promised error and probability, densities."""
 
 import itertools
 import math
@@ -22,29 +22,29 @@ def dense(queries, keys, bandwidth=1.0):
     return torch.exp(-torch.cdist(queries.double(), keys.double()).square() / (2 * bandwidth**2))
 
 
-def clustered(n, seed, width=8):
-    """Clusters of 16 keys and queries; each row's kernel with the other clusters sums to about 1; random signs."""
-    spread = math.sqrt((n ** (2 / width) - 1) / 2)
-    centres = (spread * numbers(n // 16, width, seed=seed)).repeat_interleave(16, 0)
-    keys, queries = (centres + 0.15 * numbers(n, width, seed=1000 + 2 * seed + i) for i in range(2))
+def clustered(n, seed, dim=8):
+    """Clusters of 16 keys and queries, and random signs. A query's kernel with the other clusters sums to about 1."""
+    spread = math.sqrt((n ** (2 / dim) - 1) / 2)
+    centers = (spread * numbers(n // 16, dim, seed=seed)).repeat_interleave(16, 0)
+    keys, queries = (centers + 0.15 * numbers(n, dim, seed=1000 + 2 * seed + i) for i in range(2))
     return queries.float(), keys.float(), numbers(n, seed=seed + 7).sign().float()
 
 
-def light(n, seed, width=48):
-    """No key is near any query, and together they sum to about 2 in every row."""
-    spread = math.sqrt(((n / 2) ** (2 / width) - 1) / 2)
-    keys, queries = (spread * numbers(n, width, seed=2 * seed + i) for i in range(2))
+def light(n, seed, dim=48):
+    """No key is near any query, and the kernel of each query with all keys sums to about 2."""
+    spread = math.sqrt(((n / 2) ** (2 / dim) - 1) / 2)
+    keys, queries = (spread * numbers(n, dim, seed=2 * seed + i) for i in range(2))
     return queries.float(), keys.float(), torch.ones(n)
 
 
 def heavy_tailed(n, seed):
-    """The clusters with an x of which a few coordinates carry most."""
+    """The clusters, with an x in which a few coordinates have most of the norm."""
     queries, keys, x = clustered(n, seed)
     return queries, keys, x * (1 + 30 * (numbers(n, seed=seed + 3) > 2.3))
 
 
 def outside(make, n, eps, seeds):
-    """How many of the seeds are outside of the promise; y = 0 is outside in all, and none is computed exactly."""
+    """Number of seeds that break the promise. y = 0 would break it for all of them. None is computed exactly."""
     bad = 0
     for seed in range(seeds):
         queries, keys, x = make(n, seed)
@@ -68,12 +68,12 @@ def test_error_is_within_its_bound(make):
 @pytest.mark.slow
 @CASES
 def test_error_is_within_its_bound_over_many_seeds(make):
-    """Of 200 seeds a share delta may be outside: 20, and 33 in one of a thousand runs."""
+    """A share delta of 200 seeds may break the promise: 20 on average, and 33 in one of a thousand runs."""
     assert outside(make, 640, 0.8, 200) <= 33
 
 
-def test_draws_that_are_cut_down_leave_the_bound(monkeypatch):
-    """The same check fails where rows draw a few keys only: the error is in the draws, and the check sees it."""
+def test_too_few_draws_break_the_bound(monkeypatch):
+    """The check of the bound detects a plan in which each query draws only three keys."""
     sizes = products._light_sizes
 
     def few(*arguments):
@@ -85,7 +85,7 @@ def test_draws_that_are_cut_down_leave_the_bound(monkeypatch):
 
 
 def test_heavy_keys_are_found():
-    """FindHeavy against the dense kernel: of all pairs with K_ij >= n^-alpha hardly one is left out."""
+    """FindHeavy against the dense kernel: it finds almost all pairs with K_ij >= n^-alpha."""
     n = 1024
     queries, keys, x = clustered(n, 0)
     _, report = hea.kernel.approx_kernel_matvec(queries, keys, x, bandwidth=1.0, eps=0.5, delta=0.1, alpha=0.25)
@@ -202,7 +202,7 @@ def test_attention_is_a_gaussian_kernel(scale):
 
 @pytest.mark.parametrize("distance", [0.3, 1.0, 2.5])
 def test_collision_chances(distance):
-    """Pairs at one distance share a bucket in the share of tables that the closed form says."""
+    """The share of tables in which pairs at one distance share a bucket is that of the closed form."""
     family = kde.Hash(2.0, 3, 4000)
     points = numbers(20, 6)
     step = numbers(20, 6, seed=1)
@@ -236,8 +236,8 @@ def test_density_is_unbiased_and_knows_its_error():
 
 
 def test_hashing_beats_uniform_sampling_at_low_densities():
-    """Few keys near each query carry its density; buckets find them and a uniform sample of as many keys does not."""
-    queries, points, _ = clustered(2048, 0, width=6)
+    """A few near keys make up a density. Buckets find them, and a uniform sample of the same size does not."""
+    queries, points, _ = clustered(2048, 0, dim=6)
     queries = queries[:200]
     kernel, tables = dense(queries, points), 400
     true = kernel.mean(1)
@@ -309,7 +309,7 @@ def test_refusals():
 
 
 def test_memory_is_linear():
-    """1024 queries with 65536 keys: their part of the kernel alone would be 512 MiB in float64."""
+    """The kernel of 1,024 queries and 65,536 keys alone would take 512 MiB in float64."""
     program = """
 import resource, torch, hf_efficient_attn as hea
 x = torch.randn(65536, 2)
@@ -323,7 +323,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 
 
 def test_norms_of_the_columns_of_attention():
-    """Algorithm 1, lines 3-4, against the dense softmax; logits so large that their squares' exponentials overflow."""
+    """Algorithm 1, lines 3-4, against the dense softmax; also with logits whose doubled exponentials overflow."""
     for size, length in ((0.6, 2500), (0.6, 50), (30.0, 50)):
         queries, keys = (size * numbers(length, 8, seed=i) for i in range(2))
         norms, sums = hea.kernel.softmax_column_norms(queries, keys)
@@ -337,7 +337,7 @@ def test_norms_of_the_columns_of_attention():
 
 
 def test_densities_choose_better_columns_than_values():
-    """A dozen keys that all queries attend to, beyond the lengths at which densities are computed exactly."""
+    """All queries attend to a dozen keys, in a sequence that is too long for exact densities."""
     query, key, value = (numbers(1, 1, 2048, 8, seed=i) * 0.5 for i in range(3))
     at = torch.randperm(2048, generator=torch.Generator().manual_seed(0))[:12]
     query[..., 0] += 3.0

@@ -1,4 +1,4 @@
-"""The primitives of floor 1, against formulas written out and against torch."""
+"""The tensor primitives of `ops`, against explicit formulas and against PyTorch."""
 
 import itertools
 import math
@@ -42,7 +42,7 @@ def close(ours, other, tolerance: float = 1e-10) -> None:
 
 
 def partial_of(query: Tensor, key: Tensor, value: Tensor) -> Partial:
-    """A partial (..., Nq, Dv) by the definition; of no key at all where key is empty."""
+    """A partial (..., Nq, Dv) by the definition. It is empty if there is no key."""
     scores = query @ key.transpose(-1, -2)
     if scores.shape[-1] == 0:
         shape = query.shape[:-1]
@@ -99,7 +99,7 @@ def test_merge_is_differentiable_in_out_and_lse():
     assert torch.autograd.gradcheck(merged, leaves)
 
 
-def test_merge_with_empty_parts_has_gradients_that_are_numbers():
+def test_gradients_of_a_merge_with_empty_parts_are_finite():
     out, lse = numbers(1, 3, 2).requires_grad_(), torch.tensor([[0.0, 1.0, -torch.inf]], dtype=torch.float64)
     lse.requires_grad_()
     empty = Partial(torch.zeros(1, 3, 2, dtype=torch.float64), torch.full((1, 3), -torch.inf, dtype=torch.float64))
@@ -110,7 +110,7 @@ def test_merge_with_empty_parts_has_gradients_that_are_numbers():
     close(lse.grad, torch.tensor([[1.0, 1.0, 0.0]], dtype=torch.float64))
 
 
-def test_merge_keeps_half_outputs_and_wide_lse():
+def test_merge_keeps_half_precision_outputs_and_float32_lse():
     part = Partial(torch.ones(1, 2, 2, dtype=torch.float16), torch.zeros(1, 2))
     merged = merge(part, part)
     assert merged.out.dtype == torch.float16
@@ -118,17 +118,17 @@ def test_merge_keeps_half_outputs_and_wide_lse():
     close(merged.lse, torch.full((1, 2), math.log(2)), 1e-6)
 
 
-# Attention of tiles.
+# Attention of blocks.
 
 KEYS = {"own": 3, "shared": 1}
-BIASES = {"none": None, "all": (2, 3, 5, 7), "rows": (1, 1, 5, 7), "keys": (2, 1, 1, 7), "tiles": (1, 3, 1, 7),
-          "tile keys": (2, 3, 1, 7), "head": (2, 1, 5, 7)}  # fmt: skip
+BIASES = {"none": None, "all": (2, 3, 5, 7), "pairs": (1, 1, 5, 7), "keys": (2, 1, 1, 7), "blocks": (1, 3, 1, 7),
+          "block keys": (2, 3, 1, 7), "head": (2, 1, 5, 7)}  # fmt: skip
 
 
-def tile_inputs(keys: str, bias: str, value_width: int, dtype=torch.float64):
-    """Two heads of three tiles, 5 queries and 7 keys each, width 4; a bias shuts out some pairs and one whole row."""
+def block_inputs(keys: str, bias: str, value_dim: int, dtype=torch.float64):
+    """Two heads of three blocks with 5 queries and 7 keys. A bias excludes some pairs and all pairs of one query."""
     query = numbers(2, 3, 5, 4, dtype=dtype)
-    key, value = numbers(2, KEYS[keys], 7, 4, seed=1, dtype=dtype), numbers(2, KEYS[keys], 7, value_width, dtype=dtype)
+    key, value = numbers(2, KEYS[keys], 7, 4, seed=1, dtype=dtype), numbers(2, KEYS[keys], 7, value_dim, dtype=dtype)
     if BIASES[bias] is None:
         return query, key, value, None
     added = numbers(*BIASES[bias], seed=2)
@@ -138,22 +138,22 @@ def tile_inputs(keys: str, bias: str, value_width: int, dtype=torch.float64):
     return query, key, value, added.to(torch.promote_types(dtype, torch.float32))
 
 
-@pytest.mark.parametrize("value_width", [4, 6], ids=["fused", "by hand"])
+@pytest.mark.parametrize("value_dim", [4, 6], ids=["fused", "by hand"])
 @pytest.mark.parametrize("bias", BIASES)
 @pytest.mark.parametrize("keys", KEYS)
-def test_attend_is_attend_naive(keys, bias, value_width):
-    query, key, value, added = tile_inputs(keys, bias, value_width)
+def test_partial_attention_is_its_naive_form(keys, bias, value_dim):
+    query, key, value, added = block_inputs(keys, bias, value_dim)
     ours, naive = (f(query, key, value, added, scale=0.7) for f in (partial_attention, partial_attention_naive))
     close(ours.out, naive.out)
     close(ours.lse, naive.lse)
 
 
-@pytest.mark.parametrize("value_width", [4, 6], ids=["fused", "by hand"])
+@pytest.mark.parametrize("value_dim", [4, 6], ids=["fused", "by hand"])
 @pytest.mark.parametrize("bias", BIASES)
 @pytest.mark.parametrize("keys", KEYS)
-def test_attend_gradients(keys, bias, value_width):
-    """With respect to everything, the bias and through the lse included, by finite differences."""
-    *leaves, added = tile_inputs(keys, bias, value_width)
+def test_partial_attention_gradients(keys, bias, value_dim):
+    """With respect to all inputs, including the bias, and through the lse, by finite differences."""
+    *leaves, added = block_inputs(keys, bias, value_dim)
     leaves = [x.requires_grad_() for x in leaves]
     shut = None
     if added is not None:
@@ -170,20 +170,20 @@ def test_attend_gradients(keys, bias, value_width):
     assert torch.autograd.gradcheck(partial, leaves)
 
 
-@pytest.mark.parametrize("value_width", [4, 6], ids=["fused", "by hand"])
+@pytest.mark.parametrize("value_dim", [4, 6], ids=["fused", "by hand"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_attend_accumulates_in_float32(dtype, value_width):
-    query, key, value, added = tile_inputs("own", "all", value_width, dtype)
+def test_partial_attention_accumulates_in_float32(dtype, value_dim):
+    query, key, value, added = block_inputs("own", "all", value_dim, dtype)
     query = query * 100
     ours = partial_attention(query, key, value, added, scale=0.7)
-    wide = partial_attention_naive(query.double(), key.double(), value.double(), added.double(), scale=0.7)
+    exact = partial_attention_naive(query.double(), key.double(), value.double(), added.double(), scale=0.7)
     assert (ours.out.dtype, ours.lse.dtype) == (dtype, torch.float32)
     eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(ours.out.double(), wide.out, rtol=4 * eps, atol=4 * eps + 1e-5)
-    torch.testing.assert_close(ours.lse.double(), wide.lse, rtol=1e-5, atol=1e-3 if dtype != torch.float32 else 1e-4)
+    torch.testing.assert_close(ours.out.double(), exact.out, rtol=4 * eps, atol=4 * eps + 1e-5)
+    torch.testing.assert_close(ours.lse.double(), exact.lse, rtol=1e-5, atol=1e-3 if dtype != torch.float32 else 1e-4)
 
 
-def test_attend_of_transposed_memory():
+def test_partial_attention_of_transposed_memory():
     tensors = [numbers(2, 3, n, 8, seed=n).float() for n in (5, 9, 9)]
     turned = [x.mT.contiguous().mT for x in tensors]
     for ours, other in zip(
@@ -192,7 +192,7 @@ def test_attend_of_transposed_memory():
         close(ours, other, 1e-5)
 
 
-def test_attend_without_keys_or_queries():
+def test_partial_attention_without_keys_or_queries():
     query = numbers(1, 2, 3, 4)
     part = partial_attention(query, numbers(1, 2, 0, 4), numbers(1, 2, 0, 5), scale=1.0)
     assert torch.equal(part.out, torch.zeros(1, 2, 3, 5, dtype=torch.float64))
@@ -205,17 +205,17 @@ def test_attend_without_keys_or_queries():
     )
 
 
-@pytest.mark.parametrize("value_width", [8, 9], ids=["fused", "by hand"])
-def test_attend_walks_over_many_tiles(value_width):
-    """Scores of more than a cache: the tiles are then worked on a few at a time."""
-    query, key, value = numbers(2, 9, 500, 8), numbers(2, 1, 600, 8), numbers(2, 1, 600, value_width)
+@pytest.mark.parametrize("value_dim", [8, 9], ids=["fused", "by hand"])
+def test_partial_attention_of_many_blocks(value_dim):
+    """The scores exceed the cache, so that a few blocks at a time are computed."""
+    query, key, value = numbers(2, 9, 500, 8), numbers(2, 1, 600, 8), numbers(2, 1, 600, value_dim)
     ours, naive = (f(query, key, value, scale=0.3) for f in (partial_attention, partial_attention_naive))
     close(ours.out, naive.out)
     close(ours.lse, naive.lse)
 
 
 def test_dropout_keeps_the_mean():
-    query, key, value, added = tile_inputs("own", "all", 6)
+    query, key, value, added = block_inputs("own", "all", 6)
     without = partial_attention(query, key, value, added, scale=0.7)
     torch.manual_seed(0)
     draws = [partial_attention(query, key, value, added, scale=0.7, dropout_p=0.3) for _ in range(3000)]
@@ -226,8 +226,8 @@ def test_dropout_keeps_the_mean():
     assert torch.equal(draws[0].out[:, :, 3], torch.zeros_like(draws[0].out[:, :, 3]))
 
 
-def test_dropout_gradients_are_those_of_the_weights_that_are_left():
-    leaves = [x.requires_grad_() for x in tile_inputs("shared", "none", 6)[:3]]
+def test_dropout_gradients_are_those_of_the_remaining_weights():
+    leaves = [x.requires_grad_() for x in block_inputs("shared", "none", 6)[:3]]
 
     def dropped(query, key, value):
         with torch.random.fork_rng(devices=[]):
@@ -282,18 +282,18 @@ def test_scans_do_not_look_ahead(scan):
 
 @quick
 @given(st.integers(1, 40), st.integers(1, 40), st.booleans(), st.booleans())
-def test_exact_attention(queries, columns, is_causal, masked):
-    columns = queries if is_causal else columns
-    query, key, value = numbers(2, queries, 4), numbers(2, columns, 4, seed=1), numbers(2, columns, 5, seed=2)
-    mask = numbers(2, columns, seed=3) > 0 if masked else None
-    pairs = torch.ones(2, queries, columns, dtype=torch.bool) if mask is None else mask[:, None].expand(-1, queries, -1)
+def test_exact_attention(q_len, kv_len, is_causal, masked):
+    kv_len = q_len if is_causal else kv_len
+    query, key, value = numbers(2, q_len, 4), numbers(2, kv_len, 4, seed=1), numbers(2, kv_len, 5, seed=2)
+    mask = numbers(2, kv_len, seed=3) > 0 if masked else None
+    pairs = torch.ones(2, q_len, kv_len, dtype=torch.bool) if mask is None else mask[:, None].expand(-1, q_len, -1)
     pairs = pairs.tril() if is_causal else pairs
     exact = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=pairs, scale=0.9)
     exact = exact.masked_fill(~pairs.any(-1, keepdim=True), 0.0)
     close(exact_attention(query, key, value, mask, is_causal=is_causal, scale=0.9), exact)
 
 
-def test_exact_attention_in_several_tiles():
+def test_exact_attention_in_several_blocks():
     row = [numbers(1, 700, 4, seed=s) for s in range(3)]
     for is_causal in (False, True):
         exact = torch.nn.functional.scaled_dot_product_attention(*row, is_causal=is_causal, scale=0.9)
@@ -302,13 +302,13 @@ def test_exact_attention_in_several_tiles():
 
 @quick
 @given(st.integers(1, 300), st.integers(0, 20), st.integers(0, 20), st.integers(0, 5), st.booleans())
-def test_window(length, left, right, hidden, masked):
+def test_window(length, left, right, skip, masked):
     row = [numbers(2, length, 4, seed=s) for s in range(3)]
     mask = numbers(length, seed=3) > 0 if masked else None
     distance = torch.arange(length) - torch.arange(length)[:, None]
-    pairs = (distance >= -left) & (distance <= right) & (torch.arange(length) >= hidden)
+    pairs = (distance >= -left) & (distance <= right) & (torch.arange(length) >= skip)
     pairs = pairs if mask is None else pairs & mask
-    ours = window_partial(*row, mask, left=left, right=right, skip=hidden, scale=0.9)
+    ours = window_partial(*row, mask, left=left, right=right, skip=skip, scale=0.9)
     naive = partial_attention_naive(*row, mask_bias(pairs, torch.float64), scale=0.9)
     close(ours.out, naive.out)
     close(ours.lse, naive.lse)
@@ -369,7 +369,7 @@ def test_chunked_over_heads_joins_the_chunks():
 
 
 def lemma_order(r: int) -> list[tuple[bool, ...]]:
-    """The order of Lemma A.2: that of r-1 bits with 0 appended, then the same backwards with 1 appended."""
+    """The order of Lemma A.2: that of r-1 bits with 0 appended, then the same reversed, with 1 appended."""
     if r == 0:
         return [()]
     shorter = lemma_order(r - 1)
@@ -404,12 +404,12 @@ def test_the_hash_is_angular():
 
 @quick
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(0, 99))
-def test_sorting_is_stable_and_puts_absent_tokens_behind(codes, seed):
+def test_sorting_is_stable_and_puts_masked_tokens_last(codes, seed):
     codes = torch.tensor([codes])
     mask = numbers(1, codes.shape[1], seed=seed) > -0.5
-    for there in (None, mask):
-        order, ordered = sort_by_hash(codes, there)
-        flags = torch.ones_like(codes, dtype=torch.bool) if there is None else there
+    for key_mask in (None, mask):
+        order, ordered = sort_by_hash(codes, key_mask)
+        flags = torch.ones_like(codes, dtype=torch.bool) if key_mask is None else key_mask
         expected = sorted(range(codes.shape[1]), key=lambda j, f=flags: (not f[0, j], codes[0, j] if f[0, j] else 0, j))
         assert order[0].tolist() == expected
         count = int(flags.sum())
@@ -425,53 +425,55 @@ scores_lists = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1e6)), min_size=
 @quick
 @given(scores_lists, st.integers(1, 40))
 def test_inclusion_probabilities(scores, budget):
-    """min(1, c score) for one c, summing to the budget, or all 1 where fewer have a score."""
+    """They are min(1, c score) for one c and sum to the budget, or are all 1 if fewer scores are positive."""
     scores = torch.tensor([scores], dtype=torch.float64)
-    chances = inclusion_probabilities(scores, budget)[0]
+    probabilities = inclusion_probabilities(scores, budget)[0]
     positive = scores[0] > 0
-    assert ((chances >= 0) & (chances <= 1)).all()
-    assert (chances[~positive] == 0).all()
-    assert chances.sum().item() == pytest.approx(min(budget, int(positive.sum())), rel=1e-9)
-    part = positive & (chances < 1)
+    assert ((probabilities >= 0) & (probabilities <= 1)).all()
+    assert (probabilities[~positive] == 0).all()
+    assert probabilities.sum().item() == pytest.approx(min(budget, int(positive.sum())), rel=1e-9)
+    part = positive & (probabilities < 1)
     if part.any():
-        c = (chances / scores[0])[part]
+        c = (probabilities / scores[0])[part]
         close(c, c[:1].expand_as(c), 1e-9)
-        assert (c[0] * scores[0][chances == 1] >= 1 - 1e-9).all()
+        assert (c[0] * scores[0][probabilities == 1] >= 1 - 1e-9).all()
 
 
-def test_inclusion_probabilities_with_few_columns_and_a_large_budget():
+def test_inclusion_probabilities_with_few_keys_and_a_large_budget():
     scores = torch.zeros(2, 50)
     scores[0, :3] = torch.tensor([1.0, 5.0, 1e-30])
-    chances = inclusion_probabilities(scores, 40)
-    assert torch.equal(chances[0], (scores[0] > 0).double())
-    assert torch.equal(chances[1], torch.zeros(50, dtype=torch.float64))
+    probabilities = inclusion_probabilities(scores, 40)
+    assert torch.equal(probabilities[0], (scores[0] > 0).double())
+    assert torch.equal(probabilities[1], torch.zeros(50, dtype=torch.float64))
 
 
 @quick
 @given(scores_lists, st.integers(1, 40), st.floats(1e-6, 1 - 1e-6))
 def test_systematic_sample_has_no_duplicates(scores, budget, offset):
-    chances = inclusion_probabilities(torch.tensor([scores], dtype=torch.float64), budget)
-    drawn = systematic_sample(chances[:, None], budget, torch.tensor([[offset]], dtype=torch.float64))
-    index, log_weight, picked = (x[0, 0] for x in drawn)
-    chosen = index[picked].tolist()
+    probabilities = inclusion_probabilities(torch.tensor([scores], dtype=torch.float64), budget)
+    drawn = systematic_sample(probabilities[:, None], budget, torch.tensor([[offset]], dtype=torch.float64))
+    index, log_weight, selected = (x[0, 0] for x in drawn)
+    chosen = index[selected].tolist()
     assert len(set(chosen)) == len(chosen)
     assert chosen == sorted(chosen)
-    total = chances.sum().item()
+    total = probabilities.sum().item()
     assert math.floor(total - 1e-6) <= len(chosen) <= math.ceil(total + 1e-6)
-    close(log_weight[picked], -chances[0, chosen].log())
-    assert (log_weight[~picked] == -torch.inf).all()
-    assert (index[~picked] == 0).all()
+    close(log_weight[selected], -probabilities[0, chosen].log())
+    assert (log_weight[~selected] == -torch.inf).all()
+    assert (index[~selected] == 0).all()
 
 
 def test_systematic_sample_is_unbiased():
-    """Over all offsets each index comes up as often as its probability says, so that weighted sums are unbiased."""
+    """Over all offsets each index is selected with its probability, so that weighted sums are unbiased."""
     scores, terms, steps = numbers(1, 40).exp(), numbers(40, seed=1), 20000
-    chances = inclusion_probabilities(scores, 12)
+    probabilities = inclusion_probabilities(scores, 12)
     grid = (torch.arange(steps, dtype=torch.float64) + 0.5) / steps
-    drawn = systematic_sample(chances[:, None], 12, grid[None])
-    index, log_weight, picked = (x[0] for x in drawn)
-    counts = torch.zeros(40, dtype=torch.float64).index_add_(0, index[picked], torch.ones(int(picked.sum())).double())
-    assert (counts / steps - chances[0]).abs().max() < 1e-3
+    drawn = systematic_sample(probabilities[:, None], 12, grid[None])
+    index, log_weight, selected = (x[0] for x in drawn)
+    counts = torch.zeros(40, dtype=torch.float64).index_add_(
+        0, index[selected], torch.ones(int(selected.sum())).double()
+    )
+    assert (counts / steps - probabilities[0]).abs().max() < 1e-3
     sums = (terms[index] * log_weight.exp()).sum(1)
     assert sums.mean().item() == pytest.approx(terms.sum().item(), abs=0.01)
 
@@ -480,8 +482,8 @@ def test_independent_sample_is_unbiased():
     scores, terms, steps = numbers(1, 40).exp(), numbers(40, seed=1), 20000
     draws = uniform((steps, 12), 0, 0, CPU)
     drawn = independent_sample(scores[:, None], 12, draws[None])
-    index, log_weight, picked = (x[0] for x in drawn)
-    assert picked.all()
+    index, log_weight, selected = (x[0] for x in drawn)
+    assert selected.all()
     chance = scores[0] / scores.sum()
     counts = index.flatten().bincount(minlength=40) / index.numel()
     assert (counts - chance).abs().max() < 0.004
@@ -491,14 +493,14 @@ def test_independent_sample_is_unbiased():
 
 
 @pytest.mark.parametrize("independent", [False, True])
-def test_samples_of_several_groups_are_those_of_each_for_itself(independent):
-    """Groups laid one behind the other for one search: an empty one, one of fewer columns than the sample, others."""
+def test_samples_of_several_groups_are_those_of_each_group_alone(independent):
+    """One search serves all groups: an empty one, one with fewer keys than samples, and others."""
     scores = numbers(2, 4, 30).exp()
     scores[:, 1] = 0.0
     scores[:, 2, 5:] = 0.0
     group = torch.tensor([[0, 3, 1, 2, 3, 0], [2, 2, 0, 1, 1, 3]])
     draws = uniform((2, 6, 9), 0, 0, CPU)
-    chances = inclusion_probabilities(scores.flatten(0, 1), 9).view(2, 4, 30)
+    probabilities = inclusion_probabilities(scores.flatten(0, 1), 9).view(2, 4, 30)
     for a in range(2):
         for s in range(6):
             own = slice(a, a + 1), group[a, s].reshape(1)
@@ -506,22 +508,24 @@ def test_samples_of_several_groups_are_those_of_each_for_itself(independent):
                 alone = independent_sample(scores[own], 9, draws[a, s].view(1, 1, 9))
                 together = independent_sample(scores, 9, draws, group)
             else:
-                alone = systematic_sample(chances[own], 9, draws[a, s, 0].view(1, 1))
-                together = systematic_sample(chances, 9, draws[..., 0], group)
+                alone = systematic_sample(probabilities[own], 9, draws[a, s, 0].view(1, 1))
+                together = systematic_sample(probabilities, 9, draws[..., 0], group)
             for x, y in zip(together, alone, strict=True):
                 assert torch.equal(x[a, s], y[0, 0])
 
 
 def test_independent_sample_of_nothing():
-    _, log_weight, picked = independent_sample(torch.zeros(1, 1, 5), 3, torch.full((1, 1, 3), 0.5, dtype=torch.float64))
-    assert not picked.any()
+    _, log_weight, selected = independent_sample(
+        torch.zeros(1, 1, 5), 3, torch.full((1, 1, 3), 0.5, dtype=torch.float64)
+    )
+    assert not selected.any()
     assert (log_weight == -torch.inf).all()
 
 
 @quick
 @given(st.integers(1, 20), st.integers(1, 50), st.floats(1e-6, 1 - 1e-6))
 def test_stratified_ranks(count, available, offset):
-    """One in each stratum; the same for a number as for a tensor."""
+    """There is one rank in each stratum, for a number of keys as for a tensor."""
     offset = torch.tensor([[offset]], dtype=torch.float64)
     ranks = stratified_ranks(count, available, offset)
     assert torch.equal(stratified_ranks(count, torch.tensor([[available]]), offset), ranks)
@@ -548,7 +552,7 @@ def test_operator_norm():
 # Random numbers.
 
 
-def test_uniform_and_normal_are_what_they_say():
+def test_uniform_and_normal_have_their_distributions():
     for seed, stream in ((0, 0), (1, 0), (0, 1), (2**31 - 1, 7)):
         flat = uniform((20000,), seed, stream, CPU)
         assert flat.min() > 0
@@ -560,7 +564,7 @@ def test_uniform_and_normal_are_what_they_say():
 
 
 def test_uniform_has_all_its_32_bits():
-    """Never 0 nor 1, and no more often alike than 32 bits make it: 20000 numbers have 0.05 pairs, of 24 bits 12."""
+    """Of 20,000 numbers, 0.05 pairs are expected to be equal with 32 bits, and 12 pairs with 24 bits."""
     steps = uniform((20000,), 0, 0, CPU) * 2.0**32 - 0.5
     assert torch.equal(steps, steps.round())
     assert steps.unique().numel() >= 20000 - 2
@@ -575,7 +579,7 @@ def test_seeds_and_streams_are_independent():
 
 
 @pytest.mark.parametrize("default", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_random_numbers_depend_on_nothing_but_the_seed(default):
+def test_random_numbers_depend_on_the_seed_only(default):
     expected = {f: f((3, 50), 5, 2, CPU) for f in (uniform, normal)}
     state = torch.random.get_rng_state()
     torch.set_default_dtype(default)
@@ -603,15 +607,15 @@ def test_offsets_differ_by_head_and_not_by_number_of_heads():
 
 
 def test_features_are_orthogonal_and_each_is_normal():
-    width = 16
-    features = orthogonal_features(40, width, 0, CPU)
-    assert features.shape == (40, width)
-    for block in features.split(width):
+    head_dim = 16
+    features = orthogonal_features(40, head_dim, 0, CPU)
+    assert features.shape == (40, head_dim)
+    for block in features.split(head_dim):
         products = block @ block.t()
         close(products - products.diagonal().diag(), torch.zeros_like(products))
-    many = torch.cat([orthogonal_features(width, width, seed, CPU) for seed in range(200)])
+    many = torch.cat([orthogonal_features(head_dim, head_dim, seed, CPU) for seed in range(200)])
     assert scipy.stats.kstest(many[:, 3].numpy(), "norm").pvalue > 1e-3
-    assert scipy.stats.kstest(many.square().sum(1).numpy(), scipy.stats.chi2(width).cdf).pvalue > 1e-3
+    assert scipy.stats.kstest(many.square().sum(1).numpy(), scipy.stats.chi2(head_dim).cdf).pvalue > 1e-3
     directions = many / many.norm(dim=1, keepdim=True)
     assert directions.mean(0).abs().max() < 0.02
 
@@ -623,7 +627,7 @@ def test_features_estimate_the_exponential():
     close(maps[0] @ maps[1].transpose(2, 3) / 30000, (query @ key.transpose(2, 3)).exp(), 0.05)
 
 
-def test_states_of_features_are_the_products_of_maps():
+def test_feature_states_are_the_products_of_feature_maps():
     query, key, value = numbers(2, 3, 5, 6), numbers(2, 3, 7, 6, seed=1), numbers(2, 3, 7, 4, seed=2)
     features = orthogonal_features(9, 6, 0, CPU)
     bias = -0.5 * key.square().sum(-1)[:, :, None]
@@ -658,26 +662,26 @@ MASKED = torch.arange(90) < torch.tensor([[90], [61]])
 @pytest.mark.parametrize("mask", [None, MASKED], ids=["", "masked"])
 @pytest.mark.parametrize("length", [90, 35])
 @pytest.mark.parametrize("near_field", ["lsh", "window"])
-def test_a_plan_counts_no_pair_twice_and_no_absent_key(near_field, length, mask, independent):
+def test_a_plan_counts_no_pair_twice_and_no_masked_key(near_field, length, mask, independent):
     (query, key, value), near, far = plan(near_field, length, mask, independent=independent)
     weights = near_far.dense_log_weights(near, far, length, 90)
     for a, start in itertools.product(range(4), near.start[0].tolist()):
         assert 0 <= start <= 90 - 16 or a
-    there = torch.ones(4, 90, dtype=torch.bool) if mask is None else mask.repeat_interleave(2, 0)
-    rows = there if length == 90 else torch.ones(4, length, dtype=torch.bool)
-    assert (weights[~there[:, None].expand(-1, length, -1)] == -torch.inf).all()
-    # The near field is `block_size` keys of weight 1 in every row; sampled columns weigh 1 or more.
-    assert ((weights == 0).sum(-1)[rows] >= 16).all()
+    valid = torch.ones(4, 90, dtype=torch.bool) if mask is None else mask.repeat_interleave(2, 0)
+    queries = valid if length == 90 else torch.ones(4, length, dtype=torch.bool)
+    assert (weights[~valid[:, None].expand(-1, length, -1)] == -torch.inf).all()
+    # Every query has a near field of `block_size` keys with weight 1. Sampled keys have a weight of 1 or more.
+    assert ((weights == 0).sum(-1)[queries] >= 16).all()
     if not independent:
         assert (weights[weights > -torch.inf] >= 0).all()
-        assert ((weights > -torch.inf).sum(-1)[rows] <= 16 + 20).all()
+        assert ((weights > -torch.inf).sum(-1)[queries] <= 16 + 20).all()
     ours = near_far.near_far_attention(query, key, value, near, far, scale=0.5)
     naive = near_far.dense_attention(query, key, value, weights, scale=0.5)
-    close(ours[rows], naive[rows], 1e-6)
+    close(ours[queries], naive[queries], 1e-6)
 
 
 @pytest.mark.parametrize("near_field", ["lsh", "window"])
-def test_a_window_is_beside_its_queries_and_a_block_near_their_hash(near_field):
+def test_the_near_field_is_close_by_position_or_by_hash(near_field):
     (query, key, _), near, far = plan(near_field)
     nothing = far._replace(sorted_index=far.sorted_index[..., :0], log_weight=far.log_weight[..., :0])
     held = near_far.dense_log_weights(near, nothing, 90, 90) == 0
@@ -694,34 +698,34 @@ def test_a_window_is_beside_its_queries_and_a_block_near_their_hash(near_field):
 def test_probes_of_all_queries_are_the_norms_of_the_residual(near_field, mask):
     """With as many probes as queries the estimate is exactly the squared column norms of D^-1 A_res."""
     (query, key, _), near, far = plan(near_field, mask=mask)
-    heads_mask = None if mask is None else mask.repeat_interleave(2, 0)
+    key_mask = None if mask is None else mask.repeat_interleave(2, 0)
     nothing = far._replace(sorted_index=far.sorted_index[..., :0], log_weight=far.log_weight[..., :0])
     held = near_far.dense_log_weights(near, nothing, 90, 90) == 0
-    there = torch.ones(4, 90, dtype=torch.bool) if mask is None else heads_mask
-    scores = (query @ key.transpose(1, 2) * 0.5).masked_fill(~there[:, None], -torch.inf)
-    residual = scores.softmax(-1).masked_fill(held, 0.0).masked_fill(~there[:, :, None], 0.0)
+    valid = torch.ones(4, 90, dtype=torch.bool) if mask is None else key_mask
+    scores = (query @ key.transpose(1, 2) * 0.5).masked_fill(~valid[:, None], -torch.inf)
+    residual = scores.softmax(-1).masked_fill(held, 0.0).masked_fill(~valid[:, :, None], 0.0)
     for a in (0, 2):
-        count = int(there[a].sum())
+        count = int(valid[a].sum())
         offset = torch.full((4,), 0.5, dtype=torch.float64)
-        ours = near_far.probe_scores(query, key, near, heads_mask, offset, sampling(num_probes=count, groups=1))
+        ours = near_far.probe_scores(query, key, near, key_mask, offset, sampling(num_probes=count, groups=1))
         close(ours[a, 0], residual[a].square().sum(0))
 
 
 @pytest.mark.parametrize("mask", [None, MASKED], ids=["", "masked"])
 @pytest.mark.parametrize("near_field", ["lsh", "window"])
-def test_groups_of_tiles_are_disjoint_runs_of_queries(near_field, mask):
-    """Equally many tiles in each up to one, all queries that are there in one of them; fewer tiles leave some empty."""
+def test_groups_of_blocks_partition_the_queries(near_field, mask):
+    """Group sizes differ by at most one block, and each valid query is in one group. Some groups may be empty."""
     _, near, _ = plan(near_field, mask=mask)
     for groups in (1, 3, 4, 50):
         first, count, group = near_far.query_groups(near, groups)
         for a in (0, 2):
             queries = 90 if mask is None else int(mask[a // 2].sum())
-            tiles = -(-queries // near.block_q)
-            held = [group[a, :tiles].eq(g).sum().item() for g in range(groups)]
-            assert sum(held) == tiles and max(held) - min(held) <= 1
+            num_blocks = -(-queries // near.block_q)
+            held = [group[a, :num_blocks].eq(g).sum().item() for g in range(groups)]
+            assert sum(held) == num_blocks and max(held) - min(held) <= 1
             assert group[a].diff().min() >= 0 and group[a].max() < groups
             for g in range(groups):
-                own = [t for t in range(tiles) if group[a, t] == g]
+                own = [t for t in range(num_blocks) if group[a, t] == g]
                 expected = sum(min(queries, (t + 1) * near.block_q) - t * near.block_q for t in own)
                 assert count[a, g] == expected
                 assert not own or first[a, g] == own[0] * near.block_q
@@ -729,39 +733,37 @@ def test_groups_of_tiles_are_disjoint_runs_of_queries(near_field, mask):
 
 @pytest.mark.parametrize("mask", [None, MASKED], ids=["", "masked"])
 @pytest.mark.parametrize("near_field", ["lsh", "window"])
-def test_probes_of_a_group_are_queries_of_its_tiles(near_field, mask):
-    """Probes in all places of a group: the estimate is that of its rows of D^-1 A_res, as if all queries were alike."""
+def test_probes_of_a_group_are_queries_of_its_blocks(near_field, mask):
+    """If all queries of a group are probes, the estimate is that of its rows of D^-1 A_res, scaled to all queries."""
     (query, key, _), near, far = plan(near_field, mask=mask)
-    heads_mask = None if mask is None else mask.repeat_interleave(2, 0)
+    key_mask = None if mask is None else mask.repeat_interleave(2, 0)
     nothing = far._replace(sorted_index=far.sorted_index[..., :0], log_weight=far.log_weight[..., :0])
     held = near_far.dense_log_weights(near, nothing, 90, 90) == 0
-    there = torch.ones(4, 90, dtype=torch.bool) if mask is None else heads_mask
-    scores = (query @ key.transpose(1, 2) * 0.5).masked_fill(~there[:, None], -torch.inf)
+    valid = torch.ones(4, 90, dtype=torch.bool) if mask is None else key_mask
+    scores = (query @ key.transpose(1, 2) * 0.5).masked_fill(~valid[:, None], -torch.inf)
     residual = scores.softmax(-1).masked_fill(held, 0.0)
     first, count, _ = near_far.query_groups(near, 2)
     for a in (0, 2):
         each, total = int(count[a, 1]), int(count[a].sum())
         offset = torch.full((4,), 0.5, dtype=torch.float64)
-        ours = near_far.probe_scores(query, key, near, heads_mask, offset, sampling(num_probes=2 * each, groups=2))[
-            a, 1
-        ]
-        places = torch.arange(int(first[a, 1]), int(first[a, 1]) + each)
-        rows = places if near.query_order is None else near.query_order[a, places]
-        close(ours, residual[a, rows].square().sum(0) * total / each)
+        ours = near_far.probe_scores(query, key, near, key_mask, offset, sampling(num_probes=2 * each, groups=2))[a, 1]
+        index = torch.arange(int(first[a, 1]), int(first[a, 1]) + each)
+        queries = index if near.query_order is None else near.query_order[a, index]
+        close(ours, residual[a, queries].square().sum(0) * total / each)
 
 
-def test_tiles_draw_apart_unless_all_share_one_sample():
+def test_each_block_has_its_own_sample_unless_all_share_one():
     _, near, far = plan("window", scores="uniform")
-    tiles = near.start.shape[1]
-    assert far.sorted_index.shape == far.log_weight.shape == (4, tiles, 20)
-    # 20 of 90 columns at even steps of 4.5 can be drawn in nine ways only.
-    assert all(len(set(map(tuple, rows))) > 3 for rows in far.sorted_index.tolist())
+    num_blocks = near.start.shape[1]
+    assert far.sorted_index.shape == far.log_weight.shape == (4, num_blocks, 20)
+    # Only nine different samples of 20 of 90 keys have even steps of 4.5.
+    assert all(len(set(map(tuple, queries))) > 3 for queries in far.sorted_index.tolist())
     for options in ({}, {"independent": True}, {"mask": MASKED}):
         _, _, far = plan("window", shared=True, **options)
         assert far.sorted_index.shape == (4, 1, 20)
 
 
-def test_column_scores_are_those_of_the_paper():
+def test_sampling_scores_are_those_of_the_paper():
     (query, key, value), near, _ = plan()
     offset = torch.full((4,), 0.5, dtype=torch.float64)
 
@@ -774,12 +776,12 @@ def test_column_scores_are_those_of_the_paper():
     close(ours[:, 0], squares.gather(1, near.key_order), 1e-5)
     assert torch.equal(scores("uniform"), torch.ones(4, 1, 90, dtype=torch.float64))
     norms = near_far.probe_scores(query, key, near, None, offset, sampling(num_probes=90, groups=1))[:, 0]
-    # From 1,024 values at even places, so that each of the 90 comes up 11 or 12 times.
-    place = ((torch.arange(1024) + 0.5) * 90 / 1024).long()
-    spread = value.gather(1, near.key_order[:, place].unsqueeze(-1).expand(-1, -1, value.shape[2]))
+    # From 1,024 values at evenly spread indices, so that each of the 90 is used 11 or 12 times.
+    index = ((torch.arange(1024) + 0.5) * 90 / 1024).long()
+    spread = value.gather(1, near.key_order[:, index].unsqueeze(-1).expand(-1, -1, value.shape[2]))
     gamma = 1024 / 90 / torch.linalg.matrix_norm(spread, 2).square()
     ours = scores("probe")[:, 0].gather(1, inverse(near.key_order))
-    # The power method's few steps leave gamma a little too large.
+    # After the few steps of the power method gamma is a little too large.
     expected = norms + gamma[:, None] * squares
     assert ((ours >= expected * (1 - 1e-6)) & (ours <= expected * 1.2)).all()
 
@@ -787,7 +789,7 @@ def test_column_scores_are_those_of_the_paper():
 @pytest.mark.parametrize("independent", [False, True])
 @pytest.mark.parametrize("scores", ["probe", "value_norm", "uniform"])
 def test_the_far_field_is_unbiased(scores, independent):
-    """Over many draws every column that has a score weighs 1 in the mean, as it does in the residual."""
+    """Over many samples the mean weight of every key with a score is 1, as in the residual."""
     (query, key, value), near, _ = plan("window")
     weights = near_far.sampling_scores(
         query, key, value, near, None, torch.full((4,), 0.5).double(), sampling(scores=scores, groups=1)
@@ -799,7 +801,7 @@ def test_the_far_field_is_unbiased(scores, independent):
         total.scatter_add_(1, far.sorted_index[:, 0], far.log_weight[:, 0].exp().float())
     mean = total / draws
     assert (mean.mean(1) - 1.0).abs().max() < 0.02
-    # The columns that are drawn less than one time in twenty have a mean that is known less well.
+    # The mean is less certain for keys that are sampled less than once in twenty times.
     assert (mean - 1.0).abs().max() < 0.5
     assert (mean - 1.0).abs().mean() < 0.06
 
@@ -816,7 +818,7 @@ def causal_plan(length: int, scores: str = "probe", independent: bool = False, s
 @pytest.mark.parametrize("num_hashes", [0, 3])
 @pytest.mark.parametrize("independent", [False, True])
 @pytest.mark.parametrize("scores", ["probe", "value_norm", "uniform"])
-def test_causal_columns_lie_in_completed_blocks_only(scores, independent, num_hashes):
+def test_causal_samples_are_from_completed_blocks_only(scores, independent, num_hashes):
     length, size = 203, 8
     row, plans = causal_plan(length, scores, independent, num_hashes=num_hashes)
     assert [p.level for p in plans] == list(range(5))
@@ -829,7 +831,7 @@ def test_causal_columns_lie_in_completed_blocks_only(scores, independent, num_ha
     completed = block[:, None] - block >= 2
     assert (weights[:, near | first] == 0).all()
     assert (weights[:, ~(near | first | completed)] == -torch.inf).all()
-    # Every completed segment is met: in expectation all columns together weigh as many as there are.
+    # Every completed interval is sampled: the expected total weight of the samples is the number of its keys.
     far = weights.exp().masked_fill(~(completed & ~first), 0.0).sum((0, 2))[20:] / 4
     assert torch.equal(far > 0, (completed.sum(1) > 0)[20:])
     if scores == "uniform" and not num_hashes:
@@ -838,12 +840,12 @@ def test_causal_columns_lie_in_completed_blocks_only(scores, independent, num_ha
     close(ours, near_far.dense_attention(*row, weights, scale=0.5), 1e-6)
 
 
-def test_causal_runs_are_of_similar_keys_and_count_no_key_twice():
+def test_causal_hashed_blocks_have_similar_keys_and_count_no_key_twice():
     (query, key, _), plans = causal_plan(203, num_hashes=3)
     (_, _, _), without = causal_plan(203)
     hashed, plain = (causal.dense_causal_log_weights(p, 203, 8, 20, 4) for p in (plans, without))
     assert torch.equal(hashed[plain == 0], plain[plain == 0])
-    # What a run adds to the near field is what resembles the query; elsewhere the columns are as they were.
+    # A block of hashed keys adds keys similar to the query to the near field. The samples do not change otherwise.
     added = (hashed == 0) & (plain != 0)
     similar = torch.nn.functional.cosine_similarity(query[:, :, None], key[:, None], dim=-1)
     assert similar[added].mean() > similar.mean() + 0.15
@@ -852,17 +854,17 @@ def test_causal_runs_are_of_similar_keys_and_count_no_key_twice():
 
 @quick
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=60), st.integers(1, 9))
-def test_grouping_by_run(run, rows):
-    """Every query has a place of its own in a tile of its own run."""
-    run = torch.tensor([run])
-    slot, tile_run = causal.group_by_block(run, 5, rows)
-    assert tile_run.shape == (1, ceil_div(run.shape[1], rows) + 4)
-    assert slot.unique().numel() == run.shape[1]
-    assert torch.equal(tile_run.gather(1, slot // rows), run)
+def test_group_by_block(query_block, size):
+    """Every query has its own slot in a block with its block of keys."""
+    query_block = torch.tensor([query_block])
+    slot, block = causal.group_by_block(query_block, 5, size)
+    assert block.shape == (1, ceil_div(query_block.shape[1], size) + 4)
+    assert slot.unique().numel() == query_block.shape[1]
+    assert torch.equal(block.gather(1, slot // size), query_block)
 
 
-def test_a_causal_plan_does_not_depend_on_what_follows():
-    """What is drawn for a segment is drawn from the segment alone, so that a longer plan only adds to a shorter one."""
+def test_a_causal_plan_does_not_depend_on_later_tokens():
+    """The sample of an interval depends on its tokens alone, so that a longer plan extends a shorter one."""
     long = causal_plan(203)[1]
     row = [x[:, :130] for x in causal_plan(203)[0]]
     short = causal.plan_intervals(*row, 8, sampling(num_samples=12, num_probes=5))
@@ -883,23 +885,23 @@ def test_a_causal_far_field_is_unbiased():
 
 @quick
 @given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 12), st.sampled_from([3, 4]), st.booleans())
-def test_grouped_attention_is_attention(rows, tiles, columns, width, hole):
-    query, key, value = (numbers(n, width, seed=n + i).float() for i, n in enumerate((20, 30, 30)))
+def test_grouped_attention_is_attention(block_q, num_blocks, block_k, head_dim, masked):
+    query, key, value = (numbers(n, head_dim, seed=n + i).float() for i, n in enumerate((20, 30, 30)))
     value = value[:, :3]
-    row, column = torch.randint(20, (rows, tiles)), torch.randint(30, (tiles, columns))
-    bias = torch.randn(tiles, columns)
-    if hole:
+    query_index, key_index = torch.randint(20, (block_q, num_blocks)), torch.randint(30, (num_blocks, block_k))
+    bias = torch.randn(num_blocks, block_k)
+    if masked:
         bias[0] = -torch.inf
-    got = grouped_attention(query, key, value, row, column, bias, scale=0.3)
-    tile = (query[row].transpose(0, 1)[None], key[column][None], value[column][None])
-    expected = partial_attention_naive(*tile, bias[None, :, None], scale=0.3).out.nan_to_num(0.0)
+    got = grouped_attention(query, key, value, query_index, key_index, bias, scale=0.3)
+    blocks = (query[query_index].transpose(0, 1)[None], key[key_index][None], value[key_index][None])
+    expected = partial_attention_naive(*blocks, bias[None, :, None], scale=0.3).out.nan_to_num(0.0)
     torch.testing.assert_close(got.transpose(0, 1)[None], expected)
 
 
 @pytest.mark.parametrize("near_field", ["lsh", "window"])
 @pytest.mark.parametrize("length", [301, 1100])
 def test_both_cpu_paths_agree(near_field, length, monkeypatch):
-    """With oneDNN and without it: what runs depends on the processor and the number of threads."""
+    """With oneDNN and without it. The processor and the number of threads determine which one is used."""
     query, key, value = (torch.randn(2, 3, length, 16) for _ in range(3))
     mask = torch.rand(2, length) > 0.3
     options = {"near_field": near_field, "block_size": 32, "num_samples": 32, "attention_mask": mask}

@@ -1,10 +1,11 @@
-"""Products with Gaussian kernel matrices, exact and approximate, and the way from attention to them.
+"""Exact and approximate products with Gaussian kernel matrices, and the conversion of attention to them.
 
-K_ij = exp(-|q_i - k_j|^2 / (2 bandwidth^2)). Two papers: "Improved algorithms for kernel matrix-vector multiplication
-under sparsity assumptions" (ApproxKMV: Algorithms 1-3, Lemma 4.1), and Zandieh et al. 2023 (WExpKDE: Algorithm 2).
+K_ij = exp(-|q_i - k_j|^2 / (2 bandwidth^2)). The algorithms are from two papers: "Improved algorithms for kernel
+matrix-vector multiplication under sparsity assumptions" (ApproxKMV: Algorithms 1-3, Lemma 4.1), and Zandieh et al. 2023
+(WExpKDE: Algorithm 2).
 
-ApproxKMV rests on an assumption about K: the sum of all its entries is at most a constant times n. Where it does not
-hold the result is right all the same, only not cheaper than the exact product, which is then what is computed.
+ApproxKMV assumes that the sum of all entries of K is at most a constant times n. If the assumption does not hold, the
+result is still right, but the exact product is cheaper and is computed instead.
 """
 
 from hf_efficient_attn.kernel.densities import DensityReport, softmax_column_norms, weighted_exponential_kde
