@@ -41,25 +41,7 @@ if TYPE_CHECKING:
 
 app = commands.new_app()
 
-METHODS = (
-    "kdeformer",
-    "kdeformer:near_field=window",
-    "kdeformer:columns=all:draw=independent",
-    "hyperattention",
-    "hyperattention:near_field=window",
-    "hyperattention:columns=all:draw=independent",
-    "longformer",
-    "linear",
-    "performer",
-    "nystromformer",
-    "linformer",
-    "reformer",
-    "scatterbrain",
-    "eva",
-    "flurka_linear",
-    "flurka_performer",
-    "flurka_eva",
-)
+METHODS = commands.METHODS
 # Largest errors: (model, tokens) -> (budget, {label: goal}).
 _WINDOW = "kdeformer (near_field=window)"
 GOALS: dict[tuple[str, int], tuple[int, dict[str, float]]] = {

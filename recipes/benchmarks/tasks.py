@@ -44,7 +44,6 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.defaults import method_label
 from hf_efficient_attn.evaluation.demo import minilm_folder
 from hf_efficient_attn.methods import MethodConfig
-from recipes.benchmarks import error
 from recipes.common import commands
 from recipes.common.data.image_classes import class_indices
 from recipes.common.data.image_tensors import Evaluation, Norm, preprocessor_settings
@@ -55,7 +54,7 @@ from recipes.common.inputs import xquad_articles
 app = commands.new_app(no_args_is_help=True)
 
 # Without the papers' sampling, but with a global first token, from which the class of a photograph is read.
-METHODS = (*(name for name in error.METHODS if "draw=" not in name), "longformer:global_tokens=1")
+METHODS = (*(name for name in commands.METHODS if "draw=" not in name), "longformer:global_tokens=1")
 
 Budget = commands.numbers_option("Budgets in columns", "64,128,256")
 Method = commands.methods_option("all, both near fields")

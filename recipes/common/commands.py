@@ -16,6 +16,27 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+# The methods of the benchmarks on real models, with both near fields and the sampling of the papers.
+METHODS = (
+    "kdeformer",
+    "kdeformer:near_field=window",
+    "kdeformer:columns=all:draw=independent",
+    "hyperattention",
+    "hyperattention:near_field=window",
+    "hyperattention:columns=all:draw=independent",
+    "longformer",
+    "linear",
+    "performer",
+    "nystromformer",
+    "linformer",
+    "reformer",
+    "scatterbrain",
+    "eva",
+    "flurka_linear",
+    "flurka_performer",
+    "flurka_eva",
+)
+
 Row = Mapping[str, Any]  # one line of a table or CSV file
 
 Check = Annotated[bool, typer.Option("--check", help="Compare with the goals; exit with status 1 if one is missed.")]
