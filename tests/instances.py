@@ -16,6 +16,11 @@ import hf_efficient_attn as hea
 torch.set_num_threads(1)
 
 
+_COST = dict.fromkeys(
+    ("block_size", "window_size", "global_tokens", "num_samples", "num_features", "num_landmarks", "projection_dim"), 1
+)
+
+
 @dataclass(frozen=True)
 class Instance:
     """One method with the hyperparameters under test.
@@ -32,6 +37,8 @@ class Instance:
         averages: whether the weights of a query are positive and sum to 1.
         exact_steps: whether decoding attends to all keys exactly instead of approximating as on the whole sequence.
         data_dependent: whether the amount of work depends on the data, so that the method cannot be compiled.
+        splits_scale: whether queries and keys are both multiplied by sqrt(scale), so that draws depend on both.
+        cost: hyperparameter -> how many keys one unit of it costs a query, for those that `with_budget` sets.
     """
 
     method: str
@@ -44,6 +51,8 @@ class Instance:
     averages: bool = True
     exact_steps: bool = False
     data_dependent: bool = False
+    splits_scale: bool = False
+    cost: dict[str, int] = field(default_factory=lambda: dict(_COST))
 
     def __str__(self) -> str:
         values = ",".join(str(v) for v in self.hyperparameters.values())
@@ -87,6 +96,7 @@ def _eva(**options) -> Instance:
         limit="exact",
         random=options.get("proposal") != "mean",
         exact_steps=True,
+        splits_scale=True,
     )
 
 
@@ -99,6 +109,7 @@ def _scatterbrain(**options) -> Instance:
         small={"block_size": 4, "num_features": 5},
         limit="exact",
         random=True,
+        splits_scale=True,
     )
 
 
@@ -107,7 +118,8 @@ def _flurka(method: str, **options) -> Instance:
     small = {"projection_dim": 100, "max_length": 300}
     small |= {key: min(7, options[key]) for key in ("num_features", "window_size", "num_landmarks") if key in options}
     sizes = {"projection_dim": 512, "max_length": 5000, **options}
-    return Instance(method, sizes, small=small, random=bool(options) and options.get("proposal") != "mean")
+    random = bool(options) and options.get("proposal") != "mean"
+    return Instance(method, sizes, small=small, random=random, splits_scale=method != "flurka_linear")
 
 
 INSTANCES = [
@@ -119,6 +131,7 @@ INSTANCES = [
         limit="exact",
         random=True,
         data_dependent=True,
+        splits_scale=True,
     ),
     _flurka("flurka_eva", window_size=3, num_landmarks=4),
     _flurka("flurka_eva", window_size=2, num_landmarks=7, proposal="mean"),
@@ -146,6 +159,7 @@ INSTANCES = [
         small={"window_size": 2},
         limit="exact",
         reads_positions=True,
+        cost=_COST | {"window_size": 2},
     ),
     Instance(
         "longformer",
@@ -154,6 +168,7 @@ INSTANCES = [
         small={"window_size": 2, "global_tokens": 2},
         limit="exact",
         reads_positions=True,
+        cost=_COST | {"window_size": 2},
     ),
     Instance("linear"),
     # About ten tokens for each projection, and tables as long as the longest sequence of the tests.
@@ -170,10 +185,18 @@ INSTANCES = [
             small={"num_landmarks": 4},
             limit="exact",
             averages=False,
+            cost=_COST | {"num_landmarks": 2},
         )
         for pinv in ("iterative", "solve")
     ),
-    Instance("performer", {"num_features": 32}, small={"num_features": 7}, limit="expectation", random=True),
+    Instance(
+        "performer",
+        {"num_features": 32},
+        small={"num_features": 7},
+        limit="expectation",
+        random=True,
+        splits_scale=True,
+    ),
     _scatterbrain(),
     _scatterbrain(near_field="lsh"),
     _scatterbrain(block_size=17, num_features=9),

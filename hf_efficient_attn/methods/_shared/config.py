@@ -39,8 +39,9 @@ def option(
 class MethodConfig:
     """Hyperparameters of one method. An instance is immutable, and its values are checked when it is made.
 
-    A method subclasses this class as a frozen, keyword-only dataclass. It declares each hyperparameter with `option`
-    and sets the attributes below, without an annotation, in the class body.
+    A method subclasses this class as a frozen, keyword-only dataclass. It declares each hyperparameter with `option`,
+    always including `seed`, and defines `with_budget`. It sets the attributes below, without an annotation, in the
+    class body.
 
     Attributes:
         method: the name of the method, which is also its `attn_implementation` in Transformers.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeAlias
@@ -129,7 +130,9 @@ def register_method(
     """Add a method, of this package or from a user's own file, under the name `config_class.method`.
 
     From then on the method is available in the functional form, in Transformers as an `attn_implementation`, in saved
-    configs and on the command line (if the file that registers it has been imported).
+    configs and, once the file that registers it has been imported, in the commands::
+
+        python -c "import my_method; from hf_efficient_attn.cli import main; main()" info first_keys
 
     Args:
         config_class: a frozen, keyword-only dataclass that subclasses `MethodConfig`. It declares the hyperparameters,
@@ -158,7 +161,7 @@ def register_method(
             functions do not fit together.
 
     Example:
-        A method that attends to the first keys only. After this file has been imported,
+        A method that attends to the first valid keys only. After this file has been imported,
         `AutoModel.from_pretrained(..., attn_implementation="first_keys")` uses it::
 
             from dataclasses import dataclass, replace
@@ -181,22 +184,28 @@ def register_method(
                 mixes_queries = False
                 summary = "exact attention to the first keys of the sequence"
 
-                num_samples: int = option(64, "Number of keys that each query attends to.", minimum=1)
+                num_samples: int = option(64, "Number of first valid keys that each query attends to.", minimum=1)
+                seed: int = option(0, "No effect, since nothing is drawn. Every method has this field.", minimum=0)
 
                 def with_budget(self, columns):
                     return replace(self, num_samples=self.check_budget(columns))
 
 
             def forward(config, query, key, value, options):
-                count = config.num_samples
-                scores = query.float() @ key[:, :, :count].float().mT * options.scale  # (B, H, Nq, count)
-                if options.key_mask is not None:
-                    masked = ~options.key_mask[:, None, None, :count]
-                    scores = scores.masked_fill(masked, torch.finfo(scores.dtype).min)
+                dtype = torch.promote_types(query.dtype, torch.float32)  # softmax and sums in float32 or float64
+                count, key_mask = min(config.num_samples, key.shape[2]), options.key_mask
+                if key_mask is not None:  # padding on the left: the first valid keys, not the first positions
+                    order = key_mask.byte().argsort(dim=1, descending=True, stable=True)[:, :count]
+                    key, value = (x.take_along_dim(order[:, None, :, None], 2) for x in (key, value))
+                    key_mask = key_mask.take_along_dim(order, 1)[:, None, None]
+                scores = query.to(dtype) @ key[:, :, :count].to(dtype).mT * options.scale  # (B, H, Nq, count)
+                if key_mask is not None:
+                    scores = scores.masked_fill(~key_mask, torch.finfo(dtype).min)
                 weights = scores.softmax(-1)
-                if options.key_mask is not None:
-                    weights = weights.masked_fill(masked, 0.0)
-                return (weights @ value[:, :, :count].float()).to(value.dtype)
+                if key_mask is not None:
+                    weights = weights.masked_fill(~key_mask, 0.0)  # a query without keys gives 0
+                weights = torch.nn.functional.dropout(weights, options.dropout_p)
+                return (weights @ value[:, :, :count].to(dtype)).to(value.dtype)
 
 
             hea.register_method(FirstKeysConfig, forward=forward, naive=forward)
@@ -241,7 +250,7 @@ def _check(
     initial_parameters: object,
     recurrence: object,
 ) -> None:
-    """Check everything about a new method that could otherwise fail only when it is used."""
+    """Check what would otherwise fail only when the new method is used."""
     if not (isinstance(config_class, type) and issubclass(config_class, MethodConfig)):
         raise UnsupportedAttentionError(
             f"the first argument of register_method must be a subclass of MethodConfig; got {config_class!r}"
@@ -266,8 +275,17 @@ def _check(
             refuse(f"{spec.name!r} cannot be the name of a hyperparameter, because it has another meaning in a call")
         if spec.default is dataclasses.MISSING:
             refuse(f"the hyperparameter {spec.name!r} needs a default; declare it with `option`")
-    if not callable(forward) or not callable(naive):
-        refuse("a method needs a forward and a naive form; naive=forward is allowed")
+    if "seed" not in config_class.hyperparameters():
+        refuse("the hyperparameter 'seed' is missing; every method has it, even if nothing is drawn")
+    if config_class.with_budget is MethodConfig.with_budget:
+        refuse("define with_budget(self, columns)")
+    for form in (forward, naive):
+        if not callable(form):
+            refuse("a method needs a forward and a naive form; naive=forward is allowed")
+        try:
+            inspect.signature(form).bind(*("config", "query", "key", "value", "options"))
+        except TypeError as error:
+            refuse(f"{form!r} must accept (config, query, key, value, options): {error}")
     if bool(config_class.learned_parameters) != (initial_parameters is not None):
         refuse("learned_parameters and initial_parameters must be given together")
     if recurrence is not None and not config_class.causal:
@@ -312,7 +330,10 @@ def get_method(name: str) -> Method:
         UnsupportedAttentionError: there is no such method. The message names the most similar one.
     """
     if not isinstance(name, str) or name not in _REGISTRY:
-        raise UnsupportedAttentionError(unknown_name("attention method", name, _REGISTRY))
+        raise UnsupportedAttentionError(
+            f"{unknown_name('attention method', name, _REGISTRY)} If a file of your own registers it, import that file "
+            "first."
+        )
     return _REGISTRY[name]
 
 
