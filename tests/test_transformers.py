@@ -840,6 +840,7 @@ class MineConfig(MethodConfig):
     summary = "the mean of the values"
 
     num_samples: int = option(4, "Nothing.", minimum=1)
+    seed: int = option(0, "No effect.", minimum=0)
 
     def with_budget(self, columns):
         return self

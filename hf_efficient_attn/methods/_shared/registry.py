@@ -281,7 +281,9 @@ def _check(
         refuse("define with_budget(self, columns)")
     for form in (forward, naive):
         if not callable(form):
-            refuse("a method needs a forward and a naive form; naive=forward is allowed")
+            raise UnsupportedAttentionError(
+                f"{config_class.__name__}: a method needs a forward and a naive form; naive=forward is allowed"
+            )
         try:
             inspect.signature(form).bind(*("config", "query", "key", "value", "options"))
         except TypeError as error:
