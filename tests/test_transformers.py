@@ -870,7 +870,7 @@ assert torch.equal(hea.convert(exact, "mine", num_samples=4)(ids)[0], model(ids)
 hea.convert(model, mine.MineConfig(num_samples=2)).save_pretrained(folder / "mine")
 config = json.loads((folder / "mine" / "config.json").read_text())
 assert config["attn_implementation"] == "mine", config
-assert config["efficient_attention"] == {"method": "mine", "num_samples": 2, "version": 1}, config
+assert config["efficient_attention"] == {"method": "mine", "num_samples": 2, "seed": 0, "version": 1}, config
 again = load(folder / "mine")
 assert again.config._attn_implementation == "mine"
 assert torch.equal(again(ids)[0], model(ids)[0])
