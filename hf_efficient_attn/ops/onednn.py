@@ -4,10 +4,10 @@ A 1 x 1 convolution with as many groups as blocks multiplies each block with its
 float32 products of oneDNN through PyTorch's public functions. The other library, MKL, serves `matmul` and the fused
 kernel. It does not seem to use the 512-bit units of processors of another maker than its own.
 
-Measured on two cores of a Zen 5 in a virtual machine without other work (float32, batch 1, 8 heads with head_dim 64, two
-threads, median of 5): calls of `kdeformer` and `hyperattention` are 12 and 14 % faster than with the fused kernel at
-8,192 tokens, and 14 and 18 % faster at 16,384. `eva` gains nothing (-8 and 3 %), and at 2,048 tokens all three are slower
-(-1, -11 and -13 %). On a Zen 4, which executes 512-bit instructions in two halves, there was no gain.
+Measured on two cores of a Zen 5 in a virtual machine without other work (float32, batch 1, 8 heads with head_dim 64,
+two threads, median of 5): calls of `kdeformer` and `hyperattention` are 12 and 14 % faster than with the fused kernel
+at 8,192 tokens, and 14 and 18 % faster at 16,384. `eva` gains nothing (-8 and 3 %), and at 2,048 tokens all three are
+slower (-1, -11 and -13 %). On a Zen 4, which executes 512-bit instructions in two halves, there was no gain.
 """
 
 import functools
