@@ -253,8 +253,7 @@ def test_demo_measures(monkeypatch, tmp_path, capsys):
     assert set(measured) == {(name, n) for name in ("sdpa", "kdeformer", "longformer") for n in (512, 1024)}
     assert measured["kdeformer", 512]["error"] < 1e-5  # within the budget it is exact
     assert measured["kdeformer", 512]["agreement"] > 0.99999
-    for method in ("kdeformer", "longformer"):
-        assert 0.05 < measured[method, 1024]["error"] < 1.0
+    assert 0.05 < measured["kdeformer", 1024]["error"] < measured["longformer", 1024]["error"] < 1.0
     assert all(row["seconds"] > 0 and -1.0001 <= row["agreement"] <= 1.0001 for row in measured.values())
     searches = {entry["attention"]: entry for entry in result["search"]}
     assert set(searches) == {"kdeformer", "longformer", "sdpa, first 512 tokens"}

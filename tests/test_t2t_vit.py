@@ -183,7 +183,7 @@ def test_every_method_in_every_stage_and_block(method):
 
 
 @pytest.mark.parametrize("method", EXACT)
-def test_the_output_is_exact_with_a_budget_of_all_tokens(method):
+def test_error_falls_with_the_budget(method):
     """In the first stage, with 256 tokens. A budget of 513, all tokens on both sides of each, is exact."""
     model = tiny()
     stage = model.t2t_vit.embeddings.tokens_to_token.stages[0].attention
@@ -195,7 +195,7 @@ def test_the_output_is_exact_with_a_budget_of_all_tokens(method):
             config = hea.method_info(method).config_class().with_budget(budget)
             hea.convert(model, config, layers=["t2t.0"])
             errors.append(float((stage(hidden_states)[0] - exact).norm() / exact.norm()))
-    assert min(errors[:2]) > 0.01 and errors[2] < 1e-4, errors
+    assert errors[0] > errors[1] > 0.01 and errors[2] < 1e-4, errors
 
 
 @each_method

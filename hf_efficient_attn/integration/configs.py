@@ -1,4 +1,4 @@
-"""`efficient_attention` on every Transformers config, and what of it is written to `config.json`."""
+"""`efficient_attention` on every Transformers config, and its entry in `config.json`."""
 
 import functools
 from typing import Any
@@ -12,12 +12,13 @@ from hf_efficient_attn.methods import available_methods
 logger = logging.get_logger(__name__)
 
 _ATTRIBUTE = "efficient_attention"
-# For every method, what its name alone stands for. Made when the method is registered, not while a graph is traced.
+# The settings of each method with its default hyperparameters. They are made at registration, because torch.compile
+# cannot trace it.
 _DEFAULTS: dict[str, EfficientAttentionConfig] = {}
 
 
 def add_default(name: str) -> None:
-    """Make the settings that the name of a new method alone stands for."""
+    """Make the settings of a new method with its default hyperparameters."""
     _DEFAULTS[name] = EfficientAttentionConfig(name)
 
 

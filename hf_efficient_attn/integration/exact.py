@@ -20,7 +20,7 @@ def exact_layer(
     scale: float | None,
     dropout_p: float,
 ) -> Tensor:
-    """softmax(scale * query key^T) value by torch's own kernel. Without a mask it equals `sdpa` to the bit.
+    """softmax(scale * query key^T) value by PyTorch's kernel. Without a mask it is bit-identical to `sdpa`.
 
     Args:
         query: (B, H, Nq, D).

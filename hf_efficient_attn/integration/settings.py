@@ -59,7 +59,7 @@ class EfficientAttentionConfig:
             get_method(method)
         elif self.method is None:
             raise UnsupportedAttentionError(
-                "efficient_attention names no method: give 'method', or attn_implementation=<name> beside it"
+                "efficient_attention names no method: add 'method', or pass attn_implementation=<name> as well"
             )
         else:
             config = make_config(self.method, **hyperparameters)
