@@ -58,11 +58,14 @@ class ApproxKMVConfig(MethodConfig):
 
     method = "approx_kmv"
     title = "ApproxKMV"
-    paper = "Improved Algorithms for Kernel Matrix-Vector Multiplication Under Sparsity Assumptions, ICLR 2025"
+    paper = "Indyk, Kapralov, Sheth, Wagner, ICLR 2025"
     year = 2025
     causal = False
     rectangular = True
     summary = "products with a Gaussian kernel: near keys by hashing, as many draws of the rest as eps needs"
+    paper_url = "https://arxiv.org/abs/2507.23539"
+    near = "keys found by hashing"
+    far = "samples of the rest, as many as the error bound needs"
 
     error_percent: int = option(
         30, "Error eps of the products with the kernel, in percent of |x|. Used if num_samples is 0.", minimum=1

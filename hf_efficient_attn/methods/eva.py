@@ -81,6 +81,9 @@ class EvaConfig(MethodConfig):
     rectangular = True
     learned_parameters = _MAPS
     summary = "a window exactly, and one control variate for each chunk of the other keys"
+    paper_url = "https://arxiv.org/abs/2302.04542"
+    near = "a window"
+    far = "one control variate per chunk"
 
     window_size: int = option(128, "Keys that each query attends to exactly: the near field.", minimum=1)
     num_landmarks: int = option(128, "Chunks that the keys are cut into. One key stands for each chunk.", minimum=1)

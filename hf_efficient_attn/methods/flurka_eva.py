@@ -30,6 +30,7 @@ class FlurkaEvaConfig(FlurkaConfig):
     method = "flurka_eva"
     title = "FLuRKA, EVA"
     summary = "learned projections along the sequence, a window of the contracted keys exactly, and control variates"
+    far = "learned projections, then `eva`"
     kernel = "eva"
 
     window_size: int = option(64, "Contracted keys that each query attends to exactly.", minimum=1)

@@ -17,6 +17,7 @@ class FlurkaLinearConfig(FlurkaConfig):
     title = "FLuRKA, linear transformer"
     mixes_queries = False
     summary = "learned projections along the sequence, and elu(x) + 1 features of the contracted keys"
+    far = "learned projections, then `linear`"
     kernel = "linear"
 
 

@@ -20,6 +20,7 @@ class FlurkaPerformerConfig(FlurkaConfig):
     title = "FLuRKA, Performer"
     mixes_queries = False
     summary = "learned projections along the sequence, and random features of the contracted keys (FAVOR+)"
+    far = "learned projections, then `performer`"
     kernel = "performer"
 
     num_features: int = option(

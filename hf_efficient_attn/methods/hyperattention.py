@@ -25,6 +25,9 @@ class HyperAttentionConfig(SampledKeysConfig):
     paper = "Han, Jayaram, Karbasi, Mirrokni, Woodruff, Zandieh, ICLR 2024"
     year = 2023
     summary = "blocks of an angular hash exactly, and uniformly sampled columns for the rest"
+    paper_url = "https://arxiv.org/abs/2310.05869"
+    near = "LSH blocks or a window"
+    far = "keys sampled uniformly"
 
 
 register_method(HyperAttentionConfig, forward=forward, naive=naive, decode=decode)

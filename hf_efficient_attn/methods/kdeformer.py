@@ -45,6 +45,9 @@ class KDEformerConfig(SampledKeysConfig):
     paper = "Zandieh, Han, Daliri, Karbasi, ICML 2023"
     year = 2023
     summary = "blocks of an angular hash exactly, and columns sampled by their estimated norms in the rest"
+    paper_url = "https://arxiv.org/abs/2302.02451"
+    near = "LSH blocks or a window"
+    far = "keys sampled by estimated norm"
     default_rank = 30
     default_variants = ({"near_field": "window"}, {})
 

@@ -43,6 +43,9 @@ class LinearConfig(MethodConfig):
     rectangular = True
     mixes_queries = False
     summary = "elu(x) + 1 features in place of the exponential; an attention of its own, for training"
+    paper_url = "https://arxiv.org/abs/2006.16236"
+    near = "none"
+    far = "elu(x) + 1 features"
 
     seed: int = option(0, "No effect, since nothing is drawn. Every method has this field.", minimum=0)
 

@@ -48,6 +48,9 @@ class LinformerConfig(ProjectionConfig):
     year = 2020
     mixes_queries = False
     summary = "attention to learned projections of keys and values along the sequence"
+    paper_url = "https://arxiv.org/abs/2006.04768"
+    near = "none"
+    far = "learned projections along the sequence"
     streams = (41, 42)
 
     share: str = option(

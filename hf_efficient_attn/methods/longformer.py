@@ -33,6 +33,9 @@ class LongformerConfig(MethodConfig):
     causal = True
     rectangular = False
     summary = "a sliding window, and optional global tokens"
+    paper_url = "https://arxiv.org/abs/2004.05150"
+    near = "a window"
+    far = "none, or a few global tokens"
     default_rank = 20
 
     window_size: int = option(256, "Keys that a query attends to on each side (causal: on the left only).", minimum=0)

@@ -53,6 +53,9 @@ class NystromformerConfig(MethodConfig):
     rectangular = True
     learned_parameters = ("conv_weight",)
     summary = "the softmax matrix from its rows and columns at the means of segments"
+    paper_url = "https://arxiv.org/abs/2102.03902"
+    near = "none"
+    far = "segment means as landmarks"
     default_rank = 10
 
     num_landmarks: int = option(

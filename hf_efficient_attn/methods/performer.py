@@ -45,6 +45,9 @@ class PerformerConfig(MethodConfig):
     rectangular = True
     mixes_queries = False
     summary = "positive orthogonal random features of the softmax kernel (FAVOR+)"
+    paper_url = "https://arxiv.org/abs/2009.14794"
+    near = "none"
+    far = "FAVOR+ random features"
 
     num_features: int = option(
         256, "Random features. A query costs as much as attention to this many keys.", minimum=1, carried=True

@@ -60,6 +60,9 @@ class ScatterbrainConfig(MethodConfig):
     causal = True
     rectangular = False
     summary = "a window or hashed blocks exactly, and positive random features for the rest"
+    paper_url = "https://arxiv.org/abs/2110.15343"
+    near = "a block of positions or of a hash"
+    far = "FAVOR+ random features"
 
     block_size: int = option(128, "Keys that each query attends to exactly: the near field.", minimum=1)
     num_features: int = option(

@@ -58,6 +58,9 @@ class MethodConfig:
             if the method is not one of them.
         default_variants: the hyperparameters of each variant of the method that the commands compare by default.
         summary: what the method computes, in one line.
+        paper_url: where the paper can be read. Empty: nowhere.
+        near: which pairs of queries and keys are computed exactly, in a few words for tables. Empty: not stated.
+        far: what stands for all other pairs, in a few words for tables. Empty: not stated.
 
     Raises:
         UnsupportedAttentionError: a value has the wrong type or is not allowed.
@@ -74,6 +77,9 @@ class MethodConfig:
     default_rank: ClassVar[int | None] = None
     default_variants: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)
     summary: ClassVar[str]
+    paper_url: ClassVar[str] = ""
+    near: ClassVar[str] = ""
+    far: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):

@@ -43,7 +43,9 @@ class FlurkaConfig(ProjectionConfig):
     """Hyperparameters of the contraction; `kernel` is the method that attends to the contracted keys."""
 
     paper = "Gupta, Guo, Yuan, Zhou, Mendis 2023"
+    paper_url = "https://arxiv.org/abs/2306.15799"
     year = 2023
+    near = "none"
     streams = (51, 52)
     kernel = ""
 

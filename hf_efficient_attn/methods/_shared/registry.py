@@ -84,6 +84,9 @@ class MethodInfo:
     learned_parameters: tuple[str, ...]
     config_class: type[MethodConfig]
     summary: str
+    paper_url: str
+    near: str
+    far: str
 
 
 @dataclass(frozen=True)
@@ -227,6 +230,9 @@ def register_method(
         learned_parameters=tuple(config_class.learned_parameters),
         config_class=config_class,
         summary=config_class.summary,
+        paper_url=config_class.paper_url,
+        near=config_class.near,
+        far=config_class.far,
     )
     _REGISTRY[name] = Method(
         info=info,
