@@ -1,0 +1,160 @@
+"""What long measurements have in common: an estimate first, rows as they finish, a limit of time, partial results.
+
+A measurement is planned as a list of steps with estimated durations, and `Steps` carries them out:
+
+    execution = Execution(minutes=2, on_estimate=print, on_row=print)
+    plan = [Step("sdpa at 512 tokens", 3.0), Step("sdpa at 2048 tokens", 20.0)]
+    with partial_result(lambda: result(rows)), Steps(plan, execution) as steps:
+        for step in steps:
+            rows.append(measure(step))
+            execution.on_row(rows[-1])
+    result(rows)  # steps.left_out names the steps that did not fit
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+
+class Interrupted(KeyboardInterrupt):
+    """The user interrupted a measurement after some of its rows were complete.
+
+    Attributes:
+        result: what is known so far, in the form of the complete result.
+    """
+
+    def __init__(self, result: Any) -> None:
+        super().__init__("interrupted")
+        self.result = result
+
+
+@contextlib.contextmanager
+def partial_result(result: Callable[[], Any]) -> Iterator[None]:
+    """Turn a KeyboardInterrupt within the context into `Interrupted` with the partial result.
+
+    Args:
+        result: returns the partial result, or None if there is none yet: then the KeyboardInterrupt goes on as it is.
+    """
+    try:
+        yield
+    except Interrupted:
+        raise
+    except KeyboardInterrupt:
+        found = result()
+        if found is None:
+            raise
+        raise Interrupted(found) from None
+
+
+def _ignore(value: Any) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a measurement is carried out and followed. The time limit counts from the creation of the object.
+
+    Attributes:
+        minutes: limit of the duration; None for no limit. A step that is not expected to end in time is left out.
+        on_estimate: called once before the steps with a sentence about the expected duration.
+        on_row: called with every row of the result as soon as it is complete.
+    """
+
+    minutes: float | None = None
+    on_estimate: Callable[[str], None] = _ignore
+    on_row: Callable[[Any], None] = _ignore
+    _start: float = field(default_factory=time.monotonic, repr=False)
+
+    def seconds_left(self) -> float:
+        """Seconds until the limit; inf if there is none."""
+        return float("inf") if self.minutes is None else 60 * self.minutes - (time.monotonic() - self._start)
+
+
+class Step(NamedTuple):
+    """A part of a measurement.
+
+    Attributes:
+        name: what is measured, for messages.
+        seconds: its estimated duration. Only the proportions have to be right: `Steps` corrects them by a factor.
+        key: anything that the caller needs to carry it out.
+    """
+
+    name: str
+    seconds: float
+    key: Any = None
+
+
+class Steps:
+    """Iterates over steps, with a progress bar in proportion to their durations, until the time limit.
+
+    The first step is always carried out. The iteration stops at the first later step that is not expected to end in
+    time. The estimates are corrected by the durations of the steps that are done. Use it as a context manager, which
+    removes the bar at the end.
+
+    Args:
+        plan: the steps in their order. Put the most informative ones first.
+        execution: the time limit, and whom to tell the estimate.
+        noun: what a step is called, in the singular.
+
+    Attributes:
+        left_out: the names of the steps that did not fit.
+    """
+
+    def __init__(self, plan: Sequence[Step], execution: Execution, noun: str = "measurement") -> None:
+        self.left_out: list[str] = []
+        self._plan, self._execution = plan, execution
+        self._total = sum(step.seconds for step in plan)
+        self._seconds = 0.0  # estimated duration of the steps that are done
+        self._step: Step | None = None
+        execution.on_estimate(self._describe(noun))
+
+    def _describe(self, noun: str) -> str:
+        count = f"{len(self._plan)} {noun}{'s' if len(self._plan) > 1 else ''}"
+        sentence = f"Expected: {duration(self._total)} for {count}"
+        left = self._execution.seconds_left()
+        return sentence + (f", of which as many as fit in {duration(left)}." if self._total > left else ".")
+
+    def __enter__(self) -> "Steps":
+        """Show the bar, if stderr is a terminal."""
+        layout = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
+        self._bar: tqdm[Any] = tqdm(total=self._total or 1.0, bar_format=layout, disable=None, leave=False)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Remove the bar."""
+        self._bar.close()
+
+    def __iter__(self) -> Iterator[Step]:
+        """Yields each step that fits; a step is done when the next one is requested."""
+        begin = time.monotonic()
+        for number, step in enumerate(self._plan):
+            factor = (time.monotonic() - begin) / self._seconds if self._seconds else 1.0
+            if number and factor * step.seconds > self._execution.seconds_left():
+                self.left_out = [step.name for step in self._plan[number:]]
+                return
+            self._step = step
+            self._bar.set_description(step.name)
+            yield step
+            self._seconds += step.seconds
+            self._show(self._seconds)
+
+    def advance(self, share: float) -> None:
+        """Show that a share of the current step (0 to 1) is done; a step without a call is shown when it ends."""
+        if self._step is not None:
+            self._show(self._seconds + share * self._step.seconds)
+
+    def _show(self, seconds: float) -> None:
+        self._bar.update(min(seconds, self._total) - self._bar.n)
+
+
+def duration(seconds: float) -> str:
+    """A duration in words, such as "about 40 seconds"."""
+    for unit, length in (("day", 86400.0), ("hour", 3600.0), ("minute", 60.0)):
+        if seconds >= 1.5 * length:
+            return f"about {seconds / length:.0f} {unit}s"
+    count = max(1, round(seconds))
+    return f"about {count} second{'s' if count > 1 else ''}"
