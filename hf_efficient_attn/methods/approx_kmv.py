@@ -75,6 +75,11 @@ class ApproxKMVConfig(MethodConfig):
     )
     seed: int = option(0, "Seed of the hash and of the sampling.", minimum=0)
 
+    @property
+    def exact_length(self) -> int:
+        """`num_samples`. With an allowed error instead, that error is possible at every length."""
+        return self.num_samples
+
     def with_budget(self, columns: int) -> "ApproxKMVConfig":
         """Spend the whole budget on `num_samples`."""
         return replace(self, num_samples=self.check_budget(columns))

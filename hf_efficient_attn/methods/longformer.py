@@ -44,6 +44,11 @@ class LongformerConfig(MethodConfig):
     )
     seed: int = option(0, "No effect, because nothing is random. Every method has this hyperparameter.", minimum=0)
 
+    @property
+    def exact_length(self) -> int:
+        """The window on one side, and the token itself."""
+        return self.window_size + 1
+
     def with_budget(self, columns: int) -> "LongformerConfig":
         """Spend the budget on the global tokens and on a window of the same size on each side."""
         minimum = self.global_tokens + 1
@@ -53,7 +58,7 @@ class LongformerConfig(MethodConfig):
 def forward(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Compute the fast form; see `register_method` for the arguments."""
     shape, key_mask = query.shape, options.key_mask
-    if key.shape[2] <= config.window_size + 1:
+    if key.shape[2] <= config.exact_length:
         query, key, value, key_mask = flatten_heads(query, key, value, key_mask)
         scale, dropout_p = options.scale, options.dropout_p
         out = exact_attention(

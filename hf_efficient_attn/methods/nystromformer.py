@@ -82,6 +82,11 @@ class NystromformerConfig(MethodConfig):
                 "give an odd size, or 0 for no convolution"
             )
 
+    @property
+    def exact_length(self) -> int:
+        """The number of landmarks. A convolution, once it is trained, is added at every length."""
+        return 0 if self.conv_kernel_size else self.num_landmarks
+
     def with_budget(self, columns: int) -> "NystromformerConfig":
         """Half as many landmarks as the budget has exact keys.
 

@@ -69,6 +69,11 @@ class ReformerConfig(MethodConfig):
                 f"{self.method}: shared_query_key={self.shared_query_key!r} must be True or False"
             )
 
+    @property
+    def exact_length(self) -> int:
+        """The keys of all rounds. With shared queries and keys the attention is another one at every length."""
+        return 0 if self.shared_query_key else 2 * self.block_size * self.num_hashes
+
     def with_budget(self, columns: int) -> "ReformerConfig":
         """Keep the number of rounds, unless the budget is less than two keys per round, and choose the chunk size."""
         rounds = min(self.num_hashes, self.check_budget(columns, 2) // 2)
@@ -106,7 +111,7 @@ def forward(config: ReformerConfig, query: Tensor, key: Tensor, value: Tensor, o
     """Compute the fast form; see `register_method` for the arguments."""
     shape, shared = query.shape, config.shared_query_key
     scale, dropout_p = options.scale, options.dropout_p
-    if key.shape[2] <= 2 * config.block_size * config.num_hashes and not shared:
+    if key.shape[2] <= config.exact_length:
         query, key, value, key_mask = flatten_heads(query, key, value, options.key_mask)
         out = exact_attention(query, key, value, key_mask, is_causal=False, scale=scale, dropout_p=dropout_p)
     else:

@@ -80,6 +80,11 @@ class ScatterbrainConfig(MethodConfig):
         super().__post_init__()
         check_num_hashes(self.method, self.num_hashes)
 
+    @property
+    def exact_length(self) -> int:
+        """The keys of the near field."""
+        return self.block_size
+
     def with_budget(self, columns: int) -> "ScatterbrainConfig":
         """Spend half of the budget on the near field and the rest on features."""
         near = self.check_budget(columns, 2) // 2
@@ -150,7 +155,7 @@ def forward(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tenso
     query, key, value, key_mask = flatten_heads(query, key, value, options.key_mask)
     features = softmax_features(config.num_features, query.shape[-1], options.seed, query.device)
     far = _Far(features, scale, dropout_p)
-    if key.shape[1] <= config.block_size:
+    if key.shape[1] <= config.exact_length:
         out = exact_attention(
             query, key, value, key_mask, is_causal=options.is_causal, scale=scale, dropout_p=dropout_p
         )

@@ -134,6 +134,11 @@ class MethodConfig:
                 raise UnsupportedAttentionError(f"{cls.method}: {unknown_name('hyperparameter', name, known)}")
         return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
 
+    @property
+    def exact_length(self) -> int:
+        """The number of keys up to which the output is exact attention; 0 if the method differs at every length."""
+        return 0
+
     def with_budget(self: ConfigT, columns: int) -> ConfigT:
         """A copy whose cost per query is that of `columns` exact keys.
 

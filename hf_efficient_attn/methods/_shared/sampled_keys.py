@@ -60,6 +60,11 @@ class SampledKeysConfig(MethodConfig):
         super().__post_init__()
         check_num_hashes(self.method, self.num_hashes)
 
+    @property
+    def exact_length(self) -> int:
+        """The budget: the keys of both fields."""
+        return self.block_size + self.num_samples
+
     def with_budget(self, columns: int) -> "SampledKeysConfig":
         """Spend a quarter of the budget on the near field and the rest on the far field.
 
@@ -144,7 +149,7 @@ def _restore_order(out: Tensor, order: Tensor | None, key_mask: Tensor | None) -
 
 def forward(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Compute the fast form; see `register_method` for the arguments."""
-    shape, budget = query.shape, config.block_size + config.num_samples
+    shape, budget = query.shape, config.exact_length
     sampling = _sampling_options(config, query, options)
     is_causal, scale, dropout_p = options.is_causal, options.scale, options.dropout_p
     query, key, value, key_mask = flatten_heads(query, key, value, options.key_mask)
@@ -166,7 +171,7 @@ def forward(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor
 
 def naive(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Compute the readable form: the plan of `forward` as a dense matrix of log-weights that is added to the scores."""
-    shape, budget = query.shape, config.block_size + config.num_samples
+    shape, budget = query.shape, config.exact_length
     sampling = _sampling_options(config, query, options)
     query, key, value, key_mask = flatten_heads(query, key, value, options.key_mask)
     (batch_heads, q_len, _), kv_len, device = query.shape, key.shape[1], query.device
