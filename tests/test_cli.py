@@ -162,7 +162,7 @@ def test_exit_status(raised, expected, monkeypatch, capsys):
     def fail(*arguments):
         raise raised
 
-    monkeypatch.setattr(cli.demo, "run_demo", fail)
+    monkeypatch.setattr(demo, "run_demo", fail)
     threads = torch.get_num_threads()
     assert status("demo", "--threads", str(threads + 1)) == expected
     assert len(capsys.readouterr().err.splitlines()) == 1
@@ -173,7 +173,7 @@ def test_a_bug_is_not_hidden(monkeypatch):
     def fail(*arguments):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(cli.demo, "run_demo", fail)
+    monkeypatch.setattr(demo, "run_demo", fail)
     with pytest.raises(ZeroDivisionError):
         status("demo")
 

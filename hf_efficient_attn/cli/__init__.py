@@ -15,13 +15,13 @@ from hf_efficient_attn.cli.common import (
     Settings,
     app,
     main_of,
+    parse_layers,
     parse_lengths,
     parse_methods,
     run,
     split_list,
     table,
 )
-from hf_efficient_attn.integration.layers import parse_layers
 from hf_efficient_attn.version import __version__
 
 

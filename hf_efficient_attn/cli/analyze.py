@@ -15,22 +15,17 @@ from hf_efficient_attn.cli.common import (
     Settings,
     Source,
     Threads,
-    app,
+    command,
+    complete_methods,
     parse_lengths,
     parse_methods,
     print_json,
     table,
 )
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.analyze import analyze_checkpoint, draw_maps
-from hf_efficient_attn.evaluation.timing import use_threads
-from hf_efficient_attn.io.writing import check_folder, write_results
 
 
-@app.command(
-    epilog="Example: hf-efficient-attn analyze bert-base-uncased --data book.txt --budgets 64,128,256 --max-error 0.15 "
-    "--calibrate 0.2"
-)
+@command("analyze bert-base-uncased --data book.txt --budgets 64,128,256 --max-error 0.15 --calibrate 0.2")
 def analyze(
     source: Source,
     data: Annotated[
@@ -56,6 +51,7 @@ def analyze(
             metavar="NAME",
             show_default=False,
             help=f"NAME or NAME:key=value; repeated or separated by commas. [default: variants of {DEFAULT_METHODS}]",
+            autocompletion=complete_methods,
         ),
     ] = [],  # noqa: B006 (typer copies it)
     setting: Settings = [],  # noqa: B006
@@ -80,6 +76,10 @@ def analyze(
     as_json: Json = False,
 ) -> None:
     """Describe the attention in each layer and head, measure errors there, and recommend layers to convert."""
+    from hf_efficient_attn.evaluation.analyze import analyze_checkpoint, draw_maps
+    from hf_efficient_attn.evaluation.timing import use_threads
+    from hf_efficient_attn.io.writing import check_folder, write_results
+
     if setting and not methods:
         raise UnsupportedAttentionError("--set needs --methods: name the methods that the hyperparameter is for")
     chosen = parse_methods(methods, setting)

@@ -13,16 +13,14 @@ from hf_efficient_attn.cli.common import (
     Settings,
     Source,
     Threads,
-    app,
+    command,
+    complete_methods,
     parse_lengths,
     parse_methods,
     print_json,
     table,
 )
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.benchmark import benchmark_checkpoint, output_folder, write_benchmark
-from hf_efficient_attn.evaluation.comparison import Procedure
-from hf_efficient_attn.evaluation.timing import use_threads
 
 _AGREEMENT = {
     "cosine": "cosine of the mean-pooled embeddings with those of exact attention",
@@ -32,8 +30,8 @@ _AGREEMENT = {
 }
 
 
-@app.command(
-    epilog="Example: hf-efficient-attn benchmark bert-base-uncased --methods kdeformer,longformer:window_size=64 "
+@command(
+    "benchmark bert-base-uncased --methods kdeformer,longformer:window_size=64 "
     "--lengths 512,2048,8192 --data book.txt --output measured"
 )
 def benchmark(
@@ -45,6 +43,7 @@ def benchmark(
             show_default=False,
             help="NAME or NAME:key=value; repeated or separated by commas. [default: the method of a converted "
             f"checkpoint, or else {DEFAULT_METHODS}]",
+            autocompletion=complete_methods,
         ),
     ] = [],  # noqa: B006 (typer copies it)
     lengths: Annotated[
@@ -88,6 +87,10 @@ def benchmark(
     as_json: Json = False,
 ) -> None:
     """Measure time, memory and error of methods in a model, and the length from which on they pay off."""
+    from hf_efficient_attn.evaluation.benchmark import benchmark_checkpoint, output_folder, write_benchmark
+    from hf_efficient_attn.evaluation.comparison import Procedure
+    from hf_efficient_attn.evaluation.timing import use_threads
+
     if setting and not methods:
         raise UnsupportedAttentionError("--set needs --methods: name the methods that the hyperparameter is for")
     chosen = parse_methods(methods, setting)

@@ -1,29 +1,88 @@
 """What all commands share: the application, exit status, errors, tables, common options, and parsing of methods."""
 
 import dataclasses
+import inspect
 import json
 import os
+import pathlib
+import pkgutil
+import signal
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperCommand
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.defaults import default_methods, method_label
-from hf_efficient_attn.methods import MethodConfig, make_config, method_info
+
+if TYPE_CHECKING:
+    from hf_efficient_attn.methods import MethodConfig
+
+CommandT = TypeVar("CommandT", bound=Callable[..., None])
+
+
+class _Command(TyperCommand):
+    """A command that imports PyTorch and Transformers after its arguments have been checked, so not for --help."""
+
+    def invoke(self, ctx: Any) -> Any:
+        load()
+        return super().invoke(ctx)
+
 
 app = typer.Typer(
-    name="hf-efficient-attn", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
+    name="hf-efficient-attn", rich_markup_mode=None, pretty_exceptions_enable=False,
     help="Sub-quadratic attention for Transformers: the methods, what they gain, and what they cost.",
     epilog="Example: hf-efficient-attn demo --method kdeformer --length 512,4096",
 )  # fmt: skip
 
+
+def load() -> None:
+    """Import the package with PyTorch and Transformers, and register its methods.
+
+    A terminal shows what it waits for. Until then Ctrl-C ends the process at once; afterwards it raises
+    KeyboardInterrupt, so that drafts of files are deleted and partial results are printed.
+    """
+    is_shown = "hf_efficient_attn._api" not in sys.modules and sys.stderr is not None and sys.stderr.isatty()
+    message = "Loading PyTorch and Transformers ..."
+    if is_shown:
+        print(message, end="", file=sys.stderr, flush=True)
+    import hf_efficient_attn._api
+
+    if is_shown:
+        print("\r" + " " * len(message), end="\r", file=sys.stderr, flush=True)
+    if signal.getsignal(signal.SIGINT) is hf_efficient_attn.exit_at_once:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def command(example: str) -> Callable[[CommandT], CommandT]:
+    """Add a function as a command of `app`, under its own name.
+
+    The first paragraph of its docstring is its summary in the list of commands. Modules of commands import only typer,
+    `errors` and each other, so that --help is fast; a function imports what it needs.
+
+    Args:
+        example: the arguments of the example at the end of its help.
+    """
+
+    def add(function: CommandT) -> CommandT:
+        summary = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
+        epilog = f"Example: hf-efficient-attn {example}"
+        return app.command(cls=_Command, short_help=summary, epilog=epilog)(function)
+
+    return add
+
+
+def complete_methods(incomplete: str) -> list[str]:
+    """What a shell can complete the value of an option for methods to; the last one in a list is completed."""
+    chosen = incomplete.rpartition(",")[0]
+    folder = pathlib.Path(__file__).parents[1] / "methods"  # one module per method; importing them takes seconds
+    names = sorted(module.name for module in pkgutil.iter_modules([str(folder)]) if not module.name.startswith("_"))
+    return [full for name in names if (full := f"{chosen},{name}" if chosen else name).startswith(incomplete)]
+
+
 # What the help texts say about --methods.
-DEFAULT_METHODS = (
-    f"{', '.join(default_methods())}; for decoders those of them with a causal form: "
-    f"{', '.join(default_methods(is_causal=True))}"
-)
+DEFAULT_METHODS = "the default methods that support the model; `hf-efficient-attn methods` marks them"
 
 Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Folder or hub id of a checkpoint.")]
 Settings = Annotated[
@@ -95,6 +154,13 @@ def parse_lengths(values: Iterable[str]) -> list[int]:
     return list(dict.fromkeys(lengths))
 
 
+def parse_layers(text: str) -> "list[int | str]":
+    """Parse the value of --layers: "0-2,8" becomes [0, 1, 2, 8]; see `integration.layers.parse_layers`."""
+    from hf_efficient_attn.integration.layers import parse_layers
+
+    return parse_layers(text)
+
+
 def _parse_pair(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not key or not equals:
@@ -105,7 +171,7 @@ def _parse_pair(text: str) -> tuple[str, Any]:
         return key.strip(), value
 
 
-def parse_methods(methods: Iterable[str], settings: Iterable[str] = ()) -> dict[str, MethodConfig]:
+def parse_methods(methods: Iterable[str], settings: Iterable[str] = ()) -> "dict[str, MethodConfig]":
     """Parse methods and hyperparameters from the command line.
 
     Args:
@@ -118,6 +184,9 @@ def parse_methods(methods: Iterable[str], settings: Iterable[str] = ()) -> dict[
     Raises:
         UnsupportedAttentionError: an unknown method or hyperparameter, or a setting that applies to no method.
     """
+    from hf_efficient_attn.evaluation.defaults import method_label
+    from hf_efficient_attn.methods import make_config, method_info
+
     configs = []
     for text in split_list(methods):
         name, *pairs = text.split(":")

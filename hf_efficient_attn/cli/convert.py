@@ -1,21 +1,28 @@
 """`hf-efficient-attn convert`."""
 
 import pathlib
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_efficient_attn.cli.common import AllowPickle, Json, app, parse_methods, print_json, table
-from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
+from hf_efficient_attn.cli.common import (
+    AllowPickle,
+    Json,
+    command,
+    complete_methods,
+    parse_layers,
+    parse_methods,
+    print_json,
+    table,
+)
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
-from hf_efficient_attn.integration.layers import parse_layers
-from hf_efficient_attn.integration.settings import EXACT_IMPLEMENTATIONS, EfficientAttentionConfig
-from hf_efficient_attn.io.json import read_json_object
-from hf_efficient_attn.methods import available_methods
+
+if TYPE_CHECKING:
+    from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 
 
-@app.command(
-    epilog="Example: hf-efficient-attn convert sentence-transformers/all-MiniLM-L6-v2 --method nystromformer "
+@command(
+    "convert sentence-transformers/all-MiniLM-L6-v2 --method nystromformer "
     "--set num_landmarks=64 --layers 0-3,5 -o minilm-nystromformer"
 )
 def convert(
@@ -23,7 +30,11 @@ def convert(
     output: Annotated[pathlib.Path, typer.Option("--output", "-o", metavar="FOLDER", help="A new folder.")],
     method: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="A method, as listed by `methods`, or sdpa for exact attention."),
+        typer.Option(
+            metavar="NAME",
+            help="A method, as listed by `methods`, or sdpa for exact attention.",
+            autocompletion=complete_methods,
+        ),
     ] = None,
     config: Annotated[
         pathlib.Path | None,
@@ -55,6 +66,8 @@ def convert(
     Exit status: 0 done, 1 an error of reading, writing or the network, 2 refused, 130 interrupted. The output folder is
     either complete or does not appear.
     """
+    from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
+
     if config is None:
         if method is None:
             raise UnsupportedAttentionError("give --method NAME, or --config FILE in its place")
@@ -81,8 +94,11 @@ def convert(
     typer.echo("\n".join(_report(done)))
 
 
-def _read_settings(path: pathlib.Path) -> EfficientAttentionConfig:
+def _read_settings(path: pathlib.Path) -> "EfficientAttentionConfig":
     """The settings in a file: those of `efficient_attention`, or the result of `analyze --calibrate`."""
+    from hf_efficient_attn.integration.settings import EfficientAttentionConfig
+    from hf_efficient_attn.io.json import read_json_object
+
     values = read_json_object(path)
     values = values.get("calibrated", values)
     if values is None:
@@ -92,8 +108,11 @@ def _read_settings(path: pathlib.Path) -> EfficientAttentionConfig:
     return EfficientAttentionConfig.from_dict(values)
 
 
-def _parse_method(method: str, setting: list[str]) -> tuple[str | EfficientAttentionConfig, dict[str, Any] | None]:
+def _parse_method(method: str, setting: list[str]) -> "tuple[str | EfficientAttentionConfig, dict[str, Any] | None]":
     """The method's name and the hyperparameters on the command line, None for exact attention."""
+    from hf_efficient_attn.integration.settings import EXACT_IMPLEMENTATIONS
+    from hf_efficient_attn.methods import available_methods
+
     if method in EXACT_IMPLEMENTATIONS:
         if setting:
             raise UnsupportedAttentionError(

@@ -6,31 +6,34 @@ from typing import Annotated
 import typer
 
 from hf_efficient_attn.cli.benchmark import show
-from hf_efficient_attn.cli.common import Json, Settings, Threads, app, parse_lengths, parse_methods, print_json, table
-from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.benchmark import draw
-from hf_efficient_attn.evaluation.defaults import default_methods
-from hf_efficient_attn.evaluation.demo import run_demo
-from hf_efficient_attn.evaluation.timing import use_threads
-from hf_efficient_attn.io.writing import check_picture
-
-# Those that can be used in encoders and in decoders.
-_METHODS, _LENGTHS = ",".join(default_methods(is_causal=True)), "512,2048,8192"
-
-
-@app.command(
-    epilog="Example: hf-efficient-attn demo --method kdeformer --method kdeformer:near_field=window --length 1024,8192 "
-    "--plot demo.png"
+from hf_efficient_attn.cli.common import (
+    Json,
+    Settings,
+    Threads,
+    command,
+    complete_methods,
+    parse_lengths,
+    parse_methods,
+    print_json,
+    table,
 )
+from hf_efficient_attn.errors import UnsupportedAttentionError
+
+_LENGTHS = "512,2048,8192"
+
+
+@command("demo --method kdeformer --method kdeformer:near_field=window --length 1024,8192 --plot demo.png")
 def demo(
     method: Annotated[
         list[str],
         typer.Option(
             metavar="NAME",
             show_default=False,
-            help=f"NAME or NAME:key=value; repeated or separated by commas. [default: {_METHODS}]",
+            help="NAME or NAME:key=value; repeated or separated by commas. [default: the default methods with a "
+            "causal form; see `hf-efficient-attn methods`]",
+            autocompletion=complete_methods,
         ),
-    ] = [_METHODS],  # noqa: B006 (typer copies it)
+    ] = [],  # noqa: B006 (typer copies it)
     length: Annotated[
         list[str],
         typer.Option(
@@ -50,7 +53,14 @@ def demo(
 
     It is the `benchmark` command for this model, with a search in addition.
     """
-    methods, lengths = parse_methods(method, setting), parse_lengths(length)
+    from hf_efficient_attn.evaluation.benchmark import draw
+    from hf_efficient_attn.evaluation.defaults import default_methods
+    from hf_efficient_attn.evaluation.demo import run_demo
+    from hf_efficient_attn.evaluation.timing import use_threads
+    from hf_efficient_attn.io.writing import check_picture
+
+    # Those that can be used in encoders and in decoders.
+    methods, lengths = parse_methods(method or default_methods(is_causal=True), setting), parse_lengths(length)
     if not methods or not lengths:
         raise UnsupportedAttentionError("the demo needs at least one --method and one --length")
     if plot is not None:

@@ -1,21 +1,23 @@
 """`hf-efficient-attn methods` and `info NAME`."""
 
 import dataclasses
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_efficient_attn.cli.common import Json, app, print_json, table
-from hf_efficient_attn.methods import MethodInfo, available_methods, method_info
+from hf_efficient_attn.cli.common import Json, command, complete_methods, print_json, table
+
+if TYPE_CHECKING:
+    from hf_efficient_attn.methods import MethodInfo
 
 
-def _describe(info: MethodInfo) -> dict[str, Any]:
+def _describe(info: "MethodInfo") -> dict[str, Any]:
     """The facts about a method as plain values for JSON."""
     plain = {spec.name: getattr(info, spec.name) for spec in dataclasses.fields(info)}
     return plain | {"learned_parameters": list(info.learned_parameters), "config_class": info.config_class.__name__}
 
 
-def _hyperparameters(info: MethodInfo) -> list[dict[str, Any]]:
+def _hyperparameters(info: "MethodInfo") -> list[dict[str, Any]]:
     """The hyperparameters of a method as plain values for JSON."""
     return [
         {
@@ -27,9 +29,11 @@ def _hyperparameters(info: MethodInfo) -> list[dict[str, Any]]:
     ]
 
 
-@app.command(epilog="Example: hf-efficient-attn methods --json")
+@command("methods --json")
 def methods(as_json: Json = False) -> None:
     """List the methods; each name is also an attn_implementation."""
+    from hf_efficient_attn.methods import available_methods, method_info
+
     infos = [method_info(name) for name in available_methods()]
     if as_json:
         return print_json([_describe(info) for info in infos])
@@ -40,12 +44,16 @@ def methods(as_json: Json = False) -> None:
     typer.echo(table(("name", "paper", "year", "causal", "learned", "what it computes"), rows))
 
 
-@app.command(epilog="Example: hf-efficient-attn info kdeformer")
+@command("info kdeformer")
 def info(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A method, as listed by `methods`.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A method, as listed by `methods`.", autocompletion=complete_methods)
+    ],
     as_json: Json = False,
 ) -> None:
     """Describe a method: its paper, and its hyperparameters with their defaults and choices."""
+    from hf_efficient_attn.methods import method_info
+
     about = method_info(name)
     options = _hyperparameters(about)
     if as_json:

@@ -4,19 +4,17 @@ import contextlib
 import pathlib
 import sys
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, logging
 
-from hf_efficient_attn import hub
-from hf_efficient_attn.cli.common import Json, app, print_json, table
+from hf_efficient_attn.cli.common import Json, command, print_json, table
+
+if TYPE_CHECKING:
+    from hf_efficient_attn.hub import PushPlan
 
 
-@app.command(
-    epilog="Example: hf-efficient-attn push OUT my-name/minilm-kdeformer --private, and again with --yes when the list "
-    "is right"
-)
+@command("push OUT my-name/minilm-kdeformer --private, and again with --yes when the list is right")
 def push(
     folder: Annotated[pathlib.Path, typer.Argument(metavar="OUT", help="Folder of a converted checkpoint.")],
     repository: Annotated[
@@ -30,6 +28,8 @@ def push(
     as_json: Json = False,
 ) -> None:
     """Push a converted checkpoint to the Hugging Face Hub. Without --yes, only list what would be sent."""
+    from hf_efficient_attn import hub
+
     if not yes:
         plan = hub.plan_push(folder, repository, private=private)
         return print_json(_to_dict(plan)) if as_json else _show_plan(plan)
@@ -44,7 +44,7 @@ def push(
         typer.echo(f"The hub says: {line}")
 
 
-def _to_dict(plan: hub.PushPlan) -> dict[str, Any]:
+def _to_dict(plan: "PushPlan") -> dict[str, Any]:
     """A plan as plain values for JSON."""
     return {
         "repository": plan.repo_id,
@@ -56,7 +56,7 @@ def _to_dict(plan: hub.PushPlan) -> dict[str, Any]:
     }
 
 
-def _show_plan(plan: hub.PushPlan) -> None:
+def _show_plan(plan: "PushPlan") -> None:
     visibility = "private" if plan.private else "public, if it is new"
     typer.echo(f"Files that would be sent to {plan.repo_id} ({visibility}), in this order:\n")
     typer.echo(table(("file", "size"), [(path, _format_bytes(size)) for path, size in plan.files]))
@@ -82,6 +82,8 @@ def _format_bytes(count: int) -> str:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Hide progress bars and warnings of huggingface_hub unless stderr is a terminal."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, logging
+
     level, bars = logging.get_verbosity(), not are_progress_bars_disabled()
     if sys.stderr.isatty():
         yield

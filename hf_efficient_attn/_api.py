@@ -1,0 +1,68 @@
+"""The public names of the package. Importing them registers methods and models with Transformers."""
+
+from typing import Any
+
+from hf_efficient_attn import analysis, functional, integration, kernel, methods, models
+from hf_efficient_attn.conversion import convert, extend_positions
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation.calibration import calibrate
+from hf_efficient_attn.integration.settings import EfficientAttentionConfig
+from hf_efficient_attn.methods import (
+    MethodConfig,
+    MethodInfo,
+    attention,
+    available_methods,
+    method_info,
+    naive_attention,
+    register_method,
+)
+from hf_efficient_attn.training import UptrainingSchedule, uptraining_preset
+
+integration.register()
+models.register()
+
+
+def config_classes() -> dict[str, type[MethodConfig]]:
+    """The config class of every registered method by its name; all of them are attributes of the package."""
+    classes = (method_info(name).config_class for name in available_methods())
+    return {config_class.__name__: config_class for config_class in classes}
+
+
+def find(name: str) -> Any:
+    """Return a public name that is not in `__all__`, because it is imported or registered later than this module.
+
+    Raises:
+        AttributeError: there is no such name.
+    """
+    if name == "UptrainingCallback":
+        # Imported on first use, because `transformers.trainer_callback` takes seconds to import.
+        from hf_efficient_attn.training.callback import UptrainingCallback
+
+        return UptrainingCallback
+    if name in (classes := config_classes()):
+        return classes[name]
+    raise AttributeError(f"module 'hf_efficient_attn' has no attribute {name!r}")
+
+
+__all__ = [
+    "EfficientAttentionConfig",
+    "MethodConfig",
+    "MethodInfo",
+    "UnsupportedAttentionError",
+    "UptrainingSchedule",
+    "analysis",
+    "attention",
+    "available_methods",
+    "calibrate",
+    "convert",
+    "extend_positions",
+    "functional",
+    "integration",
+    "kernel",
+    "method_info",
+    "methods",
+    "models",
+    "naive_attention",
+    "register_method",
+    "uptraining_preset",
+]
