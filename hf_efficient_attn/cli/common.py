@@ -6,9 +6,10 @@ import json
 import os
 import pathlib
 import pkgutil
+import re
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -17,8 +18,11 @@ from typer.core import TyperCommand
 from hf_efficient_attn.errors import UnsupportedAttentionError
 
 if TYPE_CHECKING:
+    import torch
+
     from hf_efficient_attn.methods import MethodConfig
 
+ResultT = TypeVar("ResultT")
 CommandT = TypeVar("CommandT", bound=Callable[..., None])
 
 
@@ -81,6 +85,13 @@ def complete_methods(incomplete: str) -> list[str]:
     return [full for name in names if (full := f"{chosen},{name}" if chosen else name).startswith(incomplete)]
 
 
+def _check_minutes(value: float | None) -> float | None:
+    """Refuse a limit of time that is not a positive number."""
+    if value is not None and not 0 < value < float("inf"):
+        raise typer.BadParameter(f"{value} is not a positive number of minutes.")
+    return value
+
+
 # What the help texts say about --methods.
 DEFAULT_METHODS = "the default methods that support the model; `hf-efficient-attn methods` marks them"
 
@@ -90,6 +101,24 @@ Settings = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="A hyperparameter; method.key=value sets it for one method only."),
 ]
 Threads = Annotated[int | None, typer.Option(metavar="N", min=1, help="Number of threads of PyTorch.")]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="DEVICE",
+        show_default=False,
+        help="Where PyTorch computes, such as cuda, cuda:1 or mps. [default: cpu]",
+    ),
+]
+Minutes = Annotated[
+    float | None,
+    typer.Option(
+        "--minutes",
+        metavar="X",
+        callback=_check_minutes,
+        help="End after about this time: leave out measurements that are not expected to fit.",
+    ),
+]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
 AllowPickle = Annotated[
     bool, typer.Option("--allow-pickle", help="Read pytorch_model.bin (weights only) if there are no safetensors.")
@@ -129,6 +158,118 @@ def _complain(message: str, status: int) -> int:
 def main_of(application: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> None:
     """Run a typer application and end the process with its exit status."""
     sys.exit(run(application, arguments, name))
+
+
+def until_interrupted(work: Callable[[], ResultT]) -> tuple[ResultT, int]:
+    """Do long work that Ctrl-C ends early, so that the command prints and writes what is complete.
+
+    The command then ends with the status, by which `run` says that it was interrupted::
+
+        result, status = until_interrupted(lambda: run_demo(methods, lengths))
+        show(result)
+        raise typer.Exit(status)
+
+    Args:
+        work: returns the result, or raises `evaluation.progress.Interrupted` with a partial one.
+
+    Returns:
+        the result or the partial result, and the exit status: 0 or 130.
+    """
+    from hf_efficient_attn.evaluation.progress import Interrupted
+
+    try:
+        return work(), 0
+    except Interrupted as interruption:
+        return interruption.result, 130
+
+
+def parse_device(name: str | None) -> "torch.device":
+    """Return the device for the value of --device, cpu if it is None.
+
+    Raises:
+        UnsupportedAttentionError: PyTorch does not know the device, or cannot compute on it here.
+    """
+    import torch
+
+    try:
+        device = torch.device("cpu" if name is None else name)
+        torch.ones(1, device=device).item()
+    except (RuntimeError, AssertionError, ImportError):
+        found = ["cpu"]
+        if torch.accelerator.is_available():
+            kind = torch.accelerator.current_accelerator()
+            found += [f"{kind}:{index}" for index in range(torch.accelerator.device_count())]
+        raise UnsupportedAttentionError(
+            f"--device {name}: PyTorch cannot compute there; on this machine it can use {', '.join(found)}"
+        ) from None
+    return device
+
+
+def is_styled() -> bool:
+    """Whether stdout is a terminal that shows bold text; the environment variable NO_COLOR forbids it."""
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    return is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def bold(text: str) -> str:
+    """The text in bold letters on a terminal, and unchanged elsewhere."""
+    return typer.style(text, bold=True) if is_styled() else text
+
+
+class LiveTable:
+    """A Markdown table that is printed row by row; on a terminal, with a bold header.
+
+    The header is printed at once. Rows can be added while a tqdm bar is shown on stderr. No cell is cut: a row with a
+    cell that is wider than its column is longer than the others.
+
+    Args:
+        headers: the titles of the columns.
+        widths: the expected width of the cells of each column; a title that is wider makes its column wider.
+        left: the titles of the columns of text. They are aligned to the left, all others to the right, as numbers.
+    """
+
+    def __init__(self, headers: Sequence[str], widths: Sequence[int], *, left: Collection[str] = ()) -> None:
+        self._widths = [max(len(title), width) for title, width in zip(headers, widths, strict=True)]
+        self._signs = ["<" if title in left else ">" for title in headers]
+        self._print([bold(cell) for cell in self._align(headers)])
+        ends = {"<": "-", ">": ":"}
+        columns = zip(self._widths, self._signs, strict=True)
+        _print_line("|" + "|".join("-" * (width + 1) + ends[sign] for width, sign in columns) + "|")
+
+    def add(self, cells: Sequence[Any]) -> None:
+        """Print a row; None is an empty cell."""
+        self._print(self._align(["" if cell is None else str(cell) for cell in cells]))
+
+    def _align(self, cells: Sequence[str]) -> list[str]:
+        columns = zip(cells, self._signs, self._widths, strict=True)
+        return [f"{cell:{sign}{width}}" for cell, sign, width in columns]
+
+    def _print(self, cells: Sequence[str]) -> None:
+        _print_line("| " + " | ".join(cells) + " |")
+
+
+def _print_line(line: str) -> None:
+    """Print a line to stdout at once, above the progress bars of tqdm."""
+    from tqdm import tqdm
+
+    with tqdm.external_write_mode(file=sys.stdout):
+        typer.echo(line)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+
+
+_NUMBER = re.compile(r"[<>~]?[-+]?[\d,]*\.?\d+(e[-+]?\d+)?( ?(x|%|s|B|kB|MB|GB|MiB))?")
+
+
+def print_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Print a table as `LiveTable` does; columns that contain anything but numbers are aligned to the left."""
+    lines = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    columns = list(zip(*lines, strict=True)) or [()] * len(headers)
+    is_text = [any(cell and not _NUMBER.fullmatch(cell) for cell in column) for column in columns]
+    left = [title for title, text in zip(headers, is_text, strict=True) if text]
+    live = LiveTable(headers, [max(map(len, column), default=0) for column in columns], left=left)
+    for line in lines:
+        live.add(line)
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
