@@ -4,8 +4,8 @@
     sphinx-build -W --keep-going -b html docs docs/_build/html
     sphinx-build -W --keep-going -b doctest -D nb_execution_mode=off docs docs/_build/doctest
 
-The first build executes the notebooks. Neither needs the network. `_ext/reference.py` writes the pages about methods, commands and
-refusals from the code.
+The first build executes the notebooks. Neither needs the network. `_ext/reference.py` writes the pages about methods
+and commands, and the lists of refusals, from the code.
 """
 
 import os
@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-from hf_efficient_attn.version import __version__  # noqa: E402
+from hf_efficient_attn.version import __version__
 
 project = "hf_efficient_attn"
 author = "The developers of hf_efficient_attn"
@@ -42,10 +42,14 @@ nb_execution_raise_on_error = True
 nb_execution_timeout = -1
 nb_merge_streams = True
 
+# Single backticks in docstrings are code.
+default_role = "code"
+smartquotes = False
+
 # Docstrings follow Google's style; types are in the signatures.
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True, "show-inheritance": False}
+autodoc_default_options = {"members": True}
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 python_use_unqualified_type_names = True

@@ -376,8 +376,8 @@ def functional_form(name: str) -> Callable[..., Tensor]:
     lines = "\n".join(f"    {f.name}: {f.metadata.get('help', '')} Default {f.default!r}." for f in fields)
     call.__name__ = call.__qualname__ = f"{name}_attention"
     call.__doc__ = (
-        f"{info.title} ({info.paper}, {info.year}): {info.summary}\n\n{lines}\n\nThe other arguments are those of "
-        "`attention`."
+        f"{info.title} ({info.paper}): {info.summary}\n\nThe arguments up to `seed` are those of `attention`.\n\n"
+        f"Args:\n{lines}"
     )
     signature = inspect.signature(call)
     common = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]

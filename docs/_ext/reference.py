@@ -1,0 +1,350 @@
+"""Sphinx extension: the pages that follow from the code, so that they cannot go out of date.
+
+- `reference/methods/`: one page for each registered method, and a table of all of them.
+- `reference/commands.md`: every command with its options, from the application of the command line.
+- The directive `refusals`, which lists the messages of `UnsupportedAttentionError` in some modules. A build fails if
+  the pages leave out a module that refuses something.
+
+The functions that make text import nothing of Sphinx, so that tests can call them.
+"""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
+PACKAGE = Path(__file__).resolve().parents[2] / "hf_efficient_attn"
+# Functions that raise UnsupportedAttentionError with the message that they are given.
+_RAISING = ("UnsupportedAttentionError", "refuse")
+
+
+def _yes(value: object) -> str:
+    return "yes" if value else "no"
+
+
+def _cell(text: object) -> str:
+    """Text for a cell of a Markdown table."""
+    return " ".join(str(text).split()).replace("|", "\\|")
+
+
+def _table(headers: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    names = list(headers)
+    lines = [names, ["---"] * len(names), *([_cell(cell) for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def method_page(name: str) -> str:
+    """The page of one method in MyST Markdown."""
+    import hf_efficient_attn as hea
+
+    info = hea.method_info(name)
+    config = info.config_class
+    exact = config().exact_length
+    paper = f"[{info.paper}]({info.paper_url})" if info.paper_url else info.paper
+    facts = {
+        "paper": paper,
+        "near field": info.near,
+        "far field": info.far,
+        "causal form, for decoders": _yes(info.causal),
+        "number of keys may differ from the number of queries": _yes(info.rectangular),
+        "decodes from a state of constant size": _yes(info.recurrent),
+        "exact attention up to": f"{exact} keys, with the default hyperparameters" if exact else "no length",
+        "learned parameters": ", ".join(f"`{each}`" for each in info.learned_parameters) or "none",
+        "compared by the commands unless you name methods": _yes(config.default_rank is not None),
+    }
+    options = [
+        (f"`{spec.name}`", f"`{spec.default!r}`", _allowed(spec.metadata), spec.metadata.get("help", ""))
+        for spec in dataclasses.fields(config)
+    ]
+    source = inspect.getdoc(inspect.getmodule(config)) or ""
+    return "\n".join(
+        [
+            f"# {info.title}: `{name}`",
+            "",
+            f"{_sentence(info.summary)} This page states what the method computes, what it can be used for, and its "
+            "hyperparameters. [Choosing a method](../../choosing.md) compares the methods.",
+            "",
+            "```python",
+            f'model = AutoModel.from_pretrained("...", attn_implementation="{name}")',
+            "```",
+            "",
+            _table(("", ""), ((f"**{fact}**", text) for fact, text in facts.items() if text)),
+            "",
+            "## Hyperparameters",
+            "",
+            f"`hea.{config.__name__}`. {' '.join((inspect.getdoc(config) or '').split())}",
+            "",
+            _table(("name", "default", "allowed", "meaning"), options),
+            "",
+            "## Function",
+            "",
+            "```{eval-rst}",
+            f".. autofunction:: hf_efficient_attn.functional.{name}_attention",
+            "```",
+            "",
+            "## From the paper to the code",
+            "",
+            f"From `{Path(inspect.getfile(config)).relative_to(PACKAGE.parent)}`:",
+            "",
+            source,
+            "",
+        ]
+    )
+
+
+def _allowed(metadata: Any) -> str:
+    """The values that a hyperparameter allows, in words."""
+    if metadata.get("choices"):
+        return ", ".join(f"`{choice!r}`" for choice in metadata["choices"])
+    minimum = metadata.get("minimum")
+    return "" if minimum is None else f"integer, at least {minimum}"
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}{'' if text.endswith('.') else '.'}"
+
+
+def methods_index() -> str:
+    """The table of all methods, with links to their pages."""
+    import hf_efficient_attn as hea
+
+    infos = [hea.method_info(name) for name in hea.available_methods()]
+    rows = [
+        (f"[`{i.name}`]({i.name}.md)", i.near, i.far, _yes(i.causal), _yes(i.rectangular), _yes(i.learned_parameters))
+        for i in infos
+    ]
+    return "\n".join(
+        [
+            "# Methods",
+            "",
+            "Every method of this package, with a page for each. A name in the first column is an "
+            "`attn_implementation` in Transformers and an argument of `hea.convert`. The *near field* is computed "
+            "exactly, and the *far field* stands for all other pairs; see [Concepts](../../concepts.md). A decoder "
+            "needs a method with a causal form. In *rectangular* attention the number of keys differs from that of "
+            "the queries, as in BigGAN.",
+            "",
+            _table(("name", "near field", "far field", "causal", "rectangular", "learns parameters"), rows),
+            "",
+            "```{toctree}",
+            ":hidden:",
+            "",
+            *(info.name for info in infos),
+            "```",
+            "",
+        ]
+    )
+
+
+def commands_page() -> str:
+    """The reference of the command line, from its application."""
+    import typer
+
+    from hf_efficient_attn.cli import app
+
+    group: Any = typer.main.get_command(app)
+    context = type(group).context_class(group, info_name="hf-efficient-attn")
+    commands = {name: group.get_command(context, name) for name in group.list_commands(context)}
+    parts = [
+        "# Command line",
+        "",
+        "`hf-efficient-attn` converts, measures and publishes checkpoints without a line of Python. This page lists "
+        "its commands and their options. `python -m hf_efficient_attn` is the same command. The exit status is 0 if "
+        "all went well, 1 after an error while working, such as a file that could not be written, 2 if a request was "
+        "refused, and 130 after Ctrl-C. Errors are one line on stderr.",
+        "",
+        _table(
+            ("command", "purpose"),
+            ((f"[`{name}`](#{name})", _first_sentence(command.help)) for name, command in commands.items()),
+        ),
+        "",
+    ]
+    for name, command in commands.items():
+        inner = type(context)(command, info_name=name, parent=context)
+        records = [(p.param_type_name, p.get_help_record(inner)) for p in command.get_params(inner)]
+        rows = [(f"`{record[0]}`", record[1]) for _, record in records if record and record[0] != "--help"]
+        usage = " ".join([context.command_path, name, *command.collect_usage_pieces(inner)])
+        parts += [f"## {name}", "", command.help or "", "", "```text", usage, "```", ""]
+        parts += [_table(("option", "meaning"), rows), ""]
+        if command.epilog:
+            parts += ["Example:", "", "```bash", command.epilog.removeprefix("Example: "), "```", ""]
+    return "\n".join(parts)
+
+
+def _first_sentence(text: str | None) -> str:
+    return " ".join((text or "").split()).split(". ")[0].rstrip(".") + "."
+
+
+class Refusal(NamedTuple):
+    """A place in the code that refuses something. Names in angle brackets stand for values in the message."""
+
+    module: str
+    line: int
+    message: str
+
+
+def refusals() -> list[Refusal]:
+    """Everything that the package refuses, in the order of the modules; modules are paths such as `cli/convert`."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        module = path.relative_to(PACKAGE).with_suffix("").as_posix()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and _called(node) in _RAISING and node.args:
+                message = " ".join(_text(node.args[0], tree).split())
+                # Some places pass a message on. It is listed where it is written.
+                if any(letter.isalpha() for letter in "".join(_literal(message))):
+                    found.append(Refusal(module, node.lineno, message))
+    return sorted(found)
+
+
+def _called(node: ast.Call) -> str:
+    return node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+
+
+def _literal(message: str) -> Iterator[str]:
+    """The parts of a message outside angle brackets."""
+    for part in message.split("<"):
+        yield part.rpartition(">")[2]
+
+
+@functools.cache
+def _constants() -> dict[str, str]:
+    """The strings that constants of the package hold, such as EXACT = "sdpa"."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=str() as text)):
+                    found[name] = text
+    return found
+
+
+def _text(node: ast.expr, tree: ast.Module) -> str:
+    """The message that an expression makes, with <name> in place of what is known at run time only."""
+    match node:
+        case ast.Constant(value=str() as text):
+            return text
+        case ast.JoinedStr(values=values):
+            return "".join(_text(value, tree) for value in values)
+        case ast.FormattedValue(value=ast.Call() as call) if _called(call) == "unknown_name":
+            return _text(call, tree)
+        case ast.FormattedValue(value=value):
+            return _placeholder(value)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _text(left, tree) + _text(right, tree)
+        case ast.IfExp(body=body, orelse=other):
+            return f"{_text(body, tree)} / {_text(other, tree)}"
+        case ast.Call(args=[kind, *_]) if _called(node) == "unknown_name":
+            return f"unknown {_text(kind, tree)} <name>. Did you mean <name>? Known: <names>."
+        case ast.Call():  # a function of the same module that returns the message
+            for other in ast.walk(tree):
+                if isinstance(other, ast.FunctionDef) and other.name == _called(node):
+                    returned = other.body[-1]
+                    if isinstance(returned, ast.Return) and returned.value is not None:
+                        return _text(returned.value, tree)
+    return _placeholder(node)
+
+
+def _placeholder(node: ast.expr) -> str:
+    match node:
+        case ast.Name(id=name) if name.isupper() and name in _constants():
+            return repr(_constants()[name])
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return f"<{name.strip('_').lower()}>"
+        case ast.Call(args=[inner, *_]):
+            return _placeholder(inner)
+        case ast.Subscript(value=inner):
+            return _placeholder(inner)
+    return "<…>"
+
+
+def escape_docstring(lines: list[str]) -> list[str]:
+    """Make a docstring of this package reStructuredText: in it, stars and bars stand for themselves outside of code."""
+    escaped, literal = [], None
+    for line in lines:
+        indent = len(line) - len(line.lstrip())
+        if literal is not None and line.strip() and indent <= literal:
+            literal = None
+        if literal is None:
+            parts = line.split("`")
+            line = "`".join(
+                re.sub(r"(?<!\\)([*|])", r"\\\1", part) if i % 2 == 0 else part for i, part in enumerate(parts)
+            )
+            if line.endswith("::"):
+                literal = indent
+        escaped.append(line)
+    return escaped
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a page unless it has this text already, so that Sphinx reads it again only after a change."""
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def write_pages(folder: Path) -> None:
+    """Write the pages about methods and commands below `folder`, and remove pages of methods that are gone."""
+    import hf_efficient_attn as hea
+
+    names = hea.available_methods()
+    for name in names:
+        _write(folder / "methods" / f"{name}.md", method_page(name))
+    _write(folder / "methods" / "index.md", methods_index())
+    for path in (folder / "methods").glob("*.md"):
+        if path.stem not in (*names, "index"):
+            path.unlink()
+    _write(folder / "commands.md", commands_page())
+
+
+def setup(app: "Sphinx") -> dict[str, bool]:
+    """Register the extension."""
+    from docutils import nodes
+    from sphinx.util import logging
+    from sphinx.util.docutils import SphinxDirective
+
+    found = refusals()
+
+    class Refusals(SphinxDirective):
+        """A list of the messages in the modules that are the lines of the content; `ops/*` means all below `ops`."""
+
+        has_content = True
+
+        def run(self) -> list[nodes.Node]:
+            covered: set[str] = self.env.__dict__.setdefault("covered_refusals", set())
+            items = nodes.bullet_list(classes=["refusals"])
+            for pattern in self.content:
+                some = [refusal for refusal in found if Path(refusal.module).match(pattern.strip())]
+                if not some:
+                    raise self.error(f"no module {pattern} refuses anything")
+                covered.update(refusal.module for refusal in some)
+                for refusal in some:
+                    items += nodes.list_item("", nodes.paragraph("", "", nodes.literal(text=refusal.message)))
+            return [items]
+
+    def write(app: "Sphinx") -> None:
+        write_pages(Path(app.srcdir) / "reference")
+
+    def check(app: "Sphinx", env: Any) -> None:
+        missing = {refusal.module for refusal in found} - env.__dict__.get("covered_refusals", set())
+        if missing:
+            logging.getLogger(__name__).warning(
+                "refusals of these modules are on no page: %s", ", ".join(sorted(missing))
+            )
+
+    def escape(app: "Sphinx", what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+        if name.startswith("hf_efficient_attn"):
+            lines[:] = escape_docstring(lines)
+
+    app.add_directive("refusals", Refusals)
+    app.connect("autodoc-process-docstring", escape, priority=400)
+    app.connect("builder-inited", write)
+    app.connect("env-check-consistency", check)
+    return {"parallel_read_safe": False, "parallel_write_safe": True}
