@@ -10,7 +10,6 @@ The functions that make text import nothing of Sphinx, so that tests can call th
 
 import ast
 import dataclasses
-import functools
 import inspect
 import re
 from collections.abc import Iterable, Iterator
@@ -214,18 +213,6 @@ def _literal(message: str) -> Iterator[str]:
         yield part.rpartition(">")[2]
 
 
-@functools.cache
-def _constants() -> dict[str, str]:
-    """The strings that constants of the package hold, such as EXACT = "sdpa"."""
-    found = {}
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            match node:
-                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=str() as text)):
-                    found[name] = text
-    return found
-
-
 def _text(node: ast.expr, tree: ast.Module) -> str:
     """The message that an expression makes, with <name> in place of what is known at run time only."""
     match node:
@@ -243,6 +230,13 @@ def _text(node: ast.expr, tree: ast.Module) -> str:
             return f"{_text(body, tree)} / {_text(other, tree)}"
         case ast.Call(args=[kind, *_]) if _called(node) == "unknown_name":
             return f"unknown {_text(kind, tree)} <name>. Did you mean <name>? Known: <names>."
+        case ast.Name(id=name):  # a variable or constant of the same module that holds the message
+            values = [
+                _text(other.value, tree)
+                for other in ast.walk(tree)
+                if isinstance(other, ast.Assign) and [ast.unparse(target) for target in other.targets] == [name]
+            ]
+            return " / ".join(values) or _placeholder(node)
         case ast.Call():  # a function of the same module that returns the message
             for other in ast.walk(tree):
                 if isinstance(other, ast.FunctionDef) and other.name == _called(node):
@@ -254,8 +248,8 @@ def _text(node: ast.expr, tree: ast.Module) -> str:
 
 def _placeholder(node: ast.expr) -> str:
     match node:
-        case ast.Name(id=name) if name.isupper() and name in _constants():
-            return repr(_constants()[name])
+        case ast.Name(id="EXACT"):
+            return "'sdpa'"
         case ast.Name(id=name) | ast.Attribute(attr=name):
             return f"<{name.strip('_').lower()}>"
         case ast.Call(args=[inner, *_]):
@@ -325,8 +319,8 @@ def setup(app: "Sphinx") -> dict[str, bool]:
                 if not some:
                     raise self.error(f"no module {pattern} refuses anything")
                 covered.update(refusal.module for refusal in some)
-                for refusal in some:
-                    items += nodes.list_item("", nodes.paragraph("", "", nodes.literal(text=refusal.message)))
+                for message in dict.fromkeys(refusal.message for refusal in some):
+                    items += nodes.list_item("", nodes.paragraph("", message))
             return [items]
 
     def write(app: "Sphinx") -> None:
