@@ -3,10 +3,14 @@
 import contextlib
 import os
 import pathlib
+import re
 import reprlib
 import stat
+import sys
 from collections.abc import Iterator
 from typing import Any
+
+from safetensors import SafetensorError
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.io.json import read_json_object
@@ -27,6 +31,40 @@ def short_name(path: pathlib.Path, inside: pathlib.Path) -> str:
     """Name a file for error messages: its path relative to the folder `inside`, escaped if it is not printable."""
     name = path.relative_to(inside).as_posix()
     return name if name.isprintable() and len(name) <= 120 else short(name)
+
+
+def check_encoding(path: pathlib.Path, what: str) -> None:
+    """Check that a path means the same to the system as to safetensors, which takes paths in UTF-8 only.
+
+    Args:
+        path: The path.
+        what: What the message calls it.
+
+    Raises:
+        UnsupportedAttentionError: The path has no form in UTF-8, or another one in the encoding of the system.
+    """
+    try:
+        is_possible = os.fsencode(path) == str(path).encode("utf-8")
+    except UnicodeEncodeError:
+        is_possible = False
+    if not is_possible:
+        raise UnsupportedAttentionError(
+            f"{what} is a name that cannot be used here: files of weights need names in UTF-8, and the encoding of "
+            f"this system is {sys.getfilesystemencoding()}; give a name of ASCII letters"
+        )
+
+
+@contextlib.contextmanager
+def writing(path: pathlib.Path) -> Iterator[None]:
+    """Turn errors of safetensors while it writes a file into the errors of the system that they contain."""
+    try:
+        yield
+    except SafetensorError as error:
+        code = re.search(r"os error (\d+)|code: (\d+)", str(error))
+        if code is None:
+            raise
+        number = int(code[1] or code[2])
+        raise OSError(number, os.strerror(number), str(path)) from error
 
 
 @contextlib.contextmanager

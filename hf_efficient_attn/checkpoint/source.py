@@ -17,7 +17,15 @@ from huggingface_hub.utils import (
 )
 
 from hf_efficient_attn.checkpoint.config import check_config
-from hf_efficient_attn.checkpoint.files import plain_name, read_object, refusing, regular_file, short, short_name
+from hf_efficient_attn.checkpoint.files import (
+    check_encoding,
+    plain_name,
+    read_object,
+    refusing,
+    regular_file,
+    short,
+    short_name,
+)
 from hf_efficient_attn.checkpoint.weights import PICKLES, Weights, find_weights
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.io.json import read_json
@@ -87,7 +95,10 @@ def open_checkpoint(source: "str | os.PathLike[str]", *, allow_pickle: bool = Fa
     text = os.fspath(source)
     try:
         path = pathlib.Path(text).resolve()
+        check_encoding(path, f"the source {short(text)}")
         is_folder, exists = bool(text) and path.is_dir(), bool(text) and os.path.lexists(text)
+    except UnsupportedAttentionError:
+        raise
     except (OSError, ValueError) as error:  # longer than a path can be, or with a null character
         raise UnsupportedAttentionError(f"{short(text)} is not the name of a folder") from error
     if is_folder:

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_efficient_attn.checkpoint import CheckedSource, open_checkpoint
-from hf_efficient_attn.checkpoint.files import refusing, short
+from hf_efficient_attn.checkpoint.files import refusing, short, writing
 from hf_efficient_attn.checkpoint.loading import load_with_report, quiet
 from hf_efficient_attn.checkpoint.provenance import FILE, check_hub_id, provenance
 from hf_efficient_attn.checkpoint.staging import check_output, staged
@@ -92,7 +92,7 @@ def convert_checkpoint(
         _check_request(method, hyperparameters, layers)
         name = method
     checked = open_checkpoint(source, allow_pickle=allow_pickle)
-    output_path = check_output(output, checked.folder, force=force)
+    place = check_output(output, checked.folder, force=force)
     model, notes, unused = load_with_report(checked)
     origin = provenance(checked, __version__)
     if base_model is not None:
@@ -101,7 +101,8 @@ def convert_checkpoint(
         origin["max_length"] = max_length
     before = _named_tensors(model)
     _switch(model, method, hyperparameters or {}, layers, max_length)
-    with staged(output_path) as draft:
+    with staged(place) as staging:
+        draft = staging.folder
         changes = _Changes(model, before, checked, draft)
         _write_config(draft, model, checked)
         _write_weights(draft, checked, changes)
@@ -115,6 +116,8 @@ def convert_checkpoint(
         write_card(draft)
         files = [path for path in sorted(draft.rglob("*")) if path.is_file()]
         sizes = [{"name": path.relative_to(draft).as_posix(), "bytes": path.stat().st_size} for path in files]
+    if staging.kept is not None:
+        notes.append(f"what appeared in the output during the work is kept in {staging.kept}")
     removed = [key for key in checked.dropped_keys if not key.startswith("_")]
     if removed:
         notes.append(f"config.json: left out {', '.join(removed)}; code and files from elsewhere are not used")
@@ -124,7 +127,7 @@ def convert_checkpoint(
         notes.append(f"{len(changes.dropped)} learned parameters of another method or size are dropped")
     return {
         "source": os.fspath(source),
-        "output": str(output_path),
+        "output": str(place.path),
         "architecture": type(model).__name__,
         "method": name,
         "settings": dict(model.config.efficient_attention or {}),
@@ -241,7 +244,7 @@ def _saved_names(model: PreTrainedModel, names: Sequence[str], scratch: pathlib.
         return {}
     numbered = {name: torch.full((1,), float(number), dtype=torch.float64) for number, name in enumerate(names)}
     folder = scratch / "names"
-    with quiet(), refusing("names of the new tensors", OSError):
+    with quiet(), refusing("names of the new tensors", OSError), writing(folder):
         model.save_pretrained(folder, state_dict=dict(numbered))
         found = {names[int(tensor)]: name for name, tensor in load_file(folder / "model.safetensors").items()}
     shutil.rmtree(folder)
@@ -271,7 +274,8 @@ def _write_weights(draft: pathlib.Path, checked: CheckedSource, changes: _Change
         tensors = {name: value for name, value in weights.tensors(path).items() if name not in changes.dropped}
         tensors |= {name: changes.new[name].contiguous() for name, home in homes.items() if home == path}
         target = weights.output_name(path)
-        save_file(tensors, draft / target, metadata=weights.metadata(path))
+        with writing(draft / target):
+            save_file(tensors, draft / target, metadata=weights.metadata(path))
         shutil.copymode(draft / "config.json", draft / target)  # save_file makes it readable for its owner only
         weight_map |= dict.fromkeys(tensors, target)
         num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

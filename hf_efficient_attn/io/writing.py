@@ -1,7 +1,9 @@
 """Checks of where commands write their results, made before the work, and atomic writing of the results."""
 
 import contextlib
+import errno
 import importlib.util
+import itertools
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,6 +11,9 @@ from typing import Any
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.io.json import write_json
+
+# Results that this process has written. Later, more complete results of the same work may replace them.
+_written: set[pathlib.Path] = set()
 
 
 def check_drawing() -> None:
@@ -72,17 +77,29 @@ def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
     Yields:
         A temporary file beside it. When the `with` block ends it is renamed to `path`; after an error it is deleted.
+
+    Raises:
+        OSError: The file cannot be written, for example because the disk is full.
     """
     draft = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
         yield draft
         os.replace(draft, path)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise OSError(f"{path} cannot be written: {os.strerror(error.errno)}") from error  # the original names nothing
     finally:
         draft.unlink(missing_ok=True)
 
 
 def write_results(
-    result: Mapping[str, Any], folder: pathlib.Path, name: str, draw: Callable[[Mapping[str, Any], pathlib.Path], None]
+    result: Mapping[str, Any],
+    folder: pathlib.Path,
+    name: str,
+    draw: Callable[[Mapping[str, Any], pathlib.Path], None],
+    *,
+    force: bool = True,
 ) -> list[pathlib.Path]:
     """Write measurements and a figure of them.
 
@@ -91,13 +108,38 @@ def write_results(
         folder: Where the files are written. It is created if it does not exist.
         name: The name of the files without their endings.
         draw: Draws the measurements to a file.
+        force: Replace files that exist. Otherwise files that have appeared since `check_folder` stay, and the results
+            get another name: <name>-1.json, ...
 
     Returns:
         The paths of <name>.json and <name>.png.
     """
     folder.mkdir(exist_ok=True)
     written = [folder / f"{name}.json", folder / f"{name}.png"]
-    draw(result, written[1])
-    with replacing(written[0]) as draft:
-        write_json(draft, result)
+    if not force:
+        written = _reserve(folder, name)
+    try:
+        draw(result, written[1])
+        with replacing(written[0]) as draft:
+            write_json(draft, result)
+    except BaseException:
+        if not force and written[0].stat().st_size == 0:
+            written[0].unlink()
+        raise
+    _written.update(path.absolute() for path in written)
     return written
+
+
+def _reserve(folder: pathlib.Path, name: str) -> list[pathlib.Path]:
+    """The first names for results that nothing has, or that this process has written; the first file is created."""
+    for number in itertools.count():
+        stem = f"{name}-{number}" if number else name
+        paths = [folder / f"{stem}.json", folder / f"{stem}.png"]
+        if all(path.absolute() in _written for path in paths):
+            break
+        if os.path.lexists(paths[1]):
+            continue
+        with contextlib.suppress(FileExistsError):
+            paths[0].touch(exist_ok=False)
+            break
+    return paths
