@@ -4,6 +4,8 @@ A new method adds its instances here. Every promise, every comparison of the fas
 check of a config then runs on them. Their budgets are so small that sequences of 30 to 300 tokens are approximated.
 """
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,13 +34,16 @@ class Instance:
         small: hyperparameters with so small a budget that even 13 tokens are approximated, for tests of gradients.
         limit: "exact" if `with_budget` of the whole sequence gives exact attention, "expectation" if the error only
             decreases with the budget, "none" if the method defines its own attention.
-        random: whether the seed has an effect.
+        random: whether the seed has an effect; None if that is unknown.
         reads_positions: whether masked tokens inside the sequence still count in the distances between the others.
         averages: whether the weights of a query are positive and sum to 1.
         exact_steps: whether decoding attends to all keys exactly instead of approximating as on the whole sequence.
+        square: whether it needs as many queries as keys, although the method has a rectangular form.
+        call_seed: whether the seed of a call has the same effect as that of the config.
         data_dependent: whether the amount of work depends on the data, so that the method cannot be compiled.
         splits_scale: whether queries and keys are both multiplied by sqrt(scale), so that draws depend on both.
         cost: hyperparameter -> how many keys one unit of it costs a query, for those that `with_budget` sets.
+        facts: config -> those of the values above that depend on hyperparameters, for `vary`.
     """
 
     method: str
@@ -46,13 +51,16 @@ class Instance:
     budget: int = 0
     small: dict[str, Any] = field(default_factory=dict)
     limit: str = "none"
-    random: bool = False
+    random: bool | None = False
     reads_positions: bool = False
     averages: bool = True
     exact_steps: bool = False
+    square: bool = False
+    call_seed: bool = True
     data_dependent: bool = False
     splits_scale: bool = False
     cost: dict[str, int] = field(default_factory=lambda: dict(_COST))
+    facts: Callable[[Any], dict[str, Any]] = lambda config: {}
 
     def __str__(self) -> str:
         values = ",".join(str(v) for v in self.hyperparameters.values())
@@ -70,6 +78,12 @@ class Instance:
     def config(self, **changes):
         return self.info.config_class(**{**self.hyperparameters, **changes})
 
+    def vary(self, hyperparameters: dict[str, Any]) -> "Instance":
+        """The method with other hyperparameters, and what is known about it with these."""
+        config = self.info.config_class(**hyperparameters)
+        facts = {"budget": config.exact_length, "random": None, **self.facts(config)}
+        return dataclasses.replace(self, hyperparameters=hyperparameters, small={}, **facts)
+
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **options) -> Tensor:
         return hea.attention(self.config(), query, key, value, attention_mask=mask, **options)
 
@@ -85,6 +99,7 @@ def _near_far(method: str, data_dependent: bool = False, **options) -> Instance:
         random=True,
         exact_steps=True,
         data_dependent=data_dependent,
+        facts=lambda c: {"data_dependent": c.column_scores == "kde"},
     )
 
 
@@ -113,13 +128,24 @@ def _scatterbrain(**options) -> Instance:
     )
 
 
+def _projection_facts(config) -> dict[str, Any]:
+    """Gaussian tables have weights of both signs and depend on the config's seed, but not on that of a call."""
+    return {"averages": config.init == "means", "call_seed": config.init == "means"}
+
+
 def _flurka(method: str, **options) -> Instance:
     """About ten tokens for each projection, and tables as long as the longest sequence of the tests."""
     small = {"projection_dim": 100, "max_length": 300}
     small |= {key: min(7, options[key]) for key in ("num_features", "window_size", "num_landmarks") if key in options}
     sizes = {"projection_dim": 512, "max_length": 5000, **options}
     random = bool(options) and options.get("proposal") != "mean"
-    return Instance(method, sizes, small=small, random=random, splits_scale=method != "flurka_linear")
+    splits_scale = method != "flurka_linear"
+    return Instance(method, sizes, small=small, random=random, splits_scale=splits_scale, facts=_projection_facts)
+
+
+def _reformer_facts(config) -> dict[str, Any]:
+    """Shared queries and keys are another attention."""
+    return {"limit": "none", "square": True} if config.shared_query_key else {}
 
 
 INSTANCES = [
@@ -176,6 +202,7 @@ INSTANCES = [
         "linformer",
         {"projection_dim": 512, "max_length": 5000},
         small={"projection_dim": 100, "max_length": 300},
+        facts=_projection_facts,
     ),
     *(
         Instance(
@@ -186,6 +213,7 @@ INSTANCES = [
             limit="exact",
             averages=False,
             cost=_COST | {"num_landmarks": 2},
+            facts=lambda c: {"square": c.conv_kernel_size > 0},
         )
         for pinv in ("iterative", "solve")
     ),
@@ -207,6 +235,7 @@ INSTANCES = [
         small={"block_size": 2},
         limit="exact",
         random=True,
+        facts=_reformer_facts,
     ),
     Instance(
         "reformer",
@@ -215,6 +244,7 @@ INSTANCES = [
         small={"block_size": 1, "num_hashes": 3},
         limit="exact",
         random=True,
+        facts=_reformer_facts,
     ),
 ]
 
@@ -253,8 +283,12 @@ def inputs(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     spread: float = 1.0,
+    content: str = "normal",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query (B, H, Nq, D), key (B, H_kv, Nk, D) and value (B, H_kv, Nk, Dv), standard normal numbers times `spread`."""
+    """Query (B, H, Nq, D), key (B, H_kv, Nk, D) and value (B, H_kv, Nk, Dv): numbers of a kind, times `spread`.
+
+    `content` is "normal" for standard normal numbers, or one of `CONTENTS`.
+    """
     generator = torch.Generator().manual_seed(seed)
     kv_len = q_len if kv_len is None else kv_len
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -263,7 +297,50 @@ def inputs(
         (batch, num_kv_heads, kv_len, head_dim),
         (batch, num_kv_heads, kv_len, head_dim if value_dim is None else value_dim),
     )
-    return tuple((torch.randn(s, generator=generator, dtype=torch.float64) * spread).to(dtype) for s in shapes)
+    tensors = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    if content != "normal":
+        tensors = CONTENTS[content](*tensors, generator)
+    return tuple((x * spread).to(dtype) for x in tensors)
+
+
+def _few_tokens(query: Tensor, key: Tensor, value: Tensor, generator: torch.Generator) -> list[Tensor]:
+    """At most three different tokens."""
+    tensors = (query, key, value)
+    return [x[:, :, torch.randint(min(3, x.shape[2]), (x.shape[2],), generator=generator)] for x in tensors]
+
+
+def _outlier(query: Tensor, key: Tensor, value: Tensor, generator: torch.Generator) -> list[Tensor]:
+    """One key, with its value, is 30 times as large as the others."""
+    at = torch.randint(key.shape[2], (1,), generator=generator)
+    factor = torch.ones(key.shape[2], 1, dtype=key.dtype).index_fill(0, at, 30.0)
+    return [query, key * factor, value * factor]
+
+
+def _aligned(query: Tensor, key: Tensor, value: Tensor, generator: torch.Generator) -> list[Tensor]:
+    """Each key is three times a query, so that most of a query's weight is on few keys."""
+    heads = torch.arange(key.shape[1]) * (query.shape[1] // key.shape[1])
+    return [query, 3.0 * query[:, heads][:, :, torch.arange(key.shape[2]) % query.shape[2]], value]
+
+
+def _scales(query: Tensor, key: Tensor, value: Tensor, generator: torch.Generator) -> list[Tensor]:
+    """Each feature has a scale from 0.01 to 10."""
+    return [x * 10.0 ** (3.0 * torch.rand(x.shape[3], generator=generator) - 2.0) for x in (query, key, value)]
+
+
+# Numbers that are not standard normal: name -> f(query, key, value, generator), of standard normal ones.
+CONTENTS: dict[str, Callable[..., list[Tensor]]] = {
+    "zeros": lambda *tensors: [torch.zeros_like(x) for x in tensors[:3]],
+    "constant": lambda *tensors: [x[:, :, :1].expand_as(x) for x in tensors[:3]],
+    "few": _few_tokens,
+    "outlier": _outlier,
+    "large": lambda q, k, v, _: [12.0 * q, 12.0 * k, v],
+    "tiny": lambda *tensors: [1e-6 * x for x in tensors[:3]],
+    "aligned": _aligned,
+    "smooth": lambda *tensors: [x.cumsum(2) / x.shape[2] ** 0.5 for x in tensors[:3]],
+    "sparse": lambda *tensors: [x * (x > 1.0) for x in tensors[:3]],
+    "signs": lambda *tensors: [x.sign() for x in tensors[:3]],
+    "scales": _scales,
+}
 
 
 def padding_mask(kind: str, batch: int, kv_len: int, seed: int = 0) -> Tensor | None:
@@ -272,7 +349,7 @@ def padding_mask(kind: str, batch: int, kv_len: int, seed: int = 0) -> Tensor | 
     Args:
         kind: "none" gives None. "left" and "right" have padding on one side, and each sequence of the batch has its own
             number of valid tokens, at least one. "holes" masks random keys. "empty" also masks all keys of the first
-            sequence.
+            sequence. "one" leaves one key of each sequence, and "all" masks every key.
     """
     if kind == "none":
         return None
@@ -281,6 +358,9 @@ def padding_mask(kind: str, batch: int, kv_len: int, seed: int = 0) -> Tensor | 
         num_valid = torch.randint(1, kv_len + 1, (batch, 1), generator=generator)
         mask = torch.arange(kv_len) < num_valid
         return mask.flip(1) if kind == "left" else mask
+    if kind in ("one", "all"):
+        mask = torch.zeros(batch, kv_len, dtype=torch.bool)
+        return mask if kind == "all" else mask.scatter(1, torch.randint(kv_len, (batch, 1), generator=generator), True)
     mask = torch.rand(batch, kv_len, generator=generator) < 0.7
     if kind == "empty":
         mask[0] = False

@@ -1,0 +1,349 @@
+"""Random cases of the promises: what is drawn for each, from the config of each method. `attack.py` runs them.
+
+A case is a promise, a method, hyperparameters and the arguments of the promise's check, all as JSON values.
+"""
+
+import dataclasses
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+import hf_efficient_attn as hea
+import promises
+from instances import CONTENTS, INSTANCES, Instance
+from tiny_models import DECODERS, ENCODERS
+
+ROWS = {instance.method: instance for instance in reversed(INSTANCES)}
+
+PADDINGS = ("left", "right", "holes", "empty", "one", "all")
+# Numbers for which rounding, which depends on the shape of a product, decides no hash, sample or rank. With equal keys
+# minus their mean, for example, nothing but rounding is left, so these are for checks that compare bit by bit.
+GENERIC = ("outlier", "aligned", "smooth", "scales", "tiny")
+# Tables are made for a longest sequence, so these are at least as long as every sequence of a case. Otherwise the
+# initial tables would depend on the length, and so would the output.
+_MAX_LENGTHS = (150, 151, 600, 2400)
+# The largest values that are drawn, for hyperparameters that cost time or are limited.
+_LARGEST = {"num_hashes": 12, "pinv_iterations": 8, "error_percent": 200, "num_probes": 40, "score_groups": 12}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One check of one promise of a method, as JSON values; see the top of this file."""
+
+    promise: str
+    method: str
+    hyperparameters: dict[str, Any]
+    arguments: dict[str, Any]
+
+    @classmethod
+    def from_json(cls, text: str) -> "Case":
+        return cls(**json.loads(text))
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    def run(self, row: Instance | None = None) -> None:
+        """Run the check. `row` describes a method that has no row in `instances.py`."""
+        instance = (row or ROWS[self.method]).vary(self.hyperparameters)
+        arguments = dict(self.arguments)
+        if "dtype" in arguments:
+            arguments["dtype"] = getattr(torch, arguments["dtype"])
+        PROMISES[self.promise].check(instance, **arguments)
+
+
+class Draw:
+    """Draws the parts of a case for one instance."""
+
+    def __init__(self, rng: random.Random, instance: Instance) -> None:
+        self.rng, self.instance = rng, instance
+        self.is_causal = rng.choice(instance.forms)
+
+    def choice(self, *values: Any) -> Any:
+        return self.rng.choice(values)
+
+    def chance(self, probability: float) -> bool:
+        return self.rng.random() < probability
+
+    def length(self, smallest: int = 1, largest: int = 150) -> int:
+        """A number of tokens, often next to a multiple of a hyperparameter, where blocks and budgets end."""
+        sizes = [v for v in vars(self.instance.config()).values() if type(v) is int and 0 < v < 60]
+        sizes += [self.instance.budget] if self.instance.budget else []
+        kind = self.rng.random()
+        if kind < 0.4 and sizes:  # at the end of a block or of the budget
+            length = self.rng.choice(sizes) * self.choice(1, 1, 2, 3, 4) + self.choice(-1, 0, 1)
+        elif kind < 0.75:
+            length = self.rng.randint(1, 30)
+        else:
+            length = self.rng.randint(1, largest)
+        return min(max(length, smallest), largest)
+
+    def heads(self) -> dict[str, Any]:
+        """Heads, dimensions and seed, and numbers whose rounding matters to nothing."""
+        num_kv_heads, head_dim = self.choice(1, 1, 2, 3), self.choice(1, 2, 3, 4, 5, 8, 9, 16)
+        return {
+            "num_heads": num_kv_heads * self.choice(1, 1, 2, 3),
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "value_dim": self.choice(head_dim, head_dim, 1, 5),
+            "seed": self.rng.randrange(10_000),
+            "content": "normal" if self.chance(0.5) else self.choice(*GENERIC),
+        }
+
+    def shape(self, **fixed: Any) -> dict[str, Any]:
+        """Arguments of `inputs` that the instance supports."""
+        q_len = self.length()
+        rectangular = self.instance.info.rectangular and not self.is_causal and not self.instance.square
+        rectangular = rectangular and self.chance(0.3)
+        kv_len = self.length() if rectangular else q_len
+        return {"batch": self.choice(1, 1, 2, 3), "q_len": q_len, "kv_len": kv_len, **self.heads(), **fixed}
+
+    def any_content(self) -> str:
+        return "normal" if self.chance(0.2) else self.choice(*CONTENTS)
+
+    def padding(self) -> str:
+        return self.choice("none", *PADDINGS)
+
+    def dtype(self) -> str:
+        return self.choice("float32", "float32", "float64", "bfloat16", "float16")
+
+    def form(self) -> dict[str, Any]:
+        return {"is_causal": self.is_causal}
+
+
+def draw_hyperparameters(rng: random.Random, row: Instance) -> dict[str, Any]:
+    """Valid values of a method's hyperparameters, from what its config declares about each of them."""
+    while True:
+        values: dict[str, Any] = {}
+        for spec in dataclasses.fields(row.info.config_class):
+            minimum, choices = spec.metadata.get("minimum"), spec.metadata.get("choices")
+            if spec.name == "max_length":
+                values[spec.name] = rng.choice(_MAX_LENGTHS)
+            elif rng.random() < 0.1:
+                continue
+            elif isinstance(spec.default, bool):
+                values[spec.name] = rng.random() < 0.3
+            elif choices is not None:
+                values[spec.name] = rng.choice(choices)
+            elif spec.name == "seed":
+                values[spec.name] = rng.choice((0, rng.randrange(2**31)))
+            elif minimum is not None:
+                largest = _LARGEST.get(spec.name, 40)
+                value = rng.choice((minimum, rng.randint(1, 8), rng.randint(1, 8), rng.randint(1, 40)))
+                values[spec.name] = max(minimum, min(value, largest))
+        try:
+            row.info.config_class(**values)
+        except hea.UnsupportedAttentionError:  # a combination that is not allowed
+            continue
+        return values
+
+
+# What is drawn for each promise: the arguments of its check.
+
+
+def _shapes(draw: Draw) -> dict[str, Any]:
+    return {**draw.form(), "padding": draw.padding(), **draw.shape(dtype=draw.dtype(), content=draw.any_content())}
+
+
+def _exact(draw: Draw) -> dict[str, Any]:
+    length = draw.choice(1, draw.instance.budget, draw.rng.randint(1, draw.instance.budget))
+    rest = draw.shape(content=draw.any_content(), q_len=length, kv_len=length)
+    return {**draw.form(), "length": length, "padding": draw.padding(), **rest}
+
+
+def _arguments(draw: Draw) -> dict[str, Any]:
+    return {**draw.form(), "padding": draw.padding(), **draw.shape()}
+
+
+def _masked_keys(draw: Draw) -> dict[str, Any]:
+    shape = draw.shape(dtype=draw.choice("float32", "float64"), content=draw.any_content())
+    return {**draw.form(), "padding": draw.choice(*PADDINGS), **shape}
+
+
+def _masked_gradients(draw: Draw) -> dict[str, Any]:
+    return {**draw.form(), **draw.shape(batch=draw.choice(1, 2))}
+
+
+def _empty(draw: Draw) -> dict[str, Any]:
+    return {**draw.form(), "length": draw.length(2), **draw.heads(), "content": "normal"}
+
+
+def _padding(draw: Draw) -> dict[str, Any]:
+    before, after = (draw.choice(0, 1, draw.length(1, 40)) for _ in range(2))
+    return {**draw.form(), "length": draw.length(1, 70), "before": before, "after": after, **draw.heads()}
+
+
+def _holes(draw: Draw) -> dict[str, Any]:
+    return {**draw.form(), "length": draw.length(), **draw.heads()}
+
+
+def _future(draw: Draw) -> dict[str, Any]:
+    length = draw.length(2)
+    cut = min(draw.length(), length - 1)
+    return {"length": length, "cut": cut, "padding": draw.padding(), **draw.heads(), "content": draw.any_content()}
+
+
+def _length(draw: Draw) -> dict[str, Any]:
+    length = draw.length(2)
+    return {"length": length, "cut": min(draw.length(), length - 1), **draw.heads()}
+
+
+def _last_queries(draw: Draw) -> dict[str, Any]:
+    length = draw.length(2)
+    last = min(draw.choice(1, 1, 2, draw.length()), length - 1)
+    return {"last": last, "padding": draw.padding(), **draw.heads(), "batch": draw.choice(1, 2), "q_len": length}
+
+
+def _state(draw: Draw) -> dict[str, Any]:
+    length = draw.length()
+    cuts = {draw.rng.randint(0, length) for _ in range(draw.choice(1, 2, 5, 20))}
+    cuts = range(length) if length < 30 and draw.chance(0.3) else sorted(cuts)
+    return {"cuts": list(cuts), "padding": draw.padding(), "q_len": length, **draw.heads()}
+
+
+def _batch(draw: Draw) -> dict[str, Any]:
+    return {**draw.form(), "padding": draw.padding(), **draw.shape(batch=draw.choice(2, 3, 4))}
+
+
+def _seeds(draw: Draw) -> dict[str, Any]:
+    return {**draw.form(), **draw.shape(dtype=draw.dtype(), content=draw.any_content())}
+
+
+def _finite(draw: Draw) -> dict[str, Any]:
+    dtype = draw.choice("float32", "bfloat16", "float16")
+    return {
+        **draw.form(),
+        "dtype": dtype,
+        "logit": draw.choice(0.0, 1.0, 30.0, 100.0, 1e3, 1e4),
+        "autocast": dtype != "float32" and draw.chance(0.5),
+        "length": draw.length(),
+        "head_dim": draw.choice(1, 4, 16, 64),
+        "seed": draw.rng.randrange(10_000),
+    }
+
+
+def _sums(draw: Draw) -> dict[str, Any]:
+    shape = {"q_len": draw.length(), "seed": draw.rng.randrange(10_000), "num_heads": 1}
+    return {**draw.form(), "dtype": draw.choice("bfloat16", "float16"), **shape, "spread": 0.05}
+
+
+def _gradients(draw: Draw) -> dict[str, Any]:
+    length = draw.length(5, 20)
+    return {
+        **draw.form(),
+        "length": length,
+        "value_dim": draw.choice(1, 2, 3),
+        "fast_mode": length > 8 or draw.chance(0.7),
+        "seed": draw.rng.randrange(10_000),
+    }
+
+
+def _naive(draw: Draw) -> dict[str, Any]:
+    scale = draw.choice(None, None, 0.0, -0.5, 1.7)
+    return {**draw.form(), "padding": draw.padding(), "scale": scale, **draw.shape()}
+
+
+def _naive_gradients(draw: Draw) -> dict[str, Any]:
+    # In the readable form queries without a key have no gradient, and in a window such are queries far in the padding.
+    padding = "none" if draw.instance.reads_positions else draw.choice("none", "right")
+    return {**draw.form(), "padding": padding, **draw.shape(batch=draw.choice(1, 2))}
+
+
+def _budget(draw: Draw) -> dict[str, Any]:
+    heads = {key: value for key, value in draw.heads().items() if key not in ("num_heads", "num_kv_heads")}
+    # The global tokens are a part of the budget.
+    smallest = draw.instance.hyperparameters.get("global_tokens", 0) // 2 + 1
+    return {**draw.form(), "length": draw.length(smallest), **heads}
+
+
+def _compiles(draw: Draw) -> dict[str, Any]:
+    return {**draw.form(), "padding": draw.choice("none", "left", "holes"), **draw.shape(content="normal")}
+
+
+def _refused(draw: Draw) -> dict[str, Any]:
+    return {"what": draw.choice(*promises.REFUSED), "q_len": draw.length(2), "seed": draw.rng.randrange(10_000)}
+
+
+def _memory(draw: Draw) -> dict[str, Any]:
+    return {**draw.form(), "length": draw.rng.randint(400, 600), "num_heads": 1, "content": draw.any_content()}
+
+
+def _transaction(draw: Draw) -> dict[str, Any]:
+    return {
+        "family": draw.choice(*ENCODERS, *DECODERS),
+        "layers": draw.choice(None, [0], [1], [0, 1]),
+        "mistake": draw.choice(None, None, "unknown hyperparameter", "missing layer"),
+        "length": draw.rng.randint(2, 90),
+    }
+
+
+class Promise(NamedTuple):
+    """How random cases of a promise are made.
+
+    Attributes:
+        number: of the promise in the list of docs/architecture.md.
+        check: from `promises.py`.
+        draw: draws the arguments of the check.
+        share: how often the promise is drawn, relative to others. What takes seconds is rare.
+        applies: whether the instance makes this promise.
+        fixed: arguments that are not reduced, because the check means nothing for smaller ones.
+    """
+
+    number: int
+    check: Callable[..., None]
+    draw: Callable[[Draw], dict[str, Any]]
+    share: float = 1.0
+    applies: Callable[[Instance], bool] = lambda instance: True
+    fixed: tuple[str, ...] = ()
+
+
+def _is_causal(instance: Instance) -> bool:
+    return instance.info.causal
+
+
+def _is_long_enough(instance: Instance) -> bool:
+    return instance.hyperparameters.get("max_length", 2400) >= 2400
+
+
+PROMISES: dict[str, Promise] = {
+    "shapes": Promise(1, promises.check_shapes, _shapes, 2.0),
+    "exact": Promise(1, promises.check_exact, _exact, applies=lambda i: i.budget > 0),
+    "arguments": Promise(1, promises.check_arguments, _arguments),
+    "masked_keys": Promise(2, promises.check_masked_keys, _masked_keys, 2.0),
+    "masked_gradients": Promise(2, promises.check_masked_gradients, _masked_gradients),
+    "empty_queries": Promise(2, promises.check_queries_without_keys, _empty),
+    "padding": Promise(2, promises.check_padding, _padding, 2.0),
+    "holes": Promise(2, promises.check_holes, _holes, applies=lambda i: not i.reads_positions),
+    "future": Promise(3, promises.check_future, _future, 3.0, _is_causal),
+    "length": Promise(3, promises.check_length, _length, 2.0, _is_causal),
+    "last_queries": Promise(3, promises.check_last_queries, _last_queries, 1.0, _is_causal),
+    "state": Promise(3, promises.check_state, _state, 3.0, lambda i: i.info.recurrent),
+    "batch": Promise(4, promises.check_batch, _batch, 2.0),
+    "seeds": Promise(5, promises.check_seeds, _seeds),
+    "training_seeds": Promise(5, promises.check_global_seed, _seeds),
+    "finite": Promise(6, promises.check_finite, _finite),
+    "sums": Promise(6, promises.check_sums, _sums, applies=lambda i: i.averages),
+    "gradients": Promise(7, promises.check_gradients, _gradients, 0.2),
+    "naive": Promise(7, promises.check_naive, _naive, 2.0),
+    "naive_gradients": Promise(7, promises.check_naive_gradients, _naive_gradients),
+    "budget": Promise(8, promises.check_whole_budget, _budget, applies=lambda i: i.limit == "exact"),
+    "compiles": Promise(9, promises.check_compiles, _compiles, 0.004, lambda i: not i.data_dependent),
+    "refused": Promise(10, promises.check_refused, _refused),
+    "memory": Promise(11, promises.check_largest_tensor, _memory, 0.1, _is_long_enough, ("length",)),
+    "transaction": Promise(12, promises.check_transaction, _transaction, 0.2, lambda i: i.method in ROWS),
+}
+
+
+def draw_case(rng: random.Random, rows: dict[str, Instance], names: list[str]) -> Case | None:
+    """A random case of one of the methods and one of the promises `names`; None if the draw has no such promise."""
+    row = rows[rng.choice(list(rows))]
+    hyperparameters = draw_hyperparameters(rng, row)
+    instance = row.vary(hyperparameters)
+    applying = [name for name in names if PROMISES[name].applies(instance)]
+    if not applying:
+        return None
+    (name,) = rng.choices(applying, [PROMISES[name].share for name in applying])
+    return Case(name, row.method, hyperparameters, PROMISES[name].draw(Draw(rng, instance)))

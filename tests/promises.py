@@ -1,0 +1,555 @@
+"""The checks of the promises that every method keeps.
+
+A check is a function of an instance that raises `AssertionError` if the promise is broken. `test_promises.py` runs each
+check on every instance, and `attack.py` on random hyperparameters and inputs. `**shape` are arguments of `inputs`.
+"""
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hf_efficient_attn as hea
+from hf_efficient_attn.methods import attention_with_state
+from hf_efficient_attn.ops import causal as causal_ops
+from hf_efficient_attn.ops import near_far as near_far_ops
+from instances import Instance, inputs, padding_mask, relative_error
+from tiny_models import DECODERS, output, tiny_batch, tiny_model
+
+
+def assert_close(ours: Tensor, other: Tensor, tolerance: float) -> None:
+    """Equal up to `tolerance` times the largest number."""
+    largest = other.abs().max().item() if other.numel() else 0.0
+    torch.testing.assert_close(ours, other, rtol=tolerance, atol=tolerance * max(1.0, largest))
+
+
+def outputs_that_count(key_mask: Tensor | None, out: Tensor) -> Tensor:
+    """bool (B, H, Nq), True for the outputs at valid queries. In self-attention the key mask masks queries as well."""
+    if key_mask is None or key_mask.shape[1] != out.shape[2]:
+        return torch.ones(out.shape[:3], dtype=torch.bool)
+    return key_mask[:, None].expand(out.shape[:3])
+
+
+def exact_attention(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, is_causal: bool) -> Tensor:
+    """`scaled_dot_product_attention` with a dense mask; the queries are the last positions, and 0 without a key."""
+    q_len, kv_len, groups = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    pairs = torch.ones(q_len, kv_len, dtype=torch.bool)
+    pairs = (pairs.tril(kv_len - q_len) if is_causal else pairs).expand(query.shape[0], 1, -1, -1)
+    pairs = pairs if key_mask is None else pairs & key_mask[:, None, None]
+    exact = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=pairs)
+    return exact.masked_fill(~pairs.any(-1, keepdim=True), 0.0)
+
+
+# 1. Shapes, and exactness within the budget.
+
+
+def check_shapes(instance: Instance, is_causal: bool, padding: str = "none", **shape: Any) -> None:
+    """The output has the right shape and dtype and is finite, and it is an average of values."""
+    query, key, value = inputs(**shape)
+    key_mask = padding_mask(padding, key.shape[0], key.shape[2])
+    out = instance(query, key, value, key_mask, is_causal=is_causal)
+    assert out.shape == (*query.shape[:3], value.shape[3])
+    assert out.dtype == value.dtype
+    assert out.isfinite().all()
+    if instance.averages:
+        rounding = 1.0 + 20.0 * torch.finfo(value.dtype).eps
+        assert out.abs().max() <= value.abs().max() * rounding + 1e-6, "an output exceeds all values"
+
+
+def check_exact(instance: Instance, is_causal: bool, length: int, padding: str = "none", **shape: Any) -> None:
+    """The output is that of `scaled_dot_product_attention` with a dense mask."""
+    tensors = inputs(**{"batch": 2, "q_len": length, "dtype": torch.float64, **shape})
+    key_mask = padding_mask(padding, tensors[1].shape[0], tensors[1].shape[2])
+    out = instance(*tensors, key_mask, is_causal=is_causal)
+    assert_close(out, exact_attention(*tensors, key_mask, is_causal), 1e-9)
+
+
+def check_arguments(instance: Instance, is_causal: bool, padding: str = "none", **shape: Any) -> None:
+    """Grouped queries use the keys of their group; strides have no influence; inputs are not modified."""
+    tensors = inputs(**{"dtype": torch.float64, **shape})
+    key_mask = padding_mask(padding, tensors[1].shape[0], tensors[1].shape[2])
+    given = [x.clone() for x in tensors]
+    out = instance(*given, key_mask, is_causal=is_causal)
+    assert all(torch.equal(x, y) for x, y in zip(given, tensors, strict=True)), "an input was modified"
+    views = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
+    groups = tensors[0].shape[1] // tensors[1].shape[1]
+    views[1:] = [x.repeat_interleave(groups, 1) for x in views[1:]]
+    assert_close(instance(*views, key_mask, is_causal=is_causal), out, 1e-8)
+
+
+# 2. Padding.
+
+
+def check_masked_keys(instance: Instance, is_causal: bool, padding: str = "holes", **shape: Any) -> None:
+    """The outputs at valid queries are the same bit for bit, whatever the masked keys and values contain."""
+    query, key, value = inputs(**shape)
+    key_mask = padding_mask(padding, key.shape[0], key.shape[2])
+    is_self_attention = query.shape[2] == key.shape[2]
+    clean = instance(query, key, value, key_mask, is_causal=is_causal)
+    valid = outputs_that_count(key_mask, clean)
+    for garbage in (torch.nan, torch.inf, -torch.inf, 1e30):
+        changed = [x.masked_fill(~key_mask[:, None, :, None], garbage) for x in (key, value)]
+        # In self-attention the padding has queries as well, and only the outputs of those may change.
+        changed_query = query.masked_fill(~key_mask[:, None, :, None], garbage) if is_self_attention else query
+        out = instance(changed_query, *changed, key_mask, is_causal=is_causal)
+        assert torch.equal(out[valid], clean[valid]), f"{garbage} in masked keys changes the output"
+
+
+def check_masked_gradients(instance: Instance, is_causal: bool, **shape: Any) -> None:
+    """NaN in masked keys and values reaches no gradient, and their own gradient is 0."""
+    query, key, value = inputs(**{"batch": 2, "q_len": 70, **shape})
+    key_mask = padding_mask("holes", *key.shape[0:3:2])
+    key_mask[0, :3] = False
+    leaves = [query, *(x.masked_fill(~key_mask[:, None, :, None], torch.nan) for x in (key, value))]
+    leaves = [x.requires_grad_() for x in leaves]
+    out = instance(*leaves, key_mask, is_causal=is_causal)
+    loss = out[outputs_that_count(key_mask, out)].square().sum()
+    # Where nothing is attended to, there may be no graph, which means a gradient of 0.
+    grads = torch.autograd.grad(loss, leaves, materialize_grads=True)
+    assert all(grad.isfinite().all() for grad in grads)
+    for leaf, grad in zip(leaves[1:], grads[1:], strict=True):
+        masked = grad[~key_mask[:, None, :].expand(leaf.shape[:3])]
+        assert torch.equal(masked, torch.zeros_like(masked))
+
+
+def check_queries_without_keys(instance: Instance, is_causal: bool, length: int = 90, **shape: Any) -> None:
+    """If all keys of a query are masked or in the future, its output is 0 and all gradients are finite."""
+    leaves = [x.requires_grad_() for x in inputs(**{"batch": 2, "q_len": length, **shape})]
+    key_mask = torch.zeros(2, length, dtype=torch.bool)
+    key_mask[1, length // 2 :] = True
+    out = instance(*leaves, key_mask, is_causal=is_causal)
+    assert torch.equal(out[0], torch.zeros_like(out[0]))
+    if is_causal:
+        before = out[1, :, : length // 2]
+        assert torch.equal(before, torch.zeros_like(before))
+    assert out.isfinite().all()
+    assert out[1, :, length // 2 :].abs().amax(-1).min() > 0
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum(), leaves, materialize_grads=True))
+
+
+def check_padding(instance: Instance, is_causal: bool, length: int, before: int, after: int, **shape: Any) -> None:
+    """The output is that without padding: masked keys count in no mean, rank or denominator."""
+    shape = {"seed": 0, "dtype": torch.float64, **shape, "batch": 1}
+    tensors = inputs(**shape, q_len=length)
+    padded = [torch.nn.functional.pad(x, (0, 0, before, after), value=3.0) for x in tensors]
+    other = inputs(**{**shape, "seed": shape["seed"] + 1}, q_len=before + length + after)
+    key_mask = torch.ones(2, before + length + after, dtype=torch.bool)
+    key_mask[0, :before] = False
+    key_mask[0, before + length :] = False
+    both = instance(*(torch.cat(pair) for pair in zip(padded, other, strict=True)), key_mask, is_causal=is_causal)
+    alone = instance(*tensors, is_causal=is_causal)
+    assert_close(both[:1, :, before : before + length], alone, 1e-8)
+    assert_close(both[1:], instance(*other, is_causal=is_causal), 1e-8)
+
+
+def check_holes(instance: Instance, is_causal: bool, length: int, seed: int = 0, **shape: Any) -> None:
+    """Masking tokens inside the sequence gives the output without these tokens."""
+    tensors = inputs(**{"dtype": torch.float64, **shape}, q_len=length, seed=seed)
+    key_mask = padding_mask("holes", 1, length, seed)
+    key_mask[0, -1] = True
+    out = instance(*tensors, key_mask, is_causal=is_causal)[:, :, key_mask[0]]
+    assert_close(out, instance(*(x[:, :, key_mask[0]] for x in tensors), is_causal=is_causal), 1e-8)
+
+
+# 3. The future.
+
+
+def check_future(instance: Instance, length: int, cut: int, padding: str = "none", seed: int = 0, **shape: Any) -> None:
+    """If all tokens from the cut on and their mask are replaced, the outputs before it are the same bit for bit."""
+    # The fused kernel is used if value_dim equals head_dim, and the package's own kernel otherwise.
+    shape = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 6, "value_dim": 6 - seed % 2, **shape}
+    shape |= {"batch": 2, "q_len": length}
+    original, other = inputs(**shape, seed=seed), inputs(**{**shape, "spread": 40.0}, seed=seed + 1)
+    key_mask, other_mask = (padding_mask(padding, 2, length, seed + i) for i in (0, 1))
+    changed = [torch.cat((a[:, :, :cut], b[:, :, cut:]), 2) for a, b in zip(original, other, strict=True)]
+    changed_mask = None if key_mask is None else torch.cat((key_mask[:, :cut], other_mask[:, cut:]), 1)
+    out = instance(*original, key_mask, is_causal=True)
+    assert torch.equal(instance(*changed, changed_mask, is_causal=True)[:, :, :cut], out[:, :, :cut])
+
+
+def check_length(instance: Instance, length: int, cut: int, **shape: Any) -> None:
+    """An output does not depend on the number of later tokens."""
+    whole = inputs(**{"dtype": torch.float64, **shape}, q_len=length)
+    out = instance(*(x[:, :, :cut] for x in whole), is_causal=True)
+    assert_close(out, instance(*whole, is_causal=True)[:, :, :cut], 1e-9)
+
+
+def check_last_queries(instance: Instance, last: int, padding: str = "none", seed: int = 0, **shape: Any) -> None:
+    """With a cache the output is the end of the whole sequence, or exact attention if the method decodes exactly."""
+    query, key, value = inputs(**{"batch": 2, "q_len": 120, "dtype": torch.float64, **shape}, seed=seed)
+    key_mask = padding_mask(padding, key.shape[0], key.shape[2], seed)
+    if instance.exact_steps:
+        expected = exact_attention(query, key, value, key_mask, True)
+    else:
+        expected = instance(query, key, value, key_mask, is_causal=True)
+    ours = instance(query[:, :, -last:], key, value, key_mask, is_causal=True)
+    assert_close(ours, expected[:, :, -last:], 1e-8)
+
+
+def check_state(instance: Instance, cuts: list[int], padding: str = "none", **shape: Any) -> None:
+    """Causal attention of one chunk of tokens after the other, each from the state before it, is the causal form."""
+    query, key, value = inputs(**{"batch": 2, "dtype": torch.float64, **shape})
+    key_mask = padding_mask(padding, query.shape[0], query.shape[2])
+    state, outs = None, []
+    for start, end in itertools.pairwise(sorted({0, query.shape[2], *cuts})):
+        chunk_mask = None if key_mask is None else key_mask[:, start:end]
+        tokens = (x[:, :, start:end] for x in (query, key, value))
+        out, state = attention_with_state(instance.config(), state, *tokens, attention_mask=chunk_mask)
+        outs.append(out)
+    assert_close(torch.cat(outs, 2), instance(query, key, value, key_mask, is_causal=True), 1e-9)
+
+
+# 4. The batch.
+
+
+def check_batch(instance: Instance, is_causal: bool, padding: str = "none", **shape: Any) -> None:
+    """The output of each sequence of a batch is that of the sequence alone."""
+    shape = {"batch": 3, "dtype": torch.float64, **shape}
+    tensors = inputs(**shape)
+    key_mask = padding_mask(padding, shape["batch"], tensors[1].shape[2])
+    out = instance(*tensors, key_mask, is_causal=is_causal)
+    for b in range(shape["batch"]):
+        own_mask = None if key_mask is None else key_mask[b : b + 1]
+        alone = instance(*(x[b : b + 1] for x in tensors), own_mask, is_causal=is_causal)
+        assert_close(out[b : b + 1], alone, 1e-8)
+
+
+# 5. Seeds.
+
+
+def check_seeds(instance: Instance, is_causal: bool, **shape: Any) -> None:
+    """The seed alone determines the output, and the global generator is not used."""
+    tensors = inputs(**{"q_len": 90, **shape})
+    torch.manual_seed(0)
+    state = torch.random.get_rng_state()
+    first, again, other = (instance(*tensors, is_causal=is_causal, seed=s) for s in (3, 3, 4))
+    assert torch.equal(torch.random.get_rng_state(), state), "the global generator was used"
+    assert torch.equal(first, again), "the same seed gave another output"
+    assert instance.random is None or torch.equal(first, other) != instance.random, "another seed"
+    if instance.call_seed:
+        configured = hea.attention(instance.config(seed=3), *tensors, is_causal=is_causal)
+        called = hea.attention(instance.config(seed=0), *tensors, is_causal=is_causal, seed=3)
+        assert torch.equal(configured, called), "the config's seed is not the same as the call's"
+
+
+def check_global_seed(instance: Instance, is_causal: bool, **shape: Any) -> None:
+    """With seed=None, for training, the state of the global generator determines the output."""
+    tensors = inputs(**{"q_len": 90, **shape})
+    outs = []
+    for start in (0, 0, 1):
+        torch.manual_seed(start)
+        outs.append(instance(*tensors, is_causal=is_causal, seed=None))
+    state = torch.random.get_rng_state()
+    assert torch.equal(outs[0], outs[1])
+    if instance.random is not None:
+        assert torch.equal(outs[0], outs[2]) != instance.random
+        instance(*tensors, is_causal=is_causal, seed=None)
+        assert torch.equal(torch.random.get_rng_state(), state) != instance.random
+
+
+# 6. Finite outputs.
+
+
+def check_finite(
+    instance: Instance,
+    is_causal: bool,
+    dtype: torch.dtype,
+    logit: float,
+    autocast: bool,
+    *,
+    length: int = 75,
+    head_dim: int = 64,
+    seed: int = 0,
+) -> None:
+    """Logits of both signs up to `logit`. With head_dim 64, q . k before scaling exceeds the largest float16 number."""
+    size = (logit * head_dim**0.5 / head_dim) ** 0.5
+    query, key, value = (x.sign() * size for x in inputs(q_len=length, head_dim=head_dim, seed=seed))
+    key = torch.where(torch.arange(length)[:, None] % 3 == 0, query, key)
+    key = torch.where(torch.arange(length)[:, None] % 3 == 1, -query, key)
+    value = inputs(q_len=length, head_dim=head_dim, spread=100.0, seed=seed)[2]
+    leaves = [x.to(dtype).requires_grad_() for x in (query, key, value)]
+    key_mask = padding_mask("left", 1, length, 3)
+    context = torch.autocast("cpu", dtype=dtype, enabled=autocast)
+    with context:
+        given = [x.float() if autocast else x for x in leaves]
+        for mask in (None, key_mask):
+            out = instance(*given, mask, is_causal=is_causal)
+            assert out.dtype == dtype
+            assert out.isfinite().all()
+            assert not instance.averages or out.abs().max() <= value.abs().max() * 1.01
+    if dtype != torch.float16:
+        grads = torch.autograd.grad(out.float().sum(), leaves, materialize_grads=True)
+        assert all(grad.isfinite().all() for grad in grads)
+
+
+def check_sums(instance: Instance, is_causal: bool, dtype: torch.dtype, **shape: Any) -> None:
+    """Weights are summed in float32: the average of 700 equal values is this value up to the precision of `dtype`."""
+    query, key, value = inputs(**{"q_len": 700, "head_dim": 16, "spread": 0.05, **shape}, dtype=dtype)
+    value = torch.full_like(value, 1.0)
+    out = instance(query, key, value, is_causal=is_causal)
+    torch.testing.assert_close(out, torch.ones_like(out), rtol=torch.finfo(dtype).eps, atol=0.0)
+
+
+# 7. Gradients, and the readable form.
+
+
+@contextmanager
+def held_plans() -> Iterator[None]:
+    """Use the hash and the samples of the first call in all later calls, as the gradient does."""
+    plans = {}
+
+    def holding(plan: Callable) -> Callable:
+        def planned(*arguments: Any, **options: Any) -> Any:
+            if plan.__name__ not in plans:
+                plans[plan.__name__] = plan(*arguments, **options)
+            return plans[plan.__name__]
+
+        return planned
+
+    near_far, segments = holding(near_far_ops.make_plan), holding(causal_ops.plan_intervals)
+    with patch.object(near_far_ops, "make_plan", near_far), patch.object(causal_ops, "plan_intervals", segments):
+        yield
+
+
+def check_gradients(
+    instance: Instance, is_causal: bool, length: int, value_dim: int, fast_mode: bool = False, seed: int = 0
+) -> None:
+    """Gradients agree with finite differences in float64, with hash and samples held fixed."""
+    shape = {"batch": 2, "num_heads": 1, "q_len": length, "head_dim": 2, "value_dim": value_dim, "seed": seed}
+    key_mask = torch.ones(2, length, dtype=torch.bool)
+    key_mask[0, -2:] = False
+    key_mask[1, :1] = False
+
+    def output(*leaves: Tensor) -> Tensor:
+        out = hea.attention(instance.config(**instance.small), *leaves, attention_mask=key_mask, is_causal=is_causal)
+        return out.masked_fill(~key_mask[:, None, :, None], 0.0)
+
+    with held_plans():
+        leaves = [x.requires_grad_() for x in inputs(**shape, dtype=torch.float64)]
+        assert torch.autograd.gradcheck(output, leaves, fast_mode=fast_mode, raise_exception=False)
+
+
+def naive(instance: Instance, *tensors: Tensor, is_causal: bool, mask: Tensor | None = None, **options: Any) -> Tensor:
+    return hea.naive_attention(instance.config(), *tensors, attention_mask=mask, is_causal=is_causal, **options)
+
+
+def check_naive(
+    instance: Instance, is_causal: bool, padding: str = "none", scale: float | None = None, **shape: Any
+) -> None:
+    """The fast form is the readable form."""
+    tensors = inputs(**{"dtype": torch.float64, **shape})
+    key_mask = padding_mask(padding, tensors[1].shape[0], tensors[1].shape[2])
+    ours = instance(*tensors, key_mask, is_causal=is_causal, scale=scale, seed=3)
+    other = naive(instance, *tensors, mask=key_mask, is_causal=is_causal, scale=scale, seed=3)
+    valid = outputs_that_count(key_mask, ours)
+    assert_close(ours[valid], other[valid], 1e-9)
+
+
+def check_naive_gradients(instance: Instance, is_causal: bool, padding: str = "right", **shape: Any) -> None:
+    """The gradients of the fast form are those of the readable form."""
+    tensors = [x.requires_grad_() for x in inputs(**{"batch": 2, "dtype": torch.float64, **shape})]
+    # Every sequence has valid keys: the readable form has no gradient at queries without keys.
+    key_mask = padding_mask(padding, tensors[1].shape[0], tensors[1].shape[2])
+    grads = []
+    for form in (hea.attention, hea.naive_attention):
+        out = form(instance.config(), *tensors, attention_mask=key_mask, is_causal=is_causal)
+        weight = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        loss = (out * weight)[outputs_that_count(key_mask, out)].sum()
+        grads.append(torch.autograd.grad(loss, tensors, materialize_grads=True))
+    for ours, other in zip(*grads, strict=True):
+        assert_close(ours, other, 1e-8)
+
+
+# 8. The budget.
+
+
+def budget_error(instance: Instance, is_causal: bool, budget: int, seeds: int = 4, **shape: Any) -> float:
+    """The error with a budget relative to exact attention, as a root mean square over seeds."""
+    tensors = inputs(**{"head_dim": 8, "num_heads": 4, "dtype": torch.float64, **shape})
+    exact = torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=is_causal)
+    config = instance.config().with_budget(budget)
+    errors = [relative_error(hea.attention(config, *tensors, is_causal=is_causal, seed=s), exact) for s in range(seeds)]
+    return (sum(e**2 for e in errors) / seeds) ** 0.5
+
+
+def check_whole_budget(instance: Instance, is_causal: bool, length: int, **shape: Any) -> None:
+    """The error is 0 if the budget is as large as the sequence."""
+    assert budget_error(instance, is_causal, 2 * length + 1, 1, q_len=length, **shape) < 1e-9
+
+
+def check_converges(instance: Instance, is_causal: bool, length: int = 200) -> None:
+    """The error decreases with the budget, and is 0 if the budget is as large as the sequence."""
+    errors = [budget_error(instance, is_causal, c, q_len=length) for c in (length // 8, length // 3, length - 20)]
+    assert errors[0] > errors[1] > errors[2] > 0, errors
+    check_whole_budget(instance, is_causal, length)
+
+
+def check_converges_in_expectation(instance: Instance, is_causal: bool, length: int = 60) -> None:
+    """Eight times the budget more than halves the error.
+
+    The variance of random features grows with the exponential of the logits, so the inputs are half as large as usual.
+    """
+    errors = [budget_error(instance, is_causal, c, 8, q_len=length, spread=0.5) for c in (32, 256, 2048)]
+    assert all(small < large / 2 for large, small in itertools.pairwise(errors)), errors
+
+
+# 9. torch.compile.
+
+
+def check_compiles(
+    instance: Instance, is_causal: bool, backend: str = "aot_eager", padding: str = "left", **shape: Any
+) -> None:
+    """The graph has no break, so no branch depends on values. Output and gradients are those of eager mode."""
+    leaves = [x.requires_grad_() for x in inputs(**{"batch": 2, "q_len": 61, **shape}, dtype=torch.float64)]
+    key_mask = padding_mask(padding, leaves[1].shape[0], leaves[1].shape[2])
+    torch._dynamo.reset()
+
+    def call(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        return instance(query, key, value, mask, is_causal=is_causal)
+
+    compiled = torch.compile(call, fullgraph=True, backend=backend)
+    outs = []
+    for form in (call, compiled):
+        try:
+            out = form(*leaves, key_mask)
+        except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as error:
+            raise AssertionError(f"it does not compile in one graph: {error}") from error
+        outs.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    for eager, other in zip(*outs, strict=True):
+        torch.testing.assert_close(other, eager, rtol=1e-8, atol=1e-8)
+
+
+# 10. Refusals.
+
+_Call = Callable[[Tensor, Tensor, Tensor], tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]]
+
+
+def _with(**options: Any) -> _Call:
+    return lambda query, key, value: ((query, key, value), options)
+
+
+def _mask(shape: Callable[[int, int], tuple[int, ...]], dtype: torch.dtype = torch.bool) -> _Call:
+    """A call with a mask of ones of the shape that `shape` gives for the batch and the number of keys."""
+    return lambda query, key, value: (
+        (query, key, value),
+        {"attention_mask": torch.ones(shape(key.shape[0], key.shape[2]), dtype=dtype)},
+    )
+
+
+def _change(change: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]) -> _Call:
+    return lambda query, key, value: (change(query, key, value), {})
+
+
+# Name -> (what the message says, a call that must be refused). The query has four heads.
+REFUSED: dict[str, tuple[str, _Call]] = {
+    "4-D mask": (r"4-D attention mask .*bool mask of shape \(\d+, \d+\)", _mask(lambda b, n: (b, 1, n, n))),
+    "float mask": (r"must be bool \(.*\), True = attend; got torch.float32", _mask(lambda b, n: (b, n), torch.float32)),
+    "integer mask": (r"must be bool \(.*\).*torch.int64", _mask(lambda b, n: (b, n), torch.int64)),
+    "shorter mask": (r"must be bool \(\d+, \d+\)", _mask(lambda b, n: (b, n - 1))),
+    "mask of another batch": (r"must be bool \(\d+, \d+\)", _mask(lambda b, n: (b + 1, n))),
+    "1-D mask": (r"must be bool \(\d+, \d+\)", _mask(lambda b, n: (n,))),
+    "3-D mask": (r"must be bool \(\d+, \d+\)", _mask(lambda b, n: (b, n, n))),
+    "3-D inputs": ("batch, num_heads, length, head_dim", _change(lambda q, k, v: (q[0], k[0], v[0]))),
+    "fewer keys than values": ("do not fit together", _change(lambda q, k, v: (q, k[:, :, :-1], v))),
+    "another head_dim": ("do not fit together", _change(lambda q, k, v: (q, torch.cat((k, k), 3), v))),
+    "another batch": ("do not fit together", _change(lambda q, k, v: (torch.cat((q, q)), k, v))),
+    "key heads that do not divide": (
+        "number of key heads, 3, must divide the number of query heads, 4",
+        _change(lambda q, k, v: (q, k.repeat(1, 3, 1, 1)[:, :3], v.repeat(1, 3, 1, 1)[:, :3])),
+    ),
+    "no key heads": ("number of key heads, 0", _change(lambda q, k, v: (q, k[:, :0], v[:, :0]))),
+    "another dtype of keys": ("the same floating-point dtype", _change(lambda q, k, v: (q, k.double(), v))),
+    "another dtype of values": ("the same floating-point dtype", _change(lambda q, k, v: (q, k, v.half()))),
+    "integers": ("the same floating-point dtype", _change(lambda q, k, v: (q.int(), k.int(), v.int()))),
+    "negative dropout": ("dropout_p=.* must be at least 0 and below 1", _with(dropout_p=-0.1)),
+    "dropout of 1": ("dropout_p=.* must be at least 0 and below 1", _with(dropout_p=1.0)),
+    "dropout of 2": ("dropout_p=.* must be at least 0 and below 1", _with(dropout_p=2.0)),
+    "dropout of NaN": ("dropout_p=.* must be at least 0 and below 1", _with(dropout_p=torch.nan)),
+    "seed that is a string": ("seed must be an integer or None, not str", _with(seed="0")),
+    "seed that is a fraction": ("seed must be an integer or None, not float", _with(seed=1.5)),
+    "seed that is a list": ("seed must be an integer or None, not list", _with(seed=[1])),
+    "unknown hyperparameter": ("unknown hyperparameter 'qqq'", _with(qqq=1)),
+}
+
+
+def check_refused(instance: Instance, what: str, **shape: Any) -> None:
+    """The call is refused, and the message states what is refused, why, and what to do instead."""
+    message, call = REFUSED[what]
+    tensors, options = call(*inputs(**{"batch": 2, "q_len": 50, **shape, "num_heads": 4, "dtype": torch.float32}))
+    refusal = None
+    try:
+        hea.attention(instance.config(), *tensors, **options)
+    except hea.UnsupportedAttentionError as error:
+        refusal = str(error)
+    assert refusal is not None, f"{what}: not refused"
+    assert re.search(message, refusal) and "\n" not in refusal, f"{what}: the message is {refusal}"
+
+
+# 11. Memory. `test_promises.py` measures the memory of a process as well.
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the largest number of elements of a tensor that an operator returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(x, Tensor):  # a view that is expanded needs no memory of its own
+                self.numel = max(self.numel, x.untyped_storage().nbytes() // x.element_size())
+        return result
+
+
+def check_largest_tensor(instance: Instance, is_causal: bool, length: int, **shape: Any) -> None:
+    """Four times the length makes no tensor more than eight times as large. One for all pairs is 16 times as large.
+
+    What is computed in chunks of a constant size may reach this size first, so a second step counts as well.
+    """
+    sizes: list[int] = []
+    for q_len in (length, 4 * length, 16 * length):
+        with LargestTensor() as largest:
+            instance(*inputs(**shape, q_len=q_len), is_causal=is_causal)
+        if sizes and largest.numel <= 8 * sizes[-1]:
+            return
+        sizes.append(largest.numel)
+    raise AssertionError(f"the largest tensors for {length} tokens, 4 and 16 times as many have {sizes} numbers")
+
+
+# 12. Switching.
+
+
+def check_transaction(
+    instance: Instance, family: str, layers: list[int] | None = None, mistake: str | None = None, length: int = 40
+) -> None:
+    """`convert` succeeds, or it raises an error and leaves the model as it was. Going back restores the output."""
+    model, batch = tiny_model(family), tiny_batch(family, length=length)
+    before, config, names = output(model, batch), model.config.to_dict(), list(model.state_dict())
+    mistakes: dict[str | None, dict[str, Any]] = {
+        None: {},
+        "unknown hyperparameter": {"qqq": 1},
+        "missing layer": {"layers": [0, 7]},
+    }
+    refused = False
+    try:
+        hea.convert(model, instance.config(), **{"layers": layers, **mistakes[mistake]})
+    except hea.UnsupportedAttentionError:
+        refused = True
+    decoder_without_causal_form = family in DECODERS and not instance.info.causal
+    assert refused == (mistake is not None or decoder_without_causal_form)
+    if not refused:
+        assert output(model, batch).isfinite().all()
+        hea.convert(model, "sdpa")
+    assert torch.equal(output(model, batch), before), "the output changed"
+    assert list(model.state_dict()) == names, "the parameters changed"
+    if refused:
+        assert model.config.to_dict() == config, "the config changed"
