@@ -22,6 +22,11 @@ class BrokenConfig(MethodConfig):
     columns: int = option(8, "Budget.", minimum=1)
     seed: int = option(0, "Seed.", minimum=0)
 
+    @property
+    def exact_length(self) -> int:
+        """What each of the methods claims."""
+        return self.columns
+
     def with_budget(self, columns: int) -> "BrokenConfig":
         return dataclasses.replace(self, columns=columns)
 
@@ -109,6 +114,13 @@ def draws_from_the_global_state(config, query, key, value, mask, is_causal, scal
     return _dense(query * torch.randn(query.shape[3]).to(query.dtype), key, value, mask, is_causal, scale)
 
 
+def draws_without_a_seed(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
+    generator = torch.Generator()
+    generator.seed()
+    turn = torch.randn(query.shape[3], generator=generator).to(query.dtype)
+    return _dense(query * turn, key, value, mask, is_causal, scale)
+
+
 def ignores_the_seed(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
     generator = torch.Generator().manual_seed(5)
     turn = torch.randn(query.shape[3], generator=generator).to(query.dtype)
@@ -185,6 +197,12 @@ def queries_without_keys_give_means(config, query, key, value, mask, is_causal, 
     return scores.softmax(-1) @ (value + 1.0)
 
 
+def writes_to_its_inputs(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
+    out = _dense(query, key, value, mask, is_causal, scale)
+    query.mul_(0.5)
+    return out
+
+
 def needs_even_lengths(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
     query = query.unflatten(2, (-1, 2)).flatten(2, 3)
     return _dense(query, key, value, mask, is_causal, scale)
@@ -195,11 +213,19 @@ def returns_the_dimension_of_keys(config, query, key, value, mask, is_causal, sc
 
 
 @contextmanager
-def broken(form: Callable, *, causal: bool = True, rectangular: bool = True, **promised) -> Iterator[Instance]:
-    """Register `form` as a method of the same name, and yield its `Instance` with the properties in `promised`."""
+def broken(
+    form: Callable, *, naive: Callable | None = None, causal: bool = True, rectangular: bool = True, **promised
+) -> Iterator[Instance]:
+    """Register `form` as a method of the same name, and yield its `Instance` with the properties in `promised`.
 
-    def forward(config, query, key, value, options):
-        return form(config, query, key, value, options.key_mask, options.is_causal, options.scale, options.seed)
+    The readable form is `naive`, or `form` itself.
+    """
+
+    def calling(form):
+        def forward(config, query, key, value, options):
+            return form(config, query, key, value, options.key_mask, options.is_causal, options.scale, options.seed)
+
+        return forward
 
     name = form.__name__
     facts = {
@@ -211,7 +237,7 @@ def broken(form: Callable, *, causal: bool = True, rectangular: bool = True, **p
         "rectangular": rectangular,
         "summary": (form.__doc__ or name).splitlines()[0],
     }
-    register_method(type("Config", (BrokenConfig,), facts), forward=forward, naive=forward)
+    register_method(type("Config", (BrokenConfig,), facts), forward=calling(form), naive=calling(naive or form))
     try:
         yield Instance(name, small={"columns": 4}, **promised)
     finally:
