@@ -141,13 +141,16 @@ def test_every_method_has_instances_for_the_tests():
 
 
 def test_every_method_has_a_row_in_the_table_of_the_readme():
-    rows = re.findall(r"^\| (`[^|]*`) \|(.*)\|$", (ROOT / "README.md").read_text().split("## Methods")[1], re.M)
-    facts = {}
-    for names, cells in rows:
-        *_, causal, rectangular, _ = (cell.strip() for cell in cells.split("|"))
-        facts |= dict.fromkeys(re.findall(r"`(\w+)`", names), (causal == "yes", rectangular == "yes"))
-    registry = {name: hea.method_info(name) for name in hea.available_methods()}
-    assert facts == {name: (info.causal, info.rectangular) for name, info in registry.items()}
+    text = (ROOT / "README.md").read_text(encoding="utf-8").split("## Methods")[1]
+    rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", text, re.M)
+    facts = {name: [cell.strip() for cell in cells.split(" | ")] for name, cells in rows}
+    assert len(facts) == len(rows)
+    infos = [hea.method_info(name) for name in hea.available_methods()]
+    yes_or_no = {True: "yes", False: "no"}
+    assert facts == {
+        i.name: [f"[{i.paper}]({i.paper_url})", i.near, i.far, yes_or_no[i.causal], yes_or_no[i.rectangular]]
+        for i in infos
+    }
 
 
 def test_the_lint_contracts_cover_every_method():
@@ -176,7 +179,7 @@ def test_metadata():
     transformers = next(line for line in needed if line.startswith("transformers"))
     assert ">=5.12" in transformers
     assert "<6" in transformers
-    assert {"demo", "plots", "train", "test", "dev"} <= set(metadata.get_all("Provides-Extra"))
+    assert {"demo", "plots", "train", "test", "dev", "docs"} <= set(metadata.get_all("Provides-Extra"))
     commands = importlib.metadata.entry_points(group="console_scripts", name="hf-efficient-attn")
     assert [c.value for c in commands] == ["hf_efficient_attn.cli:main"]
 

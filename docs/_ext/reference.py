@@ -226,6 +226,8 @@ def _text(node: ast.expr, tree: ast.Module) -> str:
             return _placeholder(value)
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             return _text(left, tree) + _text(right, tree)
+        case ast.IfExp(orelse=ast.Constant(value="")):  # an optional part
+            return "<…>"
         case ast.IfExp(body=body, orelse=other):
             return f"{_text(body, tree)} / {_text(other, tree)}"
         case ast.Call(args=[kind, *_]) if _called(node) == "unknown_name":

@@ -1,0 +1,298 @@
+"""README and the documentation: length, links, commands, code, and that the generated pages follow from the code.
+
+test_guides.py runs the guides. Sphinx, which .ci/run calls, builds the pages and runs their code.
+"""
+
+import ast
+import importlib
+import re
+import shlex
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModel
+
+import hf_efficient_attn as hea
+from hf_efficient_attn import cli
+from hf_efficient_attn.methods import MethodConfig, option, unregister
+from test_guides import blocks_of, commands_of, help_of, help_of_command
+from tiny_models import tiny_class, tiny_config
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+DOCS = ROOT / "docs"
+# Written by people; the pages about methods and commands are written by docs/_ext/reference.py.
+PAGES = [README, *(ROOT / name / "README.md" for name in ("recipes", "model_cards")), *sorted(DOCS.glob("*.md"))]
+PAGES += [path for path in sorted((DOCS / "reference").glob("*.md")) if path.name != "commands.md"]
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """The extension of Sphinx that writes pages from the code."""
+    sys.path.insert(0, str(DOCS / "_ext"))
+    yield importlib.import_module("reference")
+    sys.path.remove(str(DOCS / "_ext"))
+
+
+def names_of(paths: list[Path]) -> list[str]:
+    return [path.relative_to(ROOT).as_posix() for path in paths]
+
+
+def test_readme_is_short():
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 170
+    assert len(re.findall(r"[A-Za-z][\w'-]*", text)) <= 1500
+    first_screen = text.splitlines()[:30]
+    assert any(line.startswith("| you have | use | expect |") for line in first_screen)
+
+
+def headings(path: Path) -> set[str]:
+    """The anchors of a Markdown page."""
+    titles = re.findall(r"^#+ +(.+)$", path.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=names_of(PAGES))
+def test_links_lead_somewhere(path):
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http://", "https://")):
+            continue
+        file, _, anchor = target.partition("#")
+        page = (path.parent / file).resolve() if file else path
+        generated = page.parent.name == "methods" or page.name == "commands.md"
+        assert page.exists() or generated, f"{path.name} links to {target}"
+        assert not anchor or anchor in headings(page), f"{path.name} links to {target}"
+
+
+def test_every_page_has_a_first_paragraph_and_a_place_in_the_contents():
+    contents = (DOCS / "index.md").read_text(encoding="utf-8")
+    for path in sorted(DOCS.rglob("*.md")):
+        if (
+            path.parent.name in ("methods", "_build")
+            or "_build" in path.parts
+            or path.name in ("index.md", "commands.md")
+        ):
+            continue
+        title, _, rest = path.read_text(encoding="utf-8").partition("\n")
+        assert title.startswith("# "), path
+        assert re.match(r"[A-Z`]", rest.strip()), f"{path} starts with a list or a table"
+        name = path.relative_to(DOCS).with_suffix("").as_posix()
+        listed = contents + (DOCS / "reference" / "api.md").read_text(encoding="utf-8")
+        assert re.search(rf"^{name.removeprefix('reference/')}$|^{name}$", listed, re.M), f"{path} is in no toctree"
+
+
+def commands_in(path: Path) -> list[list[str]]:
+    """The words of every command of this package that a page shows, in blocks and in running text."""
+    text = path.read_text(encoding="utf-8")
+    lines = [command for block in blocks_of(text) if block.language == "bash" for command in commands_of(block)]
+    lines += [
+        line.strip() for line in re.sub(r"\\\n\s+", " ", text).splitlines() if re.match(r" {4}(python|hf-)", line)
+    ]
+    lines += re.findall(
+        r"`((?:hf-efficient-attn|python) [^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    )
+    commands = [shlex.split(part, comments=True) for line in lines for part in line.split(" && ")]
+    return [words for words in commands if is_ours(words)]
+
+
+def is_ours(words: list[str]) -> bool:
+    if words[:1] == ["hf-efficient-attn"]:
+        return len(words) > 1
+    return len(words) > 1 and words[0] == "python" and (words[1].startswith("recipes/") or "recipes." in words[1:3][-1])
+
+
+def help_for(words: list[str]) -> str:
+    """The help text of a command; fails if there is none."""
+    if words[0] == "hf-efficient-attn":
+        return help_of_command(cli.app, words[1:2])
+    if words[1] != "-m":
+        return help_of(words[1])
+    name = "recipes.experiments.__main__" if words[2] == "recipes.experiments" else words[2]
+    module = importlib.import_module(name)
+    subcommand = [word for word in words[3:4] if not word.startswith("-") and word.islower()]
+    return help_of_command(module.app, subcommand)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=names_of(PAGES))
+def test_commands_exist_with_their_options(path):
+    for words in commands_in(path):
+        known = help_for(words)
+        for word in words[2:]:
+            if re.match(r"--?[a-z]", word):
+                assert re.search(rf"(?<![\w-]){word}\b", known), f"{path.name}: no {word} in {shlex.join(words)}"
+
+
+def test_commands_are_found():
+    assert ["hf-efficient-attn", "push", "OUT", "ORG/NAME"] in commands_in(README)
+    assert any(words[2] == "recipes.benchmarks.error" for words in commands_in(DOCS / "results.md"))
+    assert sum(words[1].startswith("recipes/") for words in commands_in(ROOT / "recipes" / "README.md")) >= 1
+
+
+def test_code_of_readme_runs(tmp_path, monkeypatch):
+    """With tiny models in folders that have the names of the models on the Hub."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    for folder, family, changes in (
+        ("bert-base-uncased", "bert", {"num_hidden_layers": 6}),
+        ("google/vit-base-patch16-224", "vit", {}),
+        ("gpt2", "gpt2", {}),
+    ):
+        tiny_class(family, head=True)(tiny_config(family, **changes)).save_pretrained(folder)
+    batches = [torch.randint(5, 50, (1, 600)) for _ in range(2)]
+    query, key, value = torch.randn(3, 1, 2, 700, 16)
+    names = {"batches": batches, "query": query, "key": key, "value": value}
+    names["mask"] = torch.ones(1, 700, dtype=torch.bool)
+    blocks = [block.text for block in blocks_of(README.read_text(encoding="utf-8")) if block.language == "python"]
+    assert len(blocks) >= 3
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), names)
+    assert names["model"].config._attn_implementation == "kdeformer"
+    assert names["out"].shape == query.shape
+    restored, original = names["bert"].eval(), AutoModel.from_pretrained("bert-base-uncased").eval()
+    torch.testing.assert_close(restored(batches[0][:, :50])[0], original(batches[0][:, :50])[0], rtol=0, atol=0)
+
+
+def test_public_names_are_documented():
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (DOCS / "reference").glob("*.md"))
+    generated = {hea.method_info(name).config_class.__name__ for name in hea.available_methods()}
+    modules = {"analysis", "functional", "integration", "kernel", "methods", "models"}
+    for name in set(hea.__all__) - generated - modules - {"__version__"}:
+        assert re.search(rf":: hf_efficient_attn\.([\w.]+\.)?{name}$", text, re.M), name
+    for module in ("analysis", "kernel"):
+        page = (DOCS / "reference" / f"{module}.md").read_text(encoding="utf-8")
+        assert f"automodule:: hf_efficient_attn.{module}" in page
+    for name in hea.analysis.__all__:
+        assert f":: {name}\n" in (DOCS / "reference" / "analysis.md").read_text(encoding="utf-8"), name
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstTokensConfig(MethodConfig):
+    """Hyperparameters of a method that only this test knows."""
+
+    method = "first_tokens"
+    title = "First tokens"
+    paper = "Nobody 2026"
+    paper_url = "https://example.org/first"
+    year = 2026
+    causal = False
+    rectangular = True
+    summary = "attention to the first tokens"
+    near = "the first tokens"
+
+    num_samples: int = option(7, "First keys | of the sequence.", minimum=3)
+    seed: int = option(0, "No effect.", minimum=0)
+
+    def with_budget(self, columns: int) -> "FirstTokensConfig":
+        return replace(self, num_samples=columns)
+
+
+def test_a_new_method_gets_its_page(reference, tmp_path):
+    def forward(config, query, key, value, options):
+        return value
+
+    hea.register_method(FirstTokensConfig, forward=forward, naive=forward)
+    try:
+        reference.write_pages(tmp_path)
+        page = (tmp_path / "methods" / "first_tokens.md").read_text(encoding="utf-8")
+        index = (tmp_path / "methods" / "index.md").read_text(encoding="utf-8")
+    finally:
+        unregister("first_tokens")
+    assert page.startswith("# First tokens: `first_tokens`")
+    assert "[Nobody 2026](https://example.org/first)" in page
+    assert "| `num_samples` | `7` | integer, at least 3 | First keys \\| of the sequence. |" in page
+    assert "autofunction:: hf_efficient_attn.functional.first_tokens_attention" in page
+    assert "| [`first_tokens`](first_tokens.md) | the first tokens |  | no | yes | no |" in index
+    reference.write_pages(tmp_path)
+    assert not (tmp_path / "methods" / "first_tokens.md").exists()
+    assert {path.stem for path in (tmp_path / "methods").glob("*.md")} == {*hea.available_methods(), "index"}
+
+
+def test_the_command_reference_is_complete(reference):
+    page = reference.commands_page()
+    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, re.M | re.S))
+    listed = re.findall(r"^ {2}(\w+) {2,}", help_of_command(cli.app, []), re.M)
+    assert {"convert", "benchmark", "push"} <= set(sections) == set(listed)
+    for name, text in sections.items():
+        options = set(re.findall(r"--[a-z][\w-]*", help_of_command(cli.app, [name]))) - {"--help"}
+        assert options, name
+        assert all(each in text for each in options), (name, options)
+
+
+def topics() -> list[str]:
+    """The modules that the page of refusals names, as patterns."""
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    return [line for block in re.findall(r"^```\{refusals\}\n(.*?)^```", page, re.M | re.S) for line in block.split()]
+
+
+def test_every_module_that_refuses_something_has_a_topic(reference):
+    raising = set()
+    for path in reference.PACKAGE.rglob("*.py"):
+        if re.search(r"raise UnsupportedAttentionError\(|refuse\(\s*f?\"", path.read_text(encoding="utf-8")):
+            raising.add(path.relative_to(reference.PACKAGE).with_suffix("").as_posix())
+    patterns = topics()
+    assert len(raising) > 40
+    missing = {module for module in raising if not any(Path(module).match(pattern) for pattern in patterns)}
+    assert not missing, "name these modules in docs/troubleshooting.md"
+    assert len(patterns) == len(set(patterns))
+
+
+def test_every_refusal_is_listed(reference):
+    """The sites that raise, counted in another way; those that only pass a message on are left out."""
+    listed = {(refusal.module, refusal.line) for refusal in reference.refusals()}
+    for path in sorted(reference.PACKAGE.rglob("*.py")):
+        module = path.relative_to(reference.PACKAGE).with_suffix("").as_posix()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                call, name = node.exc, ast.unparse(node.exc.func)
+                source = ast.unparse(call)
+                if name == "UnsupportedAttentionError" and re.search(r"[a-z]{3,} [a-z]{2,} [a-z]{2,}", source):
+                    assert (module, call.lineno) in listed, f"{module}:{call.lineno} {source}"
+
+
+def refusal_of(function, *args, **kwargs) -> str:
+    with pytest.raises(hea.UnsupportedAttentionError) as raised:
+        function(*args, **kwargs)
+    return str(raised.value)
+
+
+def test_messages_are_listed_as_they_are_raised(reference):
+    query = torch.randn(1, 2, 5, 4)
+    bert = tiny_class("bert")(tiny_config("bert"))
+    raised = [
+        refusal_of(hea.convert, bert, "kdefromer"),
+        refusal_of(hea.convert, bert, "kdeformer", layers=[99]),
+        refusal_of(hea.convert, bert, "sdpa", layers=[0]),
+        refusal_of(hea.extend_positions, bert, 1),
+        refusal_of(hea.KDEformerConfig, num_samples=-1),
+        refusal_of(hea.attention, "reformer", query, query, query, is_causal=True),
+        refusal_of(hea.attention, "kdeformer", query, query, query, attention_mask=torch.ones(1, 1, 5, 5).bool()),
+        refusal_of(hea.calibrate, bert, [], max_error=0.1),
+        refusal_of(bert, torch.ones(1, 5, dtype=torch.long), output_attentions=True) if switch(bert) else "",
+        refusal_of(hea.UptrainingSchedule, []),
+    ]
+    patterns = [re.compile(as_pattern(refusal.message), re.S) for refusal in reference.refusals()]
+    for message in raised:
+        assert any(pattern.search(message) for pattern in patterns), message
+    assert not any(pattern.search("nothing of this kind is refused") for pattern in patterns)
+
+
+def switch(model) -> bool:
+    hea.convert(model, "kdeformer")
+    return True
+
+
+def as_pattern(message: str) -> str:
+    """A listed message as a regular expression, in which <name> stands for anything."""
+    alternatives = [re.split(r"<[^<>]*>", part) for part in message.split(" / ")]
+    return "|".join(".*".join(map(re.escape, parts)) for parts in alternatives)
+
+
+def test_the_changelog_has_the_version():
+    text = (DOCS / "changelog.md").read_text(encoding="utf-8")
+    versions = re.findall(r"^## (\d+\.\d+\.\d+) \(\d{4}-\d{2}-\d{2}\)$", text, re.M)
+    assert versions[0] == hea.__version__
+    assert versions == sorted(versions, key=lambda v: tuple(map(int, v.split("."))), reverse=True)
