@@ -54,8 +54,9 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    _load()
-    return sorted({*globals(), *globals()["__all__"]})
+    if "__all__" not in globals():
+        _load()
+    return sorted({*globals(), *globals()["__all__"], *sys.modules[f"{__name__}._api"].config_classes()})
 
 
 if not _is_command():

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -77,14 +78,20 @@ def test_version(capsys):
 
 def test_methods_lists_all(capsys):
     assert status("methods") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split("|")[1].strip() for line in lines[2:]] == list(hea.available_methods())
-    assert len({len(line) for line in lines}) == 1
-    for line in lines[2:]:
-        info = hea.method_info(line.split("|")[1].strip())
-        assert info.paper in line
-        assert str(info.year) in line
-        assert info.summary in line
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    header, *entries = re.split(r"\n(?=[ *] \w)", out.partition("\n\n")[0])
+    assert header.split() == ["name", "causal", "learns", "what", "it", "computes"]
+    assert [entry[2:].split()[0] for entry in entries] == list(hea.available_methods())
+    for entry in entries:
+        name, causal, learned, *summary = entry[2:].split()
+        info = hea.method_info(name)
+        assert causal == ("yes" if info.causal else "no")
+        assert (learned == "yes") == learns(info.config_class())
+        assert (learned == "no") == (not info.learned_parameters)
+        assert " ".join(summary) == info.summary
+    assert {entry[2:].split()[0] for entry in entries if entry.startswith("*")} == set(defaults.default_methods())
+    assert "A star marks the default methods" in " ".join(out.split())
 
 
 def test_methods_as_json(capsys):
@@ -105,11 +112,12 @@ def test_info_describes_every_hyperparameter(name, capsys):
     text = capsys.readouterr().out
     assert status("info", name, "--json") == 0
     listed = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)["hyperparameters"]}
+    assert max(map(len, text.splitlines())) <= 80
     defaults = {key: value for key, value in info.config_class().to_dict().items() if key != "method"}
     assert {key: entry["default"] for key, entry in listed.items()} == defaults
     for key, entry in listed.items():
         assert f"  {key} (default {entry['default']!r}" in text
-        assert entry["help"] in text
+        assert entry["help"] in " ".join(text.split())
         for choice in entry["choices"] or ():
             assert choice in text
 

@@ -11,16 +11,22 @@ import typer
 
 from hf_efficient_attn.cli import analyze, benchmark, convert, demo, methods, push
 from hf_efficient_attn.cli.common import (
+    Device,
     Json,
+    LiveTable,
+    Minutes,
     Settings,
     app,
     main_of,
+    parse_device,
     parse_layers,
     parse_lengths,
     parse_methods,
+    print_table,
     run,
     split_list,
     table,
+    until_interrupted,
 )
 from hf_efficient_attn.version import __version__
 

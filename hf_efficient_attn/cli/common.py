@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import io
 import json
 import os
 import pathlib
@@ -13,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 
@@ -33,9 +34,24 @@ class _Command(TyperCommand):
         load()
         return super().invoke(ctx)
 
+    def get_help(self, ctx: Any) -> str:
+        return _bold_titles(super().get_help(ctx))
+
+
+class _Group(TyperGroup):
+    """The command without a subcommand."""
+
+    def get_help(self, ctx: Any) -> str:
+        return _bold_titles(super().get_help(ctx))
+
+
+def _bold_titles(text: str) -> str:
+    """Make the titles of a help text bold: "Usage:", "Options:" and so on, which are not indented."""
+    return re.sub(r"(?m)^\w+:", lambda title: bold(title[0]), text)
+
 
 app = typer.Typer(
-    name="hf-efficient-attn", rich_markup_mode=None, pretty_exceptions_enable=False,
+    name="hf-efficient-attn", cls=_Group, rich_markup_mode=None, pretty_exceptions_enable=False,
     help="Sub-quadratic attention for Transformers: the methods, what they gain, and what they cost.",
     epilog="Example: hf-efficient-attn demo --method kdeformer --length 512,4096",
 )  # fmt: skip
@@ -130,24 +146,35 @@ def run(application: typer.Typer, arguments: Sequence[str] | None, name: str) ->
     """Run a typer application and return its exit status; an expected error becomes one line on stderr."""
     try:
         status = application(args=arguments, prog_name=name, standalone_mode=False)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         if status == 130:  # Ctrl-C; older versions of typer raise Abort
             raise typer.Abort
         return status if isinstance(status, int) else 0
     except (KeyboardInterrupt, typer.Abort):
         return _complain("interrupted", 130)
     except BrokenPipeError:
-        # The reader of the pipe has stopped. Without this Python reports the error again when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # the reader of the pipe has stopped
         return 1
     except UnsupportedAttentionError as error:
         return _complain(str(error), 2)
     except OSError as error:
+        _drop_output()
         return _complain(str(error), 1)
     except Exception as error:
         if not hasattr(error, "format_message"):  # typer's exceptions for an invalid command line have it
             raise
-        return _complain(f"{error.format_message()} Try: {name} --help", 2)
+        context = getattr(error, "ctx", None)
+        return _complain(f"{error.format_message()} Try: {context.command_path if context else name} --help", 2)
+
+
+def _drop_output() -> None:
+    """Discard output that cannot be written; otherwise Python reports it again when the process ends."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(message: str, status: int) -> int:
@@ -157,6 +184,8 @@ def _complain(message: str, status: int) -> int:
 
 def main_of(application: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> None:
     """Run a typer application and end the process with its exit status."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # for names that the terminal's encoding does not have
     sys.exit(run(application, arguments, name))
 
 

@@ -1,14 +1,22 @@
 """`hf-efficient-attn methods` and `info NAME`."""
 
 import dataclasses
+import textwrap
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_efficient_attn.cli.common import Json, command, complete_methods, print_json, table
+from hf_efficient_attn.cli.common import Json, bold, command, complete_methods, print_json
 
 if TYPE_CHECKING:
     from hf_efficient_attn.methods import MethodInfo
+
+_WIDTH = 80
+_LEGEND = (
+    "Each name is also an attn_implementation. A star marks the default methods, which the commands compare if none "
+    "is named; in decoders only those with a causal form. learns: the method has parameters that need training; "
+    "option: only with some hyperparameters. `hf-efficient-attn info NAME` describes a method and its hyperparameters."
+)
 
 
 def _describe(info: "MethodInfo") -> dict[str, Any]:
@@ -29,19 +37,29 @@ def _hyperparameters(info: "MethodInfo") -> list[dict[str, Any]]:
     ]
 
 
+def _wrap(text: str, indent: str = "", hanging: str | None = None) -> str:
+    """Break a text into lines of at most 80 characters; `hanging` is the indent from the second line on."""
+    rest = indent if hanging is None else hanging
+    return textwrap.fill(text, _WIDTH, initial_indent=indent, subsequent_indent=rest, break_on_hyphens=False)
+
+
 @command("methods --json")
 def methods(as_json: Json = False) -> None:
     """List the methods; each name is also an attn_implementation."""
-    from hf_efficient_attn.methods import available_methods, method_info
+    from hf_efficient_attn.evaluation.defaults import default_methods
+    from hf_efficient_attn.methods import available_methods, learns, method_info
 
-    infos = [method_info(name) for name in available_methods()]
+    infos, defaults = [method_info(name) for name in available_methods()], default_methods()
     if as_json:
         return print_json([_describe(info) for info in infos])
-    rows = [
-        (i.name, i.paper, i.year, "yes" if i.causal else "no", ", ".join(i.learned_parameters) or "none", i.summary)
-        for i in infos
-    ]
-    typer.echo(table(("name", "paper", "year", "causal", "learned", "what it computes"), rows))
+    width = max(len(info.name) for info in infos)
+    typer.echo(bold(f"  {'name':{width}}  causal  learns  what it computes"))
+    for info in infos:
+        star, causal = "*" if info.name in defaults else " ", "yes" if info.causal else "no"
+        learned = "yes" if learns(info.config_class()) else "option" if info.learned_parameters else "no"
+        line = f"{star} {info.name:{width}}  {causal:6}  {learned:6}  "
+        typer.echo(_wrap(info.summary, line, " " * len(line)))
+    typer.echo("\n" + _wrap(_LEGEND))
 
 
 @command("info kdeformer")
@@ -59,14 +77,25 @@ def info(
     if as_json:
         return print_json(_describe(about) | {"hyperparameters": options})
     forms = [("causal", about.causal), ("Nq != Nk", about.rectangular), ("recurrent", about.recurrent)]
-    typer.echo(f"{about.title} ({about.paper})\n{about.summary}\n")
-    typer.echo(f"forms: {', '.join(form for form, exists in forms if exists) or 'square, bidirectional only'}")
-    typer.echo(f"learned parameters: {', '.join(about.learned_parameters) or 'none'}")
-    typer.echo(f"config: hf_efficient_attn.{about.config_class.__name__}\n")
+    facts = {
+        "paper": ", ".join(filter(None, (about.paper, about.paper_url))),
+        "near field": about.near,
+        "far field": about.far,
+        "forms": ", ".join(form for form, exists in forms if exists) or "square, bidirectional only",
+        "learned parameters": ", ".join(about.learned_parameters) or "none",
+        "config": f"hf_efficient_attn.{about.config_class.__name__}",
+    }
+    typer.echo(f"{bold(about.title)}\n{_wrap(about.summary)}\n")
+    for fact, value in facts.items():
+        if value:
+            typer.echo(_wrap(f"{fact}: {value}", hanging="    "))
+    typer.echo(f"\n{bold('Hyperparameters')}")
     for entry in options:
         limits = [f"default {entry['default']!r}"]
         if entry["minimum"] is not None:
             limits.append(f"at least {entry['minimum']}")
         if entry["choices"]:
             limits.append(f"one of {', '.join(entry['choices'])}")
-        typer.echo(f"  {entry['name']} ({'; '.join(limits)})\n      {entry['help'] or ''}".rstrip())
+        typer.echo(_wrap(f"{entry['name']} ({'; '.join(limits)})", "  "))
+        if entry["help"]:
+            typer.echo(_wrap(entry["help"], " " * 6))

@@ -1,0 +1,383 @@
+"""The process of the command: what it imports, how it ends on Ctrl-C, completion, and what a terminal shows."""
+
+import os
+import pathlib
+import re
+import shlex
+import signal
+import subprocess
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import hf_efficient_attn as hea
+from hf_efficient_attn import cli
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+NAME = "hf-efficient-attn"
+COMMANDS = sorted(command.callback.__name__ for command in cli.app.registered_commands)
+SLOW = {"torch", "transformers", "matplotlib", "numpy", "huggingface_hub"}
+needs_posix = pytest.mark.skipif(os.name == "nt", reason="signals and terminals of POSIX")
+
+
+def run(line, **environment):
+    environment = {"PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run(line, capture_output=True, text=True, env={**os.environ, **environment})
+
+
+def command(*arguments, options=(), **environment):
+    """Run the command in a new process."""
+    return run([sys.executable, *options, "-m", "hf_efficient_attn", *arguments], **environment)
+
+
+def imported(done):
+    """The top-level modules that a process imported, which it reports on stderr by `-X importtime`."""
+    return {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines() if "|" in line}
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Write the script that pip installs, or another program under its name, and return the line that runs it."""
+
+    def write(program="import sys\nfrom hf_efficient_attn.cli import main\nsys.exit(main())\n"):
+        (tmp_path / NAME).write_text(program)
+        return [sys.executable, str(tmp_path / NAME)]
+
+    return write
+
+
+# Imports.
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_help_does_not_import_pytorch(name):
+    done = command(*name.split(), "--help", options=("-X", "importtime"))
+    assert done.returncode == 0
+    assert f"Example: {NAME}" in done.stdout
+    assert "hf_efficient_attn" in imported(done)
+    assert not imported(done) & SLOW
+
+
+def test_the_installed_script_does_not_import_pytorch_for_help(script):
+    line = script()
+    done = run([line[0], "-X", "importtime", line[1], "--version"])
+    assert done.stdout.strip() == hea.__version__
+    assert "hf_efficient_attn" in imported(done)
+    assert not imported(done) & SLOW
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "hea.integration",
+        "hea.KDEformerConfig()",
+        "dir(hea)",
+        "exec('from hf_efficient_attn import *')",
+        "exec('from hf_efficient_attn import convert')",
+    ],
+)
+def test_every_use_of_the_package_registers_the_methods(use, script):
+    """Another program has the name of the command."""
+    program = f"""
+import sys
+import hf_efficient_attn as hea
+assert not hasattr(hea, "__wrapped__") and hea.__version__
+print("torch" in sys.modules)
+{use}
+from transformers import AttentionInterface
+print("kdeformer" in AttentionInterface().valid_keys(), sorted(hea.__all__) == sorted(set(hea.__all__) & set(dir(hea))))
+"""
+    done = run(script(program))
+    assert done.stdout.split() == ["False", "True", "True"], done.stderr
+
+
+def test_a_process_that_the_command_starts_registers_the_methods(script):
+    program = """
+import multiprocessing, sys
+import hf_efficient_attn
+print(__name__, "torch" in sys.modules, flush=True)
+
+def work():
+    from transformers import AttentionInterface
+    print("kdeformer" in AttentionInterface().valid_keys(), flush=True)
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("spawn").Process(target=work)
+    process.start()
+    process.join()
+"""
+    done = run(script(program))
+    assert done.stdout.split() == ["__main__", "False", "__mp_main__", "True", "True"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "started_as", "expected"),
+    [
+        (["-m", "info"], ["python", "-m", "hf_efficient_attn", "info"], True),
+        (["-m", "info"], ["python", "-X", "dev", "-m", "hf_efficient_attn", "info"], True),
+        (["-m"], ["python", "-m", "hf_efficient_attn"], True),
+        (["/bin/hf-efficient-attn", "info"], ["/bin/python", "/bin/hf-efficient-attn", "info"], True),
+        (["C:/x/hf-efficient-attn.exe"], ["python.exe", "C:/x/hf-efficient-attn.exe"], True),
+        (["-m", "hf_efficient_attn"], ["python", "-m", "pytest", "hf_efficient_attn"], False),
+        (["-m", "x"], ["python", "-m", "hf_efficient_attn.recipe", "x"], False),
+        (["-c", "-m"], ["python", "-c", "import hf_efficient_attn", "-m"], False),
+        (["train.py", "hf-efficient-attn"], ["python", "train.py", "hf-efficient-attn"], False),
+        (["hf-efficient-attn.py"], ["python", "hf-efficient-attn.py"], False),
+        (["/bin/hf-efficient-attn"], ["python", "-c", "from multiprocessing.spawn import spawn_main", "--x"], False),
+        ([""], ["python"], False),
+        ([], [], False),
+    ],
+)
+def test_only_the_command_waits_with_the_import(argv, started_as, expected, monkeypatch):
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(sys, "orig_argv", started_as)
+    assert hea._is_command() is expected
+
+
+# Ctrl-C.
+
+INTERRUPT = """
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["INTERRUPT_AT"]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts this in the background ignores it
+sys.meta_path.insert(0, Interrupt())
+"""
+
+
+@needs_posix
+@pytest.mark.parametrize("form", ["module", "script"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "typer",
+        "typer.core",
+        "hf_efficient_attn.cli.common",
+        "torch",
+        "torch.nn",
+        "transformers",
+        "transformers.modeling_utils",
+        "hf_efficient_attn.integration",
+        "hf_efficient_attn.models",
+    ],
+)
+def test_ctrl_c_during_the_imports(module, form, script, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPT)
+    line = script() if form == "script" else [sys.executable, "-m", "hf_efficient_attn"]
+    done = run([*line, "methods"], PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}", INTERRUPT_AT=module)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
+
+
+@needs_posix
+def test_a_terminal_shows_at_once_that_the_command_works():
+    """The message appears before the imports; Ctrl-C then ends the command in one line."""
+    ours, theirs = os.openpty()
+    line = [sys.executable, "-m", "hf_efficient_attn", "methods"]
+    program = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    running = subprocess.Popen(
+        [sys.executable, "-c", program, *line], stdout=subprocess.PIPE, stderr=theirs, env=environment
+    )
+    os.close(theirs)
+    shown = b""
+    while b"Loading PyTorch" not in shown:
+        shown += os.read(ours, 1000)
+    running.send_signal(signal.SIGINT)
+    out, _ = running.communicate()
+    while b"interrupted" not in shown:
+        shown += os.read(ours, 1000)
+    os.close(ours)
+    assert running.returncode == 130
+    assert out == b""
+    assert shown.decode().split("\n")[1].strip() == "error: interrupted"
+    assert b"Traceback" not in shown
+
+
+def test_a_partial_result_is_printed(capsys):
+    from hf_efficient_attn.evaluation.progress import Interrupted
+
+    application = typer.Typer()
+
+    @application.command()
+    def measure(interrupt: bool = False):
+        def work():
+            if interrupt:
+                raise Interrupted({"rows": 1})
+            return {"rows": 2}
+
+        result, status = cli.until_interrupted(work)
+        typer.echo(result)
+        raise typer.Exit(status)
+
+    assert cli.run(application, [], "measure") == 0
+    assert capsys.readouterr() == ("{'rows': 2}\n", "")
+    assert cli.run(application, ["--interrupt"], "measure") == 130
+    assert capsys.readouterr() == ("{'rows': 1}\n", "error: interrupted\n")
+
+
+# Help and completion.
+
+
+@pytest.mark.parametrize("columns", ["40", "80", "200"])
+def test_summaries_are_complete(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    shown = CliRunner().invoke(cli.app, ["--help"]).stdout
+    assert "..." not in shown.partition("Commands:")[2]
+    for name in COMMANDS:
+        (found,) = (c for c in cli.app.registered_commands if c.callback.__name__ == name)
+        summary = " ".join(found.callback.__doc__.split("\n\n")[0].split())
+        assert f"{name} {summary}" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_help_fits_into_80_columns(name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = CliRunner().invoke(cli.app, [*name.split(), "--help"]).stdout
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (f"{NAME} ", COMMANDS),
+        (f"{NAME} info kde", ["kdeformer"]),
+        (f"{NAME} info ", list(hea.available_methods())),
+        (f"{NAME} convert x --meth", ["--method"]),
+        (f"{NAME} convert x --method lin", ["linear", "linformer"]),
+        (f"{NAME} benchmark x --methods kdeformer,lon", ["kdeformer,longformer"]),
+        (f"{NAME} analyze x --methods sca", ["scatterbrain"]),
+        (f"{NAME} demo --method perf", ["performer"]),
+    ],
+)
+def test_completion(line, expected):
+    words = len(shlex.split(line)) - (not line.endswith(" "))
+    environment = {"_HF_EFFICIENT_ATTN_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(words)}
+    done = command(options=("-X", "importtime"), **environment)
+    assert sorted(done.stdout.split()) == sorted(expected)
+    assert not imported(done) & SLOW
+
+
+def test_completion_can_be_installed():
+    shown = " ".join(command("--help").stdout.split())
+    assert "--install-completion" in shown
+    script = command(_HF_EFFICIENT_ATTN_COMPLETE="source_bash").stdout
+    assert "complete -o default -F" in script
+    assert NAME in script
+
+
+# The terminal.
+
+
+class Terminal:
+    """A stdout that says that it is a terminal."""
+
+    encoding = "utf-8"
+
+    def __init__(self):
+        self.text = ""
+
+    def write(self, text):
+        self.text += text
+
+    def flush(self):
+        pass
+
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_bold"),
+    [({}, True), ({"NO_COLOR": "1"}, False), ({"NO_COLOR": ""}, True), ({"TERM": "dumb"}, False)],
+)
+def test_headers_are_bold_on_a_terminal_only(settings, is_bold, monkeypatch, capsys):
+    for name, value in {"NO_COLOR": "", "TERM": "xterm", **settings}.items():
+        monkeypatch.setenv(name, value)
+    for arguments in (["methods"], ["info", "linear"], ["--help"]):
+        assert cli.run(cli.app, arguments, NAME) == 0
+        plain = capsys.readouterr().out
+        assert "\x1b" not in plain
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", terminal := Terminal())
+            assert cli.run(cli.app, arguments, NAME) == 0
+        assert ("\x1b[1m" in terminal.text) is is_bold
+        assert re.sub(r"\x1b\[\d+m", "", terminal.text) == plain
+
+
+def test_a_live_table_shows_each_row_at_once(capsys):
+    live = cli.LiveTable(("tokens", "attention", "seconds"), (4, 12, 8), left=("attention",))
+    assert capsys.readouterr().out.splitlines() == [
+        "| tokens | attention    |  seconds |",
+        "|-------:|--------------|---------:|",
+    ]
+    live.add((512, "kdeformer", "0.120"))
+    assert capsys.readouterr().out == "|    512 | kdeformer    |    0.120 |\n"
+    live.add((8192, "a longer name", None))
+    assert capsys.readouterr().out == "|   8192 | a longer name |          |\n"
+
+
+def test_numbers_are_aligned_to_the_right(capsys):
+    cli.print_table(("file", "size", "change"), [("a", "1.2 MB", -1), ("bc", "13 MB", "+20%")])
+    assert capsys.readouterr().out.splitlines() == [
+        "| file |   size | change |",
+        "|------|-------:|-------:|",
+        "| a    | 1.2 MB |     -1 |",
+        "| bc   |  13 MB |   +20% |",
+    ]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_a_name_that_the_terminal_cannot_show(encoding):
+    program = "import typer; from hf_efficient_attn import cli; app = typer.Typer()\n"
+    program += "app.command()(lambda: typer.echo('a \\u65e5 \\udcff')); cli.main_of(app, 'x', [])"
+    done = run([sys.executable, "-c", program], PYTHONIOENCODING=encoding)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("a ")
+
+
+@needs_posix
+@pytest.mark.parametrize("arguments", [["methods"], ["methods", "--json"], ["--help"]], ids=" ".join)
+def test_a_full_disk_is_an_error_in_one_line(arguments):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full")
+    line = shlex.join([sys.executable, "-m", "hf_efficient_attn", *arguments])
+    done = run(["sh", "-c", f"{line} > /dev/full"])
+    assert done.returncode == 1
+    assert done.stderr == "error: [Errno 28] No space left on device\n"
+
+
+@needs_posix
+def test_closed_output_is_no_error():
+    line = shlex.join([sys.executable, "-m", "hf_efficient_attn", "info", "linear"])
+    done = run(["sh", "-c", f"{line} >&-"])
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# Options of long measurements.
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf"])
+def test_minutes_must_be_positive(value, capsys):
+    application = typer.Typer()
+
+    @application.command()
+    def measure(minutes: cli.Minutes = None):
+        raise AssertionError
+
+    assert cli.run(application, ["--minutes", value], "measure") == 2
+    assert "positive number of minutes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["cudaa", "meta", "cuda:99"])
+def test_an_unusable_device_is_refused(name):
+    with pytest.raises(hea.UnsupportedAttentionError, match=f"--device {name}: .* can use cpu"):
+        cli.parse_device(name)
+    assert cli.parse_device(None) == cli.parse_device("cpu")
