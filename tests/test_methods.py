@@ -5,6 +5,7 @@ import importlib
 import inspect
 import json
 import math
+import re
 import sys
 import textwrap
 
@@ -417,6 +418,8 @@ def test_the_documented_example_on_the_command_line():
     assert result.exit_code == 0, result.output
     assert "exact attention to the first keys" in result.output
     assert "num_samples" in result.output
+    result = CliRunner().invoke(cli.app, ["methods"])
+    assert re.search(r"^  first_keys +no +no +exact attention", result.output, re.M)
 
 
 @pytest.mark.parametrize("name", ["my_flash", "a/b", "sdpa2", "flex_attention_x", "a|b"])
