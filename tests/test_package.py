@@ -1,5 +1,6 @@
 """The installed package: public names, metadata, what the import loads, and the top level of the repository."""
 
+import configparser
 import dataclasses
 import importlib.metadata
 import importlib.util
@@ -182,6 +183,18 @@ def test_metadata():
     assert {"demo", "plots", "train", "test", "dev", "docs"} <= set(metadata.get_all("Provides-Extra"))
     commands = importlib.metadata.entry_points(group="console_scripts", name="hf-efficient-attn")
     assert [c.value for c in commands] == ["hf_efficient_attn.cli:main"]
+
+
+def test_every_file_beside_the_modules_is_installed():
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    patterns = {package: value.split() for package, value in settings["options.package_data"].items()}
+    folder = Path(hea.__file__).parent
+    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
+    assert {"py.typed", "card.md.jinja"} <= {path.name for path in files}
+    for path in files:
+        package = ".".join(path.parent.relative_to(folder.parent).parts)
+        assert any(fnmatch(path.name, pattern) for pattern in patterns.get(package, [])), path
 
 
 def test_typed():
