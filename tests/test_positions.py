@@ -1,6 +1,7 @@
-"""`extend_positions`: the tables, the buffers and the configs of the families that have learned positions."""
+"""`extend_positions`, and inputs longer than the table: tables, buffers and configs of models with learned positions."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -125,6 +126,118 @@ def test_invalid_arguments_are_refused():
     hea.extend_positions(model, 128)  # as many as it has: nothing to do
     assert config == model.config
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+# Tables with entries before position 0, which the config does not count
+
+
+def other_model(family):
+    """A tiny OPT or BART with 128 positions."""
+    sizes = {"vocab_size": 60, "max_position_embeddings": 128, "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3}
+    torch.manual_seed(0)
+    if family == "opt":
+        sizes |= {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 48}
+        return transformers.OPTForCausalLM(transformers.OPTConfig(**sizes, word_embed_proj_dim=32)).eval()
+    sizes |= {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = transformers.BartConfig(**sizes, d_model=32, encoder_ffn_dim=48, decoder_ffn_dim=48)
+    return transformers.BartForConditionalGeneration(config).eval()
+
+
+@pytest.mark.parametrize("family", ["opt", "bart"])
+def test_tables_with_an_offset(family, tmp_path):
+    model, short, long = other_model(family), tiny_batch("bert", length=128), tiny_batch("bert", length=300)
+    before = output(model, short)
+    old = {name: x.clone() for name, x in model.state_dict().items() if "embed_positions" in name}
+    hea.extend_positions(model, 300)
+    assert torch.equal(output(model, short), before)
+    for name, table in old.items():
+        new = model.state_dict()[name]
+        assert new.shape[0] == 302 and torch.equal(new[:130], table) and torch.equal(new[130:258], table[2:])
+    assert len(old) == {"opt": 1, "bart": 2}[family] and model.config.max_position_embeddings == 300
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert torch.equal(output(again, long), output(model, long))
+
+
+# Inputs that are longer than the table
+
+MODELS = [*LEARNED, "opt", "bart"]
+MESSAGE = r"the input has {} tokens and \w+ has 128 positions.*hf_efficient_attn\.extend_positions\(model, {}\)"
+
+
+def long_model(family):
+    return tiny_model(family, head=True) if family in LEARNED else other_model(family)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_converted_model_explains_that_the_input_is_too_long(family, tmp_path):
+    model, long, short = long_model(family), tiny_batch("bert", length=150), tiny_batch("bert", length=128)
+    hea.convert(model, "linear" if family in ("gpt2", "opt") else "longformer")
+    output(model, short)
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    model.save_pretrained(tmp_path)
+    for same in (
+        model,
+        copy.deepcopy(model),
+        torch.load(stream, weights_only=False),
+        type(model).from_pretrained(tmp_path),
+    ):
+        with pytest.raises(Refused, match=MESSAGE.format(150, 150)):
+            output(same, long)
+    embeds = model.get_input_embeddings()(long["input_ids"])
+    with pytest.raises(Refused, match=MESSAGE.format(150, 150)):
+        output(model, {"inputs_embeds": embeds, **({"decoder_inputs_embeds": embeds} if family == "bart" else {})})
+    # What the message says helps, in each copy of the model.
+    copied = copy.deepcopy(model)
+    output(hea.extend_positions(model, 150), long)
+    with pytest.raises(Refused, match=MESSAGE.format(150, 150)):
+        output(copied, long)
+    # Exact again, the model is Transformers' own.
+    with pytest.raises((IndexError, RuntimeError)):
+        output(hea.convert(copied, "sdpa"), long)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_a_prompt_and_what_is_generated_count_together(family):
+    model, ids = hea.convert(long_model(family), "linear"), tiny_batch("bert", length=150)["input_ids"]
+    options = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}
+    with pytest.raises(Refused, match=MESSAGE.format(150, 150)):
+        model.generate(ids, **options)
+    for use_cache in (True, False):
+        with pytest.raises(Refused, match=MESSAGE.format(129, 129)):
+            model.generate(ids[:, :100], use_cache=use_cache, **options)
+    # Padding on the left takes no positions.
+    mask = torch.ones_like(ids)
+    mask[:, :70] = 0
+    assert model.generate(ids, attention_mask=mask, **options).shape == (2, 190)
+
+
+def test_positions_are_counted_without_padding_where_the_model_does():
+    model, ids = hea.convert(tiny_model("roberta"), "longformer"), tiny_batch("roberta", length=150)["input_ids"]
+    ids[:, 128:] = model.config.pad_token_id
+    assert torch.isfinite(output(model, {"input_ids": ids})).all()
+    ids[1, 128:131] = 7
+    with pytest.raises(Refused, match=MESSAGE.format(131, 131)):
+        output(model, {"input_ids": ids})
+    bert, inputs = hea.convert(tiny_model("bert"), "longformer"), tiny_batch("bert", length=150)
+    positions = torch.arange(150)[None] % 128
+    inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
+    assert torch.isfinite(output(bert, {**inputs, "position_ids": positions})).all()
+    with pytest.raises(Refused, match=MESSAGE.format(129, 129)):
+        output(bert, {**inputs, "position_ids": positions.clamp(max=127) + 1})
+
+
+def test_the_check_is_compiled_and_a_table_can_be_replaced():
+    model = hea.convert(tiny_model("gpt2"), "linear")
+    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(**tiny_batch("gpt2"))[0], output(model, tiny_batch("gpt2")))
+    model.wpe = torch.nn.Embedding(200, 32)
+    assert output(model, tiny_batch("gpt2", length=190)).shape == (2, 190, 32)
+    with pytest.raises(Refused, match="201 tokens and GPT2Model has 200 positions"):
+        output(model, tiny_batch("gpt2", length=201))
 
 
 def test_the_real_bert(minilm):

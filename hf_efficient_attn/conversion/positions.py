@@ -10,6 +10,7 @@ from transformers.modeling_utils import PreTrainedModel
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.integration.learned import LearnedParameters
 from hf_efficient_attn.integration.models import models_in, transformers_models
+from hf_efficient_attn.integration.positions import find_tables, position_offset
 from hf_efficient_attn.integration.settings import EXACT
 
 
@@ -22,13 +23,14 @@ class PositionTable(NamedTuple):
 
 
 def extend_positions(model: nn.Module, max_length: int, method: str = "tile") -> nn.Module:
-    """Extend the learned position table of BERT, RoBERTa, DistilBERT or GPT-2 (and similar models), in place.
+    """Extend the learned position tables of BERT, RoBERTa, DistilBERT, GPT-2, OPT, BART and similar models, in place.
 
     The config is updated, so that the model can be saved and loaded. The tokenizer has a `model_max_length` of its own.
 
     Args:
         model: a Transformers model, or a module that contains some.
-        max_length: the number of tokens that the model shall take. RoBERTa's table has padding_idx + 1 entries more.
+        max_length: the number of tokens that the model shall take. The tables of RoBERTa (padding_idx + 1) and of OPT
+            and BART (2) have some entries more.
         method: "tile" repeats the table, as Longformer does (Beltagy et al. 2020, section 5), so that neighbouring
             positions stay neighbours. "interpolate" stretches it linearly, so that position i of n keeps its relative
             position.
@@ -64,7 +66,8 @@ def extend_positions(model: nn.Module, max_length: int, method: str = "tile") ->
         embedding.weight = nn.Parameter(extended, requires_grad=embedding.weight.requires_grad)
         embedding.num_embeddings = new_size
         _extend_buffers(module, old_size, new_size)
-        config.max_position_embeddings = new_size
+        # The entries before `offset` are not counted in the config.
+        config.max_position_embeddings = new_size - getattr(embedding, "offset", 0)
         for other in ("n_positions", "n_ctx"):
             if getattr(config, other, None) == old_size:
                 setattr(config, other, new_size)
@@ -80,11 +83,6 @@ def _refuse_learned_tables(model: nn.Module) -> None:
                 f"the model has learned tables of {name} for {module.sizes['max_length']} tokens: convert it to "
                 f"{EXACT!r}, extend its positions, and convert it to {name!r} again"
             )
-
-
-def position_offset(embedding: nn.Embedding) -> int:
-    """Number of entries before position 0: RoBERTa counts positions from padding_idx + 1."""
-    return 0 if embedding.padding_idx is None else embedding.padding_idx + 1
 
 
 def _extend(table: Tensor, length: int, method: str) -> Tensor:
@@ -106,24 +104,18 @@ def _extend_buffers(module: nn.Module, old_size: int, new_size: int) -> None:
 
 
 def position_tables(root: PreTrainedModel) -> list[PositionTable]:
-    """Every learned table over token positions in a model.
-
-    Such a table is an embedding called `position_embeddings` or `wpe` with as many entries as the config says.
+    """Every learned table over token positions in a model; see `find_tables`.
 
     Raises:
         UnsupportedAttentionError: there is none. The message says which positions the model has instead.
     """
-    found: list[PositionTable] = []
+    found: dict[int, PositionTable] = {}
     for part in models_in(root):
-        for module in part.modules():
-            for name in ("position_embeddings", "wpe"):
-                table = getattr(module, name, None)
-                if not isinstance(table, nn.Embedding) or any(table is other.embedding for other in found):
-                    continue
-                if table.num_embeddings == getattr(part.config, "max_position_embeddings", None):
-                    found.append(PositionTable(module, table, part.config))
+        for module, name in find_tables(part, part.config):
+            table = getattr(module, name)
+            found.setdefault(id(table), PositionTable(module, table, part.config))
     if found:
-        return found
+        return list(found.values())
     config, kind = root.config, type(root).__name__
     if getattr(config, "rope_parameters", None) is not None:
         reason = (
@@ -134,7 +126,7 @@ def position_tables(root: PreTrainedModel) -> list[PositionTable]:
         reason = "counts image patches, not tokens: call it with interpolate_pos_encoding=True on larger images"
     else:
         reason = (
-            "has no learned table over token positions that is known here; BERT, RoBERTa, DistilBERT, GPT-2 and "
-            "similar models have one"
+            "has no learned table over token positions that is known here; BERT, RoBERTa, DistilBERT, GPT-2, OPT, BART "
+            "and similar models have one"
         )
     raise UnsupportedAttentionError(f"extend_positions: {kind} {reason}")

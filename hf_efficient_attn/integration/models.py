@@ -8,7 +8,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.integration import hidden_states, learned
+from hf_efficient_attn.integration import hidden_states, learned, positions
 from hf_efficient_attn.integration.attention import LOCATION, ModuleLocation
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.layers import in_order, layer_of
@@ -165,7 +165,7 @@ class _Plan(NamedTuple):
     """What a switch changes in one model, ready to be carried out by assignments alone.
 
     Attributes:
-        parts: the models in the model, for the check of `output_attentions`; empty if it is switched to no method.
+        parts: the models in the model, for the checks of their calls; empty if it is switched to no method.
         modules: all attention modules whose location is to be noted.
         parameters: for every attention module, the learned parameters that it gets.
         forwards: for every attention module, the forward that it gets of its own.
@@ -196,8 +196,11 @@ class _Plan(NamedTuple):
         for part in self.parts:
             # Some models do not pass the argument on to their attention, so it is checked on the way in.
             if not getattr(part, _GUARDED, False):
-                part.register_forward_pre_hook(_refuse_output_attentions, with_kwargs=True)
+                part.register_forward_pre_hook(_refuse_call, with_kwargs=True)
                 setattr(part, _GUARDED, True)
+        for part, tables in positions.tables_of(self.parts).items():
+            if tables:
+                setattr(part, positions.TABLES, tables)
 
 
 def _plan(model: PreTrainedModel, is_complete: bool) -> _Plan:
@@ -345,11 +348,14 @@ def _exact_cross_attention(chosen: Sequence[AttentionModule]) -> dict[str, list[
     return exact
 
 
-def _refuse_output_attentions(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A forward pre-hook."""
+def _refuse_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A forward pre-hook: refuse `output_attentions`, and inputs that are longer than the position table."""
     name = method_of(model.config)
+    if name is None:
+        return
+    positions.refuse_long_input(model, args, kwargs)
     requested = kwargs.get("output_attentions")
-    if name and (model.config.output_attentions if requested is None else requested):
+    if model.config.output_attentions if requested is None else requested:
         raise UnsupportedAttentionError(no_attentions(name))
 
 

@@ -1,0 +1,143 @@
+"""Learned tables over token positions: which modules hold them, and the check that an input does not exceed them."""
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils.import_utils import is_tracing
+
+from hf_efficient_attn.errors import UnsupportedAttentionError
+
+_NAMES = ("position_embeddings", "wpe", "embed_positions", "position_embedding")
+# The attribute of a model with the `PositionTable`s that it holds.
+TABLES = "_efficient_attention_positions"
+
+
+class PositionTable(NamedTuple):
+    """Where a learned table over token positions is.
+
+    Attributes:
+        module: the module that holds the table. It is asked each time, because the table can be replaced.
+        name: the attribute of the module.
+    """
+
+    module: nn.Module
+    name: str
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        """The table."""
+        return getattr(self.module, self.name)
+
+    @property
+    def num_positions(self) -> int:
+        """The number of tokens that the table is for."""
+        return self.embedding.num_embeddings - position_offset(self.embedding)
+
+
+def position_offset(embedding: nn.Embedding) -> int:
+    """Number of entries before position 0: those of BART begin at `offset`, those of RoBERTa at padding_idx + 1."""
+    if isinstance(getattr(embedding, "offset", None), int):
+        return int(embedding.offset)
+    return 0 if embedding.padding_idx is None else embedding.padding_idx + 1
+
+
+def find_tables(model: nn.Module, config: PreTrainedConfig) -> Iterator[PositionTable]:
+    """Find the learned tables over token positions in a model.
+
+    Such a table is an embedding with a usual name and as many entries as the config says. The entries before `offset`
+    are not counted there.
+
+    Args:
+        model: the model.
+        config: the config that applies to it.
+    """
+    count = getattr(config, "max_position_embeddings", None)
+    for module in model.modules():
+        for name in _NAMES:
+            table = getattr(module, name, None)
+            if isinstance(table, nn.Embedding) and "Sinusoidal" not in type(table).__name__:
+                extra = getattr(table, "offset", 0)
+                if isinstance(extra, int) and table.num_embeddings - extra == count:
+                    yield PositionTable(module, name)
+
+
+def tables_of(parts: Sequence[PreTrainedModel]) -> dict[PreTrainedModel, tuple[PositionTable, ...]]:
+    """The tables that each of the models in a model holds itself, not through another one of them.
+
+    Args:
+        parts: the models, outermost first.
+    """
+    found = {id(table.embedding): (part, table) for part in parts for table in find_tables(part, part.config)}
+    return {part: tuple(table for owner, table in found.values() if owner is part) for part in parts}
+
+
+def refuse_long_input(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a call of a model whose input is longer than its position table.
+
+    Without this the call ends in an index error, on a GPU in an assertion that ends the process. Only shapes are looked
+    at, unless they exceed the table: then positions that are given, or counted without padding, can still fit.
+
+    Args:
+        model: the model that holds the tables, at its attribute `TABLES`.
+        args: the positional arguments of the call.
+        kwargs: the keyword arguments of the call.
+
+    Raises:
+        UnsupportedAttentionError: the input is too long.
+    """
+    tables: tuple[PositionTable, ...] = getattr(model, TABLES, ())
+    if not tables:
+        return
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    embeds = kwargs.get("inputs_embeds")
+    if isinstance(ids, Tensor) and ids.ndim >= 2:
+        length = ids.shape[-1]
+    elif isinstance(embeds, Tensor) and embeds.ndim >= 3:
+        length = embeds.shape[-2]
+    else:
+        return
+    past = kwargs.get("past_key_values")
+    num_past = past.get_seq_length() if hasattr(past, "get_seq_length") else 0
+    if not isinstance(num_past, Tensor):
+        length = length + num_past
+    for table in tables:
+        if length <= table.num_positions:
+            continue
+        used = _used_positions(table.embedding, length, ids, kwargs)
+        if used is not None and used > table.num_positions:
+            raise UnsupportedAttentionError(
+                f"the input has {used} tokens and {type(model).__name__} has {table.num_positions} positions (of a "
+                "decoder, a prompt counts together with what is generated): shorten the input, or extend the positions "
+                f"before the call with hf_efficient_attn.extend_positions(model, {used})"
+            )
+
+
+def _used_positions(embedding: nn.Embedding, length: int, ids: object, kwargs: Mapping[str, Any]) -> int | None:
+    """How many positions a call needs that has more columns than the table; None if that cannot be said.
+
+    Args:
+        embedding: the table.
+        length: the number of columns, those of the cache included.
+        ids: token ids (B, N), or None.
+        kwargs: the keyword arguments of the call.
+    """
+    position_ids, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    has_offset = isinstance(getattr(embedding, "offset", None), int)
+    counts: Tensor
+    if isinstance(position_ids, Tensor):
+        counts = position_ids + 1 - (0 if has_offset else position_offset(embedding))
+    elif embedding.padding_idx is not None and isinstance(ids, Tensor):
+        # Positions are counted without padding. Those of the cache are not known here, but they precede the others.
+        counts = (ids != embedding.padding_idx).sum(-1) + length - ids.shape[-1]
+    elif (
+        has_offset and isinstance(mask, Tensor) and "attention_mask" in inspect.signature(embedding.forward).parameters
+    ):
+        counts = mask.sum(-1)
+    else:
+        return length
+    return None if torch.compiler.is_compiling() or is_tracing(counts) or counts.is_meta else int(counts.max())
