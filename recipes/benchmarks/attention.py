@@ -3,7 +3,7 @@
     python -m recipes.benchmarks.attention --length 1024,2048,4096,8192,16384 --plot speed.png
     python -m recipes.benchmarks.attention --check
 
-Duration: 8 and 10 minutes on 2 cores. Expected: the goals below, which `--check` compares with. README.md has the
+Duration: 8 and 10 minutes on 2 cores. Expected: the goals below, which `--check` compares with. docs/results.md has the
 table.
 
 Speed is a ratio. In every round exact attention runs before and after each method, with the same causality and the same

@@ -30,7 +30,7 @@ that, as in our method and in the paper, the variance of the features is visible
 errors on real activations.
 
 Duration: mostly that of exact attention at the longest length. Expected: no method of ours is slower than a peer;
-otherwise `--check` exits with status 1. README.md has the table.
+otherwise `--check` exits with status 1. docs/results.md has the table.
 """
 
 import contextlib
