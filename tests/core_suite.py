@@ -1,28 +1,89 @@
-"""The option `--core`: every test, but only with the first instance of every method.
+"""The option `--suite`: "core" (the default), "rest", or "all" tests.
 
-A promise is still checked for every method, and only for fewer hyperparameters. It is meant for additional versions of
-PyTorch and Transformers, where the whole suite would take too long.
+The core suite contains every test function, but of a parametrised one only so many cases that each value of each
+parameter occurs: every promise is checked for every method, and every recipe, command and model runs. Of a method that
+has several rows in `instances.py` it has the first. Tests with the mark `exhaustive` are not in it. The rest is exactly
+the other tests, so core and rest together are all.
+
+A test that is named on the command line (`file.py::test`) runs in any case, and so do those with the mark `slow`, if
+`-m slow` asks for them.
 """
+
+from collections import defaultdict
+from collections.abc import Sequence
 
 import pytest
 
 from instances import INSTANCES, Instance
 
-# The first instance of each method in the list.
-_CORE = list({instance.method: instance for instance in reversed(INSTANCES)}.values())
+# The first row of each method.
+_FIRST = list({instance.method: instance for instance in reversed(INSTANCES)}.values())
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--core", action="store_true", help="run each test with one instance of every method only")
+    parser.addoption(
+        "--suite",
+        choices=("core", "rest", "all"),
+        default="core",
+        help="core (default): every test, with each value of each parameter once; rest: all others; all: both",
+    )
 
 
+@pytest.hookimpl(trylast=True)  # after the skips of conftest.py and after -m and -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--core"):
+    suite = config.getoption("--suite")
+    if suite == "all":
         return
+    named = any("::" in argument for argument in config.args)
+    core = {id(item) for item in core_of(items)}
     selected, deselected = [], []
     for item in items:
-        values = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        extra = any(isinstance(value, Instance) and value in INSTANCES and value not in _CORE for value in values)
-        (deselected if extra else selected).append(item)
+        keep = named or item.get_closest_marker("slow") or (id(item) in core) == (suite == "core")
+        (selected if keep else deselected).append(item)
     config.hook.pytest_deselected(items=deselected)
     items[:] = selected
+
+
+def core_of(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """The tests of the core suite, in the same order."""
+    functions = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("exhaustive") is None and not _is_extra(item):
+            functions[item.nodeid.split("[")[0]].append(item)
+    kept = {id(item) for cases in functions.values() for item in _cover(cases)}
+    return [item for item in items if id(item) in kept]
+
+
+def _is_extra(item: pytest.Item) -> bool:
+    """Whether a test is about a row of `instances.py` that is not the first of its method."""
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return any(isinstance(value, Instance) and value in INSTANCES and value not in _FIRST for value in values)
+
+
+def _values(case: pytest.Item) -> set[tuple]:
+    """The values of the parameters of a case. Parameters that are given together count as one."""
+    params = case.callspec.params
+    together = [mark.args[0] for mark in case.iter_markers("parametrize")]
+    groups = [tuple(x.replace(",", " ").split()) if isinstance(x, str) else tuple(x) for x in together]
+    groups += [(name,) for name in params if not any(name in group for group in groups)]  # of fixtures
+    return {(group, tuple(id(params[name]) for name in group)) for group in groups}
+
+
+def _cover(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Few of the cases of a test function, in which each value of each parameter occurs.
+
+    Cases that are skipped show nothing, so they are taken only for what nothing else has.
+    """
+    if not hasattr(cases[0], "callspec"):
+        return list(cases)
+    kept = []
+    missing = set().union(*map(_values, cases))
+    for skipped in (False, True):
+        values = {i: _values(c) for i, c in enumerate(cases) if (c.get_closest_marker("skip") is not None) == skipped}
+        while values:
+            best = max(values, key=lambda i: len(values[i] & missing))
+            if not values[best] & missing:
+                break
+            missing -= values.pop(best)
+            kept.append(cases[best])
+    return kept
