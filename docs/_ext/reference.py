@@ -319,8 +319,8 @@ def setup(app: "Sphinx") -> dict[str, bool]:
             items = nodes.bullet_list(classes=["refusals"])
             for pattern in self.content:
                 some = [refusal for refusal in found if Path(refusal.module).match(pattern.strip())]
-                if not some:
-                    raise self.error(f"no module {pattern} refuses anything")
+                if not some and not list(PACKAGE.glob(f"{pattern.strip()}.py")):
+                    raise self.error(f"there is no module {pattern}")
                 covered.update(refusal.module for refusal in some)
                 for message in dict.fromkeys(refusal.message for refusal in some):
                     items += nodes.list_item("", nodes.paragraph("", message))
