@@ -165,7 +165,8 @@ def run(application: typer.Typer, arguments: Sequence[str] | None, name: str) ->
         if not hasattr(error, "format_message"):  # typer's exceptions for an invalid command line have it
             raise
         context = getattr(error, "ctx", None)
-        return _complain(f"{error.format_message()} Try: {context.command_path if context else name} --help", 2)
+        message = error.format_message().removesuffix(".")
+        return _complain(f"{message}. Try: {context.command_path if context else name} --help", 2)
 
 
 def _drop_output() -> None:
