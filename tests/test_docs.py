@@ -132,6 +132,7 @@ def test_commands_are_found():
     assert sum(words[1].startswith("recipes/") for words in commands_in(ROOT / "recipes" / "README.md")) >= 1
 
 
+@pytest.mark.filterwarnings("ignore:at 600 tokens")
 def test_code_of_readme_runs(tmp_path, monkeypatch):
     """With tiny models in folders that have the names of the models on the Hub."""
     monkeypatch.chdir(tmp_path)

@@ -131,8 +131,8 @@ class UptrainingSchedule:
             step: the number of completed optimizer steps.
 
         Returns:
-            None if nothing changed, otherwise a record of the switch: "step", "from", "to", and the names of the
-            parameters that were "carried", "started" and "dropped".
+            A record of the switch with "step", "from", "to", and the names of the parameters that were "carried",
+            "started" and "dropped"; None if nothing changed.
 
         Raises:
             UnsupportedAttentionError: the model cannot take one of the stages. All of them are checked in the first
