@@ -102,13 +102,17 @@ def commands_in(path: Path) -> list[list[str]]:
 def is_ours(words: list[str]) -> bool:
     if words[:1] == ["hf-efficient-attn"]:
         return len(words) > 1
-    return len(words) > 1 and words[0] == "python" and (words[1].startswith("recipes/") or "recipes." in words[1:3][-1])
+    if len(words) < 2 or words[0] != "python":
+        return False
+    return words[1].startswith(("recipes/", "tests/")) or (words[2:3] != [] and words[2].startswith("recipes."))
 
 
 def help_for(words: list[str]) -> str:
     """The help text of a command; fails if there is none."""
     if words[0] == "hf-efficient-attn":
         return help_of_command(cli.app, words[1:2])
+    if words[1].startswith("tests/"):
+        return help_of_command(importlib.import_module(Path(words[1]).stem).app, [])
     if words[1] != "-m":
         return help_of(words[1])
     name = "recipes.experiments.__main__" if words[2] == "recipes.experiments" else words[2]
