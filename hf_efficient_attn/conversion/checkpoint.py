@@ -22,11 +22,13 @@ from transformers import PreTrainedModel
 
 from hf_efficient_attn.checkpoint import CheckedSource, open_checkpoint
 from hf_efficient_attn.checkpoint.files import refusing, short, writing
+from hf_efficient_attn.checkpoint.limits import ChangedLimit, sentence_limit, set_limits, task_lengths
 from hf_efficient_attn.checkpoint.loading import load_with_report, quiet
 from hf_efficient_attn.checkpoint.provenance import FILE, check_hub_id, provenance
 from hf_efficient_attn.checkpoint.staging import check_output, staged
 from hf_efficient_attn.checkpoint.weights import INDEX
 from hf_efficient_attn.conversion.convert import convert
+from hf_efficient_attn.conversion.exactness import describe, exact_lengths, num_positions, picture_sizes
 from hf_efficient_attn.conversion.positions import extend_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.hub.card import write_card
@@ -34,7 +36,7 @@ from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.models import attention_modules
 from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS, EfficientAttentionConfig
-from hf_efficient_attn.io.json import read_json_object, write_json
+from hf_efficient_attn.io.json import write_json
 from hf_efficient_attn.methods import MethodConfig, available_methods, get_method, make_config
 from hf_efficient_attn.models import auto_class
 from hf_efficient_attn.version import __version__
@@ -57,8 +59,8 @@ def convert_checkpoint(
     """Write a checkpoint that `from_pretrained` loads with a method of this package once the package is imported.
 
     The output has the tensors of the source, bit for bit, in as many files. Files of the tokenizer, the processor and
-    sentence-transformers are copied unchanged, and a model card is written. The output folder appears only when
-    everything is written.
+    sentence-transformers are copied, unchanged but for the limits that `max_length` raises, and a model card is
+    written. The output folder appears only when everything is written.
 
     Args:
         source: A folder or hub id, as for `open_checkpoint`.
@@ -67,15 +69,20 @@ def convert_checkpoint(
             methods of all layers, for example the result of `hea.calibrate`.
         hyperparameters: Replace the defaults of the method, or those of a checkpoint that has the same method.
         layers: Indices of the layers to convert. All others become exact. None for all layers.
-        max_length: Number of tokens to which the position table is extended, by repeating it (`extend_positions`).
+        max_length: Number of tokens that the result takes. A shorter position table is extended by repeating it
+            (`extend_positions`), and the limits at which the tokenizer and sentence-transformers truncate are raised.
         base_model: Hub id that the card names as the origin, if the files of a local folder do not state it.
         force: Replace an existing output folder when everything is written.
         allow_pickle: As for `open_checkpoint`.
 
     Returns:
         A report of plain values: source, output, architecture, method, settings, layers (indices of the converted
-        layers), positions, parameters {"kept": count, "new": names, "dropped": names}, files with their sizes in
-        bytes, left_out {file: reason}, notes, and load, the Python lines that load the result.
+        layers), positions (the number of tokens that the model takes, or None), exact_up_to (for each method its
+        layers, the hyperparameters that differ from the defaults, and the number of tokens up to which it is exact, 0
+        for none), pictures (None, or the sizes in pixels from which pictures are approximated; see
+        `exactness.Pictures`), limits (each limit of text lengths that was changed: file, key, before, after),
+        parameters {"kept": count, "new": names, "dropped": names}, files with their sizes in bytes, left_out {file:
+        reason}, notes, and load, the Python lines that load the result.
 
     Raises:
         UnsupportedAttentionError: The source, the method, a hyperparameter, a layer or the output cannot be used.
@@ -109,8 +116,8 @@ def convert_checkpoint(
         for companion in checked.companions:
             (draft / companion).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(checked.folder / companion, draft / companion)
-        if max_length is not None:
-            notes += _extend_tokenizer(draft, max_length)
+        limits = [] if max_length is None else set_limits(draft, max_length)
+        notes += _describe_limits(draft, limits, model, max_length)
         write_json(draft / FILE, origin)
         _check_result(draft, changes, unused)
         write_card(draft)
@@ -118,6 +125,8 @@ def convert_checkpoint(
         sizes = [{"name": path.relative_to(draft).as_posix(), "bytes": path.stat().st_size} for path in files]
     if staging.kept is not None:
         notes.append(f"what appeared in the output during the work is kept in {staging.kept}")
+    groups, pictures = exact_lengths(model), picture_sizes(model)
+    notes += describe(groups, pictures, num_positions(model))
     removed = [key for key in checked.dropped_keys if not key.startswith("_")]
     if removed:
         notes.append(f"config.json: left out {', '.join(removed)}; code and files from elsewhere are not used")
@@ -132,7 +141,10 @@ def convert_checkpoint(
         "method": name,
         "settings": dict(model.config.efficient_attention or {}),
         "layers": _converted_layers(model),
-        "positions": getattr(model.config, "max_position_embeddings", None),
+        "positions": num_positions(model),
+        "exact_up_to": [group._asdict() for group in groups],
+        "pictures": None if pictures is None else pictures._asdict(),
+        "limits": [limit._asdict() for limit in limits],
         "parameters": {"kept": changes.kept, "new": sorted(changes.new), "dropped": changes.dropped},
         "files": sizes,
         "left_out": dict(checked.left_out),
@@ -172,7 +184,8 @@ def _switch(
         if max_length is not None:
             if stored and not present:
                 convert(model, EXACT)  # otherwise parameters that are dropped anyway would prevent the extension
-            extend_positions(model, max_length)
+            if not _has_room(model, max_length):
+                extend_positions(model, max_length)
         if isinstance(method, EfficientAttentionConfig):
             for entry in method.entries:
                 _check_size(model, entry.config)
@@ -182,6 +195,13 @@ def _switch(
         if method not in EXACT_IMPLEMENTATIONS:
             _check_size(model, make_config(chosen, **hyperparameters))
         convert(model, chosen, layers=layers, **hyperparameters)
+
+
+def _has_room(model: PreTrainedModel, max_length: int) -> bool:
+    """Whether a model without a position table takes a number of tokens as it is: rotary positions are computed."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    is_rotary = getattr(model.config, "rope_parameters", None) is not None
+    return is_rotary and isinstance(positions, int) and max_length <= positions
 
 
 def _check_size(model: PreTrainedModel, method: MethodConfig) -> None:
@@ -331,17 +351,22 @@ def _converted_layers(model: PreTrainedModel) -> list[Layer]:
     return in_order(found)
 
 
-def _extend_tokenizer(draft: pathlib.Path, max_length: int) -> list[str]:
-    """Let the tokenizer truncate at the new length; return notes for the user."""
-    path = draft / "tokenizer_config.json"
-    if not path.is_file():
-        return []
-    values = read_json_object(path)
-    old = values.get("model_max_length")
-    if type(old) is not int or old >= max_length:
-        return []
-    write_json(path, {**values, "model_max_length": max_length})
-    return [f"tokenizer_config.json: model_max_length {max_length} in place of {old}; the rest is unchanged"]
+def _describe_limits(
+    draft: pathlib.Path, changed: Sequence[ChangedLimit], model: PreTrainedModel, max_length: int | None
+) -> list[str]:
+    """Notes about the numbers of tokens at which texts are truncated."""
+    notes = [f"{x.file}: {x.key} {x.after} in place of {x.before}; the rest is unchanged" for x in changed]
+    limit, positions = sentence_limit(draft), num_positions(model)
+    if max_length is not None:
+        lengths = [f"{x.key} {x.tokens} in {x.file}" for x in task_lengths(draft) if x.tokens < max_length]
+        if lengths:
+            notes.append(f"texts are still truncated where the task says so: {', '.join(lengths)} is unchanged")
+    elif limit is not None and positions is not None and limit.tokens < positions:
+        notes.append(
+            f"texts are truncated at {limit.tokens} tokens ({limit.key} in {limit.file}), although the model takes "
+            f"{positions}: --max-length {positions} raises that number"
+        )
+    return notes
 
 
 def _loading_lines(model: PreTrainedModel, output: str) -> str:

@@ -1,0 +1,214 @@
+"""From which length of a text, or size of a picture, a converted model differs from exact attention."""
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization
+from transformers.modeling_utils import PreTrainedModel
+
+from hf_efficient_attn.checkpoint.loading import quiet
+from hf_efficient_attn.integration.configs import method_of, settings_of
+from hf_efficient_attn.integration.layers import Layer, in_order, ranges
+from hf_efficient_attn.integration.models import attention_modules
+from hf_efficient_attn.integration.positions import find_tables
+from hf_efficient_attn.integration.settings import EXACT, changed_hyperparameters
+from hf_efficient_attn.methods import MethodConfig
+
+# The largest picture that is considered, in multiples of the size that the model was trained on.
+_MAX_ENLARGEMENT = 32
+
+
+class ExactUpTo(NamedTuple):
+    """The layers that use one method.
+
+    Attributes:
+        layers: the layers, in order.
+        method: the name of the method.
+        settings: its hyperparameters that differ from the defaults.
+        tokens: the number of tokens up to which these layers compute exact attention; 0 if they never do.
+    """
+
+    layers: list[Layer]
+    method: str
+    settings: dict[str, Any]
+    tokens: int
+
+
+class Pictures(NamedTuple):
+    """What a conversion means for square pictures.
+
+    Attributes:
+        size: the height in pixels of the pictures that the model was trained on.
+        tokens: the largest number of tokens of such a picture in a layer with a method.
+        differs_from: the smallest height at which the output differs from exact attention; None if the model takes no
+            such picture.
+        takes_larger: whether the model takes larger pictures.
+        argument: the argument of the model that larger pictures need; None if they need none.
+    """
+
+    size: int
+    tokens: int
+    differs_from: int | None
+    takes_larger: bool
+    argument: str | None
+
+
+def num_positions(model: PreTrainedModel) -> int | None:
+    """The number of tokens that a text model takes, as its position table or its config says; None if neither does."""
+    tables = [table.num_positions for table in find_tables(model, model.config)]
+    return min(tables) if tables else getattr(model.config, "max_position_embeddings", None)
+
+
+def exact_lengths(model: PreTrainedModel) -> list[ExactUpTo]:
+    """The methods of a converted model with their layers, in the order of the layers."""
+    found: dict[MethodConfig, list[Layer]] = {}
+    for layer, method in _methods(model).items():
+        found.setdefault(method, []).append(layer)
+    groups = [
+        ExactUpTo(in_order(layers), method.method, changed_hyperparameters(method), method.exact_length)
+        for method, layers in found.items()
+    ]
+    order = in_order(layer for group in groups for layer in group.layers)
+    return sorted(groups, key=lambda group: order.index(group.layers[0]))
+
+
+def picture_sizes(model: PreTrainedModel) -> Pictures | None:
+    """What the conversion of a model means for pictures; None if the model takes other inputs or its sizes are unknown.
+
+    The numbers of tokens are measured in a copy of the model without values, so nothing is computed.
+    """
+    size = getattr(model.config, "image_size", None)
+    if isinstance(size, (list, tuple)):
+        size = size[0] if len(set(size)) == 1 else None
+    exact = {layer: method.exact_length for layer, method in _methods(model).items()}
+    if model.main_input_name != "pixel_values" or not isinstance(size, int) or size < 1 or not exact:
+        return None
+    copied = _without_values(model)
+    native = None if copied is None else _tokens_in_picture(copied, size, size)
+    if copied is None or native is None or not exact.keys() <= native.keys():
+        return None
+
+    def differs(height: int) -> bool:
+        tokens = _tokens_in_picture(copied, height, size)
+        return tokens is None or any(tokens.get(layer, 0) > limit for layer, limit in exact.items())
+
+    patch = getattr(model.config, "patch_size", None)
+    step = patch if isinstance(patch, int) and patch > 0 else 1
+    takes_larger = _tokens_in_picture(copied, size + step, size) is not None
+    differs_from = size if differs(size) else None
+    if differs_from is None and takes_larger:
+        # The number of tokens grows with the picture. Between `low` and `high` it becomes too large.
+        low, high = 0, 1
+        while not differs(size + high * step) and high * step < size * _MAX_ENLARGEMENT:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if differs(size + middle * step) else (middle, high)
+        differs_from = size + high * step
+    argument = _ARGUMENT if takes_larger and _ARGUMENT in inspect.signature(copied.forward).parameters else None
+    return Pictures(size, max(native[layer] for layer in exact), differs_from, takes_larger, argument)
+
+
+def describe(groups: Sequence[ExactUpTo], pictures: Pictures | None, positions: int | None) -> list[str]:
+    """Sentences about the length from which a converted model differs from exact attention.
+
+    Args:
+        groups: the result of `exact_lengths`.
+        pictures: the result of `picture_sizes`.
+        positions: the result of `num_positions`.
+    """
+    sentences = []
+    unit = "" if pictures is None else " of a picture"
+    for tokens in dict.fromkeys(group.tokens for group in groups):
+        same = [group for group in groups if group.tokens == tokens]
+        names = ", ".join(dict.fromkeys(group.method for group in same))
+        if len(same) < len(groups):
+            names += f" (layers {ranges([layer for group in same for layer in group.layers])})"
+        if tokens:
+            sentences.append(f"{names}: up to {tokens} tokens{unit} are computed exactly, more are approximated")
+        else:
+            sentences.append(f"{names}: differs from exact attention at every length")
+    if groups and pictures is None and positions and positions <= min(group.tokens for group in groups):
+        sentences.append(
+            f"the model takes {positions} tokens, so its output does not change: the method takes effect with longer "
+            "inputs (--max-length) or smaller hyperparameters only"
+        )
+    return [*sentences, *([] if pictures is None else _describe_pictures(pictures))]
+
+
+_ARGUMENT = "interpolate_pos_encoding"
+
+
+def _describe_pictures(pictures: Pictures) -> list[str]:
+    """Sentences about pictures."""
+    size, start = pictures.size, pictures.differs_from
+    known = f"{pictures.tokens} tokens at {size} px"
+    if start == size:
+        sentences = [f"{known}: differs from exact attention at this and every larger size"]
+    elif start is not None:
+        sentences = [f"{known}: computed exactly; differs from exact attention from {start} px on"]
+    else:
+        sentences = [f"{known}: computed exactly, so that the output does not change; choose smaller hyperparameters"]
+    if pictures.argument is not None:
+        sentences.append(f"pictures of other sizes than {size} px: model(pixel_values, {pictures.argument}=True)")
+    elif not pictures.takes_larger:
+        sentences.append(f"the model takes pictures of {size} px only")
+    return sentences
+
+
+def _methods(model: PreTrainedModel) -> dict[Layer, MethodConfig]:
+    """The method of every layer that has one."""
+    found: dict[Layer, MethodConfig] = {}
+    for module in attention_modules(model):
+        name, layer = method_of(module.config), module.location.layer
+        method = None if name is None else settings_of(module.config, name).for_layer(layer)
+        if method is not None and layer is not None:
+            found.setdefault(layer, method)
+    return found
+
+
+def _without_values(model: PreTrainedModel) -> PreTrainedModel | None:
+    """A model of the same shapes with exact attention on the meta device; None if it cannot be made."""
+    config = copy.deepcopy(model.config)
+    config.efficient_attention = None
+    config._attn_implementation = EXACT
+    with contextlib.suppress(Exception), torch.device("meta"), quiet(), initialization.no_init_weights():
+        return type(model)(config).eval()
+    return None
+
+
+def _tokens_in_picture(model: PreTrainedModel, height: int, native: int) -> Mapping[Layer, int] | None:
+    """The number of tokens in every layer for a square picture; None if the model does not take it."""
+    found: dict[Layer, int] = {}
+
+    def record(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        states = kwargs.get("hidden_states", args[0] if args else None)
+        if isinstance(states, Tensor) and states.ndim == 3:
+            found[layer] = states.shape[1]
+
+    hooks = []
+    for module in attention_modules(model):
+        layer = module.location.layer
+        if layer is not None:
+
+            def hook(_: nn.Module, args: Any, kwargs: Any, layer: Layer = layer) -> None:
+                record(layer, args, kwargs)
+
+            hooks.append(module.module.register_forward_pre_hook(hook, with_kwargs=True))
+    channels = getattr(model.config, "num_channels", 3)
+    pixels = torch.empty(1, channels, height, height, device="meta", dtype=model.dtype)
+    options = {_ARGUMENT: True} if _ARGUMENT in inspect.signature(model.forward).parameters and height != native else {}
+    try:
+        with torch.no_grad(), quiet():
+            model(pixel_values=pixels, **options)
+    except Exception:  # noqa: BLE001 (a model may refuse a size by any error)
+        return None
+    finally:
+        for added in hooks:
+            added.remove()
+    return found or None
