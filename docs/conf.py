@@ -41,6 +41,7 @@ nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = -1
 nb_merge_streams = True
+nb_output_stderr = "remove"  # progress bars; an error stops the build
 
 # Single backticks in docstrings are code.
 default_role = "code"

