@@ -11,7 +11,7 @@ import torch
 
 import hf_efficient_attn as hea
 from hf_efficient_attn import analysis, cli
-from hf_efficient_attn.evaluation import metrics
+from hf_efficient_attn.evaluation import metrics, norms
 from recipes.analysis import budget, sparsity, spectrum
 from recipes.common import inputs
 
@@ -227,6 +227,32 @@ def test_inputs_too_large_for_memory_are_refused():
     for wrong in (torch.zeros(3), torch.zeros(2, 2, dtype=torch.int64)):
         with pytest.raises(REFUSED, match="floating"):
             analysis.singular_values(wrong)
+
+
+@pytest.mark.parametrize("shape", [(9, 5), (5, 9), (2, 3, 40, 7), (600, 700), (2, 530, 520)])
+def test_operator_norm(shape):
+    matrix = normal(*shape).double()
+    expected = torch.linalg.matrix_norm(matrix, ord=2)
+    torch.testing.assert_close(norms.operator_norm(matrix), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(norms.operator_norm(1e200 * matrix), 1e200 * expected, rtol=1e-5, atol=0)
+
+
+def test_operator_norm_of_attention_matrices():
+    """Matrices whose largest singular values are close together, or far from the others."""
+    local = torch.ones(600, 600, dtype=torch.float64).tril(3).triu(-3)
+    for matrix in (local / local.sum(1, keepdim=True), (3 * normal(600, 600).double()).softmax(1), torch.eye(700)):
+        expected = torch.linalg.matrix_norm(matrix.double(), ord=2)
+        torch.testing.assert_close(norms.operator_norm(matrix), expected, rtol=1e-4, atol=0)
+
+
+def test_operator_norm_of_special_matrices():
+    random = torch.get_rng_state()
+    matrices = torch.tensor([[[1.0, torch.nan], [0.0, 1.0]], [[3.0, 0.0], [0.0, 4.0]], [[0.0, 0.0], [0.0, 0.0]]])
+    found = norms.operator_norm(matrices)
+    assert found[0].isnan() and found[1:].tolist() == pytest.approx([4.0, 0.0])
+    assert norms.operator_norm(torch.zeros(3, 0, 4)).tolist() == [0.0, 0.0, 0.0]
+    assert norms.operator_norm(torch.zeros(600, 600)).item() == 0.0
+    assert torch.equal(torch.get_rng_state(), random)
 
 
 # --- errors ---

@@ -1,7 +1,9 @@
 """`hea.calibrate`, the capture of attention calls, and the bound on errors of unseen sequences."""
 
 import copy
+import json
 import math
+import warnings
 import weakref
 
 import pytest
@@ -100,7 +102,10 @@ def test_of_equal_costs_the_first_method_is_taken():
 
 
 def test_a_mix_is_one_config():
-    found = calibration.make_settings({hea.LongformerConfig(window_size=3): [0, 2], hea.LinearConfig(): [1]})
+    window = calibration.Choice(calibration.Candidate(7, hea.LongformerConfig(window_size=3)), 0.1, 0.2)
+    linear = calibration.Choice(calibration.Candidate(7, hea.LinearConfig()), 0.1, 0.2)
+    found = calibration.make_settings({0: window, 1: linear, 2: window}, 70)
+    assert found.calibrated_length == 70
     assert [(one.layers, one.config.method) for one in found.entries] == [
         ((0, 2), "longformer"),
         ((1,), "linear"),
@@ -226,7 +231,8 @@ def test_a_sequence_without_valid_tokens_does_not_count():
     model, data = tiny_model("bert"), tiny_batch("bert", padding="right")
     data["attention_mask"][1] = 0
     candidate = calibration.Candidate(9, hea.LongformerConfig(window_size=4))
-    table = calibration.measure_errors(model, [data], [candidate], [0, 1], 9.0)
+    table, tokens = calibration.measure_errors(model, [data], [candidate], [0, 1], 9.0)
+    assert tokens == {0: 70, 1: 70}
     assert [set(errors) for errors in table.values()] == [{(0, 0)}, {(0, 0)}]
 
 
@@ -256,6 +262,177 @@ def test_bound_holds_for_unseen_errors():
         limit = calibration.bound({(0, i): error for i, error in enumerate(drawn[:10])}, 0.2, 1.0)
         above += sum(error > limit for error in drawn[10:])
     assert above / 4000 < 0.03
+
+
+# The length that a choice was calibrated at.
+
+
+def warnings_of(model, *batches):
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("always")
+        for batch in batches:
+            model(**batch)
+    return [str(one.message) for one in caught if "calibrated" in str(one.message)]
+
+
+@pytest.mark.parametrize("methods", [["longformer"], ["longformer", "kdeformer"]])
+def test_the_calibrated_length_is_stored(methods, tmp_path):
+    """In every form of the choice, through cycles of saving and loading."""
+    model = tiny_model("bert")
+    config = hea.calibrate(model, batches("bert", 2), max_error=5.0, methods=methods[:1], budgets=[16])
+    assert config.calibrated_length == 70
+    assert "calibrated_length=70" in repr(config)
+    if len(methods) > 1:
+        mix = [{"layers": [i], "method": method} for i, method in enumerate(methods)]
+        config = hea.EfficientAttentionConfig(layers=mix, calibrated_length=70)
+    assert hea.EfficientAttentionConfig.from_dict(config.to_dict()) == config
+    assert hea.EfficientAttentionConfig.from_dict(config.to_dict(defaults=False)) == config
+    assert "seed" not in json.dumps(config.to_dict(defaults=False)) and "seed" in json.dumps(config.to_dict())
+    hea.convert(model, config)
+    for turn in range(3):
+        model.save_pretrained(tmp_path / str(turn))
+        written = json.loads((tmp_path / str(turn) / "config.json").read_text())["efficient_attention"]
+        assert (written["calibrated_length"], written["version"]) == (70, 2)
+        model = transformers.AutoModel.from_pretrained(tmp_path / str(turn))
+        assert model.config.efficient_attention.settings == config
+    hea.convert(model, config.to_dict())
+    assert model.config.efficient_attention["calibrated_length"] == 70
+
+
+def test_other_hyperparameters_are_not_calibrated():
+    model = tiny_model("bert")
+    hea.convert(model, hea.EfficientAttentionConfig("longformer", {"window_size": 3}, None, 70), window_size=2)
+    assert "calibrated_length" not in model.config.efficient_attention
+
+
+def test_the_longest_sequence_counts_without_padding():
+    model, padded = tiny_model("bert"), tiny_batch("bert", padding="right")
+    padded["attention_mask"][0, 60:] = 0
+    config = hea.calibrate(model, [padded], max_error=5.0, methods=["longformer"], budgets=[16])
+    assert config.calibrated_length == 60
+
+
+def test_a_choice_without_calibrated_length_can_be_read():
+    old = {"method": "longformer", "window_size": 3, "version": 1}
+    config = hea.EfficientAttentionConfig.from_dict(old)
+    assert config.calibrated_length is None
+    assert config.to_dict().items() >= old.items() and "calibrated_length" not in config.to_dict()
+    assert warnings_of(hea.convert(tiny_model("bert"), config), tiny_batch("bert")) == []
+
+
+@pytest.mark.parametrize("length", [0, -1, 2.5, "70", True])
+def test_an_invalid_calibrated_length_is_refused(length):
+    with pytest.raises(UnsupportedAttentionError, match=r"calibrated_length=.* must be a number of tokens"):
+        hea.EfficientAttentionConfig("longformer", calibrated_length=length)
+
+
+def test_misplaced_and_mistyped_keys_are_refused():
+    mix = [{"layers": [0], "method": "longformer", "calibrated_length": 70}]
+    with pytest.raises(UnsupportedAttentionError, match="'calibrated_length' belongs beside 'layers'"):
+        hea.EfficientAttentionConfig.from_dict({"layers": mix})
+    with pytest.raises(UnsupportedAttentionError, match="Did you mean 'calibrated_length'"):
+        hea.EfficientAttentionConfig.from_dict({"method": "longformer", "calibrated_lenght": 70})
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_one_warning_of_a_longer_sequence(family):
+    model = tiny_model(family)
+    choice = hea.EfficientAttentionConfig("longformer", {"window_size": 3}, None, 70)
+    hea.convert(model, choice)
+    short, long, longer = (tiny_batch(family, length=length) for length in (70, 71, 90))
+    assert warnings_of(model, short, short) == []
+    (message,) = warnings_of(model, long, longer)
+    assert "71 tokens" in message and "up to 70 tokens" in message and "hea.calibrate" in message
+    assert warnings_of(model, longer) == []
+
+
+def test_padding_does_not_make_a_sequence_longer():
+    model = hea.convert(tiny_model("bert"), hea.EfficientAttentionConfig("longformer", {"window_size": 3}, None, 70))
+    padded = tiny_batch("bert", length=90, padding="right")
+    padded["attention_mask"][:, 70:] = 0
+    assert warnings_of(model, padded) == []
+    padded["attention_mask"][0, :80] = 1
+    (message,) = warnings_of(model, padded)
+    assert "80 tokens" in message
+
+
+def test_exact_layers_do_not_warn():
+    model = hea.convert(tiny_model("bert"), hea.EfficientAttentionConfig("nystromformer", None, [0], 70))
+    hea.convert(model, "sdpa")
+    assert warnings_of(model, tiny_batch("bert", length=90)) == []
+
+
+def test_compiled_models_neither_warn_nor_break():
+    """The length is no condition of a graph: there are as many graphs as without a calibrated length."""
+    from torch._dynamo.testing import CompileCounter
+
+    graphs = []
+    for limit in (None, 70):
+        model = tiny_model("bert", num_hidden_layers=1)
+        hea.convert(model, hea.EfficientAttentionConfig("linear", None, None, limit))
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
+        assert warnings_of(compiled, *(tiny_batch("bert", length=length) for length in (66, 80))) == []
+        graphs.append(counter.frame_count)
+    assert graphs[0] == graphs[1] > 0
+    torch._dynamo.reset()
+
+
+def test_calibrate_warns_if_nothing_is_saved(monkeypatch):
+    model, data, measured = tiny_model("bert"), batches("bert", 2), []
+    options = {"max_error": 5.0, "methods": ["longformer"], "budgets": [16]}
+
+    def speed(*arguments):
+        measured.append(arguments)
+        return 0.4
+
+    monkeypatch.setattr(calibration, "measure_speed", speed)
+    with pytest.warns(UserWarning, match=r"at 70 tokens .* saves nothing.* takes 2\.5 times as long.*longer"):
+        config = hea.calibrate(model, data, **options)
+    assert measured[0][2] == config
+    monkeypatch.setattr(calibration, "measure_speed", lambda *arguments: 1.7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert hea.calibrate(model, data, **options) == config
+
+
+def test_the_speed_is_that_of_the_chosen_layers(monkeypatch):
+    called = []
+    compute = capture.Call.compute
+    monkeypatch.setattr(
+        capture.Call, "compute", lambda call, config: called.append((call.layer, config)) or compute(call, config)
+    )
+    choice = hea.EfficientAttentionConfig("longformer", {"window_size": 3}, [1], 70)
+    assert calibration.measure_speed(tiny_model("bert"), tiny_batch("bert"), choice) > 0
+    assert set(called) == {(1, hea.LongformerConfig(window_size=3))}
+
+
+def test_the_model_is_unchanged_after_an_interruption(monkeypatch):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(capture.Call, "errors", interrupt)
+    model = tiny_model("bert").train()
+    with pytest.raises(KeyboardInterrupt):
+        hea.calibrate(model, batches("bert", 1), max_error=5.0, methods=["longformer"], budgets=[16])
+    assert model.training and model.config._attn_implementation == "sdpa"
+
+
+def test_a_longer_text_needs_a_longer_calibration(minilm):
+    """What is calibrated on short texts breaks its promise on long ones; what is calibrated on those keeps it."""
+    import pydoc_data.topics
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(minilm)
+    model = transformers.BertModel.from_pretrained(minilm).eval()
+    topics = sorted(pydoc_data.topics.topics.values(), key=len)
+    ids = tokenizer("\n\n".join(topics), return_tensors="pt", verbose=False)["input_ids"][:, 1:]
+    short, long = ([ids[:, start : start + size] for start in range(0, 8 * 512, 512)] for size in (64, 512))
+    options = {"max_error": 0.25, "methods": ["kdeformer"], "budgets": [16, 32, 64, 128, 256]}
+    at_64, at_512 = (hea.calibrate(model, made[:5], **options) for made in (short, long))
+    assert (at_64.calibrated_length, at_512.calibrated_length) == (64, 512)
+    assert share_below(layer_errors(model, at_64, long[5:]), 0.25) < 0.7
+    assert share_below(layer_errors(model, at_512, long[5:]), 0.25) >= 0.9
 
 
 BERT_BATCH = tiny_batch("bert")

@@ -123,7 +123,7 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_with_the_reason(tmp_path):
     hea.convert(tiny_model("bert"), "longformer").save_pretrained(tmp_path)
     config = saved_config(tmp_path)
     for change, words in (
-        ({"version": 2, "new_option": 1}, "newer hf_efficient_attn.*upgrade"),
+        ({"version": 3, "new_option": 1}, "newer hf_efficient_attn.*upgrade"),
         ({"window": 3}, "Did you mean 'window_size'"),
         ({"method": "longfomer"}, "Did you mean 'longformer'"),
         ({"window_size": -1}, "at least 0"),

@@ -435,7 +435,7 @@ def test_unknown_names_and_values_are_refused_at_once():
         ({"method": "kdeformer", "layer": [1]}, "Did you mean 'layers'"),
         ({"method": "kdeformer", "block_size": 0}, "at least 1"),
         ({"method": "kdeformer", "block_size": "8"}, "must be an integer"),
-        ({"method": "kdeformer", "version": 2}, "newer.*upgrade"),
+        ({"method": "kdeformer", "version": 3}, "newer.*upgrade"),
         ({"method": "kdeformer", "version": "1"}, "positive integer"),
         ({"method": "kdeformer", "layers": []}, "empty"),
         ({"method": "kdeformer", "layers": [-1]}, "non-negative"),

@@ -1,7 +1,9 @@
 """`hea.calibrate`: for each layer, the cheapest method and budget whose error stays below a limit."""
 
+import functools
 import math
 import statistics
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -18,7 +20,8 @@ from hf_efficient_attn.evaluation.capture import (
     summarize_attention,
 )
 from hf_efficient_attn.evaluation.defaults import default_variants
-from hf_efficient_attn.integration.layers import Layer
+from hf_efficient_attn.evaluation.timing import paired
+from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.refusals import check_methods
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods import MethodConfig, make_config
@@ -27,6 +30,12 @@ _BUDGETS = (32, 64, 128, 256, 512, 1024)
 # If the log errors are normal with a known deviation, an unseen sequence stays below mean + 2 deviations with
 # probability .977.
 _DEVIATIONS = 2.0
+# Smaller speed-ups may be due to chance.
+MIN_SPEED_UP = 1.05
+HOW_TO_SAVE = (
+    "Measure longer sequences, since methods begin to pay at about 2,048 tokens, or allow a larger error, or keep the "
+    "model exact"
+)
 # Standard deviation between sequences of the logarithm of the error, used if there is only one sequence.
 _UNKNOWN_SPREAD = 0.25
 
@@ -42,6 +51,20 @@ class Candidate(NamedTuple):
 # belong to the layer, the largest of their means.
 Errors = dict[tuple[int, int], float]
 ErrorTable = dict[tuple[Layer, Candidate], Errors]
+
+
+class Choice(NamedTuple):
+    """What was chosen for a layer.
+
+    Attributes:
+        candidate: the method and its budget.
+        error: its error, averaged over the sequences.
+        bound: upper bound of its error on an unseen sequence.
+    """
+
+    candidate: Candidate
+    error: float
+    bound: float
 
 
 def calibrate(
@@ -67,7 +90,9 @@ def calibrate(
     errors on the n sequences, and if its largest error is at most `max_error`. About one unseen sequence in 44 exceeds
     this bound. s is the standard deviation between sequences, in this layer or pooled over all layers, whichever is
     larger; for a single sequence it is taken to be .25. The result is reliable if there are 8 or more sequences that
-    resemble the model's later inputs in kind and length.
+    resemble the model's later inputs in kind and length. Errors grow with the length: a model that keeps a limit of .2
+    at 512 tokens can have errors of .5 at 2,048. The result therefore contains the length that it was measured at, and
+    a model that is converted with it warns once of a longer sequence.
 
     Args:
         model: a Transformers model, or a module that contains some. It is unchanged afterwards, and so is the random
@@ -83,7 +108,11 @@ def calibrate(
         seed: added to the seed of every method; the config that is returned contains the sum.
 
     Returns:
-        EfficientAttentionConfig for `hea.convert(model, config)`, which names its layers.
+        EfficientAttentionConfig for `hea.convert(model, config)`, which names its layers. Its `calibrated_length` is
+        the number of tokens of the longest sequence in `batches`, without padding.
+
+    Warns:
+        UserWarning: attention with the result is not faster than exact attention on the longest of `batches`.
 
     Raises:
         UnsupportedAttentionError: no batches; `max_error` not above 0; a model whose attention cannot be replaced; a
@@ -95,13 +124,8 @@ def calibrate(
     batches = check_batches(batches)
     summary = summarize_attention(model, largest(batches))
     candidates = make_candidates(methods, budgets, summary, seed)
-    table = measure_errors(model, batches, candidates, summary.layers, max_error)
-    chosen: dict[MethodConfig, list[Layer]] = {}
-    for layer in summary.layers:
-        for candidate in candidates:
-            if bound(table[layer, candidate], spread(table, candidate, max_error), max_error) <= max_error:
-                chosen.setdefault(candidate.config, []).append(layer)
-                break
+    table, tokens = measure_errors(model, batches, candidates, summary.layers, max_error)
+    chosen = choose_each(table, candidates, max_error)
     if not chosen:
         error, nearest = min((max(errors.values()), candidate) for (_, candidate), errors in table.items() if errors)
         raise UnsupportedAttentionError(
@@ -109,17 +133,75 @@ def calibrate(
             f"{nearest.columns} columns with an error of {error:.3g}. Keep the model exact, or allow a larger budget "
             "or error"
         )
-    return make_settings(chosen)
+    settings = make_settings(chosen, max(tokens[layer] for layer in chosen))
+    speed_up = measure_speed(model, largest(batches), settings)
+    if speed_up < MIN_SPEED_UP:
+        warnings.warn(
+            f"at {settings.calibrated_length} tokens this choice saves nothing: its attention takes {1 / speed_up:.1f} "
+            f"times as long as exact attention on this machine. {HOW_TO_SAVE}",
+            stacklevel=2,
+        )
+    return settings
 
 
-def make_settings(chosen: Mapping[MethodConfig, list[Layer]]) -> EfficientAttentionConfig:
-    """The settings of a model from the layers of each method."""
-    if len(chosen) == 1:
-        config, layers = next(iter(chosen.items()))
-        return EfficientAttentionConfig(config, None, layers)
-    return EfficientAttentionConfig(
-        layers=[{"layers": layers, **config.to_dict()} for config, layers in chosen.items()]
-    )
+def choose_each(table: ErrorTable, candidates: Sequence[Candidate], max_error: float) -> dict[Layer, Choice]:
+    """For every layer the first of the candidates, sorted by cost, whose bound keeps the limit; others stay exact."""
+    chosen: dict[Layer, Choice] = {}
+    pooled = {candidate: spread(table, candidate, max_error) for candidate in candidates}
+    for layer in in_order(layer for layer, _ in table):
+        for candidate in candidates:
+            errors = table.get((layer, candidate), {})
+            limit = bound(errors, pooled[candidate], max_error)
+            if limit <= max_error:
+                chosen[layer] = Choice(candidate, statistics.fmean(errors.values()), limit)
+                break
+    return chosen
+
+
+def choose_one(
+    table: ErrorTable, candidates: Sequence[Candidate], max_error: float, num_keys: float
+) -> dict[Layer, Choice]:
+    """One candidate for all layers that keep the limit with it: the one that saves the most keys, `num_keys` exact."""
+    best: dict[Layer, Choice] = {}
+    most = 0.0
+    for candidate in candidates:
+        chosen = choose_each(table, [candidate], max_error)
+        saved = len(chosen) * (num_keys - candidate.columns)
+        if saved > most:
+            best, most = chosen, saved
+    return best
+
+
+def make_settings(chosen: Mapping[Layer, Choice], calibrated_length: int) -> EfficientAttentionConfig:
+    """The settings of a model from the choice for each layer."""
+    layers: dict[MethodConfig, list[Layer]] = {}
+    for layer, choice in chosen.items():
+        layers.setdefault(choice.candidate.config, []).append(layer)
+    if len(layers) == 1:
+        config, named = next(iter(layers.items()))
+        return EfficientAttentionConfig(config, None, named, calibrated_length)
+    mix = [{"layers": named, **config.to_dict()} for config, named in layers.items()]
+    return EfficientAttentionConfig(layers=mix, calibrated_length=calibrated_length)
+
+
+def measure_speed(model: nn.Module, batch: Batch, settings: EfficientAttentionConfig) -> float:
+    """How many times faster the attention of all layers is with `settings` than exact attention, on one batch.
+
+    Projections and the other parts of the model are not included. Layers that stay exact are.
+    """
+    seconds = [0.0, 0.0]
+
+    def visit(call: Call) -> None:
+        config, works = settings.for_layer(call.layer), {}
+        if config is not None and call.why_exact(config.method) is None:
+            works[""] = functools.partial(call.compute, config)
+        exact, timings = paired(call.compute_exact, works, rounds=1)
+        seconds[0] += exact.seconds
+        seconds[1] += timings[""].seconds if timings else exact.seconds
+
+    with capture_attention(model, visit):
+        forward(model, batch)
+    return seconds[0] / seconds[1]
 
 
 def check_max_error(max_error: float) -> None:
@@ -193,23 +275,24 @@ def measure_errors(
     candidates: Sequence[Candidate],
     layers: Sequence[Layer],
     max_error: float,
-) -> ErrorTable:
-    """Errors of every candidate in every layer; a candidate that exceeds `max_error` in a layer is dropped there."""
+) -> tuple[ErrorTable, dict[Layer, int]]:
+    """Errors of every candidate in every layer; a candidate that exceeds `max_error` in a layer is dropped there.
+
+    Returns:
+        the errors, and for each layer the number of tokens of the longest sequence.
+    """
     table: ErrorTable = {(layer, candidate): {} for layer in layers for candidate in candidates}
     remaining = {layer: list(candidates) for layer in layers}
     measured: dict[tuple[Layer, Candidate], dict[int, float]] = {}
+    tokens: dict[Layer, int] = {}
 
     def visit(call: Call) -> None:
         if call.layer is None:
             return
-        valid = None
-        if call.key_mask is not None and call.query.shape[2] == call.key.shape[2]:
-            valid = call.key_mask.any(1).tolist()
+        tokens[call.layer] = max(call.tokens, tokens.get(call.layer, 0))
         for candidate in remaining[call.layer]:
             errors = measured.setdefault((call.layer, candidate), {})
-            for index, error in enumerate(call.errors(candidate.config).mean(1).tolist()):
-                if valid is None or valid[index]:
-                    errors[index] = max(error, errors.get(index, 0.0))
+            add_errors(errors, call, call.errors(candidate.config))
 
     with capture_attention(model, visit):
         for number, batch in enumerate(tqdm(batches, desc="calibrating", unit="batch", disable=None, leave=False)):
@@ -219,7 +302,20 @@ def measure_errors(
                 table[layer, candidate].update({(number, index): error for index, error in errors.items()})
                 if any(not error <= max_error for error in errors.values()):
                     remaining[layer].remove(candidate)
-    return table
+    return table, tokens
+
+
+def add_errors(found: "dict[int, float]", call: Call, errors: Tensor) -> None:
+    """Add the errors (B, H) of a call to those of its layer: index in the batch -> the largest mean over heads.
+
+    Sequences without a valid token do not count.
+    """
+    valid = None
+    if call.key_mask is not None and call.query.shape[2] == call.key.shape[2]:
+        valid = call.key_mask.any(1).tolist()
+    for index, error in enumerate(errors.mean(1).tolist()):
+        if valid is None or valid[index]:
+            found[index] = max(error, found.get(index, 0.0))
 
 
 def _logs(errors: Errors, max_error: float) -> list[float]:

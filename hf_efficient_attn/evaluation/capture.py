@@ -23,7 +23,7 @@ from hf_efficient_attn.integration.layers import Layer, in_order, layer_seed
 from hf_efficient_attn.integration.masks import padding_mask
 from hf_efficient_attn.integration.models import attention_modules, configs_of, transformers_models
 from hf_efficient_attn.integration.refusals import refuse_arguments, why_cross_attention_is_exact
-from hf_efficient_attn.methods import MethodConfig
+from hf_efficient_attn.methods import MethodConfig, attention
 
 # The batches of a model: mappings of its arguments, or tensors of its main input.
 Batch = Mapping[str, Any] | Tensor
@@ -58,6 +58,18 @@ class Call(NamedTuple):
     exact: Tensor
     why_exact: Callable[[str], str | None]
 
+    @property
+    def tokens(self) -> int:
+        """The number of keys of the longest sequence, without its padding."""
+        return self.key.shape[2] if self.key_mask is None else int(self.key_mask.sum(1).max())
+
+    def row(self, index: int) -> "Call":
+        """The call for one sequence of the batch."""
+        one = slice(index, index + 1)
+        key_mask = None if self.key_mask is None else self.key_mask[one]
+        tensors = {name: getattr(self, name)[one] for name in ("query", "key", "value", "exact")}
+        return self._replace(**tensors, key_mask=key_mask)
+
     def errors(self, config: MethodConfig, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
         """Relative operator norm of a method's error, with the random draws of a converted model.
 
@@ -77,6 +89,19 @@ class Call(NamedTuple):
             parameters=None if parameters is None else dict(parameters),
         )  # fmt: skip
         return error.operator.cpu()
+
+    def compute(self, config: MethodConfig) -> Tensor:
+        """The output of a method, (B, H, Nq, Dv), in the dtype of a converted model."""
+        return attention(
+            config, self.query, self.key, self.value, attention_mask=self.key_mask, is_causal=self.is_causal,
+            scale=self.scale, seed=layer_seed(self.layer),
+        )  # fmt: skip
+
+    def compute_exact(self) -> Tensor:
+        """The output of exact attention, as the layers compute it that stay exact in a converted model."""
+        return exact_layer(
+            self.query, self.key, self.value, self.key_mask, is_causal=self.is_causal, scale=self.scale, dropout_p=0.0
+        )
 
 
 def _never_exact(method: str) -> None:
@@ -186,6 +211,14 @@ def forward(model: nn.Module, batch: Batch) -> Any:
     return model(**inputs)
 
 
+class ModuleCall(NamedTuple):
+    """A call of an attention module: its name and layer, and the number of pairs of queries and keys in all heads."""
+
+    name: str
+    layer: Layer | None
+    num_pairs: int
+
+
 class AttentionSummary(NamedTuple):
     """Facts about a model's attention, observed in one forward pass.
 
@@ -194,12 +227,14 @@ class AttentionSummary(NamedTuple):
         is_causal: whether some of them are causal.
         is_rectangular: whether some modules have fewer keys than queries by construction.
         max_kv_len: the largest number of keys.
+        modules: the calls of attention modules in their order.
     """
 
     layers: tuple[Layer, ...]
     is_causal: bool
     is_rectangular: bool
     max_kv_len: int
+    modules: tuple[ModuleCall, ...] = ()
 
 
 def summarize_attention(model: nn.Module, batch: Batch) -> AttentionSummary:
@@ -209,7 +244,14 @@ def summarize_attention(model: nn.Module, batch: Batch) -> AttentionSummary:
         UnsupportedAttentionError: no numbered layer computes its attention through Transformers' interface.
     """
     calls: list[tuple[Layer | None, bool, int]] = []
-    with capture_attention(model, lambda call: calls.append((call.layer, call.is_causal, call.key.shape[2]))):
+    modules: list[ModuleCall] = []
+
+    def visit(call: Call) -> None:
+        calls.append((call.layer, call.is_causal, call.key.shape[2]))
+        num_pairs = call.query.shape[1] * call.query.shape[2] * call.key.shape[2]
+        modules.append(ModuleCall(call.name, call.layer, num_pairs))
+
+    with capture_attention(model, visit):
         forward(model, batch)
     layers = tuple(layer for layer in in_order(layer for layer, _, _ in calls) if layer is not None)
     if not layers:
@@ -222,4 +264,5 @@ def summarize_attention(model: nn.Module, batch: Batch) -> AttentionSummary:
         is_causal=any(is_causal for _, is_causal, _ in calls),
         is_rectangular=any(getattr(module, "is_rectangular", False) for module in model.modules()),
         max_kv_len=max(kv_len for _, _, kv_len in calls),
+        modules=tuple(modules),
     )

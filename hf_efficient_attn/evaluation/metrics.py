@@ -17,13 +17,14 @@ sizes that do not fit in memory or take hours are refused. No gradient flows thr
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation.norms import operator_norm
 from hf_efficient_attn.methods import (
     MethodConfig,
     attention,
@@ -314,11 +315,7 @@ def singular_values(matrix: Tensor) -> Tensor:
     Raises:
         UnsupportedAttentionError: not a floating-point matrix, or one whose decomposition takes more than minutes.
     """
-    if matrix.ndim < 2 or not matrix.is_floating_point():
-        raise UnsupportedAttentionError(
-            f"singular_values: give a floating-point tensor (..., N, M); got {matrix.dtype} {tuple(matrix.shape)}"
-        )
-    _check_dense("singular_values", math.prod(matrix.shape[:-2]), *matrix.shape[-2:])
+    _check_matrix("singular_values", matrix)
     if min(matrix.shape[-2:]) > _MAX_SIDE:
         raise UnsupportedAttentionError(
             f"singular_values: decomposing a matrix of {matrix.shape[-2]} x {matrix.shape[-1]} takes too long; give "
@@ -332,12 +329,16 @@ def singular_values(matrix: Tensor) -> Tensor:
 def stable_rank(matrix: Tensor) -> Tensor:
     """|M|_F^2 / |M|_op^2 (KDEformer, section 2): (..., N, M) -> float64 (...), from 1 to the rank; 0 for a zero matrix.
 
+    The operator norm of large matrices is computed iteratively, to a relative accuracy of 1e-5.
+
     Raises:
-        UnsupportedAttentionError: as `singular_values`.
+        UnsupportedAttentionError: not a floating-point matrix, or one that does not fit in memory.
     """
-    squares = singular_values(matrix).square()
-    largest = squares.amax(-1)
-    return torch.where(largest > 0, squares.sum(-1) / largest.clamp(min=torch.finfo(largest.dtype).tiny), 0.0)
+    _check_matrix("stable_rank", matrix)
+    matrix = matrix.double()
+    largest = operator_norm(matrix)
+    ratio = torch.linalg.matrix_norm(matrix) / largest.clamp(min=torch.finfo(largest.dtype).tiny)
+    return torch.where(largest > 0, ratio.square(), 0.0)
 
 
 @torch.no_grad()
@@ -411,11 +412,11 @@ def relative_error(approximate: Tensor, exact: Tensor) -> AttentionError:
     exact = exact.double()
     difference = approximate.double() - exact
 
-    def ratio(order: int | str) -> Tensor:
-        error, size = (torch.linalg.matrix_norm(x, ord=order) for x in (difference, exact))
-        return torch.where(error == 0, 0.0, error / size)
+    def ratio(norm: Callable[[Tensor], Tensor]) -> Tensor:
+        error = norm(difference)
+        return torch.where(error == 0, 0.0, error / norm(exact))
 
-    return AttentionError(ratio(2), ratio("fro"))
+    return AttentionError(ratio(operator_norm), ratio(torch.linalg.matrix_norm))
 
 
 @torch.no_grad()
@@ -507,6 +508,15 @@ def _check_tokens(query: Tensor, key: Tensor) -> None:
             f"the kernel matrix of {query.shape[-2]} tokens would be sorted for every prefix, which takes too long; "
             f"take {_MAX_SIDE} tokens or fewer, such as query[..., :{_MAX_SIDE}, :]"
         )
+
+
+def _check_matrix(function: str, matrix: Tensor) -> None:
+    """Check that `matrix` is a floating-point tensor (..., N, M) that fits in memory as float64."""
+    if matrix.ndim < 2 or not matrix.is_floating_point():
+        raise UnsupportedAttentionError(
+            f"{function}: give a floating-point tensor (..., N, M); got {matrix.dtype} {tuple(matrix.shape)}"
+        )
+    _check_dense(function, math.prod(matrix.shape[:-2]), *matrix.shape[-2:])
 
 
 def _check_dense(function: str, num_matrices: int, q_len: int, kv_len: int) -> None:

@@ -16,6 +16,7 @@ from hf_efficient_attn.integration.refusals import (
     warn_of_exact_cross_attention,
     why_cross_attention_is_exact,
 )
+from hf_efficient_attn.integration.settings import warn_beyond_calibration
 from hf_efficient_attn.methods import MethodConfig, attention
 
 # The attribute of an attention module that holds its `ModuleLocation`.
@@ -80,7 +81,8 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         refuse_arguments(name, module, key.shape[2], attention_mask, kwargs)
         is_causal = is_causal_call(module, location, is_causal)
         config = getattr(module, "config", None)
-        method: MethodConfig | None = settings_of(config, name).for_layer(location.layer)
+        settings = settings_of(config, name)
+        method: MethodConfig | None = settings.for_layer(location.layer)
         if method is not None and not is_causal and (location.is_cross or query.shape[2] != key.shape[2]):
             reason = why_cross_attention_is_exact(method.method, config)
             if reason is not None:
@@ -99,6 +101,7 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
                 query, key, value, attention_mask, is_causal=is_causal, scale=scaling, dropout_p=dropout
             )  # fmt: skip
         else:
+            warn_beyond_calibration(settings, key.shape[2], attention_mask)
             # In training the seed comes from the global generators, so that gradient checkpointing draws the same
             # again. Otherwise it depends on the layer alone.
             seed = None if module.training else layer_seed(location.layer)

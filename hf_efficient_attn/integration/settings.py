@@ -1,14 +1,19 @@
 """Which layer uses which method, and how a config stores it: `EfficientAttentionConfig` and its form on disk."""
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.integration.layers import Layer, check_layer, in_order
 from hf_efficient_attn.methods import MethodConfig, get_method, make_config
 
-FORMAT_VERSION = 1
+# Version 2 has `calibrated_length`. A choice without it is written as version 1, which earlier releases read.
+FORMAT_VERSION = 2
 # Exact attention as `attn_implementation`: the usual name, and all names.
 EXACT = "sdpa"
 EXACT_IMPLEMENTATIONS = (EXACT, "eager")
@@ -33,6 +38,9 @@ class EfficientAttentionConfig:
         layers: indices of the layers that use the method, or the names that a model has for them (T2T-ViT's "t2t.0").
             All other layers stay exact. None for all layers. For a mix: dictionaries {"layers": [indices], "method":
             name, hyperparameter: value, ...}.
+        calibrated_length: number of tokens of the longest sequence that the errors of this choice were measured on, as
+            `hea.calibrate` and `analyze` store it; None if they were not measured. The model warns once of a longer
+            sequence, because errors grow with the length.
 
     Attributes:
         entries: every method with its layers.
@@ -45,9 +53,16 @@ class EfficientAttentionConfig:
     method: str | MethodConfig | None = None
     hyperparameters: Mapping[str, Any] | None = field(default=None, compare=False)
     layers: Sequence[Any] | None = field(default=None, compare=False)
+    calibrated_length: int | None = None
     entries: tuple[Entry, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        length = self.calibrated_length
+        if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
+            raise UnsupportedAttentionError(
+                f"calibrated_length={length!r} must be a number of tokens, an integer of 1 or more; leave it out if "
+                "the errors were not measured"
+            )
         hyperparameters, layers = dict(self.hyperparameters or {}), _as_list(self.layers)
         if layers is not None and any(isinstance(layer, Mapping) for layer in layers):
             if hyperparameters or isinstance(self.method, MethodConfig):
@@ -88,17 +103,29 @@ class EfficientAttentionConfig:
         """All layers that the entries name, in order."""
         return in_order(index for entry in self.entries for index in entry.layers or ())
 
-    def to_dict(self) -> dict[str, Any]:
-        """Values for JSON. Every hyperparameter is written, so that a change of defaults has no effect on it."""
+    def to_dict(self, *, defaults: bool = True) -> dict[str, Any]:
+        """Values for JSON, which `from_dict` reads.
+
+        Args:
+            defaults: whether to write hyperparameters that have their default values too. What a model saves contains
+                them, so that it computes the same with a later version that has other defaults. A proposal that people
+                read, such as that of `analyze`, is clearer without them.
+        """
+
+        def values_of(config: MethodConfig) -> dict[str, Any]:
+            return config.to_dict() if defaults else {"method": config.method, **changed_hyperparameters(config)}
+
         first = self.entries[0]
         if len(self.entries) == 1 and first.config.method == self.method:
-            values = first.config.to_dict()
+            values = values_of(first.config)
             if first.layers is not None:
                 values["layers"] = list(first.layers)
         else:
-            mix = [{"layers": list(entry.layers or ()), **entry.config.to_dict()} for entry in self.entries]
+            mix = [{"layers": list(entry.layers or ()), **values_of(entry.config)} for entry in self.entries]
             values = {"method": self.method, "layers": mix}
-        return {**values, "version": FORMAT_VERSION}
+        if self.calibrated_length is None:
+            return {**values, "version": 1}
+        return {**values, "calibrated_length": self.calibrated_length, "version": FORMAT_VERSION}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], method: str | None = None) -> "EfficientAttentionConfig":
@@ -121,14 +148,51 @@ class EfficientAttentionConfig:
                 f"reads versions up to {FORMAT_VERSION}: upgrade it with 'pip install --upgrade hf_efficient_attn'"
             )
         method, layers = values.pop("method", method), values.pop("layers", None)
+        length = values.pop("calibrated_length", None)
         if method is not None:
             known = get_method(method).info.config_class.hyperparameters()
             for key in values:
                 if key not in known:
+                    others = [*known, "method", "layers", "calibrated_length"]
                     raise UnsupportedAttentionError(
-                        f"{method}: {unknown_name('key of efficient_attention', key, [*known, 'method', 'layers'])}"
+                        f"{method}: {unknown_name('key of efficient_attention', key, others)}"
                     )
-        return cls(method, values, layers)
+        return cls(method, values, layers, length)
+
+
+def changed_hyperparameters(config: MethodConfig) -> dict[str, Any]:
+    """The hyperparameters that differ from the method's defaults, as values that JSON can represent."""
+    defaults = make_config(config.method).to_dict()
+    return {key: value for key, value in config.to_dict().items() if value != defaults[key]}
+
+
+# The attribute of an `EfficientAttentionConfig` whose models have warned of a sequence that is longer than calibrated.
+_WARNED = "_warned_of_length"
+
+
+def warn_beyond_calibration(settings: EfficientAttentionConfig, kv_len: int, key_mask: Tensor | None) -> None:
+    """Warn once for each choice of a sequence that is longer than those that the choice was calibrated on.
+
+    No warning is given while a graph is traced: the length would become a condition of the graph.
+
+    Args:
+        settings: the choice.
+        kv_len: number of keys, padding included.
+        key_mask: bool (B, Nk), True = attend; None if nothing is masked.
+    """
+    limit = settings.calibrated_length
+    if limit is None or torch.compiler.is_compiling() or kv_len <= limit or hasattr(settings, _WARNED):
+        return
+    # Padding does not count. Only inputs longer than the limit take the time to count their tokens.
+    longest = kv_len if key_mask is None else int(key_mask.sum(1).max())
+    if longest > limit:
+        object.__setattr__(settings, _WARNED, True)
+        warnings.warn(
+            f"a sequence has {longest} tokens, but the attention of this model was calibrated on sequences of up to "
+            f"{limit} tokens, and its errors grow with the length: calibrate it again with sequences as long as those "
+            "it is used on (hea.calibrate, or hf-efficient-attn analyze --length)",
+            stacklevel=2,
+        )
 
 
 def as_settings(value: Any, method: str | None = None) -> EfficientAttentionConfig:
@@ -166,8 +230,9 @@ def _mix_entry(entry: Any, method: str | None) -> Entry:
         raise UnsupportedAttentionError(
             f'\'layers\' contains {entry!r}; in a mix every entry is {{"layers": [indices], "method": name, ...}}'
         )
-    if "version" in entry:
-        raise UnsupportedAttentionError("'version' belongs beside 'layers', not inside its entries")
+    for key in ("version", "calibrated_length"):
+        if key in entry:
+            raise UnsupportedAttentionError(f"{key!r} belongs beside 'layers', not inside its entries")
     if any(isinstance(layer, Mapping) for layer in _as_list(entry["layers"]) or ()):
         raise UnsupportedAttentionError("an entry of 'layers' contains indices, not entries again")
     return EfficientAttentionConfig.from_dict(entry, method).entries[0]
