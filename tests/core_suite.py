@@ -9,8 +9,10 @@ A test that is named on the command line (`file.py::test`) runs in any case, and
 `-m slow` asks for them.
 """
 
+import os
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -34,14 +36,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     suite = config.getoption("--suite")
     if suite == "all":
         return
-    named = any("::" in argument for argument in config.args)
+    named = _named(config)
     core = {id(item) for item in core_of(items)}
     selected, deselected = [], []
     for item in items:
-        keep = named or item.get_closest_marker("slow") or (id(item) in core) == (suite == "core")
+        keep = (id(item) in core) == (suite == "core")
+        keep = keep or item.nodeid.startswith(named) or item.get_closest_marker("slow") is not None
         (selected if keep else deselected).append(item)
     config.hook.pytest_deselected(items=deselected)
     items[:] = selected
+
+
+def _named(config: pytest.Config) -> tuple[str, ...]:
+    """The beginnings of the node ids that the command line names with "::"."""
+    named = []
+    for argument in config.args:
+        path, *parts = argument.split("::")
+        if parts:
+            file = Path(os.path.relpath(config.invocation_params.dir / path, config.rootpath)).as_posix()
+            named.append("::".join((file, *parts)))
+    return tuple(named)
 
 
 def core_of(items: Sequence[pytest.Item]) -> list[pytest.Item]:

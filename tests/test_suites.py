@@ -1,0 +1,109 @@
+"""The option `--suite`: core and rest are disjoint and together all; the core has each value of each parameter."""
+
+import pytest
+
+import core_suite
+from instances import INSTANCES
+
+# A module with tests of every kind. It is no test of this project, so its marks and parameters are known here.
+MODULE = """
+import pytest
+from instances import INSTANCES
+
+@pytest.fixture(params=["x", "y"])
+def letter(request):
+    return request.param
+
+def test_plain():
+    pass
+
+@pytest.mark.exhaustive
+def test_long():
+    pass
+
+@pytest.mark.slow
+def test_slow():
+    pass
+
+@pytest.mark.parametrize("a", [1, 2, 3])
+@pytest.mark.parametrize(("b", "c"), [("p", False), ("p", True), ("q", False)])
+def test_product(a, b, c):
+    pass
+
+@pytest.mark.parametrize("a", [1, pytest.param(2, marks=pytest.mark.skip(reason="no such thing")), 3])
+@pytest.mark.parametrize("b", [1, 2])
+def test_skipped(a, b):
+    pass
+
+@pytest.mark.parametrize("b", [1, 2])
+def test_fixture(letter, b):
+    pass
+
+@pytest.mark.parametrize("instance", INSTANCES, ids=str)
+def test_method(instance):
+    pass
+"""
+
+
+class Recorder:
+    """A plugin that records the collected tests."""
+
+    def pytest_collection_finish(self, session):
+        self.names = [item.nodeid.split("::", 1)[1] for item in session.items]
+
+
+@pytest.fixture
+def collect(tmp_path, monkeypatch):
+    """Collect the tests of the module above: their ids without the file."""
+    (tmp_path / "test_module_of_every_kind.py").write_text(MODULE)
+    marks = "slow: of minutes\n    exhaustive: not in the core"
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\naddopts = -m 'not slow'\nmarkers =\n    {marks}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+
+    def collected(*arguments: str, status: int = 0) -> list[str]:
+        recorder = Recorder()
+        options = ("--collect-only", "-q", "--import-mode=importlib", "-p", "no:cacheprovider", "-p", "core_suite")
+        assert pytest.main([*options, *arguments], plugins=[recorder]) == status
+        return recorder.names
+
+    return collected
+
+
+def test_core_and_rest_are_all(collect):
+    core, rest, every = collect(), collect("--suite", "rest"), collect("--suite", "all")
+    assert sorted(core + rest) == sorted(every)
+    assert not set(core) & set(rest)
+    assert len(every) == 1 + 1 + 9 + 6 + 4 + len(INSTANCES)
+    assert collect("--suite", "core") == core
+
+
+def test_the_core_has_each_value_once(collect):
+    core = collect()
+    assert "test_plain" in core and "test_long" not in core and "test_slow" not in core
+    product = [name for name in core if name.startswith("test_product")]
+    assert len(product) == 3
+    for value in ("1", "2", "3", "p-False", "p-True", "q-False"):
+        assert any(value in name.split("[")[1] for name in product)
+    # A case that is skipped is taken only for a value that no other case has.
+    skipped = [name for name in core if name.startswith("test_skipped")]
+    assert len(skipped) == 3 and sum("-2]" in name for name in skipped) == 1
+    assert len([name for name in core if name.startswith("test_fixture")]) == 2
+    methods = [name.split("[")[1].split("(")[0].rstrip("]") for name in core if name.startswith("test_method")]
+    assert sorted(methods) == sorted({instance.method for instance in INSTANCES})
+
+
+def test_tests_that_are_named_are_in_every_suite(collect):
+    assert len(collect("test_module_of_every_kind.py::test_product")) == 9
+    assert collect("test_module_of_every_kind.py::test_long") == ["test_long"]
+    assert len(collect("test_module_of_every_kind.py::test_long", "--suite", "rest")) == 1
+    assert collect("-m", "slow") == collect("-m", "slow", "--suite", "rest") == ["test_slow"]
+
+
+def test_every_test_of_this_run_is_in_one_suite(request):
+    """The arithmetic for the tests that are run together with this one, and every function of theirs is in the core."""
+    items = request.session.items
+    core = core_suite.core_of(items)
+    assert len({item.nodeid for item in core}) == len(core) <= len(items)
+    exhaustive = {item for item in items if item.get_closest_marker("exhaustive")}
+    assert not exhaustive & set(core)
