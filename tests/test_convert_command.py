@@ -299,6 +299,16 @@ def test_layers(tmp_path, capsys):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["efficient_attention"]["layers"] == [1]
 
 
+def test_the_report_names_the_calibrated_length(tmp_path, capsys):
+    source, file = save(tmp_path / "source", "bert"), tmp_path / "analysis.json"
+    chosen = {"method": "longformer", "window_size": 4, "layers": [1], "calibrated_length": 70, "version": 2}
+    file.write_text(json.dumps({"calibrated": chosen}))
+    assert status(source, "--config", file, "-o", tmp_path / "out") == 0
+    out = capsys.readouterr().out
+    assert "attention: longformer (window_size=4," in out and "calibrated_length=" not in out
+    assert "calibrated: on inputs of up to 70 tokens" in out
+
+
 def test_a_file_can_give_the_methods_of_the_layers(tmp_path, capsys):
     source = save(tmp_path / "source", "bert")
     mix = [{"layers": [0], "method": "longformer", "window_size": 4}, {"layers": [1], "method": "linear"}]
@@ -315,7 +325,7 @@ def test_a_file_can_give_the_methods_of_the_layers(tmp_path, capsys):
     for wrong, message in (
         ("{", "not JSON"),
         ("[1]", "a JSON object is expected"),
-        ('{"calibrated": null}', "nothing was calibrated"),
+        ('{"calibrated": null}', "no method kept the limit"),
         ('{"method": "kdeformr"}', "Did you mean 'kdeformer'"),
         ('{"method": "linear", "layers": [7]}', "7"),
     ):
@@ -633,6 +643,7 @@ def test_an_exact_implementation_that_is_not_installed_is_accepted(tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["attn_implementation"] == "linear"
 
 
+@pytest.mark.exhaustive
 def test_as_a_process(tmp_path):
     source = save(tmp_path / "source", "bert")
     running = start("fast", source, "--method", "kdeformr", "-o", tmp_path / "out")

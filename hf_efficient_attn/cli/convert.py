@@ -95,14 +95,14 @@ def convert(
 
 
 def _read_settings(path: pathlib.Path) -> "EfficientAttentionConfig":
-    """The settings in a file: those of `efficient_attention`, or the result of `analyze --calibrate`."""
+    """The settings in a file: those of `efficient_attention`, or the result of `analyze`."""
     from hf_efficient_attn.integration.settings import EfficientAttentionConfig
     from hf_efficient_attn.io.json import read_json_object
 
     values = read_json_object(path)
     values = values.get("calibrated", values)
     if values is None:
-        raise UnsupportedAttentionError(f"--config {path}: nothing was calibrated: run `analyze` with --calibrate")
+        raise UnsupportedAttentionError(f"--config {path}: no method kept the limit: run `analyze` with a larger one")
     if not isinstance(values, dict):
         raise UnsupportedAttentionError(f"--config {path}: 'calibrated' must be an object, as `analyze` writes it")
     return EfficientAttentionConfig.from_dict(values)
@@ -140,6 +140,8 @@ def _report(done: dict[str, Any]) -> list[str]:
         lines.append(f"attention: {_describe({'method': done['method'], **done['settings']})}")
         if done["layers"]:
             lines.append(f"layers: {', '.join(map(str, done['layers']))}")
+    if "calibrated_length" in done["settings"]:
+        lines.append(f"calibrated: on inputs of up to {done['settings']['calibrated_length']} tokens")
     if done["positions"]:
         lines.append(f"positions: {done['positions']}")
     parameters = done["parameters"]
@@ -160,5 +162,6 @@ def _report(done: dict[str, Any]) -> list[str]:
 
 def _describe(settings: dict[str, Any]) -> str:
     """A method with its hyperparameters."""
-    own = {key: value for key, value in settings.items() if key not in ("method", "version", "layers")}
+    others = ("method", "version", "layers", "calibrated_length")
+    own = {key: value for key, value in settings.items() if key not in others}
     return settings["method"] + (f" ({', '.join(f'{key}={value}' for key, value in own.items())})" if own else "")

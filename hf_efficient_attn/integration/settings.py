@@ -31,6 +31,8 @@ class Entry:
 class EfficientAttentionConfig:
     """The choice that a model carries in `config.efficient_attention`. Immutable, checked when it is made.
 
+    Two choices are equal if models compute the same with them.
+
     Args:
         method: a name from `hea.available_methods()` or a method's config. It is also the `attn_implementation` under
             which the choice applies. For a mix it can be left out and is then the method of the first entry.
@@ -53,7 +55,7 @@ class EfficientAttentionConfig:
     method: str | MethodConfig | None = None
     hyperparameters: Mapping[str, Any] | None = field(default=None, compare=False)
     layers: Sequence[Any] | None = field(default=None, compare=False)
-    calibrated_length: int | None = None
+    calibrated_length: int | None = field(default=None, compare=False)
     entries: tuple[Entry, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
