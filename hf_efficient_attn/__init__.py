@@ -13,7 +13,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
-from hf_efficient_attn.version import __version__
+from hf_efficient_attn.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from hf_efficient_attn._api import *  # noqa: F403
