@@ -64,12 +64,16 @@ def check_output(printed: str, expected: str, where: str) -> None:
     assert checker.check_output(expected, printed, FLAGS), f"{where}\nexpected:\n{expected}\nprinted:\n{printed}"
 
 
-def run_python(block: Block, page: str, namespace: dict) -> None:
-    # Compiled with its place in the page, so that a failure names the line.
-    code = compile("\n" * (block.line - 1) + block.text, f"{page}.md", "exec")
+def run(block: Block, page: str, namespace: dict) -> None:
+    """Run a block, and compare what it prints with what the page says."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(code, namespace)
+        if block.language == "python":
+            # Compiled with its place in the page, so that a failure names the line.
+            exec(compile("\n" * (block.line - 1) + block.text, f"{page}.md", "exec"), namespace)
+        elif block.language == "bash":
+            for command in commands_of(block):
+                run_command(command, page)
     if block.output is not None:
         check_output(printed.getvalue(), block.output, f"{page}.md, line {block.line}")
 
@@ -161,11 +165,7 @@ def models(tmp_path, monkeypatch):
 def test_every_block_of_a_guide_runs(page, models):
     namespace: dict = {"__name__": page}
     for block in blocks_of((GUIDES / f"{page}.md").read_text(encoding="utf-8")):
-        if block.language == "python":
-            run_python(block, page, namespace)
-        elif block.language == "bash":
-            for command in commands_of(block):
-                run_command(command, page)
+        run(block, page, namespace)
 
 
 def test_the_pages_have_blocks_and_links_that_exist():
@@ -180,7 +180,7 @@ def test_the_pages_have_blocks_and_links_that_exist():
 def test_a_wrong_output_in_a_guide_fails(tmp_path):
     page = "```python\nprint(2)\n```\n\n```text\n3\n```\n"
     with pytest.raises(AssertionError, match="expected"):
-        run_python(blocks_of(page)[0], "page", {})
+        run(blocks_of(page)[0], "page", {})
     with pytest.raises(AssertionError, match="no option --budgets"):
         check_options(["python", "-m", "recipes.benchmarks.tasks", "search", "--budgets", "64"])
 
