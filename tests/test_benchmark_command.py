@@ -1,10 +1,11 @@
-"""`hf-efficient-attn benchmark` and `analyze` on tiny models."""
+"""`hf-efficient-attn benchmark` on tiny models."""
 
+import collections
 import gzip
+import itertools
 import json
 import math
 import pathlib
-import shlex
 import subprocess
 import sys
 import zipfile
@@ -15,12 +16,13 @@ import transformers
 from typer.testing import CliRunner
 
 import hf_efficient_attn as hea
-from hf_efficient_attn import analysis, cli
+from hf_efficient_attn import cli
 from hf_efficient_attn.checkpoint.loading import quiet
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation import analyze, benchmark, calibration, capture, comparison, timing
+from hf_efficient_attn.evaluation import benchmark, capture, charts, comparison, memory, plan, timing
 from hf_efficient_attn.evaluation.comparison import Procedure
 from hf_efficient_attn.evaluation.data import ModelData, task_of
+from hf_efficient_attn.evaluation.progress import Execution
 from hf_efficient_attn.integration.layers import ranges
 from hf_efficient_attn.io import reading
 from hf_efficient_attn.methods import make_config
@@ -32,6 +34,7 @@ WORDS = [f"w{i}" for i in range(50)]
 TEXT = " ".join(WORDS[(i * i + 3 * (i // 7)) % 50] for i in range(3000))
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 QUICK = Procedure(rounds=1, memory=False)
+ONE_ROW = QUICK._replace(rows=1)
 
 
 def tokenizer_for(family):
@@ -51,7 +54,7 @@ def tokenizer_for(family):
 @pytest.fixture(autouse=True)
 def _short(monkeypatch):
     """Time single calls, which are otherwise repeated for a tenth of a second."""
-    monkeypatch.setattr(timing, "_calls_to_time", lambda work: 1)
+    monkeypatch.setattr(comparison, "calls_to_time", lambda work, first: 1)
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +180,7 @@ def test_length_of_a_picture_is_that_of_its_longest_attention(tmp_path, capsys):
 def test_errors_and_agreement_are_those_of_the_converted_model(made, text):
     config = hea.LongformerConfig(window_size=3)
     result = benchmark.benchmark_checkpoint(
-        made("gpt2", True), {"window": config}, [60], data=text, rows=2, procedure=QUICK
+        made("gpt2", True), {"window": config}, [60], data=text, procedure=QUICK._replace(rows=2)
     )
     row = result["measurements"][1]
     exact = transformers.GPT2LMHeadModel.from_pretrained(made("gpt2", True)).eval()
@@ -200,7 +203,7 @@ def test_masked_tokens_are_predicted(made, text):
     assert (inputs.values["input_ids"][~inputs.masked] != 4).all()
     assert inputs.masked.sum(1).tolist() == [5, 5]
     assert inputs.values["input_ids"][:, [0, -1]].tolist() == [[2, 3], [2, 3]]
-    guesses = comparison.answers("masked-lm", model, inputs)
+    guesses = comparison.answer_of("masked-lm", capture.forward(model, inputs.values), inputs)
     with torch.no_grad():
         assert guesses.tolist() == model(**inputs.values).logits[inputs.masked].argmax(-1).tolist()
     other = guesses.clone()
@@ -211,7 +214,7 @@ def test_masked_tokens_are_predicted(made, text):
 def test_embeddings_are_mean_pooled(made, text):
     model = transformers.BertModel.from_pretrained(made("bert")).eval()
     inputs = ModelData(model, made("bert"), text, longest=40, rows=2).inputs(40, 0, 2)
-    given = comparison.answers("embedding", model, inputs)
+    given = comparison.embed(model, inputs)
     with torch.no_grad():
         pooled = model(**inputs.values).last_hidden_state.mean(1)
     torch.testing.assert_close(given, pooled / pooled.norm(dim=1, keepdim=True))
@@ -235,34 +238,38 @@ def test_default_text_is_the_documentation_of_python(made, capsys):
 
 
 def test_default_methods_and_lengths(made, text):
-    found = benchmark.benchmark_checkpoint(made("bert"), data=text, rows=1, procedure=QUICK)
+    found = benchmark.benchmark_checkpoint(made("bert"), data=text, procedure=ONE_ROW)
     assert list(found["pays_from"]) == ["kdeformer", "longformer", "nystromformer"]
     assert {row["length"] for row in found["measurements"]} == {128, 256, 512}
     assert any("128 positions" in note for note in found["notes"])
-    found = benchmark.benchmark_checkpoint(made("gpt2", True), lengths=[20], data=text, rows=1, procedure=QUICK)
+    found = benchmark.benchmark_checkpoint(
+        made("gpt2", True), lengths=[20], data=text, procedure=QUICK._replace(rows=1)
+    )
     assert list(found["pays_from"]) == ["kdeformer", "longformer"]
 
 
 def test_a_short_text_limits_the_default_lengths(made, tmp_path):
     short = tmp_path / "short.txt"
     short.write_text(" ".join(TEXT.split()[:200]))
-    found = benchmark.benchmark_checkpoint(made("bert"), data=short, rows=1, procedure=QUICK)
+    found = benchmark.benchmark_checkpoint(made("bert"), data=short, procedure=ONE_ROW)
     assert {row["length"] for row in found["measurements"]} == {128}
 
 
 def test_default_lengths_are_limited_by_time(made, text, monkeypatch):
     monkeypatch.setattr(benchmark, "_SECONDS", 0.0)
-    found = benchmark.benchmark_checkpoint(made("bert"), data=text, rows=1, procedure=QUICK)
+    found = benchmark.benchmark_checkpoint(made("bert"), data=text, procedure=ONE_ROW)
     assert {row["length"] for row in found["measurements"]} == {128}
 
 
 def test_lengths_beyond_the_positions_of_the_model(made, text):
     before = (made("bert") / "config.json").read_bytes()
-    found = benchmark.benchmark_checkpoint(made("bert"), lengths=[300], data=text, rows=1, procedure=QUICK)
+    found = benchmark.benchmark_checkpoint(made("bert"), lengths=[300], data=text, procedure=ONE_ROW)
     assert any("128 positions" in note and "up to 300" in note for note in found["notes"])
     assert found["measurements"][1]["agreement"] <= 1.0
     assert (made("bert") / "config.json").read_bytes() == before
-    found = benchmark.benchmark_checkpoint(made("llama", True), lengths=[150], data=text, rows=1, procedure=QUICK)
+    found = benchmark.benchmark_checkpoint(
+        made("llama", True), lengths=[150], data=text, procedure=QUICK._replace(rows=1)
+    )
     assert any("rotary" in note for note in found["notes"])
 
 
@@ -298,7 +305,7 @@ def test_a_checkpoint_with_a_mix(made, text, tmp_path):
     mix = [{"layers": [0], "method": "linear"}, {"layers": [1], "method": "longformer", "window_size": 2}]
     hea.convert(transformers.BertModel.from_pretrained(made("bert")), {"layers": mix}).save_pretrained(tmp_path)
     tokenizer_for("bert").save_pretrained(tmp_path)
-    found = benchmark.benchmark_checkpoint(tmp_path, lengths=[60], data=text, rows=1, procedure=QUICK)
+    found = benchmark.benchmark_checkpoint(tmp_path, lengths=[60], data=text, procedure=ONE_ROW)
     assert list(found["pays_from"]) == ["linear and longformer, layers 0-1"]
     assert [one["method"] for one in found["measurements"][1]["settings"]["layers"]] == ["linear", "longformer"]
     assert all(error > 0.01 for error in found["measurements"][1]["layer_errors"])
@@ -388,12 +395,20 @@ def test_peak_memory():
         (["GPT2", "--output", "missing/folder"], "does not exist"),
         (["GPT2", "--output", "TEXT"], "is not a folder"),
         (["GPT2", "--batch", "0"], "--batch"),
+        (["GPT2", "--lengths", "999999999999"], "GiB are free: give fewer tokens"),
+        (["GPT2", "--lengths", "9" * 20], "more than any machine can hold"),
+        (["GPT2", "--lengths", "9" * 30], "not a number of tokens"),
+        (["GPT2", "--lengths", "64", "--batch", "999999999999"], "or smaller batches"),
+        (["BARE", "--lengths", "64", "--rows", "999999999999"], "data of 999,999,999,999 inputs needs at least"),
+        (["VIT", "--lengths", "999999999999"], "GiB are free: give fewer tokens"),
+        (["GPT2", "--rounds", "999999999999"], "give at most 1000"),
+        (["GPT2", "--minutes", "0"], "--minutes"),
+        (["GPT2", "--device", "abacus"], "--device abacus: PyTorch cannot compute there"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_refused_before_anything_is_measured(arguments, message, made, text, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(timing, "paired", lambda *rest: pytest.fail("measured"))
-    monkeypatch.setattr(comparison, "paired", lambda *rest: pytest.fail("measured"))
+    monkeypatch.setattr(comparison.LengthComparison, "measure", lambda *rest: pytest.fail("measured"))
     (tmp_path / "short.txt").write_text("w1 w2 w3")
     if "BART" in arguments:
         sizes = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 20, "encoder_attention_heads": 1,
@@ -449,6 +464,201 @@ def test_the_card_of_a_converted_folder(made, text, tmp_path, monkeypatch, capsy
     assert f"Written: {folder / 'README.md'}" in capsys.readouterr().out
 
 
+def interrupt_after(monkeypatch, count):
+    """Let the user press Ctrl-C in the measurement after `count` measurements."""
+    measure, done = comparison.LengthComparison.measure, []
+
+    def limited(*arguments):
+        if len(done) == count:
+            raise KeyboardInterrupt
+        done.append(None)
+        return measure(*arguments)
+
+    monkeypatch.setattr(comparison.LengthComparison, "measure", limited)
+
+
+def interrupted(made, text, *more):
+    return command("benchmark", made("bert"), "--methods", SMALL_METHODS, "--lengths", "30,60", "--rounds", 1,
+                   "--data", text, *more)  # fmt: skip
+
+
+def test_after_an_interruption_the_table_stays(made, text, monkeypatch, capsys):
+    interrupt_after(monkeypatch, 4)
+    capsys.readouterr()
+    assert interrupted(made, text) == 130
+    out, err = capsys.readouterr()
+    assert err == "error: interrupted\n"
+    rows = [line.split("|")[1:3] for line in out.splitlines() if line.startswith("| ")]
+    assert [(length.strip(), label.split()[0]) for length, label in rows[1:]] == [
+        ("30", "sdpa"), ("30", "kdeformer"), ("30", "longformer"), ("60", "sdpa"),
+    ]  # fmt: skip
+    assert "Not complete. Not measured: kdeformer (block_size=4, num_samples=8) at 60 tokens, longformer" in out
+
+
+def test_after_an_interruption_json_and_files_say_that_they_are_partial(made, text, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    interrupt_after(monkeypatch, 2)
+    capsys.readouterr()
+    assert interrupted(made, text, "--json", "--output", tmp_path / "out") == 130
+    result = json.loads(capsys.readouterr().out)
+    assert json.loads((tmp_path / "out" / "benchmark.json").read_text()) == result
+    assert result["complete"] is False
+    assert len(result["measurements"]) == 2
+    assert len(result["left_out"]) == 4
+    assert list(result["pays_from"]) == ["kdeformer (block_size=4, num_samples=8)"]
+    assert any("Not complete" in note for note in result["notes"])  # so that a card says it
+
+
+def test_an_interruption_before_the_first_row(made, text, tmp_path, monkeypatch, capsys):
+    interrupt_after(monkeypatch, 0)
+    capsys.readouterr()
+    assert interrupted(made, text, "--output", tmp_path / "out") == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_interruption_leaves_a_published_card_alone(made, text, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    hea.convert(transformers.BertModel.from_pretrained(made("bert")), "longformer").save_pretrained(tmp_path)
+    tokenizer_for("bert").save_pretrained(tmp_path)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    interrupt_after(monkeypatch, 1)
+    arguments = ("benchmark", tmp_path, "--lengths", 30, "--rounds", 1, "--data", text, "--card")
+    assert command(*arguments) == 130
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert f"Interrupted: {tmp_path} is unchanged" in capsys.readouterr().out
+
+
+def test_rows_are_told_when_they_are_complete_and_the_estimate_before(made, text):
+    told = []
+    execution = Execution(on_begin=told.append, on_estimate=told.append, on_row=told.append)
+    methods = {"window": hea.LongformerConfig(window_size=3)}
+    result = benchmark.benchmark_checkpoint(
+        made("bert"), methods, [30, 60], data=text, procedure=ONE_ROW, execution=execution
+    )
+    assert told[0]["measurements"] is result["measurements"]
+    assert told[0]["labels"] == ["window"]
+    assert told[1].startswith("Expected: about ")
+    assert told[1].endswith(" for 4 measurements.")
+    assert told[2:] == result["measurements"]
+    assert result["complete"] is True
+    assert result["left_out"] == []
+
+
+def test_a_limit_of_time(made, text):
+    """First each pass is measured only once; then the longest inputs are left out."""
+    methods = {"window": hea.LongformerConfig(window_size=3)}
+    arguments = made("bert"), methods, [30, 60]
+    procedure = Procedure(rounds=50, memory=False, rows=4)
+    limited = benchmark.benchmark_checkpoint(
+        *arguments, data=text, procedure=procedure, execution=Execution(minutes=1e-6)
+    )
+    assert [(row["length"], row["attention"]) for row in limited["measurements"]] == [(30, "sdpa")]
+    assert limited["left_out"] == ["window at 30 tokens", "sdpa at 60 tokens", "window at 60 tokens"]
+    assert limited["complete"] is False
+    assert limited["data"]["rows"] == 1
+    assert any("each pass is measured once" in note for note in limited["notes"])
+    enough = benchmark.benchmark_checkpoint(*arguments, data=text, procedure=ONE_ROW, execution=Execution(minutes=60))
+    assert enough["complete"] is True
+    assert not any("each pass is measured once" in note for note in enough["notes"])
+
+
+def test_number_of_passes(made, text, monkeypatch):
+    """A pass is timed and gives an answer at once: the passes of exact attention do not grow with methods x rounds."""
+    counts = collections.Counter()
+
+    def count(task, model, inputs):
+        counts[model.config._attn_implementation] += 1
+        return run_model(task, model, inputs)
+
+    run_model = comparison.run_model
+    monkeypatch.setattr(comparison, "run_model", count)
+    monkeypatch.setattr(comparison, "LONG_SECONDS", 0.0)  # all passes are long
+    methods = {name: make_config(name, **SMALL[name]) for name in ("kdeformer", "longformer", "linear")}
+    arguments = made("bert"), methods, [40]
+    found = benchmark.benchmark_checkpoint(*arguments, data=text, procedure=Procedure(memory=False, rows=4))
+    assert found["data"]["rows"] == 4
+    # One pass for each text, and of exact attention one after each method.
+    assert counts == {"sdpa": 4 + 3, "kdeformer": 4, "longformer": 4, "linear": 4}
+
+
+def test_too_little_memory_is_one_line(made, text, monkeypatch, capsys):
+    def allocate(*arguments):
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried")
+
+    monkeypatch.setattr(comparison, "run_model", allocate)
+    capsys.readouterr()
+    assert interrupted(made, text) == 1
+    assert capsys.readouterr().err == (
+        "error: the memory is not enough for this measurement: give shorter lengths or a smaller batch\n"
+    )
+
+
+def test_other_errors_are_not_taken_for_memory():
+    with pytest.raises(RuntimeError, match="shapes"), memory.memory_errors("give less"):
+        raise RuntimeError("shapes")
+    with pytest.raises(MemoryError, match="give less"), memory.memory_errors("give less"):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_the_device_is_that_of_the_model_and_its_inputs(made, text, capsys):
+    result = run_json(capsys, "benchmark", made("bert", True), "--methods", "linear", "--lengths", 40, "--rounds", 1,
+                      "--rows", 1, "--data", text, "--device", "cpu:0")  # fmt: skip
+    assert result["machine"]["device"].startswith("cpu")
+    model = transformers.BertForMaskedLM.from_pretrained(made("bert", True)).eval()
+    inputs = ModelData(model, made("bert", True), text, longest=40, rows=1).inputs(40, 0, 1).to(torch.device("meta"))
+    assert {inputs.masked.device.type, *(x.device.type for x in inputs.values.values())} == {"meta"}
+
+
+def test_estimates_follow_the_number_of_products(made, text):
+    model = transformers.BertModel.from_pretrained(made("bert")).eval()
+    times = plan.PassTimes(model, ModelData(model, made("bert"), text, longest=64, rows=1), 64, 1)
+    assert times.exact(64) > 0
+    assert 2 * times.exact(4096) < times.exact(8192) < 4 * times.exact(4096)
+    assert times.method(8192) == pytest.approx(2 * times.method(4096))
+    assert times.method(4096) < times.exact(4096)
+
+
+@pytest.mark.parametrize("measured", [(512,), (512, 2048, 4096)])
+def test_the_picture_names_each_line(measured, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    figures = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *rest, **more: (figures.append(figure), save(figure, *rest)))
+    labels = [f"method {number}" for number in range(8)]
+    rows = [{"attention": "sdpa", "method": "sdpa", "length": n, "speed_up": 1.0, "error": 0.0} for n in measured]
+    rows += [
+        {
+            "attention": label,
+            "method": "m",
+            "length": n,
+            "speed_up": n / 1000,
+            "error": 7.0 if label[-1] == "3" else 0.2,
+        }
+        for label in labels
+        for n in measured
+    ]
+    about = {"cpu": "processor", "threads": 1, "device": "cpu", "dtype": "float32"}
+    result = {"measurements": rows, "machine": about, "source": "model", "data": {"name": "text"}}
+    charts.draw(result, tmp_path / "picture.png")
+    (figure,) = figures
+    assert figure.get_suptitle() == "model on text\nprocessor, 1 thread, cpu, float32"
+    for axes, better in zip(figure.axes, ("higher is better", "lower is better"), strict=True):
+        assert better in axes.get_title(loc="left")
+        assert axes.get_legend() is None
+        names = {text.get_text(): text.get_position()[1] for text in axes.texts}
+        assert {name.split(":")[0] for name in names} == {*labels, "exact attention"}
+        heights = sorted(names.values())
+        assert min(b - a for a, b in itertools.pairwise(heights)) > 0.05  # no text covers another
+        assert axes.get_xscale() == "log"
+    # One large error does not determine the scale.
+    assert figure.axes[1].get_ylim() == (0, 1.5)
+    assert "method 3: 7.0" in {text.get_text() for text in figure.axes[1].texts}
+    charts.draw({**result, "measurements": rows[:1]}, tmp_path / "exact.png")  # after an interruption
+
+
 def test_an_interruption_leaves_no_files(made, text, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
@@ -464,6 +674,7 @@ def test_an_interruption_leaves_no_files(made, text, tmp_path, monkeypatch, caps
     assert not list(tmp_path.rglob("*.*"))
 
 
+@pytest.mark.exhaustive
 def test_as_a_process(made, text):
     line = [sys.executable, "-m", "hf_efficient_attn", "benchmark", str(made("bert")), "--methods", SMALL_METHODS,
             "--lengths", "30", "--rounds", "1", "--data", str(text), "--json"]  # fmt: skip
@@ -496,128 +707,9 @@ def test_real_minilm(minilm, capsys):
     assert close["agreement"] > 0.95
 
 
-# analyze
-
-
-def test_analysis_of_every_head(made, text, capsys):
-    source = made("bert")
-    result = run_json(capsys, "analyze", source, "--data", text, "--length", 60, "--rows", 2, "--budgets", "8,16",
-                      "--methods", "longformer,nystromformer")  # fmt: skip
-    model = transformers.BertModel.from_pretrained(source).eval()
-    found = ModelData(model, source, text, longest=60, rows=2)
-    calls = []
-    with capture.capture_attention(model, calls.append):
-        capture.forward(model, found.inputs(60, 0, 2).values)
-    assert [entry["layer"] for entry in result["layers"]] == [0, 1]
-    for entry, call in zip(result["layers"], calls, strict=True):
-        rank = analysis.stable_rank(analysis.softmax_matrix(call.query, call.key, scale=call.scale)).mean(0)
-        assert entry["stable_rank"] == pytest.approx(rank.tolist(), rel=1e-4)
-        ratio = analysis.head_to_tail(call.query, call.key, scale=call.scale)[..., -1].mean(0)
-        assert entry["head_to_tail"] == pytest.approx(ratio.tolist(), rel=1e-4)
-        for label, budget in (("longformer", 8), ("nystromformer", 16)):
-            config = make_config(label).with_budget(budget)
-            expected = call.errors(config).mean(0).tolist()
-            assert entry["errors"][label][str(budget)] == pytest.approx(expected, rel=1e-4)
-
-
-def test_padding_does_not_count_in_an_analysis():
-    model = tiny_model("bert")
-    ids = torch.arange(5, 45)[None]
-    padded = {"input_ids": torch.cat((ids, torch.full((1, 10), 7)), 1), "attention_mask": torch.ones(1, 50).long()}
-    padded["attention_mask"][:, 40:] = 0
-    options = {"methods": {"w": hea.LongformerConfig()}, "budgets": [9]}
-    short, long = (analyze.analyze(model, [batch], **options) for batch in ({"input_ids": ids}, padded))
-    for one, other in zip(short["layers"], long["layers"], strict=True):
-        for key in ("stable_rank", "head_to_tail"):
-            assert one[key] == pytest.approx(other[key], rel=1e-4)
-        assert one["errors"]["w"]["9"] == pytest.approx(other["errors"]["w"]["9"], rel=1e-3)
-
-
-def test_layers_that_should_stay_exact(made, text, tmp_path, capsys):
-    """The layers follow from the errors, and the command contains them."""
-    model = transformers.BertModel.from_pretrained(made("bert"))
-    with torch.no_grad():  # the second layer computes the mean of all values, which landmarks represent exactly
-        model.encoder.layer[1].attention.self.query.weight.zero_()
-        model.encoder.layer[1].attention.self.query.bias.zero_()
-    model.save_pretrained(tmp_path)
-    tokenizer_for("bert").save_pretrained(tmp_path)
-    arguments = ("analyze", tmp_path, "--data", text, "--length", 60, "--rows", 1, "--budgets", "4,8")
-    result = run_json(capsys, *arguments, "--methods", "longformer,nystromformer")
-    assert result["exact_layers"] == {"longformer": [0, 1], "nystromformer": [0]}
-    best = result["recommended"]
-    assert (best["method"], best["layers"], best["exact_layers"]) == ("nystromformer", [1], [0])
-    for label, exact in result["exact_layers"].items():
-        for entry in result["layers"]:
-            errors = entry["errors"][label]["8"]
-            assert (sum(errors) / len(errors) > 0.1) == (entry["layer"] in exact)
-    words = shlex.split(result["command"])
-    assert words[:5] == ["hf-efficient-attn", "convert", str(tmp_path), "--method", "nystromformer"]
-    assert words[words.index("--layers") + 1] == "1"
-    assert words[words.index("--set") + 1] == "num_landmarks=4"
-    assert run_json(capsys, *arguments, "--max-error", 1e-7, "--methods", "longformer")["recommended"] is None
-    everything = run_json(capsys, *arguments, "--max-error", 100, "--methods", "longformer")
-    assert everything["recommended"]["layers"] == [0, 1]
-    assert "--layers" not in everything["command"]
-
-
 @pytest.mark.parametrize(("numbers", "text"), [([0, 1, 2, 5], "0-2,5"), ([3], "3"), ([1, 3, 4], "1,3-4"), ([], "")])
 def test_ranges(numbers, text):
     assert ranges(numbers) == text
-
-
-@pytest.mark.parametrize("family", ["bert", "gpt2"])
-def test_calibrated_settings_can_be_loaded(family, made, text, capsys):
-    source = made(family, family == "gpt2")
-    result = run_json(capsys, "analyze", source, "--data", text, "--length", 60, "--rows", 3, "--budgets", "16,32",
-                      "--calibrate", "0.9", "--methods", "longformer,kdeformer")  # fmt: skip
-    given = result["calibrated"]
-    kind = transformers.GPT2LMHeadModel if family == "gpt2" else transformers.BertModel
-    model = kind.from_pretrained(source, attn_implementation=given["method"], efficient_attention=given)
-    assert model.config.efficient_attention.settings == hea.EfficientAttentionConfig.from_dict(given)
-
-
-def test_tables_and_heat_maps(made, photographs, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    arguments = ["analyze", made("deit", True), "--data", photographs, "--rows", 2, "--budgets", "8,16,24",
-                 "--output", tmp_path / "out", "--calibrate", "0.95"]  # fmt: skip
-    assert command(*arguments) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    assert "| layer | stable rank" in out
-    assert "2 inputs of 66 tokens of pictures.zip" in out
-    assert "Layers that should stay exact with longformer (error above 0.1 at 24 columns): 0, 1" in out
-    assert '"method"' in out
-    assert (tmp_path / "out" / "analysis.png").read_bytes()[:4] == b"\x89PNG"
-    assert len(json.loads((tmp_path / "out" / "analysis.json").read_text())["layers"][0]["stable_rank"]) == 2
-    assert command(*arguments) == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "--data"),
-        (["--data", "nothing.txt"], "nothing.txt: no such file"),
-        (["--data", "TEXT", "--methods", "nystromformer"], "Methods that have one: "),
-        (["--data", "TEXT", "--methods", "longformer", "--max-error", "0"], "max_error"),
-        (["--data", "TEXT", "--length", "60", "--calibrate", "-1"], "max_error"),
-        (["--data", "TEXT", "--length", "60", "--calibrate", "1e-9", "--budgets", "8"], "no method keeps max_error"),
-        (["--data", "TEXT", "--budgets", "x"], "not a number"),
-        (["--data", "TEXT", "--output", "missing/folder"], "does not exist"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_analysis_refused(arguments, message, made, text, capsys):
-    assert command("analyze", made("gpt2", True), *(text if word == "TEXT" else word for word in arguments)) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert len(err.splitlines()) == 1
-    assert message in err
-
-
-def test_too_long_for_an_analysis():
-    model = tiny_model("llama")
-    with pytest.raises(UnsupportedAttentionError, match="4096 tokens or fewer"):
-        analyze.analyze(model, [torch.zeros(1, 4097, dtype=torch.int64)])
 
 
 # texts and pictures
@@ -656,10 +748,3 @@ def test_broken_pictures(tmp_path, photographs):
     with pytest.raises(UnsupportedAttentionError, match=r"broken.png: not a picture"):
         reading.open_picture(*reading.pictures_of(tmp_path)[0])
     assert [name for name, _ in reading.pictures_of(photographs)] == [f"{photographs}, class/{i}.png" for i in range(6)]
-
-
-def test_candidates_are_sorted_by_cost():
-    summary = capture.AttentionSummary((0,), is_causal=False, is_rectangular=False, max_kv_len=70)
-    found = calibration.make_candidates(["longformer", "linear"], [32, 16, 16], summary)
-    expected = [(16, "longformer"), (16, "linear"), (32, "longformer")]
-    assert [(one.columns, one.config.method) for one in found] == expected

@@ -278,7 +278,7 @@ def test_demo_as_a_process():
     done = command("demo", "--length", "512", "--method", "longformer:window_size=64", "--threads", "1")
     assert done.returncode == 0, done.stderr
     assert "error:" not in done.stderr
-    assert "| 512    | longformer (window_size=64)" in done.stdout
+    assert "|    512 | longformer (window_size=64)" in done.stdout
     assert "Search: 20 questions in" in done.stdout
     assert "MiniLM was trained with 512 positions" in done.stdout
 

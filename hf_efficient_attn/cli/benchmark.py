@@ -1,26 +1,33 @@
 """`hf-efficient-attn benchmark`."""
 
 import pathlib
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hf_efficient_attn.cli.common import (
     DEFAULT_METHODS,
     AllowPickle,
+    Device,
     Force,
     Json,
+    LiveTable,
+    Minutes,
     Settings,
     Source,
     Threads,
     command,
     complete_methods,
+    parse_device,
     parse_lengths,
     parse_methods,
     print_json,
-    table,
+    until_interrupted,
 )
 from hf_efficient_attn.errors import UnsupportedAttentionError
+
+if TYPE_CHECKING:
+    from hf_efficient_attn.evaluation.progress import Execution
 
 _AGREEMENT = {
     "cosine": "cosine of the mean-pooled embeddings with those of exact attention",
@@ -52,7 +59,7 @@ def benchmark(
             metavar="N",
             show_default=False,
             help="Numbers of tokens; repeated or separated by commas. Pictures are resized to about as many. [default: "
-            "up to four times the model's maximum, as far as a minute allows]",
+            "up to four times the model's maximum, as far as a minute, or --minutes, allows]",
         ),
     ] = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006
@@ -74,7 +81,9 @@ def benchmark(
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Measurements of each time.")] = 3,
+    minutes: Minutes = None,
     threads: Threads = None,
+    device: Device = None,
     memory: Annotated[bool, typer.Option("--memory/--no-memory", help="Measure memory.")] = True,
     output: Annotated[
         pathlib.Path | None, typer.Option(metavar="FOLDER", help="Write benchmark.json and benchmark.png there.")
@@ -95,52 +104,113 @@ def benchmark(
         raise UnsupportedAttentionError("--set needs --methods: name the methods that the hyperparameter is for")
     chosen = parse_methods(methods, setting)
     folder = output_folder(source, output, card=card, force=force)
+    procedure = Procedure(batch, rounds, memory, rows, parse_device(device))
+    report = Report(is_silent=as_json, with_memory=memory)
     with use_threads(threads):
-        result = benchmark_checkpoint(
-            source,
-            chosen or None,
-            parse_lengths(lengths) or None,
-            data=data,
-            rows=rows,
-            procedure=Procedure(batch, rounds, memory),
-            allow_pickle=allow_pickle,
+        result, status = until_interrupted(
+            lambda: benchmark_checkpoint(
+                source,
+                chosen or None,
+                parse_lengths(lengths) or None,
+                data=data,
+                procedure=procedure,
+                execution=report.execution(minutes),
+                allow_pickle=allow_pickle,
+            )
         )
-    written = [] if folder is None else write_benchmark(result, folder, card=card)
+    # A published card does not lose its measurements because of Ctrl-C.
+    is_written = folder is not None and (status == 0 or not card)
+    written = write_benchmark(result, folder, card=card) if folder is not None and is_written else []
     if as_json:
-        return print_json(result)
-    show(result)
-    for path in written:
-        typer.echo(f"Written: {path}")
+        print_json(result)
+    else:
+        report.conclude(result)
+        for path in written:
+            typer.echo(f"Written: {path}")
+        if folder is not None and not is_written:
+            typer.echo(f"Interrupted: {folder} is unchanged.")
+    raise typer.Exit(status)
 
 
-def show(result: dict[str, Any]) -> None:
-    """Print the result of a benchmark as a table with explanations."""
-    about, measurements, agreement = result["machine"], result["measurements"], result["agreement"].replace("_", " ")
-    rows = [
-        (
-            row["length"],
-            row["attention"],
-            f"{row['seconds']:.3f}",
-            f"{row['speed_up']:.2f}x",
-            _number(row["peak_memory_mib"], ".0f"),
-            _number(row["error"], ".3f"),
-            _number(row["agreement"], ".4f"),
+class Report:
+    """Prints the rows of a benchmark as they are measured, and before them the estimate.
+
+    Args:
+        is_silent: whether to print nothing, for --json.
+        with_memory: whether memory is measured.
+
+    Attributes:
+        result: what is known before the measurements.
+        label_width: of the longest label.
+    """
+
+    def __init__(self, *, is_silent: bool, with_memory: bool) -> None:
+        self.is_silent, self._with_memory = is_silent, with_memory
+        self._table: LiveTable | None = None
+        self._is_explained = False
+        self.result: dict[str, Any] = {}
+        self.label_width = 0
+
+    def execution(self, minutes: float | None) -> "Execution":
+        """The limit of time together with the functions that print."""
+        from hf_efficient_attn.evaluation.progress import Execution
+
+        if self.is_silent:
+            return Execution(minutes)
+        return Execution(minutes, on_begin=self.begin, on_estimate=typer.echo, on_row=self.add)
+
+    def begin(self, result: dict[str, Any]) -> None:
+        """Say what is compared."""
+        from hf_efficient_attn.evaluation.timing import describe
+
+        labels = result["labels"]
+        typer.echo(
+            f"{result['source']} on {result['data']['name']}: {', '.join(labels)} against exact attention (sdpa)\n"
+            f"{describe(result['machine'])}"
         )
-        for row in measurements
-    ]
-    typer.echo(table(("tokens", "attention", "seconds", "speed-up", "MiB", "error", agreement), rows))
-    typer.echo(
-        f"\n{about['cpu']}, {about['threads']} threads, {about['device']}, {about['dtype']}, torch {about['torch']}; "
-        f"batches of {measurements[0]['batch']}.\n"
-        "seconds: median of the forward passes. speed-up: over exact attention (sdpa) in the same rounds, median.\n"
-        "MiB: peak of PyTorch's memory in a pass, without model and inputs. error: relative operator norm of the\n"
-        "error of a layer's output, averaged over heads and layers.\n"
-        f"{agreement}: {_AGREEMENT[result['agreement']]}, over {result['data']['rows']} inputs of "
-        f"{result['data']['name']}.\n"
-    )
-    for sentence in [*result["notes"], *result["summary"]]:
-        typer.echo(sentence)
+        self.result, self.label_width = result, max(map(len, ["sdpa", *labels]))
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Print a row of "measurements"."""
+        if self._table is None:
+            typer.echo()
+            headers = ["tokens", "attention", "seconds", "speed-up", *self._memory("MiB"), "error", self._agreement]
+            widths = [6, self.label_width, 7, 8, *self._memory(6), 6, 6]
+            self._table = LiveTable(headers, widths, left=["attention"])
+        cells = [row["length"], row["attention"], f"{row['seconds']:.3f}", f"{row['speed_up']:.2f}x"]
+        cells += self._memory(_number(row["peak_memory_mib"], ".0f"))
+        self._table.add([*cells, _number(row["error"], ".3f"), _number(row["agreement"], ".4f")])
+
+    def _memory(self, value: Any) -> list[Any]:
+        """A cell in the column of the memory, if there is one."""
+        return [value] if self._with_memory else []
+
+    @property
+    def _agreement(self) -> str:
+        return str(self.result["agreement"]).replace("_", " ")
+
+    def explain(self) -> None:
+        """Explain the columns of the table, once."""
+        if self._is_explained:
+            return
+        self._is_explained = True
+        data, rows = self.result["data"]["name"], self.result["data"]["rows"]
+        inputs = f"{rows} input{'s' * (rows > 1)} of {data}"
+        lines = [
+            "seconds: median of the forward passes. speed-up: over exact attention in passes before and after, median.",
+            *self._memory("MiB: peak of PyTorch's memory in a pass, without model and inputs."),
+            "error: relative operator norm of the error of a layer's output, averaged over heads and layers.",
+            f"{self._agreement}: {_AGREEMENT[self.result['agreement']]}, over {inputs}.",
+        ]
+        typer.echo("\n" + "\n".join(lines))
+
+    def conclude(self, result: dict[str, Any]) -> None:
+        """Explain the table, and say what follows from it."""
+        self.explain()
+        typer.echo()
+        for sentence in [*result["notes"], *result["summary"]]:
+            typer.echo(sentence)
 
 
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+def _number(value: float | None, form: str) -> str | None:
+    return None if value is None else format(value, form)

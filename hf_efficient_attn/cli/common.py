@@ -158,9 +158,9 @@ def run(application: typer.Typer, arguments: Sequence[str] | None, name: str) ->
         return 1
     except UnsupportedAttentionError as error:
         return _complain(str(error), 2)
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         _drop_output()
-        return _complain(str(error), 1)
+        return _complain(str(error) or "out of memory", 1)
     except Exception as error:
         if not hasattr(error, "format_message"):  # typer's exceptions for an invalid command line have it
             raise
@@ -319,7 +319,7 @@ def parse_lengths(values: Iterable[str]) -> list[int]:
     """Parse positive integers from repeated options and comma-separated lists, without duplicates."""
     lengths = []
     for text in split_list(values):
-        if not text.isdecimal() or int(text) < 1:
+        if not text.isdecimal() or len(text) > 20 or int(text) < 1:
             raise UnsupportedAttentionError(f"{text!r} is not a number of tokens; give integers such as 512,4096")
         lengths.append(int(text))
     return list(dict.fromkeys(lengths))

@@ -1,36 +1,42 @@
 """`hf-efficient-attn benchmark`: what methods gain and cost in a model, on the user's machine and data.
 
-Every method is compared with exact attention in copies of the model that share its weights. Times are paired
-(`timing.paired`). Errors are those of single layers on their inputs in the exact model. Agreement compares the outputs
-of the whole model with those of exact attention and needs no labels: the cosine of mean-pooled embeddings, the ratio of
-perplexities, or the share of inputs for which the same class, or the same token at a masked position, is most likely.
+Every method is compared with exact attention in copies of the model that share its weights (`comparison`). Errors are
+those of single layers on their inputs in the exact model. Agreement compares the outputs of the whole model with those
+of exact attention and needs no labels: the cosine of mean-pooled embeddings, the ratio of perplexities, or the share of
+inputs for which the same class, or the same token at a masked position, is most likely.
 """
 
-import math
 import pathlib
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.capture import forward
-from hf_efficient_attn.evaluation.comparison import AGREEMENT, DEFAULT_PROCEDURE, Procedure, make_variants, measure
+from hf_efficient_attn.evaluation.charts import draw
+from hf_efficient_attn.evaluation.comparison import (
+    AGREEMENT,
+    DEFAULT_PROCEDURE,
+    LengthComparison,
+    Procedure,
+    exact_copy,
+    make_variants,
+)
 from hf_efficient_attn.evaluation.data import DOCUMENTATION, ModelData, allow_length, max_positions, task_of
 from hf_efficient_attn.evaluation.defaults import default_methods, method_label
-from hf_efficient_attn.evaluation.timing import UNSTEADY, machine
+from hf_efficient_attn.evaluation.memory import check_memory, memory_errors
+from hf_efficient_attn.evaluation.plan import PassTimes, plan_of, total
+from hf_efficient_attn.evaluation.progress import Execution, Step, Steps, partial_result
+from hf_efficient_attn.evaluation.timing import UNSTEADY, machine, use_device
 from hf_efficient_attn.hub.card import write_card
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.layers import ranges
 from hf_efficient_attn.integration.models import attention_modules
 from hf_efficient_attn.integration.refusals import check_methods
-from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig, as_settings
+from hf_efficient_attn.integration.settings import EfficientAttentionConfig, as_settings
 from hf_efficient_attn.io.json import read_json_object
-from hf_efficient_attn.io.writing import check_folder, replacing, write_results
+from hf_efficient_attn.io.writing import check_folder, write_results
 from hf_efficient_attn.methods import MethodConfig, make_config
 
 FORMAT = 1
@@ -38,8 +44,10 @@ FILES = ("benchmark.json", "benchmark.png")
 # Default numbers of texts and of pictures on which agreement is measured.
 TEXT_ROWS, IMAGE_ROWS = 4, 32
 _SHORTEST, _LONGEST = 512, 16384
-# Estimated duration that limits the default lengths. The estimate is high: most runs then take less than a minute.
-_SECONDS = 90.0
+# Estimated duration that limits the default lengths.
+_SECONDS = 60.0
+# Larger numbers overflow where tensors are created, or end in nobody's lifetime.
+_MAX_LENGTH, _MAX_ROUNDS = 1 << 40, 1000
 # Smaller speed-ups may be due to chance.
 _MIN_SPEED_UP = 1.05
 
@@ -50,8 +58,8 @@ def benchmark_checkpoint(
     lengths: Sequence[int] | None = None,
     *,
     data: "str | pathlib.Path | None" = None,
-    rows: int | None = None,
     procedure: Procedure = DEFAULT_PROCEDURE,
+    execution: Execution | None = None,
     allow_pickle: bool = False,
 ) -> dict[str, Any]:
     """Measure time, memory, errors of layers and agreement of a checkpoint's model with several methods.
@@ -61,18 +69,21 @@ def benchmark_checkpoint(
         methods: label -> method. None for the method of a converted checkpoint, or else for the default methods
             (`MethodConfig.default_rank`) that support the model.
         lengths: numbers of tokens; pictures are resized to the nearest possible number. None for lengths from 512
-            tokens, or the model's maximum if it is smaller, up to four times the maximum, as far as about a minute
-            allows.
+            tokens, or the model's maximum if it is smaller, up to four times the maximum, as far as about a minute, or
+            the time limit of `execution`, allows.
         data: a text (.txt, .jsonl, or gzipped), or a folder or zip file of pictures. None for Python's documentation,
             or for random numbers if the model has no tokenizer or takes pictures; then no errors are measured.
-        rows: number of inputs for the agreement; None for 4 texts or 32 pictures.
         procedure: how the methods are measured.
+        execution: a limit of time, and functions that get the estimate and each row of "measurements". If not
+            everything fits into the time, each pass is measured once and on one batch only; if that does not fit
+            either, the last methods and lengths are left out.
         allow_pickle: whether weights in a .bin file may be read.
 
     Returns:
-        a dictionary for JSON: "format", "source", "task", "machine", "data", "agreement" (which measure), "notes" and
-        "summary" (sentences), "pays_from" (label -> the smallest length from which on the method is faster by 5% or
-        more, or None), and "measurements", one for each length and method:
+        a dictionary for JSON: "format", "source", "task", "machine", "data", "agreement" (which measure), "labels" (of
+        the methods), "notes" and "summary" (sentences), "pays_from" (label -> the smallest length from which on the
+        method is faster by 5% or more, or None), "complete" (whether everything was measured), "left_out" (names of the
+        measurements that are missing), and "measurements", one for each length and method:
 
         - "seconds": of a forward pass, median of the rounds.
         - "speed_up", "speed_up_min", "speed_up_max": over exact attention, median and extremes of the rounds.
@@ -82,56 +93,164 @@ def benchmark_checkpoint(
 
     Raises:
         UnsupportedAttentionError: before anything is measured, for a source, a method, a length or data that cannot be
-            used, and for a method without causal form if the model is a decoder.
+            used, for inputs that do not fit in memory, and for a method without causal form if the model is a decoder.
+        MemoryError: the memory was not enough.
+        Interrupted: the user interrupted the benchmark after some measurements; contains the result so far.
     """
-    checked = open_checkpoint(source, allow_pickle=allow_pickle)
-    model = load_model(checked).eval()
-    task = task_of(model)
-    own = own_settings(model)
-    settings = _settings(methods, own, model)
-    check_methods(
-        (entry.config for one in settings.values() for entry in one.entries),
-        is_decoder(model),
-        model=f"the {type(model).__name__}",
-        allow_learned=True,
-    )
-    is_image = model.main_input_name == "pixel_values"
-    longest = max(lengths) if lengths else _LONGEST if is_image else min(4 * _native_length(model), _LONGEST)
-    notes = [allow_length(model, longest) if lengths and not is_image else None]
-    inputs = ModelData(
-        model,
-        checked.folder,
-        None if data is None else pathlib.Path(data),
-        longest=longest,
-        rows=max(rows or (IMAGE_ROWS if is_image else TEXT_ROWS), procedure.batch),
-        shorter=lengths is None,
-    )
-    if lengths is None:
-        lengths = default_lengths(model, inputs, len(settings), procedure)
-        notes.append(None if is_image else allow_length(model, max(lengths)))
-    lengths = list(dict.fromkeys(sorted(map(inputs.tokens_for, lengths))))
-    variants = make_variants(model, settings, own if methods is None else None, lengths[-1])
-    measurements = []
-    total = len(lengths) * len(settings) * (procedure.rounds + 1)
-    with tqdm(total=total, unit="pass", disable=None, leave=False) as bar, torch.no_grad():
-        for length in lengths:
-            bar.set_description(f"{length} tokens")
-            measurements += measure(variants, inputs, length, procedure, bar)
-    notes += [_note_on_pictures(inputs, lengths), _note_on_data(inputs)]
-    if any(row["speed_up_max"] > 1.5 * row["speed_up_min"] for row in measurements):
-        notes.append(UNSTEADY)
-    result = {
-        "format": FORMAT,
-        "source": checked.name,
-        "task": task,
-        "machine": machine(model),
-        "data": {"name": inputs.name, "rows": inputs.rows},
-        "agreement": AGREEMENT[task],
-        "measurements": measurements,
-        "pays_from": {label: pays_from(measurements, label) for label in settings},
-        "notes": [note for note in notes if note],
-    }
-    return {**result, "summary": summarise(result)}
+    execution = execution or Execution()
+    with memory_errors("give shorter lengths or a smaller batch"):
+        benchmark = Benchmark(
+            source, methods, lengths, data=data, procedure=procedure, execution=execution, allow_pickle=allow_pickle
+        )
+        execution.on_begin(benchmark.result())
+        with partial_result(benchmark.partial_result), Steps(benchmark.plan, execution) as steps:
+            for step in steps:
+                execution.on_row(benchmark.measure(step, steps.advance))
+    return benchmark.result()
+
+
+class Benchmark:
+    """A benchmark of one model, step by step.
+
+    Args:
+        source: as the other arguments, see `benchmark_checkpoint`.
+        methods: label -> method, or None.
+        lengths: numbers of tokens, or None.
+        data: text or pictures, or None.
+        procedure: how the methods are measured.
+        execution: the time limit, which determines the default lengths.
+        allow_pickle: whether weights in a .bin file may be read.
+
+    Attributes:
+        folder: of the checkpoint.
+        variants: label -> the model with a method, exact attention first.
+        times: estimated durations of passes.
+        plan: the measurements in their order.
+        measurements: the results of those that are done.
+    """
+
+    def __init__(
+        self,
+        source: "str | pathlib.Path",
+        methods: "Mapping[str, MethodConfig | EfficientAttentionConfig] | None",
+        lengths: Sequence[int] | None,
+        *,
+        data: "str | pathlib.Path | None" = None,
+        procedure: Procedure = DEFAULT_PROCEDURE,
+        execution: Execution,
+        allow_pickle: bool = False,
+    ) -> None:
+        _check_sizes(lengths, procedure)
+        checked = open_checkpoint(source, allow_pickle=allow_pickle)
+        self._model = model = load_model(checked).eval()
+        self.folder, self._source, self._task = checked.folder, checked.name, task_of(model)
+        own = own_settings(model)
+        settings = _settings(methods, own, model)
+        check_methods(
+            (entry.config for one in settings.values() for entry in one.entries),
+            is_decoder(model),
+            model=f"the {type(model).__name__}",
+            allow_learned=True,
+        )
+        is_image = model.main_input_name == "pixel_values"
+        longest = max(lengths) if lengths else _LONGEST if is_image else min(4 * _native_length(model), _LONGEST)
+        rows = max(procedure.rows or (IMAGE_ROWS if is_image else TEXT_ROWS), procedure.batch)
+        model.to(procedure.device)
+        if lengths:
+            check_memory(model, longest, procedure.batch)
+        self._notes = [allow_length(model, longest) if lengths and not is_image else None]
+        self._data = ModelData(
+            model,
+            checked.folder,
+            None if data is None else pathlib.Path(data),
+            longest=longest,
+            rows=rows,
+            shorter=lengths is None,
+        )
+        self._procedure, self._labels = procedure, list(settings)
+        chosen = self._choose_lengths(lengths, execution)
+        self.variants = make_variants(model, settings, own if methods is None else None, chosen[-1])
+        self.measurements: list[dict[str, Any]] = []
+        self._comparison: tuple[int, LengthComparison] | None = None
+
+    def _choose_lengths(self, lengths: Sequence[int] | None, execution: Execution) -> list[int]:
+        """Choose the lengths, and make the plan."""
+        proposed = lengths or _default_lengths(self._model, self._data)
+        chosen = list(dict.fromkeys(sorted(map(self._data.tokens_for, proposed))))
+        for length in chosen:
+            self._data.check_length(length)
+        with use_device(self._model.device):
+            self.times = PassTimes(exact_copy(self._model), self._data, chosen[0], self._procedure.batch)
+        left = execution.seconds_left()
+        if lengths is None:
+            limit = _SECONDS if execution.minutes is None else left
+            while len(chosen) > 1 and total(self._make_plan(chosen)) > limit:
+                chosen.pop()
+            if not self._data.is_image:
+                self._notes.append(allow_length(self._model, chosen[-1]))
+        self.plan = self._make_plan(chosen)
+        least = self._procedure._replace(rounds=1), min(self._data.rows, self._procedure.batch)
+        if total(self.plan) > left and least != (self._procedure, self._data.rows):
+            self._procedure, self._data.rows = least
+            self.plan = self._make_plan(chosen)
+            self._notes.append("To keep the time limit, each pass is measured once, and on one batch of inputs.")
+        return chosen
+
+    def _make_plan(self, lengths: Sequence[int]) -> list[Step]:
+        return plan_of(self.times, lengths, self._labels, self._procedure, self._data)
+
+    def measure(self, step: Step, advance: Callable[[float], None]) -> dict[str, Any]:
+        """Carry out the next step of the plan; returns a row of "measurements".
+
+        Args:
+            step: of the plan.
+            advance: called with the share of the step that is done.
+        """
+        length, label = step.key
+        if self._comparison is None or self._comparison[0] != length:
+            self._comparison = length, LengthComparison(self.variants, self._data, length, self._procedure)
+        with use_device(self._model.device):
+            row = self._comparison[1].measure(label, advance)
+        self.measurements.append(row)
+        return row
+
+    def result(self) -> dict[str, Any]:
+        """The result of the measurements that are done."""
+        rows = self.measurements
+        left_out = [step.name for step in self.plan[len(rows) :]]
+        measured = {row["attention"] for row in rows}
+        result = {
+            "format": FORMAT,
+            "source": self._source,
+            "task": self._task,
+            "machine": machine(self._model),
+            "data": {"name": self._data.name, "rows": self._data.rows},
+            "agreement": AGREEMENT[self._task],
+            "labels": self._labels,
+            "measurements": rows,
+            "pays_from": {label: pays_from(rows, label) for label in self._labels if label in measured},
+            "complete": not left_out,
+            "left_out": left_out,
+            "notes": [note for note in [*self._notes, *self._notes_on(rows), note_on_missing(left_out)] if note],
+        }
+        return {**result, "summary": summarise(result)}
+
+    def _notes_on(self, rows: Sequence[Mapping[str, Any]]) -> list[str | None]:
+        unsteady = any(row["speed_up_max"] > 1.5 * row["speed_up_min"] for row in rows)
+        lengths = sorted({row["length"] for row in rows})
+        return [_note_on_pictures(self._data, lengths), _note_on_data(self._data), UNSTEADY if unsteady else None]
+
+    def partial_result(self) -> dict[str, Any] | None:
+        """The result, or None if nothing is measured yet."""
+        return self.result() if self.measurements else None
+
+
+def _check_sizes(lengths: Sequence[int] | None, procedure: Procedure) -> None:
+    """Refuse numbers that no model and no machine can deal with."""
+    if lengths and max(lengths) > _MAX_LENGTH:
+        raise UnsupportedAttentionError(f"a length of {max(lengths)} tokens is more than any machine can hold")
+    if procedure.rounds > _MAX_ROUNDS:
+        raise UnsupportedAttentionError(f"{procedure.rounds} rounds: give at most {_MAX_ROUNDS}")
 
 
 def _native_length(model: PreTrainedModel) -> int:
@@ -166,33 +285,15 @@ def _settings(
     return {method_label(config): as_settings(config) for config in configs}
 
 
-def default_lengths(model: PreTrainedModel, data: ModelData, num_methods: int, procedure: Procedure) -> list[int]:
-    """Lengths that double up to four times the model's maximum, as far as about a minute allows, but at least one."""
+def _default_lengths(model: PreTrainedModel, data: ModelData) -> list[int]:
+    """Lengths that double, up to four times the model's maximum; a short text limits them too."""
     if data.is_image:
-        proposed = [data.tokens_for(factor * data.native_tokens) for factor in (1, 2, 4)]
-    else:
-        native = _native_length(model)
-        proposed = [min(native, _SHORTEST)]
-        while 2 * proposed[-1] <= 4 * native:
-            proposed.append(2 * proposed[-1])
-        # A short text limits the lengths too.
-        proposed = [length for length in proposed if length <= data.longest] or [data.longest]
-    inputs = data.inputs(proposed[0], 0, procedure.batch)
-    with torch.no_grad():
-        forward(model, inputs.values)
-        start = time.perf_counter()
-        forward(model, inputs.values)
-    seconds = time.perf_counter() - start
-    passes = (procedure.rounds + 2) * (2 * num_methods + 1) + math.ceil(data.rows / procedure.batch) * (num_methods + 1)
-    chosen: list[int] = []
-    total = 0.0
-    for length in dict.fromkeys(proposed):
-        # Exact attention grows quadratically with the length, and the rest of the model linearly.
-        total += passes * seconds * (length / proposed[0]) ** 1.5
-        if chosen and total > _SECONDS:
-            break
-        chosen.append(length)
-    return chosen
+        return [factor * data.native_tokens for factor in ((1, 2, 4) if data.resizes else (1,))]
+    native = _native_length(model)
+    proposed = [min(native, _SHORTEST)]
+    while 2 * proposed[-1] <= 4 * native:
+        proposed.append(2 * proposed[-1])
+    return [length for length in proposed if length <= data.longest] or [data.longest]
 
 
 def pays_from(measurements: Sequence[Mapping[str, Any]], label: str) -> int | None:
@@ -222,51 +323,27 @@ def _note_on_data(data: ModelData) -> str | None:
     return None
 
 
+def note_on_missing(left_out: Sequence[str]) -> str | None:
+    """A sentence about the measurements that are missing; None if there are none."""
+    return f"Not complete. Not measured: {', '.join(left_out)}." if left_out else None
+
+
 def summarise(result: Mapping[str, Any]) -> list[str]:
     """Sentences that say from which length on each method pays off."""
-    lengths = sorted({row["length"] for row in result["measurements"]})
     sentences = []
     for label, first in result["pays_from"].items():
+        rows = [row for row in result["measurements"] if row["attention"] == label]
+        lengths = sorted({row["length"] for row in rows})
         if first is None:
             where = f"up to {lengths[-1]} tokens" if len(lengths) > 1 else f"at {lengths[0]} tokens"
             sentences.append(f"{label} does not pay off {where}: exact attention is as fast or faster.")
             continue
-        rows = [row for row in result["measurements"] if row["attention"] == label and row["length"] == lengths[-1]]
+        speed_up = next(row["speed_up"] for row in rows if row["length"] == lengths[-1])
         where = "at all measured lengths" if first == lengths[0] else f"from {first} tokens on"
         sentences.append(
-            f"{label} pays off {where}: it is {rows[0]['speed_up']:.1f} times as fast as exact attention at "
-            f"{lengths[-1]} tokens."
+            f"{label} pays off {where}: it is {speed_up:.1f} times as fast as exact attention at {lengths[-1]} tokens."
         )
     return sentences
-
-
-def draw(result: Mapping[str, Any], path: pathlib.Path) -> None:
-    """Draw speed-up and error against length, in a format that matplotlib determines from the file name."""
-    from matplotlib.figure import Figure  # an optional dependency
-
-    rows = [row for row in result["measurements"] if row["method"] != EXACT]
-    panels = [("speed_up", "times as fast as exact attention", "Speed")]
-    if any(row["error"] is not None for row in rows):
-        panels.append(("error", "relative error of a layer (operator norm)", "Error, mean over layers"))
-    figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")
-    ticks = sorted({row["length"] for row in rows})
-    for axes, (key, what, title) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        for number, label in enumerate(dict.fromkeys(row["attention"] for row in rows)):
-            own = [row for row in rows if row["attention"] == label]
-            points = ([row[name] for row in own] for name in ("length", key))
-            axes.plot(*points, marker="o", color=f"C{number}", label=label)
-        axes.set(xscale="log", xlabel="tokens", ylabel=what, title=title)
-        axes.set_ylim(bottom=0)
-        axes.set_xticks(ticks, [str(tick) for tick in ticks])
-        axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
-        if key == "speed_up":
-            axes.axhline(1.0, color="0.3", linewidth=1)
-    about = result["machine"]
-    figure.suptitle(f"{about['cpu']}, {about['threads']} threads, {about['dtype']}", fontsize="small")
-    with replacing(path) as draft:
-        figure.savefig(draft, dpi=150)
 
 
 def output_folder(

@@ -3,19 +3,19 @@
 import copy
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
+from torch.utils.benchmark import timer
 from transformers import PreTrainedModel
 
 from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.evaluation.capture import Call, capture_attention, forward
 from hf_efficient_attn.evaluation.data import Inputs, ModelData
-from hf_efficient_attn.evaluation.timing import paired, peak_of
+from hf_efficient_attn.evaluation.timing import LONG_SECONDS, Timing, calls_to_time, peak_of, summary, time_calls
 from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.learned import learned_tensors
 from hf_efficient_attn.integration.models import attention_modules
@@ -30,7 +30,7 @@ AGREEMENT = {
     "image-classification": "top1",
 }
 # Number of inputs on which the errors of layers are measured.
-_ERROR_INPUTS = 2
+ERROR_INPUTS = 2
 
 
 class Variant(NamedTuple):
@@ -64,8 +64,7 @@ def make_variants(
     Returns:
         label -> variant, exact attention first.
     """
-    exact = copy_with_shared_weights(model)
-    convert(exact, EXACT)
+    exact = exact_copy(model)
     variants = {EXACT: _variant(exact, None)}
     for label, wanted in settings.items():
         if wanted is own:
@@ -91,6 +90,13 @@ def copy_with_shared_weights(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())})
 
 
+def exact_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a model with exact attention that shares its parameters and buffers."""
+    exact = copy_with_shared_weights(model)
+    convert(exact, EXACT)
+    return exact
+
+
 class Procedure(NamedTuple):
     """How variants are measured.
 
@@ -98,55 +104,159 @@ class Procedure(NamedTuple):
         batch: number of inputs of a forward pass.
         rounds: number of measurements of each time.
         memory: whether to measure memory.
+        rows: number of inputs on which the agreement is measured; None for 4 texts or 32 pictures.
+        device: where PyTorch computes.
     """
 
     batch: int = 1
     rounds: int = 3
     memory: bool = True
+    rows: int | None = None
+    device: "torch.device | str" = "cpu"
 
 
 DEFAULT_PROCEDURE = Procedure()
 
 
-def measure(
-    variants: Mapping[str, Variant], data: ModelData, length: int, procedure: Procedure, bar: "tqdm[Any]"
-) -> list[dict[str, Any]]:
-    """Measure every variant on inputs of one length; returns dictionaries for JSON."""
-    first = data.inputs(length, 0, procedure.batch)
-    works = {label: lambda model=one.model: forward(model, first.values) for label, one in variants.items()}
-    calls = {label: work for label, work in works.items() if label != EXACT}
-    exact, timings = paired(works[EXACT], calls, procedure.rounds, bar)
-    timings = {EXACT: exact, **timings}
-    peaks = {label: peak_of(work) if procedure.memory else None for label, work in works.items()}
-    errors: dict[str, list[float]] = {}
-    agreement: dict[str, float] = {}
-    if data.is_real:
-        errors = _layer_errors(variants, data.inputs(length, 0, _ERROR_INPUTS))
-        agreement = _agreement(variants, data, length, procedure.batch)
-    bar.update(len(variants) - 1)
-    measurements = []
-    for label, one in variants.items():
-        timing, peak, layers = timings[label], peaks[label], errors.get(label, [])
-        settings = {} if one.settings is None else one.settings.to_dict()
-        measurements.append(
-            {
-                "attention": label,
-                "method": settings.pop("method", EXACT),
-                "settings": {key: value for key, value in settings.items() if key != "version"},
-                "length": first.tokens,
-                "pixels": first.pixels,
-                "batch": len(next(iter(first.values.values()))),
-                "seconds": timing.seconds,
-                "speed_up": timing.ratio,
-                "speed_up_min": timing.ratio_min,
-                "speed_up_max": timing.ratio_max,
-                "peak_memory_mib": None if peak is None else peak / 2**20,
-                "error": _for_json(statistics.fmean(layers)) if layers else None,
-                "layer_errors": [_for_json(error) for error in layers],
-                "agreement": _for_json(agreement.get(label)),
-            }
-        )
-    return measurements
+class LengthComparison:
+    """Measurements of variants on inputs of one length.
+
+    Every forward pass serves two purposes: it is timed, and its answers are compared with those of exact attention. The
+    passes of a method run between passes of exact attention, so that slow changes in the load of the machine cancel.
+
+    Args:
+        variants: label -> variant, on the device that computes.
+        data: the inputs.
+        length: number of tokens.
+        procedure: how to measure.
+    """
+
+    def __init__(self, variants: Mapping[str, Variant], data: ModelData, length: int, procedure: Procedure) -> None:
+        self._variants, self._data, self._length, self._procedure = variants, data, length, procedure
+        self._batches = math.ceil(data.rows / procedure.batch) if data.is_real else 0
+        self._references: list[Tensor] = []  # the answers of exact attention, one tensor for each batch
+        self._exact_seconds = 0.0  # the latest time of exact attention
+        self._exact_calls = 1  # how many calls are timed together for it
+        self._errors: dict[str, list[float]] = {}
+
+    @torch.no_grad()
+    def measure(self, label: str, advance: Callable[[float], None]) -> dict[str, Any]:
+        """Measure a variant. Exact attention has to be the first one.
+
+        Args:
+            label: of the variant.
+            advance: called with the share of the work that is done.
+
+        Returns:
+            a dictionary for JSON: a row of the benchmark's "measurements".
+        """
+        rounds, passes = self._procedure.rounds, max(self._procedure.rounds, self._batches)
+        exact = self._pass(EXACT, 0)
+        work, begin = self._pass(label, 0), timer()
+        peak = None
+        if self._procedure.memory:
+            peak = peak_of(work, work.model.device)
+        else:
+            work()
+        first = timer() - begin
+        calls = calls_to_time(work, first)
+        # A first call fills memory and caches. It counts only if it is long, so that this makes no difference.
+        is_timed = first > LONG_SECONDS and peak is None and work.model.device.type == "cpu"
+        if label == EXACT:
+            self._exact_calls = calls
+        pairs: list[tuple[float, float]] = []  # seconds of a call, and of exact attention
+        waiting: list[float] = []  # seconds of calls after which exact attention has not been timed yet
+        answers: list[Tensor] = []
+        for index in range(passes):
+            if index:
+                work = self._pass(label, index)
+            if index < rounds:
+                waiting.append(first if is_timed and not index else time_calls(work, calls))
+            elif work.output is None:
+                work()
+            if index < self._batches and (answer := answer_of(self._data.task, work.output, work.inputs)) is not None:
+                answers.append(answer)
+            work.output = None
+            if label == EXACT:
+                self._exact_seconds = waiting[-1]
+            elif waiting and (self._exact_seconds < LONG_SECONDS or index + 1 == passes):
+                after = time_calls(exact, self._exact_calls)
+                pairs += [(seconds, (self._exact_seconds + after) / 2) for seconds in waiting]
+                self._exact_seconds, waiting = after, []
+            advance((index + 1) / (passes + 1))
+        if label == EXACT:
+            pairs, self._references = [(seconds, seconds) for seconds in waiting], answers
+            if self._data.is_real:
+                self._errors = self._layer_errors()
+        return self._row(label, summary(pairs), peak, self._agreement(answers))
+
+    def _pass(self, label: str, index: int) -> "_Pass":
+        batch, number = self._procedure.batch, index % max(1, self._batches)
+        model = self._variants[label].model
+        return _Pass(self._data.task, model, self._data.inputs(self._length, number * batch, batch).to(model.device))
+
+    def _layer_errors(self) -> dict[str, list[float]]:
+        """Errors of the layers in order, averaged over heads and inputs; 0 where a layer is exact."""
+        errors: dict[str, dict[Layer | None, list[float]]] = {label: {} for label in self._variants}
+
+        def visit(call: Call) -> None:
+            for label, one in self._variants.items():
+                config = None if one.settings is None else one.settings.for_layer(call.layer)
+                error = 0.0
+                if config is not None:
+                    error = call.errors(config, learned_tensors(one.modules[call.name])).mean().item()
+                errors[label].setdefault(call.layer, []).append(error)
+
+        exact = self._variants[EXACT].model
+        for index in range(min(ERROR_INPUTS, self._data.rows)):
+            with capture_attention(exact, visit):
+                forward(exact, self._data.inputs(self._length, index, 1).values)
+        return {
+            label: [statistics.fmean(layers[layer]) for layer in in_order(layers)] for label, layers in errors.items()
+        }
+
+    def _agreement(self, answers: Sequence[Tensor]) -> float | None:
+        """Agreement with exact attention over all inputs; None if there are no answers."""
+        task = self._data.task
+        if not answers:
+            return None
+        pairs = zip(answers, self._references, strict=True)
+        mean = torch.cat([compare(task, answer, reference) for answer, reference in pairs]).double().mean().item()
+        return math.exp(min(mean, 700.0)) if task == "causal-lm" else mean
+
+    def _row(self, label: str, timing: Timing, peak: int | None, agreement: float | None) -> dict[str, Any]:
+        first, settings = self._pass(label, 0).inputs, self._variants[label].settings
+        values = {} if settings is None else settings.to_dict()
+        layers = self._errors.get(label, [])
+        return {
+            "attention": label,
+            "method": values.pop("method", EXACT),
+            "settings": {key: x for key, x in values.items() if key not in ("version", "calibrated_length")},
+            "length": first.tokens,
+            "pixels": first.pixels,
+            "batch": len(next(iter(first.values.values()))),
+            "seconds": timing.seconds,
+            "speed_up": timing.ratio,
+            "speed_up_min": timing.ratio_min,
+            "speed_up_max": timing.ratio_max,
+            "peak_memory_mib": None if peak is None else peak / 2**20,
+            "error": _for_json(statistics.fmean(layers)) if layers else None,
+            "layer_errors": [_for_json(error) for error in layers],
+            "agreement": _for_json(agreement),
+        }
+
+
+class _Pass:
+    """A forward pass of a model on one batch, which keeps the output of its last call."""
+
+    def __init__(self, task: str, model: PreTrainedModel, inputs: Inputs) -> None:
+        self.task, self.model, self.inputs = task, model, inputs
+        self.output: Any = None
+
+    def __call__(self) -> None:
+        """Run the model; the earlier output is freed first."""
+        self.output = None
+        self.output = run_model(self.task, self.model, self.inputs)
 
 
 def _for_json(value: float | None) -> float | None:
@@ -154,60 +264,30 @@ def _for_json(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _layer_errors(variants: Mapping[str, Variant], inputs: Inputs) -> dict[str, list[float]]:
-    """Errors of the layers in order, averaged over heads and inputs; 0 where a layer is exact."""
-    errors: dict[str, dict[Layer | None, list[float]]] = {label: {} for label in variants}
-
-    def visit(call: Call) -> None:
-        for label, one in variants.items():
-            config = None if one.settings is None else one.settings.for_layer(call.layer)
-            error = 0.0
-            if config is not None:
-                error = call.errors(config, learned_tensors(one.modules[call.name])).mean().item()
-            errors[label].setdefault(call.layer, []).append(error)
-
-    exact = variants[EXACT].model
-    with capture_attention(exact, visit):
-        forward(exact, inputs.values)
-    return {label: [statistics.fmean(layers[layer]) for layer in in_order(layers)] for label, layers in errors.items()}
+def run_model(task: str, model: PreTrainedModel, inputs: Inputs) -> Any:
+    """Run what a task needs of a model: for embeddings, the model without a head."""
+    return forward(model.base_model if task == "embedding" else model, inputs.values)
 
 
-def _agreement(variants: Mapping[str, Variant], data: ModelData, length: int, batch: int) -> dict[str, float]:
-    """Agreement with exact attention over all inputs; empty for a masked language model without a mask token."""
-    comparisons: dict[str, list[Tensor]] = {label: [] for label in variants}
-    for start in range(0, data.rows, batch):
-        inputs = data.inputs(length, start, batch)
-        if data.task == "masked-lm" and inputs.masked is None:
-            return {}
-        reference = answers(data.task, variants[EXACT].model, inputs)
-        for label, one in variants.items():
-            answer = reference if label == EXACT else answers(data.task, one.model, inputs)
-            comparisons[label].append(compare(data.task, answer, reference))
-    means = {label: torch.cat(values).double().mean().item() for label, values in comparisons.items()}
-    if data.task == "causal-lm":
-        return {label: math.exp(min(mean, 700.0)) for label, mean in means.items()}
-    return means
-
-
-def answers(task: str, model: PreTrainedModel, inputs: Inputs) -> Tensor:
-    """The part of a model's output that is compared between methods.
+def answer_of(task: str, output: Any, inputs: Inputs) -> Tensor | None:
+    """The part of an output of `run_model` that is compared between methods.
 
     Args:
         task: see `data.task_of`.
-        model: the model.
-        inputs: a batch of B inputs.
+        output: of the model.
+        inputs: the batch of B inputs that it was computed from.
 
     Returns:
         "embedding": (B, W), the normalised mean of the last hidden states. "causal-lm": (B,), the mean negative log
         likelihood of the tokens after the first. "masked-lm": the most likely token at each masked position, one after
-        another. "image-classification": (B,), the most likely class.
+        another; None without a mask token. "image-classification": (B,), the most likely class.
     """
     if task == "embedding":
-        hidden_states: Tensor = forward(model.base_model, inputs.values).last_hidden_state
+        hidden_states: Tensor = output.last_hidden_state
         return torch.nn.functional.normalize(hidden_states.float().mean(1), dim=1)
-    logits: Tensor = forward(model, inputs.values).logits
+    logits: Tensor = output.logits
     if task == "masked-lm":
-        return logits[inputs.masked].argmax(1)
+        return None if inputs.masked is None else logits[inputs.masked].argmax(1)
     if task == "image-classification":
         return logits.argmax(1)
     targets: Tensor = inputs.values["input_ids"][:, 1:]
@@ -216,6 +296,13 @@ def answers(task: str, model: PreTrainedModel, inputs: Inputs) -> Tensor:
         for chunk, target in zip(torch.split(logits[:, :-1], 512, 1), torch.split(targets, 512, 1), strict=True)
     ]
     return torch.cat(losses, 1).mean(1)
+
+
+def embed(model: PreTrainedModel, inputs: Inputs) -> Tensor:
+    """The normalised mean of a model's last hidden states, (B, W)."""
+    found = answer_of("embedding", run_model("embedding", model, inputs), inputs)
+    assert found is not None
+    return found
 
 
 def compare(task: str, answer: Tensor, reference: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from hf_efficient_attn.conversion import extend_positions
 from hf_efficient_attn.conversion.positions import position_offset, position_tables
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import summarize_attention
+from hf_efficient_attn.evaluation.memory import require_memory
 from hf_efficient_attn.io.reading import open_picture, pictures_of, special_tokens, text_of
 
 GENERATED, DOCUMENTATION = "generated", "pydoc_data.topics"
@@ -54,6 +55,11 @@ class Inputs(NamedTuple):
     tokens: int
     pixels: int | None
     masked: Tensor | None
+
+    def to(self, device: torch.device) -> "Inputs":
+        """The inputs on a device."""
+        values = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self.values.items()}
+        return self._replace(values=values, masked=None if self.masked is None else self.masked.to(device))
 
 
 def task_of(model: PreTrainedModel) -> str:
@@ -160,6 +166,7 @@ class ModelData:
                     f"{folder} contains no tokenizer, so that {file} cannot be tokenized: add the tokenizer, or leave "
                     "the data out for random token ids"
                 )
+            require_memory(8 * self.rows * self.longest, torch.device("cpu"), f"data of {self.rows:,} inputs", "fewer")
             generator = torch.Generator().manual_seed(0)
             vocab_size: int = self.config.vocab_size
             self.token_ids = torch.randint(vocab_size, (self.rows * self.longest,), generator=generator)
@@ -240,6 +247,16 @@ class ModelData:
         """Number of tokens of the inputs that `inputs` returns for `length`."""
         return (self.pixels_for(length) // self.step) ** 2 + self.extra_tokens if self.is_image else length
 
+    def check_length(self, length: int) -> None:
+        """Refuse a length that the model or its tokenizer cannot have, with `UnsupportedAttentionError`."""
+        if self.is_image and self.pixels_for(length) != self.native and not self.resizes:
+            raise UnsupportedAttentionError(
+                f"the model takes pictures of {self.native} x {self.native} pixels only: give --lengths "
+                f"{self.native_tokens}"
+            )
+        if length <= sum(map(len, self.special)):
+            raise UnsupportedAttentionError(f"a length of {length} only holds the special tokens: give a larger one")
+
     def inputs(self, length: int, start: int, count: int) -> Inputs:
         """The inputs with the indices start, ..., start + count - 1, as far as they exist.
 
@@ -247,15 +264,17 @@ class ModelData:
             length: number of tokens; pictures have the nearest possible number.
             start: index of the first input.
             count: largest size of the batch.
+
+        Raises:
+            UnsupportedAttentionError: see `check_length`.
         """
+        self.check_length(length)
         indices = range(start, min(start + count, self.rows))
         return self._image_inputs(length, indices) if self.is_image else self._text_inputs(length, indices)
 
     def _text_inputs(self, length: int, indices: range) -> Inputs:
         before, after = self.special
         text_length = length - len(before) - len(after)
-        if text_length < 1:
-            raise UnsupportedAttentionError(f"a length of {length} only holds the special tokens: give a larger one")
         starts = [index * self.longest for index in indices]
         texts = [self.token_ids[start : start + text_length].tolist() for start in starts]
         ids, masked = torch.tensor([[*before, *text, *after] for text in texts]), None
@@ -269,11 +288,6 @@ class ModelData:
 
     def _image_inputs(self, length: int, indices: range) -> Inputs:
         pixels = self.pixels_for(length)
-        if pixels != self.native and not self.resizes:
-            raise UnsupportedAttentionError(
-                f"the model takes pictures of {self.native} x {self.native} pixels only: give --lengths "
-                f"{self.native_tokens}"
-            )
         if self.processor is None:
             generator = torch.Generator().manual_seed(indices.start)
             values = torch.randn(len(indices), self._channels, pixels, pixels, generator=generator)

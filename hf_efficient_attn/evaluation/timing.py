@@ -23,6 +23,9 @@ from hf_efficient_attn.version import __version__
 
 Work = Callable[[], Any]
 
+# A call that takes longer is not repeated to make its time exact.
+LONG_SECONDS = 0.5
+
 
 class Timing(NamedTuple):
     """Medians over rounds, in seconds; the ratios are reference time / call time of single rounds."""
@@ -42,18 +45,24 @@ class Timing(NamedTuple):
 UNSTEADY = "Some rounds differ by more than half: the machine was busy, and the medians are unreliable. Run again."
 
 
-def _time(work: Work, number: int) -> float:
-    """Seconds per call, as a mean over `number` calls."""
+def time_calls(work: Work, number: int = 1) -> float:
+    """Seconds per call, as a mean over `number` calls. On an accelerator, see `use_device`."""
     start = timer()
     for _ in range(number):
         work()
     return (timer() - start) / number
 
 
-def _calls_to_time(work: Work) -> int:
-    """The number of calls that take 0.1 s together. A first call, which fills memory and caches, does not count."""
-    _time(work, 1)
-    return max(1, min(50, round(0.1 / _time(work, 1))))
+def calls_to_time(work: Work, first: float | None = None) -> int:
+    """The number of calls that take 0.1 s together.
+
+    Args:
+        work: the function to call.
+        first: seconds of a first call, which fills memory and caches and does not count; None to make it here.
+    """
+    if first is None:
+        first = time_calls(work)
+    return 1 if first > LONG_SECONDS else max(1, min(50, round(0.1 / max(1e-9, time_calls(work)))))
 
 
 def paired(
@@ -70,16 +79,16 @@ def paired(
     Returns:
         the timing of the reference, and label -> timing of the call.
     """
-    number = _calls_to_time(reference)
-    numbers = {label: _calls_to_time(call) for label, call in calls.items()}
+    number = calls_to_time(reference)
+    numbers = {label: calls_to_time(call) for label, call in calls.items()}
     times: dict[str, list[tuple[float, float]]] = {label: [] for label in calls}
     references = []
     for _ in range(rounds):
-        before = _time(reference, number)
+        before = time_calls(reference, number)
         references.append(before)
         for label, call in calls.items():
-            taken = _time(call, numbers[label])
-            after = _time(reference, number)
+            taken = time_calls(call, numbers[label])
+            after = time_calls(reference, number)
             references.append(after)
             times[label].append((taken, (before + after) / 2))
             before = after
@@ -111,6 +120,11 @@ def use_threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def use_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Make an accelerator the current device within the context, so that the clock waits for its work."""
+    return contextlib.nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
+
+
 def peak_bytes() -> int:
     """Largest resident memory of this process so far.
 
@@ -125,13 +139,15 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def peak_of(work: Work) -> int | None:
+def peak_of(work: Work, device: torch.device | None = None) -> int | None:
     """Peak memory of one call in bytes, without what PyTorch held before the call; None where it is not recorded.
 
-    The peak is computed from the allocations and releases that the profiler records. It is the same in every run,
-    unlike resident memory, which includes freed memory that the allocator keeps, up to 2.5 times as much. The memory
-    that BLAS allocates for itself is not included.
+    On an accelerator the allocator of PyTorch records it. On the CPU it is computed from the allocations and releases
+    that the profiler records. It is the same in every run, unlike resident memory, which includes freed memory that the
+    allocator keeps, up to 2.5 times as much. The memory that BLAS allocates for itself is not included.
     """
+    if device is not None and device.type != "cpu":
+        return _peak_on_accelerator(work, device)
     before = os.environ.get("KINETO_LOG_LEVEL")
     # The profiler reads this variable at its first start, which it otherwise reports on stderr.
     os.environ["KINETO_LOG_LEVEL"] = before or "99"
@@ -149,18 +165,36 @@ def peak_of(work: Work) -> int | None:
     return max(0, *itertools.accumulate(sizes))
 
 
+def _peak_on_accelerator(work: Work, device: torch.device) -> int | None:
+    work()  # libraries allocate their workspaces in a first call
+    try:
+        torch.accelerator.reset_peak_memory_stats(device)
+        before = torch.accelerator.memory_allocated(device)
+        work()
+        return torch.accelerator.max_memory_allocated(device) - before
+    except RuntimeError:  # not recorded for this kind of device
+        return None
+
+
 def machine(model: torch.nn.Module) -> dict[str, Any]:
     """The processor, PyTorch's threads, the model's device and dtype, and the versions of the packages."""
     parameter = next(model.parameters())
+    device = parameter.device
     return {
         "cpu": _processor(),
         "threads": torch.get_num_threads(),
-        "device": str(parameter.device),
+        "device": f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device),
         "dtype": str(parameter.dtype).removeprefix("torch."),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "hf_efficient_attn": __version__,
     }
+
+
+def describe(about: Mapping[str, Any]) -> str:
+    """What `machine` says about the hardware and the dtype, in words."""
+    threads = f"{about['threads']} thread{'s' * (about['threads'] != 1)}"
+    return f"{about['cpu']}, {threads}, {about['device']}, {about['dtype']}"
 
 
 def _processor() -> str:

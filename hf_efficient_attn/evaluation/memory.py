@@ -1,0 +1,82 @@
+"""Inputs that do not fit in memory: refused before the work where that is certain, and one clear error otherwise."""
+
+import contextlib
+import pathlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_efficient_attn.errors import UnsupportedAttentionError
+
+# What the messages of PyTorch's RuntimeErrors about memory on a CPU contain.
+_SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "calculation overflowed", "overflow when")
+
+
+def check_memory(model: PreTrainedModel, length: int, batch: int = 1) -> None:
+    """Refuse inputs whose activations certainly do not fit in the memory of the model's device.
+
+    The estimate is low: the hidden states, queries, keys and values of one layer, and the logits of a language model.
+
+    Args:
+        model: the model, on the device that computes.
+        length: number of tokens of an input.
+        batch: number of inputs of a forward pass.
+
+    Raises:
+        UnsupportedAttentionError: they do not fit.
+    """
+    width = 5 * (getattr(model.config, "hidden_size", None) or 1)
+    head = model.get_output_embeddings()
+    if isinstance(head, nn.Linear):
+        width += head.out_features
+    what = "an input" if batch == 1 else f"a batch of {batch:,} inputs"
+    require_memory(
+        batch * length * width * model.dtype.itemsize,
+        model.device,
+        f"{what} of {length:,} tokens",
+        f"fewer tokens{' or smaller batches' if batch > 1 else ''}",
+    )
+
+
+def require_memory(needed: int, device: torch.device, what: str, instead: str) -> None:
+    """Raise `UnsupportedAttentionError` if fewer than `needed` bytes are free; `what` needs them, `instead` to give."""
+    free = free_memory(device)
+    if free is not None and needed > free:
+        raise UnsupportedAttentionError(
+            f"{what} needs at least {needed / 2**30:,.0f} GiB of memory, and {free / 2**30:,.1f} GiB are free: give "
+            f"{instead}"
+        )
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes of memory that are free on a device; None if the system does not tell."""
+    if device.type == "meta":
+        return None
+    if device.type != "cpu":
+        try:
+            return torch.accelerator.get_memory_info(device)[0]
+        except RuntimeError:  # not recorded for this kind of device
+            return None
+    known = pathlib.Path("/proc/meminfo")
+    if not known.exists():
+        return None
+    line = next((line for line in known.read_text().splitlines() if line.startswith("MemAvailable:")), None)
+    return None if line is None else int(line.split()[1]) * 1024
+
+
+@contextlib.contextmanager
+def memory_errors(advice: str) -> Iterator[None]:
+    """Turn PyTorch's errors about memory within the context into a MemoryError with one sentence.
+
+    Args:
+        advice: what to do instead, for example "give shorter lengths".
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        is_known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if not is_known and not any(sign in str(error).lower() for sign in _SIGNS):
+            raise
+        raise MemoryError(f"the memory is not enough for this measurement: {advice}") from error

@@ -1,0 +1,91 @@
+"""Estimates of how long the forward passes of a model take, and the plan of a benchmark that follows from them."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.utils.benchmark import timer
+from transformers import PreTrainedModel
+
+from hf_efficient_attn.evaluation.capture import forward
+from hf_efficient_attn.evaluation.comparison import ERROR_INPUTS, Procedure
+from hf_efficient_attn.evaluation.data import ModelData
+from hf_efficient_attn.evaluation.progress import Step
+from hf_efficient_attn.integration.models import attention_modules
+from hf_efficient_attn.integration.settings import EXACT
+
+# Number of tokens of the pass that is timed for the estimates.
+_PROBED_TOKENS = 512
+# About as many keys per query as the methods have at their default budgets.
+_METHOD_KEYS = 512
+# Short passes are repeated for about this time in seconds.
+_SHORTEST_TIMING = 0.1
+
+
+class PassTimes:
+    """Estimated seconds of forward passes at any length, from the time of a short pass.
+
+    The time is taken to be proportional to the number of multiplications: for each token, one with every weight, and
+    two with every hidden dimension of every layer for each key that it attends to.
+
+    Args:
+        model: with exact attention, on the device that computes.
+        data: its inputs.
+        tokens: a length that will be measured.
+        batch: number of inputs of a pass.
+    """
+
+    def __init__(self, model: PreTrainedModel, data: ModelData, tokens: int, batch: int) -> None:
+        layers = sum(1 for _ in attention_modules(model))
+        self._per_key = 2 * layers * (getattr(model.config, "hidden_size", None) or 0)
+        self._per_token = sum(
+            parameter.numel()
+            for module in model.modules()
+            if not isinstance(module, nn.Embedding)
+            for parameter in module.parameters(recurse=False)
+            if parameter.ndim > 1
+        )
+        inputs = data.inputs(tokens if data.is_image else min(tokens, _PROBED_TOKENS), 0, batch)
+        with torch.no_grad():
+            forward(model, inputs.values)
+            start = timer()
+            forward(model, inputs.values)
+        self._unit = (timer() - start) / max(1.0, self._products(inputs.tokens, inputs.tokens))
+
+    def _products(self, tokens: int, keys: int) -> float:
+        return float(tokens * (self._per_token + self._per_key * keys))
+
+    def exact(self, tokens: int) -> float:
+        """Seconds of a pass of exact attention."""
+        return self._unit * self._products(tokens, tokens)
+
+    def method(self, tokens: int) -> float:
+        """Seconds of a pass of a method with its default hyperparameters."""
+        return self._unit * self._products(tokens, min(tokens, _METHOD_KEYS))
+
+
+def plan_of(
+    times: PassTimes, lengths: Sequence[int], labels: Sequence[str], procedure: Procedure, data: ModelData
+) -> list[Step]:
+    """The steps of a benchmark: for each length exact attention, then each method. The key is (length, label)."""
+    batches = math.ceil(data.rows / procedure.batch) if data.is_real else 0
+    further = 1 + max(0, batches - procedure.rounds)  # passes that are not timed
+
+    def timed(seconds: float) -> float:
+        return max(seconds, min(_SHORTEST_TIMING, 50 * seconds))
+
+    steps = []
+    for length in lengths:
+        exact, method = times.exact(length), times.method(length)
+        errors = min(ERROR_INPUTS, data.rows) / procedure.batch * (exact + len(labels) * method / 2)
+        seconds = procedure.rounds * timed(exact) + further * exact + (errors if data.is_real else 0.0)
+        steps.append(Step(f"{EXACT} at {length} tokens", seconds, (length, EXACT)))
+        seconds = procedure.rounds * timed(method) + further * method + timed(exact)
+        steps += [Step(f"{label} at {length} tokens", seconds, (length, label)) for label in labels]
+    return steps
+
+
+def total(steps: Sequence[Step]) -> float:
+    """Estimated duration of some steps in seconds."""
+    return sum(step.seconds for step in steps)
