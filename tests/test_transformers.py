@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_efficient_attn as hea
 from hf_efficient_attn import methods
+from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
 from hf_efficient_attn.integration import attention as attention_module
 from hf_efficient_attn.integration import register
 from hf_efficient_attn.integration.exact import exact_layer
@@ -617,6 +618,83 @@ def test_models_with_an_attention_of_their_own():
         hea.convert(resnet, "linear")
 
 
+T5 = {"vocab_size": 60, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2}
+SPEECH = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "conv_dim": [32],
+    "conv_stride": [2], "conv_kernel": [3], "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2,
+}  # fmt: skip
+# Model types that add a bias of relative positions to the scores of attention, and where it is.
+BIASED = {
+    "t5": (T5, "relative_attention_bias.*T5Attention"),
+    "mt5": (T5, "relative_attention_bias"),
+    "umt5": (T5, "relative_attention_bias"),
+    "udop": (T5, "relative_bias"),
+    "wav2vec2-conformer": ({**SPEECH, "position_embeddings_type": "relative"}, "pos_bias_u"),
+    "wav2vec2-bert": ({**SPEECH, "feature_projection_input_dim": 16}, "distance_embedding"),
+    "swin": (
+        {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4},
+        "relative_position_bias",
+    ),
+    "beit": (
+        {
+            "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48,
+            "image_size": 32, "patch_size": 4, "use_relative_position_bias": True,
+        },
+        "relative_position_bias.*BeitLayer",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BIASED)
+def test_models_with_a_bias_of_relative_positions_are_refused_at_once(kind, tmp_path):
+    values, words = BIASED[kind]
+    auto = transformers.AutoModel
+    config = transformers.AutoConfig.for_model(kind, **values)
+    model = auto.from_config(config)
+    model.save_pretrained(tmp_path / "source")
+    before = model.config._attn_implementation
+    for call in (
+        lambda: auto.from_pretrained(tmp_path / "source", attn_implementation="kdeformer"),
+        lambda: auto.from_config(copy.deepcopy(config), attn_implementation="kdeformer"),
+        lambda: hea.convert(model, "kdeformer"),
+        lambda: hea.convert(model, "kdeformer", layers=[1]),
+        lambda: model.set_attn_implementation("kdeformer"),
+        lambda: convert_checkpoint(tmp_path / "source", tmp_path / "out", "kdeformer"),
+    ):
+        with pytest.raises(Refused, match=f"a bias of relative positions .*{words}.*such as BERT, GPT-2 or Llama"):
+            call()
+        assert model.config._attn_implementation == before
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_models_of_the_same_kind_without_such_a_bias_are_converted(calls):
+    images = {**BIASED["beit"][0], "use_relative_position_bias": False}
+    speech = {**SPEECH, "position_embeddings_type": "rotary"}
+    for kind, values, inputs in (
+        ("beit", images, tiny_batch("vit")),
+        ("wav2vec2-conformer", speech, {"input_values": torch.randn(1, 400)}),
+    ):
+        model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(kind, **values)).eval()
+        exact = output(model, inputs)
+        ours = output(hea.convert(model, "kdeformer"), inputs)
+        torch.testing.assert_close(ours, exact, atol=1e-4, rtol=1e-4)
+        assert len(calls) == 2
+        calls.clear()
+
+
+def test_attention_sinks_and_soft_caps_are_refused():
+    model = tiny_model("llama")
+    for name, value, words in (
+        ("sinks", torch.nn.Parameter(torch.zeros(4)), "attention sinks"),
+        ("attn_logit_softcapping", 50.0, "a soft cap"),
+    ):
+        setattr(model.layers[1].self_attn, name, value)
+        with pytest.raises(Refused, match=f"{words} .*in LlamaAttention at layers.1.self_attn"):
+            hea.convert(model, "linear")
+        delattr(model.layers[1].self_attn, name)
+    hea.convert(model, "linear")
+
+
 VISION = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32, "patch_size": 4}
 SAM = {**VISION, "mlp_dim": 48, "output_channels": 8, "num_pos_feats": 8, "window_size": 4, "global_attn_indexes": [1]}
 TEXT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "vocab_size": 60}
@@ -710,6 +788,7 @@ def test_what_the_attention_code_of_a_model_names_is_refused():
     forward(RelativeAttention(), q, q, q, None, unknown=torch.ones(1))
 
 
+@pytest.mark.exhaustive
 def test_the_names_of_all_arguments_that_transformers_gives_to_attention():
     """Every tensor that some model gives to its attention function by name is refused, or known to be no loss."""
     from hf_efficient_attn.integration import refusals
@@ -767,6 +846,17 @@ def test_a_model_switched_by_hand_works_or_the_error_says_what_to_do(calls):
     assert calls[0]["seed"] != calls[1]["seed"]
     with pytest.raises(Refused, match="set_attn_implementation"):
         output(vit, tiny_batch("vit"))
+
+
+def test_a_config_changed_by_hand_is_refused_with_the_name_of_convert():
+    for family, first, second in (
+        ("gpt2", "linear", {"layers": [{"layers": [0], "method": "reformer"}, {"layers": [1], "method": "linear"}]}),
+        ("bert", "linformer", {"method": "linformer", "projection_dim": 4}),
+    ):
+        model = hea.convert(tiny_model(family), first)
+        model.config.efficient_attention = {"method": first, **second}
+        with pytest.raises(Refused, match=r"hf_efficient_attn\.convert\(model"):
+            output(model, tiny_batch(family))
 
 
 def test_a_choice_without_effect_is_logged(caplog):

@@ -13,6 +13,7 @@ from hf_efficient_attn.integration.learned import required_tensors
 from hf_efficient_attn.integration.recurrent import NewKeys, state_layer_of
 from hf_efficient_attn.integration.refusals import (
     refuse_arguments,
+    refuse_unchecked,
     warn_of_exact_cross_attention,
     why_cross_attention_is_exact,
 )
@@ -101,6 +102,8 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
                 query, key, value, attention_mask, is_causal=is_causal, scale=scaling, dropout_p=dropout
             )  # fmt: skip
         else:
+            if is_causal:
+                refuse_unchecked(method, location.name)
             warn_beyond_calibration(settings, key.shape[2], attention_mask)
             # In training the seed comes from the global generators, so that gradient checkpointing draws the same
             # again. Otherwise it depends on the layer alone.

@@ -1,6 +1,7 @@
 """What the code of a model's classes says about its attention, found without running it."""
 
 import inspect
+import re
 from collections.abc import Iterator
 from types import CodeType
 from typing import Any, TypeGuard
@@ -9,6 +10,11 @@ from torch import nn
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 _ARGUMENTS: dict[type[nn.Module], frozenset[str]] = {}
+# Names of parameters and submodules from which models compute a bias of relative positions: `relative_attention_bias`
+# (T5), `relative_position_bias` (Swin, BEiT), `linear_pos` and `pos_bias_u` (Conformer), `distance_embedding`, ...
+_RELATIVE = re.compile(r"(^|_)rel(ative)?_|(^|_)pos(ition)?_bias|distance_embedding|^linear_pos$|^bias_[uv]$|alibi")
+# Attributes by which attention modules change their scores otherwise; None means that they do not.
+_CHANGES = {"sinks": "attention sinks", "attn_logit_softcapping": "a soft cap"}
 
 
 def uses_interface(kind: type[nn.Module]) -> bool:
@@ -23,6 +29,21 @@ def own_mask(kind: type[nn.Module]) -> str | None:
             if "mask" in name and inspect.isfunction(getattr(kind, name, None)):
                 return name
     return None
+
+
+def score_change(module: nn.Module, *, is_attention: bool) -> str | None:
+    """What a module adds to the scores of attention besides the mask, in words; None if there is nothing.
+
+    Args:
+        module: an attention module that asks the interface, or another module of the same model, such as a layer.
+        is_attention: which of the two. Of other modules only names that say "bias" count.
+    """
+    parts = (*module._parameters.items(), *module._modules.items())
+    names = [name for name, part in parts if part is not None and _RELATIVE.search(name)]
+    found = [f"a bias of relative positions ({name})" for name in names if is_attention or "bias" in name]
+    if is_attention:
+        found += [f"{words} ({name})" for name, words in _CHANGES.items() if getattr(module, name, None) is not None]
+    return found[0] if found else None
 
 
 def attention_arguments(kind: type[nn.Module]) -> frozenset[str]:

@@ -12,7 +12,13 @@ from hf_efficient_attn.integration import hidden_states, learned, positions
 from hf_efficient_attn.integration.attention import LOCATION, ModuleLocation
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.layers import in_order, layer_of
-from hf_efficient_attn.integration.model_code import attention_arguments, attention_table, own_mask, uses_interface
+from hf_efficient_attn.integration.model_code import (
+    attention_arguments,
+    attention_table,
+    own_mask,
+    score_change,
+    uses_interface,
+)
 from hf_efficient_attn.integration.refusals import (
     WARNED,
     check_methods,
@@ -301,6 +307,34 @@ def _check_interface(model: PreTrainedModel, chosen: Sequence[AttentionModule], 
             raise UnsupportedAttentionError(
                 f"{type(found.owner).__name__} does not support attn_implementation={EXACT!r}: possibly only a "
                 "(queries, keys) mask, which is never built here, makes its attention causal; load it with 'eager'"
+            )
+    _check_scores(model, through)
+
+
+def _check_scores(model: PreTrainedModel, through: Sequence[AttentionModule]) -> None:
+    """Refuse models that change the scores of attention, such as T5 by a bias of relative positions.
+
+    The bias belongs to the attention modules, or to the layers and models around them. Modules inside of attention
+    modules, and attention modules that do not ask the interface, are no concern of a method.
+    """
+    owners = {id(found.owner) for found in through}
+    asking = {id(found.module) for found in through}
+    inside: dict[str, tuple[bool, bool]] = {}  # path: whether its model is concerned, whether it is in attention
+    for path, module in model.named_modules():
+        is_concerned, is_inner = inside.get(path.rpartition(".")[0], (False, False))
+        if isinstance(module, PreTrainedModel):
+            is_concerned = id(module) in owners
+        is_attention = _is_attention(module)
+        inside[path] = (is_concerned, is_inner or is_attention)
+        change = None
+        if id(module) in asking or (is_concerned and not is_inner and not is_attention):
+            change = score_change(module, is_attention=is_attention)
+        if change is not None:
+            raise UnsupportedAttentionError(
+                f"{type(model).__name__} adds {change} to the scores of its attention (in {type(module).__name__} at "
+                f"{path or 'the top'}), which no method here can keep, because the (queries, keys) matrix of scores is "
+                f"never built: use attn_implementation={EXACT!r}, or a model with learned or rotary positions, such "
+                "as BERT, GPT-2 or Llama"
             )
 
 

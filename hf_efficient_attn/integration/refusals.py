@@ -81,6 +81,24 @@ def check_methods(
             )
 
 
+def refuse_unchecked(method: MethodConfig, name: str) -> None:
+    """Refuse a causal call of a method without a causal form, which no switch would have let through.
+
+    Args:
+        method: the method that the model's config names for an attention module.
+        name: the module's name in its model.
+
+    Raises:
+        UnsupportedAttentionError: the method has no causal form.
+    """
+    if not get_method(method.method).info.causal:
+        raise UnsupportedAttentionError(
+            f"{name} is causal and {method.method} has no causal form. config.efficient_attention was changed without "
+            "switching the model: call hf_efficient_attn.convert(model, ...) instead of assigning to the config. "
+            f"Methods that have a causal form: {', '.join(causal_methods())}"
+        )
+
+
 def why_cross_attention_is_exact(method: str, config: object) -> str | None:
     """The reason why cross attention stays exact in a model with this config; None if the method computes it."""
     form = get_method(method)
