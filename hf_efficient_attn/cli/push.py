@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_efficient_attn.cli.common import Json, command, print_json, table
+from hf_efficient_attn.cli.common import Json, command, print_json, print_table
 
 if TYPE_CHECKING:
     from hf_efficient_attn.hub import PushPlan
@@ -59,7 +59,7 @@ def _to_dict(plan: "PushPlan") -> dict[str, Any]:
 def _show_plan(plan: "PushPlan") -> None:
     visibility = "private" if plan.private else "public, if it is new"
     typer.echo(f"Files that would be sent to {plan.repo_id} ({visibility}), in this order:\n")
-    typer.echo(table(("file", "size"), [(path, _format_bytes(size)) for path, size in plan.files]))
+    print_table(("file", "size"), [(path, _format_bytes(size)) for path, size in plan.files])
     size = sum(size for _, size in plan.files)
     typer.echo(
         f"\n{len(plan.files)} files, {_format_bytes(size)}. The model card is sent last, in a commit of its own."
