@@ -51,7 +51,12 @@ def convert(
     ] = None,
     max_length: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Extend the position table to this number of tokens by repeating it."),
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Let the result take N tokens: repeat a shorter position table, and raise the limits of the tokenizer "
+            "and of sentence-transformers.",
+        ),
     ] = None,
     base_model: Annotated[
         str | None,
@@ -133,9 +138,9 @@ def _parse_method(method: str, setting: list[str]) -> "tuple[str | EfficientAtte
 def _report(done: dict[str, Any]) -> list[str]:
     """Lines that describe a conversion."""
     lines = [f"{done['architecture']} of {done['source']} -> {done['output']}"]
-    mix = done["settings"].get("layers")
-    if mix and isinstance(mix[0], dict):
-        lines += [f"layers {', '.join(map(str, entry['layers']))}: {_describe(entry)}" for entry in mix]
+    if len(done["exact_up_to"]) > 1:
+        lines.append("layers:")
+        lines += [f"  {layer}: {label}" for layer, label in _by_layer(done)]
     else:
         lines.append(f"attention: {_describe({'method': done['method'], **done['settings']})}")
         if done["layers"]:
@@ -158,6 +163,16 @@ def _report(done: dict[str, Any]) -> list[str]:
     lines += [f"left out: {name} ({why})" for name, why in done["left_out"].items()]
     lines += [f"note: {note}" for note in done["notes"]]
     return [*lines, "", "To load it:", *("    " + line for line in done["load"].splitlines())]
+
+
+def _by_layer(done: dict[str, Any]) -> list[tuple[Any, str]]:
+    """Every layer of a mix with its method, the hyperparameters that are not the defaults, and where it is exact."""
+    found = {}
+    for entry in done["exact_up_to"]:
+        label = _describe({"method": entry["method"], **entry["settings"]})
+        label += f", exact up to {entry['tokens']} tokens" if entry["tokens"] else ""
+        found |= dict.fromkeys(entry["layers"], label)
+    return [(layer, found[layer]) for layer in done["layers"]]
 
 
 def _describe(settings: dict[str, Any]) -> str:
