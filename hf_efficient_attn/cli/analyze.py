@@ -1,8 +1,9 @@
 """`hf-efficient-attn analyze`."""
 
-import json
+import functools
 import pathlib
 import statistics
+import textwrap
 from typing import Annotated, Any
 
 import typer
@@ -10,22 +11,28 @@ import typer
 from hf_efficient_attn.cli.common import (
     DEFAULT_METHODS,
     AllowPickle,
+    Device,
     Force,
     Json,
+    LiveTable,
+    Minutes,
     Settings,
     Source,
     Threads,
     command,
     complete_methods,
+    parse_device,
     parse_lengths,
     parse_methods,
     print_json,
-    table,
+    until_interrupted,
 )
 from hf_efficient_attn.errors import UnsupportedAttentionError
 
+_FILES = ("analysis.json", "analysis.png")
 
-@command("analyze bert-base-uncased --data book.txt --budgets 64,128,256 --max-error 0.15 --calibrate 0.2")
+
+@command("analyze bert-base-uncased --data book.txt --calibrate 0.2 --output inside")
 def analyze(
     source: Source,
     data: Annotated[
@@ -40,8 +47,8 @@ def analyze(
             metavar="N",
             min=2,
             show_default=False,
-            help="Number of tokens. [default: 512, or the model's maximum if it is smaller; pictures have the size "
-            "that the model was trained with]",
+            help="Number of tokens; pictures are resized. Use the length of your inputs, because errors grow with it. "
+            "[default: 2048, or the whole text if it is shorter]",
         ),
     ] = None,
     rows: Annotated[int, typer.Option(metavar="N", min=1, help="Number of texts or pictures.")] = 4,
@@ -56,18 +63,28 @@ def analyze(
     ] = [],  # noqa: B006 (typer copies it)
     setting: Settings = [],  # noqa: B006
     budgets: Annotated[
-        list[str], typer.Option(metavar="N", show_default=False, help="Costs in columns. [default: 64,128,256]")
+        list[str], typer.Option(metavar="N", show_default=False, help="Costs in columns. [default: 64,128,256,512]")
     ] = [],  # noqa: B006
     max_error: Annotated[
-        float, typer.Option(metavar="X", help="Layers with a larger error at the largest budget should stay exact.")
-    ] = 0.1,
+        float | None,
+        typer.Option(
+            metavar="X",
+            show_default=False,
+            help="Recommend one method and budget for all layers whose error stays below this on unseen inputs. "
+            "[default: 0.2]",
+        ),
+    ] = None,
     calibrate: Annotated[
         float | None,
         typer.Option(
-            metavar="X", help="Also choose a method and budget for each layer that keeps this error on unseen inputs."
+            metavar="X",
+            help="Instead of --max-error: recommend the cheapest method and budget for each layer whose error stays "
+            "below this on unseen inputs.",
         ),
     ] = None,
     threads: Threads = None,
+    device: Device = None,
+    minutes: Minutes = None,
     output: Annotated[
         pathlib.Path | None, typer.Option(metavar="FOLDER", help="Write analysis.json and analysis.png there.")
     ] = None,
@@ -75,65 +92,150 @@ def analyze(
     allow_pickle: AllowPickle = False,
     as_json: Json = False,
 ) -> None:
-    """Describe the attention in each layer and head, measure errors there, and recommend layers to convert."""
-    from hf_efficient_attn.evaluation.analyze import analyze_checkpoint, draw_maps
+    """Describe the attention in each layer and head, measure errors there, and recommend layers to convert.
+
+    Ctrl-C ends the measurement: the layers that are complete are printed and written, and the exit status is 130.
+    """
+    if setting and not methods:
+        raise UnsupportedAttentionError("--set needs --methods: name the methods that the hyperparameter is for")
+    limit = _limit(max_error, calibrate)
+    chosen = parse_methods(methods, setting)
+    from hf_efficient_attn.evaluation.analyze import Source as Checkpoint
+    from hf_efficient_attn.evaluation.analyze import analyze_checkpoint
+    from hf_efficient_attn.evaluation.heat_maps import draw_maps
+    from hf_efficient_attn.evaluation.progress import Execution
+    from hf_efficient_attn.evaluation.recommendation import apply_command
     from hf_efficient_attn.evaluation.timing import use_threads
     from hf_efficient_attn.io.writing import check_folder, write_results
 
-    if setting and not methods:
-        raise UnsupportedAttentionError("--set needs --methods: name the methods that the hyperparameter is for")
-    chosen = parse_methods(methods, setting)
     if output is not None:
-        check_folder(output, ("analysis.json", "analysis.png"), force=force)
+        check_folder(output, _FILES, force=force)
+    # JSON is for programs: nothing else is printed then.
+    shown: dict[str, Any] = {} if as_json else {"on_estimate": typer.echo, "on_row": _Rows().add}
+    execution = Execution(minutes=minutes, **shown)
+    work = functools.partial(
+        analyze_checkpoint,
+        Checkpoint(source, allow_pickle, parse_device(device)),
+        data,
+        length=length,
+        rows=rows,
+        execution=execution,
+        methods=chosen or None,
+        budgets=parse_lengths(budgets) or None,
+        max_error=limit,
+        per_layer=calibrate is not None,
+    )
     with use_threads(threads):
-        result = analyze_checkpoint(
-            source,
-            data,
-            length=length,
-            rows=rows,
-            methods=chosen or None,
-            budgets=parse_lengths(budgets) or None,
-            max_error=max_error,
-            calibrate_to=calibrate,
-            allow_pickle=allow_pickle,
-        )
+        result, status = until_interrupted(work)
+    result["command"] = apply_command(source, result, None if output is None else output / _FILES[0])
     written = [] if output is None else write_results(result, output, "analysis", draw_maps)
     if as_json:
-        return print_json(result)
-    _show(result)
-    for path in written:
-        typer.echo(f"Written: {path}")
-
-
-def _show(result: dict[str, Any]) -> None:
-    labels, budgets = list(result["layers"][0]["errors"]), [str(budget) for budget in result["budgets"]]
-    rows = []
-    for entry in result["layers"]:
-        properties = [entry["stable_rank"], entry["head_to_tail"]]
-        cells = ["" if heads is None else f"{statistics.fmean(heads):.1f} ({max(heads):.1f})" for heads in properties]
-        for label in labels:
-            errors = [statistics.fmean(entry["errors"][label][budget]) for budget in budgets]
-            cells.append("  ".join(f"{error:.3f}" for error in errors))
-        rows.append((entry["name"] if entry["layer"] is None else entry["layer"], *cells))
-    typer.echo(table(["layer", "stable rank", "tail over head", *labels], rows))
-    typer.echo(
-        "\n"
-        f"{result['data']['rows']} inputs of {result['tokens']} tokens of {result['data']['name']}. Means over inputs "
-        "and heads, in parentheses the\nlargest value of a head; --json and --output give the values of every head.\n"
-        "stable rank: of the attention matrix. tail over head: the sum of all but the n largest entries of the n x n\n"
-        "kernel matrix, divided by the sum of the n largest. Methods: relative operator norm of the output's error at\n"
-        f"budgets of {', '.join(budgets)} columns.\n"
-    )
-    for note in result["notes"]:
-        typer.echo(note)
-    largest, limit = budgets[-1], result["max_error"]
-    for label, exact in result["exact_layers"].items():
-        layers = ", ".join(map(str, exact)) or "none"
-        typer.echo(f"Layers that should stay exact with {label} (error above {limit} at {largest} columns): {layers}")
-    if result["recommended"] is None:
-        typer.echo("No method keeps this error in any layer: keep the model exact, or allow a larger budget or error.")
+        print_json(result)
     else:
-        typer.echo(f"\n{result['recommended']['attention']} can be used in the most layers:\n    {result['command']}")
-    if result["calibrated"] is not None:
-        typer.echo("\nThe cheapest choice for each layer, for efficient_attention= or convert --config:")
-        typer.echo(json.dumps(result["calibrated"], indent=2))
+        typer.echo("\n".join(_report(result)))
+        for path in written:
+            typer.echo(f"Written: {path}")
+    raise typer.Exit(status)
+
+
+def _limit(max_error: float | None, calibrate: float | None) -> float:
+    """The limit of the error, from two options that recommend differently."""
+    if max_error is not None and calibrate is not None and max_error != calibrate:
+        raise UnsupportedAttentionError(
+            f"--max-error {max_error} and --calibrate {calibrate} are two limits, and there is one recommendation: "
+            "give --calibrate for a method and budget per layer, or --max-error for one method and budget"
+        )
+    given = max_error if calibrate is None else calibrate
+    return 0.2 if given is None else given
+
+
+class _Rows:
+    """The table of layers, which grows as they are measured."""
+
+    def __init__(self) -> None:
+        self._table: LiveTable | None = None
+
+    def add(self, entry: dict[str, Any]) -> None:
+        """Print the row of a layer."""
+        cells = [_mean(entry["stable_rank"], 1), _mean(entry["head_to_tail"], 1)]
+        cells += [" ".join(_mean(heads, 2) for heads in sizes.values()) for sizes in entry["errors"].values()]
+        if self._table is None:
+            self._table = LiveTable(
+                ["layer", "stable rank", "tail/head", *entry["errors"]],
+                [5, 11, 9, *map(len, cells[2:])],
+                left=["layer"],
+            )
+        self._table.add([entry["name"] if entry["layer"] is None else entry["layer"], *cells])
+
+
+def _mean(heads: list[float] | None, digits: int) -> str:
+    return "" if heads is None else f"{statistics.fmean(heads):.{digits}f}"
+
+
+def _short(error: float) -> str:
+    """An error with two digits and without a zero before the point."""
+    return f"{error:.2f}".removeprefix("0")
+
+
+def _report(result: dict[str, Any]) -> list[str]:
+    """What follows the table: what it contains, and the recommendation."""
+    rows, budgets = result["data"]["rows"], ", ".join(map(str, result["budgets"]))
+    properties = (
+        "Stable rank and tail/head need tables of tokens by tokens and are measured up to 4,096 tokens."
+        if not result["property_inputs"]
+        else "Stable rank: of the attention matrix. Tail/head: the sum of all but the n largest entries of the n x n "
+        f"kernel matrix, divided by the sum of the n largest; both on {min(rows, result['property_inputs'])} of the "
+        "inputs."
+    )
+    about = (
+        f"{rows} inputs of {result['tokens']} tokens of {result['data']['name']}; means over inputs and heads (--json "
+        f"and --output give every head). Methods: relative operator norm of the output's error at budgets of {budgets} "
+        f"columns. {properties}"
+    )
+    lines = ["", *textwrap.wrap(about, 100)]
+    notes = [*result["notes"], *(f"Warning: {sentence}" for sentence in result["warnings"])]
+    if not result["complete"]:
+        layers = ", ".join(map(str, result["left_out"]))
+        notes.append(
+            f"Not complete: the layers {layers} were not measured and stay exact. Give more time, or fewer --rows, "
+            "--methods or --budgets."
+        )
+    for note in notes:
+        lines += textwrap.wrap(note, 100, subsequent_indent="    ")
+    return [*lines, "", *_recommendation(result)]
+
+
+def _recommendation(result: dict[str, Any]) -> list[str]:
+    """The recommendation, its expected error and saving, and the command for it."""
+    limit, found = _short(result["max_error"]), result["recommended"]
+    if found is None:
+        lines = [f"Recommendation: keep the model exact. No method keeps an error of {limit} in any layer."]
+        nearest = result["nearest"]
+        if nearest is not None:
+            lines.append(
+                f"The nearest is layer {nearest['layer']} with {nearest['attention']}, {nearest['columns']} columns: "
+                f"at most {_short(nearest['bound'])}. Allow a larger error, or give larger --budgets."
+            )
+        return lines
+    lines = [f"Recommendation for errors below {limit} on unseen inputs of up to {found['tokens']} tokens:"]
+    lines += [
+        f"    {one['layer']}: {one['attention']}, {one['columns']} columns, error {_short(one['error'])} (unseen: at "
+        f"most {_short(one['bound'])})"
+        for one in found["layers"]
+    ]
+    if found["exact_layers"]:
+        lines.append(f"    {', '.join(map(str, found['exact_layers']))}: exact")
+    lines.append(
+        f"Expected: mean error {_short(found['error'])} in the converted layers. Over all layers, attention costs as "
+        f"much as {found['columns']:.0f} keys per query instead of {found['keys']:.0f}."
+    )
+    if found["speed_up"] is not None:
+        speed = f"Measured here: attention is {found['speed_up']:.1f} times as fast as exact attention"
+        lines.append(speed + ("." if found["speed_up"] >= 1.05 else f": this saves nothing. {_how_to_save()}."))
+    return [*lines, "To apply it:", f"    {result['command']}"]
+
+
+def _how_to_save() -> str:
+    from hf_efficient_attn.evaluation.calibration import HOW_TO_SAVE
+
+    return HOW_TO_SAVE

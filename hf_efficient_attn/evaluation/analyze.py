@@ -2,27 +2,37 @@
 
 Measured are the stable rank of the attention matrix (KDEformer, section 3.4), the ratio of the tail of the Gaussian
 kernel matrix to its head (assumption A of the sparsity paper, see `metrics`), and the relative operator norm of the
-error for methods and budgets. Layers in which the error exceeds `max_error` at the largest budget should stay exact.
+error for methods and budgets. From the errors follows one recommendation: which layers can use which method.
+
+The model computes all inputs together, as far as memory allows, so that a row of the table is complete after each
+layer.
 """
 
-import json
-import math
+import functools
 import pathlib
-import shlex
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.conversion import convert
-from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation import metrics
 from hf_efficient_attn.evaluation.benchmark import TEXT_ROWS, own_settings
-from hf_efficient_attn.evaluation.calibration import calibrate, check_batches, check_max_error, largest
+from hf_efficient_attn.evaluation.calibration import (
+    Candidate,
+    ErrorTable,
+    add_errors,
+    check_batches,
+    check_max_error,
+    largest,
+    make_candidates,
+)
 from hf_efficient_attn.evaluation.capture import (
+    AttentionSummary,
     Batch,
     Call,
     capture_attention,
@@ -31,14 +41,29 @@ from hf_efficient_attn.evaluation.capture import (
 )
 from hf_efficient_attn.evaluation.data import ModelData, allow_length, max_positions
 from hf_efficient_attn.evaluation.defaults import default_variants, method_label
-from hf_efficient_attn.integration.layers import Layer, in_order, ranges
-from hf_efficient_attn.integration.refusals import check_methods
+from hf_efficient_attn.evaluation.memory import check_memory, memory_errors
+from hf_efficient_attn.evaluation.progress import Execution, Interrupted, Step, Steps, partial_result
+from hf_efficient_attn.evaluation.recommendation import Measured, budget_warnings, recommend
+from hf_efficient_attn.evaluation.timing import use_device
+from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.integration.settings import EXACT
-from hf_efficient_attn.io.writing import replacing
-from hf_efficient_attn.methods import MethodConfig, make_config
+from hf_efficient_attn.methods import MethodConfig
+from hf_efficient_attn.version import __version__
 
-BUDGETS = (64, 128, 256)
-_DEFAULT_LENGTH, _MAX_LENGTH = 512, 4096
+BUDGETS = (64, 128, 256, 512)
+# The first length in common use at which methods are faster than exact attention on a CPU.
+DEFAULT_LENGTH = 2048
+DEFAULT_MAX_ERROR = 0.2
+# Properties need dense matrices. They are measured up to this length, on as many inputs as have this many entries
+# together in one head: 16 inputs of 512 tokens, one of 2,048.
+_MAX_LENGTH = 4096
+_PROPERTY_ENTRIES = 1 << 22
+# Tokens of a forward pass, all inputs together: enough for the default number of inputs of 8,192 tokens.
+_BATCH_TOKENS = 1 << 15
+
+
+class _EnoughError(Exception):
+    """Ends a forward pass, because the rest of it is not needed or does not fit into the time."""
 
 
 def analyze(
@@ -46,98 +71,202 @@ def analyze(
     batches: Iterable[Batch],
     *,
     methods: "Mapping[str, MethodConfig] | None" = None,
-    budgets: Sequence[int] = BUDGETS,
-    max_error: float = 0.1,
+    budgets: Sequence[int] | None = None,
+    max_error: float = DEFAULT_MAX_ERROR,
+    per_layer: bool = False,
+    execution: Execution | None = None,
 ) -> dict[str, Any]:
     """Measure stable rank, tail-to-head ratio and errors in every layer and head, and recommend layers to convert.
 
-    With one method, a layer should stay exact if the error at the largest budget, averaged over heads and sequences,
-    exceeds `max_error`. The recommended method is the one with the fewest exact layers; of several, the one with the
-    smallest error. `hea.calibrate` is stricter, since its result is meant for unseen sequences, and it chooses a budget
-    for each layer.
+    A layer can be converted if its error stays below `max_error` on unseen sequences too, by the criterion of
+    `hea.calibrate`. The error of a layer and a sequence is an average over heads.
 
     Args:
         model: as in `hea.calibrate`.
-        batches: as in `hea.calibrate`. Dense matrices of tokens by tokens are formed for one head at a time.
+        batches: as in `hea.calibrate`. The result is complete layer by layer if there is one batch. For the properties,
+            dense matrices of tokens by tokens are formed for one head at a time.
         methods: label -> config; None for the default methods that support the model.
-        budgets: costs per query in columns.
-        max_error: the limit. At the default of 0.1, DeiT-tiny at 1,025 tokens loses about .05 of its accuracy of .75
-            without training.
+        budgets: costs per query in columns; None for 64, 128, 256 and 512. Those that reach the number of tokens are
+            left out.
+        max_error: the limit.
+        per_layer: whether to recommend the cheapest method and budget for every layer, as `hea.calibrate` does, instead
+            of one method and budget for all layers that keep the limit.
+        execution: a limit of time, and functions that get the estimate and each complete entry of "layers".
 
     Returns:
         a dictionary for JSON:
 
-        - "layers": [{"layer", "name", "stable_rank": [one number per head], "head_to_tail": the same, or None for
-          attention between two sequences, "errors": {label: {budget: [one number per head]}}}].
-        - "exact_layers": {label: [layers]}.
-        - "recommended": {"attention", "method", "settings", "layers", "exact_layers"}, or None if all layers should
-          stay exact.
-        - "max_error", "budgets", "is_causal", "tokens".
+        - "layers": [{"layer", "name", "stable_rank": [one number per head], "head_to_tail": the same, "errors": {label:
+          {budget: [one number per head]}}}]. "head_to_tail" is None for attention between two sequences, and both
+          properties are for sequences of more than 4,096 tokens.
+        - "recommended", "calibrated": see `recommendation.recommend`.
+        - "warnings": sentences about methods whose error does not fall as their budget grows.
+        - "max_error", "per_layer", "budgets", "is_causal", "tokens".
+        - "property_inputs": the number of sequences per batch that the properties were measured on.
+        - "complete": whether all was measured; "left_out": the layers that were not. They stay exact.
 
     Raises:
-        UnsupportedAttentionError: as `hea.calibrate`, and for sequences of more than 4,096 tokens.
+        UnsupportedAttentionError: as `hea.calibrate`; but if no method keeps the limit, "recommended" is None.
+        Interrupted: the user interrupted the measurement; contains the result for the layers that were complete.
     """
     check_max_error(max_error)
-    batches = check_batches(batches)
+    batches, execution = check_batches(batches), execution or Execution()
     summary = summarize_attention(model, largest(batches))
-    if summary.max_kv_len > _MAX_LENGTH:
-        raise UnsupportedAttentionError(
-            f"matrices of {summary.max_kv_len} x {summary.max_kv_len} take too long to decompose: give {_MAX_LENGTH} "
-            "tokens or fewer"
-        )
     if methods is None:
         variants = default_variants(is_causal=summary.is_causal, is_rectangular=summary.is_rectangular)
         methods = {method_label(config): config for config in variants}
-    check_methods(list(methods.values()), summary.is_causal, summary.is_rectangular)
-    budgets = sorted(set(budgets))
-    if not methods or not budgets:
-        raise UnsupportedAttentionError("give at least one method and one budget")
-    sized = {(name, budget): one.with_budget(budget) for name, one in methods.items() for budget in budgets}
-    layers: dict[str, _Measurements] = {}
+    candidates = make_candidates(list(methods.values()), BUDGETS if budgets is None else budgets, summary)
+    study = _Study(methods, sorted({one.columns for one in candidates}), candidates, summary, len(batches))
+    steps = Steps(study.plan(_time_sequence(model, largest(batches), study), batches), execution, noun="layer")
+    waiting = iter(steps)
 
     def visit(call: Call) -> None:
-        found = layers.setdefault(call.name, _Measurements(call.layer))
-        for key, config in sized.items():
-            found.add(key, call.errors(config))
-        for index in range(call.query.shape[0]):
-            for name, values in _matrix_properties(call, index).items():
-                found.add(name, values)
+        if next(waiting, None) is None:
+            raise _EnoughError
+        entry = study.add(call, steps)
+        if entry is not None:
+            execution.on_row(entry)
 
-    with capture_attention(model, visit):
-        for batch in tqdm(batches, desc="analyzing", unit="batch", disable=None, leave=False):
-            forward(model, batch)
-    entries: list[dict[str, Any]] = [
-        {
+    def result(*, is_over: bool) -> dict[str, Any] | None:
+        entries = study.entries()
+        if not entries:
+            return None
+        left_out = study.left_out()
+        measured = Measured(methods, candidates, study.table, study.tokens, summary)
+        # After Ctrl-C the user does not want to wait for the measurement of the speed.
+        run = (model, largest(batches)) if is_over else None
+        chosen = recommend(measured, max_error, per_layer=per_layer, run=run)
+        return {
+            "layers": entries,
+            **chosen,
+            "warnings": _dropped_budgets(budgets, summary.max_kv_len) + budget_warnings(entries, study.budgets),
+            "max_error": max_error,
+            "per_layer": per_layer,
+            "budgets": study.budgets,
+            "is_causal": summary.is_causal,
+            "tokens": summary.max_kv_len,
+            "property_inputs": _property_inputs(summary.max_kv_len),
+            "complete": not left_out,
+            "left_out": left_out,
+        }
+
+    with partial_result(lambda: result(is_over=False)), steps:
+        try:
+            with capture_attention(model, visit):
+                for batch in batches:
+                    forward(model, batch)
+                    study.batch += 1
+        except _EnoughError:
+            pass
+    found = result(is_over=True)
+    assert found is not None  # the first step is always carried out
+    return found
+
+
+class _Study:
+    """The measurements, which are collected call by call.
+
+    Attributes:
+        methods: label -> config without a budget.
+        budgets: in columns, in order.
+        candidates: the methods at their budgets, the cheapest first.
+        summary: of the model.
+        batch: the number of the current batch.
+        table: errors of the layers that are complete in a batch, as `calibration` defines them.
+        tokens: layer -> number of tokens of the longest sequence.
+    """
+
+    def __init__(
+        self,
+        methods: Mapping[str, MethodConfig],
+        budgets: list[int],
+        candidates: list[Candidate],
+        summary: AttentionSummary,
+        num_batches: int,
+    ) -> None:
+        self.methods, self.budgets, self.candidates, self.summary = methods, budgets, candidates, summary
+        self.batch, self._num_batches = 0, num_batches
+        self.table: ErrorTable = {}
+        self.tokens: dict[Layer, int] = {}
+        self._modules: dict[str, _Measurements] = {}
+        self._calls = Counter(call.name for call in summary.modules)
+        self._layer_calls = Counter(call.layer for call in summary.modules)
+        # Of the current batch: layer -> number of calls, and the errors of its sequences.
+        self._pending: dict[Layer, tuple[int, dict[Candidate, dict[int, float]]]] = {}
+
+    def plan(self, seconds: float, batches: Sequence[Batch]) -> list[Step]:
+        """A step for each call of a module; `seconds` is the time for one sequence of the first call."""
+        calls = self.summary.modules
+        return [
+            Step(
+                call.name if call.layer is None else f"layer {call.layer}",
+                _batch_size(batch) * seconds * call.num_pairs / calls[0].num_pairs,
+            )
+            for batch in batches
+            for call in calls
+        ]
+
+    def add(self, call: Call, steps: Steps) -> dict[str, Any] | None:
+        """Measure a call; returns the entry of its module if the module is complete."""
+        found = self._modules.setdefault(call.name, _Measurements(call.layer))
+        count, pending = self._pending.pop(call.layer, (0, {})) if call.layer is not None else (0, {})
+        for number, candidate in enumerate(self.candidates):
+            errors = call.errors(candidate.config)
+            found.add(candidate.config, errors)
+            add_errors(pending.setdefault(candidate, {}), call, errors)
+            steps.advance((number + 1) / (len(self.candidates) + 1))
+        for index in range(min(_property_inputs(call.key.shape[2]), call.query.shape[0])):
+            for name, values in _matrix_properties(call.row(index)).items():
+                found.add(name, values)
+        found.calls += 1
+        if call.layer is not None:
+            self._complete(call, count + 1, pending)
+        return self._entry(call.name) if found.calls == self._num_batches * self._calls[call.name] else None
+
+    def _complete(self, call: Call, count: int, pending: dict[Candidate, dict[int, float]]) -> None:
+        """Move the errors of a layer into the table when all its modules are measured."""
+        assert call.layer is not None
+        self.tokens[call.layer] = max(call.tokens, self.tokens.get(call.layer, 0))
+        if count < self._layer_calls[call.layer]:
+            self._pending[call.layer] = count, pending
+            return
+        for candidate, errors in pending.items():
+            known = self.table.setdefault((call.layer, candidate), {})
+            known.update({(self.batch, index): error for index, error in errors.items()})
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        found = self._modules[name]
+        return {
             "layer": found.layer,
             "name": name,
             "stable_rank": found.mean("stable_rank"),
             "head_to_tail": found.mean("head_to_tail"),
-            "errors": {one: {str(budget): found.mean((one, budget)) for budget in budgets} for one in methods},
+            "errors": {
+                label: {str(columns): found.mean(config.with_budget(columns)) for columns in self.budgets}
+                for label, config in self.methods.items()
+            },
         }
-        for name, found in layers.items()
-    ]
-    errors = {
-        one: [(entry["layer"], _head_mean(entry["errors"][one][str(budgets[-1])])) for entry in entries]
-        for one in methods
-    }
-    exact = {one: _exact_layers(pairs, max_error) for one, pairs in errors.items()}
-    best = min(methods, key=lambda one: (len(exact[one]), sum(error for _, error in errors[one])))
-    return {
-        "layers": entries,
-        "exact_layers": exact,
-        "recommended": _recommendation(best, sized[best, budgets[-1]], [layer for layer, _ in errors[best]], exact),
-        "max_error": max_error,
-        "budgets": budgets,
-        "is_causal": summary.is_causal,
-        "tokens": summary.max_kv_len,
-    }
+
+    def entries(self) -> list[dict[str, Any]]:
+        """The entries of the modules that are complete in at least one batch."""
+        return [self._entry(name) for name, found in self._modules.items() if found.calls >= self._calls[name]]
+
+    def left_out(self) -> list[Any]:
+        """The layers, or names of modules, that are not complete in all batches."""
+        missing = [
+            call.name if call.layer is None else call.layer
+            for call in self.summary.modules
+            if call.name not in self._modules
+            or self._modules[call.name].calls < self._num_batches * self._calls[call.name]
+        ]
+        return list(dict.fromkeys(missing))
 
 
 class _Measurements:
     """Measurements of one attention module, which are averaged over sequences."""
 
     def __init__(self, layer: Layer | None) -> None:
-        self.layer = layer
+        self.layer, self.calls = layer, 0
         self._values: dict[Any, list[Tensor]] = {}
 
     def add(self, key: Any, values: Tensor) -> None:
@@ -153,146 +282,169 @@ class _Measurements:
         return means
 
 
-def _matrix_properties(call: Call, index: int) -> dict[str, Tensor]:
-    """Stable rank and tail-to-head ratio of one sequence without its padding: float64 (H,) each."""
-    query, key = call.query[index : index + 1], call.key[index : index + 1]
+def _dropped_budgets(budgets: Sequence[int] | None, num_tokens: int) -> list[str]:
+    """A sentence about the requested budgets that save nothing, if there are any."""
+    dropped = [str(columns) for columns in sorted(set(budgets or ())) if columns >= num_tokens]
+    if not dropped:
+        return []
+    return [f"Left out: budgets of {', '.join(dropped)} columns, because an input has only {num_tokens} tokens."]
+
+
+def _property_inputs(num_tokens: int) -> int:
+    """The number of sequences of a batch that the properties are measured on."""
+    return 0 if num_tokens > _MAX_LENGTH else max(1, _PROPERTY_ENTRIES // num_tokens**2)
+
+
+def _batch_size(batch: Batch) -> int:
+    """The number of sequences in a batch."""
+    values = [batch] if isinstance(batch, Tensor) else [x for x in batch.values() if isinstance(x, Tensor) and x.ndim]
+    return max((len(value) for value in values), default=1)
+
+
+def _time_sequence(model: nn.Module, batch: Batch, study: _Study) -> float:
+    """Estimate how long the measurements of one sequence take in the first attention module, in seconds."""
+    seconds = [0.0]
+
+    def visit(call: Call) -> None:
+        one, size = call.row(0), call.query.shape[0]
+        middle = study.budgets[len(study.budgets) // 2]
+        for config in {config.with_budget(middle) for config in study.methods.values()}:
+            seconds[0] += _seconds(functools.partial(one.errors, config)) * len(study.candidates) / len(study.methods)
+        inputs = min(_property_inputs(call.key.shape[2]), size)
+        if inputs:
+            head = one._replace(query=one.query[:, :1], key=one.key[:, :1])
+            seconds[0] += _seconds(lambda: _matrix_properties(head)) * call.query.shape[1] * inputs / size
+        raise _EnoughError
+
+    try:
+        with capture_attention(model, visit):
+            forward(model, batch)
+    except _EnoughError:
+        pass
+    return seconds[0]
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    """The shorter of the durations of two calls: the first one also fills caches."""
+    durations = []
+    for _ in range(2):
+        start = time.perf_counter()
+        work()
+        durations.append(time.perf_counter() - start)
+    return min(durations)
+
+
+def _matrix_properties(call: Call) -> dict[str, Tensor]:
+    """Stable rank and tail-to-head ratio of the call of one sequence without its padding: float64 (H,) each."""
+    query, key = call.query, call.key
     is_square = query.shape[2] == key.shape[2]
     if call.key_mask is not None:
-        valid = call.key_mask[index]
+        valid = call.key_mask[0]
         query = query[:, :, valid] if is_square else query
         key = key[:, :, valid]
-        is_square = query.shape[2] == key.shape[2]
     key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
     properties: dict[str, list[Tensor]] = {"stable_rank": [], "head_to_tail": []}
     for head in range(query.shape[1]):
         q, k = query[:, head : head + 1], key[:, head : head + 1]
         weights = metrics.softmax_matrix(q, k, is_causal=call.is_causal, scale=call.scale)
         properties["stable_rank"].append(metrics.stable_rank(weights).flatten())
-        if is_square:
+        if is_square and q.shape[2]:
             ratio = metrics.head_to_tail(q, k, scale=call.scale, first=q.shape[2])
             properties["head_to_tail"].append(ratio.flatten())
     return {name: torch.cat(values).cpu() for name, values in properties.items() if values}
 
 
-def _head_mean(errors: Sequence[float]) -> float:
-    return sum(errors) / len(errors)
+class Source(NamedTuple):
+    """A checkpoint to analyze.
 
+    Attributes:
+        name: folder or hub id. A converted checkpoint is analyzed with exact attention.
+        allow_pickle: whether weights in a .bin file may be read.
+        device: where PyTorch computes; None for the CPU.
+    """
 
-def _exact_layers(errors: Iterable[tuple[Layer | None, float]], max_error: float) -> list[Layer | None]:
-    """The numbered layers in which the error of some module exceeds `max_error`."""
-    return in_order(layer for layer, error in errors if layer is not None and not error <= max_error)
-
-
-def _recommendation(
-    best: str, config: MethodConfig, layers: Iterable[Layer | None], exact: Mapping[str, list[Layer | None]]
-) -> dict[str, Any] | None:
-    converted = [layer for layer in in_order(layers) if layer is not None and layer not in exact[best]]
-    if not converted:
-        return None
-    settings = config.to_dict()
-    method = settings.pop("method")
-    return {"attention": best, "method": method, "settings": settings, "layers": converted, "exact_layers": exact[best]}
+    name: "str | pathlib.Path"
+    allow_pickle: bool = False
+    device: torch.device | None = None
 
 
 def analyze_checkpoint(
-    source: "str | pathlib.Path",
+    source: "str | pathlib.Path | Source",
     data: "str | pathlib.Path",
     *,
     length: int | None = None,
     rows: int = TEXT_ROWS,
-    methods: "Mapping[str, MethodConfig] | None" = None,
-    budgets: Sequence[int] | None = None,
-    max_error: float = 0.1,
-    calibrate_to: float | None = None,
-    allow_pickle: bool = False,
+    execution: Execution | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """`analyze` the model of a checkpoint on a text or on pictures.
 
     Args:
-        source: folder or hub id. A converted checkpoint is analyzed with exact attention.
+        source: folder or hub id, or a `Source`.
         data: a text (.txt, .jsonl, or gzipped), or a folder or zip file of pictures.
-        length: number of tokens of a text; None for 512, or the model's maximum if it is smaller. Pictures have the
-            size that the model was trained with.
+        length: number of tokens; pictures are resized to the nearest possible number. None for 2,048 tokens, or for the
+            whole text if it is shorter; for models of pictures of a fixed size, the number that they have, and for
+            those whose own pictures have more tokens, that number. The position table of a text model is extended if
+            needed, as by `hf-efficient-attn convert --max-length`.
         rows: number of texts or pictures.
-        methods: as in `analyze`.
-        budgets: as in `analyze`; None for its default, and for all budgets of `hea.calibrate`.
-        max_error: as in `analyze`.
-        calibrate_to: if given, `hea.calibrate` is run with this error on the same inputs.
-        allow_pickle: whether weights in a .bin file may be read.
+        execution: as in `analyze`.
+        **options: `methods`, `budgets`, `max_error` and `per_layer` of `analyze`.
 
     Returns:
-        the result of `analyze`, with "source", "data" {"name", "rows"}, "notes", "command" (a `convert` command for the
-        recommendation, or None) and "calibrated" (a dictionary for `efficient_attention`, or None).
+        the result of `analyze`, with "source", "data" {"name", "rows"}, "pixels" (height and width of pictures, or
+        None), "max_length" (to which the position table was extended, or None), "notes" and "hf_efficient_attn" (the
+        version).
     """
-    checked = open_checkpoint(source, allow_pickle=allow_pickle)
+    if not isinstance(source, Source):
+        source = Source(source)
+    checked = open_checkpoint(source.name, allow_pickle=source.allow_pickle)
     model = load_model(checked).eval()
     if own_settings(model) is not None:
         convert(model, EXACT)
-    note = None
-    if model.main_input_name != "pixel_values":
-        length = length or min(_DEFAULT_LENGTH, max_positions(model) or _DEFAULT_LENGTH)
-        note = allow_length(model, length)
-    inputs = ModelData(model, checked.folder, pathlib.Path(data), longest=length or 1, rows=rows)
-    length = length or inputs.native_tokens
-    batches = [inputs.inputs(length, index, 1).values for index in range(inputs.rows)]
-    result = analyze(model, batches, methods=methods, budgets=budgets or BUDGETS, max_error=max_error)
-    calibrated = None
-    if calibrate_to is not None:
-        candidates = None if methods is None else list(methods.values())
-        config = calibrate(model, batches, max_error=calibrate_to, methods=candidates, budgets=budgets)
-        calibrated = config.to_dict()
-    return {
+    is_image, wanted = model.main_input_name == "pixel_values", length or DEFAULT_LENGTH
+    inputs = ModelData(
+        model, checked.folder, pathlib.Path(data), longest=wanted, rows=rows, shorter=length is None and not is_image
+    )
+    if is_image:
+        wanted = length or (max(wanted, inputs.native_tokens) if inputs.resizes else inputs.native_tokens)
+    else:
+        wanted = inputs.longest
+        check_memory(model, wanted)
+    positions = max_positions(model)
+    notes = [None if is_image else allow_length(model, wanted)]
+    is_extended = not is_image and positions is not None and max_positions(model) != positions
+    device = source.device or model.device
+    model.to(device)
+    size = min(inputs.rows, max(1, _BATCH_TOKENS // inputs.tokens_for(wanted)))
+    check_memory(model, inputs.tokens_for(wanted), size)
+    batches = [inputs.inputs(wanted, start, size) for start in range(0, inputs.rows, size)]
+    pixels = batches[0].pixels
+    notes.append(_note_on_length(inputs, batches[0].tokens, pixels, length))
+    about = {
         "source": checked.name,
         "data": {"name": inputs.name, "rows": inputs.rows},
-        **result,
-        "notes": [] if note is None else [note],
-        "command": None if result["recommended"] is None else convert_command(source, result["recommended"]),
-        "calibrated": calibrated,
+        "pixels": pixels,
+        "max_length": wanted if is_extended else None,
+        "notes": [note for note in notes if note],
+        "hf_efficient_attn": __version__,
     }
+    try:
+        with memory_errors("give a smaller --length or fewer --rows"), use_device(device):
+            # The head of a language model would compute a large matrix that is not needed.
+            result = analyze(model.base_model, [one.values for one in batches], execution=execution, **options)
+    except Interrupted as interruption:
+        raise Interrupted({**about, **interruption.result}) from None
+    return {**about, **result}
 
 
-def convert_command(source: "str | pathlib.Path", recommended: Mapping[str, Any]) -> str:
-    """The `hf-efficient-attn convert` command that applies a recommendation."""
-    defaults = make_config(recommended["method"]).to_dict()
-    changed = {key: value for key, value in recommended["settings"].items() if value != defaults[key]}
-    words = ["hf-efficient-attn", "convert", str(source), "--method", recommended["method"]]
-    for key, value in changed.items():
-        words += ["--set", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
-    if recommended["exact_layers"]:
-        words += ["--layers", ranges(recommended["layers"])]
-    return shlex.join([*words, "-o", "OUT"])
-
-
-def draw_maps(result: Mapping[str, Any], path: pathlib.Path) -> None:
-    """Draw heat maps of layers x heads: stable rank, tail-to-head ratio, and the errors of each method and budget."""
-    from matplotlib.figure import Figure  # an optional dependency
-
-    layers, budgets = result["layers"], [str(budget) for budget in result["budgets"]]
-    methods = list(layers[0]["errors"])
-    figure = Figure(figsize=(4 * max(2, len(budgets)), 2.6 * (1 + len(methods))), layout="constrained")
-    panels = figure.subplots(1 + len(methods), max(2, len(budgets)), squeeze=False)
-    names = [entry["name"] if entry["layer"] is None else str(entry["layer"]) for entry in layers]
-    # (panel, title, a list of numbers per head for each layer, largest value of the colours)
-    maps: list[tuple[Any, str, list[list[float] | None], float | None]] = [
-        (panels[0][0], "stable rank", [entry["stable_rank"] for entry in layers], None)
-    ]
-    if any(entry["head_to_tail"] is not None for entry in layers):
-        maps.append((panels[0][1], "tail over head", [entry["head_to_tail"] for entry in layers], None))
-    errors = {(one, b): [entry["errors"][one][b] for entry in layers] for one in methods for b in budgets}
-    worst = max((max(heads) for values in errors.values() for heads in values), default=1.0)
-    for (one, budget), values in errors.items():
-        panel = panels[1 + methods.index(one)][budgets.index(budget)]
-        maps.append((panel, f"error of {one}, {budget} columns", values, worst))
-    for axes in panels.flat:
-        axes.axis("off")
-    for axes, title, values, most in maps:
-        num_heads = max(len(heads) for heads in values if heads is not None)
-        padded = [[*(heads or ()), *[math.nan] * (num_heads - len(heads or ()))] for heads in values]
-        axes.axis("on")
-        image = axes.imshow(padded, aspect="auto", cmap="viridis", vmin=None if most is None else 0.0, vmax=most)
-        axes.set_title(title, fontsize="small")
-        axes.set(xlabel="head", ylabel="layer")
-        axes.set_yticks(range(len(names)), names, fontsize="x-small")
-        figure.colorbar(image, ax=axes)
-    with replacing(path) as draft:
-        figure.savefig(draft, dpi=120)
+def _note_on_length(inputs: ModelData, tokens: int, pixels: int | None, requested: int | None) -> str | None:
+    """A sentence about the length if it is not what the user expects."""
+    if pixels is not None and pixels != inputs.native:
+        return (
+            f"Pictures are resized to {pixels} x {pixels} pixels, which are {tokens} tokens; the model was trained "
+            f"with {inputs.native} x {inputs.native} pixels."
+        )
+    if requested is None and tokens < DEFAULT_LENGTH:
+        limit = "The model takes" if pixels is not None else f"{inputs.name} has"
+        return f"{limit} only {tokens} tokens, where methods save little: errors at {DEFAULT_LENGTH} tokens are larger."
+    return None

@@ -1,0 +1,470 @@
+"""`hf-efficient-attn analyze` on tiny models, and its choice on known errors."""
+
+import json
+import shlex
+
+import pytest
+import torch
+import transformers
+
+import hf_efficient_attn as hea
+from hf_efficient_attn import analysis
+from hf_efficient_attn.evaluation import analyze, calibration, capture, heat_maps, recommendation, timing
+from hf_efficient_attn.evaluation.data import ModelData
+from hf_efficient_attn.evaluation.progress import Execution, Interrupted
+from hf_efficient_attn.methods import make_config
+from test_benchmark_command import (  # noqa: F401 (fixtures)
+    command,
+    made,
+    photographs,
+    run_json,
+    text,
+    tokenizer_for,
+)
+from tiny_models import tiny_batch, tiny_model
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    """Time single calls, which are otherwise repeated for a tenth of a second."""
+    monkeypatch.setattr(timing, "calls_to_time", lambda work, first=None: 1)
+
+
+def test_analysis_of_every_head(made, text, capsys):  # noqa: F811
+    source = made("bert")
+    result = run_json(capsys, "analyze", source, "--data", text, "--length", 60, "--rows", 2, "--budgets", "8,16",
+                      "--methods", "longformer,nystromformer")  # fmt: skip
+    model = transformers.BertModel.from_pretrained(source).eval()
+    found = ModelData(model, source, text, longest=60, rows=2)
+    calls = []
+    with capture.capture_attention(model, calls.append):
+        capture.forward(model, found.inputs(60, 0, 2).values)
+    assert [entry["layer"] for entry in result["layers"]] == [0, 1]
+    assert result["complete"] and result["left_out"] == []
+    for entry, call in zip(result["layers"], calls, strict=True):
+        rank = analysis.stable_rank(analysis.softmax_matrix(call.query, call.key, scale=call.scale)).mean(0)
+        assert entry["stable_rank"] == pytest.approx(rank.tolist(), rel=1e-4)
+        ratio = analysis.head_to_tail(call.query, call.key, scale=call.scale)[..., -1].mean(0)
+        assert entry["head_to_tail"] == pytest.approx(ratio.tolist(), rel=1e-4)
+        for label, budget in (("longformer", 8), ("nystromformer", 16)):
+            config = make_config(label).with_budget(budget)
+            expected = call.errors(config).mean(0).tolist()
+            assert entry["errors"][label][str(budget)] == pytest.approx(expected, rel=1e-4)
+
+
+def test_padding_does_not_count_in_an_analysis():
+    model = tiny_model("bert")
+    ids = torch.arange(5, 45)[None]
+    padded = {"input_ids": torch.cat((ids, torch.full((1, 10), 7)), 1), "attention_mask": torch.ones(1, 50).long()}
+    padded["attention_mask"][:, 40:] = 0
+    options = {"methods": {"w": hea.LongformerConfig()}, "budgets": [9], "max_error": 9.0}
+    short, long = (analyze.analyze(model, [batch], **options) for batch in ({"input_ids": ids}, padded))
+    for one, other in zip(short["layers"], long["layers"], strict=True):
+        for key in ("stable_rank", "head_to_tail"):
+            assert one[key] == pytest.approx(other[key], rel=1e-4)
+        assert one["errors"]["w"]["9"] == pytest.approx(other["errors"]["w"]["9"], rel=1e-3)
+    assert short["calibrated"]["calibrated_length"] == long["calibrated"]["calibrated_length"] == 40
+
+
+def test_batches_are_averaged():
+    model, one, other = tiny_model("bert"), tiny_batch("bert", batch=1), tiny_batch("bert", batch=1, seed=1)
+    both = {name: torch.cat((one[name], other[name])) for name in one}
+    options = {"methods": {"w": hea.LongformerConfig()}, "budgets": [9], "max_error": 9.0}
+    together, apart = (analyze.analyze(model, batches, **options) for batches in ([both], [one, other]))
+    for entry, same in zip(together["layers"], apart["layers"], strict=True):
+        assert entry["errors"]["w"]["9"] == pytest.approx(same["errors"]["w"]["9"], rel=1e-4)
+    pairs = zip(together["recommended"]["layers"], apart["recommended"]["layers"], strict=True)
+    assert all(entry["bound"] == pytest.approx(same["bound"], rel=1e-4) for entry, same in pairs)
+
+
+@pytest.fixture
+def flat(made, text, tmp_path):  # noqa: F811
+    """Arguments for a model whose second layer computes the mean of all values, which landmarks represent exactly."""
+    model = transformers.BertModel.from_pretrained(made("bert"))
+    with torch.no_grad():
+        model.encoder.layer[1].attention.self.query.weight.zero_()
+        model.encoder.layer[1].attention.self.query.bias.zero_()
+    folder = tmp_path / "a model"
+    model.save_pretrained(folder)
+    tokenizer_for("bert").save_pretrained(folder)
+    return ["analyze", folder, "--data", text, "--length", 60, "--rows", 2, "--budgets", "4,8"]
+
+
+def test_the_command_applies_the_recommendation(flat, tmp_path, capsys):
+    """One method for the layers that keep the limit, with its error, and a quoted command that can be run."""
+    result = run_json(capsys, *flat, "--methods", "longformer,nystromformer", "--max-error", "0.1")
+    best = result["recommended"]
+    (one,) = best["layers"]
+    assert (one["layer"], one["method"], one["columns"], one["settings"]) == (
+        1,
+        "nystromformer",
+        4,
+        {"num_landmarks": 2},
+    )
+    assert best["exact_layers"] == [0]
+    assert one["error"] < 1e-3 < 0.1
+    assert (best["columns"], best["keys"]) == ((4 + 60) / 2, 60)
+    assert best["speed_up"] > 0
+    assert result["calibrated"] == {
+        "method": "nystromformer", "num_landmarks": 2, "layers": [1], "calibrated_length": 60, "version": 2,
+    }  # fmt: skip
+    words = shlex.split(result["command"])
+    assert words[:3] == ["hf-efficient-attn", "convert", str(flat[1])]
+    assert words[words.index("--layers") + 1] == "1"
+    assert words[words.index("-o") + 1] == "a model-efficient"
+    assert command(*words[1:-1], tmp_path / "out") == 0
+    converted = transformers.AutoModel.from_pretrained(tmp_path / "out").config.efficient_attention
+    assert converted.settings.for_layer(1) == hea.NystromformerConfig(num_landmarks=2)
+    assert converted.settings.for_layer(0) is None
+
+
+def test_the_file_keeps_the_calibrated_length(flat, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    inside = tmp_path / "in side"
+    result = run_json(capsys, *flat, "--methods", "nystromformer", "--output", inside)
+    words = shlex.split(result["command"])
+    assert words[words.index("--config") + 1] == str(inside / "analysis.json")
+    assert json.loads((inside / "analysis.json").read_text())["command"] == result["command"]
+    assert command(*words[1:-1], tmp_path / "out") == 0
+    settings = transformers.AutoModel.from_pretrained(tmp_path / "out").config.efficient_attention
+    assert settings["calibrated_length"] == 60
+    assert settings["num_landmarks"] == 2 and settings["pinv"] == "iterative", "a model's config is complete"
+
+
+def test_a_mix_without_a_file_is_one_line(made, text, tmp_path, capsys, monkeypatch):  # noqa: F811
+    chosen = {"version": 2, "calibrated_length": 60, "method": "longformer", "layers": [
+        {"layers": [0], "method": "longformer", "window_size": 3}, {"layers": [1], "method": "kdeformer"}]}  # fmt: skip
+    entries = [{"layer": i, "method": m, "settings": {}} for i, m in enumerate(["longformer", "kdeformer"])]
+    result = {"calibrated": chosen, "recommended": {"layers": entries, "exact_layers": []}, "max_length": 4096}
+    line = recommendation.apply_command("it's", result)
+    first, _, second = line.partition(" > calibrated.json && ")
+    assert json.loads(shlex.split(first)[2]) == chosen
+    assert shlex.split(second) == ["hf-efficient-attn", "convert", "it's", "--config", "calibrated.json",
+                                   "--max-length", "4096", "-o", "it's-efficient"]  # fmt: skip
+    assert recommendation.apply_command("a", {**result, "calibrated": None}) is None
+
+
+def test_extended_positions_are_part_of_the_command(made, text, capsys):  # noqa: F811
+    arguments = ["analyze", made("bert"), "--data", text, "--rows", 1, "--budgets", "16", "--methods", "longformer",
+                 "--max-error", "9"]  # fmt: skip
+    result = run_json(capsys, *arguments, "--length", 140)
+    assert result["max_length"] == 140 and "has 128 positions" in result["notes"][0]
+    assert "--max-length 140" in result["command"]
+    assert "--max-length" not in run_json(capsys, *arguments, "--length", 100)["command"]
+
+
+def test_two_limits_are_refused(made, text, capsys):  # noqa: F811
+    arguments = ["analyze", made("bert"), "--data", text, "--max-error", "0.1"]
+    assert command(*arguments, "--calibrate", "0.2") == 2
+    assert "two limits" in capsys.readouterr().err
+
+
+def test_nothing_keeps_the_limit(flat, capsys):
+    assert command(*flat, "--methods", "longformer", "--calibrate", "1e-7") == 0
+    out = capsys.readouterr().out
+    assert "keep the model exact" in out and "The nearest is layer" in out
+    assert "hf-efficient-attn convert" not in out
+
+
+def table_of(errors):
+    """{(label, columns): {layer: error}} -> candidates and the errors of two sequences."""
+    candidates = [calibration.Candidate(columns, make_config(label).with_budget(columns)) for label, columns in errors]
+    table = {
+        (layer, candidate): {(0, 0): error, (0, 1): error}
+        for candidate, layers in zip(candidates, errors.values(), strict=True)
+        for layer, error in layers.items()
+    }
+    return candidates, table
+
+
+def test_one_choice_saves_the_most():
+    errors = {("longformer", 9): {0: 0.05, 1: 0.5, 2: 0.5}, ("kdeformer", 16): {0: 0.05, 1: 0.09, 2: 0.5}}
+    candidates, table = table_of(errors)
+    assert set(calibration.choose_one(table, candidates, 0.1, 100)) == {0, 1}
+    assert {one.candidate.columns for one in calibration.choose_one(table, candidates, 0.1, 100).values()} == {16}
+    # With 18 keys, two layers with 16 columns save 4 keys, and one with 9 columns saves 9.
+    assert {one.candidate.columns for one in calibration.choose_one(table, candidates, 0.1, 18).values()} == {9}
+    each = calibration.choose_each(table, candidates, 0.1)
+    assert {layer: one.candidate.columns for layer, one in each.items()} == {0: 9, 1: 16}
+    assert calibration.choose_one(table, candidates, 0.01, 100) == {}
+
+
+def test_both_recommendations_keep_one_limit(made, text, capsys):  # noqa: F811
+    arguments = ["analyze", made("bert"), "--data", text, "--length", 60, "--rows", 2, "--budgets", "16,32"]
+    one = run_json(capsys, *arguments, "--max-error", "0.6")
+    each = run_json(capsys, *arguments, "--calibrate", "0.6")
+    for result in (one, each):
+        assert result["recommended"]["layers"]
+        assert all(entry["error"] <= entry["bound"] <= 0.6 for entry in result["recommended"]["layers"])
+    assert len({(e["method"], e["columns"]) for e in one["recommended"]["layers"]}) == 1
+    assert set(one["recommended"]["exact_layers"]) >= set(each["recommended"]["exact_layers"])
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_calibrated_settings_can_be_loaded(family, made, text, capsys):  # noqa: F811
+    source = made(family, family == "gpt2")
+    result = run_json(capsys, "analyze", source, "--data", text, "--length", 60, "--rows", 3, "--budgets", "16,24",
+                      "--calibrate", "0.9", "--methods", "longformer,kdeformer")  # fmt: skip
+    given = result["calibrated"]
+    kind = transformers.GPT2LMHeadModel if family == "gpt2" else transformers.BertModel
+    model = kind.from_pretrained(source, attn_implementation=given["method"], efficient_attention=given)
+    assert model.config.efficient_attention.settings == hea.EfficientAttentionConfig.from_dict(given)
+    assert "seed" not in json.dumps(given), "default values are left out"
+
+
+def test_error_that_does_not_fall():
+    def entries(*pairs):
+        return [
+            {"layer": i, "name": "", "errors": {"linear": {"64": [a], "256": [b]}}} for i, (a, b) in enumerate(pairs)
+        ]
+
+    (all_layers,) = recommendation.budget_warnings(entries((0.5, 0.5), (0.6, 0.7)), [64, 256])
+    assert "hardly falls with the budget: 0.55 at 64 columns, 0.60 at 256" in all_layers
+    (some,) = recommendation.budget_warnings(entries((0.5, 0.1), (0.6, 0.6), (0.4, 0.4)), [64, 256])
+    assert "in layers 1-2: 0.50 at 64 columns" in some
+    assert recommendation.budget_warnings(entries((0.5, 0.1), (1e-9, 2e-9)), [64, 256]) == []
+    assert recommendation.budget_warnings(entries((0.5, 0.5)), [64]) == []
+
+
+def test_the_warning_is_printed(flat, capsys):
+    assert command(*flat, "--methods", "linear,nystromformer") == 0
+    assert "Warning: linear: the error hardly falls with the budget" in capsys.readouterr().out
+
+
+def test_default_length(made, tmp_path, capsys, photographs):  # noqa: F811
+    """2,048 tokens, or the whole text; pictures are resized."""
+    words = tmp_path / "short.txt"
+    words.write_text(" ".join(f"w{i * i % 50}" for i in range(98)))
+    arguments = ["--methods", "longformer", "--budgets", "16", "--rows", 1, "--max-error", "9"]
+    short = run_json(capsys, "analyze", made("bert"), "--data", words, *arguments)
+    assert short["tokens"] == 100 and "has only 100 tokens" in short["notes"][0]
+    words.write_text(" ".join(f"w{i * i % 50}" for i in range(2500)))
+    long = run_json(capsys, "analyze", made("bert"), "--data", words, *arguments)
+    assert long["tokens"] == long["calibrated"]["calibrated_length"] == long["max_length"] == 2048
+    pictures = run_json(capsys, "analyze", made("deit", True), "--data", photographs, *arguments)
+    assert pictures["pixels"] == 180 and pictures["tokens"] == 45**2 + 2
+    assert "180 x 180 pixels" in pictures["notes"][0]
+
+
+def test_long_sequences_have_no_properties(monkeypatch):
+    monkeypatch.setattr(analyze, "_MAX_LENGTH", 60)
+    model = tiny_model("bert")
+    found = analyze.analyze(model, [tiny_batch("bert")], methods={"w": hea.LongformerConfig()}, budgets=[8])
+    assert found["property_inputs"] == 0
+    assert [entry["stable_rank"] for entry in found["layers"]] == [None, None]
+    assert all(entry["errors"]["w"]["8"] for entry in found["layers"])
+
+
+def test_properties_of_few_inputs(monkeypatch):
+    monkeypatch.setattr(analyze, "_PROPERTY_ENTRIES", 70 * 70)
+    model, batch = tiny_model("bert"), tiny_batch("bert", batch=3)
+    options = {"methods": {"w": hea.LongformerConfig()}, "budgets": [8]}
+    three, one = (analyze.analyze(model, [{"input_ids": batch["input_ids"][:n]}], **options) for n in (3, 1))
+    assert three["property_inputs"] == 1
+    for entry, other in zip(three["layers"], one["layers"], strict=True):
+        assert entry["stable_rank"] == pytest.approx(other["stable_rank"], rel=1e-4)
+        assert entry["errors"]["w"]["8"] != pytest.approx(other["errors"]["w"]["8"], rel=1e-4)
+
+
+# rows as they finish, interruption, limit of time
+
+
+def test_rows_as_they_finish():
+    events = []
+    execution = Execution(on_estimate=events.append, on_row=lambda row: events.append(row["layer"]))
+    model = tiny_model("bert")
+    options = {"methods": {"w": hea.LongformerConfig()}, "budgets": [8]}
+    found = analyze.analyze(model, [tiny_batch("bert")], **options, execution=execution)
+    assert events[0].startswith("Expected: ") and "2 layers" in events[0]
+    assert events[1:] == [0, 1]
+    assert found["complete"]
+
+
+def test_an_interruption_keeps_the_complete_layers(made, text, tmp_path, capsys, monkeypatch):  # noqa: F811
+    errors = capture.Call.errors
+
+    def interrupt(call, config, *rest):
+        if call.layer == 1:
+            raise KeyboardInterrupt
+        return errors(call, config, *rest)
+
+    monkeypatch.setattr(capture.Call, "errors", interrupt)
+    options = {"methods": {"w": hea.LongformerConfig()}, "budgets": [8], "max_error": 9.0}
+    model = tiny_model("bert").train()
+    with pytest.raises(Interrupted) as raised:
+        analyze.analyze(model, [tiny_batch("bert")], **options)
+    assert model.training and model.config._attn_implementation == "sdpa"
+    result = raised.value.result
+    assert [entry["layer"] for entry in result["layers"]] == [0]
+    assert (result["complete"], result["left_out"]) == (False, [1])
+    assert [entry["layer"] for entry in result["recommended"]["layers"]] == [0]
+    assert result["recommended"]["exact_layers"] == [1]
+    pytest.importorskip("matplotlib")
+    arguments = ["analyze", made("bert"), "--data", text, "--length", 60, "--rows", 1, "--methods", "longformer",
+                 "--budgets", "16", "--max-error", "9", "--output", tmp_path / "out"]  # fmt: skip
+    assert command(*arguments) == 130
+    out, err = capsys.readouterr()
+    assert "| 0     |" in out and "| 1     |" not in out
+    assert "Not complete: the layers 1 were not measured" in out
+    assert err == "error: interrupted\n"
+    written = json.loads((tmp_path / "out" / "analysis.json").read_text())
+    assert not written["complete"] and written["source"]
+
+
+def test_an_interruption_before_the_first_layer_gives_nothing(monkeypatch):
+    def interrupt(call, config, *rest):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(capture.Call, "errors", interrupt)
+    with pytest.raises(KeyboardInterrupt) as raised:
+        analyze.analyze(tiny_model("bert"), [tiny_batch("bert")], methods={"w": hea.LongformerConfig()}, budgets=[8])
+    assert not isinstance(raised.value, Interrupted)
+
+
+def test_minutes_leave_out_layers(made, text, capsys):  # noqa: F811
+    arguments = ["analyze", made("bert"), "--data", text, "--length", 60, "--rows", 1, "--methods", "longformer",
+                 "--budgets", "16", "--max-error", "9", "--minutes", "1e-9"]  # fmt: skip
+    assert command(*arguments) == 0
+    out = capsys.readouterr().out
+    assert "| 0     |" in out and "| 1     |" not in out
+    assert "the layers 1 were not measured and stay exact" in out
+    assert "--layers 0" in out
+
+
+# text and pictures
+
+
+def test_the_report(flat, capsys):
+    assert command(*flat, "--methods", "nystromformer,longformer", "--max-error", "0.1") == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.startswith("Expected: ")
+    assert "| layer | stable rank | tail/head |" in out
+    assert (
+        "Recommendation for errors below .10 on unseen inputs of up to 60 tokens:\n    1: nystromformer, 4 columns"
+        in out
+    )
+    assert "    0: exact\n" in out
+    assert "costs as much as 32 keys per query instead of 60" in out
+    assert "Measured here: attention is " in out
+    assert "To apply it:\n    hf-efficient-attn convert " in out
+    assert '"method"' not in out, "no JSON on the screen"
+
+
+def test_heat_maps(made, photographs, tmp_path, capsys):  # noqa: F811
+    pytest.importorskip("matplotlib")
+    arguments = ["analyze", made("deit", True), "--data", photographs, "--rows", 2, "--budgets", "8,16,24",
+                 "--length", 66, "--output", tmp_path / "out", "--calibrate", "0.95"]  # fmt: skip
+    assert command(*arguments) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "2 inputs of 66 tokens of pictures.zip" in out
+    assert "convert " in out and "analysis.json" in out
+    assert (tmp_path / "out" / "analysis.png").read_bytes()[:4] == b"\x89PNG"
+    assert len(json.loads((tmp_path / "out" / "analysis.json").read_text())["layers"][0]["stable_rank"]) == 2
+    assert command(*arguments) == 2
+
+
+@pytest.fixture
+def figure(monkeypatch):
+    """The figures that are saved."""
+    matplotlib = pytest.importorskip("matplotlib.figure")
+    saved = []
+    original = matplotlib.Figure.savefig
+
+    def savefig(self, *arguments, **options):
+        original(self, *arguments, **options)
+        saved.append(self)
+
+    monkeypatch.setattr(matplotlib.Figure, "savefig", savefig)
+    return saved
+
+
+def drawn(num_layers, num_heads, errors=(0.3, 0.1, 7.0), properties=True):
+    layers = []
+    for layer in range(num_layers):
+        maps = {f"m{i}": {"64": [error] * num_heads, "128": [error / 2] * num_heads} for i, error in enumerate(errors)}
+        ranks = [1.0 + layer * head for head in range(num_heads)] if properties else None
+        layers.append({"layer": layer, "name": "", "stable_rank": ranks, "head_to_tail": None, "errors": maps})
+    return {"layers": layers, "budgets": [64, 128], "tokens": 2048, "source": "org/model", "pixels": None,
+            "data": {"name": "book.txt", "rows": 4}}  # fmt: skip
+
+
+def test_a_method_that_fails_does_not_own_the_colours(figure, tmp_path):
+    from matplotlib.colors import LogNorm
+
+    heat_maps.draw_maps(drawn(6, 12), tmp_path / "a.png")
+    (one,) = figure
+    assert one._suptitle.get_text() == "model, book.txt, 4 texts of 2,048 tokens"
+    images = {axes.get_title(): axes.images[0] for axes in one.axes if axes.images and axes.get_title()}
+    assert isinstance(images["stable rank of the attention matrix"].norm, LogNorm)
+    errors = [image for title, image in images.items() if "columns" in title]
+    assert len(errors) == 6
+    assert {(image.norm.vmin, image.norm.vmax) for image in errors} == {(0.0, 1.0)}
+    bars = [axes for axes in one.axes if axes.get_ylabel().startswith("relative error")]
+    assert len(bars) == 1 and bars[0].get_ylabel().endswith("up to 7.0")
+    assert errors[0].colorbar is None or errors[0].colorbar.extend == "max"
+    assert any(image.colorbar is not None and image.colorbar.extend == "max" for image in errors)
+    texts = [axes.texts for axes in one.axes if axes.get_title() == "m0\n64 columns"]
+    assert [cell.get_text() for cell in texts[0]] == [".30"] * 72
+
+
+def test_many_heads_have_no_numbers(figure, tmp_path):
+    heat_maps.draw_maps(drawn(13, 12, errors=(0.2,), properties=False), tmp_path / "a.png")
+    (one,) = figure
+    assert not any(axes.texts for axes in one.axes)
+    images = [axes.images[0] for axes in one.axes if axes.get_title().startswith("m0")]
+    assert {image.norm.vmax for image in images} == {0.2}
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0.0, ".00"), (0.126, ".13"), (0.997, "1.0"), (1.26, "1.3"), (9.97, "10"), (412.3, "412"), (12345.0, "12k")],
+)
+def test_short_numbers(value, shown):
+    assert heat_maps.short_number(value) == shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--data"),
+        (["--data", "nothing.txt"], "nothing.txt: no such file"),
+        (["--data", "TEXT", "--methods", "nystromformer"], "Methods that have one: "),
+        (["--data", "TEXT", "--methods", "longformer", "--max-error", "0"], "max_error"),
+        (["--data", "TEXT", "--length", "60", "--calibrate", "-1"], "max_error"),
+        (["--data", "TEXT", "--budgets", "x"], "not a number"),
+        (["--data", "TEXT", "--length", "60", "--budgets", "64"], "save nothing"),
+        (["--data", "TEXT", "--length", "999999999999"], "give more text"),
+        (["--data", "TEXT", "--output", "missing/folder"], "does not exist"),
+        (["--data", "TEXT", "--device", "abacus"], "--device abacus"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_analysis_refused(arguments, message, made, text, capsys):  # noqa: F811
+    words = [text if word == "TEXT" else word for word in arguments]
+    assert command("analyze", made("gpt2", True), *words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert message in err
+
+
+def test_huge_pictures_are_refused(made, photographs, capsys):  # noqa: F811
+    assert command("analyze", made("deit", True), "--data", photographs, "--length", 10**12) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1
+
+
+def test_budgets_beyond_the_length_are_left_out_with_a_note(made, text, capsys):  # noqa: F811
+    result = run_json(capsys, "analyze", made("bert"), "--data", text, "--length", 60, "--rows", 1, "--budgets",
+                      "16,60,99", "--methods", "longformer")  # fmt: skip
+    assert result["budgets"] == [16]
+    assert "Left out: budgets of 60, 99 columns" in result["warnings"][0]
+
+
+def test_candidates_are_sorted_by_cost():
+    summary = capture.AttentionSummary((0,), is_causal=False, is_rectangular=False, max_kv_len=70)
+    found = calibration.make_candidates(["longformer", "linear"], [32, 16, 16], summary)
+    expected = [(16, "longformer"), (16, "linear"), (32, "longformer")]
+    assert [(one.columns, one.config.method) for one in found] == expected
