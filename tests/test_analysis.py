@@ -492,6 +492,7 @@ def test_scale_option_of_budget(capsys):
     assert "an error of 0.000" not in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_budget_measures_memory(capsys, tmp_path):
     rows = tmp_path / "rows.csv"
     arguments = ["--source", "random", "--length", "256", "--budget", "16", "--rounds", "1", "--seeds", "1"]

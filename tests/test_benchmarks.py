@@ -164,6 +164,7 @@ def test_speed_command_refuses_before_measuring(arguments, message, capsys):
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.exhaustive
 def test_extra_memory_includes_what_a_method_allocates():
     case = CASE._replace(length=8192, head_dim=64)  # inputs of 6 MB
     held = torch.ones(75_000_000)  # memory of the parent must not count for its children
@@ -175,6 +176,7 @@ def test_extra_memory_includes_what_a_method_allocates():
     assert large > small + 5
 
 
+@pytest.mark.exhaustive
 def test_failure_of_a_child_process_is_reported():
     with pytest.raises(RuntimeError, match="KeyError"):
         memory.run_child("recipes.common.memory", "{}")

@@ -205,6 +205,7 @@ def test_half_precision(dtype, implementation):
         assert torch.isfinite(images(model.float())).all()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", [None, "kdeformer"])
 def test_one_compiled_graph_serves_every_truncation(method):
     """A graph with the rows of the first truncation as constants would silently give wrong images for the others."""

@@ -542,6 +542,7 @@ def test_unsupported_arguments_of_a_module_are_refused():
         model(**tiny_batch("bert", length=97))
 
 
+@pytest.mark.exhaustive
 @each_method
 def test_compiling(method):
     model, inputs = converted("bert", method), tiny_batch("bert")

@@ -308,6 +308,7 @@ def test_refusals():
         hea.kernel.attention_to_gaussian(q, k, scale=0.0)
 
 
+@pytest.mark.exhaustive
 def test_memory_is_linear():
     """The kernel of 1,024 queries and 65,536 keys alone would take 512 MiB in float64."""
     program = """

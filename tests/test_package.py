@@ -53,6 +53,7 @@ print(torch.equal(before[0], after[0]) and before[1:] == after[1:])
     assert python(program).strip() == "True"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "first",
     [

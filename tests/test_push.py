@@ -60,6 +60,7 @@ def folder(tmp_path):
     return tmp_path / "out"
 
 
+@pytest.mark.exhaustive
 def test_a_pushed_checkpoint_is_loaded_from_the_hub_in_new_processes(server, tmp_path):
     out = tmp_path / "out"
     model = converted.make(out)

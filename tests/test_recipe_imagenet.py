@@ -613,6 +613,7 @@ def test_models_with_a_fixed_resolution(tiny):
         imagenet.fit_resolution(model, 64)
 
 
+@pytest.mark.exhaustive
 def test_as_a_process(tiny, tmp_path):
     def script(*options):
         line = [sys.executable, "recipes/imagenet.py", *map(str, options)]

@@ -185,6 +185,7 @@ def test_the_real_bert(method, minilm, tmp_path):
     _check_real(model, inputs, transformers.AutoModel, minilm, tmp_path)
 
 
+@pytest.mark.exhaustive
 @each_method
 @pytest.mark.parametrize("name", ["deit-tiny-imagenet", "gpt2-char-shakespeare"])
 def test_the_real_vit_and_gpt2(name, method, data, tmp_path):

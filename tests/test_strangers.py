@@ -19,6 +19,7 @@ from tiny_models import SMALL, output
 WORDS = " ".join(f"w{5 + 7 * i % 55}" for i in range(70))
 
 
+@pytest.mark.exhaustive
 def test_the_card_quotes_the_error_of_plain_transformers(tmp_path):
     converted.make(tmp_path, "bert", "kdeformer")
     code = "import sys; from transformers import AutoModelForMaskedLM as A; A.from_pretrained(sys.argv[1])"

@@ -242,6 +242,7 @@ def test_performer_stages_take_no_method():
             hea.convert(tiny(), "kdeformer", layers=[name])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", ["kdeformer", "flurka_performer"])
 def test_compiles_to_one_graph(method):
     """A method on keys and values, and one that projects the backbone's hidden states. Others: the method tests."""

@@ -99,6 +99,7 @@ def eager_and_compiled(family, model, inputs):
         yield out.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.exhaustive
 @each_method
 @pytest.mark.parametrize(("family", "padding"), [("bert", "left"), ("gpt2", "none")])
 def test_compiling_to_one_graph(family, padding, method):

@@ -181,6 +181,7 @@ def composite():
     return transformers.EncoderDecoderModel(config).eval()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("choice", ["linear", {"encoder": "linformer", "decoder": "linear"}], ids=["name", "parts"])
 def test_a_composite_model_fails_at_every_call(choice):
     check_every_failure(composite(), lambda model: model.set_attn_implementation(choice), step=9)

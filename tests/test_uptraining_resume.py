@@ -321,6 +321,7 @@ def test_resumption_from_a_checkpoint_without_the_callback(trainings, tmp_path):
     assert same == steps(reference)[4:]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("case", "kill", "rank", "also", "at"),
     [
