@@ -177,6 +177,17 @@ def test_the_pages_have_blocks_and_links_that_exist():
             assert (GUIDES / target).resolve().exists() or "reference/methods" in target, f"{page}.md links to {target}"
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_notebooks_are_stored_without_outputs(path):
+    """The build of the documentation executes them, so that a page shows what today's code prints."""
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert code and notebook["cells"][0]["source"][0].startswith("# ")
+    for cell in code:
+        assert not cell["outputs"] and cell["execution_count"] is None
+        compile("".join(cell["source"]), path.name, "exec")
+
+
 def test_a_wrong_output_in_a_guide_fails(tmp_path):
     page = "```python\nprint(2)\n```\n\n```text\n3\n```\n"
     with pytest.raises(AssertionError, match="expected"):
