@@ -1,0 +1,119 @@
+"""`hf-efficient-attn demo` on a tiny model in place of MiniLM: what it prints, and what an interruption leaves."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from hf_efficient_attn import cli
+from hf_efficient_attn.checkpoint.loading import quiet
+from hf_efficient_attn.evaluation import comparison, demo
+from test_benchmark_command import ROOT, tokenizer_for
+from tiny_models import tiny_model
+
+METHODS = ("--method", "longformer:window_size=4,linear")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    with quiet():
+        tiny_model("bert").save_pretrained(folder)
+        tokenizer_for("bert").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _tiny(folder, monkeypatch):
+    monkeypatch.setattr(demo, "minilm_folder", lambda: folder)
+    monkeypatch.setattr(comparison, "calls_to_time", lambda work, first: 1)
+
+
+def run(capsys, *arguments, status=0):
+    capsys.readouterr()
+    assert cli.run(cli.app, ["demo", *METHODS, *arguments], "hf-efficient-attn") == status
+    return capsys.readouterr()
+
+
+def cells(out):
+    """The rows of all tables, without their headers."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if line.startswith("|")]
+    return [row for row in rows if not row[0].startswith("-") and row[0] not in ("tokens", "attention")]
+
+
+def test_tables(capsys):
+    out, err = run(capsys, "--length", "512,600")
+    assert err == ""
+    labels = ["sdpa", "longformer (window_size=4)", "linear"]
+    rows = cells(out)
+    assert [row[:2] for row in rows[:6]] == [[length, label] for length in ("512", "600") for label in labels]
+    assert [row[:2] for row in rows[6:]] == [
+        ["longformer (window_size=4)", "600"], ["linear", "600"], ["sdpa, first 512 tokens", "512"],
+    ]  # fmt: skip
+    before, _, after = out.partition("| tokens")
+    assert "Expected: about " in before
+    assert "for 10 measurements" in before
+    assert "MiB" not in out
+    assert "20 questions in 16 topics" in after
+    assert "Add --full" in after
+
+
+def test_full(capsys, monkeypatch):
+    monkeypatch.setattr(demo, "FULL", demo.FULL._replace(lengths=(512,), searched=512))
+    result = json.loads(run(capsys, "--full", "--json").out)
+    assert {row["length"] for row in result["measurements"]} == {512}
+    assert [entry["attention"] for entry in result["search"]] == ["longformer (window_size=4)", "linear"]
+    assert {entry["topics"] for entry in result["search"]} == {len(demo.pydoc_data.topics.topics)}
+    assert "Add --full" not in run(capsys, "--full").out
+
+
+def test_the_default_is_small():
+    assert max(demo.SMALL.lengths) < max(demo.FULL.lengths)
+    assert demo.SMALL.topics * demo.SMALL.searched < len(demo.pydoc_data.topics.topics) * demo.FULL.searched
+
+
+@pytest.mark.parametrize(("steps", "entries"), [(1, 0), (2, 1)])
+def test_an_interruption_of_the_search(steps, entries, capsys, monkeypatch):
+    carry_out, done = demo.Search.carry_out, []
+
+    def limited(*arguments):
+        if len(done) == steps:
+            raise KeyboardInterrupt
+        done.append(None)
+        return carry_out(*arguments)
+
+    monkeypatch.setattr(demo.Search, "carry_out", limited)
+    out, err = run(capsys, "--length", "512", "--json", status=130)
+    assert err == "error: interrupted\n"
+    result = json.loads(out)
+    assert (result["complete"], len(result["measurements"]), len(result["search"])) == (False, 3, entries)
+    assert result["left_out"] == ["search with longformer (window_size=4)", "search with linear"][entries:]
+    done.clear()
+    out = run(capsys, "--length", "512", status=130).out
+    assert len(cells(out)) == 3 + entries
+    assert "Not complete. Not measured: search with " in out
+
+
+def test_a_limit_of_time(capsys):
+    result = json.loads(run(capsys, "--length", "512", "--minutes", "0.000001", "--json").out)
+    assert [row["attention"] for row in result["measurements"]] == ["sdpa"]
+    assert result["search"] == []
+    assert result["left_out"][-1] == "search with linear"
+
+
+def test_ctrl_c_in_a_process(folder):
+    """The rows that were printed stay, and the exit status says that the command was interrupted."""
+    line = [sys.executable, "-m", "hf_efficient_attn", "benchmark", str(folder), "--methods", "linear", "--lengths",
+            "64,128", "--rounds", "40", "--no-memory"]  # fmt: skip
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    for shown in process.stdout:
+        if "| sdpa" in shown:
+            break
+    process.send_signal(signal.SIGINT)
+    rest, err = process.communicate()
+    assert process.returncode == 130
+    assert "Not complete. Not measured: " in rest
+    assert [line for line in err.splitlines() if line.startswith("error")] == ["error: interrupted"]
+    assert "Traceback" not in err
