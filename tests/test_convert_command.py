@@ -305,7 +305,7 @@ def test_the_report_names_the_calibrated_length(tmp_path, capsys):
     file.write_text(json.dumps({"calibrated": chosen}))
     assert status(source, "--config", file, "-o", tmp_path / "out") == 0
     out = capsys.readouterr().out
-    assert "attention: longformer (window_size=4," in out and "calibrated_length=" not in out
+    assert "attention: longformer (window_size=4)\n" in out and "calibrated_length=" not in out
     assert "calibrated: on inputs of up to 70 tokens" in out
 
 

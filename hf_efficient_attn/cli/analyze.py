@@ -128,7 +128,7 @@ def analyze(
     with use_threads(threads):
         result, status = until_interrupted(work)
     result["command"] = apply_command(source, result, None if output is None else output / _FILES[0])
-    written = [] if output is None else write_results(result, output, "analysis", draw_maps)
+    written = [] if output is None else write_results(result, output, "analysis", draw_maps, force=force)
     if as_json:
         print_json(result)
     else:

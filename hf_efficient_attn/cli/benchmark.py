@@ -120,7 +120,7 @@ def benchmark(
         )
     # A published card does not lose its measurements because of Ctrl-C.
     is_written = folder is not None and (status == 0 or not card)
-    written = write_benchmark(result, folder, card=card) if folder is not None and is_written else []
+    written = write_benchmark(result, folder, card=card, force=force) if folder is not None and is_written else []
     if as_json:
         print_json(result)
     else:

@@ -40,7 +40,7 @@ def convert(
         pathlib.Path | None,
         typer.Option(
             metavar="FILE",
-            help="Instead of --method: JSON with the methods of the layers, or analysis.json of `analyze --calibrate`.",
+            help="Instead of --method: JSON with the methods of the layers, or analysis.json of `analyze`.",
         ),
     ] = None,
     setting: Annotated[
@@ -142,7 +142,8 @@ def _report(done: dict[str, Any]) -> list[str]:
         lines.append("layers:")
         lines += [f"  {layer}: {label}" for layer, label in _by_layer(done)]
     else:
-        lines.append(f"attention: {_describe({'method': done['method'], **done['settings']})}")
+        changed = done["exact_up_to"][0]["settings"] if done["exact_up_to"] else {}
+        lines.append(f"attention: {_describe({'method': done['method'], **changed})}")
         if done["layers"]:
             lines.append(f"layers: {', '.join(map(str, done['layers']))}")
     if "calibrated_length" in done["settings"]:
@@ -176,7 +177,6 @@ def _by_layer(done: dict[str, Any]) -> list[tuple[Any, str]]:
 
 
 def _describe(settings: dict[str, Any]) -> str:
-    """A method with its hyperparameters."""
-    others = ("method", "version", "layers", "calibrated_length")
-    own = {key: value for key, value in settings.items() if key not in others}
-    return settings["method"] + (f" ({', '.join(f'{key}={value}' for key, value in own.items())})" if own else "")
+    """A method with hyperparameters."""
+    own = [f"{key}={value}" for key, value in settings.items() if key != "method"]
+    return settings["method"] + (f" ({', '.join(own)})" if own else "")

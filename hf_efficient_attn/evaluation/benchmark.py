@@ -376,11 +376,15 @@ def output_folder(
     return output
 
 
-def write_benchmark(result: Mapping[str, Any], folder: pathlib.Path, *, card: bool = False) -> list[pathlib.Path]:
+def write_benchmark(
+    result: Mapping[str, Any], folder: pathlib.Path, *, card: bool = False, force: bool = True
+) -> list[pathlib.Path]:
     """Write benchmark.json and benchmark.png into a folder, and with `card` update the model card there.
+
+    Without `force`, files that have appeared since `output_folder` stay, and the results get other names.
 
     Returns:
         the paths of the files.
     """
-    written = write_results(result, folder, "benchmark", draw)
+    written = write_results(result, folder, "benchmark", draw, force=force)
     return [*written, write_card(folder)] if card else written
