@@ -33,8 +33,8 @@ _DEVIATIONS = 2.0
 # Smaller speed-ups may be due to chance.
 MIN_SPEED_UP = 1.05
 HOW_TO_SAVE = (
-    "Measure longer sequences, since methods begin to pay at about 2,048 tokens, or allow a larger error, or keep the "
-    "model exact"
+    "Measure longer sequences, on which methods save more (on a CPU from about 2,048 tokens on), allow a larger error, "
+    "or keep the model exact"
 )
 # Standard deviation between sequences of the logarithm of the error, used if there is only one sequence.
 _UNKNOWN_SPREAD = 0.25
