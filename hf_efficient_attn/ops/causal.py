@@ -345,8 +345,9 @@ def _hashed_and_sampled_parts(
 def group_by_block(query_block: Tensor, num_key_blocks: int, size: int) -> tuple[Tensor, Tensor]:
     """Distribute queries over blocks of `size` slots so that all queries of a block have the same block of keys.
 
-    The shape is fixed, and there are no more blocks than it needs. The slot of a query within its block depends on
-    earlier queries only.
+    The shape is fixed, and there are no more blocks than it needs. A block of slots is begun by the first query that
+    needs it, so the slot of a query depends on earlier queries only. If later ones could move it to another block, its
+    output could change in the last bit, because rounding in a product may depend on where a matrix lies in memory.
 
     Args:
         query_block: int64 (S, L), the block of keys of each query.
@@ -358,18 +359,17 @@ def group_by_block(query_block: Tensor, num_key_blocks: int, size: int) -> tuple
         block: int64 (S, T), the block of keys of each block of slots, T = ceil(L / size) + num_key_blocks - 1.
     """
     num_blocks = ceil_div(query_block.shape[1], size) + num_key_blocks - 1
-    counts = torch.zeros(query_block.shape[0], num_key_blocks, dtype=torch.int64, device=query_block.device)
-    counts = counts.scatter_add_(1, query_block, torch.ones_like(query_block))
-    needed = (counts + size - 1) // size
-    ends = needed.cumsum(1)
+    # The rank of each query among those with the same block of keys, in the order of the blocks of keys.
     order = query_block.argsort(dim=1, stable=True)
     sorted_block = query_block.gather(1, order)
-    rank = torch.arange(query_block.shape[1], device=query_block.device)
-    rank = rank - (counts.cumsum(1) - counts).gather(1, sorted_block)
-    slot = (ends - needed).gather(1, sorted_block) * size + rank
-    slot = torch.empty_like(slot).scatter_(1, order, slot)
-    number = torch.arange(num_blocks, device=query_block.device).expand(query_block.shape[0], -1).contiguous()
-    return slot, torch.searchsorted(ends, number, right=True).clamp(max=num_key_blocks - 1)
+    sorted_index = torch.arange(query_block.shape[1], device=query_block.device)
+    rank = sorted_index - torch.searchsorted(sorted_block, sorted_block)
+    # Blocks of slots are numbered in the order of the queries that begin them.
+    begins = torch.empty_like(order).scatter_(1, order, (rank % size == 0).to(order.dtype))
+    number = (begins.cumsum(1) - 1).gather(1, order).gather(1, sorted_index - rank % size)
+    slot = torch.empty_like(order).scatter_(1, order, number * size + rank % size)
+    # All queries of a block of slots write the same value.
+    return slot, order.new_zeros(order.shape[0], num_blocks).scatter_(1, number, sorted_block)
 
 
 def _view_of(x: Tensor, queries: slice, part: Tensor) -> Tensor:
