@@ -104,8 +104,9 @@ def test_dozens_of_cases_on_all_methods():
 FOUND = [
     # The queries of masked tokens moved others between blocks of slots, which changed the last bit of their outputs.
     '{"promise": "masked_keys", "method": "kdeformer", "hyperparameters": {"block_size": 28, "num_samples": 10, '
-    '"num_hashes": 2, "near_field": "lsh", "columns": "all", "column_scores": "value_norm"}, "arguments": {"is_causal": '
-    'true, "padding": "right", "q_len": 92, "num_heads": 1, "value_dim": 5, "seed": 6292, "dtype": "float64"}}',
+    '"num_hashes": 2, "near_field": "lsh", "columns": "all", "column_scores": "value_norm"}, "arguments": '
+    '{"is_causal": true, "padding": "right", "q_len": 92, "num_heads": 1, "value_dim": 5, "seed": 6292, '
+    '"dtype": "float64"}}',
     # The tables are float32 if the inputs are float64, so an average can exceed the values by their rounding.
     '{"promise": "shapes", "method": "linformer", "hyperparameters": {"projection_dim": 1, "max_length": 150}, '
     '"arguments": {"is_causal": false, "q_len": 1, "num_heads": 1, "head_dim": 1, "content": "outlier", "dtype": '
