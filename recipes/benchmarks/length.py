@@ -33,6 +33,7 @@ from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import Call, capture_attention, forward
+from hf_efficient_attn.evaluation.charts import label_ends
 from hf_efficient_attn.evaluation.comparison import make_variants
 from hf_efficient_attn.evaluation.data import ModelData, allow_length
 from hf_efficient_attn.evaluation.demo import minilm_folder
@@ -44,7 +45,6 @@ from hf_efficient_attn.methods import MethodConfig
 from recipes.common import commands
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 app = commands.new_app()
@@ -163,47 +163,16 @@ def draw(result: Mapping[str, Any]) -> "Figure":
         f"MiniLM (BERT, 6 layers) on Python's documentation, no training. {about['cpu']}, {about['threads']} threads.",
         fontsize=7.5, color="0.35",
     )  # fmt: skip
-    figure.draw_without_rendering()  # the layout fixes the scales that the labels need
     exact = last[EXACT]["seconds"]
-    names = {label: "exact" if label == EXACT else label for label in labels}
-    faster = {label: f"{names[label]}\n{exact / row['seconds']:.1f} times faster" for label, row in last.items()}
-    faster[EXACT] = names[EXACT]
-    label_ends(panels[0], {faster[label]: (row["seconds"], colors[label]) for label, row in last.items()})
-    label_ends(panels[1], {names[label]: (row["error"], colors[label]) for label, row in last.items()})
+    for axes, key in zip(panels, ("seconds", "error"), strict=True):
+        ends = []
+        for label, row in last.items():
+            text = "exact" if label == EXACT else label
+            if key == "seconds" and label != EXACT:
+                text += f"\n{exact / row['seconds']:.1f} times faster"
+            ends.append((ticks[-1], row[key], text, colors[label]))
+        label_ends(axes, ends, distance=0.12 if key == "seconds" else 0.06)
     return figure
-
-
-def label_ends(axes: "Axes", ends: Mapping[str, tuple[float, str]]) -> None:
-    """Write labels to the right of the axes, at the height of the ends of their lines but without overlap.
-
-    Args:
-        axes: the axes, whose limits are final.
-        ends: label -> last value and color of its line. A label may have several lines of text.
-    """
-    points_per_line, points = 10.0, 72.0 / axes.figure.dpi
-    low = axes.transAxes.transform((0.0, 0.0))[1] * points
-    heights = {label: axes.transData.transform((1.0, value))[1] * points - low for label, (value, _) in ends.items()}
-    sizes = {label: points_per_line * (1 + label.count("\n")) for label in ends}
-
-    def spread(order: Sequence[str], direction: int) -> dict[str, float]:
-        """Move each label in one direction until it does not overlap the one before."""
-        placed: dict[str, float] = {}
-        edge = -math.inf  # of the label before, in this direction
-        for label in order:
-            placed[label] = max(direction * heights[label], edge + sizes[label] / 2)
-            edge = placed[label] + sizes[label] / 2
-        return {label: direction * height for label, height in placed.items()}
-
-    order = sorted(ends, key=heights.__getitem__)
-    upwards, downwards = spread(order, 1), spread(order[::-1], -1)
-    placed = {
-        label: (upwards[label] + downwards[label]) / 2 for label in order
-    }  # no overlap in either, nor in the mean
-    for label, height in placed.items():
-        axes.annotate(
-            label, (1.0, 0.0), xycoords="axes fraction", xytext=(5, height), textcoords="offset points",
-            color=ends[label][1], fontsize=8.5, va="center", linespacing=1.0, annotation_clip=False,
-        )  # fmt: skip
 
 
 @app.command(epilog="Example: python -m recipes.benchmarks.length --length 512,2048 --output length.png")
