@@ -17,7 +17,7 @@ from hf_efficient_attn.io.json import read_json_object, write_json
 
 _SENTENCE = "sentence_*_config.json"
 _MAX_TOKENIZER = 2**30  # bytes; the tokenizers of many languages have tens of megabytes
-_KEYS = {
+_KEYS: dict[str, list[tuple[str, ...]]] = {
     "tokenizer_config.json": [("model_max_length",)],
     "tokenizer.json": [("truncation", "max_length")],
     _SENTENCE: [
@@ -114,7 +114,7 @@ def set_limits(folder: pathlib.Path, max_length: int) -> list[ChangedLimit]:
     Raises:
         UnsupportedAttentionError: A file is not a JSON object.
     """
-    changed = []
+    changed: list[ChangedLimit] = []
     for path, values, keys in _files(folder):
         name, before = path.relative_to(folder).as_posix(), len(changed)
         for key in keys:

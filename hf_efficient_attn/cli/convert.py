@@ -168,7 +168,7 @@ def _report(done: dict[str, Any]) -> list[str]:
 
 def _by_layer(done: dict[str, Any]) -> list[tuple[Any, str]]:
     """Every layer of a mix with its method, the hyperparameters that are not the defaults, and where it is exact."""
-    found = {}
+    found: dict[Any, str] = {}
     for entry in done["exact_up_to"]:
         label = _describe({"method": entry["method"], **entry["settings"]})
         label += f", exact up to {entry['tokens']} tokens" if entry["tokens"] else ""

@@ -41,8 +41,9 @@ class PositionTable(NamedTuple):
 
 def position_offset(embedding: nn.Embedding) -> int:
     """Number of entries before position 0: those of BART begin at `offset`, those of RoBERTa at padding_idx + 1."""
-    if isinstance(getattr(embedding, "offset", None), int):
-        return int(embedding.offset)
+    offset: Any = getattr(embedding, "offset", None)
+    if isinstance(offset, int):
+        return offset
     return 0 if embedding.padding_idx is None else embedding.padding_idx + 1
 
 
@@ -101,7 +102,7 @@ def refuse_long_input(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Map
         length = embeds.shape[-2]
     else:
         return
-    past = kwargs.get("past_key_values")
+    past: Any = kwargs.get("past_key_values")
     num_past = past.get_seq_length() if hasattr(past, "get_seq_length") else 0
     if not isinstance(num_past, Tensor):
         length = length + num_past
