@@ -563,6 +563,15 @@ def test_a_limit_of_time(made, text):
     assert not any("each pass is measured once" in note for note in enough["notes"])
 
 
+def test_a_card_says_that_its_measurements_are_not_complete(made, text, tmp_path):
+    pytest.importorskip("matplotlib")
+    hea.convert(transformers.BertModel.from_pretrained(made("bert")), "longformer").save_pretrained(tmp_path)
+    tokenizer_for("bert").save_pretrained(tmp_path)
+    arguments = ("benchmark", tmp_path, "--lengths", "30,60", "--rounds", 1, "--data", text, "--card")
+    assert command(*arguments, "--minutes", "0.000001") == 0
+    assert "Not complete. Not measured: longformer at 30 tokens" in (tmp_path / "README.md").read_text()
+
+
 def test_number_of_passes(made, text, monkeypatch):
     """A pass is timed and gives an answer at once: the passes of exact attention do not grow with methods x rounds."""
     counts = collections.Counter()

@@ -48,6 +48,7 @@ _SHORTEST, _LONGEST = 512, 16384
 _SECONDS = 60.0
 # Larger numbers overflow where tensors are created, or end in nobody's lifetime.
 _MAX_LENGTH, _MAX_ROUNDS = 1 << 40, 1000
+NOTE_ON_DOCUMENTATION = "No data are given: the texts are Python's own documentation (pydoc_data.topics)."
 # Smaller speed-ups may be due to chance.
 _MIN_SPEED_UP = 1.05
 
@@ -319,7 +320,7 @@ def _note_on_data(data: ModelData) -> str | None:
         kind = "pixels" if data.is_image else "token ids, since the checkpoint contains no tokenizer"
         return f"The data are generated: random {kind}. Time and memory are measured, but no errors."
     if data.name == DOCUMENTATION:
-        return "No data are given: the texts are Python's own documentation (pydoc_data.topics)."
+        return NOTE_ON_DOCUMENTATION
     return None
 
 
