@@ -149,6 +149,20 @@ def test_rotary_positions_need_no_extension_up_to_what_the_model_takes(tmp_path)
         convert_checkpoint(source, tmp_path / "no", "linear", max_length=129)
 
 
+def test_a_model_in_the_folder_of_a_module(tmp_path, capsys):
+    """An old layout of sentence-transformers: the Transformer has a folder like every other module."""
+    whole, inner = tmp_path / "whole", tmp_path / "whole" / "0_Transformer"
+    sentence_model(inner, **{NAMES[0]: {"max_seq_length": 64}})
+    shutil.rmtree(inner / "1_Pooling")
+    (inner / "modules.json").rename(whole / "modules.json")
+    (whole / "modules.json").write_text(json.dumps([{"path": "0_Transformer"}, {"path": "1_Pooling"}]))
+    assert convert(whole, "--method", "linear", "-o", tmp_path / "out") == 2
+    error = capsys.readouterr().err
+    assert "no config.json" in error and "'0_Transformer': convert that folder" in error
+    assert convert(inner, "--method", "linear", "--max-length", 300, "-o", tmp_path / "out") == 0
+    assert read(tmp_path / "out", NAMES[0]) == {"max_seq_length": 300}
+
+
 def test_a_damaged_file_is_refused(tmp_path, capsys):
     source = sentence_model(tmp_path / "source")
     (source / NAMES[0]).write_text("[]")

@@ -141,7 +141,15 @@ def _check(folder: pathlib.Path, inside: pathlib.Path, hub_id: str | None, allow
     """Check the files of a folder; no link in it may lead out of the folder `inside`."""
     where = short(str(folder) if hub_id is None else hub_id)
     if not os.path.lexists(folder / "config.json"):
-        raise UnsupportedAttentionError(f"{where} holds no config.json, so it is not a checkpoint of Transformers")
+        text = f"{where} holds no config.json, so it is not a checkpoint of Transformers"
+        inner = [name for name in _module_folders(folder, inside) if (folder / name / "config.json").is_file()]
+        models = [name for name in inner if "model_type" in read_object(folder / name / "config.json", inside)]
+        if models:  # an old layout of sentence-transformers
+            text += (
+                f"; its modules.json puts the model into the folder {short(models[0])}: convert that folder, and put "
+                "the result in its place in a copy of the whole"
+            )
+        raise UnsupportedAttentionError(text)
     if (folder / "adapter_config.json").exists():
         raise UnsupportedAttentionError(f"{where} holds an adapter: merge it into its model, and give the merged model")
     values = read_object(folder / "config.json", inside)

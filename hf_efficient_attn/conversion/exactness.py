@@ -177,7 +177,8 @@ def _without_values(model: PreTrainedModel) -> PreTrainedModel | None:
     config = copy.deepcopy(model.config)
     config.efficient_attention = None
     config._attn_implementation = EXACT
-    with contextlib.suppress(Exception), torch.device("meta"), quiet(), initialization.no_init_weights():
+    safe = initialization.meta_device_safe_creation_ops()
+    with contextlib.suppress(Exception), torch.device("meta"), quiet(), initialization.no_init_weights(), safe:
         return type(model)(config).eval()
     return None
 
