@@ -186,6 +186,7 @@ def test_a_bug_is_not_hidden(monkeypatch):
         status("demo")
 
 
+@pytest.mark.exhaustive
 def test_a_closed_pipe_is_no_error():
     line = f"{sys.executable} -m hf_efficient_attn methods --json | true"
     done = subprocess.run(line, shell=True, capture_output=True, text=True, cwd=ROOT)

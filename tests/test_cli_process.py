@@ -68,6 +68,7 @@ def test_the_installed_script_does_not_import_pytorch_for_help(script):
     assert not imported(done) & SLOW
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "use",
     [
@@ -150,6 +151,7 @@ sys.meta_path.insert(0, Interrupt())
 """
 
 
+@pytest.mark.exhaustive
 @needs_posix
 @pytest.mark.parametrize(
     ("form", "module"),
@@ -330,6 +332,7 @@ def test_numbers_are_aligned_to_the_right(capsys):
     ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 def test_a_name_that_the_terminal_cannot_show(encoding):
     program = "import typer; from hf_efficient_attn import cli; app = typer.Typer()\n"
@@ -339,6 +342,7 @@ def test_a_name_that_the_terminal_cannot_show(encoding):
     assert done.stdout.startswith("a ")
 
 
+@pytest.mark.exhaustive
 @needs_posix
 @pytest.mark.parametrize("arguments", [["methods"], ["--help"]], ids=" ".join)
 def test_a_full_disk_is_an_error_in_one_line(arguments):

@@ -601,6 +601,7 @@ def start(speed, *arguments):
     return subprocess.Popen(line, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, **pipes)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL], ids=lambda sent: sent.name)
 def test_interrupted_while_writing(sent, tmp_path):
     source = save(tmp_path / "source", "bert")

@@ -174,6 +174,7 @@ def test_nothing_is_lost_when_a_replacement_is_interrupted(appears, number, whol
         open_checkpoint(out)
 
 
+@pytest.mark.exhaustive
 def test_a_folder_that_a_killed_conversion_moved_returns(whole, tmp_path, capsys):
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
@@ -197,6 +198,7 @@ cli.main(sys.argv[2:])
 
 
 # 20,000 bytes are too few for the weights, and 600 for config.json.
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("limit", "method"), [(20_000, "linear"), (600, "linear"), (20, "linformer")])
 def test_a_full_disk_is_an_error_of_one_line(limit, method, whole, tmp_path):
     line = [sys.executable, "-c", LIMITED, limit, "convert", whole, "--method", method, "-o", tmp_path / "new" / "out"]
@@ -207,6 +209,7 @@ def test_a_full_disk_is_an_error_of_one_line(limit, method, whole, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.exhaustive
 def test_a_full_file_system(whole, tmp_path, capsys):
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -291,6 +294,7 @@ def test_a_source_that_cannot_be_named_in_utf8(tmp_path):
         open_checkpoint(str(tmp_path / "\udcff"))
 
 
+@pytest.mark.exhaustive
 def test_a_locale_without_the_letters_of_the_output(whole, tmp_path):
     line = [sys.executable, "-X", "utf8=0", "-m", "hf_efficient_attn", "convert", str(whole), "--method", "linear"]
     environment = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}

@@ -35,6 +35,7 @@ def loaded_by(imports: str) -> set[str]:
     return set(json.loads(python(program)))
 
 
+@pytest.mark.exhaustive
 def test_the_import_loads_no_optional_package():
     loaded = loaded_by("hf_efficient_attn") - loaded_by("torch, transformers.modeling_utils")
     assert not loaded & set(OPTIONAL), loaded & set(OPTIONAL)

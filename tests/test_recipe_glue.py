@@ -472,6 +472,7 @@ def test_loop_resumes_before_the_switch_and_within_an_epoch(command, tmp_path):
     assert logs[0] == logs[1]
 
 
+@pytest.mark.exhaustive
 def test_help_of_the_command():
     done = subprocess.run(
         [sys.executable, "recipes/glue.py", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120

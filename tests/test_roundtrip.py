@@ -168,6 +168,7 @@ def test_models_copy_and_pickle(tmp_path):
 # The real weights
 
 
+@pytest.mark.exhaustive
 @each_method
 def test_the_real_bert(method, minilm, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(minilm)

@@ -260,6 +260,7 @@ def test_kill_from_outside_until_training_ends(trainings, tmp_path, case, world,
     assert kills >= 6
 
 
+@pytest.mark.exhaustive
 def test_resumption_in_a_new_interpreter(trainings, tmp_path):
     reference = trainings.reference("three")
     assert trainings.run(tmp_path, "three", "--kill", "backward@7") == [-signal.SIGKILL]
