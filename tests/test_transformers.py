@@ -867,10 +867,16 @@ def test_a_choice_without_effect_is_logged(caplog):
     logger.addHandler(caplog.handler)
     try:
         model.config.efficient_attention = {"method": "longformer", "window_size": 3}
+        hea.convert(model, model.config.efficient_attention)
+        model.config.efficient_attention = {"method": "longformer", "window_size": 4}  # takes effect at once
+        model.config.efficient_attention = {"method": "performer"}
     finally:
         logger.removeHandler(caplog.handler)
         transformers.utils.logging.set_verbosity_error()
-    assert "no effect while attn_implementation is 'sdpa'" in caplog.text
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2 and all("hf_efficient_attn.convert(model" in line for line in lines)
+    assert "(of 'longformer') has no effect while attn_implementation is 'sdpa'" in lines[0]
+    assert "(of 'performer') has no effect while attn_implementation is 'longformer'" in lines[1]
 
 
 # The import

@@ -60,10 +60,10 @@ class EfficientAttentionAttribute:
         named = getattr(config, "_attn_implementation", None)
         if named is None:
             config._attn_implementation = str(settings.method)
-        elif named not in available_methods():
+        elif named != settings.method:
             logger.warning_once(
-                f"efficient_attention has no effect while attn_implementation is {named!r}; call "
-                f"model.set_attn_implementation({settings.method!r}) to use it"
+                f"efficient_attention (of {settings.method!r}) has no effect while attn_implementation is {named!r}; "
+                "call hf_efficient_attn.convert(model, model.config.efficient_attention) to use it"
             )
 
 
