@@ -79,6 +79,7 @@ def test_the_bar_is_in_proportion_to_the_estimates(clock, monkeypatch):
             steps.advance(0.5)
             shown.append(steps._bar.n)
         assert [*shown, steps._bar.n] == [0.0, 5.0, 10.0, 25.0, 40.0]
+        assert "b: 100%" in str(steps._bar)
 
 
 def test_partial_results():

@@ -122,7 +122,7 @@ class Steps:
 
     def __enter__(self) -> "Steps":
         """Show the bar, if stderr is a terminal."""
-        layout = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
+        layout = "{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
         self._bar: tqdm[Any] = tqdm(total=self._total or 1.0, bar_format=layout, disable=None, leave=False)
         return self
 
