@@ -19,6 +19,7 @@ ORIGIN = {
     "pipeline_tag": "fill-mask",
     "language": ["en"],
     "hf_efficient_attn": hea.__version__,
+    "install": "git+https://example.org/someone/hf_efficient_attn",
 }
 
 

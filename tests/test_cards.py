@@ -1,5 +1,6 @@
 """Model cards: their contents, and that the hub accepts them."""
 
+import importlib.metadata
 import json
 import logging
 import math
@@ -19,6 +20,7 @@ from hf_efficient_attn.hub import write_card
 from hf_efficient_attn.hub.card import END, OWN_PART, START, card_problems, front_matter, render
 from hf_efficient_attn.hub.context import escape
 from hf_efficient_attn.hub.facts import clean, read_facts
+from hf_efficient_attn.hub.install import check_install, known_source
 from hf_efficient_attn.integration.layers import ranges
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from tiny_models import SMALL
@@ -74,8 +76,11 @@ def test_every_method_has_a_card_that_the_hub_accepts(method, tmp_path, monkeypa
     info = hea.method_info(method)
     for expected in (info.title, info.paper, f'"{method}"'):
         assert expected in text
-    for key, value in SMALL[method].items():
-        assert f"| `{key}` | {escape(value)} |" in text
+    defaults = info.config_class().to_dict()
+    changed = {key: value for key, value in SMALL[method].items() if value != defaults[key]}
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", text, re.M)
+    assert rows == [(key, escape(changed[key])) for key in defaults if key in changed]  # no default values
+    assert ("All hyperparameters have their default values." in text) == (not changed)
     assert (f"{info.title} has no causal form" in text) == (not info.causal)
     with hub_server.serve() as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
@@ -129,6 +134,90 @@ def test_the_command_in_the_card_is_valid(tmp_path):
     assert "extended to 1024 tokens without training" in text
 
 
+def test_the_results_come_first(tmp_path):
+    text = card_of(tmp_path, benchmark=converted.benchmark())
+    headings = re.findall(r"^## (.*)$", text, re.M)
+    assert headings == ["Measured", "Load", "Attention", "Limits", "How it was made"]
+
+
+def test_measurements_that_were_stopped_are_called_incomplete(tmp_path):
+    sentence = "The measurement was stopped before its end"
+    assert sentence in card_of(tmp_path, benchmark=converted.benchmark(complete=False))
+    assert sentence not in card_of(tmp_path, benchmark=converted.benchmark(complete=True))
+
+
+def test_the_length_of_a_calibration_is_stated(tmp_path):
+    config = config_json()
+    assert "calibrated" not in card_of(tmp_path, config=config)
+    config["efficient_attention"] |= {"calibrated_length": 2048, "version": 2}
+    assert "calibrated on texts of 2048 tokens" in card_of(tmp_path, config=config)
+
+
+@pytest.mark.parametrize(("limit", "has_line"), [(1024, False), (128, True)])
+def test_the_example_for_sentence_transformers_takes_the_long_texts(limit, has_line, tmp_path):
+    (tmp_path / "modules.json").write_text("[]")
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": limit}))
+    text = card_of(tmp_path, origin=converted.origin(max_length=1024))
+    assert 'SentenceTransformer("ORG/NAME")\n' in text
+    assert "model_kwargs" not in text
+    assert ("model.max_seq_length = 1024" in text) == has_line
+
+
+def test_the_card_says_what_to_install_only_if_that_is_known(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_efficient_attn.hub.facts.known_source", lambda: None)
+    text = card_of(tmp_path, origin=converted.origin(install=None))
+    assert "pip install" not in text
+    assert "install it from where the author of this checkpoint got it" in text
+    for install in ("hf_efficient_attn==0.2.0", "git+https://example.org/a/b@v0.2.0"):
+        assert f"\npip install {install}\n" in card_of(tmp_path, origin=converted.origin(install=install))
+    monkeypatch.setattr("hf_efficient_attn.hub.facts.known_source", lambda: "git+https://github.com/a/b")
+    assert "\npip install git+https://github.com/a/b\n" in card_of(tmp_path, origin=converted.origin(install=None))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["hf_efficient_attn", ".", "/home/me/hf_efficient_attn", "file:///home/me/x", "git+file:///home/me/x", "other==1.0",
+     "git+https://user:token@example.org/a/b", "https://example.org/a b", "https://example.org/$(id)", "-e ."],
+)  # fmt: skip
+def test_what_nobody_else_can_install_is_refused(text, tmp_path):
+    with pytest.raises(UnsupportedAttentionError, match="--install"):
+        check_install(text)
+    write(tmp_path, origin=converted.origin(install=text))
+    with pytest.raises(UnsupportedAttentionError, match=r"efficient_attention\.json: install"):
+        write_card(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "urls", "expected"),
+    [
+        ({"url": "file:///home/me/x", "dir_info": {"editable": True}}, [], None),
+        ({"url": "file:///home/me/x.whl", "archive_info": {}}, [], None),
+        (
+            {"url": "https://example.org/a/b.git", "vcs_info": {"vcs": "git", "commit_id": "abc123"}}, [],
+            "git+https://example.org/a/b.git@abc123",
+        ),
+        ({"url": "file:///home/me/x", "vcs_info": {"vcs": "git", "commit_id": "abc123"}}, [], None),
+        (
+            {"url": "https://me:secret@example.org/b.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}}, [], None,
+        ),
+        ({"url": "https://example.org/b.whl", "archive_info": {}}, [], "https://example.org/b.whl"),
+        (None, ["Source, https://github.com/a/b", "Documentation, https://example.org"], "git+https://github.com/a/b"),
+        (None, ["Documentation, https://github.com/a/b"], None),
+        (None, [], None),
+    ],
+)  # fmt: skip
+def test_where_the_package_comes_from(recorded, urls, expected, monkeypatch, tmp_path):
+    folder = tmp_path / "hf_efficient_attn-1.dist-info"
+    folder.mkdir()
+    lines = ["Metadata-Version: 2.1", "Name: hf_efficient_attn", "Version: 1", *(f"Project-URL: {url}" for url in urls)]
+    (folder / "METADATA").write_text("\n".join(lines) + "\n")
+    if recorded is not None:
+        (folder / "direct_url.json").write_text(json.dumps(recorded))
+    package = importlib.metadata.PathDistribution(folder)
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: package)
+    assert known_source() == expected
+
+
 def test_a_mix_lists_all_methods_and_no_command(tmp_path):
     mix = [{"layers": [0], "method": "longformer"}, {"layers": [1, 2], "method": "linear"}]
     choice = EfficientAttentionConfig("longformer", None, mix).to_dict()
@@ -162,7 +251,10 @@ def test_the_same_files_give_the_same_card(tmp_path):
     first = card_of(tmp_path, benchmark=converted.benchmark())
     assert write_card(tmp_path).read_text() == first
     (tmp_path / "other").mkdir()
-    assert card_of(tmp_path / "other", benchmark=converted.benchmark()) == first  # no path, no date
+    other = card_of(tmp_path / "other", benchmark=converted.benchmark())
+    assert "\n# other\n" in other
+    # No path and no date.
+    assert re.sub("^# .*$", "", other, flags=re.M) == re.sub("^# .*$", "", first, flags=re.M)
     assert sorted(path.name for path in (tmp_path / "other").iterdir()) == [
         "README.md", "benchmark.json", "config.json", "efficient_attention.json",
     ]  # fmt: skip
@@ -220,7 +312,7 @@ def test_a_licence_without_an_identifier_keeps_its_name(tmp_path):
 def test_a_checkpoint_converted_back_has_a_card(tmp_path):
     card_of(tmp_path)
     text = card_of(tmp_path, config={"architectures": ["BertForMaskedLM"], "attn_implementation": "sdpa"})
-    assert "tiny-bert with exact attention" in text
+    assert "with exact attention, converted back" in text
     assert "import hf_efficient_attn" not in text
     assert "Licence of the original model: apache-2.0." in text
     assert ModelCard(text).data.tags == ["exbert"]

@@ -92,7 +92,9 @@ def test_a_pushed_checkpoint_is_loaded_from_the_hub_in_new_processes(server, tmp
     files = sorted(path.name for path in out.iterdir() if not path.name.startswith("README.md"))
     assert repository.commits == [("First", files), ("Card: First", ["README.md"])]
     assert all(repository.files[name][0] == (out / name).read_bytes() for name in files)
-    assert repository.files["README.md"][0].decode() == before.replace('"ORG/NAME"', f'"{REPOSITORY}"') != before
+    expected = before.replace('"ORG/NAME"', f'"{REPOSITORY}"').replace("\n# out\n", "\n# tiny-kdeformer\n")
+    assert repository.files["README.md"][0].decode() == expected
+    assert expected.count("# tiny-kdeformer\n") == 1 and expected.count(REPOSITORY) >= 2
     assert (out / "README.md").read_text() == before
 
     batch = tiny_batch("bert", padding="right")
@@ -137,8 +139,9 @@ def test_plan_as_json(folder, capsys):
     assert plan["stays"] == ["README.md.bak"]
     assert plan["files"][-1]["path"] == "README.md"
     assert {"path": "config.json", "bytes": (folder / "config.json").stat().st_size} in plan["files"]
-    assert len(plan["card_problems"]) == 1
-    assert "no license" in plan["card_problems"][0]
+    assert [problem.partition(":")[0] for problem in plan["card_problems"]] == ["no license", "no measurements"]
+    assert plan["install"] == converted.ORIGIN["install"]
+    assert plan["refusals"] == []
 
 
 def test_a_second_push_updates_files_and_removes_old_weights(folder, online, capsys):
@@ -157,6 +160,77 @@ def test_a_second_push_updates_files_and_removes_old_weights(folder, online, cap
     assert "model.safetensors" not in repository.files
     assert {shard, "model.safetensors.index.json"} <= set(repository.files)
     assert set(repository.files) == {path.name for path in folder.iterdir()}
+
+
+def _origin(folder, **changes):
+    (folder / "efficient_attention.json").write_text(json.dumps(converted.origin(**changes)))
+    hub.write_card(folder)
+
+
+def test_what_to_install_is_asked_for_once_and_stored(folder, online, monkeypatch, capsys):
+    monkeypatch.setattr("hf_efficient_attn.hub.facts.known_source", lambda: None)
+    _origin(folder, install=None)
+    assert status("push", folder, REPOSITORY) == 0
+    out = capsys.readouterr().out
+    assert "--yes would refuse: the card cannot say where hf_efficient_attn is published" in out
+    assert "Correct this first" in out
+    assert status("push", folder, REPOSITORY, "--yes") == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1
+    assert "give --install with a URL" in err
+    assert online.requests == []
+    url, before = "git+https://example.org/a/b@v0.2.0", (folder / "README.md").read_text()
+    assert status("push", folder, REPOSITORY, "--install", url) == 0
+    assert "would refuse" not in capsys.readouterr().out
+    assert (folder / "README.md").read_text() == before  # without --yes nothing is written
+    assert status("push", folder, REPOSITORY, "--yes", "--install", url) == 0
+    for _ in range(2):
+        sent = online.repositories[REPOSITORY].files
+        assert f"pip install {url}\n" in sent["README.md"][0].decode()
+        assert json.loads(sent["efficient_attention.json"][0])["install"] == url
+        assert status("push", folder, REPOSITORY, "--yes") == 0
+
+
+@pytest.mark.parametrize("install", ["hf_efficient_attn", "/home/me/package", "file:///home/me/package"])
+def test_what_nobody_else_can_install_is_refused(install, folder, online, capsys):
+    for sending in ([], ["--yes"]):
+        assert status("push", folder, REPOSITORY, "--install", install, *sending) == 2
+        assert "--install" in capsys.readouterr().err
+    assert online.requests == []
+
+
+def test_files_that_truncate_below_the_length_of_the_card_are_refused(folder, online, capsys):
+    (folder / "modules.json").write_text("[]")
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 64}')
+    _origin(folder, max_length=128)  # that of the tokenizer
+    assert status("push", folder, REPOSITORY) == 0
+    out = capsys.readouterr().out
+    assert "--yes would refuse: sentence_bert_config.json truncates texts at 64 tokens" in out
+    assert "tokenizer_config.json" not in out.partition("would refuse")[2]
+    assert status("push", folder, REPOSITORY, "--yes") == 2
+    assert "the card claims 128" in capsys.readouterr().err
+    assert online.requests == []
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 128}')
+    assert status("push", folder, REPOSITORY, "--yes") == 0
+    _origin(folder, max_length=256)
+    assert {"tokenizer_config.json", "sentence_bert_config.json"} == {
+        reason.split()[0] for reason in hub.plan_push(folder, REPOSITORY).refusals
+    }
+
+
+def test_missing_measurements_are_reported(folder, capsys):
+    def line():
+        assert status("push", folder, REPOSITORY) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if "measure" in line]
+
+    assert line() == [f"Card: no measurements: 'hf-efficient-attn benchmark {folder} --card' adds them"]
+    path = folder / "benchmark.json"
+    path.write_text(json.dumps(converted.benchmark(complete=False)))
+    assert "the measurements are not complete" in line()[0]
+    path.write_text(json.dumps(converted.benchmark("linear")))
+    assert "no measurement of this checkpoint's own" in line()[0]
+    path.write_text(json.dumps(converted.benchmark()))
+    assert line() == []
 
 
 def _link_outside(folder):

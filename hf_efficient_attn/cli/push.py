@@ -24,6 +24,14 @@ def push(
     yes: Annotated[
         bool, typer.Option("--yes", help="Push. Without this option nothing is sent, and the hub is not contacted.")
     ] = False,
+    install: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL_OR_REQUIREMENT",
+            help="What readers of the card give to `pip install` to get this package, such as git+https://HOST/REPO or "
+            "hf_efficient_attn==0.2.0. It is stored for later pushes.",
+        ),
+    ] = None,
     message: Annotated[str | None, typer.Option(metavar="TEXT", help="Title of the commits.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -31,10 +39,10 @@ def push(
     from hf_efficient_attn import hub
 
     if not yes:
-        plan = hub.plan_push(folder, repository, private=private)
+        plan = hub.plan_push(folder, repository, private=private, install=install)
         return print_json(_to_dict(plan)) if as_json else _show_plan(plan)
     with _quiet():
-        report = hub.push(folder, repository, private=private, message=message)
+        report = hub.push(folder, repository, private=private, install=install, message=message)
     if as_json:
         done = {"url": report.url, "commits": list(report.commits), "warnings": list(report.warnings)}
         return print_json({**_to_dict(report.plan), "sent": True, **done})
@@ -52,6 +60,8 @@ def _to_dict(plan: "PushPlan") -> dict[str, Any]:
         "files": [{"path": path, "bytes": size} for path, size in plan.files],
         "stays": list(plan.stays),
         "card_problems": list(plan.problems),
+        "refusals": list(plan.refusals),
+        "install": plan.install,
         "sent": False,
     }
 
@@ -69,7 +79,10 @@ def _show_plan(plan: "PushPlan") -> None:
         typer.echo(f"Not sent: {name}")
     for problem in plan.problems:
         typer.echo(f"Card: {problem}")
-    typer.echo("\nNothing was sent. Add --yes to send the files.")
+    for reason in plan.refusals:
+        typer.echo(f"--yes would refuse: {reason}")
+    todo = "Correct this first, then add" if plan.refusals else "Add"
+    typer.echo(f"\nNothing was sent. {todo} --yes to send the files.")
 
 
 def _format_bytes(count: int) -> str:

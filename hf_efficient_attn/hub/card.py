@@ -45,7 +45,7 @@ _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+-]{0,59}")
 _OTHER_TAGS = ("endpoints_compatible", "autotrain_compatible", "text-embeddings-inference", "text-generation-inference")
 
 
-def write_card(folder: "str | pathlib.Path") -> pathlib.Path:
+def write_card(folder: "str | pathlib.Path", *, name: str | None = None) -> pathlib.Path:
     """Write README.md of a converted checkpoint, from its config.json, efficient_attention.json and benchmark.json.
 
     The same files give the same card, byte for byte. In a README.md that contains a card of this package, the part
@@ -58,6 +58,7 @@ def write_card(folder: "str | pathlib.Path") -> pathlib.Path:
     Args:
         folder: The folder of a checkpoint whose config names a method of this package; or that was converted back to
             exact attention, has an efficient_attention.json, and gets a card that says so.
+        name: The title of the card; by default the name of the folder. `push` replaces it by that of the repository.
 
     Returns:
         The path of README.md.
@@ -78,15 +79,16 @@ def write_card(folder: "str | pathlib.Path") -> pathlib.Path:
         else:
             before, after, front = kept
     data = _merge(front, front_matter(facts))
-    text = _join(data, f"{before}{START}\n{render(facts)}{END}{after}")
+    text = _join(data, f"{before}{START}\n{render(facts, name)}{END}{after}")
     with replacing(path) as draft:
         draft.write_text(text, encoding="utf-8", newline="\n")
     return path
 
 
-def render(facts: Facts) -> str:
-    """The card's own part, without markers and front matter."""
-    return re.sub(r"\n{3,}", "\n\n", _template().render(**context(facts))).strip() + "\n"
+def render(facts: Facts, name: str | None = None) -> str:
+    """The card's own part, without markers and front matter; `name` is its title, by default that of the folder."""
+    title = name or facts.folder.resolve().name or "Model"
+    return re.sub(r"\n{3,}", "\n\n", _template().render(**context(facts, title))).strip() + "\n"
 
 
 @functools.cache
@@ -98,8 +100,13 @@ def _template() -> jinja2.Template:
 
 
 def for_repository(text: str, repo_id: str) -> str:
-    """The text of a card with the repository's name in its examples."""
-    return OWN_PART.sub(lambda part: part[0].replace(f'"{PLACEHOLDER}"', f'"{repo_id}"'), text, count=1)
+    """The text of a card with the repository's name as its title and in its examples."""
+
+    def rename(part: re.Match[str]) -> str:
+        titled = re.sub(r"^# .*$", lambda _: f"# {escape(repo_id.rpartition('/')[2])}", part[0], count=1, flags=re.M)
+        return titled.replace(f'"{PLACEHOLDER}"', f'"{repo_id}"')
+
+    return OWN_PART.sub(rename, text, count=1)
 
 
 def front_matter(facts: Facts) -> dict[str, Any]:

@@ -52,18 +52,19 @@ def escape(value: object) -> str:
     return re.sub(r"[\\`*_{}\[\]<>|~$#&]", r"\\\g<0>", clean(str(value), 1000))
 
 
-def context(facts: Facts) -> dict[str, Any]:
-    """The variables of the template."""
+def context(facts: Facts, name: str) -> dict[str, Any]:
+    """The variables of the template; `name` is the title of the card."""
     architecture = facts.architecture or ""
     own_type = model_type(architecture)
     # A model of this package also has attention outside its numbered layers.
     num_layers = None if own_type else facts.layers
     infos = [method_info(method) for method in facts.methods]
-    titles = " and ".join(info.title for info in infos) or "exact attention"
     return {
         "facts": facts,
         "benchmark": facts.benchmark,
+        "calibrated": [choice.calibrated_length for _, choice in facts.choices if choice.calibrated_length],
         "command": _command(facts),
+        "install": facts.install and shlex.quote(facts.install),
         "limits": [(info, _exact_length(info)) for info in infos],
         "methods": _methods(facts, num_layers),
         "model_class": auto_class(architecture) or architecture or "AutoModel",
@@ -72,7 +73,7 @@ def context(facts: Facts) -> dict[str, Any]:
         "pipeline": pipeline_of(facts),
         "repository": PLACEHOLDER,
         "task": facts.benchmark and TASKS[facts.benchmark.task],
-        "title": f"{facts.base_name or facts.architecture or 'Model'} with {titles}",
+        "title": name,
     }
 
 
@@ -93,6 +94,7 @@ def _methods(facts: Facts, num_layers: int | None) -> list[dict[str, Any]]:
                     "hyperparameters": [
                         (spec.name, getattr(entry.config, spec.name), spec.default, spec.metadata.get("help") or "")
                         for spec in fields
+                        if getattr(entry.config, spec.name) != spec.default
                     ],
                 }
             )

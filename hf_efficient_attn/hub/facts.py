@@ -14,7 +14,9 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 
+from hf_efficient_attn.checkpoint.limits import sentence_limit
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.hub.install import KEY, check_install, known_source
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
 from hf_efficient_attn.io.json import read_json_object
 from hf_efficient_attn.methods import available_methods
@@ -53,6 +55,7 @@ class Benchmark:
     """The contents of `benchmark.json`, with the measurements sorted by length.
 
     `pays_from` gives for each label the length in tokens from which it is faster than exact attention, or None.
+    `complete` is False if the measurement was stopped before its end.
     """
 
     task: str
@@ -63,6 +66,7 @@ class Benchmark:
     measurements: tuple[Measurement, ...]
     pays_from: dict[str, int | None]
     notes: tuple[str, ...]
+    complete: bool
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,9 @@ class Facts:
     """Everything that a card is made of.
 
     `choices` are pairs of the name of a part of a composite model ("" for the model itself) and its methods. `learned`
-    are the names of the parameters that the methods learn, without those of the layers.
+    are the names of the parameters that the methods learn, without those of the layers. `install` is what pip takes to
+    install this package, if that is known. `sentence_limit` is the number of tokens at which sentence-transformers
+    truncates; None if the files do not say, or if there are none of sentence-transformers.
     """
 
     folder: pathlib.Path
@@ -89,6 +95,8 @@ class Facts:
     benchmark: Benchmark | None
     picture: bool
     sentence_transformers: bool
+    sentence_limit: int | None
+    install: str | None
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -127,6 +135,9 @@ def read_facts(folder: "str | pathlib.Path", *, may_be_exact: bool = False) -> F
     if version is not None and not _VERSION.fullmatch(version):
         raise UnsupportedAttentionError(f"{about.name}: hf_efficient_attn={version!r} is not a version")
     own = choices[0][1] if len(choices) == 1 else None
+    install, limit = origin.optional_text(KEY), None
+    if is_sentence_model := (folder / "modules.json").is_file():
+        limit = sentence_limit(folder)
     return Facts(
         folder=folder,
         architecture=_architecture(config),
@@ -143,7 +154,9 @@ def read_facts(folder: "str | pathlib.Path", *, may_be_exact: bool = False) -> F
         learned=_learned_names(folder),
         benchmark=_benchmark(_Object(read_json_object(measured), measured.name), own) if measured.exists() else None,
         picture=measured.exists() and (folder / "benchmark.png").is_file(),
-        sentence_transformers=(folder / "modules.json").is_file(),
+        sentence_transformers=is_sentence_model,
+        sentence_limit=None if limit is None else limit.tokens,
+        install=known_source() if install is None else check_install(install, f"{about.name}: {KEY}"),
     )
 
 
@@ -287,6 +300,7 @@ def _benchmark(values: _Object, own: EfficientAttentionConfig | None) -> Benchma
             sorted(measurements, key=lambda entry: (entry.length, entry.batch, entry.method != EXACT, not entry.own))
         ),
         notes=values.texts("notes"),
+        complete=values.values.get("complete") is not False,
         pays_from={clean(str(label)): pays_from.optional_count(label) for label in pays_from.values},
     )
 

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shlex
 import warnings
 import zipfile
 from dataclasses import dataclass
@@ -12,10 +13,14 @@ from huggingface_hub import HfApi, ModelCard, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError
 
 from hf_efficient_attn.checkpoint import open_checkpoint
+from hf_efficient_attn.checkpoint.limits import find_limits
+from hf_efficient_attn.checkpoint.provenance import FILE
 from hf_efficient_attn.checkpoint.weights import PICKLES
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.hub.card import NAME, card_problems, for_repository, read_front_matter
-from hf_efficient_attn.hub.facts import check_repo_id, clean, read_facts
+from hf_efficient_attn.hub.card import NAME, OWN_PART, card_problems, for_repository, read_front_matter, write_card
+from hf_efficient_attn.hub.facts import Facts, check_repo_id, clean, read_facts
+from hf_efficient_attn.hub.install import KEY, check_install
+from hf_efficient_attn.io.json import read_json_object, write_json
 
 # The HTTP library's own error. Which library that is depends on the version of huggingface_hub.
 _HTTPError = cast(type[Exception], HfHubHTTPError.__bases__[0])
@@ -44,7 +49,9 @@ class PushPlan:
         private: Whether a new repository becomes private.
         files: (path in the repository, size in bytes), the card last.
         stays: Paths of files that are not sent.
-        problems: What is missing in the card's front matter.
+        problems: What is missing in the card.
+        refusals: Why `push` would refuse the folder.
+        install: What the card tells its readers to give to `pip install`; None if that is not known.
     """
 
     folder: pathlib.Path
@@ -53,6 +60,8 @@ class PushPlan:
     files: tuple[tuple[str, int], ...]
     stays: tuple[str, ...]
     problems: tuple[str, ...]
+    refusals: tuple[str, ...]
+    install: str | None
 
 
 @dataclass(frozen=True)
@@ -72,22 +81,26 @@ class PushReport:
     warnings: tuple[str, ...]
 
 
-def plan_push(folder: "str | pathlib.Path", repo_id: str, *, private: bool = False) -> PushPlan:
+def plan_push(
+    folder: "str | pathlib.Path", repo_id: str, *, private: bool = False, install: str | None = None
+) -> PushPlan:
     """Check a folder as `push` does, without any request to the network.
 
     Args:
         folder: The folder of a converted checkpoint.
         repo_id: "ORG/NAME".
         private: Whether a new repository becomes private.
+        install: As for `push`.
 
     Returns:
-        What `push` would send.
+        What `push` would send. Nothing is written.
 
     Raises:
         UnsupportedAttentionError: The folder does not contain a converted checkpoint with a card; it contains files
             that must not be published, which are pickles, links that lead out of it, and unfinished or hidden files; or
-            `repo_id` is not of the form ORG/NAME.
+            `repo_id` is not of the form ORG/NAME; or `install` is neither a URL nor a version.
     """
+    install = None if install is None else check_install(install)
     check_repo_id(repo_id, "the repository")
     if "/" not in repo_id:
         raise UnsupportedAttentionError(
@@ -98,7 +111,7 @@ def plan_push(folder: "str | pathlib.Path", repo_id: str, *, private: bool = Fal
         raise UnsupportedAttentionError(f"{folder} is not a folder; push takes a checkpoint that 'convert' wrote")
     found = _publishable_files(folder)  # refuses links that lead out of the folder, before any file is read
     open_checkpoint(folder)
-    read_facts(folder)
+    facts = read_facts(folder)
     if NAME not in found:
         raise UnsupportedAttentionError(
             f"{folder} has no {NAME}: hf_efficient_attn.hub.write_card({str(folder)!r}) writes the card"
@@ -111,7 +124,55 @@ def plan_push(folder: "str | pathlib.Path", repo_id: str, *, private: bool = Fal
     stays = tuple(name for name in found if pathlib.PurePath(name).match(_BACKUPS) and "/" not in name)
     sizes = [(name, (folder / name).stat().st_size) for name in found if name not in stays and name != NAME]
     card_size = len(for_repository(text, repo_id).encode())
-    return PushPlan(folder, repo_id, private, (*sizes, (NAME, card_size)), stays, tuple(card_problems(text)))
+    install = install or facts.install
+    problems = [*card_problems(text), *_missing_measurements(facts)]
+    refusals = _why_not_yet(facts, install if OWN_PART.search(text) else "written by hand")
+    files = (*sizes, (NAME, card_size))
+    return PushPlan(folder, repo_id, private, files, stays, tuple(problems), tuple(refusals), install)
+
+
+def _missing_measurements(facts: Facts) -> list[str]:
+    """What the card does not say about speed and error, and the command that adds it."""
+    command = f"'hf-efficient-attn benchmark {shlex.quote(str(facts.folder))} --card'"
+    if facts.benchmark is None:
+        return [f"no measurements: {command} adds them"]
+    if not facts.benchmark.complete:
+        return [f"the measurements are not complete: {command} measures the rest"]
+    if not any(entry.own for entry in facts.benchmark.measurements):
+        return [f"no measurement of this checkpoint's own methods and layers: {command} adds them"]
+    return []
+
+
+def _why_not_yet(facts: Facts, install: str | None) -> list[str]:
+    """What is wrong with the contents of a folder that could be published."""
+    found = []
+    if install is None:
+        found.append(
+            "the card cannot say where hf_efficient_attn is published, and a package of that name elsewhere may be "
+            "another one: give --install with a URL (https://... or git+https://...) or a version "
+            "(hf_efficient_attn==0.2.0); it is stored for later pushes"
+        )
+    if facts.max_length is not None:
+        found += [
+            f"{limit.file} truncates texts at {limit.tokens} tokens ({limit.key}), and the card claims "
+            f"{facts.max_length}: convert again with --max-length {facts.max_length}, or change the number in the file"
+            for limit in find_limits(facts.folder)
+            if limit.tokens < facts.max_length
+        ]
+    return found
+
+
+def _store_install(plan: PushPlan) -> None:
+    """Let efficient_attention.json and the card of the folder say what to install, if they do not yet."""
+    about, path = plan.folder / FILE, plan.folder / NAME
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if plan.install is None or OWN_PART.search(text) is None:
+        return
+    stored = read_json_object(about) if about.exists() else {}
+    if stored.get(KEY) != plan.install:
+        write_json(about, {**stored, KEY: plan.install})
+    if f"pip install {shlex.quote(plan.install)}\n" not in text:
+        write_card(plan.folder)
 
 
 def push(
@@ -119,6 +180,7 @@ def push(
     repo_id: str,
     *,
     private: bool = False,
+    install: str | None = None,
     message: str | None = None,
     token: str | None = None,
 ) -> PushReport:
@@ -126,13 +188,16 @@ def push(
 
     The hub checks the card before anything is created, and the card is sent after all files. Weights of an
     earlier push that are not in the folder are deleted from the repository, because Transformers would load an old
-    model.safetensors instead of new shards. In the card that is sent, the examples name the repository; the card in the
-    folder is not changed. After an interruption, calling `push` again sends the rest.
+    model.safetensors instead of new shards. In the card that is sent, the title and the examples name the repository.
+    After an interruption, calling `push` again sends the rest.
 
     Args:
         folder: The folder of a checkpoint that `convert` wrote.
         repo_id: "ORG/NAME". The repository is created if it does not exist.
         private: Whether a new repository becomes private. An existing public repository is then refused.
+        install: What readers of the card give to `pip install` to get this package: a URL, or a requirement with a
+            version. It is stored in the folder, in efficient_attention.json and in the card. By default what is stored
+            there, or else the public place that the metadata of the installed package name.
         message: The title of the commits.
         token: The hub's token; by default the one that huggingface_hub finds (HF_TOKEN, `hf auth login`).
 
@@ -140,11 +205,14 @@ def push(
         What was sent.
 
     Raises:
-        UnsupportedAttentionError: As for `plan_push`, or offline mode is on, or there is no token. No request has been
-            made.
+        UnsupportedAttentionError: As for `plan_push`, or offline mode is on, or there is no token; the card could not
+            say what to install; or files of the tokenizer or of sentence-transformers truncate texts below the length
+            that the card claims. No request has been made.
         PushError: The hub refused a request or could not be reached.
     """
-    plan = plan_push(folder, repo_id, private=private)
+    plan = plan_push(folder, repo_id, private=private, install=install)
+    if plan.refusals:
+        raise UnsupportedAttentionError("; ".join(plan.refusals))
     if constants.HF_HUB_OFFLINE:
         names = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(name)]
         raise UnsupportedAttentionError(f"offline mode is on: unset {' and '.join(names) or 'HF_HUB_OFFLINE'} to push")
@@ -153,6 +221,8 @@ def push(
         raise UnsupportedAttentionError(
             "there is no token for the hub: 'hf auth login' stores one, or set HF_TOKEN to one with write access"
         )
+    _store_install(plan)
+    plan = plan_push(folder, repo_id, private=private)  # with the sizes of the files that were just written
     api = HfApi(token=token, library_name="hf_efficient_attn")
     card = for_repository((plan.folder / NAME).read_text(encoding="utf-8", errors="replace"), repo_id)
     title = message or f"{' and '.join(read_facts(plan.folder).methods)} by hf_efficient_attn"
