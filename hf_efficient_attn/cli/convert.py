@@ -69,7 +69,7 @@ def convert(
     """Write a checkpoint with another attention: safetensors, tokenizer and model card, ready to load and publish.
 
     Exit status: 0 done, 1 an error of reading, writing or the network, 2 refused, 130 interrupted. The output folder is
-    either complete or does not appear.
+    either complete or does not appear. What others put there during the work is never lost.
     """
     from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
 
