@@ -230,7 +230,7 @@ def _text(node: ast.expr, tree: ast.Module) -> str:
         case ast.IfExp(orelse=ast.Constant(value="")):  # an optional part
             return "<…>"
         case ast.IfExp(body=body, orelse=other):
-            return f"{_text(body, tree)} / {_text(other, tree)}"
+            return _either([_text(body, tree), _text(other, tree)])
         case ast.Call(args=[kind, *_]) if _called(node) == "unknown_name":
             return f"unknown {_text(kind, tree)} <name>. Did you mean <name>? Known: <names>."
         case ast.Name(id=name):  # a variable or constant of the same module that holds the message
@@ -239,7 +239,7 @@ def _text(node: ast.expr, tree: ast.Module) -> str:
                 for other in ast.walk(tree)
                 if isinstance(other, ast.Assign) and [ast.unparse(target) for target in other.targets] == [name]
             ]
-            return " / ".join(values) or _placeholder(node)
+            return _either(values) if values else _placeholder(node)
         case ast.Call():  # a function of the same module that returns the message
             for other in ast.walk(tree):
                 if isinstance(other, ast.FunctionDef) and other.name == _called(node):
@@ -247,6 +247,12 @@ def _text(node: ast.expr, tree: ast.Module) -> str:
                     if isinstance(returned, ast.Return) and returned.value is not None:
                         return _text(returned.value, tree)
     return _placeholder(node)
+
+
+def _either(texts: list[str]) -> str:
+    """Alternatives, without those that consist of placeholders only."""
+    said = [text for text in texts if any(letter.isalpha() for letter in "".join(_literal(text)))]
+    return " / ".join(said) or "<…>"
 
 
 def _placeholder(node: ast.expr) -> str:
