@@ -128,16 +128,19 @@ def _scatterbrain(**options) -> Instance:
     )
 
 
+# About ten tokens for each projection, and tables as long as most of the sequences of the tests.
+_TABLES = {"projection_dim": 240, "max_length": 2400}
+
+
 def _projection_facts(config) -> dict[str, Any]:
     """Gaussian tables have weights of both signs and depend on the config's seed, but not on that of a call."""
     return {"averages": config.init == "means", "call_seed": config.init == "means"}
 
 
 def _flurka(method: str, **options) -> Instance:
-    """About ten tokens for each projection, and tables as long as the longest sequence of the tests."""
     small = {"projection_dim": 100, "max_length": 300}
     small |= {key: min(7, options[key]) for key in ("num_features", "window_size", "num_landmarks") if key in options}
-    sizes = {"projection_dim": 512, "max_length": 5000, **options}
+    sizes = {**_TABLES, **options}
     random = bool(options) and options.get("proposal") != "mean"
     splits_scale = method != "flurka_linear"
     return Instance(method, sizes, small=small, random=random, splits_scale=splits_scale, facts=_projection_facts)
@@ -197,10 +200,9 @@ INSTANCES = [
         cost=_COST | {"window_size": 2},
     ),
     Instance("linear"),
-    # About ten tokens for each projection, and tables as long as the longest sequence of the tests.
     Instance(
         "linformer",
-        {"projection_dim": 512, "max_length": 5000},
+        _TABLES,
         small={"projection_dim": 100, "max_length": 300},
         facts=_projection_facts,
     ),

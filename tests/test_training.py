@@ -133,6 +133,7 @@ def test_packed_sequences_are_refused_in_a_compiled_model():
             compiled(ids, position_ids=packed, use_cache=False)
 
 
+@pytest.mark.exhaustive
 def test_compiling_with_inductor():
     torch.compiler.reset()
     model, inputs = tiny_model("bert", "linear", num_hidden_layers=1), tiny_batch("bert", padding="right")

@@ -339,6 +339,7 @@ def test_two_processes(trainings, tmp_path, case, kill, rank, also, at):
     kill_and_resume(trainings, tmp_path, case, kill, further=TWO, also=also, world=2, rank=rank, at=at)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", ["learned", "same"])
 def test_two_processes_equal_one(trainings, case):
     """With the same global batch, without dropout, up to rounding. (22 samples would not divide evenly.)"""
