@@ -120,7 +120,7 @@ def convert_checkpoint(
         notes += _describe_limits(draft, limits, model, max_length)
         write_json(draft / FILE, origin)
         _check_result(draft, changes, unused)
-        write_card(draft, name=output_path.name)
+        write_card(draft, name=place.path.name)
         files = [path for path in sorted(draft.rglob("*")) if path.is_file()]
         sizes = [{"name": path.relative_to(draft).as_posix(), "bytes": path.stat().st_size} for path in files]
     if staging.kept is not None:
