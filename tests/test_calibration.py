@@ -253,6 +253,15 @@ def test_bound_is_above_the_measured_errors():
     assert calibration.bound({(0, 0): 0.0}, 0.1, 0.5) < 0.5
 
 
+def test_few_sequences_that_are_alike_do_not_promise_too_much():
+    one = calibration.Candidate(8, hea.LongformerConfig(window_size=4))
+    table = {(0, one): {(0, i): 0.1 + 1e-6 * i for i in range(2)}}
+    assert calibration.spread(table, one, 0.5) == pytest.approx(0.25 / math.sqrt(2), rel=1e-3)
+    table[0, one] |= {(1, i): 0.1 for i in range(98)}
+    assert calibration.spread(table, one, 0.5) == pytest.approx(0.025, rel=1e-3)
+    assert calibration.spread({(0, one): {(0, 0): 0.1}}, one, 0.5) == 0.25
+
+
 def test_bound_holds_for_unseen_errors():
     """About one of 44 log-normal errors exceeds the bound."""
     generator = torch.Generator().manual_seed(0)

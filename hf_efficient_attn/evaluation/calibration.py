@@ -36,7 +36,7 @@ HOW_TO_SAVE = (
     "Measure longer sequences, on which methods save more (on a CPU from about 2,048 tokens on), allow a larger error, "
     "or keep the model exact"
 )
-# Standard deviation between sequences of the logarithm of the error, used if there is only one sequence.
+# Standard deviation between sequences of the logarithm of the error, as far as sequences do not say more.
 _UNKNOWN_SPREAD = 0.25
 
 
@@ -89,10 +89,11 @@ def calibrate(
     candidate is therefore accepted only if exp(mean + 2 s sqrt(1 + 1/n)) <= `max_error` for the logarithms of its
     errors on the n sequences, and if its largest error is at most `max_error`. About one unseen sequence in 44 exceeds
     this bound. s is the standard deviation between sequences, in this layer or pooled over all layers, whichever is
-    larger; for a single sequence it is taken to be .25. The result is reliable if there are 8 or more sequences that
-    resemble the model's later inputs in kind and length. Errors grow with the length: a model that keeps a limit of .2
-    at 512 tokens can have errors of .5 at 2,048. The result therefore contains the length that it was measured at, and
-    a model that is converted with it warns once of a longer sequence.
+    larger. A standard deviation of .25 counts as one more observation in the pooled one, because sequences that happen
+    to be alike would otherwise promise too much; for a single sequence s is .25. The result is reliable if there are 8
+    or more sequences that resemble the model's later inputs in kind and length. Errors grow with the length: a model
+    that keeps a limit of .2 at 512 tokens can have errors of .5 at 2,048. The result therefore contains the length
+    that it was measured at, and a model that is converted with it warns once of a longer sequence.
 
     Args:
         model: a Transformers model, or a module that contains some. It is unchanged afterwards, and so is the random
@@ -324,13 +325,17 @@ def _logs(errors: Errors, max_error: float) -> list[float]:
 
 
 def spread(table: Mapping[tuple[Layer, Candidate], Errors], candidate: Candidate, max_error: float) -> float:
-    """Standard deviation between sequences of a candidate's log errors, pooled over the layers."""
-    squares, count = 0.0, 0
+    """Standard deviation between sequences of a candidate's log errors, pooled over the layers.
+
+    `_UNKNOWN_SPREAD` counts as one more observation. The candidates that are chosen are those whose few sequences
+    happen to be alike, and later sequences differ more.
+    """
+    squares, count = _UNKNOWN_SPREAD**2, 1
     for (_, other), errors in table.items():
         if other == candidate and len(errors) > 1:
             logs = _logs(errors, max_error)
             squares, count = squares + statistics.variance(logs) * (len(logs) - 1), count + len(logs) - 1
-    return math.sqrt(squares / count) if count else _UNKNOWN_SPREAD
+    return math.sqrt(squares / count)
 
 
 def bound(errors: Errors, pooled: float, max_error: float) -> float:
