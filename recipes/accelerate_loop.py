@@ -126,6 +126,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     accelerator.register_for_checkpointing(rate)
     if found:
         accelerator.load_state(str(found[0]))
+        done["log"].append({"step": done["step"], "resumed_at": done["step"]})
 
     step, epoch, log, losses, started = done["step"], done["epoch"], done["log"], [], time.perf_counter()
     bar = tqdm(total=total, initial=step, disable=not (accelerator.is_main_process and sys.stderr.isatty()))
@@ -173,6 +174,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     )
     report = {"metrics": results, "steps": step, "seconds_per_step": seconds, "seed": args.seed,
               "precision": accelerator.mixed_precision, "switches": reporting.switches_of(log),
+              "resumed_at": reporting.resumptions_of(log),
               **reporting.about_run(attention, unwrapped, accelerator.num_processes, accelerator.device)}  # fmt: skip
     if accelerator.is_main_process:
         tokenizer.save_pretrained(folder)

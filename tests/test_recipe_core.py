@@ -13,6 +13,7 @@ import yaml
 from accelerate import PartialState
 from accelerate.commands.config import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
+from matplotlib.text import Text
 from torch import nn
 
 import hf_efficient_attn as hea
@@ -108,6 +109,24 @@ def test_parse(tmp_path):
     assert attention.stages == []
     # `parse` seeds the generators.
     assert torch.equal(torch.rand(3), numbers)
+
+
+@pytest.mark.parametrize("option", ["save", "eval", "logging"])
+def test_steps_imply_their_strategy(tmp_path, option):
+    for defaults in ({}, {f"{option}_strategy": "epoch"}, {f"{option}_strategy": "no"}):
+        _, args = parse(tmp_path, defaults=defaults)
+        if defaults:
+            assert getattr(args, f"{option}_strategy") == defaults[f"{option}_strategy"]
+        for given in ([f"--{option}_steps", "7"], [f"--{option}_steps=7"], [f"--{option}-steps", "7"]):
+            _, args = parse(tmp_path, *given, defaults=defaults)
+            assert (getattr(args, f"{option}_strategy"), getattr(args, f"{option}_steps")) == ("steps", 7)
+    _, args = parse(tmp_path, f"--{option}_strategy", "epoch")
+    assert getattr(args, f"{option}_strategy") == "epoch"
+    _, args = parse(tmp_path, f"--{option}_strategy", "steps", f"--{option}_steps", "7")
+    assert getattr(args, f"{option}_steps") == 7
+    for strategy in ("no", "epoch"):
+        with pytest.raises(ValueError, match=f"--{option}_steps 7 has no effect with --{option}_strategy {strategy}"):
+            parse(tmp_path, f"--{option}_steps", "7", f"--{option}_strategy", strategy)
 
 
 @pytest.mark.parametrize(
@@ -242,15 +261,40 @@ LOG = [
 ]
 
 
-def test_learning_curve_marks_the_switch():
-    figure = reporting.learning_curve(LOG, "eval_f1")
-    loss, switch = figure.axes[0].lines
+def test_learning_curve_marks_switches_and_resumptions():
+    figure = reporting.learning_curve([*LOG, {"step": 6, "resumed_at": 6}, {"step": 6, "resumed_at": 6}], "eval_f1")
+    loss, switch, resumed = figure.axes[0].lines
     assert loss.get_xydata().tolist() == [[1, 2.0], [8, 1.0]]
     assert list(switch.get_xdata()) == [4, 4] and switch.get_linestyle() == "--"
-    assert [text.get_text() for text in figure.axes[0].texts] == ["flurka_eva"]
+    assert list(resumed.get_xdata()) == [6, 6] and resumed.get_linestyle() == ":"
+    assert [text.get_text() for text in figure.axes[0].texts] == ["linformer", "flurka_eva"]
     assert figure.axes[1].lines[0].get_xydata().tolist() == [[8, 0.5]]
     assert len(reporting.learning_curve(LOG, "eval_accuracy").axes) == 1
     reporting.learning_curve([], "eval_f1")
+
+
+def test_the_loss_is_shown_as_logged_and_smoothed():
+    losses = [2.0 + (-1) ** step for step in range(40)]
+    (raw, smooth) = reporting.learning_curve([{"step": i, "loss": x} for i, x in enumerate(losses)], "x").axes[0].lines
+    assert raw.get_ydata().tolist() == losses
+    # Centered means of 2 on each side; nothing is shifted, and the ends stay as they are.
+    assert smooth.get_ydata()[5] == pytest.approx(sum(losses[3:8]) / 5)
+    assert (smooth.get_ydata()[0], smooth.get_ydata()[-1]) == (losses[0], losses[-1])
+    assert max(smooth.get_ydata()[2:-2]) < max(losses)
+
+
+def test_names_of_short_stages_do_not_cover_each_other():
+    names = ["linformer", "performer", "flurka_performer", "nystromformer", "kdeformer"]
+    log = [{"step": step, "loss": 1.0} for step in range(101)]
+    pairs = zip((40, 42, 44, 46), names, names[1:], strict=False)
+    log += [{"step": step, "uptraining_from": old, "uptraining_stage": new} for step, old, new in pairs]
+    figure = reporting.learning_curve(log, "x")
+    figure.draw_without_rendering()
+    texts = figure.axes[0].texts
+    assert [text.get_text() for text in texts] == names
+    boxes = [Text.get_window_extent(text) for text in texts]  # without the line to the stage
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+    assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1 for box in boxes)
 
 
 def test_report_is_valid_json_for_any_value(tmp_path, capsys):

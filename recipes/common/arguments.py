@@ -192,6 +192,35 @@ class RecipeArguments(TrainingArguments):
             )
 
 
+# Trainer ignores the steps of the first unless the strategy is "steps".
+_STRATEGIES = {"save_steps": "save_strategy", "eval_steps": "eval_strategy", "logging_steps": "logging_strategy"}
+
+
+def _with_strategies(argv: Sequence[str]) -> list[str]:
+    """Options with `--save_strategy steps` for `--save_steps`, and so on, unless a strategy is given.
+
+    Raises:
+        ValueError: the strategy that is given would ignore the steps.
+    """
+    given: dict[str, str | None] = {}
+    for word, following in zip(argv, [*argv, None][1:], strict=True):
+        if word.startswith("--"):
+            name, equals, value = word[2:].replace("-", "_").partition("=")
+            given[name] = value if equals else following
+    implied = []
+    for steps, strategy in _STRATEGIES.items():
+        if steps not in given:
+            continue
+        if strategy not in given:
+            implied += [f"--{strategy}", "steps"]
+        elif given[strategy] != "steps":
+            raise ValueError(
+                f"--{steps} {given[steps]} has no effect with --{strategy} {given[strategy]}: leave one of them out, "
+                f"or give --{strategy} steps"
+            )
+    return [*argv, *implied]
+
+
 def check_counts(options: Any, *names: str) -> None:
     """Raise ValueError if one of the named options, each a count or None, is below 1."""
     for name in names:
@@ -264,6 +293,8 @@ def parse_only(
         allow_abbrev=False,
     )
     parser.set_defaults(**(defaults or {}))
+    if any(issubclass(kind, TrainingArguments) for kind in dataclasses_):
+        argv = _with_strategies(sys.argv[1:] if argv is None else argv)
     *parsed, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True, look_for_args_file=False)
     if unknown:
         known = [option for action in parser._actions for option in action.option_strings]

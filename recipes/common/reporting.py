@@ -23,7 +23,6 @@ from hf_efficient_attn.io.writing import replacing
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
 
 METRICS, PICTURE = "metrics.json", "learning_curve.png"
 
@@ -106,36 +105,90 @@ def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def resumptions_of(log_history: Iterable[Mapping[str, Any]]) -> list[int]:
+    """The steps at which the training was resumed, in order."""
+    return sorted({entry["resumed_at"] for entry in log_history if "resumed_at" in entry})
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Means over a centered window of about a tenth of the values; narrower at the ends, so that it stays centered."""
+    half = max(1, len(values) // 20)
+    widths = [min(half, i, len(values) - 1 - i) for i in range(len(values))]
+    return [math.fsum(values[i - w : i + w + 1]) / (2 * w + 1) for i, w in enumerate(widths)]
+
+
+def stages_of(log_history: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int]]:
+    """The stages of an up-training, as (name, first step, last step + 1); empty without a switch of attention."""
+    switches = switches_of(log_history)
+    if not switches:
+        return []
+    steps = [entry["step"] for entry in log_history if "step" in entry]
+    edges = [min(0, *steps), *(switch["step"] for switch in switches), max(steps)]
+    names = [str(switches[0]["from"] or "before"), *(str(switch["to"]) for switch in switches)]
+    return list(zip(names, edges, edges[1:], strict=False))
+
+
 def learning_curve(log_history: Sequence[Mapping[str, Any]], metric: str) -> "Figure":
-    """Plot training loss and an evaluation metric against the step, with a dashed line at every switch of attention.
+    """Plot training loss, as logged and smoothed, and an evaluation metric against the step.
+
+    The stages of an up-training are shaded and named, and resumptions are marked by dotted lines.
 
     Args:
-        log_history: entries {"step", "loss"}, {"step", metric} and {"step", "uptraining_stage"}, as Trainer logs them.
+        log_history: entries {"step", "loss"}, {"step", metric}, {"step", "uptraining_from", "uptraining_stage"}, as
+            Trainer logs them, and {"step", "resumed_at"}, as `training.train_and_report` does.
         metric: key of the evaluation metric. If no entry has it, only the loss is plotted.
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    lines = _line(axes, log_history, "loss", label="training loss", color="C0")
+    losses = [(entry["step"], entry["loss"]) for entry in log_history if "loss" in entry and "step" in entry]
+    lines = []
+    if losses:
+        steps, values = zip(*losses, strict=True)
+        has_smooth = len(values) >= 10
+        lines += axes.plot(steps, values, color="C0", alpha=0.35 if has_smooth else 1.0, label="training loss")
+        if has_smooth:
+            lines += axes.plot(steps, smoothed(values), color="C0", linewidth=2, label="training loss, smoothed")
     axes.set(xlabel="step", ylabel="training loss")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
-    if any(metric in entry for entry in log_history):
+    points = [(entry["step"], entry[metric]) for entry in log_history if metric in entry and "step" in entry]
+    if points:
         other = axes.twinx()
-        lines += _line(other, log_history, metric, label=metric, color="C1", marker="o")
+        lines += other.plot(*zip(*points, strict=True), color="C1", marker="o", label=metric)
         other.set_ylabel(metric)
-    for switch in switches_of(log_history):
-        axes.axvline(switch["step"], color="0.3", linestyle="--", linewidth=1)
-        axes.annotate(
-            str(switch["to"]), (switch["step"], 1.0), xycoords=("data", "axes fraction"), xytext=(3, -3),
-            textcoords="offset points", rotation=90, va="top", fontsize="x-small",
-        )  # fmt: skip
-    if lines:
+    _name_stages(axes, stages_of(log_history))
+    for number, step in enumerate(resumptions_of(log_history)):
+        label = None if number else "resumed"
+        lines.append(axes.axvline(step, color="C3", linestyle=":", linewidth=1.5, label=label))
+    if lines := [line for line in lines if not str(line.get_label()).startswith("_")]:
         axes.legend(handles=lines, fontsize="small")
     return figure
 
 
-def _line(axes: "Axes", log_history: Sequence[Mapping[str, Any]], key: str, **style: Any) -> "list[Line2D]":
-    points = [(entry["step"], entry[key]) for entry in log_history if key in entry and "step" in entry]
-    return axes.plot(*zip(*points, strict=True), **style) if points else []
+def _name_stages(axes: "Axes", stages: Sequence[tuple[str, int, int]]) -> None:
+    """Shade every second stage, draw a dashed line at each switch, and write the names above the axes.
+
+    Names that would cover each other are written on lines of their own, connected with the middle of their stage.
+    """
+    if not stages:
+        return
+    left, right = axes.get_xlim()
+    # Characters of the small font that fit above the axes.
+    per_step = 100 / (right - left)
+    ends: list[float] = []  # for each line of names, where its last name ends
+    for number, (name, first, last) in enumerate(stages):
+        if number % 2:
+            axes.axvspan(first, last, color="0.5", alpha=0.1, linewidth=0)
+        if number:
+            axes.axvline(first, color="0.3", linestyle="--", linewidth=1)
+        middle, half = (first + last) / 2, (len(name) + 1) / 2 / per_step
+        middle_of_name = min(max(middle, left + half), right - half) if right - left > 2 * half else (left + right) / 2
+        line = next((i for i, end in enumerate(ends) if middle_of_name - half >= end), len(ends))
+        ends[line : line + 1] = [middle_of_name + half]
+        axes.annotate(
+            name, (middle, 1.0), (middle_of_name, 1.03 + 0.05 * line), xycoords=("data", "axes fraction"),
+            textcoords=("data", "axes fraction"), ha="center", va="bottom", fontsize="x-small", annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": "0.6", "linewidth": 0.7, "shrinkA": 0, "shrinkB": 0},
+        )  # fmt: skip

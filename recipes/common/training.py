@@ -26,7 +26,7 @@ from hf_efficient_attn.conversion.positions import position_offset
 from hf_efficient_attn.training.checkpoints import why_incomplete
 from recipes.common.arguments import STATE, AttentionArguments, RecipeArguments
 from recipes.common.memory import peak_bytes
-from recipes.common.reporting import about_run, switches_of, write_report
+from recipes.common.reporting import about_run, resumptions_of, switches_of, write_report
 
 
 def prepare_attention(model: nn.Module, attention: AttentionArguments) -> list[TrainerCallback]:
@@ -139,6 +139,15 @@ class _Clock(TrainerCallback):
         self.peak = torch.cuda.max_memory_allocated(args.device) if args.device.type == "cuda" else peak_bytes()
 
 
+class _Resumptions(TrainerCallback):
+    """Logs at which step a training is resumed, so that its checkpoints and its learning curve show every resumption."""
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        """Log the step if it is not the first."""
+        if state.global_step > 0:
+            state.log_history.append({"resumed_at": state.global_step, "epoch": state.epoch, "step": state.global_step})
+
+
 def train_and_report(
     trainer: Trainer,
     attention: AttentionArguments,
@@ -170,6 +179,7 @@ def train_and_report(
         # and multiplies loss and gradient by their number (huggingface/transformers, issue 47688).
         trainer.model_accepts_loss_kwargs = False
     trainer.add_callback(clock)
+    trainer.add_callback(_Resumptions())
     result = trainer.train(resume_from_checkpoint=_checkpoint(args))
     figures = {**result.metrics, **_evaluate(trainer, evaluate)}
     trainer.save_model()
@@ -189,6 +199,7 @@ def train_and_report(
         "precision": trainer.accelerator.mixed_precision,
         **about_run(attention, trainer.model, args.world_size, args.device),
         "switches": switches_of(trainer.state.log_history),
+        "resumed_at": resumptions_of(trainer.state.log_history),
         **(extra or {}),
     }
     if trainer.is_world_process_zero():
