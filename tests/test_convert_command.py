@@ -527,7 +527,7 @@ def test_nothing_remains_after_a_failure(failure, folder, tmp_path, monkeypatch,
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "mine.txt").write_text("mine")
 
-    def fail(draft):
+    def fail(draft, **options):
         assert (draft / "model.safetensors").is_file()
         raise failure
 
@@ -624,7 +624,7 @@ def test_interrupted_while_writing(sent, tmp_path):
 
 def test_terminated_while_writing(tmp_path, monkeypatch):
     source = save(tmp_path / "source", "bert")
-    monkeypatch.setattr(checkpoint_conversion, "write_card", lambda folder: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(checkpoint_conversion, "write_card", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit) as ended:
         status(source, "--method", "linear", "-o", tmp_path / "out")
     assert ended.value.code == 128 + signal.SIGTERM

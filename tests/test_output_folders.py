@@ -36,8 +36,8 @@ def at_the_end(monkeypatch, action):
     """Do something when the conversion is complete but for its last renaming."""
     write_card = checkpoint_conversion.write_card
 
-    def write_and_act(folder):
-        write_card(folder)
+    def write_and_act(*arguments, **options):
+        write_card(*arguments, **options)
         action()
 
     monkeypatch.setattr(checkpoint_conversion, "write_card", write_and_act)
@@ -59,8 +59,8 @@ from hf_efficient_attn.conversion import checkpoint
 
 write_card = checkpoint.write_card
 
-def wait(folder):
-    write_card(folder)
+def wait(*arguments, **options):
+    write_card(*arguments, **options)
     print("ready", flush=True)
     sys.stdin.readline()
 
