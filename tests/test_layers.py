@@ -18,6 +18,7 @@ def test_the_short_form_is_read_back(text):
     assert ranges(parse_layers(text)) == text
 
 
+@pytest.mark.exhaustive
 def test_every_layer_has_its_own_seed_which_is_equal_in_every_process():
     layers = [*range(200), "t2t.0", "t2t.1"]
     seeds = [layer_seed(layer) for layer in layers]

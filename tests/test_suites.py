@@ -60,6 +60,7 @@ def collect(tmp_path, monkeypatch):
     (tmp_path / "pytest.ini").write_text(f"[pytest]\naddopts = -m 'not slow'\nmarkers =\n    {marks}\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
     def collected(*arguments: str, status: int = 0) -> list[str]:
         recorder = Recorder()

@@ -181,6 +181,7 @@ def test_kill_around_a_switch_at_a_checkpoint(trainings, tmp_path, kill):
     kill_and_resume(trainings, tmp_path, "learned", kill)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "kill", ["substep@4", "forward@5", "begin@6", "before:rng_state.pth@6", "torn:trainer_state.json@6"]
 )
