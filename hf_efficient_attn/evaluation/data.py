@@ -107,7 +107,7 @@ def allow_length(model: PreTrainedModel, length: int) -> str | None:
     else:
         extend_positions(model, length)
         extension = f"has {positions} positions; for longer texts its table is repeated up to {length}, untrained"
-    return f"The model {extension}. Agreement is measured against exact attention at the same length."
+    return f"The model {extension}. Results are compared with exact attention at the same length."
 
 
 class ModelData:
