@@ -1,4 +1,4 @@
-"""`extend_positions`, and inputs longer than the table: tables, buffers and configs of models with learned positions."""
+"""`extend_positions`, and inputs longer than the table: models with learned positions, their buffers and configs."""
 
 import copy
 import io
