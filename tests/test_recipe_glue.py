@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 import hf_efficient_attn as hea
 from recipes import accelerate_loop
 from recipes import glue as recipe
+from recipes.common import reporting
 from recipes.common.data import glue
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -331,7 +332,8 @@ def test_runs_are_reproducible_and_can_be_resumed(command, tmp_path, capsys):
     # From step 3, after the switch at step 2, in the middle of an epoch.
     for step in ("6", "8"):
         shutil.rmtree(two / f"checkpoint-{step}", ignore_errors=True)
-    recipe.run(command("mrpc", "two", *TRAINER, *STAGES, "--resume_from_checkpoint", "True"))
+    resumed = recipe.run(command("mrpc", "two", *TRAINER, *STAGES, "--resume_from_checkpoint", "True"))
+    assert (report["resumed_at"], resumed["resumed_at"]) == ([], [3])
     assert "resumed from" in capsys.readouterr().err
     assert losses(two) == losses(one) and same_weights(one, two)
     # The last step has a checkpoint. Trainer would do a ninth step.
@@ -469,7 +471,8 @@ def test_loop_resumes_before_the_switch_and_within_an_epoch(command, tmp_path):
     accelerate_loop.run(command("mrpc", "two", *options, "--resume"))
     assert same_weights(one, two)
     logs = [json.loads((folder / "checkpoint-8" / "loop.json").read_text())["log"] for folder in (one, two)]
-    assert logs[0] == logs[1]
+    assert [entry for entry in logs[1] if "resumed_at" not in entry] == logs[0]
+    assert reporting.resumptions_of(logs[1]) == [2]
 
 
 @pytest.mark.exhaustive

@@ -140,7 +140,7 @@ class _Clock(TrainerCallback):
 
 
 class _Resumptions(TrainerCallback):
-    """Logs at which step a training is resumed, so that its checkpoints and its learning curve show every resumption."""
+    """Logs at which step a training is resumed, so that checkpoints and learning curve show all resumptions."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Log the step if it is not the first."""
