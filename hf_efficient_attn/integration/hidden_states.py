@@ -17,7 +17,7 @@ from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.layers import layer_seed
 from hf_efficient_attn.integration.learned import required_tensors
 from hf_efficient_attn.integration.refusals import refuse_arguments
-from hf_efficient_attn.methods import AttentionOptions, HiddenProjections, MethodConfig, get_method
+from hf_efficient_attn.methods import AttentionOptions, HiddenProjections, MethodConfig, get_method, refuse_onnx_export
 from hf_efficient_attn.ops.random import draw_seed
 
 
@@ -93,6 +93,7 @@ def _forward(
     if form is None or layout is None or kwargs.get("past_key_values") is not None or kwargs.get("is_causal"):
         return type(module).forward(module, hidden_states, attention_mask, **kwargs)
     refuse_arguments(method.method, module, hidden_states.shape[1], attention_mask, kwargs)
+    refuse_onnx_export(method)
     query_projection = getattr(module, layout.query)
     query = query_projection(hidden_states).unflatten(2, (-1, getattr(module, layout.head_dim))).transpose(1, 2)
     dropout = getattr(module, layout.dropout)

@@ -12,6 +12,7 @@ from hf_efficient_attn.methods._shared.call import (
     attention_with_state,
     functional_form,
     naive_attention,
+    refuse_onnx_export,
     update_state,
 )
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
@@ -23,6 +24,7 @@ from hf_efficient_attn.methods._shared.registry import (
     Recurrence,
     available_methods,
     causal_methods,
+    exportable_methods,
     get_method,
     learns,
     make_config,
@@ -48,6 +50,7 @@ __all__ = [
     "attention_with_state",
     "available_methods",
     "causal_methods",
+    "exportable_methods",
     "functional_form",
     "get_method",
     "learns",
@@ -57,6 +60,7 @@ __all__ = [
     "on_register",
     "option",
     "rectangular_methods",
+    "refuse_onnx_export",
     "register_method",
     "unregister",
     "update_state",

@@ -41,6 +41,7 @@ class LinearConfig(MethodConfig):
     year = 2020
     causal = True
     rectangular = True
+    exportable = True
     mixes_queries = False
     summary = "elu(x) + 1 features in place of the exponential; an attention of its own, for training"
     paper_url = "https://arxiv.org/abs/2006.16236"

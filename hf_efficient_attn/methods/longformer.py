@@ -15,11 +15,15 @@ from torch import Tensor
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
-from hf_efficient_attn.ops.blocks import chunked_over_heads, pad_to_blocks, take, valid_first
+from hf_efficient_attn.ops.blocks import chunked_over_heads, pad_to_blocks, take
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
+from hf_efficient_attn.ops.export import exporting_to_onnx
 from hf_efficient_attn.ops.near_far import dense_attention
 from hf_efficient_attn.ops.partial import Partial, merge, partial_attention
 from hf_efficient_attn.ops.window import window_partial
+
+# Queries that attend to the global tokens at a time.
+_BLOCK_Q = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +36,7 @@ class LongformerConfig(MethodConfig):
     year = 2020
     causal = True
     rectangular = False
+    exportable = True
     summary = "a sliding window, and optional global tokens"
     paper_url = "https://arxiv.org/abs/2004.05150"
     near = "a window"
@@ -58,6 +63,9 @@ class LongformerConfig(MethodConfig):
 def forward(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Compute the fast form; see `register_method` for the arguments."""
     shape, key_mask = query.shape, options.key_mask
+    if exporting_to_onnx():  # the same graph for every length and batch
+        query, key, value, key_mask = flatten_heads(query, key, value, key_mask)
+        return unflatten_heads(_window_and_global(config, query, key, value, key_mask, options), shape)
     if key.shape[2] <= config.exact_length:
         query, key, value, key_mask = flatten_heads(query, key, value, key_mask)
         scale, dropout_p = options.scale, options.dropout_p
@@ -78,7 +86,7 @@ def forward(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor,
         return unflatten_heads(chunked_over_heads(some_heads, *flat, result=result), shape)
     # With a mask each block has its own bias. One sequence of the batch at a time, so that all heads share it.
     outs = [
-        chunked_over_heads(functools.partial(some_heads, mask=mask), q, k, v, result=result)
+        chunked_over_heads(functools.partial(some_heads, mask=mask[None]), q, k, v, result=result)
         for q, k, v, mask in zip(query, key, value, key_mask, strict=True)
     ]
     return torch.stack(outs)
@@ -91,56 +99,61 @@ def _window_and_global(
     value: Tensor,
     mask: Tensor | None,
     options: AttentionOptions,
-    out: Tensor | None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Attention of (BH, N, D) inputs that share one mask (N,): (BH, N, Dv). `out` is memory for the result, or None."""
+    """Attention of (BH, N, D) inputs: (BH, N, Dv).
+
+    The mask is (1, N), or (BH, N) where `window_partial` takes that. `out` is memory for the result, or None.
+    """
     is_causal, scale, dropout_p = options.is_causal, options.scale, options.dropout_p
     length, device = query.shape[1], query.device
-    num_global = min(config.global_tokens, length)
-    left = min(config.window_size, length - 1)
+    num_global, left, block_q = config.global_tokens, config.window_size, _BLOCK_Q
+    if not exporting_to_onnx():
+        num_global, left, block_q = min(num_global, length), min(left, length - 1), min(block_q, length)
     right = 0 if is_causal else left
     if not num_global:
         return window_partial(
             query, key, value, mask, left=left, right=right, scale=scale, dropout_p=dropout_p, out=out
         ).out
-    # `index` (G,): the positions of the first G valid tokens. If fewer are valid, `valid` is False at the others.
+    # `index` (1 or BH, G): positions of the first G valid tokens. If there are fewer, `valid` is False at the others.
+    position = torch.arange(length, device=device)
     if mask is None:
-        index, valid, skipped, local_mask = torch.arange(num_global, device=device), None, num_global, None
+        index, valid, skipped, local_mask = position[None, :num_global], None, num_global, None
     else:
-        index = valid_first(mask[None])[0, :num_global]
-        valid, skipped = mask[index], 0
-        local_mask = mask & (mask.cumsum(0) > num_global)
+        index = torch.where(mask, length - position, -position).topk(num_global, dim=1).indices
+        valid, skipped = mask.gather(1, index), 0
+        local_mask = mask & (mask.cumsum(1) > num_global)
     near = window_partial(
         query, key, value, local_mask, left=left, right=right, skip=skipped, scale=scale, dropout_p=dropout_p
     )
     # All tokens attend to the global tokens. In the causal form those before a global token do not; padding between the
     # tokens can put any token before one.
-    position = torch.arange(length, device=device)
     if valid is None:
-        allowed = torch.ones(length, num_global, dtype=torch.bool, device=device)
+        allowed = torch.ones(1, length, num_global, dtype=torch.bool, device=device)
     else:
-        allowed = valid.expand(length, -1)
+        allowed = valid[:, None].expand(-1, length, -1)
     if is_causal:
-        allowed = allowed & (index <= position[:, None])
+        allowed = allowed & (index[:, None] <= position[:, None])
     index_per_head = index.expand(query.shape[0], -1)
-    blocks = pad_to_blocks(query, min(length, 128))
-    bias = pad_to_blocks(mask_bias(allowed, query.dtype)[None], blocks.shape[2])
+    blocks = pad_to_blocks(query, block_q)
+    bias = pad_to_blocks(mask_bias(allowed, query.dtype), blocks.shape[2])
     global_keys, global_values = (take(x, index_per_head)[:, None] for x in (key, value))
     far = partial_attention(blocks, global_keys, global_values, bias, scale=scale, dropout_p=dropout_p)
     far = Partial(far.out.flatten(1, 2)[:, :length], far.lse.flatten(1, 2)[:, :length])
     local_out = merge(near, far).out
     # The global tokens attend to all tokens, and their outputs replace those of the window.
-    allowed = torch.ones(length, dtype=torch.bool, device=device) if mask is None else mask
-    allowed = allowed.expand(num_global, -1)
+    allowed = torch.ones(1, length, dtype=torch.bool, device=device) if mask is None else mask
+    allowed = allowed[:, None].expand(-1, num_global, -1)
     if is_causal:
-        allowed = allowed & (position <= index[:, None])
-    global_queries, bias = take(query, index_per_head)[:, None], mask_bias(allowed, query.dtype)[None, None]
+        allowed = allowed & (position <= index[:, :, None])
+    global_queries, bias = take(query, index_per_head)[:, None], mask_bias(allowed, query.dtype)[:, None]
     of_global = partial_attention(
         global_queries, key[:, None], value[:, None], bias, scale=scale, dropout_p=dropout_p
     ).out[:, 0]
-    is_global = torch.zeros(length, dtype=torch.bool, device=device)
-    is_global = is_global.index_fill(0, index, True) if valid is None else is_global.index_put((index,), valid)
-    return torch.where(is_global[:, None], local_out.index_copy(1, index, of_global), local_out)
+    is_global = torch.zeros(index.shape[0], length, dtype=torch.bool, device=device)
+    is_global = is_global.scatter(1, index, torch.ones_like(index, dtype=torch.bool) if valid is None else valid)
+    spread = local_out.scatter(1, index_per_head[:, :, None].expand_as(of_global), of_global)
+    return torch.where(is_global[:, :, None], spread, local_out)
 
 
 def allowed_pairs(

@@ -6,19 +6,30 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hf_efficient_attn.ops.export import exporting_to_onnx
+
 # Numbers of queries or keys that are processed at a time on the CPU: one head of 8,192 x 64. Their temporaries fit the
 # cache and reuse memory that earlier heads have touched. Code without this loses half its time to page faults.
 _CHUNK_NUMEL = 1 << 19
 
 
 def ceil_div(number: int, divisor: int) -> int:
-    """The quotient, rounded up."""
-    return -(-number // divisor)
+    """The quotient of a number >= 0 and a divisor > 0, rounded up."""
+    return (number + divisor - 1) // divisor  # ONNX rounds quotients of negative numbers towards 0
+
+
+def count_blocks(length: int, size: int) -> int:
+    """The number of blocks of `size` tokens that hold `length` tokens.
+
+    In a graph for ONNX there is one more, which is empty: PyTorch's exporter takes a dimension that is 1 in the example
+    for one that is always 1.
+    """
+    return ceil_div(length, size) + (1 if exporting_to_onnx() else 0)
 
 
 def pad_to_blocks(x: Tensor, size: int, value: float = 0.0) -> Tensor:
-    """Split (BH, N, D) into (BH, ceil(N / size), size, D). `value` fills the rest of the last block."""
-    missing = -x.shape[1] % size
+    """Split (BH, N, D) into (BH, T, size, D) with T of `count_blocks`. `value` fills the rest of the blocks."""
+    missing = count_blocks(x.shape[1], size) * size - x.shape[1]
     if missing:
         x = pad(x, (0, 0, 0, missing), value=value)
     return x.reshape(x.shape[0], -1, size, x.shape[2])

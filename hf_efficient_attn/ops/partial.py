@@ -11,6 +11,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from hf_efficient_attn.ops.export import exporting_to_onnx
+
 # Scores that are computed at a time: 2**20 float32 numbers stay in the cache of one core, and the buffers are reused.
 _SCORES_NUMEL = 1 << 20
 LOG2_E = 1.4426950408889634
@@ -92,7 +94,7 @@ def partial_attention(
         Partial with out (BH, T, Nq, Dv) in the dtype of `value` and lse (BH, T, Nq). A query whose pairs are all
         excluded has out 0 and lse -inf.
     """
-    if dropout_p > 0.0:
+    if dropout_p > 0.0 or exporting_to_onnx():  # ONNX has no form of the custom operator below
         return _with_dropout(query, key, value, bias, scale, dropout_p)
     tensors = (query, key, value) if bias is None else (query, key, value, bias)
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
@@ -113,9 +115,13 @@ def partial_attention_naive(
 def _with_dropout(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float, dropout_p: float
 ) -> Partial:
-    """`partial_attention_naive` with dropout, in the accumulation dtype. Autograd keeps the weights of all blocks."""
+    """`partial_attention_naive` with dropout, in the accumulation dtype, by standard operators.
+
+    Autograd keeps the weights of all blocks.
+    """
     acc_dtype = accumulation_dtype(query.dtype)
-    scores = query.to(acc_dtype) @ key.to(acc_dtype).transpose(-1, -2) * scale
+    product = _product_of_blocks if exporting_to_onnx() else torch.matmul
+    scores = product(query.to(acc_dtype), key.to(acc_dtype).transpose(-1, -2)) * scale
     if bias is not None:
         scores = scores + bias
     # Not by logsumexp, whose gradient is NaN if all scores of a query are -inf.
@@ -124,9 +130,20 @@ def _with_dropout(
     total = weights.sum(-1, keepdim=True)
     empty = total == 0
     total = total.masked_fill(empty, 1.0)
-    weights = torch.nn.functional.dropout(weights / total, dropout_p)
+    weights = weights / total if dropout_p == 0.0 else torch.nn.functional.dropout(weights / total, dropout_p)
     lse = (total.log() + row_max).masked_fill(empty, -torch.inf).squeeze(-1)
-    return Partial((weights @ value.to(acc_dtype)).to(value.dtype), lse)
+    return Partial(product(weights, value.to(acc_dtype)).to(value.dtype), lse)
+
+
+def _product_of_blocks(left: Tensor, right: Tensor) -> Tensor:
+    """Product of (BH, T, M, K) and (BH, T or 1, K, N), with T unknown.
+
+    If the example of an export has one block, `matmul` takes the dimension for a broadcast one.
+    """
+    shape = left.shape[:2]
+    right = right.expand(*shape, -1, -1).flatten(0, 1)
+    product: Tensor = torch.bmm(left.flatten(0, 1), right).unflatten(0, shape)
+    return product
 
 
 def _chunks(query: Tensor, key: Tensor) -> list[tuple[int, slice]]:

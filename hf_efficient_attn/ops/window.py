@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.blocks import can_reuse_buffers, ceil_div, pad_to_blocks
+from hf_efficient_attn.ops.blocks import can_reuse_buffers, ceil_div, count_blocks, pad_to_blocks
 from hf_efficient_attn.ops.exact import mask_bias
+from hf_efficient_attn.ops.export import exporting_to_onnx
 from hf_efficient_attn.ops.partial import LOG2_E, Partial, accumulation_dtype, partial_attention, safe_row_max
 
 # Queries of a block: few, so that few keys of a block are outside the window of its queries. With a gradient there are
@@ -22,7 +23,7 @@ class _Blocks(NamedTuple):
 
     Attributes:
         in_window: bool (block_q, block_k), the pairs of a block that are within the window.
-        valid: bool (T, block_k), the valid keys of each block.
+        valid: bool (1, T, block_k), the valid keys of each block.
         inner: the blocks whose keys are all valid, as first and last + 1. Their bias is `in_window` alone.
         left: keys of a block before its first query.
         right: keys of a block after its last query.
@@ -54,7 +55,7 @@ def window_partial(
         query: (BH, N, D).
         key: (BH, N, D).
         value: (BH, N, Dv).
-        key_mask: bool (N,), True for valid keys, or None. All heads share it.
+        key_mask: bool (1, N), True for valid keys, or None. With a gradient, dropout or `torch.compile` also (BH, N).
         left: keys before the query.
         right: keys after the query.
         skip: number of first keys that no query attends to.
@@ -67,16 +68,19 @@ def window_partial(
     """
     length, device = query.shape[1], query.device
     reuse_buffers = not dropout_p and can_reuse_buffers(query, key, value)
-    block_q = min(_BLOCK_Q if reuse_buffers else _BLOCK_Q_WITH_GRADIENT, length)
-    num_blocks, block_k = ceil_div(length, block_q), left + block_q + right
+    exporting = exporting_to_onnx()
+    block_q = _BLOCK_Q if reuse_buffers else _BLOCK_Q_WITH_GRADIENT
+    block_q = block_q if exporting else min(block_q, length)
+    num_blocks, block_k = count_blocks(length, block_q), left + block_q + right
     after = right + num_blocks * block_q - length
-    valid = torch.ones(length, dtype=torch.bool, device=device) if key_mask is None else key_mask
+    valid = torch.ones(1, length, dtype=torch.bool, device=device) if key_mask is None else key_mask
     valid = valid & (torch.arange(length, device=device) >= skip)
-    valid = pad(valid, (left, after)).unfold(0, block_k, block_q)
+    valid = pad(valid, (left, after)).unfold(1, block_k, block_q)
     distance = torch.arange(block_k, device=device) - left - torch.arange(block_q, device=device)[:, None]
     in_window = (distance >= -left) & (distance <= right)
     # Without a mask all blocks but those at both ends have the same bias, which then stays in the cache.
-    low = num_blocks if key_mask is not None else min(num_blocks, ceil_div(left + skip, block_q))
+    same_bias = key_mask is None and not exporting
+    low = min(num_blocks, ceil_div(left + skip, block_q)) if same_bias else num_blocks
     high = max(low, num_blocks - ceil_div(after, block_q))
     if reuse_buffers:
         return _in_buffers(query, key, value, _Blocks(in_window, valid, (low, high), left, right), scale, out)
@@ -85,9 +89,9 @@ def window_partial(
     parts = []
     for first, last in ((0, low), (low, high), (high, num_blocks)):
         if first < last:
-            pairs = in_window[None] if (first, last) == (low, high) else in_window & valid[first:last, None]
+            pairs = in_window[None, None] if (first, last) == (low, high) else in_window & valid[:, first:last, None]
             keys, values = (x[:, first:last] for x in views)
-            bias = mask_bias(pairs, query.dtype)[None]
+            bias = mask_bias(pairs, query.dtype)
             part = partial_attention(blocks[:, first:last], keys, values, bias, scale=scale, dropout_p=dropout_p)
             parts.append(part)
     result, lse = (torch.cat(x, 1) if len(parts) > 1 else x[0] for x in zip(*parts, strict=True))
@@ -108,7 +112,7 @@ def _in_buffers(
     Plain products of 64 queries are faster than the fused kernel for so few.
     """
     (batch_heads, length, _), (block_q, block_k) = query.shape, blocks.in_window.shape
-    num_blocks, acc_dtype = blocks.valid.shape[0], accumulation_dtype(query.dtype)
+    num_blocks, acc_dtype = blocks.valid.shape[1], accumulation_dtype(query.dtype)
     # Scores to base 2: see `exp_`.
     queries = pad_to_blocks(query.to(acc_dtype) * (scale * LOG2_E), block_q)
     keys, values = (_key_blocks(x.to(acc_dtype), num_blocks, block_q, blocks.left, blocks.right) for x in (key, value))
@@ -117,7 +121,7 @@ def _in_buffers(
     else:
         result = out.view(batch_heads, num_blocks, block_q, value.shape[2])
     lse = queries.new_empty(batch_heads, num_blocks, block_q)
-    window_bias, key_bias = mask_bias(blocks.in_window, acc_dtype), mask_bias(blocks.valid, acc_dtype).unsqueeze(1)
+    window_bias, key_bias = mask_bias(blocks.in_window, acc_dtype), mask_bias(blocks.valid[0], acc_dtype).unsqueeze(1)
     step = max(1, _SCORES_NUMEL // (block_q * block_k))
     buffer = queries.new_empty(min(step, num_blocks), block_q, block_k)
     for a in range(batch_heads):

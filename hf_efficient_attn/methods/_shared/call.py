@@ -18,9 +18,11 @@ from hf_efficient_attn.methods._shared.registry import (
     AttentionOptions,
     State,
     causal_methods,
+    exportable_methods,
     get_method,
     make_config,
 )
+from hf_efficient_attn.ops.export import exporting_to_onnx
 from hf_efficient_attn.ops.random import draw_seed
 
 # With a key-value cache, up to this many queries are decoded, and more are computed like a whole sequence.
@@ -306,6 +308,7 @@ def _cast_under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _check(config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, arguments: _Arguments) -> None:
     """Refuse everything that can be wrong with a call before any work is done."""
+    refuse_onnx_export(config)
     info, mask = get_method(config.method).info, arguments.attention_mask
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
 
@@ -340,6 +343,28 @@ def _check(config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, argu
         refuse(f"dropout_p={arguments.dropout_p!r} must be at least 0 and below 1")
     if arguments.seed is not None and not isinstance(arguments.seed, (int, Tensor)):
         refuse(f"seed must be an integer or None, not {type(arguments.seed).__name__}")
+
+
+def refuse_onnx_export(config: MethodConfig) -> None:
+    """Refuse a call that `torch.onnx.export` traces if the graph would fail or be wrong.
+
+    Raises:
+        UnsupportedAttentionError: the method is not `exportable`, or the exporter is the older one, which replaces
+            lengths by numbers.
+    """
+    if not exporting_to_onnx():
+        return
+    if not config.exportable:
+        raise UnsupportedAttentionError(
+            f"{config.method} cannot be exported to ONNX: its sorting, sampling or lengths have no form there. Convert "
+            f"the model to {' or '.join(exportable_methods())}, or back to exact attention with hea.convert(model, "
+            "'sdpa'), before the export"
+        )
+    if torch.jit.is_tracing():
+        raise UnsupportedAttentionError(
+            f"{config.method}: torch.onnx.export with dynamo=False gives a graph for the length of the example only: "
+            "leave dynamo=False out"
+        )
 
 
 def functional_form(name: str) -> Callable[..., Tensor]:

@@ -54,6 +54,8 @@ class MethodConfig:
         mixes_queries: True if, in the bidirectional form, the output of one query depends on other queries, for example
             because they are sorted or averaged together. In the cross attention of a decoder this would leak later
             tokens to earlier ones, so such a method is not used there.
+        exportable: True if `torch.onnx.export` gives a graph that is right for any length and mask, not only for those
+            of the example. All other methods are refused there.
         default_rank: the position of the method among those that the commands compare by default, lowest first. None
             if the method is not one of them.
         default_variants: the hyperparameters of each variant of the method that the commands compare by default.
@@ -74,6 +76,7 @@ class MethodConfig:
     rectangular: ClassVar[bool]
     learned_parameters: ClassVar[tuple[str, ...]] = ()
     mixes_queries: ClassVar[bool] = True
+    exportable: ClassVar[bool] = False
     default_rank: ClassVar[int | None] = None
     default_variants: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)
     summary: ClassVar[str]

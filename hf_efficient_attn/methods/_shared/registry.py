@@ -331,6 +331,11 @@ def rectangular_methods() -> list[str]:
     return [name for name, method in _REGISTRY.items() if method.info.rectangular]
 
 
+def exportable_methods() -> list[str]:
+    """The names of the methods that `torch.onnx.export` can export."""
+    return [name for name, method in _REGISTRY.items() if method.info.config_class.exportable]
+
+
 def get_method(name: str) -> Method:
     """The entry of the registry with this name.
 
