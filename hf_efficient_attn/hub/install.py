@@ -58,7 +58,7 @@ def known_source() -> str | None:
         return None
     candidates = [_recorded_url(package.read_text("direct_url.json"))]
     urls = [text.partition(",")[::2] for text in package.metadata.get_all("Project-URL") or ()]
-    urls.append(("home", package.metadata.get("Home-page") or ""))
+    urls += [("home", url) for url in package.metadata.get_all("Home-page") or ()]
     for label, url in urls:
         parts = urlsplit(url.strip())
         if label.strip().lower() in _SOURCES and parts.scheme == "https" and parts.netloc in _FORGES:
