@@ -305,10 +305,23 @@ def test_an_interruption_keeps_the_complete_layers(made, text, tmp_path, capsys,
     assert command(*arguments) == 130
     out, err = capsys.readouterr()
     assert "| 0     |" in out and "| 1     |" not in out
-    assert "Not complete: the layers 1 were not measured" in out
+    assert "Layers that were not measured and stay exact: 1." in out
     assert err == "error: interrupted\n"
     written = json.loads((tmp_path / "out" / "analysis.json").read_text())
     assert not written["complete"] and written["source"]
+
+
+def test_an_interruption_of_the_last_measurement_keeps_everything(monkeypatch):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_efficient_attn.evaluation.recommendation.measure_speed", interrupt)
+    options = {"methods": {"w": hea.LongformerConfig()}, "budgets": [8], "max_error": 9.0}
+    with pytest.raises(Interrupted) as raised:
+        analyze.analyze(tiny_model("bert"), [tiny_batch("bert")], **options)
+    result = raised.value.result
+    assert (result["complete"], result["left_out"]) == (True, [])
+    assert result["calibrated"] is not None and result["recommended"]["speed_up"] is None
 
 
 def test_an_interruption_before_the_first_layer_gives_nothing(monkeypatch):
@@ -327,7 +340,7 @@ def test_minutes_leave_out_layers(made, text, capsys):  # noqa: F811
     assert command(*arguments) == 0
     out = capsys.readouterr().out
     assert "| 0     |" in out and "| 1     |" not in out
-    assert "the layers 1 were not measured and stay exact" in out
+    assert "Layers that were not measured and stay exact: 1." in out
     assert "--layers 0" in out
 
 

@@ -197,7 +197,7 @@ def _report(result: dict[str, Any]) -> list[str]:
     if not result["complete"]:
         layers = ", ".join(map(str, result["left_out"]))
         notes.append(
-            f"Not complete: the layers {layers} were not measured and stay exact. Give more time, or fewer --rows, "
+            f"Not complete. Layers that were not measured and stay exact: {layers}. Give more time, or fewer --rows, "
             "--methods or --budgets."
         )
     for note in notes:

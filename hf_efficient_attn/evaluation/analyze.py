@@ -150,15 +150,16 @@ def analyze(
             "left_out": left_out,
         }
 
-    with partial_result(lambda: result(is_over=False)), steps:
-        try:
-            with capture_attention(model, visit):
-                for batch in batches:
-                    forward(model, batch)
-                    study.batch += 1
-        except _EnoughError:
-            pass
-    found = result(is_over=True)
+    with partial_result(lambda: result(is_over=False)):
+        with steps:
+            try:
+                with capture_attention(model, visit):
+                    for batch in batches:
+                        forward(model, batch)
+                        study.batch += 1
+            except _EnoughError:
+                pass
+        found = result(is_over=True)
     assert found is not None  # the first step is always carried out
     return found
 

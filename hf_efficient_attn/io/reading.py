@@ -30,9 +30,13 @@ def text_of(path: pathlib.Path) -> str:
         The text.
 
     Raises:
-        UnsupportedAttentionError: The file does not exist, is not UTF-8 text or is damaged, a line of JSON has no
-            string "text", or there is no text at all.
+        UnsupportedAttentionError: The file does not exist, is a folder, is not UTF-8 text or is damaged, a line of
+            JSON has no string "text", or there is no text at all.
     """
+    if path.is_dir():
+        raise UnsupportedAttentionError(
+            f"{path}: a folder; texts come from a single file (.txt, .txt.gz, .jsonl or .jsonl.gz)"
+        )
     if not path.is_file():
         raise UnsupportedAttentionError(f"{path}: no such file; texts are .txt, .txt.gz, .jsonl or .jsonl.gz files")
     if path.name.lower().endswith((".jsonl", ".jsonl.gz")):
