@@ -132,6 +132,7 @@ def test_the_command_in_the_card_is_valid(tmp_path):
     changed = next(iter(cli.parse_methods(["kdeformer"], pairs).values()))
     assert changed == hea.KDEformerConfig(**SMALL["kdeformer"])
     assert "extended to 1024 tokens without training" in text
+    assert "did not change the weights, except that the position table was extended to 1024 tokens. This card" in text
 
 
 def test_the_results_come_first(tmp_path):
@@ -347,6 +348,7 @@ def test_problems_of_the_front_matter_are_reported():
     found = " ".join(card_problems("---\nlicense: [mit]\ntags: [1]\npipeline_tag: A B\n---\n"))
     for key in ("license", "base_model", "pipeline_tag", "tags"):
         assert key in found
+    assert "add 'base_model:' to the front matter" in found
 
 
 BROKEN = {

@@ -29,7 +29,7 @@ def push(
         typer.Option(
             metavar="URL_OR_REQUIREMENT",
             help="What readers of the card give to `pip install` to get this package, such as git+https://HOST/REPO or "
-            "hf_efficient_attn==0.2.0. It is stored for later pushes.",
+            "hf_efficient_attn==0.2.0. A push with --yes stores it for later ones.",
         ),
     ] = None,
     message: Annotated[str | None, typer.Option(metavar="TEXT", help="Title of the commits.")] = None,

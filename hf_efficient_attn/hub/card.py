@@ -181,7 +181,14 @@ def card_problems(text: str) -> list[str]:
         found.append("no license: users cannot know what they may do; add 'license:' to the front matter")
     elif not isinstance(data["license"], str) or not _LICENSE.fullmatch(data["license"]):
         found.append("license is not one of the hub's identifiers")
-    found += [f"no {key}" for key in ("base_model", "pipeline_tag") if key not in data]
+    found += [
+        f"no {key}: {why}; add '{key}:' to the front matter"
+        for key, why in (
+            ("base_model", "readers cannot find the original"),
+            ("pipeline_tag", "the hub does not know the task"),
+        )
+        if key not in data
+    ]
     tag = data.get("pipeline_tag")
     if tag is not None and not (isinstance(tag, str) and _SLUG.fullmatch(tag)):
         found.append("pipeline_tag is not one of the hub's tasks")

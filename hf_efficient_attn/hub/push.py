@@ -150,7 +150,7 @@ def _why_not_yet(facts: Facts, install: str | None) -> list[str]:
         found.append(
             "the card cannot say where hf_efficient_attn is published, and a package of that name elsewhere may be "
             "another one: give --install with a URL (https://... or git+https://...) or a version "
-            "(hf_efficient_attn==0.2.0); it is stored for later pushes"
+            "(hf_efficient_attn==0.2.0); a push with --yes stores it for later ones"
         )
     if facts.max_length is not None:
         found += [
