@@ -547,7 +547,7 @@ def test_rows_are_told_when_they_are_complete_and_the_estimate_before(made, text
 
 
 def test_a_limit_of_time(made, text):
-    """First each pass is measured only once; then the longest inputs are left out."""
+    """Each pass is measured once, then on one batch unless rows are given; then the longest inputs are left out."""
     methods = {"window": hea.LongformerConfig(window_size=3)}
     arguments = made("bert"), methods, [30, 60]
     procedure = Procedure(rounds=50, memory=False, rows=4)
@@ -557,8 +557,14 @@ def test_a_limit_of_time(made, text):
     assert [(row["length"], row["attention"]) for row in limited["measurements"]] == [(30, "sdpa")]
     assert limited["left_out"] == ["window at 30 tokens", "sdpa at 60 tokens", "window at 60 tokens"]
     assert limited["complete"] is False
-    assert limited["data"]["rows"] == 1
+    assert limited["data"]["rows"] == 4
     assert any("each pass is measured once" in note for note in limited["notes"])
+    assert not any("one batch of inputs" in note for note in limited["notes"])
+    fewer = benchmark.benchmark_checkpoint(
+        *arguments, data=text, procedure=procedure._replace(rows=None), execution=Execution(minutes=1e-6)
+    )
+    assert fewer["data"]["rows"] == 1
+    assert any("one batch of inputs" in note for note in fewer["notes"])
     enough = benchmark.benchmark_checkpoint(*arguments, data=text, procedure=ONE_ROW, execution=Execution(minutes=60))
     assert enough["complete"] is True
     assert not any("each pass is measured once" in note for note in enough["notes"])

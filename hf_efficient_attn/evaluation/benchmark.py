@@ -190,11 +190,17 @@ class Benchmark:
             if not self._data.is_image:
                 self._notes.append(allow_length(self._model, chosen[-1]))
         self.plan = self._make_plan(chosen)
-        least = self._procedure._replace(rounds=1), min(self._data.rows, self._procedure.batch)
-        if total(self.plan) > left and least != (self._procedure, self._data.rows):
-            self._procedure, self._data.rows = least
+        if total(self.plan) > left and self._procedure.rounds > 1:
+            self._procedure = self._procedure._replace(rounds=1)
             self.plan = self._make_plan(chosen)
-            self._notes.append("To keep the time limit, each pass is measured once, and on one batch of inputs.")
+            self._notes.append("To keep the time limit, each pass is measured once.")
+        # A share of one picture says nothing, so a number of rows that was asked for is kept.
+        if total(self.plan) > left and self._procedure.rows is None and self._data.rows > self._procedure.batch:
+            self._data.rows = self._procedure.batch
+            self.plan = self._make_plan(chosen)
+            self._notes.append(
+                "To keep the time limit, the agreement is measured on one batch of inputs; --rows N keeps N of them."
+            )
         return chosen
 
     def _make_plan(self, lengths: Sequence[int]) -> list[Step]:
