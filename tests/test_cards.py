@@ -341,6 +341,12 @@ def test_the_task_follows_from_the_architecture(architecture, task, tmp_path):
     assert task is None or f'pipeline("{task}", model="ORG/NAME")' in text
 
 
+@pytest.mark.parametrize(("architecture", "expected"), [("ViTForImageClassification", True), ("BertModel", False)])
+def test_the_card_of_a_vision_model_says_how_to_use_larger_pictures(architecture, expected, tmp_path):
+    text = card_of(tmp_path, config=config_json(architecture=architecture))
+    assert ("outputs = model(**inputs, interpolate_pos_encoding=True)" in text) == expected
+
+
 def test_problems_of_the_front_matter_are_reported():
     assert card_problems("no front matter") == ["there is no front matter"]
     assert "cannot be read" in card_problems("---\na: [\n---\n")[0]

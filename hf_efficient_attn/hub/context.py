@@ -1,9 +1,12 @@
 """The values that the template of a card uses. All of the card's text is in the template, `card.md.jinja`."""
 
 import dataclasses
+import inspect
 import re
 import shlex
 from typing import Any, NamedTuple
+
+import transformers
 
 from hf_efficient_attn.hub.facts import TASKS, Facts, clean
 from hf_efficient_attn.integration.layers import ranges
@@ -69,12 +72,19 @@ def context(facts: Facts, name: str) -> dict[str, Any]:
         "methods": _methods(facts, num_layers),
         "model_class": auto_class(architecture) or architecture or "AutoModel",
         "num_layers": num_layers,
+        "other_sizes": _takes_other_sizes(architecture),
         "own_type": own_type,
         "pipeline": pipeline_of(facts),
         "repository": PLACEHOLDER,
         "task": facts.benchmark and TASKS[facts.benchmark.task],
         "title": name,
     }
+
+
+def _takes_other_sizes(architecture: str) -> bool:
+    """Whether a model of Transformers interpolates its positions for pictures of another size."""
+    forward = getattr(getattr(transformers, architecture, None), "forward", None)
+    return forward is not None and "interpolate_pos_encoding" in inspect.signature(forward).parameters
 
 
 def _methods(facts: Facts, num_layers: int | None) -> list[dict[str, Any]]:
