@@ -20,3 +20,9 @@ def unknown_name(kind: str, name: object, known: Iterable[object]) -> str:
     similar = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     hint = f" Did you mean {similar[0]!r}?" if similar else ""
     return f"unknown {kind} {name!r}.{hint} Known: {', '.join(names)}."
+
+
+def unknown_method(name: object, known: Iterable[object]) -> str:
+    """`unknown_name` for an attention method, which a file of the user's own may register."""
+    sentence = unknown_name("attention method", name, known)
+    return f"{sentence} If a file of your own registers it, import that file first."

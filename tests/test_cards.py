@@ -347,6 +347,16 @@ def test_the_card_of_a_vision_model_says_how_to_use_larger_pictures(architecture
     assert ("outputs = model(**inputs, interpolate_pos_encoding=True)" in text) == expected
 
 
+def test_a_method_of_another_package_has_to_be_imported(tmp_path, monkeypatch):
+    assert "is not part of" not in card_of(tmp_path)
+    monkeypatch.setattr(hea.KDEformerConfig, "__module__", "my_file")
+    monkeypatch.setattr(hea.KDEformerConfig, "__doc__", None)
+    text = card_of(tmp_path)
+    assert "The method `kdeformer` is not part of `hf_efficient_attn`" in text and "(module `my_file`)" in text
+    keys = hea.KDEformerConfig(**SMALL["kdeformer"]).exact_length
+    assert f"KDEformer: up to {keys} keys the output is exact. Beyond" in text
+
+
 def test_problems_of_the_front_matter_are_reported():
     assert card_problems("no front matter") == ["there is no front matter"]
     assert "cannot be read" in card_problems("---\na: [\n---\n")[0]

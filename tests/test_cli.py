@@ -45,6 +45,16 @@ def hide(monkeypatch, package):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else find(name, *rest))
 
 
+def test_info_names_the_module_of_a_method_of_another_package(monkeypatch, capsys):
+    assert status("info", "kdeformer") == 0
+    assert "config: hf_efficient_attn.KDEformerConfig" in capsys.readouterr().out
+    monkeypatch.setattr(hea.KDEformerConfig, "__module__", "my_file")
+    assert status("info", "kdeformer") == 0
+    assert "config: my_file.KDEformerConfig" in capsys.readouterr().out
+    assert status("info", "my_method") == 2
+    assert "If a file of your own registers it, import that file first." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [[], ["methods"], ["info"], ["demo"]], ids=" ".join)
 def test_help_shows_an_example(arguments):
     result = CliRunner().invoke(cli.app, [*arguments, "--help"])

@@ -221,7 +221,7 @@ def _text(node: ast.expr, tree: ast.Module) -> str:
             return text
         case ast.JoinedStr(values=values):
             return "".join(_text(value, tree) for value in values)
-        case ast.FormattedValue(value=ast.Call() as call) if _called(call) == "unknown_name":
+        case ast.FormattedValue(value=ast.Call() as call) if _called(call) in ("unknown_name", "unknown_method"):
             return _text(call, tree)
         case ast.FormattedValue(value=value):
             return _placeholder(value)
@@ -233,6 +233,9 @@ def _text(node: ast.expr, tree: ast.Module) -> str:
             return _either([_text(body, tree), _text(other, tree)])
         case ast.Call(args=[kind, *_]) if _called(node) == "unknown_name":
             return f"unknown {_text(kind, tree)} <name>. Did you mean <name>? Known: <names>."
+        case ast.Call() if _called(node) == "unknown_method":
+            hint = "If a file of your own registers it, import that file first."
+            return f"unknown attention method <name>. Did you mean <name>? Known: <names>. {hint}"
         case ast.Name(id=name):  # a variable or constant of the same module that holds the message
             values = [
                 _text(other.value, tree)

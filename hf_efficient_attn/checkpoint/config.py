@@ -3,7 +3,7 @@
 from typing import Any
 
 from hf_efficient_attn.checkpoint.files import short
-from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
+from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_method
 from hf_efficient_attn.methods import available_methods
 
 # Exact implementations that Transformers contains. Other names are repositories whose code it would download and run.
@@ -71,6 +71,6 @@ def _own_methods(implementation: Any) -> Any:
         if name is not None and name not in (*available_methods(), *_IMPLEMENTATIONS):
             known = [*available_methods(), "sdpa", "eager"]
             text = name[:60] if isinstance(name, str) else short(name)
-            raise UnsupportedAttentionError(f"config.json: {unknown_name('attention method', text, known)}")
+            raise UnsupportedAttentionError(f"config.json: {unknown_method(text, known)}")
     own = {part: name for part, name in names.items() if name in available_methods()}
     return own if isinstance(implementation, dict) else own.get("")

@@ -15,7 +15,7 @@ from hf_efficient_attn.cli.common import (
     print_json,
     table,
 )
-from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
+from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_method
 
 if TYPE_CHECKING:
     from hf_efficient_attn.integration.settings import EfficientAttentionConfig
@@ -126,7 +126,7 @@ def _parse_method(method: str, setting: list[str]) -> "tuple[str | EfficientAtte
         return method, None
     if method.partition(":")[0] not in available_methods():
         known = [*available_methods(), *EXACT_IMPLEMENTATIONS]
-        raise UnsupportedAttentionError(unknown_name("attention method", method, known))
+        raise UnsupportedAttentionError(unknown_method(method, known))
     configs = list(parse_methods([method], setting).values())
     if len(configs) > 1:
         raise UnsupportedAttentionError(f"--method {method}: give one method")

@@ -76,6 +76,7 @@ def info(
     options = _hyperparameters(about)
     if as_json:
         return print_json(_describe(about) | {"hyperparameters": options})
+    own = about.config_class.__module__.startswith("hf_efficient_attn.")
     forms = [("causal", about.causal), ("Nq != Nk", about.rectangular), ("recurrent", about.recurrent)]
     facts = {
         "paper": ", ".join(filter(None, (about.paper, about.paper_url))),
@@ -83,7 +84,7 @@ def info(
         "far field": about.far,
         "forms": ", ".join(form for form, exists in forms if exists) or "square, bidirectional only",
         "learned parameters": ", ".join(about.learned_parameters) or "none",
-        "config": f"hf_efficient_attn.{about.config_class.__name__}",
+        "config": f"{'hf_efficient_attn' if own else about.config_class.__module__}.{about.config_class.__name__}",
     }
     typer.echo(f"{bold(about.title)}\n{_wrap(about.summary)}\n")
     for fact, value in facts.items():

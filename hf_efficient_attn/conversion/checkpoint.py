@@ -30,7 +30,7 @@ from hf_efficient_attn.checkpoint.weights import INDEX
 from hf_efficient_attn.conversion.convert import convert
 from hf_efficient_attn.conversion.exactness import describe, exact_lengths, num_positions, picture_sizes
 from hf_efficient_attn.conversion.positions import extend_positions
-from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
+from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_method
 from hf_efficient_attn.hub.card import write_card
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.layers import Layer, in_order
@@ -163,7 +163,7 @@ def _check_request(method: str, hyperparameters: Mapping[str, Any] | None, layer
             )
     elif method not in available_methods():
         known = [*available_methods(), *EXACT_IMPLEMENTATIONS]
-        raise UnsupportedAttentionError(unknown_name("attention method", method, known))
+        raise UnsupportedAttentionError(unknown_method(method, known))
     else:
         make_config(method, **(hyperparameters or {}))
 

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
-from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
+from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_method
 from hf_efficient_attn.integration.foreign import ForeignHandler, foreign_attention
 from hf_efficient_attn.integration.models import choose, configs_of, switch, transformers_models
 from hf_efficient_attn.integration.settings import EXACT_IMPLEMENTATIONS, EfficientAttentionConfig, as_settings
@@ -109,7 +109,7 @@ def _check_implementation(name: str, layers: Sequence[Any] | None, hyperparamete
     """Refuse a name that is not one of Transformers' own implementations, and arguments that those do not have."""
     if name not in ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()):
         known = [*available_methods(), *EXACT_IMPLEMENTATIONS]
-        raise UnsupportedAttentionError(unknown_name("attention method", name, known))
+        raise UnsupportedAttentionError(unknown_method(name, known))
     if layers is not None or hyperparameters:
         raise UnsupportedAttentionError(
             f"{name!r} is no method of this package and takes no layers or hyperparameters; to keep some layers exact, "

@@ -75,9 +75,11 @@ def task_of(model: PreTrainedModel) -> str:
         if "ForMaskedLM" in name:
             return "masked-lm"
         return "causal-lm" if "ForCausalLM" in name or "LMHead" in name else "embedding"
+    is_pair = getattr(model.config, "is_encoder_decoder", False)
+    about = "has an encoder and a decoder" if is_pair else f"takes {model.main_input_name}"
     raise UnsupportedAttentionError(
-        f"{name} takes {model.main_input_name}, or has an encoder and a decoder. Supported are encoders of text and "
-        "pictures, masked and causal language models, and image classifiers"
+        f"{name} {about}. Supported are encoders of text and pictures, masked and causal language models, and image "
+        "classifiers"
     )
 
 

@@ -68,7 +68,8 @@ def context(facts: Facts, name: str) -> dict[str, Any]:
         "calibrated": [choice.calibrated_length for _, choice in facts.choices if choice.calibrated_length],
         "command": _command(facts),
         "install": facts.install and shlex.quote(facts.install),
-        "limits": [(info, _exact_length(info)) for info in infos],
+        "limits": [(info, _exact_length(info, facts)) for info in infos],
+        "foreign": [info for info in infos if not info.config_class.__module__.startswith("hf_efficient_attn.")],
         "methods": _methods(facts, num_layers),
         "model_class": auto_class(architecture) or architecture or "AutoModel",
         "num_layers": num_layers,
@@ -111,10 +112,14 @@ def _methods(facts: Facts, num_layers: int | None) -> list[dict[str, Any]]:
     return found
 
 
-def _exact_length(info: MethodInfo) -> str | None:
-    """The sentence in the method's documentation that says up to which length it is exact."""
+def _exact_length(info: MethodInfo, facts: Facts) -> str | None:
+    """A sentence that says up to which length a method is exact, as its documentation puts it or with the number."""
     found = re.search(r"\b(?:With up|Up) to [^.]*?exact\b", " ".join((info.config_class.__doc__ or "").split()))
-    return found[0][0].lower() + found[0][1:] if found else None
+    if found:
+        return found[0][0].lower() + found[0][1:]
+    configs = [entry.config for _, choice in facts.choices for entry in choice.entries]
+    keys = min(config.exact_length for config in configs if config.method == info.name)
+    return f"up to {keys} keys the output is exact" if keys else None
 
 
 def _command(facts: Facts) -> str | None:

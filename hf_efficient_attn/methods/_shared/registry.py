@@ -9,7 +9,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
+from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_method
 from hf_efficient_attn.methods._shared.config import ConfigT, MethodConfig
 
 
@@ -343,10 +343,7 @@ def get_method(name: str) -> Method:
         UnsupportedAttentionError: there is no such method. The message names the most similar one.
     """
     if not isinstance(name, str) or name not in _REGISTRY:
-        raise UnsupportedAttentionError(
-            f"{unknown_name('attention method', name, _REGISTRY)} If a file of your own registers it, import that file "
-            "first."
-        )
+        raise UnsupportedAttentionError(unknown_method(name, _REGISTRY))
     return _REGISTRY[name]
 
 
