@@ -16,6 +16,7 @@ from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, 
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.features import key_state, orthogonal_features, query_state
 from hf_efficient_attn.ops.hashing import angular_hash, gray_rank, hyperplanes, sort_by_hash
+from hf_efficient_attn.ops.linear_attention import elu_features
 from hf_efficient_attn.ops.onednn import grouped_attention
 from hf_efficient_attn.ops.partial import Partial, merge, partial_attention, partial_attention_naive, prefix_merge
 from hf_efficient_attn.ops.random import normal, offsets, uniform
@@ -952,3 +953,14 @@ def test_grouped_products_are_for_plain_float32_only(monkeypatch):
         assert not onednn.use_grouped(x)
     monkeypatch.setattr(onednn, "_full_width_amd", lambda: False)
     assert not onednn.use_grouped(x)
+
+
+def test_the_features_of_very_negative_numbers_are_no_zeros():
+    """elu(x) + 1 rounds to 0 below -17, and a query would lose all its keys."""
+    x = torch.tensor([-60.0, -20.0, -1.0, 0.0, 2.0])
+    expected = torch.tensor([math.exp(-60.0), math.exp(-20.0), math.exp(-1.0), 1.0, 3.0])
+    torch.testing.assert_close(elu_features(x), expected, atol=0.0, rtol=1e-5)
+    x.requires_grad_()
+    torch.testing.assert_close(elu_features(x), expected, atol=0.0, rtol=1e-5)
+    (gradient,) = torch.autograd.grad(elu_features(x).sum(), x)
+    torch.testing.assert_close(gradient, expected.clamp(max=1.0), atol=0.0, rtol=1e-5)

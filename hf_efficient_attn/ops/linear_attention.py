@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout, elu
+from torch.nn.functional import dropout
 
 from hf_efficient_attn.ops.blocks import pad_to_blocks
 from hf_efficient_attn.ops.partial import accumulation_dtype, exp_
@@ -34,10 +34,11 @@ class LinearState(NamedTuple):
 def elu_features(x: Tensor) -> Tensor:
     """phi(x) = elu(x) + 1 (Eq. 7), which is positive: (...) -> (...).
 
-    It is also the maximum of 1 + x and exp(min(x, 0)), which is faster to compute but has no gradient here.
+    Computed as written it is 0 for x below -17 in float32, so both forms here take the exponential itself. The maximum
+    of 1 + x and exp(min(x, 0)) is faster than their sum with relu, but has another gradient at 0.
     """
     if x.requires_grad:
-        return elu(x) + 1.0
+        return torch.relu(x) + x.clamp(max=0.0).exp()
     return torch.maximum(x + 1.0, exp_(x.clamp(max=0.0)))
 
 
