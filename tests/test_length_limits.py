@@ -174,8 +174,11 @@ def test_sentence_transformers_reads_the_whole_text(minilm, tmp_path):
     library = pytest.importorskip("sentence_transformers", reason="pip install sentence-transformers")
     source = shutil.copytree(minilm, tmp_path / "source")
     assert read(source, NAMES[0])["max_seq_length"] == 256
-    convert_checkpoint(source, tmp_path / "out", "longformer", hyperparameters={"window_size": 64}, max_length=2048)
-    model = library.SentenceTransformer(str(tmp_path / "out"), device="cpu")
+    chosen = {"window_size": 64}
+    done = convert_checkpoint(source, tmp_path / "out", "longformer", hyperparameters=chosen, max_length=2048)
+    exec(done["load"], found := {})
+    model = found["model"].to("cpu")
+    assert isinstance(model, library.SentenceTransformer)
     assert model.max_seq_length == 2048
     words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs", "away", "from", "it"]
     start = " ".join(words[i % 14] for i in range(250))

@@ -171,4 +171,4 @@ def test_a_model_of_this_package_is_loaded_as_its_card_says(tmp_path):
     back = convert_checkpoint(tmp_path / "out", tmp_path / "back", "sdpa")
     assert back["load"].startswith("import hf_efficient_attn\n")
     text = (tmp_path / "back" / "README.md").read_text()
-    assert "`pip install hf_efficient_attn`, which contains the model" in text and "import hf_efficient_attn\n" in text
+    assert "the package `hf_efficient_attn`, which contains the model" in text and "import hf_efficient_attn\n" in text

@@ -229,10 +229,11 @@ def _recommendation(result: dict[str, Any]) -> list[str]:
         f"Expected: mean error {_short(found['error'])} in the converted layers. Over all layers, attention costs as "
         f"much as {found['columns']:.0f} keys per query instead of {found['keys']:.0f}."
     )
+    saves = found["speed_up"] is None or found["speed_up"] >= 1.05
     if found["speed_up"] is not None:
         speed = f"Measured here: attention is {found['speed_up']:.1f} times as fast as exact attention"
-        lines.append(speed + ("." if found["speed_up"] >= 1.05 else f": this saves nothing. {_how_to_save()}."))
-    return [*lines, "To apply it:", f"    {result['command']}"]
+        lines.append(speed + ("." if saves else f": this saves nothing. {_how_to_save()}."))
+    return [*lines, "To apply it:" if saves else "To apply it all the same:", f"    {result['command']}"]
 
 
 def _how_to_save() -> str:

@@ -149,7 +149,7 @@ def convert_checkpoint(
         "files": sizes,
         "left_out": dict(checked.left_out),
         "notes": notes,
-        "load": _loading_lines(model, os.fspath(output)),
+        "load": _loading_lines(model, os.fspath(output), embeds_sentences="modules.json" in checked.companions),
     }
 
 
@@ -369,9 +369,16 @@ def _describe_limits(
     return notes
 
 
-def _loading_lines(model: PreTrainedModel, output: str) -> str:
-    """The Python lines that load the result."""
+def _loading_lines(model: PreTrainedModel, output: str, *, embeds_sentences: bool) -> str:
+    """The Python lines that load the result, with sentence-transformers if the files are those of such a model."""
     own_class = auto_class(type(model).__name__)
+    stored = model.config.efficient_attention
+    lines = ["import hf_efficient_attn"] if own_class or stored else []
+    classes = {type(entry.config) for entry in stored.settings.entries} if stored else set()
+    foreign = (one for one in classes if not one.__module__.startswith("hf_efficient_attn."))
+    lines += sorted(f"import {one.__module__}  # registers {one.method}" for one in foreign)
     name = own_class or type(model).__name__
-    lines = ["import hf_efficient_attn"] if own_class or model.config.efficient_attention else []
-    return "\n".join([*lines, f"from transformers import {name}", f"model = {name}.from_pretrained({output!r})"])
+    library, call = "transformers", f"{name}.from_pretrained"
+    if embeds_sentences:
+        library, name, call = "sentence_transformers", "SentenceTransformer", "SentenceTransformer"
+    return "\n".join([*lines, f"from {library} import {name}", f"model = {call}({output!r})"])
