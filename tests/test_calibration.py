@@ -54,7 +54,7 @@ def test_unseen_batches_stay_below_the_error(family, methods):
         assert torch.isfinite(model(**batches(family, 1)[0])[0]).all()
 
 
-@pytest.mark.parametrize("max_error", [0.15, 0.3])
+@pytest.mark.parametrize("max_error", [0.15, pytest.param(0.3, marks=pytest.mark.exhaustive)])
 def test_unseen_text_stays_below_the_error(max_error, minilm):
     import pydoc_data.topics
 
@@ -429,6 +429,7 @@ def test_the_model_is_unchanged_after_an_interruption(monkeypatch):
     assert model.training and model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.exhaustive
 def test_a_longer_text_needs_a_longer_calibration(minilm):
     """What is calibrated on short texts breaks its promise on long ones; what is calibrated on those keeps it."""
     import pydoc_data.topics

@@ -256,6 +256,7 @@ def test_compare_rankings():
     assert demo.compare_rankings(found, reference) == (1, 4.0)
 
 
+@pytest.mark.exhaustive
 @needs_minilm
 @needs_matplotlib
 def test_demo_measures(monkeypatch, tmp_path, capsys):

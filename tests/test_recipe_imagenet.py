@@ -487,6 +487,7 @@ def test_training_learns_and_is_reproducible(tiny, colors, tmp_path, capsys):
     assert saved["size"] == {"shortest_edge": 37} and saved["crop_size"] == {"height": 32, "width": 32}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_accumulated_batches_train_as_one(smoothing, tiny, colors, tmp_path):
     options = {"model": tiny, "train_data": colors, **BASE, **BY_ORDER, "label_smoothing_factor": smoothing}
@@ -496,6 +497,7 @@ def test_accumulated_batches_train_as_one(smoothing, tiny, colors, tmp_path):
     assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "6"), abs=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_resumed_run_equals_the_uninterrupted_one(tiny, colors, tmp_path):
     """24 pictures, 4 steps per epoch: resumed within the first and within the second epoch."""
     options = {**BASE, "eval_strategy": "no", "save_steps": 1, "save_strategy": "steps", "save_total_limit": 9}

@@ -428,6 +428,7 @@ def test_evaluation_by_position_of_a_saved_model(corpus, tmp_path):
     assert figures["eval_repeat_8_second"] != figures["eval_repeat_24_second"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("recipe", [mlm, clm])
 def test_resumed_run_equals_the_uninterrupted_one(recipe, corpus, tmp_path):
     """The resumed steps cross the end of an epoch, and the masks depend on the epoch."""

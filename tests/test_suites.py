@@ -94,6 +94,7 @@ def test_the_core_has_each_value_once(collect):
     assert sorted(methods) == sorted({instance.method for instance in INSTANCES})
 
 
+@pytest.mark.exhaustive
 def test_tests_that_are_named_are_in_every_suite(collect):
     assert len(collect("test_module_of_every_kind.py::test_product")) == 9
     assert collect("test_module_of_every_kind.py::test_long") == ["test_long"]

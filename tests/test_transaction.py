@@ -44,9 +44,15 @@ CHOICES = {
 }
 # All kinds of switches: exact, without parameters, learned, learned in some layers.
 SWITCHES = [
-    ("exact", "linformer"), ("exact", "shared"), ("exact", "mix"), ("kdeformer", "nystromformer"),
-    ("linformer", "eva"), ("linformer", "flurka"), ("linformer", "shared"), ("shared", "part"), ("mix", "linformer"),
-    ("linformer", "kdeformer"), ("linformer", "exact"), ("shared", "eager"), ("mix", "exact"),
+    ("exact", "mix"), ("linformer", "flurka"), ("shared", "part"), ("mix", "exact"),
+    *(
+        pytest.param(start, end, marks=pytest.mark.exhaustive)
+        for start, end in [
+            ("exact", "linformer"), ("exact", "shared"), ("kdeformer", "nystromformer"), ("linformer", "eva"),
+            ("linformer", "shared"), ("mix", "linformer"), ("linformer", "kdeformer"), ("linformer", "exact"),
+            ("shared", "eager"),
+        ]
+    ),
 ]  # fmt: skip
 
 
@@ -159,6 +165,7 @@ def test_convert_fails_at_every_line():
     check_every_failure(model, lambda model: convert(model, "mix"), tiny_batch("bert"), lines=True, step=7)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("start", "end"), [("kdeformer", "linformer"), ("linformer", "kdeformer"), ("mix", "exact")])
 def test_several_models_in_one_container_fail_at_every_call(start, end):
     both = torch.nn.ModuleList([convert(tiny_model("bert"), start), convert(tiny_model("vit"), start)])

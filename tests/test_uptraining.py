@@ -364,7 +364,7 @@ def test_new_parameters_are_trained(tmp_path):
         {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
         {"gradient_checkpointing": True},
         {"bf16": True},
-        {"torch_compile": True, "torch_compile_backend": "eager"},
+        pytest.param({"torch_compile": True, "torch_compile_backend": "eager"}, marks=pytest.mark.exhaustive),
     ],
     ids=lambda options: next(iter(options)),
 )

@@ -143,6 +143,7 @@ def same_steps(folder: pathlib.Path, reference: pathlib.Path, world: int = 1) ->
             assert step == expected[step["step"]]
 
 
+@pytest.mark.exhaustive
 def test_references_follow_their_stages(trainings):
     """The references themselves: attention of every step, switches in the log, losses that differ between stages."""
     expected = {
@@ -381,7 +382,7 @@ def test_launcher(trainings, tmp_path):
     [
         ("learned", 4, 2, 4, "linformer"),
         ("same", 4, 2, 4, "performer"),
-        ("three", 2, 2, 2, "sdpa"),
+        pytest.param("three", 2, 2, 2, "sdpa", marks=pytest.mark.exhaustive),
         # The best step was not saved, and it is in a later stage than the best saved one.
         ("learned", 5, 4, 4, "linformer"),
         ("same", 6, 4, 4, "performer"),
@@ -443,6 +444,7 @@ def test_other_stages_are_refused_with_the_reason(trainings, tmp_path):
     assert [step["attention"] for step in steps(shared)][-3:] == ["flurka_performer", "flurka_linear", "flurka_linear"]
 
 
+@pytest.mark.exhaustive
 def test_callback_in_another_trainer(tmp_path):
     """The callback switches the model of the second Trainer to the stage of the checkpoint."""
     stages = [("linformer", 2, {"projection_dim": 8}), ("kdeformer", None, uptraining_run.KDEFORMER)]
