@@ -964,3 +964,22 @@ def test_the_features_of_very_negative_numbers_are_no_zeros():
     torch.testing.assert_close(elu_features(x), expected, atol=0.0, rtol=1e-5)
     (gradient,) = torch.autograd.grad(elu_features(x).sum(), x)
     torch.testing.assert_close(gradient, expected.clamp(max=1.0), atol=0.0, rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_gradient_is_finite_where_the_weights_nearly_underflow(is_causal, dtype):
+    """The weights of the first query sum to about 1e-42 in float32; those of the second are of normal size."""
+    size = 96.0 if dtype == torch.float32 else 710.0
+    query = torch.tensor([-size, 1.0], dtype=dtype).view(1, 1, 2, 1).requires_grad_()
+    key = torch.tensor([size, 2.0], dtype=dtype).view(1, 1, 2, 1).requires_grad_()
+    value = torch.tensor([3.0, 5.0], dtype=dtype).view(1, 1, 2, 1).requires_grad_()
+    out = functional.linear_attention(query, key, value, is_causal=is_causal)
+    weights = torch.tensor([size + 1.0, 3.0], dtype=dtype)
+    mean = (weights * value.flatten()).sum() / weights.sum()
+    torch.testing.assert_close(
+        out.flatten(), torch.stack([value[0, 0, 0, 0] if is_causal else mean, mean]), rtol=0.05, atol=0.0
+    )
+    gradients = torch.autograd.grad(out.sum(), (query, key, value))
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert gradients[1].count_nonzero() == 2 and gradients[2].count_nonzero() == 2

@@ -63,10 +63,15 @@ def key_features(key: Tensor, key_mask: Tensor | None) -> Tensor:
 def normalize(out: Tensor, total: Tensor) -> Tensor:
     """Divide sums of values (..., Dv) by sums of weights (..., 1), in place without a gradient.
 
-    The output is 0 where the weights sum to 0: there is no key, or all features underflow.
+    The output is 0 where the weights sum to 0: there is no key, or all features underflow. Where they sum to less than
+    5e-31 (2e-246 in float64), 1 / total and so the gradient could overflow, and no gradient passes.
     """
     total = total.masked_fill(total == 0, 1.0)
-    return out / total if out.requires_grad else out.div_(total)
+    if not out.requires_grad:
+        return out.div_(total)
+    is_tiny = total < torch.finfo(total.dtype).tiny ** 0.8
+    out, total = (torch.where(is_tiny, x.detach(), x) for x in (out, total))
+    return out / total
 
 
 def linear_attention(phi_q: Tensor, phi_k: Tensor, value: Tensor, dropout_p: float) -> Tensor:
