@@ -93,6 +93,7 @@ print("kdeformer" in AttentionInterface().valid_keys(), sorted(hea.__all__) == s
     assert done.stdout.split() == ["False", "True", "True"], done.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_the_command_starts_registers_the_methods(script):
     program = """
 import multiprocessing, sys
@@ -354,6 +355,7 @@ def test_a_full_disk_is_an_error_in_one_line(arguments):
     assert done.stderr == "error: [Errno 28] No space left on device\n"
 
 
+@pytest.mark.exhaustive
 @needs_posix
 def test_closed_output_is_no_error():
     line = shlex.join([sys.executable, "-m", "hf_efficient_attn", "info", "linear"])

@@ -103,6 +103,7 @@ def test_a_limit_of_time(capsys):
     assert result["left_out"][-1] == "search with linear"
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_in_a_process(folder):
     """The rows that were printed stay, and the exit status says that the command was interrupted."""
     lengths = ",".join(map(str, range(64, 80)))  # far from done when the first row appears

@@ -342,6 +342,7 @@ def test_gaussian_tables_keep_the_promises_of_masks(instance, kind):
         promises.check_batch(instance, False, kind, q_len=length)
 
 
+@pytest.mark.exhaustive
 @each_gaussian
 def test_gaussian_tables_keep_the_other_promises(instance):
     promises.check_masked_gradients(instance, False)

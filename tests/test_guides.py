@@ -160,6 +160,7 @@ def models(tmp_path, monkeypatch):
     forget_example()
 
 
+@pytest.mark.exhaustive
 @needs_minilm
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_of_a_guide_runs(page, models):

@@ -69,7 +69,8 @@ cli.main(sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize("exists", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["new", "empty"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("exists", [False, True], ids=["new", "empty"])
 def test_of_two_conversions_to_one_output_the_later_is_refused(exists, whole, tmp_path):
     if exists:
         (tmp_path / "out").mkdir()

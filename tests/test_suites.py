@@ -71,6 +71,7 @@ def collect(tmp_path, monkeypatch):
     return collected
 
 
+@pytest.mark.exhaustive
 def test_core_and_rest_are_all(collect):
     core, rest, every = collect(), collect("--suite", "rest"), collect("--suite", "all")
     assert sorted(core + rest) == sorted(every)

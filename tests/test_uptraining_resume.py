@@ -175,8 +175,12 @@ def test_references_follow_their_stages(trainings):
 
 
 @pytest.mark.parametrize(
-    "kill", ["forward@3", "end@4", "begin@4", "backward@4", "torn:model.safetensors@4", "torn:rng_state.pth@8"]
-)
+    "kill",
+    [
+        "forward@3", "begin@4", "backward@4", "torn:model.safetensors@4", "torn:rng_state.pth@8",
+        pytest.param("end@4", marks=pytest.mark.exhaustive),
+    ],
+)  # fmt: skip
 def test_kill_around_a_switch_at_a_checkpoint(trainings, tmp_path, kill):
     """Learned parameters of the first stage continue in the second; the last checkpoint is that of the switch."""
     kill_and_resume(trainings, tmp_path, "learned", kill)
