@@ -38,6 +38,7 @@ class Instance:
         reads_positions: whether masked tokens inside the sequence still count in the distances between the others.
         averages: whether the weights of a query are positive and sum to 1.
         exact_steps: whether decoding attends to all keys exactly instead of approximating as on the whole sequence.
+        skips_masked_queries: whether the outputs of masked tokens are 0 when queries and keys are the same tokens.
         square: whether it needs as many queries as keys, although the method has a rectangular form.
         call_seed: whether the seed of a call has the same effect as that of the config.
         data_dependent: whether the amount of work depends on the data, so that the method cannot be compiled.
@@ -55,6 +56,7 @@ class Instance:
     reads_positions: bool = False
     averages: bool = True
     exact_steps: bool = False
+    skips_masked_queries: bool = False
     square: bool = False
     call_seed: bool = True
     data_dependent: bool = False
@@ -107,10 +109,12 @@ def _eva(**options) -> Instance:
     return Instance(
         "eva",
         {"window_size": 8, "num_landmarks": 8, **options},
+        budget=options.get("window_size", 8),
         small={"window_size": 4, "num_landmarks": 2},
         limit="exact",
         random=options.get("proposal") != "mean",
         exact_steps=True,
+        skips_masked_queries=True,
         splits_scale=True,
     )
 

@@ -1,5 +1,6 @@
 """EVA against its paper's sums, written out with plain exponentials, and the properties that follow from them."""
 
+import contextlib
 import math
 from unittest.mock import patch
 
@@ -8,10 +9,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import hf_efficient_attn as hea
+import promises
 from hf_efficient_attn.methods import AttentionOptions, eva
 from hf_efficient_attn.methods.eva import forward, naive
 from hf_efficient_attn.ops.random import normal
-from instances import inputs, numbers, padding_mask, relative_error
+from instances import Instance, inputs, numbers, padding_mask, relative_error
 
 MEAN = {"proposal": "mean"}  # omega = mu, which is what `estimate` computes without noise
 
@@ -295,6 +297,25 @@ def test_a_window_as_long_as_the_sequence_is_exact(is_causal):
     for window in (40, 64):
         ours = hea.functional.eva_attention(*tensors, window_size=window, num_landmarks=3, is_causal=is_causal)
         torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("window_size", [1, 2, 4, 5, 7, 8])
+@pytest.mark.parametrize("num_landmarks", [1, 3, 4, 8, 16, 33])
+def test_exact_length_is_where_the_first_of_the_two_forms_stops_being_exact(window_size, num_landmarks):
+    hyperparameters = {"window_size": window_size, "num_landmarks": num_landmarks}
+    instance = Instance("eva", hyperparameters, skips_masked_queries=True)
+    config = instance.config()
+
+    def exact(length, is_causal, padding="none"):
+        with contextlib.suppress(AssertionError):
+            promises.check_exact(instance, is_causal, length, padding)
+            return True
+        return False
+
+    for length in {1, config.exact_length // 2 + 1, config.exact_length - 1, config.exact_length} - {0}:
+        assert all(exact(length, form, padding) for form in (False, True) for padding in ("none", "left", "holes"))
+    if (window_size, num_landmarks) != (1, 1):  # two windows of one key, of which each is the other's chunk
+        assert not all(exact(config.exact_length + 1, form) for form in (False, True))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -71,7 +71,7 @@ QueryMask: TypeAlias = Tensor | Literal["keys"] | None
 
 @dataclass(frozen=True, kw_only=True)
 class EvaConfig(MethodConfig):
-    """Hyperparameters of EVA. With up to window_size keys the output is exact."""
+    """Hyperparameters of EVA. Up to window_size keys the output is exact (causal: one less if it is odd)."""
 
     method = "eva"
     title = "EVA"
@@ -94,6 +94,17 @@ class EvaConfig(MethodConfig):
         choices=("normal", "mean", "learned"),
     )
     seed: int = option(0, "Seed of the draws of 'normal' and 'learned'.", minimum=0)
+
+    @property
+    def exact_length(self) -> int:
+        """The window, or more if the chunks next to it have one key each. The smaller number of the two forms counts.
+
+        The causal form has two blocks of half a window, so an odd window counts as one key less there.
+        """
+        block, chunks = max(1, self.window_size // 2), max(1, self.num_landmarks // 2)
+        # An interval of 1, 2, 4, ... blocks is exact if it has at least as many chunks as keys.
+        causal = block * (1 + 2 ** (chunks // block).bit_length())
+        return min(causal, self.window_size * max(1, self.num_landmarks // self.window_size))
 
     def with_budget(self, columns: int) -> "EvaConfig":
         """Half of the budget for the window, half for summaries."""
