@@ -22,7 +22,10 @@ def unknown_name(kind: str, name: object, known: Iterable[object]) -> str:
     return f"unknown {kind} {name!r}.{hint} Known: {', '.join(names)}."
 
 
+# What an unknown name can also mean.
+OWN_FILE = "If a file of your own registers it, import that file first."
+
+
 def unknown_method(name: object, known: Iterable[object]) -> str:
     """`unknown_name` for an attention method, which a file of the user's own may register."""
-    sentence = unknown_name("attention method", name, known)
-    return f"{sentence} If a file of your own registers it, import that file first."
+    return f"{unknown_name('attention method', name, known)} {OWN_FILE}"

@@ -115,7 +115,7 @@ def test_stages_inherit_hyperparameters():
         ([("linformer", 1.5)], "1.5 is not the end"),
         ([("linformer", True)], "True is not the end"),
         ([("linformer", float("nan")), ("linear", 1.0)], "nan is not the end"),
-        ([("linfromer", 1.0)], "Did you mean 'linformer'"),
+        ([("linfromer", 1.0)], "a stage: unknown .* Did you mean 'linformer'.* import that file first"),
         ([("linformer", 1.0, {"projection_dims": 3})], "projection_dim"),
         ([("sdpa", 1.0, {"seed": 3})], "no hyperparameters"),
         ([("linear", 0.5), ("linear", 1.0)], "are the same"),

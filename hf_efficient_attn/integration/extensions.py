@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.modeling_utils import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
-from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
+from hf_efficient_attn.errors import OWN_FILE, UnsupportedAttentionError, unknown_method
 from hf_efficient_attn.integration import models
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.learned import LearnedParameters
@@ -92,11 +92,15 @@ def _extend_switching() -> None:
         try:
             return correct(self, requested_attention, *args, **kwargs)
         except ValueError as error:
-            # The original's message names only Transformers' own implementations.
-            if not difflib.get_close_matches(str(requested_attention), names):
+            name = str(requested_attention)
+            # A known one that the model does not support, or a repository with a kernel.
+            if name in ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()) or "/" in name:
                 raise
-            sentence = unknown_name("attention method", requested_attention, [*names, *EXACT_IMPLEMENTATIONS])
-            raise UnsupportedAttentionError(sentence) from error
+            # The original's message names only Transformers' own implementations.
+            if difflib.get_close_matches(name, names):
+                sentence = unknown_method(name, [*names, *EXACT_IMPLEMENTATIONS])
+                raise UnsupportedAttentionError(sentence) from error
+            raise ValueError(f"{error} {OWN_FILE}") from error
 
     _replace(PreTrainedModel, set_implementation_and_switch)
     _replace(PreTrainedModel, correct_or_explain)

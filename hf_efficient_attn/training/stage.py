@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
+from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_method
 from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS, EfficientAttentionConfig
 from hf_efficient_attn.methods import MethodConfig, available_methods, make_config, method_info
 
@@ -94,7 +94,7 @@ def _make_stage(given: Any, before: Stage | None) -> Stage:
         return Stage(config.method, end, EfficientAttentionConfig(config, None, layers))
     if attention not in available_methods():
         known = [*available_methods(), *EXACT_IMPLEMENTATIONS]
-        raise UnsupportedAttentionError(unknown_name("attention of a stage", attention, known))
+        raise UnsupportedAttentionError(f"a stage: {unknown_method(attention, known)}")
     values = {**_inherited(attention, before), **values}
     return Stage(attention, end, EfficientAttentionConfig(attention, values, layers))
 
