@@ -230,6 +230,8 @@ def test_the_origin_is_carried_on(tmp_path):
             "pipeline_tag": "fill-mask",
             "language": ["en"],
             "max_length": None,
+            "trained_positions": 128,
+            "install": None,
             "hf_efficient_attn": hea.__version__,
         }
 
@@ -270,11 +272,70 @@ def test_tokenizer_and_card_state_the_extended_length(tmp_path, capsys):
 
 
 def test_models_without_a_position_table_cannot_be_extended(tmp_path, capsys):
-    for family in ("vit", "llama"):
+    for family, words in (("vit", "interpolate_pos_encoding=True"), ("llama", "raise max_position_embeddings")):
         source = save(tmp_path / family, family)
         assert status(source, "--method", "linear", "--max-length", 300, "-o", tmp_path / "out") == 2
-        assert "extend_positions" in capsys.readouterr().err
+        err, name = capsys.readouterr().err, tiny_class(family, head=True).__name__
+        assert err.startswith(f"error: --max-length 300: the positions of {name} cannot be extended: ") and words in err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_length_that_must_be_a_mistake_is_refused_before_memory_is_used(tmp_path, capsys):
+    source = save(tmp_path / "source", "bert")
+    for length in (3_000_000, 10**15):
+        assert status(source, "--method", "longformer", "--max-length", length, "-o", tmp_path / "out") == 2
+        err = capsys.readouterr().err
+        assert err.startswith(f"error: --max-length {length}: position tables of that length have {length * 32:,} values")
+        assert "was made for 128 tokens; give at most 2097152" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_repeated_table_is_compared_with_the_trained_one(tmp_path, capsys):
+    source, note = save(tmp_path / "source", "roberta"), "the table of 128 positions is repeated {} times"
+
+    def card(name, *options):
+        origin = source if name == "first" else tmp_path / "first"
+        assert status(origin, "--method", "linear", *options, "-o", tmp_path / name) == 0
+        return (tmp_path / name / "README.md").read_text(), capsys.readouterr().out
+
+    text, out = card("first", "--max-length", 320)
+    assert note.format(2.5) in out
+    assert "the position table was extended from 128 to 320 tokens" in text
+    # The second conversion compares with what was trained, not with the table that it finds.
+    text, out = card("second", "--max-length", 640)
+    assert note.format(5) in out and "extended from 128 to 640 tokens" in text
+    text, out = card("third")
+    assert "is repeated" not in out and "extended from 128 to 320 tokens" in text
+
+
+def test_a_length_that_the_model_takes_already_extends_nothing(tmp_path, capsys):
+    source = save(tmp_path / "source", "bert")
+    assert status(source, "--method", "linear", "--max-length", 128, "-o", tmp_path / "out") == 0
+    assert "is repeated" not in capsys.readouterr().out
+    assert "extended" not in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_what_to_install_is_carried_on_and_shown(tmp_path, capsys):
+    source = save(tmp_path / "source", "bert")
+    convert_checkpoint(source, tmp_path / "first", "linear")
+    path = tmp_path / "first" / "efficient_attention.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({**values, "install": "hf_efficient_attn==0.2.0"}))
+    assert status(tmp_path / "first", "--method", "longformer", "-o", tmp_path / "second") == 0
+    assert "the card tells its readers to 'pip install hf_efficient_attn==0.2.0'" in capsys.readouterr().out
+    assert json.loads((tmp_path / "second" / path.name).read_text())["install"] == "hf_efficient_attn==0.2.0"
+    assert "\npip install hf_efficient_attn==0.2.0\n" in (tmp_path / "second" / "README.md").read_text()
+    path.write_text(json.dumps({**values, "install": "../package"}))
+    assert status(tmp_path / "first", "--method", "longformer", "-o", tmp_path / "third") == 2
+    assert "efficient_attention.json: install '../package'" in capsys.readouterr().err
+
+
+def test_convert_says_how_to_name_the_original(tmp_path, capsys):
+    source, note = save(tmp_path / "source", "bert"), "give --base-model ORG/NAME"
+    assert status(source, "--method", "linear", "-o", tmp_path / "out") == 0
+    assert note in capsys.readouterr().out
+    assert status(source, "--method", "linear", "-o", tmp_path / "named", "--base-model", "some/bert") == 0
+    assert note not in capsys.readouterr().out
 
 
 def test_layers(tmp_path, capsys):

@@ -12,6 +12,7 @@ from hf_efficient_attn.checkpoint.source import CheckedSource
 from hf_efficient_attn.errors import UnsupportedAttentionError
 
 FILE = "efficient_attention.json"
+INSTALL, TRAINED = "install", "trained_positions"  # keys
 _MAX_CARD = 2**20  # bytes
 _HUB_ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
 
@@ -25,9 +26,10 @@ def provenance(checked: CheckedSource, version: str) -> dict[str, Any]:
 
     Returns:
         The contents of `efficient_attention.json`: {"format": 1, "base_model": hub id or None, "base_name", "license",
-        "tags", "pipeline_tag", "language", "max_length": tokens to which the position table was extended or None,
-        "hf_efficient_attn": version}. The base model is the one that was converted first; licence, tags, task and
-        languages are those of its card. Values of the card that are not plain text are left out.
+        "tags", "pipeline_tag", "language", "max_length": the tokens that a conversion was told to take or None,
+        "trained_positions": those that the model took before it or None, "install": what pip takes to install this
+        package or None, "hf_efficient_attn": version}. The base model is the one that was converted first; licence,
+        tags, task and languages are those of its card. Values of the card that are not plain text are left out.
 
     Raises:
         UnsupportedAttentionError: The source's card or `efficient_attention.json` cannot be read.
@@ -41,7 +43,8 @@ def provenance(checked: CheckedSource, version: str) -> dict[str, Any]:
         base_name = _text(values.get("base_name")) or checked.name
     else:
         values, base_model, base_name = _front_matter(checked), checked.hub_id, checked.name
-    language, max_length = values.get("language"), values.get("max_length")
+        values = {key: value for key, value in values.items() if key not in ("max_length", TRAINED, INSTALL)}
+    language = values.get("language")
     return {
         "format": 1,
         "base_model": base_model,
@@ -50,7 +53,9 @@ def provenance(checked: CheckedSource, version: str) -> dict[str, Any]:
         "tags": _texts(values.get("tags")),
         "pipeline_tag": _text(values.get("pipeline_tag")),
         "language": _texts([language] if isinstance(language, str) else language) or None,
-        "max_length": max_length if type(max_length) is int and max_length > 0 else None,
+        "max_length": _count(values.get("max_length")),
+        TRAINED: _count(values.get(TRAINED)),
+        INSTALL: _text(values.get(INSTALL), 500),
         "hf_efficient_attn": version,
     }
 
@@ -76,9 +81,14 @@ def _front_matter(checked: CheckedSource) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _text(value: Any) -> str | None:
-    """The value if it is a short printable text, else None."""
-    return value if isinstance(value, str) and 0 < len(value) <= 200 and value.isprintable() else None
+def _text(value: Any, limit: int = 200) -> str | None:
+    """The value if it is a printable text of at most `limit` characters, else None."""
+    return value if isinstance(value, str) and 0 < len(value) <= limit and value.isprintable() else None
+
+
+def _count(value: Any) -> int | None:
+    """The value if it is a positive integer, else None."""
+    return value if type(value) is int and value > 0 else None
 
 
 def _texts(value: Any) -> list[str]:

@@ -24,14 +24,15 @@ from hf_efficient_attn.checkpoint import CheckedSource, open_checkpoint
 from hf_efficient_attn.checkpoint.files import refusing, short, writing
 from hf_efficient_attn.checkpoint.limits import ChangedLimit, sentence_limit, set_limits, task_lengths
 from hf_efficient_attn.checkpoint.loading import load_with_report, quiet
-from hf_efficient_attn.checkpoint.provenance import FILE, check_hub_id, provenance
+from hf_efficient_attn.checkpoint.provenance import FILE, INSTALL, TRAINED, check_hub_id, provenance
 from hf_efficient_attn.checkpoint.staging import check_output, staged
 from hf_efficient_attn.checkpoint.weights import INDEX
 from hf_efficient_attn.conversion.convert import convert
 from hf_efficient_attn.conversion.exactness import describe, exact_lengths, num_positions, picture_sizes
-from hf_efficient_attn.conversion.positions import extend_positions
+from hf_efficient_attn.conversion.positions import extend_positions, position_tables
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_method
 from hf_efficient_attn.hub.card import write_card
+from hf_efficient_attn.hub.install import check_install
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.models import attention_modules
@@ -104,6 +105,10 @@ def convert_checkpoint(
     origin = provenance(checked, __version__)
     if base_model is not None:
         origin |= {"base_model": check_hub_id(base_model), "base_name": base_model.rpartition("/")[2]}
+    if origin[INSTALL] is not None:
+        check_install(origin[INSTALL], f"{FILE}: {INSTALL}")
+    if origin[TRAINED] is None and origin["max_length"] is None:
+        origin[TRAINED] = num_positions(model)
     if max_length is not None:
         origin["max_length"] = max_length
     before = _named_tensors(model)
@@ -117,6 +122,7 @@ def convert_checkpoint(
             (draft / companion).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(checked.folder / companion, draft / companion)
         limits = [] if max_length is None else set_limits(draft, max_length)
+        notes += _describe_positions(model, origin[TRAINED]) if max_length is not None else []
         notes += _describe_limits(draft, limits, model, max_length)
         write_json(draft / FILE, origin)
         _check_result(draft, changes, unused)
@@ -130,6 +136,7 @@ def convert_checkpoint(
     removed = [key for key in checked.dropped_keys if not key.startswith("_")]
     if removed:
         notes.append(f"config.json: left out {', '.join(removed)}; code and files from elsewhere are not used")
+    notes += _describe_card(origin)
     if unused:
         notes.append(f"tensors that a {type(model).__name__} does not use, copied unchanged: {', '.join(unused[:8])}")
     if changes.dropped and name not in EXACT_IMPLEMENTATIONS:
@@ -185,7 +192,7 @@ def _switch(
             if stored and not present:
                 convert(model, EXACT)  # otherwise parameters that are dropped anyway would prevent the extension
             if not _has_room(model, max_length):
-                extend_positions(model, max_length)
+                _extend(model, max_length)
         if isinstance(method, EfficientAttentionConfig):
             for entry in method.entries:
                 _check_size(model, entry.config)
@@ -202,6 +209,22 @@ def _has_room(model: PreTrainedModel, max_length: int) -> bool:
     positions = getattr(model.config, "max_position_embeddings", None)
     is_rotary = getattr(model.config, "rope_parameters", None) is not None
     return is_rotary and isinstance(positions, int) and max_length <= positions
+
+
+def _extend(model: PreTrainedModel, max_length: int) -> None:
+    """Apply `extend_positions`, unless the table would be far larger than the model: the number is then a mistake."""
+    try:
+        tables, present = position_tables(model), sum(parameter.numel() for parameter in model.parameters())
+        width = sum(table.embedding.embedding_dim for table in tables)
+        limit = max(8 * present, 2**26) // width
+        if max_length > limit:
+            raise UnsupportedAttentionError(
+                f"position tables of that length have {max_length * width:,} values, while the whole model has "
+                f"{present:,} and was made for {num_positions(model):,} tokens; give at most {limit}"
+            )
+        extend_positions(model, max_length)
+    except UnsupportedAttentionError as error:
+        raise UnsupportedAttentionError(f"--max-length {max_length}: {error}") from error
 
 
 def _check_size(model: PreTrainedModel, method: MethodConfig) -> None:
@@ -349,6 +372,28 @@ def _converted_layers(model: PreTrainedModel) -> list[Layer]:
         if name is not None and layer is not None and settings_of(module.config, name).for_layer(layer) is not None:
             found.add(layer)
     return in_order(found)
+
+
+def _describe_positions(model: PreTrainedModel, trained: int | None) -> list[str]:
+    """A note about a position table that is longer than the one that was trained."""
+    positions = num_positions(model)
+    if trained is None or positions is None or positions <= trained:
+        return []
+    return [
+        f"the table of {trained} positions is repeated {positions / trained:.3g} times, and the model was not trained "
+        f"on texts of more than {trained} tokens: measure it on texts as long as yours (hf-efficient-attn benchmark), "
+        "or fine-tune it on them"
+    ]
+
+
+def _describe_card(origin: Mapping[str, Any]) -> list[str]:
+    """Notes about what the model card says or cannot say."""
+    notes = []
+    if origin["base_model"] is None:
+        notes.append("the card does not name the original model: if it is on the hub, give --base-model ORG/NAME")
+    if origin[INSTALL] is not None:
+        notes.append(f"as in the source, the card tells its readers to 'pip install {origin[INSTALL]}'")
+    return notes
 
 
 def _describe_limits(

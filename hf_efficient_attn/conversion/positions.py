@@ -1,5 +1,6 @@
 """`extend_positions`: longer tables of learned positions."""
 
+import inspect
 from typing import NamedTuple
 
 import torch
@@ -53,8 +54,8 @@ def extend_positions(model: nn.Module, max_length: int, method: str = "tile") ->
         present = embedding.num_embeddings - position_offset(embedding)
         if max_length < present:
             raise UnsupportedAttentionError(
-                f"the model takes {present} tokens and max_length={max_length} would shorten its position table; "
-                "shorter sequences need no change"
+                f"the model takes {present} tokens, so that {max_length} would shorten its position table; shorter "
+                "sequences need no change"
             )
     for module, embedding, config in tables:
         offset, old_size = position_offset(embedding), embedding.num_embeddings
@@ -116,17 +117,19 @@ def position_tables(root: PreTrainedModel) -> list[PositionTable]:
             found.setdefault(id(table), PositionTable(module, table, part.config))
     if found:
         return list(found.values())
-    config, kind = root.config, type(root).__name__
+    config = root.config
     if getattr(config, "rope_parameters", None) is not None:
         reason = (
-            "has rotary positions, which are computed and need no table: raise config.max_position_embeddings, and "
-            "change config.rope_parameters if the model shall stretch them"
+            "they are rotary positions, computed without a table; raise max_position_embeddings in the model's config "
+            "instead, and change rope_parameters to stretch them"
         )
     elif getattr(config, "image_size", None) is not None:
-        reason = "counts image patches, not tokens: call it with interpolate_pos_encoding=True on larger images"
+        reason = "they are those of image patches, not of tokens"
+        if "interpolate_pos_encoding" in inspect.signature(root.forward).parameters:
+            reason += "; larger pictures only need interpolate_pos_encoding=True in the call of the model"
     else:
         reason = (
-            "has no learned table over token positions that is known here; BERT, RoBERTa, DistilBERT, GPT-2, OPT, BART "
-            "and similar models have one"
+            "no learned table over token positions is known in it; BERT, RoBERTa, DistilBERT, GPT-2, OPT, BART and "
+            "similar models have one"
         )
-    raise UnsupportedAttentionError(f"extend_positions: {kind} {reason}")
+    raise UnsupportedAttentionError(f"the positions of {type(root).__name__} cannot be extended: {reason}")

@@ -15,8 +15,9 @@ from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 
 from hf_efficient_attn.checkpoint.limits import sentence_limit
+from hf_efficient_attn.checkpoint.provenance import FILE, INSTALL, TRAINED
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.hub.install import KEY, check_install, known_source
+from hf_efficient_attn.hub.install import check_install, known_source
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
 from hf_efficient_attn.io.json import read_json_object
 from hf_efficient_attn.methods import available_methods
@@ -75,8 +76,9 @@ class Facts:
 
     `choices` are pairs of the name of a part of a composite model ("" for the model itself) and its methods. `learned`
     are the names of the parameters that the methods learn, without those of the layers. `install` is what pip takes to
-    install this package, if that is known. `sentence_limit` is the number of tokens at which sentence-transformers
-    truncates; None if the files do not say, or if there are none of sentence-transformers.
+    install this package, if that is known. `max_length` is the number of tokens that a conversion was told to take, and
+    `trained_positions` the number that the model took before. `sentence_limit` is the number of tokens at which
+    sentence-transformers truncates; None if the files do not say, or if there are none of sentence-transformers.
     """
 
     folder: pathlib.Path
@@ -91,6 +93,7 @@ class Facts:
     languages: tuple[str, ...]
     version: str | None
     max_length: int | None
+    trained_positions: int | None
     learned: tuple[str, ...]
     benchmark: Benchmark | None
     picture: bool
@@ -103,6 +106,11 @@ class Facts:
         """The names of all methods in the model, in the order of the config."""
         entries = (entry.config.method for _, choice in self.choices for entry in choice.entries)
         return tuple(dict.fromkeys(entries))
+
+    @property
+    def is_extended(self) -> bool:
+        """Whether the position table is longer than the trained one, whose size earlier versions did not store."""
+        return self.max_length is not None and (self.trained_positions or 0) < self.max_length
 
 
 def read_facts(folder: "str | pathlib.Path", *, may_be_exact: bool = False) -> Facts:
@@ -121,7 +129,7 @@ def read_facts(folder: "str | pathlib.Path", *, may_be_exact: bool = False) -> F
     """
     folder = pathlib.Path(folder)
     config = read_json_object(folder / "config.json")
-    choices, about = tuple(_choices(config)), folder / "efficient_attention.json"
+    choices, about = tuple(_choices(config)), folder / FILE
     if not choices and not (may_be_exact and about.exists()):
         raise UnsupportedAttentionError(
             f"{folder / 'config.json'} names no attention method of hf_efficient_attn: make a converted checkpoint of "
@@ -135,7 +143,7 @@ def read_facts(folder: "str | pathlib.Path", *, may_be_exact: bool = False) -> F
     if version is not None and not _VERSION.fullmatch(version):
         raise UnsupportedAttentionError(f"{about.name}: hf_efficient_attn={version!r} is not a version")
     own = choices[0][1] if len(choices) == 1 else None
-    install, limit = origin.optional_text(KEY), None
+    install, limit = origin.optional_text(INSTALL), None
     if is_sentence_model := (folder / "modules.json").is_file():
         limit = sentence_limit(folder)
     return Facts(
@@ -151,12 +159,13 @@ def read_facts(folder: "str | pathlib.Path", *, may_be_exact: bool = False) -> F
         languages=origin.texts("language"),
         version=version,
         max_length=origin.optional_count("max_length"),
+        trained_positions=origin.optional_count(TRAINED),
         learned=_learned_names(folder),
         benchmark=_benchmark(_Object(read_json_object(measured), measured.name), own) if measured.exists() else None,
         picture=measured.exists() and (folder / "benchmark.png").is_file(),
         sentence_transformers=is_sentence_model,
         sentence_limit=None if limit is None else limit.tokens,
-        install=known_source() if install is None else check_install(install, f"{about.name}: {KEY}"),
+        install=known_source() if install is None else check_install(install, f"{about.name}: {INSTALL}"),
     )
 
 

@@ -8,8 +8,6 @@ from urllib.parse import urlsplit
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 
-# The key in efficient_attention.json.
-KEY = "install"
 _PACKAGE = "hf_efficient_attn"
 _NAME = r"hf[-_.]efficient[-_.]attn(\[[a-z,]+\])?"
 _PINNED = re.compile(rf"{_NAME} ?== ?[0-9][0-9A-Za-z.+!-]{{0,49}}")

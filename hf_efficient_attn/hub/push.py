@@ -14,12 +14,12 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from hf_efficient_attn.checkpoint import open_checkpoint
 from hf_efficient_attn.checkpoint.limits import find_limits
-from hf_efficient_attn.checkpoint.provenance import FILE
+from hf_efficient_attn.checkpoint.provenance import FILE, INSTALL
 from hf_efficient_attn.checkpoint.weights import PICKLES
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.hub.card import NAME, OWN_PART, card_problems, for_repository, read_front_matter, write_card
 from hf_efficient_attn.hub.facts import Facts, check_repo_id, clean, read_facts
-from hf_efficient_attn.hub.install import KEY, check_install
+from hf_efficient_attn.hub.install import check_install
 from hf_efficient_attn.io.json import read_json_object, write_json
 
 # The HTTP library's own error. Which library that is depends on the version of huggingface_hub.
@@ -169,8 +169,8 @@ def _store_install(plan: PushPlan) -> None:
     if plan.install is None or OWN_PART.search(text) is None:
         return
     stored = read_json_object(about) if about.exists() else {}
-    if stored.get(KEY) != plan.install:
-        write_json(about, {**stored, KEY: plan.install})
+    if stored.get(INSTALL) != plan.install:
+        write_json(about, {**stored, INSTALL: plan.install})
     if f"pip install {shlex.quote(plan.install)}\n" not in text:
         write_card(plan.folder)
 
