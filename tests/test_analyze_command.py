@@ -14,6 +14,7 @@ from hf_efficient_attn.evaluation.data import ModelData
 from hf_efficient_attn.evaluation.progress import Execution, Interrupted
 from hf_efficient_attn.methods import make_config
 from test_benchmark_command import (  # noqa: F401 (fixtures)
+    NOTHING_COMPLETE,
     command,
     made,
     photographs,
@@ -124,11 +125,38 @@ def test_the_file_keeps_the_calibrated_length(flat, tmp_path, capsys):
     result = run_json(capsys, *flat, "--methods", "nystromformer", "--output", inside)
     words = shlex.split(result["command"])
     assert words[words.index("--config") + 1] == str(inside / "analysis.json")
-    assert json.loads((inside / "analysis.json").read_text())["command"] == result["command"]
+    written = json.loads((inside / "analysis.json").read_text())
+    assert written == result and written["machine"]["dtype"] == "float32"
     assert command(*words[1:-1], tmp_path / "out") == 0
     settings = transformers.AutoModel.from_pretrained(tmp_path / "out").config.efficient_attention
     assert settings["calibrated_length"] == 60
     assert settings["num_landmarks"] == 2 and settings["pinv"] == "iterative", "a model's config is complete"
+
+
+def test_the_command_names_the_file_that_was_written(flat, tmp_path, capsys, monkeypatch):
+    """Somebody else's analysis.json appears while the model is measured."""
+    pytest.importorskip("matplotlib")
+    inside, work = tmp_path / "inside", analyze.analyze_checkpoint
+
+    def meanwhile(*arguments, **options):
+        inside.mkdir()
+        (inside / "analysis.json").write_text("theirs")
+        return work(*arguments, **options)
+
+    monkeypatch.setattr(analyze, "analyze_checkpoint", meanwhile)
+    assert command(*flat, "--methods", "nystromformer", "--output", inside) == 0
+    out = capsys.readouterr().out
+    assert f"--config {inside / 'analysis-1.json'} " in out and "does not store" not in out
+    assert (inside / "analysis.json").read_text() == "theirs"
+    stored = json.loads((inside / "analysis-1.json").read_text())["command"]
+    assert f"    {stored}\n" in out
+
+
+def test_a_command_that_does_not_store_the_length_says_so(flat, capsys):
+    assert command(*flat, "--methods", "nystromformer") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "--method nystromformer" in out
+    assert "does not store the length of 60 tokens up to which this holds. With --output FOLDER, analyze" in out
 
 
 def test_a_mix_without_a_file_is_one_line(made, text, tmp_path, capsys, monkeypatch):  # noqa: F811
@@ -142,6 +170,7 @@ def test_a_mix_without_a_file_is_one_line(made, text, tmp_path, capsys, monkeypa
     assert shlex.split(second) == ["hf-efficient-attn", "convert", "it's", "--config", "calibrated.json",
                                    "--max-length", "4096", "-o", "it's-efficient"]  # fmt: skip
     assert recommendation.apply_command("a", {**result, "calibrated": None}) is None
+    assert recommendation.note_on_command(result) is None
 
 
 def test_extended_positions_are_part_of_the_command(made, text, capsys):  # noqa: F811
@@ -324,7 +353,7 @@ def test_an_interruption_of_the_last_measurement_keeps_everything(monkeypatch):
     assert result["calibrated"] is not None and result["recommended"]["speed_up"] is None
 
 
-def test_an_interruption_before_the_first_layer_gives_nothing(monkeypatch):
+def test_an_interruption_before_the_first_layer_gives_nothing(flat, tmp_path, capsys, monkeypatch):
     def interrupt(call, config, *rest):
         raise KeyboardInterrupt
 
@@ -332,6 +361,11 @@ def test_an_interruption_before_the_first_layer_gives_nothing(monkeypatch):
     with pytest.raises(KeyboardInterrupt) as raised:
         analyze.analyze(tiny_model("bert"), [tiny_batch("bert")], methods={"w": hea.LongformerConfig()}, budgets=[8])
     assert not isinstance(raised.value, Interrupted)
+    capsys.readouterr()
+    assert command(*flat, "--output", tmp_path / "out") == 130
+    out, err = capsys.readouterr()
+    assert "Recommendation" not in out and err == NOTHING_COMPLETE
+    assert not (tmp_path / "out").exists()
 
 
 def test_minutes_leave_out_layers(made, text, capsys):  # noqa: F811
@@ -351,7 +385,9 @@ def test_the_report(flat, capsys):
     assert command(*flat, "--methods", "nystromformer,longformer", "--max-error", "0.1") == 0
     out, err = capsys.readouterr()
     assert err == ""
-    assert out.startswith("Expected: ")
+    model, about, expected, *_ = out.splitlines()
+    assert model == f"{flat[1].parent.name}/a model, words.txt, 2 texts of 60 tokens"
+    assert about.endswith(", cpu, float32") and expected.startswith("Expected: ")
     assert "| layer | stable rank | tail/head |" in out
     assert (
         "Recommendation for errors below .10 on unseen inputs of up to 60 tokens:\n    1: nystromformer, 4 columns"
@@ -409,7 +445,7 @@ def test_a_method_that_fails_does_not_own_the_colours(figure, tmp_path):
 
     heat_maps.draw_maps(drawn(6, 12), tmp_path / "a.png")
     (one,) = figure
-    assert one._suptitle.get_text() == "model, book.txt, 4 texts of 2,048 tokens"
+    assert one._suptitle.get_text() == "org/model, book.txt, 4 texts of 2,048 tokens"
     images = {axes.get_title(): axes.images[0] for axes in one.axes if axes.images and axes.get_title()}
     assert isinstance(images["stable rank of the attention matrix"].norm, LogNorm)
     errors = [image for title, image in images.items() if "columns" in title]

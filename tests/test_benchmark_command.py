@@ -1,11 +1,13 @@
 """`hf-efficient-attn benchmark` on tiny models."""
 
 import collections
+import dataclasses
 import gzip
 import itertools
 import json
 import math
 import pathlib
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -17,11 +19,13 @@ from typer.testing import CliRunner
 
 import hf_efficient_attn as hea
 from hf_efficient_attn import cli
+from hf_efficient_attn.checkpoint import open_checkpoint
 from hf_efficient_attn.checkpoint.loading import quiet
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation import benchmark, capture, charts, comparison, memory, plan, timing
+from hf_efficient_attn.evaluation import benchmark, calibration, capture, charts, comparison, memory, plan, timing
 from hf_efficient_attn.evaluation.comparison import Procedure
 from hf_efficient_attn.evaluation.data import ModelData, task_of
+from hf_efficient_attn.evaluation.names import name_of
 from hf_efficient_attn.evaluation.progress import Execution
 from hf_efficient_attn.integration.layers import ranges
 from hf_efficient_attn.io import reading
@@ -32,6 +36,7 @@ from tiny_models import SMALL, tiny_model
 WORDS = [f"w{i}" for i in range(50)]
 # The words have no period, which could coincide with that of masked tokens or a window.
 TEXT = " ".join(WORDS[(i * i + 3 * (i // 7)) % 50] for i in range(3000))
+NOTHING_COMPLETE = "error: interrupted before the first measurement was complete: nothing was written\n"
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 QUICK = Procedure(rounds=1, memory=False)
 ONE_ROW = QUICK._replace(rows=1)
@@ -137,7 +142,7 @@ def test_measurements_for_every_task(family, head, task, agreement, made, text, 
     )  # fmt: skip
     assert result["format"] == 1
     assert (result["task"], result["agreement"]) == (task, agreement)
-    assert result["source"] == source.name
+    assert result["source"] == f"{source.parent.name}/{source.name}"
     assert set(result["machine"]) == {"cpu", "threads", "device", "dtype", "torch", "transformers", "hf_efficient_attn"}
     assert result["machine"]["hf_efficient_attn"] == hea.__version__
     assert result["data"] == {"name": (photographs if is_image else text).name, "rows": 3}
@@ -147,9 +152,14 @@ def test_measurements_for_every_task(family, head, task, agreement, made, text, 
     lengths = [40, 80] if not is_image else [36 + (family == "deit") + 1, 81 + (family == "deit") + 1]
     assert [(row["length"], row["attention"]) for row in rows] == [(n, label) for n in lengths for label in labels]
     assert list(result["pays_from"]) == labels[1:]
+    exact = {row["length"]: row for row in rows if row["method"] == "sdpa"}
     for row in rows:
         assert row["seconds"] > 0
         assert row["batch"] == 1
+        assert (row["perplexity"] is not None) == task.endswith("-lm")
+        if task == "causal-lm":
+            ratio = row["perplexity"] / exact[row["length"]]["perplexity"]
+            assert row["agreement"] == pytest.approx(ratio, rel=1e-6)
         assert row["method"] == row["attention"].partition(" ")[0]
         assert len(row["layer_errors"]) == 2
         assert row["error"] == pytest.approx(sum(row["layer_errors"]) / 2)
@@ -193,6 +203,26 @@ def test_errors_and_agreement_are_those_of_the_converted_model(made, text):
         reference = exact(ids, labels=ids).loss.item()
         loss = hea.convert(exact, config)(ids, labels=ids).loss.item()
     assert row["agreement"] == pytest.approx(math.exp(loss - reference), rel=1e-4)
+    assert row["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
+    assert result["measurements"][0]["perplexity"] == pytest.approx(math.exp(reference), rel=1e-4)
+
+
+@pytest.mark.parametrize(("family", "title"), [("gpt2", "ratio"), ("bert", "top1")])
+def test_the_perplexity_is_printed_and_a_card_takes_it(family, title, made, text, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    kind = {"gpt2": transformers.GPT2LMHeadModel, "bert": transformers.BertForMaskedLM}[family]
+    hea.convert(kind.from_pretrained(made(family, True)), "longformer", window_size=3).save_pretrained(tmp_path)
+    tokenizer_for(family).save_pretrained(tmp_path)
+    capsys.readouterr()
+    arguments = ("--lengths", 40, "--rounds", 1, "--rows", 1, "--data", text, "--no-memory", "--card")
+    assert command("benchmark", tmp_path, *arguments) == 0
+    out = capsys.readouterr().out
+    header, _, *rows = (line.split("|")[1:-1] for line in out.splitlines() if line.startswith("|"))
+    assert [cell.strip() for cell in header[-3:]] == ["error", "perplexity", title]
+    measured = json.loads((tmp_path / "benchmark.json").read_text())["measurements"]
+    assert [float(row[-2]) for row in rows] == pytest.approx([row["perplexity"] for row in measured], rel=1e-3)
+    assert "perplexity: the exponential of the mean loss of the " in out
+    assert "longformer" in (tmp_path / "README.md").read_text()
 
 
 def test_masked_tokens_are_predicted(made, text):
@@ -203,9 +233,15 @@ def test_masked_tokens_are_predicted(made, text):
     assert (inputs.values["input_ids"][~inputs.masked] != 4).all()
     assert inputs.masked.sum(1).tolist() == [5, 5]
     assert inputs.values["input_ids"][:, [0, -1]].tolist() == [[2, 3], [2, 3]]
-    guesses = comparison.answer_of("masked-lm", capture.forward(model, inputs.values), inputs)
+    plain = torch.tensor(tokenizer_for("bert")(TEXT, add_special_tokens=False)["input_ids"])
+    labels = torch.full((2, 40), -100)
+    labels[:, 1:-1] = torch.where(inputs.masked[:, 1:-1], plain[:80].view(2, 40)[:, :38], -100)
     with torch.no_grad():
-        assert guesses.tolist() == model(**inputs.values).logits[inputs.masked].argmax(-1).tolist()
+        guesses, losses = comparison.answer_of("masked-lm", capture.forward(model, inputs.values), inputs)
+        output = model(**inputs.values, labels=labels)
+        assert guesses.tolist() == output.logits[inputs.masked].argmax(-1).tolist()
+    assert losses.shape == (10,)
+    assert losses.mean().item() == pytest.approx(output.loss.item(), rel=1e-5)
     other = guesses.clone()
     other[:3] += 1
     assert comparison.compare("masked-lm", other, guesses).tolist() == [0.0] * 3 + [1.0] * 7
@@ -235,6 +271,22 @@ def test_default_text_is_the_documentation_of_python(made, capsys):
     result = run_json(capsys, "benchmark", made("bert"), "--methods", "longformer", "--lengths", 30, "--rounds", 1)
     assert result["data"] == {"name": "pydoc_data.topics", "rows": 4}
     assert any("Python's own documentation" in note for note in result["notes"])
+
+
+def test_the_first_token_of_pictures_is_global(made, photographs, capsys):
+    """In `benchmark`, `analyze` and `hea.calibrate` alike: classifiers of pictures read it."""
+    source = made("deit", True)
+    quick = ("--rounds", 1, "--rows", 1, "--no-memory", "--minutes", 1)
+    found = run_json(capsys, "benchmark", source, "--lengths", 66, "--data", photographs, *quick)
+    assert found["labels"] == ["kdeformer", "longformer (global_tokens=1)", "nystromformer"]
+    options = ("--length", 66, "--rows", 1, "--budgets", "16")
+    found = run_json(capsys, "analyze", source, "--data", photographs, *options)
+    labels = list(found["layers"][0]["errors"])
+    assert "longformer (global_tokens=1)" in labels and "longformer" not in labels
+    model = transformers.DeiTForImageClassification.from_pretrained(source)
+    summary = capture.summarize_attention(model, torch.zeros(1, 3, 32, 32))
+    candidates = calibration.make_candidates(None, [16], summary)
+    assert [one.config.global_tokens for one in candidates if one.config.method == "longformer"] == [1]
 
 
 def test_default_methods_and_lengths(made, text):
@@ -514,7 +566,7 @@ def test_an_interruption_before_the_first_row(made, text, tmp_path, monkeypatch,
     interrupt_after(monkeypatch, 0)
     capsys.readouterr()
     assert interrupted(made, text, "--output", tmp_path / "out") == 130
-    assert capsys.readouterr().err == "error: interrupted\n"
+    assert capsys.readouterr().err == NOTHING_COMPLETE
     assert not (tmp_path / "out").exists()
 
 
@@ -547,7 +599,7 @@ def test_rows_are_told_when_they_are_complete_and_the_estimate_before(made, text
 
 
 def test_a_limit_of_time(made, text):
-    """Each pass is measured once, then on one batch unless rows are given; then the longest inputs are left out."""
+    """Each pass is measured once, then on fewer texts unless rows are given; then the longest inputs are left out."""
     methods = {"window": hea.LongformerConfig(window_size=3)}
     arguments = made("bert"), methods, [30, 60]
     procedure = Procedure(rounds=50, memory=False, rows=4)
@@ -559,15 +611,76 @@ def test_a_limit_of_time(made, text):
     assert limited["complete"] is False
     assert limited["data"]["rows"] == 4
     assert any("each pass is measured once" in note for note in limited["notes"])
-    assert not any("one batch of inputs" in note for note in limited["notes"])
+    assert not any("the agreement" in note for note in limited["notes"])
     fewer = benchmark.benchmark_checkpoint(
         *arguments, data=text, procedure=procedure._replace(rows=None), execution=Execution(minutes=1e-6)
     )
     assert fewer["data"]["rows"] == 1
-    assert any("one batch of inputs" in note for note in fewer["notes"])
+    assert any("the agreement is measured on 1 of 4 texts; --rows N" in note for note in fewer["notes"])
     enough = benchmark.benchmark_checkpoint(*arguments, data=text, procedure=ONE_ROW, execution=Execution(minutes=60))
     assert enough["complete"] is True
     assert not any("each pass is measured once" in note for note in enough["notes"])
+
+
+def test_a_limit_of_time_keeps_eight_pictures(made, tmp_path):
+    """They come from the whole folder, in which pictures are sorted by class."""
+    image = pytest.importorskip("PIL.Image")
+    for number in range(20):
+        image.new("RGB", (8, 8), (10 * number, 0, 0)).save(tmp_path / f"{number:02}.png")
+    arguments = made("deit", True), {"window": hea.LongformerConfig()}, [66]
+    found = benchmark.benchmark_checkpoint(
+        *arguments, data=tmp_path, procedure=QUICK, execution=Execution(minutes=1e-6)
+    )
+    assert found["data"]["rows"] == 8
+    assert any("the agreement is measured on 8 of 20 pictures" in note for note in found["notes"])
+    found = benchmark.benchmark_checkpoint(
+        *arguments, data=tmp_path, procedure=QUICK._replace(batch=9), execution=Execution(minutes=1e-6)
+    )
+    assert found["data"]["rows"] == 9
+    model = transformers.DeiTForImageClassification.from_pretrained(made("deit", True))
+    data = ModelData(model, made("deit", True), tmp_path, longest=66, rows=32)
+    data.keep(8)
+    assert [pathlib.Path(name).name for name, _ in data.pictures] == [f"{number:02}.png" for number in range(0, 16, 2)]
+
+
+def test_generated_data_have_no_agreement_to_reduce(made):
+    found = benchmark.benchmark_checkpoint(
+        made("deit", True), {"window": hea.LongformerConfig()}, [66], procedure=QUICK, execution=Execution(minutes=1e-6)
+    )
+    assert not any("the agreement" in note for note in found["notes"])
+
+
+@pytest.mark.parametrize(
+    ("card", "expected"),
+    [
+        (None, "run-7/model"),
+        ("no title", "run-7/model"),
+        ("---\nlicense: mit\n# a comment\n---\n\n# all-MiniLM-L6-v2\ntext\n# Usage\n", "all-MiniLM-L6-v2"),
+        ("# my\\_model with \\#1 #\n", "my_model with #1"),
+        ("# model\n", "run-7/model"),
+        ("# Model Card for Model ID\n", "run-7/model"),
+        ("# {MODEL_NAME}\n", "run-7/model"),
+        ("# [a](http://b)\n", "run-7/model"),
+        (f"# {'long ' * 20}\n", "run-7/model"),
+        ("## Usage\n", "run-7/model"),
+    ],
+)
+def test_names_of_checkpoints(card, expected, made, tmp_path):
+    folder = tmp_path / "run-7" / "model"
+    shutil.copytree(made("bert"), folder)
+    if card is not None:
+        (folder / "README.md").write_text(card)
+    checked = open_checkpoint(folder)
+    assert name_of(checked) == expected
+    assert name_of(dataclasses.replace(checked, hub_id="org/name")) == "org/name"
+
+
+def test_a_card_that_leads_out_of_the_folder_is_not_read(made, tmp_path):
+    folder = tmp_path / "run-7" / "model"
+    shutil.copytree(made("bert"), folder)
+    (tmp_path / "secret").write_text("# secret")
+    (folder / "README.md").symlink_to(tmp_path / "secret")
+    assert name_of(open_checkpoint(folder)) == "run-7/model"
 
 
 def test_a_card_says_that_its_measurements_are_not_complete(made, text, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from hf_efficient_attn import cli
 from hf_efficient_attn.checkpoint.loading import quiet
 from hf_efficient_attn.evaluation import comparison, demo
-from test_benchmark_command import ROOT, tokenizer_for
+from test_benchmark_command import NOTHING_COMPLETE, ROOT, tokenizer_for
 from tiny_models import tiny_model
 
 METHODS = ("--method", "longformer:window_size=4,linear")
@@ -94,6 +94,15 @@ def test_an_interruption_of_the_search(steps, entries, capsys, monkeypatch):
     out = run(capsys, "--length", "512", status=130).out
     assert len(cells(out)) == 3 + entries
     assert "Not complete. Not measured: search with " in out
+
+
+def test_an_interruption_before_the_first_row(tmp_path, capsys, monkeypatch):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(comparison.LengthComparison, "measure", interrupt)
+    assert run(capsys, "--length", "512", "--plot", tmp_path / "demo.png", status=130).err == NOTHING_COMPLETE
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_limit_of_time(capsys):

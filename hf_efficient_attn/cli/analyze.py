@@ -104,14 +104,16 @@ def analyze(
     from hf_efficient_attn.evaluation.analyze import analyze_checkpoint
     from hf_efficient_attn.evaluation.heat_maps import draw_maps
     from hf_efficient_attn.evaluation.progress import Execution
-    from hf_efficient_attn.evaluation.recommendation import apply_command
+    from hf_efficient_attn.evaluation.recommendation import apply_command, note_on_command
     from hf_efficient_attn.evaluation.timing import use_threads
     from hf_efficient_attn.io.writing import check_folder, write_results
 
     if output is not None:
         check_folder(output, _FILES, force=force)
     # JSON is for programs: nothing else is printed then.
-    shown: dict[str, Any] = {} if as_json else {"on_estimate": typer.echo, "on_row": _Rows().add}
+    rows_shown = _Rows()
+    shown: dict[str, Any] = {"on_begin": rows_shown.begin, "on_estimate": typer.echo, "on_row": rows_shown.add}
+    shown = {} if as_json else shown
     execution = Execution(minutes=minutes, **shown)
     work = functools.partial(
         analyze_checkpoint,
@@ -127,12 +129,17 @@ def analyze(
     )
     with use_threads(threads):
         result, status = until_interrupted(work)
-    result["command"] = apply_command(source, result, None if output is None else output / _FILES[0])
-    written = [] if output is None else write_results(result, output, "analysis", draw_maps, force=force)
+
+    def with_command(config: pathlib.Path | None) -> dict[str, Any]:
+        return {**result, "command": apply_command(source, result, config)}
+
+    written = [] if output is None else write_results(with_command, output, "analysis", draw_maps, force=force)
+    config = written[0] if written else None
+    result = with_command(config)
     if as_json:
         print_json(result)
     else:
-        typer.echo("\n".join(_report(result)))
+        typer.echo("\n".join([*_report(result), *_wrap(note_on_command(result, config))]))
         for path in written:
             typer.echo(f"Written: {path}")
     raise typer.Exit(status)
@@ -150,16 +157,24 @@ def _limit(max_error: float | None, calibrate: float | None) -> float:
 
 
 class _Rows:
-    """The table of layers, which grows as they are measured."""
+    """What is measured, and the table of layers, which grows as they are measured."""
 
     def __init__(self) -> None:
         self._table: LiveTable | None = None
+
+    def begin(self, about: dict[str, Any]) -> None:
+        """Say what is measured, and where."""
+        from hf_efficient_attn.evaluation.heat_maps import title_of
+        from hf_efficient_attn.evaluation.timing import describe
+
+        typer.echo(f"{title_of(about)}\n{describe(about['machine'])}")
 
     def add(self, entry: dict[str, Any]) -> None:
         """Print the row of a layer."""
         cells = [_mean(entry["stable_rank"], 1), _mean(entry["head_to_tail"], 1)]
         cells += [" ".join(_mean(heads, 2) for heads in sizes.values()) for sizes in entry["errors"].values()]
         if self._table is None:
+            typer.echo()
             self._table = LiveTable(
                 ["layer", "stable rank", "tail/head", *entry["errors"]],
                 [5, 11, 9, *map(len, cells[2:])],
@@ -175,6 +190,11 @@ def _mean(heads: list[float] | None, digits: int) -> str:
 def _short(error: float) -> str:
     """An error with two digits and without a zero before the point."""
     return f"{error:.2f}".removeprefix("0")
+
+
+def _wrap(note: str | None) -> list[str]:
+    """The lines of a sentence; none for None."""
+    return textwrap.wrap(note or "", 100, subsequent_indent="    ")
 
 
 def _report(result: dict[str, Any]) -> list[str]:
@@ -201,7 +221,7 @@ def _report(result: dict[str, Any]) -> list[str]:
             "--methods or --budgets."
         )
     for note in notes:
-        lines += textwrap.wrap(note, 100, subsequent_indent="    ")
+        lines += _wrap(note)
     return [*lines, "", *_recommendation(result)]
 
 

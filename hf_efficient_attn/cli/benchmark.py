@@ -35,6 +35,10 @@ _AGREEMENT = {
     "top1": "share of answers that equal those of exact attention: classes, or tokens at the masked positions (every "
     "seventh)",
 }
+_PERPLEXITY = {
+    "causal-lm": "the exponential of the mean loss of the tokens after the first",
+    "masked-lm": "the exponential of the mean loss of the masked tokens",
+}
 
 
 @command(
@@ -174,20 +178,27 @@ class Report:
         """Print a row of "measurements"."""
         if self._table is None:
             typer.echo()
-            headers = ["tokens", "attention", "seconds", "speed-up", *self._memory("MiB"), "error", self._agreement]
-            widths = [6, self.label_width, 7, 8, *self._memory(6), 6, 6]
+            headers = ["tokens", "attention", "seconds", "speed-up", *self._memory("MiB"), "error"]
+            headers += [*self._perplexity("perplexity"), self._agreement]
+            widths = [6, self.label_width, 7, 8, *self._memory(6), 6, *self._perplexity(10), 6]
             self._table = LiveTable(headers, widths, left=["attention"])
         cells = [row["length"], row["attention"], f"{row['seconds']:.3f}", f"{row['speed_up']:.2f}x"]
-        cells += self._memory(_number(row["peak_memory_mib"], ".0f"))
-        self._table.add([*cells, _number(row["error"], ".3f"), _number(row["agreement"], ".4f")])
+        cells += [*self._memory(_number(row["peak_memory_mib"], ".0f")), _number(row["error"], ".3f")]
+        cells += self._perplexity(_number(row["perplexity"], ".5g"))
+        self._table.add([*cells, _number(row["agreement"], ".4f")])
 
     def _memory(self, value: Any) -> list[Any]:
         """A cell in the column of the memory, if there is one."""
         return [value] if self._with_memory else []
 
+    def _perplexity(self, value: Any) -> list[Any]:
+        """A cell in the column of the perplexity, if there is one."""
+        return [value] if self.result["task"] in _PERPLEXITY else []
+
     @property
     def _agreement(self) -> str:
-        return str(self.result["agreement"]).replace("_", " ")
+        """The title of the last column: "cosine", "ratio" (of perplexities) or "top1"."""
+        return str(self.result["agreement"]).removeprefix("perplexity_")
 
     def explain(self) -> None:
         """Explain the columns of the table, once."""
@@ -200,6 +211,7 @@ class Report:
             "seconds: median of the forward passes. speed-up: over exact attention in passes before and after, median.",
             *self._memory("MiB: peak of PyTorch's memory in a pass, without model and inputs."),
             "error: relative operator norm of the error of a layer's output, averaged over heads and layers.",
+            *self._perplexity(f"perplexity: {_PERPLEXITY.get(self.result['task'])}."),
             f"{self._agreement}: {_AGREEMENT[self.result['agreement']]}, over {inputs}.",
         ]
         typer.echo("\n" + "\n".join(lines))

@@ -153,6 +153,8 @@ def run(application: typer.Typer, arguments: Sequence[str] | None, name: str) ->
         return status if isinstance(status, int) else 0
     except (KeyboardInterrupt, typer.Abort):
         return _complain("interrupted", 130)
+    except _NothingCompleteError as error:
+        return _complain(str(error), 130)
     except BrokenPipeError:
         _drop_output()  # the reader of the pipe has stopped
         return 1
@@ -190,6 +192,10 @@ def main_of(application: typer.Typer, name: str, arguments: Sequence[str] | None
     sys.exit(run(application, arguments, name))
 
 
+class _NothingCompleteError(Exception):
+    """The user interrupted long work before any of it was complete; typer would replace a KeyboardInterrupt."""
+
+
 def until_interrupted(work: Callable[[], ResultT]) -> tuple[ResultT, int]:
     """Do long work that Ctrl-C ends early, so that the command prints and writes what is complete.
 
@@ -203,7 +209,8 @@ def until_interrupted(work: Callable[[], ResultT]) -> tuple[ResultT, int]:
         work: returns the result, or raises `evaluation.progress.Interrupted` with a partial one.
 
     Returns:
-        the result or the partial result, and the exit status: 0 or 130.
+        the result or the partial result, and the exit status: 0 or 130. If nothing is complete, the command ends with
+        an error that says so, and status 130.
     """
     from hf_efficient_attn.evaluation.progress import Interrupted
 
@@ -211,6 +218,10 @@ def until_interrupted(work: Callable[[], ResultT]) -> tuple[ResultT, int]:
         return work(), 0
     except Interrupted as interruption:
         return interruption.result, 130
+    except KeyboardInterrupt:
+        raise _NothingCompleteError(
+            "interrupted before the first measurement was complete: nothing was written"
+        ) from None
 
 
 def parse_device(name: str | None) -> "torch.device":

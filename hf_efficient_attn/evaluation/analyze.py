@@ -8,6 +8,7 @@ The model computes all inputs together, as far as memory allows, so that a row o
 layer.
 """
 
+import dataclasses
 import functools
 import pathlib
 import time
@@ -38,13 +39,15 @@ from hf_efficient_attn.evaluation.capture import (
     capture_attention,
     forward,
     summarize_attention,
+    takes_pictures,
 )
 from hf_efficient_attn.evaluation.data import ModelData, allow_length, max_positions
 from hf_efficient_attn.evaluation.defaults import default_variants, method_label
 from hf_efficient_attn.evaluation.memory import check_memory, memory_errors
+from hf_efficient_attn.evaluation.names import name_of
 from hf_efficient_attn.evaluation.progress import Execution, Interrupted, Step, Steps, partial_result
 from hf_efficient_attn.evaluation.recommendation import Measured, budget_warnings, recommend
-from hf_efficient_attn.evaluation.timing import use_device
+from hf_efficient_attn.evaluation.timing import machine, use_device
 from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.methods import MethodConfig
@@ -85,13 +88,14 @@ def analyze(
         model: as in `hea.calibrate`.
         batches: as in `hea.calibrate`. The result is complete layer by layer if there is one batch. For the properties,
             dense matrices of tokens by tokens are formed for one head at a time.
-        methods: label -> config; None for the default methods that support the model.
+        methods: label -> config; None for the default methods, as in `hea.calibrate`.
         budgets: costs per query in columns; None for 64, 128, 256 and 512. Those that reach the number of tokens are
             left out.
         max_error: the limit.
         per_layer: whether to recommend the cheapest method and budget for every layer, as `hea.calibrate` does, instead
             of one method and budget for all layers that keep the limit.
-        execution: a limit of time, and functions that get the estimate and each complete entry of "layers".
+        execution: a limit of time, and functions that get "tokens" of the result, the estimate, and each complete entry
+            of "layers".
 
     Returns:
         a dictionary for JSON:
@@ -113,10 +117,15 @@ def analyze(
     batches, execution = check_batches(batches), execution or Execution()
     summary = summarize_attention(model, largest(batches))
     if methods is None:
-        variants = default_variants(is_causal=summary.is_causal, is_rectangular=summary.is_rectangular)
+        variants = default_variants(
+            is_causal=summary.is_causal,
+            is_rectangular=summary.is_rectangular,
+            takes_pictures=summary.takes_pictures,
+        )
         methods = {method_label(config): config for config in variants}
     candidates = make_candidates(list(methods.values()), BUDGETS if budgets is None else budgets, summary)
     study = _Study(methods, sorted({one.columns for one in candidates}), candidates, summary, len(batches))
+    execution.on_begin({"tokens": summary.max_kv_len})
     steps = Steps(study.plan(_time_sequence(model, largest(batches), study), batches), execution, noun="layer")
     waiting = iter(steps)
 
@@ -388,13 +397,13 @@ def analyze_checkpoint(
             those whose own pictures have more tokens, that number. The position table of a text model is extended if
             needed, as by `hf-efficient-attn convert --max-length`.
         rows: number of texts or pictures.
-        execution: as in `analyze`.
+        execution: as in `analyze`; `on_begin` gets all that the result has more than that of `analyze`.
         **options: `methods`, `budgets`, `max_error` and `per_layer` of `analyze`.
 
     Returns:
-        the result of `analyze`, with "source", "data" {"name", "rows"}, "pixels" (height and width of pictures, or
-        None), "max_length" (to which the position table was extended, or None), "notes" and "hf_efficient_attn" (the
-        version).
+        the result of `analyze`, with "source" (see `names.name_of`), "data" {"name", "rows"}, "pixels" (height and
+        width of pictures, or None), "max_length" (to which the position table was extended, or None), "notes",
+        "machine" and "hf_efficient_attn" (the version).
     """
     if not isinstance(source, Source):
         source = Source(source)
@@ -402,7 +411,7 @@ def analyze_checkpoint(
     model = load_model(checked).eval()
     if own_settings(model) is not None:
         convert(model, EXACT)
-    is_image, wanted = model.main_input_name == "pixel_values", length or DEFAULT_LENGTH
+    is_image, wanted = takes_pictures(model), length or DEFAULT_LENGTH
     inputs = ModelData(
         model, checked.folder, pathlib.Path(data), longest=wanted, rows=rows, shorter=length is None and not is_image
     )
@@ -422,13 +431,16 @@ def analyze_checkpoint(
     pixels = batches[0].pixels
     notes.append(_note_on_length(inputs, batches[0].tokens, pixels, length))
     about = {
-        "source": checked.name,
+        "source": name_of(checked),
         "data": {"name": inputs.name, "rows": inputs.rows},
         "pixels": pixels,
         "max_length": wanted if is_extended else None,
         "notes": [note for note in notes if note],
+        "machine": machine(model),
         "hf_efficient_attn": __version__,
     }
+    given = execution or Execution()
+    execution = dataclasses.replace(given, on_begin=lambda found: given.on_begin({**about, **found}))
     try:
         with memory_errors("give a smaller --length or fewer --rows"), use_device(device):
             # The head of a language model would compute a large matrix that is not needed.

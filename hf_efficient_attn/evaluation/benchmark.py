@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation.capture import takes_pictures
 from hf_efficient_attn.evaluation.charts import draw
 from hf_efficient_attn.evaluation.comparison import (
     AGREEMENT,
@@ -24,8 +25,9 @@ from hf_efficient_attn.evaluation.comparison import (
     make_variants,
 )
 from hf_efficient_attn.evaluation.data import DOCUMENTATION, ModelData, allow_length, max_positions, task_of
-from hf_efficient_attn.evaluation.defaults import default_methods, method_label
+from hf_efficient_attn.evaluation.defaults import default_configs, method_label
 from hf_efficient_attn.evaluation.memory import check_memory, memory_errors
+from hf_efficient_attn.evaluation.names import name_of
 from hf_efficient_attn.evaluation.plan import PassTimes, plan_of, total
 from hf_efficient_attn.evaluation.progress import Execution, Step, Steps, partial_result
 from hf_efficient_attn.evaluation.timing import UNSTEADY, machine, use_device
@@ -37,12 +39,14 @@ from hf_efficient_attn.integration.refusals import check_methods
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig, as_settings
 from hf_efficient_attn.io.json import read_json_object
 from hf_efficient_attn.io.writing import check_folder, write_results
-from hf_efficient_attn.methods import MethodConfig, make_config
+from hf_efficient_attn.methods import MethodConfig
 
 FORMAT = 1
 FILES = ("benchmark.json", "benchmark.png")
 # Default numbers of texts and of pictures on which agreement is measured.
 TEXT_ROWS, IMAGE_ROWS = 4, 32
+# A limit of time does not reduce the number of pictures further.
+_FEWEST_IMAGES = 8
 _SHORTEST, _LONGEST = 512, 16384
 # Estimated duration that limits the default lengths.
 _SECONDS = 60.0
@@ -76,21 +80,24 @@ def benchmark_checkpoint(
             or for random numbers if the model has no tokenizer or takes pictures; then no errors are measured.
         procedure: how the methods are measured.
         execution: a limit of time, and functions that get the estimate and each row of "measurements". If not
-            everything fits into the time, each pass is measured once and on one batch only; if that does not fit
-            either, the last methods and lengths are left out.
+            everything fits into the time, each pass is measured once; then, unless `procedure` names a number of
+            inputs, on fewer of them, at least on one batch and on 8 pictures; if that does not fit either, the last
+            methods and lengths are left out.
         allow_pickle: whether weights in a .bin file may be read.
 
     Returns:
-        a dictionary for JSON: "format", "source", "task", "machine", "data", "agreement" (which measure), "labels" (of
-        the methods), "notes" and "summary" (sentences), "pays_from" (label -> the smallest length from which on the
-        method is faster by 5% or more, or None), "complete" (whether everything was measured), "left_out" (names of the
-        measurements that are missing), and "measurements", one for each length and method:
+        a dictionary for JSON: "format", "source" (see `names.name_of`), "task", "machine", "data", "agreement" (which
+        measure), "labels" (of the methods), "notes" and "summary" (sentences), "pays_from" (label -> the smallest
+        length from which on the method is faster by 5% or more, or None), "complete" (whether everything was measured),
+        "left_out" (names of the measurements that are missing), and "measurements", one for each length and method:
 
         - "seconds": of a forward pass, median of the rounds.
         - "speed_up", "speed_up_min", "speed_up_max": over exact attention, median and extremes of the rounds.
         - "peak_memory_mib": of a forward pass, without model and inputs.
         - "layer_errors": relative operator norm in each layer, averaged over heads and two inputs; "error" is the mean.
         - "agreement": with the outputs of exact attention.
+        - "perplexity": of the texts, in a causal language model of the tokens after the first, in a masked one of the
+          masked tokens; None for other tasks.
 
     Raises:
         UnsupportedAttentionError: before anything is measured, for a source, a method, a length or data that cannot be
@@ -144,7 +151,7 @@ class Benchmark:
         _check_sizes(lengths, procedure)
         checked = open_checkpoint(source, allow_pickle=allow_pickle)
         self._model = model = load_model(checked).eval()
-        self.folder, self._source, self._task = checked.folder, checked.name, task_of(model)
+        self.folder, self._source, self._task = checked.folder, name_of(checked), task_of(model)
         own = own_settings(model)
         settings = _settings(methods, own, model)
         check_methods(
@@ -153,7 +160,7 @@ class Benchmark:
             model=f"the {type(model).__name__}",
             allow_learned=True,
         )
-        is_image = model.main_input_name == "pixel_values"
+        is_image = takes_pictures(model)
         longest = max(lengths) if lengths else _LONGEST if is_image else min(4 * _native_length(model), _LONGEST)
         rows = max(procedure.rows or (IMAGE_ROWS if is_image else TEXT_ROWS), procedure.batch)
         model.to(procedure.device)
@@ -194,14 +201,24 @@ class Benchmark:
             self._procedure = self._procedure._replace(rounds=1)
             self.plan = self._make_plan(chosen)
             self._notes.append("To keep the time limit, each pass is measured once.")
-        # A share of one picture says nothing, so a number of rows that was asked for is kept.
-        if total(self.plan) > left and self._procedure.rows is None and self._data.rows > self._procedure.batch:
-            self._data.rows = self._procedure.batch
-            self.plan = self._make_plan(chosen)
-            self._notes.append(
-                "To keep the time limit, the agreement is measured on one batch of inputs; --rows N keeps N of them."
-            )
+        if self._procedure.rows is None and self._data.is_real:
+            self._reduce_rows(chosen, left)
         return chosen
+
+    def _reduce_rows(self, lengths: Sequence[int], seconds: float) -> None:
+        """Measure the agreement on fewer inputs if the plan takes longer than `seconds`."""
+        # A share of one picture says nothing.
+        fewest = max(self._procedure.batch, _FEWEST_IMAGES if self._data.is_image else 1)
+        before = self._data.rows
+        while total(self.plan) > seconds and self._data.rows > fewest:
+            self._data.keep(max(fewest, self._data.rows // 2))
+            self.plan = self._make_plan(lengths)
+        if self._data.rows < before:
+            kind = "pictures" if self._data.is_image else "texts"
+            self._notes.append(
+                f"To keep the time limit, the agreement is measured on {self._data.rows} of {before} {kind}; --rows N "
+                "sets their number."
+            )
 
     def _make_plan(self, lengths: Sequence[int]) -> list[Step]:
         return plan_of(self.times, lengths, self._labels, self._procedure, self._data)
@@ -285,10 +302,7 @@ def _settings(
     if own is not None:
         names, layers = dict.fromkeys(entry.config.method for entry in own.entries), own.named_layers()
         return {" and ".join(names) + (f", layers {ranges(layers)}" if layers else ""): own}
-    configs = [make_config(name) for name in default_methods(is_causal=is_decoder(model))]
-    if model.main_input_name == "pixel_values":
-        # Classifiers of pictures read the first token, which has to attend to all others.
-        configs = [make_config(one, global_tokens=1) if hasattr(one, "global_tokens") else one for one in configs]
+    configs = default_configs(is_causal=is_decoder(model), takes_pictures=takes_pictures(model))
     return {method_label(config): as_settings(config) for config in configs}
 
 

@@ -103,7 +103,8 @@ def calibrate(
             batch.
         max_error: the limit, above 0.
         methods: names and configs to choose from. Of several that are accepted at the same cost, the first is taken.
-            None for the default methods (`MethodConfig.default_rank`) that support the model, fastest first.
+            None for the default methods (`MethodConfig.default_rank`) that support the model, fastest first; in models
+            of pictures, with a global first token where they have one.
         budgets: costs per query in columns (`with_budget`); None for 32, 64, 128, ..., 1024. Budgets that reach the
             length of the longest sequence are left out, since exact attention costs no more.
         seed: added to the seed of every method; the config that is returned contains the sum.
@@ -241,7 +242,11 @@ def make_candidates(
 ) -> list[Candidate]:
     """Every method at every budget below the longest sequence, the cheapest first; raises as `calibrate` does."""
     if methods is None:
-        configs = default_variants(is_causal=summary.is_causal, is_rectangular=summary.is_rectangular)
+        configs = default_variants(
+            is_causal=summary.is_causal,
+            is_rectangular=summary.is_rectangular,
+            takes_pictures=summary.takes_pictures,
+        )
     else:
         if isinstance(methods, (str, MethodConfig)):
             methods = [methods]

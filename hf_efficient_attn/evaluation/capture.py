@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -228,6 +229,7 @@ class AttentionSummary(NamedTuple):
         is_rectangular: whether some modules have fewer keys than queries by construction.
         max_kv_len: the largest number of keys.
         modules: the calls of attention modules in their order.
+        takes_pictures: whether the model's inputs are pictures.
     """
 
     layers: tuple[Layer, ...]
@@ -235,6 +237,7 @@ class AttentionSummary(NamedTuple):
     is_rectangular: bool
     max_kv_len: int
     modules: tuple[ModuleCall, ...] = ()
+    takes_pictures: bool = False
 
 
 def summarize_attention(model: nn.Module, batch: Batch) -> AttentionSummary:
@@ -265,4 +268,10 @@ def summarize_attention(model: nn.Module, batch: Batch) -> AttentionSummary:
         is_rectangular=any(getattr(module, "is_rectangular", False) for module in model.modules()),
         max_kv_len=max(kv_len for _, _, kv_len in calls),
         modules=tuple(modules),
+        takes_pictures=takes_pictures(transformers_models(model)[0]),
     )
+
+
+def takes_pictures(model: PreTrainedModel) -> bool:
+    """Whether the main input of a model are pictures."""
+    return bool(model.main_input_name == "pixel_values")

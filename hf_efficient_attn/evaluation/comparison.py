@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils.benchmark import timer
 from transformers import PreTrainedModel
 
 from hf_efficient_attn.conversion import convert
-from hf_efficient_attn.evaluation.capture import Call, capture_attention, forward
+from hf_efficient_attn.evaluation.capture import Call, capture_attention, forward, takes_pictures
 from hf_efficient_attn.evaluation.data import Inputs, ModelData
 from hf_efficient_attn.evaluation.timing import LONG_SECONDS, Timing, calls_to_time, peak_of, summary, time_calls
 from hf_efficient_attn.integration.layers import Layer, in_order
@@ -70,7 +71,7 @@ def make_variants(
         if wanted is own:
             variants[label] = _variant(model, wanted)
             continue
-        if exact.main_input_name == "pixel_values" and len(wanted.entries) == 1:
+        if takes_pictures(exact) and len(wanted.entries) == 1:
             # Without a length, learned tables have the number of tokens of the pictures that the model was made for.
             entry = wanted.entries[0]
             if getattr(entry.config, "max_length", None) == 0:
@@ -95,6 +96,21 @@ def exact_copy(model: PreTrainedModel) -> PreTrainedModel:
     exact = copy_with_shared_weights(model)
     convert(exact, EXACT)
     return exact
+
+
+class Answer(NamedTuple):
+    """What is kept of the output of a model for a batch of B inputs.
+
+    Attributes:
+        compared: what is compared between methods. "embedding": (B, W), the normalised mean of the last hidden states.
+            "causal-lm": (B,), `losses`. "masked-lm": the most likely token at each masked position, one after another.
+            "image-classification": (B,), the most likely class.
+        losses: negative log likelihoods in nats; None for models that predict no tokens. "causal-lm": (B,), the mean
+            over the tokens after the first. "masked-lm": that of each masked token.
+    """
+
+    compared: Tensor
+    losses: Tensor | None = None
 
 
 class Procedure(NamedTuple):
@@ -134,7 +150,7 @@ class LengthComparison:
     def __init__(self, variants: Mapping[str, Variant], data: ModelData, length: int, procedure: Procedure) -> None:
         self._variants, self._data, self._length, self._procedure = variants, data, length, procedure
         self._batches = math.ceil(data.rows / procedure.batch) if data.is_real else 0
-        self._references: list[Tensor] = []  # the answers of exact attention, one tensor for each batch
+        self._references: list[Answer] = []  # those of exact attention, one for each batch
         self._exact_seconds = 0.0  # the latest time of exact attention
         self._exact_calls = 1  # how many calls are timed together for it
         self._errors: dict[str, list[float]] = {}
@@ -166,7 +182,7 @@ class LengthComparison:
             self._exact_calls = calls
         pairs: list[tuple[float, float]] = []  # seconds of a call, and of exact attention
         waiting: list[float] = []  # seconds of calls after which exact attention has not been timed yet
-        answers: list[Tensor] = []
+        answers: list[Answer] = []
         for index in range(passes):
             if index:
                 work = self._pass(label, index)
@@ -188,7 +204,11 @@ class LengthComparison:
             pairs, self._references = [(seconds, seconds) for seconds in waiting], answers
             if self._data.is_real:
                 self._errors = self._layer_errors()
-        return self._row(label, summary(pairs), peak, self._agreement(answers))
+        return {
+            **self._row(label, summary(pairs), peak),
+            "agreement": _for_json(self._agreement(answers)),
+            "perplexity": _for_json(_perplexity(answers)),
+        }
 
     def _pass(self, label: str, index: int) -> "_Pass":
         batch, number = self._procedure.batch, index % max(1, self._batches)
@@ -215,16 +235,17 @@ class LengthComparison:
             label: [statistics.fmean(layers[layer]) for layer in in_order(layers)] for label, layers in errors.items()
         }
 
-    def _agreement(self, answers: Sequence[Tensor]) -> float | None:
+    def _agreement(self, answers: Sequence[Answer]) -> float | None:
         """Agreement with exact attention over all inputs; None if there are no answers."""
         task = self._data.task
         if not answers:
             return None
         pairs = zip(answers, self._references, strict=True)
-        mean = torch.cat([compare(task, answer, reference) for answer, reference in pairs]).double().mean().item()
-        return math.exp(min(mean, 700.0)) if task == "causal-lm" else mean
+        compared = [compare(task, answer.compared, reference.compared) for answer, reference in pairs]
+        mean = torch.cat(compared).double().mean().item()
+        return _exp(mean) if task == "causal-lm" else mean
 
-    def _row(self, label: str, timing: Timing, peak: int | None, agreement: float | None) -> dict[str, Any]:
+    def _row(self, label: str, timing: Timing, peak: int | None) -> dict[str, Any]:
         first, settings = self._pass(label, 0).inputs, self._variants[label].settings
         values = {} if settings is None else settings.to_dict()
         layers = self._errors.get(label, [])
@@ -242,7 +263,6 @@ class LengthComparison:
             "peak_memory_mib": None if peak is None else peak / 2**20,
             "error": _for_json(statistics.fmean(layers)) if layers else None,
             "layer_errors": [_for_json(error) for error in layers],
-            "agreement": _for_json(agreement),
         }
 
 
@@ -259,6 +279,17 @@ class _Pass:
         self.output = run_model(self.task, self.model, self.inputs)
 
 
+def _perplexity(answers: Sequence[Answer]) -> float | None:
+    """The exponential of the mean loss over all inputs; None if there are no losses."""
+    losses = [answer.losses for answer in answers if answer.losses is not None]
+    return _exp(torch.cat(losses).double().mean().item()) if losses else None
+
+
+def _exp(value: float) -> float:
+    """The exponential, or a huge number instead of an overflow."""
+    return math.exp(min(value, 700.0))
+
+
 def _for_json(value: float | None) -> float | None:
     """The value, or None if it is NaN or infinite, which JSON cannot represent."""
     return value if value is not None and math.isfinite(value) else None
@@ -269,8 +300,8 @@ def run_model(task: str, model: PreTrainedModel, inputs: Inputs) -> Any:
     return forward(model.base_model if task == "embedding" else model, inputs.values)
 
 
-def answer_of(task: str, output: Any, inputs: Inputs) -> Tensor | None:
-    """The part of an output of `run_model` that is compared between methods.
+def answer_of(task: str, output: Any, inputs: Inputs) -> Answer | None:
+    """What is kept of an output of `run_model`.
 
     Args:
         task: see `data.task_of`.
@@ -278,31 +309,33 @@ def answer_of(task: str, output: Any, inputs: Inputs) -> Tensor | None:
         inputs: the batch of B inputs that it was computed from.
 
     Returns:
-        "embedding": (B, W), the normalised mean of the last hidden states. "causal-lm": (B,), the mean negative log
-        likelihood of the tokens after the first. "masked-lm": the most likely token at each masked position, one after
-        another; None without a mask token. "image-classification": (B,), the most likely class.
+        the answer; None for a masked language model without a mask token.
     """
     if task == "embedding":
         hidden_states: Tensor = output.last_hidden_state
-        return torch.nn.functional.normalize(hidden_states.float().mean(1), dim=1)
+        return Answer(torch.nn.functional.normalize(hidden_states.float().mean(1), dim=1))
     logits: Tensor = output.logits
     if task == "masked-lm":
-        return None if inputs.masked is None else logits[inputs.masked].argmax(1)
+        if inputs.masked is None or inputs.targets is None:
+            return None
+        guesses = logits[inputs.masked]
+        return Answer(guesses.argmax(1), cross_entropy(guesses.float(), inputs.targets, reduction="none"))
     if task == "image-classification":
-        return logits.argmax(1)
+        return Answer(logits.argmax(1))
     targets: Tensor = inputs.values["input_ids"][:, 1:]
-    losses = [
-        torch.nn.functional.cross_entropy(chunk.float().transpose(1, 2), target, reduction="none")
+    parts = [
+        cross_entropy(chunk.float().transpose(1, 2), target, reduction="none")
         for chunk, target in zip(torch.split(logits[:, :-1], 512, 1), torch.split(targets, 512, 1), strict=True)
     ]
-    return torch.cat(losses, 1).mean(1)
+    losses = torch.cat(parts, 1).mean(1)
+    return Answer(losses, losses)
 
 
 def embed(model: PreTrainedModel, inputs: Inputs) -> Tensor:
     """The normalised mean of a model's last hidden states, (B, W)."""
     found = answer_of("embedding", run_model("embedding", model, inputs), inputs)
     assert found is not None
-    return found
+    return found.compared
 
 
 def compare(task: str, answer: Tensor, reference: Tensor) -> Tensor:

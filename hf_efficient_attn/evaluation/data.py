@@ -8,6 +8,7 @@ import inspect
 import math
 import pathlib
 import pydoc_data.topics
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from hf_efficient_attn.conversion import extend_positions
 from hf_efficient_attn.conversion.positions import position_offset, position_tables
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.capture import summarize_attention
+from hf_efficient_attn.evaluation.capture import summarize_attention, takes_pictures
 from hf_efficient_attn.evaluation.memory import require_memory
 from hf_efficient_attn.io.reading import open_picture, pictures_of, special_tokens, text_of
 
@@ -49,17 +50,20 @@ class Inputs(NamedTuple):
         tokens: number of tokens of each input in the model's attention.
         pixels: height and width of the pictures; None for text.
         masked: bool (B, N), the tokens that a masked language model predicts; None for other models.
+        targets: (number of masked tokens,), the tokens that are masked, one input after another; None if none are.
     """
 
     values: dict[str, Any]
     tokens: int
     pixels: int | None
     masked: Tensor | None
+    targets: Tensor | None = None
 
     def to(self, device: torch.device) -> "Inputs":
         """The inputs on a device."""
         values = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self.values.items()}
-        return self._replace(values=values, masked=None if self.masked is None else self.masked.to(device))
+        masked, targets = (None if x is None else x.to(device) for x in (self.masked, self.targets))
+        return self._replace(values=values, masked=masked, targets=targets)
 
 
 def task_of(model: PreTrainedModel) -> str:
@@ -69,7 +73,7 @@ def task_of(model: PreTrainedModel) -> str:
         UnsupportedAttentionError: a model of another kind (encoder and decoder, sound, several inputs).
     """
     name = type(model).__name__
-    if model.main_input_name == "pixel_values" and not hasattr(model.config, "text_config"):
+    if takes_pictures(model) and not hasattr(model.config, "text_config"):
         return "image-classification" if "ForImageClassification" in name else "embedding"
     if model.main_input_name == "input_ids" and not getattr(model.config, "is_encoder_decoder", False):
         if "ForMaskedLM" in name:
@@ -145,12 +149,13 @@ class ModelData:
         shorter: bool = False,
     ) -> None:
         self.task, self.rows, self.longest = task_of(model), rows, longest
-        self.is_image = model.main_input_name == "pixel_values"
+        self.is_image = takes_pictures(model)
         self.config, self.dtype = model.config, model.dtype
         self.name = GENERATED if file is None else file.name
         self.special: tuple[tuple[int, ...], tuple[int, ...]] = (), ()  # before and after a text
         self.mask_token: int | None = None
         self.processor: Any = None
+        self.pictures: Sequence[tuple[str, Callable[[], bytes]]] = ()
         if self.is_image:
             self._open_pictures(model, folder, file)
         else:
@@ -228,9 +233,15 @@ class ModelData:
         load_processor: Any = AutoImageProcessor.from_pretrained
         self.processor = load_processor(folder, backend="pil")
         pictures = pictures_of(file)
-        # At regular intervals: if files are sorted by class, the first ones belong to one class.
-        self.pictures = pictures[:: max(1, len(pictures) // self.rows)][: self.rows]
-        self.rows = len(self.pictures)
+        self.pictures = pictures
+        self.keep(min(self.rows, len(pictures)))
+
+    def keep(self, rows: int) -> None:
+        """Reduce the number of inputs to `rows`."""
+        self.rows = rows
+        if self.pictures:
+            # At regular intervals: if files are sorted by class, the first ones belong to one class.
+            self.pictures = self.pictures[:: len(self.pictures) // rows][:rows]
 
     @property
     def _channels(self) -> int:
@@ -279,14 +290,14 @@ class ModelData:
         text_length = length - len(before) - len(after)
         starts = [index * self.longest for index in indices]
         texts = [self.token_ids[start : start + text_length].tolist() for start in starts]
-        ids, masked = torch.tensor([[*before, *text, *after] for text in texts]), None
+        ids, masked, targets = torch.tensor([[*before, *text, *after] for text in texts]), None, None
         if self.task == "masked-lm" and self.mask_token is not None:
             position = torch.arange(length) - len(before)
             is_text = (position >= 0) & (position < text_length)
             offset = min(_MASK_INTERVAL // 2, text_length - 1)
             masked = (is_text & (position % _MASK_INTERVAL == offset)).expand_as(ids)
-            ids = ids.masked_fill(masked, self.mask_token)
-        return Inputs({"input_ids": ids}, length, None, masked)
+            targets, ids = ids[masked], ids.masked_fill(masked, self.mask_token)
+        return Inputs({"input_ids": ids}, length, None, masked, targets)
 
     def _image_inputs(self, length: int, indices: range) -> Inputs:
         pixels = self.pixels_for(length)

@@ -26,15 +26,39 @@ def default_methods(*, is_causal: bool = False, is_rectangular: bool = False) ->
     ]
 
 
-def default_variants(*, is_causal: bool = False, is_rectangular: bool = False) -> list[MethodConfig]:
-    """Configs of the default methods, fastest first; in bidirectional attention, with all variants of each."""
+def default_configs(
+    *, is_causal: bool = False, is_rectangular: bool = False, takes_pictures: bool = False
+) -> list[MethodConfig]:
+    """One config of each default method, in the order of the registry.
+
+    Args:
+        is_causal: as in `default_methods`.
+        is_rectangular: as in `default_methods`.
+        takes_pictures: whether the inputs are pictures. Their classifiers read the first token, which therefore has to
+            attend to all tokens: methods that have global tokens get one.
+    """
+    names = default_methods(is_causal=is_causal, is_rectangular=is_rectangular)
+    return [_adapted(make_config(name), takes_pictures) for name in names]
+
+
+def default_variants(
+    *, is_causal: bool = False, is_rectangular: bool = False, takes_pictures: bool = False
+) -> list[MethodConfig]:
+    """Configs of the default methods, fastest first; in bidirectional attention, with all variants of each.
+
+    The arguments are those of `default_configs`.
+    """
     names = default_methods(is_causal=is_causal, is_rectangular=is_rectangular)
     classes = sorted((method_info(name).config_class for name in names), key=lambda kind: kind.default_rank or 0)
     return [
-        make_config(kind.method, **values)
+        _adapted(make_config(kind.method, **values), takes_pictures)
         for kind in classes
         for values in (({},) if is_causal else kind.default_variants)
     ]
+
+
+def _adapted(config: MethodConfig, takes_pictures: bool) -> MethodConfig:
+    return make_config(config, global_tokens=1) if takes_pictures and hasattr(config, "global_tokens") else config
 
 
 def method_label(config: MethodConfig) -> str:

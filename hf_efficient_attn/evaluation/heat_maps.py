@@ -82,19 +82,18 @@ def draw_maps(result: Mapping[str, Any], path: pathlib.Path) -> None:
         extend = "max" if largest > _LARGEST_ERROR else "neither"
         bar = figure.colorbar(image, ax=below, extend=extend, shrink=min(1.0, 1.5 / len(below)), aspect=25)
         bar.set_label("relative error (operator norm)" + (f", up to {largest:.1f}" if extend == "max" else ""))
-    figure.suptitle(_title(result))
+    figure.suptitle(title_of(result))
     with replacing(path) as draft:
         figure.savefig(draft, dpi=120)
 
 
-def _title(result: Mapping[str, Any]) -> str:
-    """Model, data and length, as far as they are known."""
+def title_of(result: Mapping[str, Any]) -> str:
+    """Model, data and length, as far as they are known, for a title."""
     parts = [f"{result['tokens']:,} tokens"]
     if "data" in result:
-        name = pathlib.PurePath(str(result["source"])).name or str(result["source"])
         rows, pixels = result["data"]["rows"], result.get("pixels")
         kind = "text" if pixels is None else "picture"
-        parts = [name, result["data"]["name"], f"{rows} {kind}{'s' if rows > 1 else ''} of {parts[0]}"]
+        parts = [result["source"], result["data"]["name"], f"{rows} {kind}{'s' if rows > 1 else ''} of {parts[0]}"]
     return ", ".join(parts)
 
 

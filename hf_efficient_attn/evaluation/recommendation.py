@@ -189,7 +189,7 @@ def apply_command(
     if config is not None:
         return shlex.join([*convert, "--config", str(config), *rest])
     entries = result["recommended"]["layers"]
-    if any((one["method"], one["settings"]) != (entries[0]["method"], entries[0]["settings"]) for one in entries):
+    if _is_mix(entries):
         written = shlex.join(["printf", "%s", json.dumps(settings)])
         return f"{written} > calibrated.json && " + shlex.join([*convert, "--config", "calibrated.json", *rest])
     words = ["--method", entries[0]["method"]]
@@ -198,3 +198,19 @@ def apply_command(
     if result["recommended"]["exact_layers"]:
         words += ["--layers", ranges(one["layer"] for one in entries)]
     return shlex.join([*convert, *words, *rest])
+
+
+def note_on_command(result: Mapping[str, Any], config: "pathlib.Path | None" = None) -> str | None:
+    """A sentence about what the command of `apply_command` does not store; None if it stores everything."""
+    found = result["recommended"]
+    if config is not None or found is None or _is_mix(found["layers"]):
+        return None
+    return (
+        f"This command does not store the length of {found['tokens']:,} tokens up to which this holds. With --output "
+        "FOLDER, analyze prints one that does, and the converted model warns of longer inputs."
+    )
+
+
+def _is_mix(entries: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the layers of a recommendation have different methods or hyperparameters."""
+    return any((one["method"], one["settings"]) != (entries[0]["method"], entries[0]["settings"]) for one in entries)

@@ -94,7 +94,7 @@ def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def write_results(
-    result: Mapping[str, Any],
+    result: Mapping[str, Any] | Callable[[pathlib.Path], Mapping[str, Any]],
     folder: pathlib.Path,
     name: str,
     draw: Callable[[Mapping[str, Any], pathlib.Path], None],
@@ -104,7 +104,7 @@ def write_results(
     """Write measurements and a figure of them.
 
     Args:
-        result: The measurements, as plain values.
+        result: The measurements, as plain values; or a function that returns them for the path of their JSON file.
         folder: Where the files are written. It is created if it does not exist.
         name: The name of the files without their endings.
         draw: Draws the measurements to a file.
@@ -119,9 +119,10 @@ def write_results(
     if not force:
         written = _reserve(folder, name)
     try:
-        draw(result, written[1])
+        values = result(written[0]) if callable(result) else result
+        draw(values, written[1])
         with replacing(written[0]) as draft:
-            write_json(draft, result)
+            write_json(draft, values)
     except BaseException:
         if not force and written[0].stat().st_size == 0:
             written[0].unlink()
