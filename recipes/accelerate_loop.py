@@ -25,6 +25,7 @@ from typing import Any
 
 if __package__ in (None, ""):
     sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
+    import recipes  # noqa: F401  # first: it reports missing packages
 
 import accelerate
 import torch

@@ -1,7 +1,12 @@
 """Shared code of the training recipes: options, refusals, checks of data, the report, and the configs."""
 
+import configparser
 import json
+import os
 import pathlib
+import re
+import subprocess
+import sys
 import zipfile
 from dataclasses import dataclass, field
 
@@ -17,13 +22,15 @@ from matplotlib.text import Text
 from torch import nn
 
 import hf_efficient_attn as hea
+import recipes
 from recipes import imagenet
 from recipes.common import arguments, language, reporting, training
 from recipes.common.arguments import AttentionArguments
 from recipes.glue import GlueArguments
 from tiny_models import tiny_model
 
-CONFIGS = sorted((pathlib.Path(imagenet.__file__).parent / "configs").glob("*.yaml"))
+ROOT = pathlib.Path(imagenet.__file__).resolve().parents[1]
+CONFIGS = sorted((ROOT / "recipes" / "configs").glob("*.yaml"))
 
 
 @dataclass
@@ -192,6 +199,51 @@ def test_main_of(error, status, message, capsys):
 def test_main_of_keeps_the_traceback_of_bugs():
     with pytest.raises(ZeroDivisionError):
         arguments.main_of(lambda: 1 / 0)
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "package"),
+    [
+        (["recipes/glue.py"], "datasets", "datasets"),
+        (["recipes/accelerate_loop.py"], "accelerate", "accelerate"),
+        (["-m", "recipes.mlm"], "accelerate", "accelerate"),
+    ],
+)
+def test_a_missing_package_is_named_with_the_extra_that_has_it(command, module, package, tmp_path):
+    # Python imports this file at its start; a module that is None cannot be imported.
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules[{module!r}] = None\n", encoding="utf-8")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    advice = "in the checkout, pip install -e '.[train]' installs all that the recipes need"
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: the package {package} is missing: {advice}\n"
+
+
+def test_only_missing_packages_of_the_extra_lose_their_traceback(monkeypatch):
+    reported: list[BaseException | None] = []
+    monkeypatch.setattr(recipes, "_otherwise", lambda kind, error, traceback: reported.append(error))
+    ours = ModuleNotFoundError("No module named 'PIL'", name="PIL.Image")
+    by_transformers = ModuleNotFoundError("Could not import module 'x'")
+    by_transformers.__cause__ = ours
+    for error in (ours, by_transformers):
+        with pytest.raises(SystemExit, match="2"):
+            recipes.name_the_extra(type(error), error, None)
+    others = [ModuleNotFoundError("x", name="a_typing_mistake"), ImportError("x", name="PIL"), ValueError("x")]
+    for error in others:
+        recipes.name_the_extra(type(error), error, None)
+    assert reported == others
+
+
+def test_every_script_names_the_extra():
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    assert sorted(recipes.TRAIN.values()) == sorted(settings["options.extras_require"]["train"].split())
+    scripts = [text for path in (ROOT / "recipes").glob("*.py") if "sys.path[0] =" in (text := path.read_text("utf-8"))]
+    assert len(scripts) >= 6
+    for text in scripts:  # `python -m recipes.NAME` imports the package by itself
+        assert re.search(r"^    sys\.path\[0\] = .*\n    import recipes\b", text, re.M)
 
 
 def test_checks_of_data():
