@@ -1,19 +1,29 @@
-"""`hea.analysis`: errors, ranks and sparsity of attention (see `hf_efficient_attn.evaluation.metrics`)."""
+"""Measurements of attention matrices, and errors of methods: the public module `hea.analysis`.
 
-from hf_efficient_attn.evaluation.metrics import (
-    AttentionError,
-    OrderRatios,
-    attention_error,
-    exact_output,
-    head_to_tail,
+The functions answer questions that two papers ask, for any queries and keys:
+
+- "Improved Algorithms for Kernel Matrix-Vector Multiplication under Sparsity Assumptions" (2024; called the sparsity
+  paper below), section 4. Assumption A: the sum of all but the n largest entries of the Gaussian kernel matrix is at
+  most a constant times the sum of the n largest (`head_to_tail`). Experiment (ii): is there a gap in size between the
+  two groups of entries (`order_statistics_ratio`)?
+- KDEformer (Zandieh, Han, Daliri, Karbasi, ICML 2023), section 3.4 and Fig. 2: how much does the stable rank of D^-1 A
+  decrease when the near field is removed (`softmax_matrix`, `residual_matrix`, `singular_values`, `stable_rank`)?
+
+`attention_error` compares a method with exact attention by the relative operator norm of KDEformer's section 4.1.
+
+All functions except those for errors build dense float64 matrices. They are for analysis, not for computing attention:
+sizes that do not fit in memory or take hours are refused. No gradient flows through any function of this module.
+"""
+
+from hf_efficient_attn.evaluation.matrices import (
     near_field_pairs,
-    order_statistics_ratio,
-    relative_error,
     residual_matrix,
     singular_values,
     softmax_matrix,
     stable_rank,
 )
+from hf_efficient_attn.evaluation.output_error import AttentionError, attention_error, exact_output, relative_error
+from hf_efficient_attn.evaluation.sparsity import OrderRatios, head_to_tail, order_statistics_ratio
 
 __all__ = [
     "AttentionError",

@@ -11,7 +11,8 @@ import torch
 
 import hf_efficient_attn as hea
 from hf_efficient_attn import analysis, cli
-from hf_efficient_attn.evaluation import metrics, norms
+from hf_efficient_attn.evaluation import norms, output_error
+from hf_efficient_attn.evaluation import sparsity as kernel_sparsity
 from recipes.analysis import budget, sparsity, spectrum
 from recipes.common import inputs
 
@@ -72,7 +73,7 @@ def test_head_to_tail_does_not_underflow_where_the_prefix_is_small():
 def test_head_to_tail_does_not_depend_on_the_number_of_heads_at_a_time(monkeypatch):
     query, key = normal(5, 20, 4), normal(5, 20, 4, seed=1)
     found = analysis.head_to_tail(query, key, first=3)
-    monkeypatch.setattr(metrics, "_CHUNK_ENTRIES", 800)  # two heads of 20 x 20 at a time
+    monkeypatch.setattr(kernel_sparsity, "_CHUNK_ENTRIES", 800)  # two heads of 20 x 20 at a time
     assert torch.equal(found, analysis.head_to_tail(query, key, first=3))
     assert torch.equal(found[2], analysis.head_to_tail(query[2], key[2], first=3))
 
@@ -273,7 +274,7 @@ def test_relative_error():
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("length", [5, 9, 12])
 def test_exact_output_is_the_softmax_matrix_times_values(causal, padded, length, monkeypatch):
-    monkeypatch.setattr(metrics, "_CHUNK_QUERIES", 4)
+    monkeypatch.setattr(output_error, "_CHUNK_QUERIES", 4)
     query, key, value = normal(2, 4, length, 3), normal(2, 2, 9, 3, seed=1), normal(2, 2, 9, 6, seed=2)
     mask = None
     if padded:

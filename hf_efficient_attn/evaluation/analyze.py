@@ -1,7 +1,7 @@
 """`hf-efficient-attn analyze`: properties of the attention in each layer and head, and the errors of methods there.
 
 Measured are the stable rank of the attention matrix (KDEformer, section 3.4), the ratio of the tail of the Gaussian
-kernel matrix to its head (assumption A of the sparsity paper, see `metrics`), and the relative operator norm of the
+kernel matrix to its head (assumption A of the sparsity paper, see `sparsity`), and the relative operator norm of the
 error for methods and budgets. From the errors follows one recommendation: which layers can use which method.
 
 The model computes all inputs together, as far as memory allows, so that a row of the table is complete after each
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.conversion import convert
-from hf_efficient_attn.evaluation import metrics
 from hf_efficient_attn.evaluation.benchmark import TEXT_ROWS, own_settings
 from hf_efficient_attn.evaluation.calibration import (
     Candidate,
@@ -43,10 +42,12 @@ from hf_efficient_attn.evaluation.capture import (
 )
 from hf_efficient_attn.evaluation.data import ModelData, allow_length, max_positions
 from hf_efficient_attn.evaluation.defaults import default_variants, method_label
+from hf_efficient_attn.evaluation.matrices import softmax_matrix, stable_rank
 from hf_efficient_attn.evaluation.memory import check_memory, memory_errors
 from hf_efficient_attn.evaluation.names import name_of
 from hf_efficient_attn.evaluation.progress import Execution, Interrupted, Step, Steps, partial_result
 from hf_efficient_attn.evaluation.recommendation import Measured, budget_warnings, recommend
+from hf_efficient_attn.evaluation.sparsity import head_to_tail
 from hf_efficient_attn.evaluation.timing import machine, use_device
 from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.integration.settings import EXACT
@@ -356,10 +357,10 @@ def _matrix_properties(call: Call) -> dict[str, Tensor]:
     properties: dict[str, list[Tensor]] = {"stable_rank": [], "head_to_tail": []}
     for head in range(query.shape[1]):
         q, k = query[:, head : head + 1], key[:, head : head + 1]
-        weights = metrics.softmax_matrix(q, k, is_causal=call.is_causal, scale=call.scale)
-        properties["stable_rank"].append(metrics.stable_rank(weights).flatten())
+        weights = softmax_matrix(q, k, is_causal=call.is_causal, scale=call.scale)
+        properties["stable_rank"].append(stable_rank(weights).flatten())
         if is_square and q.shape[2]:
-            ratio = metrics.head_to_tail(q, k, scale=call.scale, first=q.shape[2])
+            ratio = head_to_tail(q, k, scale=call.scale, first=q.shape[2])
             properties["head_to_tail"].append(ratio.flatten())
     return {name: torch.cat(values).cpu() for name, values in properties.items() if values}
 

@@ -32,9 +32,9 @@ from torch.utils.benchmark import timer
 from tqdm import tqdm
 
 import hf_efficient_attn as hea
+from hf_efficient_attn.analysis import attention_error, exact_output
 from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.metrics import attention_error, exact_output
 from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.methods import MethodConfig
 from recipes.common import commands

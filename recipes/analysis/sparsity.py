@@ -26,9 +26,9 @@ import torch
 import typer
 from tqdm import tqdm
 
+from hf_efficient_attn.analysis import head_to_tail, order_statistics_ratio
 from hf_efficient_attn.cli import main_of, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.metrics import head_to_tail, order_statistics_ratio
 from hf_efficient_attn.evaluation.timing import use_threads
 from recipes.common.commands import AnyThreads, Csv, Data, Plot, Row, check_outputs, data_folder, new_app, write
 from recipes.common.inputs import Activation, load_text_model, squad_texts, text_activations

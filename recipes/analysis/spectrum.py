@@ -28,9 +28,9 @@ import typer
 from torch import Tensor
 from tqdm import tqdm
 
+from hf_efficient_attn.analysis import residual_matrix, singular_values, softmax_matrix
 from hf_efficient_attn.cli import Settings, main_of, parse_methods, split_list, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.metrics import residual_matrix, singular_values, softmax_matrix
 from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.methods import MethodConfig
 from recipes.common import commands
