@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -292,6 +293,46 @@ def test_only_complete_checkpoints_are_resumed(tmp_path):
     truncated.write_bytes(truncated.read_bytes()[:20])
     assert training.last_complete_checkpoint(tmp_path, processes=2).name == "checkpoint-9"
     assert training.last_complete_checkpoint(tmp_path).name == "checkpoint-10"
+
+
+class Line(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, x, labels):
+        return {"loss": (self.factor * x - labels).pow(2).mean(), "logits": self.factor * x}
+
+
+def train_a_line(tmp_path, *options: str) -> list[int]:
+    """Train for a hundred and one steps with the default options; return the logged steps."""
+    own = ["--max_steps", "101", "--use_cpu", "True", "--per_device_train_batch_size", "1", *options]
+    attention, args = parse(tmp_path, *own)
+    examples = [{"x": torch.tensor(float(i % 3)), "labels": torch.tensor(1.0)} for i in range(101)]
+    trainer = transformers.Trainer(Line(), args, train_dataset=examples)
+    training.train_and_report(trainer, attention)
+    return [entry["step"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_learning_curves_have_points_enough(tmp_path, capsys, monkeypatch):
+    steps = train_a_line(tmp_path, "--save_steps", "0.5")
+    assert steps == [1, *range(2, 101, 2)]
+    # A resumed run logs the same steps. A share that did not change is no reason for a warning.
+    warnings: list[str] = []
+    monkeypatch.setattr(transformers.trainer_utils.logger, "warning_once", warnings.append)
+    for share, count in (("0.5", 0), ("0.6", 1)):
+        shutil.rmtree(tmp_path / "out" / "checkpoint-101")
+        assert train_a_line(tmp_path, "--save_steps", share, "--resume_from_checkpoint", "True") == steps
+        assert "checkpoint-51" in capsys.readouterr().err
+        assert len(warnings) == count
+    assert "save_steps: 0.6" in warnings[0] and "logging_steps" not in warnings[0]
+
+
+def test_evaluation_does_not_follow_the_share_of_the_log(tmp_path):
+    _, args = parse(tmp_path, "--eval_strategy", "steps")
+    assert args.eval_steps == 10
+    _, args = parse(tmp_path)
+    assert args.eval_steps is None
 
 
 def test_which_losses_count_items():

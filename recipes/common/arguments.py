@@ -149,7 +149,7 @@ def _pair(text: str) -> tuple[str, Any]:
 
 @dataclass
 class RecipeArguments(TrainingArguments):
-    """TrainingArguments with the recipes' defaults: seed 0, the loss every 10 steps, progress bars only on a terminal.
+    """TrainingArguments with the recipes' defaults: seed 0, the loss at 50 to 100 steps, bars only on a terminal.
 
     Raises:
         ValueError: there is no output folder, or the checkpoint to resume from is not a checkpoint.
@@ -168,7 +168,11 @@ class RecipeArguments(TrainingArguments):
     )
     seed: int = option("Seed of new weights, data order, dropout and random draws.", default=0)
     report_to: str | None = option("Integration that the loss is reported to: none or tensorboard.", default="none")
-    logging_steps: float = option("Steps between two log entries; below 1, a share of all steps.", default=10)
+    logging_steps: float = option("Steps between two log entries; below 1, a share of all steps.", default=0.01)
+    eval_steps: float | None = option(
+        "Steps between two evaluations; below 1, a share of all steps. Default: 10 with --eval_strategy steps.",
+        default=None,
+    )
     logging_first_step: bool = option("Log the first step too.", default=True)
     disable_tqdm: bool | None = option("Disable progress bars. Default: if stderr is not a terminal.", default=None)
 
@@ -180,6 +184,8 @@ class RecipeArguments(TrainingArguments):
             self.resume_from_checkpoint = True if given.lower() == "true" else None
         elif isinstance(given, str) and not (pathlib.Path(given) / STATE).is_file():
             raise ValueError(f"--resume_from_checkpoint {given} is not a checkpoint, a folder that holds {STATE}")
+        if self.eval_strategy == "steps" and self.eval_steps is None:
+            self.eval_steps = 10  # and not `logging_steps`, as in TrainingArguments
         if self.disable_tqdm is None:
             self.disable_tqdm = not sys.stderr.isatty()
         # Without an accelerator PyTorch warns about pinned memory.

@@ -7,6 +7,7 @@ returned callbacks. Everything that is not possible raises ValueError before the
 
 import ast
 import inspect
+import math
 import os
 import pathlib
 import sys
@@ -278,6 +279,9 @@ def _evaluate(trainer: Trainer, data: Any) -> dict[str, Any]:
 def _checkpoint(args: RecipeArguments) -> str | None:
     """The checkpoint to resume from; None to start anew.
 
+    Options that are shares of all steps become the steps of the checkpoint, if it was made with the same shares.
+    Otherwise Trainer would warn that the two differ.
+
     Raises:
         ValueError: the checkpoint has done --max_steps already. Trainer would do one more step.
     """
@@ -287,11 +291,16 @@ def _checkpoint(args: RecipeArguments) -> str | None:
         if args.process_index == 0:
             message = f"resumed from {found}" if found else f"no complete checkpoint in {args.output_dir}: started anew"
             print(message, file=sys.stderr)
-    if found is not None and args.max_steps > 0:
-        done = TrainerState.load_from_json(str(pathlib.Path(found) / STATE)).global_step
-        if done >= args.max_steps:
-            raise ValueError(
-                f"the run in {found} is finished: it has done {done} steps and --max_steps is {args.max_steps}; give a "
-                "larger --max_steps to continue"
-            )
-    return found and str(found)
+    if found is None:
+        return None
+    state = TrainerState.load_from_json(str(pathlib.Path(found) / STATE))
+    if 0 < args.max_steps <= state.global_step:
+        raise ValueError(
+            f"the run in {found} is finished: it has done {state.global_step} steps and --max_steps is "
+            f"{args.max_steps}; give a larger --max_steps to continue"
+        )
+    for name in ("logging_steps", "eval_steps", "save_steps"):
+        share = getattr(args, name)
+        if share is not None and share < 1 and math.ceil(state.max_steps * share) == getattr(state, name):
+            setattr(args, name, getattr(state, name))
+    return str(found)
