@@ -60,6 +60,14 @@ def test_help_does_not_import_pytorch(name):
     assert not imported(done) & SLOW
 
 
+def test_methods_do_not_need_transformers():
+    done = command("info", "linear", options=("-X", "importtime"))
+    assert done.returncode == 0 and "Hyperparameters" in done.stdout
+    assert "torch" in imported(done)
+    assert "transformers" not in imported(done)
+    assert "torch._dynamo" not in done.stderr
+
+
 def test_the_installed_script_does_not_import_pytorch_for_help(script):
     line = script()
     done = run([line[0], "-X", "importtime", line[1], "--version"])
@@ -169,7 +177,7 @@ sys.meta_path.insert(0, Interrupt())
 def test_ctrl_c_during_the_imports(form, module, script, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(INTERRUPT)
     line = script() if form == "script" else [sys.executable, "-m", "hf_efficient_attn"]
-    done = run([*line, "methods"], PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}", INTERRUPT_AT=module)
+    done = run([*line, "push", "folder", "org/name"], PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}", INTERRUPT_AT=module)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
 
 

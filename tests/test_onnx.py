@@ -6,6 +6,7 @@ from torch.export import Dim
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods import exportable_methods
+from hf_efficient_attn.ops import export
 from tiny_models import SMALL, tiny_batch, tiny_model
 
 EXPORTABLE = [
@@ -90,3 +91,12 @@ def test_torch_export_is_not_refused():
     tensors = inputs(1, 70, 0)
     program = torch.export.export(module, tensors)
     torch.testing.assert_close(program.module()(*tensors), module(*tensors))
+
+
+def test_the_check_of_an_export_is_marked_as_torch_marks_constants():
+    def constant():
+        return True
+
+    torch.compiler.assume_constant_result(constant)
+    assert constant.__dict__
+    assert constant.__dict__.items() <= export._in_onnx_export.__dict__.items()

@@ -1,6 +1,7 @@
 """What all commands share: the application, exit status, errors, tables, common options, and parsing of methods."""
 
 import dataclasses
+import importlib
 import inspect
 import io
 import json
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+import hf_efficient_attn
 from hf_efficient_attn.errors import UnsupportedAttentionError
 
 if TYPE_CHECKING:
@@ -30,12 +32,20 @@ CommandT = TypeVar("CommandT", bound=Callable[..., None])
 class _Command(TyperCommand):
     """A command that imports PyTorch and Transformers after its arguments have been checked, so not for --help."""
 
+    package, libraries = "hf_efficient_attn._api", "PyTorch and Transformers"
+
     def invoke(self, ctx: Any) -> Any:
-        load()
+        _load(self.package, self.libraries)
         return super().invoke(ctx)
 
     def get_help(self, ctx: Any) -> str:
         return _bold_titles(super().get_help(ctx))
+
+
+class _MethodsCommand(_Command):
+    """A command about methods only, which does without Transformers."""
+
+    package, libraries = "hf_efficient_attn.methods", "PyTorch"
 
 
 class _Group(TyperGroup):
@@ -57,25 +67,24 @@ app = typer.Typer(
 )  # fmt: skip
 
 
-def load() -> None:
-    """Import the package with PyTorch and Transformers, and register its methods.
+def _load(package: str, libraries: str) -> None:
+    """Import a part of this package with the libraries that it needs.
 
     A terminal shows what it waits for. Until then Ctrl-C ends the process at once; afterwards it raises
     KeyboardInterrupt, so that drafts of files are deleted and partial results are printed.
     """
-    is_shown = "hf_efficient_attn._api" not in sys.modules and sys.stderr is not None and sys.stderr.isatty()
-    message = "Loading PyTorch and Transformers ..."
+    is_shown = package not in sys.modules and sys.stderr is not None and sys.stderr.isatty()
+    message = f"Loading {libraries} ..."
     if is_shown:
         print(message, end="", file=sys.stderr, flush=True)
-    import hf_efficient_attn._api
-
+    importlib.import_module(package)
     if is_shown:
         print("\r" + " " * len(message), end="\r", file=sys.stderr, flush=True)
     if signal.getsignal(signal.SIGINT) is hf_efficient_attn.exit_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def command(example: str) -> Callable[[CommandT], CommandT]:
+def command(example: str, *, needs_models: bool = True) -> Callable[[CommandT], CommandT]:
     """Add a function as a command of `app`, under its own name.
 
     The first paragraph of its docstring is its summary in the list of commands. Modules of commands import only typer,
@@ -83,12 +92,14 @@ def command(example: str) -> Callable[[CommandT], CommandT]:
 
     Args:
         example: the arguments of the example at the end of its help.
+        needs_models: whether it needs more than the methods, that is, Transformers.
     """
 
     def add(function: CommandT) -> CommandT:
         summary = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
         epilog = f"Example: hf-efficient-attn {example}"
-        return app.command(cls=_Command, short_help=summary, epilog=epilog)(function)
+        kind = _Command if needs_models else _MethodsCommand
+        return app.command(cls=kind, short_help=summary, epilog=epilog)(function)
 
     return add
 

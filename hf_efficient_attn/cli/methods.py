@@ -43,7 +43,7 @@ def _wrap(text: str, indent: str = "", hanging: str | None = None) -> str:
     return textwrap.fill(text, _WIDTH, initial_indent=indent, subsequent_indent=rest, break_on_hyphens=False)
 
 
-@command("methods --json")
+@command("methods --json", needs_models=False)
 def methods(as_json: Json = False) -> None:
     """List the methods; each name is also an attn_implementation."""
     from hf_efficient_attn.evaluation.defaults import default_methods
@@ -62,7 +62,7 @@ def methods(as_json: Json = False) -> None:
     typer.echo("\n" + _wrap(_LEGEND))
 
 
-@command("info kdeformer")
+@command("info kdeformer", needs_models=False)
 def info(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="A method, as listed by `methods`.", autocompletion=complete_methods)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_efficient_attn.cli.common import Json, command, print_json, print_table
+from hf_efficient_attn.errors import UnsupportedAttentionError
 
 if TYPE_CHECKING:
     from hf_efficient_attn.hub import PushPlan
@@ -32,15 +33,23 @@ def push(
             "hf_efficient_attn==0.2.0. A push with --yes stores it for later ones.",
         ),
     ] = None,
+    show_card: Annotated[
+        bool,
+        typer.Option("--show-card", help="Print the card as it would be sent, instead of the list of files."),
+    ] = False,
     message: Annotated[str | None, typer.Option(metavar="TEXT", help="Title of the commits.")] = None,
     as_json: Json = False,
 ) -> None:
     """Push a converted checkpoint to the Hugging Face Hub. Without --yes, only list what would be sent."""
     from hf_efficient_attn import hub
 
+    if yes and show_card:
+        raise UnsupportedAttentionError("--show-card sends nothing: look at the card first, and then give --yes alone")
     if not yes:
         plan = hub.plan_push(folder, repository, private=private, install=install)
-        return print_json(_to_dict(plan)) if as_json else _show_plan(plan)
+        if as_json:
+            return print_json({**_to_dict(plan), **({"card": plan.card} if show_card else {})})
+        return _show_card(plan) if show_card else _show_plan(plan)
     with _quiet():
         report = hub.push(folder, repository, private=private, install=install, message=message)
     if as_json:
@@ -48,6 +57,8 @@ def push(
         return print_json({**_to_dict(report.plan), "sent": True, **done})
     size = sum(size for _, size in report.plan.files)
     typer.echo(f"{len(report.plan.files)} files, {_format_bytes(size)}: {report.url}")
+    for problem in report.plan.problems:
+        typer.echo(f"Card: {problem}")
     for line in report.warnings:
         typer.echo(f"The hub says: {line}")
 
@@ -66,17 +77,27 @@ def _to_dict(plan: "PushPlan") -> dict[str, Any]:
     }
 
 
+def _show_card(plan: "PushPlan") -> None:
+    """Print the card on stdout, and why it would not be sent on stderr."""
+    typer.echo(plan.card, nl=False)
+    for reason in plan.refusals:
+        typer.echo(f"--yes would refuse: {reason}", err=True)
+
+
 def _show_plan(plan: "PushPlan") -> None:
     visibility = "private" if plan.private else "public, if it is new"
     typer.echo(f"Files that would be sent to {plan.repo_id} ({visibility}), in this order:\n")
     print_table(("file", "size"), [(path, _format_bytes(size)) for path, size in plan.files])
     size = sum(size for _, size in plan.files)
     typer.echo(
-        f"\n{len(plan.files)} files, {_format_bytes(size)}. The model card is sent last, in a commit of its own."
+        f"\n{len(plan.files)} files, {_format_bytes(size)}. The model card is sent last, in a commit of its own; "
+        "--show-card prints it."
     )
     typer.echo("Weights of an earlier push that are not in the folder would be deleted from the repository.")
     for name in plan.stays:
         typer.echo(f"Not sent: {name}")
+    if plan.install is not None:
+        typer.echo(f"Card: tells its readers to 'pip install {plan.install}'")
     for problem in plan.problems:
         typer.echo(f"Card: {problem}")
     for reason in plan.refusals:

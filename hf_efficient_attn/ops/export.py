@@ -16,5 +16,6 @@ def _in_onnx_export() -> bool:
     return bool(torch.onnx.is_in_onnx_export())
 
 
-# Dynamo, with which the exporter tries again after a failure, otherwise takes the result for False.
-torch.compiler.assume_constant_result(_in_onnx_export)
+# Dynamo, with which the exporter tries again after a failure, otherwise takes the result for False. This is what
+# `torch.compiler.assume_constant_result` does, which imports Dynamo as well: longer than all other imports together.
+_in_onnx_export.__dict__["_dynamo_marked_constant"] = True
