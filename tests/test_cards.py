@@ -17,7 +17,7 @@ import hub_server
 from hf_efficient_attn import cli
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.hub import write_card
-from hf_efficient_attn.hub.card import END, OWN_PART, START, card_problems, front_matter, render
+from hf_efficient_attn.hub.card import END, OWN_PART, START, card_problems, for_repository, front_matter, render
 from hf_efficient_attn.hub.context import escape
 from hf_efficient_attn.hub.facts import clean, read_facts
 from hf_efficient_attn.hub.install import check_install, known_source
@@ -48,14 +48,15 @@ def card_of(folder, **files):
 
 
 def test_front_matter(tmp_path):
-    data = ModelCard(card_of(tmp_path, benchmark=converted.benchmark())).data
+    write(tmp_path, benchmark=converted.benchmark())
+    data = ModelCard(write_card(tmp_path, name="tiny-kdeformer").read_text()).data
     assert data.library_name == "transformers"
     assert data.base_model == "someone/tiny-bert"
     assert data.license == "apache-2.0"
     assert data.language == ["en"]
     assert data.pipeline_tag == "fill-mask"
     assert data.tags == ["efficient-attention", "hf_efficient_attn", "kdeformer", "exbert"]
-    assert data.model_name == "tiny-bert-kdeformer"
+    assert data.model_name == "tiny-kdeformer"
     found = {(r.metric_type, r.metric_args["length"]): r.metric_value for r in data.eval_results}
     # Only results of the checkpoint's own method.
     assert found == {
@@ -118,7 +119,7 @@ def test_measurements_of_other_layers_are_not_attributed_to_the_checkpoint(tmp_p
 
 def test_a_card_without_measurements_says_so(tmp_path):
     text = card_of(tmp_path)
-    assert "Not measured. Run `hf-efficient-attn benchmark OUT --card`." in text
+    assert 'Not measured. `hf-efficient-attn benchmark "ORG/NAME"` compares the model with exact attention.' in text
     assert "model-index" not in text
 
 
@@ -253,9 +254,9 @@ def test_the_same_files_give_the_same_card(tmp_path):
     assert write_card(tmp_path).read_text() == first
     (tmp_path / "other").mkdir()
     other = card_of(tmp_path / "other", benchmark=converted.benchmark())
-    assert "\n# other\n" in other
+    assert "\n# other\n" in other and "\n- name: other\n" in other
     # No path and no date.
-    assert re.sub("^# .*$", "", other, flags=re.M) == re.sub("^# .*$", "", first, flags=re.M)
+    assert for_repository(other, "some/name") == for_repository(first, "some/name")
     assert sorted(path.name for path in (tmp_path / "other").iterdir()) == [
         "README.md", "benchmark.json", "config.json", "efficient_attention.json",
     ]  # fmt: skip
@@ -348,13 +349,57 @@ def test_the_card_of_a_vision_model_says_how_to_use_larger_pictures(architecture
 
 
 def test_a_method_of_another_package_has_to_be_imported(tmp_path, monkeypatch):
+    (tmp_path / "modules.json").write_text("[]")
     assert "is not part of" not in card_of(tmp_path)
-    monkeypatch.setattr(hea.KDEformerConfig, "__module__", "my_file")
-    monkeypatch.setattr(hea.KDEformerConfig, "__doc__", None)
+    monkeypatch.setattr(hea.KDEformerConfig, "__module__", "mine.my_file")
     text = card_of(tmp_path)
-    assert "The method `kdeformer` is not part of `hf_efficient_attn`" in text and "(module `my_file`)" in text
-    keys = hea.KDEformerConfig(**SMALL["kdeformer"]).exact_length
-    assert f"KDEformer: up to {keys} keys the output is exact. Beyond" in text
+    sentence = "The method `kdeformer` is not part of `hf_efficient_attn`. The file `mine/my_file.py` registers it"
+    assert text.count(sentence) == 1 and text.index(sentence) < text.index("```python")
+    # Each block that can be run alone imports the file: those of Transformers, a pipeline and sentence-transformers.
+    blocks = [block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "import hf_efficient_attn" in block]
+    assert len(blocks) == 3
+    for block in blocks:
+        lines = block.splitlines()
+        assert lines[0].startswith("import hf_efficient_attn")
+        assert lines[1] == "import mine.my_file  # registers kdeformer"
+        assert lines[2].startswith("from ")
+    program = 'python -c "import mine.my_file; from hf_efficient_attn.cli import main; main()"'
+    assert f"\n{program} convert someone/tiny-bert --method kdeformer" in text
+    assert f'`{program} benchmark "ORG/NAME"`' in text
+    monkeypatch.setattr(hea.KDEformerConfig, "__module__", "__main__")
+    text = card_of(tmp_path)
+    assert "import __main__" not in text and "\n# first run the code that registers kdeformer\n" in text
+
+
+def test_an_original_without_an_id_on_the_hub_is_not_called_by_the_name_of_its_folder(tmp_path):
+    origin = converted.origin(base_model=None, base_name="folder-of-mine")
+    text = card_of(tmp_path, origin=origin, benchmark=converted.benchmark())
+    assert "folder-of-mine" not in text and "base_model" not in ModelCard(text).data.to_dict()
+    assert "\nThis is a model of the class `BertForMaskedLM` with sub-quadratic attention: `kdeformer`." in text
+    assert "(SOURCE is the original model, which the author of this card did not name)" in text
+    assert "\nhf-efficient-attn convert SOURCE --method kdeformer" in text
+    assert "This is [someone/tiny-bert](https://huggingface.co/someone/tiny-bert) with" in card_of(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tiny", "1.5", "null", "0x10"])
+def test_the_name_of_the_repository_is_that_of_the_results(name, tmp_path):
+    text = card_of(tmp_path, benchmark=converted.benchmark())
+    before, after = ModelCard(text), ModelCard(for_repository(text, f"someone/{name}"))
+    assert after.data.model_name == name
+    assert after.data.eval_results == before.data.eval_results
+    assert {**after.data.to_dict(), "model-index": []} == {**before.data.to_dict(), "model-index": []}
+    (tmp_path / "benchmark.json").unlink()
+    without = write_card(tmp_path).read_text()
+    assert ModelCard(for_repository(without, f"someone/{name}")).data == ModelCard(without).data
+
+
+@pytest.mark.parametrize("method", hea.available_methods())
+def test_the_card_says_up_to_which_length_the_output_is_exact(method, tmp_path):
+    info, keys = hea.method_info(method), hea.method_info(method).config_class(**SMALL[method]).exact_length
+    text = card_of(tmp_path, config=config_json(method))
+    limit = f"- {info.title}: up to {keys} tokens the output is exact. Beyond that it is an approximation"
+    assert (limit in text) == (keys > 0)
+    assert ("differs from that of the original attention at every length" in text) == (keys == 0)
 
 
 def test_problems_of_the_front_matter_are_reported():

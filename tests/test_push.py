@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import converted
+import hf_efficient_attn as hea
 import hub_server
 from hf_efficient_attn import cli, hub
 from hf_efficient_attn.errors import UnsupportedAttentionError
@@ -189,6 +190,65 @@ def test_what_to_install_is_asked_for_once_and_stored(folder, online, monkeypatc
         assert f"pip install {url}\n" in sent["README.md"][0].decode()
         assert json.loads(sent["efficient_attention.json"][0])["install"] == url
         assert status("push", folder, REPOSITORY, "--yes") == 0
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("options", [[], ["--install", "git+https://example.org/a/b@v0.2.0"]], ids=["stored", "new"])
+@pytest.mark.parametrize("measured", [True, False], ids=["measured", "not measured"])
+def test_the_card_that_is_shown_is_the_one_that_is_sent(measured, options, folder, online, capsys):
+    if measured:
+        (folder / "benchmark.json").write_text(json.dumps(converted.benchmark()))
+        hub.write_card(folder)
+    card = (folder / "README.md").read_text()
+    (folder / "README.md").write_text(f"{card}\nMy own remarks.\n")
+    before = contents(folder)
+    assert status("push", folder, REPOSITORY, "--show-card", *options) == 0
+    shown, err = capsys.readouterr()
+    assert err == "" and contents(folder) == before and online.requests == []
+    assert "\n# tiny-kdeformer\n" in shown and shown.endswith("My own remarks.\n")
+    assert ("\n- name: tiny-kdeformer\n" in shown) == measured
+    assert f"\npip install {options[-1] if options else converted.ORIGIN['install']}\n" in shown
+    assert status("push", folder, REPOSITORY, "--show-card", "--json", *options) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["card"] == shown
+    assert status("push", folder, REPOSITORY, "--yes", *options) == 0
+    # What the list of the dry run says is reported again, and true.
+    assert ("Card: no measurements" in capsys.readouterr().out) == (not measured)
+    sent = online.repositories[REPOSITORY].files
+    assert sent["README.md"][0].decode() == shown
+    assert {name: len(content[0]) for name, content in sent.items()} == {
+        entry["path"]: entry["bytes"] for entry in plan["files"]
+    }
+
+
+def test_show_card_and_yes_exclude_each_other(folder, online, monkeypatch, capsys):
+    assert status("push", folder, REPOSITORY, "--show-card", "--yes") == 2
+    assert "--show-card sends nothing" in capsys.readouterr().err and online.requests == []
+    monkeypatch.setattr("hf_efficient_attn.hub.facts.known_source", lambda: None)
+    _origin(folder, install=None)
+    assert status("push", folder, REPOSITORY, "--show-card") == 0
+    out, err = capsys.readouterr()
+    assert "This card does not know where that is published" in out
+    assert err.startswith("--yes would refuse: the card cannot say where")
+
+
+def test_the_file_of_a_method_is_missed(folder, monkeypatch, capsys):
+    def lines():
+        assert status("push", folder, REPOSITORY) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if "readers need" in line]
+
+    assert lines() == []
+    monkeypatch.setattr(hea.KDEformerConfig, "__module__", "my_file")
+    hub.write_card(folder)
+    end = "that registers kdeformer: put it into the folder, or write into README.md where it is"
+    assert lines() == [f"Card: readers need my_file.py {end}"]
+    (folder / "my_file.py").write_text("")
+    assert lines() == []
+    monkeypatch.setattr(hea.KDEformerConfig, "__module__", "__main__")
+    assert lines() == [f"Card: readers need the code {end}"]
 
 
 @pytest.mark.parametrize("install", ["hf_efficient_attn", "/home/me/package", "file:///home/me/package"])

@@ -32,6 +32,7 @@ from hf_efficient_attn.conversion.exactness import describe, exact_lengths, num_
 from hf_efficient_attn.conversion.positions import extend_positions, position_tables
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_method
 from hf_efficient_attn.hub.card import write_card
+from hf_efficient_attn.hub.context import find_own_files
 from hf_efficient_attn.hub.install import check_install
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.layers import Layer, in_order
@@ -420,8 +421,7 @@ def _loading_lines(model: PreTrainedModel, output: str, *, embeds_sentences: boo
     stored = model.config.efficient_attention
     lines = ["import hf_efficient_attn"] if own_class or stored else []
     classes = {type(entry.config) for entry in stored.settings.entries} if stored else set()
-    foreign = (one for one in classes if not one.__module__.startswith("hf_efficient_attn."))
-    lines += sorted(f"import {one.__module__}  # registers {one.method}" for one in foreign)
+    lines += [file.line for file in find_own_files(classes)]
     name = own_class or type(model).__name__
     library, call = "transformers", f"{name}.from_pretrained"
     if embeds_sentences:

@@ -15,6 +15,7 @@ from typing import Any
 import jinja2
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
+from huggingface_hub.utils import yaml_dump
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.hub.context import PLACEHOLDER, context, escape, pipeline_of
@@ -68,27 +69,39 @@ def write_card(folder: "str | pathlib.Path", *, name: str | None = None) -> path
             Nothing has been written.
     """
     facts = read_facts(folder, may_be_exact=True)
-    path, before, after = facts.folder / NAME, "", "\n"
-    front: dict[str, Any] = {}
-    if path.exists():
-        kept = _split(path.read_text(encoding="utf-8", errors="replace").replace("\r\n", "\n"))
-        if kept is None:
-            backup = _unused_backup(path)
-            os.replace(path, backup)
-            logger.warning("%s was not written by hf_efficient_attn: it is kept as %s", path, backup.name)
-        else:
-            before, after, front = kept
-    data = _merge(front, front_matter(facts))
-    text = _join(data, f"{before}{START}\n{render(facts, name)}{END}{after}")
+    path = facts.folder / NAME
+    old = path.read_text(encoding="utf-8", errors="replace") if path.exists() else None
+    text = update_card(old, facts, name)
+    if old is not None and _split(old) is None:
+        backup = _unused_backup(path)
+        os.replace(path, backup)
+        logger.warning("%s was not written by hf_efficient_attn: it is kept as %s", path, backup.name)
     with replacing(path) as draft:
         draft.write_text(text, encoding="utf-8", newline="\n")
     return path
 
 
+def update_card(text: str | None, facts: Facts, name: str | None = None) -> str:
+    """The text of a card made from facts.
+
+    Args:
+        text: The text of an earlier card, of which everything is kept that the card does not set. A text that is not a
+            card of this package counts as none.
+        facts: What the card says.
+        name: The title, by default the name of the folder.
+    """
+    before, after, front = (None if text is None else _split(text)) or ("", "\n", {})
+    data = _merge(front, front_matter(facts, name))
+    return _join(data, f"{before}{START}\n{render(facts, name)}{END}{after}")
+
+
+def _title(facts: Facts, name: str | None) -> str:
+    return name or facts.folder.resolve().name or "Model"
+
+
 def render(facts: Facts, name: str | None = None) -> str:
     """The card's own part, without markers and front matter; `name` is its title, by default that of the folder."""
-    title = name or facts.folder.resolve().name or "Model"
-    return re.sub(r"\n{3,}", "\n\n", _template().render(**context(facts, title))).strip() + "\n"
+    return re.sub(r"\n{3,}", "\n\n", _template().render(**context(facts, _title(facts, name)))).strip() + "\n"
 
 
 @functools.cache
@@ -100,18 +113,23 @@ def _template() -> jinja2.Template:
 
 
 def for_repository(text: str, repo_id: str) -> str:
-    """The text of a card with the repository's name as its title and in its examples."""
+    """The text of a card with the repository's name as its title, in its examples and with its results."""
+    name = repo_id.rpartition("/")[2]
 
     def rename(part: re.Match[str]) -> str:
-        titled = re.sub(r"^# .*$", lambda _: f"# {escape(repo_id.rpartition('/')[2])}", part[0], count=1, flags=re.M)
+        titled = re.sub(r"^# .*$", lambda _: f"# {escape(name)}", part[0], count=1, flags=re.M)
         return titled.replace(f'"{PLACEHOLDER}"', f'"{repo_id}"')
 
-    return OWN_PART.sub(rename, text, count=1)
+    def rename_results(block: re.Match[str]) -> str:
+        # Only this line changes: the rest of the front matter can be the user's.
+        entry = f"- {yaml_dump({'name': name}).strip()}"
+        return re.sub(r"^(model-index:\n)- name: .*$", lambda found: found[1] + entry, block[0], count=1, flags=re.M)
+
+    return REGEX_YAML_BLOCK.sub(rename_results, OWN_PART.sub(rename, text, count=1), count=1)
 
 
-def front_matter(facts: Facts) -> dict[str, Any]:
-    """The card's own keys of the front matter, as ModelCardData writes them."""
-    name = "-".join([facts.base_name or facts.architecture or "model", *facts.methods])
+def front_matter(facts: Facts, name: str | None = None) -> dict[str, Any]:
+    """The card's own keys of the front matter, as ModelCardData writes them; `name` as for `render`."""
     tags = [tag for tag in facts.tags if _TAG.fullmatch(tag) and tag not in _OTHER_TAGS]
     task, pipeline = facts.pipeline_tag, pipeline_of(facts)
     if task is None or not _SLUG.fullmatch(task):
@@ -125,7 +143,7 @@ def front_matter(facts: Facts) -> dict[str, Any]:
         language=languages or None,
         pipeline_tag=task,
         tags=[*(_TAGS if facts.methods else ()), *facts.methods, *tags],
-        model_name=name if results else None,
+        model_name=_title(facts, name) if results else None,
         eval_results=results or None,
     )
     if license_id is not None and not _LICENSE.fullmatch(license_id):
@@ -182,10 +200,10 @@ def card_problems(text: str) -> list[str]:
     elif not isinstance(data["license"], str) or not _LICENSE.fullmatch(data["license"]):
         found.append("license is not one of the hub's identifiers")
     found += [
-        f"no {key}: {why}; add '{key}:' to the front matter"
+        f"no {key}: {why} add '{key}:' to the front matter"
         for key, why in (
-            ("base_model", "readers cannot find the original"),
-            ("pipeline_tag", "the hub does not know the task"),
+            ("base_model", "readers cannot find the original; convert again with --base-model ORG/NAME, or"),
+            ("pipeline_tag", "the hub does not know the task;"),
         )
         if key not in data
     ]
@@ -200,6 +218,7 @@ def card_problems(text: str) -> list[str]:
 
 def _split(text: str) -> tuple[str, str, dict[str, Any]] | None:
     """(text before the card's part, text after it, front matter); None if the text is not a card of this package."""
+    text = text.replace("\r\n", "\n")
     try:
         front = read_front_matter(text)
     except ValueError:

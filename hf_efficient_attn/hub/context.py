@@ -4,17 +4,20 @@ import dataclasses
 import inspect
 import re
 import shlex
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import transformers
 
 from hf_efficient_attn.hub.facts import TASKS, Facts, clean
 from hf_efficient_attn.integration.layers import ranges
-from hf_efficient_attn.methods import MethodInfo, method_info
+from hf_efficient_attn.methods import MethodConfig, method_info
 from hf_efficient_attn.models import auto_class, model_type
 
 # The repository's name in the examples, until the checkpoint is pushed.
 PLACEHOLDER = "ORG/NAME"
+# The original model in the command, if its id on the hub is not known.
+SOURCE = "SOURCE"
 
 
 class Pipeline(NamedTuple):
@@ -61,19 +64,22 @@ def context(facts: Facts, name: str) -> dict[str, Any]:
     own_type = model_type(architecture)
     # A model of this package also has attention outside its numbered layers.
     num_layers = None if own_type else facts.layers
-    infos = [method_info(method) for method in facts.methods]
+    configs = [entry.config for _, choice in facts.choices for entry in choice.entries]
+    exact = {config.method: config.exact_length for config in sorted(configs, key=lambda c: -c.exact_length)}
+    own_files = find_own_files(type(config) for config in configs)
     return {
         "facts": facts,
         "benchmark": facts.benchmark,
         "calibrated": [choice.calibrated_length for _, choice in facts.choices if choice.calibrated_length],
-        "command": _command(facts),
+        "command": _command(facts, own_files),
+        "command_name": _program(own_files),
         "install": facts.install and shlex.quote(facts.install),
-        "limits": [(info, _exact_length(info, facts)) for info in infos],
-        "foreign": [info for info in infos if not info.config_class.__module__.startswith("hf_efficient_attn.")],
+        "limits": [(method_info(method), exact[method]) for method in facts.methods],
         "methods": _methods(facts, num_layers),
         "model_class": auto_class(architecture) or architecture or "AutoModel",
         "num_layers": num_layers,
         "other_sizes": _takes_other_sizes(architecture),
+        "own_files": own_files,
         "own_type": own_type,
         "pipeline": pipeline_of(facts),
         "repository": PLACEHOLDER,
@@ -112,26 +118,51 @@ def _methods(facts: Facts, num_layers: int | None) -> list[dict[str, Any]]:
     return found
 
 
-def _exact_length(info: MethodInfo, facts: Facts) -> str | None:
-    """A sentence that says up to which length a method is exact, as its documentation puts it or with the number."""
-    found = re.search(r"\b(?:With up|Up) to [^.]*?exact\b", " ".join((info.config_class.__doc__ or "").split()))
-    if found:
-        return found[0][0].lower() + found[0][1:]
-    configs = [entry.config for _, choice in facts.choices for entry in choice.entries]
-    keys = min(config.exact_length for config in configs if config.method == info.name)
-    return f"up to {keys} keys the output is exact" if keys else None
+class OwnFile(NamedTuple):
+    """A method that is not part of this package, and the file that registers it.
+
+    `name` is the path of the file, and None for a method that was registered in a notebook or in the program itself.
+    """
+
+    method: str
+    module: str
+    name: str | None
+
+    @property
+    def line(self) -> str:
+        """The line of Python that registers the method."""
+        if self.name is None:
+            return f"# first run the code that registers {self.method}"
+        return f"import {self.module}  # registers {self.method}"
 
 
-def _command(facts: Facts) -> str | None:
+def find_own_files(config_classes: Iterable[type[MethodConfig]]) -> list[OwnFile]:
+    """The methods that are registered by files outside of this package, in the order of their modules."""
+    found = {(one.__module__, one.method) for one in config_classes}
+    return [
+        OwnFile(method, module, None if module == "__main__" else f"{module.replace('.', '/')}.py")
+        for module, method in sorted(found)
+        if not module.startswith("hf_efficient_attn.")
+    ]
+
+
+def _program(own_files: Iterable[OwnFile]) -> str:
+    """The command of this package, after the import of files that it does not know."""
+    modules = list(dict.fromkeys(file.module for file in own_files if file.name))
+    if not modules:
+        return "hf-efficient-attn"
+    return f'python -c "import {", ".join(modules)}; from hf_efficient_attn.cli import main; main()"'
+
+
+def _command(facts: Facts, own_files: Iterable[OwnFile]) -> str | None:
     """The `convert` command that makes this checkpoint; None for mixes and composite models, which need more."""
-    source = facts.base_model or facts.base_name
-    if len(facts.choices) != 1 or not source:
+    if len(facts.choices) != 1:
         return None
     part, settings = facts.choices[0]
     if part or len(settings.entries) != 1:
         return None
     config, layers = settings.entries[0].config, settings.entries[0].layers
-    words = ["hf-efficient-attn", "convert", source, "--method", config.method]
+    words = ["convert", facts.base_model or SOURCE, "--method", config.method]
     for spec in dataclasses.fields(config):
         value = getattr(config, spec.name)
         if value != spec.default:
@@ -140,4 +171,4 @@ def _command(facts: Facts) -> str | None:
         words += ["--layers", ranges(layers)]
     if facts.max_length is not None:
         words += ["--max-length", str(facts.max_length)]
-    return shlex.join([*words, "-o", "OUT"])
+    return f"{_program(own_files)} {shlex.join([*words, '-o', 'OUT'])}"

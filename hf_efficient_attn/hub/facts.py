@@ -86,7 +86,6 @@ class Facts:
     layers: int | None
     choices: tuple[tuple[str, EfficientAttentionConfig], ...]
     base_model: str | None
-    base_name: str
     license: str | None
     tags: tuple[str, ...]
     pipeline_tag: str | None
@@ -152,7 +151,6 @@ def read_facts(folder: "str | pathlib.Path", *, may_be_exact: bool = False) -> F
         layers=_num_layers(config),
         choices=choices,
         base_model=base_model,
-        base_name=origin.optional_text("base_name") or (base_model or "").split("/")[-1],
         license=origin.optional_text("license"),
         tags=origin.texts("tags"),
         pipeline_tag=origin.optional_text("pipeline_tag"),

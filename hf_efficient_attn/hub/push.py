@@ -1,13 +1,15 @@
 """Uploading a converted checkpoint to the Hugging Face Hub: the files first, and the model card last."""
 
+import dataclasses
 import json
 import os
 import pathlib
 import shlex
 import warnings
 import zipfile
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from huggingface_hub import HfApi, ModelCard, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError
@@ -17,10 +19,19 @@ from hf_efficient_attn.checkpoint.limits import find_limits
 from hf_efficient_attn.checkpoint.provenance import FILE, INSTALL
 from hf_efficient_attn.checkpoint.weights import PICKLES
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.hub.card import NAME, OWN_PART, card_problems, for_repository, read_front_matter, write_card
+from hf_efficient_attn.hub.card import (
+    NAME,
+    OWN_PART,
+    card_problems,
+    for_repository,
+    read_front_matter,
+    update_card,
+    write_card,
+)
+from hf_efficient_attn.hub.context import find_own_files
 from hf_efficient_attn.hub.facts import Facts, check_repo_id, clean, read_facts
 from hf_efficient_attn.hub.install import check_install
-from hf_efficient_attn.io.json import read_json_object, write_json
+from hf_efficient_attn.io.json import encode_json, read_json_object, write_json
 
 # The HTTP library's own error. Which library that is depends on the version of huggingface_hub.
 _HTTPError = cast(type[Exception], HfHubHTTPError.__bases__[0])
@@ -51,7 +62,9 @@ class PushPlan:
         stays: Paths of files that are not sent.
         problems: What is missing in the card.
         refusals: Why `push` would refuse the folder.
-        install: What the card tells its readers to give to `pip install`; None if that is not known.
+        install: What the card tells its readers to give to `pip install`; None if that is not known, or if the card was
+            written by hand.
+        card: The text of the card as it would be sent.
     """
 
     folder: pathlib.Path
@@ -62,6 +75,7 @@ class PushPlan:
     problems: tuple[str, ...]
     refusals: tuple[str, ...]
     install: str | None
+    card: str
 
 
 @dataclass(frozen=True)
@@ -122,13 +136,49 @@ def plan_push(
     except ValueError as error:
         raise UnsupportedAttentionError(f"{folder / NAME}: {error}") from error
     stays = tuple(name for name in found if pathlib.PurePath(name).match(_BACKUPS) and "/" not in name)
-    sizes = [(name, (folder / name).stat().st_size) for name in found if name not in stays and name != NAME]
-    card_size = len(for_repository(text, repo_id).encode())
+    sizes = {name: (folder / name).stat().st_size for name in found if name not in stays and name != NAME}
     install = install or facts.install
-    problems = [*card_problems(text), *_missing_measurements(facts)]
-    refusals = _why_not_yet(facts, install if OWN_PART.search(text) else "written by hand")
-    files = (*sizes, (NAME, card_size))
-    return PushPlan(folder, repo_id, private, files, stays, tuple(problems), tuple(refusals), install)
+    is_own = OWN_PART.search(text) is not None
+    if is_own and install is not None:
+        about = _with_install(folder, install)
+        sizes |= {FILE: len(encode_json(about))} if about else {}
+        if not _says(text, install):
+            text = update_card(text, dataclasses.replace(facts, install=install))
+    card = for_repository(text, repo_id)
+    return PushPlan(
+        folder=folder,
+        repo_id=repo_id,
+        private=private,
+        files=(*sorted(sizes.items()), (NAME, len(card.encode()))),
+        stays=stays,
+        problems=(*card_problems(text), *_missing_measurements(facts), *_missing_files(facts, found)),
+        refusals=tuple(_why_not_yet(facts, install if is_own else "written by hand")),
+        install=install if is_own else None,
+        card=card,
+    )
+
+
+def _says(card: str, install: str) -> bool:
+    """Whether a card tells its readers to install something."""
+    return f"pip install {shlex.quote(install)}\n" in card
+
+
+def _with_install(folder: pathlib.Path, install: str) -> dict[str, Any] | None:
+    """The contents of efficient_attention.json with what to install; None if the file does not change."""
+    path = folder / FILE
+    stored = read_json_object(path) if path.exists() else {}
+    return None if stored.get(INSTALL) == install else {**stored, INSTALL: install}
+
+
+def _missing_files(facts: Facts, found: Collection[str]) -> list[str]:
+    """The files that register methods of the checkpoint and are not in its folder."""
+    configs = (type(entry.config) for _, choice in facts.choices for entry in choice.entries)
+    return [
+        f"readers need {file.name or 'the code'} that registers {file.method}: put it into the folder, or write into "
+        f"{NAME} where it is"
+        for file in find_own_files(configs)
+        if file.name not in found
+    ]
 
 
 def _missing_measurements(facts: Facts) -> list[str]:
@@ -164,14 +214,13 @@ def _why_not_yet(facts: Facts, install: str | None) -> list[str]:
 
 def _store_install(plan: PushPlan) -> None:
     """Let efficient_attention.json and the card of the folder say what to install, if they do not yet."""
-    about, path = plan.folder / FILE, plan.folder / NAME
+    path = plan.folder / NAME
     text = path.read_text(encoding="utf-8", errors="replace")
     if plan.install is None or OWN_PART.search(text) is None:
         return
-    stored = read_json_object(about) if about.exists() else {}
-    if stored.get(INSTALL) != plan.install:
-        write_json(about, {**stored, INSTALL: plan.install})
-    if f"pip install {shlex.quote(plan.install)}\n" not in text:
+    if about := _with_install(plan.folder, plan.install):
+        write_json(plan.folder / FILE, about)
+    if not _says(text, plan.install):
         write_card(plan.folder)
 
 
@@ -222,15 +271,13 @@ def push(
             "there is no token for the hub: 'hf auth login' stores one, or set HF_TOKEN to one with write access"
         )
     _store_install(plan)
-    plan = plan_push(folder, repo_id, private=private)  # with the sizes of the files that were just written
     api = HfApi(token=token, library_name="hf_efficient_attn")
-    card = for_repository((plan.folder / NAME).read_text(encoding="utf-8", errors="replace"), repo_id)
     title = message or f"{' and '.join(read_facts(plan.folder).methods)} by hf_efficient_attn"
     done: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            _check_card(card)
+            _check_card(plan.card)
             url = str(api.create_repo(repo_id, private=True if private else None, exist_ok=True))
             done.append("the repository exists or was created")
             if private and not api.model_info(repo_id).private:
@@ -244,7 +291,7 @@ def push(
             )
             done.append(f"all {len(plan.files) - 1} files but the card are there")
             last = api.upload_file(
-                path_or_fileobj=card.encode(),
+                path_or_fileobj=plan.card.encode(),
                 path_in_repo=NAME,
                 repo_id=repo_id,
                 commit_message=f"Card: {title}",

@@ -86,7 +86,11 @@ def read_json_lines(path: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, values
 
 
+def encode_json(value: Any) -> bytes:
+    """Indented JSON in UTF-8. A lone surrogate, as in some file names, is escaped."""
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+
+
 def write_json(path: pathlib.Path, value: Any) -> None:
-    """Write a value as indented JSON in UTF-8. A lone surrogate, as in some file names, is escaped."""
-    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-    path.write_text(text, encoding="utf-8", errors="backslashreplace")
+    """Write a value as `encode_json` encodes it."""
+    path.write_bytes(encode_json(value))

@@ -103,7 +103,7 @@ class EvaConfig(MethodConfig):
         """
         block, chunks = max(1, self.window_size // 2), max(1, self.num_landmarks // 2)
         # An interval of 1, 2, 4, ... blocks is exact if it has at least as many chunks as keys.
-        causal = block * (1 + 2 ** (chunks // block).bit_length())
+        causal = block * (1 + (1 << (chunks // block).bit_length()))
         return min(causal, self.window_size * max(1, self.num_landmarks // self.window_size))
 
     def with_budget(self, columns: int) -> "EvaConfig":
