@@ -212,6 +212,23 @@ def test_the_top_level_of_the_repository():
     top = {path.split("/")[0] for path in listed if (ROOT / path).exists()}
     assert top <= {
         "hf_efficient_attn", "recipes", "tests", "model_cards", "setup.cfg", "README.md",
-        "docs", "LICENSE", "pyproject.toml", ".ci", ".gitignore",
+        "docs", "LICENSE", "MANIFEST.in", "pyproject.toml", ".ci", ".gitignore",
     }  # fmt: skip
     assert {"hf_efficient_attn", "recipes", "tests", "setup.cfg", "README.md", "LICENSE", "pyproject.toml"} <= top
+
+
+def test_the_source_distribution_is_complete(monkeypatch):
+    """MANIFEST.in takes the tracked files of these folders, and no file that is made from them."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    chosen = pytest.importorskip("setuptools.command.egg_info").FileList()
+    monkeypatch.chdir(ROOT)
+    for line in (ROOT / "MANIFEST.in").read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            chosen.process_template_line(line)
+    command = ["git", "-C", str(ROOT), "ls-files", "docs", "model_cards", "recipes", "tests"]
+    tracked = set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines())
+    assert {"tests/promises.py", "tests/test_package.py", "recipes/configs/cpu.yaml", "docs/conf.py"} <= tracked
+    assert {path for path in tracked if (ROOT / path).exists()} <= set(chosen.files)
+    made = re.compile(r"\.py[co]$|^docs/_build/|^docs/reference/(methods/|commands\.md)|/\.ipynb_checkpoints/")
+    assert not list(filter(made.search, chosen.files))
