@@ -294,6 +294,21 @@ def test_search_with_exact_attention_has_the_known_scores(data, tmp_path):
     assert float(ours["recall@1"]) > 0.86
 
 
+def test_errors_of_default_hyperparameters(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(error, "minilm_activations", lambda *_, length: tiny_activations()[0])
+    own = "longformer:window_size=3,longformer"
+    arguments = ["--method", own, "--seeds", "1", "--csv", str(tmp_path / "errors.csv")]
+    assert accuracy(*arguments, "--defaults") == 0
+    assert "| attention " in (out := capsys.readouterr().out) and "| default |" in out and "budgets" not in out
+    narrow, usual = read_csv(tmp_path / "errors.csv")
+    # The default window is wider than the 48 tokens.
+    assert float(narrow["error"]) > 0.01 > float(usual["error"])
+    assert (narrow["budget"], usual["budget"]) == ("default", "default")
+    for more in (["--budget", "8"], ["--check"]):
+        assert accuracy(*arguments, "--defaults", *more) == 2
+        assert "leave out --budget and --check" in capsys.readouterr().err
+
+
 def test_methods_by_budgets():
     rows = [
         {"method": name, "budget": budget, "error": error, "deviation": deviation}

@@ -3,12 +3,14 @@
     python -m recipes.benchmarks.error --data DATA                         (MiniLM, 512 tokens of books)
     python -m recipes.benchmarks.error --data DATA --tokens 4096 --causal  (concatenated windows of 512 tokens)
     python -m recipes.benchmarks.error --data DATA --model deit            (DeiT-tiny, 512 pixels: 1,025 tokens)
+    python -m recipes.benchmarks.error --data DATA --tokens 8192 --defaults     (as recipes.benchmarks.attention)
 
 The error is |A - E|_op / |E|_op for every layer and head, where E is the output of exact attention (N x Dv), A is that
 of the method on the same inputs, and |.|_op is the largest singular value. It is averaged over heads, layers and
-inputs. All methods have the same budget of exact columns (`with_budget`). Methods that draw at random run with several
-seeds, and the table shows mean and standard deviation over the seeds. With `--causal` only methods with a causal form
-are measured. `columns=all:draw=independent` is the sampling of the papers themselves.
+inputs. All methods have the same budget of exact columns (`with_budget`), or with `--defaults` the hyperparameters
+whose speed `recipes.benchmarks.attention` measures. Methods that draw at random run with several seeds, and the table
+shows mean and standard deviation over the seeds. With `--causal` only methods with a causal form are measured.
+`columns=all:draw=independent` is the sampling of the papers themselves.
 
 DATA holds `text/books/*.txt.gz` for MiniLM, which comes from PyPI, or `models/deit-tiny-imagenet` and
 `images/imagenet1k-sample-original-100.zip` for DeiT. The default is $HEA_DATA or ../shared/data.
@@ -69,11 +71,11 @@ def errors(
 def measure(
     configs: Sequence[MethodConfig],
     activations: Sequence[Activation],
-    budgets: Sequence[int],
+    budgets: Sequence[int | None],
     seeds: int,
     causal: bool = False,
 ) -> list[dict[str, Any]]:
-    """Measure every method at every budget.
+    """Measure every method at every budget; the budget None leaves its hyperparameters as they are.
 
     Returns:
         Rows with the mean error, its standard deviation over seeds, and the error of each layer.
@@ -83,7 +85,7 @@ def measure(
     with torch.inference_mode(), tqdm(total=len(configs) * len(budgets) * seeds, disable=None, leave=False) as bar:
         for budget in budgets:
             for config in configs:
-                sized, runs = config.with_budget(budget), list[list[float]]()
+                sized, runs = config if budget is None else config.with_budget(budget), list[list[float]]()
                 for seed in range(seeds):
                     bar.update()
                     # More seeds of a method that draws nothing would only repeat the result.
@@ -99,7 +101,7 @@ def measure(
                 rows.append(
                     {
                         "method": method_label(config),
-                        "budget": budget,
+                        "budget": "default" if budget is None else budget,
                         "error": statistics.fmean(means),
                         "deviation": statistics.stdev(means) if len(means) > 1 else 0.0,
                         "seeds": len(means),
@@ -154,6 +156,9 @@ def error(
     tokens: Annotated[
         int, typer.Option(metavar="N", min=2, help="Tokens for MiniLM; more than 512 are concatenated windows of 512.")
     ] = 512,
+    defaults: Annotated[
+        bool, typer.Option("--defaults", help="The hyperparameters of each method as they are, without a budget.")
+    ] = False,
     causal: Annotated[bool, typer.Option("--causal", help="Causal attention, for methods that have it.")] = False,
     by_layer: Annotated[bool, typer.Option("--by-layer", help="Print the error of every layer too.")] = False,
     check: commands.Check = False,
@@ -161,6 +166,8 @@ def error(
     plot: commands.Plot = None,
 ) -> None:
     """Measure the relative operator-norm error of the methods on real activations, at budgets of exact columns."""
+    if defaults and (budget or check):
+        raise UnsupportedAttentionError("--defaults measures without a budget: leave out --budget and --check")
     readers = {"minilm": (functools.partial(minilm_activations, length=tokens), 128), "deit": (deit_activations, 256)}
     if model not in readers:
         raise UnsupportedAttentionError(f"--model {model!r} is not one of {', '.join(readers)}")
@@ -175,10 +182,11 @@ def error(
         usual = parse_methods([name for name in METHODS if "near_field" not in name], setting).values()
         configs = [config for config in usual if hea.method_info(config.method).causal]
     read, default = readers[model]
-    budgets = parse_lengths(budget) or [default]
+    budgets: list[int | None] = [None] if defaults else [*(parse_lengths(budget) or [default])]
     for config in configs:
         for columns in budgets:
-            config.with_budget(columns)
+            if columns is not None:
+                config.with_budget(columns)
     with use_threads(threads):
         activations = read(commands.data_folder(data), inputs)
         rows = measure(configs, activations, budgets, seeds, causal)
@@ -197,7 +205,8 @@ def error(
         cells = [(row["method"], row["budget"], *(f"{row[key]:.3f}" for key in layers)) for row in rows]
         typer.echo("\n" + table(headers, cells))
     typer.echo(
-        f"\n{title}. Relative operator norm, mean over heads, layers and inputs; budgets in columns; "
+        f"\n{title}. Relative operator norm, mean over heads, layers and inputs; "
+        f"{'default hyperparameters' if defaults else 'budgets in columns'}; "
         f"{seeds} seeds (± deviation over seeds, for methods that draw at random)."
     )
     mean_of = "values so far" if causal else "values"
