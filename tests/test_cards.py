@@ -142,6 +142,19 @@ def test_the_results_come_first(tmp_path):
     assert headings == ["Measured", "Load", "Attention", "Limits", "How it was made"]
 
 
+def test_one_example_is_singular(tmp_path):
+    values = converted.benchmark(data={"name": "book.txt", "rows": 1})
+    assert "on 1 example of book.txt" in card_of(tmp_path, benchmark=values)
+
+
+def test_a_checkpoint_converted_back_keeps_its_extended_positions(tmp_path):
+    config = {"architectures": ["BertForMaskedLM"], "attn_implementation": "sdpa"}
+    text = card_of(tmp_path, config=config, origin=converted.origin(max_length=1024, trained_positions=512))
+    assert (
+        "nothing but Transformers. The position table was extended from 512 to 1024 tokens without training.\n" in text
+    )
+
+
 def test_measurements_that_were_stopped_are_called_incomplete(tmp_path):
     sentence = "The measurement was stopped before its end"
     assert sentence in card_of(tmp_path, benchmark=converted.benchmark(complete=False))
@@ -314,7 +327,7 @@ def test_a_licence_without_an_identifier_keeps_its_name(tmp_path):
 def test_a_checkpoint_converted_back_has_a_card(tmp_path):
     card_of(tmp_path)
     text = card_of(tmp_path, config={"architectures": ["BertForMaskedLM"], "attn_implementation": "sdpa"})
-    assert "with exact attention, converted back" in text
+    assert "with exact attention, converted back" in text and "extended" not in text
     assert "import hf_efficient_attn" not in text
     assert "Licence of the original model: apache-2.0." in text
     assert ModelCard(text).data.tags == ["exbert"]

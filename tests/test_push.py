@@ -243,12 +243,14 @@ def test_the_file_of_a_method_is_missed(folder, monkeypatch, capsys):
     assert lines() == []
     monkeypatch.setattr(hea.KDEformerConfig, "__module__", "my_file")
     hub.write_card(folder)
-    end = "that registers kdeformer: put it into the folder, or write into README.md where it is"
-    assert lines() == [f"Card: readers need my_file.py {end}"]
+    end = "which registers kdeformer: put it into the folder, or write into README.md where it is"
+    assert lines() == [f"Card: readers need my_file.py, {end}"]
+    (problem,) = [text for text in hub.plan_push(folder, REPOSITORY).problems if "no measurements" in text]
+    assert f"main()\" benchmark {folder} --card' adds them" in problem and "import my_file;" in problem
     (folder / "my_file.py").write_text("")
     assert lines() == []
     monkeypatch.setattr(hea.KDEformerConfig, "__module__", "__main__")
-    assert lines() == [f"Card: readers need the code {end}"]
+    assert lines() == [f"Card: readers need your code, {end}"]
 
 
 @pytest.mark.parametrize("install", ["hf_efficient_attn", "/home/me/package", "file:///home/me/package"])

@@ -32,7 +32,7 @@ from hf_efficient_attn.conversion.exactness import describe, exact_lengths, num_
 from hf_efficient_attn.conversion.positions import extend_positions, position_tables
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_method
 from hf_efficient_attn.hub.card import write_card
-from hf_efficient_attn.hub.context import find_own_files
+from hf_efficient_attn.hub.context import own_files_of
 from hf_efficient_attn.hub.install import check_install
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.layers import Layer, in_order
@@ -382,8 +382,7 @@ def _describe_positions(model: PreTrainedModel, trained: int | None) -> list[str
         return []
     return [
         f"the table of {trained} positions is repeated {positions / trained:.3g} times, and the model was not trained "
-        f"on texts of more than {trained} tokens: measure it on texts as long as yours (hf-efficient-attn benchmark), "
-        "or fine-tune it on them"
+        f"on texts of more than {trained} tokens: check its results on texts as long as yours, or fine-tune it on them"
     ]
 
 
@@ -421,7 +420,7 @@ def _loading_lines(model: PreTrainedModel, output: str, *, embeds_sentences: boo
     stored = model.config.efficient_attention
     lines = ["import hf_efficient_attn"] if own_class or stored else []
     classes = {type(entry.config) for entry in stored.settings.entries} if stored else set()
-    lines += [file.line for file in find_own_files(classes)]
+    lines += [file.line for file in own_files_of(classes)]
     name = own_class or type(model).__name__
     library, call = "transformers", f"{name}.from_pretrained"
     if embeds_sentences:

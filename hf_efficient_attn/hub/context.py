@@ -66,13 +66,13 @@ def context(facts: Facts, name: str) -> dict[str, Any]:
     num_layers = None if own_type else facts.layers
     configs = [entry.config for _, choice in facts.choices for entry in choice.entries]
     exact = {config.method: config.exact_length for config in sorted(configs, key=lambda c: -c.exact_length)}
-    own_files = find_own_files(type(config) for config in configs)
+    own_files = find_own_files(facts)
     return {
         "facts": facts,
         "benchmark": facts.benchmark,
         "calibrated": [choice.calibrated_length for _, choice in facts.choices if choice.calibrated_length],
         "command": _command(facts, own_files),
-        "command_name": _program(own_files),
+        "command_name": command_name(own_files),
         "install": facts.install and shlex.quote(facts.install),
         "limits": [(method_info(method), exact[method]) for method in facts.methods],
         "methods": _methods(facts, num_layers),
@@ -136,8 +136,13 @@ class OwnFile(NamedTuple):
         return f"import {self.module}  # registers {self.method}"
 
 
-def find_own_files(config_classes: Iterable[type[MethodConfig]]) -> list[OwnFile]:
-    """The methods that are registered by files outside of this package, in the order of their modules."""
+def find_own_files(facts: Facts) -> list[OwnFile]:
+    """The methods of a checkpoint that are registered by files outside of this package."""
+    return own_files_of(type(entry.config) for _, choice in facts.choices for entry in choice.entries)
+
+
+def own_files_of(config_classes: Iterable[type[MethodConfig]]) -> list[OwnFile]:
+    """Those of some methods that are registered by files outside of this package, in the order of their modules."""
     found = {(one.__module__, one.method) for one in config_classes}
     return [
         OwnFile(method, module, None if module == "__main__" else f"{module.replace('.', '/')}.py")
@@ -146,7 +151,7 @@ def find_own_files(config_classes: Iterable[type[MethodConfig]]) -> list[OwnFile
     ]
 
 
-def _program(own_files: Iterable[OwnFile]) -> str:
+def command_name(own_files: Iterable[OwnFile]) -> str:
     """The command of this package, after the import of files that it does not know."""
     modules = list(dict.fromkeys(file.module for file in own_files if file.name))
     if not modules:
@@ -171,4 +176,4 @@ def _command(facts: Facts, own_files: Iterable[OwnFile]) -> str | None:
         words += ["--layers", ranges(layers)]
     if facts.max_length is not None:
         words += ["--max-length", str(facts.max_length)]
-    return f"{_program(own_files)} {shlex.join([*words, '-o', 'OUT'])}"
+    return f"{command_name(own_files)} {shlex.join([*words, '-o', 'OUT'])}"

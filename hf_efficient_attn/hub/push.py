@@ -28,7 +28,7 @@ from hf_efficient_attn.hub.card import (
     update_card,
     write_card,
 )
-from hf_efficient_attn.hub.context import find_own_files
+from hf_efficient_attn.hub.context import command_name, find_own_files
 from hf_efficient_attn.hub.facts import Facts, check_repo_id, clean, read_facts
 from hf_efficient_attn.hub.install import check_install
 from hf_efficient_attn.io.json import encode_json, read_json_object, write_json
@@ -172,18 +172,17 @@ def _with_install(folder: pathlib.Path, install: str) -> dict[str, Any] | None:
 
 def _missing_files(facts: Facts, found: Collection[str]) -> list[str]:
     """The files that register methods of the checkpoint and are not in its folder."""
-    configs = (type(entry.config) for _, choice in facts.choices for entry in choice.entries)
     return [
-        f"readers need {file.name or 'the code'} that registers {file.method}: put it into the folder, or write into "
-        f"{NAME} where it is"
-        for file in find_own_files(configs)
+        f"readers need {file.name or 'your code'}, which registers {file.method}: put it into the folder, or write "
+        f"into {NAME} where it is"
+        for file in find_own_files(facts)
         if file.name not in found
     ]
 
 
 def _missing_measurements(facts: Facts) -> list[str]:
     """What the card does not say about speed and error, and the command that adds it."""
-    command = f"'hf-efficient-attn benchmark {shlex.quote(str(facts.folder))} --card'"
+    command = f"'{command_name(find_own_files(facts))} benchmark {shlex.quote(str(facts.folder))} --card'"
     if facts.benchmark is None:
         return [f"no measurements: {command} adds them"]
     if not facts.benchmark.complete:
