@@ -311,6 +311,7 @@ def test_default_lengths_are_limited_by_time(made, text, monkeypatch):
     monkeypatch.setattr(benchmark, "_SECONDS", 0.0)
     found = benchmark.benchmark_checkpoint(made("bert"), data=text, procedure=ONE_ROW)
     assert {row["length"] for row in found["measurements"]} == {128}
+    assert "Left out to save time: lengths of 256, 512 tokens. --lengths N measures them." in found["notes"]
 
 
 def test_lengths_beyond_the_positions_of_the_model(made, text):
@@ -632,6 +633,7 @@ def test_a_limit_of_time_keeps_eight_pictures(made, tmp_path):
         *arguments, data=tmp_path, procedure=QUICK, execution=Execution(minutes=1e-6)
     )
     assert found["data"]["rows"] == 8
+    assert "Pictures are resized to 32 x 32 pixels, with which the model was trained." in found["notes"]
     assert any("the agreement is measured on 8 of 20 pictures" in note for note in found["notes"])
     found = benchmark.benchmark_checkpoint(
         *arguments, data=tmp_path, procedure=QUICK._replace(batch=9), execution=Execution(minutes=1e-6)

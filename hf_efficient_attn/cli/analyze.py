@@ -215,7 +215,7 @@ def _report(result: dict[str, Any]) -> list[str]:
     lines = ["", *textwrap.wrap(about, 100)]
     notes = [*result["notes"], *(f"Warning: {sentence}" for sentence in result["warnings"])]
     if not result["complete"]:
-        layers = ", ".join(map(str, result["left_out"]))
+        layers = _ranges(result["left_out"])
         notes.append(
             f"Not complete. Layers that were not measured and stay exact: {layers}. Give more time, or fewer --rows, "
             "--methods or --budgets."
@@ -244,7 +244,7 @@ def _recommendation(result: dict[str, Any]) -> list[str]:
         for one in found["layers"]
     ]
     if found["exact_layers"]:
-        lines.append(f"    {', '.join(map(str, found['exact_layers']))}: exact")
+        lines.append(f"    {_ranges(found['exact_layers'])}: exact")
     lines.append(
         f"Expected: mean error {_short(found['error'])} in the converted layers. Over all layers, attention costs as "
         f"much as {found['columns']:.0f} keys per query instead of {found['keys']:.0f}."
@@ -254,6 +254,12 @@ def _recommendation(result: dict[str, Any]) -> list[str]:
         speed = f"Measured here: attention is {found['speed_up']:.1f} times as fast as exact attention"
         lines.append(speed + ("." if saves else f": this saves nothing. {_how_to_save()}."))
     return [*lines, "To apply it:" if saves else "To apply it all the same:", f"    {result['command']}"]
+
+
+def _ranges(layers: list[Any]) -> str:
+    from hf_efficient_attn.integration.layers import ranges
+
+    return ranges(layers)
 
 
 def _how_to_save() -> str:

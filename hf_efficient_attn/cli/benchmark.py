@@ -29,11 +29,12 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 if TYPE_CHECKING:
     from hf_efficient_attn.evaluation.progress import Execution
 
+# How outputs are compared, for each task.
 _AGREEMENT = {
-    "cosine": "cosine of the mean-pooled embeddings with those of exact attention",
-    "perplexity_ratio": "perplexity divided by that of exact attention",
-    "top1": "share of answers that equal those of exact attention: classes, or tokens at the masked positions (every "
-    "seventh)",
+    "embedding": "cosine of the mean-pooled embeddings with those of exact attention",
+    "causal-lm": "perplexity divided by that of exact attention",
+    "masked-lm": "share of the masked tokens (every seventh) whose best guess is that of exact attention",
+    "image-classification": "share of the pictures whose first class is that of exact attention",
 }
 _PERPLEXITY = {
     "causal-lm": "the exponential of the mean loss of the tokens after the first",
@@ -212,7 +213,7 @@ class Report:
             *self._memory("MiB: peak of PyTorch's memory in a pass, without model and inputs."),
             "error: relative operator norm of the error of a layer's output, averaged over heads and layers.",
             *self._perplexity(f"perplexity: {_PERPLEXITY.get(self.result['task'])}."),
-            f"{self._agreement}: {_AGREEMENT[self.result['agreement']]}, over {inputs}.",
+            f"{self._agreement}: {_AGREEMENT[self.result['task']]}, over {inputs}.",
         ]
         typer.echo("\n" + "\n".join(lines))
 

@@ -192,8 +192,12 @@ class Benchmark:
         left = execution.seconds_left()
         if lengths is None:
             limit = _SECONDS if execution.minutes is None else left
+            dropped = []
             while len(chosen) > 1 and total(self._make_plan(chosen)) > limit:
-                chosen.pop()
+                dropped.insert(0, str(chosen.pop()))
+            if dropped:
+                left_out = ", ".join(dropped)
+                self._notes.append(f"Left out to save time: lengths of {left_out} tokens. --lengths N measures them.")
             if not self._data.is_image:
                 self._notes.append(allow_length(self._model, chosen[-1]))
         self.plan = self._make_plan(chosen)
@@ -331,8 +335,11 @@ def pays_from(measurements: Sequence[Mapping[str, Any]], label: str) -> int | No
 def _note_on_pictures(data: ModelData, lengths: Sequence[int]) -> str | None:
     if not data.is_image:
         return None
-    sizes = ", ".join(f"{data.pixels_for(n)} x {data.pixels_for(n)} pixels for {n} tokens" for n in lengths)
-    return f"Pictures are resized: {sizes}. The model was trained with {data.native} x {data.native} pixels."
+    sizes = {n: data.pixels_for(n) for n in lengths}
+    if set(sizes.values()) <= {data.native}:
+        return f"Pictures are resized to {data.native} x {data.native} pixels, with which the model was trained."
+    resized = ", ".join(f"{pixels} x {pixels} pixels for {n} tokens" for n, pixels in sizes.items())
+    return f"Pictures are resized: {resized}. The model was trained with {data.native} x {data.native} pixels."
 
 
 def _note_on_data(data: ModelData) -> str | None:
