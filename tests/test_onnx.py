@@ -99,4 +99,4 @@ def test_the_check_of_an_export_is_marked_as_torch_marks_constants():
 
     torch.compiler.assume_constant_result(constant)
     assert constant.__dict__
-    assert constant.__dict__.items() <= export._in_onnx_export.__dict__.items()
+    assert constant.__dict__.items() <= export.in_onnx_export.__dict__.items()

@@ -27,6 +27,7 @@ Models and configs that name no method of this package pass through all of this 
 
 import functools
 
+import torch
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
@@ -36,6 +37,7 @@ from hf_efficient_attn.integration.extensions import extend_caches, extend_model
 from hf_efficient_attn.integration.masks import padding_mask
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods import on_register
+from hf_efficient_attn.ops.export import in_onnx_export
 
 __all__ = ["EfficientAttentionConfig", "register"]
 
@@ -43,6 +45,9 @@ __all__ = ["EfficientAttentionConfig", "register"]
 @functools.cache
 def register() -> None:
     """Make every method known to Transformers, those that are registered later included. A second call does nothing."""
+    # Dynamo, with which the exporter tries again after a failure, otherwise takes the result for False. Marking it
+    # imports Dynamo, as Transformers does; where the methods are defined it would delay what needs no models.
+    torch.compiler.assume_constant_result(in_onnx_export)
     extend_configs()
     extend_models()
     extend_caches()

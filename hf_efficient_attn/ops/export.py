@@ -9,13 +9,9 @@ def exporting_to_onnx() -> bool:
     The graph must then consist of PyTorch's standard operators, and must not depend on the lengths of the example: the
     exporter drops the guards with which `torch.export` and `torch.compile` check the lengths of later calls.
     """
-    return bool(torch.compiler.is_exporting() or torch.jit.is_tracing()) and _in_onnx_export()
+    return bool(torch.compiler.is_exporting() or torch.jit.is_tracing()) and in_onnx_export()
 
 
-def _in_onnx_export() -> bool:
+def in_onnx_export() -> bool:
+    """Whether `torch.onnx.export` runs. `integration` marks the result as a constant for Dynamo."""
     return bool(torch.onnx.is_in_onnx_export())
-
-
-# Dynamo, with which the exporter tries again after a failure, otherwise takes the result for False. This is what
-# `torch.compiler.assume_constant_result` does, which imports Dynamo as well: longer than all other imports together.
-_in_onnx_export.__dict__["_dynamo_marked_constant"] = True
