@@ -120,8 +120,8 @@ def run_demo(
             replaced = note_on_missing(found["left_out"]), NOTE_ON_DOCUMENTATION
             notes = [note for note in found["notes"] if note not in replaced]
             notes += [note] if (note := note_on_missing(left_out)) else []
-            more = {"source": "all-MiniLM-L6-v2", "complete": not left_out, "left_out": left_out, "notes": notes}
-            return {**found, **more, "search": search.entries}
+            more = {"complete": not left_out, "left_out": left_out, "notes": notes, "search": search.entries}
+            return {**found, **more}
 
         execution.on_begin(result())
         with (
