@@ -515,6 +515,7 @@ def test_the_card_of_a_converted_folder(made, text, tmp_path, monkeypatch, capsy
     tokenizer_for("bert").save_pretrained(folder)
     assert command("benchmark", folder, "--lengths", 30, "--rounds", 1, "--data", text, "--card") == 0
     assert files == [["benchmark.json", "benchmark.png"]]
+    assert json.loads((folder / "benchmark.json").read_text())["source"] == "converted"
     assert f"Written: {folder / 'README.md'}" in capsys.readouterr().out
 
 
@@ -659,7 +660,7 @@ def test_generated_data_have_no_agreement_to_reduce(made):
         ("no title", "run-7/model"),
         ("---\nlicense: mit\n# a comment\n---\n\n# all-MiniLM-L6-v2\ntext\n# Usage\n", "all-MiniLM-L6-v2"),
         ("# my\\_model with \\#1 #\n", "my_model with #1"),
-        ("# model\n", "run-7/model"),
+        ("# model\n", "model"),
         ("# Model Card for Model ID\n", "run-7/model"),
         ("# {MODEL_NAME}\n", "run-7/model"),
         ("# [a](http://b)\n", "run-7/model"),

@@ -414,5 +414,7 @@ def write_benchmark(
     Returns:
         the paths of the files.
     """
+    if card:  # the files are published with it, and the folder that contains the checkpoint's is nobody's business
+        result = {**result, "source": str(result["source"]).rpartition("/")[2]}
     written = write_results(result, folder, "benchmark", draw, force=force)
     return [*written, write_card(folder)] if card else written

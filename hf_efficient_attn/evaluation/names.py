@@ -24,9 +24,7 @@ def name_of(checked: CheckedSource) -> str:
     """
     if checked.hub_id is not None:
         return checked.hub_id
-    title = _title(checked.folder / _CARD, checked.inside)
-    # `convert` gives a card the name of its folder as the title.
-    return title if title and title != checked.name else "/".join(checked.folder.parts[1:][-2:])
+    return _title(checked.folder / _CARD, checked.inside) or "/".join(checked.folder.parts[1:][-2:])
 
 
 def _title(card: pathlib.Path, inside: pathlib.Path) -> str | None:
