@@ -389,7 +389,7 @@ def test_an_original_without_an_id_on_the_hub_is_not_called_by_the_name_of_its_f
     text = card_of(tmp_path, origin=origin, benchmark=converted.benchmark())
     assert "folder-of-mine" not in text and "base_model" not in ModelCard(text).data.to_dict()
     assert "\nThis is a model of the class `BertForMaskedLM` with sub-quadratic attention: `kdeformer`." in text
-    assert "(SOURCE is the original model, which the author of this card did not name)" in text
+    assert "converts the attention (SOURCE stands for the original model):" in text
     assert "\nhf-efficient-attn convert SOURCE --method kdeformer" in text
     assert "This is [someone/tiny-bert](https://huggingface.co/someone/tiny-bert) with" in card_of(tmp_path)
 
