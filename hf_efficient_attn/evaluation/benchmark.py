@@ -192,7 +192,7 @@ class Benchmark:
         left = execution.seconds_left()
         if lengths is None:
             limit = _SECONDS if execution.minutes is None else left
-            dropped = []
+            dropped: list[str] = []
             while len(chosen) > 1 and total(self._make_plan(chosen)) > limit:
                 dropped.insert(0, str(chosen.pop()))
             if dropped:
