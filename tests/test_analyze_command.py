@@ -163,12 +163,13 @@ def test_a_mix_without_a_file_is_one_line(made, text, tmp_path, capsys, monkeypa
     chosen = {"version": 2, "calibrated_length": 60, "method": "longformer", "layers": [
         {"layers": [0], "method": "longformer", "window_size": 3}, {"layers": [1], "method": "kdeformer"}]}  # fmt: skip
     entries = [{"layer": i, "method": m, "settings": {}} for i, m in enumerate(["longformer", "kdeformer"])]
-    result = {"calibrated": chosen, "recommended": {"layers": entries, "exact_layers": []}, "max_length": 4096}
+    result = {"calibrated": chosen, "recommended": {"layers": entries, "exact_layers": []}, "max_length": 4096,
+              "source": "their/model's"}  # fmt: skip
     line = recommendation.apply_command("it's", result)
     first, _, second = line.partition(" > calibrated.json && ")
     assert json.loads(shlex.split(first)[2]) == chosen
     assert shlex.split(second) == ["hf-efficient-attn", "convert", "it's", "--config", "calibrated.json",
-                                   "--max-length", "4096", "-o", "it's-efficient"]  # fmt: skip
+                                   "--max-length", "4096", "-o", "model's-efficient"]  # fmt: skip
     assert recommendation.apply_command("a", {**result, "calibrated": None}) is None
     assert recommendation.note_on_command(result) is None
 
@@ -251,6 +252,8 @@ def test_error_that_does_not_fall():
     assert "hardly falls with the budget: 0.55 at 64 columns, 0.60 at 256" in all_layers
     (some,) = recommendation.budget_warnings(entries((0.5, 0.1), (0.6, 0.6), (0.4, 0.4)), [64, 256])
     assert "in layers 1-2: 0.50 at 64 columns" in some
+    (one,) = recommendation.budget_warnings(entries((0.5, 0.1), (0.6, 0.6)), [64, 256])
+    assert "in layer 1: 0.60 at 64 columns" in one
     assert recommendation.budget_warnings(entries((0.5, 0.1), (1e-9, 2e-9)), [64, 256]) == []
     assert recommendation.budget_warnings(entries((0.5, 0.5)), [64]) == []
 

@@ -161,7 +161,8 @@ def budget_warnings(entries: Sequence[Mapping[str, Any]], budgets: Sequence[int]
         if not names:
             continue
         first, last = statistics.fmean(firsts), statistics.fmean(lasts)
-        where = "" if len(names) == len(entries) else f" in layers {ranges(dict.fromkeys(names))}"
+        distinct = list(dict.fromkeys(names))
+        where = f" in layer{'s' * (len(distinct) > 1)} {ranges(distinct)}" if len(names) < len(entries) else ""
         sentences.append(
             f"{label}: the error hardly falls with the budget{where}: {first:.2f} at {small} columns, {last:.2f} at "
             f"{large}. A larger budget does not help there."
@@ -176,14 +177,14 @@ def apply_command(
 
     Args:
         source: the checkpoint.
-        result: of `analyze_checkpoint`.
+        result: of `analyze_checkpoint`, whose "source" gives the new checkpoint its name.
         config: the analysis.json that the result is written to. None: the command contains the recommendation.
     """
     settings = result["calibrated"]
     if settings is None:
         return None
     convert = ["hf-efficient-attn", "convert", str(source)]
-    name = (pathlib.PurePath(str(source)).name or "model") + "-efficient"
+    name = str(result["source"]).rpartition("/")[2].lstrip("-") + "-efficient"
     rest = [] if result["max_length"] is None else ["--max-length", str(result["max_length"])]
     rest += ["-o", name]
     if config is not None:
