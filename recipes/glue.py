@@ -1,7 +1,7 @@
 """Fine-tune an encoder on a GLUE task with any attention method, or up-train it through several.
 
     python recipes/glue.py --task mrpc --data DATA/glue --model_name_or_path MODEL --output_dir OUT
-    python recipes/glue.py ... --attention kdeformer --set num_samples=32
+    python recipes/glue.py ... --attention kdeformer --set block_size=8 num_samples=8
     python recipes/glue.py ... --stages performer:0.25 flurka_performer:1.0
     accelerate launch --config_file recipes/configs/eight_gpus.yaml recipes/glue.py ...
 
