@@ -147,7 +147,7 @@ class EfficientAttentionConfig:
         if version > FORMAT_VERSION:
             raise UnsupportedAttentionError(
                 f"efficient_attention has format version {version}, written by a newer hf_efficient_attn. This one "
-                f"reads versions up to {FORMAT_VERSION}: upgrade it with 'pip install --upgrade hf_efficient_attn'"
+                f"reads versions up to {FORMAT_VERSION}: upgrade it from where you got it"
             )
         method, layers = values.pop("method", method), values.pop("layers", None)
         length = values.pop("calibrated_length", None)

@@ -19,7 +19,7 @@ _written: set[pathlib.Path] = set()
 def check_drawing() -> None:
     """Check that figures can be drawn; raise `UnsupportedAttentionError` if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise UnsupportedAttentionError("drawing needs matplotlib: pip install 'hf_efficient_attn[plots]'")
+        raise UnsupportedAttentionError("drawing needs matplotlib: pip install matplotlib")
 
 
 def check_picture(path: pathlib.Path) -> None:
