@@ -314,6 +314,19 @@ def test_default_lengths_are_limited_by_time(made, text, monkeypatch):
     assert "Left out to save time: lengths of 256, 512 tokens. --lengths N measures them." in found["notes"]
 
 
+def test_a_method_that_was_only_measured_where_it_is_exact(made, text):
+    kdeformer, longformer = hea.KDEformerConfig(block_size=100, num_samples=60), hea.LongformerConfig(window_size=100)
+    methods = {"one": kdeformer, "two": longformer}
+
+    def notes(*lengths):
+        found = benchmark.benchmark_checkpoint(made("bert"), methods, lengths, data=text, procedure=ONE_ROW)
+        return [note for note in found["notes"] if "computed exact attention" in note]
+
+    assert [note.partition(" computed")[0] for note in notes(64, 101)] == ["At these lengths one and two"]
+    assert [note.partition(" computed")[0] for note in notes(102)] == ["At these lengths one"]
+    assert notes(64, 161) == []
+
+
 def test_lengths_beyond_the_positions_of_the_model(made, text):
     before = (made("bert") / "config.json").read_bytes()
     found = benchmark.benchmark_checkpoint(made("bert"), lengths=[300], data=text, procedure=ONE_ROW)

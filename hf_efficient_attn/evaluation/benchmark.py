@@ -6,6 +6,7 @@ of exact attention and needs no labels: the cosine of mean-pooled embeddings, th
 inputs for which the same class, or the same token at a masked position, is most likely.
 """
 
+import math
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -266,7 +267,24 @@ class Benchmark:
     def _notes_on(self, rows: Sequence[Mapping[str, Any]]) -> list[str | None]:
         unsteady = any(row["speed_up_max"] > 1.5 * row["speed_up_min"] for row in rows)
         lengths = sorted({row["length"] for row in rows})
-        return [_note_on_pictures(self._data, lengths), _note_on_data(self._data), UNSTEADY if unsteady else None]
+        notes = [_note_on_pictures(self._data, lengths), _note_on_data(self._data), UNSTEADY if unsteady else None]
+        return [self._note_on_exactness(rows), *notes]
+
+    def _note_on_exactness(self, rows: Sequence[Mapping[str, Any]]) -> str | None:
+        """A sentence about methods that were only measured where they compute exact attention."""
+        longest = {row["attention"]: row["length"] for row in sorted(rows, key=lambda row: row["length"])}
+        exact = [
+            label
+            for label, variant in self.variants.items()
+            if variant.settings is not None
+            and longest.get(label, math.inf) <= min(entry.config.exact_length for entry in variant.settings.entries)
+        ]
+        if not exact:
+            return None
+        return (
+            f"At these lengths {' and '.join(exact)} computed exact attention. Time and error of the approximation "
+            "show at greater ones: give --lengths."
+        )
 
     def partial_result(self) -> dict[str, Any] | None:
         """The result, or None if nothing is measured yet."""
