@@ -277,7 +277,7 @@ class Benchmark:
             label
             for label, variant in self.variants.items()
             if variant.settings is not None
-            and longest.get(label, math.inf) <= min(entry.config.exact_length for entry in variant.settings.entries)
+            and all(longest.get(label, math.inf) <= entry.config.exact_length for entry in variant.settings.entries)
         ]
         if not exact:
             return None
@@ -432,7 +432,7 @@ def write_benchmark(
     Returns:
         the paths of the files.
     """
-    if card:  # the files are published with it, and the folder that contains the checkpoint's is nobody's business
+    if card:  # the files are published, and should not name the folder around the checkpoint
         result = {**result, "source": str(result["source"]).rpartition("/")[2]}
     written = write_results(result, folder, "benchmark", draw, force=force)
     return [*written, write_card(folder)] if card else written

@@ -273,5 +273,5 @@ def summarize_attention(model: nn.Module, batch: Batch) -> AttentionSummary:
 
 
 def takes_pictures(model: PreTrainedModel) -> bool:
-    """Whether the main input of a model are pictures."""
+    """Whether the main input of a model is a batch of pictures."""
     return bool(model.main_input_name == "pixel_values")
