@@ -1,0 +1,256 @@
+"""Coresets of keys: pivots by randomized pivoted Cholesky, and the regularized solve for their Nystrom weights.
+
+The kernel is exp(<x, y>) for keys x and y that the caller has scaled. m pivots S approximate the whole kernel matrix by
+K_:S K_SS^-1 K_S: (Nystrom). Randomly pivoted Cholesky (Chen, Epperly, Tropp, Webber 2025, Algorithm 2.1) draws each
+pivot with a probability proportional to the diagonal of what is left of the kernel matrix. Here several pivots are
+drawn at a time, as in the block form of the algorithm (Algorithm 2.2 there).
+
+Nothing overflows, because all matrices are those of exp(<x, y> - |x|^2 / 2 - |y|^2 / 2) = exp(-|x - y|^2 / 2), whose
+diagonal is 1. The factors exp(|x|^2) between the two diagonals occur in the probabilities only, as logarithms.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_efficient_attn.ops.blocks import ceil_div, take, valid_first
+from hf_efficient_attn.ops.partial import LOG2_E
+from hf_efficient_attn.ops.random import uniform
+
+# The factor of the pivots of some heads that are processed at a time: 2**20 numbers, 4 MiB in float32.
+_FACTOR_NUMEL = 1 << 20
+
+# Streams of random numbers, one for each draw of a block of pivots.
+_STREAM = 5000
+
+# The first draws are of this size. A draw does not see how similar its own pivots are, so early ones must be small.
+_FIRST_DRAW = 8
+
+# Logarithms of weights below `_LEAST` times the largest one are raised to it, and pivots that add nothing come last.
+_LEAST, _LAST = -1e4, -1e5
+
+
+class Pivots(NamedTuple):
+    """Chosen candidates of every head.
+
+    Attributes:
+        candidate: int64 (BH, m), the indices of different candidates; 0 where none is left.
+        selected: bool (BH, m), False where none is left.
+    """
+
+    candidate: Tensor
+    selected: Tensor
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """A residual of the unit diagonal that is smaller is rounding: the pivot adds nothing."""
+    return 1e-10 if dtype == torch.float64 else 1e-4
+
+
+def _draw_sizes(num_pivots: int, block: int) -> list[int]:
+    """How many pivots each draw selects: never more than have been selected before, except in the first draw."""
+    sizes, total = [], 0
+    while total < num_pivots:
+        sizes.append(min(block, max(_FIRST_DRAW, total), num_pivots - total))
+        total += sizes[-1]
+    return sizes
+
+
+def _gumbel(num_draws: int, num_candidates: int, num_heads: int, seed: Tensor, like: Tensor) -> Tensor:
+    """Standard Gumbel numbers (draws, H, C). The number of a candidate does not depend on how many there are."""
+    draws = [uniform((num_candidates, num_heads), seed, _STREAM + i, like.device).mT for i in range(num_draws)]
+    return -(-torch.stack(draws).log()).log().to(like.dtype)
+
+
+def choose_pivots(
+    points: Tensor, valid: Tensor | None, num_pivots: int, *, seed: int | Tensor, batch: int, block: int = 32
+) -> Pivots:
+    """Choose pivots by randomized pivoted Cholesky on exp(<x_i, x_j>).
+
+    A draw selects candidates without replacement, with probabilities proportional to the residual diagonal: the ones
+    with the largest log(residual) + Gumbel number. The numbers are a function of seed, head and candidate, and equal
+    for all sequences of the batch. So the pivots of a sequence depend neither on the batch nor on padding, provided
+    that the valid candidates come first. Candidates without a residual, such as duplicates, are selected only if no
+    others are left. No gradient flows through the choice.
+
+    Args:
+        points: (BH, C, D) in the accumulation dtype, finite, with finite squared norms.
+        valid: bool (BH, C), which candidates exist, or None.
+        num_pivots: m, at most C.
+        seed: the seed of the draws.
+        batch: B, the number of sequences.
+        block: the largest number of pivots that are drawn at a time.
+
+    Returns:
+        `Pivots` (BH, m).
+    """
+    seed = torch.as_tensor(seed, device=points.device).to(torch.int64)
+    points = points.detach()
+    if torch.compiler.is_compiling():
+        return Pivots(*torch.ops.hf_efficient_attn.choose_pivots(points, valid, num_pivots, seed, batch, block))
+    return Pivots(*_choose_pivots(points, valid, num_pivots, seed, batch, block))
+
+
+def _choose_pivots(
+    points: Tensor, valid: Tensor | None, num_pivots: int, seed: Tensor, batch: int, block: int
+) -> tuple[Tensor, Tensor]:
+    batch_heads, num_candidates, _ = points.shape
+    num_heads, sizes = batch_heads // batch, _draw_sizes(num_pivots, block)
+    gumbel = _gumbel(len(sizes), num_candidates, num_heads, seed, points)
+    step = batch_heads
+    if points.device.type == "cpu":
+        step = min(step, ceil_div(_FACTOR_NUMEL, num_pivots * num_candidates))
+    factor = points.new_empty(step, num_pivots, num_candidates)
+    parts = []
+    with torch.no_grad(), torch.autocast(points.device.type, enabled=False):
+        for start in range(0, batch_heads, step):
+            some = slice(start, start + step)
+            heads = torch.arange(batch_heads, device=points.device)[some] % num_heads
+            own_valid = None if valid is None else valid[some]
+            parts.append(_pivots_of_heads(points[some], own_valid, gumbel[:, heads], sizes, factor[: len(heads)]))
+    index, selected = zip(*parts, strict=True)
+    return torch.cat(index), torch.cat(selected)
+
+
+@torch.library.custom_op("hf_efficient_attn::choose_pivots", mutates_args=())
+def _choose_pivots_op(
+    points: Tensor, valid: Tensor | None, num_pivots: int, seed: Tensor, batch: int, block: int
+) -> tuple[Tensor, Tensor]:
+    return _choose_pivots(points, valid, num_pivots, seed, batch, block)
+
+
+@_choose_pivots_op.register_fake
+def _(
+    points: Tensor, valid: Tensor | None, num_pivots: int, seed: Tensor, batch: int, block: int
+) -> tuple[Tensor, Tensor]:
+    index = points.new_empty(points.shape[0], num_pivots, dtype=torch.int64)
+    return index, torch.empty_like(index, dtype=torch.bool)
+
+
+def _pivots_of_heads(
+    points: Tensor, valid: Tensor | None, gumbel: Tensor, sizes: list[int], factor: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The pivots of a few heads; gumbel (draws, BH, C), factor a buffer (BH, m, C)."""
+    tolerance, ridge = _tolerance(points.dtype), 0.1 * _tolerance(points.dtype)
+    # <left_i, right_j> = log2(kernel) in one product: the last two columns hold the norms.
+    points = points * LOG2_E**0.5
+    half_norm = 0.5 * (points * points).sum(2, keepdim=True)
+    ones = torch.ones_like(half_norm)
+    left, right = torch.cat((points, -half_norm, ones), 2), torch.cat((points, ones, -half_norm), 2).mT
+    closed = torch.zeros_like(half_norm[..., 0], dtype=torch.bool) if valid is None else ~valid
+    norm = (2.0 / LOG2_E) * half_norm[..., 0]
+    norm = (norm - norm.masked_fill(closed, 0.0).amax(1, keepdim=True)).clamp_(min=_LEAST)
+    residual = torch.ones_like(norm)
+    picked, was_open, count = [], [], 0
+    for numbers, size in zip(gumbel, sizes, strict=True):
+        scores = torch.where(residual > tolerance, residual.log() + norm, _LAST).add_(numbers)
+        scores, index = scores.masked_fill_(closed, -torch.inf).topk(size, dim=1)
+        selected = scores > -torch.inf
+        index = torch.where(selected, index, 0)
+        picked.append(index)
+        was_open.append(selected)
+        used = (selected & (residual.gather(1, index) > tolerance)).unsqueeze(2)
+        closed.scatter_(1, index, True)
+        rows = torch.bmm(take(left, index), right).clamp_(max=0.0).exp2_()
+        columns = index.unsqueeze(1)
+        if count:
+            earlier = factor[:, :count]
+            rows.baddbmm_(earlier.gather(2, columns.expand(-1, count, -1)).mT, earlier, alpha=-1.0)
+        rows.mul_(used)
+        corner = rows.gather(2, columns.expand(-1, size, -1)).mul_(used.mT)
+        corner.diagonal(dim1=1, dim2=2).add_(torch.where(used.squeeze(2), ridge, 1.0))
+        lower, failed = torch.linalg.cholesky_ex(corner)
+        # Only rounding can make it fail. The diagonal alone, times the size, is at least as large as the corner.
+        diagonal = torch.diag_embed((size * corner.diagonal(dim1=1, dim2=2).clamp(min=ridge)).sqrt())
+        lower = torch.where((failed > 0)[:, None, None], diagonal, lower)
+        # A product with the inverse of this small matrix is faster than a solve, which copies the rows twice.
+        one = torch.eye(size, dtype=lower.dtype, device=lower.device).expand_as(lower)
+        new = torch.bmm(torch.linalg.solve_triangular(lower, one, upper=False), rows)
+        factor[:, count : count + size] = new
+        residual.sub_(new.square_().sum(1)).clamp_(min=0.0)
+        count += size
+    return torch.cat(picked, 1), torch.cat(was_open, 1)
+
+
+def choose_pivots_naive(
+    points: Tensor, valid: Tensor | None, num_pivots: int, *, seed: int, batch: int, block: int = 32
+) -> Pivots:
+    """The readable form of `choose_pivots`: one head at a time, with the residual of the whole kernel in float64."""
+    batch_heads, num_candidates, _ = points.shape
+    sizes, num_heads = _draw_sizes(num_pivots, block), batch_heads // batch
+    gumbel = _gumbel(len(sizes), num_candidates, num_heads, torch.as_tensor(seed), points.double())
+    index = torch.zeros(batch_heads, num_pivots, dtype=torch.int64)
+    selected = torch.zeros(batch_heads, num_pivots, dtype=torch.bool)
+    for a in range(batch_heads):
+        own = points[a].double()
+        exists = torch.ones(num_candidates, dtype=torch.bool) if valid is None else valid[a]
+        residual = torch.exp(-0.5 * (own[:, None] - own).square().sum(2))
+        norm = own.square().sum(1)
+        norm = (norm - norm[exists].amax()).clamp(min=_LEAST) if exists.any() else norm
+        chosen: list[int] = []
+        for draw, size in enumerate(sizes):
+            diagonal = residual.diagonal().clamp(min=0.0)
+            scores = gumbel[draw, a % num_heads] + _LAST
+            new = diagonal > _tolerance(points.dtype)
+            scores[new] = (diagonal.log() + norm + gumbel[draw, a % num_heads])[new]
+            scores[~exists] = -torch.inf
+            scores[chosen] = -torch.inf
+            draws = [int(i) for i in scores.argsort(descending=True)[:size] if scores[i] > -torch.inf]
+            chosen += draws
+            used = [i for i in draws if new[i]]
+            inverse = torch.linalg.pinv(residual[used][:, used], hermitian=True, rtol=1e-9)
+            residual = residual - residual[:, used] @ inverse @ residual[used]
+        index[a, : len(chosen)] = torch.tensor(chosen, dtype=torch.int64)
+        selected[a, : len(chosen)] = True
+    return Pivots(index, selected)
+
+
+def regularized_solve(kernel: Tensor, right: Tensor, ridge: float) -> Tensor:
+    """(K + ridge I)^-1 R by Cholesky, for kernel matrices with a unit diagonal. Differentiable.
+
+    K is positive semidefinite up to rounding. Where the decomposition fails nevertheless, the ridge is a hundredth of
+    the largest sum of a row, a bound of the eigenvalues.
+
+    Args:
+        kernel: K, (BH, m, m), in the accumulation dtype.
+        right: R, (BH, m, N).
+        ridge: positive.
+
+    Returns:
+        (BH, m, N).
+    """
+    size = kernel.shape[-1]
+    one = torch.eye(size, dtype=kernel.dtype, device=kernel.device)
+    lower, failed = torch.linalg.cholesky_ex(kernel.detach() + ridge * one)
+    needs_grad = torch.is_grad_enabled() and kernel.requires_grad
+    if torch.compiler.is_compiling() or needs_grad or bool(failed.any()):
+        largest = (0.01 * kernel.detach().abs().sum(-1).amax(-1)).clamp(min=ridge)
+        ridges = torch.where(failed > 0, largest, ridge)
+        lower, _ = torch.linalg.cholesky_ex(kernel + ridges[:, None, None] * one)
+    return torch.cholesky_solve(right, lower)
+
+
+def candidate_positions(
+    key_mask: Tensor | None, kv_len: int, limit: int, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Positions of at most `limit` candidates for pivots, evenly spaced among the valid keys of each sequence.
+
+    Args:
+        key_mask: bool (B, Nk), True for valid keys, or None.
+        kv_len: Nk.
+        limit: the largest number of candidates.
+        device: device of the result.
+
+    Returns:
+        position: int64 (B, C), or (1, C) without a mask. C is the smaller of `kv_len` and `limit`. The candidates that
+            exist come first, in ascending order.
+        valid: bool (B, C), which candidates exist, or None without a mask.
+    """
+    count = min(kv_len, limit)
+    rank = torch.arange(count, device=device)
+    if key_mask is None:
+        return (rank * kv_len // count)[None], None
+    num_valid = key_mask.sum(1, keepdim=True)
+    rank_of_key = torch.where(num_valid > count, rank * num_valid // count, rank)
+    return valid_first(key_mask).gather(1, rank_of_key), rank < num_valid

@@ -1,0 +1,168 @@
+"""Pivots of a coreset, the regularized solve for its weights, and the candidates for pivots."""
+
+import itertools
+
+import pytest
+import torch
+
+from hf_efficient_attn.ops import coreset
+from hf_efficient_attn.ops.coreset import Pivots, candidate_positions, choose_pivots, choose_pivots_naive
+from instances import CONTENTS, numbers
+
+CONTENT = {"normal": lambda x, *_: [x], **CONTENTS}
+
+
+def points_of(content: str, batch_heads: int = 6, count: int = 50, dim: int = 5) -> torch.Tensor:
+    """Points (BH, C, D) of a kind, in float64."""
+    x = numbers(1, batch_heads, count, dim)
+    return CONTENT[content](x, x, x, torch.Generator().manual_seed(0))[-1][0].contiguous()
+
+
+VALID = torch.arange(50) < torch.tensor([50, 41, 20, 5, 0, 1])[:, None]
+
+
+def assert_different_valid(pivots: Pivots, valid: torch.Tensor | None, count: int) -> None:
+    """As many different valid candidates as there are, up to `count`."""
+    for a, (index, selected) in enumerate(zip(*pivots, strict=True)):
+        chosen = index[selected].tolist()
+        exist = range(50) if valid is None else valid[a].nonzero()[:, 0].tolist()
+        assert len(set(chosen)) == len(chosen) == min(count, len(exist))
+        assert set(chosen) <= set(exist)
+        assert not index[~selected].any()
+
+
+@pytest.mark.parametrize("content", CONTENT)
+def test_pivots_are_those_of_the_readable_form(content):
+    points = points_of(content)
+    for valid, count in itertools.product((None, VALID), (1, 8, 37)):
+        ours = choose_pivots(points, valid, count, seed=3, batch=3)
+        naive = choose_pivots_naive(points, valid, count, seed=3, batch=3)
+        assert torch.equal(ours.candidate, naive.candidate) and torch.equal(ours.selected, naive.selected)
+        assert_different_valid(ours, valid, count)
+
+
+@pytest.mark.parametrize("factor", [1e-3, 1.0, 30.0, 100.0])
+@pytest.mark.parametrize("content", CONTENT)
+def test_pivots_in_float32_are_different_and_valid(content, factor):
+    """Up to squared norms of some 1e5, where most kernel values are 0 or 1."""
+    points = (points_of(content) * factor).float()
+    for valid in (None, VALID):
+        assert_different_valid(choose_pivots(points, valid, 37, seed=0, batch=1, block=16), valid, 37)
+
+
+def test_heads_processed_at_a_time_do_not_matter(monkeypatch):
+    points = points_of("normal")
+    whole = choose_pivots(points, VALID, 20, seed=1, batch=2)
+    monkeypatch.setattr(coreset, "_FACTOR_NUMEL", 1)
+    assert all(map(torch.equal, choose_pivots(points, VALID, 20, seed=1, batch=2), whole))
+
+
+def test_pivots_depend_on_neither_the_batch_nor_padding():
+    """Sequences with the same keys get the same pivots, and its heads different ones."""
+    points = points_of("constant").add_(1e-3 * points_of("normal", 1))  # the six heads are equal
+    both = choose_pivots(points, None, 20, seed=0, batch=2)
+    assert torch.equal(both.candidate[:3], both.candidate[3:])
+    assert not torch.equal(both.candidate[0], both.candidate[1])
+    alone = choose_pivots(points[:3], None, 20, seed=0, batch=1)
+    assert torch.equal(alone.candidate, both.candidate[:3])
+    padded = torch.nn.functional.pad(points[:3], (0, 0, 0, 13), value=5.0)
+    valid = (torch.arange(63) < 50).expand(3, -1)
+    assert torch.equal(choose_pivots(padded, valid, 20, seed=0, batch=1).candidate, alone.candidate)
+
+
+def test_seeds():
+    points = points_of("normal")
+    first, again, other = (choose_pivots(points, None, 20, seed=s, batch=1) for s in (4, torch.tensor(4), 5))
+    assert torch.equal(first.candidate, again.candidate)
+    assert not torch.equal(first.candidate, other.candidate)
+
+
+def test_first_pivot_has_the_probability_of_its_diagonal():
+    points = numbers(1, 4, 2).mul(0.7)
+    # Heads have independent numbers, so that many equal heads are many draws.
+    index = choose_pivots(points.expand(20000, -1, -1), None, 1, seed=0, batch=1).candidate
+    shares = index.flatten().bincount(minlength=4) / 20000
+    expected = points[0].square().sum(1).softmax(0)
+    torch.testing.assert_close(shares.double(), expected, atol=0.015, rtol=0.0)
+
+
+def test_a_draw_avoids_what_earlier_ones_cover():
+    """24 pivots of 16 clusters of four: unlike at random, nearly all clusters have one."""
+    centers = 6.0 * torch.eye(16, dtype=torch.float64)
+    points = (centers.repeat(4, 1) + 1e-7 * numbers(64, 16))[None].expand(40, -1, -1)
+    chosen = choose_pivots(points, None, 24, seed=0, batch=1).candidate
+    at_random = torch.rand(40, 64, generator=torch.Generator().manual_seed(0)).argsort(1)[:, :24]
+    ours, other = (sum(len(set(row.tolist())) for row in x % 16) / 40 for x in (chosen, at_random))
+    assert ours > 15.5 > 14.0 > other
+
+
+def test_duplicates_come_last():
+    points = points_of("normal", 4, 25).repeat(1, 2, 1)
+    for dtype in (torch.float64, torch.float32):
+        index = choose_pivots(points.to(dtype), None, 50, seed=0, batch=1, block=1).candidate % 25
+        for row in index:
+            first = list(dict.fromkeys(row.tolist()))
+            assert len(first) == 25 and row[:20].unique().numel() >= 19
+
+
+def test_choice_has_no_gradient_and_compiles():
+    points = points_of("normal").requires_grad_()
+
+    def choose(points, valid):
+        return choose_pivots(points, valid, 20, seed=2, batch=1)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(choose, fullgraph=True, backend="aot_eager")
+    for ours, other in zip(compiled(points, VALID), choose(points, VALID), strict=True):
+        assert torch.equal(ours, other) and not ours.requires_grad
+
+
+def unit_kernel(points: torch.Tensor) -> torch.Tensor:
+    return torch.exp(-0.5 * (points[:, :, None] - points[:, None]).square().sum(3))
+
+
+def test_regularized_solve():
+    points = points_of("normal", 3, 20).requires_grad_()
+    right = numbers(3, 20, 4).requires_grad_()
+    kernel = unit_kernel(points)
+    expected = torch.linalg.solve(kernel + 1e-3 * torch.eye(20), right)
+    torch.testing.assert_close(coreset.regularized_solve(kernel, right, 1e-3), expected)
+    small = [x.detach()[:1, :4].requires_grad_() for x in (points, right)]
+    assert torch.autograd.gradcheck(lambda x, r: coreset.regularized_solve(unit_kernel(x), r, 1e-3), small)
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_regularized_solve_of_an_indefinite_matrix(needs_grad):
+    """Rounding can make a kernel matrix indefinite by more than the ridge. The other heads keep the ridge."""
+    kernel = torch.stack((torch.ones(30, 30), unit_kernel(points_of("normal", 1, 30))[0].float()))
+    kernel[0, 0, 1] = kernel[0, 1, 0] = 1.05
+    right = torch.ones(2, 30, 3)
+    assert torch.linalg.cholesky_ex(kernel[0] + 1e-3 * torch.eye(30)).info > 0
+    kernel.requires_grad_(needs_grad)
+    out = coreset.regularized_solve(kernel, right, 1e-3)
+    assert out.isfinite().all() and out[0].abs().max() < 10.0
+    torch.testing.assert_close(
+        out[1], torch.linalg.solve(kernel[1] + 1e-3 * torch.eye(30), right[1]), rtol=1e-2, atol=1e-2
+    )
+    if needs_grad:
+        out.sum().backward()
+        assert kernel.grad.isfinite().all()
+
+
+def test_candidates_without_a_mask():
+    for length, limit in ((10, 20), (20, 20), (41, 20)):
+        position, valid = candidate_positions(None, length, limit, torch.device("cpu"))
+        assert valid is None and position.shape == (1, min(length, limit))
+        gaps = position[0].diff()
+        assert position[0, 0] == 0 and gaps.min() >= length // limit and gaps.max() <= -(-length // limit)
+
+
+def test_candidates_are_spread_over_the_valid_keys():
+    mask = torch.rand(5, 60, generator=torch.Generator().manual_seed(0)) < torch.tensor([[0.9], [0.5], [0.2], [0], [2]])
+    position, valid = candidate_positions(mask, 60, 20, torch.device("cpu"))
+    for b in range(5):
+        keys = mask[b].nonzero()[:, 0]
+        own, _ = candidate_positions(None, len(keys), 20, torch.device("cpu"))
+        assert valid[b].sum() == min(20, len(keys))
+        assert torch.equal(position[b][valid[b]], keys[own[0]])
+        assert valid[b].int().diff().max() <= 0  # the ones that exist come first
