@@ -1,0 +1,213 @@
+"""The error of an approximate attention output, estimated from the exact output of a few queries.
+
+The error of a head is |A - E| / |E| in the operator norm, where A is the approximate and E the exact output. Both norms
+are estimated from the same p rows, which are spread evenly over the queries: p rows cost p / Nq of exact attention. Of
+a sample of rows, the largest singular value of A - E is on average too large rather than too small, because the
+largest eigenvalue is a convex function of the Gram matrix. What is missed are rare rows with a large error.
+
+The bound adds a margin for what the sample misses. Let s_i be the share of row i in |A - E|^2, that is, the square of
+its component along the leading right singular vector divided by the sum of these squares, and t_i its share in |E|^2.
+To first order, leaving out row i changes the logarithm of the squared ratio by s_i - t_i (the infinitesimal jackknife;
+Jaeckel 1972), so that the relative standard error of the ratio is |s - t| / 2. The margin is twice that, plus
+1 / sqrt(p) for directions that no sampled row shows, times sqrt(1 - p / Nq), since the number of rows is finite.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_efficient_attn.ops.blocks import ceil_div, take
+from hf_efficient_attn.ops.exact import mask_bias
+from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
+from hf_efficient_attn.ops.random import offsets
+from hf_efficient_attn.ops.sampling import stratified_ranks
+
+_STREAM = 31
+# Squarings of a Gram matrix: the leading eigenvector is that of 2**6 steps of the power method.
+_SQUARINGS = 6
+# Rows of causal attention that are computed at a time, with the keys up to the last of them.
+_CAUSAL_ROWS = 16
+
+
+class Rows(NamedTuple):
+    """Sampled queries of every head.
+
+    Attributes:
+        queries: int64 (BH, p), the indices of the queries, ascending.
+        valid: bool (BH, p), False beyond the number of queries that may be sampled; None if all are valid.
+        population: how many queries the sample stands for, an integer or int64 (BH, 1).
+    """
+
+    queries: Tensor
+    valid: Tensor | None
+    population: Tensor | int
+
+
+class RowError(NamedTuple):
+    """Relative error |A - E| / |E| of each head in the operator norm.
+
+    Attributes:
+        estimate: (BH,), from the sampled rows; 0 without a valid row.
+        bound: (BH,), at least `estimate`; equal to it if the sample contains every query.
+    """
+
+    estimate: Tensor
+    bound: Tensor
+
+
+def sample_rows(
+    batch_heads: int,
+    q_len: int,
+    num_rows: int,
+    query_mask: Tensor | None = None,
+    *,
+    num_heads: int,
+    seed: int | Tensor,
+    device: torch.device,
+) -> Rows:
+    """Sample evenly spread queries of each head, without repetition; all of them if there are no more than `num_rows`.
+
+    Args:
+        batch_heads: B * H.
+        q_len: number of queries.
+        num_rows: queries of each head.
+        query_mask: bool (BH, Nq), True for the queries that may be sampled, or None. False for padding, and for rows
+            to which the approximation was fitted: their error is smaller than that of the others.
+        num_heads: H. The same queries are sampled in every sequence of a batch, and other ones in each head.
+        seed: of the offsets of the heads.
+        device: of the result.
+    """
+    offset = offsets(num_heads, seed, _STREAM, device).repeat(batch_heads // num_heads)[:, None]
+    count = min(num_rows, q_len)
+    if query_mask is None:
+        return Rows(stratified_ranks(count, q_len, offset), None, q_len)
+    available = query_mask.sum(1, keepdim=True)
+    # Of fewer queries than rows, each is a stratum of its own.
+    sampled = available.clamp(max=count)
+    step = torch.arange(count, device=device)
+    rank = ((step + offset) * available / sampled.clamp(min=1)).floor().to(torch.int64)
+    rank = torch.minimum(rank, (available - 1).clamp(min=0))
+    # The query of rank r is the first with r + 1 valid queries up to it.
+    index = torch.searchsorted(query_mask.cumsum(1), rank + 1).clamp(max=q_len - 1)
+    return Rows(index, step < sampled, available)
+
+
+def exact_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: Rows,
+    key_mask: Tensor | None = None,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> Tensor:
+    """The exact output of the sampled queries, softmax(scale * query[rows] key^T) value.
+
+    Args:
+        query: (BH, Nq, D).
+        key: (BH, Nk, D).
+        value: (BH, Nk, Dv).
+        rows: the result of `sample_rows`.
+        key_mask: bool (BH, Nk), True for valid keys, or None.
+        is_causal: whether the queries are the last Nq positions and attend to the keys up to their own position.
+        scale: factor of the scores.
+
+    Returns:
+        (BH, p, Dv); 0 for queries without a key.
+    """
+    bias = None if key_mask is None else mask_bias(key_mask, query.dtype)[:, None, None]
+    queries = take(query, rows.queries)[:, None]
+    if not is_causal:
+        return partial_attention(queries, key[:, None], value[:, None], bias, scale=scale).out[:, 0]
+    (q_len, kv_len), count = (query.shape[1], key.shape[1]), rows.queries.shape[1]
+    position = rows.queries + kv_len - q_len
+    outs = []
+    for start in range(0, count, _CAUSAL_ROWS):
+        end = min(start + _CAUSAL_ROWS, count)
+        # The last row of a block lies in the stratum end - 1, so that later keys can be left out.
+        last = kv_len if rows.valid is not None else max(1, kv_len - q_len + ceil_div(end * q_len, count))
+        pairs = torch.arange(last, device=key.device) <= position[:, start:end, None]
+        block_bias = mask_bias(pairs, query.dtype)[:, None]
+        if bias is not None:
+            block_bias = block_bias + bias[..., :last]
+        block = queries[:, :, start:end], key[:, None, :last], value[:, None, :last]
+        outs.append(partial_attention(*block, block_bias, scale=scale).out[:, 0])
+    return torch.cat(outs, 1)
+
+
+@torch.no_grad()
+def row_error(
+    approximate: Tensor, exact: Tensor, valid: Tensor | None = None, population: Tensor | int | None = None
+) -> RowError:
+    """Estimate the error of heads from rows of their outputs.
+
+    Args:
+        approximate: (BH, p, Dv), the approximate output of the sampled queries.
+        exact: (BH, p, Dv), their exact output.
+        valid: bool (BH, p), as in `Rows`, or None.
+        population: as in `Rows`; None for a number without a limit.
+
+    Returns:
+        RowError in the accumulation dtype. If only E is 0, both are inf.
+    """
+    dtype = accumulation_dtype(exact.dtype)
+    exact = exact.to(dtype)
+    difference = approximate.to(dtype) - exact
+    count: Tensor | int = exact.shape[1]
+    if valid is not None:
+        difference, exact = (x.masked_fill(~valid.unsqueeze(2), 0.0) for x in (difference, exact))
+        count = valid.sum(1, keepdim=True)
+    (error, error_share), (size, share) = _leading(difference), _leading(exact)
+    estimate = torch.where(error == 0, 0.0, error / size)
+    spread = torch.linalg.vector_norm(error_share - share, dim=1)
+    rows = torch.as_tensor(count, device=exact.device).to(dtype).clamp(min=1.0).view(-1)
+    left = 1.0 if population is None else (1.0 - rows / torch.as_tensor(population, device=rows.device).view(-1))
+    factor = torch.as_tensor(left, dtype=dtype, device=rows.device).clamp(min=0.0).sqrt()
+    return RowError(estimate, estimate * (1.0 + factor * (rows.rsqrt() + spread)))
+
+
+def _leading(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest singular value of x (BH, p, D), and the share of each row in its square: (BH,) and (BH, p)."""
+    tiny = torch.finfo(x.dtype).tiny
+    # Scaled to entries of at most 1, so that squares neither overflow nor underflow.
+    scale = x.abs().amax((1, 2), keepdim=True).clamp(min=tiny)
+    x = x / scale
+    gram = power = x.transpose(1, 2) @ x
+    for _ in range(_SQUARINGS):
+        power = power / power.diagonal(dim1=1, dim2=2).sum(1)[:, None, None].clamp(min=tiny)
+        power = power @ power
+    # The column with the largest diagonal entry has a component along the leading eigenvector.
+    largest = power.diagonal(dim1=1, dim2=2).argmax(1)[:, None, None].expand(-1, gram.shape[1], 1)
+    vector = power.gather(2, largest)
+    vector = vector / torch.linalg.vector_norm(vector, dim=1, keepdim=True).clamp(min=tiny)
+    squares = (x @ vector).squeeze(2).square()
+    total = squares.sum(1)
+    return total.sqrt() * scale.view(-1), squares / total.clamp(min=tiny).unsqueeze(1)
+
+
+def row_error_naive(
+    approximate: Tensor, exact: Tensor, valid: Tensor | None = None, population: Tensor | int | None = None
+) -> RowError:
+    """The readable form of `row_error`, head by head with singular value decompositions in float64."""
+    estimates, bounds = [], []
+    for head in range(exact.shape[0]):
+        rows = slice(None) if valid is None else valid[head]
+        e = exact[head, rows].double()
+        difference = approximate[head, rows].double() - e
+        p = len(e)
+        if p == 0 or not difference.any():
+            estimates.append(0.0)
+            bounds.append(0.0)
+            continue
+        _, errors, directions = torch.linalg.svd(difference, full_matrices=False)
+        _, sizes, exact_directions = torch.linalg.svd(e, full_matrices=False)
+        ratio = (errors[0] / sizes[0]).item()
+        s = (difference @ directions[0]).square() / errors[0] ** 2
+        t = (e @ exact_directions[0]).square() / sizes[0] ** 2 if sizes[0] > 0 else torch.zeros_like(s)
+        n = torch.inf if population is None else torch.as_tensor(population).flatten().expand(len(exact))[head].item()
+        margin = p**-0.5 + (s - t).norm().item()
+        estimates.append(ratio)
+        bounds.append(ratio * (1.0 + max(0.0, 1.0 - p / n) ** 0.5 * margin))
+    return RowError(torch.tensor(estimates), torch.tensor(bounds))

@@ -1,0 +1,170 @@
+"""Errors of heads estimated from a few rows, against dense formulas, and how often their bound fails."""
+
+import pytest
+import torch
+
+import hf_efficient_attn as hea
+from hf_efficient_attn.evaluation.capture import capture_attention, forward
+from hf_efficient_attn.evaluation.norms import operator_norm
+from hf_efficient_attn.io.text import read_text
+from hf_efficient_attn.ops.blocks import take
+from hf_efficient_attn.ops.row_error import exact_rows, row_error, row_error_naive, sample_rows
+from instances import inputs, numbers, padding_mask
+
+CPU = torch.device("cpu")
+
+
+def sample(heads, q_len, num_rows, query_mask=None, seed=0):
+    return sample_rows(heads, q_len, num_rows, query_mask, num_heads=heads, seed=seed, device=CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("population", [None, 100, "per head"], ids=str)
+def test_the_fast_form_is_the_naive_form(dtype, population):
+    exact = numbers(5, 40, 12)
+    exact[:, :, 0] += 3.0
+    difference = 0.1 * numbers(5, 40, 12, seed=1) * torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0]).view(-1, 1, 1)
+    difference[0, 3] *= 50.0  # one row has most of the error
+    difference[1, :, 4] *= 6.0
+    valid = torch.arange(40) < torch.tensor([40, 30, 40, 1, 0])[:, None]
+    count = torch.tensor([60, 30, 80, 1, 0])[:, None] if population == "per head" else population
+    exact, approximate = exact.to(dtype), (exact + difference).to(dtype)
+    for mask in (None, valid):
+        fast = row_error(approximate, exact, mask, count if mask is not None or population != "per head" else None)
+        naive = row_error_naive(
+            approximate, exact, mask, count if mask is not None or population != "per head" else None
+        )
+        assert fast.estimate.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        torch.testing.assert_close(fast.estimate, naive.estimate, rtol=1e-3, atol=1e-6, check_dtype=False)
+        torch.testing.assert_close(fast.bound, naive.bound, rtol=2e-2, atol=1e-6, check_dtype=False)
+        assert (fast.bound >= fast.estimate).all()
+
+
+def test_with_all_rows_the_estimate_is_the_error():
+    exact, approximate = numbers(3, 50, 8), numbers(3, 50, 8, seed=1)
+    rows = sample(3, 50, 80)
+    assert torch.equal(rows.queries, torch.arange(50).expand(3, -1))
+    found = row_error(take(approximate, rows.queries), take(exact, rows.queries), rows.valid, rows.population)
+    expected = operator_norm(approximate - exact) / operator_norm(exact)
+    torch.testing.assert_close(found.estimate, expected, rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(found.bound, found.estimate)
+
+
+def test_outputs_of_any_size():
+    exact, difference = numbers(1, 20, 6), 0.1 * numbers(1, 20, 6, seed=1)
+    ratio = row_error(exact + difference, exact).estimate
+    for size in (1e-30, 1e-10, 1e10, 1e30):
+        scaled = row_error((size * (exact + difference)).float(), (size * exact).float())
+        torch.testing.assert_close(scaled.estimate.double(), ratio, rtol=1e-4, atol=0.0)
+    zero = torch.zeros(1, 20, 6)
+    assert row_error(zero, zero).bound.item() == 0.0
+    assert row_error(exact.float(), zero).estimate.item() == torch.inf
+
+
+def test_rows_are_spread_and_not_repeated():
+    for q_len, num_rows in ((100, 7), (7, 7), (5, 9), (1, 3), (1000, 128)):
+        rows = sample(3, q_len, num_rows).queries
+        count = min(q_len, num_rows)
+        assert rows.shape == (3, count)
+        stratum = rows.double() * count / q_len
+        assert ((stratum - torch.arange(count)).abs() <= 1.0).all()
+        assert all(len(set(row)) == count for row in rows.tolist())
+    assert not torch.equal(sample(3, 100, 7).queries, sample(3, 100, 7, seed=1).queries)
+    assert len({tuple(row) for row in sample(3, 100, 7).queries.tolist()}) == 3  # each head has rows of its own
+
+
+@pytest.mark.parametrize("kind", ["left", "right", "holes", "empty", "one"])
+def test_only_queries_of_the_mask_are_sampled(kind):
+    mask = padding_mask(kind, 4, 60, seed=3).repeat_interleave(2, 0)
+    rows = sample_rows(8, 60, 10, mask, num_heads=2, seed=0, device=CPU)
+    for queries, valid, allowed in zip(rows.queries, rows.valid, mask, strict=True):
+        taken = queries[valid]
+        assert len(taken) == min(10, allowed.sum())
+        assert len(set(taken.tolist())) == len(taken)
+        assert allowed[taken].all()
+    assert torch.equal(rows.population, mask.sum(1, keepdim=True))
+    alone = sample_rows(2, 60, 10, mask[2:4], num_heads=2, seed=0, device=CPU)
+    assert torch.equal(alone.queries[alone.valid], rows.queries[2:4][rows.valid[2:4]])
+    length = 40  # padding on the right samples the queries that the sequence has without it
+    short = sample_rows(2, 60, 10, (torch.arange(60) < length).expand(2, -1), num_heads=2, seed=0, device=CPU)
+    assert torch.equal(short.queries, sample(2, length, 10).queries)
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "holes", "empty"])
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "is_causal"), [(50, 50, False), (30, 50, False), (50, 50, True), (30, 50, True), (50, 30, True)]
+)
+def test_exact_rows_are_rows_of_exact_attention(q_len, kv_len, is_causal, padding):
+    query, key, value = inputs(2, 2, q_len, kv_len=kv_len, value_dim=5, dtype=torch.float64)
+    mask = padding_mask(padding, 2, kv_len)
+    dense = hea.analysis.exact_output(query, key, value, attention_mask=mask, is_causal=is_causal).flatten(0, 1)
+    query_mask = None if mask is None or q_len != kv_len else mask.repeat_interleave(2, 0)
+    rows = sample_rows(4, q_len, 37, query_mask, num_heads=2, seed=1, device=CPU)
+    flat = (x.flatten(0, 1) for x in (query, key, value))
+    key_mask = None if mask is None else mask.repeat_interleave(2, 0)
+    out = exact_rows(*flat, rows, key_mask, is_causal=is_causal, scale=8**-0.5)
+    torch.testing.assert_close(out, take(dense, rows.queries), rtol=1e-9, atol=1e-9)
+
+
+def misses(errors, exact, num_rows, seed):
+    """Share of heads whose error is above the estimate, and above the bound; and the median of bound / error."""
+    rows = sample(len(exact), exact.shape[1], num_rows, seed=seed)
+    found = row_error(take(exact + errors, rows.queries), take(exact, rows.queries), rows.valid, rows.population)
+    true = operator_norm(errors) / operator_norm(exact)
+    return (found.estimate < true).double().mean(), (found.bound < true).double().mean(), (found.bound / true).median()
+
+
+@pytest.mark.parametrize("rank", [1, 4, 16])
+def test_the_bound_holds_where_the_estimate_does_not(rank):
+    """Errors of low rank whose rows differ in size. Rows with rarer, larger errors need more rows."""
+    exact = numbers(300, 1000, 16) + 2.0
+    sizes = torch.exp(0.3 * numbers(300, 1000, 1, seed=1))
+    errors = 0.1 * sizes * numbers(300, 1000, rank, seed=2) @ numbers(300, rank, 16, seed=3)
+    above_estimate, above_bound, ratio = misses(errors, exact, 96, seed=5)
+    assert above_estimate > 0.1
+    assert above_bound <= 0.02
+    assert ratio < 1.5
+
+
+def test_the_bound_holds_on_layers_of_minilm(minilm, data):
+    """The mean over the heads of each layer, of two methods with two budgets, on four draws of the rows."""
+    import transformers
+
+    text = read_text(data / "text/books/frankenstein_84.txt.gz")[20000:24000]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(minilm)
+    model = transformers.BertModel.from_pretrained(minilm)
+    configs = [kind().with_budget(b) for kind in (hea.KDEformerConfig, hea.NystromformerConfig) for b in (64, 128)]
+    missed, ratios = 0, []
+
+    def visit(call):
+        nonlocal missed
+        exact = call.exact[0].double()
+        for config in configs:
+            errors = call.compute(config)[0].double() - exact
+            true = (operator_norm(errors) / operator_norm(exact)).mean()
+            for seed in range(4):
+                rows = sample(12, 512, 96, seed=seed)
+                found = row_error(
+                    take(exact + errors, rows.queries), take(exact, rows.queries), rows.valid, rows.population
+                )
+                missed += bool(found.bound.mean() < true)
+                ratios.append((found.bound.mean() / true).item())
+
+    with capture_attention(model, visit):
+        forward(model, tokenizer(text, truncation=True, max_length=512, return_tensors="pt"))
+    assert len(ratios) == 96
+    assert missed <= 1
+    assert sorted(ratios)[48] < 1.5
+
+
+def test_torch_compile_traces_it():
+    exact, approximate = numbers(2, 40, 6, dtype=torch.float32), numbers(2, 40, 6, dtype=torch.float32, seed=1)
+    mask = torch.arange(40) < torch.tensor([40, 9])[:, None]
+
+    def work(approximate, exact, mask):
+        rows = sample_rows(2, 40, 12, mask, num_heads=2, seed=0, device=CPU)
+        out = exact_rows(exact, exact, exact, rows, mask, is_causal=True, scale=0.3)
+        return row_error(take(approximate, rows.queries), out, rows.valid, rows.population)
+
+    compiled = torch.compile(work, fullgraph=True, backend="eager")(approximate, exact, mask)
+    torch.testing.assert_close(tuple(compiled), tuple(work(approximate, exact, mask)))
