@@ -252,6 +252,15 @@ INSTANCES = [
         random=True,
         facts=_reformer_facts,
     ),
+    Instance(
+        "thinformer",
+        {"num_samples": 24},
+        budget=24,
+        small={"num_samples": 5},
+        limit="exact",
+        random=True,
+        splits_scale=True,
+    ),
 ]
 
 # One instance per method, with the default hyperparameters.

@@ -1,0 +1,106 @@
+"""Thinformer (Carrell, Gong, Shetty, Dwivedi, Mackey, ICML 2025): attention to keys that kernel halving selects.
+
+How "Low-Rank Thinning" (arXiv 2502.12063), section 4, corresponds to the code:
+
+- Selection by KH-Compress with the kernel exp(<k, k'> / sqrt(d)) (<v, v'> + max |V|^2): `thin` in
+  `hf_efficient_attn.ops.thinning`. It depends on the keys and values only, so all queries of a head share it.
+- Output: exact attention of all queries to the selected keys (`attention_to_few_keys`).
+
+Departures from the paper:
+
+- KH-Compress(g) keeps 2^g sqrt(n) of n tokens, where n is a power of four. The authors' code reduces other lengths to
+  such an n by taking every (N / n)-th token. Here any `num_samples` of any number of tokens are kept, and all tokens
+  take part. They are spread evenly over num_samples 2^r places, the next such number. If one place of a pair is empty,
+  the token in the other is kept. So kept tokens may stand for different numbers of tokens. These numbers are their
+  weights in the softmax, and the decision between the tokens of a pair takes them into account.
+- At the paper's sizes with g >= 1 all weights are equal. Buckets, probabilities and the margin of the decisions (for a
+  failure probability of 1/2) are then those of the authors' code, and the same random numbers keep the same tokens.
+  Except: that code keeps the first token of a bucket's first pair, and then flips all decisions of a round with
+  probability 1/2. Here the first decision is a fair draw.
+- The paper has no causal form, and this one has none either: a kept token would stand for later ones.
+
+Up to `num_samples` valid keys, all keys are kept, so the output is exact. Gradients hold the selection fixed.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
+from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
+from hf_efficient_attn.ops import thinning
+from hf_efficient_attn.ops.blocks import take
+from hf_efficient_attn.ops.exact import exact_attention
+from hf_efficient_attn.ops.landmarks import attention_to_few_keys
+from hf_efficient_attn.ops.partial import accumulation_dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThinformerConfig(MethodConfig):
+    """Hyperparameters of the Thinformer. With up to num_samples keys the output is exact."""
+
+    method = "thinformer"
+    title = "Thinformer"
+    paper = "Carrell, Gong, Shetty, Dwivedi, Mackey, ICML 2025"
+    year = 2025
+    causal = False
+    rectangular = True
+    mixes_queries = False
+    summary = "exact attention to a few keys, which kernel halving selects to represent all of them"
+    paper_url = "https://arxiv.org/abs/2502.12063"
+    near = "none"
+    far = "keys selected by kernel halving"
+
+    num_samples: int = option(256, "Keys that are kept. Each query attends to all of them.", minimum=1)
+    seed: int = option(0, "Seed of the halving.", minimum=0)
+
+    @property
+    def exact_length(self) -> int:
+        """The number of keys that are kept."""
+        return self.num_samples
+
+    def with_budget(self, columns: int) -> "ThinformerConfig":
+        """Keep as many keys as the budget has columns.
+
+        The selection is not counted. Each of its log2(N / num_samples) rounds computes 4 num_samples^2 values of the
+        kernel and at most num_samples sequential steps.
+        """
+        return replace(self, num_samples=self.check_budget(columns))
+
+
+def forward(config: ThinformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Fast form; see `register_method`."""
+    shape, scale, dropout_p = query.shape, options.scale, options.dropout_p
+    query, key, value, key_mask = flatten_heads(query, key, value, options.key_mask)
+    if key.shape[1] <= config.num_samples:
+        out = exact_attention(query, key, value, key_mask, is_causal=False, scale=scale, dropout_p=dropout_p)
+        return unflatten_heads(out, shape)
+    kept = thinning.thin(key, value, key_mask, config.num_samples, scale=scale, seed=options.seed, batch=shape[0])
+    acc_dtype = accumulation_dtype(query.dtype)
+    keys, values = (take(x, kept.token).to(acc_dtype) for x in (key, value))
+    log_weight = kept.log_weight.to(acc_dtype)
+    out = attention_to_few_keys(query, keys, values, log_weight, scale=scale, dropout_p=dropout_p, dtype=value.dtype)
+    return unflatten_heads(out, shape)
+
+
+def naive(config: ThinformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Readable form: one head at a time without padding, with a dense matrix that has weight 0 for dropped keys."""
+    batch, num_heads, q_len, _ = query.shape
+    out = value.new_zeros((batch, num_heads, q_len, value.shape[3]), dtype=torch.float64)
+    for b in range(batch):
+        valid = key.new_ones(key.shape[2], dtype=torch.bool) if options.key_mask is None else options.key_mask[b]
+        if not valid.any():
+            continue
+        draws = thinning.draw_numbers(int(valid.sum()), config.num_samples, num_heads, options.seed, key.device)
+        for h in range(num_heads):
+            keys, values = key[b, h, valid].double(), value[b, h, valid].double()
+            own_draws = [draw[h] for draw in draws]
+            count = thinning.thin_naive(keys, values, config.num_samples, own_draws, scale=options.scale)
+            weights = (options.scale * query[b, h].double() @ keys.mT + count.log()).softmax(-1)
+            out[b, h] = weights @ values
+    return out.to(value.dtype)
+
+
+register_method(ThinformerConfig, forward=forward, naive=naive)

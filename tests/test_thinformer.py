@@ -1,0 +1,124 @@
+"""Kernel halving and the Thinformer."""
+
+import pytest
+import torch
+
+import hf_efficient_attn as hea
+from hf_efficient_attn.ops import thinning
+from instances import inputs, numbers, padding_mask
+
+HEADS = 3
+
+
+def thin(key, value, num_samples, mask=None, scale=0.3, seed=0, batch=1):
+    return thinning.thin(key, value, mask, num_samples, scale=scale, seed=seed, batch=batch)
+
+
+def counts(thinned, length):
+    """How many tokens each token stands for, (BH, N)."""
+    return torch.zeros(len(thinned.token), length).double().scatter_add_(1, thinned.token, thinned.log_weight.exp())
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "holes", "empty"])
+@pytest.mark.parametrize(("length", "num_samples"), [(2, 1), (50, 7), (50, 32), (50, 49), (64, 16), (999, 24)])
+def test_every_valid_token_is_counted_once(length, num_samples, padding):
+    mask = padding_mask(padding, 4, length)
+    key, value = numbers(4, length, 6), numbers(4, length, 5, seed=1)
+    thinned = thin(key, value, num_samples, mask)
+    assert thinned.token.shape == (4, num_samples)
+    found, valid = counts(thinned, length).round(decimals=9), torch.ones(4, length) if mask is None else mask
+    torch.testing.assert_close(found.sum(1), valid.sum(1).double())
+    assert not found[~valid.bool()].any(), "a masked token is kept"
+    num_tokens = valid.sum(1)
+    assert torch.equal((found > 0).sum(1), num_tokens.clamp(max=num_samples).long()), "a token is kept twice"
+    # The kept tokens stand for nearly equal numbers: the places of a group hold floor or ceil of their share.
+    for own, total in zip(found, num_tokens, strict=True):
+        used = own[own > 0]
+        assert not len(used) or used.max() <= -(-total // num_samples)
+
+
+def test_every_token_is_kept_equally_often():
+    """The expected count of every token is 1, whatever the kernel, and also if counts differ."""
+    length, num_samples, runs = 13, 4, 4000
+    key, value = numbers(1, length, 4).mul(0.5), numbers(1, length, 4, seed=1)
+    # The heads of a call have their own random numbers.
+    mean = counts(thin(key.expand(runs, -1, -1), value.expand(runs, -1, -1), num_samples), length).mean(0)
+    assert (mean - 1.0).abs().max() < 5 * (4.0 / runs) ** 0.5, mean
+
+
+def test_halving_represents_the_tokens_better_than_fair_draws(monkeypatch):
+    """The sums of the kernel over the kept tokens are closer to those over all tokens than without the walk."""
+    length, num_samples = 600, 300
+    key, value = numbers(10, length, 1).mul(0.5), numbers(10, length, 1, seed=1)
+    kernel = (0.3 * key @ key.mT).exp() * (value @ value.mT + value.abs().amax((1, 2), keepdim=True) ** 2)
+
+    def error():
+        wrong = counts(thin(key, value, num_samples), length) - 1.0
+        return torch.einsum("bi,bij,bj->b", wrong, kernel, wrong).sqrt().mean().item()
+
+    ours, pair_kernel = error(), thinning._pair_kernel
+    monkeypatch.setattr(thinning, "_pair_kernel", lambda *tensors: pair_kernel(*tensors).zero_())
+    assert ours < 0.7 * error()
+
+
+@pytest.mark.parametrize("g", [1, 2, 3])
+@pytest.mark.parametrize("log4", [3, 4, 6])
+def test_sizes_of_the_paper(log4, g):
+    """KH-Compress(g) keeps 2^g sqrt(n) of n = 4^log4 tokens in log4 - g rounds with buckets of 4^(g + 1) 2^i tokens."""
+    rounds = thinning._rounds(4**log4, 2**g * 2**log4)
+    assert [2 * round.bucket for round in reversed(rounds)] == [4 ** (g + 1) * 2**i for i in range(log4 - g)]
+    thinned = thin(numbers(2, 4**log4, 4), numbers(2, 4**log4, 4, seed=1), 2**g * 2**log4)
+    torch.testing.assert_close(thinned.log_weight.exp(), torch.full_like(thinned.log_weight, 2.0 ** (log4 - g)))
+
+
+def test_random_numbers_differ_between_heads_and_rounds_and_not_with_the_length():
+    numbers_of = [thinning.draw_numbers(n, 16, HEADS, 5, torch.device("cpu")) for n in (200, 70)]
+    assert [x.shape for x in numbers_of[0]] == [(HEADS, 16 * 2**i) for i in range(4)]
+    assert len(numbers_of[1]) == 3
+    for longer, shorter in zip(*numbers_of, strict=False):
+        assert torch.equal(longer, shorter)
+    together = torch.cat(numbers_of[0], 1)
+    assert len(together.unique()) == together.numel()
+    assert together.abs().max() < 1
+
+
+def test_choice_follows_keys_and_values():
+    key, value = numbers(20, 128, 4), numbers(20, 128, 4, seed=1)
+    original = thin(key, value, 16).token
+    assert not torch.equal(thin(key, value.flip(1), 16).token, original)
+    assert not torch.equal(thin(key.flip(1), value, 16).token, original)
+    # Nothing depends on the size of the kernel, or on the sign of the scale.
+    assert torch.equal(thin(key, 1e6 * value, 16).token, original)
+    assert torch.equal(thin(key, value, 16, scale=-0.3).token, original)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("content", ["zeros", "constant", "large", "tiny", "outlier"])
+def test_degenerate_kernels(content, dtype):
+    """Where the kernel underflows or is constant, decisions are fair draws, and no unused entry is ever kept."""
+    query, key, value = inputs(2, HEADS, 75, 8, content=content, dtype=dtype)
+    mask = padding_mask("left", 2, 75)
+    thinned = thin(key.flatten(0, 1), value.flatten(0, 1), 8, mask.repeat_interleave(HEADS, 0), batch=2)
+    found = counts(thinned, 75)
+    torch.testing.assert_close(found.sum(1), mask.sum(1).repeat_interleave(HEADS).double())
+    assert (found[:, ::2].sum() > 0) and (found[:, 1::2].sum() > 0)
+    out = hea.functional.thinformer_attention(query, key, value, attention_mask=mask, num_samples=8)
+    assert out.isfinite().all()
+
+
+def test_queries_have_no_influence_on_each_other():
+    query, key, value = inputs(q_len=60, kv_len=90, dtype=torch.float64)
+    out = hea.attention("thinformer", query, key, value, num_samples=16)
+    alone = hea.attention("thinformer", query[:, :, 7:8], key, value, num_samples=16)
+    torch.testing.assert_close(out[:, :, 7:8], alone)
+
+
+def test_dropout_drops_kept_keys_and_holds_the_choice():
+    query, key, value = inputs(num_heads=1, q_len=64, dtype=torch.float64)
+    ones = torch.ones_like(value)
+    torch.manual_seed(0)
+    sums = hea.attention("thinformer", query.repeat(1, 1, 300, 1), key, ones, num_samples=16, dropout_p=0.25)
+    assert sums.std() > 0.05
+    assert abs(sums.mean().item() - 1.0) < 0.01
+    plain = hea.attention("thinformer", query, key, ones, num_samples=16)
+    torch.testing.assert_close(plain, torch.ones_like(plain))
