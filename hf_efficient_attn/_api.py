@@ -6,6 +6,7 @@ from hf_efficient_attn import analysis, functional, integration, kernel, methods
 from hf_efficient_attn.conversion import convert, extend_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.calibration import calibrate
+from hf_efficient_attn.evaluation.model_error import attention_error
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods import (
     MethodConfig,
@@ -52,6 +53,7 @@ __all__ = [
     "UptrainingSchedule",
     "analysis",
     "attention",
+    "attention_error",
     "available_methods",
     "calibrate",
     "convert",

@@ -99,6 +99,7 @@ print(*(cls.__name__ for cls in (*found, Classifier._model_mapping[T2TViTConfig]
         "analysis",
         "kernel",
         "calibrate",
+        "attention_error",
     ],
 )
 def test_public_names(name):

@@ -175,8 +175,6 @@ def capture_attention(model: nn.Module, visit: Callable[[Call], None]) -> Iterat
         return exact.to(value.dtype).transpose(1, 2).contiguous(), None
 
     configs = [(config, config._attn_implementation_internal) for root in roots for config in configs_of(root)]
-    training = [(module, module.training) for module in model.modules()]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     # Without a registered mask function Transformers drops the padding mask.
     AttentionMaskInterface.register(_NAME, padding_mask)
     ALL_ATTENTION_FUNCTIONS[_NAME] = compute_exact
@@ -184,15 +182,29 @@ def capture_attention(model: nn.Module, visit: Callable[[Call], None]) -> Iterat
         # `set_attn_implementation` would delete learned parameters.
         for config, _ in configs:
             config._attn_implementation_internal = _NAME
-        model.eval()
-        with torch.random.fork_rng(devices), torch.no_grad():
+        with eval_mode(model):
             yield
     finally:
         for config, implementation in configs:
             config._attn_implementation_internal = implementation
+        ALL_ATTENTION_FUNCTIONS.pop(_NAME)
+
+
+@contextlib.contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Within the context the model is in eval mode, and no gradients are computed.
+
+    Afterwards the mode of each module and the global random state are as they were before.
+    """
+    training = [(module, module.training) for module in model.modules()]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    try:
+        model.eval()
+        with torch.random.fork_rng(devices), torch.no_grad():
+            yield
+    finally:
         for module, mode in training:
             module.training = mode
-        ALL_ATTENTION_FUNCTIONS.pop(_NAME)
 
 
 def forward(model: nn.Module, batch: Batch) -> Any:

@@ -1,0 +1,186 @@
+"""`hea.attention_error`: errors of a converted model, against dense attention on the same inputs."""
+
+import copy
+import json
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import hf_efficient_attn as hea
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation import capture
+from tiny_models import tiny_batch, tiny_model
+
+KDEFORMER = hea.KDEformerConfig(block_size=4, num_samples=8, num_probes=4)
+
+
+def dense_errors(model, batch, name):
+    """Errors of all heads by the dense formula, from the calls of the attention function: one (B, H) for each call."""
+    ours, errors = ALL_ATTENTION_FUNCTIONS[name], []
+
+    def look(module, query, key, value, mask, **rest):
+        out, _ = ours(module, query, key, value, mask, **rest)
+        causal = bool(getattr(module, "is_causal", True))
+        exact = hea.analysis.exact_output(
+            query, key, value, attention_mask=mask, is_causal=causal, scale=rest.get("scaling")
+        )
+        given = out.transpose(1, 2).double()
+        if mask is not None:
+            given, exact = (x.masked_fill(~mask[:, None, :, None], 0.0) for x in (given, exact))
+        errors.append(hea.analysis.relative_error(given, exact).operator)
+        return out, None
+
+    ALL_ATTENTION_FUNCTIONS[name] = look
+    try:
+        with torch.no_grad():
+            model(**batch)
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[name]
+    return errors
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "vit"])
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+def test_with_all_rows_it_is_the_error_of_the_running_model(family, padding):
+    model, batch = hea.convert(tiny_model(family), KDEFORMER), tiny_batch(family, padding=padding)
+    found = hea.attention_error(model, batch, num_rows=None)
+    expected = dense_errors(model, batch, "kdeformer")
+    assert [one.layer for one in found.layers] == [0, 1]
+    assert {one.method for one in found.layers} == {"kdeformer"}
+    for one, errors in zip(found.layers, expected, strict=True):
+        torch.testing.assert_close(one.estimate, errors, rtol=2e-3, atol=1e-5)
+        torch.testing.assert_close(one.bound, one.estimate)
+    assert found.max() == max(one.bound.max() for one in found.layers) > 0.05
+    assert found.mean() == pytest.approx(sum(errors.mean().item() for errors in expected) / 2, rel=1e-3)
+
+
+def test_the_first_layer_is_what_calibrate_measures():
+    model, batch = tiny_model("bert"), tiny_batch("bert", padding="left")
+    calls = []
+    with capture.capture_attention(model, calls.append):
+        capture.forward(model, batch)
+    found = hea.attention_error(hea.convert(model, KDEFORMER), batch, num_rows=None)
+    torch.testing.assert_close(found.layers[0].estimate, calls[0].errors(KDEFORMER), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_a_sample_of_rows_estimates_it(family):
+    model, batch = hea.convert(tiny_model(family), KDEFORMER), tiny_batch(family, batch=8, length=120, padding="right")
+    whole = hea.attention_error(model, batch, num_rows=None)
+    some = [hea.attention_error(model, batch, num_rows=32, seed=seed) for seed in (0, 1)]
+    assert not torch.equal(some[0].layers[0].estimate, some[1].layers[0].estimate)
+    for sample in some:
+        for part, all_rows in zip(sample.layers, whole.layers, strict=True):
+            assert part.mean == pytest.approx(all_rows.mean, rel=0.2)
+            assert part.mean_bound > all_rows.mean
+            assert (part.bound > part.estimate).all()
+            assert (part.bound >= all_rows.estimate).double().mean() >= 0.9
+
+
+def test_exact_layers_have_no_error():
+    model = hea.convert(tiny_model("bert"), KDEFORMER, layers=[1])
+    found = hea.attention_error(model, tiny_batch("bert"))
+    assert [(one.layer, one.method) for one in found.layers] == [(0, "sdpa"), (1, "kdeformer")]
+    assert (found.layers[0].bound == 0).all()
+    assert found.layers[1].mean > 0.05
+    assert found.mean() == found.layers[1].mean
+
+
+def test_methods_of_one_model_are_told_apart():
+    mix = [{"layers": [0], "method": "nystromformer", "num_landmarks": 8}, {"layers": [1], **KDEFORMER.to_dict()}]
+    model = hea.convert(tiny_model("bert"), hea.EfficientAttentionConfig(layers=mix))
+    found = hea.attention_error(model, tiny_batch("bert"))
+    assert [one.method for one in found.layers] == ["nystromformer", "kdeformer"]
+    assert all(one.mean > 0.01 for one in found.layers)
+
+
+@pytest.mark.parametrize(("family", "method"), [("bert", "flurka_linear"), ("gpt2", "linear")])
+def test_methods_that_pass_the_attention_function_by(family, method):
+    """Of hidden states and of a recurrent state."""
+    options = {"projection_dim": 8} if method == "flurka_linear" else {}
+    model = hea.convert(tiny_model(family), method, **options)
+    batch = tiny_batch("bert")
+    with torch.no_grad():
+        before = model(**batch)[0]
+    found = hea.attention_error(model, batch)
+    assert [one.method for one in found.layers] == [method] * 2
+    assert all(0.1 < one.mean < torch.inf for one in found.layers)
+    forwards = [vars(module).get("forward") for module in model.modules()]
+    assert any(forwards) == (method == "flurka_linear")
+    with torch.no_grad():
+        assert torch.equal(model(**batch)[0], before)
+
+
+def test_cross_attention_that_stays_exact():
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+             "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "vocab_size": 60}  # fmt: skip
+    model = transformers.BartModel(transformers.BartConfig(**sizes, max_position_embeddings=80)).eval()
+    ids = tiny_batch("bert")["input_ids"]
+    with pytest.warns(UserWarning, match="cross attention stays exact"):
+        found = hea.attention_error(hea.convert(model, KDEFORMER), {"input_ids": ids, "decoder_input_ids": ids[:, :40]})
+    assert [one.method for one in found.layers] == ["kdeformer", "kdeformer", "sdpa"]
+
+
+def test_sequences_without_a_token_do_not_count():
+    model = hea.convert(tiny_model("bert"), KDEFORMER)
+    batch = tiny_batch("bert", batch=3, padding="right")
+    batch["attention_mask"][2] = 0
+    found = hea.attention_error(model, batch)
+    assert found.layers[0].estimate.shape == (2, 2)
+    batch["attention_mask"][:] = 0
+    with pytest.raises(UnsupportedAttentionError, match="no valid token"):
+        hea.attention_error(model, batch)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_model_is_unchanged(fails):
+    model = hea.convert(tiny_model("bert"), "flurka_linear", projection_dim=8).train()
+    next(module for module in model.modules() if not list(module.children())).eval()
+    state, training = copy.deepcopy(model.state_dict()), [module.training for module in model.modules()]
+    config, forwards = model.config.to_dict(), [vars(module).get("forward") for module in model.modules()]
+    torch.manual_seed(3)
+    random, local = torch.get_rng_state(), dict(ALL_ATTENTION_FUNCTIONS._local_mapping)
+    batch = {"input_ids": torch.full((1, 70), 10**6)} if fails else tiny_batch("bert")
+    if fails:
+        with pytest.raises(IndexError):
+            hea.attention_error(model, batch)
+    else:
+        hea.attention_error(model, batch)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert [module.training for module in model.modules()] == training
+    assert [vars(module).get("forward") for module in model.modules()] == forwards
+    assert model.config.to_dict() == config
+    assert ALL_ATTENTION_FUNCTIONS._local_mapping == local
+    assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
+
+
+def test_bfloat16_models_and_other_models_in_a_container():
+    bert = hea.convert(tiny_model("bert").to(torch.bfloat16), KDEFORMER)
+    found = hea.attention_error(bert, tiny_batch("bert"), num_rows=None)
+    assert all(0.02 < one.mean < 1.0 for one in found.layers)
+    box = torch.nn.Sequential(tiny_model("vit"))
+    with pytest.raises(UnsupportedAttentionError, match="ViTModel computes exact attention in every layer"):
+        hea.attention_error(box, tiny_batch("vit"))
+
+
+@pytest.mark.parametrize("num_rows", [0, -1, True, 2.5, "8"])
+def test_impossible_numbers_of_rows_are_refused(num_rows):
+    with pytest.raises(UnsupportedAttentionError, match="num_rows"):
+        hea.attention_error(tiny_model("bert", "kdeformer"), tiny_batch("bert"), num_rows=num_rows)
+
+
+def test_table_and_plain_values():
+    found = hea.attention_error(hea.convert(tiny_model("bert"), KDEFORMER, layers=[0]), tiny_batch("bert"), num_rows=16)
+    lines = str(found).splitlines()
+    assert lines[0].split() == ["layer", "method", "tokens", "error", "bound", "worst", "head"]
+    first = found.layers[0]
+    assert lines[1].split()[:5] == ["0", "kdeformer", "70", f"{first.mean:.3f}", f"{first.mean_bound:.3f}"]
+    assert lines[1].endswith(f"({first.worst_head})")
+    assert lines[2].split()[:4] == ["1", "sdpa", "70", "0.000"]
+    plain = json.loads(json.dumps(found.to_dict()))
+    assert plain["num_rows"] == 16
+    assert plain["layers"][0]["estimate"] == first.estimate.tolist()
+    assert first.bound.amax(0)[first.worst_head] == first.bound.max()
