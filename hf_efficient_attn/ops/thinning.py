@@ -95,11 +95,11 @@ def thin(
         batch: B. All sequences of a batch use the same random numbers.
     """
     tensors = key.detach(), value.detach(), key_mask, torch.as_tensor(seed, device=key.device)
-    return Thinned(*torch.ops.hf_efficient_attn.thin(*tensors, num_samples, float(scale), batch))
+    if torch.compiler.is_compiling():
+        return Thinned(*torch.ops.hf_efficient_attn.thin(*tensors, num_samples, float(scale), batch))
+    return Thinned(*_thin(*tensors, num_samples, float(scale), batch))
 
 
-# A custom operator, because torch.compile would unroll the loop over the pairs.
-@torch.library.custom_op("hf_efficient_attn::thin", mutates_args=())
 def _thin(
     key: Tensor, value: Tensor, key_mask: Tensor | None, seed: Tensor, num_samples: int, scale: float, batch: int
 ) -> tuple[Tensor, Tensor]:
@@ -133,7 +133,11 @@ def _thin(
     return index, count.log()
 
 
-@_thin.register_fake
+# torch.compile would unroll the loop over the pairs.
+_compiled_thin = torch.library.custom_op("hf_efficient_attn::thin", _thin, mutates_args=())
+
+
+@_compiled_thin.register_fake
 def _(
     key: Tensor, value: Tensor, key_mask: Tensor | None, seed: Tensor, num_samples: int, scale: float, batch: int
 ) -> tuple[Tensor, Tensor]:
