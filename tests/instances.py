@@ -261,6 +261,24 @@ INSTANCES = [
         random=True,
         splits_scale=True,
     ),
+    Instance(
+        "wildcat",
+        {"num_samples": 24},
+        budget=24,
+        small={"num_samples": 5},
+        limit="exact",
+        random=True,
+        splits_scale=True,
+    ),
+    Instance(
+        "wildcat",
+        {"num_samples": 24, "num_candidates": 30},
+        budget=24,
+        small={"num_samples": 4, "num_candidates": 6},
+        limit="exact",
+        random=True,
+        splits_scale=True,
+    ),
 ]
 
 # One instance per method, with the default hyperparameters.

@@ -1,0 +1,246 @@
+"""WildCat (Schroeder, Mackey, ICML 2026): all queries attend to one weighted coreset of keys.
+
+How the paper's quantities correspond to the code, with beta the scale of the scores:
+
+- The keys are centered, which changes no softmax.
+- The coreset S is chosen by randomly pivoted Cholesky on the kernel exp(beta / tau^2 <k, k'>)
+  (`hf_efficient_attn.ops.coreset`).
+- Nystrom weights, the best approximation of every key's feature by those of the coreset:
+  W = exp(beta / tau^2 K_S K_S^T)^-1 exp(beta / tau^2 K_S K^T), applied to the values and to ones.
+- Output: exp(beta Q K_S^T) (W V) / exp(beta Q K_S^T) (W 1), clipped to the range of each feature of the values. Where
+  the denominator is not positive, the output is the middle of this range (0 in the authors' code).
+- The temperature tau balances how well the kernel matrix has a low rank against the error at large queries. For n keys
+  of norms up to R and queries of the same, tau^2 = b / (2 W_0(b / (2 rho))) with b = log(n) / (beta R^2) + 2,
+  rho = sqrt(1 + exp(2 W_0(2 / e^2) + 2)) and Lambert's function W_0.
+
+Departures from the paper:
+
+- Pivots are drawn in blocks, and from `num_candidates` evenly spaced keys instead of all. All keys have weights. The
+  paper bounds the cost of pivots with bins, each with a coreset of its own, which are less accurate.
+- The largest norm of a query is taken to be R, as in the authors' compression of a cache, where queries are unknown. So
+  the output of a query does not depend on other queries.
+- The inverse has a ridge of 1e-3, for kernels that are scaled to a unit diagonal.
+- With up to `num_samples` keys the output is exact attention.
+
+There is no causal form, because the coreset contains keys of the future. Dropout acts on the weights of the coreset in
+the numerator.
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.heads import FlatHeads, flatten_heads, unflatten_heads
+from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
+from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, pad_to_blocks, take
+from hf_efficient_attn.ops.coreset import candidate_positions, choose_pivots, regularized_solve
+from hf_efficient_attn.ops.exact import exact_attention, mask_bias
+from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
+
+_RIDGE = 1e-3
+# 2 rho, from the paper's choice of the temperature.
+_TWO_RHO = 6.383202050647408
+# A denominator below this is rounding. The largest of its terms is about 1.
+_LEAST_DENOMINATOR = 1e-6
+# Scores of a head that are computed at a time: 4 MiB of float32.
+_SCORES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class WildCatConfig(MethodConfig):
+    """Hyperparameters of WildCat. With up to num_samples keys the output is exact."""
+
+    method = "wildcat"
+    title = "WildCat"
+    paper = "Schroeder and Mackey, ICML 2026"
+    year = 2026
+    causal = False
+    rectangular = True
+    mixes_queries = False
+    summary = "attention to a coreset of keys whose weights make up for all other keys"
+    paper_url = "https://arxiv.org/abs/2602.10056"
+    near = "none"
+    far = "a coreset of keys with Nystrom weights"
+
+    num_samples: int = option(256, "Keys in the coreset.", minimum=1)
+    num_candidates: int = option(
+        2048, "Evenly spaced keys from which the coreset is chosen, at least num_samples.", minimum=1
+    )
+    seed: int = option(0, "Seed of the choice of the coreset.", minimum=0)
+
+    @property
+    def exact_length(self) -> int:
+        """The size of the coreset."""
+        return self.num_samples
+
+    def with_budget(self, columns: int) -> "WildCatConfig":
+        """As many keys in the coreset as the budget has exact keys.
+
+        The weights of the coreset are not counted. They cost as much again if there are as many queries as keys.
+        """
+        return replace(self, num_samples=self.check_budget(columns))
+
+
+class _Coreset(NamedTuple):
+    """A weighted coreset: exp(scale q . key + bias) @ [values, ones] are numerator and denominator of the output.
+
+    Attributes:
+        key: (BH, m, D).
+        bias: (BH, m).
+        weighted: (BH, m, Dv + 1), the weights applied to the values, as multiples of `half` around `middle`, and to 1.
+        middle: (BH, 1, Dv), the middle of the range of each feature of the values.
+        half: (BH, 1, Dv), half of the size of the range.
+    """
+
+    key: Tensor
+    bias: Tensor
+    weighted: Tensor
+    middle: Tensor
+    half: Tensor
+
+
+def forward(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Fast form; see `register_method`."""
+    flat = flatten_heads(query, key, value, options.key_mask)
+    if key.shape[2] <= config.num_samples:
+        out = exact_attention(*flat, is_causal=False, scale=options.scale, dropout_p=options.dropout_p)
+    else:
+        coreset = _make_coreset(config, flat, key.shape[0], options)
+        result = (query.shape[2], value.shape[3], value.dtype)
+
+        def some_heads(query: Tensor, *coreset: Tensor, out: Tensor | None = None) -> Tensor:
+            part = _attend(query, _Coreset(*coreset), options.scale, options.dropout_p).to(value.dtype)
+            return part if out is None else out.copy_(part)
+
+        out = chunked_over_heads(some_heads, flat.query, *coreset, result=result)
+    return unflatten_heads(out, query.shape)
+
+
+def _kernel_scale(points: Tensor, num_keys: Tensor, scale: float) -> Tensor:
+    """Beta / tau^2 of every head, (BH, 1, 1), for centered keys (BH, C, D) and numbers of keys (BH or 1, 1, 1)."""
+    largest = abs(scale) * points.square().sum(2, keepdim=True).amax(1, keepdim=True)
+    b = num_keys.clamp(min=1).log() / largest.clamp(min=torch.finfo(points.dtype).eps ** 2) + 2.0
+    # Newton's iteration for w = W_0(y), y = b / (2 rho), from log(1 + y) >= w: w + log(w) = log(y).
+    y = b / _TWO_RHO
+    w = y.log1p()
+    for _ in range(6):
+        w = w * (1.0 + y.log() - w.log()) / (1.0 + w)
+    return 2.0 * abs(scale) * w / b
+
+
+def _make_coreset(config: WildCatConfig, heads: FlatHeads, batch: int, options: AttentionOptions) -> _Coreset:
+    """Choose the coreset of every head and compute its weights."""
+    acc_dtype, count, mask = accumulation_dtype(heads.key.dtype), config.num_samples, options.key_mask
+    key, value = heads.key.to(acc_dtype), heads.value.to(acc_dtype)
+    num_heads = key.shape[0] // batch
+    position, valid = candidate_positions(mask, key.shape[1], max(count, config.num_candidates), key.device)
+    position = position.repeat_interleave(key.shape[0] // position.shape[0], 0)
+    num_keys, bias = key.new_full((1, 1, 1), key.shape[1]), None
+    if mask is not None and valid is not None:
+        num_keys = mask.sum(1).repeat_interleave(num_heads)[:, None, None].to(acc_dtype)
+        bias = mask_bias(mask, acc_dtype).repeat_interleave(num_heads, 0)[:, None, None]
+        valid = valid.repeat_interleave(num_heads, 0)
+    mean = key.sum(1, keepdim=True) / num_keys.clamp(min=1)
+    candidates = take(key, position) - mean
+    if valid is not None:
+        candidates = candidates.masked_fill(~valid.unsqueeze(2), 0.0)
+    kernel_scale = _kernel_scale(candidates, num_keys, options.scale)
+    root = kernel_scale.sqrt()
+    pivot, selected = choose_pivots(candidates * root, valid, count, seed=options.seed, batch=batch)
+    keys = take(candidates, pivot)
+
+    # Sums over all keys, of one row of the kernel for each key of the coreset: exp(lse) [out, 1].
+    rows = keys * kernel_scale
+    out, lse = (x[:, 0] for x in partial_attention(rows[:, None], key[:, None], value[:, None], bias, scale=1.0))
+    # With n keys in a coreset for more than n, each is its own coreset.
+    few = num_keys <= count
+    points = (keys * root).double()
+    half_norm = 0.5 * points.square().sum(2, keepdim=True)
+    lse = (lse.unsqueeze(2) - rows @ mean.mT).double().masked_fill(few, 0.0) - half_norm
+    sums = torch.cat((out.double(), torch.ones_like(lse)), 2) * (lse - lse.detach().amax(1, keepdim=True)).exp()
+    kernel = (points @ points.mT - half_norm - half_norm.mT).clamp(max=0.0).exp()
+    weighted = regularized_solve(kernel, sums, _RIDGE)
+    own = torch.cat((take(value, position.gather(1, pivot)), torch.ones_like(keys[..., :1])), 2).double()
+    weighted = torch.where(few, own, weighted)
+
+    middle, half = _value_range(value, None if bias is None else bias[:, 0].mT, options.dropout_p)
+    weighted = torch.cat((weighted[..., :-1] - middle * weighted[..., -1:], weighted[..., -1:]), 2)
+    weighted = weighted / torch.cat((half.clamp(min=torch.finfo(half.dtype).tiny), torch.ones_like(half[..., :1])), 2)
+    # Sums of exponentials differ by many orders of magnitude, so their size goes into the exponent of the query.
+    size = weighted.detach().abs().amax(2, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    log_size = (size.log() - half_norm.masked_fill(few, 0.0)).squeeze(2).masked_fill(~selected, -torch.inf)
+    return _Coreset(keys, log_size.to(acc_dtype), (weighted / size).to(acc_dtype), middle, half)
+
+
+def _value_range(value: Tensor, bias: Tensor | None, dropout_p: float) -> tuple[Tensor, Tensor]:
+    """The middle and half of the size of the range of every feature, (BH, 1, Dv), without the keys with a bias of -inf.
+
+    With dropout, outputs are between 0 and multiples of the values, so the middle is 0.
+    """
+    if bias is None:
+        low, high = value.aminmax(dim=1, keepdim=True)
+    else:
+        low, high = (value - bias).amin(1, keepdim=True), (value + bias).amax(1, keepdim=True)
+        low, high = (x.masked_fill(x.isinf(), 0.0) for x in (low, high))
+    if dropout_p > 0.0:
+        return torch.zeros_like(low), torch.maximum(low.abs(), high.abs())
+    return 0.5 * low + 0.5 * high, 0.5 * high - 0.5 * low
+
+
+def _attend(query: Tensor, coreset: _Coreset, scale: float, dropout_p: float) -> Tensor:
+    """Attention of queries (BH, Nq, D) to the coreset: (BH, Nq, Dv) in the accumulation dtype."""
+    q_len, acc_dtype = query.shape[1], coreset.key.dtype
+    block_q = ceil_div(q_len, ceil_div(q_len * coreset.key.shape[1], _SCORES))
+    blocks = pad_to_blocks(query.to(acc_dtype), block_q)
+    keys, weighted, bias = coreset.key[:, None], coreset.weighted[:, None], coreset.bias[:, None, None]
+    sums = partial_attention(blocks, keys, weighted, bias, scale=scale).out.flatten(1, 2)[:, :q_len]
+    numerator, denominator = sums[..., :-1], sums[..., -1:]
+    if dropout_p > 0.0:
+        dropped = partial_attention(blocks, keys, weighted[..., :-1], bias, scale=scale, dropout_p=dropout_p).out
+        numerator = dropped.flatten(1, 2)[:, :q_len]
+    positive = denominator > _LEAST_DENOMINATOR
+    ratio = (numerator / torch.where(positive, denominator, 1.0)).masked_fill(~positive, 0.0)
+    limit = 1.0 / (1.0 - dropout_p)
+    return torch.addcmul(coreset.middle, coreset.half, ratio.clamp(-limit, limit))
+
+
+def naive(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Readable form: one batch row at a time without its padding, with dense weights of all keys."""
+    outs, count, scale = [], config.num_samples, options.scale
+    for b in range(query.shape[0]):
+        valid = key.new_ones(key.shape[2], dtype=torch.bool) if options.key_mask is None else options.key_mask[b]
+        queries, keys, values = query[b].double(), key[b, :, valid].double(), value[b, :, valid].double()
+        num_keys = keys.shape[1]
+        if num_keys <= count:
+            outs.append((scale * queries @ keys.mT).softmax(-1) @ values)
+            continue
+        keys = keys - keys.mean(1, keepdim=True)
+        position, _ = candidate_positions(None, num_keys, max(count, config.num_candidates), key.device)
+        candidates = keys[:, position[0]]
+        root = _kernel_scale(candidates, keys.new_full((1, 1, 1), num_keys), scale).sqrt()
+        pivot = choose_pivots(candidates * root, None, count, seed=options.seed, batch=1).candidate
+        coreset = take(keys, position[0][pivot])
+        points, half_norm = root * coreset, 0.5 * (root * coreset).square().sum(2, keepdim=True)
+        # exp(<x, y> - |x|^2 / 2), as multiples of the largest one. The missing factors are part of the logits below.
+        exponents = points @ (root * keys).mT - half_norm
+        kernel_rows = (exponents - exponents.amax((1, 2), keepdim=True)).exp()
+        kernel = (points @ points.mT - half_norm - half_norm.mT).exp()
+        weights = torch.linalg.solve(kernel + _RIDGE * torch.eye(count, dtype=kernel.dtype), kernel_rows)
+        low, high = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
+        middle, half = (low + high) / 2, (high - low) / 2
+        # Relative to the middle of the range, which is the output if the denominator is not positive.
+        numerators, ones = weights @ (values - middle), weights.sum(2, keepdim=True)
+        size = torch.maximum((numerators / half.clamp(min=1e-300)).abs().amax(2), ones[..., 0].abs())
+        logits = scale * queries @ coreset.mT - half_norm.mT
+        basis = (logits - (logits + size.log()[:, None]).amax(2, keepdim=True)).exp()
+        denominator = basis @ ones
+        positive = denominator > _LEAST_DENOMINATOR * (basis @ size.unsqueeze(2))
+        ratio = (basis @ numerators / torch.where(positive, denominator, 1.0)).masked_fill(~positive, 0.0)
+        outs.append(middle + torch.maximum(torch.minimum(ratio, half), -half))
+    return torch.stack(outs).to(value.dtype)
+
+
+register_method(WildCatConfig, forward=forward, naive=naive)
