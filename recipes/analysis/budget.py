@@ -9,8 +9,9 @@ paper's "feature dimension"): the relative error in operator norm, averaged over
 call; median time of a call, next to exact attention's; and extra memory as a multiple of the three inputs, from the
 peaks of child processes (`recipes.common.memory`). Operations are those of the matrix products, two for every
 multiply-add, without exponentials, sums, sorts, gathers and the draw of orthogonal projections
-(`recipes.common.counting` counts more). The default methods are those of the paper. The error of the mean of the
-values, which costs nothing, is printed as well. DATA holds `wordvectors`. The default is $HEA_DATA or ../shared/data.
+(`recipes.common.counting` counts more). The default methods are those of the paper and later ones. The error of the
+mean of the values, which costs nothing, is printed as well. DATA holds `wordvectors`. The default is $HEA_DATA or
+../shared/data.
 
 Duration: about 2 minutes. Expected: with scores divided by sqrt(d), as in the paper's formulas, attention is so uniform
 that the mean of the values has an error of .055; at a budget of 512, performer has about the same, scatterbrain .03,
@@ -47,8 +48,8 @@ if TYPE_CHECKING:
 
 app = commands.new_app()
 
-# The methods of the paper's figure.
-METHODS = ("kdeformer", "reformer", "performer", "scatterbrain")
+# The methods of the paper's figure, and later ones with the same purpose.
+METHODS = ("kdeformer", "reformer", "performer", "scatterbrain", "wildcat", "thinformer")
 BUDGETS = [64, 128, 256, 512, 1024]
 _WIDTH = 100
 
@@ -144,7 +145,7 @@ def budget(
     data: commands.Data = None,
     length: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens.")] = 8192,
     budgets: commands.numbers_option("Budgets in columns", "64..1024", "--budget") = [],  # noqa: B006 (typer copies it)
-    method: commands.methods_option("the paper's, if registered", "--method", "--methods") = [],  # noqa: B006
+    method: commands.methods_option("the paper's and later ones, if registered", "--method", "--methods") = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006
     scale: commands.Scale = None,
     seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Number of seeds for the error.")] = 3,

@@ -42,6 +42,8 @@ METHODS = (
     "performer",
     "performer:num_features=64",
     "nystromformer",
+    "wildcat",
+    "thinformer",
     "linformer",
     "reformer",
     "scatterbrain",

@@ -99,7 +99,10 @@ LAYERS = {
     ),
     "t2t.1": Layer("T2T-ViT, second layer", 128, 784, 784, 64, 64, {}, _T2T_AUTHORS),
 }  # fmt: skip
-METHODS = ("kdeformer", "hyperattention", "reformer", "performer", "scatterbrain", "linear", "nystromformer")
+METHODS = (
+    "kdeformer", "hyperattention", "reformer", "performer", "scatterbrain", "linear", "nystromformer", "wildcat",
+    "thinformer",
+)  # fmt: skip
 
 
 def settings(layer: Layer, configs: dict[str, MethodConfig], budgets: list[int]) -> Iterator[tuple[str, str, Any]]:

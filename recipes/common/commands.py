@@ -28,6 +28,8 @@ METHODS = (
     "linear",
     "performer",
     "nystromformer",
+    "wildcat",
+    "thinformer",
     "linformer",
     "reformer",
     "scatterbrain",
