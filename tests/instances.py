@@ -268,7 +268,6 @@ INSTANCES = [
         small={"num_samples": 5},
         limit="exact",
         random=True,
-        splits_scale=True,
     ),
     Instance(
         "wildcat",
@@ -277,7 +276,6 @@ INSTANCES = [
         small={"num_samples": 4, "num_candidates": 6},
         limit="exact",
         random=True,
-        splits_scale=True,
     ),
 ]
 

@@ -9,16 +9,15 @@ How the paper's quantities correspond to the code, with beta the scale of the sc
   W = exp(beta / tau^2 K_S K_S^T)^-1 exp(beta / tau^2 K_S K^T), applied to the values and to ones.
 - Output: exp(beta Q K_S^T) (W V) / exp(beta Q K_S^T) (W 1), clipped to the range of each feature of the values. Where
   the denominator is not positive, the output is the middle of this range (0 in the authors' code).
-- The temperature tau balances how well the kernel matrix has a low rank against the error at large queries. For n keys
-  of norms up to R and queries of the same, tau^2 = b / (2 W_0(b / (2 rho))) with b = log(n) / (beta R^2) + 2,
-  rho = sqrt(1 + exp(2 W_0(2 / e^2) + 2)) and Lambert's function W_0.
+- The temperature tau balances how well a coreset approximates the kernel against the growth of the error at large
+  queries: tau^2 = rho R_K / R_Q for the largest norms of a centered key and of a query, and rho = 3.94582. This is the
+  limit of the paper's formula for large beta R_K R_Q, which the authors' code uses for all sizes.
 
 Departures from the paper:
 
 - Pivots are drawn in blocks, and from `num_candidates` evenly spaced keys instead of all. All keys have weights. The
   paper bounds the cost of pivots with bins, each with a coreset of its own, which are less accurate.
-- The largest norm of a query is taken to be R, as in the authors' compression of a cache, where queries are unknown. So
-  the output of a query does not depend on other queries.
+- The largest norm of a key is that of a candidate, and below logits of 1e-3 the temperature does not depend on it.
 - The inverse has a ridge of 1e-3, for kernels that are scaled to a unit diagonal.
 - With up to `num_samples` keys the output is exact attention.
 
@@ -41,8 +40,10 @@ from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
 
 _RIDGE = 1e-3
-# 2 rho, from the paper's choice of the temperature.
-_TWO_RHO = 6.383202050647408
+# The paper's constant of the temperature, 1 / W_0(1 / sqrt(1 + exp(2 W_0(2 / e^2) + 2))) with Lambert's function W_0.
+_RHO = 3.94582
+# Keys are as different as it takes for logits of this size, at least when the temperature is chosen.
+_LEAST_LOGIT = 1e-3
 # A denominator below this is rounding. The largest of its terms is about 1.
 _LEAST_DENOMINATOR = 1e-6
 # Scores of a head that are computed at a time: 4 MiB of float32.
@@ -59,7 +60,6 @@ class WildCatConfig(MethodConfig):
     year = 2026
     causal = False
     rectangular = True
-    mixes_queries = False
     summary = "attention to a coreset of keys whose weights make up for all other keys"
     paper_url = "https://arxiv.org/abs/2602.10056"
     near = "none"
@@ -119,16 +119,16 @@ def forward(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, op
     return unflatten_heads(out, query.shape)
 
 
-def _kernel_scale(points: Tensor, num_keys: Tensor, scale: float) -> Tensor:
-    """Beta / tau^2 of every head, (BH, 1, 1), for centered keys (BH, C, D) and numbers of keys (BH or 1, 1, 1)."""
-    largest = abs(scale) * points.square().sum(2, keepdim=True).amax(1, keepdim=True)
-    b = num_keys.clamp(min=1).log() / largest.clamp(min=torch.finfo(points.dtype).eps ** 2) + 2.0
-    # Newton's iteration for w = W_0(y), y = b / (2 rho), from log(1 + y) >= w: w + log(w) = log(y).
-    y = b / _TWO_RHO
-    w = y.log1p()
-    for _ in range(6):
-        w = w * (1.0 + y.log() - w.log()) / (1.0 + w)
-    return 2.0 * abs(scale) * w / b
+def _kernel_scale(query: Tensor, points: Tensor, query_mask: Tensor | None, scale: float) -> Tensor:
+    """Beta / tau^2 of every head, (BH, 1, 1), for queries (BH, Nq, D) and centered keys (BH, C, D)."""
+    norms = torch.linalg.vector_norm(query, dim=2, dtype=points.dtype)
+    if query_mask is not None:
+        norms = norms.masked_fill(~query_mask, 0.0)
+    largest_query = abs(scale) * norms.amax(1)[:, None, None]
+    logit = largest_query * torch.linalg.vector_norm(points, dim=2).amax(1)[:, None, None]
+    kernel_scale = largest_query.square() / (_RHO * logit.clamp(min=_LEAST_LOGIT))
+    clamped: Tensor = kernel_scale.clamp(min=torch.finfo(points.dtype).tiny ** 0.5)
+    return clamped
 
 
 def _make_coreset(config: WildCatConfig, heads: FlatHeads, batch: int, options: AttentionOptions) -> _Coreset:
@@ -147,7 +147,8 @@ def _make_coreset(config: WildCatConfig, heads: FlatHeads, batch: int, options: 
     candidates = take(key, position) - mean
     if valid is not None:
         candidates = candidates.masked_fill(~valid.unsqueeze(2), 0.0)
-    kernel_scale = _kernel_scale(candidates, num_keys, options.scale)
+    query_mask = heads.key_mask if heads.query.shape[1] == key.shape[1] else None
+    kernel_scale = _kernel_scale(heads.query, candidates, query_mask, options.scale)
     root = kernel_scale.sqrt()
     pivot, selected = choose_pivots(candidates * root, valid, count, seed=options.seed, batch=batch)
     keys = take(candidates, pivot)
@@ -220,7 +221,8 @@ def naive(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, opti
         keys = keys - keys.mean(1, keepdim=True)
         position, _ = candidate_positions(None, num_keys, max(count, config.num_candidates), key.device)
         candidates = keys[:, position[0]]
-        root = _kernel_scale(candidates, keys.new_full((1, 1, 1), num_keys), scale).sqrt()
+        own_queries = queries[:, valid] if query.shape[2] == key.shape[2] else queries
+        root = _kernel_scale(own_queries, candidates, None, scale).sqrt()
         pivot = choose_pivots(candidates * root, None, count, seed=options.seed, batch=1).candidate
         coreset = take(keys, position[0][pivot])
         points, half_norm = root * coreset, 0.5 * (root * coreset).square().sum(2, keepdim=True)
