@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 pytest_plugins = ["core_suite"]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+# Not the user's cache folder: what was measured on this machine must not decide what a test computes.
+os.environ["HEA_CACHE"] = os.path.join(tempfile.gettempdir(), f"hf-efficient-attn-tests-{os.getpid()}")
 
 
 def pytest_collection_modifyitems(items) -> None:

@@ -55,7 +55,7 @@ def test_info_names_the_module_of_a_method_of_another_package(monkeypatch, capsy
     assert "If a file of your own registers it, import that file first." in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["methods"], ["info"], ["demo"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [[], ["methods"], ["info"], ["demo"], ["crossover"]], ids=" ".join)
 def test_help_shows_an_example(arguments):
     result = CliRunner().invoke(cli.app, [*arguments, "--help"])
     assert result.exit_code == 0

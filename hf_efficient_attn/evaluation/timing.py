@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import os
 import pathlib
-import platform
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ import transformers
 from torch.utils.benchmark import timer
 from tqdm import tqdm
 
+from hf_efficient_attn.methods import crossover
 from hf_efficient_attn.version import __version__
 
 Work = Callable[[], Any]
@@ -181,7 +181,7 @@ def machine(model: torch.nn.Module) -> dict[str, Any]:
     parameter = next(model.parameters())
     device = parameter.device
     return {
-        "cpu": _processor(),
+        "cpu": crossover.processor_name(),
         "threads": torch.get_num_threads(),
         "device": f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device),
         "dtype": str(parameter.dtype).removeprefix("torch."),
@@ -195,13 +195,3 @@ def describe(about: Mapping[str, Any]) -> str:
     """What `machine` says about the hardware and the dtype, in words."""
     threads = f"{about['threads']} thread{'s' * (about['threads'] != 1)}"
     return f"{about['cpu']}, {threads}, {about['device']}, {about['dtype']}"
-
-
-def _processor() -> str:
-    """The processor's name according to the operating system."""
-    cpuinfo = pathlib.Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

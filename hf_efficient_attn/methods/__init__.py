@@ -7,6 +7,7 @@ what the methods have in common. Other packages import what they need from here 
 import importlib
 import pkgutil
 
+from hf_efficient_attn.methods._shared import crossover
 from hf_efficient_attn.methods._shared.call import (
     attention,
     attention_with_state,
@@ -50,6 +51,7 @@ __all__ = [
     "attention_with_state",
     "available_methods",
     "causal_methods",
+    "crossover",
     "exportable_methods",
     "functional_form",
     "get_method",

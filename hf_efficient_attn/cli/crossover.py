@@ -1,0 +1,82 @@
+"""`hf-efficient-attn crossover`."""
+
+import textwrap
+from typing import Annotated
+
+import typer
+
+from hf_efficient_attn.cli.common import (
+    Device,
+    Json,
+    Threads,
+    command,
+    complete_methods,
+    parse_device,
+    print_json,
+    print_table,
+)
+
+_LONGEST = 1_000_000
+_LEGEND = (
+    "From this many tokens on {method} with its default hyperparameters is faster than exact attention here: in small "
+    "calls, of {small} heads of 64 together in all sequences of a batch, and in large ones, of {large}. The lengths of "
+    "other calls follow from these two."
+)
+
+
+@command("crossover --renew", needs_models=False)
+def crossover(
+    method: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="A method, as listed by `methods`.", autocompletion=complete_methods),
+    ] = "nearfar",
+    renew: Annotated[bool, typer.Option("--renew", help="Measure again, on an otherwise idle machine.")] = False,
+    threads: Threads = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Print from which length on a method is faster than exact attention on this machine.
+
+    The attention `auto` uses these lengths. The first time, and with --renew, they are measured, which takes a few
+    seconds, and stored in $HEA_CACHE, or else in hf_efficient_attn in $XDG_CACHE_HOME or ~/.cache. Models never
+    measure anything themselves: until this command has run, they use built-in lengths.
+    """
+    from hf_efficient_attn.evaluation.crossover import measure_crossover, store_crossover
+    from hf_efficient_attn.evaluation.timing import use_threads
+    from hf_efficient_attn.methods import crossover as lengths
+    from hf_efficient_attn.methods import method_info
+
+    method_info(method)  # refuses unknown names
+    where = parse_device(device)
+    with use_threads(threads):
+        path, machine = lengths.cache_file(), lengths.machine_name(where)
+        found = None if renew else lengths.measured_table(str(path), machine, method)
+        is_new = found is None
+        if found is None:
+            path.parent.mkdir(parents=True, exist_ok=True)  # fails before the work
+            found = measure_crossover(method, where, progress=not as_json)
+            store_crossover(method, where, found)
+    if as_json:
+        rows = {name: one._asdict() for name, one in found.items()}
+        print_json({"method": method, "machine": machine, "file": str(path), "measured_now": is_new, "lengths": rows})
+        return
+    typer.echo(f"{machine}\n")
+    print_table(
+        ["dtype", "attention", "small calls", "large calls"],
+        [
+            [name.split()[0], "causal" if name.endswith("causal") else "bidirectional", *map(_tokens, one)]
+            for name, one in found.items()
+        ],
+    )
+    small, large = (size // 64 for size in (lengths.SMALL_DIM, lengths.LARGE_DIM))
+    typer.echo("\n" + textwrap.fill(_LEGEND.format(method=method, small=small, large=large), 100))
+    typer.echo(
+        f"Measured now, and written to {path}"
+        if is_new
+        else f"Measured before, and read from {path}. --renew measures again."
+    )
+
+
+def _tokens(length: int) -> str:
+    """A length, or that it is larger than that of any text."""
+    return str(length) if length <= _LONGEST else f">{_LONGEST}"
