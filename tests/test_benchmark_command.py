@@ -108,6 +108,14 @@ def small(method):
     return f"{method}:" + ":".join(f"{key}={value}" for key, value in SMALL[method].items())
 
 
+# What `benchmark` compares if no method is named; in decoders without the last.
+COMPARED = ("auto", "kdeformer", "nearfar", "nystromformer")
+
+
+def compared(*names):
+    return [name for name in names if name in hea.available_methods()]
+
+
 SMALL_METHODS = "kdeformer:block_size=4:num_samples=8,longformer:window_size=4"
 
 
@@ -274,11 +282,11 @@ def test_default_text_is_the_documentation_of_python(made, capsys):
 
 
 def test_the_first_token_of_pictures_is_global(made, photographs, capsys):
-    """In `benchmark`, `analyze` and `hea.calibrate` alike: classifiers of pictures read it."""
+    """In `analyze` and `hea.calibrate` alike: classifiers of pictures read it."""
     source = made("deit", True)
     quick = ("--rounds", 1, "--rows", 1, "--no-memory", "--minutes", 1)
     found = run_json(capsys, "benchmark", source, "--lengths", 66, "--data", photographs, *quick)
-    assert found["labels"] == ["kdeformer", "longformer (global_tokens=1)", "nystromformer"]
+    assert found["labels"] == compared(*COMPARED)
     options = ("--length", 66, "--rows", 1, "--budgets", "16")
     found = run_json(capsys, "analyze", source, "--data", photographs, *options)
     labels = list(found["layers"][0]["errors"])
@@ -291,13 +299,50 @@ def test_the_first_token_of_pictures_is_global(made, photographs, capsys):
 
 def test_default_methods_and_lengths(made, text):
     found = benchmark.benchmark_checkpoint(made("bert"), data=text, procedure=ONE_ROW)
-    assert list(found["pays_from"]) == ["kdeformer", "longformer", "nystromformer"]
+    assert list(found["pays_from"]) == compared(*COMPARED)
     assert {row["length"] for row in found["measurements"]} == {128, 256, 512}
     assert any("128 positions" in note for note in found["notes"])
     found = benchmark.benchmark_checkpoint(
         made("gpt2", True), lengths=[20], data=text, procedure=QUICK._replace(rows=1)
     )
-    assert list(found["pays_from"]) == ["kdeformer", "longformer"]
+    assert list(found["pays_from"]) == compared("auto", "kdeformer", "nearfar")
+
+
+def _row(attention, speed_up, error, length=4096):
+    return {"attention": attention, "length": length, "speed_up": speed_up, "error": error}
+
+
+def test_the_fastest_of_the_accurate_methods_is_recommended():
+    rows = [_row("sdpa", 1.0, 0.0), _row("a", 4.0, 0.3), _row("b", 2.0, 0.1), _row("c", 3.0, 0.05), _row("d", 1.0, 0.0)]
+    found = benchmark.recommend_method(rows)
+    assert found["recommended"] == "c"
+    assert found["recommendation"] == (
+        "Recommended at 4096 tokens: c, 3.0 times as fast as exact attention with an error of 0.050, the fastest with "
+        "an error of at most 0.1."
+    )
+    found = benchmark.recommend_method([_row("a", 4.0, 0.3), _row("b", 2.0, 0.2), _row("d", 1.0, 0.0)])
+    assert found["recommended"] == "b"
+    assert "none of them keeps 0.1" in found["recommendation"]
+    found = benchmark.recommend_method([_row("a", 1.04, 0.3), _row("b", 0.5, 0.0)])
+    assert found["recommended"] == "sdpa"
+    assert "exact attention (sdpa)" in found["recommendation"]
+
+
+def test_nothing_is_recommended_without_a_comparison():
+    nothing = {"recommended": None, "recommendation": None}
+    assert benchmark.recommend_method([]) == nothing
+    assert benchmark.recommend_method([_row("sdpa", 1.0, 0.0), _row("a", 2.0, 0.0)]) == nothing
+    assert benchmark.recommend_method([_row("a", 2.0, None), _row("b", 3.0, None)]) == nothing
+    longer = [_row("a", 2.0, 0.2), _row("b", 3.0, 0.3), _row("a", 9.0, 0.4, 8192)]  # the last length is not complete
+    assert "at 4096 tokens: a" in benchmark.recommend_method(longer)["recommendation"]
+
+
+def test_the_recommendation_is_printed(made, text, capsys):
+    arguments = ("benchmark", made("bert"), "--methods", SMALL_METHODS, "--lengths", 60, "--data", text)
+    found = run_json(capsys, *arguments, "--rounds", 1, "--rows", 1, "--no-memory")
+    assert found["recommended"] in ("sdpa", *found["labels"])
+    assert command(*arguments, "--rounds", 1, "--rows", 1, "--no-memory") == 0
+    assert "\nRecommended at 60 tokens: " in capsys.readouterr().out
 
 
 def test_a_short_text_limits_the_default_lengths(made, tmp_path):

@@ -300,8 +300,11 @@ def test_default_methods():
     for is_causal in (False, True):
         for is_rectangular in (False, True):
             options = {"is_causal": is_causal, "is_rectangular": is_rectangular}
-            names = defaults.default_methods(**options)
-            assert names
+            names = defaults.default_methods(purpose="calibrate", **options)
+            compared = defaults.default_methods(purpose="compare", **options)
+            assert names and compared
+            assert {*names, *compared} <= set(defaults.default_methods(**options))
+            assert [config.method for config in defaults.default_configs(**options)] == compared
             variants = defaults.default_variants(**options)
             assert {config.method for config in variants} == set(names)
             assert [config.default_rank for config in variants] == sorted(config.default_rank for config in variants)

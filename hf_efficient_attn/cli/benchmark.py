@@ -221,8 +221,9 @@ class Report:
         """Explain the table, and say what follows from it."""
         self.explain()
         typer.echo()
-        for sentence in [*result["notes"], *result["summary"]]:
-            typer.echo(sentence)
+        for sentence in [*result["notes"], *result["summary"], result["recommendation"]]:
+            if sentence is not None:
+                typer.echo(sentence)
 
 
 def _number(value: float | None, form: str) -> str | None:

@@ -70,7 +70,8 @@ def demo(
     from hf_efficient_attn.io.writing import check_picture
 
     # Those that can be used in encoders and in decoders.
-    methods, lengths = parse_methods(method or default_methods(is_causal=True), setting), parse_lengths(length)
+    names = method or default_methods(purpose="compare", is_causal=True)
+    methods, lengths = parse_methods(names, setting), parse_lengths(length)
     if not methods or (length and not lengths):
         raise UnsupportedAttentionError("the demo needs at least one --method and one --length")
     if plot is not None:

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 _WIDTH = 80
 _LEGEND = (
-    "Each name is also an attn_implementation. A star marks the default methods, which the commands compare if none "
-    "is named; in decoders only those with a causal form. learns: the method has parameters that need training; "
+    "Each name is also an attn_implementation. A star marks the default methods, from which the commands take those "
+    "that they compare if none is named; in decoders only those with a causal form. "
+    "learns: the method has parameters that need training; "
     "option: only with some hyperparameters. `hf-efficient-attn info NAME` describes a method and its hyperparameters."
 )
 

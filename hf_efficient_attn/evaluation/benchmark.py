@@ -37,7 +37,7 @@ from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.layers import ranges
 from hf_efficient_attn.integration.models import attention_modules
 from hf_efficient_attn.integration.refusals import check_methods
-from hf_efficient_attn.integration.settings import EfficientAttentionConfig, as_settings
+from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig, as_settings
 from hf_efficient_attn.io.json import read_json_object
 from hf_efficient_attn.io.writing import check_folder, write_results
 from hf_efficient_attn.methods import MethodConfig
@@ -56,6 +56,8 @@ _MAX_LENGTH, _MAX_ROUNDS = 1 << 40, 1000
 NOTE_ON_DOCUMENTATION = "No data are given: the texts are Python's own documentation (pydoc_data.topics)."
 # Smaller speed-ups may be due to chance.
 _MIN_SPEED_UP = 1.05
+# A larger mean error of the layers is recommended only if no method has a smaller one; the default limit of `auto`.
+_MAX_ERROR = 0.1
 
 
 def benchmark_checkpoint(
@@ -88,7 +90,8 @@ def benchmark_checkpoint(
 
     Returns:
         a dictionary for JSON: "format", "source" (see `names.name_of`), "task", "machine", "data", "agreement" (which
-        measure), "labels" (of the methods), "notes" and "summary" (sentences), "pays_from" (label -> the smallest
+        measure), "labels" (of the methods), "notes" and "summary" (sentences), "recommended" (the label of a method,
+        "sdpa", or None) and "recommendation" (a sentence that says why, or None), "pays_from" (label -> the smallest
         length from which on the method is faster by 5% or more, or None), "complete" (whether everything was measured),
         "left_out" (names of the measurements that are missing), and "measurements", one for each length and method:
 
@@ -262,7 +265,7 @@ class Benchmark:
             "left_out": left_out,
             "notes": [note for note in [*self._notes, *self._notes_on(rows), note_on_missing(left_out)] if note],
         }
-        return {**result, "summary": summarise(result)}
+        return {**result, "summary": summarise(result), **recommend_method(rows)}
 
     def _notes_on(self, rows: Sequence[Mapping[str, Any]]) -> list[str | None]:
         unsteady = any(row["speed_up_max"] > 1.5 * row["speed_up_min"] for row in rows)
@@ -390,6 +393,38 @@ def summarise(result: Mapping[str, Any]) -> list[str]:
             f"{label} pays off {where}: it is {speed_up:.1f} times as fast as exact attention at {lengths[-1]} tokens."
         )
     return sentences
+
+
+def recommend_method(measurements: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
+    """The method to use at the greatest length at which several were compared, and why.
+
+    It is the fastest of those that keep an error of .1, averaged over layers and heads; if none keeps it, the one with
+    the smallest error of those that are faster than exact attention; if there are none, exact attention.
+
+    Returns:
+        "recommended": the label, or None if errors were not measured or there is nothing to compare. "recommendation":
+        a sentence, or None.
+    """
+    rows = [row for row in measurements if row["attention"] != EXACT]
+    lengths = [row["length"] for row in rows]
+    compared = [length for length in set(lengths) if lengths.count(length) > 1]
+    rows = [row for row in rows if row["length"] == max(compared, default=0)]
+    if not rows or any(row["error"] is None for row in rows):
+        return {"recommended": None, "recommendation": None}
+    where = f"Recommended at {rows[0]['length']} tokens: "
+    faster = [row for row in rows if row["speed_up"] >= _MIN_SPEED_UP]
+    if not faster:
+        sentence = f"{where}exact attention ({EXACT}), because none of the methods is faster at this length."
+        return {"recommended": EXACT, "recommendation": sentence}
+    good = [row for row in faster if row["error"] <= _MAX_ERROR]
+    best = max(good, key=lambda row: row["speed_up"]) if good else min(faster, key=lambda row: row["error"])
+    reason = (
+        f"the fastest with an error of at most {_MAX_ERROR}"
+        if good
+        else f"the smallest of the methods that are faster; none of them keeps {_MAX_ERROR}"
+    )
+    about = f"{best['speed_up']:.1f} times as fast as exact attention with an error of {best['error']:.3f}"
+    return {"recommended": best["attention"], "recommendation": f"{where}{best['attention']}, {about}, {reason}."}
 
 
 def output_folder(

@@ -9,10 +9,11 @@ import dataclasses
 from hf_efficient_attn.methods import MethodConfig, available_methods, make_config, method_info
 
 
-def default_methods(*, is_causal: bool = False, is_rectangular: bool = False) -> list[str]:
+def default_methods(*, purpose: str | None = None, is_causal: bool = False, is_rectangular: bool = False) -> list[str]:
     """Names of the default methods that support a model's attention, in the order of the registry.
 
     Args:
+        purpose: "compare" or "calibrate", see `MethodConfig.default_for`; None for all of them.
         is_causal: whether some of the attention is causal.
         is_rectangular: whether some of it has fewer keys than queries by construction.
     """
@@ -21,6 +22,7 @@ def default_methods(*, is_causal: bool = False, is_rectangular: bool = False) ->
         info.name
         for info in infos
         if info.config_class.default_rank is not None
+        and (purpose is None or purpose in info.config_class.default_for)
         and (info.causal or not is_causal)
         and (info.rectangular or not is_rectangular)
     ]
@@ -29,7 +31,7 @@ def default_methods(*, is_causal: bool = False, is_rectangular: bool = False) ->
 def default_configs(
     *, is_causal: bool = False, is_rectangular: bool = False, takes_pictures: bool = False
 ) -> list[MethodConfig]:
-    """One config of each default method, in the order of the registry.
+    """One config of each default method to compare, in the order of the registry.
 
     Args:
         is_causal: as in `default_methods`.
@@ -37,18 +39,18 @@ def default_configs(
         takes_pictures: whether the inputs are pictures. Their classifiers read the first token, which therefore has to
             attend to all tokens: methods that have global tokens get one.
     """
-    names = default_methods(is_causal=is_causal, is_rectangular=is_rectangular)
+    names = default_methods(purpose="compare", is_causal=is_causal, is_rectangular=is_rectangular)
     return [_adapted(make_config(name), takes_pictures) for name in names]
 
 
 def default_variants(
     *, is_causal: bool = False, is_rectangular: bool = False, takes_pictures: bool = False
 ) -> list[MethodConfig]:
-    """Configs of the default methods, fastest first; in bidirectional attention, with all variants of each.
+    """Configs of the default methods to calibrate, fastest first; in bidirectional attention, all variants of each.
 
     The arguments are those of `default_configs`.
     """
-    names = default_methods(is_causal=is_causal, is_rectangular=is_rectangular)
+    names = default_methods(purpose="calibrate", is_causal=is_causal, is_rectangular=is_rectangular)
     classes = sorted((method_info(name).config_class for name in names), key=lambda kind: kind.default_rank or 0)
     return [
         _adapted(make_config(kind.method, **values), takes_pictures)

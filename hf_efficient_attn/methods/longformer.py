@@ -42,6 +42,7 @@ class LongformerConfig(MethodConfig):
     near = "a window"
     far = "none, or a few global tokens"
     default_rank = 20
+    default_for = ("calibrate",)
 
     window_size: int = option(256, "Keys that a query attends to on each side (causal: on the left only).", minimum=0)
     global_tokens: int = option(

@@ -56,8 +56,9 @@ class MethodConfig:
             tokens to earlier ones, so such a method is not used there.
         exportable: True if `torch.onnx.export` gives a graph that is right for any length and mask, not only for those
             of the example. All other methods are refused there.
-        default_rank: the position of the method among those that the commands compare by default, lowest first. None
-            if the method is not one of them.
+        default_rank: the position of the method among the default methods, fastest first. None if it is not one.
+        default_for: what a default method is a default of: "compare", the commands `benchmark` and `demo`, and
+            "calibrate", the command `analyze` and `hea.calibrate`.
         default_variants: the hyperparameters of each variant of the method that the commands compare by default.
         summary: what the method computes, in one line.
         paper_url: where the paper can be read. Empty: nowhere.
@@ -78,6 +79,7 @@ class MethodConfig:
     mixes_queries: ClassVar[bool] = True
     exportable: ClassVar[bool] = False
     default_rank: ClassVar[int | None] = None
+    default_for: ClassVar[tuple[str, ...]] = ("compare", "calibrate")
     default_variants: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)
     summary: ClassVar[str]
     paper_url: ClassVar[str] = ""
