@@ -16,7 +16,7 @@ import os
 import pathlib
 import platform
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -109,7 +109,7 @@ def crossover_length(
         device: of the tensors.
         relative_cost: cost of the method per token, divided by that with its default hyperparameters.
     """
-    crossover = _constant(method, device.type, device.index, table_key(dtype, is_causal))
+    crossover = _measured_or_built_in(method, device.type, device.index, table_key(dtype, is_causal))
     return Crossover(*crossover).at(total_dim, relative_cost)
 
 
@@ -120,8 +120,9 @@ def _measured_or_built_in(method: str, device_type: str, device_index: int | Non
     return small, large
 
 
-# A graph contains the result and does not trace how a file is read.
-_constant: Callable[..., tuple[int, int]] = torch.compiler.assume_constant_result(_measured_or_built_in)
+# A graph contains the result and does not trace how a file is read. This is `torch.compiler.assume_constant_result`,
+# which would import the compiler here.
+vars(_measured_or_built_in)["_dynamo_marked_constant"] = True
 
 
 def cache_file() -> pathlib.Path:
