@@ -268,6 +268,7 @@ INSTANCES = [
         small={"num_samples": 5},
         limit="exact",
         random=True,
+        cost=_COST | {"num_candidates": 0},
     ),
     Instance(
         "wildcat",
@@ -276,6 +277,7 @@ INSTANCES = [
         small={"num_samples": 4, "num_candidates": 6},
         limit="exact",
         random=True,
+        cost=_COST | {"num_candidates": 0},
     ),
 ]
 

@@ -67,7 +67,7 @@ class WildCatConfig(MethodConfig):
 
     num_samples: int = option(256, "Keys in the coreset.", minimum=1)
     num_candidates: int = option(
-        2048, "Evenly spaced keys from which the coreset is chosen, at least num_samples.", minimum=1
+        1024, "Evenly spaced keys from which the coreset is chosen, at least num_samples.", minimum=1
     )
     seed: int = option(0, "Seed of the choice of the coreset.", minimum=0)
 
@@ -77,11 +77,11 @@ class WildCatConfig(MethodConfig):
         return self.num_samples
 
     def with_budget(self, columns: int) -> "WildCatConfig":
-        """As many keys in the coreset as the budget has exact keys.
+        """As many keys in the coreset as the budget has exact keys, and four times as many candidates.
 
-        The weights of the coreset are not counted. They cost as much again if there are as many queries as keys.
+        The coreset itself is not counted. With as many queries as keys, its weights cost as much as the queries.
         """
-        return replace(self, num_samples=self.check_budget(columns))
+        return replace(self, num_samples=self.check_budget(columns), num_candidates=min(4 * columns, 2**31 - 1))
 
 
 class _Coreset(NamedTuple):
@@ -112,8 +112,8 @@ def forward(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, op
         result = (query.shape[2], value.shape[3], value.dtype)
 
         def some_heads(query: Tensor, *coreset: Tensor, out: Tensor | None = None) -> Tensor:
-            part = _attend(query, _Coreset(*coreset), options.scale, options.dropout_p).to(value.dtype)
-            return part if out is None else out.copy_(part)
+            part = _attend(query, _Coreset(*coreset), options.scale, options.dropout_p)
+            return part.to(value.dtype) if out is None else out.copy_(part)
 
         out = chunked_over_heads(some_heads, flat.query, *coreset, result=result)
     return unflatten_heads(out, query.shape)
@@ -182,7 +182,7 @@ def _value_range(value: Tensor, bias: Tensor | None, dropout_p: float) -> tuple[
     With dropout, outputs are between 0 and multiples of the values, so the middle is 0.
     """
     if bias is None:
-        low, high = value.aminmax(dim=1, keepdim=True)
+        low, high = value.amin(1, keepdim=True), value.amax(1, keepdim=True)
     else:
         low, high = (value - bias).amin(1, keepdim=True), (value + bias).amax(1, keepdim=True)
         low, high = (x.masked_fill(x.isinf(), 0.0) for x in (low, high))
@@ -203,9 +203,9 @@ def _attend(query: Tensor, coreset: _Coreset, scale: float, dropout_p: float) ->
         dropped = partial_attention(blocks, keys, weighted[..., :-1], bias, scale=scale, dropout_p=dropout_p).out
         numerator = dropped.flatten(1, 2)[:, :q_len]
     positive = denominator > _LEAST_DENOMINATOR
-    ratio = (numerator / torch.where(positive, denominator, 1.0)).masked_fill(~positive, 0.0)
+    factor = torch.where(positive, torch.where(positive, denominator, 1.0).reciprocal(), 0.0)
     limit = 1.0 / (1.0 - dropout_p)
-    return torch.addcmul(coreset.middle, coreset.half, ratio.clamp(-limit, limit))
+    return torch.addcmul(coreset.middle, (numerator * factor).clamp_(-limit, limit), coreset.half)
 
 
 def naive(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:

@@ -64,7 +64,7 @@ def _gumbel(num_draws: int, num_candidates: int, num_heads: int, seed: Tensor, l
 
 
 def choose_pivots(
-    points: Tensor, valid: Tensor | None, num_pivots: int, *, seed: int | Tensor, batch: int, block: int = 32
+    points: Tensor, valid: Tensor | None, num_pivots: int, *, seed: int | Tensor, batch: int, block: int = 64
 ) -> Pivots:
     """Choose pivots by randomized pivoted Cholesky on exp(<x_i, x_j>).
 
@@ -101,14 +101,18 @@ def _choose_pivots(
     step = batch_heads
     if points.device.type == "cpu":
         step = min(step, ceil_div(_FACTOR_NUMEL, num_pivots * num_candidates))
+    # Memory that is used again for other heads and draws. New memory costs more time than the arithmetic on it.
     factor = points.new_empty(step, num_pivots, num_candidates)
+    buffer = points.new_empty(step * max(sizes) * num_candidates)
     parts = []
     with torch.no_grad(), torch.autocast(points.device.type, enabled=False):
         for start in range(0, batch_heads, step):
             some = slice(start, start + step)
             heads = torch.arange(batch_heads, device=points.device)[some] % num_heads
             own_valid = None if valid is None else valid[some]
-            parts.append(_pivots_of_heads(points[some], own_valid, gumbel[:, heads], sizes, factor[: len(heads)]))
+            parts.append(
+                _pivots_of_heads(points[some], own_valid, gumbel[:, heads], sizes, factor[: len(heads)], buffer)
+            )
     index, selected = zip(*parts, strict=True)
     return torch.cat(index), torch.cat(selected)
 
@@ -129,9 +133,12 @@ def _(
 
 
 def _pivots_of_heads(
-    points: Tensor, valid: Tensor | None, gumbel: Tensor, sizes: list[int], factor: Tensor
+    points: Tensor, valid: Tensor | None, gumbel: Tensor, sizes: list[int], factor: Tensor, buffer: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The pivots of a few heads; gumbel (draws, BH, C), factor a buffer (BH, m, C)."""
+    """The pivots of a few heads; gumbel (draws, BH, C), memory for factor (BH, m, C) and for rows of the largest draw.
+
+    The factor is that of the Cholesky decomposition: the kernel matrix is about factor^T factor.
+    """
     tolerance, ridge = _tolerance(points.dtype), 0.1 * _tolerance(points.dtype)
     # <left_i, right_j> = log2(kernel) in one product: the last two columns hold the norms.
     points = points * LOG2_E**0.5
@@ -152,7 +159,8 @@ def _pivots_of_heads(
         was_open.append(selected)
         used = (selected & (residual.gather(1, index) > tolerance)).unsqueeze(2)
         closed.scatter_(1, index, True)
-        rows = torch.bmm(take(left, index), right).clamp_(max=0.0).exp2_()
+        rows = buffer[: left.shape[0] * size * left.shape[1]].view(-1, size, left.shape[1])
+        torch.bmm(take(left, index), right, out=rows).clamp_(max=0.0).exp2_()
         columns = index.unsqueeze(1)
         if count:
             earlier = factor[:, :count]
@@ -166,15 +174,15 @@ def _pivots_of_heads(
         lower = torch.where((failed > 0)[:, None, None], diagonal, lower)
         # A product with the inverse of this small matrix is faster than a solve, which copies the rows twice.
         one = torch.eye(size, dtype=lower.dtype, device=lower.device).expand_as(lower)
-        new = torch.bmm(torch.linalg.solve_triangular(lower, one, upper=False), rows)
-        factor[:, count : count + size] = new
-        residual.sub_(new.square_().sum(1)).clamp_(min=0.0)
+        new = factor[:, count : count + size]
+        torch.bmm(torch.linalg.solve_triangular(lower, one, upper=False), rows, out=new)
+        residual.sub_(torch.mul(new, new, out=rows).sum(1)).clamp_(min=0.0)
         count += size
     return torch.cat(picked, 1), torch.cat(was_open, 1)
 
 
 def choose_pivots_naive(
-    points: Tensor, valid: Tensor | None, num_pivots: int, *, seed: int, batch: int, block: int = 32
+    points: Tensor, valid: Tensor | None, num_pivots: int, *, seed: int, batch: int, block: int = 64
 ) -> Pivots:
     """The readable form of `choose_pivots`: one head at a time, with the residual of the whole kernel in float64."""
     batch_heads, num_candidates, _ = points.shape
