@@ -1,9 +1,9 @@
 """The error of an approximate attention output, estimated from the exact output of a few queries.
 
 The error of a head is |A - E| / |E| in the operator norm, where A is the approximate and E the exact output. Both norms
-are estimated from the same p rows, which are spread evenly over the queries: p rows cost p / Nq of exact attention. Of
-a sample of rows, the largest singular value of A - E is on average too large rather than too small, because the
-largest eigenvalue is a convex function of the Gram matrix. What is missed are rare rows with a large error.
+are estimated from the same p rows, one from each of p equal strata of the queries, which costs p / Nq of exact
+attention. In a sample of rows, the largest singular value of A - E is on average too large rather than too small,
+because the largest eigenvalue is a convex function of the Gram matrix. What is missed are rare rows with a large error.
 
 The bound adds a margin for what the sample misses. Let s_i be the share of row i in |A - E|^2, that is, the square of
 its component along the leading right singular vector divided by the sum of these squares, and t_i its share in |E|^2.
@@ -20,7 +20,7 @@ from torch import Tensor
 from hf_efficient_attn.ops.blocks import ceil_div, take
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
-from hf_efficient_attn.ops.random import offsets
+from hf_efficient_attn.ops.random import uniform
 from hf_efficient_attn.ops.sampling import stratified_ranks
 
 _STREAM = 31
@@ -75,11 +75,13 @@ def sample_rows(
         query_mask: bool (BH, Nq), True for the queries that may be sampled, or None. False for padding, and for rows
             to which the approximation was fitted: their error is smaller than that of the others.
         num_heads: H. The same queries are sampled in every sequence of a batch, and other ones in each head.
-        seed: of the offsets of the heads.
+        seed: of the offsets.
         device: of the result.
     """
-    offset = offsets(num_heads, seed, _STREAM, device).repeat(batch_heads // num_heads)[:, None]
     count = min(num_rows, q_len)
+    # Each row has an offset of its own in its stratum. With a common one, rows at a regular distance could all meet, or
+    # all miss, what is periodic in the input, such as the rows of a picture.
+    offset = uniform((num_heads, count), seed, _STREAM, device).repeat(batch_heads // num_heads, 1)
     if query_mask is None:
         return Rows(stratified_ranks(count, q_len, offset), None, q_len)
     available = query_mask.sum(1, keepdim=True)
