@@ -1,0 +1,479 @@
+"""Exact near keys and a weighted coreset of all earlier keys, in the strictly causal form.
+
+The positions after the first `num_exact` are cut into epochs, whose lengths grow with the position. The prefix of an
+epoch is all keys up to one block before its start. From the prefix alone come the center of the keys, m pivots S by
+randomized pivoted Cholesky, and clusters of keys. All queries of the epoch use them, so no choice depends on later
+tokens, and the output does not even depend on the length of the sequence. A query attends to
+
+- its own block and the block before it, exactly;
+- the keys of one cluster of the prefix, exactly: the cluster whose centroid has the largest product with the query.
+  Heads that copy a passage attend to a few keys far back, which no small coreset can represent;
+- outliers among the keys between the prefix and the block before its own, exactly: those with the largest norms. A
+  coreset of the prefix represents later keys well unless they are unlike all earlier ones;
+- all other keys through the pivots. With the kernel exp(t^2 scale <k_i, k_j>) the weight exp(scale <q, k_j>) becomes
+  sum_S exp(scale <q, k_S>) (K_SS + ridge I)^-1 K_Sj (Nystrom). Numerators and denominators are sums over j, so each
+  block adds its own keys to running sums of K_Sj [v_j, 1]. This is causal linear attention (Katharopoulos et al. 2020)
+  whose features are adapted to the data. Keys that are attended to exactly are subtracted.
+
+The cost is O(m) per query and, because the epochs grow geometrically, O(m) per key.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout, pad
+
+from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, take
+from hf_efficient_attn.ops.causal import causal_block_partial, group_by_block
+from hf_efficient_attn.ops.coreset import choose_pivots, regularized_solve
+from hf_efficient_attn.ops.exact import exact_attention, mask_bias
+from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, exp_, merge, partial_attention
+
+# Keys of the prefix, evenly spaced, from which pivots and centroids are computed.
+_CANDIDATES = 1024
+# Epochs grow by a half up to this many times `num_exact`, where freshness matters more than cost, and then double.
+_SHORT = 8
+# Groups of blocks of an epoch. Each group has its own outliers.
+_GROUPS = 8
+# Steps of k-means. In a head that copies, .49 / .83 / .87 of the queries find their key with 0 / 1 / 2 steps.
+_KMEANS_STEPS = 2
+# Queries with the same cluster that are processed together.
+_SLOTS = 16
+# Bounds of exponents: sums of e^40 times values up to 1e4 stay finite in float32.
+_REFERENCE, _LARGEST = 30.0, 40.0
+# The least weight of a pivot, so that no denominator is 0.
+_LEAST = 1e-30
+# A denominator below this share of a positive estimate of it is not trusted.
+_SAFE = 0.1
+
+
+class CausalCoresetOptions(NamedTuple):
+    """Options of `causal_coreset_attention`.
+
+    Attributes:
+        num_exact: the first positions, which are computed exactly in sequences of any length; more than `block_size`.
+        block_size: tokens of a block. A query attends to its own block and the block before it exactly.
+        num_samples: m, the number of pivots.
+        cluster_size: the largest number of keys of a cluster, the most recent ones; 0 for no clusters.
+        num_outliers: outliers that a query attends to; 0 for none.
+        temperature: t. The pivots are chosen and weighted with the kernel exp(t^2 scale <k_i, k_j>).
+        ridge: positive, relative to the unit diagonal of K_SS.
+        seed: seed of the pivots.
+        batch: B, the number of sequences. All use the same random numbers.
+    """
+
+    num_exact: int
+    block_size: int
+    num_samples: int
+    cluster_size: int
+    num_outliers: int
+    temperature: float = 0.75
+    ridge: float = 1e-3
+    seed: int | Tensor = 0
+    batch: int = 1
+
+
+class Epoch(NamedTuple):
+    """The choices for the queries from `start` to `end` - 1. Positions are counted from the start of the sequence.
+
+    Attributes:
+        start: position of the first query; `start` - block_size is the end of the prefix.
+        end: position after the last query.
+        group: queries that share their outliers.
+        pivot: int64 (BH, m), positions of the pivots.
+        member: int64 (BH, C, cluster_size), positions of the keys of each cluster.
+        is_member: bool (BH, C, cluster_size), False where a cluster has fewer keys.
+        slot: int64 (BH, end - start), the place of each query among the queries that are sorted by cluster.
+        cluster: int64 (BH, T), the cluster of each block of `_SLOTS` slots.
+        outlier: int64 (BH, G, num_outliers), positions of the outliers of each group.
+        is_outlier: bool (BH, G, num_outliers), False where a group has fewer.
+    """
+
+    start: int
+    end: int
+    group: int
+    pivot: Tensor
+    member: Tensor
+    is_member: Tensor
+    slot: Tensor
+    cluster: Tensor
+    outlier: Tensor
+    is_outlier: Tensor
+
+
+def split_columns(columns: int) -> dict[str, int]:
+    """Distribute a budget of keys per query: the sizes in `CausalCoresetOptions`.
+
+    A quarter goes to the near field, an eighth to a cluster, a sixteenth to outliers and the rest to pivots.
+    """
+    block_size, cluster_size, num_outliers = max(1, columns // 8), columns // 8, columns // 16
+    num_samples = max(1, columns - 2 * block_size - cluster_size - num_outliers)
+    return {
+        "num_exact": max(columns, block_size + 1),
+        "block_size": block_size,
+        "num_samples": num_samples,
+        "cluster_size": cluster_size,
+        "num_outliers": num_outliers,
+    }
+
+
+def epoch_bounds(length: int, options: CausalCoresetOptions) -> Iterator[tuple[int, int, int]]:
+    """Start and end of the epochs of a sequence, and their end in a longer sequence."""
+    start, block_size = options.num_exact, options.block_size
+    while start < length:
+        growth = start // 2 if start < _SHORT * options.num_exact else start
+        step = max(options.num_exact // 2, growth)
+        end = start + max(1, step // block_size) * block_size
+        yield start, min(end, length), end
+        start = end
+
+
+def choose_prefix_pivots(key: Tensor, options: CausalCoresetOptions, scale: float) -> list[Tensor]:
+    """The pivots of each epoch: positions (BH, m). No gradient.
+
+    Args:
+        key: (BH, N, D).
+        options: see `CausalCoresetOptions`.
+        scale: factor of the scores.
+    """
+    pivots, device = [], key.device
+    with torch.no_grad():
+        for number, (start, _, _) in enumerate(epoch_bounds(key.shape[1], options)):
+            prefix = start - options.block_size
+            candidates = _candidates(prefix, device)
+            points = key[:, candidates].to(accumulation_dtype(key.dtype))
+            points = (points - _center(key, prefix)) * (options.temperature * scale**0.5)
+            seed = torch.as_tensor(options.seed, device=device) + number
+            count = min(options.num_samples, len(candidates))
+            index = choose_pivots(points, None, count, seed=seed, batch=options.batch).candidate
+            pivots.append(candidates[index])
+    return pivots
+
+
+def _candidates(prefix: int, device: torch.device) -> Tensor:
+    count = min(prefix, _CANDIDATES)
+    return torch.arange(count, device=device) * prefix // count
+
+
+def _center(key: Tensor, prefix: int) -> Tensor:
+    """Mean of the keys of the prefix, (BH, 1, D) in the accumulation dtype."""
+    return key[:, :prefix].mean(1, keepdim=True, dtype=accumulation_dtype(key.dtype))
+
+
+def plan_epochs(query: Tensor, key: Tensor, pivots: list[Tensor], options: CausalCoresetOptions) -> list[Epoch]:
+    """All choices of all epochs, from tensors in the accumulation dtype. No gradient.
+
+    Args:
+        query: (BH, N, D).
+        key: (BH, N, D).
+        pivots: of each epoch, from `choose_prefix_pivots`.
+        options: see `CausalCoresetOptions`.
+    """
+    plans, block_size = [], options.block_size
+    with torch.no_grad():
+        for (start, end, full_end), pivot in zip(epoch_bounds(key.shape[1], options), pivots, strict=True):
+            prefix = start - block_size
+            keys = key[:, :end] - _center(key, prefix)
+            group = ceil_div((full_end - start) // block_size, _GROUPS) * block_size
+            outlier, is_outlier = _outliers(keys, prefix, ceil_div(end - start, group), group, options.num_outliers)
+            centroids = _centroids(keys[:, _candidates(prefix, key.device)], take(keys, pivot))
+            assigned = _nearest(keys[:, :prefix], centroids)
+            members = _members(assigned, pivot.shape[1], options.cluster_size)
+            nearest = _nearest(query[:, start:end], centroids)
+            slots = group_by_block(nearest, pivot.shape[1], _SLOTS)
+            plans.append(Epoch(start, end, group, pivot, *members, *slots, outlier, is_outlier))
+    return plans
+
+
+def _outliers(keys: Tensor, prefix: int, num_groups: int, group: int, count: int) -> tuple[Tensor, Tensor]:
+    """Positions of the keys with the largest norms between the prefix and each group of queries, and which exist."""
+    norms = keys[:, prefix : prefix + max(1, (num_groups - 1) * group)].square().sum(-1)
+    before = torch.arange(num_groups, device=keys.device)[:, None] * group
+    known = torch.arange(norms.shape[1], device=keys.device) < before
+    found = norms[:, None].masked_fill(~known, -torch.inf).topk(min(count, norms.shape[1]), dim=2)
+    is_outlier = found.values > -torch.inf
+    return torch.where(is_outlier, found.indices + prefix, 0), is_outlier
+
+
+def _nearest(x: Tensor, centroids: Tensor) -> Tensor:
+    """For each x (BH, N, D) the index of the centroid (BH, C, D) with the largest product: int64 (BH, N)."""
+    return chunked_over_heads(lambda own, others: (own @ others.mT).argmax(2), x, centroids)
+
+
+def _centroids(keys: Tensor, centroids: Tensor) -> Tensor:
+    """Spherical k-means of keys (BH, N, D) from given centroids: unit vectors (BH, C, D)."""
+    directions = torch.nn.functional.normalize(keys, dim=2)
+    for _ in range(_KMEANS_STEPS):
+        centroids = torch.nn.functional.normalize(centroids, dim=2)
+        # A product with a matrix of zeros and ones, because sums by index are not deterministic on an accelerator.
+        clusters = torch.arange(centroids.shape[1], device=keys.device)[:, None]
+        one_hot = (_nearest(directions, centroids)[:, None] == clusters).to(keys.dtype)
+        sums = one_hot @ directions
+        centroids = torch.where(sums.square().sum(2, keepdim=True) > 0, sums, centroids)
+    return torch.nn.functional.normalize(centroids, dim=2)
+
+
+def _members(assigned: Tensor, num_clusters: int, cluster_size: int) -> tuple[Tensor, Tensor]:
+    """The last keys of each cluster and which of them exist, both (BH, C, cluster_size), for assigned (BH, N)."""
+    order = assigned.argsort(dim=1, stable=True)
+    sorted_clusters = assigned.gather(1, order)
+    clusters = torch.arange(num_clusters, device=assigned.device).expand(len(assigned), -1).contiguous()
+    first = torch.searchsorted(sorted_clusters, clusters).unsqueeze(2)
+    end = torch.searchsorted(sorted_clusters, clusters, right=True).unsqueeze(2)
+    rank = end - 1 - torch.arange(cluster_size, device=assigned.device)
+    is_member = rank >= first
+    return order.gather(1, rank.clamp(min=0).flatten(1)).view_as(rank), is_member
+
+
+def causal_coreset_attention(
+    query: Tensor, key: Tensor, value: Tensor, options: CausalCoresetOptions, *, scale: float, dropout_p: float = 0.0
+) -> Tensor:
+    """Causal attention to near keys, one cluster and outliers exactly, and to all other keys through a coreset.
+
+    Gradients flow through keys, values and weights, with pivots, clusters and outliers fixed.
+
+    Args:
+        query: (BH, N, D), valid tokens first.
+        key: (BH, N, D).
+        value: (BH, N, Dv).
+        options: see `CausalCoresetOptions`.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a weight.
+
+    Returns:
+        (BH, N, Dv).
+    """
+    num_exact, block_size = options.num_exact, options.block_size
+    first = query[:, :num_exact], key[:, :num_exact], value[:, :num_exact]
+    exact = exact_attention(*first, is_causal=True, scale=scale, dropout_p=dropout_p)
+    if query.shape[1] <= num_exact:
+        return exact
+
+    def some_heads(query: Tensor, key: Tensor, value: Tensor, *pivots: Tensor) -> Tensor:
+        acc_dtype, shift = accumulation_dtype(query.dtype), num_exact - block_size
+        tensors = query[:, shift:], key[:, shift:], value[:, shift:]
+        near = causal_block_partial(*tensors, block_size, scale=scale, dropout_p=dropout_p)
+        query, key, value = (x.to(acc_dtype) for x in (query, key, value))
+        outs = []
+        for plan in plan_epochs(query.detach(), key.detach(), list(pivots), options):
+            own = slice(plan.start - num_exact, plan.end - num_exact)
+            part = Partial(near.out[:, own].to(acc_dtype), near.lse[:, own])
+            outs.append(_epoch_attention(query, key, value, part, plan, options, scale, dropout_p))
+        return torch.cat(outs, 1).to(near.out.dtype)
+
+    pivots = choose_prefix_pivots(key.detach(), options, scale)
+    with torch.autocast(query.device.type, enabled=False):
+        return torch.cat((exact, chunked_over_heads(some_heads, query, key, value, *pivots)), 1)
+
+
+class _Coreset(NamedTuple):
+    """The coreset of an epoch.
+
+    Attributes:
+        center: (BH, 1, D), the mean of the keys of the prefix.
+        pivot: (BH, m, D), the pivots minus the center.
+        shift: (BH, 1, m), the log of the factor of each pivot in the weights of a query.
+        inverse: (BH, m, m), (K_SS + ridge I)^-1.
+        rows: (BH, N', m), K_jS of the keys before the last block of the epoch, times a factor per head.
+    """
+
+    center: Tensor
+    pivot: Tensor
+    shift: Tensor
+    inverse: Tensor
+    rows: Tensor
+
+
+def _coreset(key: Tensor, plan: Epoch, options: CausalCoresetOptions, scale: float) -> _Coreset:
+    """The coreset of an epoch from the keys (BH, N, D) before the last block of the epoch."""
+    prefix, factor = plan.start - options.block_size, options.temperature**2 * scale
+    center = _center(key, prefix)
+    keys = key - center
+    pivot = take(keys, plan.pivot)
+    half = (0.5 * factor) * pivot.square().sum(2, keepdim=True)
+    kernel = (factor * (pivot @ pivot.mT) - half - half.mT).clamp(max=0.0).exp()
+    # The inverse is multiplied by large sums, so its rounding matters. In float64 it costs little.
+    one = torch.eye(kernel.shape[1], dtype=torch.float64, device=key.device)
+    inverse = regularized_solve(kernel.double(), one.expand(len(kernel), -1, -1), options.ridge).to(key.dtype)
+    # exp(<x_S, x_j> - |x_S|^2 / 2) is at most exp(|x_j|^2 / 2). A common factor keeps it finite, and cancels.
+    largest = (0.5 * factor) * keys[:, :prefix].detach().square().sum(2).amax(1)[:, None, None]
+    reference = (largest - _REFERENCE).clamp(min=0.0)
+    rows = exp_((factor * (keys @ pivot.mT) - (half.mT + reference)).clamp(max=_LARGEST))
+    return _Coreset(center, pivot, reference - half.mT, inverse, rows)
+
+
+def _epoch_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    near: Partial,
+    plan: Epoch,
+    options: CausalCoresetOptions,
+    scale: float,
+    dropout_p: float,
+) -> Tensor:
+    """Output of the queries of an epoch.
+
+    Args:
+        query: (BH, N, D) in the accumulation dtype, all queries.
+        key: (BH, N, D).
+        value: (BH, N, Dv).
+        near: the partial of the queries of the epoch and their near keys, (BH, L, .).
+        plan: the choices of the epoch.
+        options: see `CausalCoresetOptions`.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a weight.
+
+    Returns:
+        (BH, L, Dv).
+    """
+    prefix, length = plan.start - options.block_size, plan.end - plan.start
+    num_blocks = ceil_div(length, options.block_size)
+    query, key, value = query[:, plan.start : plan.end], key[:, : plan.end], value[:, : plan.end]
+    targets = torch.cat((value, value.new_ones(1, 1, 1).expand(*value.shape[:2], 1)), 2)
+    known = prefix + (num_blocks - 1) * options.block_size
+    coreset = _coreset(key[:, :known], plan, options, scale)
+    basis, weights, row_max = _query_weights(query, coreset, scale)
+    base, sums = _running_sums(coreset.rows, targets[:, :known], plan, prefix, options.block_size)
+
+    # Numerator and denominator of the far field. Dropout drops weights in the numerator only, as in softmax attention.
+    parts = [(weights, slice(None))]
+    if dropout_p > 0.0:
+        parts = [(dropout(weights, dropout_p), slice(0, -1)), (weights, slice(-1, None))]
+    far = torch.cat([_blocked_product(own, sums[..., columns], options.block_size) for own, columns in parts], 2)
+    exact = [near, _outlier_partial(query, key, value, plan, scale, dropout_p)]
+    if options.cluster_size:
+        query_of_slot = _query_of_slot(plan)
+        cluster = plan.cluster.unsqueeze(2).expand(-1, -1, options.cluster_size)
+        index, exists = plan.member.gather(1, cluster), plan.is_member.gather(1, cluster)
+        grouped = take(pad(query, (0, 0, 0, 1)), query_of_slot)
+        bias = mask_bias(exists, query.dtype).unsqueeze(2)
+        part = partial_attention(grouped, take(key, index), take(value, index), bias, scale=scale, dropout_p=dropout_p)
+        exact.append(Partial(take(part.out.flatten(1, 2), plan.slot), part.lse.flatten(1, 2).gather(1, plan.slot)))
+        rows, own_targets = take(coreset.rows, index) * exists.unsqueeze(3), take(targets, index)
+        removed = [
+            (take(pad(own, (0, 0, 0, 1)), query_of_slot) @ rows.mT) @ own_targets[..., columns]
+            for own, columns in parts
+        ]
+        far = far - take(torch.cat(removed, 3).flatten(1, 2), plan.slot)
+
+    out, lse = merge(*exact)
+    # The log of the largest weight of a pivot, in terms of the keys before centering.
+    row_max = row_max + scale * (query @ coreset.center.mT).squeeze(2)
+    largest = torch.maximum(lse, row_max).detach()
+    of_exact, of_far = torch.exp(lse - largest).unsqueeze(2), torch.exp(row_max - largest).unsqueeze(2)
+    exact_and_ones = torch.cat((out, out.new_ones(1, 1, 1).expand(*out.shape[:2], 1)), 2) * of_exact
+    total = exact_and_ones + of_far * far
+    # Rounding and the approximation can make a denominator too small. Then the far field is the mean of the prefix,
+    # with the denominator that follows from positive weights: at least that of the pivot itself.
+    least = take(coreset.rows, plan.pivot).diagonal(dim1=1, dim2=2).unsqueeze(2).clamp(min=_LEAST)
+    positive = basis @ torch.maximum(coreset.inverse @ base[..., -1:], least)
+    mean = targets[:, :prefix].mean(1, keepdim=True)
+    safe_total = exact_and_ones + of_far * positive * mean
+    total = torch.where(total[..., -1:] > _SAFE * safe_total[..., -1:], total, safe_total)
+    return total[..., :-1] / total[..., -1:]
+
+
+def _query_weights(query: Tensor, coreset: _Coreset, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """For queries (BH, L, D) exp(scale <q, k_S>) relative to the largest, times the inverse, and its log (BH, L)."""
+    logits = torch.baddbmm(coreset.shift, query, coreset.pivot.mT, alpha=scale)
+    row_max = logits.detach().amax(2)
+    basis = exp_(logits - row_max.unsqueeze(2))
+    return basis, basis @ coreset.inverse, row_max
+
+
+def _running_sums(rows: Tensor, targets: Tensor, plan: Epoch, prefix: int, block_size: int) -> tuple[Tensor, Tensor]:
+    """Sums of K_Sj [v_j, 1] over the keys that each block of queries sees through the coreset.
+
+    Args:
+        rows: (BH, N', m), of the coreset.
+        targets: (BH, N', Dv + 1), [v_j, 1].
+        plan: the choices of the epoch.
+        prefix: number of keys of the prefix.
+        block_size: tokens of a block.
+
+    Returns:
+        The sum over the prefix (BH, m, Dv + 1), and the sums of each block of queries (BH, T, m, Dv + 1).
+    """
+    base = rows[:, :prefix].mT @ targets[:, :prefix]
+    own, own_targets = (x[:, prefix:].unflatten(1, (-1, block_size)) for x in (rows, targets))
+    sums = torch.cat((base.unsqueeze(1), own.mT @ own_targets), 1).cumsum(1)
+    if plan.outlier.shape[2]:
+        own = take(rows, plan.outlier) * plan.is_outlier.unsqueeze(3)
+        removed = own.mT @ take(targets, plan.outlier)
+        blocks = torch.arange(sums.shape[1], device=sums.device) // (plan.group // block_size)
+        sums = sums - removed.index_select(1, blocks)
+    return base, sums
+
+
+def _blocked_product(weights: Tensor, sums: Tensor, block_size: int) -> Tensor:
+    """Multiply weights (BH, L, m) by the sums (BH, T, m, E) of their block: (BH, L, E)."""
+    length, num_blocks = weights.shape[1], sums.shape[1]
+    blocks = pad(weights, (0, 0, 0, num_blocks * block_size - length)).unflatten(1, (num_blocks, block_size))
+    product: Tensor = blocks @ sums
+    return product.flatten(1, 2)[:, :length]
+
+
+def _outlier_partial(query: Tensor, key: Tensor, value: Tensor, plan: Epoch, scale: float, dropout_p: float) -> Partial:
+    """Attention of the queries of an epoch (BH, L, D) to the outliers of their group."""
+    length, num_groups = query.shape[1], plan.outlier.shape[1]
+    groups = pad(query, (0, 0, 0, num_groups * plan.group - length)).unflatten(1, (num_groups, plan.group))
+    bias = mask_bias(plan.is_outlier, query.dtype).unsqueeze(2)
+    keys, values = take(key, plan.outlier), take(value, plan.outlier)
+    out, lse = partial_attention(groups, keys, values, bias, scale=scale, dropout_p=dropout_p)
+    return Partial(out.flatten(1, 2)[:, :length], lse.flatten(1, 2)[:, :length])
+
+
+def _query_of_slot(plan: Epoch) -> Tensor:
+    """The query of each slot, int64 (BH, T, slots); the index after the last query for an unused slot."""
+    length = plan.slot.shape[1]
+    empty = torch.full_like(plan.cluster, length).repeat_interleave(_SLOTS, 1)
+    index = torch.arange(length, device=empty.device).expand_as(plan.slot)
+    slots: Tensor = empty.scatter(1, plan.slot, index)
+    return slots.view(len(slots), -1, _SLOTS)
+
+
+def causal_coreset_naive(
+    query: Tensor, key: Tensor, value: Tensor, options: CausalCoresetOptions, *, scale: float
+) -> Tensor:
+    """The readable form of `causal_coreset_attention`: a dense matrix of weights, with the same choices, in float64."""
+    acc_dtype = accumulation_dtype(query.dtype)
+    pivots = choose_prefix_pivots(key, options, scale)
+    plans = plan_epochs(query.to(acc_dtype), key.to(acc_dtype), pivots, options)
+    query, key, value = query.double(), key.double(), value.double()
+    targets = torch.cat((value, torch.ones_like(value[..., :1])), 2)
+    position = torch.arange(query.shape[1], device=query.device)
+    scores = scale * query @ key.mT
+    scores = scores.masked_fill(position > position[:, None], -torch.inf)
+    out = scores.softmax(-1) @ value
+    for plan in plans:
+        prefix, block_size = plan.start - options.block_size, options.block_size
+        for a in range(len(query)):
+            center = key[a, :prefix].mean(0)
+            points = (key[a] - center) * (options.temperature * scale**0.5)
+            pivot, half = points[plan.pivot[a]], points[plan.pivot[a]].square().sum(1) / 2
+            kernel = torch.exp(-torch.cdist(pivot, pivot).square() / 2)
+            rows = torch.exp((pivot @ points.mT - half[:, None]).clamp(max=_LARGEST))  # K_Sj
+            inverse = torch.linalg.inv(kernel + options.ridge * torch.eye(len(kernel), dtype=kernel.dtype))
+            for i in range(plan.start, plan.end):
+                block, group = (i - plan.start) // block_size, (i - plan.start) // plan.group
+                is_exact = (position >= prefix + block * block_size) & (position <= i)
+                is_exact[plan.outlier[a, group][plan.is_outlier[a, group]]] = True
+                if options.cluster_size:
+                    slot = int(plan.slot[a, i - plan.start])
+                    cluster = int(plan.cluster[a, slot // _SLOTS])
+                    is_exact[plan.member[a, cluster][plan.is_member[a, cluster]]] = True
+                is_far = (position <= i) & ~is_exact
+                logits = scale * (key[a] - center) @ query[a, i]
+                largest = torch.maximum(logits[: i + 1].max(), (logits[plan.pivot[a]] - half).max())
+                basis = torch.exp(logits[plan.pivot[a]] - half - largest)
+                approximate = basis @ inverse @ rows
+                exact = torch.where(is_exact, torch.exp(logits - largest), 0.0) @ targets[a]
+                total = exact + torch.where(is_far, approximate, 0.0) @ targets[a]
+                positive = basis @ torch.maximum(inverse @ rows[:, :prefix].sum(1), half.exp())
+                safe_total = exact + positive * targets[a, :prefix].mean(0)
+                total = total if total[-1] > _SAFE * safe_total[-1] else safe_total
+                out[a, i] = total[:-1] / total[-1]
+    return out

@@ -1,0 +1,157 @@
+"""The causal form of a weighted coreset: the naive form, causality, gradients, and what each of its parts is for."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_efficient_attn.ops.causal_coreset import (
+    CausalCoresetOptions,
+    causal_coreset_attention,
+    causal_coreset_naive,
+    epoch_bounds,
+    split_columns,
+)
+
+SCALE = 8**-0.5
+
+
+def tensors(length: int, batch_heads: int = 4, seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Query, key with a mean, and value: (BH, N, 8), (BH, N, 8), (BH, N, 5)."""
+    generator = torch.Generator().manual_seed(seed)
+    query, key, value = (torch.randn(batch_heads, length, size, generator=generator, dtype=dtype) for size in (8, 8, 5))
+    return [1.5 * query, 1.5 * key + 0.5, value]
+
+
+def options(columns: int = 32, **changes: float) -> CausalCoresetOptions:
+    """The options for a budget."""
+    return CausalCoresetOptions(**split_columns(columns))._replace(**changes)  # type: ignore[arg-type]
+
+
+def exact(query: Tensor, key: Tensor, value: Tensor, scale: float = SCALE) -> Tensor:
+    """Causal softmax attention, in float64."""
+    scores = scale * query.double() @ key.double().mT
+    future = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+    return scores.masked_fill(future, -torch.inf).softmax(-1) @ value.double()
+
+
+def error(out: Tensor, expected: Tensor) -> float:
+    """Relative error in the Frobenius norm."""
+    return float((out.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("columns", [1, 2, 5, 33])
+@pytest.mark.parametrize(
+    "changes", [{}, {"temperature": 1.2}, {"cluster_size": 0, "num_outliers": 0}, {"ridge": 3.0}], ids=str
+)
+def test_the_fast_form_equals_the_naive_form(columns: int, changes: dict[str, float]) -> None:
+    """In float64, with two sequences in a batch and a length that is no multiple of a block."""
+    inputs, chosen = tensors(91), options(columns, batch=2, **changes)
+    expected = causal_coreset_naive(*inputs, chosen, scale=SCALE)
+    torch.testing.assert_close(causal_coreset_attention(*inputs, chosen, scale=SCALE), expected, rtol=1e-8, atol=1e-9)
+
+
+def test_the_first_positions_and_short_sequences_are_exact() -> None:
+    """Up to `num_exact` positions the output is softmax attention; after that it is not."""
+    inputs, chosen = tensors(60), options(32)
+    out, expected = causal_coreset_attention(*inputs, chosen, scale=SCALE), exact(*inputs)
+    torch.testing.assert_close(out[:, :32], expected[:, :32])
+    assert error(out[:, 32:], expected[:, 32:]) > 0.01
+    short = causal_coreset_attention(*(x[:, :20] for x in inputs), chosen, scale=SCALE)
+    torch.testing.assert_close(short, expected[:, :20])
+
+
+@pytest.mark.parametrize("cut", [33, 40, 47, 64, 80, 100])
+def test_no_choice_sees_the_future(cut: int) -> None:
+    """Large later tokens do not change one bit, and neither the output nor the epochs depend on the length."""
+    inputs, chosen = tensors(101), options(32, batch=2)
+    out = causal_coreset_attention(*inputs, chosen, scale=SCALE)
+    later = [20 * x for x in tensors(101, seed=1)]
+    changed = [torch.cat((x[:, :cut], y[:, cut:]), 1) for x, y in zip(inputs, later, strict=True)]
+    assert torch.equal(causal_coreset_attention(*changed, chosen, scale=SCALE)[:, :cut], out[:, :cut])
+    short = causal_coreset_attention(*(x[:, :cut] for x in inputs), chosen, scale=SCALE)
+    torch.testing.assert_close(short, out[:, :cut], rtol=1e-9, atol=1e-9)
+    bounds = list(epoch_bounds(cut, chosen))
+    assert [end for _, _, end in bounds] == [end for _, _, end in epoch_bounds(101, chosen)][: len(bounds)]
+
+
+def test_gradients_agree_with_finite_differences() -> None:
+    """Along random directions, with pivots, clusters and outliers fixed; small steps do not change them here."""
+    inputs, chosen = [x.requires_grad_() for x in tensors(75)], options(24)
+    out = causal_coreset_attention(*inputs, chosen, scale=SCALE)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    gradients = torch.autograd.grad((out * weights).sum(), inputs)
+    for i, (x, gradient) in enumerate(zip(inputs, gradients, strict=True)):
+        direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(2 + i), dtype=torch.float64)
+        moved = []
+        for step in (-1e-6, 1e-6):
+            given = [y.detach() + step * direction if j == i else y.detach() for j, y in enumerate(inputs)]
+            moved.append((causal_coreset_attention(*given, chosen, scale=SCALE) * weights).sum())
+        difference = (moved[1] - moved[0]) / 2e-6
+        torch.testing.assert_close((gradient * direction).sum(), difference, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("factor", [1.0, 10.0, 60.0])
+def test_outputs_are_finite_and_in_the_input_dtype(dtype: torch.dtype, factor: float) -> None:
+    """With logits of up to 1e4, where single keys and pivots outweigh all others by more than the dtype can express."""
+    query, key, value = tensors(101, dtype=torch.float32)
+    given = [x.to(dtype) for x in (factor * query, factor * key, value)]
+    out = causal_coreset_attention(*given, options(32), scale=SCALE)
+    assert out.dtype == dtype
+    assert torch.isfinite(out).all()
+    if factor == 1.0:
+        reference = causal_coreset_attention(*(x.double() for x in given), options(32), scale=SCALE)
+        assert error(out, reference) < {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+
+
+def test_a_constant_in_all_keys_changes_nothing() -> None:
+    """Softmax does not see it, and the coreset removes it with the mean of the prefix."""
+    query, key, value = tensors(91)
+    out = causal_coreset_attention(query, key, value, options(32), scale=SCALE)
+    moved = causal_coreset_attention(query, key + 5.0, value, options(32), scale=SCALE)
+    torch.testing.assert_close(moved, out, rtol=1e-7, atol=1e-7)
+
+
+def test_clusters_find_single_keys_far_back() -> None:
+    """Queries that copy one key each, among keys that are too different for the pivots."""
+    generator = torch.Generator().manual_seed(0)
+    key = torch.nn.functional.normalize(torch.randn(2, 600, 32, generator=generator), dim=2) * 3.0
+    value = torch.randn(2, 600, 8, generator=generator)
+    source = torch.arange(600) - 300
+    query = key[:, source.clamp(min=0)] * 1.2
+    expected = exact(query, key, value, 1.0)[:, 300:]
+    without, found = (
+        error(causal_coreset_attention(query, key, value, options(96, cluster_size=c), scale=1.0)[:, 300:], expected)
+        for c in (0, 24)
+    )
+    assert found < 0.6 * without
+
+
+def test_outliers_keep_keys_unlike_all_earlier_ones() -> None:
+    """A key with a large norm that all later queries attend to, between the prefix of the epoch and their blocks."""
+    query, key, value = tensors(140, batch_heads=2)
+    chosen = options(48, cluster_size=0)
+    assert list(epoch_bounds(140, chosen))[-1] == (108, 140, 162)
+    assert chosen.block_size == 6
+    key[:, 104] = 3.0 * key[:, 104]
+    query = query + 0.3 * key[:, 104:105]
+    expected = exact(query, key, value)[:, 120:]
+    without, kept = (
+        error(
+            causal_coreset_attention(query, key, value, chosen._replace(num_outliers=g), scale=SCALE)[:, 120:],
+            expected,
+        )
+        for g in (0, 3)
+    )
+    assert kept < 0.2 * without
+
+
+def test_dropout_keeps_the_mean() -> None:
+    """The mean over many draws approaches the output without dropout, and single draws differ."""
+    inputs, chosen = tensors(60, batch_heads=1, dtype=torch.float32), options(24)
+    torch.manual_seed(0)
+    many = [x.expand(600, -1, -1) for x in inputs]
+    draws = causal_coreset_attention(*many, chosen._replace(batch=600), scale=SCALE, dropout_p=0.2)
+    expected = causal_coreset_attention(*inputs, chosen, scale=SCALE)[0]
+    assert not torch.equal(draws[0], draws[1])
+    assert error(draws.mean(0), expected.double()) < 0.05
