@@ -1,9 +1,9 @@
 """Coresets of keys: pivots by randomized pivoted Cholesky, and the regularized solve for their Nystrom weights.
 
 The kernel is exp(<x, y>) for keys x and y that the caller has scaled. m pivots S approximate the whole kernel matrix by
-K_:S K_SS^-1 K_S: (Nystrom). Randomly pivoted Cholesky (Chen, Epperly, Tropp, Webber 2025, Algorithm 2.1) draws each
-pivot with a probability proportional to the diagonal of what is left of the kernel matrix. Here several pivots are
-drawn at a time, as in the block form of the algorithm (Algorithm 2.2 there).
+K_:S K_SS^-1 K_S: (Nystrom). Randomly pivoted Cholesky (Chen, Epperly, Tropp, Webber 2025) draws each pivot with a
+probability proportional to the diagonal of what is left of the kernel matrix. Here several pivots are drawn at a time,
+as in the block form of the algorithm.
 
 Nothing overflows, because all matrices are those of exp(<x, y> - |x|^2 / 2 - |y|^2 / 2) = exp(-|x - y|^2 / 2), whose
 diagonal is 1. The factors exp(|x|^2) between the two diagonals occur in the probabilities only, as logarithms.

@@ -1,0 +1,97 @@
+"""WildCat: the paper's formulas, and what holds beyond the promises."""
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import hf_efficient_attn as hea
+from hf_efficient_attn.methods import wildcat as module
+from hf_efficient_attn.ops.coreset import choose_pivots
+from instances import CONTENTS, inputs, numbers, relative_error
+
+wildcat = hea.functional.wildcat_attention
+
+
+def test_the_paper_without_its_numerical_precautions(monkeypatch):
+    """Plain exponentials and inverses, without a ridge and without candidates."""
+    monkeypatch.setattr(module, "_RIDGE", 1e-13)
+    query, key, value = inputs(num_heads=3, q_len=40, head_dim=6, dtype=torch.float64)
+    beta, (q, k, v) = 6**-0.5, (x[0] for x in (query, key, value))
+    k = k - k.mean(1, keepdim=True)
+    tau_squared = 3.94582 * k.norm(dim=2).amax(1) / q.norm(dim=2).amax(1)
+    factor = (beta / tau_squared)[:, None, None]
+    pivot = choose_pivots(k * factor.sqrt(), None, 9, seed=5, batch=1).candidate
+    coreset = k.gather(1, pivot.unsqueeze(2).expand(-1, -1, 6))
+    weights = torch.linalg.inv((factor * coreset @ coreset.mT).exp()) @ (factor * coreset @ k.mT).exp()
+    basis = (beta * q @ coreset.mT).exp()
+    expected = (basis @ weights @ v) / (basis @ weights.sum(2, keepdim=True))
+    expected = torch.maximum(torch.minimum(expected, v.amax(1, keepdim=True)), v.amin(1, keepdim=True))
+    ours = wildcat(query, key, value, num_samples=9, seed=5)[0]
+    torch.testing.assert_close(ours, expected, rtol=1e-7, atol=1e-7)
+
+
+def test_a_coreset_with_every_different_key_is_exact():
+    query, key, value = inputs(num_heads=4, q_len=300, dtype=torch.float64)
+    key = key[:, :, torch.arange(300) % 14]
+    exact = scaled_dot_product_attention(query, key, value)
+    assert relative_error(wildcat(query, key, value, num_samples=40), exact) < 5e-3  # the ridge
+    assert relative_error(wildcat(query, key, value, num_samples=12), exact) > 2e-2
+
+
+def test_clusters_of_very_different_sizes():
+    """600 keys in 30 clusters, half of them in one. Sampling keys at random misses most clusters."""
+    query, centers, value = numbers(1, 2, 50, 8), numbers(1, 2, 30, 8, seed=1), numbers(1, 2, 600, 8, seed=2)
+    cluster = torch.where(torch.arange(600) < 300, 0, torch.arange(600) % 30)
+    key = centers[:, :, cluster] + 0.03 * numbers(1, 2, 600, 8, seed=3)
+    exact = scaled_dot_product_attention(query, key, value)
+    assert relative_error(wildcat(query, key, value, num_samples=64), exact) < 0.05
+    sampled = hea.attention("hyperattention", query, key, value, block_size=1, num_samples=63)
+    assert relative_error(sampled, exact) > 0.3
+
+
+@pytest.mark.parametrize("spread", [1.0, 3.0])
+@pytest.mark.parametrize("content", ["few", "outlier", "large", "aligned", "smooth", "sparse", "signs"])
+def test_float32_is_as_accurate_as_float64(content, spread):
+    """Sums of exponentials of the keys differ by up to 10^1000 between the keys of a coreset."""
+    tensors = inputs(q_len=200, head_dim=32, content=content, spread=spread, dtype=torch.float64)
+    double = wildcat(*tensors, num_samples=48)
+    assert relative_error(wildcat(*(x.float() for x in tensors), num_samples=48), double) < 5e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("content", CONTENTS)
+def test_outputs_are_in_the_range_of_every_feature(content, dtype):
+    query, key, value = inputs(q_len=100, content=content, spread=5.0, dtype=dtype)
+    mask = torch.arange(100)[None] < 80
+    out = wildcat(query, key, value, attention_mask=mask, num_samples=20)
+    low, high = value[:, :, :80].amin(2, keepdim=True), value[:, :, :80].amax(2, keepdim=True)
+    rounding = 2 * torch.finfo(dtype).eps * value.abs().max()
+    assert ((low - rounding <= out) & (out <= high + rounding)).all()
+
+
+def test_without_a_positive_denominator_the_output_is_the_middle_of_the_range(monkeypatch):
+    query, key, value = inputs(q_len=60)
+    monkeypatch.setattr(module, "regularized_solve", lambda kernel, right, ridge: -right)
+    out = wildcat(query, key, value, num_samples=10)
+    middle = (value.amin(2, keepdim=True) + value.amax(2, keepdim=True)) / 2
+    torch.testing.assert_close(out, middle.expand_as(out))
+
+
+def test_the_coreset_is_chosen_from_the_candidates():
+    """If all candidates are in the coreset, nothing is drawn but their order."""
+    tensors = inputs(q_len=100, dtype=torch.float64)
+    all_of_them, more = (
+        [wildcat(*tensors, num_samples=20, num_candidates=n, seed=s) for s in (0, 1)] for n in (20, 60)
+    )
+    torch.testing.assert_close(*all_of_them)
+    assert relative_error(*more) > 1e-3
+    # No fewer than the coreset needs.
+    torch.testing.assert_close(wildcat(*tensors, num_samples=20, num_candidates=1), all_of_them[0])
+    # Values of keys that are no candidates count as well.
+    changed = [*tensors[:2], tensors[2] + (torch.arange(100) % 5 == 1)[:, None]]  # candidates are 0, 5, 10, ...
+    assert relative_error(wildcat(*changed, num_samples=20, num_candidates=20), all_of_them[0]) > 0.01
+
+
+def test_budget():
+    config = hea.WildCatConfig(seed=3).with_budget(100)
+    assert (config.num_samples, config.num_candidates, config.exact_length, config.seed) == (100, 400, 100, 3)
