@@ -230,7 +230,9 @@ def naive(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, opti
         exponents = points @ (root * keys).mT - half_norm
         kernel_rows = (exponents - exponents.amax((1, 2), keepdim=True)).exp()
         kernel = (points @ points.mT - half_norm - half_norm.mT).exp()
-        weights = torch.linalg.solve(kernel + _RIDGE * torch.eye(count, dtype=kernel.dtype), kernel_rows)
+        weights = torch.linalg.solve(
+            kernel + _RIDGE * torch.eye(count, dtype=kernel.dtype, device=kernel.device), kernel_rows
+        )
         low, high = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
         middle, half = (low + high) / 2, (high - low) / 2
         # Relative to the middle of the range, which is the output if the denominator is not positive.
