@@ -63,8 +63,14 @@ def test_short_lengths_that_are_fast_do_not_hide_slow_ones_after_them():
     assert measuring.find_crossover(curve, 256) == pytest.approx(3000, rel=0.05)
 
 
+def test_a_method_that_becomes_fast_at_once():
+    """For example because it leaves its near field out of long sequences."""
+    curve = Curve(lambda n: 0.6 if n <= 4096 else n / 1600)
+    assert measuring.find_crossover(curve, 256) == pytest.approx(4096, rel=0.06)
+
+
 def test_a_length_that_would_take_long_to_measure_is_extrapolated():
-    curve = Curve(lambda n: n / 50000, lambda n: (n / 4096) ** 2)
+    curve = Curve(lambda n: n / 50000, lambda n: (n / 2048) ** 2)
     assert measuring.find_crossover(curve, 256) == pytest.approx(50000, rel=0.05)
     assert max(curve.lengths) <= 4096
     assert measuring.find_crossover(Curve(lambda n: 1e-9), 256) == NEVER
@@ -129,6 +135,13 @@ def test_sizes_between_and_beyond_the_measured_ones():
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[-1] > 500
     assert 1.5 * 700 < one.at(LARGE_DIM, relative_cost=2.0) < 2 * 700
+
+
+def test_large_calls_that_pay_later_than_small_ones():
+    one = Crossover(500, 700)
+    assert [one.at(size) for size in (16, SMALL_DIM, LARGE_DIM, 10**6)] == [500, 500, 700, 700]
+    assert 500 < one.at(300) < 700
+    assert one.at(SMALL_DIM, relative_cost=2.0) == 1000
 
 
 @pytest.mark.parametrize("one", [Crossover(500, 700), Crossover(90000, 700), Crossover(NEVER, NEVER), Crossover(1, 1)])

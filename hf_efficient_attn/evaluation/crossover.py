@@ -25,11 +25,11 @@ _ROUNDS, _FINAL_ROUNDS = 1, 5
 # Shorter calls are repeated until they take this time in seconds.
 _MIN_SECONDS = 4e-3
 # Longer calls of exact attention are not measured: beyond them the ratio is taken to grow in proportion to the length.
-_MAX_SECONDS = 0.5
+_MAX_SECONDS = 2.0
 # A ratio that is large enough for a search to stop there; a ratio just above 1 may be due to chance.
 _CLEAR = 1.3
 # Steps within the range in which the ratio reaches 1.
-_REFINEMENTS = 2
+_REFINEMENTS = 3
 
 
 def measure_crossover(method: str, device: torch.device, *, progress: bool = False) -> dict[str, crossover.Crossover]:

@@ -50,8 +50,11 @@ class Crossover(NamedTuple):
             total_dim: B * H * D.
             relative_cost: cost of the method per token, divided by that with its default hyperparameters.
         """
+        if self.small < self.large:  # large calls leave the cache earlier than they pay for small operations
+            share = min(1.0, max(0.0, math.log(total_dim / SMALL_DIM) / math.log(LARGE_DIM / SMALL_DIM)))
+            return min(NEVER, round(relative_cost * self.small ** (1.0 - share) * self.large**share))
         # With s = 0 the lengths differ by the root of the ratio of the dimensions; a larger difference is noise.
-        small = min(max(self.small, self.large), self.large * math.sqrt(LARGE_DIM / SMALL_DIM))
+        small = min(self.small, self.large * math.sqrt(LARGE_DIM / SMALL_DIM))
         overhead = (small - self.large) / (1.0 / (SMALL_DIM * small) - 1.0 / (LARGE_DIM * self.large))
         slope = relative_cost * (self.large - overhead / (LARGE_DIM * self.large))
         return min(NEVER, round((slope + math.sqrt(slope * slope + 4.0 * overhead / total_dim)) / 2.0))
