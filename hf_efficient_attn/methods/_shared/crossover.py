@@ -52,7 +52,7 @@ class Crossover(NamedTuple):
         """
         if self.small < self.large:  # large calls leave the cache earlier than they pay for small operations
             share = min(1.0, max(0.0, math.log(total_dim / SMALL_DIM) / math.log(LARGE_DIM / SMALL_DIM)))
-            return min(NEVER, round(relative_cost * self.small ** (1.0 - share) * self.large**share))
+            return min(NEVER, round(relative_cost * self.small * math.pow(self.large / self.small, share)))
         # With s = 0 the lengths differ by the root of the ratio of the dimensions; a larger difference is noise.
         small = min(self.small, self.large * math.sqrt(LARGE_DIM / SMALL_DIM))
         overhead = (small - self.large) / (1.0 / (SMALL_DIM * small) - 1.0 / (LARGE_DIM * self.large))
