@@ -27,9 +27,9 @@ from torch.nn.functional import dropout, pad
 
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, take
 from hf_efficient_attn.ops.causal import causal_block_partial, group_by_block
-from hf_efficient_attn.ops.coreset import choose_pivots, regularized_solve
+from hf_efficient_attn.ops.coreset import choose_pivots
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
-from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, exp_, merge, partial_attention
+from hf_efficient_attn.ops.partial import LOG2_E, Partial, accumulation_dtype, exp_, merge, partial_attention
 
 # Keys of the prefix, evenly spaced, from which pivots and centroids are computed.
 _CANDIDATES = 1024
@@ -37,8 +37,12 @@ _CANDIDATES = 1024
 _SHORT = 8
 # Groups of blocks of an epoch. Each group has its own outliers.
 _GROUPS = 8
+# Keys of a cluster on average, while there are fewer clusters than pivots.
+_KEYS_PER_CLUSTER = 8
 # Steps of k-means. In a head that copies, .49 / .83 / .87 of the queries find their key with 0 / 1 / 2 steps.
 _KMEANS_STEPS = 2
+# Numbers of the temporaries of some heads that are processed at a time on the CPU.
+_CHUNK_NUMEL = 1 << 20
 # Queries with the same cluster that are processed together.
 _SLOTS = 16
 # Bounds of exponents: sums of e^40 times values up to 1e4 stay finite in float32.
@@ -130,26 +134,23 @@ def epoch_bounds(length: int, options: CausalCoresetOptions) -> Iterator[tuple[i
         start = end
 
 
-def choose_prefix_pivots(key: Tensor, options: CausalCoresetOptions, scale: float) -> list[Tensor]:
-    """The pivots of each epoch: positions (BH, m). No gradient.
+def choose_prefix_pivots(key: Tensor, number: int, prefix: int, options: CausalCoresetOptions, scale: float) -> Tensor:
+    """The pivots of an epoch: positions (BH, m). No gradient.
 
     Args:
         key: (BH, N, D).
+        number: the number of the epoch, which distinguishes its random numbers.
+        prefix: number of keys of the prefix.
         options: see `CausalCoresetOptions`.
         scale: factor of the scores.
     """
-    pivots, device = [], key.device
     with torch.no_grad():
-        for number, (start, _, _) in enumerate(epoch_bounds(key.shape[1], options)):
-            prefix = start - options.block_size
-            candidates = _candidates(prefix, device)
-            points = key[:, candidates].to(accumulation_dtype(key.dtype))
-            points = (points - _center(key, prefix)) * (options.temperature * scale**0.5)
-            seed = torch.as_tensor(options.seed, device=device) + number
-            count = min(options.num_samples, len(candidates))
-            index = choose_pivots(points, None, count, seed=seed, batch=options.batch).candidate
-            pivots.append(candidates[index])
-    return pivots
+        candidates = _candidates(prefix, key.device)
+        points = key[:, candidates].to(accumulation_dtype(key.dtype))
+        points = (points - _center(key, prefix)) * (options.temperature * scale**0.5)
+        seed = torch.as_tensor(options.seed, device=key.device) + number
+        count = min(options.num_samples, len(candidates))
+        return candidates[choose_pivots(points, None, count, seed=seed, batch=options.batch).candidate]
 
 
 def _candidates(prefix: int, device: torch.device) -> Tensor:
@@ -162,29 +163,29 @@ def _center(key: Tensor, prefix: int) -> Tensor:
     return key[:, :prefix].mean(1, keepdim=True, dtype=accumulation_dtype(key.dtype))
 
 
-def plan_epochs(query: Tensor, key: Tensor, pivots: list[Tensor], options: CausalCoresetOptions) -> list[Epoch]:
-    """All choices of all epochs, from tensors in the accumulation dtype. No gradient.
+def plan_epoch(
+    query: Tensor, key: Tensor, pivot: Tensor, bounds: tuple[int, int, int], options: CausalCoresetOptions
+) -> Epoch:
+    """All choices of an epoch, from tensors in the accumulation dtype. No gradient.
 
     Args:
         query: (BH, N, D).
         key: (BH, N, D).
-        pivots: of each epoch, from `choose_prefix_pivots`.
+        pivot: int64 (BH, m), from `choose_prefix_pivots`.
+        bounds: the epoch, from `epoch_bounds`.
         options: see `CausalCoresetOptions`.
     """
-    plans, block_size = [], options.block_size
     with torch.no_grad():
-        for (start, end, full_end), pivot in zip(epoch_bounds(key.shape[1], options), pivots, strict=True):
-            prefix = start - block_size
-            keys = key[:, :end] - _center(key, prefix)
-            group = ceil_div((full_end - start) // block_size, _GROUPS) * block_size
-            outlier, is_outlier = _outliers(keys, prefix, ceil_div(end - start, group), group, options.num_outliers)
-            centroids = _centroids(keys[:, _candidates(prefix, key.device)], take(keys, pivot))
-            assigned = _nearest(keys[:, :prefix], centroids)
-            members = _members(assigned, pivot.shape[1], options.cluster_size)
-            nearest = _nearest(query[:, start:end], centroids)
-            slots = group_by_block(nearest, pivot.shape[1], _SLOTS)
-            plans.append(Epoch(start, end, group, pivot, *members, *slots, outlier, is_outlier))
-    return plans
+        (start, end, full_end), block_size = bounds, options.block_size
+        prefix = start - block_size
+        keys = key[:, :end] - _center(key, prefix)
+        group = ceil_div((full_end - start) // block_size, _GROUPS) * block_size
+        outliers = _outliers(keys, prefix, ceil_div(end - start, group), group, options.num_outliers)
+        num_clusters = min(pivot.shape[1], max(1, prefix // _KEYS_PER_CLUSTER))
+        centroids = _centroids(keys[:, _candidates(prefix, key.device)], take(keys, pivot[:, :num_clusters]))
+        members = _members(_nearest(keys[:, :prefix], centroids), num_clusters, options.cluster_size)
+        slots = group_by_block(_nearest(query[:, start:end], centroids), num_clusters, _SLOTS)
+        return Epoch(start, end, group, pivot, *members, *slots, *outliers)
 
 
 def _outliers(keys: Tensor, prefix: int, num_groups: int, group: int, count: int) -> tuple[Tensor, Tensor]:
@@ -206,24 +207,28 @@ def _centroids(keys: Tensor, centroids: Tensor) -> Tensor:
     """Spherical k-means of keys (BH, N, D) from given centroids: unit vectors (BH, C, D)."""
     directions = torch.nn.functional.normalize(keys, dim=2)
     for _ in range(_KMEANS_STEPS):
-        centroids = torch.nn.functional.normalize(centroids, dim=2)
-        # A product with a matrix of zeros and ones, because sums by index are not deterministic on an accelerator.
-        clusters = torch.arange(centroids.shape[1], device=keys.device)[:, None]
-        one_hot = (_nearest(directions, centroids)[:, None] == clusters).to(keys.dtype)
-        sums = one_hot @ directions
-        centroids = torch.where(sums.square().sum(2, keepdim=True) > 0, sums, centroids)
-    return torch.nn.functional.normalize(centroids, dim=2)
+        order, first, end = _sorted_by_cluster(_nearest(directions, centroids), centroids.shape[1])
+        # Differences of running sums, because sums by index are not deterministic on an accelerator.
+        sums = pad(take(directions, order).cumsum(1), (0, 0, 1, 0))
+        sums = take(sums, end) - take(sums, first)
+        centroids = torch.nn.functional.normalize(torch.where((end > first).unsqueeze(2), sums, centroids), dim=2)
+    return centroids
+
+
+def _sorted_by_cluster(assigned: Tensor, num_clusters: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The order (BH, N) of keys by cluster, and the ranks (BH, C) of the first key of a cluster and after its last."""
+    order = assigned.argsort(dim=1, stable=True)
+    clusters = torch.arange(num_clusters, device=assigned.device).expand(len(assigned), -1).contiguous()
+    sorted_clusters = assigned.gather(1, order)
+    first = torch.searchsorted(sorted_clusters, clusters)
+    return order, first, torch.searchsorted(sorted_clusters, clusters, right=True)
 
 
 def _members(assigned: Tensor, num_clusters: int, cluster_size: int) -> tuple[Tensor, Tensor]:
     """The last keys of each cluster and which of them exist, both (BH, C, cluster_size), for assigned (BH, N)."""
-    order = assigned.argsort(dim=1, stable=True)
-    sorted_clusters = assigned.gather(1, order)
-    clusters = torch.arange(num_clusters, device=assigned.device).expand(len(assigned), -1).contiguous()
-    first = torch.searchsorted(sorted_clusters, clusters).unsqueeze(2)
-    end = torch.searchsorted(sorted_clusters, clusters, right=True).unsqueeze(2)
-    rank = end - 1 - torch.arange(cluster_size, device=assigned.device)
-    is_member = rank >= first
+    order, first, end = _sorted_by_cluster(assigned, num_clusters)
+    rank = end.unsqueeze(2) - 1 - torch.arange(cluster_size, device=assigned.device)
+    is_member = rank >= first.unsqueeze(2)
     return order.gather(1, rank.clamp(min=0).flatten(1)).view_as(rank), is_member
 
 
@@ -251,21 +256,30 @@ def causal_coreset_attention(
     if query.shape[1] <= num_exact:
         return exact
 
-    def some_heads(query: Tensor, key: Tensor, value: Tensor, *pivots: Tensor) -> Tensor:
-        acc_dtype, shift = accumulation_dtype(query.dtype), num_exact - block_size
-        tensors = query[:, shift:], key[:, shift:], value[:, shift:]
-        near = causal_block_partial(*tensors, block_size, scale=scale, dropout_p=dropout_p)
-        query, key, value = (x.to(acc_dtype) for x in (query, key, value))
-        outs = []
-        for plan in plan_epochs(query.detach(), key.detach(), list(pivots), options):
-            own = slice(plan.start - num_exact, plan.end - num_exact)
-            part = Partial(near.out[:, own].to(acc_dtype), near.lse[:, own])
-            outs.append(_epoch_attention(query, key, value, part, plan, options, scale, dropout_p))
-        return torch.cat(outs, 1).to(near.out.dtype)
+    def near_field(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out, lse = causal_block_partial(query, key, value, block_size, scale=scale, dropout_p=dropout_p)
+        return torch.cat((out.to(lse.dtype), lse.unsqueeze(2)), 2)
 
-    pivots = choose_prefix_pivots(key.detach(), options, scale)
+    outs = [exact]
     with torch.autocast(query.device.type, enabled=False):
-        return torch.cat((exact, chunked_over_heads(some_heads, query, key, value, *pivots)), 1)
+        shift = num_exact - block_size
+        near = chunked_over_heads(near_field, query[:, shift:], key[:, shift:], value[:, shift:])
+        for number, bounds in enumerate(epoch_bounds(query.shape[1], options)):
+            start, end, _ = bounds
+            tensors = (query[:, :end], key[:, :end], value[:, :end], near[:, start - num_exact : end - num_exact])
+            pivot = choose_prefix_pivots(key.detach(), number, start - block_size, options, scale)
+
+            def some_heads(*tensors: Tensor, bounds: tuple[int, int, int] = bounds) -> Tensor:
+                query, key, value, near = (x.to(accumulation_dtype(x.dtype)) for x in tensors[:-1])
+                plan = plan_epoch(query.detach(), key.detach(), tensors[-1], bounds, options)
+                part = Partial(near[..., :-1], near[..., -1])
+                return _epoch_attention(query, key, value, part, plan, options, scale, dropout_p)
+
+            # The largest temporaries are those of the members of clusters.
+            numel = options.num_samples * (end + options.cluster_size * (end - start) // _SLOTS)
+            step = max(1, _CHUNK_NUMEL // numel)
+            outs.append(chunked_over_heads(some_heads, *tensors, pivot, step=step).to(exact.dtype))
+    return torch.cat(outs, 1)
 
 
 class _Coreset(NamedTuple):
@@ -293,14 +307,16 @@ def _coreset(key: Tensor, plan: Epoch, options: CausalCoresetOptions, scale: flo
     keys = key - center
     pivot = take(keys, plan.pivot)
     half = (0.5 * factor) * pivot.square().sum(2, keepdim=True)
-    kernel = (factor * (pivot @ pivot.mT) - half - half.mT).clamp(max=0.0).exp()
+    kernel = exp_((factor * (pivot @ pivot.mT) - half - half.mT).clamp(max=0.0))
     # The inverse is multiplied by large sums, so its rounding matters. In float64 it costs little.
     one = torch.eye(kernel.shape[1], dtype=torch.float64, device=key.device)
-    inverse = regularized_solve(kernel.double(), one.expand(len(kernel), -1, -1), options.ridge).to(key.dtype)
+    lower, _ = torch.linalg.cholesky_ex(kernel.double() + options.ridge * one)
+    inverse = torch.cholesky_inverse(lower).to(key.dtype)
     # exp(<x_S, x_j> - |x_S|^2 / 2) is at most exp(|x_j|^2 / 2). A common factor keeps it finite, and cancels.
     largest = (0.5 * factor) * keys[:, :prefix].detach().square().sum(2).amax(1)[:, None, None]
     reference = (largest - _REFERENCE).clamp(min=0.0)
-    rows = exp_((factor * (keys @ pivot.mT) - (half.mT + reference)).clamp(max=_LARGEST))
+    rows = torch.baddbmm(-LOG2_E * (half.mT + reference), keys, pivot.mT, alpha=LOG2_E * factor)
+    rows = rows.clamp_(max=LOG2_E * _LARGEST).exp2_()
     return _Coreset(center, pivot, reference - half.mT, inverse, rows)
 
 
@@ -329,51 +345,48 @@ def _epoch_attention(
     Returns:
         (BH, L, Dv).
     """
-    prefix, length = plan.start - options.block_size, plan.end - plan.start
-    num_blocks = ceil_div(length, options.block_size)
+    prefix, length, block_size = plan.start - options.block_size, plan.end - plan.start, options.block_size
     query, key, value = query[:, plan.start : plan.end], key[:, : plan.end], value[:, : plan.end]
-    targets = torch.cat((value, value.new_ones(1, 1, 1).expand(*value.shape[:2], 1)), 2)
-    known = prefix + (num_blocks - 1) * options.block_size
+    known = prefix + (ceil_div(length, block_size) - 1) * block_size
     coreset = _coreset(key[:, :known], plan, options, scale)
     basis, weights, row_max = _query_weights(query, coreset, scale)
-    base, sums = _running_sums(coreset.rows, targets[:, :known], plan, prefix, options.block_size)
-
-    # Numerator and denominator of the far field. Dropout drops weights in the numerator only, as in softmax attention.
-    parts = [(weights, slice(None))]
+    targets = torch.cat((value[:, :known], value.new_ones(1, 1, 1).expand(len(value), known, 1)), 2)
+    base, sums = _running_sums(coreset.rows, targets, prefix, block_size)
+    far = _blocked_product(weights, sums, block_size)
+    # Dropout drops weights in the numerators only, as in softmax attention.
+    dropped = weights
     if dropout_p > 0.0:
-        parts = [(dropout(weights, dropout_p), slice(0, -1)), (weights, slice(-1, None))]
-    far = torch.cat([_blocked_product(own, sums[..., columns], options.block_size) for own, columns in parts], 2)
-    exact = [near, _outlier_partial(query, key, value, plan, scale, dropout_p)]
-    if options.cluster_size:
-        query_of_slot = _query_of_slot(plan)
-        cluster = plan.cluster.unsqueeze(2).expand(-1, -1, options.cluster_size)
-        index, exists = plan.member.gather(1, cluster), plan.is_member.gather(1, cluster)
-        grouped = take(pad(query, (0, 0, 0, 1)), query_of_slot)
+        dropped = dropout(weights, dropout_p)
+        far = torch.cat((_blocked_product(dropped, sums[..., :-1], block_size), far[..., -1:]), 2)
+
+    # Attention to single keys replaces their share of the coreset.
+    exact = [near]
+    groups = [_outlier_groups(plan)] if options.num_outliers else []
+    groups += [_cluster_groups(plan)] if options.cluster_size else []
+    for query_of_slot, slot, index, exists in groups:
+        own_query, own, own_dropped = (take(pad(x, (0, 0, 0, 1)), query_of_slot) for x in (query, weights, dropped))
+        keys, values, rows = take(key, index), take(value, index), take(coreset.rows, index)
         bias = mask_bias(exists, query.dtype).unsqueeze(2)
-        part = partial_attention(grouped, take(key, index), take(value, index), bias, scale=scale, dropout_p=dropout_p)
-        exact.append(Partial(take(part.out.flatten(1, 2), plan.slot), part.lse.flatten(1, 2).gather(1, plan.slot)))
-        rows, own_targets = take(coreset.rows, index) * exists.unsqueeze(3), take(targets, index)
-        removed = [
-            (take(pad(own, (0, 0, 0, 1)), query_of_slot) @ rows.mT) @ own_targets[..., columns]
-            for own, columns in parts
-        ]
-        far = far - take(torch.cat(removed, 3).flatten(1, 2), plan.slot)
+        part = partial_attention(own_query, keys, values, bias, scale=scale, dropout_p=dropout_p)
+        exact.append(Partial(take(part.out.flatten(1, 2), slot), part.lse.flatten(1, 2).gather(1, slot)))
+        share = (own @ rows.mT).mul_(exists.unsqueeze(2))
+        of_values = share if dropout_p == 0.0 else (own_dropped @ rows.mT).mul_(exists.unsqueeze(2))
+        removed = torch.cat((of_values @ values, share.sum(3, keepdim=True)), 3)
+        far = far - take(removed.flatten(1, 2), slot)
 
     out, lse = merge(*exact)
     # The log of the largest weight of a pivot, in terms of the keys before centering.
     row_max = row_max + scale * (query @ coreset.center.mT).squeeze(2)
     largest = torch.maximum(lse, row_max).detach()
     of_exact, of_far = torch.exp(lse - largest).unsqueeze(2), torch.exp(row_max - largest).unsqueeze(2)
-    exact_and_ones = torch.cat((out, out.new_ones(1, 1, 1).expand(*out.shape[:2], 1)), 2) * of_exact
-    total = exact_and_ones + of_far * far
     # Rounding and the approximation can make a denominator too small. Then the far field is the mean of the prefix,
     # with the denominator that follows from positive weights: at least that of the pivot itself.
-    least = take(coreset.rows, plan.pivot).diagonal(dim1=1, dim2=2).unsqueeze(2).clamp(min=_LEAST)
+    least = torch.exp(-coreset.shift.mT).clamp(min=_LEAST)
     positive = basis @ torch.maximum(coreset.inverse @ base[..., -1:], least)
-    mean = targets[:, :prefix].mean(1, keepdim=True)
-    safe_total = exact_and_ones + of_far * positive * mean
-    total = torch.where(total[..., -1:] > _SAFE * safe_total[..., -1:], total, safe_total)
-    return total[..., :-1] / total[..., -1:]
+    is_safe = of_exact + of_far * far[..., -1:] > _SAFE * (of_exact + of_far * positive)
+    numerator = torch.where(is_safe, far[..., :-1], positive * value[:, :prefix].mean(1, keepdim=True))
+    denominator = torch.where(is_safe, far[..., -1:], positive)
+    return (of_exact * out + of_far * numerator) / (of_exact + of_far * denominator)
 
 
 def _query_weights(query: Tensor, coreset: _Coreset, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -384,13 +397,12 @@ def _query_weights(query: Tensor, coreset: _Coreset, scale: float) -> tuple[Tens
     return basis, basis @ coreset.inverse, row_max
 
 
-def _running_sums(rows: Tensor, targets: Tensor, plan: Epoch, prefix: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """Sums of K_Sj [v_j, 1] over the keys that each block of queries sees through the coreset.
+def _running_sums(rows: Tensor, targets: Tensor, prefix: int, block_size: int) -> tuple[Tensor, Tensor]:
+    """Sums of K_Sj [v_j, 1] over the keys before each block of queries and the block before it.
 
     Args:
         rows: (BH, N', m), of the coreset.
         targets: (BH, N', Dv + 1), [v_j, 1].
-        plan: the choices of the epoch.
         prefix: number of keys of the prefix.
         block_size: tokens of a block.
 
@@ -399,13 +411,7 @@ def _running_sums(rows: Tensor, targets: Tensor, plan: Epoch, prefix: int, block
     """
     base = rows[:, :prefix].mT @ targets[:, :prefix]
     own, own_targets = (x[:, prefix:].unflatten(1, (-1, block_size)) for x in (rows, targets))
-    sums = torch.cat((base.unsqueeze(1), own.mT @ own_targets), 1).cumsum(1)
-    if plan.outlier.shape[2]:
-        own = take(rows, plan.outlier) * plan.is_outlier.unsqueeze(3)
-        removed = own.mT @ take(targets, plan.outlier)
-        blocks = torch.arange(sums.shape[1], device=sums.device) // (plan.group // block_size)
-        sums = sums - removed.index_select(1, blocks)
-    return base, sums
+    return base, torch.cat((base.unsqueeze(1), own.mT @ own_targets), 1).cumsum_(1)
 
 
 def _blocked_product(weights: Tensor, sums: Tensor, block_size: int) -> Tensor:
@@ -416,23 +422,22 @@ def _blocked_product(weights: Tensor, sums: Tensor, block_size: int) -> Tensor:
     return product.flatten(1, 2)[:, :length]
 
 
-def _outlier_partial(query: Tensor, key: Tensor, value: Tensor, plan: Epoch, scale: float, dropout_p: float) -> Partial:
-    """Attention of the queries of an epoch (BH, L, D) to the outliers of their group."""
-    length, num_groups = query.shape[1], plan.outlier.shape[1]
-    groups = pad(query, (0, 0, 0, num_groups * plan.group - length)).unflatten(1, (num_groups, plan.group))
-    bias = mask_bias(plan.is_outlier, query.dtype).unsqueeze(2)
-    keys, values = take(key, plan.outlier), take(value, plan.outlier)
-    out, lse = partial_attention(groups, keys, values, bias, scale=scale, dropout_p=dropout_p)
-    return Partial(out.flatten(1, 2)[:, :length], lse.flatten(1, 2)[:, :length])
+def _outlier_groups(plan: Epoch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The queries of each group (BH, G, group), the slot of each query, and the outliers of each group, which exist."""
+    length, (batch_heads, num_groups, _) = plan.slot.shape[1], plan.outlier.shape
+    slots = torch.arange(num_groups * plan.group, device=plan.slot.device)
+    queries = slots.clamp(max=length).view(num_groups, plan.group).expand(batch_heads, -1, -1)
+    return queries, slots[:length].expand(batch_heads, -1), plan.outlier, plan.is_outlier
 
 
-def _query_of_slot(plan: Epoch) -> Tensor:
-    """The query of each slot, int64 (BH, T, slots); the index after the last query for an unused slot."""
+def _cluster_groups(plan: Epoch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The queries of each block of slots (BH, T, slots), the slot of each query, and the keys of its cluster."""
     length = plan.slot.shape[1]
     empty = torch.full_like(plan.cluster, length).repeat_interleave(_SLOTS, 1)
-    index = torch.arange(length, device=empty.device).expand_as(plan.slot)
-    slots: Tensor = empty.scatter(1, plan.slot, index)
-    return slots.view(len(slots), -1, _SLOTS)
+    queries = empty.scatter(1, plan.slot, torch.arange(length, device=empty.device).expand_as(plan.slot))
+    cluster = plan.cluster.unsqueeze(2).expand(-1, -1, plan.member.shape[2])
+    index, exists = plan.member.gather(1, cluster), plan.is_member.gather(1, cluster)
+    return queries.view(len(queries), -1, _SLOTS), plan.slot, index, exists
 
 
 def causal_coreset_naive(
@@ -440,8 +445,10 @@ def causal_coreset_naive(
 ) -> Tensor:
     """The readable form of `causal_coreset_attention`: a dense matrix of weights, with the same choices, in float64."""
     acc_dtype = accumulation_dtype(query.dtype)
-    pivots = choose_prefix_pivots(key, options, scale)
-    plans = plan_epochs(query.to(acc_dtype), key.to(acc_dtype), pivots, options)
+    plans = []
+    for number, bounds in enumerate(epoch_bounds(query.shape[1], options)):
+        pivot = choose_prefix_pivots(key, number, bounds[0] - options.block_size, options, scale)
+        plans.append(plan_epoch(query.to(acc_dtype), key.to(acc_dtype), pivot, bounds, options))
     query, key, value = query.double(), key.double(), value.double()
     targets = torch.cat((value, torch.ones_like(value[..., :1])), 2)
     position = torch.arange(query.shape[1], device=query.device)
