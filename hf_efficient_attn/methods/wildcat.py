@@ -15,9 +15,9 @@ How the paper's quantities correspond to the code, with beta the scale of the sc
 
 Departures from the paper:
 
-- Pivots are drawn in blocks, and from `num_candidates` evenly spaced keys instead of all. All keys have weights. The
-  paper bounds the cost of pivots with bins, each with a coreset of its own, which are less accurate.
-- The largest norm of a key is that of a candidate, and below logits of 1e-3 the temperature does not depend on it.
+- Pivots are drawn in blocks, and from `num_candidates` evenly spaced keys. All keys have weights. The paper limits the
+  cost of the pivots by bins of keys, each with a coreset of its own, instead.
+- R_K is the largest norm of a candidate. It has no influence on the temperature if beta R_K R_Q is below 1e-3.
 - The inverse has a ridge of 1e-3, for kernels that are scaled to a unit diagonal.
 - With up to `num_samples` keys the output is exact attention.
 
@@ -42,7 +42,7 @@ from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
 _RIDGE = 1e-3
 # The paper's constant of the temperature, 1 / W_0(1 / sqrt(1 + exp(2 W_0(2 / e^2) + 2))) with Lambert's function W_0.
 _RHO = 3.94582
-# Keys are as different as it takes for logits of this size, at least when the temperature is chosen.
+# The temperature is that of logits of at least this size, so that it is finite for equal keys.
 _LEAST_LOGIT = 1e-3
 # A denominator below this is rounding. The largest of its terms is about 1.
 _LEAST_DENOMINATOR = 1e-6
