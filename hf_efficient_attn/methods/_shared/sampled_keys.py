@@ -126,7 +126,7 @@ def _plan_causal(
     return causal.plan_intervals(query, key, value, size, sampling, num_hashes)
 
 
-def _move_valid_first(
+def move_valid_first(
     query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Move the valid tokens of (BH, N, D) inputs to the front, so that blocks are counted from the first of them.
@@ -140,8 +140,8 @@ def _move_valid_first(
     return take(query, order), take(key, order), take(value, order), order
 
 
-def _restore_order(out: Tensor, order: Tensor | None, key_mask: Tensor | None) -> Tensor:
-    """Undo `_move_valid_first` for the output (BH, N, Dv). Outputs at masked tokens are 0."""
+def restore_order(out: Tensor, order: Tensor | None, key_mask: Tensor | None) -> Tensor:
+    """Undo `move_valid_first` for the output (BH, N, Dv). Outputs at masked tokens are 0."""
     if order is None or key_mask is None:
         return out
     return take(out, inverse(order)).masked_fill(~key_mask[:, :, None], 0.0)
@@ -156,13 +156,13 @@ def forward(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor
     if key.shape[1] <= budget:
         out = exact_attention(query, key, value, key_mask, is_causal=is_causal, scale=scale, dropout_p=dropout_p)
     elif is_causal:
-        query, key, value, order = _move_valid_first(query, key, value, key_mask)
+        query, key, value, order = move_valid_first(query, key, value, key_mask)
         size = max(1, config.block_size // 2)
         plans = _plan_causal(config, query, key, value, size, sampling)
         out = causal.causal_near_far_attention(
             query, key, value, plans, block_size=size, num_exact=budget, scale=scale, dropout_p=dropout_p
         )
-        out = _restore_order(out, order, key_mask)
+        out = restore_order(out, order, key_mask)
     else:
         near, far = _plan_bidirectional(config, query, key, value, key_mask, sampling)
         out = near_far.near_far_attention(query, key, value, near, far, scale=scale, dropout_p=dropout_p)
@@ -184,7 +184,7 @@ def naive(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor, 
         if key_mask is not None:
             log_weights.masked_fill_(~key_mask[:, None], -torch.inf)
     elif options.is_causal:
-        query, key, value, order = _move_valid_first(query, key, value, key_mask)
+        query, key, value, order = move_valid_first(query, key, value, key_mask)
         size = max(1, config.block_size // 2)
         plans = _plan_causal(config, query, key, value, size, sampling)
         log_weights = causal.dense_causal_log_weights(plans, q_len, size, budget, batch_heads, device)
@@ -192,7 +192,7 @@ def naive(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor, 
         near, far = _plan_bidirectional(config, query, key, value, key_mask, sampling)
         log_weights = near_far.dense_log_weights(near, far, q_len, kv_len)
     out = near_far.dense_attention(query, key, value, log_weights, scale=options.scale)
-    return unflatten_heads(_restore_order(out, order, key_mask), shape)
+    return unflatten_heads(restore_order(out, order, key_mask), shape)
 
 
 def decode(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:

@@ -1,0 +1,42 @@
+"""The causal form of a method with a weighted coreset, for inputs with heads and a key mask."""
+
+from torch import Tensor
+
+from hf_efficient_attn.methods._shared.config import MethodConfig
+from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
+from hf_efficient_attn.methods._shared.registry import AttentionOptions
+from hf_efficient_attn.methods._shared.sampled_keys import move_valid_first, restore_order
+from hf_efficient_attn.ops import causal_coreset
+from hf_efficient_attn.ops.exact import exact_decode
+
+
+def _options(columns: int, batch: int, options: AttentionOptions) -> causal_coreset.CausalCoresetOptions:
+    sizes = causal_coreset.split_columns(columns)
+    return causal_coreset.CausalCoresetOptions(**sizes, seed=options.seed, batch=batch)
+
+
+def forward_causal(columns: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Causal attention with at most `columns` keys per query; see `register_method` for the other arguments."""
+    shape, coreset = query.shape, _options(columns, query.shape[0], options)
+    flat = flatten_heads(query, key, value, options.key_mask)
+    query, key, value, order = move_valid_first(*flat)
+    out = causal_coreset.causal_coreset_attention(
+        query, key, value, coreset, scale=options.scale, dropout_p=options.dropout_p
+    )
+    return unflatten_heads(restore_order(out, order, flat.key_mask), shape)
+
+
+def naive_causal(columns: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """The readable form of `forward_causal`."""
+    shape, coreset = query.shape, _options(columns, query.shape[0], options)
+    flat = flatten_heads(query, key, value, options.key_mask)
+    query, key, value, order = move_valid_first(*flat)
+    out = causal_coreset.causal_coreset_naive(query, key, value, coreset, scale=options.scale).to(value.dtype)
+    return unflatten_heads(restore_order(out, order, flat.key_mask), shape)
+
+
+def decode_exactly(
+    config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+) -> Tensor:
+    """Decode a few tokens with exact attention to all cached keys."""
+    return exact_decode(query, key, value, options.key_mask, scale=options.scale, dropout_p=options.dropout_p)
