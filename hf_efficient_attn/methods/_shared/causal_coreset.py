@@ -1,5 +1,6 @@
 """The causal form of a method with a weighted coreset, for inputs with heads and a key mask."""
 
+import torch
 from torch import Tensor
 
 from hf_efficient_attn.methods._shared.config import MethodConfig
@@ -7,7 +8,7 @@ from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_hea
 from hf_efficient_attn.methods._shared.registry import AttentionOptions
 from hf_efficient_attn.methods._shared.sampled_keys import move_valid_first, restore_order
 from hf_efficient_attn.ops import causal_coreset
-from hf_efficient_attn.ops.exact import exact_decode
+from hf_efficient_attn.ops.exact import exact_attention, exact_decode
 
 
 def _options(columns: int, batch: int, options: AttentionOptions) -> causal_coreset.CausalCoresetOptions:
@@ -19,6 +20,9 @@ def forward_causal(columns: int, query: Tensor, key: Tensor, value: Tensor, opti
     """Causal attention with at most `columns` keys per query; see `register_method` for the other arguments."""
     shape, coreset = query.shape, _options(columns, query.shape[0], options)
     flat = flatten_heads(query, key, value, options.key_mask)
+    if shape[2] <= columns:
+        out = exact_attention(*flat, is_causal=True, scale=options.scale, dropout_p=options.dropout_p)
+        return unflatten_heads(out, shape)
     query, key, value, order = move_valid_first(*flat)
     out = causal_coreset.causal_coreset_attention(
         query, key, value, coreset, scale=options.scale, dropout_p=options.dropout_p
@@ -30,6 +34,12 @@ def naive_causal(columns: int, query: Tensor, key: Tensor, value: Tensor, option
     """The readable form of `forward_causal`."""
     shape, coreset = query.shape, _options(columns, query.shape[0], options)
     flat = flatten_heads(query, key, value, options.key_mask)
+    if shape[2] <= columns:
+        pairs = torch.ones(shape[2], shape[2], dtype=torch.bool, device=query.device).tril()
+        pairs = pairs if flat.key_mask is None else pairs & flat.key_mask[:, None]
+        scores = (options.scale * flat.query.double() @ flat.key.double().mT).masked_fill(~pairs, -torch.inf)
+        weights = scores.softmax(-1).masked_fill(~pairs.any(-1, keepdim=True), 0.0)
+        return unflatten_heads((weights @ flat.value.double()).to(value.dtype), shape)
     query, key, value, order = move_valid_first(*flat)
     out = causal_coreset.causal_coreset_naive(query, key, value, coreset, scale=options.scale).to(value.dtype)
     return unflatten_heads(restore_order(out, order, flat.key_mask), shape)
