@@ -43,6 +43,8 @@ _KEYS_PER_CLUSTER = 4
 _KMEANS_STEPS = 2
 # Numbers of the temporaries of some heads that are processed at a time on the CPU.
 _CHUNK_NUMEL = 1 << 20
+# Keys or queries whose products with all centroids are computed at a time.
+_ROWS = 1024
 # Queries with the same cluster that are processed together.
 _SLOTS = 16
 # Bounds of exponents: sums of e^40 times values up to 1e4 stay finite in float32.
@@ -183,29 +185,33 @@ def plan_epoch(
     with torch.no_grad():
         (start, end, full_end), block_size = bounds, options.block_size
         prefix = start - block_size
-        keys = key[:, :end] - _center(key, prefix)
+        center = _center(key, prefix)
         group = ceil_div((full_end - start) // block_size, _GROUPS) * block_size
-        outliers = _outliers(keys, prefix, ceil_div(end - start, group), group, options.num_outliers)
+        outliers = _outliers(key[:, prefix:end] - center, ceil_div(end - start, group), group, options.num_outliers)
+        outliers = torch.where(outliers[1], outliers[0] + prefix, 0), outliers[1]
         num_clusters = min(pivot.shape[1], max(1, prefix // _KEYS_PER_CLUSTER))
-        centroids = _centroids(keys[:, _candidates(prefix, key.device)], take(keys, pivot[:, :num_clusters]))
-        members = _members(_nearest(keys[:, :prefix], centroids), num_clusters, options.cluster_size)
+        candidates = key[:, _candidates(prefix, key.device)] - center
+        centroids = _centroids(candidates, take(key, pivot[:, :num_clusters]) - center)
+        members = _members(_nearest(key[:, :prefix], centroids, center), num_clusters, options.cluster_size)
         slots = group_by_block(_nearest(query[:, start:end], centroids), num_clusters, _SLOTS)
         return Epoch(start, end, group, pivot, *members, *slots, *outliers)
 
 
-def _outliers(keys: Tensor, prefix: int, num_groups: int, group: int, count: int) -> tuple[Tensor, Tensor]:
-    """Positions of the keys with the largest norms between the prefix and each group of queries, and which exist."""
-    norms = keys[:, prefix : prefix + max(1, (num_groups - 1) * group)].square().sum(-1)
+def _outliers(keys: Tensor, num_groups: int, group: int, count: int) -> tuple[Tensor, Tensor]:
+    """The keys after the prefix with the largest norms before each group of queries, and which of them exist."""
+    norms = keys[:, : max(1, (num_groups - 1) * group)].square().sum(-1)
     before = torch.arange(num_groups, device=keys.device)[:, None] * group
     known = torch.arange(norms.shape[1], device=keys.device) < before
     found = norms[:, None].masked_fill(~known, -torch.inf).topk(min(count, norms.shape[1]), dim=2)
-    is_outlier = found.values > -torch.inf
-    return torch.where(is_outlier, found.indices + prefix, 0), is_outlier
+    return found.indices, found.values > -torch.inf
 
 
-def _nearest(x: Tensor, centroids: Tensor) -> Tensor:
-    """For each x (BH, N, D) the index of the centroid (BH, C, D) with the largest product: int64 (BH, N)."""
-    return chunked_over_heads(lambda own, others: (own @ others.mT).argmax(2), x, centroids)
+def _nearest(x: Tensor, centroids: Tensor, center: Tensor | None = None) -> Tensor:
+    """For each x - center (BH, N, D) the index of the centroid (BH, C, D) with the largest product: int64 (BH, N)."""
+    shift = centroids.new_zeros(1, 1, 1) if center is None else -(center @ centroids.mT)
+    # The products of some keys at a time stay in the cache.
+    parts = [torch.baddbmm(shift, part, centroids.mT).argmax(2) for part in x.split(_ROWS, 1)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def _centroids(keys: Tensor, centroids: Tensor) -> Tensor:
@@ -269,16 +275,19 @@ def causal_coreset_attention(
     with torch.autocast(query.device.type, enabled=False):
         shift = num_exact - block_size
         near = chunked_over_heads(near_field, query[:, shift:], key[:, shift:], value[:, shift:])
+        ones = value.new_ones(1, 1, 1).expand(*value.shape[:2], 1)
+        targets = torch.cat((value, ones), 2).to(accumulation_dtype(value.dtype))
         for number, bounds in enumerate(epoch_bounds(query.shape[1], options)):
             start, end, _ = bounds
-            tensors = (query[:, :end], key[:, :end], value[:, :end], near[:, start - num_exact : end - num_exact])
+            own_near = near[:, start - num_exact : end - num_exact]
+            tensors = (query[:, :end], key[:, :end], targets[:, :end], own_near)
             pivot = choose_prefix_pivots(key.detach(), number, start - block_size, options, scale)
 
             def some_heads(*tensors: Tensor, bounds: tuple[int, int, int] = bounds) -> Tensor:
-                query, key, value, near = (x.to(accumulation_dtype(x.dtype)) for x in tensors[:-1])
+                query, key, targets, near = (x.to(accumulation_dtype(x.dtype)) for x in tensors[:-1])
                 plan = plan_epoch(_toward_keys(query.detach(), scale), key.detach(), tensors[-1], bounds, options)
                 part = Partial(near[..., :-1], near[..., -1])
-                return _epoch_attention(query, key, value, part, plan, options, scale, dropout_p)
+                return _epoch_attention(query, key, targets, part, plan, options, scale, dropout_p)
 
             # The largest temporaries are those of the members of clusters.
             numel = options.num_samples * (end + options.cluster_size * (end - start) // _SLOTS)
@@ -309,26 +318,25 @@ def _coreset(key: Tensor, plan: Epoch, options: CausalCoresetOptions, scale: flo
     """The coreset of an epoch from the keys (BH, N, D) before the last block of the epoch."""
     prefix, factor = plan.start - options.block_size, options.temperature**2 * abs(scale)
     center = _center(key, prefix)
-    keys = key - center
-    pivot = take(keys, plan.pivot)
+    pivot = take(key, plan.pivot) - center
     half = (0.5 * factor) * pivot.square().sum(2, keepdim=True)
     kernel = exp_((factor * (pivot @ pivot.mT) - half - half.mT).clamp(max=0.0))
     # The inverse is multiplied by large sums, so its rounding matters. In float64 it costs little.
     one = torch.eye(kernel.shape[1], dtype=torch.float64, device=key.device)
     lower, _ = torch.linalg.cholesky_ex(kernel.double() + options.ridge * one)
     inverse = torch.cholesky_inverse(lower).to(key.dtype)
-    # exp(<x_S, x_j> - |x_S|^2 / 2) is at most exp(|x_j|^2 / 2). A common factor keeps it finite, and cancels.
-    largest = (0.5 * factor) * keys[:, :prefix].detach().square().sum(2).amax(1)[:, None, None]
-    reference = (largest - _REFERENCE).clamp(min=0.0)
-    rows = torch.baddbmm(-LOG2_E * (half.mT + reference), keys, pivot.mT, alpha=LOG2_E * factor)
-    rows = rows.clamp_(max=LOG2_E * _LARGEST).exp2_()
+    # exp(<x_S, x_j> - |x_S|^2 / 2) is at most exp(|x_j|^2 / 2). A common factor keeps it finite, and cancels. The
+    # pivots are among the longest keys; for longer ones there is a bound.
+    reference = (half.detach().amax(1, keepdim=True) - _REFERENCE).clamp(min=0.0)
+    shift = -LOG2_E * (half.mT + reference + factor * (center @ pivot.mT))
+    rows = torch.baddbmm(shift, key, pivot.mT, alpha=LOG2_E * factor).clamp_(max=LOG2_E * _LARGEST).exp2_()
     return _Coreset(center, pivot, reference - half.mT, inverse, rows)
 
 
 def _epoch_attention(
     query: Tensor,
     key: Tensor,
-    value: Tensor,
+    targets: Tensor,
     near: Partial,
     plan: Epoch,
     options: CausalCoresetOptions,
@@ -340,7 +348,7 @@ def _epoch_attention(
     Args:
         query: (BH, N, D) in the accumulation dtype, all queries.
         key: (BH, N, D).
-        value: (BH, N, Dv).
+        targets: (BH, N, Dv + 1), the values and a column of ones.
         near: the partial of the queries of the epoch and their near keys, (BH, L, .).
         plan: the choices of the epoch.
         options: see `CausalCoresetOptions`.
@@ -351,12 +359,11 @@ def _epoch_attention(
         (BH, L, Dv).
     """
     prefix, length, block_size = plan.start - options.block_size, plan.end - plan.start, options.block_size
-    query, key, value = query[:, plan.start : plan.end], key[:, : plan.end], value[:, : plan.end]
+    query, value = query[:, plan.start : plan.end], targets[..., :-1]
     known = prefix + (ceil_div(length, block_size) - 1) * block_size
     coreset = _coreset(key[:, :known], plan, options, scale)
     basis, weights, row_max = _query_weights(query, coreset, scale)
-    targets = torch.cat((value[:, :known], value.new_ones(1, 1, 1).expand(len(value), known, 1)), 2)
-    base, sums = _running_sums(coreset.rows, targets, prefix, block_size)
+    base, sums = _running_sums(coreset.rows, targets[:, :known], prefix, block_size)
     far = _blocked_product(weights, sums, block_size)
     # Dropout drops weights in the numerators only, as in softmax attention.
     dropped = weights
@@ -369,13 +376,16 @@ def _epoch_attention(
     groups = [_outlier_groups(plan)] if options.num_outliers else []
     groups += [_cluster_groups(plan)] if options.cluster_size else []
     for query_of_slot, slot, index, exists in groups:
-        own_query, own, own_dropped = (take(pad(x, (0, 0, 0, 1)), query_of_slot) for x in (query, weights, dropped))
+        own_query, own = (take(pad(x, (0, 0, 0, 1)), query_of_slot) for x in (query, weights))
         keys, values, rows = take(key, index), take(value, index), take(coreset.rows, index)
         bias = mask_bias(exists, query.dtype).unsqueeze(2)
         part = partial_attention(own_query, keys, values, bias, scale=scale, dropout_p=dropout_p)
         exact.append(Partial(take(part.out.flatten(1, 2), slot), part.lse.flatten(1, 2).gather(1, slot)))
         share = (own @ rows.mT).mul_(exists.unsqueeze(2))
-        of_values = share if dropout_p == 0.0 else (own_dropped @ rows.mT).mul_(exists.unsqueeze(2))
+        of_values = share
+        if dropout_p > 0.0:
+            own_dropped = take(pad(dropped, (0, 0, 0, 1)), query_of_slot)
+            of_values = (own_dropped @ rows.mT).mul_(exists.unsqueeze(2))
         removed = torch.cat((of_values @ values, share.sum(3, keepdim=True)), 3)
         far = far - take(removed.flatten(1, 2), slot)
 
