@@ -15,8 +15,8 @@ queries. A layer is missed if the mean of the bounds of its heads is below the m
 Errors below 1e-4, such as those of methods that are exact at a length, are left out. DATA holds `text/books`, `squad`,
 `images`, and `models/deit-tiny-imagenet` and `models/gpt2-books`. The default is $HEA_DATA or ../shared/data.
 
-Duration: about 15 minutes on two cores. Expected: at most 1 % of layers missed at each number of rows, and medians of
-bound / error of 1.4 with 64 rows, 1.3 with 96 and 1.25 with 128.
+Duration: about 20 minutes on one core for three methods with 64 and 128 rows. Expected: at most 1 % of layers missed at
+each number of rows, and medians of bound / error of 1.4 with 64 rows, 1.3 with 96 and 1.25 with 128.
 """
 
 import statistics
