@@ -1,0 +1,136 @@
+"""nearfar (this package): neighbors exactly, and landmarks with fitted weights for all other keys.
+
+`hf_efficient_attn.ops.weighted_coreset` describes the bidirectional form. It differs from WildCat, whose coreset has
+Nystrom weights, in three ways: landmarks are means of clusters of keys, their weights are fitted to the exact rows of a
+few queries, and each query attends to its neighbors exactly. On activations of BERT (MiniLM) with 512 tokens and 128
+columns, the error is .083 where WildCat has .214 and KDEformer with a window has .16.
+
+`hf_efficient_attn.ops.causal_coreset` describes the causal form, in which nothing is chosen, averaged or fitted from
+later tokens. It depends on the whole budget, block_size + num_samples, and on the seed. The other hyperparameters are
+those of the bidirectional form.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_efficient_attn.methods._shared.causal_coreset import decode_exactly, forward_causal, naive_causal
+from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
+from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
+from hf_efficient_attn.ops.coreset import candidate_positions, choose_pivots
+from hf_efficient_attn.ops.exact import exact_attention
+from hf_efficient_attn.ops.weighted_coreset import TEMPERATURE, CoresetOptions, weighted_coreset_attention
+from hf_efficient_attn.ops.weighted_coreset_naive import naive_head, naive_landmarks
+
+
+@dataclass(frozen=True, kw_only=True)
+class NearFarConfig(MethodConfig):
+    """Hyperparameters of nearfar. Up to block_size + num_samples keys the output is exact."""
+
+    method = "nearfar"
+    title = "nearfar"
+    paper = "this package"
+    year = 2026
+    causal = True
+    rectangular = True
+    summary = "a window exactly, and landmarks with fitted weights for all other keys"
+    near = "a window"
+    far = "landmarks with fitted weights"
+    default_rank = 5
+
+    block_size: int = option(
+        32, "Keys around a query that it attends to exactly, in sequences up to near_limit.", minimum=0
+    )
+    num_samples: int = option(
+        224, "Landmarks. Where there are no near keys there are block_size more of them.", minimum=1
+    )
+    num_candidates: int = option(
+        1024, "Evenly spaced keys from which landmarks are made, at least as many as landmarks.", minimum=1
+    )
+    num_refinements: int = option(3, "Steps of Lloyd's algorithm for the landmarks.", minimum=0)
+    num_probes: int = option(64, "Queries whose exact rows fit the weights. 0: Nystrom weights.", minimum=0)
+    near_limit: int = option(4096, "The longest sequence with near keys.", minimum=0)
+    seed: int = option(0, "Seed of the landmarks.", minimum=0)
+
+    @property
+    def exact_length(self) -> int:
+        """The budget: near keys and landmarks."""
+        return self.block_size + self.num_samples
+
+    def with_budget(self, columns: int) -> "NearFarConfig":
+        """Spend an eighth of the budget on near keys and the rest on landmarks."""
+        near = self.check_budget(columns) // 8
+        return dataclasses.replace(
+            self, block_size=near, num_samples=columns - near, num_candidates=max(self.num_candidates, 4 * columns)
+        )
+
+
+def _coreset_options(config: NearFarConfig, query: Tensor, options: AttentionOptions) -> CoresetOptions:
+    return CoresetOptions(
+        num_landmarks=config.num_samples,
+        num_candidates=max(config.exact_length, config.num_candidates),
+        num_refinements=config.num_refinements,
+        num_probes=config.num_probes,
+        block_size=config.block_size,
+        near_limit=config.near_limit,
+        scale=options.scale,
+        seed=options.seed,
+        batch=query.shape[0],
+    )
+
+
+def forward(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Fast form; see `register_method`."""
+    if options.is_causal:
+        return forward_causal(config.exact_length, query, key, value, options)
+    flat, shape = flatten_heads(query, key, value, options.key_mask), query.shape
+    if key.shape[2] <= config.exact_length:
+        out = exact_attention(*flat, is_causal=False, scale=options.scale, dropout_p=options.dropout_p)
+    else:
+        out = weighted_coreset_attention(*flat, _coreset_options(config, query, options), options.dropout_p)
+    return unflatten_heads(out, shape)
+
+
+def naive(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Readable form: one batch row and one head at a time without padding, with dense weights of all keys."""
+    if options.is_causal:
+        return naive_causal(config.exact_length, query, key, value, options)
+    out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=torch.float64)
+    for b in range(query.shape[0]):
+        valid = key.new_ones(key.shape[2], dtype=torch.bool) if options.key_mask is None else options.key_mask[b]
+        if not valid.any():
+            continue
+        same = query.shape[2] == key.shape[2]
+        rows = valid if same else query.new_ones(query.shape[2], dtype=torch.bool)
+        queries, keys, values = query[b][:, rows].double(), key[b][:, valid].double(), value[b][:, valid].double()
+        if keys.shape[1] <= config.exact_length:
+            out[b, :, rows] = (options.scale * queries @ keys.mT).softmax(-1) @ values
+            continue
+        keys = keys - keys.mean(1, keepdim=True)
+        near = torch.zeros(queries.shape[1], keys.shape[1], dtype=torch.bool)
+        if same and config.block_size and keys.shape[1] <= config.near_limit:
+            block_q = max(1, config.block_size // 2)
+            for i in range(keys.shape[1]):
+                first = i // block_q * block_q - (config.block_size - block_q) // 2
+                first = min(max(first, 0), keys.shape[1] - config.block_size)
+                near[i, first : first + config.block_size] = True
+        count = config.num_samples if near.any() else config.exact_length
+        coreset = _coreset_options(config, query, options)
+        position, _ = candidate_positions(None, keys.shape[1], coreset.num_candidates, key.device)
+        candidates = keys[:, position[0]]
+        scaled = candidates * (TEMPERATURE * abs(options.scale) ** 0.5)
+        pivots = choose_pivots(scaled, None, count, seed=options.seed, batch=1).candidate
+        for h in range(queries.shape[0]):
+            landmarks, cluster = naive_landmarks(candidates[h], pivots[h], config.num_refinements, options.scale)
+            members = torch.nn.functional.one_hot(cluster, count).double().T
+            sizes = members.sum(1)
+            means = members @ values[h, position[0]] / sizes.clamp(min=1)[:, None]
+            head = queries[h], keys[h], values[h], landmarks, (means, sizes)
+            out[b, h, rows] = naive_head(*head, near, coreset)
+    return out.to(value.dtype)
+
+
+register_method(NearFarConfig, forward=forward, naive=naive, decode=decode_exactly)

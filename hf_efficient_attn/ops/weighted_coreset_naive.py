@@ -1,0 +1,100 @@
+"""The readable form of `hf_efficient_attn.ops.weighted_coreset`: one head without padding, with dense matrices."""
+
+import torch
+from torch import Tensor
+
+from hf_efficient_attn.ops.weighted_coreset import (
+    FIT_RANGE,
+    LEAST_DENOMINATOR,
+    LEAST_GRAM,
+    LEAST_LOG_WEIGHT,
+    LEAST_SIZE,
+    LEAST_SUM,
+    MAX_LOGIT,
+    POWER,
+    RIDGE,
+    TEMPERATURE,
+    CoresetOptions,
+)
+
+
+def naive_landmarks(candidates: Tensor, pivots: Tensor, num_refinements: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Landmarks (m, D), and the landmark of each candidate (C,), for candidates (C, D) of one head and pivots (m,)."""
+    root = TEMPERATURE * abs(scale) ** 0.5
+    norm = (root * candidates).square().sum(1)
+    weight = (POWER * (norm - norm.amax())).clamp(min=LEAST_LOG_WEIGHT).exp()
+
+    def nearest(landmarks: Tensor) -> Tensor:
+        scores: Tensor = root * candidates @ (root * landmarks).T - 0.5 * (root * landmarks).square().sum(1)
+        return scores.argmax(1)
+
+    landmarks = candidates[pivots]
+    cluster = nearest(landmarks)
+    for _ in range(num_refinements):
+        members = torch.nn.functional.one_hot(cluster, len(landmarks)).to(weight.dtype) * weight[:, None]
+        used = members.sum(0) > 0
+        means = members.T[used] @ candidates / members.sum(0)[used, None]
+        landmarks = candidates[pivots].index_put((used.nonzero()[:, 0],), means)
+        cluster = nearest(landmarks)
+    return landmarks, cluster
+
+
+def naive_head(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    landmarks: Tensor,
+    means: tuple[Tensor, Tensor],
+    near: Tensor,
+    options: CoresetOptions,
+) -> Tensor:
+    """The readable form of one head without padding, with the dense weights of all keys.
+
+    Args:
+        query: (Nq, D), float64 like all of them.
+        key: (Nk, D), centered.
+        value: (Nk, Dv).
+        landmarks: (m, D).
+        means: the mean value (m, Dv) and the number (m,) of the candidates of each landmark.
+        near: bool (Nq, Nk), the near keys.
+        options: how the weights are fitted.
+
+    Returns:
+        (Nq, Dv).
+    """
+    scale, square = options.scale, TEMPERATURE**2 * abs(options.scale)
+    one = torch.eye(len(landmarks), dtype=key.dtype)
+    half_norm = 0.5 * square * landmarks.square().sum(1)
+
+    unit = (square * landmarks @ landmarks.T - half_norm[:, None] - half_norm).exp()
+    # The weights of every key as multiples of exp(shift), which is part of the basis below.
+    exponents = square * landmarks @ key.T - half_norm[:, None]
+    shift = exponents.logsumexp(1).max()
+    of_key = torch.linalg.inv(unit + RIDGE * one) @ (exponents - shift).exp()
+    targets = torch.cat((value, torch.ones_like(value[:, :1])), 1)
+    weights = of_key @ targets
+    scores, logits = scale * query @ key.T, scale * query @ landmarks.T - half_norm + shift
+    row_max = torch.maximum(scores.amax(1), logits.amax(1)).detach()[:, None]
+    exact, basis = (scores - row_max).exp() * near, (logits - row_max).exp()
+    counted = (basis @ of_key) * near
+    unfitted = basis @ weights + (exact - counted) @ targets
+    size = basis @ weights[:, -1:].abs() + (exact + counted.abs()).sum(1, keepdim=True)
+    sums, most = unfitted, weights.abs().amax(1)
+    if options.num_probes:
+        probe = ((torch.arange(options.num_probes) + 0.5) * len(query) / options.num_probes).long()
+        lse = scores[probe].logsumexp(1, keepdim=True)
+        rows, exact = (logits[probe] - lse).clamp(max=MAX_LOGIT).exp(), (scores[probe] - lse).exp()
+        missing = exact @ targets - rows @ weights - ((exact - rows @ of_key) * near[probe]) @ targets
+        gram = rows.T @ rows
+        strength = gram.diagonal().mean().clamp(min=LEAST_GRAM)
+        fit = torch.linalg.inv(gram / strength + unit + RIDGE * one) @ rows.T @ missing / strength
+        sums = unfitted + basis @ fit
+        most = torch.maximum(most, (weights + fit).abs().amax(1))
+    least = LEAST_SUM * basis @ most.maximum(LEAST_SIZE * most.max())[:, None]
+    positive = unfitted[:, -1:] > torch.maximum(LEAST_DENOMINATOR * size, least)
+    divisor = torch.where(positive, unfitted[:, -1:], 1.0)
+    ratio = sums[:, -1:] / divisor
+    safe = positive & (ratio > FIT_RANGE[0]) & (ratio < FIT_RANGE[1])
+    third = (scale * query @ landmarks.T + means[1].log()).softmax(1) @ means[0]
+    second = torch.where(positive, unfitted[:, :-1] / divisor, third)
+    return torch.where(safe, sums[:, :-1] / torch.where(safe, sums[:, -1:], 1.0), second)

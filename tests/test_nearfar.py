@@ -1,0 +1,106 @@
+"""nearfar: landmarks, fitted weights and near keys, beyond what the promises check."""
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import hf_efficient_attn as hea
+from hf_efficient_attn.ops import weighted_coreset
+from hf_efficient_attn.ops.weighted_coreset import CoresetOptions, weighted_coreset_attention
+from instances import inputs, numbers, relative_error
+
+nearfar = hea.functional.nearfar_attention
+
+
+def _clustered(num_keys=600, num_clusters=30, dtype=torch.float32):
+    """Keys around `num_clusters` centers, in an order that has nothing to do with the centers."""
+    query, centers, value = numbers(1, 2, 600, 16), numbers(1, 2, num_clusters, 16, seed=1), numbers(1, 2, num_keys, 8)
+    key = centers[:, :, torch.arange(num_keys) * 7 % num_clusters] + 0.3 * numbers(1, 2, num_keys, 16, seed=3)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def _error(tensors, **hyperparameters):
+    return relative_error(nearfar(*tensors, **hyperparameters), scaled_dot_product_attention(*tensors))
+
+
+def test_means_of_clusters_are_better_landmarks_than_keys():
+    tensors = _clustered()
+    options = {"num_samples": 30, "block_size": 0, "num_probes": 0}
+    assert _error(tensors, **options) < 0.9 * _error(tensors, **options, num_refinements=0)
+
+
+def test_the_fit_lowers_the_error():
+    """Nystrom weights suit all queries alike, fitted ones the queries that there are."""
+    query, key, value = _clustered()
+    tensors = 0.3 * query + 2.0 * query[:, :, :1], key, value
+    options = {"num_samples": 20, "block_size": 0}
+    assert _error(tensors, **options) < 0.8 * _error(tensors, **options, num_probes=0)
+
+
+def _local(length=500):
+    """Queries that attend mostly to the keys around them."""
+    angle = torch.arange(length)[:, None] * torch.tensor([0.5, 0.11, 0.023])
+    position = 2.5 * torch.cat((angle.sin(), angle.cos()), 1)[None, None]
+    return position, position, numbers(1, 1, length, 6).float()
+
+
+def test_near_keys_help_where_attention_is_local():
+    options = {"num_samples": 24, "block_size": 8}
+    assert _error(_local(), **options) < 0.75 * _error(_local(), num_samples=32, block_size=0)
+    # Beyond the limit the near keys are landmarks.
+    far = nearfar(*_local(), **options, near_limit=499)
+    assert torch.equal(far, nearfar(*_local(), num_samples=32, block_size=0))
+
+
+@pytest.mark.parametrize("block_size", [0, 8])
+@pytest.mark.parametrize("content", ["few", "outlier", "large", "aligned", "smooth", "sparse"])
+def test_float32_is_as_accurate_as_float64(content, block_size):
+    tensors = inputs(q_len=200, head_dim=32, content=content, dtype=torch.float64)
+    options = {"num_samples": 48, "block_size": block_size}
+    assert relative_error(nearfar(*(x.float() for x in tensors), **options), nearfar(*tensors, **options)) < 1e-2
+
+
+def _options(**changes):
+    values = {"num_landmarks": 12, "num_candidates": 100, "num_refinements": 2, "num_probes": 8, "block_size": 4}
+    return CoresetOptions(**{**values, "near_limit": 1000, "scale": 0.5, "seed": 0, "batch": 1, **changes})
+
+
+@pytest.mark.parametrize("block_size", [0, 4])
+def test_unsafe_denominators_fall_back_query_by_query(monkeypatch, block_size):
+    """First to the unfitted weights, then to the means of the clusters, whose weights are positive."""
+    query, key, value = (x[0] for x in inputs(num_heads=2, q_len=100, head_dim=4))
+    options = _options(block_size=block_size)
+    fitted = weighted_coreset_attention(query, key, value, None, options)
+    unfitted = weighted_coreset_attention(query, key, value, None, options._replace(num_probes=0))
+    assert not torch.allclose(fitted, unfitted, atol=1e-3)
+    monkeypatch.setattr(weighted_coreset, "FIT_RANGE", (2.0, 1.0))
+    torch.testing.assert_close(weighted_coreset_attention(query, key, value, None, options), unfitted)
+    monkeypatch.setattr(weighted_coreset, "LEAST_DENOMINATOR", torch.inf)
+    means = weighted_coreset_attention(query, key, value, None, options)
+    low, high = value.amin(1, keepdim=True), value.amax(1, keepdim=True)
+    assert ((means >= low - 1e-5) & (means <= high + 1e-5)).all()
+    assert not torch.allclose(means, unfitted, atol=1e-3)
+
+
+def test_the_mean_of_the_keys_has_no_effect():
+    query, key, value = inputs(num_heads=2, q_len=120, head_dim=8, dtype=torch.float64)
+    out = nearfar(query, key, value, num_samples=20, block_size=4)
+    shifted = nearfar(query, key + 3.0, value, num_samples=20, block_size=4)
+    torch.testing.assert_close(shifted, out, rtol=1e-6, atol=1e-6)
+
+
+def test_linear_memory_with_a_gradient():
+    """No tensor is larger than (N, landmarks) of all heads."""
+    sizes = []
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                sizes.append(result.numel())
+            return result
+
+    tensors = [x.requires_grad_() for x in inputs(num_heads=1, q_len=1200, head_dim=8)]
+    with Watch():
+        nearfar(*tensors, num_samples=24, block_size=8).sum()
+    assert max(sizes) <= 1200 * 24 * 8
