@@ -216,12 +216,13 @@ def test_classes_are_equal():
 @pytest.mark.parametrize("method", RECTANGULAR)
 @pytest.mark.parametrize("kind", KINDS)
 def test_converted_object_equals_our_model(kind, method, tmp_path):
-    model = theirs(kind, **SMALL)
+    # The attention of a narrower model is so uniform that some methods are nearly exact. Here, head_dim is 32.
+    model = theirs(kind, **SMALL, channel_width=64)
     store(model, tmp_path)
     names, weights = list(model.state_dict()), copy.deepcopy(model.state_dict())
     with torch.no_grad():
         exact = model(*inputs(), 0.43)
-        config = hea.method_info(method).config_class().with_budget(16)
+        config = hea.method_info(method).config_class().with_budget(8)
         state = torch.get_rng_state()
         assert hea.convert(model, config, layers=[0]) is model
         out = model(*inputs(), 0.43)

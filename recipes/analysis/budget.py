@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 app = commands.new_app()
 
 # The methods of the paper's figure, and later ones with the same purpose.
-METHODS = ("kdeformer", "reformer", "performer", "scatterbrain", "wildcat", "thinformer")
+METHODS = ("kdeformer", "reformer", "performer", "scatterbrain", "wildcat", "thinformer", "nearfar")
 BUDGETS = [64, 128, 256, 512, 1024]
 _WIDTH = 100
 

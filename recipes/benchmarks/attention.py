@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 app = commands.new_app()
 
 METHODS = (
+    "nearfar",
     "kdeformer",
     "hyperattention",
     "longformer",

@@ -100,8 +100,8 @@ LAYERS = {
     "t2t.1": Layer("T2T-ViT, second layer", 128, 784, 784, 64, 64, {}, _T2T_AUTHORS),
 }  # fmt: skip
 METHODS = (
-    "kdeformer", "hyperattention", "reformer", "performer", "scatterbrain", "linear", "nystromformer", "wildcat",
-    "thinformer",
+    "nearfar", "kdeformer", "hyperattention", "reformer", "performer", "scatterbrain", "linear", "nystromformer",
+    "wildcat", "thinformer",
 )  # fmt: skip
 
 

@@ -5,8 +5,8 @@
 
 The default lengths are 8,192 and 16,384 tokens, with the causal form at 8,192 for peers that have one. Peers are
 packages from PyPI (extra `peers`; a missing one is listed with the command that installs it), modules of Transformers,
-and torch's own flex_attention, compiled. No packages were found for kdeformer, hyperattention, scatterbrain, eva, the
-FLuRKAs and approx_kmv.
+and torch's own flex_attention, compiled. No packages were found for kdeformer, hyperattention, scatterbrain, eva,
+wildcat, thinformer, the FLuRKAs and approx_kmv; nearfar is from this package.
 
 Speed is a ratio, as in `recipes.benchmarks.attention`: the time of exact attention of the same causality, before and
 after each call, to the time of the call; forward, batch size 1, 8 heads of 64, float32. Only attention is timed, from
@@ -17,8 +17,7 @@ the queries in place, so that it gets a copy in every call, within 2 % of its ti
 Both sides have the same landmarks, features, projections, window, rounds and chunks. The differences are:
 
 - In causal_linear_attn with bucket_size=64 a query does not attend to its own bucket of 64 tokens. With bucket_size=1
-it
-  computes causal linear attention. linear_attn has softmax features instead of elu(x) + 1.
+  it computes causal linear attention. linear_attn has softmax features instead of elu(x) + 1.
 - LSHAttention counts a pair once for every round that contains it, which is its default and the faster choice.
 
 The error is |A - E| / |E| in the Frobenius norm, on up to 256 evenly spaced queries, where E is what both should

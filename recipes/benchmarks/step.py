@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 app = commands.new_app()
 METHODS = (
-    "kdeformer", "hyperattention", "longformer", "nystromformer", "wildcat", "thinformer", "linear", "performer",
-    "linformer", "flurka_linear", "flurka_performer",
+    "nearfar", "kdeformer", "hyperattention", "longformer", "nystromformer", "wildcat", "thinformer", "linear",
+    "performer", "linformer", "flurka_linear", "flurka_performer",
 )  # fmt: skip
 SIZES = {"layers": 4, "heads": 4, "head_dim": 64, "vocabulary": 1000}
 

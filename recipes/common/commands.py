@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # The methods of the benchmarks on real models, with both near fields and the sampling of the papers.
 METHODS = (
+    "nearfar",
     "kdeformer",
     "kdeformer:near_field=window",
     "kdeformer:columns=all:draw=independent",
