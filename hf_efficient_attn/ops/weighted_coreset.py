@@ -24,11 +24,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.coreset import candidate_positions, choose_pivots, regularized_solve
 from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention, safe_row_max
+from hf_efficient_attn.ops.partial import LOG2_E, accumulation_dtype, partial_attention, safe_row_max
 from hf_efficient_attn.ops.sampling import stratified_ranks
 
 # t: how much less the kernel of the weights distinguishes keys than the scores do. Of .5, .6, .7, .85 and 1, .7 has the
@@ -298,8 +299,10 @@ def choose_landmarks(inputs: _Inputs, options: CoresetOptions, near: _NearPlan |
 
 def _nearest(points: Tensor, landmarks: Tensor, closed: Tensor) -> Tensor:
     """The nearest landmark of every point: points (BH, C, D), landmarks (BH, m, D), bias (BH, m) -> int64 (BH, C)."""
+    # The offset is a column of the product: adding it would take as long as the product.
     offset = closed - 0.5 * landmarks.square().sum(2)
-    return torch.baddbmm(offset.unsqueeze(1), points, landmarks.mT).argmax(2)
+    one = torch.ones_like(points[..., :1])
+    return (torch.cat((points, one), 2) @ torch.cat((landmarks, offset.unsqueeze(2)), 2).mT).argmax(2)
 
 
 def _weigh(
@@ -322,15 +325,17 @@ def _weigh(
     one = torch.eye(kernel.shape[1], dtype=kernel.dtype, device=kernel.device)
     kernel = torch.where(closed | closed.mT, one, kernel)
     unfitted = regularized_solve(kernel, sums, RIDGE)
-    exponent = shift - half_norm
-    near_weights = None
+    exponent, solved = shift - half_norm, one
+    weights, similarity = unfitted, None
     if near is not None:
-        exponents = points @ (key.double() * square**0.5).mT - half_norm - shift
-        similarity = exponents.masked_fill(closed | landmarks.own, -torch.inf).clamp(max=0.0).exp()
-        near_weights = regularized_solve(kernel, similarity, RIDGE).mT
-    weights = unfitted
+        # Of key and landmark, relative to exp(shift). A product with the inverse of the kernel matrix is faster than a
+        # solve for that many right sides, and a power of two faster than one of e.
+        offset = (-half_norm - shift).masked_fill(closed | landmarks.own, -torch.inf).mT * LOG2_E
+        exponents = torch.baddbmm(offset, key.double() * (square**0.5 * LOG2_E), points.mT)
+        similarity = exponents.clamp_(max=0.0).exp2_()
+        solved = regularized_solve(kernel, one.expand_as(kernel), RIDGE)
     if options.num_probes:
-        fit = _fit(inputs, landmarks, _Fit(unfitted, exponent, kernel, near, near_weights), options)
+        fit = _fit(inputs, landmarks, _Fit(unfitted, exponent, kernel, near, similarity, solved), options)
         weights = unfitted + fit.masked_fill(closed | landmarks.own, 0.0)
     ones = torch.ones_like(landmarks.value[..., :1])
     own = torch.cat((landmarks.value, ones), 2).double()
@@ -350,19 +355,27 @@ def _weigh(
         landmarks.value,
         landmarks.log_count,
     )
-    if near_weights is not None:
-        near_weights = (near_weights / size.mT).to(acc_dtype)
-    return coreset, near_weights
+    return coreset, None if similarity is None else (similarity @ (solved / size.mT)).to(acc_dtype)
 
 
 class _Fit(NamedTuple):
-    """What `_fit` starts from: weights (BH, m, Dv + 1) of exp(scale <q, c> + exponent (BH, m, 1)), K_cc, near keys."""
+    """What `_fit` starts from.
+
+    Attributes:
+        weights: (BH, m, Dv + 1), of exp(scale <q, c> + exponent).
+        exponent: (BH, m, 1).
+        kernel: K_cc, (BH, m, m).
+        near: the near keys, or None.
+        similarity: of key and landmark, (BH, Nk, m), or None without near keys.
+        inverse: (K_cc + ridge I)^-1, (BH, m, m). `similarity @ inverse` is what the landmarks count for each key.
+    """
 
     weights: Tensor
     exponent: Tensor
     kernel: Tensor
     near: _NearPlan | None
-    near_weights: Tensor | None
+    similarity: Tensor | None
+    inverse: Tensor
 
 
 def _fit(inputs: _Inputs, landmarks: Landmarks, start: _Fit, options: CoresetOptions) -> Tensor:
@@ -380,15 +393,16 @@ def _fit(inputs: _Inputs, landmarks: Landmarks, start: _Fit, options: CoresetOpt
     logits = logits.masked_fill(~landmarks.used.unsqueeze(1), -torch.inf)
     basis = logits.clamp(max=MAX_LOGIT).exp()
     missing = torch.cat((out.double(), torch.ones_like(exact_lse)), 2) - basis @ start.weights
-    if start.near is not None and start.near_weights is not None:
-        plan, near_weights = start.near, start.near_weights
+    if start.near is not None and start.similarity is not None:
+        plan = start.near
         index = plan.key_index.expand(query.shape[0], -1, -1)
         block = (probe // plan.block_q).unsqueeze(2).expand(-1, -1, index.shape[2])
         index, near_bias = index.gather(1, block), plan.bias.expand(query.shape[0], -1, -1).gather(1, block)
         keys, values = take(key, index).double(), take(value, index).double()
         near = (options.scale * (keys @ queries.unsqueeze(3)).squeeze(3) + near_bias.double() - exact_lse).exp()
         excluded = (near_bias == -torch.inf).unsqueeze(3)
-        counted = (take(near_weights, index).masked_fill(excluded, 0.0) @ basis.unsqueeze(3)).squeeze(3)
+        solved = (basis @ start.inverse).unsqueeze(3)
+        counted = (take(start.similarity, index).masked_fill(excluded, 0.0) @ solved).squeeze(3)
         pairs = near - counted.clamp(-_MAX_COUNTED, _MAX_COUNTED)
         missing = missing - torch.cat((pairs.unsqueeze(2) @ values, pairs.sum(2)[:, :, None, None]), 3).squeeze(2)
     gram = basis.mT @ basis
@@ -434,8 +448,11 @@ def _block_q(q_len: int, coreset: Coreset) -> int:
 
 def _far_sums(query: Tensor, coreset: Coreset, scale: float, dropout_p: float) -> tuple[Tensor, Callable[[], Tensor]]:
     """The sums over the landmarks (BH, Nq, Dv + 4), up to a factor of each query, and how to get the unfitted one."""
-    q_len = query.shape[1]
-    blocks, keys = pad_to_blocks(query, _block_q(q_len, coreset)), coreset.key[:, None]
+    q_len, keys = query.shape[1], coreset.key
+    missing = coreset.weights.shape[2] - query.shape[2]
+    if missing > 0:  # the fused kernel of the CPU needs as many numbers of a query as of a value
+        query, keys = pad(query, (0, missing)), pad(keys, (0, missing))
+    blocks, keys = pad_to_blocks(query, _block_q(q_len, coreset)), keys[:, None]
     bias = coreset.bias[:, None, None]
 
     def sums_of(weights: Tensor, dropout_p: float = 0.0) -> Tensor:
