@@ -318,7 +318,7 @@ PROMISES: dict[str, Promise] = {
     "padding": Promise(2, promises.check_padding, _padding, 2.0),
     "holes": Promise(2, promises.check_holes, _holes, applies=lambda i: not i.reads_positions),
     "future": Promise(3, promises.check_future, _future, 3.0, _is_causal),
-    "length": Promise(3, promises.check_length, _length, 2.0, _is_causal),
+    "length": Promise(3, promises.check_length, _length, 2.0, lambda i: _is_causal(i) and not i.switches),
     "last_queries": Promise(3, promises.check_last_queries, _last_queries, 1.0, _is_causal),
     "state": Promise(3, promises.check_state, _state, 3.0, lambda i: i.info.recurrent),
     "batch": Promise(4, promises.check_batch, _batch, 2.0),

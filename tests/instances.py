@@ -42,6 +42,8 @@ class Instance:
         square: whether it needs as many queries as keys, although the method has a rectangular form.
         call_seed: whether the seed of a call has the same effect as that of the config.
         data_dependent: whether the amount of work depends on the data, so that the method cannot be compiled.
+        switches: whether the causal form is exact up to a length at which it is not exact in longer sequences. Then a
+            sequence has another output alone than in a batch with longer ones.
         splits_scale: whether queries and keys are both multiplied by sqrt(scale), so that draws depend on both.
         cost: hyperparameter -> how many keys one unit of it costs a query, for those that `with_budget` sets.
         facts: config -> those of the values above that depend on hyperparameters, for `vary`.
@@ -60,6 +62,7 @@ class Instance:
     square: bool = False
     call_seed: bool = True
     data_dependent: bool = False
+    switches: bool = False
     splits_scale: bool = False
     cost: dict[str, int] = field(default_factory=lambda: dict(_COST))
     facts: Callable[[Any], dict[str, Any]] = lambda config: {}
@@ -75,7 +78,7 @@ class Instance:
     @property
     def forms(self) -> tuple[bool, ...]:
         """The values of `is_causal` that the method supports."""
-        return (False, True) if self.info.causal else (False,)
+        return (False, True) if self.info.causal and not self.switches else (False,)
 
     def config(self, **changes):
         return self.info.config_class(**{**self.hyperparameters, **changes})
@@ -102,6 +105,24 @@ def _near_far(method: str, data_dependent: bool = False, **options) -> Instance:
         exact_steps=True,
         data_dependent=data_dependent,
         facts=lambda c: {"data_dependent": c.column_scores == "kde"},
+    )
+
+
+def _auto(**options) -> Instance:
+    """Without `crossover` it would be exact at the lengths of the tests."""
+    return Instance(
+        "auto",
+        {"columns": 24, "crossover": 24, **options},
+        budget=24,
+        small={"columns": 5, "crossover": 5},
+        limit="exact",
+        random=True,
+        exact_steps=True,
+        averages=False,
+        data_dependent=options["max_error"] > 0,
+        splits_scale=True,
+        cost={"columns": 1},
+        facts=lambda c: {"data_dependent": c.max_error > 0, "switches": c.exact_length > c.columns},
     )
 
 
@@ -156,6 +177,8 @@ def _reformer_facts(config) -> dict[str, Any]:
 
 
 INSTANCES = [
+    _auto(max_error=0.0),
+    _auto(max_error=0.5),
     Instance(
         "approx_kmv",
         {"num_samples": 24},

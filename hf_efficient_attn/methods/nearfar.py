@@ -13,17 +13,15 @@ those of the bidirectional form.
 import dataclasses
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from hf_efficient_attn.methods._shared.causal_coreset import decode_exactly, forward_causal, naive_causal
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
-from hf_efficient_attn.ops.coreset import candidate_positions, choose_pivots
+from hf_efficient_attn.methods._shared.weighted_coreset import naive_bidirectional
 from hf_efficient_attn.ops.exact import exact_attention
-from hf_efficient_attn.ops.weighted_coreset import TEMPERATURE, CoresetOptions, weighted_coreset_attention
-from hf_efficient_attn.ops.weighted_coreset_naive import naive_head, naive_landmarks
+from hf_efficient_attn.ops.weighted_coreset import CoresetOptions, weighted_coreset_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,42 +93,10 @@ def forward(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, op
 
 
 def naive(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Readable form: one batch row and one head at a time without padding, with dense weights of all keys."""
+    """Readable form."""
     if options.is_causal:
         return naive_causal(config.exact_length, query, key, value, options)
-    out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=torch.float64)
-    for b in range(query.shape[0]):
-        valid = key.new_ones(key.shape[2], dtype=torch.bool) if options.key_mask is None else options.key_mask[b]
-        if not valid.any():
-            continue
-        same = query.shape[2] == key.shape[2]
-        rows = valid if same else query.new_ones(query.shape[2], dtype=torch.bool)
-        queries, keys, values = query[b][:, rows].double(), key[b][:, valid].double(), value[b][:, valid].double()
-        if keys.shape[1] <= config.exact_length:
-            out[b, :, rows] = (options.scale * queries @ keys.mT).softmax(-1) @ values
-            continue
-        keys = keys - keys.mean(1, keepdim=True)
-        near = torch.zeros(queries.shape[1], keys.shape[1], dtype=torch.bool)
-        if same and config.block_size and keys.shape[1] <= config.near_limit:
-            block_q = max(1, config.block_size // 2)
-            for i in range(keys.shape[1]):
-                first = i // block_q * block_q - (config.block_size - block_q) // 2
-                first = min(max(first, 0), keys.shape[1] - config.block_size)
-                near[i, first : first + config.block_size] = True
-        count = config.num_samples if near.any() else config.exact_length
-        coreset = _coreset_options(config, query, options)
-        position, _ = candidate_positions(None, keys.shape[1], coreset.num_candidates, key.device)
-        candidates = keys[:, position[0]]
-        scaled = candidates * (TEMPERATURE * abs(options.scale) ** 0.5)
-        pivots = choose_pivots(scaled, None, count, seed=options.seed, batch=1).candidate
-        for h in range(queries.shape[0]):
-            landmarks, cluster = naive_landmarks(candidates[h], pivots[h], config.num_refinements, options.scale)
-            members = torch.nn.functional.one_hot(cluster, count).double().T
-            sizes = members.sum(1)
-            means = members @ values[h, position[0]] / sizes.clamp(min=1)[:, None]
-            head = queries[h], keys[h], values[h], landmarks, (means, sizes)
-            out[b, h, rows] = naive_head(*head, near, coreset)
-    return out.to(value.dtype)
+    return naive_bidirectional(_coreset_options(config, query, options), query, key, value, options)
 
 
 register_method(NearFarConfig, forward=forward, naive=naive, decode=decode_exactly)

@@ -272,8 +272,8 @@ def _check(
     for part in _RESERVED:
         if part in name:
             refuse(f"method={name!r} must not contain {part!r}, because Transformers gives it a special meaning")
-    if not name.isidentifier() or name in ("auto", "eager"):
-        refuse(f"method={name!r} must be a Python identifier other than 'auto' and 'eager'")
+    if not name.isidentifier() or name == "eager":
+        refuse(f"method={name!r} must be a Python identifier other than 'eager'")
     if any(isinstance(value, dataclasses.Field) for value in vars(config_class).values()):
         refuse("decorate the class with @dataclass(frozen=True, kw_only=True)")
     for spec in dataclasses.fields(config_class):

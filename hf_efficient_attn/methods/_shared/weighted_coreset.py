@@ -1,0 +1,57 @@
+"""The readable bidirectional form of a method with near keys and weighted landmarks, with heads and a key mask."""
+
+import torch
+from torch import Tensor
+
+from hf_efficient_attn.methods._shared.registry import AttentionOptions
+from hf_efficient_attn.ops.coreset import candidate_positions, choose_pivots
+from hf_efficient_attn.ops.weighted_coreset import TEMPERATURE, CoresetOptions
+from hf_efficient_attn.ops.weighted_coreset_naive import naive_head, naive_landmarks
+
+
+def naive_bidirectional(
+    coreset: CoresetOptions, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+) -> Tensor:
+    """One batch row and one head at a time without padding, with dense weights of all keys: (B, H, Nq, Dv).
+
+    Args:
+        coreset: how landmarks are chosen. Up to num_landmarks + block_size keys the output is exact.
+        query: (B, H, Nq, D).
+        key: (B, H, Nk, D).
+        value: (B, H, Nk, Dv).
+        options: mask, scale and seed.
+    """
+    out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=torch.float64)
+    budget = coreset.num_landmarks + coreset.block_size
+    for b in range(query.shape[0]):
+        valid = key.new_ones(key.shape[2], dtype=torch.bool) if options.key_mask is None else options.key_mask[b]
+        if not valid.any():
+            continue
+        same = query.shape[2] == key.shape[2]
+        rows = valid if same else query.new_ones(query.shape[2], dtype=torch.bool)
+        queries, keys, values = query[b][:, rows].double(), key[b][:, valid].double(), value[b][:, valid].double()
+        num_keys = keys.shape[1]
+        if num_keys <= budget:
+            out[b, :, rows] = (options.scale * queries @ keys.mT).softmax(-1) @ values
+            continue
+        keys = keys - keys.mean(1, keepdim=True)
+        near = torch.zeros(queries.shape[1], num_keys, dtype=torch.bool, device=keys.device)
+        if same and coreset.block_size and num_keys <= coreset.near_limit:
+            block_q = max(1, coreset.block_size // 2)
+            for i in range(num_keys):
+                first = i // block_q * block_q - (coreset.block_size - block_q) // 2
+                first = min(max(first, 0), num_keys - coreset.block_size)
+                near[i, first : first + coreset.block_size] = True
+        count = coreset.num_landmarks if near.any() else budget
+        position, _ = candidate_positions(None, num_keys, coreset.num_candidates, key.device)
+        candidates = keys[:, position[0]]
+        scaled = candidates * (TEMPERATURE * abs(options.scale) ** 0.5)
+        pivots = choose_pivots(scaled, None, count, seed=options.seed, batch=1).candidate
+        for h in range(queries.shape[0]):
+            landmarks, cluster = naive_landmarks(candidates[h], pivots[h], coreset.num_refinements, options.scale)
+            members = torch.nn.functional.one_hot(cluster, count).double().T
+            sizes = members.sum(1)
+            means = members @ values[h, position[0]] / sizes.clamp(min=1)[:, None]
+            head = queries[h], keys[h], values[h], landmarks, (means, sizes)
+            out[b, h, rows] = naive_head(*head, near, coreset)
+    return out.to(value.dtype)
