@@ -130,6 +130,8 @@ def draw_hyperparameters(rng: random.Random, row: Instance) -> dict[str, Any]:
                 values[spec.name] = rng.choice(choices)
             elif spec.name == "seed":
                 values[spec.name] = rng.choice((0, rng.randrange(2**31)))
+            elif isinstance(spec.default, float):
+                values[spec.name] = rng.choice((float(minimum or 0), rng.random(), 10.0 * rng.random()))
             elif minimum is not None:
                 largest = _LARGEST.get(spec.name, 40)
                 value = rng.choice((minimum, rng.randint(1, 8), rng.randint(1, 8), rng.randint(1, 40)))

@@ -26,7 +26,8 @@ def option(
     Args:
         default: the default value.
         help: one or two sentences for the command line and for the documentation of the functional form.
-        minimum: the smallest allowed integer. None: the value is not checked to be an integer.
+        minimum: the smallest allowed integer, or number if the default is a float. None: the value is not checked to be
+            one.
         choices: the allowed strings. None: the value is not checked to be one of them.
         carried: True if the hyperparameter determines the shape or the values of learned or random parameters. Training
             that moves a model from one method to another keeps the value of such a hyperparameter.
@@ -98,7 +99,12 @@ class MethodConfig:
                 raise UnsupportedAttentionError(
                     f"{setting} is not an allowed value: {unknown_name(spec.name, value, choices)}"
                 )
-            if minimum is not None:
+            if minimum is not None and isinstance(spec.default, float):
+                if isinstance(value, bool) or not isinstance(value, (int, float)):
+                    raise UnsupportedAttentionError(f"{setting} must be a number, not {type(value).__name__}")
+                if not minimum <= value < _LIMIT:
+                    raise UnsupportedAttentionError(f"{setting} must be at least {minimum} and below 2**31")
+            elif minimum is not None:
                 if isinstance(value, bool) or not isinstance(value, int):
                     raise UnsupportedAttentionError(f"{setting} must be an integer, not {type(value).__name__}")
                 if not minimum <= value < _LIMIT:
