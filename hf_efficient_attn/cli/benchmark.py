@@ -43,7 +43,7 @@ _PERPLEXITY = {
 
 
 @command(
-    "benchmark bert-base-uncased --methods kdeformer,longformer:window_size=64 "
+    "benchmark bert-base-uncased --methods nearfar,longformer:window_size=64 "
     "--lengths 512,2048,8192 --data book.txt --output measured"
 )
 def benchmark(

@@ -63,7 +63,7 @@ def _bold_titles(text: str) -> str:
 app = typer.Typer(
     name="hf-efficient-attn", cls=_Group, rich_markup_mode=None, pretty_exceptions_enable=False,
     help="Sub-quadratic attention for Transformers: the methods, what they gain, and what they cost.",
-    epilog="Example: hf-efficient-attn demo --method kdeformer --length 512,4096",
+    epilog="Example: hf-efficient-attn demo --method nearfar --length 512,4096",
 )  # fmt: skip
 
 

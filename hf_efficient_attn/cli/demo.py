@@ -26,7 +26,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 _LENGTHS, _FULL_LENGTHS = "512,2048,4096", "512,2048,8192"
 
 
-@command("demo --method kdeformer --method kdeformer:near_field=window --length 1024,8192 --plot demo.png")
+@command("demo --method nearfar --method kdeformer:near_field=window --length 1024,8192 --plot demo.png")
 def demo(
     method: Annotated[
         list[str],

@@ -63,7 +63,7 @@ def methods(as_json: Json = False) -> None:
     typer.echo("\n" + _wrap(_LEGEND))
 
 
-@command("info kdeformer", needs_models=False)
+@command("info nearfar", needs_models=False)
 def info(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="A method, as listed by `methods`.", autocompletion=complete_methods)
