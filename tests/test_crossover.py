@@ -122,6 +122,8 @@ def test_every_kind_of_call_is_measured(monkeypatch):
 def test_methods_without_a_crossover_are_refused():
     with pytest.raises(UnsupportedAttentionError, match="learned parameters"):
         measuring.measure_crossover("linformer", CPU)
+    with pytest.raises(UnsupportedAttentionError, match="measured for nearfar"):
+        measuring.measure_crossover("auto", CPU)
 
 
 # Calls of other sizes.

@@ -44,9 +44,14 @@ def measure_crossover(method: str, device: torch.device, *, progress: bool = Fal
         row of the table -> lengths, for float32 and bfloat16, and causal if the method has a causal form.
 
     Raises:
-        UnsupportedAttentionError: an unknown method, or one with learned parameters.
+        UnsupportedAttentionError: an unknown method, or one with learned parameters, or auto.
     """
     config = make_config(method)
+    if method == "auto":
+        raise UnsupportedAttentionError(
+            "auto replaces exact attention from the length on that is measured for nearfar: name nearfar, or leave "
+            "--method out"
+        )
     if learns(config):
         raise UnsupportedAttentionError(
             f"{method} has learned parameters and does not approximate exact attention before training, so that it "

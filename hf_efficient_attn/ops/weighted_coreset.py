@@ -267,7 +267,7 @@ def choose_landmarks(inputs: _Inputs, options: CoresetOptions, near: _NearPlan |
             selected = selected & (torch.arange(count, device=device) < few)
     pivots = take(keys, pivot)
     norm = (keys * root).square().sum(2)
-    log_weight = POWER * (norm - norm.detach().amax(1, keepdim=True))
+    log_weight = POWER * (norm - norm.amax(1, keepdim=True))
     weight = log_weight.clamp(min=LEAST_LOG_WEIGHT).exp()
     weight = weight if valid is None else weight.masked_fill(~valid, 0.0)
     closed = torch.zeros_like(weight[:, :count]).masked_fill(~selected, -torch.inf)
