@@ -34,7 +34,7 @@ from hf_efficient_attn.ops.partial import LOG2_E, Partial, accumulation_dtype, e
 # Keys of the prefix, evenly spaced, from which pivots and centroids are computed.
 _CANDIDATES = 1024
 # Epochs grow by a half up to this many times `num_exact`, where freshness matters more than cost, and then double.
-_SHORT = 8
+_SHORT = 4
 # Groups of blocks of an epoch. Each group has its own outliers.
 _GROUPS = 8
 # Keys of a cluster on average, while there are fewer clusters than pivots.
@@ -45,8 +45,8 @@ _KMEANS_STEPS = 2
 _CHUNK_NUMEL = 1 << 20
 # Keys or queries whose products with all centroids are computed at a time.
 _ROWS = 1024
-# Queries with the same cluster that are processed together.
-_SLOTS = 16
+# The most and the fewest queries with the same cluster that are processed together.
+_MOST_SLOTS, _FEWEST_SLOTS = 16, 4
 # Bounds of exponents: sums of e^40 times values up to 1e4 stay finite in float32.
 _REFERENCE, _LARGEST = 30.0, 40.0
 # The least weight of a pivot, so that no denominator is 0.
@@ -92,7 +92,8 @@ class Epoch(NamedTuple):
         member: int64 (BH, C, cluster_size), positions of the keys of each cluster.
         is_member: bool (BH, C, cluster_size), False where a cluster has fewer keys.
         slot: int64 (BH, end - start), the place of each query among the queries that are sorted by cluster.
-        cluster: int64 (BH, T), the cluster of each block of `_SLOTS` slots.
+        slots: number of slots of a block. All queries of a block have the same cluster.
+        cluster: int64 (BH, T), the cluster of each block of slots.
         outlier: int64 (BH, G, num_outliers), positions of the outliers of each group.
         is_outlier: bool (BH, G, num_outliers), False where a group has fewer.
     """
@@ -104,6 +105,7 @@ class Epoch(NamedTuple):
     member: Tensor
     is_member: Tensor
     slot: Tensor
+    slots: int
     cluster: Tensor
     outlier: Tensor
     is_outlier: Tensor
@@ -112,12 +114,14 @@ class Epoch(NamedTuple):
 def split_columns(columns: int) -> dict[str, int]:
     """Distribute a budget of keys per query: the sizes in `CausalCoresetOptions`.
 
-    A quarter goes to the near field, an eighth to a cluster, a sixteenth to outliers and the rest to pivots.
+    A quarter goes to the near field, an eighth to a cluster, a sixteenth to outliers and the rest to pivots. The first
+    2 `columns` positions, which attend to `columns` keys on average, are exact. That takes less time than pivots and
+    clusters of so few keys.
     """
     block_size, cluster_size, num_outliers = max(1, columns // 8), columns // 8, columns // 16
     num_samples = max(1, columns - 2 * block_size - cluster_size - num_outliers)
     return {
-        "num_exact": max(columns, block_size + 1),
+        "num_exact": max(2 * columns, block_size + 1),
         "block_size": block_size,
         "num_samples": num_samples,
         "cluster_size": cluster_size,
@@ -193,12 +197,14 @@ def plan_epoch(
         candidates = key[:, _candidates(prefix, key.device)] - center
         centroids = _centroids(candidates, take(key, pivot[:, :num_clusters]) - center)
         members = _members(_nearest(key[:, :prefix], centroids, center), num_clusters, options.cluster_size)
-        slot, cluster = group_by_block(_nearest(query[:, start:end], centroids), num_clusters, _SLOTS)
+        slots = 1 << ((full_end - start) // num_clusters).bit_length()
+        slots = min(max(slots, _FEWEST_SLOTS), _MOST_SLOTS)
+        slot, cluster = group_by_block(_nearest(query[:, start:end], centroids), num_clusters, slots)
         if len(slot) == 1 and slot.device.type == "cpu" and not torch.compiler.is_compiling():
             # Without the empty blocks at the end. With several heads this could move the matrices of the later ones in
             # memory, and thus change their rounding, depending on later tokens.
-            cluster = cluster[:, : int(slot.max()) // _SLOTS + 1]
-        return Epoch(start, end, group, pivot, *members, slot, cluster, *outliers)
+            cluster = cluster[:, : int(slot.max()) // slots + 1]
+        return Epoch(start, end, group, pivot, *members, slot, slots, cluster, *outliers)
 
 
 def _outliers(keys: Tensor, num_groups: int, group: int, count: int) -> tuple[Tensor, Tensor]:
@@ -306,7 +312,7 @@ def causal_coreset_attention(
                 return _epoch_attention(query, key, targets, part, plan, options, scale, dropout_p)
 
             # The largest temporaries are those of the members of clusters.
-            numel = options.num_samples * (end + options.cluster_size * (end - start) // _SLOTS)
+            numel = options.num_samples * (end + options.cluster_size * (end - start) // _MOST_SLOTS)
             step = max(1, _CHUNK_NUMEL // numel)
             outs.append(chunked_over_heads(some_heads, *tensors, pivot, step=step).to(exact.dtype))
     return torch.cat(outs, 1)
@@ -464,11 +470,11 @@ def _outlier_groups(plan: Epoch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _cluster_groups(plan: Epoch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The queries of each block of slots (BH, T, slots), the slot of each query, and the keys of its cluster."""
     length = plan.slot.shape[1]
-    empty = torch.full_like(plan.cluster, length).repeat_interleave(_SLOTS, 1)
+    empty = torch.full_like(plan.cluster, length).repeat_interleave(plan.slots, 1)
     queries = empty.scatter(1, plan.slot, torch.arange(length, device=empty.device).expand_as(plan.slot))
     cluster = plan.cluster.unsqueeze(2).expand(-1, -1, plan.member.shape[2])
     index, exists = plan.member.gather(1, cluster), plan.is_member.gather(1, cluster)
-    return queries.view(len(queries), -1, _SLOTS), plan.slot, index, exists
+    return queries.view(len(queries), -1, plan.slots), plan.slot, index, exists
 
 
 def causal_coreset_naive(
@@ -505,7 +511,7 @@ def causal_coreset_naive(
                 is_exact[plan.outlier[a, group][plan.is_outlier[a, group]]] = True
                 if options.cluster_size:
                     slot = int(plan.slot[a, i - plan.start])
-                    cluster = int(plan.cluster[a, slot // _SLOTS])
+                    cluster = int(plan.cluster[a, slot // plan.slots])
                     is_exact[plan.member[a, cluster][plan.is_member[a, cluster]]] = True
                 is_far = (position <= i) & ~is_exact
                 logits = scale * (key[a] - center) @ query[a, i]
