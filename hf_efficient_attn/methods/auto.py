@@ -44,7 +44,7 @@ _COPY_KEYS, _COPY_QUERIES, _COPY_LANDMARKS, _HOPELESS = 512, 64, 64, 8.0
 _MAX_GROWTH, _LEFT_BY_DOUBLING = 4, 0.7
 # Of so many heads of a sequence, one is tried first.
 _HEADS_PER_SCOUT = 8
-_NEAR_LIMIT = 4096
+_NEAR_LIMIT = 2048
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,7 +50,7 @@ class NearFarConfig(MethodConfig):
     )
     num_refinements: int = option(3, "Steps of Lloyd's algorithm for the landmarks.", minimum=0)
     num_probes: int = option(64, "Queries whose exact rows fit the weights. 0: Nystrom weights.", minimum=0)
-    near_limit: int = option(4096, "The longest sequence with near keys.", minimum=0)
+    near_limit: int = option(2048, "The longest sequence with near keys.", minimum=0)
     seed: int = option(0, "Seed of the landmarks.", minimum=0)
 
     @property
