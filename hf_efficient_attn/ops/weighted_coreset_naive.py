@@ -63,7 +63,7 @@ def naive_head(
         (Nq, Dv).
     """
     scale, square = options.scale, TEMPERATURE**2 * abs(options.scale)
-    one = torch.eye(len(landmarks), dtype=key.dtype)
+    one = torch.eye(len(landmarks), dtype=key.dtype, device=key.device)
     half_norm = 0.5 * square * landmarks.square().sum(1)
 
     unit = (square * landmarks @ landmarks.T - half_norm[:, None] - half_norm).exp()
@@ -81,7 +81,8 @@ def naive_head(
     size = basis @ weights[:, -1:].abs() + (exact + counted.abs()).sum(1, keepdim=True)
     sums, most = unfitted, weights.abs().amax(1)
     if options.num_probes:
-        probe = ((torch.arange(options.num_probes) + 0.5) * len(query) / options.num_probes).long()
+        probe = torch.arange(options.num_probes, device=query.device) + 0.5
+        probe = (probe * len(query) / options.num_probes).long()
         lse = scores[probe].logsumexp(1, keepdim=True)
         rows, exact = (logits[probe] - lse).clamp(max=MAX_LOGIT).exp(), (scores[probe] - lse).exp()
         missing = exact @ targets - rows @ weights - ((exact - rows @ of_key) * near[probe]) @ targets
