@@ -34,7 +34,7 @@ from hf_efficient_attn.ops.partial import LOG2_E, Partial, accumulation_dtype, e
 # Keys of the prefix, evenly spaced, from which pivots and centroids are computed.
 _CANDIDATES = 1024
 # Epochs grow by a half up to this many times `num_exact`, where freshness matters more than cost, and then double.
-_SHORT = 4
+_SHORT = 8
 # Groups of blocks of an epoch. Each group has its own outliers.
 _GROUPS = 8
 # Keys of a cluster on average, while there are fewer clusters than pivots.
@@ -114,14 +114,12 @@ class Epoch(NamedTuple):
 def split_columns(columns: int) -> dict[str, int]:
     """Distribute a budget of keys per query: the sizes in `CausalCoresetOptions`.
 
-    A quarter goes to the near field, an eighth to a cluster, a sixteenth to outliers and the rest to pivots. The first
-    2 `columns` positions, which attend to `columns` keys on average, are exact. That takes less time than pivots and
-    clusters of so few keys.
+    A quarter goes to the near field, an eighth to a cluster, a sixteenth to outliers and the rest to pivots.
     """
     block_size, cluster_size, num_outliers = max(1, columns // 8), columns // 8, columns // 16
     num_samples = max(1, columns - 2 * block_size - cluster_size - num_outliers)
     return {
-        "num_exact": max(2 * columns, block_size + 1),
+        "num_exact": max(columns, block_size + 1),
         "block_size": block_size,
         "num_samples": num_samples,
         "cluster_size": cluster_size,
