@@ -331,6 +331,9 @@ INSTANCES = [
 # One instance per method, with the default hyperparameters.
 DEFAULTS = [Instance(name) for name in hea.available_methods()]
 
+# Hyperparameters with which a method approximates short sequences, too.
+APPROXIMATE = {"auto": {"crossover": 1, "max_error": 0.0}}
+
 # Hyperparameters for tests with tens of thousands of tokens. With the default, an error bound, they would take minutes.
 AT_LENGTH = {"approx_kmv": {"num_samples": 256}}
 

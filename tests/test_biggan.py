@@ -20,6 +20,7 @@ from hf_efficient_attn.models.biggan import (
     truncated_noise,
 )
 from hf_efficient_attn.models.biggan.normalization import BigGANBatchNorm, Moments, look_up
+from instances import APPROXIMATE
 from tiny_models import EXACT
 
 # Images of 32 pixels; attention works at 16 x 16 pixels, with 256 queries and 64 keys.
@@ -68,7 +69,7 @@ def images(model: BigGANModel, **changes) -> torch.Tensor:
 
 
 def with_budget(method: str, budget: int):
-    return hea.method_info(method).config_class().with_budget(budget)
+    return hea.method_info(method).config_class(**APPROXIMATE.get(method, {})).with_budget(budget)
 
 
 # Configuration

@@ -20,6 +20,7 @@ from hf_efficient_attn.models.biggan import (
     truncated_noise,
 )
 from hf_efficient_attn.models.imagenet import imagenet_classes
+from instances import APPROXIMATE
 
 package = pytest.importorskip("pytorch_pretrained_biggan", reason="pip install pytorch-pretrained-biggan")
 utils = pytest.importorskip("pytorch_pretrained_biggan.utils")
@@ -222,7 +223,7 @@ def test_converted_object_equals_our_model(kind, method, tmp_path):
     names, weights = list(model.state_dict()), copy.deepcopy(model.state_dict())
     with torch.no_grad():
         exact = model(*inputs(), 0.43)
-        config = hea.method_info(method).config_class().with_budget(8)
+        config = hea.method_info(method).config_class(**APPROXIMATE.get(method, {})).with_budget(8)
         state = torch.get_rng_state()
         assert hea.convert(model, config, layers=[0]) is model
         out = model(*inputs(), 0.43)

@@ -26,6 +26,7 @@ from hf_efficient_attn.models.t2t_vit import (
     image_processor,
 )
 from hf_efficient_attn.models.t2t_vit.parts import T2TViTDropPath
+from instances import APPROXIMATE
 from tiny_models import EXACT, METHODS, RANDOM, SMALL, output
 
 # `sum(p.numel() for p in model.parameters())` of the authors' models/t2t_vit.py, by name.
@@ -192,7 +193,7 @@ def test_error_falls_with_the_budget(method):
         exact = stage(hidden_states)[0]
         errors = []
         for budget in (16, 96, 513):
-            config = hea.method_info(method).config_class().with_budget(budget)
+            config = hea.method_info(method).config_class(**APPROXIMATE.get(method, {})).with_budget(budget)
             hea.convert(model, config, layers=["t2t.0"])
             errors.append(float((stage(hidden_states)[0] - exact).norm() / exact.norm()))
     assert errors[0] > errors[1] > 0.01 and errors[2] < 1e-4, errors
