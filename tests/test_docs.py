@@ -155,7 +155,7 @@ def test_code_of_readme_runs(tmp_path, monkeypatch):
     assert len(blocks) >= 3
     for block in blocks:
         exec(compile(block, "README.md", "exec"), names)
-    assert names["model"].config._attn_implementation == "nearfar"
+    assert names["model"].config._attn_implementation == "auto"
     assert names["out"].shape == query.shape
     restored, original = names["bert"].eval(), AutoModel.from_pretrained("bert-base-uncased").eval()
     torch.testing.assert_close(restored(batches[0][:, :50])[0], original(batches[0][:, :50])[0], rtol=0, atol=0)
