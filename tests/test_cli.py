@@ -270,16 +270,17 @@ def test_demo_measures(monkeypatch, tmp_path, capsys):
     assert err == ""  # no progress bars, since stderr is not a terminal
     result = json.loads(out)
     measured = {(row["attention"], row["length"]): row for row in result["measurements"]}
-    assert set(measured) == {(name, n) for name in ("sdpa", "kdeformer", "longformer") for n in (512, 1024)}
+    assert set(measured) == {(name, n) for name in ("sdpa", "auto", "nearfar", "kdeformer") for n in (512, 1024)}
     assert measured["kdeformer", 512]["error"] < 1e-5  # within the budget it is exact
     assert measured["kdeformer", 512]["agreement"] > 0.99999
-    assert 0.05 < measured["kdeformer", 1024]["error"] < measured["longformer", 1024]["error"] < 1.0
+    assert measured["auto", 1024]["error"] < 1e-5  # below the built-in crossover
+    assert 0.01 < measured["nearfar", 1024]["error"] < measured["kdeformer", 1024]["error"] < 1.0
     assert all(row["seconds"] > 0 and -1.0001 <= row["agreement"] <= 1.0001 for row in measured.values())
     searches = {entry["attention"]: entry for entry in result["search"]}
-    assert set(searches) == {"kdeformer", "longformer", "sdpa, first 512 tokens"}
+    assert set(searches) == {"auto", "nearfar", "kdeformer", "sdpa, first 512 tokens"}
     assert all(entry["topics"] == 6 and entry["tokens"] <= 1024 for entry in searches.values())
     assert searches["kdeformer"]["same_first"] >= 14
-    assert len(result["summary"]) == 2
+    assert len(result["summary"]) == 3
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert list(tmp_path.iterdir()) == [picture]
 

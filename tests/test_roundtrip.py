@@ -9,6 +9,7 @@ import torch
 import transformers
 
 import hf_efficient_attn as hea
+from instances import APPROXIMATE
 from tiny_models import DECODERS, FAMILIES, METHODS, SMALL, output, tiny_batch, tiny_class, tiny_config, tiny_model
 
 OURS = {"attn_implementation", "efficient_attention"}
@@ -175,7 +176,7 @@ def test_the_real_bert(method, minilm, tmp_path):
     text = "Attention is the weighted mean of values, by the likeness of keys to a query. " * 20
     inputs = tokenizer([text, text[: len(text) // 3]], return_tensors="pt", padding=True)
     assert inputs["input_ids"].shape[1] > 300
-    budget = hea.method_info(method).config_class().with_budget(64)
+    budget = hea.method_info(method).config_class(**APPROXIMATE.get(method, {})).with_budget(64)
     with torch.no_grad():
         exact = transformers.AutoModel.from_pretrained(minilm)(**inputs)[0]
     model = transformers.AutoModel.from_pretrained(
@@ -197,7 +198,7 @@ def test_the_real_vit_and_gpt2(name, method, data, tmp_path):
         if "deit" in name
         else {"input_ids": torch.randint(0, 65, (2, 200))}
     )
-    budget = hea.method_info(method).config_class().with_budget(64)
+    budget = hea.method_info(method).config_class(**APPROXIMATE.get(method, {})).with_budget(64)
     model = auto.from_pretrained(
         data / "models" / name, attn_implementation=method, efficient_attention=budget.to_dict()
     )

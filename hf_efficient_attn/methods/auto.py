@@ -42,6 +42,8 @@ _NUM_PROBES, _NUM_ROWS = 64, 64
 _COPY_KEYS, _COPY_QUERIES, _COPY_LANDMARKS, _HOPELESS = 512, 64, 64, 8.0
 # The largest multiple of the columns, and the share of the error that is left with twice as many.
 _MAX_GROWTH, _LEFT_BY_DOUBLING = 4, 0.7
+# Numbers of keys that are copied at a time when some heads are computed: 4 MiB of float32.
+_CHUNK_NUMEL = 1 << 20
 # Of so many heads of a sequence, one is tried first.
 _HEADS_PER_SCOUT = 8
 _NEAR_LIMIT = 2048
@@ -180,15 +182,20 @@ def _bounded(
     num_keys = _num_keys(heads)
     error = _error_of_copy(heads, num_keys, options)
     hopeless = error > _HOPELESS * config.max_error
+    step = max(1, _CHUNK_NUMEL // heads.key[0].numel())
     largest = (num_keys // 2).clamp(max=_MAX_GROWTH * config.columns)
 
     def attempt(index: Tensor, columns: int) -> Tensor:
         """Compute heads, keep those within the bound, and return those for which twice the columns may suffice."""
-        own = _select(heads, index)
-        part = _nearfar(own, columns, options)
-        bound = _bound(own, part, options)
+        bounds = []
+        for some in index.split(step):
+            own = _select(heads, some)
+            part = _nearfar(own, columns, options)
+            bounds.append(_bound(own, part, options))
+            good = bounds[-1] <= config.max_error
+            out[some[good]], columns_of[some[good]] = part[good], columns
+        bound = torch.cat(bounds)
         good = bound <= config.max_error
-        out[index[good]], columns_of[index[good]] = part[good], columns
         limit = largest[index]
         left = bound * _LEFT_BY_DOUBLING ** (limit / columns).clamp(min=1.0).log2()
         return index[~good & (left <= config.max_error) & (2 * columns <= limit)]
@@ -207,11 +214,11 @@ def _bounded(
     while len(again):
         columns *= 2
         again = attempt(again.sort().values, columns)
-    index = (columns_of == 0).nonzero()[:, 0]
-    if len(index):
-        own = _select(heads, index)
+    exact = (columns_of == 0).nonzero()[:, 0]
+    for some in exact.split(step) if len(exact) else ():
+        own = _select(heads, some)
         query, key, value = (x.unsqueeze(1) for x in own[:3])
-        out[index] = _exact(query, key, value, options._replace(key_mask=own.key_mask))[:, 0]
+        out[some] = _exact(query, key, value, options._replace(key_mask=own.key_mask))[:, 0]
     return out, columns_of
 
 

@@ -245,9 +245,11 @@ def _plan_near(inputs: _Inputs, options: CoresetOptions) -> tuple[CoresetOptions
     if isinstance(num_keys, int):
         index = first.clamp(0, num_keys - width)[None, :, None] + torch.arange(width, device=device)
         return options, _NearPlan(index, torch.zeros(index.shape, dtype=inputs.key.dtype, device=device), block_q)
+    with_near = (num_keys > all_landmarks) & (num_keys <= options.near_limit)
+    if not torch.compiler.is_compiling() and not bool(with_near.any()):
+        return options._replace(num_landmarks=all_landmarks), None
     start = torch.minimum(first.clamp(min=0), (num_keys - width).clamp(min=0))
     index = start.unsqueeze(2) + torch.arange(width, device=device)
-    with_near = (num_keys > all_landmarks) & (num_keys <= options.near_limit)
     used = (index < num_keys.unsqueeze(2)) & with_near.unsqueeze(2)
     plan = _NearPlan(index.clamp(max=inputs.key.shape[1] - 1), mask_bias(used, inputs.key.dtype), block_q)
     return options._replace(num_landmarks=all_landmarks), plan
