@@ -6,7 +6,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods import auto as module
-from hf_efficient_attn.methods._shared.crossover import Crossover
+from hf_efficient_attn.methods._shared.crossover import built_in_table
 from instances import inputs, numbers, relative_error
 
 auto = hea.functional.auto_attention
@@ -84,7 +84,7 @@ def test_the_crossover_of_the_machine_is_that_of_one_sequence(monkeypatch):
 
 def test_the_built_in_crossover_decides_before_the_machine_is_measured():
     config = hea.method_info("auto").config_class()
-    assert config.exact_length == Crossover(2048, 1024).at(1024)
+    assert config.exact_length == built_in_table("cpu")["float32"].at(1024)
 
 
 def test_with_a_gradient_every_head_has_the_same_columns():
