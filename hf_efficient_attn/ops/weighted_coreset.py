@@ -1,4 +1,4 @@
-"""Attention to a few near keys exactly and to weighted landmarks that stand for all other keys.
+"""Attention to a few near keys exactly and to weighted landmarks that represent all other keys.
 
 The softmax sum of a query q over the keys k_j is approximated through the features exp(scale <q, c_s>) of m landmarks:
 
