@@ -1,0 +1,298 @@
+"""Draw the error of the methods against their speed at several budgets, on a long text of a real model.
+
+    python -m recipes.benchmarks.tradeoff --data DATA --output docs/pictures/tradeoff.png
+    python -m recipes.benchmarks.tradeoff --output docs/pictures/tradeoff.png --resume      (after an interruption)
+    python -m recipes.benchmarks.tradeoff --output docs/pictures/tradeoff.png --redraw      (from tradeoff.json)
+
+The inputs are queries, keys and values of MiniLM on a novel. Windows of 512 tokens are concatenated, as in
+`recipes.benchmarks.error`, and a head of every layer becomes a head of one call. The error is |A - E|_op / |E|_op, the
+mean over these heads, where E is the output of exact attention in float64. The speed is the time of
+`scaled_dot_product_attention` in float32 divided by that of the method, the median over rounds in which the two
+alternate. MiniLM's heads have 32 dimensions. Most models have 64, so the inputs whose time is measured are padded with
+zeros to 64 (`--width`), which changes neither the scores nor the output.
+
+The budget of a method is what it costs in columns (`with_budget`). `auto` has a bound of the error instead. The first
+point is what one can do without a method: exact attention whose products are computed in bfloat16. A row is on the
+frontier if no other row is both faster and more accurate. DATA holds `text/books/*.txt.gz`; the default is $HEA_DATA or
+../shared/data.
+
+Duration: about 15 minutes on two idle cores. Expected: exact attention in bfloat16 about twice as fast at an error of
+.001, and `nearfar` on the frontier at every budget.
+"""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import torch
+import typer
+from torch import Tensor
+from torch.nn.functional import linear, pad, scaled_dot_product_attention
+from tqdm import tqdm
+
+import hf_efficient_attn as hea
+from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods, table
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation.timing import UNSTEADY, Timing, paired, use_threads
+from hf_efficient_attn.io.json import read_json_object, write_json
+from hf_efficient_attn.io.writing import check_picture, replacing
+from hf_efficient_attn.methods import MethodConfig, crossover
+from recipes.common import commands
+from recipes.common.inputs import minilm_activations
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+app = commands.new_app()
+
+# Without the papers' own sampling, whose errors are larger at the same cost.
+METHODS = ("auto", *(name for name in commands.METHODS if "draw=" not in name))
+BUDGETS = (64, 128, 256, 512, 1024)
+# The bounds of `auto`, which chooses the budgets itself.
+MAX_ERRORS = (0.05, 0.1, 0.2)
+_BFLOAT16 = "exact, bfloat16"
+# Queries of exact attention in bfloat16 that are computed at a time: their scores stay in the cache.
+_CHUNK_QUERIES = 256
+# Methods that are drawn in colours that people with colour blindness can tell apart (Okabe and Ito); others are grey.
+_COLORS = {
+    _BFLOAT16: "#000000",
+    "nearfar": "#d55e00",
+    "auto": "#cc79a7",
+    "kdeformer": "#0072b2",
+    "nystromformer": "#009e73",
+    "wildcat": "#e69f00",
+}
+_MARKERS = "osD^vP*X<>"
+# Smaller errors are drawn here.
+_SMALLEST = 5e-4
+
+
+class Inputs(NamedTuple):
+    """Query, key and value (1, heads, N, head_dim), and the factor of the scores."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+
+    def padded(self, width: int) -> "Inputs":
+        """The same with head dimensions of `width`: further ones are zero."""
+        return Inputs(*(pad(x, (0, width - x.shape[3])) for x in self[:3]), self.scale)
+
+
+class Point(NamedTuple):
+    """A method with a setting: a budget in columns or a bound of the error. Without a config exact in bfloat16."""
+
+    method: str
+    setting: str
+    config: MethodConfig | None
+
+
+def exact_bfloat16(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Exact attention with products in bfloat16, as (1, heads, N, Dv): some queries of a head at a time."""
+    out = torch.empty_like(value)
+    scaled, keys, values = (query * scale).bfloat16()[0], key.bfloat16()[0], value.bfloat16()[0]
+    for head, columns in enumerate(values.transpose(1, 2).contiguous()):
+        for start in range(0, query.shape[2], _CHUNK_QUERIES):
+            chunk = slice(start, start + _CHUNK_QUERIES)
+            # The softmax of bfloat16 computes its maximum and sum in float32.
+            weights = linear(scaled[head, chunk], keys[head]).softmax(1)
+            out[0, head, chunk] = linear(weights, columns)
+    return out
+
+
+def read_inputs(data: pathlib.Path, tokens: int, heads: int) -> Inputs:
+    """Heads of every layer of MiniLM, evenly spaced, as the heads of one call."""
+    found = minilm_activations(data, 1, tokens)
+    if found[0].query.shape[2] < tokens:
+        raise UnsupportedAttentionError(
+            f"the first book in {data} has fewer than {tokens} tokens: give a shorter length"
+        )
+    every = max(1, found[0].query.shape[1] // heads)
+    tensors = (
+        torch.cat([getattr(one, name)[:, ::every][:, :heads] for one in found], 1) for name in ("query", "key", "value")
+    )
+    return Inputs(*tensors, found[0].scale or found[0].query.shape[3] ** -0.5)
+
+
+def points(configs: Mapping[str, MethodConfig], budgets: Sequence[int]) -> list[Point]:
+    """Every method at every budget; one point for a method that has no budget, and bounds of the error for `auto`."""
+    found = [Point(_BFLOAT16, "", None)]
+    for label, config in configs.items():
+        if config.method == "auto":
+            sized = {f"bound {bound:g}": dataclasses.replace(config, max_error=bound) for bound in MAX_ERRORS}
+        else:
+            sized = {str(budget): config.with_budget(budget) for budget in budgets}
+        # The last setting of those with the same config.
+        settings = {one: setting if len(set(sized.values())) > 1 else "" for setting, one in sized.items()}
+        found += [Point(label, setting, one) for one, setting in settings.items()]
+    return found
+
+
+def call(point: Point, inputs: Inputs) -> Tensor:
+    """The output of a method, or of exact attention in bfloat16."""
+    if point.config is None:
+        return exact_bfloat16(*inputs)
+    return hea.attention(point.config, *inputs[:3], scale=inputs.scale)
+
+
+@torch.inference_mode()
+def measure(
+    groups: Sequence[Sequence[Point]], inputs: Inputs, width: int, rounds: int
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield the rows of each group, a method at all of its settings, when they are measured."""
+    wide = inputs.padded(width)
+    with tqdm(total=sum(map(len, groups)) * rounds, unit="call", disable=None, leave=False) as bar:
+        bar.set_description("exact")
+        truth = hea.analysis.exact_output(*inputs[:3], scale=inputs.scale)
+        for group in groups:
+            bar.set_description(group[0].method)
+            errors = [hea.analysis.relative_error(call(point, inputs), truth).operator.mean().item() for point in group]
+            works: dict[str, Callable[[], Any]] = {
+                point.setting: functools.partial(call, point, wide) for point in group
+            }
+            exact = functools.partial(scaled_dot_product_attention, *wide[:3], scale=wide.scale)
+            timings = paired(exact, works, rounds, bar)[1]
+            yield [
+                {"method": point.method, "setting": point.setting, "error": error, **timings[point.setting]._asdict()}
+                for point, error in zip(group, errors, strict=True)
+            ]
+
+
+def frontier(rows: Sequence[commands.Row]) -> list[commands.Row]:
+    """The rows to which no other is superior in both speed and error, fastest first."""
+    found: list[commands.Row] = []
+    for row in sorted(rows, key=lambda row: (-row["ratio"], row["error"])):
+        if not found or row["error"] < found[-1]["error"]:
+            found.append(row)
+    return found
+
+
+def draw(result: Mapping[str, Any]) -> "Figure":
+    """Error against speed, both logarithmic, with a line for each method and a thick grey line for the frontier."""
+    from matplotlib.figure import Figure
+
+    rows, about = result["rows"], result["about"]
+    figure = Figure(figsize=(8.5, 5), layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    best = frontier(rows)
+    axes.plot(
+        [row["ratio"] for row in best], _heights(best), color="0.85", linewidth=9, zorder=1,
+        solid_capstyle="round", solid_joinstyle="round", label="frontier",
+    )  # fmt: skip
+    for number, label in enumerate(dict.fromkeys(row["method"] for row in rows)):
+        own = [row for row in rows if row["method"] == label]
+        axes.plot(
+            [row["ratio"] for row in own], _heights(own), color=_COLORS.get(label, "0.55"),
+            marker=_MARKERS[number % len(_MARKERS)], markersize=5, linewidth=2 if label in _COLORS else 0.8,
+            zorder=3 if label in _COLORS else 2, label=label,
+        )  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlabel="times faster than exact attention", ylabel="relative error")
+    axes.grid(alpha=0.25, which="both")
+    axes.spines[["top", "right"]].set_visible(False)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: f"{value:g}")
+    figure.legend(loc="outside right upper", fontsize=7.5, frameon=False)
+    axes.set_title(f"Attention on {about['tokens']:,} tokens: to the right and down is better", fontsize=11, loc="left")
+    figure.supxlabel(f"MiniLM (BERT) on a novel, no training. {_machine(about)}.", fontsize=7.5, color="0.35")
+    return figure
+
+
+def _heights(rows: Sequence[commands.Row]) -> list[float]:
+    return [max(row["error"], _SMALLEST) for row in rows]
+
+
+def _machine(about: Mapping[str, Any]) -> str:
+    return f"{about['cpu']}, {about['threads']} threads, torch {about['torch']}"
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """Print the table in Markdown: the methods in their order, each from the smallest budget to the largest."""
+    rows, about = result["rows"], result["about"]
+    best = frontier(rows)
+    cells = [
+        (
+            row["method"], row["setting"], f"{row['ratio']:.2g}", f"{row['ratio_min']:.2g}..{row['ratio_max']:.2g}",
+            f"{row['error']:.2g}" if row["error"] < 0.01 else f"{row['error']:.3f}", "yes" if row in best else "",
+        )
+        for row in rows
+    ]  # fmt: skip
+    headers = ("attention", "columns or bound", "times faster", "min..max", "error", "on the frontier")
+    typer.echo(table(headers, cells))
+    typer.echo(
+        f"\n{about['tokens']:,} tokens, {about['heads']} of the heads of each layer, times with a head dimension of "
+        f"{about['width']}, medians of {about['rounds']} rounds. {_machine(about)}."
+    )
+    if any(Timing(*(row[name] for name in Timing._fields)).unsteady for row in rows):
+        typer.echo(UNSTEADY)
+
+
+def earlier(path: pathlib.Path, about: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of an interrupted run of the same measurement.
+
+    Raises:
+        UnsupportedAttentionError: the file is of another measurement or of another machine.
+    """
+    if not path.exists():
+        return []
+    result = read_json_object(path)
+    if result["about"] != about:
+        raise UnsupportedAttentionError(
+            f"{path} is of another measurement or machine: leave out --resume to replace it"
+        )
+    return list(result["rows"])
+
+
+@app.command(
+    epilog="Example: python -m recipes.benchmarks.tradeoff --tokens 4096 --method nearfar --output tradeoff.png"
+)
+def tradeoff(
+    output: Annotated[
+        pathlib.Path, typer.Option(metavar="FILE", help="The picture; the measurements go to a .json file beside it.")
+    ],
+    data: commands.Data = None,
+    tokens: Annotated[int, typer.Option(metavar="N", min=512, help="Tokens of the text.")] = 16384,
+    budget: commands.numbers_option("Budgets in columns", "64,128,256,512,1024") = [],  # noqa: B006 (typer copies it)
+    method: commands.methods_option("all, both near fields of kdeformer and hyperattention") = [],  # noqa: B006
+    setting: Settings = [],  # noqa: B006
+    heads: Annotated[int, typer.Option(metavar="N", min=1, max=12, help="Heads of each layer.")] = 1,
+    width: Annotated[
+        int, typer.Option(metavar="N", min=32, help="Head dimension of the inputs whose time is measured.")
+    ] = 64,
+    threads: commands.Threads = 2,
+    rounds: commands.Rounds = 3,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep what an interrupted run has measured.")] = False,
+    redraw: Annotated[bool, typer.Option("--redraw", help="Draw the measurements of an earlier run again.")] = False,
+) -> None:
+    """Measure and draw the error of the methods against their speed on a long text, at several budgets."""
+    check_picture(output)
+    if output.suffix == ".json":
+        raise UnsupportedAttentionError("--output names the picture, such as tradeoff.png")
+    measurements = output.with_suffix(".json")
+    if redraw:
+        result = read_json_object(measurements)
+    else:
+        wanted = points(parse_methods(method or METHODS, setting), parse_lengths(budget) or BUDGETS)
+        about = {
+            "tokens": tokens, "heads": heads, "width": width, "threads": threads, "rounds": rounds,
+            "cpu": crossover.processor_name(), "torch": torch.__version__,
+        }  # fmt: skip
+        result = {"about": about, "rows": earlier(measurements, about) if resume else []}
+        done = {row["method"] for row in result["rows"]}
+        groups = [[one for one in wanted if one.method == label] for label in dict.fromkeys(p.method for p in wanted)]
+        groups = [group for group in groups if group[0].method not in done]
+        with use_threads(threads):
+            for rows in measure(groups, read_inputs(commands.data_folder(data), tokens, heads), width, rounds):
+                result["rows"] += rows
+                with replacing(measurements) as draft:
+                    write_json(draft, result)
+    with replacing(output) as draft:
+        draw(result).savefig(draft, dpi=200)
+    show(result)
+    typer.echo(f"\nWritten: {output}, {measurements}")
+
+
+if __name__ == "__main__":
+    main_of(app, "python -m recipes.benchmarks.tradeoff")
