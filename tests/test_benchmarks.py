@@ -277,7 +277,7 @@ def test_ranks_of_a_search():
     assert tasks.ranks(questions, paragraphs, torch.tensor([0, 0, 1])).tolist() == [1, 3, 2]
 
 
-@pytest.mark.parametrize("task", ["search", "images"])
+@pytest.mark.parametrize("task", ["search", "states", "images"])
 def test_tasks_name_the_missing_data(task, capsys):
     assert cli.run(tasks.app, [task, "--data", "no/such/folder"], "tasks") == 2
     assert "HEA_DATA" in capsys.readouterr().err
@@ -292,6 +292,25 @@ def test_search_with_exact_attention_has_the_known_scores(data, tmp_path):
     assert float(exact["recall@1"]) == pytest.approx(0.887, abs=0.001)
     assert float(exact["mrr"]) == pytest.approx(0.930, abs=0.001)
     assert float(ours["recall@1"]) > 0.86
+
+
+@needs_minilm
+def test_errors_of_last_hidden_states(data, tmp_path):
+    """Beyond the 512 positions of the model, with more error for less budget."""
+    arguments = [
+        "states",
+        "--data",
+        str(data),
+        "--tokens",
+        "520",
+        "--inputs",
+        "1",
+        "--csv",
+        str(tmp_path / "states.csv"),
+    ]
+    assert cli.run(tasks.app, [*arguments, "--method", "longformer", "--budget", "32,128"], "tasks") == 0
+    exact, coarse, fine = (float(row["error"]) for row in read_csv(tmp_path / "states.csv"))
+    assert exact == 0 < fine < coarse < 1
 
 
 def test_errors_of_default_hyperparameters(monkeypatch, capsys, tmp_path):

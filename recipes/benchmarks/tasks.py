@@ -2,17 +2,19 @@
 
     python -m recipes.benchmarks.tasks search --data DATA      (MiniLM on XQuAD: which of 240 paragraphs answers?)
     python -m recipes.benchmarks.tasks search --data DATA --unit article --tokens 8192   (which of 48 whole articles?)
+    python -m recipes.benchmarks.tasks states --data DATA --budget 512  (MiniLM's last hidden states on 8,192 tokens)
     python -m recipes.benchmarks.tasks images --data DATA      (DeiT-tiny on a photograph of each ImageNet class)
     python -m recipes.benchmarks.tasks classify MODEL PICTURES --layers t2t.0,t2t.1      (any image classifier)
 
 `search` embeds every question and every paragraph of XQuAD (English) with MiniLM, mean-pooled over up to 512 tokens.
 recall@1 is the share of the 1,190 questions whose own paragraph has the highest cosine similarity of all 240. MRR is
 the mean reciprocal rank of the own paragraph. With `--unit article` the texts are the articles, the paragraphs of each
-joined. For `--tokens` above 512 the position table is repeated. `images` measures top-1, the share of photographs that
-are classified correctly. `classify` does the same for other checkpoints, pictures and layers. Its "as exact" is the
-share of pictures with the same class as with exact attention, and "faster" is the time of all pictures with exact
-attention divided by that with the method. DATA holds `squad/xquad.en.json.gz`, `models/deit-tiny-imagenet` and
-`images/imagenet1k-sample-*.zip`. The default is $HEA_DATA or ../shared/data.
+joined. For `--tokens` above 512 the position table is repeated. `states` measures the last hidden states S of novels
+against those of exact attention, E: |S - E| / |E| in the Frobenius norm. `images` measures top-1, the share of
+photographs that are classified correctly. `classify` does the same for other checkpoints, pictures and layers. Its "as
+exact" is the share of pictures with the same class as with exact attention, and "faster" is the time of all pictures
+with exact attention divided by that with the method. DATA holds `squad/xquad.en.json.gz`, `text/books`,
+`models/deit-tiny-imagenet` and `images/imagenet1k-sample-*.zip`. The default is $HEA_DATA or ../shared/data.
 
 Duration: 1.5 minutes on one core for exact attention on the thousand photographs, and more for all methods. Expected
 with exact attention: recall@1 .887 of paragraphs, and of articles .839 (.732 if cut at 256 tokens); top-1 .783 on the
@@ -22,6 +24,7 @@ squares have .804 at 224 pixels, whole pictures resized to squares .783.
 
 import json
 import pathlib
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -51,7 +54,7 @@ from recipes.common.data.image_classes import class_indices
 from recipes.common.data.image_tensors import Evaluation, Norm, preprocessor_settings
 from recipes.common.data.images import EVAL_SPLITS, load, pick
 from recipes.common.image_models import for_length
-from recipes.common.inputs import MINILM_TOKENS, xquad_articles
+from recipes.common.inputs import MINILM_TOKENS, book_tokens, xquad_articles
 
 app = commands.new_app(no_args_is_help=True)
 
@@ -73,6 +76,11 @@ def xquad(data: pathlib.Path, unit: str = "paragraph") -> tuple[list[str], list[
     ]
     joined = [" ".join(paragraph["context"] for paragraph in paragraphs) for paragraphs in texts]
     return joined, [question for question, _ in questions], torch.tensor([i for _, i in questions])
+
+
+def long_minilm(tokens: int) -> PreTrainedModel:
+    """MiniLM, its position table repeated for more than 512 tokens."""
+    return hea.extend_positions(BertModel.from_pretrained(minilm_folder()), max(tokens, MINILM_TOKENS))
 
 
 @torch.inference_mode()
@@ -223,11 +231,37 @@ def search(
         found = ranks(embed(model, tokenizer, questions, bar), embed(model, tokenizer, texts, bar, tokens), own)
         return {"recall@1": (found == 1).double().mean().item(), "mrr": (1 / found).mean().item()}
 
-    def load() -> PreTrainedModel:
-        return hea.extend_positions(BertModel.from_pretrained(minilm_folder()), max(tokens, MINILM_TOKENS))
-
-    rows = run(load, wanted, len(texts) + len(questions), evaluate)
+    rows = run(lambda: long_minilm(tokens), wanted, len(texts) + len(questions), evaluate)
     show(rows, csv, f"MiniLM, {len(questions)} questions, {len(texts)} {unit}s, up to {tokens} tokens; no training.")
+
+
+@app.command(epilog="Example: python -m recipes.benchmarks.tasks states --method nearfar --budget 512")
+def states(
+    data: commands.Data = None,
+    budget: Budget = [],  # noqa: B006 (typer copies it)
+    method: Method = [],  # noqa: B006
+    setting: Settings = [],  # noqa: B006
+    tokens: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens of each book.")] = 8192,
+    inputs: Annotated[int, typer.Option(metavar="N", min=1, help="Number of books.")] = 2,
+    csv: commands.Csv = None,
+) -> None:
+    """Measure the error of MiniLM's last hidden states on novels, through all of its layers."""
+    commands.check_outputs(csv, None)
+    wanted = settings_of(method, setting, budget)
+    texts, exact = book_tokens(commands.data_folder(data), inputs, tokens), list[Tensor]()
+
+    @torch.inference_mode()
+    def evaluate(model: BertModel, bar: tqdm) -> dict[str, float]:
+        found = []
+        for ids in texts:
+            found.append(model(input_ids=ids).last_hidden_state.double())
+            bar.update()
+        exact[:] = exact or found  # exact attention runs first
+        errors = [hea.analysis.relative_error(one, truth) for one, truth in zip(found, exact, strict=True)]
+        return {"error": statistics.fmean(error.frobenius.item() for error in errors)}
+
+    rows = run(lambda: long_minilm(tokens), wanted, len(texts), evaluate)
+    show(rows, csv, f"MiniLM's last hidden states, {len(texts)} books of {tokens} tokens, Frobenius norm; no training.")
 
 
 @app.command(epilog="Example: python -m recipes.benchmarks.tasks images --pixels 512 --budget 256")

@@ -76,12 +76,8 @@ def capture(load: Callable[[str], nn.Module], forward: Callable[[nn.Module], Any
     return found
 
 
-def minilm_activations(data: pathlib.Path, count: int, length: int = MINILM_TOKENS) -> list[Activation]:
-    """Activations of MiniLM on `length` tokens from each of `count` books.
-
-    Longer sequences than the 512 tokens that MiniLM was trained with are made of windows of 512 tokens: each window is
-    run on its own, and the queries, keys and values are concatenated.
-    """
+def book_tokens(data: pathlib.Path, count: int, length: int) -> list[Tensor]:
+    """The tokens (1, `length`) of MiniLM's tokenizer from each of `count` books."""
     books = sorted(existing(data / "text" / "books", "books").glob("*.txt.gz"))
     if not books:
         raise UnsupportedAttentionError(f"no books in {data / 'text' / 'books'}: the folder must hold *.txt.gz files")
@@ -91,7 +87,18 @@ def minilm_activations(data: pathlib.Path, count: int, length: int = MINILM_TOKE
         # Skip the title page and the table of contents.
         with gzip.open(book, "rt", encoding="utf-8") as file:
             text = file.read()[9000 : 9000 + 40 * length]
-        ids = tokenizer(text, truncation=True, max_length=length, return_tensors="pt")["input_ids"]
+        found.append(tokenizer(text, truncation=True, max_length=length, return_tensors="pt")["input_ids"])
+    return found
+
+
+def minilm_activations(data: pathlib.Path, count: int, length: int = MINILM_TOKENS) -> list[Activation]:
+    """Activations of MiniLM on `length` tokens from each of `count` books.
+
+    Longer sequences than the 512 tokens that MiniLM was trained with are made of windows of 512 tokens: each window is
+    run on its own, and the queries, keys and values are concatenated.
+    """
+    found = []
+    for ids in book_tokens(data, count, length):
         windows = [
             capture(
                 lambda name: BertModel.from_pretrained(minilm_folder(), attn_implementation=name),
