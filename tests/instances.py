@@ -94,7 +94,7 @@ class Instance:
 
 
 def _near_far(method: str, data_dependent: bool = False, **options) -> Instance:
-    """The default near field, "auto", means "window" in the causal form and "lsh" otherwise."""
+    """The default near field, "auto", means "window" in the causal form and a choice by head otherwise."""
     return Instance(
         method,
         {"block_size": 16, "num_samples": 24, **options},
@@ -340,12 +340,12 @@ AT_LENGTH = {"approx_kmv": {"num_samples": 256}}
 
 def forms() -> list[tuple[Instance, bool]]:
     """Every instance with every supported value of `is_causal`, without those that equal another instance."""
-    # The bidirectional form with "lsh" is that of the default.
+    # The causal form with a window is that of the default.
     return [
         (instance, is_causal)
         for instance in INSTANCES
         for is_causal in instance.forms
-        if is_causal or instance.hyperparameters.get("near_field") != "lsh"
+        if not is_causal or instance.hyperparameters.get("near_field") != "window"
     ]
 
 

@@ -163,13 +163,14 @@ def test_near_field_of_a_hash_holds_similar_tokens():
     centres = 100.0 * torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
     cluster = torch.arange(32) % 4
     points = (centres[cluster] + normal(32, 2))[None, None]
-    found = analysis.near_field_pairs(hea.KDEformerConfig(block_size=8, num_hashes=12), points, points)
+    config = hea.KDEformerConfig(block_size=8, num_hashes=12, near_field="lsh")
+    found = analysis.near_field_pairs(config, points, points)
     assert found.sum(3).flatten().tolist() == [8] * 32
     assert found[0, 0][cluster[:, None] == cluster].float().mean() > 0.95
 
 
 @pytest.mark.parametrize("config_class", [hea.KDEformerConfig, hea.HyperAttentionConfig])
-@pytest.mark.parametrize("near_field", ["lsh", "window"])
+@pytest.mark.parametrize("near_field", ["lsh", "window", "auto"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_near_field_is_what_the_method_computes_without_samples(config_class, near_field, causal):
     config = config_class(block_size=6, num_samples=0, near_field=near_field)
@@ -198,7 +199,7 @@ def test_residual_has_a_lower_stable_rank():
     points = 4.0 * torch.eye(8).repeat_interleave(8, 0)[None, None]
     options = {"scale": 0.5}
     before = analysis.stable_rank(analysis.softmax_matrix(points, points, **options)).item()
-    config = hea.KDEformerConfig(block_size=8, num_hashes=20)
+    config = hea.KDEformerConfig(block_size=8, num_hashes=20, near_field="lsh")
     after = analysis.stable_rank(analysis.residual_matrix(config, points, points, **options)).item()
     assert before == pytest.approx(8.0, rel=0.1)
     assert after < before

@@ -662,7 +662,7 @@ MASKED = torch.arange(90) < torch.tensor([[90], [61]])
 @pytest.mark.parametrize("independent", [False, True])
 @pytest.mark.parametrize("mask", [None, MASKED], ids=["", "masked"])
 @pytest.mark.parametrize("length", [90, 35])
-@pytest.mark.parametrize("near_field", ["lsh", "window"])
+@pytest.mark.parametrize("near_field", ["lsh", "window", "auto"])
 def test_a_plan_counts_no_pair_twice_and_no_masked_key(near_field, length, mask, independent):
     (query, key, value), near, far = plan(near_field, length, mask, independent=independent)
     weights = near_far.dense_log_weights(near, far, length, 90)
@@ -695,7 +695,7 @@ def test_the_near_field_is_close_by_position_or_by_hash(near_field):
 
 
 @pytest.mark.parametrize("mask", [None, MASKED], ids=["", "masked"])
-@pytest.mark.parametrize("near_field", ["lsh", "window"])
+@pytest.mark.parametrize("near_field", ["lsh", "window", "auto"])
 def test_probes_of_all_queries_are_the_norms_of_the_residual(near_field, mask):
     """With as many probes as queries the estimate is exactly the squared column norms of D^-1 A_res."""
     (query, key, _), near, far = plan(near_field, mask=mask)
@@ -713,7 +713,7 @@ def test_probes_of_all_queries_are_the_norms_of_the_residual(near_field, mask):
 
 
 @pytest.mark.parametrize("mask", [None, MASKED], ids=["", "masked"])
-@pytest.mark.parametrize("near_field", ["lsh", "window"])
+@pytest.mark.parametrize("near_field", ["lsh", "window", "auto"])
 def test_groups_of_blocks_partition_the_queries(near_field, mask):
     """Group sizes differ by at most one block, and each valid query is in one group. Some groups may be empty."""
     _, near, _ = plan(near_field, mask=mask)
@@ -733,7 +733,7 @@ def test_groups_of_blocks_partition_the_queries(near_field, mask):
 
 
 @pytest.mark.parametrize("mask", [None, MASKED], ids=["", "masked"])
-@pytest.mark.parametrize("near_field", ["lsh", "window"])
+@pytest.mark.parametrize("near_field", ["lsh", "window", "auto"])
 def test_probes_of_a_group_are_queries_of_its_blocks(near_field, mask):
     """If all queries of a group are probes, the estimate is that of its rows of D^-1 A_res, scaled to all queries."""
     (query, key, _), near, far = plan(near_field, mask=mask)
@@ -913,7 +913,7 @@ def test_grouped_attention_is_attention(block_q, num_blocks, block_k, head_dim, 
     torch.testing.assert_close(got.transpose(0, 1)[None], expected)
 
 
-@pytest.mark.parametrize("near_field", ["lsh", "window"])
+@pytest.mark.parametrize("near_field", ["lsh", "window", "auto"])
 @pytest.mark.parametrize("length", [301, 1100])
 def test_both_cpu_paths_agree(near_field, length, monkeypatch):
     """With oneDNN and without it. The processor and the number of threads determine which one is used."""

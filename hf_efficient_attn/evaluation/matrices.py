@@ -63,12 +63,13 @@ def near_field_pairs(
     *,
     attention_mask: Tensor | None = None,
     is_causal: bool = False,
+    scale: float | None = None,
     seed: int = 0,
 ) -> Tensor:
     """The pairs that a method computes exactly: 1{H(q_i) = H(k_j)} of KDEformer's Eq. 10, or a window.
 
     They are the non-zero weights of the method's naive form without its samples, which follows the same plan as the
-    fast form. All scores are 0 there, so that no weight underflows.
+    fast form. All scores are 0 there, so that no weight underflows, unless the scores decide which pairs are near.
 
     Args:
         method_or_config: a method whose near field is a set of pairs: one with `block_size` or `window_size`.
@@ -76,6 +77,7 @@ def near_field_pairs(
         key: (B, H_kv, Nk, D); H_kv divides H.
         attention_mask: bool (B, Nk), True = attend.
         is_causal: as in `softmax_matrix`.
+        scale: factor of the scores; 1/sqrt(D) by default. It has an effect with `near_field="auto"` only.
         seed: as in `hea.attention`: it is added to the seed of the config.
 
     Returns:
@@ -95,13 +97,16 @@ def near_field_pairs(
         )
     if "num_samples" in fields:
         config = make_config(config, num_samples=0)
+    grouped = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    used_scale = 0.0
+    if getattr(config, "near_field", None) == "auto" and not is_causal:
+        query, key, used_scale = _without_underflow(query, key, attention_mask, scale)
     # With one unit vector as each value, the output is the matrix of weights.
     units = torch.eye(key.shape[2], dtype=query.dtype, device=query.device).expand(*key.shape[:2], -1, -1)
     weights = naive_attention(
-        config, query, key, units, attention_mask=attention_mask, is_causal=is_causal, scale=0.0, seed=seed
+        config, query, key, units, attention_mask=attention_mask, is_causal=is_causal, scale=used_scale, seed=seed
     )
     pairs = weights > 0
-    grouped = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
     if torch.equal(pairs, allowed_pairs(query, grouped, attention_mask, is_causal).expand_as(pairs)):
         raise UnsupportedAttentionError(
             f"{config.method}: its near field contains all pairs or cannot be separated from its far field, so that "
@@ -109,6 +114,22 @@ def near_field_pairs(
             f"{', '.join(_near_field_methods())}"
         )
     return pairs
+
+
+def _without_underflow(
+    query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor, float]:
+    """Queries, keys and a scale that is so small, if necessary, that no softmax weight underflows."""
+    if query.dtype == torch.float32:
+        # The hash of a token is the same in float64, but not in float32 if the token is float16.
+        query, key = query.double(), key.double()
+    sizes = torch.linalg.vector_norm(key.double(), dim=3)
+    if mask is not None:
+        sizes = sizes.masked_fill(~mask[:, None], 0.0)
+    spread = 2.0 * (sizes.amax() * torch.linalg.vector_norm(query.double(), dim=3).amax()).item()
+    most = max(1.0, -math.log(torch.finfo(query.dtype).tiny) - math.log(key.shape[2]))
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    return query, key, scale if abs(scale) * spread <= most else math.copysign(most / spread, scale)
 
 
 def _near_field_methods() -> list[str]:
@@ -152,7 +173,7 @@ def residual_matrix(
         UnsupportedAttentionError: as `softmax_matrix` and `near_field_pairs`.
     """
     pairs = near_field_pairs(
-        method_or_config, query, key, attention_mask=attention_mask, is_causal=is_causal, seed=seed
+        method_or_config, query, key, attention_mask=attention_mask, is_causal=is_causal, scale=scale, seed=seed
     )
     weights = softmax_matrix(query, key, attention_mask=attention_mask, is_causal=is_causal, scale=scale)
     return weights.masked_fill_(pairs, 0.0)

@@ -4,7 +4,7 @@ The near field computes blocks of hashed queries and keys exactly. The far field
 where a key is sampled by the estimated norm of its column of the attention matrix. The code follows these equations:
 
 - Near field, A_spar of Eq. 10: blocks of equal size in the Gray order of an angular hash (Appendix A). `plan_lsh` in
-  `hf_efficient_attn.ops.near_far` chooses them. The paper pairs the b-th block of queries with the b-th block of keys.
+  `hf_efficient_attn.ops.near_field` chooses them. The paper pairs the b-th block of queries with the b-th block of keys.
   Here the hash of the middle query of a block determines its keys.
 - Far field, A_res = A - A_spar: m keys. Key j is sampled with a probability proportional to the squared norm of column
   j of D^-1 A_res plus gamma |v_j|^2, where the power method gives gamma = 1 / |V|_op^2 (Algorithm 1, lines 2 and 5;
@@ -16,6 +16,9 @@ where a key is sampled by the estimated norm of its column of the attention matr
 
 Departures from the paper:
 
+- A head has a window in place of the hash blocks where the exact rows of 32 queries show that the window holds more of
+  their weight (`near_field="auto"`, the default). On MiniLM with 512 tokens and budget 128 the error is .28 with the
+  hash, .15 with a window and .15 with this choice. On DeiT-tiny with 1,025 tokens and budget 128 it is .20, .19, .18.
 - Each block of neighbouring queries draws its own m keys, by norms over its own group of neighbouring blocks
   (`score_groups`). Algorithm 1 has one draw for all queries (`columns="all"`). A draw per block costs little, because
   the sampled keys are gathered for each block anyway. It adapts the keys to the queries, and the independent errors of

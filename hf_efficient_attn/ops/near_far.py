@@ -1,9 +1,9 @@
 """An exact near field and a far field of sampled keys, in the bidirectional form.
 
 The queries are cut into blocks, in the order of a hash or in the order of their positions. Each block attends exactly
-to one block of `block_size` keys in the same kind of order, its near field, and to sampled keys outside of it, its far
-field. Both share one softmax. `NearField` and `FarField` are the plan. It is computed without a gradient, and
-`dense_log_weights`, the readable form, is computed from the same plan.
+to one block of `block_size` keys in the same kind of order, its near field (`hf_efficient_attn.ops.near_field`), and to
+sampled keys outside of it, its far field. Both share one softmax. `NearField` and `FarField` are the plan. It is
+computed without a gradient, and `dense_log_weights`, the readable form, is computed from the same plan.
 
 A sorted index counts the keys (or queries) in the order of the plan; a position counts them in the sequence.
 """
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take, valid_first
+from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take
 from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.hashing import angular_hash, hyperplanes, matching_block_starts, sort_by_hash
+from hf_efficient_attn.ops.near_field import NearField, NearFieldOptions, near_keys, plan_near_field
 from hf_efficient_attn.ops.onednn import grouped_attention, use_grouped
 from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
 from hf_efficient_attn.ops.random import offsets, uniform
@@ -70,37 +70,6 @@ class SamplingOptions(NamedTuple):
     shared: bool = False
 
 
-class NearFieldOptions(NamedTuple):
-    """Which near field: "lsh" or "window", the keys of a block, and the hyperplanes of the hash."""
-
-    near_field: str
-    block_size: int
-    num_hashes: int
-
-
-class NearField(NamedTuple):
-    """The block of keys of each of T blocks of queries.
-
-    Attributes:
-        query_order: int64 (BH, Nq), the query at each sorted index, or None if queries are in the order of positions.
-        key_order: int64 (BH, Nk), the key at each sorted index, valid keys first, or None likewise.
-        start: int64 (BH, T), the sorted index at which the block of keys starts.
-        block_q: queries of a block.
-        block_k: keys of a block.
-        num_keys: number of valid keys, int64 (BH, 1) or an integer.
-        num_queries: number of valid queries, likewise. Masked queries are known only if queries and keys are the same
-            tokens.
-    """
-
-    query_order: Tensor | None
-    key_order: Tensor | None
-    start: Tensor
-    block_q: int
-    block_k: int
-    num_keys: Tensor | int
-    num_queries: Tensor | int
-
-
 class FarField(NamedTuple):
     """The sampled keys of each of S samples; S is the number of blocks of queries, or 1 if all share one sample.
 
@@ -111,58 +80,6 @@ class FarField(NamedTuple):
 
     sorted_index: Tensor
     log_weight: Tensor
-
-
-def plan_window(query: Tensor, key: Tensor, block_k: int, key_mask: Tensor | None) -> NearField:
-    """Blocks of `block_k` keys centered on blocks of block_k / 2 queries and moved inwards at the ends.
-
-    A mask removes the masked keys from the order, and the same queries if there are as many queries as keys.
-
-    Args:
-        query: (BH, Nq, D).
-        key: (BH, Nk, D).
-        block_k: keys of a block.
-        key_mask: bool (BH, Nk), True for valid keys, or None.
-    """
-    q_len, kv_len, block_q = query.shape[1], key.shape[1], max(1, block_k // 2)
-    num_blocks = ceil_div(q_len, block_q)
-    first = torch.arange(num_blocks, device=query.device) * block_q - (block_k - block_q) // 2
-    if key_mask is None:
-        start = first.clamp(0, kv_len - block_k).expand(query.shape[0], -1)
-        return NearField(None, None, start, block_q, block_k, kv_len, q_len)
-    num_keys = key_mask.sum(1, keepdim=True)
-    order = valid_first(key_mask)
-    start = torch.minimum(first.clamp(min=0), (num_keys - block_k).clamp(min=0))
-    if q_len == kv_len:
-        return NearField(order, order, start, block_q, block_k, num_keys, num_keys)
-    return NearField(None, order, start, block_q, block_k, num_keys, q_len)
-
-
-def plan_lsh(
-    query: Tensor, key: Tensor, block_size: int, key_mask: Tensor | None, num_hashes: int, seed: int | Tensor
-) -> NearField:
-    """Blocks of queries and blocks of keys in hash order (Zandieh et al. 2023, Appendix A).
-
-    Queries and keys are sorted by the same hash (Definition A.3), and the queries are cut into equal blocks. The paper
-    pairs the b-th block of queries with the b-th block of keys; see `matching_block_starts` for the departure.
-
-    Args:
-        query: (BH, Nq, D).
-        key: (BH, Nk, D).
-        block_size: queries of a block and keys of a block.
-        key_mask: bool (BH, Nk), True for valid keys, or None. It also masks the queries if there are as many.
-        num_hashes: hyperplanes of the hash.
-        seed: seed of the hyperplanes.
-    """
-    q_len, kv_len = query.shape[1], key.shape[1]
-    planes = hyperplanes(query.shape[2], num_hashes, seed, query.device)
-    query_mask = key_mask if q_len == kv_len else None
-    query_order, query_codes = sort_by_hash(angular_hash(query, planes), query_mask)
-    key_order, key_codes = sort_by_hash(angular_hash(key, planes), key_mask)
-    num_keys = kv_len if key_mask is None else key_mask.sum(1, keepdim=True)
-    num_queries = q_len if query_mask is None else num_keys
-    start = matching_block_starts(query_codes, key_codes, num_queries, num_keys, block_size, block_size)
-    return NearField(query_order, key_order, start, block_size, block_size, num_keys, num_queries)
 
 
 def query_groups(near: NearField, groups: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -214,7 +131,7 @@ def probe_scores(
     index = stratified_ranks(per_group, count.unsqueeze(2), offset.reshape(-1, 1, 1)) + first.unsqueeze(2)
     last = torch.as_tensor(near.num_queries - 1, device=index.device).clamp(min=0)
     index = torch.minimum(index.flatten(1), last)
-    start = near.start.gather(1, index // near.block_q)
+    excluded = near_keys(near, index)
     if near.query_order is not None:
         index = near.query_order.gather(1, index)
     scores = (take(query, index).to(acc_dtype) * options.scale) @ key.to(acc_dtype).transpose(1, 2)
@@ -223,10 +140,7 @@ def probe_scores(
     # The softmax is NaN only without a single valid key. Then no key has a score.
     weights = scores.softmax(-1)
     weights = weights if key_mask is None else weights.nan_to_num(0.0)
-    near_keys = start[:, :, None] + torch.arange(near.block_k, device=key.device)
-    if near.key_order is not None:
-        near_keys = near.key_order.gather(1, near_keys.flatten(1)).view_as(near_keys)
-    weights = weights.scatter_(2, near_keys, 0.0)
+    weights = weights.scatter_(2, excluded, 0.0)
     norms: Tensor = weights.square_().unflatten(1, (options.groups, per_group)).sum(2)
     if isinstance(near.num_queries, int):
         return norms * (near.num_queries / per_group)
@@ -266,7 +180,7 @@ def density_scores(
         (BH, Nk), by position.
     """
     out = torch.zeros(key.shape[:2], dtype=torch.float64, device=key.device)
-    near_keys = near.start[:, :, None] + torch.arange(near.block_k, device=key.device)
+    block_keys = near.start[:, :, None] + torch.arange(near.block_k, device=key.device)
     position = torch.arange(query.shape[1], device=key.device)
     for a in range(key.shape[0]):
         valid = torch.ones_like(out[a], dtype=torch.bool) if key_mask is None else key_mask[a]
@@ -277,14 +191,14 @@ def density_scores(
         log_norms, log_sums = norms(queries[valid_query], keys[valid], seed)
         logs = torch.full_like(queries[:, 0], -torch.inf).masked_scatter(valid_query, -2.0 * log_sums)
         order = position if near.query_order is None else near.query_order[a]
-        index = near_keys[a] if near.key_order is None else near.key_order[a][near_keys[a]]
+        index = block_keys[a] if near.key_order is None else near.key_order[a][block_keys[a]]
         blocks = pad(order, (0, index.shape[0] * near.block_q - len(order)), value=-1).view(-1, near.block_q)
         near_norms = torch.zeros_like(out[a])
         for some in range(0, len(blocks), _BLOCKS):
-            block_queries, block_keys = blocks[some : some + _BLOCKS], index[some : some + _BLOCKS]
-            weight = logs[block_queries].masked_fill(block_queries < 0, -torch.inf)
-            pairs = 2.0 * queries[block_queries] @ keys[block_keys].transpose(1, 2) + weight[:, :, None]
-            near_norms.index_add_(0, block_keys.flatten(), pairs.exp().sum(1).flatten())
+            of_queries, of_keys = blocks[some : some + _BLOCKS], index[some : some + _BLOCKS]
+            weight = logs[of_queries].masked_fill(of_queries < 0, -torch.inf)
+            pairs = 2.0 * queries[of_queries] @ keys[of_keys].transpose(1, 2) + weight[:, :, None]
+            near_norms.index_add_(0, of_keys.flatten(), pairs.exp().sum(1).flatten())
         out[a, valid] = (log_norms.exp() - near_norms[valid]).clamp(min=0.0)
     return out.to(accumulation_dtype(query.dtype))
 
@@ -416,10 +330,7 @@ def make_plan(
     with torch.no_grad():
         num_samples, seed, device = options.num_samples, options.seed, query.device
         num_heads = query.shape[0] // options.batch
-        if near_options.near_field == "lsh":
-            near = plan_lsh(query, key, near_options.block_size, key_mask, near_options.num_hashes, seed)
-        else:
-            near = plan_window(query, key, near_options.block_size, key_mask)
+        near = plan_near_field(query, key, key_mask, near_options, scale=options.scale, seed=seed, batch=options.batch)
         probe_offset, offset = (offsets(num_heads, seed, s, device).repeat(options.batch) for s in (11, 12))
         one_group = options.shared or options.scores != "probe"
         options = options._replace(groups=1 if one_group else min(options.groups, options.num_probes))

@@ -14,6 +14,7 @@ from hf_efficient_attn.methods._shared.registry import AttentionOptions
 from hf_efficient_attn.ops import causal, near_far
 from hf_efficient_attn.ops.blocks import inverse, take, valid_first
 from hf_efficient_attn.ops.exact import exact_attention, exact_decode
+from hf_efficient_attn.ops.near_field import NearField, NearFieldOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,8 @@ class SampledKeysConfig(MethodConfig):
     near_field: str = option(
         "auto",
         "'lsh': blocks of an angular hash, as in the paper (causal: the window and blocks of earlier hashed keys). "
-        "'window': the neighbours by position. 'auto': 'window' in the causal form and 'lsh' otherwise.",
+        "'window': the neighbours by position. 'auto': for each head whichever leaves less to the far field in the "
+        "exact rows of 32 queries; 'window' in the causal form.",
         choices=("auto", "lsh", "window"),
     )
     draw: str = option(
@@ -104,10 +106,9 @@ def _plan_bidirectional(
     value: Tensor,
     key_mask: Tensor | None,
     sampling: near_far.SamplingOptions,
-) -> tuple[near_far.NearField, near_far.FarField]:
+) -> tuple[NearField, near_far.FarField]:
     """The near and the far field of (BH, N, D) inputs."""
-    near_field = "lsh" if config.near_field == "auto" else config.near_field
-    near_options = near_far.NearFieldOptions(near_field, config.block_size, config.num_hashes)
+    near_options = NearFieldOptions(config.near_field, config.block_size, config.num_hashes)
     return near_far.make_plan(query, key, value, key_mask, near_options, sampling)
 
 
