@@ -4,8 +4,8 @@ The near field computes blocks of hashed queries and keys exactly. The far field
 where a key is sampled by the estimated norm of its column of the attention matrix. The code follows these equations:
 
 - Near field, A_spar of Eq. 10: blocks of equal size in the Gray order of an angular hash (Appendix A). `plan_lsh` in
-  `hf_efficient_attn.ops.near_field` chooses them. The paper pairs the b-th block of queries with the b-th block of keys.
-  Here the hash of the middle query of a block determines its keys.
+  `hf_efficient_attn.ops.near_field` chooses them. The paper pairs the b-th block of queries with the b-th block of
+  keys. Here the hash of the middle query of a block determines its keys.
 - Far field, A_res = A - A_spar: m keys. Key j is sampled with a probability proportional to the squared norm of column
   j of D^-1 A_res plus gamma |v_j|^2, where the power method gives gamma = 1 / |V|_op^2 (Algorithm 1, lines 2 and 5;
   Algorithm 3, line 3). A sampled key has weight 0 for the queries whose near field contains it.
