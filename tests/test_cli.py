@@ -270,17 +270,17 @@ def test_demo_measures(monkeypatch, tmp_path, capsys):
     assert err == ""  # no progress bars, since stderr is not a terminal
     result = json.loads(out)
     measured = {(row["attention"], row["length"]): row for row in result["measurements"]}
-    assert set(measured) == {(name, n) for name in ("sdpa", "auto", "nearfar", "kdeformer") for n in (512, 1024)}
-    assert measured["kdeformer", 512]["error"] < 1e-5  # within the budget it is exact
-    assert measured["kdeformer", 512]["agreement"] > 0.99999
-    assert measured["auto", 1024]["error"] < 1e-5  # below the built-in crossover
-    assert 0.01 < measured["nearfar", 1024]["error"] < measured["kdeformer", 1024]["error"] < 1.0
+    assert set(measured) == {(name, n) for name in ("sdpa", "auto", "nearfar") for n in (512, 1024)}
+    for n in (512, 1024):
+        assert measured["auto", n]["error"] < 1e-5  # below the built-in crossover
+        assert measured["auto", n]["agreement"] > 0.99999
+        assert 0.01 < measured["nearfar", n]["error"] < 0.2
     assert all(row["seconds"] > 0 and -1.0001 <= row["agreement"] <= 1.0001 for row in measured.values())
     searches = {entry["attention"]: entry for entry in result["search"]}
-    assert set(searches) == {"auto", "nearfar", "kdeformer", "sdpa, first 512 tokens"}
+    assert set(searches) == {"auto", "nearfar", "sdpa, first 512 tokens"}
     assert all(entry["topics"] == 6 and entry["tokens"] <= 1024 for entry in searches.values())
-    assert searches["kdeformer"]["same_first"] >= 14
-    assert len(result["summary"]) == 3
+    assert searches["auto"]["same_first"] == 20 and searches["nearfar"]["same_first"] >= 16
+    assert len(result["summary"]) == 2
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert list(tmp_path.iterdir()) == [picture]
 
@@ -303,8 +303,9 @@ def test_default_methods():
             options = {"is_causal": is_causal, "is_rectangular": is_rectangular}
             names = defaults.default_methods(purpose="calibrate", **options)
             compared = defaults.default_methods(purpose="compare", **options)
-            assert names and compared
-            assert {*names, *compared} <= set(defaults.default_methods(**options))
+            shown = defaults.default_methods(purpose="demo", **options)
+            assert names and compared and shown == ["auto", "nearfar"]
+            assert {*names, *compared, *shown} <= set(defaults.default_methods(**options))
             assert [config.method for config in defaults.default_configs(**options)] == compared
             variants = defaults.default_variants(**options)
             assert {config.method for config in variants} == set(names)

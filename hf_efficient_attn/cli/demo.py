@@ -33,8 +33,7 @@ def demo(
         typer.Option(
             metavar="NAME",
             show_default=False,
-            help="NAME or NAME:key=value; repeated or separated by commas. [default: the default methods with a "
-            "causal form; see `hf-efficient-attn methods`]",
+            help="NAME or NAME:key=value; repeated or separated by commas. [default: auto, nearfar]",
             autocompletion=complete_methods,
         ),
     ] = [],  # noqa: B006 (typer copies it)
@@ -69,9 +68,7 @@ def demo(
     from hf_efficient_attn.evaluation.timing import use_threads
     from hf_efficient_attn.io.writing import check_picture
 
-    # Those that can be used in encoders and in decoders.
-    names = method or default_methods(purpose="compare", is_causal=True)
-    methods, lengths = parse_methods(names, setting), parse_lengths(length)
+    methods, lengths = parse_methods(method or default_methods(purpose="demo"), setting), parse_lengths(length)
     if not methods or (length and not lengths):
         raise UnsupportedAttentionError("the demo needs at least one --method and one --length")
     if plot is not None:

@@ -13,7 +13,7 @@ def default_methods(*, purpose: str | None = None, is_causal: bool = False, is_r
     """Names of the default methods that support a model's attention, in the order of the registry.
 
     Args:
-        purpose: "compare" or "calibrate", see `MethodConfig.default_for`; None for all of them.
+        purpose: "compare", "demo" or "calibrate", see `MethodConfig.default_for`; None for all of them.
         is_causal: whether some of the attention is causal.
         is_rectangular: whether some of it has fewer keys than queries by construction.
     """

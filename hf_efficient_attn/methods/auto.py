@@ -63,7 +63,7 @@ class AutoAttentionConfig(MethodConfig):
     near = "a window, or all keys"
     far = "landmarks with fitted weights, or none"
     default_rank = 1
-    default_for = ("compare",)
+    default_for = ("compare", "demo")
 
     columns: int = option(256, "Near keys and landmarks of each query, before a head gets more.", minimum=1)
     max_error: float = option(

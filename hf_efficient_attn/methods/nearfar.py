@@ -38,6 +38,7 @@ class NearFarConfig(MethodConfig):
     near = "a window"
     far = "landmarks with fitted weights"
     default_rank = 5
+    default_for = ("compare", "demo", "calibrate")
 
     block_size: int = option(
         32, "Keys around a query that it attends to exactly, in sequences up to near_limit.", minimum=0

@@ -58,8 +58,8 @@ class MethodConfig:
         exportable: True if `torch.onnx.export` gives a graph that is right for any length and mask, not only for those
             of the example. All other methods are refused there.
         default_rank: the position of the method among the default methods, fastest first. None if it is not one.
-        default_for: what a default method is a default of: "compare", the commands `benchmark` and `demo`, and
-            "calibrate", the command `analyze` and `hea.calibrate`.
+        default_for: what a default method is a default of: "compare", the command `benchmark`; "demo", the command
+            `demo`; and "calibrate", the command `analyze` and `hea.calibrate`.
         default_variants: the hyperparameters of each variant of the method that the commands compare by default.
         summary: what the method computes, in one line.
         paper_url: where the paper can be read. Empty: nowhere.
