@@ -64,7 +64,7 @@ def test_runs_are_not_repeated_and_failures_are_reported(folder, monkeypatch):
     first_runs = len(runs)
     assert runner.invoke(experiments.app, call).exit_code == 0
     # Only the failed run is repeated.
-    assert first_runs == 7 and len(runs) == 8 and "linear" in runs[-1]
+    assert first_runs == 10 and len(runs) == 11 and "linear" in runs[-1]
 
 
 def test_unknown_groups_are_refused(folder):
