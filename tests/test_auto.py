@@ -1,11 +1,14 @@
 """auto: when attention is exact, and how heads are judged, beyond what the promises check."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods import auto as module
+from hf_efficient_attn.methods._shared import error_bound
 from hf_efficient_attn.methods._shared.crossover import built_in_table
 from instances import inputs, numbers, relative_error
 
@@ -35,25 +38,56 @@ def test_heads_above_the_bound_are_exact_and_the_others_are_not():
     assert min(unbounded[2:]) > 0.1
 
 
-def test_a_head_gets_more_columns_before_it_becomes_exact(monkeypatch):
-    tried = []
-    nearfar = module._nearfar
-    monkeypatch.setattr(module, "_nearfar", lambda heads, n, o: tried.append(n) or nearfar(heads, n, o))
+@pytest.fixture
+def attempts(monkeypatch):
+    """The number of heads and of columns of each attempt."""
+    made = []
+    within = module.attend_within_bound
+
+    def attend(*args, approximate, **kwargs):
+        def spy(heads, columns):
+            made.append((len(heads.query), columns))
+            return approximate(heads, columns)
+
+        return within(*args, approximate=spy, **kwargs)
+
+    monkeypatch.setattr(module, "attend_within_bound", attend)
+    return made
+
+
+def test_a_head_gets_more_columns_before_it_becomes_exact(attempts):
     query, key, value = _mixed()
     tensors = query[:, :2], key[:, :2] + 0.1 * key[:, 2:], value[:, :2]
-    errors = _errors(auto(*tensors, columns=16, crossover=100, max_error=0.2), tensors)
-    assert tried[0] == 16 and max(tried) in (32, 64)
-    assert all(1e-4 < error <= 0.2 for error in errors)
+    errors = _errors(auto(*tensors, columns=16, crossover=20, max_error=0.15), tensors)
+    assert len({columns for _, columns in attempts}) > 1
+    assert all(1e-4 < error <= 0.15 for error in errors)
 
 
-def test_a_sequence_whose_best_head_fails_is_exact_after_one_attempt(monkeypatch):
-    sizes = []
-    nearfar = module._nearfar
-    monkeypatch.setattr(module, "_nearfar", lambda heads, n, o: sizes.append(len(heads.query)) or nearfar(heads, n, o))
-    query, key, value = _mixed()
+def test_heads_that_need_exact_attention_cost_next_to_no_attempts(attempts):
+    query, key, value = _mixed(1200)
     tensors = [x[:, 2:].repeat(2, 4, 1, 1) for x in (query, key, value)]  # 2 sequences of 8 heads
-    assert max(_errors(auto(*tensors, columns=64, crossover=100), tensors)) < 1e-5
-    assert sum(sizes) == 2
+    assert max(_errors(auto(*tensors, columns=64, crossover=400), tensors)) < 1e-5
+    assert not attempts  # the copies tell
+
+
+def test_without_a_copy_few_heads_are_attempted_before_the_others_become_exact(monkeypatch, attempts):
+    monkeypatch.setattr(
+        error_bound, "screening_error", lambda query, *rest, **options: query.new_full(query.shape[:1], 0.1)
+    )
+    query, key, value = _mixed(1200)
+    tensors = [x[:, 2:].repeat(2, 4, 1, 1) for x in (query, key, value)]
+    assert max(_errors(auto(*tensors, columns=64, crossover=400), tensors)) < 1e-5
+    assert 2 <= sum(heads for heads, _ in attempts) <= 4  # one or two of each sequence
+
+
+def test_an_approximation_that_saves_little_is_attempted_only_where_it_is_certain_to_succeed(attempts):
+    query, key, value = _mixed(1200)
+    tensors = query[:, :2], key[:, :2] + 0.1 * key[:, 2:], value[:, :2]
+    options = {"columns": 64, "max_error": 0.08}
+    auto(*tensors, crossover=1190, **options)
+    assert not attempts
+    auto(*tensors, crossover=64, **options)
+    assert attempts
 
 
 def test_up_to_the_crossover_every_sequence_is_exact():
@@ -79,12 +113,14 @@ def test_the_crossover_of_the_machine_is_that_of_one_sequence(monkeypatch):
     monkeypatch.setattr(module, "crossover_length", length)
     tensors = inputs(batch=3, num_heads=2, q_len=200, head_dim=8, dtype=torch.bfloat16)
     auto(*tensors, columns=64, is_causal=True)
-    assert seen == [("nearfar", 16, torch.bfloat16, True, 0.25)]
+    assert seen == [("nearfar", 16, torch.bfloat16, True, pytest.approx(0.25 * 8**0.5))]
 
 
 def test_the_built_in_crossover_decides_before_the_machine_is_measured():
     config = hea.method_info("auto").config_class()
-    assert config.exact_length == built_in_table("cpu")["float32"].at(1024)
+    length = built_in_table("cpu")["float32"].at(1024)
+    assert length < config.exact_length <= 1.4 * length  # with a bound an approximation has to save more
+    assert dataclasses.replace(config, max_error=0.0).exact_length == length
 
 
 def test_with_a_gradient_every_head_has_the_same_columns():
@@ -92,6 +128,23 @@ def test_with_a_gradient_every_head_has_the_same_columns():
     plain = auto(*tensors, columns=64, crossover=100, max_error=0.0)
     leaves = [x.clone().requires_grad_() for x in tensors]
     torch.testing.assert_close(auto(*leaves, columns=64, crossover=100).detach(), plain)
+
+
+def test_the_static_form(monkeypatch):
+    """With a gradient, under torch.compile and in the causal form; the data decide in all other calls."""
+    tensors = _mixed()
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    options = {"columns": 64, "crossover": 100, "static_form": "exact"}
+    torch.testing.assert_close(auto(*leaves, **options), scaled_dot_product_attention(*tensors))
+    ours, exact = auto(*tensors, is_causal=True, **options), scaled_dot_product_attention(*tensors, is_causal=True)
+    torch.testing.assert_close(ours, exact)
+    compiled = torch.compile(auto, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(*tensors, **options), scaled_dot_product_attention(*tensors))
+    torch.testing.assert_close(auto(*tensors, **options), auto(*tensors, columns=64, crossover=100))
+    assert not torch.allclose(auto(*tensors, **options), scaled_dot_product_attention(*tensors), atol=1e-3)
+    with torch.no_grad():
+        unbounded = auto(*tensors, **{**options, "max_error": 0.0})
+    torch.testing.assert_close(unbounded, auto(*tensors, columns=64, crossover=100, max_error=0.0))
 
 
 @pytest.mark.parametrize("value", [-0.1, float("nan"), float("inf"), "0.1", True, None])

@@ -249,8 +249,12 @@ def _compute(
         query = query[:, :, -offset:]
     elif offset > 0:  # give queries to the keys before the first query, and drop their outputs below
         query = torch.cat((query.new_zeros(batch, num_heads, offset, head_dim), query), 2)
-    with torch.autocast(query.device.type, enabled=False):
-        out = form(config, query, *_repeat_kv(query, key, value), options)
+    key, value = _repeat_kv(query, key, value)
+    if torch.is_autocast_enabled(query.device.type):
+        with torch.autocast(query.device.type, enabled=False):
+            out = form(config, query, key, value, options)
+    else:  # without the context, which takes as long as the other checks of a call together
+        out = form(config, query, key, value, options)
     if offset < 0:
         return torch.cat((out.new_zeros(batch, num_heads, -offset, out.shape[-1]), out), 2)
     return out[:, :, out.shape[2] - q_len :] if offset else out
@@ -310,15 +314,17 @@ def _check(config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, argu
     """Refuse everything that can be wrong with a call before any work is done."""
     refuse_onnx_export(config)
     info, mask = get_method(config.method).info, arguments.attention_mask
-    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
 
     def refuse(problem: str) -> None:
         raise UnsupportedAttentionError(f"{config.method}: {problem}")
 
+    def shapes() -> str:
+        return f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+
     if not query.ndim == key.ndim == value.ndim == 4:
-        refuse(f"query, key and value must have the shape (batch, num_heads, length, head_dim); got {shapes}")
+        refuse(f"query, key and value must have the shape (batch, num_heads, length, head_dim); got {shapes()}")
     if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
-        refuse(f"these shapes do not fit together: {shapes}")
+        refuse(f"these shapes do not fit together: {shapes()}")
     if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
         refuse(f"the number of key heads, {key.shape[1]}, must divide the number of query heads, {query.shape[1]}")
     if not query.dtype == key.dtype == value.dtype or not query.is_floating_point():

@@ -55,12 +55,16 @@ class MethodConfig:
         mixes_queries: True if, in the bidirectional form, the output of one query depends on other queries, for example
             because they are sorted or averaged together. In the cross attention of a decoder this would leak later
             tokens to earlier ones, so such a method is not used there.
+        decodes_exactly: True if decoding attends to all cached keys exactly, so that `hea.NearFarCache` can take the place
+            of these keys.
         exportable: True if `torch.onnx.export` gives a graph that is right for any length and mask, not only for those
             of the example. All other methods are refused there.
         default_rank: the position of the method among the default methods, fastest first. None if it is not one.
         default_for: what a default method is a default of: "compare", the command `benchmark`; "demo", the command
             `demo`; and "calibrate", the command `analyze` and `hea.calibrate`.
         default_variants: the hyperparameters of each variant of the method that the commands compare by default.
+        switches_to: for a method that is exact up to a length and then computes another one, the name of the latter.
+            The length follows from the crossover of that one. Empty: the method does not switch.
         summary: what the method computes, in one line.
         paper_url: where the paper can be read. Empty: nowhere.
         near: which pairs of queries and keys are computed exactly, in a few words for tables. Empty: not stated.
@@ -78,10 +82,12 @@ class MethodConfig:
     rectangular: ClassVar[bool]
     learned_parameters: ClassVar[tuple[str, ...]] = ()
     mixes_queries: ClassVar[bool] = True
+    decodes_exactly: ClassVar[bool] = False
     exportable: ClassVar[bool] = False
     default_rank: ClassVar[int | None] = None
     default_for: ClassVar[tuple[str, ...]] = ("compare", "calibrate")
     default_variants: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)
+    switches_to: ClassVar[str] = ""
     summary: ClassVar[str]
     paper_url: ClassVar[str] = ""
     near: ClassVar[str] = ""
@@ -157,6 +163,19 @@ class MethodConfig:
             UnsupportedAttentionError: `columns` is not a positive integer, or it is too small for the method.
         """
         raise NotImplementedError
+
+    def to_measure(self: ConfigT) -> ConfigT:
+        """The config whose error `hea.calibrate` measures, in which no data of a call decides about the method."""
+        return self
+
+    def calibrated(self: ConfigT, max_error: float, accepted: bool) -> ConfigT | None:
+        """The config of a layer that `hea.calibrate` stores, or None for exact attention.
+
+        Args:
+            max_error: the limit of the error.
+            accepted: whether the error of `to_measure` keeps it.
+        """
+        return self if accepted else None
 
     @classmethod
     def check_budget(cls, columns: int, minimum: int = 1) -> int:
