@@ -38,11 +38,11 @@ class Curve:
     """A ratio by a formula; each measurement is off by up to 2%."""
 
     def __init__(self, formula, seconds=lambda length: 0.0):
-        self.formula, self.seconds, self.exact_seconds, self.lengths = formula, seconds, 0.0, []
+        self.formula, self.duration, self.seconds, self.lengths = formula, seconds, 0.0, []
 
-    def __call__(self, length, rounds):
+    def __call__(self, length):
         self.lengths.append(length)
-        self.exact_seconds = self.seconds(length)
+        self.seconds = self.duration(length)
         return self.formula(length) * (1.02 if len(self.lengths) % 2 else 0.98)
 
 
@@ -50,7 +50,7 @@ class Curve:
 def test_a_crossing_is_found(crossing):
     curve = Curve(lambda n: n**2 / (0.6 * crossing * n + 0.4 * crossing**2))
     assert measuring.find_crossover(curve, 256) == pytest.approx(crossing, rel=0.06)
-    assert len(curve.lengths) <= 13
+    assert len(curve.lengths) <= 7
 
 
 def test_a_method_that_is_faster_everywhere_is_so_from_the_shortest_length():
@@ -70,16 +70,16 @@ def test_a_method_that_becomes_fast_at_once():
 
 
 def test_a_length_that_would_take_long_to_measure_is_extrapolated():
-    curve = Curve(lambda n: n / 50000, lambda n: (n / 2048) ** 2)
+    curve = Curve(lambda n: n / 50000, lambda n: n / 8000)
     assert measuring.find_crossover(curve, 256) == pytest.approx(50000, rel=0.05)
-    assert max(curve.lengths) <= 4096
+    assert max(curve.lengths) <= 8192
     assert measuring.find_crossover(Curve(lambda n: 1e-9), 256) == NEVER
 
 
 def test_ratios_are_medians_of_pairs(monkeypatch):
     """The load of the machine, which slows some rounds down, has no influence."""
     load = iter([1, 1, 1, 1, 5, 5, 9, 9, 2, 2, 1, 4])
-    seconds = {"exact": 0.03, "method": 0.01}
+    seconds = {"exact": 0.003, "method": 0.001}
     calls = []
 
     def time_calls(work, number=1):
@@ -87,21 +87,32 @@ def test_ratios_are_medians_of_pairs(monkeypatch):
         return seconds[work] * next(load)
 
     monkeypatch.setattr(measuring, "time_calls", time_calls)
-    ratio, exact = measuring.paired_ratio("exact", "method", 5)
+    ratio, duration = measuring.paired_ratio("exact", "method")
     assert ratio == pytest.approx(3.0)
-    assert exact == pytest.approx(0.06)
+    assert duration == pytest.approx(0.004)
     assert [work for work, _ in calls] == ["exact", "method"] * 6
-    load = iter([0.01, 0.01] + [1] * 2)
-    measuring.paired_ratio("exact", "method", 1)
-    assert [number for _, number in calls[-2:]] == [14, 40]  # short calls are repeated
+    assert [number for _, number in calls] == [1, 1] + [2, 4] * 5  # short calls are repeated
+    load = iter([300, 100] + [1] * 2)
+    calls.clear()
+    measuring.paired_ratio("exact", "method")
+    assert calls == [("exact", 1), ("method", 1)] * 2  # long ones are measured once
 
 
-def test_both_are_measured():
+def test_both_are_measured_and_exact_attention_only_up_to_a_length(monkeypatch):
     ratio = measuring.Ratio(
         measuring.make_config("kdeformer", block_size=4, num_samples=4), 2, torch.float32, CPU, True
     )
-    assert 0.0 < ratio(64, 1) < torch.inf
-    assert ratio.exact_seconds > 0.0
+    assert 0.0 < ratio(64) < torch.inf
+    assert ratio.seconds > 0.0
+    lengths = []
+    sdpa = measuring.scaled_dot_product_attention
+    monkeypatch.setattr(measuring, "_QUADRATIC", 32)
+    monkeypatch.setattr(
+        measuring, "scaled_dot_product_attention", lambda q, *x, **k: lengths.append(q.shape[2]) or sdpa(q, *x, **k)
+    )
+    monkeypatch.setattr(measuring, "paired_ratio", lambda first, second: (first() is None, 0.5))
+    assert ratio(64) == 4.0
+    assert lengths == [32]
 
 
 def test_every_kind_of_call_is_measured(monkeypatch):
@@ -122,8 +133,9 @@ def test_every_kind_of_call_is_measured(monkeypatch):
 def test_methods_without_a_crossover_are_refused():
     with pytest.raises(UnsupportedAttentionError, match="learned parameters"):
         measuring.measure_crossover("linformer", CPU)
-    with pytest.raises(UnsupportedAttentionError, match="measured for nearfar"):
+    with pytest.raises(UnsupportedAttentionError, match="measured for nearfar: name nearfar"):
         measuring.measure_crossover("auto", CPU)
+    assert measuring.default_method() == "nearfar"
 
 
 # Calls of other sizes.

@@ -20,16 +20,20 @@ _LONGEST = 1_000_000
 _LEGEND = (
     "From this many tokens on {method} with its default hyperparameters is faster than exact attention here: in small "
     "calls, of {small} heads of 64 together in all sequences of a batch, and in large ones, of {large}. The lengths of "
-    "other calls follow from these two."
+    "other calls follow from these two. Another measurement may differ by a tenth."
 )
 
 
 @command("crossover --renew", needs_models=False)
 def crossover(
     method: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="A method, as listed by `methods`.", autocompletion=complete_methods),
-    ] = "nearfar",
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="A method, as listed by `methods`. [default: the one that auto switches to]",
+            autocompletion=complete_methods,
+        ),
+    ] = None,
     renew: Annotated[bool, typer.Option("--renew", help="Measure again, on an otherwise idle machine.")] = False,
     threads: Threads = None,
     device: Device = None,
@@ -37,15 +41,16 @@ def crossover(
 ) -> None:
     """Print from which length on a method is faster than exact attention on this machine.
 
-    The attention `auto` uses these lengths. The first time, and with --renew, they are measured, which takes a few
+    The attention `auto` uses these lengths. The first time, and with --renew, they are measured, which takes some
     seconds, and stored in $HEA_CACHE, or else in hf_efficient_attn in $XDG_CACHE_HOME or ~/.cache. Models never
     measure anything themselves: until this command has run, they use built-in lengths.
     """
-    from hf_efficient_attn.evaluation.crossover import measure_crossover, store_crossover
+    from hf_efficient_attn.evaluation.crossover import default_method, measure_crossover, store_crossover
     from hf_efficient_attn.evaluation.timing import use_threads
     from hf_efficient_attn.methods import crossover as lengths
     from hf_efficient_attn.methods import method_info
 
+    method = default_method() if method is None else method
     method_info(method)  # refuses unknown names
     where = parse_device(device)
     with use_threads(threads):
