@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from hf_efficient_attn.ops import coreset
-from hf_efficient_attn.ops.coreset import Pivots, candidate_positions, choose_pivots, choose_pivots_naive
+from hf_efficient_attn.ops.coreset import (
+    Pivots,
+    candidate_positions,
+    choose_pivots,
+    choose_pivots_naive,
+    draw_apart,
+    gumbel_numbers,
+    nearest,
+)
 from instances import CONTENTS, numbers
 
 CONTENT = {"normal": lambda x, *_: [x], **CONTENTS}
@@ -166,3 +174,47 @@ def test_candidates_are_spread_over_the_valid_keys():
         assert valid[b].sum() == min(20, len(keys))
         assert torch.equal(position[b][valid[b]], keys[own[0]])
         assert valid[b].int().diff().max() <= 0  # the ones that exist come first
+
+
+def test_a_draw_apart_does_not_repeat_a_cluster():
+    """Ten far clusters and ten draws, the first eight at once: the later ones see which clusters are left."""
+    centers = 6.0 * numbers(1, 10, 5).float()
+    points = centers.repeat(1, 40, 1) + 0.01 * numbers(1, 400, 5, seed=1).float()
+    chosen = draw_apart(points, 0.0, gumbel_numbers(16, 400, 0, points), None, 16).candidate
+    assert (chosen[0] % 10).unique().numel() == 10
+    assert chosen.unique().numel() == 16
+
+
+def test_a_draw_apart_prefers_large_points():
+    points = torch.cat((0.1 * numbers(2, 300, 4).float(), 3.0 + numbers(2, 6, 4).float()), 1)
+    chosen = draw_apart(points, 1.0, gumbel_numbers(8, 306, 0, points), None, 8).candidate
+    assert ((chosen >= 300).sum(1) >= 5).all()
+
+
+def test_a_draw_apart_of_fewer_is_the_beginning_and_knows_what_exists():
+    points, valid = numbers(2, 64, 4).float(), torch.arange(64) < torch.tensor([[64], [9]])
+    random = gumbel_numbers(24, 64, 1, points)
+    index, selected = draw_apart(points, 0.5, random, valid, 24)
+    few = draw_apart(points, 0.5, gumbel_numbers(16, 64, 1, points), valid, 16)
+    assert torch.equal(few.candidate, index[:, :16])
+    assert torch.equal(few.selected, selected[:, :16])
+    assert selected.sum(1).tolist() == [24, 9]
+    assert sorted(index[1, :9].tolist()) == list(range(9))
+    # Neither other sequences nor padding matter.
+    alone = draw_apart(points[1:, :9], 0.5, gumbel_numbers(9, 9, 1, points), None, 9)
+    assert torch.equal(alone.candidate[0], index[1, :9])
+    assert not torch.equal(draw_apart(points, 0.5, gumbel_numbers(24, 64, 2, points), valid, 24).candidate, index)
+
+
+@pytest.mark.parametrize("by_product", [False, True])
+def test_nearest_landmark(monkeypatch, by_product):
+    if by_product and not torch.backends.mkldnn.is_available():
+        pytest.skip("needs oneDNN")
+    monkeypatch.setattr(coreset, "use_product", lambda *_: by_product)
+    points, landmarks = numbers(2, 300, 6).float(), numbers(2, 37, 6, seed=1).float()
+    used = torch.ones(2, 37, dtype=torch.bool)
+    used[1, 5:] = False
+    found = nearest(points, landmarks, used)
+    distance = torch.cdist(points, landmarks).masked_fill(~used[:, None], torch.inf)
+    torch.testing.assert_close(distance.gather(2, found.unsqueeze(2))[..., 0], distance.amin(2), rtol=1e-4, atol=1e-4)
+    assert found[1].max() < 5

@@ -33,14 +33,14 @@ def test_the_fit_lowers_the_error():
     """Nystrom weights suit all queries alike, fitted ones the queries that there are."""
     query, key, value = _clustered()
     tensors = 0.3 * query + 2.0 * query[:, :, :1], key, value
-    options = {"num_samples": 20, "block_size": 0}
-    assert _error(tensors, **options) < 0.8 * _error(tensors, **options, num_probes=0)
+    options = {"num_samples": 30, "block_size": 0}
+    assert _error(tensors, **options) < 0.5 * _error(tensors, **options, num_probes=0)
 
 
 def _local(length=500):
     """Queries that attend mostly to the keys around them."""
     angle = torch.arange(length)[:, None] * torch.tensor([0.5, 0.11, 0.023])
-    position = 2.5 * torch.cat((angle.sin(), angle.cos()), 1)[None, None]
+    position = 3.0 * torch.cat((angle.sin(), angle.cos()), 1)[None, None]
     return position, position, numbers(1, 1, length, 6).float()
 
 
@@ -62,7 +62,7 @@ def test_float32_is_as_accurate_as_float64(content, block_size):
 
 def _options(**changes):
     values = {"num_landmarks": 12, "num_candidates": 100, "num_refinements": 2, "num_probes": 8, "block_size": 4}
-    return CoresetOptions(**{**values, "near_limit": 1000, "scale": 0.5, "seed": 0, "batch": 1, **changes})
+    return CoresetOptions(**{**values, "near_limit": 1000, "scale": 0.5, "seed": 0, **changes})
 
 
 @pytest.mark.parametrize("block_size", [0, 4])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hf_efficient_attn import functional
 from hf_efficient_attn.ops import causal, near_far, onednn
+from hf_efficient_attn.ops import partial as partial_module
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.features import key_state, orthogonal_features, query_state
@@ -939,6 +940,35 @@ def test_which_processors_have_full_width_units(tmp_path, vendor, family, expect
     assert onednn._full_width_amd(str(tmp_path / "nothing")) is False
 
 
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("bias", [None, "finite", "excluded"])
+def test_attention_by_products(monkeypatch, shared, bias):
+    """In chunks of queries and of keys, also with keys of which nothing is left."""
+    monkeypatch.setattr(partial_module, "use_product", lambda *_: True)
+    monkeypatch.setattr(onednn, "_LEAST_NUMEL", 0)
+    monkeypatch.setattr(onednn, "_PRODUCT_KEYS", 16)
+    monkeypatch.setattr(onednn, "_PRODUCT_NUMEL", 16 * 10)
+    blocks = 1 if shared else 2
+    query, key, value = torch.randn(2, 2, 23, 5), torch.randn(2, blocks, 37, 5), torch.randn(2, blocks, 37, 3)
+    added = None if bias is None else torch.randn(2, blocks, 1, 37)
+    if added is not None and bias == "excluded":
+        added[0, :, :, :20] = -torch.inf
+        added[1] = -torch.inf
+    assert partial_module._by_products(query, key, value, added)
+    got = partial_attention(query, key, value, added, scale=1.3)
+    expected = partial_attention_naive(query, key, value, added, scale=1.3)
+    torch.testing.assert_close(got.out, expected.out.nan_to_num(0.0))
+    torch.testing.assert_close(got.lse, expected.lse)
+    assert not partial_module._by_products(query, key, value, torch.zeros(2, 1, 23, 37))
+
+
+def test_products_are_for_many_scores(monkeypatch):
+    monkeypatch.setattr(partial_module, "use_product", lambda *_: True)
+    x = torch.zeros(1, 1, 8, 4)
+    assert not partial_module._by_products(x, x, x, None)
+
+
 def test_grouped_products_are_for_plain_float32_only(monkeypatch):
     monkeypatch.setattr(onednn, "_full_width_amd", lambda: True)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
@@ -951,6 +981,10 @@ def test_grouped_products_are_for_plain_float32_only(monkeypatch):
         assert onednn.use_grouped(x.clone().requires_grad_())
     with torch.backends.mkldnn.flags(enabled=False):
         assert not onednn.use_grouped(x)
+        assert not onednn.use_product(x)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert onednn.use_product(x)
+    assert not onednn.use_grouped(x)
     monkeypatch.setattr(onednn, "_full_width_amd", lambda: False)
     assert not onednn.use_grouped(x)
 

@@ -34,6 +34,7 @@ class NearFarConfig(MethodConfig):
     year = 2026
     causal = True
     rectangular = True
+    decodes_exactly = True
     summary = "a window exactly, and landmarks with fitted weights for all other keys"
     near = "a window"
     far = "landmarks with fitted weights"
@@ -47,10 +48,10 @@ class NearFarConfig(MethodConfig):
         224, "Landmarks. Where there are no near keys there are block_size more of them.", minimum=1
     )
     num_candidates: int = option(
-        1024, "Evenly spaced keys from which landmarks are made, at least as many as landmarks.", minimum=1
+        2048, "Evenly spaced keys from which landmarks are made, at least as many as landmarks.", minimum=1
     )
-    num_refinements: int = option(3, "Steps of Lloyd's algorithm for the landmarks.", minimum=0)
-    num_probes: int = option(64, "Queries whose exact rows fit the weights. 0: Nystrom weights.", minimum=0)
+    num_refinements: int = option(2, "Steps of Lloyd's algorithm for the landmarks.", minimum=0)
+    num_probes: int = option(96, "Queries whose exact rows fit the weights. 0: Nystrom weights.", minimum=0)
     near_limit: int = option(2048, "The longest sequence with near keys.", minimum=0)
     seed: int = option(0, "Seed of the landmarks.", minimum=0)
 
@@ -63,11 +64,11 @@ class NearFarConfig(MethodConfig):
         """Spend an eighth of the budget on near keys and the rest on landmarks."""
         near = self.check_budget(columns) // 8
         return dataclasses.replace(
-            self, block_size=near, num_samples=columns - near, num_candidates=max(self.num_candidates, 4 * columns)
+            self, block_size=near, num_samples=columns - near, num_candidates=max(self.num_candidates, 8 * columns)
         )
 
 
-def _coreset_options(config: NearFarConfig, query: Tensor, options: AttentionOptions) -> CoresetOptions:
+def _coreset_options(config: NearFarConfig, options: AttentionOptions) -> CoresetOptions:
     return CoresetOptions(
         num_landmarks=config.num_samples,
         num_candidates=max(config.exact_length, config.num_candidates),
@@ -77,7 +78,6 @@ def _coreset_options(config: NearFarConfig, query: Tensor, options: AttentionOpt
         near_limit=config.near_limit,
         scale=options.scale,
         seed=options.seed,
-        batch=query.shape[0],
     )
 
 
@@ -89,7 +89,7 @@ def forward(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, op
     if key.shape[2] <= config.exact_length:
         out = exact_attention(*flat, is_causal=False, scale=options.scale, dropout_p=options.dropout_p)
     else:
-        out = weighted_coreset_attention(*flat, _coreset_options(config, query, options), options.dropout_p)
+        out = weighted_coreset_attention(*flat, _coreset_options(config, options), options.dropout_p)
     return unflatten_heads(out, shape)
 
 
@@ -97,7 +97,7 @@ def naive(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, opti
     """Readable form."""
     if options.is_causal:
         return naive_causal(config.exact_length, query, key, value, options)
-    return naive_bidirectional(_coreset_options(config, query, options), query, key, value, options)
+    return naive_bidirectional(_coreset_options(config, options), query, key, value, options)
 
 
 register_method(NearFarConfig, forward=forward, naive=naive, decode=decode_exactly)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.blocks import ceil_div, take, valid_first
+from hf_efficient_attn.ops.onednn import product, use_product
 from hf_efficient_attn.ops.partial import LOG2_E
 from hf_efficient_attn.ops.random import uniform
 
@@ -29,6 +30,12 @@ _FIRST_DRAW = 8
 
 # Logarithms of weights below `_LEAST` times the largest one are raised to it, and pivots that add nothing come last.
 _LEAST, _LAST = -1e4, -1e5
+
+# The least share that is left over of a point, for `draw_apart`.
+_LEAST_LEFT = 1e-12
+
+# The score of landmarks that do not exist. It is finite, so that its last bits may be replaced.
+_NO_LANDMARK = -1e38
 
 
 class Pivots(NamedTuple):
@@ -55,6 +62,95 @@ def _draw_sizes(num_pivots: int, block: int) -> list[int]:
         sizes.append(min(block, max(_FIRST_DRAW, total), num_pivots - total))
         total += sizes[-1]
     return sizes
+
+
+def gumbel_numbers(count: int, num_candidates: int, seed: int | Tensor, like: Tensor) -> Tensor:
+    """Standard Gumbel numbers (draws, C) for `draw_apart`, where those of a candidate do not depend on C."""
+    seed = torch.as_tensor(seed, device=like.device)
+    return _gumbel(len(_growing_draws(count)), num_candidates, 1, seed, like)[:, 0]
+
+
+def _growing_draws(count: int) -> list[int]:
+    """How many points each draw of `draw_apart` selects: as many as all before it."""
+    sizes, total = [], 0
+    while total < count:
+        sizes.append(min(count - total, max(_FIRST_DRAW, total)))
+        total += sizes[-1]
+    return sizes
+
+
+def draw_apart(points: Tensor, power: float, numbers: Tensor, valid: Tensor | None, count: int) -> Pivots:
+    """Draw points that are far from each other, in a few draws, each from the ones that the earlier draws left over.
+
+    The probability of a point x grows with K(x, x)^power (1 - K(x, p)^2 / (K(x, x) K(p, p))) for the kernel
+    K = exp(<x, y>) and the nearest p of the earlier draws: the diagonal of what Nystrom's approximation of K by p alone
+    leaves over. With one draw per point this would be like k-means++ (Arthur & Vassilvitskii 2007). No gradient.
+
+    Args:
+        points: (BH, C, D).
+        power: see above.
+        numbers: (draws, C), from `gumbel_numbers`, the same for all heads.
+        valid: bool (BH, C), which points exist, or None.
+        count: m, at most C.
+
+    Returns:
+        `Pivots` (BH, m). The first ones are a choice of fewer.
+    """
+    points = points.detach()
+    norm = points.square().sum(2)
+    closed = torch.zeros_like(norm, dtype=torch.bool) if valid is None else ~valid
+    log_weight = norm if valid is None else norm.masked_fill(closed, 0.0)
+    log_weight = (power * (log_weight - log_weight.amax(1, keepdim=True))).clamp(min=_LEAST)
+    log_left = torch.zeros_like(norm)
+    closest = torch.full_like(norm, -torch.inf)
+    picked, was_open = [], []
+    for i, size in enumerate(_growing_draws(count)):
+        scores = (log_weight + log_left + numbers[i]).masked_fill(closed, -torch.inf)
+        scores, index = scores.topk(size, dim=1)
+        selected = scores > -torch.inf
+        index = torch.where(selected, index, 0)
+        picked.append(index)
+        was_open.append(selected)
+        if i + 1 < len(numbers):
+            closed = closed.scatter(1, index, True)
+            drawn = take(points, index)
+            offset = -0.5 * drawn.square().sum(2, keepdim=True)
+            closest = torch.maximum(closest, torch.baddbmm(offset, drawn, points.mT).amax(1))
+            left = -torch.expm1((2.0 * closest - norm).clamp(max=0.0))
+            log_left = left.clamp(min=_LEAST_LEFT).log()
+    return Pivots(torch.cat(picked, 1), torch.cat(was_open, 1))
+
+
+def nearest(points: Tensor, landmarks: Tensor, used: Tensor) -> Tensor:
+    """The nearest landmark of every point, by the Euclidean distance, without a gradient.
+
+    Args:
+        points: (BH, C, D).
+        landmarks: (BH, m, D).
+        used: bool (BH, m), which landmarks exist.
+
+    Returns:
+        int64 (BH, C).
+    """
+    offset = (-0.5 * landmarks.square().sum(2)).masked_fill(~used, _NO_LANDMARK)
+    if use_product(points, landmarks):
+        heads = zip(points, landmarks, offset, strict=True)
+        return torch.stack([_largest_of_rows(product(x, landmark, bias)) for x, landmark, bias in heads])
+    # The offset is a column of the product: adding it would take as long as the product.
+    one = torch.ones_like(points[..., :1])
+    return (torch.cat((points, one), 2) @ torch.cat((landmarks, offset.unsqueeze(2)), 2).mT).argmax(2)
+
+
+def _largest_of_rows(scores: Tensor) -> Tensor:
+    """Argmax over dimension 1 of finite float32 numbers, which are overwritten.
+
+    The column goes into the last bits of each number, so that the maximum tells it. This is four times as fast as
+    `argmax` on the CPU. Numbers that differ by less than the replaced bits count as equal.
+    """
+    bits = (scores.shape[1] - 1).bit_length()
+    column = torch.arange(scores.shape[1], dtype=torch.int32, device=scores.device)
+    marked = scores.view(torch.int32).bitwise_and_(-1 << bits).bitwise_or_(column).view(torch.float32)
+    return (marked.amax(1).view(torch.int32) & ((1 << bits) - 1)).long()
 
 
 def _gumbel(num_draws: int, num_candidates: int, num_heads: int, seed: Tensor, like: Tensor) -> Tensor:

@@ -1,16 +1,24 @@
-"""Attention of many blocks by oneDNN, the second of the two matrix libraries in PyTorch's CPU build.
+"""Attention by oneDNN, the second of the two matrix libraries in PyTorch's CPU build.
 
-A 1 x 1 convolution with as many groups as blocks multiplies each block with its own matrix. This is the only way to the
-float32 products of oneDNN through PyTorch's public functions. The other library, MKL, serves `matmul` and the fused
-kernel. It does not seem to use the 512-bit units of processors of another maker than its own.
+The other library, MKL, serves `matmul` and the fused kernel. It does not seem to use the 512-bit units of processors of
+another maker than its own: on one core of a Zen 5, `product` computes 200 and `matmul` 95 billion operations per
+second for 1,024 queries and 256 keys with head_dim 64.
 
-Measured on two cores of a Zen 5 in a virtual machine without other work (float32, batch 1, 8 heads with head_dim 64,
-two threads, median of 5): calls of `kdeformer` and `hyperattention` are 12 and 14 % faster than with the fused kernel
-at 8,192 tokens, and 14 and 18 % faster at 16,384. `eva` gains nothing (-8 and 3 %), and at 2,048 tokens all three are
-slower (-1, -11 and -13 %). On a Zen 4, which executes 512-bit instructions in two halves, there was no gain.
+`product_attention` is for many queries that share their keys. `product` calls the operator that PyTorch's compiler uses
+for linear layers.
+
+`grouped_attention` is for many blocks with keys of their own. A 1 x 1 convolution with as many groups as blocks
+multiplies each block with its own matrix.
+
+Measured for `grouped_attention` on two cores of a Zen 5 in a virtual machine without other work (float32, batch 1, 8
+heads with head_dim 64, two threads, median of 5): calls of `kdeformer` and `hyperattention` are 12 and 14 % faster than
+with the fused kernel at 8,192 tokens, and 14 and 18 % faster at 16,384. `eva` gains nothing (-8 and 3 %), and at 2,048
+tokens all three are slower (-1, -11 and -13 %). On a Zen 4, which executes 512-bit instructions in two halves, there
+was no gain.
 """
 
 import functools
+import math
 import pathlib
 
 import torch
@@ -19,6 +27,9 @@ from torch.nn.functional import conv2d
 
 # Scores that are computed at a time: 4 MiB of float32, which stay in a cache between the two products.
 _SCORES_NUMEL = 1 << 20
+# The same for `product`, whose chunks are of at most so many keys, and the least number for which it pays.
+_PRODUCT_NUMEL, _PRODUCT_KEYS, _LEAST_NUMEL = 1 << 19, 2048, 1 << 16
+_LOG2_E = 1.0 / math.log(2.0)
 
 # AMD numbers the families of its processors; 26 is Zen 5.
 _AMD, _FULL_WIDTH = "AuthenticAMD", 26
@@ -36,22 +47,95 @@ def _full_width_amd(cpuinfo: str = "/proc/cpuinfo") -> bool:
     return facts.get("vendor_id") == _AMD and family.isdigit() and int(family) >= _FULL_WIDTH
 
 
-def use_grouped(*tensors: Tensor | None) -> bool:
-    """Whether `grouped_attention` accepts these tensors (float32, CPU, no gradient) and is fast on this processor.
-
-    With one thread PyTorch computes a 1 x 1 convolution with a plain loop and not with oneDNN.
-    """
+def use_product(*tensors: Tensor | None) -> bool:
+    """Whether `product` accepts these tensors (float32, CPU, no gradient) and is fast on this processor."""
     given = [x for x in tensors if x is not None]
     if torch.compiler.is_compiling() or any(x.dtype != torch.float32 or x.device.type != "cpu" for x in given):
         return False
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         return False
     return (
-        torch.get_num_threads() > 1
-        and bool(torch.backends.mkldnn.enabled)
+        bool(torch.backends.mkldnn.enabled)
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
         and _full_width_amd()
     )
+
+
+def use_grouped(*tensors: Tensor | None) -> bool:
+    """Whether `grouped_attention` accepts these tensors (float32, CPU, no gradient) and is fast on this processor.
+
+    With one thread PyTorch computes a 1 x 1 convolution with a plain loop and not with oneDNN.
+    """
+    return torch.get_num_threads() > 1 and use_product(*tensors)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The product x @ weight^T + bias: (M, D), (K, D), (K) or None -> (M, K), float32 without a gradient."""
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return out
+
+
+def pays(num_queries: int, num_keys: int) -> bool:
+    """Whether so many scores are worth the calls of `product_attention`."""
+    return num_queries * num_keys >= _LEAST_NUMEL
+
+
+def product_attention(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of queries to the same keys, softmax(scale * q k^T + bias) v, and its lse, without a gradient.
+
+    Args:
+        query: (Nq, D), float32.
+        key: (Nk, D).
+        value: (Nk, Dv).
+        bias: (Nk), added to the scores of every query, or None; -inf excludes a key.
+        scale: factor of the scores.
+
+    Returns:
+        (Nq, Dv), 0 for queries without a key, and (Nq), -inf for queries without a key.
+    """
+    (q_len, _), (kv_len, value_dim) = query.shape, value.shape
+    # Powers of two take less time than those of e. The scale goes into the smaller factor.
+    if q_len < kv_len:
+        query = query * (scale * _LOG2_E)
+    else:
+        key = key * (scale * _LOG2_E)
+    bias = None if bias is None else bias * _LOG2_E
+    num_chunks = -(-kv_len // _PRODUCT_KEYS)
+    block_k = -(-kv_len // num_chunks)
+    block_q = max(1, _PRODUCT_NUMEL // block_k)
+    out, lse = value.new_empty(q_len, value_dim), value.new_empty(q_len, 1)
+    for start in range(0, q_len, block_q):
+        rows = slice(start, start + block_q)
+        _rows_of_products(query[rows], key.split(block_k), value.split(block_k), bias, out[rows], lse[rows])
+    return out, lse.squeeze(1)
+
+
+def _rows_of_products(
+    query: Tensor, keys: tuple[Tensor, ...], values: tuple[Tensor, ...], bias: Tensor | None, out: Tensor, lse: Tensor
+) -> None:
+    """Write the rows of `product_attention` of some queries to `out` and `lse`; the scores are exponents of two."""
+    biases = (None,) * len(keys) if bias is None else bias.split(keys[0].shape[0])
+    total = row_max = None
+    for key, value, own_bias in zip(keys, values, biases, strict=True):
+        scores = product(query, key, own_bias)
+        new_max = scores.amax(1, keepdim=True)
+        new_max = new_max if row_max is None else torch.maximum(new_max, row_max)
+        finite = new_max if own_bias is None else new_max.masked_fill(new_max == -torch.inf, 0.0)
+        weights = scores.sub_(finite).exp2_()
+        sums, own_total = product(weights, value.t()), weights.sum(1, keepdim=True)
+        if total is None or row_max is None:
+            out.copy_(sums)
+            total = own_total
+        else:
+            kept = (row_max - finite).exp2_()
+            out.mul_(kept).add_(sums)
+            total = total.mul_(kept).add_(own_total)
+        row_max = new_max
+    assert total is not None and row_max is not None
+    torch.add(total.log2(), row_max, out=lse).div_(_LOG2_E)
+    out.div_(total.masked_fill_(total == 0.0, 1.0))
 
 
 def grouped_product(x: Tensor, matrices: Tensor, bias: Tensor | None = None) -> Tensor:

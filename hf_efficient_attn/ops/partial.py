@@ -6,12 +6,14 @@ The partials of two disjoint subsets merge into that of their union. This is the
 functions `partial_attention` and `merge`.
 """
 
+import itertools
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.export import exporting_to_onnx
+from hf_efficient_attn.ops.onednn import pays, product_attention, use_product
 
 # Scores that are computed at a time: 2**20 float32 numbers stay in the cache of one core, and the buffers are reused.
 _SCORES_NUMEL = 1 << 20
@@ -186,6 +188,8 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, sca
     if query.numel() == 0 or block_k == 0:
         lse = torch.full((batch_heads, num_blocks, block_q), -torch.inf, dtype=acc_dtype, device=query.device)
         return value.new_zeros(batch_heads, num_blocks, block_q, value_dim), lse
+    if _by_products(query, key, value, bias):
+        return _forward_products(query, key, value, bias, scale)
     if query.device.type == "cpu" and head_dim == value_dim:
         return _forward_fused(query, key, value, bias, scale)
     out = query.new_empty(batch_heads, num_blocks, block_q, value_dim)
@@ -202,6 +206,33 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, sca
             lse[a, t] = (total.log() + row_max).squeeze(-1)
             out[a, t] = (scores @ values).div_(total.masked_fill_(total == 0, 1.0))
     return out, lse
+
+
+def _by_products(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> bool:
+    """Whether `_forward_products` is faster than the other forms, and there is no bias of single pairs."""
+    num_blocks, block_q = query.shape[1:3]
+    shared = key.shape[1] == value.shape[1] == 1 and (bias is None or bias.shape[1] == 1)
+    if not pays(block_q * num_blocks if shared else block_q, key.shape[2]):
+        return False
+    return (bias is None or bias.shape[2] == 1) and use_product(query, key, value, bias)
+
+
+def _forward_products(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`_forward` by oneDNN, one block at a time. Blocks that share their keys are one block."""
+    shape = query.shape[:3]
+    if key.shape[1] == value.shape[1] == 1 and (bias is None or bias.shape[1] == 1):
+        query = query.reshape(shape[0], 1, -1, query.shape[3])
+    outs, lses = [], []
+    for a, t in itertools.product(range(query.shape[0]), range(query.shape[1])):
+        keys, values = (x[a, min(t, x.shape[1] - 1)] for x in (key, value))
+        own = None if bias is None else bias[min(a, bias.shape[0] - 1), min(t, bias.shape[1] - 1), 0]
+        out, lse = product_attention(query[a, t], keys, values, own, scale)
+        outs.append(out)
+        lses.append(lse)
+    out, lse = (x[0] if len(x) == 1 else torch.cat(x) for x in (outs, lses))
+    return out.view(*shape, value.shape[3]), lse.view(shape)
 
 
 def _forward_fused(

@@ -7,9 +7,11 @@ The softmax sum of a query q over the keys k_j is approximated through the featu
 K is the kernel exp(t^2 |scale| <x, y>) on centered keys. These are the Nystrom weights, which are those of WildCat
 (Schroeder & Mackey 2026) if the landmarks are keys. What is different here:
 
-- A landmark is the weighted mean of a cluster of keys. The clusters begin as the pivots of a randomized Cholesky
-  decomposition (`hf_efficient_attn.ops.coreset`), and some steps of Lloyd's algorithm follow. A key x has the weight
-  K(x, x)^POWER, so that a key that can have a large score is approximated better.
+- A landmark is the weighted mean of a cluster of keys. The clusters begin with keys that are drawn far from each other
+  (`hf_efficient_attn.ops.coreset.draw_apart`), and some steps of Lloyd's algorithm follow. A key x is drawn with a
+  probability that grows with K(x, x)^DRAW_POWER and has the weight K(x, x)^POWER in the mean, so that a key that can
+  have a large score is approximated better. Without Lloyd's steps the pivots of a randomized Cholesky decomposition are
+  better, but with them the error on activations of BERT and ViT is the same, and the pivots take longer than the steps.
 - The weights are fitted to the exact rows of a few probe queries: ridge regression of the numerator and of the
   denominator towards the Nystrom weights, in the metric of K_cc.
 - Each block of queries attends to the keys around it exactly. What the landmarks count for these keys is subtracted.
@@ -27,8 +29,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take, valid_first
-from hf_efficient_attn.ops.coreset import candidate_positions, choose_pivots, regularized_solve
+from hf_efficient_attn.ops.coreset import candidate_positions, draw_apart, gumbel_numbers, nearest, regularized_solve
 from hf_efficient_attn.ops.exact import mask_bias
+from hf_efficient_attn.ops.onednn import use_product
 from hf_efficient_attn.ops.partial import LOG2_E, accumulation_dtype, partial_attention, safe_row_max
 from hf_efficient_attn.ops.sampling import stratified_ranks
 
@@ -37,8 +40,8 @@ from hf_efficient_attn.ops.sampling import stratified_ranks
 TEMPERATURE = 0.7
 # Relative to the unit diagonal of K_cc.
 RIDGE = 1e-3
-# Of the weight of a key in the mean of its cluster, and the smallest logarithm of such a weight.
-POWER, LEAST_LOG_WEIGHT = 0.5, -60.0
+# Of the weight of a key in the draw, of that in the mean of its cluster, and the smallest logarithm of the latter.
+DRAW_POWER, POWER, LEAST_LOG_WEIGHT = 0.85, 0.5, -60.0
 # A denominator must be this share of the sum of its terms' sizes, and a fitted one within these multiples of the
 # unfitted one. Otherwise the weights of the next safer kind are used for the query.
 LEAST_DENOMINATOR, FIT_RANGE = 0.01, (0.6, 1.6)
@@ -69,8 +72,7 @@ class CoresetOptions(NamedTuple):
         block_size: keys that each query attends to exactly, or 0.
         near_limit: longest sequence with such keys. In longer ones all of them are landmarks instead.
         scale: factor of the attention scores.
-        seed: of the pivots.
-        batch: B. Sequences of a batch use the same random numbers.
+        seed: of the draw of the keys that the clusters begin with.
     """
 
     num_landmarks: int
@@ -81,7 +83,6 @@ class CoresetOptions(NamedTuple):
     near_limit: int
     scale: float
     seed: int | Tensor
-    batch: int
 
 
 class Landmarks(NamedTuple):
@@ -154,9 +155,10 @@ def weighted_coreset_attention(
     Returns:
         (BH, Nq, Dv) in the dtype of `value`.
     """
-    inputs, order = _center_and_order(query, key, value, key_mask)
+    inputs, order = _order(query, key, value, key_mask)
     options, near = _plan_near(inputs, options)
-    landmarks = choose_landmarks(inputs, options, near)
+    num_candidates = min(options.num_candidates, key.shape[1])
+    numbers = gumbel_numbers(options.num_landmarks, num_candidates, options.seed, inputs.key)
     # Integers are the same for all heads.
     num_keys, num_queries = (x if isinstance(x, Tensor) else None for x in (inputs.num_keys, inputs.num_queries))
     plan = () if near is None else (x.expand(key.shape[0], -1, -1) for x in (near.key_index, near.bias))
@@ -169,9 +171,9 @@ def weighted_coreset_attention(
         if num_queries is not None:
             own = own._replace(num_queries=num_queries)
         own_near = None if near is None else _NearPlan(tensors[-2], tensors[-1], near.block_q)
-        return _attend_some_heads(own, Landmarks(*tensors[: len(landmarks)]), own_near, options, dropout_p)
+        return _attend_some_heads(own, numbers, own_near, options, dropout_p)
 
-    tensors = (*inputs[:4], num_keys, num_queries, *landmarks, *plan)
+    tensors = (*inputs[:4], num_keys, num_queries, *plan)
     step = max(1, _SCORES // (key.shape[1] * options.num_landmarks))
     out = chunked_over_heads(some_heads, *tensors, step=step).to(value.dtype)
     if order is None or key_mask is None:
@@ -179,23 +181,30 @@ def weighted_coreset_attention(
     return take(out, inverse(order)).masked_fill(~key_mask[:, :, None], 0.0)
 
 
-def _center_and_order(
-    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None
-) -> tuple[_Inputs, Tensor | None]:
-    """The inputs without the mean of the keys, and the order that puts the valid tokens first, or None."""
+def _order(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> tuple[_Inputs, Tensor | None]:
+    """The inputs, with the keys not yet centered, and the order that puts the valid tokens first, or None."""
     acc_dtype, q_len, kv_len = accumulation_dtype(key.dtype), query.shape[1], key.shape[1]
     query, key, value = (x.to(acc_dtype) for x in (query, key, value))
     if key_mask is None:
-        return _Inputs(query, key - key.mean(1, keepdim=True), value, None, kv_len, q_len), None
+        return _Inputs(query, key, value, None, kv_len, q_len), None
     order, num_keys = valid_first(key_mask), key_mask.sum(1, keepdim=True)
     key, value = take(key, order), take(value, order)
     valid = torch.arange(kv_len, device=key.device) < num_keys
-    mean = key.sum(1, keepdim=True) / num_keys.clamp(min=1).unsqueeze(2)
-    key = (key - mean).masked_fill(~valid.unsqueeze(2), 0.0)
     bias = mask_bias(valid, acc_dtype)[:, None, None]
     if q_len != kv_len:
         return _Inputs(query, key, value, bias, num_keys, q_len), None
     return _Inputs(take(query, order), key, value, bias, num_keys, num_keys), order
+
+
+def _center(inputs: _Inputs) -> _Inputs:
+    """Subtract the mean of the valid keys, which changes all scores of a query alike."""
+    key, num_keys = inputs.key, inputs.num_keys
+    if isinstance(num_keys, int):
+        return inputs._replace(key=key - key.mean(1, keepdim=True))
+    valid = torch.arange(key.shape[1], device=key.device) < num_keys
+    key = key.masked_fill(~valid.unsqueeze(2), 0.0)
+    mean = key.sum(1, keepdim=True) / num_keys.clamp(min=1).unsqueeze(2)
+    return inputs._replace(key=(key - mean).masked_fill(~valid.unsqueeze(2), 0.0))
 
 
 class _NearPlan(NamedTuple):
@@ -256,72 +265,62 @@ def _plan_near(inputs: _Inputs, options: CoresetOptions) -> tuple[CoresetOptions
 
 
 def _attend_some_heads(
-    inputs: _Inputs, landmarks: Landmarks, near: _NearPlan | None, options: CoresetOptions, dropout_p: float
+    inputs: _Inputs, numbers: Tensor, near: _NearPlan | None, options: CoresetOptions, dropout_p: float
 ) -> Tensor:
-    """Weigh the landmarks and attend: (BH, Nq, Dv) in the accumulation dtype."""
+    """Make the landmarks, weigh them and attend: (BH, Nq, Dv) in the accumulation dtype."""
+    inputs = _center(inputs)
+    landmarks = _choose_landmarks(inputs, numbers, options, near)
     coreset, near_weights = _weigh(inputs, landmarks, options, near)
     gathered = None if near is None or near_weights is None else _near_keys(inputs, near, near_weights)
     return _attend(inputs.query, coreset, gathered, options, dropout_p)
 
 
-def choose_landmarks(inputs: _Inputs, options: CoresetOptions, near: _NearPlan | None) -> Landmarks:
-    """Choose the pivots among the candidates, and move them to the means of their clusters."""
-    batch_heads, kv_len = inputs.key.shape[:2]
-    count, num_keys, device = options.num_landmarks, inputs.num_keys, inputs.key.device
-    padded, valid = not isinstance(num_keys, int), None
-    # The valid tokens are the first, so that the positions of candidates are ranks of valid tokens.
-    mask = torch.arange(kv_len, device=device) < num_keys if padded else None
+def _choose_landmarks(inputs: _Inputs, numbers: Tensor, options: CoresetOptions, near: _NearPlan | None) -> Landmarks:
+    """Draw keys among the candidates, and move them to the means of their clusters."""
+    (batch_heads, kv_len), device = inputs.key.shape[:2], inputs.key.device
+    count, num_keys = options.num_landmarks, inputs.num_keys
+    # The valid tokens are the first.
+    mask = None if isinstance(num_keys, int) else torch.arange(kv_len, device=device) < num_keys
     position, valid = candidate_positions(mask, kv_len, options.num_candidates, device)
     position = position.expand(batch_heads, -1)
     keys, values = take(inputs.key, position), take(inputs.value, position)
     root = TEMPERATURE * abs(options.scale) ** 0.5
-    pivot, selected = choose_pivots(keys * root, valid, count, seed=options.seed, batch=options.batch)
+    points = keys.detach() * root
+    pivot, selected = draw_apart(points, DRAW_POWER, numbers, valid, count)
     own = torch.zeros(batch_heads, 1, 1, dtype=torch.bool, device=device)
-    if padded:
-        assert isinstance(num_keys, Tensor)
+    if isinstance(num_keys, Tensor):
         own = (num_keys <= count).unsqueeze(2)
         if near is not None:
-            # A sequence with near keys has fewer landmarks. The first pivots of a choice are a choice of fewer.
+            # A sequence with near keys has fewer landmarks. The first keys of a draw are a draw of fewer.
             few = torch.where((num_keys > count) & (num_keys <= options.near_limit), count - options.block_size, count)
             selected = selected & (torch.arange(count, device=device) < few)
-    pivots = take(keys, pivot)
     norm = (keys * root).square().sum(2)
-    log_weight = POWER * (norm - norm.amax(1, keepdim=True))
-    weight = log_weight.clamp(min=LEAST_LOG_WEIGHT).exp()
-    weight = weight if valid is None else weight.masked_fill(~valid, 0.0)
-    closed = torch.zeros_like(weight[:, :count]).masked_fill(~selected, -torch.inf)
+    norm = norm if valid is None else norm.masked_fill(~valid, 0.0)
+    weight = (POWER * (norm - norm.amax(1, keepdim=True))).clamp(min=LEAST_LOG_WEIGHT).exp().unsqueeze(2)
+    exists = torch.ones_like(weight) if valid is None else valid.unsqueeze(2).to(weight.dtype)
+    pivots, weight = take(keys, pivot), weight * exists
     first = (torch.arange(batch_heads, device=device) * count)[:, None]
 
     def cluster_sums(cluster: Tensor, x: Tensor) -> Tensor:
         sums = x.new_zeros(batch_heads * count, x.shape[2])
         return sums.index_add(0, (cluster + first).flatten(), x.flatten(0, 1)).view(batch_heads, count, -1)
 
-    def means(cluster: Tensor) -> Tensor:
-        total = cluster_sums(cluster, weight.unsqueeze(2))
-        sums = cluster_sums(cluster, keys * weight.unsqueeze(2))
-        return torch.where(total > 0, sums / torch.where(total > 0, total, 1.0), pivots)
-
-    landmarks, points = pivots, keys.detach() * root
-    cluster = _nearest(points, landmarks.detach() * root, closed)
+    weighted = torch.cat((keys * weight, weight), 2)
+    landmarks = pivots
+    cluster = nearest(points, landmarks.detach() * root, selected)
     for step in range(options.num_refinements):
         # Only the last means need a gradient: the clusters have none.
         with torch.set_grad_enabled(torch.is_grad_enabled() and step == options.num_refinements - 1):
-            landmarks = torch.where(own, pivots, means(cluster))
-        cluster = _nearest(points, landmarks.detach() * root, closed)
-    exists = torch.ones_like(weight) if valid is None else valid.to(weight.dtype)
-    count_of = cluster_sums(cluster, exists.unsqueeze(2)).masked_fill(~selected.unsqueeze(2), 0.0)
-    value = cluster_sums(cluster, values * exists.unsqueeze(2)) / count_of.clamp(min=1.0)
-    value, log_count = torch.where(own, take(values, pivot), value), count_of.squeeze(2).log()
-    log_count = torch.where(own.squeeze(2), closed, log_count)
+            sums = cluster_sums(cluster, weighted)
+            total = sums[..., -1:]
+            means = torch.where(total > 0, sums[..., :-1] / torch.where(total > 0, total, 1.0), pivots)
+            landmarks = torch.where(own, pivots, means)
+        cluster = nearest(points, landmarks.detach() * root, selected)
+    sums = cluster_sums(cluster, torch.cat((values * exists, exists), 2))
+    value, number = sums[..., :-1], sums[..., -1].masked_fill(~selected, 0.0)
+    value = torch.where(own, take(values, pivot), value / number.clamp(min=1.0).unsqueeze(2))
+    log_count = torch.where(own.squeeze(2), torch.zeros_like(number).masked_fill(~selected, -torch.inf), number.log())
     return Landmarks(landmarks, value, log_count, selected, own)
-
-
-def _nearest(points: Tensor, landmarks: Tensor, closed: Tensor) -> Tensor:
-    """The nearest landmark of every point: points (BH, C, D), landmarks (BH, m, D), bias (BH, m) -> int64 (BH, C)."""
-    # The offset is a column of the product: adding it would take as long as the product.
-    offset = closed - 0.5 * landmarks.square().sum(2)
-    one = torch.ones_like(points[..., :1])
-    return (torch.cat((points, one), 2) @ torch.cat((landmarks, offset.unsqueeze(2)), 2).mT).argmax(2)
 
 
 def _weigh(
@@ -343,19 +342,25 @@ def _weigh(
     kernel = (points @ points.mT - half_norm - half_norm.mT).clamp(max=0.0).exp()
     one = torch.eye(kernel.shape[1], dtype=kernel.dtype, device=kernel.device)
     kernel = torch.where(closed | closed.mT, one, kernel)
-    unfitted = regularized_solve(kernel, sums, RIDGE)
-    exponent, solved = shift - half_norm, one
-    weights, similarity = unfitted, None
+    exponent, similarity = shift - half_norm, None
+    probes = _exact_probes(inputs, landmarks, exponent, options) if options.num_probes else None
+    # One solve for all right sides, each of which takes time. Weights of near keys need the whole inverse.
+    rights = [] if probes is None else [probes.basis.mT]
+    rights = rights if near is None else [one.expand_as(kernel)]
+    solved = regularized_solve(kernel, torch.cat((sums, *rights), 2), RIDGE)
+    weights = unfitted = solved[..., : sums.shape[2]]
+    solved = solved[..., sums.shape[2] :]
     if near is not None:
-        # Of key and landmark, relative to exp(shift). A product with the inverse of the kernel matrix is faster than a
-        # solve for that many right sides, and a power of two faster than one of e.
+        # Of key and landmark, relative to exp(shift). A power of two is faster than one of e.
         offset = (-half_norm - shift).masked_fill(closed | landmarks.own, -torch.inf).mT * LOG2_E
         exponents = torch.baddbmm(offset, key.double() * (square**0.5 * LOG2_E), points.mT)
         similarity = exponents.clamp_(max=0.0).exp2_()
-        solved = regularized_solve(kernel, one.expand_as(kernel), RIDGE)
-    if options.num_probes:
-        fit = _fit(inputs, landmarks, _Fit(unfitted, exponent, kernel, near, similarity, solved), options)
-        weights = unfitted + fit.masked_fill(closed | landmarks.own, 0.0)
+    if probes is not None:
+        missing = probes.sums - probes.basis @ unfitted
+        if near is not None and similarity is not None:
+            missing = missing - _near_sums_of_probes(inputs, probes, near, similarity, solved, options.scale)
+        smooth = solved if near is None else solved @ probes.basis.mT
+        weights = unfitted + _fit(probes.basis, smooth, missing, landmarks).masked_fill(closed | landmarks.own, 0.0)
     ones = torch.ones_like(landmarks.value[..., :1])
     own = torch.cat((landmarks.value, ones), 2).double()
     weights, unfitted = (torch.where(landmarks.own, own, x) for x in (weights, unfitted))
@@ -377,28 +382,25 @@ def _weigh(
     return coreset, None if similarity is None else (similarity @ (solved / size.mT)).to(acc_dtype)
 
 
-class _Fit(NamedTuple):
-    """What `_fit` starts from.
+class _Probes(NamedTuple):
+    """Queries with exact rows.
 
     Attributes:
-        weights: (BH, m, Dv + 1), of exp(scale <q, c> + exponent).
-        exponent: (BH, m, 1).
-        kernel: K_cc, (BH, m, m).
-        near: the near keys, or None.
-        similarity: of key and landmark, (BH, Nk, m), or None without near keys.
-        inverse: (K_cc + ridge I)^-1, (BH, m, m). `similarity @ inverse` is what the landmarks count for each key.
+        token: int64 (BH, P), which queries.
+        query: float64 (BH, P, D).
+        exact_lse: float64 (BH, P, 1). All of the following is relative to its exponential.
+        sums: float64 (BH, P, Dv + 1), the exact numerators and denominators.
+        basis: float64 (BH, P, m), exp(scale <q, c> + exponent) for the landmarks.
     """
 
-    weights: Tensor
-    exponent: Tensor
-    kernel: Tensor
-    near: _NearPlan | None
-    similarity: Tensor | None
-    inverse: Tensor
+    token: Tensor
+    query: Tensor
+    exact_lse: Tensor
+    sums: Tensor
+    basis: Tensor
 
 
-def _fit(inputs: _Inputs, landmarks: Landmarks, start: _Fit, options: CoresetOptions) -> Tensor:
-    """What to add to the weights so that the probes' numerators and denominators agree with their exact rows."""
+def _exact_probes(inputs: _Inputs, landmarks: Landmarks, exponent: Tensor, options: CoresetOptions) -> _Probes:
     query, key, value, bias, _, num_queries = inputs
     half = torch.full((query.shape[0], 1), 0.5, dtype=torch.float64, device=query.device)
     probe = stratified_ranks(options.num_probes, num_queries, half).expand(query.shape[0], -1)
@@ -406,28 +408,40 @@ def _fit(inputs: _Inputs, landmarks: Landmarks, start: _Fit, options: CoresetOpt
     out, lse = (
         x[:, 0] for x in partial_attention(queries[:, None], key[:, None], value[:, None], bias, scale=options.scale)
     )
-    exact_lse = lse.double().masked_fill(lse == -torch.inf, 0.0).unsqueeze(2)
-    queries = queries.double()
-    logits = options.scale * queries @ landmarks.key.double().mT + start.exponent.mT - exact_lse
-    logits = logits.masked_fill(~landmarks.used.unsqueeze(1), -torch.inf)
-    basis = logits.clamp(max=MAX_LOGIT).exp()
-    missing = torch.cat((out.double(), torch.ones_like(exact_lse)), 2) - basis @ start.weights
-    if start.near is not None and start.similarity is not None:
-        plan = start.near
-        index = plan.key_index.expand(query.shape[0], -1, -1)
-        block = (probe // plan.block_q).unsqueeze(2).expand(-1, -1, index.shape[2])
-        index, near_bias = index.gather(1, block), plan.bias.expand(query.shape[0], -1, -1).gather(1, block)
-        keys, values = take(key, index).double(), take(value, index).double()
-        near = (options.scale * (keys @ queries.unsqueeze(3)).squeeze(3) + near_bias.double() - exact_lse).exp()
-        excluded = (near_bias == -torch.inf).unsqueeze(3)
-        solved = (basis @ start.inverse).unsqueeze(3)
-        counted = (take(start.similarity, index).masked_fill(excluded, 0.0) @ solved).squeeze(3)
-        pairs = near - counted.clamp(-_MAX_COUNTED, _MAX_COUNTED)
-        missing = missing - torch.cat((pairs.unsqueeze(2) @ values, pairs.sum(2)[:, :, None, None]), 3).squeeze(2)
-    gram = basis.mT @ basis
+    exact_lse, queries = lse.double().masked_fill(lse == -torch.inf, 0.0).unsqueeze(2), queries.double()
+    logits = options.scale * queries @ landmarks.key.double().mT + exponent.mT - exact_lse
+    basis = logits.masked_fill(~landmarks.used.unsqueeze(1), -torch.inf).clamp(max=MAX_LOGIT).exp()
+    return _Probes(probe, queries, exact_lse, torch.cat((out.double(), torch.ones_like(exact_lse)), 2), basis)
+
+
+def _near_sums_of_probes(
+    inputs: _Inputs, probes: _Probes, plan: _NearPlan, similarity: Tensor, inverse: Tensor, scale: float
+) -> Tensor:
+    """What near keys add to the sums of the probes, without what the landmarks count for them: (BH, P, Dv + 1).
+
+    `similarity` (BH, Nk, m) of key and landmark times `inverse` (BH, m, m) is what the landmarks count for each key.
+    """
+    index = plan.key_index.expand(inputs.key.shape[0], -1, -1)
+    block = (probes.token // plan.block_q).unsqueeze(2).expand(-1, -1, index.shape[2])
+    index, bias = index.gather(1, block), plan.bias.expand(inputs.key.shape[0], -1, -1).gather(1, block)
+    keys, values = take(inputs.key, index).double(), take(inputs.value, index).double()
+    scores = scale * (keys @ probes.query.unsqueeze(3)).squeeze(3) + bias.double()
+    excluded, solved = (bias == -torch.inf).unsqueeze(3), (probes.basis @ inverse).unsqueeze(3)
+    counted = (take(similarity, index).masked_fill(excluded, 0.0) @ solved).squeeze(3)
+    pairs = (scores - probes.exact_lse).exp() - counted.clamp(-_MAX_COUNTED, _MAX_COUNTED)
+    return torch.cat((pairs.unsqueeze(2) @ values, pairs.sum(2)[:, :, None, None]), 3).squeeze(2)
+
+
+def _fit(basis: Tensor, smooth: Tensor, missing: Tensor, landmarks: Landmarks) -> Tensor:
+    """What to add to the weights (BH, m, Dv + 1), so that the probes miss less.
+
+    Ridge regression in the metric of A = K_cc + ridge I, (A + B^T B / size)^-1 B^T missing / size, where B is the basis
+    (BH, P, m). By the identity of Woodbury this is A^-1 B^T (size I + B A^-1 B^T)^-1 missing, with the already known
+    `smooth` = A^-1 B^T (BH, m, P).
+    """
     used = landmarks.used.sum(1).clamp(min=1)
-    size = (gram.diagonal(dim1=1, dim2=2).sum(1) / used)[:, None, None].clamp(min=LEAST_GRAM)
-    return regularized_solve(start.kernel + gram / size, basis.mT @ missing / size, RIDGE)
+    size = (basis.square().sum((1, 2)) / used)[:, None, None].clamp(min=LEAST_GRAM)
+    return smooth @ regularized_solve(basis @ smooth / size, missing / size, 1.0)
 
 
 def _near_keys(inputs: _Inputs, plan: _NearPlan, weights: Tensor) -> _NearKeys:
@@ -469,7 +483,8 @@ def _far_sums(query: Tensor, coreset: Coreset, scale: float, dropout_p: float) -
     """The sums over the landmarks (BH, Nq, Dv + 4), up to a factor of each query, and how to get the unfitted one."""
     q_len, keys = query.shape[1], coreset.key
     missing = coreset.weights.shape[2] - query.shape[2]
-    if missing > 0:  # the fused kernel of the CPU needs as many numbers of a query as of a value
+    if missing > 0 and not use_product(query, keys, coreset.weights):
+        # The fused kernel of the CPU needs as many numbers of a query as of a value.
         query, keys = pad(query, (0, missing)), pad(keys, (0, missing))
     blocks, keys = pad_to_blocks(query, _block_q(q_len, coreset)), keys[:, None]
     bias = coreset.bias[:, None, None]

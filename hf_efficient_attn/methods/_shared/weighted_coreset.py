@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.methods._shared.registry import AttentionOptions
-from hf_efficient_attn.ops.coreset import candidate_positions, choose_pivots
-from hf_efficient_attn.ops.weighted_coreset import TEMPERATURE, CoresetOptions
+from hf_efficient_attn.ops.coreset import candidate_positions, draw_apart, gumbel_numbers
+from hf_efficient_attn.ops.weighted_coreset import DRAW_POWER, TEMPERATURE, CoresetOptions
 from hf_efficient_attn.ops.weighted_coreset_naive import naive_head, naive_landmarks
 
 
@@ -45,8 +45,9 @@ def naive_bidirectional(
         count = coreset.num_landmarks if near.any() else budget
         position, _ = candidate_positions(None, num_keys, coreset.num_candidates, key.device)
         candidates = keys[:, position[0]]
-        scaled = candidates * (TEMPERATURE * abs(options.scale) ** 0.5)
-        pivots = choose_pivots(scaled, None, count, seed=options.seed, batch=1).candidate
+        points = candidates * (TEMPERATURE * abs(options.scale) ** 0.5)
+        numbers = gumbel_numbers(count, points.shape[1], options.seed, points)
+        pivots = draw_apart(points, DRAW_POWER, numbers, None, count).candidate
         for h in range(queries.shape[0]):
             landmarks, cluster = naive_landmarks(candidates[h], pivots[h], coreset.num_refinements, options.scale)
             members = torch.nn.functional.one_hot(cluster, count).double().T
