@@ -7,6 +7,7 @@ from hf_efficient_attn.conversion import convert, extend_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.calibration import calibrate
 from hf_efficient_attn.evaluation.model_error import attention_error
+from hf_efficient_attn.integration.near_far_cache import NearFarCache
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods import (
     MethodConfig,
@@ -49,6 +50,7 @@ __all__ = [
     "EfficientAttentionConfig",
     "MethodConfig",
     "MethodInfo",
+    "NearFarCache",
     "UnsupportedAttentionError",
     "UptrainingSchedule",
     "analysis",

@@ -33,7 +33,7 @@ _STATE_LAYER = "_state_layer"
 
 
 class NewKeys(Tensor):
-    """Keys of only the new tokens, on their way from a `StateLayer` to the attention function. Nothing else uses them.
+    """Keys of only the new tokens, on their way from a cache layer to the attention function. Nothing else uses them.
 
     Code that reads them as if they were the keys of all tokens would silently lose the past: another attention function
     after the model was switched, or a model that changes its cached keys. torch.compile fails on them; a cache that a
@@ -51,11 +51,30 @@ class NewKeys(Tensor):
             result = function(*args, **(kwargs or {})) if looks else None
         if not looks or isinstance(result, Tensor):
             raise UnsupportedAttentionError(
-                "this cache holds the state of a recurrent method, which the model had when the cache was made, and no "
-                f"keys that {name!r} could read: start with a new cache after switching the model or compiling its "
-                "forward"
+                "this cache holds a state of the method that the model had when the cache was made, and no keys that "
+                f"{name!r} could read: start with a new cache after switching the model or compiling its forward"
             )
         return result
+
+
+def as_new_keys(key: Tensor, layer: object) -> Tensor:
+    """Keys of new tokens that only the attention functions of this package can use, by asking the layer."""
+    new = key.as_subclass(NewKeys)
+    setattr(new, _STATE_LAYER, layer)
+    return new
+
+
+def plain_keys(key: Tensor) -> Tensor:
+    """The tensor of what `as_new_keys` returned."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return key.as_subclass(Tensor)
+
+
+def number_to_crop(tokens_to_remove: int, seen: int) -> int:
+    """The number of tokens that a call of `crop` removes from a layer that has seen so many."""
+    if tokens_to_remove > 0 or (tokens_to_remove == 0 and _CROPS_TO_LENGTH):
+        return max(0, seen - tokens_to_remove)
+    return -tokens_to_remove
 
 
 class _Options(NamedTuple):
@@ -133,6 +152,7 @@ class StateLayer(DynamicLayer):
             self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
             self.keys, self.values = key_states, value_states
             returned = key_states.view_as(key_states)
+            setattr(returned, _STATE_LAYER, self)
         else:
             if not self.was_used:
                 raise UnsupportedAttentionError(
@@ -140,8 +160,7 @@ class StateLayer(DynamicLayer):
                     "call may have failed midway): start with a new cache"
                 )
             self.seen, self.was_used = self.seen + key_states.shape[-2], False
-            returned = key_states.as_subclass(NewKeys)
-        setattr(returned, _STATE_LAYER, self)
+            returned = as_new_keys(key_states, self)
         return returned, value_states
 
     def attention(
@@ -186,8 +205,7 @@ class StateLayer(DynamicLayer):
                 f"{self.method.method}: two layers of this model use the same keys, which a state does not support: "
                 "generate with use_cache=False"
             )
-        with torch._C.DisableTorchFunctionSubclass():
-            key = key.as_subclass(Tensor)
+        key = plain_keys(key)
         self._update_pending()
         new = _Tokens(key, value, self._new_mask(attention_mask, key.shape[2]))
         self._record(new)
@@ -271,9 +289,7 @@ class StateLayer(DynamicLayer):
         """
         if self.options is None:
             return super().crop(tokens_to_remove) if self.is_initialized else None
-        number = -tokens_to_remove
-        if tokens_to_remove > 0 or (tokens_to_remove == 0 and _CROPS_TO_LENGTH):
-            number = max(0, self.seen - tokens_to_remove)
+        number = number_to_crop(tokens_to_remove, self.seen)
         record, self.record = self.record, None
         if number == 0:
             return None

@@ -48,6 +48,7 @@ class AutoAttentionConfig(MethodConfig):
     causal = True
     rectangular = True
     decodes_exactly = True
+    decodes_exactly = True
     summary = "exact attention where it is faster or an error bound asks for it, else nearfar"
     near = "a window, or all keys"
     far = "landmarks with fitted weights, or none"

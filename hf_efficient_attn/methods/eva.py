@@ -79,6 +79,7 @@ class EvaConfig(MethodConfig):
     year = 2023
     causal = True
     rectangular = True
+    decodes_exactly = True
     learned_parameters = _MAPS
     summary = "a window exactly, and one control variate for each chunk of the other keys"
     paper_url = "https://arxiv.org/abs/2302.04542"

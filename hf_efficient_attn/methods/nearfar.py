@@ -35,6 +35,7 @@ class NearFarConfig(MethodConfig):
     causal = True
     rectangular = True
     decodes_exactly = True
+    decodes_exactly = True
     summary = "a window exactly, and landmarks with fitted weights for all other keys"
     near = "a window"
     far = "landmarks with fitted weights"

@@ -57,6 +57,8 @@ class MethodConfig:
             tokens to earlier ones, so such a method is not used there.
         decodes_exactly: True if decoding attends to all cached keys exactly, so that `hea.NearFarCache` can take the place
             of these keys.
+        decodes_exactly: True if decoding attends to all cached keys exactly, so that `hea.NearFarCache` can take the place
+            of these keys.
         exportable: True if `torch.onnx.export` gives a graph that is right for any length and mask, not only for those
             of the example. All other methods are refused there.
         default_rank: the position of the method among the default methods, fastest first. None if it is not one.
@@ -82,6 +84,7 @@ class MethodConfig:
     rectangular: ClassVar[bool]
     learned_parameters: ClassVar[tuple[str, ...]] = ()
     mixes_queries: ClassVar[bool] = True
+    decodes_exactly: ClassVar[bool] = False
     decodes_exactly: ClassVar[bool] = False
     exportable: ClassVar[bool] = False
     default_rank: ClassVar[int | None] = None

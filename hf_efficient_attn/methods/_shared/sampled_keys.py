@@ -27,6 +27,7 @@ class SampledKeysConfig(MethodConfig):
 
     causal = True
     rectangular = True
+    decodes_exactly = True
 
     block_size: int = option(256, "Keys that each query attends to exactly: the near field.", minimum=1)
     num_samples: int = option(256, "Keys sampled from the rest: the far field. 0 omits the far field.", minimum=0)

@@ -1,0 +1,403 @@
+"""`NearFarCache`: a cache of bounded memory for decoding with methods that otherwise attend to all cached keys exactly.
+
+A layer keeps the newest keys as they are and landmarks for all older ones (`ops.growing_coreset`). Its attention is the
+exact merge of the two. When it holds as many keys and landmarks as its budget, the older keys join the landmarks of
+their batch row. What happens to a row depends on its own valid tokens only, and is the same for tokens that come one at
+a time or together. The tokens of the first call, usually the prompt, are computed by the method itself, as without a
+cache.
+
+As with a `recurrent.StateLayer`, `update` returns keys that say which layer they come from, and the attention function
+asks this layer for its output.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.configuration_utils import PreTrainedConfig
+
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.integration.configs import method_of, settings_of
+from hf_efficient_attn.integration.recurrent import StateLayer, as_new_keys, number_to_crop, plain_keys
+from hf_efficient_attn.methods import MethodConfig, attention, available_methods, get_method
+from hf_efficient_attn.ops.blocks import take
+from hf_efficient_attn.ops.exact import mask_bias
+from hf_efficient_attn.ops.growing_coreset import GrowingCoreset, add_keys, coreset_partial, empty_coreset
+from hf_efficient_attn.ops.partial import Partial, merge, partial_attention
+
+# The smallest budget: one newest key, two more before they are merged, and five landmarks.
+_SMALLEST = 8
+
+
+class NearFarLayer(CacheLayerMixin):
+    """A layer of `NearFarCache`.
+
+    Args:
+        method: the config of the method, which must also be that of the attention function.
+        columns: the largest number of keys and landmarks together.
+        seed: of the landmarks.
+
+    Attributes:
+        keys: (B, H_kv, L, D), the kept keys. L is at most `columns`, except within a call.
+        values: (B, H_kv, L, Dv).
+        position: int64 (B, L), the position of each kept key in the sequence; -1 where a row keeps fewer.
+        coreset: landmarks (B, H_kv, m, .) of the older keys; None as long as there are none.
+        counts: number of kept keys of each row.
+        merged: number of keys of each row that the landmarks stand for.
+        seen: number of tokens, padding included.
+    """
+
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, method: MethodConfig, columns: int, seed: int = 0) -> None:
+        super().__init__()
+        self.method, self.columns, self.seed = method, columns, seed
+        # Half of the budget for landmarks and an eighth for neighbors had larger errors with GPT-2.
+        self.num_newest = columns // 8
+        self.num_landmarks = columns - self.num_newest - columns // 4
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.keys = self.values = None
+        self.position: Any = None
+        self.coreset: GrowingCoreset | None = None
+        self.counts: list[int] = []
+        self.merged: list[int] = []
+        self.seen, self.is_initialized = 0, False
+        # Whether the attention function has used the keys of the last `update`.
+        self.was_used = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Begin with no keys, of these sizes and types."""
+        batch = key_states.shape[0]
+        self.dtype, self.device, self.is_initialized = value_states.dtype, key_states.device, True
+        self.keys, self.values = key_states[:, :, :0].to(self.dtype), value_states[:, :, :0]
+        self.position = torch.zeros(batch, 0, dtype=torch.int64, device=self.device)
+        self.counts, self.merged = [0] * batch, [0] * batch
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Take the keys and values (B, H_kv, N, .) of N new tokens, and return them for the attention function.
+
+        Raises:
+            UnsupportedAttentionError: the attention function did not use the keys of the last call, or the model is
+                being compiled.
+        """
+        if torch.compiler.is_compiling():
+            raise UnsupportedAttentionError(
+                "NearFarCache does not work in a compiled model, because its sizes depend on the padding: leave "
+                "torch.compile or the cache out"
+            )
+        if not self.was_used:
+            raise UnsupportedAttentionError(
+                f"{self.method.method}: the last tokens were put into the cache, but no attention followed (the call "
+                "may have failed midway): start with a new cache"
+            )
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.seen, self.was_used = self.seen + key_states.shape[2], False
+        return as_new_keys(key_states, self), value_states
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        scale: float | None,
+        dropout_p: float,
+        seed: int | Tensor | None,
+    ) -> Tensor:
+        """Causal attention of the tokens of the last `update` to all tokens.
+
+        Args:
+            query: (B, H, N, D).
+            key: (B, H_kv, N, D), as `update` returned it.
+            value: (B, H_kv, N, Dv), as `update` returned it.
+            attention_mask: bool (B, all tokens) or None.
+            scale: the factor of the scores; 1/sqrt(D) if None.
+            dropout_p: the probability with which the weight of an exact key is dropped.
+            seed: of the method in the first call; None (training) draws one from the global generator.
+
+        Returns:
+            (B, H, N, Dv) in the dtype of `value`.
+
+        Raises:
+            UnsupportedAttentionError: the mask of earlier tokens has changed, or the same keys are used twice.
+        """
+        if self.was_used:
+            raise UnsupportedAttentionError(
+                f"{self.method.method}: two layers of this model use the same keys, which NearFarCache does not "
+                "support: use the ordinary cache"
+            )
+        key, earlier = plain_keys(key), self.seen - value.shape[2]
+        mask = self._new_mask(attention_mask, earlier)
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        if mask is not None:
+            key, value = (x.masked_fill(~mask[:, None, :, None], 0.0) for x in (key, value))
+        scale = query.shape[3] ** -0.5 if scale is None else scale
+        if earlier == 0:
+            out = attention(
+                self.method, query, key, value, attention_mask=mask, is_causal=True, scale=scale, dropout_p=dropout_p,
+                seed=seed,
+            )  # fmt: skip
+            self._append(key, value, mask, 0)
+            self._merge_rows([count > self.columns for count in self.counts], scale)
+        else:
+            outs, start = [], 0
+            while start < value.shape[2]:
+                self._merge_rows([count >= room for count, room in zip(self.counts, self._rooms(), strict=True)], scale)
+                end = start + self._num_fitting(None if mask is None else mask[:, start:])
+                piece = slice(start, end)
+                own = None if mask is None else mask[:, piece]
+                self._append(key[:, :, piece], value[:, :, piece], own, earlier + start)
+                outs.append(self._attend(query[:, :, piece], earlier + start, scale, dropout_p))
+                start = end
+            out = torch.cat(outs, 2)
+        self.was_used = True
+        return out
+
+    def _new_mask(self, mask: Tensor | None, earlier: int) -> Tensor | None:
+        """The mask of the new tokens, after a check that the number of valid earlier tokens is unchanged."""
+        counted = [kept + merged for kept, merged in zip(self.counts, self.merged, strict=True)]
+        valid = [earlier] * len(counted) if mask is None else mask[:, :earlier].sum(1).tolist()
+        if valid != counted:
+            raise UnsupportedAttentionError(
+                f"{self.method.method}: the attention_mask of earlier tokens has changed, and landmarks cannot forget "
+                "tokens: give the mask of all tokens, with its earlier part unchanged, or start with a new cache"
+            )
+        return None if mask is None or bool(mask[:, earlier:].all()) else mask[:, earlier:]
+
+    def _rooms(self) -> list[int]:
+        """How many keys each row may keep."""
+        return [self.columns - (self.num_landmarks if merged else 0) for merged in self.merged]
+
+    def _num_fitting(self, mask: Tensor | None) -> int:
+        """The number of next tokens for which no row has to merge; `mask` (B, tokens) is that of all next tokens."""
+        left = [room - count for count, room in zip(self.counts, self._rooms(), strict=True)]
+        if mask is None:
+            return min(left)
+        used, left_of = mask.cumsum(1), torch.tensor(left, device=mask.device)
+        return int((used <= left_of[:, None]).sum(1).min())
+
+    def _append(self, key: Tensor, value: Tensor, mask: Tensor | None, first: int) -> None:
+        """Keep the keys of tokens from position `first` on."""
+        assert self.keys is not None and self.values is not None
+        num_new = key.shape[2]
+        position = torch.arange(first, first + num_new, device=self.device).expand(len(self.counts), -1)
+        if mask is not None:
+            position = position.masked_fill(~mask, -1)
+        added = [num_new] * len(self.counts) if mask is None else mask.sum(1).tolist()
+        self.keys, self.values = torch.cat((self.keys, key), 2), torch.cat((self.values, value), 2)
+        self.position = torch.cat((self.position, position), 1)
+        self.counts = [count + new for count, new in zip(self.counts, added, strict=True)]
+        if self.keys.shape[2] > self.columns and max(self.counts) <= self.columns:
+            self._drop_empty()
+
+    def _attend(self, query: Tensor, first: int, scale: float, dropout_p: float) -> Tensor:
+        """Attention of the newest tokens (B, H, N, D), from position `first` on, to kept keys and landmarks."""
+        assert self.keys is not None and self.values is not None
+        (batch, num_heads, q_len, _), num_kv_heads = query.shape, self.keys.shape[1]
+        # The query heads of a group are passed as if they were several queries of one head.
+        groups = num_heads // num_kv_heads
+        flat = query.reshape(batch * num_kv_heads, groups * q_len, -1)
+        row = torch.arange(first, first + q_len, device=self.device)[:, None]
+        pairs = (self.position[:, None] >= 0) & (self.position[:, None] <= row)
+        bias = mask_bias(pairs.repeat(1, groups, 1).repeat_interleave(num_kv_heads, 0), query.dtype)
+        keys, values = self.keys.flatten(0, 1), self.values.flatten(0, 1)
+        blocks = (x[:, None] for x in (flat, keys, values, bias))
+        out, lse = (x[:, 0] for x in partial_attention(*blocks, scale=scale, dropout_p=dropout_p))
+        if self.coreset is not None:
+            coreset = GrowingCoreset(*(x.flatten(0, 1) for x in self.coreset))
+            far = coreset_partial(flat, coreset, scale=scale)
+            out = merge(far, Partial(out.to(far.out.dtype), lse)).out
+        return out.to(values.dtype).reshape(batch, num_heads, q_len, -1)
+
+    def _merge_rows(self, full: list[bool], scale: float) -> None:
+        """In the rows that are full, let the landmarks stand for all kept keys but the newest."""
+        rows = [row for row, is_full in enumerate(full) if is_full]
+        if not rows:
+            return
+        assert self.keys is not None and self.values is not None
+        if self.coreset is None:
+            self.coreset = empty_coreset(self.keys, self.values, self.num_landmarks)
+        index = torch.tensor(rows, device=self.device)
+        position = self.position[index]
+        newest = position.topk(self.num_newest, dim=1).values[:, -1:]
+        old = (position >= 0) & (position < newest)
+        # The oldest keys come first in every row, so that what is computed does not depend on the padding.
+        order = torch.where(old, position, self.seen).argsort(dim=1)[:, : int(old.sum(1).max())]
+        num_kv_heads = self.keys.shape[1]
+        order_of_heads, mask = (x.repeat_interleave(num_kv_heads, 0) for x in (order, old.gather(1, order)))
+        key, value = (take(x[index].flatten(0, 1), order_of_heads) for x in (self.keys, self.values))
+        own = GrowingCoreset(*(x[index].flatten(0, 1) for x in self.coreset))
+        merged = add_keys(own, key, value, mask, scale=scale, seed=self.seed, batch=len(rows))
+        self.coreset = GrowingCoreset(
+            *(
+                x.index_copy(0, index, new.unflatten(0, (len(rows), num_kv_heads)))
+                for x, new in zip(self.coreset, merged, strict=True)
+            )
+        )
+        self.position = self.position.index_copy(0, index, position.masked_fill(old, -1))
+        for row in rows:
+            self.merged[row] += self.counts[row] - self.num_newest
+            self.counts[row] = self.num_newest
+        self._drop_empty()
+
+    def _drop_empty(self) -> None:
+        """Keep as many columns as the fullest row needs, in the order of positions."""
+        assert self.keys is not None and self.values is not None
+        size = max(self.counts)
+        order = self.position.argsort(dim=1)[:, self.position.shape[1] - size :]
+        self.position = self.position.gather(1, order)
+        heads = order.repeat_interleave(self.keys.shape[1], 0)
+        self.keys, self.values = (
+            take(x.flatten(0, 1), heads).unflatten(0, x.shape[:2]) for x in (self.keys, self.values)
+        )
+
+    def numel(self) -> int:
+        """How many numbers the layer holds."""
+        tensors = [self.keys, self.values, self.position, *(self.coreset or ())]
+        return sum(x.numel() for x in tensors if x is not None)
+
+    def get_seq_length(self) -> int:
+        """Number of tokens so far, padding included."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The number of keys that a mask must have, and the position of its first key."""
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        """-1: any number of tokens can be added."""
+        return -1
+
+    # The name in Transformers 5.12.
+    get_max_cache_shape = get_max_length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens, as long as no landmark stands for one of them.
+
+        Args:
+            tokens_to_remove: minus the number of tokens to remove. In Transformers 5.12 also the length that remains.
+
+        Raises:
+            UnsupportedAttentionError: there are landmarks for some of the tokens.
+        """
+        number = number_to_crop(tokens_to_remove, self.seen)
+        if number == 0:
+            return None
+        remaining = self.seen - number
+        if remaining <= 0:
+            return self.reset()
+        assert self.keys is not None and self.values is not None
+        kept = (self.position >= 0) & (self.position < remaining)
+        counts = kept.sum(1).tolist()
+        if any(merged and not count for merged, count in zip(self.merged, counts, strict=True)):
+            raise UnsupportedAttentionError(
+                f"{self.method.method}: {number} tokens cannot be taken back, because landmarks stand for some of "
+                f"them: remove fewer than {self.num_newest} tokens, or start with a new cache"
+            )
+        self.seen, self.counts = remaining, counts
+        self.position = self.position.masked_fill(~kept, -1)
+        self._drop_empty()
+        return None
+
+    def _select(self, select: Callable[[Tensor], Tensor]) -> None:
+        """Replace every tensor by a selection of its batch rows."""
+        if not self.is_initialized:
+            return
+        assert self.keys is not None and self.values is not None
+        rows = select(torch.arange(len(self.counts), device=self.device)).tolist()
+        self.keys, self.values, self.position = select(self.keys), select(self.values), select(self.position)
+        self.coreset = None if self.coreset is None else GrowingCoreset(*(select(x) for x in self.coreset))
+        self.counts, self.merged = [self.counts[row] for row in rows], [self.merged[row] for row in rows]
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Give batch row i the keys and landmarks of row beam_idx[i]."""
+        self._select(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every batch row."""
+        self._select(lambda x: x.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only these batch rows."""
+        self._select(lambda x: x[indices.to(x.device)])
+
+    def offload(self) -> None:
+        """Do nothing: the layer does not grow."""
+
+    def prefetch(self) -> None:
+        """Do nothing: the layer is never moved."""
+
+
+class NearFarCache(Cache):
+    """A cache of bounded memory for decoding: each layer keeps its newest keys, and landmarks for all older ones.
+
+    Use it with a model whose method attends to all cached keys exactly, such as "nearfar" and "auto"::
+
+        cache = hea.NearFarCache(model.config, columns=256)
+        model.generate(**inputs, past_key_values=cache)
+
+    Up to `columns` tokens decoding is exact. Beyond that, memory and time per token do not grow: at most `columns` keys
+    and landmarks are kept, of which five eighths are landmarks, and the newest eighth of the keys at least. A landmark
+    holds a key and two rows of weights in float32, where a key holds a key and a value. The prompt itself, if it comes
+    in the first call, is computed as without this cache.
+
+    Landmarks forget single keys: a model that copies from far back needs a budget about as large as the distance.
+
+    Layers that the config keeps exact, and layers with a sliding window of the model's own, keep the keys that
+    `DynamicCache` keeps. Beam search, left padding and assisted generation work. A cache belongs to one sequence:
+    call `reset()`, or make a new one, before the next.
+
+    Sources: a memory of recent tokens and a compressed one of older tokens, Rae et al. 2020 ("Compressive
+    Transformers", where the compression is learned); merging coresets, Har-Peled and Mazumdar 2004; landmarks, Chen,
+    Epperly, Tropp and Webber 2025.
+
+    Args:
+        config: the model's config, whose method decides for every layer.
+        columns: the largest number of keys and landmarks of a layer, at least 8.
+
+    Raises:
+        UnsupportedAttentionError: the config's attention is not of this package, or a layer's method does not attend to
+            all cached keys exactly; `columns` is too small.
+    """
+
+    def __init__(self, config: PreTrainedConfig, columns: int = 256) -> None:
+        if isinstance(columns, bool) or not isinstance(columns, int) or columns < _SMALLEST:
+            raise UnsupportedAttentionError(
+                f"NearFarCache: columns={columns!r} must be an integer of {_SMALLEST} or more"
+            )
+        config = config.get_text_config(decoder=True)
+        name = method_of(config)
+        if name is None:
+            raise UnsupportedAttentionError(
+                f"NearFarCache: the model computes {config._attn_implementation!r}, which cannot use landmarks: switch "
+                f"it first, for example with hea.convert(model, {_usable()[0]!r}). Methods: {', '.join(_usable())}"
+            )
+        settings, layers = settings_of(config, name), DynamicCache(config=config).layers
+        for index, layer in enumerate(layers):
+            method = settings.for_layer(index)
+            if method is None or type(layer) not in (DynamicLayer, StateLayer):
+                continue
+            if not get_method(method.method).info.config_class.decodes_exactly:
+                raise UnsupportedAttentionError(
+                    f"NearFarCache: layer {index} decodes by {method.method}, which does not attend to all cached "
+                    f"keys: leave the cache out. Methods that do: {', '.join(_usable())}"
+                )
+            layers[index] = NearFarLayer(method, columns, seed=index)
+        super().__init__(layers=layers)
+
+    def numel(self) -> int:
+        """How many numbers the layers with landmarks hold."""
+        return sum(layer.numel() for layer in self.layers if isinstance(layer, NearFarLayer))
+
+
+def _usable() -> list[str]:
+    """The methods that attend to all cached keys exactly."""
+    return [name for name in available_methods() if get_method(name).info.config_class.decodes_exactly]
