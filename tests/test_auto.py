@@ -77,7 +77,7 @@ def test_without_a_copy_few_heads_are_attempted_before_the_others_become_exact(m
     query, key, value = _mixed(1200)
     tensors = [x[:, 2:].repeat(2, 4, 1, 1) for x in (query, key, value)]
     assert max(_errors(auto(*tensors, columns=64, crossover=400), tensors)) < 1e-5
-    assert 2 <= sum(heads for heads, _ in attempts) <= 4  # one or two of each sequence
+    assert 2 <= sum(heads for heads, _ in attempts) <= 6  # of 16
 
 
 def test_an_approximation_that_saves_little_is_attempted_only_where_it_is_certain_to_succeed(attempts):
@@ -113,7 +113,7 @@ def test_the_crossover_of_the_machine_is_that_of_one_sequence(monkeypatch):
     monkeypatch.setattr(module, "crossover_length", length)
     tensors = inputs(batch=3, num_heads=2, q_len=200, head_dim=8, dtype=torch.bfloat16)
     auto(*tensors, columns=64, is_causal=True)
-    assert seen == [("nearfar", 16, torch.bfloat16, True, pytest.approx(0.25 * 8**0.5))]
+    assert seen == [("nearfar", 16, torch.bfloat16, True, pytest.approx(0.25 * 8 ** (1 / 3)))]
 
 
 def test_the_built_in_crossover_decides_before_the_machine_is_measured():

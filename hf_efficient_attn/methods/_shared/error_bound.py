@@ -32,7 +32,7 @@ _COPY_FACTOR, _COPY_SPREAD, _SPREAD = 1.1, 0.65, 0.3
 # The cost of c columns grows with this power of c.
 _COST_POWER = 1.5
 # Share of exact attention that may be lost.
-_LOSS = 0.03
+_LOSS = 0.02
 # A head has at most this many columns, unless it begins with more.
 _MAX_COLUMNS = 1024
 # Numbers of keys that are copied at a time when some heads are computed: 4 MiB of float32.
