@@ -101,6 +101,26 @@ def test_of_equal_costs_the_first_method_is_taken():
         assert config.named_layers() == [0, 1]
 
 
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_auto_is_calibrated_for_calls_whose_data_may_not_decide(family, tmp_path):
+    model = tiny_model(family)
+    data = batches(family, 3)
+    nearfar = hea.calibrate(model, data, max_error=0.5, methods=["nearfar"], budgets=[16, 48])
+    config = hea.calibrate(model, data, max_error=0.5, methods=["auto"], budgets=[16, 48])
+    assert config.named_layers() == [0, 1]
+    # Auto has as many columns as nearfar where that is accepted, and its own crossover and bound.
+    for layer in nearfar.named_layers():
+        columns, own = nearfar.for_layer(layer).exact_length, config.for_layer(layer)
+        assert own == make_config("auto", columns=columns, max_error=0.5)
+    # A limit that no budget keeps: exact in training and in the causal form, and by the data otherwise.
+    strict = hea.calibrate(model, data, max_error=1e-6, methods=["auto"], budgets=[8])
+    assert [entry.config for entry in strict.entries] == [make_config("auto", max_error=1e-6, static_form="exact")]
+    hea.convert(model, strict).save_pretrained(tmp_path)
+    back = type(model).from_pretrained(tmp_path)
+    assert back.config.efficient_attention == {"layers": [0, 1], **strict.to_dict()}
+    assert back.config.efficient_attention["static_form"] == "exact"
+
+
 def test_a_mix_is_one_config():
     window = calibration.Choice(calibration.Candidate(7, hea.LongformerConfig(window_size=3)), 0.1, 0.2)
     linear = calibration.Choice(calibration.Candidate(7, hea.LinearConfig()), 0.1, 0.2)

@@ -222,7 +222,7 @@ class _Study:
         found = self._modules.setdefault(call.name, _Measurements(call.layer))
         count, pending = self._pending.pop(call.layer, (0, {})) if call.layer is not None else (0, {})
         for number, candidate in enumerate(self.candidates):
-            errors = call.errors(candidate.config)
+            errors = call.errors(candidate.config.to_measure())
             found.add(candidate.config, errors)
             add_errors(pending.setdefault(candidate, {}), call, errors)
             steps.advance((number + 1) / (len(self.candidates) + 1))

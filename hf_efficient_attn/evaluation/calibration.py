@@ -80,6 +80,11 @@ def calibrate(
 
     Layers in which no candidate stays below it keep exact attention.
 
+    `methods=["auto"]` calibrates `auto`. Where it may not decide by the data of a call (in training, under
+    `torch.compile` and in decoders), all heads of a layer then have the columns that are accepted here, or exact
+    attention where no budget is accepted. In all other calls `auto` decides for each head, with these columns first and
+    `max_error` as its bound.
+
     The error of a layer on a sequence is |A - E| / |E| in the operator norm, averaged over heads. E is the output of
     exact attention, and A is the output of the method for the same queries, keys and values. These are the layer's
     inputs in the exact model on `batches`, so that they do not include the errors of earlier layers. The masks and the
@@ -130,6 +135,10 @@ def calibrate(
     candidates = make_candidates(methods, budgets, summary, seed)
     table, tokens = measure_errors(model, batches, candidates, summary.layers, max_error)
     chosen = choose_each(table, candidates, max_error)
+    undecided = _undecided(methods, max_error, seed)
+    if undecided is not None:
+        rest = Choice(Candidate(0, undecided), math.nan, math.nan)
+        chosen |= {layer: rest for layer in in_order(tokens) if layer not in chosen}
     if not chosen:
         error, nearest = min((max(errors.values()), candidate) for (_, candidate), errors in table.items() if errors)
         raise UnsupportedAttentionError(
@@ -148,6 +157,16 @@ def calibrate(
     return settings
 
 
+def _undecided(methods: "Sequence[str | MethodConfig] | None", max_error: float, seed: int) -> MethodConfig | None:
+    """What a layer gets in which no candidate is accepted: the first method that decides in each call, or None."""
+    for method in [methods] if isinstance(methods, (str, MethodConfig)) else methods or ():
+        config = make_config(method)
+        stored = config.calibrated(max_error, accepted=False)
+        if stored is not None:
+            return make_config(stored, seed=getattr(config, "seed", 0) + seed)
+    return None
+
+
 def choose_each(table: ErrorTable, candidates: Sequence[Candidate], max_error: float) -> dict[Layer, Choice]:
     """For every layer the first of the candidates, sorted by cost, whose bound keeps the limit; others stay exact."""
     chosen: dict[Layer, Choice] = {}
@@ -156,8 +175,10 @@ def choose_each(table: ErrorTable, candidates: Sequence[Candidate], max_error: f
         for candidate in candidates:
             errors = table.get((layer, candidate), {})
             limit = bound(errors, pooled[candidate], max_error)
-            if limit <= max_error:
-                chosen[layer] = Choice(candidate, statistics.fmean(errors.values()), limit)
+            stored = candidate.config.calibrated(max_error, accepted=True)
+            if limit <= max_error and stored is not None:
+                own = candidate._replace(config=stored)
+                chosen[layer] = Choice(own, statistics.fmean(errors.values()), limit)
                 break
     return chosen
 
@@ -300,7 +321,7 @@ def measure_errors(
         tokens[call.layer] = max(call.tokens, tokens.get(call.layer, 0))
         for candidate in remaining[call.layer]:
             errors = measured.setdefault((call.layer, candidate), {})
-            add_errors(errors, call, call.errors(candidate.config))
+            add_errors(errors, call, call.errors(candidate.config.to_measure()))
 
     with capture_attention(model, visit):
         for number, batch in enumerate(tqdm(batches, desc="calibrating", unit="batch", disable=None, leave=False)):
