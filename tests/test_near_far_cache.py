@@ -1,5 +1,7 @@
 """`NearFarCache`: decoding from the newest keys and landmarks, in models, in one layer, and in its coreset."""
 
+import copy
+import csv
 import itertools
 import math
 
@@ -8,10 +10,12 @@ import torch
 import transformers
 
 import hf_efficient_attn as hea
+from hf_efficient_attn import cli
 from hf_efficient_attn.integration.near_far_cache import NearFarLayer
 from hf_efficient_attn.io.text import read_text
 from hf_efficient_attn.ops.growing_coreset import add_keys, add_keys_naive, coreset_partial, empty_coreset
 from instances import inputs
+from recipes.benchmarks import cache as recipe
 from tiny_models import DECODERS, tiny_batch, tiny_model
 
 each_family = pytest.mark.parametrize("family", DECODERS)
@@ -162,13 +166,16 @@ def decode_on(model, cache, ids) -> torch.Tensor:
         return torch.cat([model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(ids.shape[1])], 1)
 
 
-def test_reset_and_copies_of_the_config():
+def test_reset_and_copies():
     model, ids = exact_model("gpt2"), tokens(2, 70)
     cache = hea.NearFarCache(model.config, 24)
     first = decode(model, cache, ids, prompt=30)
     cache.reset()
     assert (cache.get_seq_length(), cache.numel()) == (0, 0)
-    assert torch.equal(decode(model, cache, ids, prompt=30), first)
+    assert torch.equal(decode(model, cache, ids[:, :50], prompt=30), first[:, :50])
+    # A copy continues by itself, as when several texts begin with the same prompt.
+    for one in (copy.deepcopy(cache), cache):
+        assert torch.equal(decode_on(model, one, ids[:, 50:]), first[:, 50:])
 
 
 def test_layers_that_stay_exact_keep_their_keys():
@@ -279,6 +286,18 @@ def test_extreme_inputs_give_finite_outputs(kind):
         assert (out[0] == 0).all()
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_masked_tokens_anywhere_change_nothing(seed):
+    query, key, value = inputs(3, 2, 80, 8)
+    mask = torch.rand(3, 80, generator=torch.Generator().manual_seed(seed)) > torch.tensor([[0.0], [0.3], [0.6]])
+    out, layer = layer_outputs(query, key, value, 16, 12, mask)
+    assert layer.keys.shape[2] <= 16
+    for row in range(3):
+        valid = [x[row : row + 1, :, mask[row]] for x in (query, key, value)]
+        alone, _ = layer_outputs(*valid, 16, int(mask[row, :12].sum()))
+        torch.testing.assert_close(out[row : row + 1, :, mask[row]], alone, atol=1e-4, rtol=1e-4)
+
+
 def test_landmarks_for_as_many_keys_are_exact():
     query, key, value = (x[0] for x in inputs(1, 3, 40, 8, value_dim=5, dtype=torch.float64))
     coreset = empty_coreset(key, value, 40)
@@ -323,3 +342,20 @@ def test_gpt2_books_decodes_nearly_the_same_tokens(data):
     same, same_window = ((x.argmax(2) == exact.argmax(2))[:, 400:].float().mean() for x in (out, window))
     assert same > 0.75
     assert same > same_window + 0.1
+
+
+@pytest.mark.exhaustive
+def test_the_recipe_compares_caches(data, tmp_path, capsys):
+    file = tmp_path / "caches.csv"
+    arguments = ("--data", data, "--budget", "256", "--inputs", "1", "--csv", file, "--check")
+    assert cli.run(recipe.app, list(map(str, arguments)), "cache") == 0
+    with file.open() as opened:
+        exact, ours, window, _ = csv.DictReader(opened)
+    assert (exact["cache"], ours["cache"], window["cache"]) == ("exact", "NearFarCache", "window")
+    assert float(exact["same"]) == float(exact["generated"]) == 1
+    assert float(exact["repeated"]) < float(ours["repeated"])
+    assert abs(float(ours["numel"]) / float(window["numel"]) - 1) < 0.01
+    assert float(ours["nats"]) + 0.1 < float(window["nats"])
+    out = capsys.readouterr().out
+    assert "share of equal next tokens" in out
+    assert " NO" not in out
