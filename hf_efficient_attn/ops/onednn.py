@@ -66,7 +66,7 @@ def use_grouped(*tensors: Tensor | None) -> bool:
 
     With one thread PyTorch computes a 1 x 1 convolution with a plain loop and not with oneDNN.
     """
-    return torch.get_num_threads() > 1 and use_product(*tensors)
+    return use_product(*tensors) and torch.get_num_threads() > 1
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
