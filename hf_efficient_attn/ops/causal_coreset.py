@@ -6,53 +6,51 @@ randomized pivoted Cholesky, and clusters of keys. All queries of the epoch use 
 tokens, and the output does not even depend on the length of the sequence. A query attends to
 
 - its own block and the block before it, exactly;
-- the keys of one cluster of the prefix, exactly: the cluster whose centroid has the largest product with the query.
-  Heads that copy a passage attend to a few keys far back, which no small coreset can represent;
-- outliers among the keys between the prefix and the block before its own, exactly: those with the largest norms. A
-  coreset of the prefix represents later keys well unless they are unlike all earlier ones;
 - all other keys through the pivots. With the kernel exp(t^2 scale <k_i, k_j>) the weight exp(scale <q, k_j>) becomes
   sum_S exp(scale <q, k_S>) (K_SS + ridge I)^-1 K_Sj (Nystrom). Numerators and denominators are sums over j, so each
   block adds its own keys to running sums of K_Sj [v_j, 1]. This is causal linear attention (Katharopoulos et al. 2020)
-  whose features are adapted to the data. Keys that are attended to exactly are subtracted.
+  whose features are adapted to the data;
+- the keys of one cluster of the prefix with what the pivots miss of them: the cluster whose centroid has the largest
+  product with the query. Heads that copy a passage attend to a few keys far back, which no small coreset can
+  represent. The Nystrom approximation projects a key of norm 1 (of the kernel) to one of norm rho_j <= 1, with
+  rho_j = K_jS (K_SS + ridge I)^-1 K_Sj. So the key is added with the weight (1 - rho_j) exp(scale <q, k_j>).
 
-The cost is O(m) per query and, because the epochs grow geometrically, O(m) per key.
+The cost is O(m) per query and, because the epochs grow geometrically, O(m) per key. On the CPU queries and keys are
+processed as many at a time as fit the cache.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout, pad
+from torch.nn.functional import dropout, normalize
 
-from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, take
+from hf_efficient_attn.ops.blocks import can_reuse_buffers, ceil_div, chunked_over_heads, pad_to_blocks, take
 from hf_efficient_attn.ops.causal import causal_block_partial, group_by_block
 from hf_efficient_attn.ops.coreset import choose_pivots
-from hf_efficient_attn.ops.exact import exact_attention, mask_bias
-from hf_efficient_attn.ops.partial import LOG2_E, Partial, accumulation_dtype, exp_, merge, partial_attention
+from hf_efficient_attn.ops.exact import exact_attention
+from hf_efficient_attn.ops.partial import LOG2_E, Partial, accumulation_dtype, merge, partial_attention
 
 # Keys of the prefix, evenly spaced, from which pivots and centroids are computed.
 _CANDIDATES = 1024
-# Epochs grow by a half up to this many times `num_exact`, where freshness matters more than cost, and then double.
-_SHORT = 8
-# Groups of blocks of an epoch. Each group has its own outliers.
-_GROUPS = 8
 # Keys of a cluster on average, while there are fewer clusters than pivots.
 _KEYS_PER_CLUSTER = 4
 # Steps of k-means. In a head that copies, .49 / .83 / .87 of the queries find their key with 0 / 1 / 2 steps.
 _KMEANS_STEPS = 2
-# Numbers of the temporaries of some heads that are processed at a time on the CPU.
-_CHUNK_NUMEL = 1 << 20
-# Keys or queries whose products with all centroids are computed at a time.
-_ROWS = 1024
+# Tokens of some heads that are processed at a time on the CPU, and those whose products with all pivots are.
+_TOKENS, _ROWS = 1 << 15, 1024
 # The most and the fewest queries with the same cluster that are processed together.
 _MOST_SLOTS, _FEWEST_SLOTS = 16, 4
 # Bounds of exponents: sums of e^40 times values up to 1e4 stay finite in float32.
-_REFERENCE, _LARGEST = 30.0, 40.0
-# The least weight of a pivot, so that no denominator is 0.
-_LEAST = 1e-30
+REFERENCE, LARGEST = 30.0, 40.0
+# The least weight of a pivot, relative to the largest. The gradient divides by a denominator of about this size.
+LEAST = 1e-12
+# The least share of a key of a cluster that the pivots miss: rounding.
+LEAST_MISSED = 1e-6
 # A denominator below this share of a positive estimate of it is not trusted.
-_SAFE = 0.1
+SAFE = 0.1
 
 
 class CausalCoresetOptions(NamedTuple):
@@ -63,7 +61,6 @@ class CausalCoresetOptions(NamedTuple):
         block_size: tokens of a block. A query attends to its own block and the block before it exactly.
         num_samples: m, the number of pivots.
         cluster_size: the largest number of keys of a cluster, the most recent ones; 0 for no clusters.
-        num_outliers: outliers that a query attends to; 0 for none.
         temperature: t. The pivots are chosen and weighted with the kernel exp(t^2 scale <k_i, k_j>).
         ridge: positive, relative to the unit diagonal of K_SS.
         seed: seed of the pivots.
@@ -74,7 +71,6 @@ class CausalCoresetOptions(NamedTuple):
     block_size: int
     num_samples: int
     cluster_size: int
-    num_outliers: int
     temperature: float = 0.75
     ridge: float = 1e-3
     seed: int | Tensor = 0
@@ -87,53 +83,60 @@ class Epoch(NamedTuple):
     Attributes:
         start: position of the first query; `start` - block_size is the end of the prefix.
         end: position after the last query.
-        group: queries that share their outliers.
         pivot: int64 (BH, m), positions of the pivots.
+        clusters: the clusters, or None.
+    """
+
+    start: int
+    end: int
+    pivot: Tensor
+    clusters: "Clusters | None"
+
+
+class Clusters(NamedTuple):
+    """The clusters of the keys of a prefix, and the cluster of each query of the epoch.
+
+    Attributes:
         member: int64 (BH, C, cluster_size), positions of the keys of each cluster.
         is_member: bool (BH, C, cluster_size), False where a cluster has fewer keys.
         slot: int64 (BH, end - start), the place of each query among the queries that are sorted by cluster.
         slots: number of slots of a block. All queries of a block have the same cluster.
         cluster: int64 (BH, T), the cluster of each block of slots.
-        outlier: int64 (BH, G, num_outliers), positions of the outliers of each group.
-        is_outlier: bool (BH, G, num_outliers), False where a group has fewer.
     """
 
-    start: int
-    end: int
-    group: int
-    pivot: Tensor
     member: Tensor
     is_member: Tensor
     slot: Tensor
     slots: int
     cluster: Tensor
-    outlier: Tensor
-    is_outlier: Tensor
 
 
 def split_columns(columns: int) -> dict[str, int]:
     """Distribute a budget of keys per query: the sizes in `CausalCoresetOptions`.
 
-    A quarter goes to the near field, an eighth to a cluster, a sixteenth to outliers and the rest to pivots.
+    Half goes to the near field, a sixteenth to a cluster and the rest to pivots. The first queries, which are
+    exact, attend to fewer keys on average.
     """
-    block_size, cluster_size, num_outliers = max(1, columns // 8), columns // 8, columns // 16
-    num_samples = max(1, columns - 2 * block_size - cluster_size - num_outliers)
+    block_size, cluster_size = max(1, columns // 4), columns // 16
     return {
-        "num_exact": max(columns, block_size + 1),
+        "num_exact": max(3 * columns // 2, block_size + 1),
         "block_size": block_size,
-        "num_samples": num_samples,
+        "num_samples": max(1, columns - 2 * block_size - cluster_size),
         "cluster_size": cluster_size,
-        "num_outliers": num_outliers,
     }
 
 
 def epoch_bounds(length: int, options: CausalCoresetOptions) -> Iterator[tuple[int, int, int]]:
-    """Start and end of the epochs of a sequence, and their end in a longer sequence."""
+    """Start and end of the epochs of a sequence, and their end in a longer sequence.
+
+    After `num_exact` positions the first three epochs are about 1/3, 2/3 and 2/3 times as long. The later ones double
+    the position.
+    """
     start, block_size = options.num_exact, options.block_size
-    while start < length:
-        growth = start // 2 if start < _SHORT * options.num_exact else start
-        step = max(options.num_exact // 2, growth)
-        end = start + max(1, step // block_size) * block_size
+    for step in itertools.chain((start // 3, 2 * start // 3, 2 * start // 3), itertools.repeat(0)):
+        if start >= length:
+            return
+        end = start + max(1, (step or start) // block_size) * block_size
         yield start, min(end, length), end
         start = end
 
@@ -157,7 +160,7 @@ def choose_prefix_pivots(key: Tensor, number: int, prefix: int, options: CausalC
         return candidates[choose_pivots(points, None, count, seed=seed, batch=options.batch).candidate]
 
 
-def _toward_keys(query: Tensor, scale: float) -> Tensor:
+def toward_keys(query: Tensor, scale: float) -> Tensor:
     """Queries whose products with keys are largest where their scores are."""
     return query if scale > 0 else -query
 
@@ -178,21 +181,19 @@ def plan_epoch(
     """All choices of an epoch, from tensors in the accumulation dtype. No gradient.
 
     Args:
-        query: (BH, N, D), from `_toward_keys`.
+        query: (BH, N, D), from `toward_keys`.
         key: (BH, N, D).
         pivot: int64 (BH, m), from `choose_prefix_pivots`.
         bounds: the epoch, from `epoch_bounds`.
         options: see `CausalCoresetOptions`.
     """
+    (start, end, full_end), prefix = bounds, bounds[0] - options.block_size
+    if not options.cluster_size:
+        return Epoch(start, end, pivot, None)
     with torch.no_grad():
-        (start, end, full_end), block_size = bounds, options.block_size
-        prefix = start - block_size
         center = _center(key, prefix)
-        group = ceil_div((full_end - start) // block_size, _GROUPS) * block_size
-        outliers = _outliers(key[:, prefix:end] - center, ceil_div(end - start, group), group, options.num_outliers)
-        outliers = torch.where(outliers[1], outliers[0] + prefix, 0), outliers[1]
         num_clusters = min(pivot.shape[1], max(1, prefix // _KEYS_PER_CLUSTER))
-        candidates = key[:, _candidates(prefix, key.device)] - center
+        candidates = take(key, _candidates(prefix, key.device).expand(len(key), -1)) - center
         centroids = _centroids(candidates, take(key, pivot[:, :num_clusters]) - center)
         members = _members(_nearest(key[:, :prefix], centroids, center), num_clusters, options.cluster_size)
         slots = 1 << ((full_end - start) // num_clusters).bit_length()
@@ -202,24 +203,25 @@ def plan_epoch(
             # Without the empty blocks at the end. With several heads this could move the matrices of the later ones in
             # memory, and thus change their rounding, depending on later tokens.
             cluster = cluster[:, : int(slot.max()) // slots + 1]
-        return Epoch(start, end, group, pivot, *members, slot, slots, cluster, *outliers)
-
-
-def _outliers(keys: Tensor, num_groups: int, group: int, count: int) -> tuple[Tensor, Tensor]:
-    """The keys after the prefix with the largest norms before each group of queries, and which of them exist."""
-    norms = keys[:, : max(1, (num_groups - 1) * group)].square().sum(-1)
-    before = torch.arange(num_groups, device=keys.device)[:, None] * group
-    known = torch.arange(norms.shape[1], device=keys.device) < before
-    found = norms[:, None].masked_fill(~known, -torch.inf).topk(min(count, norms.shape[1]), dim=2)
-    return found.indices, found.values > -torch.inf
+        return Epoch(start, end, pivot, Clusters(*members, slot, slots, cluster))
 
 
 def _nearest(x: Tensor, centroids: Tensor, center: Tensor | None = None) -> Tensor:
     """For each x - center (BH, N, D) the index of the centroid (BH, C, D) with the largest product: int64 (BH, N)."""
-    shift = centroids.new_zeros(1, 1, 1) if center is None else -(center @ centroids.mT)
-    # The products of some keys at a time stay in the cache.
-    parts = [_argmax(torch.baddbmm(shift, part, centroids.mT)) for part in x.split(_ROWS, 1)]
+    shift = None if center is None else -(center @ centroids.mT)
+    parts = [_argmax(_product(part, centroids, shift)) for part in x.split(_rows_at_a_time(x), 1)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _rows_at_a_time(*tensors: Tensor) -> int:
+    """How many queries or keys of all heads of the tensors (BH, N, D) are processed at a time."""
+    batch_heads, length, _ = tensors[0].shape
+    return ceil_div(_ROWS, batch_heads) if can_reuse_buffers(*tensors) else max(1, length)
+
+
+def _product(x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The product x @ y^T + bias: x (BH, M, D), y (BH, K, D), bias (BH, 1, K) or None -> (BH, M, K)."""
+    return x @ y.mT if bias is None else torch.baddbmm(bias, x, y.mT)
 
 
 def _argmax(x: Tensor) -> Tensor:
@@ -236,28 +238,23 @@ def _argmax(x: Tensor) -> Tensor:
 
 def _centroids(keys: Tensor, centroids: Tensor) -> Tensor:
     """Spherical k-means of keys (BH, N, D) from given centroids: unit vectors (BH, C, D)."""
-    directions = torch.nn.functional.normalize(keys, dim=2)
+    directions = normalize(keys, dim=2)
     for _ in range(_KMEANS_STEPS):
-        order, first, end = _sorted_by_cluster(_nearest(directions, centroids), centroids.shape[1])
-        # Differences of running sums, because sums by index are not deterministic on an accelerator.
-        sums = pad(take(directions, order).cumsum(1), (0, 0, 1, 0))
-        sums = take(sums, end) - take(sums, first)
-        centroids = torch.nn.functional.normalize(torch.where((end > first).unsqueeze(2), sums, centroids), dim=2)
+        nearest = _nearest(directions, centroids).unsqueeze(2)
+        # A product, because sums by index are not deterministic on an accelerator.
+        one_hot = directions.new_zeros(*nearest.shape[:2], centroids.shape[1]).scatter_(2, nearest, 1.0)
+        sums = one_hot.mT @ directions
+        centroids = normalize(torch.where((sums != 0).any(2, keepdim=True), sums, centroids), dim=2)
     return centroids
-
-
-def _sorted_by_cluster(assigned: Tensor, num_clusters: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The order (BH, N) of keys by cluster, and the ranks (BH, C) of the first key of a cluster and after its last."""
-    order = assigned.argsort(dim=1, stable=True)
-    clusters = torch.arange(num_clusters, device=assigned.device).expand(len(assigned), -1).contiguous()
-    sorted_clusters = assigned.gather(1, order)
-    first = torch.searchsorted(sorted_clusters, clusters)
-    return order, first, torch.searchsorted(sorted_clusters, clusters, right=True)
 
 
 def _members(assigned: Tensor, num_clusters: int, cluster_size: int) -> tuple[Tensor, Tensor]:
     """The last keys of each cluster and which of them exist, both (BH, C, cluster_size), for assigned (BH, N)."""
-    order, first, end = _sorted_by_cluster(assigned, num_clusters)
+    order = assigned.argsort(dim=1, stable=True)
+    clusters = torch.arange(num_clusters, device=assigned.device).expand(len(assigned), -1).contiguous()
+    sorted_clusters = assigned.gather(1, order)
+    first = torch.searchsorted(sorted_clusters, clusters)
+    end = torch.searchsorted(sorted_clusters, clusters, right=True)
     rank = end.unsqueeze(2) - 1 - torch.arange(cluster_size, device=assigned.device)
     is_member = rank >= first.unsqueeze(2)
     return order.gather(1, rank.clamp(min=0).flatten(1)).view_as(rank), is_member
@@ -266,9 +263,9 @@ def _members(assigned: Tensor, num_clusters: int, cluster_size: int) -> tuple[Te
 def causal_coreset_attention(
     query: Tensor, key: Tensor, value: Tensor, options: CausalCoresetOptions, *, scale: float, dropout_p: float = 0.0
 ) -> Tensor:
-    """Causal attention to near keys, one cluster and outliers exactly, and to all other keys through a coreset.
+    """Causal attention to near keys exactly, and to all other keys through a coreset and what it misses of a cluster.
 
-    Gradients flow through keys, values and weights, with pivots, clusters and outliers fixed.
+    Gradients flow through keys, values and weights, with pivots and clusters fixed.
 
     Args:
         query: (BH, N, D), valid tokens first.
@@ -281,39 +278,28 @@ def causal_coreset_attention(
     Returns:
         (BH, N, Dv).
     """
-    num_exact, block_size = options.num_exact, options.block_size
+    num_exact = options.num_exact
     first = query[:, :num_exact], key[:, :num_exact], value[:, :num_exact]
     exact = exact_attention(*first, is_causal=True, scale=scale, dropout_p=dropout_p)
     if query.shape[1] <= num_exact:
         return exact
+    bounds, acc_dtype = list(epoch_bounds(query.shape[1], options)), accumulation_dtype(value.dtype)
+    prefixes = [start - options.block_size for start, _, _ in bounds]
 
-    def near_field(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out, lse = causal_block_partial(query, key, value, block_size, scale=scale, dropout_p=dropout_p)
-        return torch.cat((out.to(lse.dtype), lse.unsqueeze(2)), 2)
+    def some_heads(*tensors: Tensor) -> Tensor:
+        query, key, value = (x.to(acc_dtype) for x in tensors[:3])
+        targets = torch.cat((value, value.new_ones(1, 1, 1).expand(*value.shape[:2], 1)), 2)
+        outs = []
+        for pivot, epoch in zip(tensors[3:], bounds, strict=True):
+            plan = plan_epoch(toward_keys(query.detach(), scale), key.detach(), pivot, epoch, options)
+            outs.append(_epoch_attention(query, key, targets, plan, options, scale, dropout_p))
+        return torch.cat(outs, 1)
 
-    outs = [exact]
+    step = max(1, _TOKENS // query.shape[1])
     with torch.autocast(query.device.type, enabled=False):
-        shift = num_exact - block_size
-        near = chunked_over_heads(near_field, query[:, shift:], key[:, shift:], value[:, shift:])
-        ones = value.new_ones(1, 1, 1).expand(*value.shape[:2], 1)
-        targets = torch.cat((value, ones), 2).to(accumulation_dtype(value.dtype))
-        for number, bounds in enumerate(epoch_bounds(query.shape[1], options)):
-            start, end, _ = bounds
-            own_near = near[:, start - num_exact : end - num_exact]
-            tensors = (query[:, :end], key[:, :end], targets[:, :end], own_near)
-            pivot = choose_prefix_pivots(key.detach(), number, start - block_size, options, scale)
-
-            def some_heads(*tensors: Tensor, bounds: tuple[int, int, int] = bounds) -> Tensor:
-                query, key, targets, near = (x.to(accumulation_dtype(x.dtype)) for x in tensors[:-1])
-                plan = plan_epoch(_toward_keys(query.detach(), scale), key.detach(), tensors[-1], bounds, options)
-                part = Partial(near[..., :-1], near[..., -1])
-                return _epoch_attention(query, key, targets, part, plan, options, scale, dropout_p)
-
-            # The largest temporaries are those of the members of clusters.
-            numel = options.num_samples * (end + options.cluster_size * (end - start) // _MOST_SLOTS)
-            step = max(1, _CHUNK_NUMEL // numel)
-            outs.append(chunked_over_heads(some_heads, *tensors, pivot, step=step).to(exact.dtype))
-    return torch.cat(outs, 1)
+        pivots = [choose_prefix_pivots(key.detach(), i, prefix, options, scale) for i, prefix in enumerate(prefixes)]
+        out = chunked_over_heads(some_heads, query, key, value, *pivots, step=step)
+    return torch.cat((exact, out.to(exact.dtype)), 1)
 
 
 class _Coreset(NamedTuple):
@@ -322,42 +308,59 @@ class _Coreset(NamedTuple):
     Attributes:
         center: (BH, 1, D), the mean of the keys of the prefix.
         pivot: (BH, m, D), the pivots minus the center.
-        shift: (BH, 1, m), the log of the factor of each pivot in the weights of a query.
+        half: (BH, 1, m), half the squared norm of each pivot in the metric of the kernel.
+        reference: (BH, 1, 1), what is subtracted from the exponents of K_Sj and added to those of queries.
         inverse: (BH, m, m), (K_SS + ridge I)^-1.
-        rows: (BH, N', m), K_jS of the keys before the last block of the epoch, times a factor per head.
+        factor: t^2 scale.
     """
 
     center: Tensor
     pivot: Tensor
-    shift: Tensor
+    half: Tensor
+    reference: Tensor
     inverse: Tensor
-    rows: Tensor
+    factor: float
 
 
 def _coreset(key: Tensor, plan: Epoch, options: CausalCoresetOptions, scale: float) -> _Coreset:
-    """The coreset of an epoch from the keys (BH, N, D) before the last block of the epoch."""
-    prefix, factor = plan.start - options.block_size, options.temperature**2 * abs(scale)
-    center = _center(key, prefix)
+    """The coreset of an epoch from the keys (BH, N, D)."""
+    factor, center = options.temperature**2 * abs(scale), _center(key, plan.start - options.block_size)
     pivot = take(key, plan.pivot) - center
-    half = (0.5 * factor) * pivot.square().sum(2, keepdim=True)
-    kernel = exp_((factor * (pivot @ pivot.mT) - half - half.mT).clamp(max=0.0))
+    half = (0.5 * factor) * pivot.square().sum(2).unsqueeze(1)
+    kernel = (factor * (pivot @ pivot.mT) - half - half.mT).clamp(max=0.0).exp()
     # The inverse is multiplied by large sums, so its rounding matters. In float64 it costs little.
     one = torch.eye(kernel.shape[1], dtype=torch.float64, device=key.device)
     lower, _ = torch.linalg.cholesky_ex(kernel.double() + options.ridge * one)
     inverse = torch.cholesky_inverse(lower).to(key.dtype)
     # exp(<x_S, x_j> - |x_S|^2 / 2) is at most exp(|x_j|^2 / 2). A common factor keeps it finite, and cancels. The
     # pivots are among the longest keys; for longer ones there is a bound.
-    reference = (half.detach().amax(1, keepdim=True) - _REFERENCE).clamp(min=0.0)
-    shift = -LOG2_E * (half.mT + reference + factor * (center @ pivot.mT))
-    rows = torch.baddbmm(shift, key, pivot.mT, alpha=LOG2_E * factor).clamp_(max=LOG2_E * _LARGEST).exp2_()
-    return _Coreset(center, pivot, reference - half.mT, inverse, rows)
+    reference = (half.detach().amax(2, keepdim=True) - REFERENCE).clamp(min=0.0)
+    return _Coreset(center, pivot, half, reference, inverse, factor)
+
+
+def _exponents(key: Tensor, coreset: _Coreset) -> Tensor:
+    """The logarithms to base 2 of K_jS of keys (BH, n, D), times a factor per head and key: (BH, n, m)."""
+    pivot = coreset.pivot * (LOG2_E * coreset.factor)
+    shift = -LOG2_E * (coreset.half + coreset.reference) - coreset.center @ pivot.mT
+    return _product(key, pivot, shift)
+
+
+def _rows(exponents: Tensor) -> Tensor:
+    """K_jS from `_exponents`, times a factor per head, bounded."""
+    return exponents.clamp(max=LOG2_E * LARGEST).exp2_()
+
+
+def _missed(key: Tensor, exponents: Tensor, coreset: _Coreset) -> Tensor:
+    """The log of the share of keys (BH, n, D) that the nearest pivot misses, (BH, n)."""
+    half = (0.5 * coreset.factor) * (key - coreset.center).square().sum(2)
+    kernel = exponents.amax(2) + LOG2_E * (coreset.reference.squeeze(2) - half)
+    return (1.0 - (2.0 * kernel.clamp(max=0.0)).exp2()).clamp(min=LEAST_MISSED).log()
 
 
 def _epoch_attention(
     query: Tensor,
     key: Tensor,
     targets: Tensor,
-    near: Partial,
     plan: Epoch,
     options: CausalCoresetOptions,
     scale: float,
@@ -369,7 +372,6 @@ def _epoch_attention(
         query: (BH, N, D) in the accumulation dtype, all queries.
         key: (BH, N, D).
         targets: (BH, N, Dv + 1), the values and a column of ones.
-        near: the partial of the queries of the epoch and their near keys, (BH, L, .).
         plan: the choices of the epoch.
         options: see `CausalCoresetOptions`.
         scale: factor of the scores.
@@ -378,148 +380,95 @@ def _epoch_attention(
     Returns:
         (BH, L, Dv).
     """
-    prefix, length, block_size = plan.start - options.block_size, plan.end - plan.start, options.block_size
-    query, value = query[:, plan.start : plan.end], targets[..., :-1]
-    known = prefix + (ceil_div(length, block_size) - 1) * block_size
-    coreset = _coreset(key[:, :known], plan, options, scale)
-    basis, weights, row_max = _query_weights(query, coreset, scale)
-    base, sums = _running_sums(coreset.rows, targets[:, :known], prefix, block_size)
-    far = _blocked_product(weights, sums, block_size)
-    # Dropout drops weights in the numerators only, as in softmax attention.
-    dropped = weights
-    if dropout_p > 0.0:
-        dropped = dropout(weights, dropout_p)
-        far = torch.cat((_blocked_product(dropped, sums[..., :-1], block_size), far[..., -1:]), 2)
-
-    # Attention to single keys replaces their share of the coreset.
-    exact = [near]
-    groups = [_outlier_groups(plan)] if options.num_outliers else []
-    groups += [_cluster_groups(plan)] if options.cluster_size else []
-    for query_of_slot, slot, index, exists in groups:
-        own_query, own = (take(pad(x, (0, 0, 0, 1)), query_of_slot) for x in (query, weights))
-        keys, values, rows = take(key, index), take(value, index), take(coreset.rows, index)
-        bias = mask_bias(exists, query.dtype).unsqueeze(2)
-        part = partial_attention(own_query, keys, values, bias, scale=scale, dropout_p=dropout_p)
-        exact.append(Partial(take(part.out.flatten(1, 2), slot), part.lse.flatten(1, 2).gather(1, slot)))
-        share = (own @ rows.mT).mul_(exists.unsqueeze(2))
-        of_values = share
-        if dropout_p > 0.0:
-            own_dropped = take(pad(dropped, (0, 0, 0, 1)), query_of_slot)
-            of_values = (own_dropped @ rows.mT).mul_(exists.unsqueeze(2))
-        removed = torch.cat((of_values @ values, share.sum(3, keepdim=True)), 3)
-        far = far - take(removed.flatten(1, 2), slot)
-
-    out, lse = merge(*exact)
-    # The log of the largest weight of a pivot, in terms of the keys before centering.
-    row_max = row_max + scale * (query @ coreset.center.mT).squeeze(2)
-    largest = torch.maximum(lse, row_max).detach()
-    of_exact, of_far = torch.exp(lse - largest).unsqueeze(2), torch.exp(row_max - largest).unsqueeze(2)
-    # Rounding and the approximation can make a denominator too small. Then the far field is the mean of the prefix,
-    # with the denominator that follows from positive weights: at least that of the pivot itself.
-    least = torch.exp(-coreset.shift.mT).clamp(min=_LEAST)
-    positive = basis @ torch.maximum(coreset.inverse @ base[..., -1:], least)
-    is_safe = of_exact + of_far * far[..., -1:] > _SAFE * (of_exact + of_far * positive)
-    numerator = torch.where(is_safe, far[..., :-1], positive * value[:, :prefix].mean(1, keepdim=True))
-    denominator = torch.where(is_safe, far[..., -1:], positive)
-    return (of_exact * out + of_far * numerator) / (of_exact + of_far * denominator)
+    start, end, block_size = plan.start, plan.end, options.block_size
+    prefix, coreset, value = start - block_size, _coreset(key, plan, options, scale), targets[..., :-1]
+    near = query[:, prefix:end], key[:, prefix:end], value[:, prefix:end]
+    parts = [causal_block_partial(*near, block_size, scale=scale, dropout_p=dropout_p)]
+    query = query[:, start:end]
+    rows = ceil_div(_rows_at_a_time(query, key, targets), block_size) * block_size
+    sums, missed = torch.zeros(()).to(key), []
+    for keys, own in zip(key[:, :prefix].split(rows, 1), targets[:, :prefix].split(rows, 1), strict=True):
+        exponents = _exponents(keys, coreset)
+        missed.append(_missed(keys, exponents, coreset))
+        sums = sums + _rows(exponents).mT @ own
+    if plan.clusters is not None:
+        known = key[:, :prefix], value[:, :prefix], torch.cat(missed, 1)
+        parts.append(_cluster_partial(query, *known, plan.clusters, scale, dropout_p))
+    exact = merge(*parts)
+    # Without running sums: the denominators of positive weights, which are at least those of the pivots themselves.
+    least = torch.exp(coreset.half - coreset.reference).clamp(min=LEAST).mT
+    safe = torch.maximum(coreset.inverse @ sums[..., -1:], least)
+    mean, outs = value[:, :prefix].mean(1, keepdim=True), []
+    for first in range(0, end - start, rows):
+        some = slice(first, first + rows)
+        queries = pad_to_blocks(query[:, some], block_size)
+        num_blocks, length = queries.shape[1], min(rows, end - start - first)
+        # The block before that of a query, to which it attends exactly, counts from the next block on.
+        own = slice(prefix + first, prefix + first + num_blocks * block_size)
+        blocks = _rows(_exponents(key[:, own], coreset)).unflatten(1, (num_blocks, block_size))
+        added = blocks.mT @ targets[:, own].unflatten(1, (num_blocks, block_size))
+        before = torch.cat((sums.unsqueeze(1), added[:, :-1]), 1).cumsum(1)
+        sums = before[:, -1] + added[:, -1]
+        far = _far_sums(queries, before, safe, coreset, scale, dropout_p)
+        sums_of_query, positive, row_max = (x[:, :length] for x in far)
+        out, lse = exact.out[:, some], exact.lse[:, some].unsqueeze(2)
+        # One of the two terms of the positive denominator is 1.
+        largest = torch.maximum(lse, row_max + positive.log()).detach()
+        of_exact, of_far = torch.exp(lse - largest), torch.exp(row_max - largest)
+        # Rounding and the approximation can make a denominator too small. Then the far field is the mean of the prefix.
+        denominator, bound = of_exact + of_far * sums_of_query[..., -1:], of_exact + of_far * positive
+        is_safe = denominator > SAFE * bound
+        numerator = of_exact * out + of_far * torch.where(is_safe, sums_of_query[..., :-1], positive * mean)
+        outs.append(numerator / torch.where(is_safe, denominator, bound))
+    return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
 
-def _query_weights(query: Tensor, coreset: _Coreset, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """For queries (BH, L, D) exp(scale <q, k_S>) relative to the largest, times the inverse, and its log (BH, L)."""
-    logits = torch.baddbmm(coreset.shift, query, coreset.pivot.mT, alpha=scale)
-    row_max = logits.detach().amax(2)
-    basis = exp_(logits - row_max.unsqueeze(2))
-    return basis, basis @ coreset.inverse, row_max
-
-
-def _running_sums(rows: Tensor, targets: Tensor, prefix: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """Sums of K_Sj [v_j, 1] over the keys before each block of queries and the block before it.
+def _far_sums(
+    query: Tensor, sums: Tensor, safe: Tensor, coreset: _Coreset, scale: float, dropout_p: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The far field of blocks of queries.
 
     Args:
-        rows: (BH, N', m), of the coreset.
-        targets: (BH, N', Dv + 1), [v_j, 1].
-        prefix: number of keys of the prefix.
-        block_size: tokens of a block.
+        query: (BH, T, block_size, D).
+        sums: (BH, T, m, Dv + 1), the sums of K_Sj [v_j, 1] over the far keys of each block.
+        safe: (BH, m, 1), positive weights of the pivots.
+        coreset: the coreset.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a weight.
 
     Returns:
-        The sum over the prefix (BH, m, Dv + 1), and the sums of each block of queries (BH, T, m, Dv + 1).
+        Numerators and denominators (BH, T * block_size, Dv + 1), positive denominators (BH, T * block_size, 1), and the
+        log of what all of them are relative to, likewise.
     """
-    base = rows[:, :prefix].mT @ targets[:, :prefix]
-    own, own_targets = (x[:, prefix:].unflatten(1, (-1, block_size)) for x in (rows, targets))
-    return base, torch.cat((base.unsqueeze(1), own.mT @ own_targets), 1).cumsum_(1)
+    queries = query.flatten(1, 2)
+    shift = LOG2_E * (coreset.reference - coreset.half)
+    logits = _product(queries, coreset.pivot * (scale * LOG2_E), shift)
+    row_max = logits.detach().amax(2, keepdim=True)
+    basis = (logits - row_max).exp2_()
+    weights = (basis @ coreset.inverse).unflatten(1, query.shape[1:3])
+    if dropout_p > 0.0:
+        # Dropout drops weights in the numerators only, as in softmax attention.
+        numerators, denominators = sums.split((sums.shape[3] - 1, 1), 3)
+        far = torch.cat((dropout(weights, dropout_p) @ numerators, weights @ denominators), 3)
+    else:
+        far = weights @ sums
+    return far.flatten(1, 2), basis @ safe, row_max / LOG2_E + scale * (queries @ coreset.center.mT)
 
 
-def _blocked_product(weights: Tensor, sums: Tensor, block_size: int) -> Tensor:
-    """Multiply weights (BH, L, m) by the sums (BH, T, m, E) of their block: (BH, L, E)."""
-    length, num_blocks = weights.shape[1], sums.shape[1]
-    blocks = pad(weights, (0, 0, 0, num_blocks * block_size - length)).unflatten(1, (num_blocks, block_size))
-    product: Tensor = blocks @ sums
-    return product.flatten(1, 2)[:, :length]
-
-
-def _outlier_groups(plan: Epoch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The queries of each group (BH, G, group), the slot of each query, and the outliers of each group, which exist."""
-    length, (batch_heads, num_groups, _) = plan.slot.shape[1], plan.outlier.shape
-    slots = torch.arange(num_groups * plan.group, device=plan.slot.device)
-    queries = slots.clamp(max=length).view(num_groups, plan.group).expand(batch_heads, -1, -1)
-    return queries, slots[:length].expand(batch_heads, -1), plan.outlier, plan.is_outlier
-
-
-def _cluster_groups(plan: Epoch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The queries of each block of slots (BH, T, slots), the slot of each query, and the keys of its cluster."""
-    length = plan.slot.shape[1]
-    empty = torch.full_like(plan.cluster, length).repeat_interleave(plan.slots, 1)
-    queries = empty.scatter(1, plan.slot, torch.arange(length, device=empty.device).expand_as(plan.slot))
-    cluster = plan.cluster.unsqueeze(2).expand(-1, -1, plan.member.shape[2])
-    index, exists = plan.member.gather(1, cluster), plan.is_member.gather(1, cluster)
-    return queries.view(len(queries), -1, plan.slots), plan.slot, index, exists
-
-
-def causal_coreset_naive(
-    query: Tensor, key: Tensor, value: Tensor, options: CausalCoresetOptions, *, scale: float
-) -> Tensor:
-    """The readable form of `causal_coreset_attention`: a dense matrix of weights, with the same choices, in float64."""
-    acc_dtype = accumulation_dtype(query.dtype)
-    plans = []
-    for number, bounds in enumerate(epoch_bounds(query.shape[1], options)):
-        pivot = choose_prefix_pivots(key, number, bounds[0] - options.block_size, options, scale)
-        plans.append(plan_epoch(_toward_keys(query.to(acc_dtype), scale), key.to(acc_dtype), pivot, bounds, options))
-    query, key, value = query.double(), key.double(), value.double()
-    targets = torch.cat((value, torch.ones_like(value[..., :1])), 2)
-    position = torch.arange(query.shape[1], device=query.device)
-    scores = scale * query @ key.mT
-    scores = scores.masked_fill(position > position[:, None], -torch.inf)
-    out = scores.softmax(-1) @ value
-    for plan in plans:
-        prefix, block_size = plan.start - options.block_size, options.block_size
-        for a in range(len(query)):
-            center = key[a, :prefix].mean(0)
-            points = (key[a] - center) * (options.temperature * abs(scale) ** 0.5)
-            pivot, half = points[plan.pivot[a]], points[plan.pivot[a]].square().sum(1) / 2
-            kernel = torch.exp(-torch.cdist(pivot, pivot).square() / 2)
-            reference = (half.max() - _REFERENCE).clamp(min=0.0)  # bounds exponents, and cancels
-            rows = torch.exp((pivot @ points.mT - half[:, None] - reference).clamp(max=_LARGEST))  # K_Sj
-            least = torch.exp(half - reference).clamp(min=_LEAST)
-            log_factor = reference - half
-            identity = torch.eye(len(kernel), dtype=kernel.dtype, device=kernel.device)
-            inverse = torch.linalg.inv(kernel + options.ridge * identity)
-            for i in range(plan.start, plan.end):
-                block, group = (i - plan.start) // block_size, (i - plan.start) // plan.group
-                is_exact = (position >= prefix + block * block_size) & (position <= i)
-                is_exact[plan.outlier[a, group][plan.is_outlier[a, group]]] = True
-                if options.cluster_size:
-                    slot = int(plan.slot[a, i - plan.start])
-                    cluster = int(plan.cluster[a, slot // plan.slots])
-                    is_exact[plan.member[a, cluster][plan.is_member[a, cluster]]] = True
-                is_far = (position <= i) & ~is_exact
-                logits = scale * (key[a] - center) @ query[a, i]
-                largest = torch.maximum(logits[is_exact].max(), (logits[plan.pivot[a]] + log_factor).max())
-                basis = torch.exp(logits[plan.pivot[a]] + log_factor - largest)
-                approximate = basis @ inverse @ rows
-                exact = torch.where(is_exact, torch.exp(logits - largest), 0.0) @ targets[a]
-                total = exact + torch.where(is_far, approximate, 0.0) @ targets[a]
-                positive = basis @ torch.maximum(inverse @ rows[:, :prefix].sum(1), least)
-                safe_total = exact + positive * targets[a, :prefix].mean(0)
-                total = total if total[-1] > _SAFE * safe_total[-1] else safe_total
-                out[a, i] = total[:-1] / total[-1]
-    return out
+def _cluster_partial(
+    query: Tensor, key: Tensor, value: Tensor, missed: Tensor, clusters: Clusters, scale: float, dropout_p: float
+) -> Partial:
+    """Attention of queries (BH, L, D) to the keys (BH, P, D) of their clusters, with log-weights `missed` (BH, P)."""
+    keys, values = take(key, clusters.member), take(value, clusters.member)
+    bias = missed.gather(1, clusters.member.flatten(1)).view(clusters.member.shape)
+    bias = bias.masked_fill(~clusters.is_member, -torch.inf)
+    # The queries of each block of slots, and the keys of its cluster. An empty slot has the first query.
+    length, slots = query.shape[1], clusters.slots
+    index = torch.zeros_like(clusters.cluster).repeat_interleave(slots, 1)
+    index = index.scatter(1, clusters.slot, torch.arange(length, device=query.device).expand_as(clusters.slot))
+    queries = take(query, index).unflatten(1, (-1, slots))
+    keys, values = (take(x.flatten(2), clusters.cluster).unflatten(2, x.shape[2:]) for x in (keys, values))
+    part = partial_attention(
+        queries, keys, values, take(bias, clusters.cluster).unsqueeze(2), scale=scale, dropout_p=dropout_p
+    )
+    return Partial(take(part.out.flatten(1, 2), clusters.slot), part.lse.flatten(1, 2).gather(1, clusters.slot))

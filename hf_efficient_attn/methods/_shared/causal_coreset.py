@@ -7,13 +7,14 @@ from hf_efficient_attn.methods._shared.config import MethodConfig
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions
 from hf_efficient_attn.methods._shared.sampled_keys import move_valid_first, restore_order
-from hf_efficient_attn.ops import causal_coreset
+from hf_efficient_attn.ops.causal_coreset import CausalCoresetOptions, causal_coreset_attention, split_columns
+from hf_efficient_attn.ops.causal_coreset_naive import causal_coreset_naive
 from hf_efficient_attn.ops.exact import exact_attention, exact_decode
 
 
-def _options(columns: int, batch: int, options: AttentionOptions) -> causal_coreset.CausalCoresetOptions:
-    sizes = causal_coreset.split_columns(columns)
-    return causal_coreset.CausalCoresetOptions(**sizes, seed=options.seed, batch=batch)
+def _options(columns: int, batch: int, options: AttentionOptions) -> CausalCoresetOptions:
+    sizes = split_columns(columns)
+    return CausalCoresetOptions(**sizes, seed=options.seed, batch=batch)
 
 
 def forward_causal(columns: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -24,9 +25,7 @@ def forward_causal(columns: int, query: Tensor, key: Tensor, value: Tensor, opti
         out = exact_attention(*flat, is_causal=True, scale=options.scale, dropout_p=options.dropout_p)
         return unflatten_heads(out, shape)
     query, key, value, order = move_valid_first(*flat)
-    out = causal_coreset.causal_coreset_attention(
-        query, key, value, coreset, scale=options.scale, dropout_p=options.dropout_p
-    )
+    out = causal_coreset_attention(query, key, value, coreset, scale=options.scale, dropout_p=options.dropout_p)
     return unflatten_heads(restore_order(out, order, flat.key_mask), shape)
 
 
@@ -41,7 +40,7 @@ def naive_causal(columns: int, query: Tensor, key: Tensor, value: Tensor, option
         weights = scores.softmax(-1).masked_fill(~pairs.any(-1, keepdim=True), 0.0)
         return unflatten_heads((weights @ flat.value.double()).to(value.dtype), shape)
     query, key, value, order = move_valid_first(*flat)
-    out = causal_coreset.causal_coreset_naive(query, key, value, coreset, scale=options.scale).to(value.dtype)
+    out = causal_coreset_naive(query, key, value, coreset, scale=options.scale).to(value.dtype)
     return unflatten_heads(restore_order(out, order, flat.key_mask), shape)
 
 
