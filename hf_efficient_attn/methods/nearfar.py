@@ -35,7 +35,6 @@ class NearFarConfig(MethodConfig):
     causal = True
     rectangular = True
     decodes_exactly = True
-    decodes_exactly = True
     summary = "a window exactly, and landmarks with fitted weights for all other keys"
     near = "a window"
     far = "landmarks with fitted weights"

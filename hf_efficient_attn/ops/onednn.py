@@ -81,9 +81,17 @@ def pays(num_queries: int, num_keys: int) -> bool:
 
 
 def product_attention(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    out: Tensor,
+    lse: Tensor | None,
+) -> None:
     """Attention of queries to the same keys, softmax(scale * q k^T + bias) v, and its lse, without a gradient.
+
+    Without `lse` the output is not divided by the sum of the weights, the largest of which is 1.
 
     Args:
         query: (Nq, D), float32.
@@ -91,11 +99,10 @@ def product_attention(
         value: (Nk, Dv).
         bias: (Nk), added to the scores of every query, or None; -inf excludes a key.
         scale: factor of the scores.
-
-    Returns:
-        (Nq, Dv), 0 for queries without a key, and (Nq), -inf for queries without a key.
+        out: (Nq, Dv), where the output is written; 0 for queries without a key.
+        lse: (Nq), where the lse is written, or None; -inf for queries without a key.
     """
-    (q_len, _), (kv_len, value_dim) = query.shape, value.shape
+    q_len, kv_len = query.shape[0], key.shape[0]
     # Powers of two take less time than those of e. The scale goes into the smaller factor.
     if q_len < kv_len:
         query = query * (scale * _LOG2_E)
@@ -105,37 +112,42 @@ def product_attention(
     num_chunks = -(-kv_len // _PRODUCT_KEYS)
     block_k = -(-kv_len // num_chunks)
     block_q = max(1, _PRODUCT_NUMEL // block_k)
-    out, lse = value.new_empty(q_len, value_dim), value.new_empty(q_len, 1)
     for start in range(0, q_len, block_q):
         rows = slice(start, start + block_q)
-        _rows_of_products(query[rows], key.split(block_k), value.split(block_k), bias, out[rows], lse[rows])
-    return out, lse.squeeze(1)
+        own_lse = None if lse is None else lse[rows]
+        _rows_of_products(query[rows], key.split(block_k), value.split(block_k), bias, out[rows], own_lse)
 
 
 def _rows_of_products(
-    query: Tensor, keys: tuple[Tensor, ...], values: tuple[Tensor, ...], bias: Tensor | None, out: Tensor, lse: Tensor
+    query: Tensor,
+    keys: tuple[Tensor, ...],
+    values: tuple[Tensor, ...],
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
 ) -> None:
-    """Write the rows of `product_attention` of some queries to `out` and `lse`; the scores are exponents of two."""
+    """`product_attention` of some queries; the scores are exponents of two."""
     biases = (None,) * len(keys) if bias is None else bias.split(keys[0].shape[0])
-    total = row_max = None
-    for key, value, own_bias in zip(keys, values, biases, strict=True):
+    sums = total = row_max = torch.empty(0)
+    for i, (key, value, own_bias) in enumerate(zip(keys, values, biases, strict=True)):
         scores = product(query, key, own_bias)
         new_max = scores.amax(1, keepdim=True)
-        new_max = new_max if row_max is None else torch.maximum(new_max, row_max)
+        new_max = torch.maximum(new_max, row_max) if i else new_max
         finite = new_max if own_bias is None else new_max.masked_fill(new_max == -torch.inf, 0.0)
         weights = scores.sub_(finite).exp2_()
-        sums, own_total = product(weights, value.t()), weights.sum(1, keepdim=True)
-        if total is None or row_max is None:
-            out.copy_(sums)
-            total = own_total
-        else:
+        own_sums = product(weights, value.t())
+        own_total = total if lse is None else weights.sum(1, keepdim=True)
+        if i:
             kept = (row_max - finite).exp2_()
-            out.mul_(kept).add_(sums)
-            total = total.mul_(kept).add_(own_total)
-        row_max = new_max
-    assert total is not None and row_max is not None
-    torch.add(total.log2(), row_max, out=lse).div_(_LOG2_E)
-    out.div_(total.masked_fill_(total == 0.0, 1.0))
+            own_sums.addcmul_(sums, kept)
+            own_total = own_total if lse is None else own_total.addcmul_(total, kept)
+        sums, total, row_max = own_sums, own_total, new_max
+    if lse is None:
+        out.copy_(sums)
+        return
+    torch.add(total.log2(), row_max, out=row_max)
+    torch.div(row_max[:, 0], _LOG2_E, out=lse)
+    torch.div(sums, total.masked_fill_(total == 0.0, 1.0), out=out)
 
 
 def grouped_product(x: Tensor, matrices: Tensor, bias: Tensor | None = None) -> Tensor:

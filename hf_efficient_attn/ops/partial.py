@@ -224,14 +224,12 @@ def _forward_products(
     shape = query.shape[:3]
     if key.shape[1] == value.shape[1] == 1 and (bias is None or bias.shape[1] == 1):
         query = query.reshape(shape[0], 1, -1, query.shape[3])
-    outs, lses = [], []
+    out = value.new_empty(*query.shape[:3], value.shape[3])
+    lse = value.new_empty(query.shape[:3])
     for a, t in itertools.product(range(query.shape[0]), range(query.shape[1])):
         keys, values = (x[a, min(t, x.shape[1] - 1)] for x in (key, value))
         own = None if bias is None else bias[min(a, bias.shape[0] - 1), min(t, bias.shape[1] - 1), 0]
-        out, lse = product_attention(query[a, t], keys, values, own, scale)
-        outs.append(out)
-        lses.append(lse)
-    out, lse = (x[0] if len(x) == 1 else torch.cat(x) for x in (outs, lses))
+        product_attention(query[a, t], keys, values, own, scale, out[a, t], lse[a, t])
     return out.view(*shape, value.shape[3]), lse.view(shape)
 
 

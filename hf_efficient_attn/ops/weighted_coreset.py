@@ -31,7 +31,7 @@ from torch.nn.functional import pad
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.coreset import candidate_positions, draw_apart, gumbel_numbers, nearest, regularized_solve
 from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.onednn import use_product
+from hf_efficient_attn.ops.onednn import product_attention, use_product
 from hf_efficient_attn.ops.partial import LOG2_E, accumulation_dtype, partial_attention, safe_row_max
 from hf_efficient_attn.ops.sampling import stratified_ranks
 
@@ -59,6 +59,8 @@ MAX_LOGIT = 20.0
 _MAX_COUNTED = 4.0
 # Scores of a head that are computed at a time: 4 MiB of float32.
 _SCORES = 1 << 20
+# Without near keys: keys of several heads that are processed at a time, so that small operations use all cores.
+_TOKENS = 1 << 14
 
 
 class CoresetOptions(NamedTuple):
@@ -174,8 +176,8 @@ def weighted_coreset_attention(
         return _attend_some_heads(own, numbers, own_near, options, dropout_p)
 
     tensors = (*inputs[:4], num_keys, num_queries, *plan)
-    step = max(1, _SCORES // (key.shape[1] * options.num_landmarks))
-    out = chunked_over_heads(some_heads, *tensors, step=step).to(value.dtype)
+    step = _TOKENS // key.shape[1] if near is None else _SCORES // (key.shape[1] * options.num_landmarks)
+    out = chunked_over_heads(some_heads, *tensors, step=max(1, step)).to(value.dtype)
     if order is None or key_mask is None:
         return out
     return take(out, inverse(order)).masked_fill(~key_mask[:, :, None], 0.0)
@@ -327,11 +329,18 @@ def _weigh(
     inputs: _Inputs, landmarks: Landmarks, options: CoresetOptions, near: _NearPlan | None
 ) -> tuple[Coreset, Tensor | None]:
     """Compute the Nystrom weights and fit them. The second result is what the landmarks count for a key, (BH, N, m)."""
-    key, value, bias = inputs.key, inputs.value, inputs.bias
-    acc_dtype, square = key.dtype, TEMPERATURE**2 * abs(options.scale)
+    key, value = inputs.key, inputs.value
+    acc_dtype, square, count = key.dtype, TEMPERATURE**2 * abs(options.scale), options.num_landmarks
     closed = ~landmarks.used.unsqueeze(2)
-    rows = landmarks.key * square
-    out, lse = (x[:, 0] for x in partial_attention(rows[:, None], key[:, None], value[:, None], bias, scale=1.0))
+    rows, probe = landmarks.key * square, None
+    if options.num_probes:
+        half = torch.full((key.shape[0], 1), 0.5, dtype=torch.float64, device=key.device)
+        probe = stratified_ranks(options.num_probes, inputs.num_queries, half).expand(key.shape[0], -1)
+        rows = torch.cat((rows, take(inputs.query, probe) * options.scale), 1)
+    # One pass over the keys for the rows of the kernel and those of the probes.
+    out, lse = (x[:, 0] for x in partial_attention(rows[:, None], key[:, None], value[:, None], inputs.bias, scale=1.0))
+    exact_out, exact_lse = out[:, count:], lse[:, count:].unsqueeze(2)
+    out, lse = out[:, :count], lse[:, :count]
     points = landmarks.key.double() * square**0.5
     half_norm = 0.5 * points.square().sum(2, keepdim=True)
     # Sums over the keys of exp(<x, y> - |x|^2 / 2) for a landmark x, relative to exp(shift).
@@ -343,7 +352,9 @@ def _weigh(
     one = torch.eye(kernel.shape[1], dtype=kernel.dtype, device=kernel.device)
     kernel = torch.where(closed | closed.mT, one, kernel)
     exponent, similarity = shift - half_norm, None
-    probes = _exact_probes(inputs, landmarks, exponent, options) if options.num_probes else None
+    probes = None
+    if probe is not None:
+        probes = _make_probes(probe, rows[:, count:], exact_out, exact_lse, landmarks, exponent)
     # One solve for all right sides, each of which takes time. Weights of near keys need the whole inverse.
     rights = [] if probes is None else [probes.basis.mT]
     rights = rights if near is None else [one.expand_as(kernel)]
@@ -358,7 +369,7 @@ def _weigh(
     if probes is not None:
         missing = probes.sums - probes.basis @ unfitted
         if near is not None and similarity is not None:
-            missing = missing - _near_sums_of_probes(inputs, probes, near, similarity, solved, options.scale)
+            missing = missing - _near_sums_of_probes(inputs, probes, near, similarity, solved)
         smooth = solved if near is None else solved @ probes.basis.mT
         weights = unfitted + _fit(probes.basis, smooth, missing, landmarks).masked_fill(closed | landmarks.own, 0.0)
     ones = torch.ones_like(landmarks.value[..., :1])
@@ -387,7 +398,7 @@ class _Probes(NamedTuple):
 
     Attributes:
         token: int64 (BH, P), which queries.
-        query: float64 (BH, P, D).
+        query: float64 (BH, P, D), times the scale of the scores.
         exact_lse: float64 (BH, P, 1). All of the following is relative to its exponential.
         sums: float64 (BH, P, Dv + 1), the exact numerators and denominators.
         basis: float64 (BH, P, m), exp(scale <q, c> + exponent) for the landmarks.
@@ -400,22 +411,18 @@ class _Probes(NamedTuple):
     basis: Tensor
 
 
-def _exact_probes(inputs: _Inputs, landmarks: Landmarks, exponent: Tensor, options: CoresetOptions) -> _Probes:
-    query, key, value, bias, _, num_queries = inputs
-    half = torch.full((query.shape[0], 1), 0.5, dtype=torch.float64, device=query.device)
-    probe = stratified_ranks(options.num_probes, num_queries, half).expand(query.shape[0], -1)
-    queries = take(query, probe)
-    out, lse = (
-        x[:, 0] for x in partial_attention(queries[:, None], key[:, None], value[:, None], bias, scale=options.scale)
-    )
-    exact_lse, queries = lse.double().masked_fill(lse == -torch.inf, 0.0).unsqueeze(2), queries.double()
-    logits = options.scale * queries @ landmarks.key.double().mT + exponent.mT - exact_lse
+def _make_probes(
+    token: Tensor, query: Tensor, out: Tensor, lse: Tensor, landmarks: Landmarks, exponent: Tensor
+) -> _Probes:
+    """The probes `token` from their queries (BH, P, D), times the scale, and their exact out and lse (BH, P, 1)."""
+    query, lse = query.double(), lse.double().masked_fill(lse == -torch.inf, 0.0)
+    logits = query @ landmarks.key.double().mT + exponent.mT - lse
     basis = logits.masked_fill(~landmarks.used.unsqueeze(1), -torch.inf).clamp(max=MAX_LOGIT).exp()
-    return _Probes(probe, queries, exact_lse, torch.cat((out.double(), torch.ones_like(exact_lse)), 2), basis)
+    return _Probes(token, query, lse, torch.cat((out.double(), torch.ones_like(lse)), 2), basis)
 
 
 def _near_sums_of_probes(
-    inputs: _Inputs, probes: _Probes, plan: _NearPlan, similarity: Tensor, inverse: Tensor, scale: float
+    inputs: _Inputs, probes: _Probes, plan: _NearPlan, similarity: Tensor, inverse: Tensor
 ) -> Tensor:
     """What near keys add to the sums of the probes, without what the landmarks count for them: (BH, P, Dv + 1).
 
@@ -425,7 +432,7 @@ def _near_sums_of_probes(
     block = (probes.token // plan.block_q).unsqueeze(2).expand(-1, -1, index.shape[2])
     index, bias = index.gather(1, block), plan.bias.expand(inputs.key.shape[0], -1, -1).gather(1, block)
     keys, values = take(inputs.key, index).double(), take(inputs.value, index).double()
-    scores = scale * (keys @ probes.query.unsqueeze(3)).squeeze(3) + bias.double()
+    scores = (keys @ probes.query.unsqueeze(3)).squeeze(3) + bias.double()
     excluded, solved = (bias == -torch.inf).unsqueeze(3), (probes.basis @ inverse).unsqueeze(3)
     counted = (take(similarity, index).masked_fill(excluded, 0.0) @ solved).squeeze(3)
     pairs = (scores - probes.exact_lse).exp() - counted.clamp(-_MAX_COUNTED, _MAX_COUNTED)
@@ -481,16 +488,19 @@ def _block_q(q_len: int, coreset: Coreset) -> int:
 
 def _far_sums(query: Tensor, coreset: Coreset, scale: float, dropout_p: float) -> tuple[Tensor, Callable[[], Tensor]]:
     """The sums over the landmarks (BH, Nq, Dv + 4), up to a factor of each query, and how to get the unfitted one."""
-    q_len, keys = query.shape[1], coreset.key
-    missing = coreset.weights.shape[2] - query.shape[2]
-    if missing > 0 and not use_product(query, keys, coreset.weights):
-        # The fused kernel of the CPU needs as many numbers of a query as of a value.
-        query, keys = pad(query, (0, missing)), pad(keys, (0, missing))
-    blocks, keys = pad_to_blocks(query, _block_q(q_len, coreset)), keys[:, None]
-    bias = coreset.bias[:, None, None]
+    q_len, keys, bias = query.shape[1], coreset.key, coreset.bias
 
     def sums_of(weights: Tensor, dropout_p: float = 0.0) -> Tensor:
-        part = partial_attention(blocks, keys, weights[:, None], bias, scale=scale, dropout_p=dropout_p)
+        if dropout_p == 0.0 and use_product(query, keys, weights, bias):
+            sums = weights.new_empty(*query.shape[:2], weights.shape[2])
+            for a in range(query.shape[0]):
+                product_attention(query[a], keys[a], weights[a], bias[a], scale, sums[a], None)
+            return sums
+        # The fused kernel of the CPU needs as many numbers of a query as of a value.
+        missing = max(0, weights.shape[2] - query.shape[2])
+        blocks = pad_to_blocks(pad(query, (0, missing)), _block_q(q_len, coreset))
+        padded, own_bias = pad(keys, (0, missing))[:, None], bias[:, None, None]
+        part = partial_attention(blocks, padded, weights[:, None], own_bias, scale=scale, dropout_p=dropout_p)
         return part.out.flatten(1, 2)[:, :q_len]
 
     sums = sums_of(coreset.weights)
