@@ -19,9 +19,7 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.methods._shared.heads import FlatHeads
-from hf_efficient_attn.ops.blocks import take, valid_first
-from hf_efficient_attn.ops.row_error import Rows, exact_rows, row_error, sample_rows
-from hf_efficient_attn.ops.sampling import stratified_ranks
+from hf_efficient_attn.ops.row_error import held_back_bound
 from hf_efficient_attn.ops.screening import NUM_KEYS, NUM_LANDMARKS, screening_error
 
 # Rows that bound the error.
@@ -108,7 +106,9 @@ def attend_within_bound(
             for some in some_heads.split(step) if len(some_heads) else ():
                 own = _select(heads, some)
                 part = approximate(own, count)
-                bound = _bound(own, part, limit.num_probes, scale, seed)
+                bound = held_back_bound(
+                    *own, part, num_probes=limit.num_probes, num_rows=NUM_ROWS, scale=scale, seed=seed
+                )
                 good = bound <= limit.max_error
                 out[some[good]], columns_of[some[good]] = part[good], count
                 at_first = bound.double().log() + 0.5 * math.log(count / limit.columns)
@@ -148,18 +148,3 @@ def _select(heads: FlatHeads, index: Tensor) -> FlatHeads:
     if len(index) == heads.query.shape[0]:
         return heads
     return FlatHeads(*(None if x is None else x[index] for x in heads))  # type: ignore[arg-type]
-
-
-def _bound(heads: FlatHeads, approximate: Tensor, num_probes: int, scale: float, seed: int | Tensor) -> Tensor:
-    """An upper bound (BH,) of the error of each head, from rows that the weights were not fitted to."""
-    query, mask = heads.query, heads.key_mask
-    (batch_heads, q_len, _), device = query.shape, query.device
-    if mask is None or q_len != heads.key.shape[1]:
-        mask = torch.ones(1, q_len, dtype=torch.bool, device=device)
-    half = torch.full((len(mask), 1), 0.5, dtype=torch.float64, device=device)
-    probe = valid_first(mask).gather(1, stratified_ranks(num_probes, mask.sum(1, keepdim=True), half))
-    available = mask.scatter(1, probe, False)
-    rows = sample_rows(len(available), q_len, NUM_ROWS, available, num_heads=1, seed=seed, device=device)
-    rows = Rows(*(x.expand(batch_heads, -1) if isinstance(x, Tensor) else x for x in rows))  # type: ignore[arg-type]
-    exact = exact_rows(*heads[:3], rows, heads.key_mask, is_causal=False, scale=scale)
-    return row_error(take(approximate, rows.queries), exact, rows.valid, rows.population).bound
