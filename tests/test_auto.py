@@ -10,6 +10,7 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.methods import auto as module
 from hf_efficient_attn.methods._shared import error_bound
 from hf_efficient_attn.methods._shared.crossover import built_in_table
+from hf_efficient_attn.ops.screening import screening_error
 from instances import inputs, numbers, relative_error
 
 auto = hea.functional.auto_attention
@@ -151,3 +152,19 @@ def test_the_static_form(monkeypatch):
 def test_a_bound_that_is_no_number_is_refused(value):
     with pytest.raises(hea.UnsupportedAttentionError, match=r"max_error=.* must be (a number|at least 0)"):
         hea.method_info("auto").config_class(max_error=value)
+
+
+def test_the_copy_of_a_head_tells_whether_landmarks_approximate_it():
+    query, key, value = (x[0] for x in _mixed(1200))
+    error = screening_error(query, key, value, None, scale=8**-0.5)
+    assert max(error[:2]) < 0.5 * min(error[2:])
+    # Masked tokens have no influence, and every head is judged apart from the others.
+    mask = torch.ones(4, 1200, dtype=torch.bool)
+    mask[:, 1100:] = False
+    key[:, 1100:], value[:, 1100:] = 50.0, -7.0
+    masked = screening_error(query, key, value, mask, scale=8**-0.5)
+    short = [x[:, :1100] for x in (query, key, value)]
+    torch.testing.assert_close(masked, screening_error(*short, None, scale=8**-0.5))
+    torch.testing.assert_close(masked[2:], screening_error(*(x[2:] for x in short), None, scale=8**-0.5))
+    assert screening_error(100.0 * query, 1e3 * key, value, mask, scale=1.0).isfinite().all()
+    assert (screening_error(query, key, torch.zeros_like(value), None, scale=1.0) == 0.0).all()

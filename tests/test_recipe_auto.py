@@ -37,7 +37,7 @@ def test_heads_above_the_bound_are_counted(model, monkeypatch, tmp_path, capsys)
         (row,) = csv.DictReader(opened)
     assert (row["heads"], row["approximated"], row["missed"]) == ("4", "3", "1")
     # With another bound no head is missed.
-    assert run("--data", tmp_path, "--source", "books", "--tokens", "60", "--setting", "max_error=0.3", "--check") == 0
+    assert run("--data", tmp_path, "--source", "books", "--tokens", "60", "--set", "max_error=0.3", "--check") == 0
 
 
 def test_the_cost_is_measured():
