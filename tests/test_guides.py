@@ -104,9 +104,10 @@ def check_options(words: list[str]) -> None:
     """Every option of a command is in its help text, which is not the case if the command does not exist."""
     if words[0] == "hf-efficient-attn":
         text = help_of_command(cli.app, words[1:2])
-    elif words[1] == "-m":  # a module of recipes with several commands
+    elif words[1] == "-m":  # a module of recipes with one or several commands
         name = "recipes.experiments.__main__" if words[2] == "recipes.experiments" else words[2]
-        text = help_of_command(importlib.import_module(name).app, words[3:4])
+        command = [word for word in words[3:4] if not word.startswith("-")]
+        text = help_of_command(importlib.import_module(name).app, command)
     else:
         text = help_of(words[1])
     for option in (word for word in words[2:] if word.startswith("--")):
