@@ -74,7 +74,7 @@ def test_no_choice_sees_the_future(cut: int) -> None:
 
 
 def test_gradients_agree_with_finite_differences() -> None:
-    """Along random directions, with pivots, clusters and outliers fixed; small steps do not change them here."""
+    """Along random directions, with pivots and clusters fixed; small steps do not change them here."""
     inputs, chosen = [x.requires_grad_() for x in tensors(75)], options(24)
     out = causal_coreset_attention(*inputs, chosen, scale=SCALE)
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
