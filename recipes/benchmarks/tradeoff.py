@@ -205,7 +205,8 @@ def _heights(rows: Sequence[commands.Row]) -> list[float]:
 
 
 def _machine(about: Mapping[str, Any]) -> str:
-    return f"{about['cpu']}, {about['threads']} threads, torch {about['torch']}"
+    threads = f"{about['threads']} thread{'s' * (about['threads'] != 1)}"
+    return f"{about['cpu']}, {threads}, torch {about['torch']}"
 
 
 def show(result: Mapping[str, Any]) -> None:
@@ -223,7 +224,7 @@ def show(result: Mapping[str, Any]) -> None:
     typer.echo(table(headers, cells))
     typer.echo(
         f"\n{about['tokens']:,} tokens, {about['heads']} of the heads of each layer, times with a head dimension of "
-        f"{about['width']}, medians of {about['rounds']} rounds. {_machine(about)}."
+        f"{about['width']}, median of rounds: {about['rounds']}. {_machine(about)}."
     )
     if any(Timing(*(row[name] for name in Timing._fields)).unsteady for row in rows):
         typer.echo(UNSTEADY)
