@@ -55,9 +55,7 @@ class MethodConfig:
         mixes_queries: True if, in the bidirectional form, the output of one query depends on other queries, for example
             because they are sorted or averaged together. In the cross attention of a decoder this would leak later
             tokens to earlier ones, so such a method is not used there.
-        decodes_exactly: True if decoding attends to all cached keys exactly, so that `hea.NearFarCache` can take the place
-            of these keys.
-        decodes_exactly: True if decoding attends to all cached keys exactly, so that `hea.NearFarCache` can take the place
+        decodes_exactly: True if decoding attends to all cached keys exactly. `hea.NearFarCache` can then take the place
             of these keys.
         exportable: True if `torch.onnx.export` gives a graph that is right for any length and mask, not only for those
             of the example. All other methods are refused there.
@@ -84,7 +82,6 @@ class MethodConfig:
     rectangular: ClassVar[bool]
     learned_parameters: ClassVar[tuple[str, ...]] = ()
     mixes_queries: ClassVar[bool] = True
-    decodes_exactly: ClassVar[bool] = False
     decodes_exactly: ClassVar[bool] = False
     exportable: ClassVar[bool] = False
     default_rank: ClassVar[int | None] = None
