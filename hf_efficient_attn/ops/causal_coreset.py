@@ -386,7 +386,7 @@ def _epoch_attention(
     parts = [causal_block_partial(*near, block_size, scale=scale, dropout_p=dropout_p)]
     query = query[:, start:end]
     rows = ceil_div(_rows_at_a_time(query, key, targets), block_size) * block_size
-    sums, missed = torch.zeros(()).to(key), []
+    sums, missed = key.new_zeros(()), []
     for keys, own in zip(key[:, :prefix].split(rows, 1), targets[:, :prefix].split(rows, 1), strict=True):
         exponents = _exponents(keys, coreset)
         missed.append(_missed(keys, exponents, coreset))

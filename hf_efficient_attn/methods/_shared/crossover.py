@@ -67,10 +67,10 @@ Table = Mapping[str, Crossover]
 # `hf-efficient-attn crossover`. Of other devices nothing is known, and exact attention is very fast there.
 _BUILT_IN = {
     "cpu": {
-        "float32": Crossover(3072, 2816),
-        "float32 causal": Crossover(10240, 9216),
-        "bfloat16": Crossover(2816, 2688),
-        "bfloat16 causal": Crossover(9728, 8960),
+        "float32": Crossover(2688, 2560),
+        "float32 causal": Crossover(5888, 5376),
+        "bfloat16": Crossover(2560, 2432),
+        "bfloat16 causal": Crossover(5632, 5504),
     },
     "": {
         "float32": Crossover(16384, 8192),
