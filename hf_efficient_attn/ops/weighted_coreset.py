@@ -310,14 +310,15 @@ def _choose_landmarks(inputs: _Inputs, numbers: Tensor, options: CoresetOptions,
     weighted = torch.cat((keys * weight, weight), 2)
     landmarks = pivots
     cluster = nearest(points, landmarks.detach() * root, selected)
-    for step in range(options.num_refinements):
+    for step in range(1, options.num_refinements + 1):
         # Only the last means need a gradient: the clusters have none.
-        with torch.set_grad_enabled(torch.is_grad_enabled() and step == options.num_refinements - 1):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and step == options.num_refinements):
             sums = cluster_sums(cluster, weighted)
             total = sums[..., -1:]
             means = torch.where(total > 0, sums[..., :-1] / torch.where(total > 0, total, 1.0), pivots)
             landmarks = torch.where(own, pivots, means)
-        cluster = nearest(points, landmarks.detach() * root, selected)
+        if step < options.num_refinements:
+            cluster = nearest(points, landmarks.detach() * root, selected)
     sums = cluster_sums(cluster, torch.cat((values * exists, exists), 2))
     value, number = sums[..., :-1], sums[..., -1].masked_fill(~selected, 0.0)
     value = torch.where(own, take(values, pivot), value / number.clamp(min=1.0).unsqueeze(2))
@@ -348,9 +349,12 @@ def _weigh(
     shift = lse.amax(1, keepdim=True)
     shift = shift.masked_fill(shift == -torch.inf, 0.0)
     sums = torch.cat((out.double(), torch.ones_like(lse)), 2) * (lse - shift).exp()
-    kernel = (points @ points.mT - half_norm - half_norm.mT).clamp(max=0.0).exp()
+    # Powers of two take less time than those of e.
+    scaled = points * LOG2_E
+    kernel = (torch.baddbmm(-half_norm * LOG2_E, scaled, points.mT) - half_norm.mT * LOG2_E).clamp(max=0.0).exp2()
     one = torch.eye(kernel.shape[1], dtype=kernel.dtype, device=kernel.device)
-    kernel = torch.where(closed | closed.mT, one, kernel)
+    if inputs.bias is not None:  # without padding all landmarks are used
+        kernel = torch.where(closed | closed.mT, one, kernel)
     exponent, similarity = shift - half_norm, None
     probes = None
     if probe is not None:

@@ -30,12 +30,13 @@ def naive_landmarks(candidates: Tensor, pivots: Tensor, num_refinements: int, sc
 
     landmarks = candidates[pivots]
     cluster = nearest(landmarks)
-    for _ in range(num_refinements):
+    for step in range(1, num_refinements + 1):
         members = torch.nn.functional.one_hot(cluster, len(landmarks)).to(weight.dtype) * weight[:, None]
         used = members.sum(0) > 0
         means = members.T[used] @ candidates / members.sum(0)[used, None]
         landmarks = candidates[pivots].index_put((used.nonzero()[:, 0],), means)
-        cluster = nearest(landmarks)
+        if step < num_refinements:
+            cluster = nearest(landmarks)
     return landmarks, cluster
 
 
