@@ -12,8 +12,8 @@ approximated than in use.
 The second table: time of the copies that tell which heads to attempt, and of the exact rows that bound the error of all
 heads, as shares of exact attention in float32 (CPU time, the smallest of some runs). They do not depend on the data.
 
-Duration: about an hour on one core with all lengths, minutes with --tokens 512,1024. Expected: at most 1 % of heads missed; at most 5 % of exact attention's time
-with 4,096 tokens, and 3 % with 8,192.
+Duration: about an hour on one core with all lengths, minutes with --tokens 512,1024. Expected: at most 1 % of heads
+missed; at most 5 % of exact attention's time with 4,096 tokens, and 3 % with 8,192.
 """
 
 import time
