@@ -31,6 +31,7 @@ class Instance:
         method: the name of the method.
         hyperparameters: those that differ from the defaults.
         budget: the length of the longest sequence that is computed exactly; 0 if the method never switches by length.
+        approximate_from: a length from which on the method approximates; 0 for twice the budget.
         small: hyperparameters with so small a budget that even 13 tokens are approximated, for tests of gradients.
         limit: "exact" if `with_budget` of the whole sequence gives exact attention, "expectation" if the error only
             decreases with the budget, "none" if the method defines its own attention.
@@ -52,6 +53,7 @@ class Instance:
     method: str
     hyperparameters: dict[str, Any] = field(default_factory=dict)
     budget: int = 0
+    approximate_from: int = 0
     small: dict[str, Any] = field(default_factory=dict)
     limit: str = "none"
     random: bool | None = False
@@ -114,6 +116,8 @@ def _auto(**options) -> Instance:
         "auto",
         {"columns": 24, "crossover": 24, **options},
         budget=24,
+        # In shorter sequences the rows that bound the error cost more than exact attention.
+        approximate_from=400 if options["max_error"] > 0 else 0,
         small={"columns": 5, "crossover": 5},
         limit="exact",
         random=True,

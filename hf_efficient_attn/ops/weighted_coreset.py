@@ -493,9 +493,11 @@ def _block_q(q_len: int, coreset: Coreset) -> int:
 def _far_sums(query: Tensor, coreset: Coreset, scale: float, dropout_p: float) -> tuple[Tensor, Callable[[], Tensor]]:
     """The sums over the landmarks (BH, Nq, Dv + 4), up to a factor of each query, and how to get the unfitted one."""
     q_len, keys, bias = query.shape[1], coreset.key, coreset.bias
+    # The factor of a query is another one than that of `partial_attention`, which dropout needs.
+    by_product = dropout_p == 0.0 and use_product(query, keys, coreset.weights, bias)
 
     def sums_of(weights: Tensor, dropout_p: float = 0.0) -> Tensor:
-        if dropout_p == 0.0 and use_product(query, keys, weights, bias):
+        if by_product:
             sums = weights.new_empty(*query.shape[:2], weights.shape[2])
             for a in range(query.shape[0]):
                 product_attention(query[a], keys[a], weights[a], bias[a], scale, sums[a], None)
