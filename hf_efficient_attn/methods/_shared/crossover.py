@@ -113,17 +113,22 @@ def crossover_length(
         device: of the tensors.
         relative_cost: cost of the method per token, divided by that with its default hyperparameters.
     """
-    lengths = _measured_or_built_in(method, device.type, device.index, table_key(dtype, is_causal))
-    return Crossover(*lengths).at(total_dim, relative_cost)
-
-
-def _measured_or_built_in(method: str, device_type: str, device_index: int | None, key: str) -> tuple[int, int]:
-    return _lengths(method, device_type, device_index, key, torch.get_num_threads())
+    key = table_key(dtype, is_causal)
+    if torch.compiler.is_compiling():  # sizes may be unknown, and a graph contains the number of threads
+        return Crossover(*_measured_or_built_in(method, device.type, device.index, key)).at(total_dim, relative_cost)
+    return _kept_length(method, device, key, total_dim, relative_cost, torch.get_num_threads())
 
 
 @functools.lru_cache(maxsize=256)
-def _lengths(method: str, device_type: str, device_index: int | None, key: str, num_threads: int) -> tuple[int, int]:
-    """The lengths, kept because to find them takes half as long as exact attention of a short sequence."""
+def _kept_length(
+    method: str, device: torch.device, key: str, total_dim: int, relative_cost: float, num_threads: int
+) -> int:
+    """The length, kept because to find it takes a sizable part of exact attention of a short sequence."""
+    return Crossover(*_measured_or_built_in(method, device.type, device.index, key)).at(total_dim, relative_cost)
+
+
+def _measured_or_built_in(method: str, device_type: str, device_index: int | None, key: str) -> tuple[int, int]:
+    """The lengths of a row of the table on this machine, with the number of threads of PyTorch at present."""
     device = torch.device(device_type) if device_index is None else torch.device(device_type, device_index)
     table = measured_table(str(cache_file()), machine_name(device), method) or {}
     small, large = table.get(key) or built_in_table(device_type)[key]
@@ -194,7 +199,7 @@ def measured_table(path: str, machine: str, method: str) -> Table | None:
 def forget() -> None:
     """Read the file again at the next call, because it has been written."""
     measured_table.cache_clear()
-    _lengths.cache_clear()
+    _kept_length.cache_clear()
 
 
 def read_cache(path: pathlib.Path) -> dict[str, Any]:

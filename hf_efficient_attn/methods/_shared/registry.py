@@ -91,9 +91,15 @@ class MethodInfo:
 
 @dataclass(frozen=True)
 class Method:
-    """One entry of the registry; see `register_method` for the attributes."""
+    """One entry of the registry; see `register_method` for the other attributes.
+
+    Attributes:
+        default: the config with the default hyperparameters, kept because to make one takes longer than the checks of a
+            call.
+    """
 
     info: MethodInfo
+    default: MethodConfig
     forward: AttentionForward[Any]
     naive: AttentionForward[Any]
     decode: AttentionForward[Any] | None
@@ -236,6 +242,7 @@ def register_method(
     )
     _REGISTRY[name] = Method(
         info=info,
+        default=config_class(),
         forward=forward,
         naive=naive,
         decode=decode,
@@ -373,5 +380,8 @@ def make_config(method_or_config: str | MethodConfig, **hyperparameters: Any) ->
         if not hyperparameters:
             return method_or_config
         return dataclasses.replace(method_or_config, **method_or_config.check_hyperparameters(hyperparameters))
-    config_class = method_info(method_or_config).config_class
+    method = get_method(method_or_config)
+    if not hyperparameters:
+        return method.default
+    config_class = method.info.config_class
     return config_class(**config_class.check_hyperparameters(hyperparameters))
