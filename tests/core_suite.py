@@ -18,8 +18,9 @@ import pytest
 
 from instances import INSTANCES, Instance
 
-# The first row of each method.
-_FIRST = list({instance.method: instance for instance in reversed(INSTANCES)}.values())
+_FIRST = {instance.method: instance for instance in reversed(INSTANCES)}
+# The rows of the core suite.
+_ROWS = [instance for instance in INSTANCES if instance.core or instance is _FIRST[instance.method]]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -69,9 +70,9 @@ def core_of(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def _is_extra(item: pytest.Item) -> bool:
-    """Whether a test is about a row of `instances.py` that is not the first of its method."""
+    """Whether a test is about a row of `instances.py` that is not in the core suite."""
     values = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    return any(isinstance(value, Instance) and value in INSTANCES and value not in _FIRST for value in values)
+    return any(isinstance(value, Instance) and value in INSTANCES and value not in _ROWS for value in values)
 
 
 def _values(case: pytest.Item) -> set[tuple]:

@@ -13,9 +13,13 @@ import torch
 from torch import Tensor
 
 import hf_efficient_attn as hea
+from hf_efficient_attn.methods._shared import error_bound
 
 # The tests run in several processes and their tensors are small, so each process uses one thread.
 torch.set_num_threads(1)
+# With as many rows as users have, to bound the error of a head would cost more than exact attention at most lengths of
+# the tests, so that all heads would be exact.
+error_bound.NUM_ROWS = 8
 
 
 _COST = dict.fromkeys(
@@ -31,10 +35,10 @@ class Instance:
         method: the name of the method.
         hyperparameters: those that differ from the defaults.
         budget: the length of the longest sequence that is computed exactly; 0 if the method never switches by length.
-        approximate_from: a length from which on the method approximates; 0 for twice the budget.
         small: hyperparameters with so small a budget that even 13 tokens are approximated, for tests of gradients.
-        limit: "exact" if `with_budget` of the whole sequence gives exact attention, "expectation" if the error only
-            decreases with the budget, "none" if the method defines its own attention.
+        limit: "exact" if `with_budget` of the whole sequence gives exact attention, "bounded" if in addition a head is
+            exact whose error would exceed a bound, "expectation" if the error only decreases with the budget, "none" if
+            the method defines its own attention.
         random: whether the seed has an effect; None if that is unknown.
         reads_positions: whether masked tokens inside the sequence still count in the distances between the others.
         averages: whether the weights of a query are positive and sum to 1.
@@ -46,6 +50,7 @@ class Instance:
         switches: whether the causal form is exact up to a length at which it is not exact in longer sequences. Then a
             sequence has another output alone than in a batch with longer ones.
         splits_scale: whether queries and keys are both multiplied by sqrt(scale), so that draws depend on both.
+        core: whether the core suite has the row although it is not the first of its method.
         cost: hyperparameter -> how many keys one unit of it costs a query, for those that `with_budget` sets.
         facts: config -> those of the values above that depend on hyperparameters, for `vary`.
     """
@@ -53,7 +58,6 @@ class Instance:
     method: str
     hyperparameters: dict[str, Any] = field(default_factory=dict)
     budget: int = 0
-    approximate_from: int = 0
     small: dict[str, Any] = field(default_factory=dict)
     limit: str = "none"
     random: bool | None = False
@@ -66,6 +70,7 @@ class Instance:
     data_dependent: bool = False
     switches: bool = False
     splits_scale: bool = False
+    core: bool = False
     cost: dict[str, int] = field(default_factory=lambda: dict(_COST))
     facts: Callable[[Any], dict[str, Any]] = lambda config: {}
 
@@ -116,17 +121,20 @@ def _auto(**options) -> Instance:
         "auto",
         {"columns": 24, "crossover": 24, **options},
         budget=24,
-        # In shorter sequences the rows that bound the error cost more than exact attention.
-        approximate_from=400 if options["max_error"] > 0 else 0,
         small={"columns": 5, "crossover": 5},
-        limit="exact",
+        limit="bounded" if options["max_error"] > 0 else "exact",
         random=True,
         exact_steps=True,
         averages=False,
         data_dependent=options["max_error"] > 0,
+        core=options["max_error"] > 0,
         splits_scale=True,
         cost={"columns": 1},
-        facts=lambda c: {"data_dependent": c.max_error > 0, "switches": c.exact_length > c.columns},
+        facts=lambda c: {
+            "limit": "bounded" if c.max_error > 0 else "exact",
+            "data_dependent": c.max_error > 0,
+            "switches": c.exact_length > c.columns,
+        },
     )
 
 

@@ -22,6 +22,7 @@ from instances import DEFAULTS, INSTANCES, Instance, forms, inputs
 from promises import (
     REFUSED,
     check_batch,
+    check_bounded,
     check_compiles,
     check_converges,
     check_converges_in_expectation,
@@ -90,7 +91,7 @@ def test_exact_within_the_budget(instance, is_causal, padding):
     for length in (1, instance.budget - 1, instance.budget):
         check_exact(instance, is_causal, length, padding)
     with pytest.raises(AssertionError):
-        check_exact(instance, is_causal, instance.approximate_from or 2 * instance.budget)
+        check_exact(instance, is_causal, 2 * instance.budget)
 
 
 # 2. Padding.
@@ -232,8 +233,12 @@ def test_gradients_across_chunks(instance, is_causal):
 def test_convergence_to_exact_attention_with_the_budget(instance, is_causal):
     if instance.limit == "none":
         pytest.skip("the method defines its own attention")
-    check = check_converges if instance.limit == "exact" else check_converges_in_expectation
-    check(instance, is_causal)
+    if instance.limit == "bounded" and not is_causal:
+        check_bounded(instance, is_causal)
+    elif instance.limit == "expectation":
+        check_converges_in_expectation(instance, is_causal)
+    else:
+        check_converges(instance, is_causal)
 
 
 # 9. torch.compile.
