@@ -43,7 +43,7 @@ def error(out: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("changes", [{}, {"temperature": 1.2}, {"cluster_size": 0}, {"ridge": 3.0}], ids=str)
 def test_the_fast_form_equals_the_naive_form(columns: int, changes: dict[str, float]) -> None:
     """In float64, with two sequences in a batch and a length that is no multiple of a block."""
-    inputs, chosen = tensors(91), options(columns, batch=2, **changes)
+    inputs, chosen = tensors(91), options(columns, **changes)
     expected = causal_coreset_naive(*inputs, chosen, scale=SCALE)
     torch.testing.assert_close(causal_coreset_attention(*inputs, chosen, scale=SCALE), expected, rtol=1e-8, atol=1e-9)
 
@@ -62,15 +62,15 @@ def test_the_first_positions_and_short_sequences_are_exact() -> None:
 @pytest.mark.parametrize("cut", [33, 40, 47, 64, 80, 100])
 def test_no_choice_sees_the_future(cut: int) -> None:
     """Large later tokens do not change one bit, and neither the output nor the epochs depend on the length."""
-    inputs, chosen = tensors(101), options(16, batch=2)
+    inputs, chosen = tensors(101), options(16)
     out = causal_coreset_attention(*inputs, chosen, scale=SCALE)
     later = [20 * x for x in tensors(101, seed=1)]
     changed = [torch.cat((x[:, :cut], y[:, cut:]), 1) for x, y in zip(inputs, later, strict=True)]
     assert torch.equal(causal_coreset_attention(*changed, chosen, scale=SCALE)[:, :cut], out[:, :cut])
     short = causal_coreset_attention(*(x[:, :cut] for x in inputs), chosen, scale=SCALE)
     torch.testing.assert_close(short, out[:, :cut], rtol=1e-9, atol=1e-9)
-    bounds = list(epoch_bounds(cut, chosen))
-    assert [end for _, _, end in bounds] == [end for _, _, end in epoch_bounds(101, chosen)][: len(bounds)]
+    starts = [start for start, _ in epoch_bounds(cut, chosen)]
+    assert starts == [start for start, _ in epoch_bounds(101, chosen)][: len(starts)]
 
 
 def test_gradients_agree_with_finite_differences() -> None:
@@ -129,7 +129,7 @@ def test_clusters_find_single_keys_far_back() -> None:
 def test_clusters_add_only_what_the_pivots_miss() -> None:
     """Where a cluster holds the pivots alone, which represent themselves, it changes next to nothing."""
     inputs, chosen = tensors(80), options(32, num_exact=64, ridge=1e-9, num_samples=64)
-    assert list(epoch_bounds(80, chosen)) == [(64, 80, 80)]
+    assert list(epoch_bounds(80, chosen)) == [(64, 80)]
     without, with_clusters = (
         causal_coreset_attention(*inputs, chosen._replace(cluster_size=c), scale=SCALE) for c in (0, 4)
     )
@@ -152,7 +152,7 @@ def test_dropout_keeps_the_mean() -> None:
     inputs, chosen = tensors(60, batch_heads=1, dtype=torch.float32), options(16)
     torch.manual_seed(0)
     many = [x.expand(600, -1, -1) for x in inputs]
-    draws = causal_coreset_attention(*many, chosen._replace(batch=600), scale=SCALE, dropout_p=0.2)
+    draws = causal_coreset_attention(*many, chosen, scale=SCALE, dropout_p=0.2)
     expected = causal_coreset_attention(*inputs, chosen, scale=SCALE)[0]
     assert not torch.equal(draws[0], draws[1])
     assert error(draws.mean(0), expected.double()) < 0.05

@@ -12,14 +12,14 @@ from hf_efficient_attn.ops.causal_coreset_naive import causal_coreset_naive
 from hf_efficient_attn.ops.exact import exact_attention, exact_decode
 
 
-def _options(columns: int, batch: int, options: AttentionOptions) -> CausalCoresetOptions:
+def _options(columns: int, options: AttentionOptions) -> CausalCoresetOptions:
     sizes = split_columns(columns)
-    return CausalCoresetOptions(**sizes, seed=options.seed, batch=batch)
+    return CausalCoresetOptions(**sizes, seed=options.seed)
 
 
 def forward_causal(columns: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Causal attention with at most `columns` keys per query; see `register_method` for the other arguments."""
-    shape, coreset = query.shape, _options(columns, query.shape[0], options)
+    shape, coreset = query.shape, _options(columns, options)
     flat = flatten_heads(query, key, value, options.key_mask)
     if shape[2] <= columns:
         out = exact_attention(*flat, is_causal=True, scale=options.scale, dropout_p=options.dropout_p)
@@ -31,7 +31,7 @@ def forward_causal(columns: int, query: Tensor, key: Tensor, value: Tensor, opti
 
 def naive_causal(columns: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """The readable form of `forward_causal`."""
-    shape, coreset = query.shape, _options(columns, query.shape[0], options)
+    shape, coreset = query.shape, _options(columns, options)
     flat = flatten_heads(query, key, value, options.key_mask)
     if shape[2] <= columns:
         pairs = torch.ones(shape[2], shape[2], dtype=torch.bool, device=query.device).tril()
