@@ -271,7 +271,7 @@ INSTANCES = [
     _scatterbrain(block_size=17, num_features=9),
     Instance(
         "nearfar",
-        {"num_samples": 18, "block_size": 6, "num_probes": 9},
+        {"num_samples": 18, "block_size": 6, "num_probes": 9, "near_share": 0.11},
         budget=24,
         small={"num_samples": 3, "block_size": 2, "num_probes": 4},
         limit="exact",
@@ -283,7 +283,7 @@ INSTANCES = [
     ),
     Instance(
         "nearfar",
-        {"num_samples": 20, "block_size": 4, "num_probes": 9, "near_limit": 40, "num_candidates": 30},
+        {"num_samples": 20, "block_size": 4, "num_probes": 9, "near_share": 0.0, "num_candidates": 30},
         budget=24,
         small={"num_samples": 4, "block_size": 0, "num_probes": 0, "num_candidates": 6},
         limit="exact",

@@ -6,7 +6,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.ops import weighted_coreset
-from hf_efficient_attn.ops.weighted_coreset import CoresetOptions, weighted_coreset_attention
+from hf_efficient_attn.ops.coreset_landmarks import CoresetOptions
+from hf_efficient_attn.ops.weighted_coreset import weighted_coreset_attention
 from instances import inputs, numbers, relative_error
 
 nearfar = hea.functional.nearfar_attention
@@ -47,9 +48,20 @@ def _local(length=500):
 def test_near_keys_help_where_attention_is_local():
     options = {"num_samples": 24, "block_size": 8}
     assert _error(_local(), **options) < 0.75 * _error(_local(), num_samples=32, block_size=0)
-    # Beyond the limit the near keys are landmarks.
-    far = nearfar(*_local(), **options, near_limit=499)
-    assert torch.equal(far, nearfar(*_local(), num_samples=32, block_size=0))
+
+
+def test_each_head_has_near_keys_only_where_they_hold_attention():
+    """Others have more landmarks instead: those of a call without near keys."""
+    length, options = 500, {"num_samples": 24, "block_size": 8}
+    local, spread = _local(length), inputs(num_heads=3, q_len=length, head_dim=6, dtype=torch.float32)
+    tensors = [torch.cat((b[:, :1], a, b[:, 1:]), 1) for a, b in zip(local, spread, strict=True)]
+    out = nearfar(*tensors, **options)
+    every, none = (nearfar(*tensors, **options, near_share=share) for share in (0.0, 1.0))
+    torch.testing.assert_close(none, nearfar(*tensors, num_samples=32, block_size=0))
+    torch.testing.assert_close(out[:, 1], every[:, 1])
+    torch.testing.assert_close(out[:, [0, 2, 3]], none[:, [0, 2, 3]])
+    assert not torch.allclose(every[:, [0, 2, 3]], none[:, [0, 2, 3]], atol=1e-3)
+    assert not torch.allclose(every[:, 1], none[:, 1], atol=1e-3)
 
 
 @pytest.mark.parametrize("block_size", [0, 8])
@@ -62,7 +74,7 @@ def test_float32_is_as_accurate_as_float64(content, block_size):
 
 def _options(**changes):
     values = {"num_landmarks": 12, "num_candidates": 100, "num_refinements": 2, "num_probes": 8, "block_size": 4}
-    return CoresetOptions(**{**values, "near_limit": 1000, "scale": 0.5, "seed": 0, **changes})
+    return CoresetOptions(**{**values, "near_share": 0.0, "scale": 0.5, "seed": 0, **changes})
 
 
 @pytest.mark.parametrize("block_size", [0, 4])

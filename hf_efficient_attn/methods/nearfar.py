@@ -20,8 +20,9 @@ from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
 from hf_efficient_attn.methods._shared.weighted_coreset import naive_bidirectional
+from hf_efficient_attn.ops.coreset_landmarks import CoresetOptions
 from hf_efficient_attn.ops.exact import exact_attention
-from hf_efficient_attn.ops.weighted_coreset import CoresetOptions, weighted_coreset_attention
+from hf_efficient_attn.ops.weighted_coreset import weighted_coreset_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,18 +42,19 @@ class NearFarConfig(MethodConfig):
     default_rank = 5
     default_for = ("compare", "demo", "calibrate")
 
-    block_size: int = option(
-        32, "Keys around a query that it attends to exactly, in sequences up to near_limit.", minimum=0
-    )
-    num_samples: int = option(
-        224, "Landmarks. Where there are no near keys there are block_size more of them.", minimum=1
-    )
+    block_size: int = option(32, "Keys around a query that heads with local attention attend to exactly.", minimum=0)
+    num_samples: int = option(224, "Landmarks. Heads without near keys have block_size more of them.", minimum=1)
     num_candidates: int = option(
         2048, "Evenly spaced keys from which landmarks are made, at least as many as landmarks.", minimum=1
     )
     num_refinements: int = option(2, "Steps of Lloyd's algorithm for the landmarks.", minimum=0)
     num_probes: int = option(96, "Queries whose exact rows fit the weights. 0: Nystrom weights.", minimum=0)
-    near_limit: int = option(2048, "The longest sequence with near keys.", minimum=0)
+    near_share: float = option(
+        0.07,
+        "A head has near keys if they hold more than this share of its attention, measured on a few queries. 0: all "
+        "heads; 1: no head.",
+        minimum=0,
+    )
     seed: int = option(0, "Seed of the landmarks.", minimum=0)
 
     @property
@@ -75,7 +77,7 @@ def _coreset_options(config: NearFarConfig, options: AttentionOptions) -> Corese
         num_refinements=config.num_refinements,
         num_probes=config.num_probes,
         block_size=config.block_size,
-        near_limit=config.near_limit,
+        near_share=config.near_share,
         scale=options.scale,
         seed=options.seed,
     )

@@ -3,18 +3,17 @@
 import torch
 from torch import Tensor
 
+from hf_efficient_attn.ops.coreset import candidate_positions
+from hf_efficient_attn.ops.coreset_landmarks import LEAST_LOG_WEIGHT, POWER, TEMPERATURE, CoresetOptions
+from hf_efficient_attn.ops.coreset_near_keys import NUM_KEYS, NUM_ROWS
 from hf_efficient_attn.ops.weighted_coreset import (
     FIT_RANGE,
     LEAST_DENOMINATOR,
     LEAST_GRAM,
-    LEAST_LOG_WEIGHT,
     LEAST_SIZE,
     LEAST_SUM,
     MAX_LOGIT,
-    POWER,
     RIDGE,
-    TEMPERATURE,
-    CoresetOptions,
 )
 
 
@@ -38,6 +37,31 @@ def naive_landmarks(candidates: Tensor, pivots: Tensor, num_refinements: int, sc
         if step < num_refinements:
             cluster = nearest(landmarks)
     return landmarks, cluster
+
+
+def naive_rows(query: Tensor, count: int) -> Tensor:
+    """The positions (count,) of evenly spaced queries."""
+    return ((torch.arange(count, device=query.device) + 0.5) * len(query) / count).long()
+
+
+def naive_near_keys(query: Tensor, key: Tensor, options: CoresetOptions) -> Tensor:
+    """The near keys of all queries of a head, which has them if they hold enough of its attention: bool (Nq, Nk)."""
+    width, length = options.block_size, len(key)
+    near = torch.zeros(len(query), length, dtype=torch.bool, device=key.device)
+    if not width or len(query) != length or options.near_share >= 1.0:
+        return near
+    block_q = max(1, width // 2)
+    for i in range(length):
+        first = i // block_q * block_q - (width - block_q) // 2
+        first = min(max(first, 0), length - width)
+        near[i, first : first + width] = True
+    if options.near_share > 0.0:
+        row = naive_rows(query, NUM_ROWS)
+        few = key[candidate_positions(None, length, NUM_KEYS, key.device)[0][0]]
+        total = (options.scale * query[row] @ few.T).logsumexp(1, keepdim=True)
+        weights = (options.scale * query[row] @ key.T - total).exp() * len(few) / length
+        near &= (weights * near[row]).sum(1).clamp(max=1.0).mean() > options.near_share
+    return near
 
 
 def naive_head(
@@ -82,8 +106,7 @@ def naive_head(
     size = basis @ weights[:, -1:].abs() + (exact + counted.abs()).sum(1, keepdim=True)
     sums, most = unfitted, weights.abs().amax(1)
     if options.num_probes:
-        probe = torch.arange(options.num_probes, device=query.device) + 0.5
-        probe = (probe * len(query) / options.num_probes).long()
+        probe = naive_rows(query, options.num_probes)
         lse = scores[probe].logsumexp(1, keepdim=True)
         rows, exact = (logits[probe] - lse).clamp(max=MAX_LOGIT).exp(), (scores[probe] - lse).exp()
         missing = exact @ targets - rows @ weights - ((exact - rows @ of_key) * near[probe]) @ targets

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from hf_efficient_attn.methods._shared.registry import AttentionOptions
 from hf_efficient_attn.ops.coreset import candidate_positions, draw_apart, gumbel_numbers
-from hf_efficient_attn.ops.weighted_coreset import DRAW_POWER, TEMPERATURE, CoresetOptions
-from hf_efficient_attn.ops.weighted_coreset_naive import naive_head, naive_landmarks
+from hf_efficient_attn.ops.coreset_landmarks import DRAW_POWER, TEMPERATURE, CoresetOptions
+from hf_efficient_attn.ops.weighted_coreset_naive import naive_head, naive_landmarks, naive_near_keys
 
 
 def naive_bidirectional(
@@ -35,21 +35,17 @@ def naive_bidirectional(
             out[b, :, rows] = (options.scale * queries @ keys.mT).softmax(-1) @ values
             continue
         keys = keys - keys.mean(1, keepdim=True)
-        near = torch.zeros(queries.shape[1], num_keys, dtype=torch.bool, device=keys.device)
-        if same and coreset.block_size and num_keys <= coreset.near_limit:
-            block_q = max(1, coreset.block_size // 2)
-            for i in range(num_keys):
-                first = i // block_q * block_q - (coreset.block_size - block_q) // 2
-                first = min(max(first, 0), num_keys - coreset.block_size)
-                near[i, first : first + coreset.block_size] = True
-        count = coreset.num_landmarks if near.any() else budget
         position, _ = candidate_positions(None, num_keys, coreset.num_candidates, key.device)
         candidates = keys[:, position[0]]
         points = candidates * (TEMPERATURE * abs(options.scale) ** 0.5)
-        numbers = gumbel_numbers(count, points.shape[1], options.seed, points)
-        pivots = draw_apart(points, DRAW_POWER, numbers, None, count).candidate
+        numbers = gumbel_numbers(budget, points.shape[1], options.seed, points)
+        pivots = draw_apart(points, DRAW_POWER, numbers, None, budget).candidate
         for h in range(queries.shape[0]):
-            landmarks, cluster = naive_landmarks(candidates[h], pivots[h], coreset.num_refinements, options.scale)
+            near = naive_near_keys(queries[h], keys[h], coreset)
+            count = coreset.num_landmarks if near.any() else budget
+            landmarks, cluster = naive_landmarks(
+                candidates[h], pivots[h, :count], coreset.num_refinements, options.scale
+            )
             members = torch.nn.functional.one_hot(cluster, count).double().T
             sizes = members.sum(1)
             means = members @ values[h, position[0]] / sizes.clamp(min=1)[:, None]

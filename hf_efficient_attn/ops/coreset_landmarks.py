@@ -1,0 +1,173 @@
+"""Landmarks: weighted means of clusters of keys that begin with keys far from each other.
+
+`hf_efficient_attn.ops.weighted_coreset` explains the choice.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_efficient_attn.ops.blocks import take, valid_first
+from hf_efficient_attn.ops.coreset import candidate_positions, draw_apart, nearest
+from hf_efficient_attn.ops.exact import mask_bias
+from hf_efficient_attn.ops.partial import accumulation_dtype
+
+# t: how much less the kernel of the weights distinguishes keys than the scores do. Of .5, .6, .7, .85 and 1, .7 has the
+# least error on activations of BERT and ViT.
+TEMPERATURE = 0.7
+# Of the weight of a key in the draw, of that in the mean of its cluster, and the smallest logarithm of the latter.
+DRAW_POWER, POWER, LEAST_LOG_WEIGHT = 0.85, 0.5, -60.0
+
+
+class CoresetOptions(NamedTuple):
+    """How landmarks are chosen and fitted.
+
+    Attributes:
+        num_landmarks: m.
+        num_candidates: evenly spaced keys from which the landmarks are made, at least m + block_size.
+        num_refinements: steps of Lloyd's algorithm; 0 for landmarks that are keys.
+        num_probes: queries whose exact rows fit the weights; 0 for Nystrom weights.
+        block_size: keys that each query attends to exactly, or 0.
+        near_share: a head has such keys if they hold more than this share of its attention, measured on the probes.
+            Other heads have as many more landmarks. With 0, or without probes, all heads have them; with 1 none has.
+        scale: factor of the attention scores.
+        seed: of the draw of the keys that the clusters begin with.
+    """
+
+    num_landmarks: int
+    num_candidates: int
+    num_refinements: int
+    num_probes: int
+    block_size: int
+    near_share: float
+    scale: float
+    seed: int | Tensor
+
+
+class Inputs(NamedTuple):
+    """Query (BH, Nq, D), centered key (BH, Nk, D) and value (BH, Nk, Dv) in the accumulation dtype, valid tokens first.
+
+    `num_keys` and `num_queries` are integers, or int64 (BH, 1) for a batch with padding, in which case `bias`
+    (BH, 1, 1, Nk) excludes the padding.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+    num_keys: Tensor | int
+    num_queries: Tensor | int
+
+
+def order_tokens(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> tuple[Inputs, Tensor | None]:
+    """The inputs, with the keys not yet centered, and the order that puts the valid tokens first, or None."""
+    acc_dtype, q_len, kv_len = accumulation_dtype(key.dtype), query.shape[1], key.shape[1]
+    query, key, value = (x.to(acc_dtype) for x in (query, key, value))
+    if key_mask is None:
+        return Inputs(query, key, value, None, kv_len, q_len), None
+    order, num_keys = valid_first(key_mask), key_mask.sum(1, keepdim=True)
+    key, value = take(key, order), take(value, order)
+    valid = torch.arange(kv_len, device=key.device) < num_keys
+    bias = mask_bias(valid, acc_dtype)[:, None, None]
+    if q_len != kv_len:
+        return Inputs(query, key, value, bias, num_keys, q_len), None
+    return Inputs(take(query, order), key, value, bias, num_keys, num_keys), order
+
+
+def center(inputs: Inputs) -> Inputs:
+    """Subtract the mean of the valid keys, which changes all scores of a query alike."""
+    key, num_keys = inputs.key, inputs.num_keys
+    if isinstance(num_keys, int):
+        return inputs._replace(key=key - key.mean(1, keepdim=True))
+    valid = torch.arange(key.shape[1], device=key.device) < num_keys
+    key = key.masked_fill(~valid.unsqueeze(2), 0.0)
+    mean = key.sum(1, keepdim=True) / num_keys.clamp(min=1).unsqueeze(2)
+    return inputs._replace(key=(key - mean).masked_fill(~valid.unsqueeze(2), 0.0))
+
+
+def candidates_of(inputs: Inputs, limit: int) -> tuple[Tensor, Tensor | None]:
+    """The positions (BH, C) of at most `limit` evenly spaced keys, and which of them exist, bool (BH, C) or None: all.
+
+    Landmarks are made from them.
+    """
+    batch_heads, kv_len, _ = inputs.key.shape
+    # The valid tokens are the first.
+    mask = None
+    if isinstance(inputs.num_keys, Tensor):
+        mask = torch.arange(kv_len, device=inputs.key.device) < inputs.num_keys
+    position, valid = candidate_positions(mask, kv_len, limit, inputs.key.device)
+    return position.expand(batch_heads, -1), valid
+
+
+class Landmarks(NamedTuple):
+    """m landmarks of each head.
+
+    Attributes:
+        key: (BH, m, D), centered.
+        value: (BH, m, Dv), the mean value of the candidates of each cluster.
+        log_count: (BH, m), the log of the number of these candidates.
+        used: bool (BH, m), False beyond the number of landmarks of a sequence.
+        own: bool (BH, 1, 1), the sequences with at most m keys. Each of their keys is its own landmark.
+    """
+
+    key: Tensor
+    value: Tensor
+    log_count: Tensor
+    used: Tensor
+    own: Tensor
+
+
+def choose_landmarks(
+    inputs: Inputs, numbers: Tensor, options: CoresetOptions, with_near_keys: Tensor | None = None
+) -> Landmarks:
+    """Draw keys among the candidates, and move them to the means of their clusters.
+
+    Args:
+        inputs: with centered keys.
+        numbers: (draws, C), from `gumbel_numbers`.
+        options: num_landmarks is the number of this call.
+        with_near_keys: bool (BH,), heads that have `options.block_size` landmarks less.
+    """
+    batch_heads, device = inputs.key.shape[0], inputs.key.device
+    count, num_keys = options.num_landmarks, inputs.num_keys
+    position, valid = candidates_of(inputs, options.num_candidates)
+    keys, values = take(inputs.key, position), take(inputs.value, position)
+    root = TEMPERATURE * abs(options.scale) ** 0.5
+    points = keys.detach() * root
+    pivot, selected = draw_apart(points, DRAW_POWER, numbers, valid, count)
+    own = torch.zeros(batch_heads, 1, 1, dtype=torch.bool, device=device)
+    if isinstance(num_keys, Tensor):
+        own = (num_keys <= count).unsqueeze(2)
+    if with_near_keys is not None:
+        # The first keys of a draw are a draw of fewer.
+        few = torch.where(with_near_keys, count - options.block_size, count).unsqueeze(1)
+        selected = selected & (torch.arange(count, device=device) < few)
+    norm = (keys * root).square().sum(2)
+    norm = norm if valid is None else norm.masked_fill(~valid, 0.0)
+    weight = (POWER * (norm - norm.amax(1, keepdim=True))).clamp(min=LEAST_LOG_WEIGHT).exp().unsqueeze(2)
+    exists = torch.ones_like(weight) if valid is None else valid.unsqueeze(2).to(weight.dtype)
+    pivots, weight = take(keys, pivot), weight * exists
+    first = (torch.arange(batch_heads, device=device) * count)[:, None]
+
+    def cluster_sums(cluster: Tensor, x: Tensor) -> Tensor:
+        sums = x.new_zeros(batch_heads * count, x.shape[2])
+        return sums.index_add(0, (cluster + first).flatten(), x.flatten(0, 1)).view(batch_heads, count, -1)
+
+    weighted = torch.cat((keys * weight, weight), 2)
+    landmarks = pivots
+    cluster = nearest(points, landmarks.detach() * root, selected)
+    for step in range(1, options.num_refinements + 1):
+        # Only the last means need a gradient: the clusters have none.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and step == options.num_refinements):
+            sums = cluster_sums(cluster, weighted)
+            total = sums[..., -1:]
+            means = torch.where(total > 0, sums[..., :-1] / torch.where(total > 0, total, 1.0), pivots)
+            landmarks = torch.where(own, pivots, means)
+        if step < options.num_refinements:
+            cluster = nearest(points, landmarks.detach() * root, selected)
+    sums = cluster_sums(cluster, torch.cat((values * exists, exists), 2))
+    value, number = sums[..., :-1], sums[..., -1].masked_fill(~selected, 0.0)
+    value = torch.where(own, take(values, pivot), value / number.clamp(min=1.0).unsqueeze(2))
+    log_count = torch.where(own.squeeze(2), torch.zeros_like(number).masked_fill(~selected, -torch.inf), number.log())
+    return Landmarks(landmarks, value, log_count, selected, own)
