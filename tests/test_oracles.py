@@ -154,9 +154,7 @@ def test_linear_attention_of_performer_pytorch():
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["", "causal"])
 # With a bound of the error, heads have more than the budget.
-@pytest.mark.parametrize(
-    "instance", [i for i in INSTANCES if i.limit == "exact"], ids=str
-)
+@pytest.mark.parametrize("instance", [i for i in INSTANCES if i.limit == "exact"], ids=str)
 def test_convergence_to_sdpa_with_the_budget(instance, is_causal):
     if is_causal not in instance.forms:
         pytest.skip("no causal form")
