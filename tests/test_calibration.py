@@ -214,6 +214,18 @@ def test_calls_equal_the_computation_of_the_model(family, padding):
     assert (expected > 0.01).any()
 
 
+@pytest.mark.parametrize("padding", ["none", "right"])
+def test_errors_are_those_of_attention_error(padding):
+    model, batch, calls = tiny_model("bert"), tiny_batch("bert", padding=padding), []
+    with capture.capture_attention(model, calls.append):
+        capture.forward(model, batch)
+    config = hea.KDEformerConfig(block_size=4, num_samples=8, num_probes=4)
+    hea.convert(model, config, layers=[0])
+    layer = hea.attention_error(model, batch, num_rows=None).layers[0]
+    torch.testing.assert_close(calls[0].errors(config), layer.estimate, atol=1e-5, rtol=1e-4)
+    assert layer.estimate.min() > 0.01
+
+
 def test_only_one_layer_is_in_memory_at_a_time(monkeypatch):
     """The tensors of a call are released before the next layer is computed."""
     errors, references = capture.Call.errors, []

@@ -88,9 +88,9 @@ def calibrate(
     The error of a layer on a sequence is |A - E| / |E| in the operator norm, averaged over heads. E is the output of
     exact attention, and A is the output of the method for the same queries, keys and values. These are the layer's
     inputs in the exact model on `batches`, so that they do not include the errors of earlier layers. The masks and the
-    random draws are those of the converted model. `hea.attention_error` measures the same for a converted model, where
-    it estimates E from a few queries. Here the exact model computes E for all of them anyway, and with all of them the
-    estimate and its bound are the error itself.
+    random draws are those of the converted model. `hea.attention_error` has the same estimator, from the exact
+    output of a few queries. Here all queries are compared, whose exact output the model computes anyway, so that the
+    estimate is the error and needs no bound.
 
     The limit is meant for unseen sequences, and the cheapest of many candidates may have been chosen by chance. A
     candidate is therefore accepted only if exp(mean + 2 s sqrt(1 + 1/n)) <= `max_error` for the logarithms of its

@@ -17,7 +17,6 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.output_error import attention_error
 from hf_efficient_attn.integration.attention import is_causal_call
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.integration.layers import Layer, in_order, layer_seed
@@ -25,6 +24,7 @@ from hf_efficient_attn.integration.masks import padding_mask
 from hf_efficient_attn.integration.models import attention_modules, configs_of, transformers_models
 from hf_efficient_attn.integration.refusals import refuse_arguments, why_cross_attention_is_exact
 from hf_efficient_attn.methods import MethodConfig, attention
+from hf_efficient_attn.ops.row_error import row_error
 
 # The batches of a model: mappings of its arguments, or tensors of its main input.
 Batch = Mapping[str, Any] | Tensor
@@ -74,6 +74,8 @@ class Call(NamedTuple):
     def errors(self, config: MethodConfig, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
         """Relative operator norm of a method's error, with the random draws of a converted model.
 
+        It is the estimate of `hea.attention_error`, here from all queries.
+
         Args:
             config: the method.
             parameters: its learned parameters by name; None for the values that a conversion starts from.
@@ -82,20 +84,21 @@ class Call(NamedTuple):
             float64 (B, H); 0 for sequences without a valid token, and for calls that a converted model computes
             exactly.
         """
+        (batch, num_heads, q_len, _), valid = self.query.shape, None
         if self.why_exact(config.method) is not None:
-            return torch.zeros(self.query.shape[:2], dtype=torch.float64)
-        error = attention_error(
-            config, self.query, self.key, self.value, attention_mask=self.key_mask, is_causal=self.is_causal,
-            scale=self.scale, seed=layer_seed(self.layer), exact=self.exact,
-            parameters=None if parameters is None else dict(parameters),
-        )  # fmt: skip
-        return error.operator.cpu()
+            return torch.zeros(batch, num_heads, dtype=torch.float64)
+        if self.key_mask is not None and q_len == self.key.shape[2]:
+            valid = self.key_mask.repeat_interleave(num_heads, 0)
+        out = self.compute(config, parameters)
+        with torch.autocast(out.device.type, enabled=False):
+            error = row_error(out.flatten(0, 1), self.exact.flatten(0, 1), valid).estimate
+        return error.view(batch, num_heads).double().cpu()
 
-    def compute(self, config: MethodConfig) -> Tensor:
-        """The output of a method, (B, H, Nq, Dv), in the dtype of a converted model."""
+    def compute(self, config: MethodConfig, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
+        """The output of a method, (B, H, Nq, Dv), in the dtype of a converted model; arguments as in `errors`."""
         return attention(
             config, self.query, self.key, self.value, attention_mask=self.key_mask, is_causal=self.is_causal,
-            scale=self.scale, seed=layer_seed(self.layer),
+            scale=self.scale, seed=layer_seed(self.layer), parameters=parameters,
         )  # fmt: skip
 
     def compute_exact(self) -> Tensor:
