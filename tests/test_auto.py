@@ -49,16 +49,16 @@ def test_heads_above_the_bound_are_exact_and_the_others_are_not():
 def attempts(monkeypatch):
     """The number of heads and of columns of each attempt."""
     made = []
-    within = module.attend_within_bound
+    within = error_bound.attend_within_bound
 
-    def attend(*args, approximate, **kwargs):
-        def spy(heads, columns):
-            made.append((len(heads.query), columns))
-            return approximate(heads, columns)
+    def attend(heads, limit, forms, *args):
+        def spy(some, columns):
+            made.append((len(some.query), columns))
+            return forms.approximate(some, columns)
 
-        return within(*args, approximate=spy, **kwargs)
+        return within(heads, limit, forms._replace(approximate=spy), *args)
 
-    monkeypatch.setattr(module, "attend_within_bound", attend)
+    monkeypatch.setattr(error_bound, "attend_within_bound", attend)
     return made
 
 

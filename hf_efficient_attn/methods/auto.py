@@ -15,7 +15,6 @@ tokens must not matter, it is the padded length.
 
 import dataclasses
 import functools
-import math
 from dataclasses import dataclass
 
 import torch
@@ -24,18 +23,11 @@ from torch import Tensor
 from hf_efficient_attn.methods._shared.causal_coreset import decode_exactly
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.crossover import LARGE_DIM, crossover_length
-from hf_efficient_attn.methods._shared.error_bound import Limit, attend_within_bound
+from hf_efficient_attn.methods._shared.error_bound import COST_POWER, Limit, bounded_attention, worthwhile_length
 from hf_efficient_attn.methods._shared.exact import exact_form
 from hf_efficient_attn.methods._shared.heads import FlatHeads, flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, get_method, make_config, register_method
 
-# Beyond the crossover, the cost of nearfar relative to exact attention falls with this power of the length. It would be
-# 1 if its time were in proportion to the length, and 2 if it were constant, as that of choosing landmarks is. With
-# 3,072, 4,096 and 8,192 tokens the cost is .51, .31 and .11.
-_COST_POWER = 1.5
-# With an error bound, an approximation must cost at most this share of exact attention. With more, the heads that stay
-# exact leave little to gain.
-_LARGEST_COST = 0.75
 # The head_dim for which lengths are measured. Most of the choice of landmarks does not depend on it, so that the cost
 # relative to exact attention is 1.4 times as high with a head_dim of 32.
 _HEAD_DIM = 64
@@ -91,10 +83,10 @@ class AutoAttentionConfig(MethodConfig):
             dtype=dtype,
             is_causal=is_causal,
             device=device,
-            relative_cost=self.columns / AutoAttentionConfig.columns * (_HEAD_DIM / head_dim) ** (0.5 / _COST_POWER),
+            relative_cost=self.columns / AutoAttentionConfig.columns * (_HEAD_DIM / head_dim) ** (0.5 / COST_POWER),
         )
         if self.max_error and not is_causal:
-            length = math.ceil(length / _LARGEST_COST ** (1.0 / _COST_POWER))
+            length = worthwhile_length(length)
         return max(length, self.columns)
 
     def with_budget(self, columns: int) -> "AutoAttentionConfig":
@@ -160,23 +152,8 @@ def _bounded(
     config: AutoAttentionConfig, heads: FlatHeads, shape: torch.Size, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
     """The output (BH, Nq, Dv) within the error bound, and the columns of every head (BH,); 0 for an exact one."""
-
-    def approximate(some: FlatHeads, columns: int) -> Tensor:
-        query, key, value = (x.unsqueeze(1) for x in some[:3])  # heads as sequences have the same random numbers
-        own = options._replace(key_mask=some.key_mask)
-        return get_method(config.switches_to).forward(_approximation(columns), query, key, value, own)[:, 0]
-
-    def exact(some: FlatHeads) -> Tensor:
-        query, key, value = (x.unsqueeze(1) for x in some[:3])
-        return exact_form(query, key, value, options._replace(key_mask=some.key_mask))[:, 0]
-
-    query, mask = heads.query, heads.key_mask
-    length = config.exact_up_to(shape[1], shape[3], query.dtype, False, query.device)
-    num_keys = torch.full((shape[0],), heads.key.shape[1], device=query.device)
-    num_keys = num_keys if mask is None else mask[:: shape[1]].sum(1)
-    cost = _LARGEST_COST * (length / num_keys.double()) ** _COST_POWER
-    limit = Limit(config.max_error, config.columns, cost, getattr(_approximation(config.columns), "num_probes", 0))
-    return attend_within_bound(heads, limit, options.scale, options.seed, approximate=approximate, exact=exact)
+    length = config.exact_up_to(shape[1], shape[3], heads.query.dtype, False, heads.query.device)
+    return bounded_attention(_approximation, heads, Limit(config.max_error, config.columns, length, shape[0]), options)
 
 
 def naive(config: AutoAttentionConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:

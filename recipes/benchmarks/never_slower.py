@@ -11,8 +11,8 @@ median of the ratios is taken. The cases are one sequence with 12 heads:
 
 - bert: head_dim 64, normal numbers. Every head needs exact attention up to long sequences.
 - gpt2: the same, causal.
-- minilm: head_dim 32, the inputs of every second attention layer of MiniLM for a novel, one after the other. `auto` has to
-  find the heads that it can approximate.
+- minilm: head_dim 32, the inputs of every second attention layer of MiniLM for a novel, one after the other. `auto`
+  has to find the heads that it can approximate.
 
 Run it on an otherwise idle machine, after `hf-efficient-attn crossover` has measured the machine.
 

@@ -18,7 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_efficient_attn.methods._shared.config import MethodConfig
+from hf_efficient_attn.methods._shared.exact import exact_form
 from hf_efficient_attn.methods._shared.heads import FlatHeads
+from hf_efficient_attn.methods._shared.registry import AttentionOptions, get_method
 from hf_efficient_attn.ops.row_error import held_back_bound
 from hf_efficient_attn.ops.screening import NUM_KEYS, NUM_LANDMARKS, screening_error
 
@@ -27,8 +30,13 @@ NUM_ROWS = 64
 # The bound with c columns is about this multiple of the error of the copy times sqrt(landmarks of the copy / c), and
 # the standard deviations of its logarithm, before and after an attempt. Measured on MiniLM with 4,096 tokens.
 _COPY_FACTOR, _COPY_SPREAD, _SPREAD = 1.1, 0.65, 0.3
-# The cost of c columns grows with this power of c.
-_COST_POWER = 1.5
+# The cost of c columns grows with this power of c. It falls with the same power of the length beyond that at which the
+# approximation costs as much as exact attention. The power would be 1 if the time were in proportion to the length, and
+# 2 if it were constant, as that of choosing landmarks is. With 3,072, 4,096 and 8,192 tokens the cost is .51, .31, .11.
+COST_POWER = 1.5
+# An approximation must cost at most this share of exact attention. With more, the heads that stay exact leave little to
+# gain.
+_LARGEST_COST = 0.75
 # Share of exact attention that may be lost.
 _LOSS = 0.02
 # A head has at most this many columns, unless it begins with more.
@@ -43,48 +51,88 @@ class Limit(NamedTuple):
     Attributes:
         max_error: the largest bound of a head's relative error in the operator norm.
         columns: columns of a head's first attempt.
-        cost: float64 (B,), cost of `columns` columns in each sequence, relative to exact attention.
-        num_probes: queries that the weights are fitted to, evenly spaced. They are not used for the bound.
+        length: the number of keys from which on an approximation with these columns is worthwhile.
+        batch: B, the number of sequences.
     """
 
     max_error: float
     columns: int
-    cost: Tensor
+    length: int
+    batch: int
+
+
+class Forms(NamedTuple):
+    """How heads are computed.
+
+    Attributes:
+        approximate: approximate(heads, columns) returns the output (BH, Nq, Dv) of some heads.
+        exact: exact(heads) returns their exact output.
+        num_probes: queries that the weights are fitted to, evenly spaced. They are not used for the bound.
+    """
+
+    approximate: Callable[[FlatHeads, int], Tensor]
+    exact: Callable[[FlatHeads], Tensor]
     num_probes: int
 
 
+def worthwhile_length(crossover: int) -> int:
+    """The length from which on an approximation costs little enough, from that at which it costs as much as exact."""
+    return math.ceil(crossover / math.pow(_LARGEST_COST, 1.0 / COST_POWER))
+
+
+def bounded_attention(
+    method: Callable[[int], MethodConfig], heads: FlatHeads, limit: Limit, options: AttentionOptions
+) -> tuple[Tensor, Tensor]:
+    """Attention of each head by a method with as many columns as it needs, or exactly.
+
+    Args:
+        method: method(columns) returns the config of the method with a budget.
+        heads: of all sequences.
+        limit: what they must keep.
+        options: of the call; the mask of `heads` is taken.
+
+    Returns:
+        As `attend_within_bound`.
+    """
+
+    def approximate(some: FlatHeads, columns: int) -> Tensor:
+        config, own = method(columns), options._replace(key_mask=some.key_mask)
+        query, key, value = (x.unsqueeze(1) for x in some[:3])  # heads as sequences have the same random numbers
+        return get_method(config.method).forward(config, query, key, value, own)[:, 0]
+
+    def exact(some: FlatHeads) -> Tensor:
+        query, key, value = (x.unsqueeze(1) for x in some[:3])
+        return exact_form(query, key, value, options._replace(key_mask=some.key_mask))[:, 0]
+
+    forms = Forms(approximate, exact, getattr(method(limit.columns), "num_probes", 0))
+    return attend_within_bound(heads, limit, forms, options.scale, options.seed)
+
+
 def attend_within_bound(
-    heads: FlatHeads,
-    limit: Limit,
-    scale: float,
-    seed: int | Tensor,
-    *,
-    approximate: Callable[[FlatHeads, int], Tensor],
-    exact: Callable[[FlatHeads], Tensor],
+    heads: FlatHeads, limit: Limit, forms: Forms, scale: float, seed: int | Tensor
 ) -> tuple[Tensor, Tensor]:
     """Attention of each head with as many columns as it needs, or exactly.
 
     Args:
         heads: of B sequences.
         limit: what they must keep.
+        forms: how heads are computed.
         scale: factor of the scores.
         seed: of the rows that bound the error.
-        approximate: returns the output (BH, Nq, Dv) of some heads with a number of columns.
-        exact: returns their exact output.
 
     Returns:
         The output (BH, Nq, Dv), and the columns of every head, int64 (BH,); 0 for an exact head.
     """
     batch_heads, q_len, _ = heads.query.shape
-    batch, device = len(limit.cost), heads.query.device
+    device, batch = heads.query.device, limit.batch
     shape = (batch, batch_heads // batch)
     num_keys = _num_keys(heads)
     levels = [limit.columns]
     while 2 * levels[-1] <= _MAX_COLUMNS:
         levels.append(2 * levels[-1])
     growth = torch.tensor(levels, dtype=torch.float64, device=device).view(-1, 1, 1) / limit.columns
-    cost = limit.cost[:, None] * growth**_COST_POWER + (NUM_ROWS / num_keys.double()).view(shape)
-    cost = cost.expand(-1, *shape)
+    keys = num_keys.double().view(shape)
+    cost = _LARGEST_COST * (limit.length / keys * growth) ** COST_POWER + NUM_ROWS / keys
     columns = torch.tensor(levels, device=device).view(-1, 1, 1)
     possible = (columns <= num_keys.view(shape) // 2) | (columns == limit.columns)
     log_bound, spread = (x.view(shape) for x in _first_guess(heads, num_keys, limit.columns, scale))
@@ -105,9 +153,9 @@ def attend_within_bound(
             some_heads = (chosen & (level == number)).flatten().nonzero()[:, 0]
             for some in some_heads.split(step) if len(some_heads) else ():
                 own = _select(heads, some)
-                part = approximate(own, count)
+                part = forms.approximate(own, count)
                 bound = held_back_bound(
-                    *own, part, num_probes=limit.num_probes, num_rows=NUM_ROWS, scale=scale, seed=seed
+                    *own, part, num_probes=forms.num_probes, num_rows=NUM_ROWS, scale=scale, seed=seed
                 )
                 good = bound <= limit.max_error
                 out[some[good]], columns_of[some[good]] = part[good], count
@@ -119,9 +167,9 @@ def attend_within_bound(
         possible = possible & ~done & ~(chosen & (columns <= columns.flatten()[level]))
     rest = (columns_of == 0).nonzero()[:, 0]
     if len(rest) == batch_heads:
-        return exact(heads), columns_of
+        return forms.exact(heads), columns_of
     for some in rest.split(step) if len(rest) else ():
-        out[some] = exact(_select(heads, some))
+        out[some] = forms.exact(_select(heads, some))
     return out, columns_of
 
 
