@@ -942,23 +942,37 @@ def test_which_processors_have_full_width_units(tmp_path, vendor, family, expect
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("bias", [None, "finite", "excluded"])
-def test_attention_by_products(monkeypatch, shared, bias):
-    """In chunks of queries and of keys, also with keys of which nothing is left."""
+@pytest.mark.parametrize("bias", [None, "finite", "large", "excluded"])
+@pytest.mark.parametrize("size", ["small", "large scores", "large values"])
+def test_attention_by_products(monkeypatch, shared, bias, size):
+    """In chunks of queries and of keys, also with keys of which nothing is left.
+
+    Small scores and values need no maximum of the scores.
+    """
     monkeypatch.setattr(partial_module, "use_product", lambda *_: True)
     monkeypatch.setattr(onednn, "_LEAST_NUMEL", 0)
     monkeypatch.setattr(onednn, "_PRODUCT_KEYS", 16)
     monkeypatch.setattr(onednn, "_PRODUCT_NUMEL", 16 * 10)
     blocks = 1 if shared else 2
     query, key, value = torch.randn(2, 2, 23, 5), torch.randn(2, blocks, 37, 5), torch.randn(2, blocks, 37, 3)
+    if size == "large scores":
+        key = 60.0 * key
+    if size == "large values":
+        value = 1e30 * value
+    assert onednn._is_bounded(query[0, 0], key[0, 0], value[0, 0]) == (size == "small")
     added = None if bias is None else torch.randn(2, blocks, 1, 37)
+    if added is not None and bias == "large":
+        added = 100.0 * added - 1000.0
     if added is not None and bias == "excluded":
         added[0, :, :, :20] = -torch.inf
         added[1] = -torch.inf
     assert partial_module._by_products(query, key, value, added)
     got = partial_attention(query, key, value, added, scale=1.3)
     expected = partial_attention_naive(query, key, value, added, scale=1.3)
-    torch.testing.assert_close(got.out, expected.out.nan_to_num(0.0))
+    # Scores of 1,000 have an error of 1e-4 in float32.
+    largest = float(value.abs().max())
+    tolerance = {"rtol": 1e-3, "atol": 1e-3 * largest} if size == "large scores" or bias == "large" else {}
+    torch.testing.assert_close(got.out, expected.out.nan_to_num(0.0), **tolerance)
     torch.testing.assert_close(got.lse, expected.lse)
     assert not partial_module._by_products(query, key, value, torch.zeros(2, 1, 23, 37))
 

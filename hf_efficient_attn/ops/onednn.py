@@ -30,6 +30,9 @@ _SCORES_NUMEL = 1 << 20
 # The same for `product`, whose chunks are of at most so many keys, and the least number for which it pays.
 _PRODUCT_NUMEL, _PRODUCT_KEYS, _LEAST_NUMEL = 1 << 19, 2048, 1 << 16
 _LOG2_E = 1.0 / math.log(2.0)
+# Scores below the first, as exponents of two, need no maximum: terms that are lost because they are no normal numbers
+# are at most 2^(-126 + 60) of the sum. With values below the second a sum of 2^20 terms is finite.
+_MAX_EXPONENT, _MAX_VALUE = 60.0, 2.0**46
 
 # AMD numbers the families of its processors; 26 is Zen 5.
 _AMD, _FULL_WIDTH = "AuthenticAMD", 26
@@ -91,7 +94,7 @@ def product_attention(
 ) -> None:
     """Attention of queries to the same keys, softmax(scale * q k^T + bias) v, and its lse, without a gradient.
 
-    Without `lse` the output is not divided by the sum of the weights, the largest of which is 1.
+    Without `lse` the output is not divided by the sum of the weights, which are relative to a number of each query.
 
     Args:
         query: (Nq, D), float32.
@@ -110,46 +113,78 @@ def product_attention(
         query = query * (scale * _LOG2_E)
     else:
         key = key * (scale * _LOG2_E)
-    bias = None if bias is None else bias * _LOG2_E
+    shift = None
+    if bias is not None:
+        bias = bias * _LOG2_E
+        largest = bias.amax()
+        shift = largest.masked_fill_(largest == -torch.inf, 0.0)
+        bias = bias - shift
+    rows_of_products = _bounded_rows if _is_bounded(query, key, value) else _rows_of_products
     num_chunks = -(-kv_len // _PRODUCT_KEYS)
     block_k = -(-kv_len // num_chunks)
     block_q = max(1, _PRODUCT_NUMEL // block_k)
+    keys, values = key.split(block_k), value.split(block_k)
+    biases = (None,) * len(keys) if bias is None else bias.split(block_k)
     for start in range(0, q_len, block_q):
         rows = slice(start, start + block_q)
-        own_lse = None if lse is None else lse[rows]
-        _rows_of_products(query[rows], key.split(block_k), value.split(block_k), bias, out[rows], own_lse)
+        sums, total, row_max = rows_of_products(query[rows], keys, values, biases, lse is not None)
+        if lse is None:
+            out[rows] = sums
+            continue
+        own_lse = torch.log2(total) if row_max is None else torch.log2(total).add_(row_max)
+        own_lse = own_lse if shift is None else own_lse.add_(shift)
+        torch.div(own_lse[:, 0], _LOG2_E, out=lse[rows])
+        torch.div(sums, total.masked_fill_(total == 0.0, 1.0), out=out[rows])
+
+
+def _is_bounded(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether powers of two of the scores are normal numbers, and their sums with the values finite."""
+    score = torch.linalg.vector_norm(query, dim=1).amax() * torch.linalg.vector_norm(key, dim=1).amax()
+    low, high = value.aminmax()
+    return bool((score < _MAX_EXPONENT) & (torch.maximum(-low, high) < _MAX_VALUE))
+
+
+_Chunks = tuple[Tensor, ...]
+_Sums = tuple[Tensor, Tensor, Tensor | None]
+
+
+def _bounded_rows(
+    query: Tensor, keys: _Chunks, values: _Chunks, biases: _Chunks | tuple[None, ...], with_total: bool
+) -> _Sums:
+    """`_rows_of_products` for scores that need no maximum."""
+    sums = total = torch.empty(0)
+    for i, (key, value, bias) in enumerate(zip(keys, values, biases, strict=True)):
+        weights = product(query, key, bias).exp2_()
+        own_sums = product(weights, value.t())
+        sums = sums.add_(own_sums) if i else own_sums
+        if with_total:
+            own_total = weights.sum(1, keepdim=True)
+            total = total.add_(own_total) if i else own_total
+    return sums, total, None
 
 
 def _rows_of_products(
-    query: Tensor,
-    keys: tuple[Tensor, ...],
-    values: tuple[Tensor, ...],
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor | None,
-) -> None:
-    """`product_attention` of some queries; the scores are exponents of two."""
-    biases = (None,) * len(keys) if bias is None else bias.split(keys[0].shape[0])
+    query: Tensor, keys: _Chunks, values: _Chunks, biases: _Chunks | tuple[None, ...], with_total: bool
+) -> _Sums:
+    """The sums of some queries, the sums of the weights if asked for, and the scores that both are relative to.
+
+    The scores are exponents of two.
+    """
     sums = total = row_max = torch.empty(0)
-    for i, (key, value, own_bias) in enumerate(zip(keys, values, biases, strict=True)):
-        scores = product(query, key, own_bias)
+    for i, (key, value, bias) in enumerate(zip(keys, values, biases, strict=True)):
+        scores = product(query, key, bias)
         new_max = scores.amax(1, keepdim=True)
         new_max = torch.maximum(new_max, row_max) if i else new_max
-        finite = new_max if own_bias is None else new_max.masked_fill(new_max == -torch.inf, 0.0)
+        finite = new_max if bias is None else new_max.masked_fill(new_max == -torch.inf, 0.0)
         weights = scores.sub_(finite).exp2_()
         own_sums = product(weights, value.t())
-        own_total = total if lse is None else weights.sum(1, keepdim=True)
+        own_total = weights.sum(1, keepdim=True) if with_total else total
         if i:
             kept = (row_max - finite).exp2_()
             own_sums.addcmul_(sums, kept)
-            own_total = own_total if lse is None else own_total.addcmul_(total, kept)
+            own_total = own_total.addcmul_(total, kept) if with_total else total
         sums, total, row_max = own_sums, own_total, new_max
-    if lse is None:
-        out.copy_(sums)
-        return
-    torch.add(total.log2(), row_max, out=row_max)
-    torch.div(row_max[:, 0], _LOG2_E, out=lse)
-    torch.div(sums, total.masked_fill_(total == 0.0, 1.0), out=out)
+    return sums, total, row_max
 
 
 def grouped_product(x: Tensor, matrices: Tensor, bias: Tensor | None = None) -> Tensor:
