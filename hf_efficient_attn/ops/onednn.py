@@ -20,6 +20,7 @@ was no gain.
 import functools
 import math
 import pathlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,6 +79,24 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
+def products(x: Tensor, matrices: Tensor, bias: Tensor | None = None) -> Tensor:
+    """X @ matrices^T + bias for each head, by `product` where it may be used.
+
+    Args:
+        x: (BH, M, D).
+        matrices: (BH, K, D).
+        bias: (BH, K), or None.
+
+    Returns:
+        (BH, M, K).
+    """
+    if not use_product(x, matrices, bias):
+        return torch.bmm(x, matrices.mT) if bias is None else torch.baddbmm(bias.unsqueeze(1), x, matrices.mT)
+    biases = [None] * x.shape[0] if bias is None else bias
+    parts = [product(*head) for head in zip(x.contiguous(), matrices.contiguous(), biases, strict=True)]
+    return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
+
+
 def pays(num_queries: int, num_keys: int) -> bool:
     """Whether so many scores are worth the calls of `product_attention`."""
     return num_queries * num_keys >= _LEAST_NUMEL
@@ -119,7 +138,7 @@ def product_attention(
         largest = bias.amax()
         shift = largest.masked_fill_(largest == -torch.inf, 0.0)
         bias = bias - shift
-    rows_of_products = _bounded_rows if _is_bounded(query, key, value) else _rows_of_products
+    bounded = _are_bounded(query, key, value)
     num_chunks = -(-kv_len // _PRODUCT_KEYS)
     block_k = -(-kv_len // num_chunks)
     block_q = max(1, _PRODUCT_NUMEL // block_k)
@@ -127,7 +146,7 @@ def product_attention(
     biases = (None,) * len(keys) if bias is None else bias.split(block_k)
     for start in range(0, q_len, block_q):
         rows = slice(start, start + block_q)
-        sums, total, row_max = rows_of_products(query[rows], keys, values, biases, lse is not None)
+        sums, total, row_max = _sums_of_rows(bounded[rows], query[rows], keys, values, biases, lse is not None)
         if lse is None:
             out[rows] = sums
             continue
@@ -137,15 +156,30 @@ def product_attention(
         torch.div(sums, total.masked_fill_(total == 0.0, 1.0), out=out[rows])
 
 
-def _is_bounded(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether powers of two of the scores are normal numbers, and their sums with the values finite."""
-    score = torch.linalg.vector_norm(query, dim=1).amax() * torch.linalg.vector_norm(key, dim=1).amax()
+def _are_bounded(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Of which queries the powers of two of the scores are normal numbers, and their sums with the values finite.
+
+    bool (Nq, 1). It is decided for each query, since padding and later queries must not change the output of others.
+    """
+    score: Tensor = torch.linalg.vector_norm(query, dim=1, keepdim=True) * torch.linalg.vector_norm(key, dim=1).amax()
     low, high = value.aminmax()
-    return bool((score < _MAX_EXPONENT) & (torch.maximum(-low, high) < _MAX_VALUE))
+    return (score < _MAX_EXPONENT) & (torch.maximum(-low, high) < _MAX_VALUE)
 
 
 _Chunks = tuple[Tensor, ...]
 _Sums = tuple[Tensor, Tensor, Tensor | None]
+
+
+def _sums_of_rows(bounded: Tensor, query: Tensor, *operands: Any) -> _Sums:
+    """`_rows_of_products`, without the maximum for the queries that need none."""
+    if bool(bounded.all()):
+        return _bounded_rows(query, *operands)
+    sums, total, row_max = _rows_of_products(query, *operands)
+    if row_max is None or not bool(bounded.any()):
+        return sums, total, row_max
+    own_sums, own_total, _ = _bounded_rows(query, *operands)
+    total = torch.where(bounded, own_total, total) if total.numel() else total
+    return torch.where(bounded, own_sums, sums), total, row_max.masked_fill_(bounded, 0.0)
 
 
 def _bounded_rows(
