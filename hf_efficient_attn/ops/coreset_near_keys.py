@@ -29,24 +29,24 @@ class NearPlan(NamedTuple):
 
     Attributes:
         key_index: int64 (BH or 1, T, w), the near keys.
-        bias: (BH or 1, T, w), -inf for what is not a near key.
+        bias: (BH or 1, T, w), -inf for what is not a near key; None if all are.
         block_q: queries of a block.
     """
 
     key_index: Tensor
-    bias: Tensor
+    bias: Tensor | None
     block_q: int
 
 
 class NearKeys(NamedTuple):
-    """The near keys of each block: key (BH, T, w, D), value (BH, T, w, Dv) and the scores' bias (BH, T, w).
+    """The near keys of each block: key (BH, T, w, D), value (BH, T, w, Dv) and the scores' bias (BH, T, w) or None.
 
     What the landmarks count for a near key is exp(scale <q, c> + bias of the landmark) @ weight, weight (BH, T, w, m).
     """
 
     key: Tensor
     value: Tensor
-    bias: Tensor
+    bias: Tensor | None
     weight: Tensor
 
 
@@ -78,7 +78,7 @@ def plan_near_keys(inputs: Inputs, width: int, heads: Tensor | None = None) -> N
     block = torch.arange(ceil_div(inputs.query.shape[1], block_q), device=inputs.key.device)[None]
     index = _near_index(block, width, inputs.num_keys)
     if heads is None:
-        return NearPlan(index, torch.zeros(index.shape, dtype=inputs.key.dtype, device=index.device), block_q)
+        return NearPlan(index, None, block_q)
     exists = index < torch.as_tensor(inputs.num_keys, device=index.device).view(-1, 1, 1)
     bias = mask_bias(exists & heads[:, None, None], inputs.key.dtype)
     return NearPlan(index.clamp(max=kv_len - 1), bias, block_q)
@@ -145,23 +145,29 @@ def near_sums_of_rows(inputs: Inputs, rows: ExactRows, plan: NearPlan, similarit
         inputs: with centered keys.
         rows: P rows.
         plan: the near keys.
-        similarity: (BH, Nk, m), the kernel between keys and landmarks.
+        similarity: (BH, Nk, m), the kernel between keys and landmarks, in the dtype of the keys.
         solved: (BH, m, m), the inverse of the kernel between landmarks, so that similarity times solved is what they
             count for each key.
     """
     index = plan.key_index.expand(inputs.key.shape[0], -1, -1)
     block = (rows.token // plan.block_q).unsqueeze(2).expand(-1, -1, index.shape[2])
-    index, bias = index.gather(1, block), plan.bias.expand(inputs.key.shape[0], -1, -1).gather(1, block)
+    index = index.gather(1, block)
     keys, values = take(inputs.key, index).double(), take(inputs.value, index).double()
-    scores = (keys @ rows.query.unsqueeze(3)).squeeze(3) + bias.double()
-    excluded, of_row = (bias == -torch.inf).unsqueeze(3), (rows.basis @ solved).unsqueeze(3)
-    counted = (take(similarity, index).masked_fill(excluded, 0.0) @ of_row).squeeze(3)
+    scores = (keys @ rows.query.unsqueeze(3)).squeeze(3)
+    counts = take(similarity, index)
+    if plan.bias is not None:
+        bias = plan.bias.expand(inputs.key.shape[0], -1, -1).gather(1, block)
+        scores, counts = scores + bias, counts.masked_fill((bias == -torch.inf).unsqueeze(3), 0.0)
+    counted = (counts @ (rows.basis @ solved).unsqueeze(3).to(counts.dtype)).squeeze(3)
     pairs = (scores - rows.lse).exp() - counted.clamp(-MAX_COUNTED, MAX_COUNTED)
     return torch.cat((pairs.unsqueeze(2) @ values, pairs.sum(2)[:, :, None, None]), 3).squeeze(2)
 
 
 def gather_near_keys(inputs: Inputs, plan: NearPlan, weights: Tensor) -> NearKeys:
     """The near keys of all blocks. The landmarks count `weights` (BH, Nk, m) for each key."""
-    index, bias = (x.expand(inputs.key.shape[0], -1, -1) for x in (plan.key_index, plan.bias))
-    weights = take(weights, index).masked_fill((bias == -torch.inf).unsqueeze(3), 0.0)
+    index = plan.key_index.expand(inputs.key.shape[0], -1, -1)
+    weights, bias = take(weights, index), plan.bias
+    if bias is not None:
+        bias = bias.expand(inputs.key.shape[0], -1, -1)
+        weights = weights.masked_fill((bias == -torch.inf).unsqueeze(3), 0.0)
     return NearKeys(take(inputs.key, index), take(inputs.value, index), bias, weights)

@@ -51,7 +51,7 @@ from hf_efficient_attn.ops.coreset_near_keys import (
     near_sums_of_rows,
     plan_near_keys,
 )
-from hf_efficient_attn.ops.onednn import product_attention, use_product
+from hf_efficient_attn.ops.onednn import product_attention, products, use_product
 from hf_efficient_attn.ops.partial import LOG2_E, Partial, partial_attention, safe_row_max
 from hf_efficient_attn.ops.sampling import stratified_ranks
 
@@ -211,8 +211,8 @@ def _weigh(
     solved = solved[..., sums.shape[2] :]
     if near is not None:
         # Of key and landmark, relative to exp(shift). A power of two is faster than one of e.
-        offset = (-half_norm - shift).masked_fill(closed | landmarks.own, -torch.inf).mT * LOG2_E
-        exponents = torch.baddbmm(offset, key.double() * (square**0.5 * LOG2_E), points.mT)
+        offset = (-half_norm - shift).masked_fill(closed | landmarks.own, -torch.inf).squeeze(2) * LOG2_E
+        exponents = products(key, (points * (square**0.5 * LOG2_E)).to(acc_dtype), offset.to(acc_dtype))
         similarity = exponents.clamp_(max=0.0).exp2_()
     if rows is not None:
         missing = rows.sums - rows.basis @ unfitted
@@ -238,7 +238,7 @@ def _weigh(
         landmarks.value,
         landmarks.log_count,
     )
-    return coreset, None if similarity is None else (similarity @ (solved / size.mT)).to(acc_dtype)
+    return coreset, None if similarity is None else products(similarity, (solved.mT / size).to(acc_dtype))
 
 
 def _exact_rows(token: Tensor, query: Tensor, exact: Partial, landmarks: Landmarks, exponent: Tensor) -> ExactRows:
@@ -319,22 +319,26 @@ def _near_and_far_sums(
 ) -> tuple[Tensor, Callable[[], Tensor]]:
     """`_far_sums` with the near keys, whose weights are exact."""
     q_len, block_q = query.shape[1], near_block_q(near.key.shape[2])
-    logits = torch.baddbmm(coreset.bias.unsqueeze(1), query, coreset.key.mT, alpha=scale)
-    logits = pad_to_blocks(logits, block_q)
-    scores = pad_to_blocks(query, block_q) @ near.key.mT * scale + near.bias.unsqueeze(2)
-    row_max = safe_row_max(torch.maximum(logits.detach().amax(3), scores.detach().amax(3)).unsqueeze(3))
     # On the CPU a power of two takes an eighth of the time of one of e.
-    basis, exact = (((x - row_max) * LOG2_E).exp2() for x in (logits, scores))
+    factor = scale * LOG2_E
+    logits = pad_to_blocks(products(query, coreset.key * factor, coreset.bias * LOG2_E), block_q)
+    scores = pad_to_blocks(query * factor, block_q) @ near.key.mT
+    scores = scores if near.bias is None else scores + near.bias.unsqueeze(2)
+    row_max = safe_row_max(torch.maximum(logits.detach().amax(3), scores.detach().amax(3)).unsqueeze(3))
+    # In place: autograd needs the powers only.
+    basis, exact = ((x - row_max if x.requires_grad else x.sub_(row_max)).exp2_() for x in (logits, scores))
     counted = basis @ near.weight.mT
     pairs = exact - counted.clamp(-MAX_COUNTED, MAX_COUNTED)
-    drop = functools.partial(torch.nn.functional.dropout, p=dropout_p)
-    kept_basis, kept_pairs = (drop(basis), drop(pairs)) if dropout_p > 0.0 else (basis, pairs)
 
     def sums_of(basis: Tensor, weights: Tensor) -> Tensor:
-        return basis.flatten(1, 2)[:, :q_len] @ weights
+        return products(basis.flatten(1, 2)[:, :q_len], weights.mT)
 
+    drop = functools.partial(torch.nn.functional.dropout, p=dropout_p)
+    kept_basis, kept_pairs = (drop(basis), drop(pairs)) if dropout_p > 0.0 else (basis, pairs)
     near_sums = (kept_pairs @ near.value).flatten(1, 2)[:, :q_len]
     total, size = (x.sum(3).flatten(1)[:, :q_len].unsqueeze(2) for x in (pairs, exact + (exact - pairs).abs()))
-    numerator = sums_of(kept_basis, coreset.weights[..., :-4]) + near_sums
-    sums = sums_of(basis, coreset.weights[..., -4:]) + torch.cat((total, total, size, torch.zeros_like(size)), 2)
-    return torch.cat((numerator, sums), 2), lambda: sums_of(kept_basis, coreset.unfitted) + near_sums
+    near_sums = torch.cat((near_sums, total, total, size, torch.zeros_like(size)), 2)
+    sums = sums_of(basis, coreset.weights)
+    if dropout_p > 0.0:
+        sums = torch.cat((sums_of(kept_basis, coreset.weights[..., :-4]), sums[..., -4:]), 2)
+    return sums + near_sums, lambda: sums_of(kept_basis, coreset.unfitted) + near_sums[..., :-4]
