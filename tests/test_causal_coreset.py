@@ -4,13 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.causal_coreset import (
-    CausalCoresetOptions,
-    causal_coreset_attention,
-    epoch_bounds,
-    split_columns,
-)
+from hf_efficient_attn.ops.causal_coreset import causal_coreset_attention
 from hf_efficient_attn.ops.causal_coreset_naive import causal_coreset_naive
+from hf_efficient_attn.ops.causal_coreset_plan import CausalCoresetOptions, epoch_bounds, split_columns
 
 SCALE = 8**-0.5
 
@@ -43,7 +39,7 @@ def error(out: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("changes", [{}, {"temperature": 1.2}, {"cluster_size": 0}, {"ridge": 3.0}], ids=str)
 def test_the_fast_form_equals_the_naive_form(columns: int, changes: dict[str, float]) -> None:
     """In float64, with two sequences in a batch and a length that is no multiple of a block."""
-    inputs, chosen = tensors(91), options(columns, **changes)
+    inputs, chosen = tensors(131), options(columns, **changes)
     expected = causal_coreset_naive(*inputs, chosen, scale=SCALE)
     torch.testing.assert_close(causal_coreset_attention(*inputs, chosen, scale=SCALE), expected, rtol=1e-8, atol=1e-9)
 
@@ -126,15 +122,16 @@ def test_clusters_find_single_keys_far_back() -> None:
     assert found < 0.6 * without
 
 
-def test_clusters_add_only_what_the_pivots_miss() -> None:
-    """Where a cluster holds the pivots alone, which represent themselves, it changes next to nothing."""
-    inputs, chosen = tensors(80), options(32, num_exact=64, ridge=1e-9, num_samples=64)
-    assert list(epoch_bounds(80, chosen)) == [(64, 80)]
+def test_clusters_add_only_what_the_landmarks_miss() -> None:
+    """Where all keys equal one of the landmarks, which represent themselves, the clusters change next to nothing."""
+    query, key, value = tensors(100)
+    key = key[:, :3].repeat(1, 34, 1)[:, :100]
+    chosen = options(32, num_exact=64, ridge=1e-9, num_samples=11)
     without, with_clusters = (
-        causal_coreset_attention(*inputs, chosen._replace(cluster_size=c), scale=SCALE) for c in (0, 4)
+        causal_coreset_attention(query, key, value, chosen._replace(cluster_size=c), scale=SCALE) for c in (0, 4)
     )
     assert error(with_clusters, without) < 1e-4
-    assert error(with_clusters[:, 64:72], exact(*inputs)[:, 64:72]) < 1e-4
+    assert error(with_clusters, exact(query, key, value)) < 1e-4
 
 
 @pytest.mark.parametrize("factor", [30.0, 300.0])

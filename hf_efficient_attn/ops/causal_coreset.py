@@ -20,7 +20,6 @@ all heads at once, and the rest a few heads and a few thousand tokens at a time,
 """
 
 import itertools
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -28,18 +27,23 @@ from torch import Tensor
 from torch.nn.functional import dropout
 
 from hf_efficient_attn.ops.blocks import can_reuse_buffers, ceil_div, chunked_over_heads, pad_to_blocks, take
-from hf_efficient_attn.ops.causal import causal_block_partial, group_by_block
-from hf_efficient_attn.ops.coreset import draw_apart, gumbel_numbers
-from hf_efficient_attn.ops.exact import exact_attention
-from hf_efficient_attn.ops.onednn import product, use_product
-from hf_efficient_attn.ops.partial import LOG2_E, Partial, accumulation_dtype, partial_attention
+from hf_efficient_attn.ops.causal import group_by_block
+from hf_efficient_attn.ops.causal_coreset_plan import (
+    CausalCoresetOptions,
+    Epoch,
+    cluster_means,
+    draw_numbers,
+    epoch_bounds,
+    largest_of_rows,
+    plan_epoch,
+    prefix_center,
+    product_of_heads,
+)
+from hf_efficient_attn.ops.exact import exact_attention, mask_bias
+from hf_efficient_attn.ops.partial import LOG2_E, Partial, accumulation_dtype, partial_attention, safe_row_max
 
-# Keys of the prefix, evenly spaced, from which landmarks are made.
-_CANDIDATES = 1024
-# Steps of Lloyd's algorithm.
-_LLOYD_STEPS = 2
-# A key x is drawn with a probability that grows with K(x, x)^DRAW_POWER, and has the weight K(x, x)^POWER in a mean.
-DRAW_POWER, POWER, LEAST_LOG_WEIGHT = 0.85, 0.5, -60.0
+# While the prefix has fewer keys than this for each landmark, there are no clusters.
+LEAST_KEYS = 5
 # Tokens of some heads that are processed at a time on the CPU, and those whose products with all landmarks are.
 _TOKENS, _ROWS = 1 << 13, 1 << 12
 # The most and the fewest queries with the same cluster that are processed together.
@@ -52,167 +56,6 @@ LEAST = 1e-12
 LEAST_MISSED = 1e-6
 # A denominator below this share of a positive estimate of it is not trusted.
 SAFE = 0.1
-
-
-class CausalCoresetOptions(NamedTuple):
-    """Options of `causal_coreset_attention`.
-
-    Attributes:
-        num_exact: the first positions, which are computed exactly in sequences of any length; more than `block_size`.
-        block_size: tokens of a block. A query attends to its own block and the block before it exactly.
-        num_samples: m, the number of landmarks.
-        cluster_size: the largest number of keys of a cluster, the most recent ones; 0 for no clusters.
-        temperature: t. The landmarks are chosen and weighted with the kernel exp(t^2 scale <k_i, k_j>).
-        ridge: positive, relative to the unit diagonal of K_cc.
-        seed: seed of the landmarks.
-    """
-
-    num_exact: int
-    block_size: int
-    num_samples: int
-    cluster_size: int
-    temperature: float = 0.75
-    ridge: float = 1e-3
-    seed: int | Tensor = 0
-
-
-class Epoch(NamedTuple):
-    """The choices for the queries from `start` to `end` - 1. Positions are counted from the start of the sequence.
-
-    Attributes:
-        start: position of the first query; `start` - block_size is the end of the prefix.
-        end: position after the last query.
-        candidate: int64 (C), the positions of the keys from which landmarks are made.
-        draw: int64 (BH, m), the candidates with which the landmarks begin.
-        cluster: int64 (BH, C), the landmark whose mean contains the candidate.
-    """
-
-    start: int
-    end: int
-    candidate: Tensor
-    draw: Tensor
-    cluster: Tensor
-
-
-def split_columns(columns: int) -> dict[str, int]:
-    """Distribute a budget of keys per query: the sizes in `CausalCoresetOptions`.
-
-    Half goes to the near field, about a tenth to a cluster and the rest to landmarks. The first queries, which are
-    exact, attend to fewer keys on average.
-    """
-    block_size, cluster_size = max(1, columns // 4), 3 * columns // 32
-    return {
-        "num_exact": max(3 * columns // 2, block_size + 1),
-        "block_size": block_size,
-        "num_samples": max(1, columns - 2 * block_size - cluster_size),
-        "cluster_size": cluster_size,
-    }
-
-
-def epoch_bounds(length: int, options: CausalCoresetOptions) -> Iterator[tuple[int, int]]:
-    """Start and end of the epochs of a sequence.
-
-    After `num_exact` positions the first three epochs are about 1/3, 2/3 and 2/3 times as long. The later ones double
-    the position.
-    """
-    start, block_size = options.num_exact, options.block_size
-    for step in itertools.chain((start // 3, 2 * start // 3, 2 * start // 3), itertools.repeat(0)):
-        if start >= length:
-            return
-        end = start + max(1, (step or start) // block_size) * block_size
-        yield start, min(end, length)
-        start = end
-
-
-def plan_epoch(key: Tensor, number: int, bounds: tuple[int, int], options: CausalCoresetOptions, scale: float) -> Epoch:
-    """All choices of an epoch, from the keys of the prefix. No gradient.
-
-    Args:
-        key: (BH, N, D).
-        number: the number of the epoch, which distinguishes its random numbers.
-        bounds: the epoch, from `epoch_bounds`.
-        options: see `CausalCoresetOptions`.
-        scale: factor of the scores.
-    """
-    prefix = bounds[0] - options.block_size
-    num_candidates = min(prefix, _CANDIDATES)
-    candidate = torch.arange(num_candidates, device=key.device) * prefix // num_candidates
-    with torch.no_grad():
-        points = (key[:, candidate] - _center(key, prefix)) * (options.temperature * abs(scale) ** 0.5)
-        count = min(options.num_samples, num_candidates)
-        seed = torch.as_tensor(options.seed, device=key.device) + number
-        numbers = gumbel_numbers(count, num_candidates, seed, points)
-        draw = draw_apart(points, DRAW_POWER, numbers, None, count).candidate
-        drawn = take(points, draw)
-        cluster = _nearest(points, drawn)
-        for _ in range(_LLOYD_STEPS - 1):
-            cluster = _nearest(points, _means(points, points, cluster, drawn))
-    return Epoch(*bounds, candidate, draw, cluster)
-
-
-def _center(key: Tensor, prefix: int) -> Tensor:
-    """Mean of the keys of the prefix, (BH, 1, D) in the accumulation dtype."""
-    return key[:, :prefix].mean(1, keepdim=True, dtype=accumulation_dtype(key.dtype))
-
-
-def _nearest(points: Tensor, landmarks: Tensor) -> Tensor:
-    """The nearest landmark (BH, m, D) of each point (BH, C, D): int64 (BH, C)."""
-    return _argmax(_product(points, landmarks, -0.5 * landmarks.square().sum(2).unsqueeze(1)))[1]
-
-
-def _means(keys: Tensor, points: Tensor, cluster: Tensor, drawn: Tensor) -> Tensor:
-    """The weighted means of clusters of keys (BH, C, D), or `drawn` (BH, m, D) where a cluster is empty.
-
-    The kernel of `points` (BH, C, D) is exp(<x, y>). `cluster` is int64 (BH, C).
-    """
-    norm = points.square().sum(2, keepdim=True)
-    weight = (POWER * (norm - norm.amax(1, keepdim=True))).clamp(min=LEAST_LOG_WEIGHT).exp()
-    weighted, (batch_heads, count, _) = torch.cat((keys * weight, weight), 2), drawn.shape
-    if keys.device.type == "cpu":
-        sums = weighted.new_zeros(batch_heads * count, weighted.shape[2])
-        first = (torch.arange(batch_heads) * count)[:, None]
-        sums = sums.index_add(0, (cluster + first).flatten(), weighted.flatten(0, 1)).view(batch_heads, count, -1)
-    else:
-        # A product, because sums by index are not deterministic on an accelerator.
-        one_hot = weighted.new_zeros(*cluster.shape, count).scatter_(2, cluster.unsqueeze(2), 1.0)
-        sums = one_hot.mT @ weighted
-    total = sums[..., -1:]
-    return torch.where(total > 0, sums[..., :-1] / torch.where(total > 0, total, 1.0), drawn)
-
-
-def _product(x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The product x @ y^T + bias: x (BH, M, D), y (BH, K, D), bias (BH, 1, K) or None -> (BH, M, K)."""
-    if use_product(x, y, bias):
-        x, y = x.contiguous(), y.contiguous()
-        outs = [product(x[a], y[a], None if bias is None else bias[a, 0]) for a in range(len(x))]
-        return outs[0][None] if len(outs) == 1 else torch.stack(outs)
-    return x @ y.mT if bias is None else torch.baddbmm(bias, x, y.mT)
-
-
-def _argmax(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The maximum of each row of x (BH, N, m) and its index int64 (BH, N), up to rounding of the last bits.
-
-    The index replaces the last bits of the numbers, so that the maximum contains it. On the CPU this takes half the
-    time of `max`.
-    """
-    number = torch.int64 if x.dtype == torch.float64 else torch.int32
-    mask = (1 << (x.shape[2] - 1).bit_length()) - 1
-    marked = x.view(number).bitwise_and(~mask)
-    marked.bitwise_or_(torch.arange(x.shape[2], dtype=number, device=x.device))
-    largest = marked.view(x.dtype).amax(2)
-    return largest, largest.view(number).bitwise_and(mask).long()
-
-
-def _members(assigned: Tensor, num_clusters: int, cluster_size: int) -> tuple[Tensor, Tensor]:
-    """The last keys of each cluster and which of them exist, both (BH, C, cluster_size), for assigned (BH, N)."""
-    order = assigned.argsort(dim=1, stable=True)
-    clusters = torch.arange(num_clusters, device=assigned.device).expand(len(assigned), -1).contiguous()
-    sorted_clusters = assigned.gather(1, order)
-    first = torch.searchsorted(sorted_clusters, clusters)
-    end = torch.searchsorted(sorted_clusters, clusters, right=True)
-    rank = end.unsqueeze(2) - 1 - torch.arange(cluster_size, device=assigned.device)
-    is_member = rank >= first.unsqueeze(2)
-    return order.gather(1, rank.clamp(min=0).flatten(1)).view_as(rank), is_member
 
 
 def causal_coreset_attention(
@@ -244,14 +87,25 @@ def causal_coreset_attention(
         queries, keys, values = (x.to(acc_dtype).contiguous() for x in (query, key, value))
         return _epoch_attention(queries, keys, values, _Coreset(*coreset), options, scale, dropout_p).to(value.dtype)
 
+    # Written to directly, where no gradient is wanted: each copy of a long output takes a few percent of the time.
+    out = None
+    if can_reuse_buffers(query, key, value):
+        out = exact.new_empty(*query.shape[:2], exact.shape[2])
+        out[:, :num_exact] = exact
     outs = [exact]
     with torch.autocast(query.device.type, enabled=False):
-        for number, (start, end) in enumerate(epoch_bounds(query.shape[1], options)):
-            plan = plan_epoch(key.detach(), number, (start, end), options, scale)
-            tensors = query[:, start - block_size : end], key[:, :end], value[:, :end]
+        numbers = draw_numbers(key, options)
+        for start, end in epoch_bounds(query.shape[1], options):
+            plan = plan_epoch(key.detach(), numbers, (start, end), options, scale)
             coreset = _coreset(key, plan, options, scale)
-            outs.append(chunked_over_heads(some_heads, *tensors, *coreset, step=max(1, _TOKENS // end)))
-    return torch.cat(outs, 1)
+            tensors = query[:, start - block_size : end], key[:, :end], value[:, :end], *coreset
+            step = max(1, _TOKENS // end)
+            if out is None:
+                outs.append(chunked_over_heads(some_heads, *tensors, step=step))
+                continue
+            for chunk in zip(*(x.split(step) for x in (out[:, start:end], *tensors)), strict=True):
+                chunk[0].copy_(some_heads(*chunk[1:]))
+    return torch.cat(outs, 1) if out is None else out
 
 
 class _Coreset(NamedTuple):
@@ -283,9 +137,9 @@ class _Coreset(NamedTuple):
 
 def _coreset(key: Tensor, plan: Epoch, options: CausalCoresetOptions, scale: float) -> _Coreset:
     """The coreset of an epoch from the keys (BH, N, D)."""
-    factor, center = options.temperature**2 * abs(scale), _center(key, plan.start - options.block_size)
-    keys = key[:, plan.candidate] - center
-    landmark = _means(keys, keys * factor**0.5, plan.cluster, take(keys, plan.draw))
+    factor, center = options.temperature**2 * abs(scale), prefix_center(key, plan.start - options.block_size)
+    keys = key.index_select(1, plan.candidate) - center
+    landmark = cluster_means(keys, keys * factor**0.5, plan.cluster, take(keys, plan.draw))
     half = (0.5 * factor) * landmark.square().sum(2).unsqueeze(1)
     kernel = (factor * (landmark @ landmark.mT) - half - half.mT).clamp(max=0.0).exp()
     # The inverse is multiplied by large sums, so its rounding matters. In float64 it costs little.
@@ -362,38 +216,53 @@ def _epoch_attention(
         (BH, L, Dv).
     """
     block_size, prefix, length = options.block_size, key.shape[1] - query.shape[1], query.shape[1] - options.block_size
-    near = causal_block_partial(query, key[:, prefix:], value[:, prefix:], block_size, scale=scale, dropout_p=dropout_p)
     at_a_time = ceil_div(_ROWS, len(query)) if can_reuse_buffers(query, key, value, *coreset) else key.shape[1]
     rows = ceil_div(at_a_time, block_size) * block_size
-    sums, nearest = key.new_zeros(()), []
-    for keys, values in zip(key[:, :prefix].split(rows, 1), value[:, :prefix].split(rows, 1), strict=True):
-        exponents = _product(keys, coreset.key_factor, coreset.key_shift)
-        if options.cluster_size:
-            nearest.append(_argmax(exponents.detach())[1])
-        sums = sums + _exp2(exponents).mT @ _with_ones(values)
+    has_clusters = options.cluster_size > 0 and prefix >= LEAST_KEYS * coreset.landmark.shape[1]
+    sums = total = key.new_zeros(())
+    nearest, last = [], prefix - block_size
+    for first in (*range(0, last, rows), last):
+        own = slice(first, min(first + rows, last) if first < last else prefix)
+        exponents = product_of_heads(key[:, own], coreset.key_factor, coreset.key_shift)
+        if has_clusters:
+            nearest.append(largest_of_rows(exponents.detach())[1])
+        # The last block of the prefix is added again to the running sums.
+        sums, total = total, total + _exp2(exponents).mT @ _with_ones(value[:, own])
     clusters = None
-    if options.cluster_size:
+    if has_clusters:
         clusters = _clusters(key, value, torch.cat(nearest, 1), coreset, options, scale)
     # Without running sums: the denominators of positive weights.
-    safe, outs = torch.maximum(coreset.inverse @ sums[..., -1:], coreset.least), []
+    safe, outs = torch.maximum(coreset.inverse @ total[..., -1:], coreset.least), []
     for first in range(0, length, rows):
-        some = slice(first, min(first + rows, length))
-        queries = query[:, block_size:][:, some]
+        queries = query[:, block_size + first : block_size + first + rows]
         blocks = pad_to_blocks(queries, block_size)
         shape = blocks.shape[1:3]
-        # The block before that of a query, to which it attends exactly, counts from the next block on.
-        own = slice(prefix + first, prefix + first + shape[0] * shape[1])
-        features = _exp2(_product(key[:, own], coreset.key_factor, coreset.key_shift)).unflatten(1, shape)
+        # Their keys, from the block before, to which they attend exactly.
+        own = slice(prefix + first, prefix + first + (shape[0] + 1) * shape[1])
+        keys, values = (pad_to_blocks(x[:, own], block_size).flatten(1, 2) for x in (key, value))
+        parts = [_near_partial(blocks, keys, values, scale, dropout_p)]
+        # The block before that counts from here on.
+        own = slice(last + first, last + first + shape[0] * shape[1])
+        features = _exp2(product_of_heads(key[:, own], coreset.key_factor, coreset.key_shift)).unflatten(1, shape)
         added = features.mT @ _with_ones(value[:, own]).unflatten(1, shape)
-        before = torch.cat((sums.unsqueeze(1), added[:, :-1]), 1).cumsum(1)
-        sums = before[:, -1] + added[:, -1]
+        before = _running_sums(added, sums)
+        sums = before[:, -1]
         far = _far_field(blocks, before, safe, coreset, scale, dropout_p)
-        far = _Far(*(x[:, : queries.shape[1]] for x in far))
-        parts = [Partial(near.out[:, some], near.lse[:, some])]
         if clusters is not None:
-            parts.append(_cluster_partial(queries, far.nearest, clusters, scale, dropout_p))
-        outs.append(_add_far(parts, far, value[:, :prefix]))
+            parts.append(_cluster_partial(blocks.flatten(1, 2), far.nearest, clusters, scale, dropout_p))
+        outs.append(_add_far(parts, far, value[:, :prefix])[:, : queries.shape[1]])
     return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+
+
+def _running_sums(added: Tensor, sums: Tensor) -> Tensor:
+    """`sums` (BH, m, Dv + 1) plus the sums of `added` (BH, T, m, Dv + 1) up to each block, inclusive."""
+    if not can_reuse_buffers(added, sums):
+        return sums.unsqueeze(1) + added.cumsum(1)
+    blocks = added.unbind(1)
+    blocks[0].add_(sums)
+    for before, block in itertools.pairwise(blocks):
+        block.add_(before)
+    return added
 
 
 def _with_ones(value: Tensor) -> Tensor:
@@ -406,6 +275,18 @@ def _exp2(exponents: Tensor) -> Tensor:
     return exponents.clamp(max=LOG2_E * LARGEST).exp2_()
 
 
+def _members(assigned: Tensor, num_clusters: int, cluster_size: int) -> tuple[Tensor, Tensor]:
+    """The last keys of each cluster and which of them exist, both (BH, C, cluster_size), for assigned (BH, N)."""
+    order = assigned.argsort(dim=1, stable=True)
+    clusters = torch.arange(num_clusters, device=assigned.device).expand(len(assigned), -1).contiguous()
+    sorted_clusters = assigned.gather(1, order)
+    first = torch.searchsorted(sorted_clusters, clusters)
+    end = torch.searchsorted(sorted_clusters, clusters, right=True)
+    rank = end.unsqueeze(2) - 1 - torch.arange(cluster_size, device=assigned.device)
+    is_member = rank >= first.unsqueeze(2)
+    return order.gather(1, rank.clamp(min=0).flatten(1)).view_as(rank), is_member
+
+
 def _clusters(
     key: Tensor, value: Tensor, nearest: Tensor, coreset: _Coreset, options: CausalCoresetOptions, scale: float
 ) -> _Clusters:
@@ -415,6 +296,41 @@ def _clusters(
     distance = (keys - coreset.landmark.unsqueeze(2)).square().sum(3)
     missed = -torch.expm1(-(options.temperature**2) * abs(scale) * distance)
     return _Clusters(keys, values, missed.clamp(min=LEAST_MISSED).log().masked_fill(~is_member, -torch.inf))
+
+
+def _near_partial(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout_p: float) -> Partial:
+    """Attention of blocks of queries (BH, T, b, D) to their own block, causally, and to the block before it.
+
+    The keys (BH, (T + 1) * b, D) and values begin with the block before the first one.
+    """
+    size = query.shape[2]
+    if can_reuse_buffers(query, key, value):
+        keys, values = (x.unfold(1, 2 * size, size).mT for x in (key, value))  # views that overlap
+    else:
+        blocks = (x.unflatten(1, (-1, size)) for x in (key, value))
+        keys, values = (torch.cat((x[:, :-1], x[:, 1:]), 2) for x in blocks)
+    block = torch.ones(size, size, dtype=torch.bool, device=query.device)
+    bias = mask_bias(torch.cat((block, block.tril()), 1), query.dtype)[None, None]
+    out, lse = _small_blocks(query, keys, values, bias, scale, dropout_p)
+    return Partial(out.flatten(1, 2), lse.flatten(1, 2))
+
+
+def _small_blocks(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float, dropout_p: float) -> Partial:
+    """`partial_attention`, for many small blocks on the CPU by products of all of them.
+
+    With two threads this takes half the time of the fused kernel, which multiplies one block at a time.
+    """
+    if dropout_p > 0.0 or not can_reuse_buffers(query, key, value, bias):
+        return partial_attention(query, key, value, bias, scale=scale, dropout_p=dropout_p)
+    shape, bias = query.shape[:3], (bias * LOG2_E).expand(*query.shape[:2], -1, -1)
+    queries, keys, values, biases = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value, bias))
+    scores = torch.baddbmm(biases, queries, keys.mT, alpha=scale * LOG2_E)
+    row_max = safe_row_max(scores.amax(2, keepdim=True))
+    weights = scores.sub_(row_max).exp2_()
+    total = weights.sum(2, keepdim=True)
+    lse = total.log2().add_(row_max).div_(LOG2_E)
+    out = torch.bmm(weights, values).div_(total.masked_fill_(total == 0.0, 1.0))
+    return Partial(out.view(*shape, -1), lse.view(shape))
 
 
 def _far_field(query: Tensor, sums: Tensor, safe: Tensor, coreset: _Coreset, scale: float, dropout_p: float) -> _Far:
@@ -432,11 +348,11 @@ def _far_field(query: Tensor, sums: Tensor, safe: Tensor, coreset: _Coreset, sca
         `_Far` of n = T * block_size queries.
     """
     queries = query.flatten(1, 2)
-    exponents = _product(queries, coreset.query_factor, coreset.query_shift)
+    exponents = product_of_heads(queries, coreset.query_factor, coreset.query_shift)
     # The largest exponent up to rounding: what is subtracted cancels.
-    row_max, nearest = _argmax(exponents.detach())
+    row_max, nearest = largest_of_rows(exponents.detach())
     basis = (exponents - row_max.unsqueeze(2)).exp2_()
-    weights = _product(basis, coreset.inverse).unflatten(1, query.shape[1:3])
+    weights = product_of_heads(basis, coreset.inverse).unflatten(1, query.shape[1:3])
     if dropout_p > 0.0:
         # Dropout drops weights in the numerators only, as in softmax attention.
         numerators, denominators = sums.split((sums.shape[3] - 1, 1), 3)
@@ -449,23 +365,26 @@ def _far_field(query: Tensor, sums: Tensor, safe: Tensor, coreset: _Coreset, sca
 
 def _cluster_partial(query: Tensor, nearest: Tensor, clusters: _Clusters, scale: float, dropout_p: float) -> Partial:
     """Attention of queries (BH, n, D) to the clusters of their landmarks, int64 (BH, n)."""
-    (length, num_clusters), device = (query.shape[1], clusters.bias.shape[1]), query.device
+    (batch_heads, length), num_clusters, device = nearest.shape, clusters.bias.shape[1], query.device
     slots = 1 << (length // num_clusters).bit_length()
     slots = min(max(slots, _FEWEST_SLOTS), _MOST_SLOTS)
-    # All queries of a block of slots have the same cluster.
-    slot, cluster = group_by_block(nearest, num_clusters, slots)
-    if len(slot) == 1 and can_reuse_buffers(query, *clusters):
-        # Without the empty blocks at the end. With several heads this could move the matrices of the later ones in
-        # memory, and thus change their rounding, depending on later tokens.
-        cluster = cluster[:, : int(slot.max()) // slots + 1]
+    # All queries of a block of slots have the same cluster. The queries of all heads are distributed together, in the
+    # order of their positions, so that no later token moves the matrices of another head in memory, and thus changes
+    # their rounding.
+    row = torch.arange(batch_heads * length, device=device).view(batch_heads, length)
+    own = nearest + torch.arange(batch_heads, device=device)[:, None] * num_clusters
+    slot, cluster = group_by_block(own.mT.reshape(1, -1), batch_heads * num_clusters, slots)
+    if can_reuse_buffers(query, *clusters):
+        cluster = cluster[:, : int(slot.max()) // slots + 1]  # without the empty blocks at the end
     # An empty slot has the first query.
-    index = torch.zeros_like(cluster).repeat_interleave(slots, 1)
-    index = index.scatter(1, slot, torch.arange(length, device=device).expand_as(slot))
-    queries = take(query, index).unflatten(1, (-1, slots))
-    keys, values = (take(x.flatten(2), cluster).unflatten(2, x.shape[2:]) for x in clusters[:2])
-    bias = take(clusters.bias, cluster).unsqueeze(2)
-    part = partial_attention(queries, keys, values, bias, scale=scale, dropout_p=dropout_p)
-    return Partial(take(part.out.flatten(1, 2), slot), part.lse.flatten(1, 2).gather(1, slot))
+    index = torch.zeros_like(cluster).repeat_interleave(slots, 1).scatter(1, slot, row.mT.reshape(1, -1))
+    queries = take(query.flatten(0, 1)[None], index).unflatten(1, (-1, slots))
+    keys, values, bias = (take(x.flatten(0, 1).flatten(1)[None], cluster) for x in clusters)
+    keys, values = (x.unflatten(2, (clusters.bias.shape[2], -1)) for x in (keys, values))
+    part = _small_blocks(queries, keys, values, bias.unsqueeze(2), scale, dropout_p)
+    slot = slot.view(length, batch_heads).mT.reshape(1, -1)
+    out, lse = take(part.out.flatten(1, 2), slot), part.lse.flatten(1, 2).gather(1, slot)
+    return Partial(out.view(batch_heads, length, -1), lse.view(batch_heads, length))
 
 
 def _add_far(parts: list[Partial], far: _Far, value: Tensor) -> Tensor:

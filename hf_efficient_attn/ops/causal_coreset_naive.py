@@ -3,16 +3,13 @@
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.causal_coreset import (
-    LARGEST,
-    LEAST,
+from hf_efficient_attn.ops.causal_coreset import LARGEST, LEAST, LEAST_KEYS, LEAST_MISSED, REFERENCE, SAFE
+from hf_efficient_attn.ops.causal_coreset_plan import (
     LEAST_LOG_WEIGHT,
-    LEAST_MISSED,
     POWER,
-    REFERENCE,
-    SAFE,
     CausalCoresetOptions,
     Epoch,
+    draw_numbers,
     epoch_bounds,
     plan_epoch,
 )
@@ -22,10 +19,8 @@ def causal_coreset_naive(
     query: Tensor, key: Tensor, value: Tensor, options: CausalCoresetOptions, *, scale: float
 ) -> Tensor:
     """`causal_coreset_attention` with the same choices: (BH, N, D), (BH, N, D), (BH, N, Dv) -> float64 (BH, N, Dv)."""
-    plans = [
-        plan_epoch(key, number, bounds, options, scale)
-        for number, bounds in enumerate(epoch_bounds(query.shape[1], options))
-    ]
+    numbers = draw_numbers(key, options)
+    plans = [plan_epoch(key, numbers, bounds, options, scale) for bounds in epoch_bounds(query.shape[1], options)]
     query, key, value = query.double(), key.double(), value.double()
     position = torch.arange(query.shape[1], device=query.device)
     scores = (scale * query @ key.mT).masked_fill(position > position[:, None], -torch.inf)
@@ -75,8 +70,9 @@ def _epoch_of_a_head(
         is_far = (position <= i) & ~is_near
         of_exact, logits = is_near.double(), scale * key @ query[i]
         of_landmarks = scale / root * landmarks @ query[i] + reference - half
-        if options.cluster_size:
-            member = (nearest[:prefix] == of_landmarks.argmax()).nonzero()[-options.cluster_size :, 0]
+        if prefix >= LEAST_KEYS * len(landmarks):
+            member = (nearest[:prefix] == of_landmarks.argmax()).nonzero()[:, 0]
+            member = member[max(0, len(member) - options.cluster_size) :]
             of_exact[member] = missed[member]
         largest = torch.maximum(logits[of_exact > 0].max(), of_landmarks.max())
         basis = torch.exp(of_landmarks - largest)

@@ -7,8 +7,9 @@ from hf_efficient_attn.methods._shared.config import MethodConfig
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions
 from hf_efficient_attn.methods._shared.sampled_keys import move_valid_first, restore_order
-from hf_efficient_attn.ops.causal_coreset import CausalCoresetOptions, causal_coreset_attention, split_columns
+from hf_efficient_attn.ops.causal_coreset import causal_coreset_attention
 from hf_efficient_attn.ops.causal_coreset_naive import causal_coreset_naive
+from hf_efficient_attn.ops.causal_coreset_plan import CausalCoresetOptions, split_columns
 from hf_efficient_attn.ops.exact import exact_attention, exact_decode
 
 
