@@ -8,6 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods import auto as module
+from hf_efficient_attn.methods import naive_attention
 from hf_efficient_attn.methods._shared import error_bound
 from hf_efficient_attn.methods._shared.crossover import built_in_table
 from hf_efficient_attn.ops.screening import screening_error
@@ -174,3 +175,16 @@ def test_the_copy_of_a_head_tells_whether_landmarks_approximate_it():
     torch.testing.assert_close(masked[2:], screening_error(*(x[2:] for x in short), None, scale=8**-0.5))
     assert screening_error(100.0 * query, 1e3 * key, value, mask, scale=1.0).isfinite().all()
     assert (screening_error(query, key, torch.zeros_like(value), None, scale=1.0) == 0.0).all()
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.5])
+def test_the_causal_form_with_one_column(scale):
+    tensors = inputs(num_heads=1, q_len=5, head_dim=1, dtype=torch.float64)
+    options = {"columns": 1, "crossover": 1, "is_causal": True, "scale": scale}
+    naive = naive_attention("auto", *tensors, **options)
+    torch.testing.assert_close(auto(*tensors, **options), naive)
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    ours = auto(*leaves, **options)
+    torch.testing.assert_close(ours.detach(), naive)
+    ours.square().sum().backward()
+    assert all(x.grad.isfinite().all() for x in leaves)

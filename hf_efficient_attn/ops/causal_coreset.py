@@ -255,9 +255,9 @@ def _epoch_attention(
 
 
 def _running_sums(added: Tensor, sums: Tensor) -> Tensor:
-    """`sums` (BH, m, Dv + 1) plus the sums of `added` (BH, T, m, Dv + 1) up to each block, inclusive."""
+    """`sums` (BH, m, Dv + 1) or 0 plus the sums of `added` (BH, T, m, Dv + 1) up to each block, inclusive."""
     if not can_reuse_buffers(added, sums):
-        return sums.unsqueeze(1) + added.cumsum(1)
+        return (sums.unsqueeze(1) if sums.ndim else sums) + added.cumsum(1)
     blocks = added.unbind(1)
     blocks[0].add_(sums)
     for before, block in itertools.pairwise(blocks):

@@ -69,7 +69,7 @@ def _epoch_of_a_head(
         is_near = (position >= prefix + block * options.block_size) & (position <= i)
         is_far = (position <= i) & ~is_near
         of_exact, logits = is_near.double(), scale * key @ query[i]
-        of_landmarks = scale / root * landmarks @ query[i] + reference - half
+        of_landmarks = (scale / root if scale else 0.0) * landmarks @ query[i] + reference - half
         if prefix >= LEAST_KEYS * len(landmarks):
             member = (nearest[:prefix] == of_landmarks.argmax()).nonzero()[:, 0]
             member = member[max(0, len(member) - options.cluster_size) :]
