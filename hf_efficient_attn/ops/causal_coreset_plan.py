@@ -17,7 +17,7 @@ _CANDIDATES = 1024
 # Steps of Lloyd's algorithm.
 _LLOYD_STEPS = 2
 # A key x is drawn with a probability that grows with K(x, x)^DRAW_POWER, and has the weight K(x, x)^POWER in a mean.
-DRAW_POWER, POWER, LEAST_LOG_WEIGHT = 0.85, 0.5, -60.0
+DRAW_POWER, POWER, LEAST_LOG_WEIGHT = 0.5, 0.25, -60.0
 
 
 class CausalCoresetOptions(NamedTuple):
