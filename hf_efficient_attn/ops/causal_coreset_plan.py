@@ -144,7 +144,7 @@ def cluster_means(keys: Tensor, points: Tensor, cluster: Tensor, drawn: Tensor) 
     weighted, (batch_heads, count, _) = torch.cat((keys * weight, weight), 2), drawn.shape
     if keys.device.type == "cpu":
         sums = weighted.new_zeros(batch_heads * count, weighted.shape[2])
-        first = (torch.arange(batch_heads) * count)[:, None]
+        first = (torch.arange(batch_heads, device=keys.device) * count)[:, None]
         sums = sums.index_add(0, (cluster + first).flatten(), weighted.flatten(0, 1)).view(batch_heads, count, -1)
     else:
         # A product, because sums by index are not deterministic on an accelerator.

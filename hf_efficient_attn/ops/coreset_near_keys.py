@@ -109,12 +109,12 @@ def heads_with_near_keys(inputs: Inputs, options: CoresetOptions) -> Tensor | No
     index = _near_index(token // near_block_q(width), width, num_keys).clamp(max=inputs.key.shape[1] - 1)
     near = (take(inputs.key, index) * query.unsqueeze(2)).sum(3)
     position, valid = candidates_of(inputs, NUM_KEYS)
-    scores, number = query @ take(inputs.key, position).mT, torch.as_tensor(position.shape[1])
+    scores, number = query @ take(inputs.key, position).mT, torch.as_tensor(position.shape[1], device=near.device)
     if valid is not None:
         scores = scores.masked_fill(~valid.unsqueeze(1), -torch.inf)
         number = valid.sum(1).clamp(min=1)
     row_max = safe_row_max(torch.maximum(near.amax(2, keepdim=True), scores.amax(2, keepdim=True)))
-    keys_per_candidate = (torch.as_tensor(num_keys, device=near.device).view(-1) / number.to(near.device)).unsqueeze(1)
+    keys_per_candidate = (torch.as_tensor(num_keys, device=near.device).view(-1) / number).unsqueeze(1)
     total = exp_(scores.sub_(row_max)).sum(2) * keys_per_candidate
     share = exp_(near.sub_(row_max)).sum(2) / total.clamp(min=torch.finfo(total.dtype).tiny)
     return heads & (share.clamp(max=1.0).mean(1) > options.near_share)
