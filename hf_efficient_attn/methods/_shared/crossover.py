@@ -68,15 +68,15 @@ Table = Mapping[str, Crossover]
 _BUILT_IN = {
     "cpu": {
         "float32": Crossover(2688, 2560),
-        "float32 causal": Crossover(5888, 5376),
+        "float32 causal": Crossover(5632, 4608),
         "bfloat16": Crossover(2560, 2432),
-        "bfloat16 causal": Crossover(5632, 5504),
+        "bfloat16 causal": Crossover(5632, 4864),
     },
     "": {
         "float32": Crossover(16384, 8192),
         "float32 causal": Crossover(32768, 16384),
         "bfloat16": Crossover(32768, 16384),
-        "bfloat16 causal": Crossover(65536, 32768),
+        "bfloat16 causal": Crossover(5632, 4864),
     },
 }
 
