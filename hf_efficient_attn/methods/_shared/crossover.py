@@ -76,7 +76,7 @@ _BUILT_IN = {
         "float32": Crossover(16384, 8192),
         "float32 causal": Crossover(32768, 16384),
         "bfloat16": Crossover(32768, 16384),
-        "bfloat16 causal": Crossover(5632, 4864),
+        "bfloat16 causal": Crossover(65536, 32768),
     },
 }
 
