@@ -34,12 +34,12 @@ from hf_efficient_attn.ops.causal_coreset_plan import (
     cluster_means,
     draw_numbers,
     epoch_bounds,
-    largest_of_rows,
     plan_epoch,
     prefix_center,
-    product_of_heads,
 )
+from hf_efficient_attn.ops.coreset import largest_of_rows
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
+from hf_efficient_attn.ops.onednn import products
 from hf_efficient_attn.ops.partial import LOG2_E, Partial, accumulation_dtype, partial_attention, safe_row_max
 
 # While the prefix has fewer keys than this for each landmark, there are no clusters.
@@ -119,10 +119,10 @@ class _Coreset(NamedTuple):
         landmark: (BH, m, D).
         inverse: (BH, m, m), (K_cc + ridge I)^-1.
         least: (BH, m, 1), the least positive weights: those of the landmarks themselves.
-        key_factor: (BH, m, D), whose product with keys, plus key_shift (BH, 1, m), is their exponents.
+        key_factor: (BH, m, D), whose product with keys, plus key_shift (BH, m), is their exponents.
         key_shift: see `key_factor`.
         query_factor: (BH, m, D), the same for queries.
-        query_shift: (BH, 1, m).
+        query_shift: (BH, m).
     """
 
     center: Tensor
@@ -156,9 +156,9 @@ def _coreset(key: Tensor, plan: Epoch, options: CausalCoresetOptions, scale: flo
         inverse,
         torch.exp(half - reference).clamp(min=LEAST).mT,
         key_factor,
-        -LOG2_E * (half + reference) - center @ key_factor.mT,
+        (-LOG2_E * (half + reference) - center @ key_factor.mT).squeeze(1),
         landmark * (LOG2_E * scale),
-        LOG2_E * (reference - half),
+        LOG2_E * (reference - half).squeeze(1),
     )
 
 
@@ -223,9 +223,9 @@ def _epoch_attention(
     nearest, last = [], prefix - block_size
     for first in (*range(0, last, rows), last):
         own = slice(first, min(first + rows, last) if first < last else prefix)
-        exponents = product_of_heads(key[:, own], coreset.key_factor, coreset.key_shift)
+        exponents = products(key[:, own], coreset.key_factor, coreset.key_shift)
         if has_clusters:
-            nearest.append(largest_of_rows(exponents.detach())[1])
+            nearest.append(largest_of_rows(exponents.detach(), in_place=False)[1])
         # The last block of the prefix is added again to the running sums.
         sums, total = total, total + _exp2(exponents).mT @ _with_ones(value[:, own])
     clusters = None
@@ -243,7 +243,7 @@ def _epoch_attention(
         parts = [_near_partial(blocks, keys, values, scale, dropout_p)]
         # The block before that counts from here on.
         own = slice(last + first, last + first + shape[0] * shape[1])
-        features = _exp2(product_of_heads(key[:, own], coreset.key_factor, coreset.key_shift)).unflatten(1, shape)
+        features = _exp2(products(key[:, own], coreset.key_factor, coreset.key_shift)).unflatten(1, shape)
         added = features.mT @ _with_ones(value[:, own]).unflatten(1, shape)
         before = _running_sums(added, sums)
         sums = before[:, -1]
@@ -322,9 +322,11 @@ def _small_blocks(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale
     """
     if dropout_p > 0.0 or not can_reuse_buffers(query, key, value, bias):
         return partial_attention(query, key, value, bias, scale=scale, dropout_p=dropout_p)
-    shape, bias = query.shape[:3], (bias * LOG2_E).expand(*query.shape[:2], -1, -1)
-    queries, keys, values, biases = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value, bias))
-    scores = torch.baddbmm(biases, queries, keys.mT, alpha=scale * LOG2_E)
+    shape, bias = query.shape[:3], bias * LOG2_E
+    # One bias for all blocks is not copied.
+    bias = bias[0] if bias.shape[:2] == (1, 1) else bias.expand(*query.shape[:2], -1, -1).flatten(0, 1)
+    queries, keys, values = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
+    scores = torch.baddbmm(bias, queries, keys.mT, alpha=scale * LOG2_E)
     row_max = safe_row_max(scores.amax(2, keepdim=True))
     weights = scores.sub_(row_max).exp2_()
     total = weights.sum(2, keepdim=True)
@@ -348,11 +350,11 @@ def _far_field(query: Tensor, sums: Tensor, safe: Tensor, coreset: _Coreset, sca
         `_Far` of n = T * block_size queries.
     """
     queries = query.flatten(1, 2)
-    exponents = product_of_heads(queries, coreset.query_factor, coreset.query_shift)
+    exponents = products(queries, coreset.query_factor, coreset.query_shift)
     # The largest exponent up to rounding: what is subtracted cancels.
-    row_max, nearest = largest_of_rows(exponents.detach())
+    row_max, nearest = largest_of_rows(exponents.detach(), in_place=False)
     basis = (exponents - row_max.unsqueeze(2)).exp2_()
-    weights = product_of_heads(basis, coreset.inverse).unflatten(1, query.shape[1:3])
+    weights = products(basis, coreset.inverse).unflatten(1, query.shape[1:3])
     if dropout_p > 0.0:
         # Dropout drops weights in the numerators only, as in softmax attention.
         numerators, denominators = sums.split((sums.shape[3] - 1, 1), 3)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.blocks import take
-from hf_efficient_attn.ops.coreset import draw_apart, gumbel_numbers
-from hf_efficient_attn.ops.onednn import product, use_product
+from hf_efficient_attn.ops.coreset import cluster_sums, draw_apart, gumbel_numbers, nearest
 from hf_efficient_attn.ops.partial import accumulation_dtype
 
 # Keys of the prefix, evenly spaced, from which landmarks are made.
@@ -118,20 +117,15 @@ def plan_epoch(
         count = min(options.num_samples, num_candidates)
         draw = draw_apart(points, DRAW_POWER, numbers[:, :num_candidates], None, count).candidate
         drawn = take(points, draw)
-        cluster = _nearest(points, drawn)
+        cluster = nearest(points, drawn)
         for _ in range(_LLOYD_STEPS - 1):
-            cluster = _nearest(points, cluster_means(points, points, cluster, drawn))
+            cluster = nearest(points, cluster_means(points, points, cluster, drawn))
     return Epoch(*bounds, candidate, draw, cluster)
 
 
 def prefix_center(key: Tensor, prefix: int) -> Tensor:
     """Mean of the keys of the prefix, (BH, 1, D) in the accumulation dtype."""
     return key[:, :prefix].mean(1, keepdim=True, dtype=accumulation_dtype(key.dtype))
-
-
-def _nearest(points: Tensor, landmarks: Tensor) -> Tensor:
-    """The nearest landmark (BH, m, D) of each point (BH, C, D): int64 (BH, C)."""
-    return largest_of_rows(product_of_heads(points, landmarks, -0.5 * landmarks.square().sum(2).unsqueeze(1)))[1]
 
 
 def cluster_means(keys: Tensor, points: Tensor, cluster: Tensor, drawn: Tensor) -> Tensor:
@@ -141,37 +135,7 @@ def cluster_means(keys: Tensor, points: Tensor, cluster: Tensor, drawn: Tensor) 
     """
     norm = points.square().sum(2, keepdim=True)
     weight = (POWER * (norm - norm.amax(1, keepdim=True))).clamp(min=LEAST_LOG_WEIGHT).exp()
-    weighted, (batch_heads, count, _) = torch.cat((keys * weight, weight), 2), drawn.shape
-    if keys.device.type == "cpu":
-        sums = weighted.new_zeros(batch_heads * count, weighted.shape[2])
-        first = (torch.arange(batch_heads, device=keys.device) * count)[:, None]
-        sums = sums.index_add(0, (cluster + first).flatten(), weighted.flatten(0, 1)).view(batch_heads, count, -1)
-    else:
-        # A product, because sums by index are not deterministic on an accelerator.
-        one_hot = weighted.new_zeros(*cluster.shape, count).scatter_(2, cluster.unsqueeze(2), 1.0)
-        sums = one_hot.mT @ weighted
+    weighted, count = torch.cat((keys * weight, weight), 2), drawn.shape[1]
+    sums = cluster_sums(cluster, weighted, count)
     total = sums[..., -1:]
     return torch.where(total > 0, sums[..., :-1] / torch.where(total > 0, total, 1.0), drawn)
-
-
-def product_of_heads(x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The product x @ y^T + bias: x (BH, M, D), y (BH, K, D), bias (BH, 1, K) or None -> (BH, M, K)."""
-    if use_product(x, y, bias):
-        x, y = x.contiguous(), y.contiguous()
-        outs = [product(x[a], y[a], None if bias is None else bias[a, 0]) for a in range(len(x))]
-        return outs[0][None] if len(outs) == 1 else torch.stack(outs)
-    return x @ y.mT if bias is None else torch.baddbmm(bias, x, y.mT)
-
-
-def largest_of_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The maximum of each row of x (BH, N, m) and its index int64 (BH, N), up to rounding of the last bits.
-
-    The index replaces the last bits of the numbers, so that the maximum contains it. On the CPU this takes half the
-    time of `max`.
-    """
-    number = torch.int64 if x.dtype == torch.float64 else torch.int32
-    mask = (1 << (x.shape[2] - 1).bit_length()) - 1
-    marked = x.view(number).bitwise_and(~mask)
-    marked.bitwise_or_(torch.arange(x.shape[2], dtype=number, device=x.device))
-    largest = marked.view(x.dtype).amax(2)
-    return largest, largest.view(number).bitwise_and(mask).long()

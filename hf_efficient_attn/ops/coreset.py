@@ -121,36 +121,50 @@ def draw_apart(points: Tensor, power: float, numbers: Tensor, valid: Tensor | No
     return Pivots(torch.cat(picked, 1), torch.cat(was_open, 1))
 
 
-def nearest(points: Tensor, landmarks: Tensor, used: Tensor) -> Tensor:
+def nearest(points: Tensor, landmarks: Tensor, used: Tensor | None = None) -> Tensor:
     """The nearest landmark of every point, by the Euclidean distance, without a gradient.
 
     Args:
         points: (BH, C, D).
         landmarks: (BH, m, D).
-        used: bool (BH, m), which landmarks exist.
+        used: bool (BH, m), which landmarks exist; None: all.
 
     Returns:
         int64 (BH, C).
     """
-    offset = (-0.5 * landmarks.square().sum(2)).masked_fill(~used, _NO_LANDMARK)
+    offset = -0.5 * landmarks.square().sum(2)
+    if used is not None:
+        offset = offset.masked_fill(~used, _NO_LANDMARK)
     if use_product(points, landmarks):
         heads = zip(points, landmarks, offset, strict=True)
-        return torch.stack([_largest_of_rows(product(x, landmark, bias)) for x, landmark, bias in heads])
-    # The offset is a column of the product: adding it would take as long as the product.
-    one = torch.ones_like(points[..., :1])
-    return (torch.cat((points, one), 2) @ torch.cat((landmarks, offset.unsqueeze(2)), 2).mT).argmax(2)
+        return torch.stack([largest_of_rows(product(x, landmark, bias))[1] for x, landmark, bias in heads])
+    return largest_of_rows(torch.baddbmm(offset.unsqueeze(1), points, landmarks.mT))[1]
 
 
-def _largest_of_rows(scores: Tensor) -> Tensor:
-    """Argmax over dimension 1 of finite float32 numbers, which are overwritten.
+def largest_of_rows(x: Tensor, in_place: bool = True) -> tuple[Tensor, Tensor]:
+    """The maximum over the last dimension and its index, int64, up to rounding of the last bits. No gradient.
 
-    The column goes into the last bits of each number, so that the maximum tells it. This is four times as fast as
-    `argmax` on the CPU. Numbers that differ by less than the replaced bits count as equal.
+    The index replaces the last bits of each finite number, so that the maximum contains it. On the CPU this takes a
+    quarter of the time of `max`. Numbers that differ by less than these bits count as equal. In place, x is lost.
     """
-    bits = (scores.shape[1] - 1).bit_length()
-    column = torch.arange(scores.shape[1], dtype=torch.int32, device=scores.device)
-    marked = scores.view(torch.int32).bitwise_and_(-1 << bits).bitwise_or_(column).view(torch.float32)
-    return (marked.amax(1).view(torch.int32) & ((1 << bits) - 1)).long()
+    integer = torch.int64 if x.dtype == torch.float64 else torch.int32
+    bits = (1 << (x.shape[-1] - 1).bit_length()) - 1
+    numbers = x.view(integer)
+    marked = numbers.bitwise_and_(~bits) if in_place else numbers.bitwise_and(~bits)
+    marked.bitwise_or_(torch.arange(x.shape[-1], dtype=integer, device=x.device))
+    largest = marked.view(x.dtype).amax(-1)
+    return largest, largest.view(integer).bitwise_and(bits).long()
+
+
+def cluster_sums(cluster: Tensor, x: Tensor, count: int) -> Tensor:
+    """The sums of the members of each of `count` clusters: int64 (BH, C), (BH, C, F) -> (BH, count, F)."""
+    if x.device.type == "cpu":
+        sums = x.new_zeros(len(x) * count, x.shape[2])
+        first = (torch.arange(len(x), device=x.device) * count)[:, None]
+        return sums.index_add(0, (cluster + first).flatten(), x.flatten(0, 1)).view(len(x), count, -1)
+    # A product, because sums by index are not deterministic on an accelerator.
+    one_hot = x.new_zeros(*cluster.shape, count).scatter_(2, cluster.unsqueeze(2), 1.0)
+    return one_hot.mT @ x
 
 
 def _gumbel(num_draws: int, num_candidates: int, num_heads: int, seed: Tensor, like: Tensor) -> Tensor:

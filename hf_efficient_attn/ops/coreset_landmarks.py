@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.blocks import take, valid_first
-from hf_efficient_attn.ops.coreset import candidate_positions, draw_apart, nearest
+from hf_efficient_attn.ops.coreset import candidate_positions, cluster_sums, draw_apart, nearest
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.partial import accumulation_dtype
 
@@ -148,25 +148,19 @@ def choose_landmarks(
     weight = (POWER * (norm - norm.amax(1, keepdim=True))).clamp(min=LEAST_LOG_WEIGHT).exp().unsqueeze(2)
     exists = torch.ones_like(weight) if valid is None else valid.unsqueeze(2).to(weight.dtype)
     pivots, weight = take(keys, pivot), weight * exists
-    first = (torch.arange(batch_heads, device=device) * count)[:, None]
-
-    def cluster_sums(cluster: Tensor, x: Tensor) -> Tensor:
-        sums = x.new_zeros(batch_heads * count, x.shape[2])
-        return sums.index_add(0, (cluster + first).flatten(), x.flatten(0, 1)).view(batch_heads, count, -1)
-
     weighted = torch.cat((keys * weight, weight), 2)
     landmarks = pivots
     cluster = nearest(points, landmarks.detach() * root, selected)
     for step in range(1, options.num_refinements + 1):
         # Only the last means need a gradient: the clusters have none.
         with torch.set_grad_enabled(torch.is_grad_enabled() and step == options.num_refinements):
-            sums = cluster_sums(cluster, weighted)
+            sums = cluster_sums(cluster, weighted, count)
             total = sums[..., -1:]
             means = torch.where(total > 0, sums[..., :-1] / torch.where(total > 0, total, 1.0), pivots)
             landmarks = torch.where(own, pivots, means)
         if step < options.num_refinements:
             cluster = nearest(points, landmarks.detach() * root, selected)
-    sums = cluster_sums(cluster, torch.cat((values * exists, exists), 2))
+    sums = cluster_sums(cluster, torch.cat((values * exists, exists), 2), count)
     value, number = sums[..., :-1], sums[..., -1].masked_fill(~selected, 0.0)
     value = torch.where(own, take(values, pivot), value / number.clamp(min=1.0).unsqueeze(2))
     log_count = torch.where(own.squeeze(2), torch.zeros_like(number).masked_fill(~selected, -torch.inf), number.log())
