@@ -154,7 +154,7 @@ def main(
         list[str], typer.Option(help=f"Some of {', '.join(SOURCES)}; repeated or separated by commas.")
     ] = [],  # noqa: B006
 ) -> None:
-    """Convert and measure three checkpoints, and write their model cards."""
+    """Convert and measure checkpoints, and write their model cards."""
     chosen = split_list(only) or list(SOURCES)
     if unknown := [name for name in chosen if name not in SOURCES]:
         raise UnsupportedAttentionError(f"--only {unknown[0]!r} is not one of {', '.join(SOURCES)}")
