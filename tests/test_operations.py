@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_efficient_attn as hea
 from hf_efficient_attn import cli
-from hf_efficient_attn.ops import near_far
+from hf_efficient_attn.ops import near_far, onednn
 from recipes.benchmarks import operations
 from recipes.common import counting
 from recipes.common.counting import count
@@ -169,6 +169,12 @@ def test_operations_are_two_for_every_multiplication(config, multiplications, va
     assert counting.operations(config, inputs) == 2 * 2 * expected
 
 
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+def test_products_of_onednn_are_counted():
+    x, weight, bias = torch.randn(6, 8), torch.randn(5, 8), torch.randn(5)
+    assert count(lambda: onednn.product(x, weight, bias)).products == 2 * 6 * 8 * 5
+
+
 class Named(TorchDispatchMode):
     """Records the called operators whose names match a pattern."""
 
@@ -194,7 +200,7 @@ def test_everything_that_counts_is_counted(name, grouped, monkeypatch):
     monkeypatch.setattr(near_far, "use_grouped", lambda *_: grouped)
     config = hea.method_info(name).config_class().with_budget(32)
     patterns = {
-        "products": r"mm(?!ax)|mv|dot|conv|attention|attend|outer|cdist",
+        "products": r"mm(?!ax)|mv|dot|conv|_linear|attention|attend|outer|cdist",
         "exponentials": r"exp(?!and)|softmax|attention|attend|sigmoid|elu",
         "sorting": r"sort|topk|kthvalue|bucketize",
         "gathers": r"gather|^index|scatter|take",

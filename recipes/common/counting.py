@@ -71,6 +71,11 @@ def _added_product(_: Shape, left: Shape, right: Shape, **__: Any) -> int:
     return 2 * math.prod(left) * right[-1]
 
 
+def _linear(x: Shape, weight: Shape, *_: Any, **__: Any) -> int:
+    """(..., K) times the transpose of (M, K)."""
+    return 2 * math.prod(x) * weight[0]
+
+
 def _elements(x: Shape, *_: Any, **__: Any) -> int:
     return math.prod(x)
 
@@ -149,6 +154,8 @@ FORMULAS = {
     **_operators(_attention_backward(1), f"{_CPU}_backward"),
     _OWN.partial_attention: _attention,
     _OWN.partial_attention_backward: _attention_backward(2),
+    # The product of oneDNN, which the package uses on some processors. Not every build of torch has it.
+    **({torch.ops.mkldnn._linear_pointwise: _linear} if hasattr(torch.ops.mkldnn, "_linear_pointwise") else {}),
 }
 FORMULAS_BY_PART: dict[str, dict[Any, Formula]] = {
     "products": FORMULAS,
