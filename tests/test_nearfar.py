@@ -38,6 +38,21 @@ def test_the_fit_lowers_the_error():
     assert _error(tensors, **options) < 0.5 * _error(tensors, **options, num_probes=0)
 
 
+def test_heads_with_very_large_scores_attend_to_means_of_clusters():
+    """Each head for itself: where scores are small, the fitted weights are better."""
+    query, key, value = inputs(num_heads=4, q_len=400, head_dim=3, dtype=torch.float32)
+    factor = torch.tensor([1.0, 6.0, 1.0, 6.0])[:, None, None]
+    tensors = query * factor, key * factor, value
+    options = {"num_samples": 128, "block_size": 0}
+    out = nearfar(*tensors, **options)
+    exact, without = scaled_dot_product_attention(*tensors), nearfar(*tensors, **options, num_probes=0)
+    for head in range(4):
+        error = relative_error(out[:, head], exact[:, head])
+        assert error < (0.2 if head % 2 else 1.0) * relative_error(without[:, head], exact[:, head])
+    alone = nearfar(*(x[:, :2] for x in tensors), **options)
+    torch.testing.assert_close(out[:, :2], alone)
+
+
 def _local(length=500):
     """Queries that attend mostly to the keys around them."""
     angle = torch.arange(length)[:, None] * torch.tensor([0.5, 0.11, 0.023])

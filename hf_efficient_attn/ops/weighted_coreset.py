@@ -14,6 +14,8 @@ K is the kernel exp(t^2 |scale| <x, y>) on centered keys. These are the Nystrom 
   better, but with them the error on activations of BERT and ViT is the same, and the pivots take longer than the steps.
 - The weights are fitted to the exact rows of a few probe queries: ridge regression of the numerator and of the
   denominator towards the Nystrom weights, in the metric of K_cc.
+- A head whose exact rows are closer to attention to the means of the clusters, with the numbers of their keys as
+  positive weights, gets that. Nystrom weights extrapolate poorly where scores are very large.
 - In heads whose attention is local, each block of queries attends to the keys around it exactly. What the landmarks
   count for these keys is subtracted (`hf_efficient_attn.ops.coreset_near_keys`).
 
@@ -62,6 +64,9 @@ RIDGE = 1e-3
 LEAST_DENOMINATOR, FIT_RANGE = 0.01, (0.6, 1.6)
 # The same relative to the sum of the exponentials. The gradient divides by the square.
 LEAST_SUM = 1e-10
+# A head attends to the means of its clusters if their squared error is below this share of that of the fitted weights,
+# whose denominators count as this at least.
+BETTER, LEAST_LEFT = 0.5, 0.1
 # Smallest size of the weights of a landmark, as a share of the largest.
 LEAST_SIZE = 1e-25
 # A probe for which no landmark counts more fits nothing. The gradient divides by the square of this.
@@ -86,6 +91,7 @@ class Coreset(NamedTuple):
         unfitted: (BH, m, Dv), for the unfitted numerator.
         value: (BH, m, Dv), as in `Landmarks`.
         log_count: (BH, m), as in `Landmarks`.
+        by_means: bool (BH, 1, 1), heads whose queries attend to the means `value` instead; None: no head.
     """
 
     key: Tensor
@@ -94,6 +100,7 @@ class Coreset(NamedTuple):
     unfitted: Tensor
     value: Tensor
     log_count: Tensor
+    by_means: Tensor | None
 
 
 def weighted_coreset_attention(
@@ -199,7 +206,7 @@ def _weigh(
     one = torch.eye(kernel.shape[1], dtype=kernel.dtype, device=kernel.device)
     if inputs.bias is not None:  # without padding all landmarks are used
         kernel = torch.where(closed | closed.mT, one, kernel)
-    exponent, similarity, rows = shift - half_norm, None, None
+    exponent, similarity, rows, by_means = shift - half_norm, None, None, None
     if probe is not None:
         exact = Partial(all_out[:, count:], all_lse[:, count:])
         rows = _exact_rows(probe, queries[:, count:], exact, landmarks, exponent)
@@ -219,7 +226,9 @@ def _weigh(
         if near is not None and similarity is not None:
             missing = missing - near_sums_of_rows(inputs, rows, near, similarity, solved)
         smooth = solved if near is None else solved @ rows.basis.mT
-        weights = unfitted + _fit(rows.basis, smooth, missing, landmarks).masked_fill(closed | landmarks.own, 0.0)
+        fit, left = _fit(rows.basis, smooth, missing, landmarks)
+        weights = unfitted + fit.masked_fill(closed | landmarks.own, 0.0)
+        by_means = _means_are_better(rows, left, landmarks)
     ones = torch.ones_like(landmarks.value[..., :1])
     own = torch.cat((landmarks.value, ones), 2).double()
     weights, unfitted = (torch.where(landmarks.own, own, x) for x in (weights, unfitted))
@@ -237,6 +246,7 @@ def _weigh(
         unfitted[..., :-1].to(acc_dtype),
         landmarks.value,
         landmarks.log_count,
+        by_means,
     )
     return coreset, None if similarity is None else products(similarity, (solved.mT / size).to(acc_dtype))
 
@@ -249,16 +259,36 @@ def _exact_rows(token: Tensor, query: Tensor, exact: Partial, landmarks: Landmar
     return ExactRows(token, query, lse, torch.cat((exact.out.double(), torch.ones_like(lse)), 2), basis)
 
 
-def _fit(basis: Tensor, smooth: Tensor, missing: Tensor, landmarks: Landmarks) -> Tensor:
-    """What to add to the weights (BH, m, Dv + 1), so that the probes miss less.
+def _fit(basis: Tensor, smooth: Tensor, missing: Tensor, landmarks: Landmarks) -> tuple[Tensor, Tensor]:
+    """What to add to the weights (BH, m, Dv + 1), so that the probes miss less, and what each misses without itself.
 
     Ridge regression in the metric of A = K_cc + ridge I, (A + B^T B / size)^-1 B^T missing / size, where B is the basis
     (BH, P, m). By the identity of Woodbury this is A^-1 B^T (size I + B A^-1 B^T)^-1 missing, with the already known
-    `smooth` = A^-1 B^T (BH, m, P).
+    `smooth` = A^-1 B^T (BH, m, P). What a probe misses if the others are fitted, (BH, P, Dv + 1), has a closed form:
+    (G^-1 missing)_i / (G^-1)_ii, where G is the matrix that is inverted (the leave-one-out residual of ridge
+    regression).
     """
     used = landmarks.used.sum(1).clamp(min=1)
     size = (basis.square().sum((1, 2)) / used)[:, None, None].clamp(min=LEAST_GRAM)
-    return smooth @ regularized_solve(basis @ smooth / size, missing / size, 1.0)
+    one = torch.eye(basis.shape[1], dtype=basis.dtype, device=basis.device).expand(basis.shape[0], -1, -1)
+    solved = regularized_solve(basis @ smooth / size, torch.cat((missing / size, one), 2), 1.0)
+    solved, inverse = solved.split((missing.shape[2], basis.shape[1]), 2)
+    left = size * solved.detach() / inverse.detach().diagonal(dim1=1, dim2=2).unsqueeze(2)
+    return smooth @ solved, left
+
+
+@torch.no_grad()
+def _means_are_better(rows: ExactRows, left: Tensor, landmarks: Landmarks) -> Tensor:
+    """Of which heads attention to the means of the clusters is clearly closer to the exact rows: bool (BH, 1, 1).
+
+    `left` (BH, P, Dv + 1) is what each row misses with weights that are fitted to the others.
+    """
+    exact, dtype = rows.sums[..., :-1], landmarks.key.dtype
+    fitted = (exact - left[..., :-1]) / (1.0 - left[..., -1:]).clamp(min=LEAST_LEFT)
+    scores = rows.query.to(dtype) @ landmarks.key.mT + landmarks.log_count.unsqueeze(1)
+    means = scores.softmax(2) @ landmarks.value
+    of_means, of_fitted = ((x - exact).square().sum((1, 2)) for x in (means, fitted))
+    return (of_means < BETTER * of_fitted)[:, None, None] & ~landmarks.own
 
 
 def _attend(
@@ -272,6 +302,7 @@ def _attend(
         sums, numerator_of = _near_and_far_sums(query, coreset, near, scale, dropout_p)
     numerator, (denominator, unfitted, size, total) = sums[..., :-4], sums[..., -4:].split(1, dim=2)
     positive = unfitted > torch.maximum(LEAST_DENOMINATOR * size, LEAST_SUM * total)
+    positive = positive if coreset.by_means is None else positive & ~coreset.by_means
     low, high = FIT_RANGE
     safe = positive & (denominator > low * unfitted) & (denominator < high * unfitted)
     out = numerator / torch.where(safe, denominator, 1.0)

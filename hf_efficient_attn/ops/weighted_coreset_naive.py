@@ -7,9 +7,11 @@ from hf_efficient_attn.ops.coreset import candidate_positions
 from hf_efficient_attn.ops.coreset_landmarks import LEAST_LOG_WEIGHT, POWER, TEMPERATURE, CoresetOptions
 from hf_efficient_attn.ops.coreset_near_keys import NUM_KEYS, NUM_ROWS
 from hf_efficient_attn.ops.weighted_coreset import (
+    BETTER,
     FIT_RANGE,
     LEAST_DENOMINATOR,
     LEAST_GRAM,
+    LEAST_LEFT,
     LEAST_SIZE,
     LEAST_SUM,
     MAX_LOGIT,
@@ -104,7 +106,8 @@ def naive_head(
     counted = (basis @ of_key) * near
     unfitted = basis @ weights + (exact - counted) @ targets
     size = basis @ weights[:, -1:].abs() + (exact + counted.abs()).sum(1, keepdim=True)
-    sums, most = unfitted, weights.abs().amax(1)
+    third = (scale * query @ landmarks.T + means[1].log()).softmax(1) @ means[0]
+    sums, most, by_means = unfitted, weights.abs().amax(1), False
     if options.num_probes:
         probe = naive_rows(query, options.num_probes)
         lse = scores[probe].logsumexp(1, keepdim=True)
@@ -112,14 +115,20 @@ def naive_head(
         missing = exact @ targets - rows @ weights - ((exact - rows @ of_key) * near[probe]) @ targets
         gram = rows.T @ rows
         strength = gram.diagonal().mean().clamp(min=LEAST_GRAM)
-        fit = torch.linalg.inv(gram / strength + unit + RIDGE * one) @ rows.T @ missing / strength
+        solve = torch.linalg.inv(gram / strength + unit + RIDGE * one) @ rows.T / strength
+        fit = solve @ missing
+        # What each probe misses if the others are fitted: the leave-one-out residual of ridge regression.
+        left = (missing - rows @ fit) / (1.0 - (rows @ solve).diagonal())[:, None]
+        target = (exact @ targets)[:, :-1]
+        fitted = (target - left[:, :-1]) / (1.0 - left[:, -1:]).clamp(min=LEAST_LEFT)
+        by_means = bool((third[probe] - target).square().sum() < BETTER * (fitted - target).square().sum())
         sums = unfitted + basis @ fit
         most = torch.maximum(most, (weights + fit).abs().amax(1))
     least = LEAST_SUM * basis @ most.maximum(LEAST_SIZE * most.max())[:, None]
-    positive = unfitted[:, -1:] > torch.maximum(LEAST_DENOMINATOR * size, least)
+    positive = torch.full_like(unfitted[:, -1:], not by_means, dtype=torch.bool)
+    positive &= unfitted[:, -1:] > torch.maximum(LEAST_DENOMINATOR * size, least)
     divisor = torch.where(positive, unfitted[:, -1:], 1.0)
     ratio = sums[:, -1:] / divisor
     safe = positive & (ratio > FIT_RANGE[0]) & (ratio < FIT_RANGE[1])
-    third = (scale * query @ landmarks.T + means[1].log()).softmax(1) @ means[0]
     second = torch.where(positive, unfitted[:, :-1] / divisor, third)
     return torch.where(safe, sums[:, :-1] / torch.where(safe, sums[:, -1:], 1.0), second)
