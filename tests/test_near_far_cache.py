@@ -154,7 +154,7 @@ def test_crop_takes_back_the_newest_tokens_only(family):
     assert cache.get_seq_length() == 45
     expected = decode_on(model, same, ids[:, 45:])
     torch.testing.assert_close(decode_on(model, cache, ids[:, 45:]), expected, atol=2e-3, rtol=2e-3)
-    with pytest.raises(hea.UnsupportedAttentionError, match="landmarks stand for some"):
+    with pytest.raises(hea.UnsupportedAttentionError, match="landmarks represent some"):
         cache.crop(-40)
     batch = {"input_ids": ids[:1], "attention_mask": torch.ones(1, 60)}
     lookup = generate(model, batch, past_key_values=hea.NearFarCache(model.config, 80), prompt_lookup_num_tokens=3)

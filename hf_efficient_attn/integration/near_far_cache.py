@@ -45,7 +45,7 @@ class NearFarLayer(CacheLayerMixin):
         position: int64 (B, L), the position of each kept key in the sequence; -1 where a row keeps fewer.
         coreset: landmarks (B, H_kv, m, .) of the older keys; None as long as there are none.
         counts: number of kept keys of each row.
-        merged: number of keys of each row that the landmarks stand for.
+        merged: number of keys of each row that the landmarks represent.
         seen: number of tokens, padding included.
     """
 
@@ -218,7 +218,7 @@ class NearFarLayer(CacheLayerMixin):
         return out.to(values.dtype).reshape(batch, num_heads, q_len, -1)
 
     def _merge_rows(self, full: list[bool], scale: float) -> None:
-        """In the rows that are full, let the landmarks stand for all kept keys but the newest."""
+        """In each full row, merge all kept keys except the newest into the landmarks."""
         rows = [row for row, is_full in enumerate(full) if is_full]
         if not rows:
             return
@@ -280,7 +280,7 @@ class NearFarLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens, as long as no landmark stands for one of them.
+        """Remove the last tokens, unless one of them has been merged into a landmark.
 
         Args:
             tokens_to_remove: minus the number of tokens to remove. In Transformers 5.12 also the length that remains.
@@ -299,7 +299,7 @@ class NearFarLayer(CacheLayerMixin):
         counts = kept.sum(1).tolist()
         if any(merged and not count for merged, count in zip(self.merged, counts, strict=True)):
             raise UnsupportedAttentionError(
-                f"{self.method.method}: {number} tokens cannot be taken back, because landmarks stand for some of "
+                f"{self.method.method}: {number} tokens cannot be taken back, because landmarks represent some of "
                 f"them: remove fewer than {self.num_newest} tokens, or start with a new cache"
             )
         self.seen, self.counts = remaining, counts

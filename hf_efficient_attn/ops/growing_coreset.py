@@ -1,13 +1,13 @@
 """A coreset of constant size for keys that arrive over time.
 
 The sum of exp(scale <q, k>) [v, 1] over all keys gives the numerator and the denominator of attention. Here it is a sum
-over m landmarks, whose weights stand for [v, 1]. `add_keys` makes new landmarks of the old ones and the new keys
+over m landmarks, whose weights are sums of [v, 1]. `add_keys` makes new landmarks of the old ones and the new keys
 together, and projects their weights on the new landmarks: a coreset of a union of coresets ("merge and reduce",
 Har-Peled & Mazumdar 2004, "On coresets for k-means and k-median clustering"; here one after the other and not in a
 tree, so that a single coreset is kept).
 
-- Landmarks are pivots of randomized pivoted Cholesky (`choose_pivots`), moved by steps of Lloyd's algorithm in which an
-  old landmark counts as many times as it stands for keys.
+- Landmarks are pivots of randomized pivoted Cholesky (`choose_pivots`), moved by steps of Lloyd's algorithm in which a
+  landmark of before counts once for each key that it represents.
 - Every landmark has the sums of values and the number of the keys in its cluster as weights. They are positive, and the
   sum over the landmarks is then attention to the means of clusters.
 - It also has Nystrom weights: the correction of the former by (K + ridge I)^-1 on what they miss at the landmarks
@@ -44,7 +44,7 @@ _SCORES_NUMEL = 1 << 22
 
 
 class GrowingCoreset(NamedTuple):
-    """Landmarks that stand for keys, in the accumulation dtype. Landmarks of no key have weights 0.
+    """Landmarks that represent keys, in the accumulation dtype. A landmark without keys has weights 0.
 
     Attributes:
         key: (..., m, D).
@@ -108,7 +108,7 @@ def add_keys(
 
 
 def coreset_partial(query: Tensor, coreset: GrowingCoreset, *, scale: float) -> Partial:
-    """Attention to all keys that a coreset stands for.
+    """Attention to all keys that a coreset represents.
 
     Args:
         query: (BH, Nq, D).

@@ -11,7 +11,7 @@ token after the other, through a cache of a number of columns. Every table row i
 - window, first 4: the same with the first four tokens, which GPT-2 attends to when it has nothing better to attend to
   (Xiao et al. 2024, "Efficient streaming language models with attention sinks").
 
-"nats" is the loss per token from position 1,024 on, "repeated" that on a passage of 128 tokens that stood 768 tokens
+"nats" is the loss per token from position 1,024 on, "repeated" that on a passage of 128 tokens that occurred 768 tokens
 earlier, "same token" the share of positions at which the most likely next token is that of exact decoding, and
 "generated" the share of tokens that are equal when each decodes 64 tokens greedily after a prompt of 1,024.
 
@@ -59,7 +59,7 @@ def load(data: Path, inputs: int) -> tuple[PreTrainedModel, Tensor]:
 
 
 def repeat_passage(ids: Tensor) -> Tensor:
-    """A copy of the tokens in which a passage stands again, 768 tokens later."""
+    """A copy of the tokens in which a passage is repeated 768 tokens later."""
     ids = ids.clone()
     ids[:, _START + _DISTANCE :][:, :_PASSAGE] = ids[:, _START : _START + _PASSAGE]
     return ids
