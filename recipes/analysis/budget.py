@@ -16,9 +16,9 @@ mean of the values, which costs nothing, is printed as well. DATA holds `wordvec
 Duration: about 2 minutes. Expected: with scores divided by sqrt(d), as in the paper's formulas, attention is so uniform
 that the mean of the values has an error of .055; at a budget of 512, performer has about the same, scatterbrain .03,
 reformer and kdeformer, whose samples estimate the mean, .07, wildcat and nearfar .05 and thinformer .20. With
-`--scale 1` the mean has .78, performer .90, reformer .29, scatterbrain .14, kdeformer .11, wildcat .79, thinformer .94
-and nearfar 2.0: its landmarks cannot represent attention to one of 8,192 unrelated keys. Performer is far above the
-others in the paper's figure, too. At that budget each needs 1.8 to 5.4 GFLOP, a fifteenth to a fifth of the 26.8 of
+`--scale 1` the mean has .78, performer .90, reformer .29, scatterbrain .14, kdeformer .11, nearfar .12, wildcat .79
+and thinformer .94: fitted or Nystrom weights of landmarks cannot represent attention to one of 8,192 unrelated keys, so
+nearfar attends to the means of its clusters. Performer is far above the others in the paper's figure, too. At that budget each needs 1.8 to 5.4 GFLOP, a fifteenth to a fifth of the 26.8 of
 exact attention.
 """
 
