@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from hf_efficient_attn.ops.blocks import ceil_div, take
 from hf_efficient_attn.ops.causal import causal_block_partial, interval_attention, left_intervals, merge_query_subsets
 from hf_efficient_attn.ops.exact import exact_attention
-from hf_efficient_attn.ops.near_far import GatheredKeys, gathered_attention
+from hf_efficient_attn.ops.gather_attend import GatheredKeys, gathered_attention
 from hf_efficient_attn.ops.partial import accumulation_dtype
 
 
