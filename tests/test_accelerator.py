@@ -15,9 +15,8 @@ def test_the_device_of_the_tensors_decides() -> None:
 def test_a_context_overrides_the_device(name: str) -> None:
     with use_backend(name):
         assert backend(torch.empty(1)) == backend(torch.empty(1, device="meta")) == name
-        with pytest.raises(RuntimeError, match="inner"), use_backend("cpu"):
+        with use_backend("cpu"):
             assert backend(torch.empty(1, device="meta")) == "cpu"
-            raise RuntimeError("inner")
         assert backend(torch.empty(1)) == name
     assert backend(torch.empty(1)) == "cpu"
 
