@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_efficient_attn import functional
-from hf_efficient_attn.ops import causal, near_far, onednn
+from hf_efficient_attn.ops import causal, gather_attend, near_far, onednn
 from hf_efficient_attn.ops import partial as partial_module
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
@@ -923,7 +923,7 @@ def test_both_cpu_paths_agree(near_field, length, monkeypatch):
     options = {"near_field": near_field, "block_size": 32, "num_samples": 32, "attention_mask": mask}
     outs = []
     for grouped in (False, True):
-        monkeypatch.setattr(near_far, "use_grouped", lambda *_, grouped=grouped: grouped)
+        monkeypatch.setattr(gather_attend, "use_grouped", lambda *_, grouped=grouped: grouped)
         outs.append(functional.kdeformer_attention(query, key, value, **options))
     torch.testing.assert_close(*outs, atol=2e-6, rtol=1e-5)
     assert not torch.equal(*outs)  # or the same path ran twice
