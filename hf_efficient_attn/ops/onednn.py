@@ -29,7 +29,7 @@ from torch.nn.functional import conv2d
 # Scores that are computed at a time: 4 MiB of float32, which stay in a cache between the two products.
 _SCORES_NUMEL = 1 << 20
 # The same for `product`, whose chunks are of at most so many keys, and the least number for which it pays.
-_PRODUCT_NUMEL, _PRODUCT_KEYS, _LEAST_NUMEL = 1 << 19, 1024, 1 << 16
+_PRODUCT_NUMEL, _PRODUCT_KEYS, _LEAST_NUMEL = 1 << 19, 1024, 1 << 18
 _LOG2_E = 1.0 / math.log(2.0)
 # Scores below the first, as exponents of two, need no maximum: terms that are lost because they are no normal numbers
 # are at most 2^(-126 + 60) of the sum. With values below the second a sum of 2^20 terms is finite.

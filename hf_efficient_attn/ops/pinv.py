@@ -30,14 +30,15 @@ def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
     Returns:
         (..., M, L).
     """
-    z = matrix.transpose(-1, -2) / _norm_bound(matrix)
-    one = torch.eye(matrix.shape[-2], dtype=matrix.dtype, device=matrix.device)
+    start, batch = matrix.transpose(-1, -2) / _norm_bound(matrix), matrix.shape[:-2]
+    matrix, z = (x.reshape(-1, *x.shape[-2:]) for x in (matrix, start))
     for _ in range(iterations):
-        product = matrix @ z
-        inner = 7.0 * one - product
-        inner = 15.0 * one - product @ inner
-        z = 0.25 * z @ (13.0 * one - product @ inner)
-    return z
+        # The identity is never formed: P (7 I - P) = 7 P - P P, and so on.
+        product = torch.bmm(matrix, z)
+        inner = torch.baddbmm(product, product, product, beta=7.0, alpha=-1.0)
+        inner = torch.baddbmm(product, product, inner, beta=15.0, alpha=-1.0)
+        z = torch.baddbmm(z, z, inner, beta=3.25, alpha=-0.25)
+    return z.view(*batch, *z.shape[1:])
 
 
 def damped_solve(matrix: Tensor, right: Tensor) -> Tensor:
