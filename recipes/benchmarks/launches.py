@@ -15,7 +15,8 @@ autograd runs itself are listed as "autograd". Causal counts omit methods withou
 be counted, since its work depends on the data.
 """
 
-from typing import Annotated, Any
+import math
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from tqdm import tqdm
@@ -23,6 +24,7 @@ from tqdm import tqdm
 from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods import MethodConfig, available_methods, method_info
+from hf_efficient_attn.ops.accelerator import Backend
 from recipes.common import commands
 from recipes.common.launches import Launches, launches
 
@@ -33,14 +35,23 @@ METHODS = tuple(name for name in available_methods() if name not in ("auto", "ap
 LENGTHS = (8192, 131_072)
 
 
-def row(label: str, config: MethodConfig, length: int, causal: bool, sizes: tuple[int, int, int]) -> dict[str, Any]:
+class Setting(NamedTuple):
+    """What is the same for all rows of the table."""
+
+    is_causal: bool
+    shape: tuple[int, int, int]
+    form: Backend
+
+
+def row(label: str, config: MethodConfig, length: int, how: Setting) -> dict[str, Any]:
     """The counts of a forward pass and of a training step, as one row of the table."""
-    forward, step = (launches(config, length, is_causal=causal, backward=b, shape=sizes) for b in (False, True))
-    inputs = 3 * sizes[0] * sizes[1] * sizes[2] * length * 2
+    forward, step = (launches(config, length, backward=backward, **how._asdict()) for backward in (False, True))
+    inputs = 3 * math.prod(how.shape) * length * 2
     return {
         "method": label,
         "length": length,
-        "causal": causal,
+        "causal": how.is_causal,
+        "form": how.form,
         "kernels": forward.kernels,
         "step_kernels": step.kernels,
         "gigabytes": forward.traffic / 1e9,
@@ -52,10 +63,10 @@ def row(label: str, config: MethodConfig, length: int, causal: bool, sizes: tupl
     }
 
 
-def _row_or_warning(label: str, config: MethodConfig, length: int, *rest: Any) -> dict[str, Any] | None:
+def _row_or_warning(label: str, config: MethodConfig, length: int, how: Setting) -> dict[str, Any] | None:
     """The result of `row`, or None and a message if the method cannot be counted."""
     try:
-        return row(label, config, length, *rest)
+        return row(label, config, length, how)
     except UnsupportedAttentionError as error:
         typer.echo(f"{label}, {length:,} tokens: {error}", err=True)
         return None
@@ -79,6 +90,9 @@ def run(
     batch: Annotated[int, typer.Option(metavar="N", min=1, help="Batch size.")] = 1,
     heads: commands.NumHeads = 16,
     width: commands.HeadDim = 64,
+    triton: Annotated[
+        bool, typer.Option("--triton/--library", help="Our Triton kernels where there are some, or PyTorch's.")
+    ] = False,
     csv: commands.Csv = None,
 ) -> None:
     """Count the kernels of each method in bfloat16 on meta tensors."""
@@ -87,11 +101,11 @@ def run(
     usable = {k: v for k, v in configs.items() if not causal or method_info(v.method).causal}
     if not usable:
         raise UnsupportedAttentionError(f"--causal: {', '.join(configs)} have no causal form; choose other methods")
-    sizes = (batch, heads, width)
+    how = Setting(causal, (batch, heads, width), "triton" if triton else "library")
     rows = []
     cases = [(tokens, label) for tokens in lengths for label in usable]
     for tokens, label in tqdm(cases, disable=None, leave=False):
-        found = _row_or_warning(label, usable[label], tokens, causal, sizes)
+        found = _row_or_warning(label, usable[label], tokens, how)
         rows += [] if found is None else [found]
     if not rows:
         raise UnsupportedAttentionError("none of the methods can be counted; choose others")
@@ -108,11 +122,12 @@ def run(
         for r in rows
     ]  # fmt: skip
     typer.echo(table(headers, cells))
-    form = "causal" if causal else "bidirectional"
-    typer.echo(f"\n{form}, batch {batch}, {heads} heads of dimension {width}, bfloat16, counted on meta tensors")
+    kind = "causal" if causal else "bidirectional"
+    sizes = f"batch {batch}, {heads} heads of dimension {width}, bfloat16"
+    typer.echo(f"\n{kind}, {sizes}, counted on meta tensors in the form of the {how.form} kernels")
     if top:
         for tokens, label in ((r["length"], r["method"]) for r in rows):
-            counted = launches(usable[label], tokens, is_causal=causal, backward=backward, shape=sizes)
+            counted = launches(usable[label], tokens, backward=backward, **how._asdict())
             typer.echo(f"\n{label}, {tokens:,} tokens, {'training step' if backward else 'forward'}:")
             typer.echo(_top(counted, top))
             for name, number in counted.synchronisations.items():

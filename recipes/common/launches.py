@@ -4,8 +4,8 @@
 them. Every operator that computes something is one kernel:
 
 - views, metadata and allocations without a value (`empty`) are none, and neither are operators on CPU tensors;
-- the package's own operators are entered: what they call is counted. An operator with "triton" in its name is one
-  kernel;
+- the package's own operators are entered: what they call is counted. Those that are Triton kernels, or have "triton"
+  in their name, are not;
 - an operator of torch is one kernel, although a few of them (sort, cumsum, fused attention in the backward pass) launch
   two to four on a GPU. The count does not depend on a device or a version of its libraries.
 
@@ -33,12 +33,14 @@ import torch
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 from torch.fx.experimental import _config as fx_config
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods import MethodConfig, get_method
+from hf_efficient_attn.ops.accelerator import Backend, use_backend
 
 _PACKAGE = pathlib.Path(hea.__file__).parent
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
@@ -52,6 +54,9 @@ _WAITING = {
 _INDEXED_READS = {"gather", "index_select", "index", "embedding", "take"}
 _INDEXED_WRITES = {"scatter_", "scatter_add_", "scatter_reduce_", "index_add_", "index_copy_", "index_put_"}
 _OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_"}
+# Operators of the package that are Triton kernels, and their number of kernels: the gradient of gather-attend fills three
+# buffers and casts two of them.
+_TRITON = {"gather_attend": 1, "gather_attend_backward": 6}
 _FACTORIES = ((torch, "tensor"), (torch, "as_tensor"), (torch, "asarray"), (Tensor, "new_tensor"))
 
 
@@ -121,9 +126,9 @@ def launches(
     is_causal: bool = False,
     backward: bool = False,
     shape: tuple[int, int, int] = (1, 16, 64),
-    dtype: torch.dtype = torch.bfloat16,
+    form: Backend = "library",
 ) -> Launches:
-    """Count one call of a method on `length` tokens.
+    """Count one call of a method on `length` tokens in bfloat16.
 
     The call is counted when it runs for the second time, so that cached plans and random numbers count as they do in
     the second layer of a model. Learned parameters are given as in a model.
@@ -134,11 +139,11 @@ def launches(
         is_causal: whether attention is causal.
         backward: a training step: the forward and the backward pass of a call whose inputs need a gradient.
         shape: (B, H, D).
-        dtype: of the inputs.
+        form: "library" for PyTorch's kernels, "triton" for our own where there is one.
     """
     batch, heads, head_dim = shape
     inputs = [
-        torch.empty(batch, heads, length, head_dim, dtype=dtype, device="meta", requires_grad=backward)
+        torch.empty(batch, heads, length, head_dim, dtype=torch.bfloat16, device="meta", requires_grad=backward)
         for _ in range(3)
     ]
 
@@ -154,9 +159,10 @@ def launches(
             wanted = [*inputs, *(parameters or {}).values()]
             torch.autograd.grad(out, wanted, torch.empty_like(out), allow_unused=True)
 
-    with _meta_tensors():
-        call()
-    return count(call)
+    with use_backend(form):
+        with _meta_tensors():
+            call()
+        return count(call)
 
 
 @contextlib.contextmanager
@@ -174,6 +180,7 @@ def _meta_tensors() -> Iterator[None]:
         mock.patch.object(torch, "is_autocast_enabled", is_autocast_enabled),
         mock.patch.object(torch, "autocast", context),
         fx_config.patch(meta_nonzero_assume_all_nonzero=True),
+        _FusedAttention(),
     ):
         try:
             yield
@@ -185,6 +192,38 @@ def _meta_tensors() -> Iterator[None]:
                 f"the call needs values at {_place(error)}, which meta tensors do not have ({problem}), so that its "
                 "kernels cannot be counted and a device is waited for; choose a method or hyperparameters without that"
             ) from error
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Exact attention on meta tensors by a fused kernel, as on a GPU. PyTorch itself takes plain products for them."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention and args[0].is_meta:
+            return _fused_attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """The flash kernel in half precision without a mask, else the memory-efficient one."""
+    if attn_mask is None and query.dtype in (torch.float16, torch.bfloat16):
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    return efficient(query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale)[0]
 
 
 class _Counting(TorchDispatchMode):
@@ -201,7 +240,7 @@ class _Counting(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = func._opname
-        if func.namespace == "hf_efficient_attn" and "triton" not in name:
+        if func.namespace == "hf_efficient_attn" and not _is_triton(name):
             return self._enter(func, args, kwargs)
         given = _tensors((args, kwargs))
         self._transfers(name, given, args, kwargs)
@@ -240,8 +279,9 @@ class _Counting(TorchDispatchMode):
         self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Tensor]
     ) -> None:
         """Count one kernel and its traffic."""
-        self.found.kernels += 1
-        self.found.by_kernel[Kernel(name, _line(sys._getframe(2)))] += 1
+        number = _TRITON.get(name, 1)
+        self.found.kernels += number
+        self.found.by_kernel[Kernel(name, _line(sys._getframe(2)))] += number
         results = sum(map(_bytes, made))
         if name in _INDEXED_WRITES:
             rest = sum(map(_bytes, _tensors((args[1:], kwargs))))
@@ -297,6 +337,11 @@ class _Counting(TorchDispatchMode):
 
 def _tensors(value: Any) -> list[Tensor]:
     return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+
+
+def _is_triton(name: str) -> bool:
+    """Whether an operator of the package is a Triton kernel, which does not run on meta tensors."""
+    return name in _TRITON or "triton" in name
 
 
 def _computes(func: Any, name: str, made: Sequence[Tensor]) -> bool:
