@@ -1,0 +1,32 @@
+"""The dtype of matrix products: half precision where the machine multiplies it fast, float32 elsewhere.
+
+A product of bfloat16 tensors has a bfloat16 result on the CPU, although it is summed in float32. So sums over many
+tokens are computed in parts, which are added in float32, and scores before an exponential stay in float32.
+"""
+
+import torch
+from torch import Tensor
+
+# Read once, so that `torch.compile` meets a constant.
+_CPU_HAS_BFLOAT16 = bool(
+    torch.backends.mkldnn.is_available()
+    and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    and torch.cpu._is_avx512_bf16_supported()
+)
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which products of `x` run.
+
+    On an accelerator it is that of `x`. On the CPU it is bfloat16 for bfloat16 tensors if the processor multiplies them
+    (AVX512-BF16, AMX), and also for float32 tensors after `torch.set_float32_matmul_precision("medium")`. Half precision
+    runs in float32 otherwise: float16 products of the CPU are slow.
+    """
+    if x.dtype == torch.float64 or x.device.type != "cpu":
+        return x.dtype
+    if not (_CPU_HAS_BFLOAT16 and torch.backends.mkldnn.enabled):
+        return torch.float32
+    wants_half = x.dtype == torch.bfloat16 or (
+        x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "medium"
+    )
+    return torch.bfloat16 if wants_half else torch.float32
