@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import pad_to_blocks
 from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
 
@@ -10,8 +11,12 @@ _BLOCK_Q = 256
 
 
 def mask_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where the bool mask is True and -inf elsewhere, in the accumulation dtype of `dtype`."""
-    zeros = torch.zeros(mask.shape, dtype=accumulation_dtype(dtype), device=mask.device)
+    """0 where the bool mask is True and -inf elsewhere, in the accumulation dtype of `dtype`.
+
+    On an accelerator it is in `dtype` itself, the only one that the kernels of `fused_attention` take for pairs.
+    """
+    dtype = accumulation_dtype(dtype) if backend(mask) == "cpu" else dtype
+    zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
     return zeros.masked_fill_(~mask, -torch.inf)
 
 

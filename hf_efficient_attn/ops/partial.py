@@ -12,7 +12,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.export import exporting_to_onnx
+from hf_efficient_attn.ops.fused_attention import fused_attention, fused_attention_backward
 from hf_efficient_attn.ops.onednn import pays, product_attention, use_product
 
 # Scores that are computed at a time: 2**20 float32 numbers stay in the cache of one core, and the buffers are reused.
@@ -188,9 +190,11 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, sca
     if query.numel() == 0 or block_k == 0:
         lse = torch.full((batch_heads, num_blocks, block_q), -torch.inf, dtype=acc_dtype, device=query.device)
         return value.new_zeros(batch_heads, num_blocks, block_q, value_dim), lse
+    if backend(query) != "cpu":
+        return fused_attention(query, key, value, bias, scale)
     if _by_products(query, key, value, bias):
         return _forward_products(query, key, value, bias, scale)
-    if query.device.type == "cpu" and head_dim == value_dim:
+    if head_dim == value_dim:
         return _forward_fused(query, key, value, bias, scale)
     out = query.new_empty(batch_heads, num_blocks, block_q, value_dim)
     lse = query.new_empty(batch_heads, num_blocks, block_q, dtype=acc_dtype)
@@ -276,7 +280,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: flo
 @torch.library.custom_op("hf_efficient_attn::partial_attention_backward", mutates_args=())
 def _partial_attention_backward(
     grad_out: Tensor,
-    grad_lse: Tensor,
+    grad_lse: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -287,12 +291,17 @@ def _partial_attention_backward(
     with_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and bias (empty unless `with_bias`). A custom op takes its tensors one by one."""
+    if backend(query) != "cpu" and query.numel() and key.numel():
+        tensors = query, key, value, bias
+        found = fused_attention_backward((grad_out, grad_lse), tensors, (out, lse), scale, with_bias)
+        return *found[:3], lse.new_empty(0) if found[3] is None else found[3]
     acc_dtype = accumulation_dtype(query.dtype)
     grad_bias = torch.zeros_like(bias) if with_bias and bias is not None else lse.new_empty(0)
     grads = tuple(torch.zeros(x.shape, dtype=acc_dtype, device=x.device) for x in (query, key, value))
     grad_query, grad_key, grad_value = grads
     # d scores = P * (grad_out . v_j - grad_out . out + grad_lse) with P = exp(scores - lse). P = 0 without any key.
-    delta = ((grad_out.to(acc_dtype) * out.to(acc_dtype)).sum(-1) - grad_lse).unsqueeze(-1)
+    delta = (grad_out.to(acc_dtype) * out.to(acc_dtype)).sum(-1)
+    delta = (delta if grad_lse is None else delta - grad_lse).unsqueeze(-1)
     lse = lse.masked_fill(lse == -torch.inf, torch.inf).unsqueeze(-1)
     shared_keys = key.shape[1] == 1 == value.shape[1]
     chunks = _chunks(query, key)
@@ -323,7 +332,7 @@ def _partial_attention_backward(
 @_partial_attention_backward.register_fake
 def _(
     grad_out: Tensor,
-    grad_lse: Tensor,
+    grad_lse: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -349,16 +358,21 @@ class _Context(Protocol):
 
     def save_for_backward(self, *tensors: Tensor | None) -> None: ...
 
+    def set_materialize_grads(self, value: bool) -> None: ...
+
 
 def _save(
     ctx: _Context, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, float], output: tuple[Tensor, Tensor]
 ) -> None:
     query, key, value, bias, ctx.scale = inputs
     ctx.save_for_backward(query, key, value, bias, *output)
+    ctx.set_materialize_grads(False)  # without a gradient of the lse less is to compute
 
 
-def _backward(ctx: _Context, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: _Context, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     with_bias = ctx.needs_input_grad[3]
+    if grad_out is None:
+        grad_out = torch.zeros_like(ctx.saved_tensors[4])
     *grads, grad_bias = torch.ops.hf_efficient_attn.partial_attention_backward(
         grad_out, grad_lse, *ctx.saved_tensors, ctx.scale, with_bias
     )
