@@ -19,14 +19,17 @@ def product_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which products of `x` run.
 
     On an accelerator it is that of `x`. On the CPU it is bfloat16 for bfloat16 tensors if the processor multiplies them
-    (AVX512-BF16, AMX), and also for float32 tensors after `torch.set_float32_matmul_precision("medium")`. Half precision
-    runs in float32 otherwise: float16 products of the CPU are slow.
+    (AVX512-BF16, AMX), and also for float32 tensors after `torch.set_float32_matmul_precision("medium")`. Otherwise
+    half precision runs in float32, since float16 products of the CPU are slow.
     """
     if x.dtype == torch.float64 or x.device.type != "cpu":
         return x.dtype
     if not (_CPU_HAS_BFLOAT16 and torch.backends.mkldnn.enabled):
         return torch.float32
-    wants_half = x.dtype == torch.bfloat16 or (
-        x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "medium"
-    )
+    wants_half = x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and _medium_precision())
     return torch.bfloat16 if wants_half else torch.float32
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a graph is traced again if it changes
+def _medium_precision() -> bool:
+    return torch.get_float32_matmul_precision() == "medium"
