@@ -20,7 +20,7 @@ from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.export import exporting_to_onnx
 from hf_efficient_attn.ops.near_far import dense_attention
 from hf_efficient_attn.ops.partial import Partial, merge, partial_attention
-from hf_efficient_attn.ops.window import window_partial
+from hf_efficient_attn.ops.window import has_window_kernel, window_by_kernel, window_partial
 
 # Queries that attend to the global tokens at a time.
 _BLOCK_Q = 128
@@ -74,6 +74,10 @@ def forward(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor,
             query, key, value, key_mask, is_causal=options.is_causal, scale=scale, dropout_p=dropout_p
         )
         return unflatten_heads(out, shape)
+    plain = key_mask is None and not config.global_tokens and not options.dropout_p
+    if plain and has_window_kernel(query, value):
+        right = 0 if options.is_causal else config.window_size
+        return window_by_kernel(query, key, value, left=config.window_size, right=right, scale=options.scale)
 
     def some_heads(
         query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, out: Tensor | None = None

@@ -1,21 +1,29 @@
 """Attention to a sliding window over the positions, in blocks of queries over overlapping views of the keys."""
 
+import functools
+import inspect
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import varlen
 from torch.nn.functional import pad
 
+from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import can_reuse_buffers, ceil_div, count_blocks, pad_to_blocks
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.export import exporting_to_onnx
 from hf_efficient_attn.ops.partial import LOG2_E, Partial, accumulation_dtype, partial_attention, safe_row_max
 
-# Queries of a block: few, so that few keys of a block are outside the window of its queries. With a gradient there are
-# more, because the gradient of a key is summed over all blocks that contain it.
-_BLOCK_Q, _BLOCK_Q_WITH_GRADIENT = 64, 128
+# Queries of a block: few, so that few keys of a block are outside the window of its queries, and fewer for a small
+# window. With a gradient there are more, because the gradient of a key is summed over all blocks that contain it, and
+# for matrix units, because the fused kernel rearranges the keys of a block for them.
+_BLOCK_Q, _SMALL_BLOCK_Q, _SMALL_WINDOW, _LARGE_BLOCK_Q = 64, 32, 96, 128
 # Scores that are computed at a time in reused buffers: 4 MiB of float32.
 _SCORES_NUMEL = 1 << 20
+# FlashAttention counts the numbers of a tensor in 32 bits and takes tokens of at most so many.
+_MAX_NUMEL, _MAX_HEAD_DIM = 1 << 31, 256
+_HAS_WINDOWS = "window_size" in inspect.signature(varlen.varlen_attn).parameters
 
 
 class _Blocks(NamedTuple):
@@ -34,6 +42,56 @@ class _Blocks(NamedTuple):
     inner: tuple[int, int]
     left: int
     right: int
+
+
+def has_window_kernel(query: Tensor, value: Tensor) -> bool:
+    """Whether `window_by_kernel` takes queries (B, H, N, D) and values (B, H, N, Dv) and is faster than blocks.
+
+    It needs half precision, NVIDIA's tensor cores of Ampere or later, and a PyTorch whose kernel has windows. Meta
+    tensors stand for such a device.
+    """
+    device, dim = query.device, query.shape[3]
+    if not _HAS_WINDOWS or backend(query) == "cpu" or query.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    if dim != value.shape[3] or dim % 8 or dim > _MAX_HEAD_DIM or query.numel() >= _MAX_NUMEL:
+        return False
+    if device.type == "cuda":
+        return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "meta"
+
+
+def window_by_kernel(query: Tensor, key: Tensor, value: Tensor, *, left: int, right: int, scale: float) -> Tensor:
+    """Attention of each query i to the keys i - left .. i + right, by one launch of FlashAttention.
+
+    The kernel takes sequences of different lengths, one after the other, with the heads of a token next to each other.
+    In models the tokens lie like this in memory, so that nothing is copied.
+
+    Args:
+        query: (B, H, N, D), in half precision.
+        key: (B, H, N, D).
+        value: (B, H, N, D).
+        left: keys before the query.
+        right: keys after the query.
+        scale: factor of the scores.
+
+    Returns:
+        (B, H, N, D).
+    """
+    batch, _, length, _ = query.shape
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    ends = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
+    window = (left, right)
+    out = varlen.varlen_attn(query, key, value, ends, ends, length, length, scale=scale, window_size=window)
+    assert isinstance(out, Tensor)  # it is a tuple if the lse is asked for
+    result: Tensor = out.unflatten(0, (batch, length)).transpose(1, 2)
+    return result
+
+
+@torch.compiler.assume_constant_result  # dynamo then calls it instead of tracing it
+@functools.cache
+def _has_matrix_units() -> bool:
+    """Whether the processor has matrix units for bfloat16 (Intel's AMX)."""
+    return bool(torch.cpu._is_amx_tile_supported())
 
 
 def window_partial(
@@ -67,9 +125,13 @@ def window_partial(
         Partial of out (BH, N, Dv) and lse (BH, N).
     """
     length, device = query.shape[1], query.device
-    reuse_buffers = not dropout_p and can_reuse_buffers(query, key, value)
+    # The fused kernel multiplies bfloat16 by the matrix units, with float32 sums. Without these units it is slower than
+    # plain products in float32.
+    by_units = query.dtype == torch.bfloat16 and query.shape[2] == value.shape[2] and _has_matrix_units()
+    reuse_buffers = not dropout_p and not by_units and can_reuse_buffers(query, key, value)
     exporting = exporting_to_onnx()
-    block_q = _BLOCK_Q if reuse_buffers else _BLOCK_Q_WITH_GRADIENT
+    small = _SMALL_BLOCK_Q if left + right < _SMALL_WINDOW else _BLOCK_Q
+    block_q = small if reuse_buffers else _LARGE_BLOCK_Q
     block_q = block_q if exporting else min(block_q, length)
     num_blocks, block_k = count_blocks(length, block_q), left + block_q + right
     after = right + num_blocks * block_q - length
@@ -84,13 +146,16 @@ def window_partial(
     high = max(low, num_blocks - ceil_div(after, block_q))
     if reuse_buffers:
         return _in_buffers(query, key, value, _Blocks(in_window, valid, (low, high), left, right), scale, out)
+    if backend(query) != "cpu":  # fewer launches
+        low = high = num_blocks
     blocks = pad_to_blocks(query, block_q)
     views = [_key_blocks(x, num_blocks, block_q, left, right) for x in (key, value)]
     parts = []
     for first, last in ((0, low), (low, high), (high, num_blocks)):
         if first < last:
-            pairs = in_window[None, None] if (first, last) == (low, high) else in_window & valid[:, first:last, None]
-            keys, values = (x[:, first:last] for x in views)
+            is_inner = same_bias and (first, last) == (low, high)
+            pairs = in_window[None, None] if is_inner else in_window & valid[:, first:last, None]
+            keys, values = (x if last - first == num_blocks else x[:, first:last] for x in views)
             bias = mask_bias(pairs, query.dtype)
             part = partial_attention(blocks[:, first:last], keys, values, bias, scale=scale, dropout_p=dropout_p)
             parts.append(part)
@@ -113,8 +178,7 @@ def _in_buffers(
     """
     (batch_heads, length, _), (block_q, block_k) = query.shape, blocks.in_window.shape
     num_blocks, acc_dtype = blocks.valid.shape[1], accumulation_dtype(query.dtype)
-    # Scores to base 2: see `exp_`.
-    queries = pad_to_blocks(query.to(acc_dtype) * (scale * LOG2_E), block_q)
+    queries = pad_to_blocks(query.to(acc_dtype), block_q)
     keys, values = (_key_blocks(x.to(acc_dtype), num_blocks, block_q, blocks.left, blocks.right) for x in (key, value))
     if out is None or out.dtype != acc_dtype or length != num_blocks * block_q:
         result = queries.new_empty(batch_heads, num_blocks, block_q, value.shape[2])
@@ -124,15 +188,19 @@ def _in_buffers(
     window_bias, key_bias = mask_bias(blocks.in_window, acc_dtype), mask_bias(blocks.valid[0], acc_dtype).unsqueeze(1)
     step = max(1, _SCORES_NUMEL // (block_q * block_k))
     buffer = queries.new_empty(min(step, num_blocks), block_q, block_k)
-    for a in range(batch_heads):
-        for start in range(0, num_blocks, step):
-            some = slice(start, min(start + step, num_blocks))
-            scores = torch.bmm(queries[a, some], keys[a, some].transpose(1, 2), out=buffer[: some.stop - start])
-            scores += window_bias
-            if start < blocks.inner[0] or some.stop > blocks.inner[1]:
-                scores += key_bias[some]
-            row_max = safe_row_max(scores.amax(2, keepdim=True))
+    for start in range(0, num_blocks, step):
+        some = slice(start, min(start + step, num_blocks))
+        is_inner = blocks.inner[0] <= start and some.stop <= blocks.inner[1]
+        bias = window_bias if is_inner else window_bias + key_bias[some]
+        own = buffer[: some.stop - start]
+        for a in range(batch_heads):
+            # Scores to base 2: see `exp_`.
+            scores = torch.baddbmm(bias, queries[a, some], keys[a, some].mT, alpha=scale * LOG2_E, out=own)
+            row_max = scores.amax(2, keepdim=True)
+            row_max = row_max if is_inner else safe_row_max(row_max)
             total = scores.sub_(row_max).exp2_().sum(2, keepdim=True)
-            lse[a, some] = (total.log2() + row_max).squeeze(2)
-            torch.bmm(scores, values[a, some], out=result[a, some]).div_(total.masked_fill_(total == 0, 1.0))
+            torch.add(total.log2().squeeze(2), row_max.squeeze(2), out=lse[a, some])
+            if not is_inner:
+                total.masked_fill_(total == 0, 1.0)
+            torch.bmm(scores, values[a, some], out=result[a, some]).div_(total)
     return Partial(result.flatten(1, 2)[:, :length].to(value.dtype), lse.mul_(1.0 / LOG2_E).flatten(1)[:, :length])
