@@ -29,6 +29,7 @@ from hf_efficient_attn.ops.linear_attention import (
     normalize,
     query_features,
 )
+from hf_efficient_attn.ops.partial import accumulation_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +76,8 @@ def forward(
         return unflatten_heads(out, query.shape)
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, *state: Tensor) -> Tensor:
-        phi_q, phi_k = query_features(query, scale), key_features(key, key_mask)
-        value = value.to(phi_k.dtype)
+        phi_q = query_features(query, scale)
+        phi_k, value = key_features(key, key_mask).to(phi_q.dtype), value.to(phi_q.dtype)
         if options.is_causal:
             return causal_linear_attention(phi_q, phi_k, value, dropout_p, LinearState(*state) if state else None).to(
                 dtype
@@ -91,13 +92,14 @@ def recurrence_update(
 ) -> LinearState:
     """Add tokens to the state; see `Recurrence`."""
     phi = key_features(key, None if options.key_mask is None else options.key_mask[:, None])
+    phi = phi.to(accumulation_dtype(key.dtype))
     products, norm = phi.transpose(2, 3) @ value.to(phi.dtype), phi.sum(2)
     return LinearState(products, norm) if state is None else LinearState(state.products + products, state.norm + norm)
 
 
 def recurrence_query(config: LinearConfig, state: LinearState, query: Tensor, options: AttentionOptions) -> Tensor:
     """Attention to all tokens of a state, Eq. 20; see `Recurrence`."""
-    phi = query_features(query, options.scale)
+    phi = query_features(query, options.scale).to(state.norm.dtype)
     total = phi @ state.norm.unsqueeze(-1)
     phi = dropout(phi, options.dropout_p) if options.dropout_p else phi
     return normalize(phi @ state.products, total)

@@ -12,13 +12,17 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout
+from torch.nn.functional import dropout, pad
 
+from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import pad_to_blocks
 from hf_efficient_attn.ops.partial import accumulation_dtype, exp_
+from hf_efficient_attn.ops.precision import product_dtype
 from hf_efficient_attn.ops.scan import exclusive_prefix_sum, running_sum
 
-_CHUNK = 64  # tokens
+_CHUNK, _ACCELERATOR_CHUNK = 64, 128  # tokens
+# Columns of ones that the causal form adds to the values: a multiple of 8, as the kernels for half precision want it.
+_ONES = 8
 # The buffered forms process this many heads at a time, and blocks of this many features.
 BUFFERED_HEADS = 8
 _BLOCK = 1 << 20
@@ -35,11 +39,25 @@ def elu_features(x: Tensor) -> Tensor:
     """phi(x) = elu(x) + 1 (Eq. 7), which is positive: (...) -> (...).
 
     Computed as written it is 0 for x below -17 in float32, so both forms here take the exponential itself. The maximum
-    of 1 + x and exp(min(x, 0)) is faster than their sum with relu, but has another gradient at 0.
+    of 1 + x and exp(min(x, 0)) is faster than their sum with relu, but has another gradient at 0. In half precision
+    the result is rounded once: no step before the last one changes its operands.
     """
-    if x.requires_grad:
+    if x.requires_grad or x.dtype.itemsize == 2:
         return torch.relu(x) + x.clamp(max=0.0).exp()
     return torch.maximum(x + 1.0, exp_(x.clamp(max=0.0)))
+
+
+def _products_in(x: Tensor) -> torch.dtype:
+    """The dtype of the products of features: `product_dtype`, but sums over tokens exceed the range of float16."""
+    dtype = product_dtype(x)
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def _features(x: Tensor, factor: float | None) -> Tensor:
+    """Features of x (..., D), times a factor, in the dtype of products."""
+    dtype = _products_in(x)
+    x = x.to(torch.promote_types(dtype, torch.float32 if factor is not None else x.dtype))
+    return elu_features(x if factor is None else x * factor).to(dtype)
 
 
 def _query_factor(scale: float, head_dim: int) -> float | None:
@@ -49,14 +67,13 @@ def _query_factor(scale: float, head_dim: int) -> float | None:
 
 
 def query_features(query: Tensor, scale: float) -> Tensor:
-    """Features of queries (..., D) times scale * sqrt(D), in the accumulation dtype."""
-    query, factor = query.to(accumulation_dtype(query.dtype)), _query_factor(scale, query.shape[-1])
-    return elu_features(query if factor is None else query * factor)
+    """Features of queries (..., D) times scale * sqrt(D), in the dtype of products."""
+    return _features(query, _query_factor(scale, query.shape[-1]))
 
 
 def key_features(key: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Features of keys (..., D) in the accumulation dtype, 0 where `key_mask`, bool (...), is False."""
-    phi = elu_features(key.to(accumulation_dtype(key.dtype)))
+    """Features of keys (..., D) in the dtype of products, 0 where `key_mask`, bool (...), is False."""
+    phi = _features(key, None)
     return phi if key_mask is None else phi * key_mask.unsqueeze(-1)
 
 
@@ -74,9 +91,14 @@ def normalize(out: Tensor, total: Tensor) -> Tensor:
     return out / total
 
 
+def _sum(phi: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+    """The sum in the accumulation dtype."""
+    return phi.sum(dim, keepdim=keepdim, dtype=accumulation_dtype(phi.dtype))
+
+
 def linear_attention(phi_q: Tensor, phi_k: Tensor, value: Tensor, dropout_p: float) -> Tensor:
     """Bidirectional form: features (BH, Nq, D) and (BH, Nk, D), value (BH, Nk, Dv) -> (BH, Nq, Dv)."""
-    total = phi_q @ phi_k.sum(1).unsqueeze(-1)
+    total = phi_q @ _sum(phi_k, 1).to(phi_k.dtype).unsqueeze(-1)
     phi_q = dropout(phi_q, dropout_p) if dropout_p else phi_q
     return normalize(phi_q @ (phi_k.transpose(1, 2) @ value), total)
 
@@ -89,28 +111,32 @@ def causal_linear_attention(
     Args:
         phi_q: (BH, N, D), features of the queries.
         phi_k: (BH, N, D), features of the keys.
-        value: (BH, N, Dv), in the same dtype.
+        value: (BH, N, Dv), in the same dtype, which is that of the products.
         dropout_p: probability of dropping a feature of a query, the same feature for all keys.
         initial_state: S (BH, D, Dv) and Z (BH, D) of earlier tokens, or None.
 
     Returns:
         (BH, N, Dv).
     """
-    batch_heads, q_len = phi_q.shape[:2]
-    size = min(_CHUNK, q_len)
+    (batch_heads, q_len), value_dim, dtype = phi_q.shape[:2], value.shape[2], phi_q.dtype
+    size = min(_CHUNK if backend(value) == "cpu" else _ACCELERATOR_CHUNK, q_len)
+    # The last columns of the products are the sums of the weights.
+    value = pad(value, (0, _ONES), value=1.0)
     phi_q, phi_k, value = (pad_to_blocks(x, size) for x in (phi_q, phi_k, value))  # (BH, C, size, .)
-    state, norm = exclusive_prefix_sum(phi_k.transpose(2, 3) @ value), exclusive_prefix_sum(phi_k.sum(2))
+    state = exclusive_prefix_sum(phi_k.transpose(2, 3) @ value, accumulation_dtype(dtype))
     if initial_state is not None:
-        state, norm = state + initial_state.products[:, None], norm + initial_state.norm[:, None]
-    state, norm = state.flatten(0, 1), norm.flatten(0, 1).unsqueeze(-1)
-    phi_q, phi_k, value = (x.flatten(0, 1) for x in (phi_q, phi_k, value))
-    weights = (phi_q @ phi_k.transpose(1, 2)).tril()  # of the pairs of a chunk, (BH * C, size, size)
-    total = torch.baddbmm(weights.sum(-1, keepdim=True), phi_q, norm)
+        norm = initial_state.norm.unsqueeze(2).expand(-1, -1, _ONES)
+        state = state + torch.cat((initial_state.products, norm), 2)[:, None]
+    phi_q, phi_k, value, state = (x.flatten(0, 1) for x in (phi_q, phi_k, value, state.to(dtype)))
+    weights = (phi_q @ phi_k.transpose(1, 2)).tril_()  # of the pairs of a chunk, (BH * C, size, size)
+    out = torch.baddbmm(weights @ value, phi_q, state)
+    total = out[..., value_dim : value_dim + 1]
     if dropout_p:
         phi_q = dropout(phi_q, dropout_p)
         weights = (phi_q @ phi_k.transpose(1, 2)).tril()
-    out = normalize(torch.baddbmm(weights @ value, phi_q, state), total)
-    return out.view(batch_heads, -1, out.shape[-1])[:, :q_len]
+        out = torch.baddbmm(weights @ value, phi_q, state)
+    out = normalize(out[..., :value_dim], total)
+    return out.reshape(batch_heads, -1, value_dim)[:, :q_len]
 
 
 def buffered_linear_attention(
@@ -127,6 +153,7 @@ def buffered_linear_attention(
         scale: factor of the scores.
     """
     (batch_heads, q_len, head_dim), kv_len, acc_dtype = query.shape, key.shape[1], accumulation_dtype(query.dtype)
+    dtype = _products_in(query)
     out = value.new_empty(batch_heads, q_len, value.shape[2]) if out is None else out
     block = max(1, min(_BLOCK // (batch_heads * head_dim), max(q_len, kv_len)))
     first, second = (query.new_empty(batch_heads, block, head_dim, dtype=acc_dtype) for _ in range(2))
@@ -143,15 +170,22 @@ def buffered_linear_attention(
         tokens = slice(start, start + block)
         phi = features(key[:, tokens].to(acc_dtype))
         phi = phi if key_mask is None else phi.mul_(key_mask[:, tokens, None])
-        state.baddbmm_(phi.transpose(1, 2), value[:, tokens].to(acc_dtype))
-        norm += phi.sum(1, keepdim=True)
+        if dtype == acc_dtype:
+            state.baddbmm_(phi.transpose(1, 2), value[:, tokens].to(acc_dtype))
+        else:  # the result of this product is rounded to its dtype, so the blocks are added in float32
+            phi = phi.to(dtype)
+            state += torch.bmm(phi.transpose(1, 2), value[:, tokens].to(dtype))
+        norm += _sum(phi, 1, keepdim=True)
+    products = state.to(dtype)
     for start in range(0, q_len, block):
         tokens = slice(start, start + block)
         queries = query[:, tokens].to(acc_dtype)
         phi = features(queries if factor is None else queries * factor)
         # A matrix product with a single column takes half the time of one with 64, so the total is a sum.
         total = torch.mul(phi, norm, out=second[:, : queries.shape[1]]).sum(2, keepdim=True)
-        if out.dtype == acc_dtype:
+        if dtype != acc_dtype:  # divided before the product, so that its result is rounded once
+            out[:, tokens] = normalize(phi, total).to(dtype) @ products
+        elif out.dtype == acc_dtype:
             normalize(torch.bmm(phi, state, out=out[:, tokens]), total)
         else:
             out[:, tokens] = normalize(phi @ state, total)
@@ -179,7 +213,7 @@ def buffered_causal_linear_attention(
         out: (BH, N, Dv) to write into, or None.
     """
     (batch_heads, q_len, head_dim), acc_dtype = query.shape, accumulation_dtype(query.dtype)
-    size = min(_CHUNK, q_len)
+    dtype, size = _products_in(query), min(_CHUNK, q_len)
     block = max(1, _BLOCK // (4 * batch_heads * size * max(size, head_dim))) * size
     out = value.new_empty(batch_heads, q_len, value.shape[2]) if out is None else out
     if initial_state:
@@ -191,12 +225,13 @@ def buffered_causal_linear_attention(
         tokens = slice(start, min(start + block, q_len))
         phi_q = query_features(query[:, tokens], scale)
         phi_k = key_features(key[:, tokens], None if key_mask is None else key_mask[:, tokens])
-        phi_q, phi_k, values = (pad_to_blocks(x, size) for x in (phi_q, phi_k, value[:, tokens].to(acc_dtype)))
+        phi_q, phi_k, values = (pad_to_blocks(x, size) for x in (phi_q, phi_k, value[:, tokens].to(dtype)))
         phi_k_t = phi_k.transpose(2, 3)
-        state = running_sum(phi_k_t @ values, None, state[:, -1])
-        norm = running_sum(phi_k.sum(2, keepdim=True), None, norm[:, -1])
+        state = running_sum((phi_k_t @ values).to(acc_dtype), None, state[:, -1])
+        norm = running_sum(_sum(phi_k, 2, keepdim=True), None, norm[:, -1])
         weights = (phi_q @ phi_k_t).tril_()
-        total = weights.sum(3, keepdim=True).add_((phi_q * norm[:, :-1]).sum(3, keepdim=True))
-        result = normalize((weights @ values).add_(phi_q @ state[:, :-1]), total)
+        total = _sum(weights, 3, keepdim=True).add_((phi_q * norm[:, :-1]).sum(3, keepdim=True))
+        own, before = weights @ values, phi_q @ state[:, :-1].to(dtype)
+        result = normalize(own.to(acc_dtype).add_(before), total)
         out[:, tokens] = result.flatten(1, 2)[:, : tokens.stop - start]
     return out

@@ -5,6 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+from torch.nn.functional import pad
+
+from hf_efficient_attn.ops.accelerator import backend
 
 
 class _PrefixSum(torch.autograd.Function):
@@ -28,14 +31,16 @@ class _PrefixSum(torch.autograd.Function):
 _prefix_sum: Callable[[Tensor], Tensor] = _PrefixSum.apply
 
 
-def exclusive_prefix_sum(x: Tensor) -> Tensor:
-    """out[:, c] = x[:, 0] + ... + x[:, c-1], and 0 at c = 0: (BH, C, ...) -> the same shape.
+def exclusive_prefix_sum(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """out[:, c] = x[:, 0] + ... + x[:, c-1], and 0 at c = 0: (BH, C, ...) -> the same shape, summed in `dtype`.
 
-    The terms are added from first to last, so that out[:, c] does not depend on x[:, c:], not even in its rounding.
+    The terms are added from first to last, so that out[:, c] does not depend on x[:, c:], not even in its rounding. On
+    an accelerator the sum is one kernel, whatever C is.
     """
-    if torch.compiler.is_compiling():
-        return torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1].cumsum(1)), 1)
-    return _prefix_sum(x)
+    if torch.compiler.is_compiling() or backend(x) != "cpu":
+        # Not the inclusive sum minus x, whose rounding depends on x[:, c].
+        return pad(x.cumsum(1, dtype=dtype), (0, 0) * (x.ndim - 2) + (1, -1))
+    return _prefix_sum(x if dtype is None else x.to(dtype))
 
 
 def running_sum(parts: Tensor, kept: Tensor | None, start: Tensor) -> Tensor:
