@@ -1,0 +1,336 @@
+"""Triton kernels of the attention of blocks of queries to keys that are gathered by index.
+
+A program computes some queries of one block with all keys of the block. Queries are read and outputs written in the
+order of the plan, and keys are read by index, so that nothing is gathered in memory. The softmax is online (Milakov &
+Gimelshein 2018). The backward computes the weights anew from the lse, as in FlashAttention-2 (Dao 2023). Several blocks
+share a key, so it adds the gradients of keys and values atomically to float32 buffers. Products have operands of the
+inputs' dtype and float32 sums.
+
+Only `hf_efficient_attn.ops.gather_attend` imports this module, and only for tensors that it computes by Triton. With
+TRITON_INTERPRET=1 in the environment before the first import of Triton, the kernels run on the CPU.
+"""
+
+import contextlib
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_efficient_attn.ops.blocks import ceil_div
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LN_2 = tl.constexpr(0.6931471805599453)
+
+
+class Tiling(NamedTuple):
+    """Queries and keys that a program processes at a time, and its warps of 32 threads and pipeline stages."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def tiling(block_q: int, padded_dim: int, itemsize: int, backward: bool) -> Tiling:
+    """The tiling for blocks of `block_q` queries.
+
+    It keeps the programs within the 99 KiB of shared memory that all devices of compute capability 8.0 and later have,
+    and in half precision within their registers.
+
+    Args:
+        block_q: queries of a block.
+        padded_dim: the larger one of D and Dv, as a power of two.
+        itemsize: bytes of a number of the inputs.
+        backward: for the backward kernel.
+    """
+    row_bytes = padded_dim * itemsize
+    if row_bytes <= 128:
+        block_m, block_n = (128, 32 if backward else 64)
+    elif row_bytes <= 256:
+        block_m, block_n = (64 if backward else 128, 32)
+    elif row_bytes <= 512:
+        block_m, block_n = (32 if backward else 64, 32)
+    else:
+        block_m, block_n = (16 if backward else 32, 16)
+    block_m = min(block_m, max(16, triton.next_power_of_2(block_q)))
+    return Tiling(block_m, block_n, 8 if block_m >= 64 else 4, 1 if backward else 3)
+
+
+@triton.jit
+def _dot(a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    # Triton's interpreter does not compute products of bfloat16 numbers correctly.
+    if UPCAST:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def _queries_of_program(order, q_len, block_q, num_blocks, chunks, BLOCK_M: tl.constexpr, HAS_ORDER: tl.constexpr):
+    """The head of a program, its block among those of all heads, the positions of its queries, and which exist."""
+    program = tl.program_id(0)
+    block = (program // chunks).to(tl.int64)
+    head = block // num_blocks
+    in_block = (program % chunks) * BLOCK_M + tl.arange(0, BLOCK_M)
+    position = (block % num_blocks) * block_q + in_block
+    exists = (in_block < block_q) & (position < q_len)
+    if HAS_ORDER:
+        position = tl.load(order + head * q_len + position, mask=exists, other=0).to(tl.int64)
+    return head, block, position, exists
+
+
+@triton.jit
+def _load_rows(rows, exists, stride, DIM: tl.constexpr, PADDED: tl.constexpr, position):
+    """Rows (., DIM) of a matrix by position: (., PADDED), 0 for rows that do not exist."""
+    dims = tl.arange(0, PADDED)
+    return tl.load(rows + position[:, None] * stride + dims, mask=exists[:, None] & (dims < DIM), other=0.0)
+
+
+@triton.jit
+def _keys_of_step(index, log_weight, entries, exists):
+    """The positions of some keys, their log-weights as exponents of two, and which of them have a weight."""
+    weight = tl.load(log_weight + entries, mask=exists, other=float("-inf")) * _LOG2_E
+    return tl.load(index + entries, mask=exists, other=0).to(tl.int64), weight, weight > float("-inf")
+
+
+@triton.jit
+def _forward_kernel(
+    query,
+    key,
+    value,
+    index,
+    log_weight,
+    order,
+    out,
+    lse,
+    query_head,
+    query_row,
+    key_head,
+    key_row,
+    value_head,
+    value_row,
+    scale,
+    q_len,
+    block_q,
+    num_blocks,
+    num_keys,
+    chunks,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_HEAD_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    head, block, position, exists = _queries_of_program(order, q_len, block_q, num_blocks, chunks, BLOCK_M, HAS_ORDER)
+    queries = _load_rows(query + head * query_head, exists, query_row, HEAD_DIM, PADDED_HEAD_DIM, position)
+    queries = queries.to(key.dtype.element_ty)
+    scale = scale * _LOG2_E
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    sums = tl.zeros((BLOCK_M, PADDED_VALUE_DIM), tl.float32)
+    for start in range(0, num_keys, BLOCK_N):
+        entry = start + tl.arange(0, BLOCK_N)
+        positions, weight, used = _keys_of_step(index, log_weight, block * num_keys + entry, entry < num_keys)
+        keys = _load_rows(key + head * key_head, used, key_row, HEAD_DIM, PADDED_HEAD_DIM, positions)
+        values = _load_rows(value + head * value_head, used, value_row, VALUE_DIM, PADDED_VALUE_DIM, positions)
+        scores = _dot(queries, tl.trans(keys), PRECISION, UPCAST) * scale + weight[None, :]
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        # -inf, the maximum without any key, cannot be subtracted.
+        finite = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(scores - finite[:, None])
+        kept = tl.exp2(row_max - finite)
+        total = total * kept + tl.sum(weights, 1)
+        sums = sums * kept[:, None] + _dot(weights.to(values.dtype), values, PRECISION, UPCAST)
+        row_max = new_max
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
+    tl.store(lse + head * q_len + position, tl.where(empty, float("-inf"), (row_max + tl.log2(total)) * _LN_2), exists)
+    dims = tl.arange(0, PADDED_VALUE_DIM)
+    outs = out + (head * q_len + position[:, None]) * VALUE_DIM + dims
+    tl.store(outs, (sums / total[:, None]).to(out.dtype.element_ty), exists[:, None] & (dims < VALUE_DIM))
+
+
+@triton.jit
+def _backward_kernel(
+    query,
+    key,
+    value,
+    index,
+    log_weight,
+    order,
+    out,
+    lse,
+    grad_out,
+    grad_lse,
+    grad_query,
+    grad_key,
+    grad_value,
+    grad_log_weight,
+    query_head,
+    query_row,
+    key_head,
+    key_row,
+    value_head,
+    value_row,
+    scale,
+    q_len,
+    kv_len,
+    block_q,
+    num_blocks,
+    num_keys,
+    chunks,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_HEAD_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
+    WITH_LOG_WEIGHT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    head, block, position, exists = _queries_of_program(order, q_len, block_q, num_blocks, chunks, BLOCK_M, HAS_ORDER)
+    queries = _load_rows(query + head * query_head, exists, query_row, HEAD_DIM, PADDED_HEAD_DIM, position)
+    queries = queries.to(key.dtype.element_ty)
+    row = head * q_len + position
+    grad = _load_rows(grad_out, exists, VALUE_DIM, VALUE_DIM, PADDED_VALUE_DIM, row)
+    outs = _load_rows(out, exists, VALUE_DIM, VALUE_DIM, PADDED_VALUE_DIM, row)
+    # d scores = P * (grad_out . v_j - grad_out . out + grad_lse) with P = exp(scores - lse). P = 0 without any key.
+    delta = tl.sum(grad.to(tl.float32) * outs.to(tl.float32), 1) - tl.load(grad_lse + row, mask=exists, other=0.0)
+    own_lse = tl.load(lse + row, mask=exists, other=float("-inf"))
+    own_lse = tl.where(own_lse == float("-inf"), float("inf"), own_lse * _LOG2_E)
+    sums = tl.zeros((BLOCK_M, PADDED_HEAD_DIM), tl.float32)
+    for start in range(0, num_keys, BLOCK_N):
+        entry = start + tl.arange(0, BLOCK_N)
+        entries = block * num_keys + entry
+        positions, weight, used = _keys_of_step(index, log_weight, entries, entry < num_keys)
+        keys = _load_rows(key + head * key_head, used, key_row, HEAD_DIM, PADDED_HEAD_DIM, positions)
+        values = _load_rows(value + head * value_head, used, value_row, VALUE_DIM, PADDED_VALUE_DIM, positions)
+        scores = _dot(queries, tl.trans(keys), PRECISION, UPCAST) * (scale * _LOG2_E) + weight[None, :]
+        weights = tl.exp2(scores - own_lse[:, None])
+        own = (head * kv_len + positions)[:, None]
+        dims = tl.arange(0, PADDED_VALUE_DIM)
+        some = _dot(tl.trans(weights.to(grad.dtype)), grad, PRECISION, UPCAST)
+        tl.atomic_add(grad_value + own * VALUE_DIM + dims, some, used[:, None] & (dims < VALUE_DIM), sem="relaxed")
+        grad_scores = weights * (_dot(grad, tl.trans(values), PRECISION, UPCAST) - delta[:, None])
+        if WITH_LOG_WEIGHT:
+            tl.atomic_add(grad_log_weight + entries, tl.sum(grad_scores, 0), used, sem="relaxed")
+        rounded = grad_scores.to(keys.dtype)
+        dims = tl.arange(0, PADDED_HEAD_DIM)
+        some = _dot(tl.trans(rounded), queries, PRECISION, UPCAST) * scale
+        tl.atomic_add(grad_key + own * HEAD_DIM + dims, some, used[:, None] & (dims < HEAD_DIM), sem="relaxed")
+        sums += _dot(rounded, keys, PRECISION, UPCAST)
+    dims = tl.arange(0, PADDED_HEAD_DIM)
+    rows = grad_query + row[:, None] * HEAD_DIM + dims
+    tl.store(rows, (sums * scale).to(grad_query.dtype.element_ty), exists[:, None] & (dims < HEAD_DIM))
+
+
+# Whether Triton was imported to interpret its kernels on the CPU.
+_INTERPRETED = not isinstance(_forward_kernel, triton.JITFunction)
+
+
+def _launch(
+    query: Tensor, key: Tensor, value: Tensor, index: Tensor, block_q: int, backward: bool
+) -> tuple[tuple[int], tuple[int, ...], dict[str, Any]]:
+    """The grid of a kernel, the sizes that follow `block_q` among its arguments, and those that are constants."""
+    head_dim, value_dim, num_blocks = query.shape[2], value.shape[2], index.shape[1]
+    padded = [max(16, triton.next_power_of_2(x)) for x in (head_dim, value_dim)]
+    itemsize = max(x.element_size() for x in (key, value))
+    block_m, block_n, num_warps, num_stages = tiling(block_q, max(padded), itemsize, backward)
+    chunks = ceil_div(block_q, block_m)
+    constants = {
+        "HEAD_DIM": head_dim,
+        "VALUE_DIM": value_dim,
+        "PADDED_HEAD_DIM": padded[0],
+        "PADDED_VALUE_DIM": padded[1],
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "PRECISION": "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee",
+        "UPCAST": _INTERPRETED and torch.bfloat16 in (key.dtype, value.dtype),
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+    }
+    return (query.shape[0] * num_blocks * chunks,), (num_blocks, index.shape[2], chunks), constants
+
+
+def _strides(*tensors: Tensor) -> tuple[list[Tensor], list[int]]:
+    """Tensors whose last dimension is contiguous, and their strides in the other two."""
+    rows = [x if x.stride(2) == 1 else x.contiguous() for x in tensors]
+    return rows, [x.stride(dim) for x in rows for dim in (0, 1)]
+
+
+def _device(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
+    """The context in which kernels run on the device of a tensor."""
+    if tensor.is_cuda:
+        return torch.cuda.device(tensor.device)
+    if not _INTERPRETED:
+        raise RuntimeError(
+            f"Triton's kernels do not run on {tensor.device}: use a CUDA device, or set TRITON_INTERPRET=1 in the "
+            "environment before Triton is imported to interpret them on the CPU"
+        )
+    return contextlib.nullcontext()
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    index: Tensor,
+    log_weight: Tensor,
+    order: Tensor | None,
+    block_q: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Output and lse; see `hf_efficient_attn.ops.gather_attend.gather_attend`."""
+    (batch_heads, q_len, _), value_dim = query.shape, value.shape[2]
+    out = value.new_empty(batch_heads, q_len, value_dim)
+    lse = torch.empty(batch_heads, q_len, dtype=torch.float32, device=query.device)
+    if not lse.numel():
+        return out, lse
+    grid, sizes, constants = _launch(query, key, value, index, block_q, backward=False)
+    rows, strides = _strides(query, key, value)
+    constants["HAS_ORDER"] = order is not None
+    plan = [index.contiguous(), log_weight.contiguous(), index if order is None else order.contiguous()]
+    with _device(query):
+        _forward_kernel[grid](*rows, *plan, out, lse, *strides, scale, q_len, block_q, *sizes, **constants)
+    return out, lse
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    index: Tensor,
+    log_weight: Tensor,
+    order: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    block_q: int,
+    scale: float,
+    with_log_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value and log-weights (empty unless `with_log_weight`)."""
+    grad_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    grad_key, grad_value = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (key, value))
+    grad_log_weight = torch.zeros(index.shape if with_log_weight else 0, dtype=torch.float32, device=query.device)
+    if grad_query.numel():
+        grid, sizes, constants = _launch(query, key, value, index, block_q, backward=True)
+        rows, strides = _strides(query, key, value)
+        constants |= {"HAS_ORDER": order is not None, "WITH_LOG_WEIGHT": with_log_weight}
+        plan = [index.contiguous(), log_weight.contiguous(), index if order is None else order.contiguous()]
+        known = [x.contiguous() for x in (out, lse, grad_out, grad_lse)]
+        grads = (grad_query, grad_key, grad_value, grad_log_weight)
+        lengths = (query.shape[1], key.shape[1])
+        with _device(query):
+            _backward_kernel[grid](
+                *rows, *plan, *known, *grads, *strides, scale, *lengths, block_q, *sizes, **constants
+            )
+    return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), grad_log_weight
