@@ -1,5 +1,6 @@
 """The benchmarks at small sizes: measurements, goals, and output files."""
 
+import contextlib
 import csv
 import functools
 import gzip
@@ -9,6 +10,7 @@ import json
 import os
 import pathlib
 import sys
+import types
 import zipfile
 
 import pytest
@@ -114,11 +116,123 @@ def test_verdicts(row, reached):
     assert [verdict.reached for verdict in attention.verdicts([row])] == reached
 
 
+@pytest.mark.parametrize(
+    ("row", "reached"),
+    [
+        ({**speed_row("kdeformer", 8192, 5.0), "dtype": "bfloat16"}, [True]),
+        ({**speed_row("kdeformer", 8192, 9.0), "dtype": "float32"}, [False]),
+        ({**speed_row("linear", 8192, 12.0, backward=True), "dtype": "bfloat16"}, [False]),
+        ({**speed_row("kdeformer", 16384, 3.9), "dtype": "bfloat16", "device": "cuda:0"}, [False]),
+        ({**speed_row("linear", 131072, 199.0), "dtype": "bfloat16", "device": "cuda"}, [True]),
+        ({**speed_row("longformer", 1024, 2.4), "budget": 128, "batch": 8}, [False]),
+        ({**speed_row("longformer", 512, 1.1), "budget": 64, "batch": 1}, [True]),
+        ({**speed_row("longformer", 1024, 1.1), "budget": None, "batch": 8}, []),
+    ],
+)
+def test_goals_depend_on_dtype_device_and_budget(row, reached):
+    assert [verdict.reached for verdict in attention.verdicts([row])] == reached
+
+
 def test_check_measures_every_setting_that_has_a_goal():
     known = set(attention.SPEED_GOALS) | {(*key, False) for key in attention.MEMORY_GOALS}
     assert set(attention._settings([], None, None, True)) == known
     assert attention._settings([], True, None, True) == [(8192, True, False)]
     assert attention._settings([4096], None, True, False) == [(4096, False, True)]
+    half, gpu = memory.Case(0, dtype="bfloat16"), memory.Case(0, dtype="bfloat16", num_heads=16, device="cuda")
+    assert set(attention._settings([], None, None, True, half)) == set(attention.HALF_GOALS)
+    assert set(attention._settings([], None, None, True, gpu)) == set(attention.GPU_GOALS)
+    everything = attention._settings([], None, None, False, gpu)
+    assert everything[:2] == [(8192, False, False), (8192, False, True)]
+    assert everything[-1] == (1_048_576, False, True)
+
+
+@pytest.fixture
+def no_generator(monkeypatch):
+    """PyTorch has no generator for meta tensors, which stand for those of an accelerator."""
+    monkeypatch.setattr(torch, "Generator", lambda device: types.SimpleNamespace(manual_seed=lambda seed: None))
+
+
+def test_inputs_are_on_the_device_of_the_case(no_generator):
+    case = CASE._replace(device="meta", dtype="bfloat16", backward=True)
+    inputs = memory.make_inputs(case)
+    assert {(x.device.type, x.dtype, x.requires_grad) for x in inputs} == {("meta", torch.bfloat16, True)}
+    assert sum(x.nbytes for x in inputs) == case.input_bytes
+    memory.run_once(None, inputs, case)
+    assert inputs[0].grad.device.type == "meta"
+    assert "device meta" in str(case)
+    assert "threads 1" in str(CASE)
+
+
+def test_exact_attention_on_cuda_is_the_flash_kernel(monkeypatch):
+    """Which kernel is allowed, as no kernel for CUDA runs everywhere."""
+    allowed = []
+
+    def attend(query, key, value, is_causal):
+        allowed.append((torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()))
+        return query
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    for device, dtype in (("cuda", "bfloat16"), ("cuda:1", "float16"), ("cuda", "float32"), ("cpu", "bfloat16")):
+        memory.run_once(None, memory.make_inputs(CASE), CASE._replace(device=device, dtype=dtype))
+    assert allowed == [(True, False), (True, False), (True, True), (True, True)]
+
+
+def test_memory_of_a_device_is_what_its_allocator_records(no_generator, monkeypatch):
+    case, calls = CASE._replace(device="meta"), []
+
+    def peak_of(work, device):
+        calls.append(device.type)
+        work()
+        return 7 * case.input_bytes
+
+    monkeypatch.setattr(memory, "peak_of", peak_of)
+    assert memory.extra_memory(None, case) == 7
+    assert calls == ["meta"]
+
+
+def test_what_does_not_fit_an_accelerator_is_left_out(no_generator, monkeypatch, capsys):
+    def run_once(config, inputs, case):
+        if config is not None and config.method == "performer":
+            raise torch.OutOfMemoryError("too much")
+
+    monkeypatch.setattr(attention, "run_once", run_once)
+    monkeypatch.setattr(attention, "use_device", lambda device: contextlib.nullcontext())
+    configs = cli.parse_methods(["linear,performer"])
+    assert list(attention.measure(configs, CASE._replace(device="meta"), rounds=1)) == ["sdpa", "linear"]
+    message = "performer, 256 tokens: left out, since it does not fit the memory of the device\n"
+    assert capsys.readouterr().err == message
+
+
+def test_short_sequences(monkeypatch, tmp_path):
+    found = []
+
+    def measure(configs, case, rounds, bar):
+        found.append((case, {label: config.to_dict() for label, config in configs.items()}))
+        return {"sdpa": timing.Timing(1.0, 1.0, 1.0, 1.0, 1.0)}
+
+    monkeypatch.setattr(attention, "measure", measure)
+    path = tmp_path / "short.csv"
+    arguments = ["--short", "--no-memory", "--method", "longformer,linear", "--dtype", "bfloat16", "--causal"]
+    assert speed(*arguments, "--csv", str(path)) == 0
+    assert [(case.length, case.batch) for case, _ in found] == [(512, 1), (512, 8), (1024, 1), (1024, 8)]
+    assert all(case.causal and case.dtype == "bfloat16" and not case.backward for case, _ in found)
+    windows = [configs["longformer"]["window_size"] for _, configs in found]
+    assert windows == [hea.LongformerConfig().with_budget(n).window_size for n in (64, 64, 128, 128)]
+    assert [row["budget"] for row in read_csv(path)] == ["64", "64", "128", "128"]
+
+
+def test_check_measures_half_precision(monkeypatch, capsys):
+    seen = []
+
+    def measure(configs, case, rounds, bar):
+        seen.append((case.length, case.causal, case.backward, case.dtype))
+        return dict.fromkeys(configs, timing.Timing(1.0, 100.0, 100.0, 100.0, 100.0))
+
+    monkeypatch.setattr(attention, "measure", measure)
+    assert speed("--check", "--dtype", "bfloat16", "--no-memory") == 0
+    assert {key[:3] for key in seen} == set(attention.HALF_GOALS)
+    assert {key[3] for key in seen} == {"bfloat16"}
+    assert "at least 25" in capsys.readouterr().out
 
 
 @needs_matplotlib
@@ -152,6 +266,10 @@ def test_a_missed_goal_is_exit_status_1(goal, status, monkeypatch, capsys):
     [
         (["--check", "--heads", "2"], "goals hold for"),
         (["--dtype", "int8"], "int8"),
+        (["--dtype", "float16", "--check"], "no goals for float16"),
+        (["--short", "--length", "512"], "leave out --length"),
+        (["--short", "--check", "--dtype", "bfloat16"], "goals hold for"),
+        (["--device", "moon"], "--device moon"),
         (["--method", "linera"], "'linear'"),
         (["--csv", "no/such/folder/file.csv"], "its folder must exist"),
         (["--length", "0"], "not a number of tokens"),

@@ -2,16 +2,26 @@
 
     python -m recipes.benchmarks.attention --length 1024,2048,4096,8192,16384 --plot speed.png
     python -m recipes.benchmarks.attention --check
+    python -m recipes.benchmarks.attention --dtype bfloat16 --check --no-memory
+    python -m recipes.benchmarks.attention --short --check --no-memory
+    python -m recipes.benchmarks.attention --device cuda
 
-Duration: 8 and 10 minutes on 2 cores. Expected: the goals below, which `--check` compares with. docs/results.md has the
-table.
+Duration: 8 and 10 minutes for the first two on 2 cores. Expected: the goals in `recipes/common/speed_goals.py`, which
+`--check` compares with. docs/results.md has the tables.
 
-Speed is a ratio. In every round exact attention runs before and after each method, with the same causality and the same
-passes (forward, or forward and backward). The ratio is the mean of the two times to the method's time, so that slow
-changes of a busy machine cancel (`hf_efficient_attn.evaluation.timing`). The table shows the median, minimum and
-maximum over the rounds. Memory is measured in a child process (`recipes.common.memory`). `--check` measures all
-settings that have a goal, or those that the other options select, and exits with status 1 if a goal is missed. Causal
-measurements omit methods without a causal form.
+Speed is a ratio. In every round exact attention runs before and after each method, in the same dtype, with the same
+causality and the same passes (forward, or forward and backward). The ratio is the mean of the two times to the method's
+time, so that slow changes of a busy machine cancel (`hf_efficient_attn.evaluation.timing`). The table shows the median,
+minimum and maximum over the rounds. Memory is measured in a child process (`recipes.common.memory`). `--check` measures
+all settings that have a goal, or those that the other options select, and exits with status 1 if a goal is missed.
+Causal measurements omit methods without a causal form.
+
+`--short` measures 512 tokens with a budget of 64 columns (`with_budget`) and 1,024 tokens with 128, one row and eight.
+
+`--device cuda` measures bfloat16 and 16 heads by default, from 8,192 to 1,048,576 tokens, against PyTorch's flash
+kernel, each in forward passes and in forward and backward passes. The clock waits for the device. Memory is what
+`torch.accelerator.max_memory_allocated` records. A method that does not fit the device is left out, with a message. No
+such table was measured yet.
 """
 
 import itertools
@@ -22,12 +32,13 @@ import torch
 import typer
 from tqdm import tqdm
 
-from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods, table
+from hf_efficient_attn.cli import Device, Settings, main_of, parse_device, parse_lengths, parse_methods, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.timing import UNSTEADY, Timing, paired, use_threads
+from hf_efficient_attn.evaluation.timing import UNSTEADY, Timing, paired, use_device, use_threads
 from hf_efficient_attn.methods import MethodConfig, method_info
 from recipes.common import commands
 from recipes.common.memory import EXACT, Case, extra_memory, make_inputs, run_once
+from recipes.common.speed_goals import GPU_GOALS, HALF_GOALS, SHORT_GOALS, SPEED_GOALS, Goals
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,37 +65,38 @@ METHODS = (
     "flurka_performer",
     "flurka_eva",
 )
-# Goals for the default sizes, in times faster than exact attention: (length, causal, backward) -> {label: goal}.
-_PERFORMER = "performer (num_features=64)"
-SPEED_GOALS: dict[tuple[int, bool, bool], dict[str, float]] = {
-    (8192, False, False): {
-        "nearfar": 9, "kdeformer": 10, "hyperattention": 10, "longformer": 9, "linear": 60, _PERFORMER: 30,
-        "nystromformer": 32, "linformer": 9, "reformer": 8, "scatterbrain": 6, "eva": 7,
-    },
-    (16384, False, False): {
-        "nearfar": 16, "kdeformer": 14, "hyperattention": 14, "longformer": 17, "linear": 60, _PERFORMER: 30,
-        "nystromformer": 35, "linformer": 18, "reformer": 12, "scatterbrain": 8, "eva": 11,
-    },
-    (8192, False, True): {"kdeformer": 4, "hyperattention": 4, "longformer": 4, "linear": 20, _PERFORMER: 10},
-    (8192, True, False): {
-        "nearfar": 2.5, "kdeformer": 2, "hyperattention": 2, "longformer": 5, "linear": 12, _PERFORMER: 6,
-        "performer": 1, "eva": 2.5,
-    },
-}  # fmt: skip
 # Goals of the extra memory in the forward pass, as a multiple of the inputs: (length, causal) -> goal.
 MEMORY_GOALS = {(16384, False): 2.5}
 _NO_MEMORY_GOAL = ("reformer",)
+# Length -> budget of --short, and its batch sizes.
+SHORT_BUDGETS = {512: 64, 1024: 128}
+SHORT_BATCHES = (1, 8)
+USUAL = Case(0)
 
 
 def measure(configs: Mapping[str, MethodConfig], case: Case, rounds: int, bar: tqdm | None = None) -> dict[str, Timing]:
-    """Timings of exact attention, as `sdpa`, and of every method by label."""
+    """Timings of exact attention, as `sdpa`, and of every method by label that fits the memory of the device."""
     inputs = make_inputs(case)
 
     def work(config: MethodConfig | None) -> Callable[[], None]:
         return lambda: run_once(config, inputs, case)
 
-    exact, timed = paired(work(None), {label: work(config) for label, config in configs.items()}, rounds, bar)
+    calls = {label: work(config) for label, config in configs.items()}
+    with use_device(torch.device(case.device)):
+        if case.device != "cpu":
+            calls = {label: call for label, call in calls.items() if _fits(call, f"{label}, {case.length:,} tokens")}
+        exact, timed = paired(work(None), calls, rounds, bar)
     return {EXACT: exact, **timed}
+
+
+def _fits(call: Callable[[], None], what: str) -> bool:
+    """Whether the memory of an accelerator suffices for a call."""
+    try:
+        call()
+    except torch.OutOfMemoryError:
+        typer.echo(f"{what}: left out, since it does not fit the memory of the device", err=True)
+        return False
+    return True
 
 
 def verdicts(rows: Sequence[commands.Row]) -> list[commands.Verdict]:
@@ -93,7 +105,7 @@ def verdicts(rows: Sequence[commands.Row]) -> list[commands.Verdict]:
     for row in rows:
         passes = "forward+backward" if row["backward"] else "forward"
         setting = f"{row['method']}, {row['length']}, {'causal ' if row['causal'] else ''}{passes}"
-        goal = SPEED_GOALS.get((row["length"], row["causal"], row["backward"]), {}).get(row["method"])
+        goal = _goals_of(row).get(row["method"])
         if goal is not None:
             found.append(commands.Verdict(f"{setting}: times faster", row["ratio"], goal, True))
         most = None if row["backward"] else MEMORY_GOALS.get((row["length"], row["causal"]))
@@ -101,6 +113,21 @@ def verdicts(rows: Sequence[commands.Row]) -> list[commands.Verdict]:
         if most is not None and measured:
             found.append(commands.Verdict(f"{setting}: extra memory / inputs", row["extra_memory"], most, False))
     return found
+
+
+def _goals_of(row: commands.Row) -> Mapping[str, float]:
+    """The goals of a setting, by label of the method."""
+    if row.get("budget") is not None:
+        return SHORT_GOALS.get((row["length"], row["batch"], row["budget"]), {})
+    return _goals(row.get("device", "cpu"), row.get("dtype", "float32")).get(
+        (row["length"], row["causal"], row["backward"]), {}
+    )
+
+
+def _goals(device: str, dtype: str) -> Goals:
+    if device != "cpu":
+        return GPU_GOALS
+    return HALF_GOALS if dtype == "bfloat16" else SPEED_GOALS
 
 
 def draw(rows: Sequence[commands.Row]) -> "Figure":
@@ -131,6 +158,7 @@ def draw(rows: Sequence[commands.Row]) -> "Figure":
 def _format(row: commands.Row, memory: bool) -> tuple[str, ...]:
     cells = (
         row["length"],
+        row["batch"],
         ("causal " if row["causal"] else "") + ("fwd+bwd" if row["backward"] else "fwd"),
         row["method"],
         f"{1000 * row['seconds']:.1f}",
@@ -144,17 +172,31 @@ def _format(row: commands.Row, memory: bool) -> tuple[str, ...]:
     epilog="Example: python -m recipes.benchmarks.attention --length 8192 --causal --set kdeformer.block_size=128"
 )
 def attention(
-    length: commands.numbers_option("Tokens", "1024..16384") = [],  # noqa: B006 (typer copies it)
+    length: commands.numbers_option("Tokens", "1024..16384; 8192..1048576 on accelerators") = [],  # noqa: B006 (typer copies it)
     method: commands.methods_option("all; performer with 64 features too") = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006
     causal: Annotated[bool | None, typer.Option("--causal/--bidirectional", help="[default: bidirectional]")] = None,
     backward: Annotated[
-        bool | None, typer.Option("--backward/--forward", help="Include the backward pass. [default: forward]")
+        bool | None,
+        typer.Option(
+            "--backward/--forward", help="Include the backward pass. [default: forward; both on accelerators]"
+        ),
     ] = None,
-    dtype: Annotated[str, typer.Option(metavar="TYPE", help="float32, bfloat16 or float16.")] = "float32",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TYPE", help="float32, bfloat16 or float16. [default: float32, and bfloat16 on accelerators]"
+        ),
+    ] = None,
+    short: Annotated[
+        bool, typer.Option("--short", help="512 and 1,024 tokens with budgets of 64 and 128, one row and eight.")
+    ] = False,
     batch: Annotated[int, typer.Option(metavar="N", min=1, help="Batch size.")] = 1,
-    heads: commands.NumHeads = 8,
+    heads: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Number of heads. [default: 8, and 16 on accelerators]")
+    ] = None,
     width: commands.HeadDim = 64,
+    device: Device = None,
     threads: commands.Threads = 2,
     rounds: commands.Rounds = 5,
     seed: commands.Seed = 0,
@@ -164,30 +206,46 @@ def attention(
     plot: commands.Plot = None,
 ) -> None:
     """Measure the methods on random inputs: time relative to exact attention, memory relative to the inputs."""
-    if dtype not in ("float32", "bfloat16", "float16"):
+    where = str(parse_device(device))
+    usual = _usual_sizes(where, dtype)
+    sizes = usual._replace(batch=batch, num_heads=heads or usual.num_heads, head_dim=width, threads=threads)
+    if sizes.dtype not in ("float32", "bfloat16", "float16"):
         raise UnsupportedAttentionError(f"--dtype {dtype!r} is not one of float32, bfloat16, float16")
-    sizes = Case(0, batch, heads, width, dtype, threads)
-    if check and sizes != Case(0):
-        raise UnsupportedAttentionError(f"--check: the goals hold for {Case(0)}; leave out other sizes")
+    if check and (sizes != usual or (short and sizes != USUAL)):
+        raise UnsupportedAttentionError(f"--check: the goals hold for {USUAL if short else usual}; leave out others")
+    if check and sizes.dtype == "float16":
+        raise UnsupportedAttentionError("--check: there are no goals for float16; leave out --check or --dtype")
+    if short and (length or batch != 1):
+        raise UnsupportedAttentionError("--short chooses lengths and rows itself; leave out --length and --batch")
     commands.check_outputs(csv, plot)
-    configs, lengths = parse_methods(method or METHODS, setting), parse_lengths(length)
-    settings = _settings(lengths, causal, backward, check)
+    # --short replaces the hyperparameters that a budget sets.
+    named = method or [name for name in METHODS if not (short and ":" in name)]
+    configs, lengths = parse_methods(named, setting), parse_lengths(length)
+    if short:
+        pairs = itertools.product(SHORT_BUDGETS.items(), SHORT_BATCHES)
+        cases = [(sizes._replace(length=tokens, batch=b), columns) for (tokens, columns), b in pairs]
+        changes = {"causal": bool(causal), "backward": bool(backward)}
+        cases = [(case._replace(seed=seed, **changes), columns) for case, columns in cases]
+    else:
+        found = _settings(lengths, causal, backward, check, sizes)
+        cases = [(sizes._replace(length=n, causal=c, backward=b, seed=seed), None) for n, c, b in found]
     rows: list[dict[str, Any]] = []
     unsteady = False
-    steps = len(settings) * len(configs) * rounds
+    steps = len(cases) * len(configs) * rounds
     with use_threads(threads), tqdm(total=steps, unit="pair", disable=None, leave=False) as bar:
-        for tokens, is_causal, with_backward in settings:
-            case = sizes._replace(length=tokens, causal=is_causal, backward=with_backward, seed=seed)
-            bar.set_description(f"{tokens}{' causal' if is_causal else ''}{' backward' if with_backward else ''}")
-            usable = {k: v for k, v in configs.items() if not is_causal or method_info(v.method).causal}
+        for case, columns in cases:
+            bar.set_description(f"{case.length}{' causal' * case.causal}{' backward' * case.backward}")
+            usable = _usable(configs, case, columns)
             bar.update(rounds * (len(configs) - len(usable)))
             for name, timing in measure(usable, case, rounds, bar).items():
                 unsteady = unsteady or timing.unsteady
-                extra = extra_memory(configs.get(name), case) if memory else None
-                rows.append({"method": name, **case._asdict(), **timing._asdict(), "extra_memory": extra})
+                extra = extra_memory(usable.get(name), case) if memory else None
+                rows.append(
+                    {"method": name, **case._asdict(), "budget": columns, **timing._asdict(), "extra_memory": extra}
+                )
     commands.write(rows, csv, plot, draw)
-    headers = ("tokens", "pass", "attention", "ms", "times faster", "min..max", "extra memory / inputs")
-    typer.echo(table(headers[: 7 if memory else 6], [_format(row, memory) for row in rows]))
+    headers = ("tokens", "rows", "pass", "attention", "ms", "times faster", "min..max", "extra memory / inputs")
+    typer.echo(table(headers[: 8 if memory else 7], [_format(row, memory) for row in rows]))
     typer.echo(f"\n{sizes}; medians of {rounds} rounds; torch {torch.__version__}")
     if unsteady:
         typer.echo(UNSTEADY)
@@ -195,19 +253,37 @@ def attention(
         commands.conclude(verdicts(rows))
 
 
+def _usual_sizes(device: str, dtype: str | None) -> Case:
+    """The sizes for which the goals hold on a kind of device."""
+    if device == "cpu":
+        return Case(0, dtype=dtype or "float32")
+    return Case(0, num_heads=16, dtype=dtype or "bfloat16", device=device)
+
+
+def _usable(configs: Mapping[str, MethodConfig], case: Case, columns: int | None) -> dict[str, MethodConfig]:
+    """The methods that have the causality, with a budget of `columns` if one is given."""
+    found = {k: v for k, v in configs.items() if not case.causal or method_info(v.method).causal}
+    if columns is None:
+        return found
+    return {label: config.with_budget(columns) for label, config in found.items()}
+
+
 def _settings(
-    lengths: list[int], causal: bool | None, backward: bool | None, check: bool
+    lengths: list[int], causal: bool | None, backward: bool | None, check: bool, sizes: Case = USUAL
 ) -> list[tuple[int, bool, bool]]:
     """The settings (length, causal, backward); with `check`, those that have a goal and match the options."""
     if check:
-        known = dict.fromkeys([*SPEED_GOALS, *((*key, False) for key in MEMORY_GOALS)])
+        of_memory = MEMORY_GOALS if sizes == USUAL else {}
+        known = dict.fromkeys([*_goals(sizes.device, sizes.dtype), *((*key, False) for key in of_memory)])
         return [
             (tokens, is_causal, with_backward)
             for tokens, is_causal, with_backward in known
             if (not lengths or tokens in lengths) and causal in (None, is_causal) and backward in (None, with_backward)
         ]
-    lengths = lengths or [1024, 2048, 4096, 8192, 16384]
-    return list(itertools.product(lengths, [bool(causal)], [bool(backward)]))
+    on_cpu = sizes.device == "cpu"
+    lengths = lengths or ([1024, 2048, 4096, 8192, 16384] if on_cpu else [2**n for n in range(13, 21)])
+    passes = [bool(backward)] if on_cpu or backward is not None else [False, True]
+    return list(itertools.product(lengths, [bool(causal)], passes))
 
 
 if __name__ == "__main__":

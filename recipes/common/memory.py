@@ -6,6 +6,7 @@ allocates it. Both multiply small matrices first, since BLAS loads about 75 MB o
 that is the cost of a process, not of a call.
 """
 
+import contextlib
 import functools
 import json
 import pathlib
@@ -14,9 +15,10 @@ import sys
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.evaluation.timing import peak_bytes
+from hf_efficient_attn.evaluation.timing import peak_bytes, peak_of
 from hf_efficient_attn.integration.settings import EXACT as EXACT
 from hf_efficient_attn.methods import MethodConfig, method_info
 
@@ -35,25 +37,33 @@ class Case(NamedTuple):
     causal: bool = False
     backward: bool = False
     seed: int = 0
+    device: str = "cpu"
 
     def __str__(self) -> str:
         """The sizes, without the setting."""
-        names = ("batch", "num_heads", "head_dim", "dtype", "threads")
-        return ", ".join(f"{name} {getattr(self, name)}" for name in names)
+        where = "threads" if self.device == "cpu" else "device"
+        return ", ".join(f"{name} {getattr(self, name)}" for name in ("batch", "num_heads", "head_dim", "dtype", where))
+
+    @property
+    def input_bytes(self) -> int:
+        """The bytes of query, key and value."""
+        size = torch.finfo(getattr(torch, self.dtype)).bits // 8
+        return 3 * self.batch * self.num_heads * self.length * self.head_dim * size
 
 
 def make_inputs(case: Case) -> tuple[torch.Tensor, ...]:
     """Query, key and value (B, H, N, D) of standard normal numbers."""
-    generator = torch.Generator().manual_seed(case.seed)
+    generator = torch.Generator(case.device).manual_seed(case.seed)
     shape, dtype = (case.batch, case.num_heads, case.length, case.head_dim), getattr(torch, case.dtype)
-    inputs = tuple(torch.randn(shape, generator=generator, dtype=dtype) for _ in range(3))
+    inputs = tuple(torch.randn(shape, generator=generator, dtype=dtype, device=case.device) for _ in range(3))
     return tuple(x.requires_grad_(case.backward) for x in inputs)
 
 
 def run_once(config: MethodConfig | None, inputs: tuple[torch.Tensor, ...], case: Case) -> None:
     """One forward pass, and a backward pass if the case says so, with a method or with torch's exact attention."""
     if config is None:
-        out = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=case.causal)
+        with _kernel(case):
+            out = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=case.causal)
     else:
         out = hea.attention(config, *inputs, is_causal=case.causal)
     if case.backward:
@@ -62,13 +72,26 @@ def run_once(config: MethodConfig | None, inputs: tuple[torch.Tensor, ...], case
         out.backward(torch.ones_like(out))
 
 
-def extra_memory(config: MethodConfig | None, case: Case) -> float:
-    """Extra memory of one call, as a multiple of the bytes of its three inputs."""
+def _kernel(case: Case) -> contextlib.AbstractContextManager[None]:
+    """On CUDA, flash attention in half precision: PyTorch's choice depends on its version and on the GPU."""
+    if case.device.startswith("cuda") and case.dtype != "float32":
+        return sdpa_kernel(SDPBackend.FLASH_ATTENTION)
+    return contextlib.nullcontext()
+
+
+def extra_memory(config: MethodConfig | None, case: Case) -> float | None:
+    """Extra memory of one call, as a multiple of the bytes of its three inputs; None where it is not recorded.
+
+    On an accelerator its allocator records it, in this process.
+    """
+    if case.device != "cpu":
+        inputs = make_inputs(case)
+        peak = peak_of(lambda: run_once(config, inputs, case), torch.device(case.device))
+        return None if peak is None else peak / case.input_bytes
     described = None if config is None else config.to_dict()
     idle = _peak_of_child(json.dumps({"run": False, "case": case}))
     busy = run_child("recipes.common.memory", json.dumps({"run": True, "config": described, "case": case}))
-    size = torch.finfo(getattr(torch, case.dtype)).bits // 8
-    return (busy - idle) / (3 * case.batch * case.num_heads * case.length * case.head_dim * size)
+    return (busy - idle) / case.input_bytes
 
 
 def run_child(module: str, *arguments: str) -> int:
