@@ -39,6 +39,7 @@ from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.landmarks import Segments, attention_to_few_keys, masked_segments, segment_means
 from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
 from hf_efficient_attn.ops.pinv import DAMPING, damped_solve, iterative_pinv
+from hf_efficient_attn.ops.precision import attention_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,10 +126,15 @@ def forward(
 
 
 def _from_landmarks(config: NystromformerConfig, heads: FlatHeads, options: AttentionOptions) -> Tensor:
-    """F Z B V: (BH, Nq, Dv) in the accumulation dtype."""
+    """F Z B V: (BH, Nq, Dv) in the dtype of the products with all tokens.
+
+    All three factors use landmarks of that dtype, because Z enlarges differences between them. Its own products are
+    float32, and those of float16 tensors, too: the weights can exceed its range.
+    """
     query, key, value, _ = heads
     count, key_mask, scale = config.num_landmarks, options.key_mask, options.scale
-    acc_dtype = accumulation_dtype(query.dtype)
+    acc_dtype, dtype = accumulation_dtype(query.dtype), attention_dtype(query)
+    dtype = acc_dtype if dtype == torch.float16 else dtype
     segments = query_segments = bias = landmark_bias = few = None
     if key_mask is not None:
         num_heads = query.shape[0] // key_mask.shape[0]
@@ -137,20 +143,25 @@ def _from_landmarks(config: NystromformerConfig, heads: FlatHeads, options: Atte
         bias = mask_bias(key_mask, acc_dtype).repeat_interleave(num_heads, 0)[:, None, None]
         landmark_bias = mask_bias(~segments.empty, acc_dtype)
         few = (key_mask.sum(1) <= count).repeat_interleave(num_heads)[:, None, None]
-    queries, keys = segment_means(query, count, query_segments), segment_means(key, count, segments)  # (BH, L, D)
-    middle = _landmark_weights(queries, keys, segments, query_segments, scale)
-    all_keys, all_values = key.to(acc_dtype)[:, None], value.to(acc_dtype)[:, None]
+    queries, keys = (
+        segment_means(x, count, own).to(dtype) for x, own in ((query, query_segments), (key, segments))
+    )  # (BH, L, D)
+    middle = _landmark_weights(queries.to(acc_dtype), keys.to(acc_dtype), segments, query_segments, scale)
+    all_keys, all_values = key.to(dtype)[:, None], value.to(dtype)[:, None]
     values = partial_attention(queries[:, None], all_keys, all_values, bias, scale=scale).out[:, 0]  # B V
+    values = values.to(acc_dtype)
     if config.pinv == "solve":
         values = damped_solve(middle, values)
     else:
-        values = iterative_pinv(middle, config.pinv_iterations) @ values
+        # A has no negative number, and the sum of each row is 1, or 0 without a token.
+        bound = middle.sum(1, keepdim=True).amax(2, keepdim=True).clamp(min=torch.finfo(acc_dtype).tiny)
+        values = iterative_pinv(middle, config.pinv_iterations, bound) @ values
     if segments is not None and few is not None:
         # Each of a few tokens is a landmark by itself. With the values in place of W, F W is exact attention.
         own = take(value, segments.token[:, :, 0]).to(acc_dtype).masked_fill(segments.empty.unsqueeze(2), 0.0)
         values = torch.where(few, own, values)
     return attention_to_few_keys(
-        query, keys, values, landmark_bias, scale=scale, dropout_p=options.dropout_p, dtype=acc_dtype
+        query, keys, values.to(dtype), landmark_bias, scale=scale, dropout_p=options.dropout_p, dtype=dtype
     )
 
 

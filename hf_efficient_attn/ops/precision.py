@@ -13,6 +13,8 @@ _CPU_HAS_BFLOAT16 = bool(
     and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     and torch.cpu._is_avx512_bf16_supported()
 )
+# Without matrix units, attention in bfloat16 by the fused kernel for the CPU takes as long as in float32.
+_CPU_HAS_MATRIX_UNITS = _CPU_HAS_BFLOAT16 and torch.cpu._is_amx_tile_supported()
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -28,6 +30,16 @@ def product_dtype(x: Tensor) -> torch.dtype:
         return torch.float32
     wants_half = x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and _medium_precision())
     return torch.bfloat16 if wants_half else torch.float32
+
+
+def attention_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of the operands of softmax attention, whose scores and sums are float32 in any case.
+
+    It is `product_dtype`, but float32 on processors on which the fused kernel gains nothing from bfloat16.
+    """
+    dtype = product_dtype(x)
+    is_slow = x.device.type == "cpu" and dtype == torch.bfloat16 and not _CPU_HAS_MATRIX_UNITS
+    return torch.float32 if is_slow else dtype
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a graph is traced again if it changes
