@@ -71,7 +71,7 @@ def fused_attention(
     if not _has_kernel(query, scale):
         return _plain_forward(query, key, value, bias, scale)
     shape = query.shape[:3]
-    if _is_shared(key, value, bias):
+    if is_shared(key, value, bias):
         query = query.reshape(shape[0], 1, -1, query.shape[3])
     inputs = _inputs((query, key, value, bias), scale, 0)
     dims = _padded_dims(inputs, 0)
@@ -115,7 +115,7 @@ def fused_attention_backward(
     if not _has_kernel(query, scale):
         return _plain_backward(grads, tensors, (results[0], lse), scale, with_bias)
     queries, out, (grad_out, grad_lse) = query, results[0], grads
-    if _is_shared(key, value, bias):
+    if is_shared(key, value, bias):
         shape = query.shape[0], _num_groups(query, key), -1
         queries, out, grad_out = (x.reshape(*shape, x.shape[3]) for x in (queries, out, grad_out))
         lse, grad_lse = lse.reshape(shape), None if grad_lse is None else grad_lse.reshape(shape)
@@ -188,7 +188,7 @@ def _has_flash(query: Tensor) -> bool:
     return query.device.type != "cuda" or torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
-def _is_shared(key: Tensor, value: Tensor, bias: Tensor | None) -> bool:
+def is_shared(key: Tensor, value: Tensor, bias: Tensor | None) -> bool:
     """Whether all blocks have the same keys with the same bias, so that they are one long sequence of queries."""
     return key.shape[1] == value.shape[1] == 1 and (bias is None or bias.shape[1] == bias.shape[2] == 1)
 
@@ -217,7 +217,7 @@ def _inputs(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], scale: float,
             bias = bias.narrow(dim, 0, 1) if bias.stride(dim) == 0 else bias
         bias = bias.expand(*bias.shape[:3], key.shape[2])
     if bias is not None and bias.shape[2] == 1:
-        columns, unit = _columns(bias[:, :, 0], dtype, scale)
+        columns, unit = bias_columns(bias[:, :, 0], dtype, scale)
     elif bias is not None:
         dtype = torch.promote_types(dtype, bias.dtype)
         least = max(torch.finfo(dtype).min / 2, -1e30)
@@ -233,7 +233,7 @@ def _inputs(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], scale: float,
     return _Inputs(query, key, value, pair_bias, columns, unit, by_flash)
 
 
-def _columns(bias: Tensor, dtype: torch.dtype, scale: float) -> tuple[Tensor, float]:
+def bias_columns(bias: Tensor, dtype: torch.dtype, scale: float) -> tuple[Tensor, float]:
     """The bias of each key (., ., Nk) as two numbers of `dtype`, and the factor of both in the queries.
 
     scale * factor * (sum of the two) is the bias. The factor is a power of two, so that it is exact. -inf becomes a

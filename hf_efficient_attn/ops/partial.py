@@ -15,11 +15,12 @@ from torch import Tensor
 from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.export import exporting_to_onnx
 from hf_efficient_attn.ops.fused_attention import fused_attention, fused_attention_backward
+from hf_efficient_attn.ops.half_attention import LOG2_E, half_attention, half_attention_backward, has_amx, use_half
 from hf_efficient_attn.ops.onednn import pays, product_attention, use_product
+from hf_efficient_attn.ops.precision import product_dtype
 
 # Scores that are computed at a time: 2**20 float32 numbers stay in the cache of one core, and the buffers are reused.
 _SCORES_NUMEL = 1 << 20
-LOG2_E = 1.4426950408889634
 _FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -185,16 +186,43 @@ def _partial_attention(
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """Output and lse of `partial_attention`, without a gradient."""
-    (batch_heads, num_blocks, block_q, head_dim), block_k, value_dim = query.shape, key.shape[2], value.shape[3]
-    acc_dtype = accumulation_dtype(query.dtype)
-    if query.numel() == 0 or block_k == 0:
-        lse = torch.full((batch_heads, num_blocks, block_q), -torch.inf, dtype=acc_dtype, device=query.device)
-        return value.new_zeros(batch_heads, num_blocks, block_q, value_dim), lse
+    if query.numel() == 0 or key.shape[2] == 0:
+        acc_dtype = accumulation_dtype(query.dtype)
+        lse = torch.full(query.shape[:3], -torch.inf, dtype=acc_dtype, device=query.device)
+        return value.new_zeros(*query.shape[:3], value.shape[3]), lse
     if backend(query) != "cpu":
         return fused_attention(query, key, value, bias, scale)
+    dtype = product_dtype(query)
+    if dtype != query.dtype:
+        return _forward_as(dtype, query, key, value, bias, scale)
+    return _forward_on_cpu(query, key, value, bias, scale)
+
+
+def _forward_as(
+    dtype: torch.dtype, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`_forward_on_cpu` with products in another dtype, one head at a time, so that the copies are small."""
+    out = value.new_empty(*query.shape[:3], value.shape[3])
+    lse = query.new_empty(query.shape[:3], dtype=accumulation_dtype(query.dtype))
+    for a in range(query.shape[0]):
+        own_query, own_key, own_value = (x[a : a + 1].to(dtype) for x in (query, key, value))
+        own_bias = bias if bias is None or bias.shape[0] == 1 else bias[a : a + 1]
+        out[a : a + 1], lse[a : a + 1] = _forward_on_cpu(own_query, own_key, own_value, own_bias, scale)
+    return out, lse
+
+
+def _forward_on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`_forward` with products in the dtype of the tensors."""
+    (batch_heads, num_blocks, block_q, head_dim), block_k, value_dim = query.shape, key.shape[2], value.shape[3]
+    acc_dtype = accumulation_dtype(query.dtype)
     if _by_products(query, key, value, bias):
         return _forward_products(query, key, value, bias, scale)
-    if head_dim == value_dim:
+    fused = head_dim == value_dim
+    if not (fused and has_amx()) and use_half((query, key, value, bias), scale):
+        return half_attention(query, key, value, bias, scale)
+    if fused:
         return _forward_fused(query, key, value, bias, scale)
     out = query.new_empty(batch_heads, num_blocks, block_q, value_dim)
     lse = query.new_empty(batch_heads, num_blocks, block_q, dtype=acc_dtype)
@@ -295,6 +323,12 @@ def _partial_attention_backward(
         tensors = query, key, value, bias
         found = fused_attention_backward((grad_out, grad_lse), tensors, (out, lse), scale, with_bias)
         return *found[:3], lse.new_empty(0) if found[3] is None else found[3]
+    dtype = product_dtype(query)
+    operands = query.to(dtype), key.to(dtype), value.to(dtype), bias
+    if use_half(operands, scale, with_bias):
+        found = half_attention_backward((grad_out, grad_lse), operands, (out, lse), scale, with_bias)
+        grad_query, grad_key, grad_value = (x.to(y.dtype) for x, y in zip(found[:3], (query, key, value), strict=True))
+        return grad_query, grad_key, grad_value, lse.new_empty(0) if found[3] is None else found[3]
     acc_dtype = accumulation_dtype(query.dtype)
     grad_bias = torch.zeros_like(bias) if with_bias and bias is not None else lse.new_empty(0)
     grads = tuple(torch.zeros(x.shape, dtype=acc_dtype, device=x.device) for x in (query, key, value))
