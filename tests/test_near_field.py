@@ -19,7 +19,7 @@ def plans(
     window = near_field.plan_window(query, key, block, mask)
     lsh = near_field.plan_lsh(query, key, block, mask, 6, 0, window.block_q)
     options = near_field.NearFieldOptions("auto", block, 6)
-    return window, lsh, near_field.plan_near_field(query, key, mask, options, scale=1.0, seed=0, batch=len(query))
+    return window, lsh, near_field.plan_near_field(query, key, mask, options, scale=1.0, seed=0)[0]
 
 
 def dense_pairs(near: near_field.NearField, q_len: int, kv_len: int) -> Tensor:

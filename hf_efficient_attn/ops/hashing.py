@@ -9,6 +9,7 @@ blocks of equal size.
 import torch
 from torch import Tensor
 
+from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.random import normal
 
 
@@ -42,6 +43,61 @@ def angular_hash(x: Tensor, planes: Tensor) -> Tensor:
     # The product of planes and tokens is three times as fast as that of tokens and planes, which has few columns.
     sides = planes.t().to(x.dtype) @ x.detach().transpose(-1, -2) > 0
     return gray_rank(sides.transpose(-1, -2))
+
+
+def hash_keys(x: Tensor, num_hashes: int, seed: int | Tensor, key_mask: Tensor | None = None) -> Tensor:
+    """What tokens are sorted by: the Gray rank of the cell plus position / N, which tells the tokens of a cell apart.
+
+    Positions and N count the valid tokens.
+
+    It takes few operations, since each of them is a kernel on an accelerator: (-1)^(bit b of the rank) is the product
+    of the signs of the sides from b on.
+
+    Args:
+        x: (BH, N, D).
+        num_hashes: hyperplanes of the hash.
+        seed: seed of the hyperplanes.
+        key_mask: bool (BH, N), True for valid tokens, or None. Masked tokens get inf.
+
+    Returns:
+        (BH, N), without a gradient; float32 if that holds all ranks and positions, else float64.
+    """
+    (batch_heads, length, head_dim), device = x.shape, x.device
+    dtype = torch.float32 if length <= 2.0 ** (24 - num_hashes) else torch.float64
+    one, powers = (constant(make, num_hashes, dtype, device=device) for make in (_one, _powers))
+    if key_mask is None:
+        share = constant(_share, length, num_hashes, dtype, device=device)
+    else:
+        count = key_mask.cumsum(1).unsqueeze(1)
+        share = (count - 1).to(dtype) / count[..., -1:].clamp(min=1) + (2.0**num_hashes - 1.0) / 2.0
+    if isinstance(seed, int):
+        normals = constant(_last_first, head_dim, num_hashes, seed, x.dtype, device=device)
+    else:
+        normals = _last_first(head_dim, num_hashes, seed, x.dtype, device)
+    # The product of planes and tokens is three times as fast as that of tokens and planes, which has few columns.
+    parity = torch.copysign(one, normals @ x.detach().mT).cumprod(1, dtype=dtype)
+    keys = torch.baddbmm(share, powers.expand(batch_heads, 1, -1), parity).squeeze(1)
+    return keys if key_mask is None else keys.masked_fill(~key_mask, torch.inf)
+
+
+def _one(num_hashes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.ones(1, num_hashes, 1, dtype=dtype, device=device)
+
+
+def _powers(num_hashes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """-2^b / 2 from the last b to the first: (1, 1, r)."""
+    return -(2.0 ** torch.arange(num_hashes - 2, -2, -1, dtype=dtype, device=device)).view(1, 1, -1)
+
+
+def _share(length: int, num_hashes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Position / N, and the sum of 2^b / 2: (1, 1, N)."""
+    share = torch.arange(length, device=device).to(dtype) / length
+    return (share + (2.0**num_hashes - 1.0) / 2.0).view(1, 1, -1)
+
+
+def _last_first(head_dim: int, num_hashes: int, seed: int | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The hyperplanes (r, D), the last one first, negated so that bit 1 has a negative sign."""
+    return -hyperplanes(head_dim, num_hashes, seed, device).t().flip(0).to(dtype)
 
 
 def sort_by_hash(codes: Tensor, key_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -94,3 +150,45 @@ def matching_block_starts(
     query_high, key_high = (torch.searchsorted(codes, code, right=True) for codes in (query_codes, key_codes))
     offset = (2 * (middle - query_low) + 1) * (key_high - key_low) // (2 * (query_high - query_low)).clamp(min=1)
     return torch.minimum((key_low + offset - block_k // 2).clamp(min=0), (num_keys - block_k).clamp(min=0))
+
+
+def block_starts(
+    query_keys: Tensor,
+    keys: Tensor,
+    num_queries: Tensor | int,
+    num_keys: Tensor | int,
+    block_q: int,
+    block_k: int,
+) -> Tensor:
+    """For each block of sorted queries the sorted index at which its block of keys starts.
+
+    The papers have one set of vectors or assume that queries and keys are distributed alike, and pair the b-th block of
+    queries with the b-th block of keys. Two sets may be distributed differently over the cells of the hash. So here the
+    block of keys is centered on the sorted index that the middle query of the block would have among the keys.
+
+    Args:
+        query_keys: (BH, Nq), the sorted `hash_keys` of the queries.
+        keys: (BH, Nk), those of the keys.
+        num_queries: number of valid queries, an integer or int64 (BH, 1).
+        num_keys: number of valid keys, likewise.
+        block_q: queries of a block.
+        block_k: keys of a block.
+
+    Returns:
+        int64 (BH, T) for T blocks of queries. A block of keys ends before `num_keys` if there are at least `block_k`.
+    """
+    middle = constant(_middles, query_keys.shape[1], block_q, device=keys.device)
+    if isinstance(num_queries, int):
+        of_middle = query_keys.index_select(1, middle)
+    else:
+        middle = torch.minimum(middle, (num_queries - 1).clamp(min=0))
+        of_middle = query_keys.gather(1, middle)
+    start = torch.searchsorted(keys, of_middle) - block_k // 2
+    if isinstance(num_keys, int):
+        return start.clamp(0, num_keys - block_k)
+    return torch.minimum(start.clamp(min=0), (num_keys - block_k).clamp(min=0))
+
+
+def _middles(q_len: int, block_q: int, device: torch.device) -> Tensor:
+    """The middle of each block of queries, or the last query."""
+    return torch.arange(block_q // 2, q_len + block_q // 2, block_q, device=device).clamp(max=q_len - 1)

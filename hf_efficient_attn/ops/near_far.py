@@ -17,23 +17,34 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, take
-from hf_efficient_attn.ops.exact import mask_bias
+from hf_efficient_attn.ops.constants import constant, integers
 from hf_efficient_attn.ops.gather_attend import GatheredKeys, gathered_attention
-from hf_efficient_attn.ops.near_field import NearField, NearFieldOptions, near_keys, plan_near_field
+from hf_efficient_attn.ops.near_field import (
+    NUM_ROWS,
+    ExactRows,
+    NearField,
+    NearFieldOptions,
+    near_keys,
+    plan_near_field,
+    row_weights,
+)
 from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.random import offsets, uniform
 from hf_efficient_attn.ops.sampling import (
     inclusion_probabilities,
     independent_sample,
-    operator_norm_squared,
     stratified_ranks,
     systematic_sample,
 )
 
 # Values from which the operator norm of V is estimated.
-_NORM_VALUES = 1024
+_NORM_VALUES = 256
+# The least score of a key, relative to the mean. A key with a value of norm 0 still counts in the denominator.
+_LEAST_SCORE = 1e-6
 # The offsets of a head's blocks are multiples of this plastic ratio modulo 1; those of the heads are of the golden one.
 _TURN = 0.7548776662466927
+# Streams of random numbers.
+_PROBES, _SAMPLES = 11, 12
 # Blocks of queries that `density_scores` processes at a time.
 _BLOCKS = 16
 
@@ -90,15 +101,52 @@ def query_groups(near: NearField, groups: int) -> tuple[Tensor, Tensor, Tensor]:
         count: int64 (BH, G), the number of its queries; 0 for some groups if there are fewer blocks than groups.
         group: int64 (BH, T), the group of each block.
     """
-    batch_heads, num_blocks = near.start.shape
-    device = near.start.device
-    num_queries = torch.as_tensor(near.num_queries, device=device).expand(batch_heads, 1)
-    valid_blocks = (num_queries + near.block_q - 1) // near.block_q
+    (batch_heads, num_blocks), device = near.start.shape, near.start.device
+    if isinstance(near.num_queries, int):
+        sizes = (near.num_queries, near.block_q, num_blocks, groups)
+        first, count, group = (constant(_groups, i, *sizes, device=device) for i in range(3))
+        return first.expand(batch_heads, -1), count.expand(batch_heads, -1), group.expand(batch_heads, -1)
+    return _divide(near.num_queries, near.block_q, num_blocks, groups)
+
+
+def _groups(i: int, num_queries: int, block_q: int, num_blocks: int, groups: int, device: torch.device) -> Tensor:
+    num = torch.full((1, 1), num_queries, dtype=torch.int64, device=device)
+    return _divide(num, block_q, num_blocks, groups)[i]
+
+
+def _divide(num_queries: Tensor, block_q: int, num_blocks: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`query_groups` of the numbers of queries (BH, 1)."""
+    device = num_queries.device
+    valid_blocks = (num_queries + block_q - 1) // block_q
     first = (torch.arange(groups + 1, device=device) * valid_blocks + groups - 1) // groups
-    first = torch.minimum(first * near.block_q, num_queries)
+    first = torch.minimum(first * block_q, num_queries)
     # The clamp is for blocks without a valid query, whose output is not used.
     group = (torch.arange(num_blocks, device=device) * groups // valid_blocks.clamp(min=1)).clamp(max=groups - 1)
     return first[:, :-1], first[:, 1:] - first[:, :-1], group
+
+
+def probe_rows(
+    query: Tensor,
+    key: Tensor,
+    near: NearField,
+    key_mask: Tensor | None,
+    offset: Tensor,
+    options: SamplingOptions,
+) -> ExactRows:
+    """The exact rows of `options.num_probes` queries, the same number from each of `options.groups` groups.
+
+    There is one from each of equal strata of a group. The arguments are those of `probe_scores`.
+    """
+    first, count, _ = query_groups(near, options.groups)
+    per_group = ceil_div(options.num_probes, options.groups)
+    index = stratified_ranks(per_group, count.unsqueeze(2), offset.reshape(-1, 1, 1)) + first.unsqueeze(2)
+    index = index.flatten(1)
+    if isinstance(near.num_queries, int):
+        index = index.clamp(max=near.num_queries - 1)
+    else:
+        index = torch.minimum(index, (near.num_queries - 1).clamp(min=0))
+    positions = index if near.query_order is None else near.query_order.gather(1, index)
+    return ExactRows(index, near_keys(near, index), row_weights(query, key, positions, key_mask, options.scale))
 
 
 def probe_scores(
@@ -108,12 +156,12 @@ def probe_scores(
     key_mask: Tensor | None,
     offset: Tensor,
     options: SamplingOptions,
+    rows: ExactRows | None = None,
 ) -> Tensor:
     """Estimate the squared column norms of the residual D^-1 A_res (Eq. 10 of Zandieh et al. 2023) from some queries.
 
-    The estimate sums over `options.num_probes` queries, the same number from each of `options.groups` groups, one from
-    each of equal strata of a group. The keys in a query's near field count as 0. The norms of a group are those that
-    the matrix would have if all queries were like those of the group.
+    The estimate sums over exact rows, and the keys in a query's near field count as 0. The norms of a group of queries
+    are those that the matrix would have if all queries were like those of the group.
 
     Args:
         query: (BH, Nq, D).
@@ -122,29 +170,33 @@ def probe_scores(
         key_mask: bool (BH, Nk), True for valid keys, or None.
         offset: float64 (BH,) in (0, 1), where in its stratum each probe lies.
         options: sampling options.
+        rows: exact rows of evenly spread queries, whose weights are overwritten; None for those of `probe_rows`.
 
     Returns:
         (BH, G, Nk), by position.
     """
-    acc_dtype, per_group = accumulation_dtype(query.dtype), ceil_div(options.num_probes, options.groups)
-    first, count, _ = query_groups(near, options.groups)
-    index = stratified_ranks(per_group, count.unsqueeze(2), offset.reshape(-1, 1, 1)) + first.unsqueeze(2)
-    last = torch.as_tensor(near.num_queries - 1, device=index.device).clamp(min=0)
-    index = torch.minimum(index.flatten(1), last)
-    excluded = near_keys(near, index)
-    if near.query_order is not None:
-        index = near.query_order.gather(1, index)
-    scores = (take(query, index).to(acc_dtype) * options.scale) @ key.to(acc_dtype).transpose(1, 2)
-    if key_mask is not None:
-        scores = scores + mask_bias(key_mask, acc_dtype)[:, None]
-    # The softmax is NaN only without a single valid key. Then no key has a score.
-    weights = scores.softmax(-1)
-    weights = weights if key_mask is None else weights.nan_to_num(0.0)
-    weights = weights.scatter_(2, excluded, 0.0)
-    norms: Tensor = weights.square_().unflatten(1, (options.groups, per_group)).sum(2)
-    if isinstance(near.num_queries, int):
-        return norms * (near.num_queries / per_group)
-    return norms * (near.num_queries.unsqueeze(2).double() / per_group).to(acc_dtype)
+    groups = options.groups
+    if rows is None:
+        rows = probe_rows(query, key, near, key_mask, offset, options)
+        group = constant(_group_of_probes, groups, ceil_div(options.num_probes, groups), device=key.device)
+    elif groups == 1:
+        group = torch.zeros_like(rows.sorted_index)
+    else:
+        first = query_groups(near, groups)[0][:, 1:]
+        first = first[0].contiguous() if isinstance(near.num_queries, int) else first.contiguous()
+        group = torch.searchsorted(first, rows.sorted_index, right=True)
+    # A group has R / G rows on average.
+    per_row = groups / rows.weights.shape[1]
+    member = (group.unsqueeze(1) == integers(groups, key.device)[:, None]).to(rows.weights.dtype)
+    squares = rows.weights.scatter_(2, rows.near_keys, 0.0).square_()
+    if not isinstance(near.num_queries, int):
+        return (member * (near.num_queries.unsqueeze(2).to(member.dtype) * per_row)) @ squares
+    member = member.expand(len(squares), -1, -1)
+    return torch.baddbmm(squares[:, :1, :1], member, squares, beta=0, alpha=near.num_queries * per_row)
+
+
+def _group_of_probes(groups: int, per_group: int, device: torch.device) -> Tensor:
+    return torch.arange(groups, device=device).repeat_interleave(per_group)[None]
 
 
 def split_scale_evenly(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -203,18 +255,35 @@ def density_scores(
     return out.to(accumulation_dtype(query.dtype))
 
 
-def sampled_norm_squared(value: Tensor, near: NearField) -> Tensor:
-    """|V|_op^2 by the power method on 1,024 values at evenly spread sorted indices: (BH, Nk, Dv) -> (BH, 1).
+def sampled_norm_squared(value: Tensor, key_mask: Tensor | None) -> Tensor:
+    """|V|_op^2 by the Frobenius norm of V^T V, from 256 evenly spread values: (BH, Nk, Dv) -> (BH, 1).
 
-    It only balances two terms of a sampling distribution, and all values would take as long as all probes together. If
-    there are fewer keys, values are repeated, so that padding does not change the estimate.
+    It is an upper bound, and close if one direction prevails. It only balances two terms of a sampling distribution,
+    and on activations of BERT and DeiT the errors with it and with the power method are equal. If there are fewer keys,
+    values are repeated, so that padding does not change the estimate.
     """
-    half = torch.full((value.shape[0], 1), 0.5, dtype=torch.float64, device=value.device)
-    index = stratified_ranks(_NORM_VALUES, near.num_keys, half)
-    index = index if near.key_order is None else near.key_order.gather(1, index)
-    return operator_norm_squared(take(value, index).to(accumulation_dtype(value.dtype))) * (
-        near.num_keys / _NORM_VALUES
-    )
+    (batch_heads, kv_len, _), acc_dtype = value.shape, accumulation_dtype(value.dtype)
+    if key_mask is None:
+        sample = value.index_select(1, constant(_middles_of_strata, kv_len, device=value.device))
+        factor: Tensor | float = kv_len / _NORM_VALUES
+    else:
+        count = key_mask.sum(1, keepdim=True)
+        rank = stratified_ranks(_NORM_VALUES, count, _half(value.device).expand(batch_heads, -1))
+        # The key of rank r is the first with r + 1 valid keys up to it.
+        index = torch.searchsorted(key_mask.cumsum(1), rank + 1).clamp(max=kv_len - 1)
+        sample, factor = take(value, index).masked_fill(count.unsqueeze(2) == 0, 0.0), count / _NORM_VALUES
+    if value.device.type == "cpu":
+        sample = sample.to(acc_dtype)
+    gram = sample.mT @ sample
+    return torch.linalg.vector_norm(gram, dim=(1, 2), dtype=acc_dtype).unsqueeze(1) * factor
+
+
+def _half(device: torch.device) -> Tensor:
+    return torch.full((1, 1), 0.5, dtype=torch.float64, device=device)
+
+
+def _middles_of_strata(kv_len: int, device: torch.device) -> Tensor:
+    return stratified_ranks(_NORM_VALUES, kv_len, _half(device))[0]
 
 
 def sampling_scores(
@@ -225,6 +294,7 @@ def sampling_scores(
     key_mask: Tensor | None,
     offset: Tensor,
     options: SamplingOptions,
+    rows: ExactRows | None = None,
 ) -> Tensor:
     """The unnormalized sampling probabilities of the keys by `options.scores`; 0 for masked keys.
 
@@ -236,6 +306,7 @@ def sampling_scores(
         key_mask: bool (BH, Nk), True for valid keys, or None.
         offset: as in `probe_scores`.
         options: sampling options.
+        rows: as in `probe_scores`.
 
     Returns:
         (BH, G, Nk), by sorted index. G is `options.groups` for "probe" and otherwise 1.
@@ -248,15 +319,19 @@ def sampling_scores(
         if kind == "value_norm":
             scores = squares
         else:
-            gamma = 1.0 / sampled_norm_squared(value, near).clamp(min=torch.finfo(acc_dtype).tiny)
+            gamma = 1.0 / sampled_norm_squared(value, key_mask).clamp(min=torch.finfo(acc_dtype).tiny)
             if isinstance(kind, str):
-                norms = probe_scores(query, key, near, key_mask, offset, options)
+                norms = probe_scores(query, key, near, key_mask, offset, options, rows)
             else:
                 norms = density_scores(kind, query, key, near, key_mask, options.scale, options.seed).unsqueeze(1)
             scores = torch.addcmul(norms, squares, gamma.unsqueeze(2))
-        # A key with a value of norm 0 still counts in the denominator, so every key gets a small probability.
-        count = near.num_keys if isinstance(near.num_keys, int) else near.num_keys.clamp(min=1).unsqueeze(2)
-        scores = scores + (scores.sum(2, keepdim=True) * (1e-6 / count) + torch.finfo(acc_dtype).tiny)
+        least, tiny = _LEAST_SCORE / key.shape[1], torch.finfo(acc_dtype).tiny
+        if key_mask is None:
+            scores = torch.add(scores, scores.sum(2, keepdim=True), alpha=least) + tiny
+        else:
+            scores = scores.masked_fill(~key_mask.unsqueeze(1), 0.0)
+            total, count = scores.sum(2, keepdim=True), key_mask.sum(1)[:, None, None].clamp(min=1)
+            scores = scores + (total * (_LEAST_SCORE / count) + tiny).to(acc_dtype)
     if near.key_order is not None:
         scores = scores.gather(2, near.key_order.unsqueeze(1).expand(-1, scores.shape[1], -1))
     if key_mask is not None:
@@ -309,6 +384,65 @@ def make_short_sequences_exact(near: NearField, scores: Tensor, short: Tensor) -
     return near._replace(start=start), torch.where(short.unsqueeze(2), before, scores)
 
 
+def sample_outside(near: NearField, num_samples: int, offset: Tensor, dtype: torch.dtype) -> FarField:
+    """Sample the keys outside of each near field with equal probabilities, systematically without replacement.
+
+    All samples of a block of queries have the same weight. Sequences whose valid keys fit into the budget attend to
+    all of them, see `make_short_sequences_exact`.
+
+    Args:
+        near: the near field.
+        num_samples: keys of each sample.
+        offset: float64 (BH, T) in (0, 1), the offset of each sample.
+        dtype: of the log-weights.
+    """
+    device, block_k, start = near.start.device, near.block_k, near.start.unsqueeze(2)
+    step = integers(num_samples, device)
+    if isinstance(near.num_keys, int):
+        outside = near.num_keys - block_k
+        index = _even_indices(offset, outside, num_samples)
+        log_weight = constant(_log, outside / num_samples, dtype, device=device).expand_as(index)
+    else:
+        rest = (
+            (near.num_keys - block_k).clamp(min=0).unsqueeze(2).to(torch.float64)
+        )  # a quotient of integers has float32
+        index = torch.where(rest > num_samples, _even_indices(offset, rest, num_samples), step)
+        log_weight = (rest / num_samples).clamp(min=1.0).log().to(dtype).expand_as(index)
+        log_weight = log_weight.masked_fill(index >= rest, -torch.inf)
+    # Counted from the end of the near field on, the keys behind it follow those before it.
+    index = torch.add(index, index >= start, alpha=block_k)
+    if not isinstance(near.num_keys, int):
+        index = index.clamp(max=near.num_keys.unsqueeze(2) - 1).clamp(min=0)
+    return FarField(index, log_weight)
+
+
+def _even_indices(offset: Tensor, available: Tensor | int, count: int) -> Tensor:
+    """Evenly spread indices below `available`, int64 (BH, T, count), for offsets (BH, T)."""
+    step = available / count
+    return (offset.unsqueeze(2) * step + integers(count, offset.device) * step).to(torch.int64)
+
+
+def _log(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((1, 1, 1), math.log(number), dtype=dtype, device=device)
+
+
+def _offsets_of_blocks(num_heads: int, num_blocks: int, seed: int | Tensor, device: torch.device) -> Tensor:
+    """Offsets in (0, 1) of the samples of a head's blocks: float64 (H, T)."""
+    turn = _TURN * torch.arange(num_blocks, device=device, dtype=torch.float64)
+    return (offsets(num_heads, seed, _SAMPLES, device).unsqueeze(1) + turn).frac()
+
+
+def _sample_offsets(options: SamplingOptions, batch_heads: int, num_blocks: int, device: torch.device) -> Tensor:
+    """The offset of each sample: float64 (BH, T), or (BH, 1) if all blocks share one sample."""
+    num_heads = batch_heads // options.batch
+    arguments = (num_heads, 1 if options.shared else num_blocks, options.seed)
+    if isinstance(options.seed, int):
+        offset = constant(_offsets_of_blocks, *arguments, device=device)
+    else:
+        offset = _offsets_of_blocks(*arguments, device)
+    return offset if options.batch == 1 else offset.repeat(options.batch, 1)
+
+
 def make_plan(
     query: Tensor,
     key: Tensor,
@@ -328,21 +462,26 @@ def make_plan(
         options: the far field. Each block of queries has its own sample, by the scores of its group.
     """
     with torch.no_grad():
-        num_samples, seed, device = options.num_samples, options.seed, query.device
-        num_heads = query.shape[0] // options.batch
-        near = plan_near_field(query, key, key_mask, near_options, scale=options.scale, seed=seed, batch=options.batch)
-        probe_offset, offset = (offsets(num_heads, seed, s, device).repeat(options.batch) for s in (11, 12))
-        one_group = options.shared or options.scores != "probe"
-        options = options._replace(groups=1 if one_group else min(options.groups, options.num_probes))
-        scores = sampling_scores(query, key, value, near, key_mask, probe_offset, options)
+        num_samples, seed, batch_heads = options.num_samples, options.seed, query.shape[0]
+        num_rows = max(NUM_ROWS, options.num_probes) if options.scores == "probe" else NUM_ROWS
+        near, rows = plan_near_field(
+            query, key, key_mask, near_options, scale=options.scale, seed=seed, num_rows=num_rows
+        )
+        offset = _sample_offsets(options, batch_heads, near.start.shape[1], query.device)
         short = None
         if key_mask is not None:
             short = torch.as_tensor(near.num_keys, device=near.start.device) <= near.block_k + num_samples
+        if num_samples and options.scores == "uniform" and not (options.shared or options.independent):
+            if short is not None:
+                near, _ = make_short_sequences_exact(near, query.new_empty(batch_heads, 1, 0), short)
+            return near, sample_outside(near, num_samples, offset, accumulation_dtype(query.dtype))
+        one_group = options.shared or options.scores != "probe"
+        options = options._replace(groups=1 if one_group else min(options.groups, options.num_probes))
+        probe_offset = offsets(batch_heads // options.batch, seed, _PROBES, query.device).repeat(options.batch)
+        scores = sampling_scores(query, key, value, near, key_mask, probe_offset, options, rows)
+        if short is not None:
             near, scores = make_short_sequences_exact(near, scores, short)
-        group, offset = None, offset.unsqueeze(1)
-        if not options.shared:
-            offset = (offset + _TURN * torch.arange(near.start.shape[1], device=device)).frac()
-            group = None if options.groups == 1 else query_groups(near, options.groups)[2]
+        group = None if options.shared or options.groups == 1 else query_groups(near, options.groups)[2]
         far = sample_keys(scores, num_samples, offset, seed, options.independent, group)
         if short is not None and options.independent:
             # Sampling with replacement would not take every remaining key.
@@ -378,20 +517,22 @@ def near_far_attention(
     Returns:
         (BH, Nq, Dv).
     """
-    acc_dtype = accumulation_dtype(query.dtype)
-    near_index = near.start[:, :, None] + torch.arange(near.block_k, device=query.device)
+    acc_dtype, device = accumulation_dtype(query.dtype), query.device
+    near_index = near.start[:, :, None] + integers(near.block_k, device)
     far_index = far.sorted_index.expand(-1, near_index.shape[1], -1)
-    distance = far_index - near.start[:, :, None]
-    in_near_field = (distance >= 0) & (distance < near.block_k)
-    far_bias = far.log_weight.to(acc_dtype).masked_fill(in_near_field, -torch.inf)
-    near_bias = torch.zeros(near_index.shape, dtype=acc_dtype, device=query.device)
+    # The nearest index of the near field is the index itself if it lies there.
+    nearest = torch.clamp(far_index, near_index[..., :1], near_index[..., -1:])
+    far_bias = far.log_weight.to(acc_dtype).masked_fill(nearest == far_index, -torch.inf)
+    near_bias = constant(_zeros, near.block_k, acc_dtype, device=device).expand(near_index.shape)
     if not isinstance(near.num_keys, int):
-        near_bias = near_bias.masked_fill_(near_index >= near.num_keys[:, :, None], -torch.inf)
+        near_bias = near_bias.masked_fill(near_index >= near.num_keys[:, :, None], -torch.inf)
     index = torch.cat((near_index, far_index), 2)
     if near.key_order is not None:
         index = near.key_order.gather(1, index.flatten(1)).view_as(index)
     bias = torch.cat((near_bias, far_bias), 2)[:, :, None]
-    rank = None if near.query_order is None else inverse(near.query_order)
+    rank = near.query_rank
+    if rank is None and near.query_order is not None:
+        rank = inverse(near.query_order)
 
     def some_heads(
         query: Tensor,
@@ -407,6 +548,10 @@ def near_far_attention(
 
     result = (query.shape[1], value.shape[2], value.dtype)
     return chunked_over_heads(some_heads, query, key, value, index, bias, near.query_order, rank, result=result)
+
+
+def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(1, 1, count, dtype=dtype, device=device)
 
 
 def dense_log_weights(near: NearField, far: FarField, q_len: int, kv_len: int) -> Tensor:

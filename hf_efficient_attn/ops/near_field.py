@@ -6,24 +6,33 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.blocks import ceil_div, inverse, take, valid_first
+from hf_efficient_attn.ops.constants import constant, integers
 from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.hashing import angular_hash, hyperplanes, matching_block_starts, sort_by_hash
-from hf_efficient_attn.ops.partial import accumulation_dtype, exp_, safe_row_max
+from hf_efficient_attn.ops.hashing import block_starts, hash_keys
+from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.row_error import sample_rows
 
 # Exact rows of a head by which its near field is chosen.
 NUM_ROWS = 32
 # How much less the blocks of a hash must leave than the window, as a factor and absolutely. Equal near fields, as for
 # queries that are all 0, are thus never told apart by rounding, which differs between batches.
-_CLEARLY, _LEAST = 0.99, 1e-6
+_CLEARLY, _LEAST = 0.99**0.5, 1e-3
 
 
 class NearFieldOptions(NamedTuple):
-    """Which near field ("lsh", "window", or "auto": one of them for each head), keys of a block, and hyperplanes."""
+    """What near field to plan.
+
+    Attributes:
+        near_field: "lsh", "window", or "auto": one of them for each head.
+        block_size: keys of a block.
+        num_hashes: hyperplanes of the hash.
+        block_q: queries of a block; by default `block_size` for "lsh", and half of it otherwise.
+    """
 
     near_field: str
     block_size: int
     num_hashes: int
+    block_q: int | None = None
 
 
 class NearField(NamedTuple):
@@ -38,6 +47,7 @@ class NearField(NamedTuple):
         num_keys: number of valid keys, int64 (BH, 1) or an integer.
         num_queries: number of valid queries, likewise. Masked queries are known only if queries and keys are the same
             tokens.
+        query_rank: int64 (BH, Nq), the inverse of `query_order` if it is known.
     """
 
     query_order: Tensor | None
@@ -47,10 +57,27 @@ class NearField(NamedTuple):
     block_k: int
     num_keys: Tensor | int
     num_queries: Tensor | int
+    query_rank: Tensor | None = None
 
 
-def plan_window(query: Tensor, key: Tensor, block_k: int, key_mask: Tensor | None) -> NearField:
-    """Blocks of `block_k` keys centered on blocks of block_k / 2 queries and moved inwards at the ends.
+class ExactRows(NamedTuple):
+    """Exact rows of the softmax matrix of each head.
+
+    Attributes:
+        sorted_index: int64 (BH, R), the queries of the rows.
+        near_keys: int64 (BH, R, block_k), the positions of the keys in their near fields.
+        weights: (BH, R, Nk), by position of the keys, in the accumulation dtype; 0 for rows without a valid query.
+    """
+
+    sorted_index: Tensor
+    near_keys: Tensor
+    weights: Tensor
+
+
+def plan_window(
+    query: Tensor, key: Tensor, block_k: int, key_mask: Tensor | None, block_q: int | None = None
+) -> NearField:
+    """Blocks of `block_k` keys centered on blocks of queries and moved inwards at the ends.
 
     A mask removes the masked keys from the order, and the same queries if there are as many queries as keys.
 
@@ -59,19 +86,24 @@ def plan_window(query: Tensor, key: Tensor, block_k: int, key_mask: Tensor | Non
         key: (BH, Nk, D).
         block_k: keys of a block.
         key_mask: bool (BH, Nk), True for valid keys, or None.
+        block_q: queries of a block; block_k / 2 by default.
     """
-    q_len, kv_len, block_q = query.shape[1], key.shape[1], max(1, block_k // 2)
-    num_blocks = ceil_div(q_len, block_q)
-    first = torch.arange(num_blocks, device=query.device) * block_q - (block_k - block_q) // 2
+    (batch_heads, q_len, _), kv_len = query.shape, key.shape[1]
+    block_q = max(1, block_k // 2) if block_q is None else block_q
+    first = constant(_window_starts, ceil_div(q_len, block_q), block_q, block_k, kv_len, device=query.device)
     if key_mask is None:
-        start = first.clamp(0, kv_len - block_k).expand(query.shape[0], -1)
-        return NearField(None, None, start, block_q, block_k, kv_len, q_len)
+        return NearField(None, None, first.expand(batch_heads, -1), block_q, block_k, kv_len, q_len)
     num_keys = key_mask.sum(1, keepdim=True)
     order = valid_first(key_mask)
-    start = torch.minimum(first.clamp(min=0), (num_keys - block_k).clamp(min=0))
+    start = torch.minimum(first, (num_keys - block_k).clamp(min=0))
     if q_len == kv_len:
         return NearField(order, order, start, block_q, block_k, num_keys, num_keys)
     return NearField(None, order, start, block_q, block_k, num_keys, q_len)
+
+
+def _window_starts(num_blocks: int, block_q: int, block_k: int, kv_len: int, device: torch.device) -> Tensor:
+    first = torch.arange(num_blocks, device=device) * block_q - (block_k - block_q) // 2
+    return first.clamp(0, kv_len - block_k)
 
 
 def plan_lsh(
@@ -86,7 +118,7 @@ def plan_lsh(
     """Blocks of queries and blocks of keys in hash order (Zandieh et al. 2023, Appendix A).
 
     Queries and keys are sorted by the same hash (Definition A.3), and the queries are cut into equal blocks. The paper
-    pairs the b-th block of queries with the b-th block of keys; see `matching_block_starts` for the departure.
+    pairs the b-th block of queries with the b-th block of keys; see `block_starts` for the departure.
 
     Args:
         query: (BH, Nq, D).
@@ -98,13 +130,12 @@ def plan_lsh(
         block_q: queries of a block; `block_size` by default.
     """
     q_len, kv_len, block_q = query.shape[1], key.shape[1], block_size if block_q is None else block_q
-    planes = hyperplanes(query.shape[2], num_hashes, seed, query.device)
     query_mask = key_mask if q_len == kv_len else None
-    query_order, query_codes = sort_by_hash(angular_hash(query, planes), query_mask)
-    key_order, key_codes = sort_by_hash(angular_hash(key, planes), key_mask)
+    query_keys, query_order = hash_keys(query, num_hashes, seed, query_mask).sort(stable=True)
+    keys, key_order = hash_keys(key, num_hashes, seed, key_mask).sort(stable=True)
     num_keys = kv_len if key_mask is None else key_mask.sum(1, keepdim=True)
     num_queries = q_len if query_mask is None else num_keys
-    start = matching_block_starts(query_codes, key_codes, num_queries, num_keys, block_q, block_size)
+    start = block_starts(query_keys, keys, num_queries, num_keys, block_q, block_size)
     return NearField(query_order, key_order, start, block_q, block_size, num_keys, num_queries)
 
 
@@ -116,9 +147,9 @@ def plan_near_field(
     *,
     scale: float,
     seed: int | Tensor,
-    batch: int,
-) -> NearField:
-    """The near field that `options` ask for.
+    num_rows: int = NUM_ROWS,
+) -> tuple[NearField, ExactRows | None]:
+    """The near field that `options` ask for, and the exact rows by which it was chosen, if it was.
 
     Args:
         query: (BH, Nq, D).
@@ -127,16 +158,16 @@ def plan_near_field(
         options: the kind and the sizes.
         scale: factor of the attention scores.
         seed: of the hash and of the exact rows.
-        batch: B. Sequences of a batch use the same random numbers.
+        num_rows: exact rows of "auto".
     """
     block_k, num_hashes = options.block_size, options.num_hashes
     if options.near_field == "lsh":
-        return plan_lsh(query, key, block_k, key_mask, num_hashes, seed)
-    window = plan_window(query, key, block_k, key_mask)
+        return plan_lsh(query, key, block_k, key_mask, num_hashes, seed, options.block_q), None
+    window = plan_window(query, key, block_k, key_mask, options.block_q)
     if options.near_field == "window":
-        return window
+        return window, None
     lsh = plan_lsh(query, key, block_k, key_mask, num_hashes, seed, window.block_q)
-    return choose_near_field(query, key, (window, lsh), key_mask, scale=scale, seed=seed, batch=batch)
+    return choose_near_field(query, key, (window, lsh), key_mask, scale=scale, seed=seed, num_rows=num_rows)
 
 
 def choose_near_field(
@@ -147,13 +178,13 @@ def choose_near_field(
     *,
     scale: float,
     seed: int | Tensor,
-    batch: int,
-) -> NearField:
-    """For each head the one of two near fields that leaves less of the exact rows of some queries to the far field.
+    num_rows: int = NUM_ROWS,
+) -> tuple[NearField, ExactRows]:
+    """For each head a window or blocks of a hash: which leaves less of the exact rows of some queries to the far field.
 
     What is left of a row is the sum of its softmax weights outside the near field. The error of a far field of m
-    samples is about this sum divided by sqrt(m), so that the sums of its squares over the rows are compared. They do
-    not depend on the values or on the draw. The second plan is taken where it leaves clearly less.
+    samples is about this sum divided by sqrt(m), so that the roots of the sums of its squares are compared. They do
+    not depend on the values or on the draw. The blocks of the hash are taken where they leave clearly less.
 
     On activations of BERT (512 tokens, budget 128) the mean error of KDEformer is .277 with hash blocks, .153 with a
     window, .150 with this choice and .145 with the better one of each head; on those of DeiT (1,025 tokens, budget 128)
@@ -163,48 +194,82 @@ def choose_near_field(
     Args:
         query: (BH, Nq, D).
         key: (BH, Nk, D).
-        plans: with blocks of the same sizes.
+        plans: of `plan_window` and `plan_lsh`, with blocks of the same sizes.
         key_mask: bool (BH, Nk), True for valid keys, or None.
         scale: factor of the scores.
         seed: of the sampled rows.
-        batch: B.
+        num_rows: number of rows.
+
+    Returns:
+        The near field, and the rows.
     """
-    (batch_heads, q_len, _), kv_len, acc_dtype = query.shape, key.shape[1], accumulation_dtype(query.dtype)
+    (batch_heads, q_len, _), kv_len, device = query.shape, key.shape[1], query.device
+    window, lsh = plans
+    assert lsh.query_order is not None and lsh.key_order is not None
     query_mask = key_mask if q_len == kv_len else None
-    rows = sample_rows(
-        batch_heads, q_len, NUM_ROWS, query_mask, num_heads=batch_heads // batch, seed=seed, device=query.device
+    # The same rows in every head: without a mask their keys in the window depend on sizes only.
+    count = 1 if query_mask is None else batch_heads
+    rows = sample_rows(count, q_len, num_rows, query_mask, num_heads=1, seed=seed, device=device)
+    positions = rows.queries.expand(batch_heads, -1)
+    weights = row_weights(query, key, positions, key_mask, scale)
+    if rows.valid is not None:
+        weights = weights.masked_fill(~rows.valid.unsqueeze(2), 0.0)
+    rank, in_order = inverse(lsh.query_order), integers(q_len, device)
+    if window.query_order is not None:
+        in_order = inverse(window.query_order)
+    of_window = positions if window.query_order is None else in_order.gather(1, positions)
+    of_lsh = rank.gather(1, positions)
+    near_of_window, near_of_lsh = near_keys(window, of_window), near_keys(lsh, of_lsh)
+    held = weights.gather(2, torch.cat((near_of_window, near_of_lsh), 2)).unflatten(2, (2, -1)).sum(3)
+    outside = 1.0 - held if rows.valid is None else (1.0 - held).masked_fill(~rows.valid.unsqueeze(2), 0.0)
+    left = torch.linalg.vector_norm(outside, dim=1)
+    take_lsh = torch.sub(left[:, 1:], left[:, :1], alpha=_CLEARLY) < -_LEAST
+
+    def order(of_window: Tensor | None, of_lsh: Tensor) -> Tensor:
+        return torch.where(take_lsh, of_lsh, integers(of_lsh.shape[1], device) if of_window is None else of_window)
+
+    near = window._replace(
+        query_order=order(window.query_order, lsh.query_order),
+        key_order=order(window.key_order, lsh.key_order),
+        start=order(window.start, lsh.start),
+        query_rank=order(in_order, rank),
     )
-    weights = (take(query, rows.queries).to(acc_dtype) * scale) @ key.to(acc_dtype).mT
-    if key_mask is not None:
-        weights = weights + mask_bias(key_mask, acc_dtype)[:, None]
-    # In place, because new memory takes longer than the exponentials.
-    weights = exp_(weights.sub_(safe_row_max(weights.amax(2, keepdim=True))))
-    total = weights.sum(2).clamp(min=torch.finfo(acc_dtype).tiny)
+    of_rows = torch.where(take_lsh.unsqueeze(2), near_of_lsh, near_of_window)
+    return near, ExactRows(order(of_window, of_lsh), of_rows, weights)
 
-    def left(plan: NearField) -> Tensor:
-        index = rows.queries
-        if plan.query_order is not None:
-            index = inverse(plan.query_order).gather(1, index)
-        outside = (1.0 - weights.gather(2, near_keys(plan, index)).sum(2) / total).square()
-        return (outside if rows.valid is None else outside.masked_fill(~rows.valid, 0.0)).sum(1, keepdim=True)
 
-    first, second = plans
-    take_second = left(second) + _LEAST < _CLEARLY * left(first)
+def row_weights(query: Tensor, key: Tensor, positions: Tensor, key_mask: Tensor | None, scale: float) -> Tensor:
+    """Rows of the softmax matrix, without a gradient.
 
-    def order(of_first: Tensor | None, of_second: Tensor | None, length: int) -> Tensor:
-        positions = torch.arange(length, device=query.device).expand(batch_heads, -1)
-        of_first, of_second = (positions if x is None else x for x in (of_first, of_second))
-        return torch.where(take_second, of_second, of_first)
+    The scores of half precision inputs are computed in their dtype, since the rows only plan.
 
-    return first._replace(
-        query_order=order(first.query_order, second.query_order, q_len),
-        key_order=order(first.key_order, second.key_order, kv_len),
-        start=torch.where(take_second, second.start, first.start),
-    )
+    Args:
+        query: (BH, Nq, D).
+        key: (BH, Nk, D).
+        positions: int64 (BH, R), the queries of the rows.
+        key_mask: bool (BH, Nk), True for valid keys, or None.
+        scale: factor of the scores.
+
+    Returns:
+        (BH, R, Nk) in the accumulation dtype; 0 for a row without a valid key.
+    """
+    acc_dtype = accumulation_dtype(query.dtype)
+    if query.device.type == "cpu" and query.dtype == torch.float16:  # has no fast product there
+        query, key = query.float(), key.float()
+    queries, zero = take(query, positions), constant(_zero, query.dtype, device=query.device)
+    scores = torch.baddbmm(zero, queries, key.mT, beta=0, alpha=scale)
+    if key_mask is None:
+        return scores.softmax(2, dtype=acc_dtype)
+    weights: Tensor = (scores.to(acc_dtype) + mask_bias(key_mask, acc_dtype)[:, None]).softmax(2)
+    # NaN only without a single valid key.
+    return weights.nan_to_num_(0.0)
+
+
+def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(1, 1, 1, dtype=dtype, device=device)
 
 
 def near_keys(near: NearField, sorted_index: Tensor) -> Tensor:
     """The positions of the keys near the queries at sorted indices: int64 (BH, p) -> (BH, p, block_k)."""
-    index = near.start.gather(1, sorted_index // near.block_q).unsqueeze(2)
-    index = index + torch.arange(near.block_k, device=index.device)
+    index = near.start.gather(1, sorted_index // near.block_q).unsqueeze(2) + integers(near.block_k, near.start.device)
     return index if near.key_order is None else near.key_order.gather(1, index.flatten(1)).view_as(index)

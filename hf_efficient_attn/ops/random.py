@@ -3,18 +3,28 @@
 They are hashes of a counter instead of draws from a generator. So a seed gives the same numbers on every device, inside
 `torch.compile` and in any order of calls, and the global random state is never touched. The hash is the finalizer of
 MurmurHash3 (Appleby, public domain), applied twice.
+
+The numbers of an integer seed are kept for the next call (`hf_efficient_attn.ops.constants`), so they must not be
+modified.
 """
 
 import math
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from hf_efficient_attn.ops.constants import constant, integers
+
 _MASK = 0xFFFFFFFF
+# Longer results are not kept.
+_KEPT_NUMEL = 1 << 18
+
+_Bits = TypeVar("_Bits", int, Tensor)
 
 
-def _mix(x: Tensor) -> Tensor:
-    """32 well-mixed bits of every int64 counter."""
+def _mix(x: _Bits) -> _Bits:
+    """32 well-mixed bits of an integer, or of every int64 number of a tensor."""
     x = x & _MASK
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = ((x ^ (x >> shift)) * factor) & _MASK
@@ -28,16 +38,32 @@ def draw_seed(device: torch.device) -> Tensor:
 
 def uniform(shape: tuple[int, ...], seed: int | Tensor, stream: int, device: torch.device) -> Tensor:
     """Float64 numbers, uniform in the open interval (0, 1). `stream` distinguishes the uses of one seed."""
-    counter = torch.arange(math.prod(shape), device=device, dtype=torch.int64)
-    start = torch.as_tensor(seed, device=device).to(torch.int64) * 0x9E3779B1 + stream * 0x7F4A7C15
-    bits = _mix(_mix(counter + 1) + _mix(_mix(start) + stream + 1))
+    if isinstance(seed, int) and math.prod(shape) <= _KEPT_NUMEL:
+        return constant(_uniform, shape, seed, stream, device=device)
+    return _uniform(shape, seed, stream, device)
+
+
+def _uniform(shape: tuple[int, ...], seed: int | Tensor, stream: int, device: torch.device) -> Tensor:
+    count = math.prod(shape)
+    counters = constant(_counters, count, device=device) if count <= _KEPT_NUMEL else _counters(count, device)
+    bits = _mix(counters + _mix(_mix(seed * 0x9E3779B1 + stream * 0x7F4A7C15) + stream + 1))
     return ((bits.to(torch.float64) + 0.5) / 2.0**32).reshape(shape)
+
+
+def _counters(count: int, device: torch.device) -> Tensor:
+    return _mix(integers(count, device) + 1)
 
 
 def normal(shape: tuple[int, ...], seed: int | Tensor, stream: int, device: torch.device) -> Tensor:
     """Float64 numbers, independent and standard normal (Box-Muller)."""
-    radius = (-2.0 * uniform(shape, seed, 2 * stream + 101, device).log()).sqrt()
-    return radius * (2.0 * math.pi * uniform(shape, seed, 2 * stream + 102, device)).cos()
+    if isinstance(seed, int) and math.prod(shape) <= _KEPT_NUMEL:
+        return constant(_normal, shape, seed, stream, device=device)
+    return _normal(shape, seed, stream, device)
+
+
+def _normal(shape: tuple[int, ...], seed: int | Tensor, stream: int, device: torch.device) -> Tensor:
+    radius = (-2.0 * _uniform(shape, seed, 2 * stream + 101, device).log()).sqrt()
+    return radius * (2.0 * math.pi * _uniform(shape, seed, 2 * stream + 102, device)).cos()
 
 
 def offsets(num_heads: int, seed: int | Tensor, stream: int, device: torch.device) -> Tensor:
@@ -45,5 +71,11 @@ def offsets(num_heads: int, seed: int | Tensor, stream: int, device: torch.devic
 
     The offsets are multiples of the golden ratio modulo 1, so that no two heads sample alike.
     """
+    if isinstance(seed, int):
+        return constant(_offsets, num_heads, seed, stream, device=device)
+    return _offsets(num_heads, seed, stream, device)
+
+
+def _offsets(num_heads: int, seed: int | Tensor, stream: int, device: torch.device) -> Tensor:
     turn = torch.arange(num_heads, device=device, dtype=torch.float64) * 0.6180339887498949
     return (uniform((1,), seed, stream, device) + turn).frac()

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.blocks import ceil_div, take, valid_first
+from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
 from hf_efficient_attn.ops.random import uniform
@@ -84,11 +85,11 @@ def sample_rows(
         device: of the result.
     """
     count = min(num_rows, q_len)
-    # Each row has an offset of its own in its stratum. With a common one, rows at a regular distance could all meet, or
-    # all miss, what is periodic in the input, such as the rows of a picture.
-    offset = uniform((num_heads, count), seed, _STREAM, device).repeat(batch_heads // num_heads, 1)
     if query_mask is None:
-        return Rows(stratified_ranks(count, q_len, offset), None, q_len)
+        if isinstance(seed, int):
+            return Rows(constant(_even_rows, batch_heads, q_len, count, num_heads, seed, device=device), None, q_len)
+        return Rows(_even_rows(batch_heads, q_len, count, num_heads, seed, device), None, q_len)
+    offset = _offsets_of_rows(batch_heads, count, num_heads, seed, device)
     available = query_mask.sum(1, keepdim=True)
     # Of fewer queries than rows, each is a stratum of its own.
     sampled = available.clamp(max=count)
@@ -98,6 +99,22 @@ def sample_rows(
     # The query of rank r is the first with r + 1 valid queries up to it.
     index = torch.searchsorted(query_mask.cumsum(1), rank + 1).clamp(max=q_len - 1)
     return Rows(index, step < sampled, available)
+
+
+def _offsets_of_rows(batch_heads: int, count: int, num_heads: int, seed: int | Tensor, device: torch.device) -> Tensor:
+    """An offset of its own for each row in its stratum: float64 (BH, p).
+
+    With a common one, rows at a regular distance could all meet, or all miss, what is periodic in the input, such as
+    the rows of a picture.
+    """
+    return uniform((num_heads, count), seed, _STREAM, device).repeat(batch_heads // num_heads, 1)
+
+
+def _even_rows(
+    batch_heads: int, q_len: int, count: int, num_heads: int, seed: int | Tensor, device: torch.device
+) -> Tensor:
+    """One query of each of `count` strata: int64 (BH, p)."""
+    return stratified_ranks(count, q_len, _offsets_of_rows(batch_heads, count, num_heads, seed, device))
 
 
 def exact_rows(

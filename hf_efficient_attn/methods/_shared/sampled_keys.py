@@ -77,6 +77,10 @@ class SampledKeysConfig(MethodConfig):
         return dataclasses.replace(self, block_size=near, num_samples=columns - near)
 
 
+# Queries of a block, unless that takes more keys than the budget.
+_LEAST_BLOCK_Q = 64
+
+
 def check_num_hashes(method: str, num_hashes: int) -> None:
     """Raise an error if a hash has too many bits for a 64-bit code."""
     if num_hashes > 62:
@@ -100,6 +104,25 @@ def _sampling_options(config: SampledKeysConfig, query: Tensor, options: Attenti
     )
 
 
+def _near_options(config: SampledKeysConfig) -> NearFieldOptions:
+    """The near field of the bidirectional form.
+
+    Blocks of fewer than 64 queries take longer than larger ones, which gather fewer keys in all. So short blocks are
+    widened, and their near fields with them, up to twice the budget of keys.
+    """
+    size, least = config.block_size, min(_LEAST_BLOCK_Q, config.block_size // 2 + config.num_samples)
+    if config.near_field == "lsh":
+        size = max(size, least)
+        return NearFieldOptions("lsh", size, config.num_hashes, size)
+    block_q = max(1, size // 2, least)
+    return NearFieldOptions(config.near_field, block_q + size - size // 2, config.num_hashes, block_q)
+
+
+def _exact_length(config: SampledKeysConfig, is_causal: bool) -> int:
+    """The keys up to which the output is exact: the budget, or those of a widened near field and of the far field."""
+    return config.exact_length if is_causal else _near_options(config).block_size + config.num_samples
+
+
 def _plan_bidirectional(
     config: SampledKeysConfig,
     query: Tensor,
@@ -109,7 +132,7 @@ def _plan_bidirectional(
     sampling: near_far.SamplingOptions,
 ) -> tuple[NearField, near_far.FarField]:
     """The near and the far field of (BH, N, D) inputs."""
-    near_options = NearFieldOptions(config.near_field, config.block_size, config.num_hashes)
+    near_options = _near_options(config)
     return near_far.make_plan(query, key, value, key_mask, near_options, sampling)
 
 
@@ -151,7 +174,7 @@ def restore_order(out: Tensor, order: Tensor | None, key_mask: Tensor | None) ->
 
 def forward(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Compute the fast form; see `register_method` for the arguments."""
-    shape, budget = query.shape, config.exact_length
+    shape, budget = query.shape, _exact_length(config, options.is_causal)
     sampling = _sampling_options(config, query, options)
     is_causal, scale, dropout_p = options.is_causal, options.scale, options.dropout_p
     query, key, value, key_mask = flatten_heads(query, key, value, options.key_mask)
@@ -173,7 +196,7 @@ def forward(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor
 
 def naive(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Compute the readable form: the plan of `forward` as a dense matrix of log-weights that is added to the scores."""
-    shape, budget = query.shape, config.exact_length
+    shape, budget = query.shape, _exact_length(config, options.is_causal)
     sampling = _sampling_options(config, query, options)
     query, key, value, key_mask = flatten_heads(query, key, value, options.key_mask)
     (batch_heads, q_len, _), kv_len, device = query.shape, key.shape[1], query.device
