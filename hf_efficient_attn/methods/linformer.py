@@ -34,7 +34,7 @@ from hf_efficient_attn.methods._shared.projections import (
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.landmarks import attention_to_few_keys
-from hf_efficient_attn.ops.partial import accumulation_dtype
+from hf_efficient_attn.ops.precision import attention_dtype, sum_dtype
 from hf_efficient_attn.ops.projections import STARTS_FROM, contractions, projected_key_mask
 
 
@@ -64,10 +64,12 @@ class LinformerConfig(ProjectionConfig):
 
 def forward(config: LinformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Fast form; see `register_method`."""
-    (batch, num_heads, kv_len), acc_dtype = key.shape[:3], accumulation_dtype(query.dtype)
-    both = contractions(tables(config, kv_len, options), options.key_mask, kv_len, acc_dtype)
-    bias = mask_bias(projected_key_mask(both, batch), acc_dtype).repeat_interleave(num_heads, 0)
-    keys, values = (table.project(x).flatten(0, 1) for table, x in zip(both, (key, value), strict=True))  # (BH, P, .)
+    (batch, num_heads, kv_len), dtype = key.shape[:3], attention_dtype(query)
+    both = contractions(tables(config, kv_len, options), options.key_mask, kv_len, sum_dtype(query))
+    bias = mask_bias(projected_key_mask(both, batch), dtype).repeat_interleave(num_heads, 0)
+    keys, values = (
+        table.project(x).to(dtype).flatten(0, 1) for table, x in zip(both, (key, value), strict=True)
+    )  # (BH, P, .)
     out = attention_to_few_keys(
         query.flatten(0, 1), keys, values, bias, scale=options.scale, dropout_p=options.dropout_p, dtype=value.dtype
     )

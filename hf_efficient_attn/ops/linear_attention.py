@@ -17,7 +17,7 @@ from torch.nn.functional import dropout, pad
 from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import pad_to_blocks
 from hf_efficient_attn.ops.partial import accumulation_dtype, exp_
-from hf_efficient_attn.ops.precision import product_dtype
+from hf_efficient_attn.ops.precision import sum_dtype
 from hf_efficient_attn.ops.scan import exclusive_prefix_sum, running_sum
 
 _CHUNK, _ACCELERATOR_CHUNK = 64, 128  # tokens
@@ -47,15 +47,9 @@ def elu_features(x: Tensor) -> Tensor:
     return torch.maximum(x + 1.0, exp_(x.clamp(max=0.0)))
 
 
-def _products_in(x: Tensor) -> torch.dtype:
-    """The dtype of the products of features: `product_dtype`, but sums over tokens exceed the range of float16."""
-    dtype = product_dtype(x)
-    return torch.float32 if dtype == torch.float16 else dtype
-
-
 def _features(x: Tensor, factor: float | None) -> Tensor:
     """Features of x (..., D), times a factor, in the dtype of products."""
-    dtype = _products_in(x)
+    dtype = sum_dtype(x)
     x = x.to(torch.promote_types(dtype, torch.float32 if factor is not None else x.dtype))
     return elu_features(x if factor is None else x * factor).to(dtype)
 
@@ -153,7 +147,7 @@ def buffered_linear_attention(
         scale: factor of the scores.
     """
     (batch_heads, q_len, head_dim), kv_len, acc_dtype = query.shape, key.shape[1], accumulation_dtype(query.dtype)
-    dtype = _products_in(query)
+    dtype = sum_dtype(query)
     out = value.new_empty(batch_heads, q_len, value.shape[2]) if out is None else out
     block = max(1, min(_BLOCK // (batch_heads * head_dim), max(q_len, kv_len)))
     first, second = (query.new_empty(batch_heads, block, head_dim, dtype=acc_dtype) for _ in range(2))
@@ -213,7 +207,7 @@ def buffered_causal_linear_attention(
         out: (BH, N, Dv) to write into, or None.
     """
     (batch_heads, q_len, head_dim), acc_dtype = query.shape, accumulation_dtype(query.dtype)
-    dtype, size = _products_in(query), min(_CHUNK, q_len)
+    dtype, size = sum_dtype(query), min(_CHUNK, q_len)
     block = max(1, _BLOCK // (4 * batch_heads * size * max(size, head_dim))) * size
     out = value.new_empty(batch_heads, q_len, value.shape[2]) if out is None else out
     if initial_state:

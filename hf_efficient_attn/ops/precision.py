@@ -32,6 +32,12 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return torch.bfloat16 if wants_half else torch.float32
 
 
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """`product_dtype` for sums over all tokens. They can exceed the range of float16, so float32 takes its place."""
+    dtype = product_dtype(x)
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
 def attention_dtype(x: Tensor) -> torch.dtype:
     """The dtype of the operands of softmax attention, whose scores and sums are float32 in any case.
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.ops.blocks import chunked_over_heads, take, valid_first
 from hf_efficient_attn.ops.landmarks import segment_sizes
+from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.random import normal
 
 # Names of the tables of keys and of values as learned parameters.
@@ -96,10 +97,10 @@ class Contraction(NamedTuple):
     """A table, applied to the valid tokens of a batch.
 
     Attributes:
-        table: (P, N), the columns that tokens may use.
+        table: (P, N), the columns that tokens may use, in the dtype of products.
         order: int64 (B, N), the order in which tokens use the columns, or None for the order of the positions.
         num_tokens: int64 (B or 1,), the number of valid tokens.
-        factor: (B or 1, P), with which the rows are multiplied.
+        factor: (B or 1, P), with which the rows are multiplied, in the accumulation dtype.
         valid: bool (B or 1, P), whether a row has weight at any valid token.
     """
 
@@ -119,13 +120,13 @@ class Contraction(NamedTuple):
             return self.table @ x.to(self.table.dtype)
 
         projected: Tensor = chunked_over_heads(some_heads, x.flatten(0, 1), order).unflatten(0, (batch, num_heads))
-        return projected * self.factor[:, None, :, None]
+        return (projected * self.factor[:, None, :, None]).to(self.table.dtype)
 
     def sums(self) -> Tensor:
         """E 1, the factor of a constant that is added to all tokens: (B or 1, P)."""
         rank = torch.arange(self.table.shape[1], device=self.table.device)
-        valid = (rank[:, None] < self.num_tokens).to(self.table.dtype)
-        return (self.table @ valid).t() * self.factor
+        valid = (rank[:, None] < self.num_tokens).to(self.factor.dtype)
+        return (self.table.to(valid.dtype) @ valid).t() * self.factor
 
 
 def contractions(
@@ -143,14 +144,14 @@ def projected_key_mask(both: Sequence[Contraction], batch: int) -> Tensor:
 
 def contraction(table: Tensor, key_mask: Tensor | None, kv_len: int, dtype: torch.dtype) -> Contraction:
     """Apply a table (P, M) to the valid tokens of a mask, bool (B, Nk) or None, in products of `dtype`."""
-    table = table.to(dtype)
+    acc_dtype = accumulation_dtype(dtype)
     order = None if key_mask is None else valid_first(key_mask)
-    num_tokens = torch.tensor([kv_len], device=table.device) if key_mask is None else key_mask.sum(1)
+    num_tokens = torch.full((1,), kv_len, device=table.device) if key_mask is None else key_mask.sum(1)
     if key_mask is None and table.shape[1] == kv_len:
-        factor, valid = table.new_ones(1, table.shape[0]), (table != 0).any(1)[None]
+        factor, valid = table.new_ones(1, table.shape[0], dtype=acc_dtype), (table != 0).any(1)[None]
     else:
-        factor, valid = _factors(table, num_tokens)
-    return Contraction(table[:, :kv_len], order, num_tokens, factor, valid)
+        factor, valid = _factors(table.to(acc_dtype), num_tokens)
+    return Contraction(table[:, :kv_len].to(dtype), order, num_tokens, factor, valid)
 
 
 def _factors(table: Tensor, num_tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -35,6 +35,7 @@ from hf_efficient_attn.methods._shared.registry import (
     register_method,
 )
 from hf_efficient_attn.ops.partial import accumulation_dtype
+from hf_efficient_attn.ops.precision import sum_dtype
 from hf_efficient_attn.ops.projections import STARTS_FROM, Contraction, contractions, projected_key_mask
 
 
@@ -71,7 +72,7 @@ def _kernel_options(both: list[Contraction], batch: int, options: AttentionOptio
 def forward(config: FlurkaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Fast form; see `register_method`."""
     kv_len, kernel = key.shape[2], get_method(config.kernel).forward
-    both = contractions(tables(config, kv_len, options), options.key_mask, kv_len, accumulation_dtype(query.dtype))
+    both = contractions(tables(config, kv_len, options), options.key_mask, kv_len, sum_dtype(query))
     arguments = config.kernel_arguments(_query_mask(query, key, options))
     options = _kernel_options(both, key.shape[0], options)
     keys, values = both[0].project(key), both[1].project(value)  # (B, H, P, .)
@@ -102,7 +103,7 @@ def forward_hidden_states(
     """
     device, dtype, kv_len = query.device.type, hidden_states.dtype, hidden_states.shape[1]
     with torch.autocast(device, enabled=False):
-        both = contractions(tables(config, kv_len, options), options.key_mask, kv_len, accumulation_dtype(dtype))
+        both = contractions(tables(config, kv_len, options), options.key_mask, kv_len, sum_dtype(hidden_states))
         contracted = [both[0].project(hidden_states[:, None])[:, 0].to(dtype)]  # (B, P, W)
         same = both[1] is both[0]
         contracted.append(contracted[0] if same else both[1].project(hidden_states[:, None])[:, 0].to(dtype))
