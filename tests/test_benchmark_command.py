@@ -181,6 +181,15 @@ def test_measurements_for_every_task(family, head, task, agreement, made, text, 
     assert is_image == any("pixels" in note for note in result["notes"])
 
 
+def test_several_rows_in_a_forward_pass(made, text, capsys):
+    arguments = ["benchmark", made("bert"), "--methods", "linear", "--lengths", 40, "--rounds", 1, "--data", text]
+    assert command(*arguments, "--batch", 3, "--no-memory") == 0
+    assert "seconds: median of the forward passes of 3 inputs." in capsys.readouterr().out
+    result = run_json(capsys, *arguments, "--batch", 3, "--no-memory")
+    assert [row["batch"] for row in result["measurements"]] == [3, 3]
+    assert result["data"]["rows"] == 4  # the agreement is that of four inputs, in two passes
+
+
 def test_length_of_a_picture_is_that_of_its_longest_attention(tmp_path, capsys):
     """The first stage of T2T-ViT has a token for every second pixel, though patches have eight pixels."""
     config = T2TViTConfig(

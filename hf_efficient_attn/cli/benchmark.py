@@ -155,6 +155,7 @@ class Report:
         self._is_explained = False
         self.result: dict[str, Any] = {}
         self.label_width = 0
+        self._batch = 1
 
     def execution(self, minutes: float | None) -> "Execution":
         """The limit of time together with the functions that print."""
@@ -183,6 +184,7 @@ class Report:
             headers += [*self._perplexity("perplexity"), self._agreement]
             widths = [6, self.label_width, 7, 8, *self._memory(6), 6, *self._perplexity(10), 6]
             self._table = LiveTable(headers, widths, left=["attention"])
+        self._batch = row["batch"]
         cells = [row["length"], row["attention"], f"{row['seconds']:.3f}", f"{row['speed_up']:.2f}x"]
         cells += [*self._memory(_number(row["peak_memory_mib"], ".0f")), _number(row["error"], ".3f")]
         cells += self._perplexity(_number(row["perplexity"], ".5g"))
@@ -208,8 +210,10 @@ class Report:
         self._is_explained = True
         data, rows = self.result["data"]["name"], self.result["data"]["rows"]
         inputs = f"{rows} input{'s' * (rows > 1)} of {data}"
+        of_batch = f" of {self._batch} inputs" if self._batch > 1 else ""
         lines = [
-            "seconds: median of the forward passes. speed-up: over exact attention in passes before and after, median.",
+            f"seconds: median of the forward passes{of_batch}. "
+            "speed-up: over exact attention in passes before and after, median.",
             *self._memory("MiB: peak of PyTorch's memory in a pass, without model and inputs."),
             "error: relative operator norm of the error of a layer's output, averaged over heads and layers.",
             *self._perplexity(f"perplexity: {_PERPLEXITY.get(self.result['task'])}."),
