@@ -245,6 +245,8 @@ class _Counting(TorchDispatchMode):
             return self._enter(func, args, kwargs)
         given = _tensors((args, kwargs))
         self._transfers(name, given, args, kwargs)
+        for x in given:
+            self._exclude(x)
         result = func(*args, **kwargs)
         made = _tensors(result)
         on_device = [x for x in (*made, *given) if x.device.type != "cpu"]
@@ -300,6 +302,13 @@ class _Counting(TorchDispatchMode):
         fresh = [x for x, r in zip(made, _returns(func, made), strict=True) if r.alias_info is None]
         self.found.read += read
         self.found.written += written + sum(map(_bytes, fresh))
+
+    def _exclude(self, x: Tensor) -> None:
+        """A storage that no operator of the call made is one of its inputs, and views of it take no memory."""
+        storage = x.untyped_storage()
+        known = self.storages.get(storage._cdata)
+        if known is None or known() is None:
+            self.storages[storage._cdata] = weakref.ref(storage)
 
     def _track(self, x: Tensor) -> None:
         """Follow the storage of a result until nothing refers to it."""
