@@ -24,6 +24,7 @@ from hf_efficient_attn.ops.onednn import grouped_attention
 from hf_efficient_attn.ops.partial import Partial, merge, partial_attention, partial_attention_naive, prefix_merge
 from hf_efficient_attn.ops.random import normal, offsets, uniform
 from hf_efficient_attn.ops.sampling import (
+    complete_systematic_sample,
     inclusion_probabilities,
     independent_sample,
     operator_norm_squared,
@@ -551,6 +552,20 @@ def test_systematic_sample_has_no_duplicates(scores, budget, offset):
     close(log_weight[selected], -probabilities[0, chosen].log())
     assert (log_weight[~selected] == -torch.inf).all()
     assert (index[~selected] == 0).all()
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_a_complete_systematic_sample_is_the_same_sample(groups):
+    scores = numbers(2 * groups, 50).exp()
+    probabilities = inclusion_probabilities(scores, 20).view(2, groups, 50)
+    offset = torch.tensor([[1e-12, 0.3, 1 - 1e-15, 0.7], [0.5, 0.1, 0.9, 1 - 1e-16]], dtype=torch.float64)
+    group = None if groups == 1 else torch.tensor([[0, 1, 2, 2], [2, 0, 1, 2]])
+    index, log_weight = complete_systematic_sample(probabilities, 20, offset, group)
+    expected, expected_weight, selected = systematic_sample(probabilities, 20, offset, group)
+    assert torch.equal(index[selected], expected[selected])
+    close(log_weight[selected], expected_weight[selected])
+    # A point that rounding moves beyond the end selects nothing there, and the last index here.
+    assert (~selected).sum() <= 2 and log_weight.isfinite().all() and (index.diff(dim=2) > 0).all()
 
 
 def test_systematic_sample_is_unbiased():

@@ -7,9 +7,11 @@ where a key is sampled by the estimated norm of its column of the attention matr
   `hf_efficient_attn.ops.near_field` chooses them. The paper pairs the b-th block of queries with the b-th block of
   keys. Here the hash of the middle query of a block determines its keys.
 - Far field, A_res = A - A_spar: m keys. Key j is sampled with a probability proportional to the squared norm of column
-  j of D^-1 A_res plus gamma |v_j|^2, where the power method gives gamma = 1 / |V|_op^2 (Algorithm 1, lines 2 and 5;
-  Algorithm 3, line 3). A sampled key has weight 0 for the queries whose near field contains it.
-- Column norms: by default they are estimated from the exact rows of `num_probes` queries and not from kernel densities.
+  j of D^-1 A_res plus gamma |v_j|^2 with gamma = 1 / |V|_op^2 (Algorithm 1, lines 2 and 5; Algorithm 3, line 3). The
+  Frobenius norm of V^T V estimates |V|_op^2; in the paper the power method does. A sampled key has weight 0 for the
+  queries whose near field contains it.
+- Column norms: by default they are estimated from exact rows of some queries and not from kernel densities. With
+  `near_field="auto"` they are the rows that choose the near field, and otherwise those of `num_probes` queries.
   `column_scores="kde"` is the paper's estimate: Algorithm 1, lines 3-4, with Algorithm 2 on densities by hashing
   (`kernel.softmax_column_norms`), minus the norms of the near field (Algorithm 3, line 3). The amount of its work
   depends on the data, so torch.compile does not support it.
@@ -60,7 +62,9 @@ class KDEformerConfig(SampledKeysConfig):
         "|v|^2. 'kde': the norms of their columns by hashed kernel densities, plus gamma |v|^2. 'value_norm': |v|^2.",
         choices=("probe", "kde", "value_norm"),
     )
-    num_probes: int = option(32, "Queries whose exact rows estimate the column norms.", minimum=1)
+    num_probes: int = option(
+        32, "Queries whose exact rows estimate the column norms; at least 48 with near_field='auto'.", minimum=1
+    )
     score_groups: int = option(
         4, "Groups of neighbouring query blocks. Each has its own probes and column norms.", minimum=1
     )

@@ -31,6 +31,7 @@ from hf_efficient_attn.ops.near_field import (
 from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.random import offsets, uniform
 from hf_efficient_attn.ops.sampling import (
+    complete_systematic_sample,
     inclusion_probabilities,
     independent_sample,
     stratified_ranks,
@@ -43,6 +44,9 @@ _NORM_VALUES = 256
 _LEAST_SCORE = 1e-6
 # The offsets of a head's blocks are multiples of this plastic ratio modulo 1; those of the heads are of the golden one.
 _TURN = 0.7548776662466927
+# Exact rows of a head if they choose the near field and also are the probes. They are not spread evenly over the
+# groups, and with 32 of them the error of KDEformer on BERT with 4,096 tokens is 2 % larger.
+_PROBED_ROWS = 48
 # Streams of random numbers.
 _PROBES, _SAMPLES = 11, 12
 # Blocks of queries that `density_scores` processes at a time.
@@ -347,6 +351,7 @@ def sample_keys(
     seed: int | Tensor,
     independent: bool = False,
     group: Tensor | None = None,
+    complete: bool = False,
 ) -> FarField:
     """Sample keys: systematically without replacement, or independently as in the paper's Algorithm 1.
 
@@ -357,13 +362,17 @@ def sample_keys(
         seed: seed of the independent sampling.
         independent: sample with replacement.
         group: int64 (BH, S), the scores from which each sample is drawn; None if G is 1.
+        complete: whether at least `num_samples` scores of each group are known to be positive.
     """
     if independent:
         numbers = uniform((num_samples,), seed, 3, scores.device) + offset.unsqueeze(2)
         index, log_weight, _ = independent_sample(scores, num_samples, numbers.frac(), group)
     else:
         probabilities = inclusion_probabilities(scores.flatten(0, 1), num_samples).view(scores.shape)
-        index, log_weight, _ = systematic_sample(probabilities, num_samples, offset, group)
+        if complete:
+            index, log_weight = complete_systematic_sample(probabilities, num_samples, offset, group)
+        else:
+            index, log_weight, _ = systematic_sample(probabilities, num_samples, offset, group)
     return FarField(index, log_weight.to(accumulation_dtype(scores.dtype)))
 
 
@@ -463,7 +472,7 @@ def make_plan(
     """
     with torch.no_grad():
         num_samples, seed, batch_heads = options.num_samples, options.seed, query.shape[0]
-        num_rows = max(NUM_ROWS, options.num_probes) if options.scores == "probe" else NUM_ROWS
+        num_rows = max(_PROBED_ROWS, options.num_probes) if options.scores == "probe" else NUM_ROWS
         near, rows = plan_near_field(
             query, key, key_mask, near_options, scale=options.scale, seed=seed, num_rows=num_rows
         )
@@ -482,7 +491,8 @@ def make_plan(
         if short is not None:
             near, scores = make_short_sequences_exact(near, scores, short)
         group = None if options.shared or options.groups == 1 else query_groups(near, options.groups)[2]
-        far = sample_keys(scores, num_samples, offset, seed, options.independent, group)
+        # Without a mask every score is positive, and there are more keys than samples.
+        far = sample_keys(scores, num_samples, offset, seed, options.independent, group, complete=key_mask is None)
         if short is not None and options.independent:
             # Sampling with replacement would not take every remaining key.
             every = sample_keys(scores, num_samples, offset, seed, group=group)

@@ -3,33 +3,38 @@
 import torch
 from torch import Tensor
 
+from hf_efficient_attn.ops.constants import constant, integers
+
+# A sum of scores that is 0. No score is so small, and its inverse times `num_samples` is finite.
+_TINY = 1e-290
+
 
 def inclusion_probabilities(scores: Tensor, num_samples: int) -> Tensor:
     """min(1, c * score) with the factor c for which the probabilities sum to `num_samples`.
 
     If at most `num_samples` scores are positive, each of their probabilities is 1. Only the `num_samples` highest
     scores can reach the limit of 1. If the r highest do, then c is (num_samples - r) divided by the sum of the others.
-    With this c one score fewer reaches the limit for every r that is too large, so the right r is the first one for
-    which no other score reaches it.
+    This quotient grows with r as long as the next score reaches the limit, and falls from then on. So the right c is
+    the largest of them.
 
     Args:
         scores: (BH, N), not negative.
         num_samples: expected number of samples.
 
     Returns:
-        float64 (BH, N).
+        float64 (BH, N), since sums of many probabilities select the samples.
     """
-    scores = scores.to(torch.float64)
     highest, index = scores.topk(min(num_samples, scores.shape[1]), dim=1)
-    rest = scores.scatter(1, index, 0.0).sum(1, keepdim=True)
-    # Sums of the scores from rank r on, added from the smallest to the largest.
-    others = (highest.flip(1).cumsum(1) + rest).flip(1)
-    left = num_samples - torch.arange(highest.shape[1], device=scores.device)
-    cut = (highest * left >= others).sum(1, keepdim=True)
-    limit = torch.nn.functional.pad(highest, (1, 0), value=torch.inf).gather(1, cut)
-    total = torch.cat((others, rest), 1).gather(1, cut)
-    probabilities = scores * torch.where(total > 0, (num_samples - cut) / total, 0.0)
-    return probabilities.masked_fill((scores >= limit) & (scores > 0), 1.0).clamp(max=1.0)
+    rest = scores.scatter(1, index, 0.0).sum(1, keepdim=True, dtype=torch.float64)
+    # Sums of the scores from rank r on, r from the last to 0, added from the smallest to the largest.
+    others = highest.flip(1).cumsum(1, dtype=torch.float64) + rest
+    left = constant(_left, highest.shape[1], num_samples, device=scores.device)
+    return (scores * (left / others.clamp(min=_TINY)).amax(1, keepdim=True)).clamp(max=1.0)
+
+
+def _left(count: int, num_samples: int, device: torch.device) -> Tensor:
+    """num_samples - r, for r from count - 1 to 0."""
+    return torch.arange(1, count + 1, dtype=torch.float64, device=device) + (num_samples - count)
 
 
 def systematic_sample(
@@ -55,6 +60,33 @@ def systematic_sample(
     index, probability, selected = _locate(probabilities, points, num_samples + 1.0, group)
     selected = selected & (probability > 0)
     return torch.where(selected, index, 0), torch.where(selected, -probability.log(), -torch.inf), selected
+
+
+def complete_systematic_sample(
+    probabilities: Tensor, num_samples: int, offset: Tensor, group: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`systematic_sample` if every group sums to `num_samples`, up to rounding, so that every point selects an index.
+
+    It takes half of the operations, each of which is a kernel on an accelerator. The arguments are the same.
+
+    Returns:
+        index: int64 (BH, S, num_samples), ascending.
+        log_weight: float64 (BH, S, num_samples).
+    """
+    (batch_heads, groups, size), ends = probabilities.shape, probabilities.cumsum(2)
+    if group is not None and groups > 1:
+        stretch = num_samples + 1.0
+        ends = ends + (stretch * integers(groups, ends.device))[:, None]
+        offset = offset + stretch * group
+    # Moved back a little, so that rounding moves no point beyond the end.
+    points = offset.unsqueeze(2) + constant(_steps, num_samples, device=offset.device)
+    found = torch.searchsorted(ends.view(batch_heads, -1), points.flatten(1))
+    probability = probabilities.view(batch_heads, -1).gather(1, found).view_as(points)
+    return found.remainder_(size).view_as(points), probability.log().neg_()
+
+
+def _steps(num_samples: int, device: torch.device) -> Tensor:
+    return torch.arange(num_samples, dtype=torch.float64, device=device) * (1.0 - 1e-9) - 1e-9
 
 
 def _locate(lengths: Tensor, points: Tensor, stretch: float, group: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
