@@ -159,6 +159,7 @@ def test_a_method_that_hashes_sorts_and_moves():
 @pytest.mark.parametrize("values", [16, 10])
 @pytest.mark.parametrize("path", ["fused", "grouped", "differentiable"])
 def test_operations_are_two_for_every_multiplication(config, multiplications, values, path, monkeypatch):
+    monkeypatch.setattr(gather_attend, "_LEAST_GROUPED", 0)
     monkeypatch.setattr(gather_attend, "use_grouped", lambda *_: path == "grouped")
     inputs = tensors(96, 16, values)
     if path == "differentiable":
@@ -197,6 +198,7 @@ class Named(TorchDispatchMode):
 @pytest.mark.parametrize("name", hea.available_methods())
 @pytest.mark.parametrize("grouped", [False, True])
 def test_everything_that_counts_is_counted(name, grouped, monkeypatch):
+    monkeypatch.setattr(gather_attend, "_LEAST_GROUPED", 0)
     monkeypatch.setattr(gather_attend, "use_grouped", lambda *_: grouped)
     config = hea.method_info(name).config_class().with_budget(32)
     patterns = {
