@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout
 
+from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import can_reuse_buffers, ceil_div, chunked_over_heads, pad_to_blocks, take
 from hf_efficient_attn.ops.causal import group_by_block
 from hf_efficient_attn.ops.causal_coreset_plan import (
@@ -403,7 +404,8 @@ def _add_far(parts: list[Partial], far: _Far, value: Tensor) -> Tensor:
     # Rounding and the approximation can make a denominator too small. Then the far field is the mean of the prefix.
     is_safe = denominator > SAFE * bound
     numerator = far.sums[..., :-1]
-    if torch.compiler.is_compiling() or not bool(is_safe.all()):
+    # Where to ask would make the host wait for the device, the other form is computed in any case.
+    if torch.compiler.is_compiling() or backend(value) != "cpu" or not bool(is_safe.all()):
         mean = far.positive.unsqueeze(2) * value.mean(1, keepdim=True)
         numerator = torch.where(is_safe.unsqueeze(2), numerator, mean)
         denominator = torch.where(is_safe, denominator, bound)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.blocks import take
-from hf_efficient_attn.ops.coreset import cluster_sums, draw_apart, gumbel_numbers, nearest
+from hf_efficient_attn.ops.coreset import cluster_sums, draw_apart, gumbel_numbers, nearest, refinement_steps
 from hf_efficient_attn.ops.partial import accumulation_dtype
 
 # Keys of the prefix, evenly spaced, from which landmarks are made.
@@ -118,7 +118,7 @@ def plan_epoch(
         draw = draw_apart(points, DRAW_POWER, numbers[:, :num_candidates], None, count).candidate
         drawn = take(points, draw)
         cluster = nearest(points, drawn)
-        for _ in range(_LLOYD_STEPS - 1):
+        for _ in range(refinement_steps(_LLOYD_STEPS, points) - 1):
             cluster = nearest(points, cluster_means(points, points, cluster, drawn))
     return Epoch(*bounds, candidate, draw, cluster)
 

@@ -14,7 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import ceil_div, take, valid_first
+from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.onednn import product, use_product
 from hf_efficient_attn.ops.partial import LOG2_E
 from hf_efficient_attn.ops.random import uniform
@@ -65,13 +67,29 @@ def _draw_sizes(num_pivots: int, block: int) -> list[int]:
 
 
 def gumbel_numbers(count: int, num_candidates: int, seed: int | Tensor, like: Tensor) -> Tensor:
-    """Standard Gumbel numbers (draws, C) for `draw_apart`, where those of a candidate do not depend on C."""
-    seed = torch.as_tensor(seed, device=like.device)
-    return _gumbel(len(_growing_draws(count)), num_candidates, 1, seed, like)[:, 0]
+    """Standard Gumbel numbers (draws, C) for `draw_apart`, where those of a candidate do not depend on C.
+
+    Those of an integer seed are kept, so they must not be modified.
+    """
+    shape = len(_growing_draws(count, like)), num_candidates, 1, seed, like.dtype
+    if isinstance(seed, int):
+        return constant(_gumbel, *shape, device=like.device)[:, 0]
+    return _gumbel(*shape, like.device)[:, 0]
 
 
-def _growing_draws(count: int) -> list[int]:
-    """How many points each draw of `draw_apart` selects: as many as all before it."""
+def refinement_steps(steps: int, like: Tensor) -> int:
+    """Steps of Lloyd's algorithm after `draw_apart`: one more after its single draw."""
+    return steps + (backend(like) != "cpu" and steps > 0)
+
+
+def _growing_draws(count: int, like: Tensor) -> list[int]:
+    """How many points each draw of `draw_apart` selects: as many as all before it.
+
+    On an accelerator there is one draw, because each would be twenty kernels. With one more step of Lloyd's algorithm
+    the error on activations of BERT and ViT is 0 to 2.5 % larger.
+    """
+    if backend(like) != "cpu":
+        return [count]
     sizes, total = [], 0
     while total < count:
         sizes.append(min(count - total, max(_FIRST_DRAW, total)))
@@ -101,12 +119,13 @@ def draw_apart(points: Tensor, power: float, numbers: Tensor, valid: Tensor | No
     closed = torch.zeros_like(norm, dtype=torch.bool) if valid is None else ~valid
     log_weight = norm if valid is None else norm.masked_fill(closed, 0.0)
     log_weight = (power * (log_weight - log_weight.amax(1, keepdim=True))).clamp(min=_LEAST)
-    log_left = torch.zeros_like(norm)
+    log_left = None
     closest = torch.full_like(norm, -torch.inf)
     picked, was_open = [], []
-    for i, size in enumerate(_growing_draws(count)):
-        scores = (log_weight + log_left + numbers[i]).masked_fill(closed, -torch.inf)
-        scores, index = scores.topk(size, dim=1)
+    for i, size in enumerate(_growing_draws(count, points)):
+        scores = log_weight + numbers[i]
+        scores = scores if log_left is None else scores + log_left
+        scores, index = scores.masked_fill(closed, -torch.inf).topk(size, dim=1)
         selected = scores > -torch.inf
         index = torch.where(selected, index, 0)
         picked.append(index)
@@ -138,7 +157,8 @@ def nearest(points: Tensor, landmarks: Tensor, used: Tensor | None = None) -> Te
     if use_product(points, landmarks):
         heads = zip(points, landmarks, offset, strict=True)
         return torch.stack([largest_of_rows(product(x, landmark, bias))[1] for x, landmark, bias in heads])
-    return largest_of_rows(torch.baddbmm(offset.unsqueeze(1), points, landmarks.mT))[1]
+    closeness = torch.baddbmm(offset.unsqueeze(1), points, landmarks.mT)
+    return largest_of_rows(closeness)[1] if closeness.device.type == "cpu" else closeness.argmax(2)
 
 
 def largest_of_rows(x: Tensor, in_place: bool = True) -> tuple[Tensor, Tensor]:
@@ -167,10 +187,17 @@ def cluster_sums(cluster: Tensor, x: Tensor, count: int) -> Tensor:
     return one_hot.mT @ x
 
 
-def _gumbel(num_draws: int, num_candidates: int, num_heads: int, seed: Tensor, like: Tensor) -> Tensor:
+def _gumbel(
+    num_draws: int,
+    num_candidates: int,
+    num_heads: int,
+    seed: int | Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
     """Standard Gumbel numbers (draws, H, C). The number of a candidate does not depend on how many there are."""
-    draws = [uniform((num_candidates, num_heads), seed, _STREAM + i, like.device).mT for i in range(num_draws)]
-    return -(-torch.stack(draws).log()).log().to(like.dtype)
+    draws = [uniform((num_candidates, num_heads), seed, _STREAM + i, device).mT for i in range(num_draws)]
+    return -(-torch.stack(draws).log()).log().to(dtype)
 
 
 def choose_pivots(
@@ -195,19 +222,19 @@ def choose_pivots(
     Returns:
         `Pivots` (BH, m).
     """
-    seed = torch.as_tensor(seed, device=points.device).to(torch.int64)
     points = points.detach()
     if torch.compiler.is_compiling():
+        seed = torch.as_tensor(seed, device=points.device).to(torch.int64)
         return Pivots(*torch.ops.hf_efficient_attn.choose_pivots(points, valid, num_pivots, seed, batch, block))
     return Pivots(*_choose_pivots(points, valid, num_pivots, seed, batch, block))
 
 
 def _choose_pivots(
-    points: Tensor, valid: Tensor | None, num_pivots: int, seed: Tensor, batch: int, block: int
+    points: Tensor, valid: Tensor | None, num_pivots: int, seed: int | Tensor, batch: int, block: int
 ) -> tuple[Tensor, Tensor]:
     batch_heads, num_candidates, _ = points.shape
     num_heads, sizes = batch_heads // batch, _draw_sizes(num_pivots, block)
-    gumbel = _gumbel(len(sizes), num_candidates, num_heads, seed, points)
+    gumbel = _gumbel(len(sizes), num_candidates, num_heads, seed, points.dtype, points.device)
     step = batch_heads
     if points.device.type == "cpu":
         step = min(step, ceil_div(_FACTOR_NUMEL, num_pivots * num_candidates))
@@ -297,7 +324,7 @@ def choose_pivots_naive(
     """The readable form of `choose_pivots`: one head at a time, with the residual of the whole kernel in float64."""
     batch_heads, num_candidates, _ = points.shape
     sizes, num_heads = _draw_sizes(num_pivots, block), batch_heads // batch
-    gumbel = _gumbel(len(sizes), num_candidates, num_heads, torch.as_tensor(seed), points.double())
+    gumbel = _gumbel(len(sizes), num_candidates, num_heads, seed, torch.float64, points.device)
     index = torch.zeros(batch_heads, num_pivots, dtype=torch.int64)
     selected = torch.zeros(batch_heads, num_pivots, dtype=torch.bool)
     for a in range(batch_heads):
@@ -324,29 +351,44 @@ def choose_pivots_naive(
     return Pivots(index, selected)
 
 
-def regularized_solve(kernel: Tensor, right: Tensor, ridge: float) -> Tensor:
+def regularized_solve(kernel: Tensor, right: Tensor | None, ridge: float) -> Tensor:
     """(K + ridge I)^-1 R by Cholesky, for kernel matrices with a unit diagonal. Differentiable.
 
     K is positive semidefinite up to rounding. Where the decomposition fails nevertheless, the ridge is a hundredth of
-    the largest sum of a row, a bound of the eigenvalues.
+    the largest sum of a row, a bound of the eigenvalues. Where values must not be read, K + ridge I is then replaced
+    by a multiple of I.
+
+    With a gradient a step of iterative refinement follows. It changes rounding alone, but its derivative with a fixed
+    decomposition is that of the solution, and takes a few products.
 
     Args:
         kernel: K, (BH, m, m), in the accumulation dtype.
-        right: R, (BH, m, N).
+        right: R, (BH, m, N), or None for I.
         ridge: positive.
 
     Returns:
         (BH, m, N).
     """
     size = kernel.shape[-1]
-    one = torch.eye(size, dtype=kernel.dtype, device=kernel.device)
-    lower, failed = torch.linalg.cholesky_ex(kernel.detach() + ridge * one)
-    needs_grad = torch.is_grad_enabled() and kernel.requires_grad
-    if torch.compiler.is_compiling() or needs_grad or bool(failed.any()):
-        largest = (0.01 * kernel.detach().abs().sum(-1).amax(-1)).clamp(min=ridge)
-        ridges = torch.where(failed > 0, largest, ridge)
-        lower, _ = torch.linalg.cholesky_ex(kernel + ridges[:, None, None] * one)
-    return torch.cholesky_solve(right, lower)
+    one = constant(_identity, size, kernel.dtype, device=kernel.device)
+    matrix = kernel.detach() + ridge * one
+    lower, failed = torch.linalg.cholesky_ex(matrix)
+    if torch.compiler.is_compiling() or kernel.device.type != "cpu":
+        lower = torch.where((failed > 0)[:, None, None], size**0.5 * one, lower)
+    elif bool(failed.any()):
+        ridges = torch.where(failed > 0, (0.01 * kernel.detach().abs().sum(-1).amax(-1)).clamp(min=ridge), ridge)
+        matrix = kernel.detach() + ridges[:, None, None] * one
+        lower, _ = torch.linalg.cholesky_ex(matrix)
+    solved = torch.cholesky_inverse(lower) if right is None else torch.cholesky_solve(right.detach(), lower)
+    if not (torch.is_grad_enabled() and (kernel.requires_grad or (right is not None and right.requires_grad))):
+        return solved
+    if kernel.requires_grad:
+        matrix = matrix + (kernel - kernel.detach())
+    return solved + torch.cholesky_solve((one if right is None else right) - matrix @ solved, lower)
+
+
+def _identity(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.eye(size, dtype=dtype, device=device)
 
 
 def candidate_positions(

@@ -8,10 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import take, valid_first
-from hf_efficient_attn.ops.coreset import candidate_positions, cluster_sums, draw_apart, nearest
+from hf_efficient_attn.ops.constants import constant
+from hf_efficient_attn.ops.coreset import candidate_positions, cluster_sums, draw_apart, nearest, refinement_steps
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.partial import accumulation_dtype
+from hf_efficient_attn.ops.sampling import stratified_ranks
 
 # t: how much less the kernel of the weights distinguishes keys than the scores do. Of .5, .6, .7, .85 and 1, .7 has the
 # least error on activations of BERT and ViT.
@@ -46,10 +49,13 @@ class CoresetOptions(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Query (BH, Nq, D), centered key (BH, Nk, D) and value (BH, Nk, Dv) in the accumulation dtype, valid tokens first.
+    """Query (BH, Nq, D), key (BH, Nk, D) and value (BH, Nk, Dv), valid tokens first.
 
     `num_keys` and `num_queries` are integers, or int64 (BH, 1) for a batch with padding, in which case `bias`
     (BH, 1, 1, Nk) excludes the padding.
+
+    The tensors have the accumulation dtype and the keys are centered, or they have half precision (`keeps_half`) and
+    `mean` (BH, 1, D) is the mean of the keys in the accumulation dtype: a centered copy of them would be rounded.
     """
 
     query: Tensor
@@ -58,12 +64,23 @@ class Inputs(NamedTuple):
     bias: Tensor | None
     num_keys: Tensor | int
     num_queries: Tensor | int
+    mean: Tensor | None = None
+
+
+def keeps_half(x: Tensor) -> bool:
+    """Whether products with all keys or all queries run in half precision.
+
+    Measured on activations of BERT and ViT: with operands, weights and results in bfloat16 the error of each head is
+    the same to three digits, since that of the approximation is at least ten times that of exact attention in bfloat16.
+    """
+    return x.dtype in (torch.bfloat16, torch.float16) and backend(x) != "cpu"
 
 
 def order_tokens(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> tuple[Inputs, Tensor | None]:
     """The inputs, with the keys not yet centered, and the order that puts the valid tokens first, or None."""
     acc_dtype, q_len, kv_len = accumulation_dtype(key.dtype), query.shape[1], key.shape[1]
-    query, key, value = (x.to(acc_dtype) for x in (query, key, value))
+    if not keeps_half(key):
+        query, key, value = (x.to(acc_dtype) for x in (query, key, value))
     if key_mask is None:
         return Inputs(query, key, value, None, kv_len, q_len), None
     order, num_keys = valid_first(key_mask), key_mask.sum(1, keepdim=True)
@@ -76,35 +93,59 @@ def order_tokens(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | N
 
 
 def center(inputs: Inputs) -> Inputs:
-    """Subtract the mean of the valid keys, which changes all scores of a query alike."""
+    """Subtract the mean of the valid keys, which changes all scores of a query alike, or compute it."""
     key, num_keys = inputs.key, inputs.num_keys
+    acc_dtype, valid = accumulation_dtype(key.dtype), None
     if isinstance(num_keys, int):
-        return inputs._replace(key=key - key.mean(1, keepdim=True))
-    valid = torch.arange(key.shape[1], device=key.device) < num_keys
-    key = key.masked_fill(~valid.unsqueeze(2), 0.0)
-    mean = key.sum(1, keepdim=True) / num_keys.clamp(min=1).unsqueeze(2)
-    return inputs._replace(key=(key - mean).masked_fill(~valid.unsqueeze(2), 0.0))
+        mean = key.mean(1, keepdim=True, dtype=acc_dtype)
+    else:
+        valid = torch.arange(key.shape[1], device=key.device) < num_keys
+        key = key.masked_fill(~valid.unsqueeze(2), 0.0)
+        mean = key.sum(1, keepdim=True, dtype=acc_dtype) / num_keys.clamp(min=1).unsqueeze(2)
+    if key.dtype != acc_dtype:
+        return inputs._replace(key=key, mean=mean)
+    key = key - mean
+    return inputs._replace(key=key if valid is None else key.masked_fill(~valid.unsqueeze(2), 0.0))
 
 
 def candidates_of(inputs: Inputs, limit: int) -> tuple[Tensor, Tensor | None]:
-    """The positions (BH, C) of at most `limit` evenly spaced keys, and which of them exist, bool (BH, C) or None: all.
+    """The positions (BH or 1, C) of at most `limit` evenly spaced keys, and which exist, bool (BH, C) or None: all.
 
     Landmarks are made from them.
     """
-    batch_heads, kv_len, _ = inputs.key.shape
+    kv_len, device = inputs.key.shape[1], inputs.key.device
+    if isinstance(inputs.num_keys, int):
+        return constant(_positions, kv_len, limit, device=device), None
     # The valid tokens are the first.
-    mask = None
-    if isinstance(inputs.num_keys, Tensor):
-        mask = torch.arange(kv_len, device=inputs.key.device) < inputs.num_keys
-    position, valid = candidate_positions(mask, kv_len, limit, inputs.key.device)
-    return position.expand(batch_heads, -1), valid
+    return candidate_positions(torch.arange(kv_len, device=device) < inputs.num_keys, kv_len, limit, device)
+
+
+def _positions(kv_len: int, limit: int, device: torch.device) -> Tensor:
+    return candidate_positions(None, kv_len, limit, device)[0]
+
+
+def spread_queries(inputs: Inputs, count: int) -> Tensor:
+    """The positions of `count` evenly spaced queries, int64 (BH or 1, count)."""
+    number, device = inputs.num_queries, inputs.query.device
+    return constant(_ranks, count, number, device=device) if isinstance(number, int) else _ranks(count, number, device)
+
+
+def _ranks(count: int, number: Tensor | int, device: torch.device) -> Tensor:
+    return stratified_ranks(count, number, torch.full((1, 1), 0.5, dtype=torch.float64, device=device))
+
+
+def take_alike(x: Tensor, index: Tensor) -> Tensor:
+    """`take` with an index for each head, or (1, ...) for all of them."""
+    if len(index) == len(x):
+        return take(x, index)
+    return x.index_select(1, index.flatten()).unflatten(1, index.shape[1:])
 
 
 class Landmarks(NamedTuple):
     """m landmarks of each head.
 
     Attributes:
-        key: (BH, m, D), centered.
+        key: (BH, m, D), centered, in the accumulation dtype but rounded to that of the inputs.
         value: (BH, m, Dv), the mean value of the candidates of each cluster.
         log_count: (BH, m), the log of the number of these candidates.
         used: bool (BH, m), False beyond the number of landmarks of a sequence.
@@ -132,7 +173,9 @@ def choose_landmarks(
     batch_heads, device = inputs.key.shape[0], inputs.key.device
     count, num_keys = options.num_landmarks, inputs.num_keys
     position, valid = candidates_of(inputs, options.num_candidates)
-    keys, values = take(inputs.key, position), take(inputs.value, position)
+    acc_dtype = accumulation_dtype(inputs.key.dtype)
+    keys, values = (take_alike(x, position).to(acc_dtype) for x in (inputs.key, inputs.value))
+    keys = keys if inputs.mean is None else keys - inputs.mean
     root = TEMPERATURE * abs(options.scale) ** 0.5
     points = keys.detach() * root
     pivot, selected = draw_apart(points, DRAW_POWER, numbers, valid, count)
@@ -150,18 +193,19 @@ def choose_landmarks(
     pivots, weight = take(keys, pivot), weight * exists
     weighted = torch.cat((keys * weight, weight), 2)
     landmarks = pivots
-    cluster = nearest(points, landmarks.detach() * root, selected)
-    for step in range(1, options.num_refinements + 1):
+    used = selected if valid is not None or with_near_keys is not None else None
+    cluster, last = nearest(points, landmarks.detach() * root, used), refinement_steps(options.num_refinements, points)
+    for step in range(1, last + 1):
         # Only the last means need a gradient: the clusters have none.
-        with torch.set_grad_enabled(torch.is_grad_enabled() and step == options.num_refinements):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and step == last):
             sums = cluster_sums(cluster, weighted, count)
             total = sums[..., -1:]
             means = torch.where(total > 0, sums[..., :-1] / torch.where(total > 0, total, 1.0), pivots)
             landmarks = torch.where(own, pivots, means)
-        if step < options.num_refinements:
-            cluster = nearest(points, landmarks.detach() * root, selected)
+        if step < last:
+            cluster = nearest(points, landmarks.detach() * root, used)
     sums = cluster_sums(cluster, torch.cat((values * exists, exists), 2), count)
     value, number = sums[..., :-1], sums[..., -1].masked_fill(~selected, 0.0)
     value = torch.where(own, take(values, pivot), value / number.clamp(min=1.0).unsqueeze(2))
     log_count = torch.where(own.squeeze(2), torch.zeros_like(number).masked_fill(~selected, -torch.inf), number.log())
-    return Landmarks(landmarks, value, log_count, selected, own)
+    return Landmarks(landmarks.to(inputs.key.dtype).to(acc_dtype), value, log_count, selected, own)

@@ -12,16 +12,19 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.blocks import ceil_div, take
-from hf_efficient_attn.ops.coreset_landmarks import CoresetOptions, Inputs, candidates_of
+from hf_efficient_attn.ops.constants import constant
+from hf_efficient_attn.ops.coreset_landmarks import CoresetOptions, Inputs, candidates_of, spread_queries, take_alike
 from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.partial import exp_, safe_row_max
-from hf_efficient_attn.ops.sampling import stratified_ranks
+from hf_efficient_attn.ops.onednn import products
+from hf_efficient_attn.ops.partial import accumulation_dtype, exp_, safe_row_max
 
 # Queries of a head that tell whether its attention is local, and keys for which the sum of their weights is estimated.
 NUM_ROWS, NUM_KEYS = 32, 1024
 # What landmarks count for a near key is at most about 1 relative to the largest term of its query's sum. More would be
 # due to logits that float32 cannot represent, and is cut off so that the output stays finite.
 MAX_COUNTED = 4.0
+# With at most so many keys, one product with all of them takes less time than to gather those near a few queries.
+_DENSE_KEYS = 4096
 
 
 class NearPlan(NamedTuple):
@@ -41,7 +44,8 @@ class NearPlan(NamedTuple):
 class NearKeys(NamedTuple):
     """The near keys of each block: key (BH, T, w, D), value (BH, T, w, Dv) and the scores' bias (BH, T, w) or None.
 
-    What the landmarks count for a near key is exp(scale <q, c> + bias of the landmark) @ weight, weight (BH, T, w, m).
+    What the landmarks count for a near key is exp(scale <q, c> + bias of the landmark) @ weight, weight (BH, T, w, m),
+    which is arbitrary where `bias` is -inf.
     """
 
     key: Tensor
@@ -62,8 +66,16 @@ def _near_index(block: Tensor, width: int, num_keys: Tensor | int) -> Tensor:
     """
     block_q = near_block_q(width)
     first = (block * block_q - (width - block_q) // 2).clamp(min=0)
-    last = torch.as_tensor(num_keys, device=block.device) - width
-    return torch.minimum(first, last.clamp(min=0)).unsqueeze(2) + torch.arange(width, device=block.device)
+    if isinstance(num_keys, int):
+        first = first.clamp(max=max(0, num_keys - width))
+    else:
+        first = torch.minimum(first, (num_keys - width).clamp(min=0))
+    return first.unsqueeze(2) + torch.arange(width, device=block.device)
+
+
+def _near_index_of_all(q_len: int, width: int, num_keys: int, device: torch.device) -> Tensor:
+    blocks = torch.arange(ceil_div(q_len, near_block_q(width)), device=device)[None]
+    return _near_index(blocks, width, num_keys).clamp(max=num_keys - 1)
 
 
 def plan_near_keys(inputs: Inputs, width: int, heads: Tensor | None = None) -> NearPlan:
@@ -74,12 +86,16 @@ def plan_near_keys(inputs: Inputs, width: int, heads: Tensor | None = None) -> N
         width: near keys of a query.
         heads: bool (BH,), heads that have near keys, or None if all have them and at least `width` keys.
     """
-    block_q, kv_len = near_block_q(width), inputs.key.shape[1]
-    block = torch.arange(ceil_div(inputs.query.shape[1], block_q), device=inputs.key.device)[None]
+    block_q, kv_len, q_len, device = near_block_q(width), inputs.key.shape[1], inputs.query.shape[1], inputs.key.device
+    if isinstance(inputs.num_keys, int):
+        index = constant(_near_index_of_all, q_len, width, inputs.num_keys, device=device)
+        bias = None if heads is None else mask_bias(heads[:, None, None], inputs.key.dtype)
+        return NearPlan(index, None if bias is None else bias.expand(-1, *index.shape[1:]), block_q)
+    block = torch.arange(ceil_div(q_len, block_q), device=device)[None]
     index = _near_index(block, width, inputs.num_keys)
     if heads is None:
         return NearPlan(index, None, block_q)
-    exists = index < torch.as_tensor(inputs.num_keys, device=index.device).view(-1, 1, 1)
+    exists = index < inputs.num_keys.view(-1, 1, 1)
     bias = mask_bias(exists & heads[:, None, None], inputs.key.dtype)
     return NearPlan(index.clamp(max=kv_len - 1), bias, block_q)
 
@@ -98,26 +114,26 @@ def heads_with_near_keys(inputs: Inputs, options: CoresetOptions) -> Tensor | No
     width, num_keys, batch_heads = options.block_size, inputs.num_keys, inputs.key.shape[0]
     if not width or inputs.query.shape[1] != inputs.key.shape[1] or options.near_share >= 1.0:
         return None
-    heads = torch.ones(batch_heads, dtype=torch.bool, device=inputs.key.device)
+    heads = None
     if isinstance(num_keys, Tensor):
         heads = (num_keys > options.num_landmarks + width).squeeze(1)
     if options.near_share == 0.0:
-        return heads
-    half = torch.full((batch_heads, 1), 0.5, dtype=torch.float64, device=inputs.key.device)
-    token = stratified_ranks(NUM_ROWS, inputs.num_queries, half).expand(batch_heads, -1)
-    query = take(inputs.query, token) * options.scale
+        return torch.ones(batch_heads, dtype=torch.bool, device=inputs.key.device) if heads is None else heads
+    acc_dtype = accumulation_dtype(inputs.key.dtype)
+    token = spread_queries(inputs, NUM_ROWS)
+    query = take_alike(inputs.query, token).to(acc_dtype) * options.scale
     index = _near_index(token // near_block_q(width), width, num_keys).clamp(max=inputs.key.shape[1] - 1)
-    near = (take(inputs.key, index) * query.unsqueeze(2)).sum(3)
+    near = (take_alike(inputs.key, index).to(acc_dtype) @ query.unsqueeze(3)).squeeze(3)
     position, valid = candidates_of(inputs, NUM_KEYS)
-    scores, number = query @ take(inputs.key, position).mT, torch.as_tensor(position.shape[1], device=near.device)
+    scores = query @ take_alike(inputs.key, position).to(acc_dtype).mT
+    number: Tensor | int = position.shape[1]
     if valid is not None:
-        scores = scores.masked_fill(~valid.unsqueeze(1), -torch.inf)
-        number = valid.sum(1).clamp(min=1)
+        scores, number = scores.masked_fill(~valid.unsqueeze(1), -torch.inf), valid.sum(1, keepdim=True).clamp(min=1)
     row_max = safe_row_max(torch.maximum(near.amax(2, keepdim=True), scores.amax(2, keepdim=True)))
-    keys_per_candidate = (torch.as_tensor(num_keys, device=near.device).view(-1) / number).unsqueeze(1)
-    total = exp_(scores.sub_(row_max)).sum(2) * keys_per_candidate
+    total = exp_(scores.sub_(row_max)).sum(2) * (num_keys / number)
     share = exp_(near.sub_(row_max)).sum(2) / total.clamp(min=torch.finfo(total.dtype).tiny)
-    return heads & (share.clamp(max=1.0).mean(1) > options.near_share)
+    share = share.clamp(max=1.0).mean(1) > options.near_share
+    return share if heads is None else heads & share
 
 
 class ExactRows(NamedTuple):
@@ -145,29 +161,34 @@ def near_sums_of_rows(inputs: Inputs, rows: ExactRows, plan: NearPlan, similarit
         inputs: with centered keys.
         rows: P rows.
         plan: the near keys.
-        similarity: (BH, Nk, m), the kernel between keys and landmarks, in the dtype of the keys.
+        similarity: (BH, Nk, m), the kernel between keys and landmarks, in the accumulation dtype.
         solved: (BH, m, m), the inverse of the kernel between landmarks, so that similarity times solved is what they
             count for each key.
     """
-    index = plan.key_index.expand(inputs.key.shape[0], -1, -1)
-    block = (rows.token // plan.block_q).unsqueeze(2).expand(-1, -1, index.shape[2])
-    index = index.gather(1, block)
-    keys, values = take(inputs.key, index).double(), take(inputs.value, index).double()
-    scores = (keys @ rows.query.unsqueeze(3)).squeeze(3)
-    counts = take(similarity, index)
+    heads, dtype = inputs.key.shape[0], similarity.dtype
+    blocks = (rows.token // plan.block_q).expand(heads, -1)
+    index = plan.key_index.expand(heads, -1, -1).gather(1, blocks.unsqueeze(2).expand(-1, -1, plan.key_index.shape[2]))
+    keys, values = (take(x, index).to(dtype) for x in (inputs.key, inputs.value))
+    scores = (keys @ rows.query.to(dtype).unsqueeze(3)).squeeze(3)
+    if inputs.mean is not None:
+        scores = scores - rows.query.to(dtype) @ inputs.mean.mT
+    counting = (rows.basis @ solved).to(dtype)
+    if similarity.shape[1] <= _DENSE_KEYS:
+        counted = products(counting, similarity).gather(2, index)
+    else:
+        counted = (take(similarity, index) @ counting.unsqueeze(3)).squeeze(3)
+    pairs = (scores - rows.lse.to(dtype)).exp() - counted.clamp(-MAX_COUNTED, MAX_COUNTED)
     if plan.bias is not None:
-        bias = plan.bias.expand(inputs.key.shape[0], -1, -1).gather(1, block)
-        scores, counts = scores + bias, counts.masked_fill((bias == -torch.inf).unsqueeze(3), 0.0)
-    counted = (counts @ (rows.basis @ solved).unsqueeze(3).to(counts.dtype)).squeeze(3)
-    pairs = (scores - rows.lse).exp() - counted.clamp(-MAX_COUNTED, MAX_COUNTED)
-    return torch.cat((pairs.unsqueeze(2) @ values, pairs.sum(2)[:, :, None, None]), 3).squeeze(2)
+        own = plan.bias.expand(heads, -1, -1).gather(1, blocks.unsqueeze(2).expand_as(index))
+        pairs = pairs.masked_fill(own == -torch.inf, 0.0)
+    sums = torch.cat((pairs.unsqueeze(2) @ values, pairs.sum(2)[:, :, None, None]), 3).squeeze(2)
+    return sums.double()
 
 
 def gather_near_keys(inputs: Inputs, plan: NearPlan, weights: Tensor) -> NearKeys:
     """The near keys of all blocks. The landmarks count `weights` (BH, Nk, m) for each key."""
-    index = plan.key_index.expand(inputs.key.shape[0], -1, -1)
-    weights, bias = take(weights, index), plan.bias
+    bias = plan.bias
     if bias is not None:
         bias = bias.expand(inputs.key.shape[0], -1, -1)
-        weights = weights.masked_fill((bias == -torch.inf).unsqueeze(3), 0.0)
-    return NearKeys(take(inputs.key, index), take(inputs.value, index), bias, weights)
+    index = plan.key_index
+    return NearKeys(*(take_alike(x, index) for x in (inputs.key, inputs.value)), bias, take_alike(weights, index))

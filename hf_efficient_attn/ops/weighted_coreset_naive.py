@@ -3,20 +3,11 @@
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.coreset import candidate_positions
+from hf_efficient_attn.ops.coreset import candidate_positions, refinement_steps
 from hf_efficient_attn.ops.coreset_landmarks import LEAST_LOG_WEIGHT, POWER, TEMPERATURE, CoresetOptions
 from hf_efficient_attn.ops.coreset_near_keys import NUM_KEYS, NUM_ROWS
-from hf_efficient_attn.ops.weighted_coreset import (
-    BETTER,
-    FIT_RANGE,
-    LEAST_DENOMINATOR,
-    LEAST_GRAM,
-    LEAST_LEFT,
-    LEAST_SIZE,
-    LEAST_SUM,
-    MAX_LOGIT,
-    RIDGE,
-)
+from hf_efficient_attn.ops.coreset_weights import BETTER, LEAST_GRAM, LEAST_LEFT, LEAST_SIZE, MAX_LOGIT, RIDGE
+from hf_efficient_attn.ops.weighted_coreset import FIT_RANGE, LEAST_DENOMINATOR, LEAST_SUM
 
 
 def naive_landmarks(candidates: Tensor, pivots: Tensor, num_refinements: int, scale: float) -> tuple[Tensor, Tensor]:
@@ -31,6 +22,7 @@ def naive_landmarks(candidates: Tensor, pivots: Tensor, num_refinements: int, sc
 
     landmarks = candidates[pivots]
     cluster = nearest(landmarks)
+    num_refinements = refinement_steps(num_refinements, candidates)
     for step in range(1, num_refinements + 1):
         members = torch.nn.functional.one_hot(cluster, len(landmarks)).to(weight.dtype) * weight[:, None]
         used = members.sum(0) > 0

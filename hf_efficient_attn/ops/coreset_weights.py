@@ -1,0 +1,193 @@
+"""The weights of landmarks: Nystrom weights, fitted to the exact rows of a few queries.
+
+`hf_efficient_attn.ops.weighted_coreset` explains them.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_efficient_attn.ops.coreset import regularized_solve
+from hf_efficient_attn.ops.coreset_landmarks import (
+    TEMPERATURE,
+    CoresetOptions,
+    Inputs,
+    Landmarks,
+    spread_queries,
+    take_alike,
+)
+from hf_efficient_attn.ops.coreset_near_keys import ExactRows, NearPlan, near_sums_of_rows
+from hf_efficient_attn.ops.onednn import products
+from hf_efficient_attn.ops.partial import LOG2_E, Partial, partial_attention, safe_row_max
+
+# Relative to the unit diagonal of K_cc.
+RIDGE = 1e-3
+# A head attends to the means of its clusters if their squared error is below this share of that of the fitted weights,
+# whose denominators count as this at least.
+BETTER, LEAST_LEFT = 0.5, 0.1
+# Smallest size of the weights of a landmark, as a share of the largest.
+LEAST_SIZE = 1e-25
+# A probe for which no landmark counts more fits nothing. The gradient divides by the square of this.
+LEAST_GRAM = 1e-60
+# Largest exponent of a landmark in the row of a probe, relative to the sum over all keys. Where a landmark counts far
+# more than all keys, the probe says nothing about the other landmarks.
+MAX_LOGIT = 20.0
+
+
+class Coreset(NamedTuple):
+    """Weighted landmarks: exp(scale <q, key> + bias) @ weights are the sums of a query.
+
+    Attributes:
+        key: (BH, m, D), centered.
+        bias: (BH, m), -inf for an unused landmark.
+        weights: (BH, m, Dv + 4), for the numerator, the denominator, the unfitted denominator, the sum of the sizes of
+            its terms, and the sum of exp(scale <q, key> + bias).
+        unfitted: (BH, m, Dv), for the unfitted numerator.
+        value: (BH, m, Dv), as in `Landmarks`.
+        log_count: (BH, m), as in `Landmarks`.
+        by_means: bool (BH, 1, 1), heads whose queries attend to the means `value` instead; None: no head.
+    """
+
+    key: Tensor
+    bias: Tensor
+    weights: Tensor
+    unfitted: Tensor
+    value: Tensor
+    log_count: Tensor
+    by_means: Tensor | None
+
+
+def weigh(
+    inputs: Inputs, landmarks: Landmarks, options: CoresetOptions, near: NearPlan | None
+) -> tuple[Coreset, Tensor | None]:
+    """Compute the Nystrom weights and fit them. The second result is what the landmarks count for a key, (BH, N, m)."""
+    key, acc_dtype, closed = inputs.key, landmarks.key.dtype, ~landmarks.used.unsqueeze(2)
+    no_sums = closed | landmarks.own
+    probe = spread_queries(inputs, options.num_probes) if options.num_probes else None
+    queries = None if probe is None else take_alike(inputs.query, probe)
+    of_landmarks, of_probes = _rows_of_keys(landmarks.key, queries, inputs, options.scale)
+    points = landmarks.key.double() * (TEMPERATURE * abs(options.scale) ** 0.5)
+    half_norm = 0.5 * points.square().sum(2, keepdim=True)
+    # Sums over the keys of exp(<x, y> - |x|^2 / 2) for a landmark x, relative to exp(shift).
+    lse = (of_landmarks.lse.unsqueeze(2).double() - half_norm).masked_fill(no_sums, -torch.inf)
+    shift = safe_row_max(lse.amax(1, keepdim=True))
+    sums = torch.cat((of_landmarks.out.double(), torch.ones_like(lse)), 2) * (lse - shift).exp()
+    kernel = _kernel(points, half_norm)
+    if inputs.bias is not None:  # without padding all landmarks are used
+        one = torch.eye(kernel.shape[1], dtype=kernel.dtype, device=kernel.device)
+        kernel = torch.where(closed | closed.mT, one, kernel)
+    exponent, similarity, rows, by_means = shift - half_norm, None, None, None
+    if probe is not None and queries is not None and of_probes is not None:
+        rows = _exact_rows(probe, queries.to(acc_dtype) * options.scale, of_probes, landmarks, exponent)
+    # One solve for all right sides, each of which takes time. Weights of near keys need the whole inverse.
+    if near is None:
+        rights = sums if rows is None else torch.cat((sums, rows.basis.mT), 2)
+        solved = regularized_solve(kernel, rights, RIDGE)
+        weights = unfitted = solved[..., : sums.shape[2]]
+        solved = solved[..., sums.shape[2] :]
+    else:
+        solved = regularized_solve(kernel, None, RIDGE)
+        weights = unfitted = solved @ sums
+        # Of key and landmark, relative to exp(shift). A power of two is faster than one of e.
+        factors = points * (TEMPERATURE * abs(options.scale) ** 0.5 * LOG2_E)
+        offset = (-half_norm - shift).masked_fill(no_sums, -torch.inf) * LOG2_E
+        if inputs.mean is not None:
+            offset = offset - factors @ inputs.mean.double().mT
+        exponents = products(key.to(acc_dtype), factors.to(acc_dtype), offset.squeeze(2).to(acc_dtype))
+        similarity = exponents.clamp_(max=0.0).exp2_()
+    if rows is not None:
+        missing = rows.sums - rows.basis @ unfitted
+        if near is not None and similarity is not None:
+            missing = missing - near_sums_of_rows(inputs, rows, near, similarity, solved)
+        smooth = solved if near is None else solved @ rows.basis.mT
+        fit, left = _fit(rows.basis, smooth, missing, landmarks)
+        weights = unfitted + fit.masked_fill(no_sums, 0.0)
+        by_means = _means_are_better(rows, left, landmarks)
+    own = torch.cat((landmarks.value, torch.ones_like(landmarks.value[..., :1])), 2).double()
+    weights, unfitted = (torch.where(landmarks.own, own, x) for x in (weights, unfitted))
+    # Large and small weights: their size goes into the exponent.
+    size = torch.maximum(weights.detach().abs().amax(2, keepdim=True), unfitted.detach().abs().amax(2, keepdim=True))
+    size = size.clamp(min=torch.finfo(torch.float64).tiny).maximum(LEAST_SIZE * size.amax(1, keepdim=True))
+    size = size.masked_fill(closed, 1.0)
+    log_size = size.log() + exponent.masked_fill(landmarks.own, 0.0)
+    unfitted, weights = unfitted / size, weights / size
+    total = unfitted[..., -1:]
+    coreset = Coreset(
+        landmarks.key,
+        log_size.masked_fill(closed, -torch.inf).squeeze(2).to(acc_dtype),
+        torch.cat((weights, total, total.detach().abs(), torch.ones_like(total)), 2).to(acc_dtype),
+        unfitted[..., :-1].to(acc_dtype),
+        landmarks.value,
+        landmarks.log_count,
+        by_means,
+    )
+    return coreset, None if similarity is None else products(similarity, (solved.mT / size).to(acc_dtype))
+
+
+def _rows_of_keys(
+    landmarks: Tensor, queries: Tensor | None, inputs: Inputs, scale: float
+) -> tuple[Partial, Partial | None]:
+    """The sums over the centered keys for landmarks, by the kernel of the weights, and for queries."""
+    square = TEMPERATURE**2 * abs(scale)
+
+    def rows(queries: Tensor, scale: float) -> Partial:
+        tensors = (x[:, None] for x in (queries.to(inputs.key.dtype), inputs.key, inputs.value))
+        out, lse = (x[:, 0] for x in partial_attention(*tensors, inputs.bias, scale=scale))
+        return Partial(out, lse if inputs.mean is None else lse - scale * (queries @ inputs.mean.mT).squeeze(2))
+
+    if queries is None:
+        return rows(landmarks, square), None
+    if inputs.mean is not None:  # half precision holds landmarks, but no multiples of them
+        return rows(landmarks, square), rows(queries.to(landmarks.dtype), scale)
+    # One pass over the keys.
+    both, count = rows(torch.cat((landmarks * square, queries * scale), 1), 1.0), landmarks.shape[1]
+    parts = zip(*(x.split((count, queries.shape[1]), 1) for x in both), strict=True)
+    of_landmarks, of_queries = (Partial(*part) for part in parts)
+    return of_landmarks, of_queries
+
+
+def _kernel(points: Tensor, half_norm: Tensor) -> Tensor:
+    """The kernel exp(-|x - y|^2 / 2) between points (BH, m, D) in float64, from their squared norms."""
+    # Powers of two take less time than those of e.
+    scaled, half_norm = points * LOG2_E, half_norm * LOG2_E
+    return (torch.baddbmm(-half_norm, scaled, points.mT) - half_norm.mT).clamp(max=0.0).exp2()
+
+
+def _exact_rows(token: Tensor, query: Tensor, exact: Partial, landmarks: Landmarks, exponent: Tensor) -> ExactRows:
+    """The rows of the queries (BH, P, D) at `token` (BH, P), times the scale, from their exact attention."""
+    query, lse = query.double(), safe_row_max(exact.lse.double()).unsqueeze(2)
+    logits = query @ landmarks.key.double().mT + exponent.mT - lse
+    basis = logits.masked_fill(~landmarks.used.unsqueeze(1), -torch.inf).clamp(max=MAX_LOGIT).exp()
+    return ExactRows(token, query, lse, torch.cat((exact.out.double(), torch.ones_like(lse)), 2), basis)
+
+
+def _fit(basis: Tensor, smooth: Tensor, missing: Tensor, landmarks: Landmarks) -> tuple[Tensor, Tensor]:
+    """What to add to the weights (BH, m, Dv + 1), so that the probes miss less, and what each misses without itself.
+
+    Ridge regression in the metric of A = K_cc + ridge I, (A + B^T B / size)^-1 B^T missing / size, where B is the basis
+    (BH, P, m). By the identity of Woodbury this is A^-1 B^T (size I + B A^-1 B^T)^-1 missing, with the already known
+    `smooth` = A^-1 B^T (BH, m, P). What a probe misses if the others are fitted, (BH, P, Dv + 1), has a closed form:
+    (G^-1 missing)_i / (G^-1)_ii, where G is the matrix that is inverted (the leave-one-out residual of ridge
+    regression).
+    """
+    used = landmarks.used.sum(1).clamp(min=1)
+    size = (basis.square().sum((1, 2)) / used)[:, None, None].clamp(min=LEAST_GRAM)
+    inverse = regularized_solve(basis @ smooth / size, None, 1.0)
+    solved = inverse @ (missing / size)
+    left = size * solved.detach() / inverse.detach().diagonal(dim1=1, dim2=2).unsqueeze(2)
+    return smooth @ solved, left
+
+
+@torch.no_grad()
+def _means_are_better(rows: ExactRows, left: Tensor, landmarks: Landmarks) -> Tensor:
+    """Of which heads attention to the means of the clusters is clearly closer to the exact rows: bool (BH, 1, 1).
+
+    `left` (BH, P, Dv + 1) is what each row misses with weights that are fitted to the others.
+    """
+    exact, dtype = rows.sums[..., :-1], landmarks.key.dtype
+    fitted = (exact - left[..., :-1]) / (1.0 - left[..., -1:]).clamp(min=LEAST_LEFT)
+    scores = rows.query.to(dtype) @ landmarks.key.mT + landmarks.log_count.unsqueeze(1)
+    means = scores.softmax(2) @ landmarks.value
+    of_means, of_fitted = ((x - exact).square().sum((1, 2)) for x in (means, fitted))
+    return (of_means < BETTER * of_fitted)[:, None, None] & ~landmarks.own
