@@ -12,6 +12,7 @@ from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 import hf_efficient_attn as hea
 import promises
 from hf_efficient_attn.ops import lsh_rounds
+from hf_efficient_attn.ops.accelerator import use_backend
 from hf_efficient_attn.ops.blocks import inverse
 from hf_efficient_attn.ops.hashing import sort_by_hash
 from hf_efficient_attn.ops.lsh_rounds import Rounds, bucket_codes, plan_rounds, rounds_attention
@@ -319,6 +320,25 @@ def test_the_fast_form_equals_the_readable_form_for_shared_queries():
             ours, theirs = (f("reformer", *tensors, **options) for f in (hea.attention, hea.naive_attention))
             valid = torch.ones(2, length, dtype=torch.bool) if mask is None else mask
             torch.testing.assert_close(ours.transpose(1, 2)[valid], theirs.transpose(1, 2)[valid], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("padding", ["none", "holes", "empty"])
+@pytest.mark.parametrize("options", [{}, {"num_hashes": 3}, {"shared_query_key": True}], ids=str)
+def test_the_form_for_accelerators(options, padding):
+    """Its codes are other numbers in the same order, and its masks of pairs are bool: the output is the same."""
+    tensors = inputs(batch=2, q_len=250, dtype=torch.float64)
+    mask = padding_mask(padding, 2, 250)
+
+    def output():
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        out = hea.functional.reformer_attention(*leaves, attention_mask=mask, block_size=8, **options)
+        valid = out if mask is None else out.masked_fill(~mask[:, None, :, None], 0.0)
+        return valid, *torch.autograd.grad(valid.square().sum(), leaves, materialize_grads=True)
+
+    expected = output()
+    with use_backend("library"):
+        ours = output()
+    torch.testing.assert_close(ours, expected, rtol=1e-8, atol=1e-8)
 
 
 # Config and refusals.

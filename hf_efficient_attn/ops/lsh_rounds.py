@@ -12,15 +12,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, take, valid_first
+from hf_efficient_attn.ops.accelerator import backend
+from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, take, take_both, valid_first
+from hf_efficient_attn.ops.constants import constant, integers
 from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.hashing import matching_block_starts, sort_by_hash
+from hf_efficient_attn.ops.hashing import block_starts
 from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, merge, partial_attention
 from hf_efficient_attn.ops.random import normal
 
 _STREAM = 45
 # So far below any score that its exponential is 0, but finite, because the product of infinity and 0 is NaN.
 _EXCLUDED = 1e30
+# What tokens are sorted by is bucket * 2**32 + position. The bucket of masked tokens comes after all others.
+_BUCKET, _LAST_BUCKET = 1 << 32, 1 << 30
 
 
 class Rounds(NamedTuple):
@@ -67,7 +71,9 @@ def bucket_halves(num_keys: Tensor, block_size: int, most: int) -> tuple[Tensor,
     return first, second.clamp(min=1)
 
 
-def bucket_codes(x: Tensor, directions: Tensor, halves: tuple[Tensor, Tensor], center: Tensor | None = None) -> Tensor:
+def bucket_codes(
+    x: Tensor, directions: Tensor, halves: tuple[Tensor, Tensor], num_keys: Tensor | None = None
+) -> Tensor:
     """The bucket of every token in every round.
 
     A bucket is a pair of hashes argmax([xR; -xR]), where R are the first directions of each factor. A single hash with
@@ -77,22 +83,44 @@ def bucket_codes(x: Tensor, directions: Tensor, halves: tuple[Tensor, Tensor], c
         x: (BH, N, D).
         directions: (h, S, 2, D), from `rotations`.
         halves: int64 (BH or 1, 1) each, from `bucket_halves`.
-        center: (BH, D), which is subtracted from x, or None.
+        num_keys: int64 (BH or 1, 1), the number of tokens that are not 0, to subtract their mean from all; or None.
 
     Returns:
         int64 (BH, S, N).
     """
-    most, rounds, factors, head_dim = directions.shape
-    acc_dtype = accumulation_dtype(x.dtype)
     half = torch.stack([h.flatten() for h in halves], 1)
-    used = torch.arange(most, device=x.device)[:, None] < half[:, None]
-    # An unused direction gives 0, which never has the largest absolute value.
-    directions = (directions * used[:, :, None, :, None]).permute(0, 2, 3, 1, 4).reshape(len(half), -1, head_dim)
-    directions = directions.to(acc_dtype)
-    projected = directions @ x.detach().to(acc_dtype).transpose(1, 2)
-    if center is not None:  # subtracted from the products, because they are fewer numbers
-        projected -= directions @ center.unsqueeze(2)
-    projected = projected.view(x.shape[0], rounds, factors, most, x.shape[1])
+    directions = _used_directions(directions, half, backend(x) != "cpu")
+    return _codes(x, directions, half, None if num_keys is None else num_keys.clamp(min=1))
+
+
+def _used_directions(directions: Tensor, half: Tensor, both: bool) -> Tensor:
+    """Directions (h, S, 2, D) as (B, S, 2, h, D) for `half` (B, 2), 0 if unused, which is never the largest product.
+
+    With `both` the opposite directions follow: (B, S, 2, 2h, D).
+    """
+    used = torch.arange(len(directions), device=directions.device) < half.unsqueeze(2)
+    directions = directions.permute(1, 2, 0, 3) * used[:, None, :, :, None]
+    return torch.cat((directions, -directions), 3) if both else directions
+
+
+def _codes(x: Tensor, directions: Tensor, half: Tensor, num_keys: Tensor | int | None) -> Tensor:
+    """`bucket_codes` with directions from `_used_directions` and `half` (BH or 1, 2). `num_keys` is positive.
+
+    On an accelerator the products are in the dtype of x, and one maximum over both directions takes one launch, which
+    is slower on a CPU. The codes are other numbers in the same order.
+    """
+    on_cpu, sizes = backend(x) == "cpu", directions.shape[1:3]
+    dtype = accumulation_dtype(x.dtype) if on_cpu else x.dtype
+    directions = directions.flatten(1, 3).to(dtype).expand(x.shape[0], -1, -1)
+    projected = torch.bmm(directions, x.detach().to(dtype).mT)
+    if isinstance(num_keys, int):  # the mean is subtracted from the products, because they are fewer numbers
+        projected -= projected.mean(2, keepdim=True)
+    elif num_keys is not None:
+        projected -= projected.sum(2, keepdim=True, dtype=accumulation_dtype(dtype)) / num_keys.unsqueeze(2)
+    projected = projected.unflatten(1, (*sizes, -1))
+    if not on_cpu:
+        first, second = projected.argmax(3).unbind(2)
+        return torch.add(second, first, alpha=projected.shape[3])
     # The largest absolute value, one direction at a time: several times as fast as a maximum with its index.
     largest, *others = projected.abs().unbind(3)
     index = torch.zeros_like(largest, dtype=torch.int16)
@@ -100,8 +128,50 @@ def bucket_codes(x: Tensor, directions: Tensor, halves: tuple[Tensor, Tensor], c
         index = torch.maximum(index, (other > largest).to(torch.int16).mul_(h))
         largest = torch.maximum(largest, other)
     index = index.long()
-    bucket = index + (projected.gather(3, index.unsqueeze(3)).squeeze(3) < 0) * half[:, None, :, None]
-    return bucket[:, :, 0] * (2 * half[:, 1, None, None]) + bucket[:, :, 1]
+    index += (projected.gather(3, index.unsqueeze(3)).squeeze(3) < 0) * half[:, None, :, None]
+    return index[:, :, 0] * (2 * half[:, 1, None, None]) + index[:, :, 1]
+
+
+def _half_of(kv_len: int, block_size: int, device: torch.device) -> Tensor:
+    """Both of `bucket_halves` for `kv_len` keys: int64 (1, 2)."""
+    most = len(rotations(kv_len, block_size, 1, 1, 0, device))
+    return torch.cat(bucket_halves(torch.full((1, 1), kv_len, device=device), block_size, most), 1)
+
+
+def _directions_of(
+    kv_len: int,
+    block_size: int,
+    rounds: int,
+    head_dim: int,
+    seed: int | Tensor,
+    dtype: torch.dtype,
+    both: bool,
+    device: torch.device,
+) -> Tensor:
+    """`_used_directions` for `kv_len` keys: (1, rounds, 2, h, D)."""
+    directions = rotations(kv_len, block_size, rounds, head_dim, seed, device)
+    return _used_directions(directions, constant(_half_of, kv_len, block_size, device=device), both).to(dtype)
+
+
+def _shares(length: int, device: torch.device) -> Tensor:
+    """floor(i 2^31 / N) for each of N positions: (N,)."""
+    return (torch.arange(length, device=device) << 31) // length
+
+
+def _sort(codes: Tensor, share: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Sort tokens by bucket, and within it by their share of the sequence.
+
+    Args:
+        codes: int64 (BH, S, N).
+        share: int64, from 0 to 2^31 - 1, broadcastable to (BH, S, N).
+        mask: bool (BH, N), False for tokens that come last, or None.
+
+    Returns:
+        What they are sorted by, and the order, (BH, S, N) each.
+    """
+    codes = codes if mask is None else codes.masked_fill(~mask.unsqueeze(1), _LAST_BUCKET)
+    keys, order = torch.add(share, codes, alpha=_BUCKET).sort()
+    return keys, order
 
 
 def plan_rounds(
@@ -124,28 +194,48 @@ def plan_rounds(
         seed: seed of the hashes.
     """
     with torch.no_grad():
-        (batch_heads, q_len, head_dim), kv_len, block_k = query.shape, key.shape[1], 2 * block_size
+        (batch_heads, q_len, head_dim), kv_len, device = query.shape, key.shape[1], key.device
+        block_k, same_length, both = 2 * block_size, q_len == kv_len, backend(key) != "cpu"
         if key_mask is None and kv_len <= rounds * block_k:
-            key_mask = torch.ones(batch_heads, kv_len, dtype=torch.bool, device=key.device)
-        round_mask = None if key_mask is None else key_mask[:, None]
-        query_mask = round_mask if q_len == kv_len else None
-        num_keys = torch.full((1, 1), kv_len, device=key.device) if key_mask is None else key_mask.sum(1, keepdim=True)
-        directions = rotations(kv_len, block_size, rounds, head_dim, seed, key.device)
-        halves = bucket_halves(num_keys, block_size, len(directions))
-        if query is key:
-            key_order, key_codes = query_order, query_codes = sort_by_hash(
-                bucket_codes(key, directions, halves), round_mask
-            )
-        else:
-            center = key.sum(1, dtype=accumulation_dtype(key.dtype)) / num_keys.clamp(min=1)
-            key_order, key_codes = sort_by_hash(bucket_codes(key, directions, halves, center), round_mask)
-            query_order, query_codes = sort_by_hash(bucket_codes(query, directions, halves), query_mask)
-        num_queries = q_len if query_mask is None else num_keys[:, :, None]
-        start = matching_block_starts(query_codes, key_codes, num_queries, num_keys[:, :, None], block_size, block_k)
+            key_mask = torch.ones(batch_heads, kv_len, dtype=torch.bool, device=device)
+        query_mask = key_mask if same_length else None
         if key_mask is None:
+            num_keys: Tensor | None = None
+            count: Tensor | int = kv_len
+            half = constant(_half_of, kv_len, block_size, device=device)
+            dtype = key.dtype if both else accumulation_dtype(key.dtype)
+            sizes = kv_len, block_size, rounds, head_dim, seed, dtype, both
+            # Without a seed of its own a call has a tensor, which is never equal to that of another call.
+            kept = isinstance(seed, int)
+            directions = constant(_directions_of, *sizes, device=device) if kept else _directions_of(*sizes, device)
+        else:
+            count = num_keys = key_mask.sum(1, keepdim=True)
+            directions = rotations(kv_len, block_size, rounds, head_dim, seed, device)
+            half = torch.cat(bucket_halves(num_keys, block_size, len(directions)), 1)
+            directions, count = _used_directions(directions, half, both), count.clamp(min=1)
+        share = query_share = integers(kv_len, device)
+        if not same_length:
+            query_share, share = (constant(_shares, n, device=device) for n in (q_len, kv_len))
+            if key_mask is not None:
+                share = ((key_mask.cumsum(1) - 1).clamp(min=0) << 31).floor_divide(count).unsqueeze(1)
+        centered = None if query is key else count
+        keys, key_order = _sort(_codes(key, directions, half, centered), share, key_mask)
+        queries, query_order = keys, key_order
+        if query is not key:
+            queries, query_order = _sort(_codes(query, directions, half, None), query_share, query_mask)
+        repeated = count if isinstance(count, int) else count.repeat_interleave(rounds, 0)
+        start = block_starts(
+            queries.flatten(0, 1),
+            keys.flatten(0, 1),
+            q_len if query_mask is None else repeated,
+            repeated,
+            block_size,
+            block_k,
+        ).unflatten(0, (batch_heads, rounds))
+        if key_mask is None or num_keys is None:
             return Rounds(query_order, key_order, start, block_size, block_k, None)
         short = (num_keys <= rounds * block_k)[:, :, None]
-        disjoint = torch.arange(rounds, device=key.device)[:, None] * block_k
+        disjoint = torch.arange(rounds, device=device)[:, None] * block_k
         key_order = torch.where(short, valid_first(key_mask)[:, None], key_order)
         return Rounds(query_order, key_order, torch.where(short, disjoint, start), block_size, block_k, num_keys)
 
@@ -171,37 +261,60 @@ def rounds_attention(
     Returns:
         (BH, Nq, Dv).
     """
-    query_rank, key_rank = (inverse(x.flatten(0, 1)).view_as(x) for x in (plan.query_order, plan.key_order))
-    # The start of the block of keys of each query in each round.
-    query_start = plan.start.gather(2, query_rank // plan.block_q)
+    rounds, num_blocks = plan.start.shape[1:]
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, num_keys: Tensor | None, *orders: Tensor) -> Tensor:
-        query_order, query_rank, key_order, key_rank, start, query_start = orders
-        num_blocks = start.shape[2]
+        query_order, key_order, start = orders
         missing = num_blocks * plan.block_q - query.shape[1]
+        query_rank, key_rank = (inverse(x.flatten(0, 1)).view_as(x) for x in (query_order, key_order))
+        # The last block is padded with query 0; the result for the padding is not used.
+        queries = (pad(query_order, (0, missing)) if missing else query_order).unflatten(2, (num_blocks, plan.block_q))
+        index, masked = start.unsqueeze(3) + integers(plan.block_k, query.device), None
+        if num_keys is not None:
+            masked = index >= num_keys[:, :, None, None]
+            index = index.clamp(max=key.shape[1] - 1)
+        # By round, so that the keys of a round are contiguous.
+        keys = key_order.movedim(1, 0).gather(2, index.movedim(1, 0).flatten(2)).unflatten(2, index.shape[2:])
+        # The start of the block of keys of each query in each round but the last.
+        first = start[:, :-1].gather(2, query_rank[:, :-1] // plan.block_q) if rounds > 1 else query_rank
         partials = []
-        for s in range(start.shape[1]):
-            # The last block is padded with query 0; the result for the padding is not used.
-            queries = pad(query_order[:, s], (0, missing)).unflatten(1, (num_blocks, plan.block_q))
-            index = start[:, s, :, None] + torch.arange(plan.block_k, device=query.device)
-            keys = key_order[:, s].gather(1, index.clamp(max=key.shape[1] - 1).flatten(1)).view_as(index)
-            masked = None if num_keys is None else index >= num_keys[:, :, None]
+        for s in range(rounds):
             earlier = []
             for t in range(s):
-                # Round t contains a pair if |2 * (rank of the key) - center of the query's block of keys| < block_k.
-                rank = key_rank[:, t].gather(1, keys.flatten(1)).view_as(keys)
-                first = query_start[:, t].gather(1, queries.flatten(1)).view_as(queries)
-                earlier.append((2 * rank, 2 * first + (plan.block_k - 1)))
-            bias = _round_bias(query.dtype, queries, keys, masked, earlier, others)
-            block = take(query, queries)
-            part = partial_attention(block, take(key, keys), take(value, keys), bias, scale=scale, dropout_p=dropout_p)
+                # Round t contains a pair if the rank of the key is in the block of keys of the query.
+                rank = key_rank[:, t].gather(1, keys[s].flatten(1)).view_as(keys[s])
+                own = first[:, t].gather(1, queries[:, s].flatten(1)).view_as(queries[:, s])
+                earlier.append((rank, own))
+            bias = _round_bias(
+                query.dtype, queries[:, s], keys[s], None if masked is None else masked[:, s], earlier, others
+            )
+            block = take(query, queries[:, s]), *take_both(key, value, keys[s])
+            part = partial_attention(*block, bias, scale=scale, dropout_p=dropout_p)
+            del block, bias
             rank = query_rank[:, s]
             partials.append(Partial(take(part.out.flatten(1, 2), rank), part.lse.flatten(1).gather(1, rank)))
-        out, lse = merge(*partials)
-        return torch.where((lse == -torch.inf).unsqueeze(-1), value, out) if others else out
+            del part
+        if num_keys is not None or others:
+            out, lse = merge(*partials)
+            return torch.where((lse == -torch.inf).unsqueeze(-1), value, out) if others else out
+        return _merge_rounds(partials)
 
-    orders = (plan.query_order, query_rank, plan.key_order, key_rank, plan.start, query_start)
-    return chunked_over_heads(some_heads, query, key, value, plan.num_keys, *orders)
+    return chunked_over_heads(
+        some_heads, query, key, value, plan.num_keys, plan.query_order, plan.key_order, plan.start
+    )
+
+
+def _merge_rounds(partials: list[Partial]) -> Tensor:
+    """The output of `merge`, with fewer operations, if every query has a key in the first round."""
+    if len(partials) == 1:
+        return partials[0].out
+    weights = torch.stack([part.lse for part in partials]).softmax(0).to(partials[0].out.dtype).unsqueeze(3)
+    if len(partials) == 2:
+        return torch.lerp(partials[0].out, partials[1].out, weights[1])
+    out = partials[0].out * weights[0]
+    for part, weight in zip(partials[1:], weights[1:], strict=True):
+        out = torch.addcmul(out, part.out, weight)
+    return out
 
 
 def _round_bias(
@@ -222,15 +335,18 @@ def _round_bias(
         queries: int64 (BH, T, block_q).
         keys: int64 (BH, T, block_k).
         masked: bool (BH, T, block_k), or None.
-        earlier: for each earlier round twice the ranks of these keys, (BH, T, block_k), and twice the centers of the
-            blocks of keys of these queries, (BH, T, block_q).
+        earlier: for each earlier round the ranks of these keys, (BH, T, block_k), and the starts of the blocks of keys
+            of these queries, (BH, T, block_q).
         others: exclude the pairs of a token with itself.
     """
+    if backend(keys) != "cpu":
+        return _round_bias_of_pairs(dtype, queries, keys, masked, earlier, others)
     acc_dtype, bias, block_k = accumulation_dtype(dtype), None, keys.shape[2]
-    for rank, center in earlier:
-        # Twice a rank is even and a center is odd, because block_k is even. So the distance is at most block_k - 1
-        # within the block of keys, and at least block_k + 1 outside.
-        gap = (rank.to(acc_dtype)[:, :, None] - center.to(acc_dtype)[:, :, :, None]).abs_()
+    for rank, first in earlier:
+        # Twice a rank is even and twice the center of a block is odd, because block_k is even. So the distance is at
+        # most block_k - 1 within the block of keys, and at least block_k + 1 outside.
+        center = (2 * first + (block_k - 1)).to(acc_dtype)
+        gap = ((2 * rank).to(acc_dtype)[:, :, None] - center[:, :, :, None]).abs_()
         # Several operations on one buffer are several times as fast as a masked fill.
         excluded = gap.clamp_(block_k - 1, block_k).sub_(block_k).mul_(_EXCLUDED)
         bias = excluded if bias is None else bias.add_(excluded)
@@ -241,6 +357,28 @@ def _round_bias(
         key_bias = mask_bias(~masked[:, :, None], dtype)
         bias = key_bias if bias is None else bias.add_(key_bias)
     return bias
+
+
+def _round_bias_of_pairs(
+    dtype: torch.dtype,
+    queries: Tensor,
+    keys: Tensor,
+    masked: Tensor | None,
+    earlier: list[tuple[Tensor, Tensor]],
+    others: bool,
+) -> Tensor | None:
+    """`_round_bias` by bool masks, which need fewer launches and less memory. All that is excluded gets -inf."""
+    excluded = None if masked is None else masked.unsqueeze(2)
+    for rank, first in earlier:
+        rank, first = rank.unsqueeze(2), first.unsqueeze(3)
+        inside = (rank >= first).logical_and_(rank < first + keys.shape[2])
+        excluded = inside if excluded is None else inside.logical_or_(excluded)
+    if others:
+        itself = keys.unsqueeze(2) == queries.unsqueeze(3)
+        excluded = itself if excluded is None else itself.logical_or_(excluded)
+    if excluded is None:
+        return None
+    return torch.zeros(excluded.shape, dtype=dtype, device=keys.device).masked_fill_(excluded, -torch.inf)
 
 
 def dense_pairs(plan: Rounds) -> Tensor:
