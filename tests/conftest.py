@@ -6,7 +6,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
+# Before anything imports Triton: without a GPU its kernels run in the interpreter.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest_plugins = ["core_suite"]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

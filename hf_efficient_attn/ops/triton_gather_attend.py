@@ -24,6 +24,18 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 
 
+# (whether the inputs have 4 bytes, the larger one of D and Dv padded) -> queries and keys that a program processes at a
+# time in the forward and in the backward. Larger ones spill registers.
+_TILES = {
+    (False, 64): ((128, 64), (128, 32)),
+    (False, 128): ((128, 32), (64, 32)),
+    (False, 256): ((64, 16), (32, 32)),
+    (True, 64): ((64, 32), (32, 32)),
+    (True, 128): ((64, 32), (16, 32)),
+    (True, 256): ((16, 16), (16, 16)),
+}
+
+
 class Tiling(NamedTuple):
     """Queries and keys that a program processes at a time, and its warps of 32 threads and pipeline stages."""
 
@@ -33,29 +45,23 @@ class Tiling(NamedTuple):
     num_stages: int
 
 
-def tiling(block_q: int, padded_dim: int, itemsize: int, backward: bool) -> Tiling:
+def tiling(block_q: int, dim: int, itemsize: int, backward: bool) -> Tiling:
     """The tiling for blocks of `block_q` queries.
 
     It keeps the programs within the 99 KiB of shared memory that all devices of compute capability 8.0 and later have,
-    and in half precision within their registers.
+    and in half precision within their registers: `recipes.benchmarks.triton_kernels` compiles them.
 
     Args:
         block_q: queries of a block.
-        padded_dim: the larger one of D and Dv, as a power of two.
-        itemsize: bytes of a number of the inputs.
+        dim: the larger one of D and Dv, at most 256.
+        itemsize: bytes of a number of the inputs, at most 4.
         backward: for the backward kernel.
     """
-    row_bytes = padded_dim * itemsize
-    if row_bytes <= 128:
-        block_m, block_n = (128, 32 if backward else 64)
-    elif row_bytes <= 256:
-        block_m, block_n = (64 if backward else 128, 32)
-    elif row_bytes <= 512:
-        block_m, block_n = (32 if backward else 64, 32)
-    else:
-        block_m, block_n = (16 if backward else 32, 16)
-    block_m = min(block_m, max(16, triton.next_power_of_2(block_q)))
-    return Tiling(block_m, block_n, 8 if block_m >= 64 else 4, 1 if backward else 3)
+    wide = itemsize == 4
+    largest, block_n = _TILES[wide, max(64, triton.next_power_of_2(dim))][backward]
+    block_m = min(largest, max(16, triton.next_power_of_2(block_q)))
+    few_rows = not (wide or backward) and block_m < 128
+    return Tiling(block_m, block_n, 4 if few_rows else 8, 1 if backward else 3)
 
 
 @triton.jit
@@ -242,7 +248,7 @@ def _launch(
     head_dim, value_dim, num_blocks = query.shape[2], value.shape[2], index.shape[1]
     padded = [max(16, triton.next_power_of_2(x)) for x in (head_dim, value_dim)]
     itemsize = max(x.element_size() for x in (key, value))
-    block_m, block_n, num_warps, num_stages = tiling(block_q, max(padded), itemsize, backward)
+    block_m, block_n, num_warps, num_stages = tiling(block_q, max(head_dim, value_dim), itemsize, backward)
     chunks = ceil_div(block_q, block_m)
     constants = {
         "HEAD_DIM": head_dim,

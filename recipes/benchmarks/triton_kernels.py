@@ -1,0 +1,175 @@
+"""Compile the Triton kernels for GPUs, without one, and print their registers, spills and shared memory.
+
+    python -m recipes.benchmarks.triton_kernels
+    python -m recipes.benchmarks.triton_kernels --dtype float32 --width 64,128,256 --block 32,128
+
+Needs Triton (extra `gpu-test`), not a GPU: Triton brings the assembler of CUDA, `ptxas`. Duration: half a minute.
+Expected: no bytes are spilled in half precision, and programs use at most 99 KiB of shared memory; otherwise `--check`
+exits with status 1.
+
+A register that a thread needs beyond the 255 that it can have is spilled to memory. "sm" is the compute capability: 80
+is that of an A100, 90 of an H100, 100 of a B200. All devices from 8.0 on have at least 99 KiB of shared memory for a
+program.
+"""
+
+import pathlib
+import re
+import subprocess
+import tempfile
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+from tqdm import tqdm
+
+from hf_efficient_attn.cli import main_of, parse_lengths, split_list, table
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from recipes.common import commands
+
+if TYPE_CHECKING:
+    from triton import JITFunction
+
+app = commands.new_app()
+
+ARCHITECTURES = (80, 90, 100)
+MOST_SHARED_KIB = 99
+_DTYPES = {"float32": ("fp32", 4), "float16": ("fp16", 2), "bfloat16": ("bf16", 2)}
+# The types of the kernels' arguments. Those that are not listed are pointers to numbers of the inputs' dtype.
+_TYPES = {
+    **dict.fromkeys(("index", "order"), "*i64"),
+    **dict.fromkeys(("log_weight", "lse", "grad_lse", "grad_key", "grad_value", "grad_log_weight"), "*fp32"),
+    **dict.fromkeys(("query_head", "query_row", "key_head", "key_row", "value_head", "value_row"), "i32"),
+    **dict.fromkeys(("q_len", "kv_len", "block_q", "num_blocks", "num_keys", "chunks"), "i32"),
+    "scale": "fp32",
+}
+
+
+class Case(NamedTuple):
+    """Which kernel is compiled, and for what."""
+
+    backward: bool
+    dtype: str
+    width: int
+    block: int
+    architecture: int
+
+
+def compiled(case: Case) -> dict[str, Any]:
+    """Compile a kernel, for D = Dv and aligned tensors: the case, and the resources of its program as a row."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from hf_efficient_attn.ops import triton_gather_attend as kernels
+
+    name, itemsize = _DTYPES[case.dtype]
+    tiling = kernels.tiling(case.block, case.width, itemsize, case.backward)
+    kernel: JITFunction[Any] = kernels._backward_kernel if case.backward else kernels._forward_kernel
+    constants = {
+        **dict.fromkeys(("HEAD_DIM", "VALUE_DIM"), case.width),
+        **dict.fromkeys(("PADDED_HEAD_DIM", "PADDED_VALUE_DIM"), triton.next_power_of_2(case.width)),
+        "BLOCK_M": tiling.block_m,
+        "BLOCK_N": tiling.block_n,
+        "HAS_ORDER": True,
+        "PRECISION": "ieee",
+        "UPCAST": False,
+        "WITH_LOG_WEIGHT": True,
+    }
+    names = kernel.arg_names
+    signature = {x: "constexpr" if x in constants else _TYPES.get(x, f"*{name}") for x in names}
+    # Addresses and strides are multiples of 16, as for PyTorch's own tensors.
+    aligned = [x for x, kind in signature.items() if kind.startswith("*") or x.endswith(("_head", "_row", "_len"))]
+    source = triton.compiler.ASTSource(
+        kernel,
+        signature,
+        {(names.index(x),): value for x, value in constants.items() if x in names},
+        {(names.index(x),): [["tt.divisibility", 16]] for x in aligned},
+    )
+    options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+    program = triton.compile(source, target=GPUTarget("cuda", case.architecture, 32), options=options)
+    registers, spilled = _assembled(program.asm["ptx"], case.architecture)
+    return {
+        **case._asdict(),
+        **tiling._asdict(),
+        "registers": registers,
+        "spilled": spilled,
+        "shared": program.metadata.shared,
+    }
+
+
+def _assembled(ptx: str, architecture: int) -> tuple[int, int]:
+    """Registers of a thread, and bytes that it spills, as the assembler reports them."""
+    import triton
+
+    folder = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    assembler = folder / ("ptxas-blackwell" if architecture >= 100 else "ptxas")
+    target = f"sm_{architecture}{'a' if architecture >= 90 else ''}"
+    with tempfile.TemporaryDirectory() as scratch:
+        path = pathlib.Path(scratch, "kernel.ptx")
+        path.write_text(ptx, encoding="utf-8")
+        command = [assembler, "-v", f"--gpu-name={target}", path, "-o", path.with_suffix(".cubin")]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = re.search(r"Used (\d+) registers", report)
+    spilled = re.search(r"(\d+) bytes spill stores", report)
+    if registers is None or spilled is None:
+        raise RuntimeError(f"ptxas reports neither registers nor spills of the kernel: {report}")
+    return int(registers[1]), int(spilled[1])
+
+
+def _check_triton() -> None:
+    """Refuse to run without Triton, or with its interpreter, which compiles nothing."""
+    try:
+        import triton
+
+        from hf_efficient_attn.ops import triton_gather_attend as kernels
+    except ImportError as error:
+        raise UnsupportedAttentionError(
+            f"Triton cannot be imported ({error}): pip install 'hf_efficient_attn[gpu-test]'"
+        ) from error
+    if not isinstance(kernels._forward_kernel, triton.JITFunction):
+        raise UnsupportedAttentionError("Triton's interpreter compiles nothing: unset TRITON_INTERPRET")
+
+
+@app.command(epilog="Example: python -m recipes.benchmarks.triton_kernels --dtype bfloat16 --width 64 --check")
+def run(
+    width: commands.numbers_option("Dimensions of queries, keys and values", "64,128") = [],  # noqa: B006
+    block: commands.numbers_option("Queries of a block", "128") = [],  # noqa: B006
+    dtype: Annotated[str, typer.Option(metavar="LIST", help="Of queries, keys and values.")] = "bfloat16,float16",
+    check: Annotated[bool, typer.Option("--check", help="Exit with status 1 if a register is spilled.")] = False,
+    csv: commands.Csv = None,
+) -> None:
+    """Compile the Triton kernels for three GPUs and print what they need."""
+    commands.check_outputs(csv, None)
+    dtypes, widths, blocks = split_list([dtype]), parse_lengths(width) or [64, 128], parse_lengths(block) or [128]
+    if unknown := [x for x in dtypes if x not in _DTYPES]:
+        raise UnsupportedAttentionError(f"--dtype: no {', '.join(unknown)} here; choose from {', '.join(_DTYPES)}")
+    if max(widths) > 256:
+        raise UnsupportedAttentionError(f"--width: the kernels have at most 256 dimensions; {max(widths)} is larger")
+    _check_triton()
+    cases = [
+        Case(backward, *sizes)
+        for backward in (False, True)
+        for sizes in ((x, d, q, a) for x in dtypes for d in widths for q in blocks for a in ARCHITECTURES)
+    ]
+    rows = [compiled(case) for case in tqdm(cases, disable=None, leave=False)]
+    commands.write(rows, csv)
+    headers = ("kernel", "dtype", "D", "block", "sm", "tile", "warps", "registers", "bytes spilled", "shared KiB")
+    cells = [
+        (
+            "backward" if r["backward"] else "forward", r["dtype"], r["width"], r["block"], r["architecture"],
+            f"{r['block_m']} x {r['block_n']}", r["num_warps"], r["registers"], r["spilled"],
+            f"{r['shared'] / 1024:.0f}",
+        )
+        for r in rows
+    ]  # fmt: skip
+    typer.echo(table(headers, cells))
+    if check:
+        spilled, shared = max(r["spilled"] for r in rows), max(r["shared"] for r in rows)
+        commands.conclude(
+            [
+                commands.Verdict("bytes spilled", spilled, 0, at_least=False),
+                commands.Verdict("KiB of shared memory", shared / 1024, MOST_SHARED_KIB, at_least=False),
+            ]
+        )
+
+
+if __name__ == "__main__":
+    main_of(app, "python -m recipes.benchmarks.triton_kernels")

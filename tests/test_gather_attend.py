@@ -1,0 +1,283 @@
+"""Attention to gathered keys: the Triton kernels and the other forms.
+
+Without a GPU the kernels run in Triton's interpreter (see conftest.py), and without Triton these tests are skipped.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import hf_efficient_attn as hea
+from hf_efficient_attn.ops import gather_attend as module
+from hf_efficient_attn.ops.accelerator import use_backend
+from hf_efficient_attn.ops.blocks import inverse
+from hf_efficient_attn.ops.gather_attend import GatheredKeys, gather_attend, gathered_attention
+from hf_efficient_attn.ops.partial import partial_attention_naive
+from instances import inputs, padding_mask
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs Triton: pip install 'hf_efficient_attn[gpu-test]'"
+)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SCALE = 0.3
+
+
+class Sizes(NamedTuple):
+    """Sizes of a case: queries, keys, D, Dv, queries of a block, keys of a block."""
+
+    q_len: int = 45
+    kv_len: int = 53
+    head_dim: int = 20
+    value_dim: int = 12
+    block_q: int = 17
+    block_k: int = 37
+
+
+class Case(NamedTuple):
+    """The arguments of `gather_attend` for two heads."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    index: Tensor
+    log_weight: Tensor
+    order: Tensor | None
+    block_q: int
+
+    def to(self, dtype: torch.dtype, index_dtype: torch.dtype = torch.int64) -> "Case":
+        """On the device of the kernels, with gradients for query, key, value and log-weights."""
+        rows = [x.detach().to(DEVICE, dtype).requires_grad_() for x in self[:3]]
+        log_weight = self.log_weight.detach().to(DEVICE, torch.float32).requires_grad_()
+        order = None if self.order is None else self.order.to(DEVICE, index_dtype)
+        return Case(*rows, self.index.to(DEVICE, index_dtype), log_weight, order, self.block_q)
+
+
+def case(sizes: Sizes, *, ordered: bool = True, dtype: torch.dtype = torch.float32) -> Case:
+    """A case in float64, of numbers that `dtype` has, where a fifth of the entries is unused."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype).double().requires_grad_()
+
+    num_blocks = -(-sizes.q_len // sizes.block_q)
+    rows = [normal(2, *shape) for shape in ((sizes.q_len, sizes.head_dim), (sizes.kv_len, sizes.head_dim))]
+    value = normal(2, sizes.kv_len, sizes.value_dim)
+    index = torch.randint(sizes.kv_len, (2, num_blocks, sizes.block_k), generator=generator)
+    log_weight = normal(*index.shape, dtype=torch.float32).detach()
+    log_weight[torch.rand(*index.shape, generator=generator) < 0.2] = -torch.inf
+    log_weight[..., 0] = 0.0
+    order = torch.rand(2, sizes.q_len, generator=generator).argsort(1) if ordered else None
+    return Case(*rows, value, index, log_weight.requires_grad_(), order, sizes.block_q)
+
+
+def reference(given: Case) -> tuple[Tensor, Tensor]:
+    """Out and lse by `partial_attention_naive`, block by block, with gathered keys."""
+    outs, lses = [], []
+    for a in range(2):
+        order = torch.arange(given.query.shape[1]) if given.order is None else given.order[a]
+        results = [
+            partial_attention_naive(given.query[a, rows], given.key[a, keys], given.value[a, keys], bias, scale=SCALE)
+            for rows, keys, bias in zip(order.split(given.block_q), given.index[a], given.log_weight[a], strict=True)
+        ]
+        rank = inverse(order[None])[0]
+        outs.append(torch.cat([x.out for x in results])[rank])
+        lses.append(torch.cat([x.lse for x in results])[rank])
+    return torch.stack(outs), torch.stack(lses)
+
+
+def gradients(given: Case, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(1)
+    grads = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device, x.dtype) for x in (out, lse)]
+    return torch.autograd.grad((out, lse), (*given[:3], given.log_weight), grads)
+
+
+def error(ours: Tensor, expected: Tensor) -> float:
+    return ((ours.cpu().double() - expected).norm() / expected.norm()).item()
+
+
+CASES = [
+    (Sizes(), True),
+    (Sizes(head_dim=16, value_dim=33, block_q=32, block_k=70), False),
+    # Blocks that two programs process, in a backward tile of 32 or 128 queries, and more dimensions than 128.
+    (Sizes(q_len=150, head_dim=130, block_q=140, block_k=9), True),
+    (Sizes(q_len=1, kv_len=1, head_dim=1, value_dim=1, block_q=1, block_k=1), True),
+    (Sizes(q_len=40, block_q=50), True),
+]
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)], ids=str
+)
+@pytest.mark.parametrize(("sizes", "ordered"), CASES)
+def test_the_kernels_compute_attention_to_gathered_keys(sizes, ordered, dtype, tolerance):
+    given = case(sizes, ordered=ordered, dtype=dtype)
+    expected = reference(given)
+    ours = given.to(dtype, torch.int32 if ordered else torch.int64)
+    out, lse = gather_attend(*ours, SCALE)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    assert error(out, expected[0]) < tolerance
+    torch.testing.assert_close(lse.cpu().double(), expected[1], atol=2e-5, rtol=1e-6)
+    for grad, wanted in zip(gradients(ours, out, lse), gradients(given, *expected), strict=True):
+        # The softmax of one key is constant.
+        assert error(grad, wanted) < tolerance if wanted.norm() > 1e-9 else grad.norm() < tolerance
+
+
+@needs_triton
+def test_unused_entries_are_not_read_and_queries_without_keys_get_zero():
+    given = case(Sizes()).to(torch.float32)
+    with torch.no_grad():
+        given.log_weight[0, 1] = -torch.inf
+        given.log_weight[given.index == 7] = -torch.inf
+        given.key[:, 7], given.value[:, 7] = torch.nan, torch.nan
+    out, lse = gather_attend(*given, SCALE)
+    empty = torch.zeros(2, 45, dtype=torch.bool, device=DEVICE)
+    empty[0, given.order[0, 17:34]] = True
+    assert torch.equal(lse == -torch.inf, empty) and not out[empty].any()
+    assert out.isfinite().all() and out[~empty].any()
+    grads = torch.autograd.grad((out.sum(), lse[~empty].sum()), (*given[:3], given.log_weight))
+    assert all(x.isfinite().all() for x in grads)
+    assert not grads[0][empty].any() and not grads[1][:, 7].any() and not grads[2][:, 7].any()
+    assert not grads[3][given.log_weight == -torch.inf].any()
+
+
+@needs_triton
+def test_tensors_need_not_be_contiguous():
+    given = case(Sizes()).to(torch.float32)
+    expected = gather_attend(*given, SCALE)
+    apart = [torch.stack((x, x), 2)[:, :, 0] for x in given[:2]]  # as the heads of a model
+    value = given.value.mT.contiguous().mT
+    assert not any(x.is_contiguous() for x in (*apart, value))
+    ours = gather_attend(*apart, value, *given[3:], SCALE)
+    assert torch.equal(ours[0], expected[0]) and torch.equal(ours[1], expected[1])
+    for grad, wanted in zip(gradients(given, *ours), gradients(given, *expected), strict=True):
+        torch.testing.assert_close(grad, wanted, atol=1e-5, rtol=1e-5)
+
+
+@needs_triton
+def test_no_queries_and_no_keys():
+    given = case(Sizes()).to(torch.float32)
+    out, lse = gather_attend(*given[:3], given.index[..., :0], given.log_weight[..., :0], *given[5:], SCALE)
+    assert not out.any() and (lse == -torch.inf).all()
+    assert not any(x.any() for x in torch.autograd.grad(out.sum(), given[:3]))
+    out, _ = gather_attend(given.query[:, :0], *given[1:5], None, given.block_q, SCALE)
+    assert out.shape == (2, 0, 12)
+    assert not any(x.any() for x in torch.autograd.grad(out.sum(), given[1:3]))
+
+
+@needs_triton
+def test_the_operator_keeps_the_rules_of_operators():
+    """Its schema, its fake results, and its gradient under tracing, with static and with symbolic sizes."""
+    torch.library.opcheck(gather_attend, (*case(Sizes()).to(torch.float32), SCALE))
+
+
+@needs_triton
+@pytest.mark.parametrize("form", ["forward", "backward"])
+def test_a_compiled_graph_contains_the_kernel(form):
+    given = case(Sizes()).to(torch.float32)
+    rank = inverse(given.order)
+    gathered = GatheredKeys(given.index, given.log_weight.unsqueeze(2), given.block_q, given.order, rank)
+
+    def call() -> Tensor:
+        with torch.set_grad_enabled(form == "backward"):
+            return gathered_attention(*given[:3], gathered, scale=SCALE)
+
+    expected = call()
+    with use_backend("triton"):
+        torch._dynamo.reset()
+        ours = torch.compile(call, fullgraph=True, backend="aot_eager")()
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+    if form == "backward":
+        grads = (torch.autograd.grad(x.square().sum(), (*given[:3], given.log_weight)) for x in (ours, expected))
+        for grad, wanted in zip(*grads, strict=True):
+            torch.testing.assert_close(grad, wanted, atol=1e-4, rtol=1e-4)
+
+
+@needs_triton
+@pytest.mark.parametrize("mask", ["none", "holes"])
+@pytest.mark.parametrize("method", ["kdeformer", "hyperattention", "eva"])
+def test_methods_by_triton_are_those_by_the_cpu(method, mask, monkeypatch):
+    calls = []
+    monkeypatch.setattr(module, "gather_attend", lambda *args: calls.append(1) or gather_attend(*args))
+    near = {"window_size": 16, "num_landmarks": 4} if method == "eva" else {"block_size": 16, "num_samples": 24}
+    config = hea.method_info(method).config_class(**near)
+    key_mask = padding_mask(mask, 2, 75)
+    rows = [x.to(DEVICE).requires_grad_() for x in inputs(batch=2, q_len=75, value_dim=5)]
+    grad = torch.randn(2, 2, 75, 5, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    if key_mask is not None:
+        key_mask = key_mask.to(DEVICE)
+        grad = grad * key_mask[:, None, :, None]  # outputs of masked tokens are not used
+    results = []
+    for form in ("library", "cpu", "triton"):
+        if form == "cpu" and DEVICE != "cpu":
+            continue
+        assert not calls
+        with use_backend(form):
+            out = hea.attention(config, *rows, attention_mask=key_mask)
+            results.append((out * (grad != 0), *torch.autograd.grad(out, rows, grad)))
+    assert calls
+    for other in results[:-1]:
+        for ours, expected in zip(results[-1], other, strict=True):
+            torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("why", ["dropout", "float64", "dimensions", "deterministic"])
+def test_what_the_kernels_do_not_compute_takes_the_other_form(why, monkeypatch):
+    monkeypatch.setattr(module, "gather_attend", lambda *args: pytest.fail("the kernel was called"))
+    given = case(Sizes(head_dim=257 if why == "dimensions" else 20)).to(torch.float32)
+    rows = [x.double() if why == "float64" else x for x in given[:3]]
+    bias = given.log_weight.unsqueeze(2).to(rows[0].dtype)
+    gathered = GatheredKeys(given.index, bias, given.block_q, given.order, inverse(given.order))
+    options = {"scale": SCALE, "dropout_p": 1e-9 if why == "dropout" else 0.0}
+    expected = gathered_attention(*rows, gathered, scale=SCALE)
+    torch.use_deterministic_algorithms(why == "deterministic")
+    try:
+        with use_backend("triton"):
+            ours = gathered_attention(*rows, gathered, **options)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.testing.assert_close(ours, expected)
+
+
+def test_meta_tensors_need_no_triton():
+    given = [x.detach().to("meta") if isinstance(x, Tensor) else x for x in case(Sizes())]
+    rows = [x.bfloat16().requires_grad_() for x in given[:3]]
+    bias = given[4].float().unsqueeze(2).requires_grad_()
+    gathered = GatheredKeys(given[3], bias, given[6], given[5], given[5])
+    with use_backend("triton"):
+        out = gathered_attention(*rows, gathered, scale=SCALE)
+    assert out.shape == (2, 45, 12) and out.dtype == torch.bfloat16 and out.is_meta
+    grads = torch.autograd.grad(out.sum(), (*rows, bias))
+    assert [(x.shape, x.dtype) for x in grads] == [(x.shape, x.dtype) for x in (*rows, bias)]
+
+
+@needs_triton
+def test_tensors_on_the_cpu_need_the_interpreter(monkeypatch):
+    from hf_efficient_attn.ops import triton_gather_attend
+
+    monkeypatch.setattr(triton_gather_attend, "_INTERPRETED", False)
+    with pytest.raises(RuntimeError, match="set TRITON_INTERPRET=1"):
+        gather_attend(*case(Sizes()), SCALE)
+
+
+@needs_triton
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_kernels_spill_no_registers(dtype):
+    """Compiled for compute capability 8.0, 9.0 and 10.0, with as much shared memory as all these devices have."""
+    command = [sys.executable, "-m", "recipes.benchmarks.triton_kernels", "--check"]
+    result = subprocess.run(
+        [*command, "--dtype", dtype, "--width", "64,128"],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        cwd=os.path.dirname(os.path.dirname(__file__)),
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count(dtype) == 12
