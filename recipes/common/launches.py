@@ -32,6 +32,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import _config as fx_config
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -150,8 +151,11 @@ def launches(
     initial = get_method(config.method).initial_parameters
     parameters = None
     if initial is not None:
-        made = initial(config, num_heads=heads, head_dim=head_dim, value_dim=head_dim, max_length=length)
-        parameters = {name: torch.empty_like(x, device="meta", requires_grad=backward) for name, x in made.items()}
+        with FakeTensorMode():  # only the shapes
+            made = initial(config, num_heads=heads, head_dim=head_dim, value_dim=head_dim, max_length=length)
+        parameters = {
+            name: torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=backward) for name, x in made.items()
+        }
 
     def call() -> None:
         out = hea.attention(config, *inputs, is_causal=is_causal, parameters=parameters)
