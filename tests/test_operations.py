@@ -129,7 +129,8 @@ def test_a_tiny_method_by_hand():
 def test_a_method_that_hashes_sorts_and_moves():
     config = hea.HyperAttentionConfig(block_size=8, num_samples=24, num_hashes=7, near_field="lsh")
     found = count(lambda: hea.attention(config, *tensors(96, 16, 16)))
-    assert found.products == 2 * 2 * (2 * 96 * 7 * 16 + 96 * 32 * 32)
+    # A product with powers of two gives the rank of each code.
+    assert found.products == 2 * 2 * (2 * 96 * 7 * (16 + 1) + 96 * 32 * 32)
     # Queries and keys of two heads are sorted by their codes and gathered in that order.
     assert found.sorting >= 2 * 2 * 96 * 6
     assert found.gathers >= 2 * (2 * 96 * 16 + 96 * 16)
@@ -142,10 +143,10 @@ def test_a_method_that_hashes_sorts_and_moves():
     ("config", "multiplications"),
     [
         (None, lambda n, d, dv: n * n * d + n * n * dv),
-        # Hash codes of queries and keys; scores of 8 + 24 keys, and their product with the values.
+        # Hash codes of queries and keys and their ranks; scores of 8 + 24 keys, and their product with the values.
         (
             hea.HyperAttentionConfig(block_size=8, num_samples=24, num_hashes=7, near_field="lsh"),
-            lambda n, d, dv: 2 * n * 7 * d + n * 32 * (d + dv),
+            lambda n, d, dv: 2 * n * 7 * (d + 1) + n * 32 * (d + dv),
         ),
         # The state of the keys, and its product with each query.
         (hea.LinearConfig(), lambda n, d, dv: n * d * dv + n * d * dv),

@@ -881,15 +881,15 @@ def test_sampling_scores_are_those_of_the_paper():
     close(ours[:, 0], squares.gather(1, near.key_order), 1e-5)
     assert torch.equal(scores("uniform"), torch.ones(4, 1, 90, dtype=torch.float64))
     norms = near_far.probe_scores(query, key, near, None, offset, sampling(num_probes=90, groups=1))[:, 0]
-    # From 256 evenly spread values, so that each of the 90 is used two or three times.
-    spread = value[:, ((torch.arange(256) + 0.5) * 90 / 256).long()]
+    # From 384 evenly spread values, so that each of the 90 is used four or five times.
+    spread = value[:, ((torch.arange(384) + 0.5) * 90 / 384).long()]
     singular = torch.linalg.svdvals(spread)
-    gamma = 256 / 90 / singular.pow(4).sum(1).sqrt()
+    gamma = 384 / 90 / singular.pow(4).sum(1).sqrt()
     close(near_far.sampled_norm_squared(value, None)[:, 0], 1.0 / gamma)
     # The Frobenius norm of V^T V is not less than the square of the operator norm of V, and equal for rank 1.
-    assert (1.0 / gamma >= 90 / 256 * singular[:, 0].square()).all()
+    assert (1.0 / gamma >= 90 / 384 * singular[:, 0].square()).all()
     line = value[:, :, :1] * value[:, :1]
-    largest = 90 / 256 * torch.linalg.matrix_norm(line[:, ((torch.arange(256) + 0.5) * 90 / 256).long()], 2).square()
+    largest = 90 / 384 * torch.linalg.matrix_norm(line[:, ((torch.arange(384) + 0.5) * 90 / 384).long()], 2).square()
     close(near_far.sampled_norm_squared(line, None)[:, 0], largest)
     ours = scores("probe")[:, 0].gather(1, inverse(near.key_order))
     close(ours, norms + gamma[:, None] * squares, 1e-5)

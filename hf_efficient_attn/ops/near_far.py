@@ -39,7 +39,7 @@ from hf_efficient_attn.ops.sampling import (
 )
 
 # Values from which the operator norm of V is estimated.
-_NORM_VALUES = 256
+_NORM_VALUES = 384
 # The least score of a key, relative to the mean. A key with a value of norm 0 still counts in the denominator.
 _LEAST_SCORE = 1e-6
 # The offsets of a head's blocks are multiples of this plastic ratio modulo 1; those of the heads are of the golden one.
@@ -260,7 +260,7 @@ def density_scores(
 
 
 def sampled_norm_squared(value: Tensor, key_mask: Tensor | None) -> Tensor:
-    """|V|_op^2 by the Frobenius norm of V^T V, from 256 evenly spread values: (BH, Nk, Dv) -> (BH, 1).
+    """|V|_op^2 by the Frobenius norm of V^T V, from 384 evenly spread values: (BH, Nk, Dv) -> (BH, 1).
 
     It is an upper bound, and close if one direction prevails. It only balances two terms of a sampling distribution,
     and on activations of BERT and DeiT the errors with it and with the power method are equal. If there are fewer keys,

@@ -29,7 +29,12 @@ class SampledKeysConfig(MethodConfig):
     rectangular = True
     decodes_exactly = True
 
-    block_size: int = option(256, "Keys that each query attends to exactly: the near field.", minimum=1)
+    block_size: int = option(
+        256,
+        "Keys that each query attends to exactly: the near field. Below 128, blocks of 64 queries share a window of "
+        "more keys, unless near_field='lsh'.",
+        minimum=1,
+    )
     num_samples: int = option(256, "Keys sampled from the rest: the far field. 0 omits the far field.", minimum=0)
     num_hashes: int = option(
         7, "Random hyperplanes of the hash. Its cells determine the order of the tokens.", minimum=1
@@ -108,13 +113,12 @@ def _near_options(config: SampledKeysConfig) -> NearFieldOptions:
     """The near field of the bidirectional form.
 
     Blocks of fewer than 64 queries take longer than larger ones, which gather fewer keys in all. So short blocks are
-    widened, and their near fields with them, up to twice the budget of keys.
+    widened, and their near fields with them, up to twice the budget of keys. The blocks of "lsh" are the paper's.
     """
-    size, least = config.block_size, min(_LEAST_BLOCK_Q, config.block_size // 2 + config.num_samples)
+    size = config.block_size
     if config.near_field == "lsh":
-        size = max(size, least)
-        return NearFieldOptions("lsh", size, config.num_hashes, size)
-    block_q = max(1, size // 2, least)
+        return NearFieldOptions("lsh", size, config.num_hashes)
+    block_q = max(1, size // 2, min(_LEAST_BLOCK_Q, size // 2 + config.num_samples))
     return NearFieldOptions(config.near_field, block_q + size - size // 2, config.num_hashes, block_q)
 
 
