@@ -20,17 +20,16 @@ from torch.nn.functional import dropout
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, Recurrence, register_method
-from hf_efficient_attn.ops.blocks import can_reuse_buffers, chunked_over_heads, pad_to_blocks
+from hf_efficient_attn.ops.blocks import can_reuse_buffers, chunked_over_heads
 from hf_efficient_attn.ops.feature_attention import (
     BUFFERED_HEADS,
     FeatureKernel,
     buffered_causal_feature_attention,
     causal_feature_attention,
+    feature_attention,
 )
-from hf_efficient_attn.ops.features import key_state, query_state, softmax_features
+from hf_efficient_attn.ops.features import key_state, softmax_features
 from hf_efficient_attn.ops.partial import Partial, merge
-
-_BLOCK_Q = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,14 +82,11 @@ def forward(
         return unflatten_heads(out, query.shape)
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, *state: Tensor) -> Tensor:
+        if not options.is_causal:
+            return feature_attention(query, key, value, key_mask, kernel=kernel, dropout_p=dropout_p).to(dtype)
         query, (key, value, bias) = kernel.scale_query(query), kernel.scale_key(key, value, key_mask)
-        if options.is_causal:
-            before = Partial(*state) if state else None
-            return causal_feature_attention(query, key, value, bias, kernel.features, dropout_p, before).to(dtype)
-        keys = key_state(key[:, None], value[:, None], kernel.features, bias[:, None, None])
-        blocks = pad_to_blocks(query, min(query.shape[1], _BLOCK_Q))
-        out = query_state(blocks, keys, kernel.features, dropout_p).out
-        return out.flatten(1, 2)[:, : query.shape[1]].to(dtype)
+        before = Partial(*state) if state else None
+        return causal_feature_attention(query, key, value, bias, kernel.features, dropout_p, before).to(dtype)
 
     return unflatten_heads(chunked_over_heads(some_heads, *tensors), query.shape)
 

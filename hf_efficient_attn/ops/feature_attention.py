@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout, pad
 
+from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import pad_to_blocks
 from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.features import key_state, query_state
+from hf_efficient_attn.ops.features import key_state, merge_blocks, query_state
 from hf_efficient_attn.ops.partial import LOG2_E, Partial, accumulation_dtype, merge, prefix_merge, safe_row_max
+from hf_efficient_attn.ops.precision import attention_dtype
 from hf_efficient_attn.ops.scan import running_sum
 
 _CHUNK = 128  # tokens
@@ -23,6 +25,8 @@ _CHUNK = 128  # tokens
 _FEW_FEATURES, _SMALL_CHUNK = 128, 64
 BUFFERED_HEADS = 8
 _BLOCK = 1 << 18
+# Queries of a block of the bidirectional form, and keys of a block on accelerators.
+_BLOCK_Q, _ACCELERATOR_BLOCK = 1024, 2048
 
 
 class FeatureKernel(NamedTuple):
@@ -35,6 +39,19 @@ class FeatureKernel(NamedTuple):
 
     features: Tensor
     scale: float
+
+    def directions(self, x: Tensor) -> Tensor:
+        """The features (F, D) times sqrt(|scale|), in the dtype of attention, on the device of `x`.
+
+        With these, keys need no scaling, and neither do queries. These use the negative for a negative scale.
+        """
+        return (self.features * abs(self.scale) ** 0.5).to(attention_dtype(x))
+
+    def bias(self, key: Tensor, key_mask: Tensor | None) -> Tensor:
+        """The bias of keys (..., D) that are not scaled; see `scale_key`."""
+        acc_dtype = accumulation_dtype(key.dtype)
+        bias = torch.linalg.vector_norm(key, dim=-1, dtype=acc_dtype).square() * (-0.5 * abs(self.scale))
+        return bias if key_mask is None else bias + mask_bias(key_mask, acc_dtype)
 
     def scale_query(self, query: Tensor) -> Tensor:
         """Queries (..., D) times sqrt(|scale|), in the accumulation dtype. They also take the sign of the scale."""
@@ -57,6 +74,45 @@ def _chunks(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, size: int) 
     bias = pad(bias, (0, -bias.shape[1] % size), value=-torch.inf)
     query, key, value = (pad_to_blocks(x, size) for x in (query, key, value))
     return query, key, value, bias.view(key.shape[:3])
+
+
+def feature_attention(
+    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, *, kernel: FeatureKernel, dropout_p: float
+) -> Tensor:
+    """Bidirectional form: features attend to the keys, then queries to the features.
+
+    Args:
+        query: (BH, Nq, D).
+        key: (BH, Nk, D).
+        value: (BH, Nk, Dv).
+        key_mask: bool (BH, Nk) or None.
+        kernel: the features and the scale.
+        dropout_p: probability of dropping the weight of a feature.
+
+    Returns:
+        (BH, Nq, Dv), in the dtype of attention.
+    """
+    directions, bias = kernel.directions(query), kernel.bias(key, key_mask)
+    query, key, value = (x.to(directions.dtype) for x in (query, key, value))
+    # On an accelerator, one sequence of keys would occupy a few processors only.
+    block_k = key.shape[1] if backend(key) == "cpu" else min(key.shape[1], _ACCELERATOR_BLOCK)
+    if key.shape[1] > block_k:
+        state = merge_blocks(key_state(*_key_blocks(key, value, bias, block_k, directions)))
+    else:
+        state = key_state(key[:, None], value[:, None], directions, bias[:, None, None])
+    blocks = pad_to_blocks(query, min(query.shape[1], _BLOCK_Q))
+    directions = directions if kernel.scale >= 0 else -directions
+    out = query_state(blocks, state._replace(out=state.out.to(query.dtype)), directions, dropout_p).out
+    return out.flatten(1, 2)[:, : query.shape[1]]
+
+
+def _key_blocks(
+    key: Tensor, value: Tensor, bias: Tensor, size: int, directions: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The arguments of `key_state` for keys (BH, N, .) and their bias (BH, N) in blocks."""
+    bias = pad(bias, (0, -bias.shape[1] % size), value=-torch.inf)
+    key, value = pad_to_blocks(key, size), pad_to_blocks(value, size)
+    return key, value, directions, bias.view(*key.shape[:2], 1, size)
 
 
 def causal_feature_attention(

@@ -97,6 +97,16 @@ def query_state(query: Tensor, state: Partial, features: Tensor, dropout_p: floa
     return partial_attention(query, directions, state.out, state.lse.unsqueeze(2), scale=1.0, dropout_p=dropout_p)
 
 
+def merge_blocks(state: Partial) -> Partial:
+    """The merge of all blocks of a state (BH, T, F, .), as one block: out (BH, 1, F, Dv) and lse (BH, 1, F).
+
+    The lse of features without a key is not -inf but finite, so that this takes few kernels.
+    """
+    lse = state.lse.clamp(min=-1e30)
+    weights = lse.softmax(1).unsqueeze(-1)
+    return Partial((state.out * weights).sum(1, keepdim=True), lse.logsumexp(1, keepdim=True))
+
+
 def query_factor(query: Tensor, num_features: int) -> Tensor:
     """The log factor -|q|^2/2 - log F of queries (..., D), which the lse of `query_state` lacks: (...)."""
     log_features = torch.tensor(float(num_features), dtype=query.dtype, device=query.device).log()
