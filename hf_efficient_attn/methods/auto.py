@@ -4,13 +4,14 @@
 - In longer sequences the error of each head is bounded from the exact rows of some queries that the weights were not
   fitted to (`hf_efficient_attn.ops.row_error`). A head whose bound exceeds `max_error` has more columns or stays exact.
   `hf_efficient_attn.methods._shared.error_bound` describes which heads are attempted.
-- These decisions depend on the data of a call. They are made in the bidirectional form when no gradient is wanted. With
-  a gradient, under `torch.compile` and in the causal form, in which later tokens would decide about earlier ones, every
-  head has `columns` columns, or all of them are exact (`static_form`). `hea.calibrate` chooses both for each layer.
+- These decisions depend on the data of a call. They are made in the bidirectional form on the CPU when no gradient is
+  wanted. With a gradient, under `torch.compile`, on an accelerator, which would wait for each decision, and in the
+  causal form, in which later tokens would decide about earlier ones, every head has `columns` columns, or all of them
+  are exact (`static_form`). `hea.calibrate` chooses both for each layer.
 
 The crossover is that of one sequence, and each sequence of a padded batch is judged by its own number of tokens, so
-that outputs do not depend on the batch. Under `torch.compile`, and in the causal form, in which the number of later
-tokens must not matter, it is the padded length.
+that outputs do not depend on the batch. Under `torch.compile`, on an accelerator, and in the causal form, in which the
+number of later tokens must not matter, it is the padded length.
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ from hf_efficient_attn.methods._shared.error_bound import COST_POWER, Limit, bou
 from hf_efficient_attn.methods._shared.exact import exact_form
 from hf_efficient_attn.methods._shared.heads import FlatHeads, flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, get_method, make_config, register_method
+from hf_efficient_attn.ops.accelerator import backend
 
 # The head_dim for which lengths are measured. Most of the choice of landmarks does not depend on it, so that the cost
 # relative to exact attention is 1.4 times as high with a head_dim of 32.
@@ -60,8 +62,8 @@ class AutoAttentionConfig(MethodConfig):
     )
     static_form: str = option(
         "columns",
-        "Attention in longer sequences where the data must not decide, with a gradient, under torch.compile and in the "
-        "causal form: exact, or `columns` for all heads.",
+        "Attention in longer sequences where the data must not decide, with a gradient, under torch.compile, on an "
+        "accelerator and in the causal form: exact, or `columns` for all heads.",
         choices=("columns", "exact"),
     )
     seed: int = option(0, "Seed of the landmarks and of the queries that bound the error.", minimum=0)
@@ -119,7 +121,7 @@ def forward(
         return exact_form(query, key, value, options)
     if _is_static(config, query, key, value, options) and config.max_error and config.static_form == "exact":
         return exact_form(query, key, value, options)
-    mask, by_shape = options.key_mask, options.is_causal or torch.compiler.is_compiling()
+    mask, by_shape = options.key_mask, options.is_causal or _must_not_read(query)
     if mask is None or by_shape or not bool((short := mask.sum(1) <= length).any()):
         return _approximate(config, query, key, value, options)
     out = value.new_empty(*query.shape[:3], value.shape[3])
@@ -135,7 +137,12 @@ def _is_static(
     """Whether all heads have the same form, whatever the data."""
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     is_bounded = config.max_error > 0 and not options.is_causal and not options.dropout_p
-    return not is_bounded or needs_grad or torch.compiler.is_compiling()
+    return not is_bounded or needs_grad or _must_not_read(query)
+
+
+def _must_not_read(x: Tensor) -> bool:
+    """Whether nothing may depend on the values of tensors: in a graph, and where reading them waits for a device."""
+    return torch.compiler.is_compiling() or backend(x) != "cpu"
 
 
 def _approximate(

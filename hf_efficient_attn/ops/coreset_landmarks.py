@@ -148,15 +148,15 @@ class Landmarks(NamedTuple):
         key: (BH, m, D), centered, in the accumulation dtype but rounded to that of the inputs.
         value: (BH, m, Dv), the mean value of the candidates of each cluster.
         log_count: (BH, m), the log of the number of these candidates.
-        used: bool (BH, m), False beyond the number of landmarks of a sequence.
-        own: bool (BH, 1, 1), the sequences with at most m keys. Each of their keys is its own landmark.
+        used: bool (BH, m), False beyond the number of landmarks of a sequence; None if all are used.
+        own: bool (BH, 1, 1), the sequences with at most m keys. Each of their keys is its own landmark. None: none has.
     """
 
     key: Tensor
     value: Tensor
     log_count: Tensor
-    used: Tensor
-    own: Tensor
+    used: Tensor | None
+    own: Tensor | None
 
 
 def choose_landmarks(
@@ -170,8 +170,7 @@ def choose_landmarks(
         options: num_landmarks is the number of this call.
         with_near_keys: bool (BH,), heads that have `options.block_size` landmarks less.
     """
-    batch_heads, device = inputs.key.shape[0], inputs.key.device
-    count, num_keys = options.num_landmarks, inputs.num_keys
+    device, count, num_keys = inputs.key.device, options.num_landmarks, inputs.num_keys
     position, valid = candidates_of(inputs, options.num_candidates)
     acc_dtype = accumulation_dtype(inputs.key.dtype)
     keys, values = (take_alike(x, position).to(acc_dtype) for x in (inputs.key, inputs.value))
@@ -179,9 +178,7 @@ def choose_landmarks(
     root = TEMPERATURE * abs(options.scale) ** 0.5
     points = keys.detach() * root
     pivot, selected = draw_apart(points, DRAW_POWER, numbers, valid, count)
-    own = torch.zeros(batch_heads, 1, 1, dtype=torch.bool, device=device)
-    if isinstance(num_keys, Tensor):
-        own = (num_keys <= count).unsqueeze(2)
+    own = (num_keys <= count).unsqueeze(2) if isinstance(num_keys, Tensor) else None
     if with_near_keys is not None:
         # The first keys of a draw are a draw of fewer.
         few = torch.where(with_near_keys, count - options.block_size, count).unsqueeze(1)
@@ -190,7 +187,7 @@ def choose_landmarks(
     norm = norm if valid is None else norm.masked_fill(~valid, 0.0)
     weight = (POWER * (norm - norm.amax(1, keepdim=True))).clamp(min=LEAST_LOG_WEIGHT).exp().unsqueeze(2)
     exists = torch.ones_like(weight) if valid is None else valid.unsqueeze(2).to(weight.dtype)
-    pivots, weight = take(keys, pivot), weight * exists
+    pivots, weight, tiny = take(keys, pivot), weight * exists, torch.finfo(acc_dtype).tiny
     weighted = torch.cat((keys * weight, weight), 2)
     landmarks = pivots
     used = selected if valid is not None or with_near_keys is not None else None
@@ -200,12 +197,14 @@ def choose_landmarks(
         with torch.set_grad_enabled(torch.is_grad_enabled() and step == last):
             sums = cluster_sums(cluster, weighted, count)
             total = sums[..., -1:]
-            means = torch.where(total > 0, sums[..., :-1] / torch.where(total > 0, total, 1.0), pivots)
-            landmarks = torch.where(own, pivots, means)
+            landmarks = torch.where(total > 0, sums[..., :-1] / total.clamp(min=tiny), pivots)
+            landmarks = landmarks if own is None else torch.where(own, pivots, landmarks)
         if step < last:
             cluster = nearest(points, landmarks.detach() * root, used)
     sums = cluster_sums(cluster, torch.cat((values * exists, exists), 2), count)
-    value, number = sums[..., :-1], sums[..., -1].masked_fill(~selected, 0.0)
-    value = torch.where(own, take(values, pivot), value / number.clamp(min=1.0).unsqueeze(2))
-    log_count = torch.where(own.squeeze(2), torch.zeros_like(number).masked_fill(~selected, -torch.inf), number.log())
-    return Landmarks(landmarks.to(inputs.key.dtype).to(acc_dtype), value, log_count, selected, own)
+    number = sums[..., -1] if used is None else sums[..., -1].masked_fill(~used, 0.0)
+    value, log_count = sums[..., :-1] / number.clamp(min=1.0).unsqueeze(2), number.log()
+    if own is not None:
+        value = torch.where(own, take(values, pivot), value)
+        log_count = torch.where(own.squeeze(2), torch.zeros_like(number).masked_fill(~selected, -torch.inf), log_count)
+    return Landmarks(landmarks.to(inputs.key.dtype).to(acc_dtype), value, log_count, used, own)

@@ -136,6 +136,25 @@ def heads_with_near_keys(inputs: Inputs, options: CoresetOptions) -> Tensor | No
     return share if heads is None else heads & share
 
 
+class Similarity(NamedTuple):
+    """The kernel between keys and landmarks, relative to a factor of each landmark.
+
+    Attributes:
+        factors: (BH, m, D), whose product with a key, plus `offset`, is an exponent of two.
+        offset: (BH, m), -inf for an unused landmark.
+        of_all: (BH, Nk, m), the similarities of all keys, or None where memory is too small.
+    """
+
+    factors: Tensor
+    offset: Tensor
+    of_all: Tensor | None = None
+
+    def of(self, key: Tensor) -> Tensor:
+        """For keys (BH, N, D): (BH, N, m)."""
+        # A power of two is faster than one of e.
+        return products(key.to(self.factors.dtype), self.factors, self.offset).clamp_(max=0.0).exp2_()
+
+
 class ExactRows(NamedTuple):
     """Exact attention of P queries of each head, float64.
 
@@ -154,18 +173,20 @@ class ExactRows(NamedTuple):
     basis: Tensor
 
 
-def near_sums_of_rows(inputs: Inputs, rows: ExactRows, plan: NearPlan, similarity: Tensor, solved: Tensor) -> Tensor:
+def near_sums_of_rows(
+    inputs: Inputs, rows: ExactRows, plan: NearPlan, similarity: Similarity, solved: Tensor
+) -> Tensor:
     """What near keys add to the sums of exact rows, without what the landmarks count for them: float64 (BH, P, Dv + 1).
 
     Args:
         inputs: with centered keys.
         rows: P rows.
         plan: the near keys.
-        similarity: (BH, Nk, m), the kernel between keys and landmarks, in the accumulation dtype.
+        similarity: the kernel between keys and landmarks.
         solved: (BH, m, m), the inverse of the kernel between landmarks, so that similarity times solved is what they
             count for each key.
     """
-    heads, dtype = inputs.key.shape[0], similarity.dtype
+    heads, dtype = inputs.key.shape[0], similarity.offset.dtype
     blocks = (rows.token // plan.block_q).expand(heads, -1)
     index = plan.key_index.expand(heads, -1, -1).gather(1, blocks.unsqueeze(2).expand(-1, -1, plan.key_index.shape[2]))
     keys, values = (take(x, index).to(dtype) for x in (inputs.key, inputs.value))
@@ -173,10 +194,12 @@ def near_sums_of_rows(inputs: Inputs, rows: ExactRows, plan: NearPlan, similarit
     if inputs.mean is not None:
         scores = scores - rows.query.to(dtype) @ inputs.mean.mT
     counting = (rows.basis @ solved).to(dtype)
-    if similarity.shape[1] <= _DENSE_KEYS:
-        counted = products(counting, similarity).gather(2, index)
+    if similarity.of_all is not None and similarity.of_all.shape[1] <= _DENSE_KEYS:
+        counted = products(counting, similarity.of_all).gather(2, index)
     else:
-        counted = (take(similarity, index) @ counting.unsqueeze(3)).squeeze(3)
+        near = similarity.of_all
+        near = similarity.of(keys.flatten(1, 2)).view(*index.shape, -1) if near is None else take(near, index)
+        counted = (near @ counting.unsqueeze(3)).squeeze(3)
     pairs = (scores - rows.lse.to(dtype)).exp() - counted.clamp(-MAX_COUNTED, MAX_COUNTED)
     if plan.bias is not None:
         own = plan.bias.expand(heads, -1, -1).gather(1, blocks.unsqueeze(2).expand_as(index))
@@ -187,8 +210,5 @@ def near_sums_of_rows(inputs: Inputs, rows: ExactRows, plan: NearPlan, similarit
 
 def gather_near_keys(inputs: Inputs, plan: NearPlan, weights: Tensor) -> NearKeys:
     """The near keys of all blocks. The landmarks count `weights` (BH, Nk, m) for each key."""
-    bias = plan.bias
-    if bias is not None:
-        bias = bias.expand(inputs.key.shape[0], -1, -1)
-    index = plan.key_index
-    return NearKeys(*(take_alike(x, index) for x in (inputs.key, inputs.value)), bias, take_alike(weights, index))
+    key, value, weight = (take_alike(x, plan.key_index) for x in (inputs.key, inputs.value, weights))
+    return NearKeys(key, value, None if plan.bias is None else plan.bias.expand(len(key), -1, -1), weight)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.coreset import regularized_solve
 from hf_efficient_attn.ops.coreset_landmarks import (
     TEMPERATURE,
@@ -17,7 +18,7 @@ from hf_efficient_attn.ops.coreset_landmarks import (
     spread_queries,
     take_alike,
 )
-from hf_efficient_attn.ops.coreset_near_keys import ExactRows, NearPlan, near_sums_of_rows
+from hf_efficient_attn.ops.coreset_near_keys import ExactRows, NearPlan, Similarity, near_sums_of_rows
 from hf_efficient_attn.ops.onednn import products
 from hf_efficient_attn.ops.partial import LOG2_E, Partial, partial_attention, safe_row_max
 
@@ -58,23 +59,36 @@ class Coreset(NamedTuple):
     by_means: Tensor | None
 
 
+class KeyWeights(NamedTuple):
+    """What the landmarks count for a key: its similarity to the landmarks times `matrix`^T, (BH, m, m)."""
+
+    similarity: Similarity
+    matrix: Tensor
+
+    def of_keys(self, key: Tensor, heads: slice) -> Tensor:
+        """For all keys (BH, N, D) of some heads: (BH, N, m) in their dtype. Half precision is enough."""
+        own = Similarity(*(None if x is None else x[heads] for x in self.similarity))  # type: ignore[arg-type]
+        return products(own.of(key) if own.of_all is None else own.of_all, self.matrix[heads]).to(key.dtype)
+
+
 def weigh(
     inputs: Inputs, landmarks: Landmarks, options: CoresetOptions, near: NearPlan | None
-) -> tuple[Coreset, Tensor | None]:
-    """Compute the Nystrom weights and fit them. The second result is what the landmarks count for a key, (BH, N, m)."""
-    key, acc_dtype, closed = inputs.key, landmarks.key.dtype, ~landmarks.used.unsqueeze(2)
-    no_sums = closed | landmarks.own
+) -> tuple[Coreset, KeyWeights | None]:
+    """Compute the Nystrom weights and fit them. The second result is for near keys."""
+    acc_dtype, own = landmarks.key.dtype, landmarks.own
+    closed = None if landmarks.used is None else ~landmarks.used.unsqueeze(2)
+    no_sums = closed if own is None or closed is None else closed | own
     probe = spread_queries(inputs, options.num_probes) if options.num_probes else None
     queries = None if probe is None else take_alike(inputs.query, probe)
     of_landmarks, of_probes = _rows_of_keys(landmarks.key, queries, inputs, options.scale)
     points = landmarks.key.double() * (TEMPERATURE * abs(options.scale) ** 0.5)
     half_norm = 0.5 * points.square().sum(2, keepdim=True)
     # Sums over the keys of exp(<x, y> - |x|^2 / 2) for a landmark x, relative to exp(shift).
-    lse = (of_landmarks.lse.unsqueeze(2).double() - half_norm).masked_fill(no_sums, -torch.inf)
+    lse = _fill(of_landmarks.lse.unsqueeze(2).double() - half_norm, no_sums, -torch.inf)
     shift = safe_row_max(lse.amax(1, keepdim=True))
     sums = torch.cat((of_landmarks.out.double(), torch.ones_like(lse)), 2) * (lse - shift).exp()
     kernel = _kernel(points, half_norm)
-    if inputs.bias is not None:  # without padding all landmarks are used
+    if closed is not None:
         one = torch.eye(kernel.shape[1], dtype=kernel.dtype, device=kernel.device)
         kernel = torch.where(closed | closed.mT, one, kernel)
     exponent, similarity, rows, by_means = shift - half_norm, None, None, None
@@ -91,38 +105,44 @@ def weigh(
         weights = unfitted = solved @ sums
         # Of key and landmark, relative to exp(shift). A power of two is faster than one of e.
         factors = points * (TEMPERATURE * abs(options.scale) ** 0.5 * LOG2_E)
-        offset = (-half_norm - shift).masked_fill(no_sums, -torch.inf) * LOG2_E
+        offset = _fill(-half_norm - shift, no_sums, -torch.inf) * LOG2_E
         if inputs.mean is not None:
             offset = offset - factors @ inputs.mean.double().mT
-        exponents = products(key.to(acc_dtype), factors.to(acc_dtype), offset.squeeze(2).to(acc_dtype))
-        similarity = exponents.clamp_(max=0.0).exp2_()
+        similarity = Similarity(factors.to(acc_dtype), offset.squeeze(2).to(acc_dtype))
+        if backend(inputs.key) == "cpu":
+            similarity = similarity._replace(of_all=similarity.of(inputs.key))
     if rows is not None:
         missing = rows.sums - rows.basis @ unfitted
         if near is not None and similarity is not None:
             missing = missing - near_sums_of_rows(inputs, rows, near, similarity, solved)
         smooth = solved if near is None else solved @ rows.basis.mT
         fit, left = _fit(rows.basis, smooth, missing, landmarks)
-        weights = unfitted + fit.masked_fill(no_sums, 0.0)
+        weights = unfitted + _fill(fit, no_sums, 0.0)
         by_means = _means_are_better(rows, left, landmarks)
-    own = torch.cat((landmarks.value, torch.ones_like(landmarks.value[..., :1])), 2).double()
-    weights, unfitted = (torch.where(landmarks.own, own, x) for x in (weights, unfitted))
+    if own is not None:
+        values = torch.cat((landmarks.value, torch.ones_like(landmarks.value[..., :1])), 2).double()
+        weights, unfitted = (torch.where(own, values, x) for x in (weights, unfitted))
     # Large and small weights: their size goes into the exponent.
     size = torch.maximum(weights.detach().abs().amax(2, keepdim=True), unfitted.detach().abs().amax(2, keepdim=True))
     size = size.clamp(min=torch.finfo(torch.float64).tiny).maximum(LEAST_SIZE * size.amax(1, keepdim=True))
-    size = size.masked_fill(closed, 1.0)
-    log_size = size.log() + exponent.masked_fill(landmarks.own, 0.0)
+    size = _fill(size, closed, 1.0)
+    log_size = size.log() + _fill(exponent, own, 0.0)
     unfitted, weights = unfitted / size, weights / size
     total = unfitted[..., -1:]
     coreset = Coreset(
         landmarks.key,
-        log_size.masked_fill(closed, -torch.inf).squeeze(2).to(acc_dtype),
+        _fill(log_size, closed, -torch.inf).squeeze(2).to(acc_dtype),
         torch.cat((weights, total, total.detach().abs(), torch.ones_like(total)), 2).to(acc_dtype),
         unfitted[..., :-1].to(acc_dtype),
         landmarks.value,
         landmarks.log_count,
         by_means,
     )
-    return coreset, None if similarity is None else products(similarity, (solved.mT / size).to(acc_dtype))
+    return coreset, None if similarity is None else KeyWeights(similarity, (solved.mT / size).to(acc_dtype))
+
+
+def _fill(x: Tensor, mask: Tensor | None, value: float) -> Tensor:
+    return x if mask is None else x.masked_fill(mask, value)
 
 
 def _rows_of_keys(
@@ -158,7 +178,9 @@ def _exact_rows(token: Tensor, query: Tensor, exact: Partial, landmarks: Landmar
     """The rows of the queries (BH, P, D) at `token` (BH, P), times the scale, from their exact attention."""
     query, lse = query.double(), safe_row_max(exact.lse.double()).unsqueeze(2)
     logits = query @ landmarks.key.double().mT + exponent.mT - lse
-    basis = logits.masked_fill(~landmarks.used.unsqueeze(1), -torch.inf).clamp(max=MAX_LOGIT).exp()
+    if landmarks.used is not None:
+        logits = logits.masked_fill(~landmarks.used.unsqueeze(1), -torch.inf)
+    basis = logits.clamp(max=MAX_LOGIT).exp()
     return ExactRows(token, query, lse, torch.cat((exact.out.double(), torch.ones_like(lse)), 2), basis)
 
 
@@ -171,7 +193,7 @@ def _fit(basis: Tensor, smooth: Tensor, missing: Tensor, landmarks: Landmarks) -
     (G^-1 missing)_i / (G^-1)_ii, where G is the matrix that is inverted (the leave-one-out residual of ridge
     regression).
     """
-    used = landmarks.used.sum(1).clamp(min=1)
+    used = basis.shape[2] if landmarks.used is None else landmarks.used.sum(1).clamp(min=1)
     size = (basis.square().sum((1, 2)) / used)[:, None, None].clamp(min=LEAST_GRAM)
     inverse = regularized_solve(basis @ smooth / size, None, 1.0)
     solved = inverse @ (missing / size)
@@ -190,4 +212,5 @@ def _means_are_better(rows: ExactRows, left: Tensor, landmarks: Landmarks) -> Te
     scores = rows.query.to(dtype) @ landmarks.key.mT + landmarks.log_count.unsqueeze(1)
     means = scores.softmax(2) @ landmarks.value
     of_means, of_fitted = ((x - exact).square().sum((1, 2)) for x in (means, fitted))
-    return (of_means < BETTER * of_fitted)[:, None, None] & ~landmarks.own
+    better = (of_means < BETTER * of_fitted)[:, None, None]
+    return better if landmarks.own is None else better & ~landmarks.own

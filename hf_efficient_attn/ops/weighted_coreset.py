@@ -38,6 +38,7 @@ from hf_efficient_attn.ops.coreset_landmarks import CoresetOptions, Inputs, cent
 from hf_efficient_attn.ops.coreset_near_keys import (
     MAX_COUNTED,
     NearKeys,
+    NearPlan,
     gather_near_keys,
     heads_with_near_keys,
     near_block_q,
@@ -56,7 +57,7 @@ LEAST_SUM = 1e-10
 _SCORES = 1 << 20
 # Keys of several heads that are processed at a time, so that small operations use all cores.
 _TOKENS = 1 << 14
-# Numbers of keys and landmarks at a time on an accelerator: 512 MiB of float32, of which there are about four.
+# Numbers of keys and landmarks at a time on an accelerator, 512 MiB of float32, of which there are about three.
 _ACCELERATOR_SCORES = 1 << 27
 
 
@@ -126,22 +127,38 @@ def _attend_alike(
         landmarks = choose_landmarks(own, numbers, options, own_near if both else None)
         plan = None if near is None else plan_near_keys(own, options.block_size, own_near if both else None)
         coreset, weights = weigh(own, landmarks, options, plan)
-        gathered = None if plan is None or weights is None else gather_near_keys(own, plan, weights)
-        return _attend(own, coreset, gathered, options, dropout_p)
+        if plan is None or weights is None:
+            return _attend(own, coreset, None, options, dropout_p)
 
-    tensors = *inputs[:4], *counts, near
-    if near is not None and backend(inputs.key) != "cpu":
-        step = max(1, _ACCELERATOR_SCORES // (kv_len * options.num_landmarks))
-        chunks = zip(*(_split(x, step, len(inputs.key)) for x in tensors), strict=True)
-        outs = [some_heads(*chunk) for chunk in chunks]  # type: ignore[arg-type]
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+        def with_near_keys(some: slice) -> Tensor:
+            heads = _slice_heads(own, some)
+            near_keys = gather_near_keys(heads, _plan_of(plan, some), weights.of_keys(heads.key, some))
+            return _attend(heads, _coreset_of(coreset, some), near_keys, options, dropout_p).to(heads.value.dtype)
+
+        at_a_time = len(own.key)
+        if backend(own.key) != "cpu":
+            at_a_time = max(1, _ACCELERATOR_SCORES // (kv_len * options.num_landmarks))
+        if at_a_time >= len(own.key):
+            return with_near_keys(slice(None))
+        return torch.cat([with_near_keys(slice(a, a + at_a_time)) for a in range(0, len(own.key), at_a_time)])
+
     step = _TOKENS // kv_len if near is None else _SCORES // (kv_len * options.num_landmarks)
-    return chunked_over_heads(some_heads, *tensors, step=max(1, step))
+    return chunked_over_heads(some_heads, *inputs[:4], *counts, near, step=max(1, step))
 
 
-def _split(x: Tensor | None, step: int, batch_heads: int) -> list[Tensor | None]:
-    """A tensor of all heads, some at a time."""
-    return [None] * ceil_div(batch_heads, step) if x is None else list(x.split(step))
+def _slice_heads(inputs: Inputs, some: slice) -> Inputs:
+    own: tuple[Any, ...] = tuple(x[some] if isinstance(x, Tensor) else x for x in inputs)
+    return Inputs(*own)
+
+
+def _coreset_of(coreset: Coreset, some: slice | Tensor) -> Coreset:
+    own: tuple[Any, ...] = tuple(None if x is None else x[some] for x in coreset)
+    return Coreset(*own)
+
+
+def _plan_of(plan: NearPlan, some: slice) -> NearPlan:
+    index, bias = (x if x is None or len(x) == 1 else x[some] for x in plan[:2])
+    return plan._replace(key_index=index, bias=bias)
 
 
 def _is_fixed(x: Tensor) -> bool:
@@ -159,14 +176,11 @@ def _attend(
             return _by_means(inputs.query, coreset, options.scale, dropout_p)
         if bool(is_by_means.any()):
             fitted, means = (x.nonzero()[:, 0] for x in (~is_by_means, is_by_means))
-            own = Coreset(*(x if x is None else x.index_select(0, fitted) for x in coreset))  # type: ignore[arg-type]
-            kept = None
-            if near is not None:
-                kept = NearKeys(*(x if x is None else x.index_select(0, fitted) for x in near))  # type: ignore[arg-type]
-            some: tuple[Any, ...] = tuple(x[means] if isinstance(x, Tensor) else x for x in coreset)
+            some: tuple[Any, ...] = () if near is None else tuple(None if x is None else x[fitted] for x in near)
+            own = None if near is None else NearKeys(*some)
             outs = (
-                _attend(_of_heads(fitted, inputs), own, kept, options, dropout_p),
-                _by_means(inputs.query.index_select(0, means), Coreset(*some), options.scale, dropout_p),
+                _attend(_of_heads(fitted, inputs), _coreset_of(coreset, fitted), own, options, dropout_p),
+                _by_means(inputs.query[means], _coreset_of(coreset, means), options.scale, dropout_p),
             )
             return torch.cat(outs).index_select(0, torch.cat((fitted, means)).argsort())
         coreset = coreset._replace(by_means=None)
@@ -183,7 +197,7 @@ def _attend(
     out = numerator / torch.where(safe, denominator, 1.0)
 
     def repaired(some: slice) -> Tensor:
-        own, own_positive = Coreset(*(x if x is None else x[some] for x in coreset)), positive[some]
+        own, own_positive = _coreset_of(coreset, some), positive[some]
         second = numerator_of(some) / torch.where(own_positive, unfitted[some], 1.0)
         third = _by_means(query[some], own, scale, dropout_p)
         return torch.where(safe[some], out[some], torch.where(own_positive, second, third))
@@ -261,7 +275,7 @@ def _near_and_far_sums(
     row_max = safe_row_max(torch.maximum(logits.detach().amax(3), scores.detach().amax(3)).unsqueeze(3))
     # In place: autograd needs the powers only.
     basis, exact = ((x - row_max if x.requires_grad else x.sub_(row_max)).exp2_() for x in (logits, scores))
-    counted = (basis @ near.weight.mT).clamp(-MAX_COUNTED, MAX_COUNTED)
+    counted = (basis.to(near.weight.dtype) @ near.weight.mT).to(basis.dtype).clamp(-MAX_COUNTED, MAX_COUNTED)
     counted = counted if near.bias is None else counted.masked_fill(near.bias.unsqueeze(2) == -torch.inf, 0.0)
     pairs = exact - counted
 
