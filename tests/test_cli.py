@@ -123,7 +123,8 @@ def test_info_describes_every_hyperparameter(name, capsys):
     assert status("info", name, "--json") == 0
     listed = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)["hyperparameters"]}
     assert max(map(len, text.splitlines())) <= 80
-    defaults = {key: value for key, value in info.config_class().to_dict().items() if key != "method"}
+    config = info.config_class()
+    defaults = {key: getattr(config, key) for key in config.hyperparameters()}
     assert {key: entry["default"] for key, entry in listed.items()} == defaults
     for key, entry in listed.items():
         assert f"  {key} (default {entry['default']!r}" in text

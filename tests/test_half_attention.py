@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import hf_efficient_attn as hea
+from hf_efficient_attn.methods import attention_with_state, make_config
 from hf_efficient_attn.ops import half_attention, precision
 from hf_efficient_attn.ops import partial as partial_module
 from hf_efficient_attn.ops.partial import partial_attention, partial_attention_naive
@@ -20,6 +22,7 @@ def products(monkeypatch):
     monkeypatch.setattr(partial_module, "has_amx", lambda: False)
     monkeypatch.setattr(half_attention, "_LEAST_OF_BLOCK", 0)
     monkeypatch.setattr(half_attention, "_LEAST_NUMEL", 0)
+    monkeypatch.setattr(half_attention, "_LEAST_ROWS", 1)
     calls = []
     for name in ("half_attention", "half_attention_backward"):
         run = getattr(half_attention, name)
@@ -134,3 +137,34 @@ def test_without_products_of_the_dtype_they_run_in_float32(products, monkeypatch
     assert part.out.dtype == dtype and error(part.out, exact.out) < torch.finfo(dtype).eps
     assert part.lse.dtype == torch.float32 and error(part.lse, exact.lse) < 1e-6
     assert seen == [(torch.float32, 1)] * 2 and not products
+
+
+@pytest.mark.parametrize("method", hea.available_methods())
+def test_compute_dtype_is_that_of_a_call_with_bfloat16(monkeypatch, method):
+    """The output is float32, and the inputs keep their gradients and their dtype."""
+    monkeypatch.setattr(precision, "_CPU_HAS_BFLOAT16", True)
+    options = {"is_causal": hea.method_info(method).causal}
+    tensors = [numbers(1, 2, 80, 8, seed=i).float().requires_grad_() for i in range(3)]
+    config = make_config(method, compute_dtype="bfloat16")
+    assert make_config(method).from_dict(config.to_dict()) == config
+    ours = hea.attention(config, *tensors, **options)
+    grads = torch.autograd.grad(ours.sum(), tensors)
+    assert {x.dtype for x in (ours, *grads)} == {torch.float32}
+    assert torch.equal(ours, hea.attention(method, *(x.bfloat16() for x in tensors), **options).float())
+    for given in ([x.double() for x in tensors], [x.half() for x in tensors]):
+        assert torch.equal(hea.attention(config, *given, **options), hea.attention(method, *given, **options))
+    monkeypatch.setattr(precision, "_CPU_HAS_BFLOAT16", False)
+    assert torch.equal(hea.attention(config, *tensors, **options), hea.attention(method, *tensors, **options))
+
+
+def test_compute_dtype_of_a_state(monkeypatch):
+    monkeypatch.setattr(precision, "_CPU_HAS_BFLOAT16", True)
+    tensors = [numbers(1, 2, 30, 8, seed=i).float() for i in range(3)]
+    config, state, outs = make_config("linear", compute_dtype="bfloat16"), None, []
+    for part in zip(*(x.split([17, 12, 1], 2) for x in tensors), strict=True):
+        out, state = attention_with_state(config, state, *part)
+        outs.append(out)
+    whole = hea.attention(config, *tensors, is_causal=True)
+    assert whole.dtype == outs[0].dtype == torch.float32
+    torch.testing.assert_close(torch.cat(outs, 2), whole, rtol=0.02, atol=0.02)
+    assert not torch.equal(whole, hea.attention("linear", *tensors, is_causal=True))

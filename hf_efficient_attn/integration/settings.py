@@ -165,7 +165,7 @@ class EfficientAttentionConfig:
 def changed_hyperparameters(config: MethodConfig) -> dict[str, Any]:
     """The hyperparameters that differ from the method's defaults, as values that JSON can represent."""
     defaults = make_config(config.method).to_dict()
-    return {key: value for key, value in config.to_dict().items() if value != defaults[key]}
+    return {key: value for key, value in config.to_dict().items() if value != defaults.get(key)}
 
 
 # The attribute of an `EfficientAttentionConfig` whose models have warned of a sequence that is longer than calibrated.

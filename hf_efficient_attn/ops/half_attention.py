@@ -18,8 +18,9 @@ from torch import Tensor
 from hf_efficient_attn.ops.fused_attention import bias_columns, is_shared
 from hf_efficient_attn.ops.precision import product_dtype
 
-# Scores that are computed at a time: 1 MiB of bfloat16. With more keys a row of scores leaves the cache.
-_SCORES_NUMEL, _MAX_KEYS = 1 << 19, 4096
+# Scores that are computed at a time: 1 MiB of bfloat16, but no fewer rows than fill the units of a product. With more
+# keys these leave the cache.
+_SCORES_NUMEL, _LEAST_ROWS, _MAX_KEYS = 1 << 19, 64, 1 << 15
 # Fewer scores of a block, or of all blocks, are not worth the calls.
 _LEAST_OF_BLOCK, _LEAST_NUMEL = 1 << 12, 1 << 16
 LOG2_E = 1.0 / math.log(2.0)
@@ -63,7 +64,7 @@ class _Pieces:
         self._shape, self._key, self._columns = query.shape, key, columns
         (_, num_blocks, block_q, self._dim), block_k = query.shape, key.shape[2]
         self._step = min(num_blocks, max(1, _SCORES_NUMEL // (block_q * block_k)))
-        self._rows = min(block_q, max(1, _SCORES_NUMEL // block_k))
+        self._rows = min(block_q, max(_LEAST_ROWS, _SCORES_NUMEL // block_k))
         width = self._dim + 3 + -(self._dim + 3) % 8
         self.numel = self._step * self._rows * block_k
         self._scores = query.new_empty(self.numel)

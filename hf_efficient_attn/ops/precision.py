@@ -17,6 +17,11 @@ _CPU_HAS_BFLOAT16 = bool(
 _CPU_HAS_MATRIX_UNITS = _CPU_HAS_BFLOAT16 and torch.cpu._is_amx_tile_supported()
 
 
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether a device has fast products of bfloat16 tensors: accelerators, and CPUs with AVX512-BF16 or AMX."""
+    return device.type != "cpu" or (_CPU_HAS_BFLOAT16 and bool(torch.backends.mkldnn.enabled))
+
+
 def product_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which products of `x` run.
 
@@ -26,7 +31,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
     """
     if x.dtype == torch.float64 or x.device.type != "cpu":
         return x.dtype
-    if not (_CPU_HAS_BFLOAT16 and torch.backends.mkldnn.enabled):
+    if not multiplies_bfloat16(x.device):
         return torch.float32
     wants_half = x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and _medium_precision())
     return torch.bfloat16 if wants_half else torch.float32

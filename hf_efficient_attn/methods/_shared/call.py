@@ -23,6 +23,7 @@ from hf_efficient_attn.methods._shared.registry import (
     make_config,
 )
 from hf_efficient_attn.ops.export import exporting_to_onnx
+from hf_efficient_attn.ops.precision import multiplies_bfloat16
 from hf_efficient_attn.ops.random import draw_seed
 
 # With a key-value cache, up to this many queries are decoded, and more are computed like a whole sequence.
@@ -96,7 +97,12 @@ def attention(
     arguments = _Arguments(attention_mask, is_causal, scale, dropout_p, seed)
     config, some = _split_hyperparameters(method_or_config, hyperparameters)
     form = get_method(config.method).forward
-    return _compute(form, config, query, key, value, arguments, _Parameters(parameters, some))
+    if config.compute_dtype == "auto":
+        return _compute(form, config, query, key, value, arguments, _Parameters(parameters, some))
+    query, key, value = _cast_under_autocast(query, key, value)
+    dtype = value.dtype
+    query, key, value = _cast_to_compute(config, query, key, value)
+    return _compute(form, config, query, key, value, arguments, _Parameters(parameters, some)).to(dtype)
 
 
 def naive_attention(
@@ -143,7 +149,7 @@ def update_state(
     Returns:
         The state of all tokens so far.
     """
-    key, value = _cast_under_autocast(key, value)
+    key, value = _cast_to_compute(config, *_cast_under_autocast(key, value))
     key, value = _zero_masked(key, value, attention_mask)
     scale, seed = _resolve(config, key, scale, seed)
     options = AttentionOptions(attention_mask, True, scale, 0.0, seed, {})
@@ -184,11 +190,13 @@ def attention_with_state(
         The output (B, H, N, Dv) in the dtype of `value`, and the state of all tokens so far.
     """
     query, key, value = _cast_under_autocast(query, key, value)
-    arguments = _Arguments(attention_mask, True, scale, dropout_p, seed)
+    arguments, dtype = _Arguments(attention_mask, True, scale, dropout_p, seed), value.dtype
     _check(config, query, key, value, arguments)
+    query, key, value = _cast_to_compute(config, query, key, value)
     new_state = update_state(config, state, key, value, attention_mask=attention_mask, scale=scale, seed=seed)
     if state is None:
-        return _compute(get_method(config.method).forward, config, query, key, value, arguments), new_state
+        out = _compute(get_method(config.method).forward, config, query, key, value, arguments)
+        return out.to(dtype), new_state
     recurrence = get_method(config.method).recurrence
     assert recurrence is not None
     (batch, num_heads, q_len, _), num_kv_heads = query.shape, key.shape[1]
@@ -206,7 +214,7 @@ def attention_with_state(
                 state = type(state)(*(x.repeat_interleave(num_heads // num_kv_heads, 1) for x in state))
             key, value = _repeat_kv(query, key, value)
             out = recurrence.forward(config, query, key, value, options, state)
-    return out.to(value.dtype), new_state
+    return out.to(dtype), new_state
 
 
 def _resolve(config: MethodConfig, x: Tensor, scale: float | None, seed: int | Tensor) -> tuple[float, int | Tensor]:
@@ -320,6 +328,15 @@ def _cast_under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) for x in tensors)
+
+
+def _cast_to_compute(config: MethodConfig, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast float32 tensors to the config's `compute_dtype`, if the device multiplies it fast."""
+    if config.compute_dtype == "auto" or not multiplies_bfloat16(tensors[0].device):
+        return tensors
+    if any(x.dtype != torch.float32 for x in tensors):
+        return tensors
+    return tuple(x.bfloat16() for x in tensors)
 
 
 def _check(config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, arguments: _Arguments) -> None:

@@ -45,6 +45,8 @@ class MethodConfig:
     class body.
 
     Attributes:
+        compute_dtype: a hyperparameter of all methods. "bfloat16": float32 queries, keys and values are cast to it on
+            devices and processors that multiply it fast, and the output back to float32.
         method: the name of the method, which is also its `attn_implementation` in Transformers.
         title: the name as it is written in the text of documents.
         paper: authors, venue and year of the paper.
@@ -74,6 +76,12 @@ class MethodConfig:
         UnsupportedAttentionError: a value has the wrong type or is not allowed.
     """
 
+    compute_dtype: str = option(
+        "auto",
+        "Dtype in which float32 inputs are computed: 'auto' is float32, and 'bfloat16' is faster and less accurate. It "
+        "has no effect on inputs of another dtype and on processors without bfloat16 products.",
+        choices=("auto", "bfloat16"),
+    )
     method: ClassVar[str] = ""
     title: ClassVar[str]
     paper: ClassVar[str]
@@ -120,11 +128,17 @@ class MethodConfig:
     def hyperparameters(cls) -> tuple[str, ...]:
         """The names of all hyperparameters."""
         # torch.compile cannot trace `dataclasses.fields` of a class. The fields of the base class are the facts above.
-        return tuple(name for name in cls.__dataclass_fields__ if name not in MethodConfig.__dataclass_fields__)
+        own = (name for name in cls.__dataclass_fields__ if name not in MethodConfig.__dataclass_fields__)
+        return (*own, "compute_dtype")
 
     def to_dict(self) -> dict[str, Any]:
-        """The method's name and all hyperparameters, as values that JSON can represent."""
+        """The method's name and all hyperparameters, as values that JSON can represent.
+
+        Without `compute_dtype`, if it has its default.
+        """
         values = {name: getattr(self, name) for name in self.hyperparameters()}
+        if self.compute_dtype == "auto":
+            del values["compute_dtype"]
         return {"method": self.method, **{k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}}
 
     @classmethod
