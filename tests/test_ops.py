@@ -986,6 +986,22 @@ def test_the_slots_of_queries_do_not_depend_on_later_ones(query_block, size, dat
     assert torch.equal(first[1].gather(1, used), other[1].gather(1, used))
 
 
+@pytest.mark.parametrize("length", [60, 203])
+@pytest.mark.parametrize("num_samples", [12, 40])
+def test_the_causal_form_of_accelerators_is_that_of_the_cpu(length, num_samples):
+    """One list of keys of all levels for each block. With 20 samples, the intervals of two levels are shorter."""
+    row = [x.requires_grad_() for x in (numbers(4, length, 6), numbers(4, length, 6, seed=1), numbers(4, length, 5))]
+    plans = causal.plan_intervals(*row, 8, sampling(num_samples=num_samples, num_probes=5))
+    options = {"block_size": 8, "num_exact": 20, "scale": 0.5}
+    expected = causal.causal_near_far_attention(*row, plans, **options)
+    with use_backend("library"):
+        ours = causal.causal_near_far_attention(*row, plans, **options)
+    close(ours, expected, 1e-9)
+    direction = numbers(4, length, 5, seed=3)
+    for grads in zip(*(torch.autograd.grad(x, row, direction) for x in (ours, expected)), strict=True):
+        close(*grads, 1e-8)
+
+
 def test_a_causal_plan_does_not_depend_on_later_tokens():
     """The sample of an interval depends on its tokens alone, so that a longer plan extends a shorter one."""
     long = causal_plan(203)[1]

@@ -22,13 +22,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take
+from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
+from hf_efficient_attn.ops.gather_attend import GatheredKeys, gathered_partial
 from hf_efficient_attn.ops.hashing import angular_hash, hyperplanes, sort_by_hash
 from hf_efficient_attn.ops.near_far import SamplingOptions, sample_keys, split_scale_evenly
 from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, partial_attention
 from hf_efficient_attn.ops.random import offsets
-from hf_efficient_attn.ops.sampling import largest_eigenvalue, stratified_ranks
+from hf_efficient_attn.ops.sampling import stratified_ranks
+
+# Streams of random numbers on level 0.
+_PROBES, _SAMPLES = 21, 22
 
 # Queries (a slice of all queries from block 1 on), and their attention to some keys.
 QueryPart = tuple[slice, Partial]
@@ -62,7 +68,7 @@ def left_intervals(x: Tensor, num_intervals: int, length: int) -> Tensor:
 
 
 def interval_scores(
-    query: Tensor, key: Tensor, squares: Tensor, gram: Tensor, offset: Tensor, options: SamplingOptions
+    query: Tensor, key: Tensor, squares: Tensor, gram: Tensor, level: int, options: SamplingOptions
 ) -> Tensor:
     """The unnormalized sampling probabilities of the keys of intervals, from each interval's own queries.
 
@@ -71,7 +77,7 @@ def interval_scores(
         key: (BH, J, L, D).
         squares: (BH, J, L), |v_j|^2, or 1 for uniform probabilities.
         gram: (BH, J, Dv, Dv), V^T V.
-        offset: float64 (BH, 1), where in its stratum each probe lies.
+        level: the level of the intervals, which determines the probes.
         options: `scores` as in `SamplingOptions`, with the softmax of each interval in place of D^-1 A_res.
 
     Returns:
@@ -84,15 +90,32 @@ def interval_scores(
         log_norms = [kind(*split_scale_evenly(q, k, options.scale), options.seed)[0] for q, k in pairs]
         norms = torch.stack(log_norms).view(batch_heads, num_intervals, length).exp().to(dtype)
     elif kind == "probe":
-        rank = stratified_ranks(options.num_probes, length, offset)
-        rank = rank[:, None, :, None].expand(-1, num_intervals, -1, head_dim)
-        probes = query.gather(2, rank).to(dtype) * options.scale
-        weights = (probes @ key.transpose(2, 3).to(dtype)).softmax(-1)
-        norms = weights.square_().sum(2) * (length / options.num_probes)
+        rank = _probe_ranks(options, batch_heads, length, level, key.device)
+        probes = query.gather(2, rank[:, None, :, None].expand(-1, num_intervals, -1, head_dim))
+        if key.dtype == torch.float16 and key.device.type == "cpu":  # has no fast product there
+            probes, key = probes.float(), key.float()
+        weights = (probes * options.scale @ key.transpose(2, 3)).softmax(-1, dtype=dtype)
+        norms = weights.square_().sum(2)
+        squares = squares * (options.num_probes / length)
     if kind == "probe" or not isinstance(kind, str):
-        gamma = 1.0 / largest_eigenvalue(gram.flatten(0, 1)).clamp(min=torch.finfo(dtype).tiny)
-        squares = torch.addcmul(norms, squares, gamma.view(batch_heads, num_intervals, 1))
-    return squares + 1e-6 * squares.mean(2, keepdim=True) + torch.finfo(dtype).tiny
+        # An upper bound of |V|_op^2, as in `near_far.sampled_norm_squared`.
+        norm_squared = torch.linalg.vector_norm(gram, dim=(2, 3)).clamp(min=torch.finfo(dtype).tiny)
+        squares = torch.addcdiv(norms, squares, norm_squared.unsqueeze(2))
+    return torch.add(squares, squares.mean(2, keepdim=True), alpha=1e-6) + torch.finfo(dtype).tiny
+
+
+def _probe_ranks(options: SamplingOptions, batch_heads: int, length: int, level: int, device: torch.device) -> Tensor:
+    """The probes of the intervals of a level: int64 (BH, p), one in each of p equal strata of an interval."""
+    num_heads = batch_heads // options.batch
+    arguments = (num_heads, options.num_probes, length, options.seed, _PROBES + 2 * level)
+    if isinstance(options.seed, int):
+        return constant(_ranks, *arguments, device=device).repeat(options.batch, 1)
+    return _ranks(*arguments, device).repeat(options.batch, 1)
+
+
+def _ranks(num_heads: int, count: int, length: int, seed: int | Tensor, stream: int, device: torch.device) -> Tensor:
+    """`count` evenly spread indices below `length` for each head, by an offset of its own: int64 (H, count)."""
+    return stratified_ranks(count, length, offsets(num_heads, seed, stream, device).unsqueeze(1))
 
 
 def plan_intervals(
@@ -130,22 +153,39 @@ def plan_intervals(
                 index = torch.arange(length, device=device).expand(batch_heads, count, -1)
                 plans.append(IntervalPlan(level, index, torch.zeros_like(index, dtype=acc_dtype)))
                 continue
-            probe_offset, offset = (
-                offsets(batch_heads // options.batch, options.seed, stream + 2 * level, device).repeat(options.batch)
-                for stream in (21, 22)
-            )
-            queries, keys, own_squares = (left_intervals(x, count, length) for x in (query, key, squares))
-            own_gram = left_intervals(gram, count, 1 << level).sum(2)
-            scores = interval_scores(queries, keys, own_squares, own_gram, probe_offset.unsqueeze(1), options)
-            offset = offset.unsqueeze(1).expand(-1, count).flatten().unsqueeze(1)
-            far = sample_keys(scores.flatten(0, 1).unsqueeze(1), num_samples, offset, options.seed, options.independent)
-            index, log_weight = (x.view(batch_heads, count, num_samples) for x in far)
+            keys = left_intervals(key, count, length)
+            if options.scores == "uniform" and not options.independent:
+                index, log_weight = _even_samples(options, batch_heads, num_samples, length, level, device)
+                index, log_weight = index.expand(-1, count, -1), log_weight.to(acc_dtype).expand(batch_heads, count, -1)
+            else:
+                queries, own_squares = (left_intervals(x, count, length) for x in (query, squares))
+                own_gram = left_intervals(gram, count, 1 << level).sum(2)
+                scores = interval_scores(queries, keys, own_squares, own_gram, level, options)
+                offset = offsets(batch_heads // options.batch, options.seed, _SAMPLES + 2 * level, device)
+                offset = offset.repeat(options.batch).repeat_interleave(count).unsqueeze(1)
+                scores = scores.flatten(0, 1).unsqueeze(1)
+                far = sample_keys(scores, num_samples, offset, options.seed, options.independent, complete=True)
+                index, log_weight = (x.view(batch_heads, count, num_samples) for x in far)
             plan = IntervalPlan(level, index, log_weight)
             if num_hashes:
                 planes = hyperplanes(key.shape[2], num_hashes, options.seed, device)
                 plan = _plan_hashed_blocks(plan, query[:, block_size:], keys, max(1, block_size // 2), planes)
             plans.append(plan)
         return plans
+
+
+def _even_samples(
+    options: SamplingOptions, batch_heads: int, num_samples: int, length: int, level: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Systematic samples of equal probability: int64 (BH, 1, M), and their log-weight (1, 1, M)."""
+    arguments = (batch_heads // options.batch, num_samples, length, options.seed, _SAMPLES + 2 * level)
+    ranks = constant(_ranks, *arguments, device=device) if isinstance(options.seed, int) else _ranks(*arguments, device)
+    log_weight = constant(_log_weights, num_samples, length, device=device)
+    return ranks.repeat(options.batch, 1).unsqueeze(1), log_weight
+
+
+def _log_weights(num_samples: int, length: int, device: torch.device) -> Tensor:
+    return torch.full((1, 1, num_samples), length / num_samples, dtype=torch.float64, device=device).log()
 
 
 def _queries_of(queries: Tensor, num_intervals: int, length: int) -> Tensor:
@@ -197,6 +237,7 @@ def causal_near_far_attention(
         (BH, N, Dv).
     """
     options = {"scale": scale, "dropout_p": dropout_p}
+    is_hashed = any(plan.key_order is not None for plan in plans)
     first = query[:, :num_exact], key[:, :num_exact], value[:, :num_exact]
     exact = exact_attention(*first, is_causal=True, scale=scale, dropout_p=dropout_p)
     if query.shape[1] <= num_exact:
@@ -213,6 +254,13 @@ def causal_near_far_attention(
             parts += far(queries, key, value, own, block_size, **options)
         return merge_query_subsets(parts)[:, num_exact - block_size :]
 
+    if plans and not is_hashed and backend(query) != "cpu":
+        near = causal_block_partial(query, key, value, block_size, **options)
+        far = _all_sampled_partial(query[:, block_size:], key, value, plans, block_size, **options)
+        # The merge takes three operations, since every query attends to itself in the near field.
+        weight = (far.lse - near.lse).sigmoid().unsqueeze(2)
+        out = torch.addcmul(near.out, far.out - near.out, weight).to(value.dtype)
+        return torch.cat((exact, out[:, num_exact - block_size :]), 1)
     tensors = [x for plan in plans for x in (plan.sample_index, plan.log_weight, plan.key_order, plan.query_block)]
     return torch.cat((exact, chunked_over_heads(some_heads, query, key, value, *tensors)), 1)
 
@@ -259,6 +307,71 @@ def _sampled_parts(
     index, bias = plan.sample_index + first, plan.log_weight[:, :, None]
     keys, values = take(key, index), take(value, index)
     return interval_attention(queries, keys, values, bias, length, scale=scale, dropout_p=dropout_p)
+
+
+def _all_sampled_partial(
+    queries: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plans: Sequence[IntervalPlan],
+    block_size: int,
+    *,
+    scale: float,
+    dropout_p: float,
+) -> Partial:
+    """Attention of the queries (BH, Nq, D) from block 1 on to the samples of all levels, for accelerators.
+
+    Each block has the samples of every level in one list of keys. On about half of the levels it sees no interval, and
+    these keys are excluded. The number of kernels does not grow with the levels.
+    """
+    (batch_heads, q_len, _), device = queries.shape, queries.device
+    num_samples = max(plan.sample_index.shape[2] for plan in plans)
+    counts = tuple(plan.sample_index.shape[1] for plan in plans)
+    first = constant(_first_of_intervals, counts, block_size, device=device)
+    # The last interval is the one of blocks that see none on a level.
+    nothing = constant(_no_samples, num_samples, plans[0].log_weight.dtype, device=device)
+    missing = [num_samples - plan.sample_index.shape[2] for plan in plans]
+    index = [pad(plan.sample_index, (0, n)) if n else plan.sample_index for plan, n in zip(plans, missing, strict=True)]
+    bias = [
+        pad(plan.log_weight, (0, n), value=-torch.inf) if n else plan.log_weight
+        for plan, n in zip(plans, missing, strict=True)
+    ]
+    sample_index = (
+        torch.cat((*index, constant(_no_index, num_samples, device=device).expand(batch_heads, -1, -1)), 1) + first
+    )
+    log_weight = torch.cat((*bias, nothing.expand(batch_heads, -1, -1)), 1)
+    num_blocks = ceil_div(q_len, block_size)
+    seen = constant(_seen_intervals, counts, num_blocks, device=device)
+    key_index, bias_of_blocks = (
+        x.index_select(1, seen).view(batch_heads, num_blocks, -1) for x in (sample_index, log_weight)
+    )
+    gathered = GatheredKeys(key_index, bias_of_blocks[:, :, None], block_size)
+    return gathered_partial(queries, key, value, gathered, scale=scale, dropout_p=dropout_p)
+
+
+def _first_of_intervals(counts: tuple[int, ...], block_size: int, device: torch.device) -> Tensor:
+    """The first token of the intervals of all levels, and 0 for the one without samples: int64 (J + 1, 1)."""
+    levels = [torch.arange(n, device=device) * (2 * block_size << level) for level, n in enumerate(counts)]
+    return torch.cat((*levels, torch.zeros(1, dtype=torch.int64, device=device)))[:, None]
+
+
+def _no_index(num_samples: int, device: torch.device) -> Tensor:
+    return torch.zeros(1, 1, num_samples, dtype=torch.int64, device=device)
+
+
+def _no_samples(num_samples: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((1, 1, num_samples), -torch.inf, dtype=dtype, device=device)
+
+
+def _seen_intervals(counts: tuple[int, ...], num_blocks: int, device: torch.device) -> Tensor:
+    """Which of the intervals of `_first_of_intervals` each block from block 1 on sees on each level: (T * levels,)."""
+    completed = torch.arange(num_blocks, device=device)
+    seen, before = [], 0
+    for level, count in enumerate(counts):
+        interval = before + (completed >> level) // 2
+        seen.append(torch.where((completed >> level) % 2 == 1, interval, sum(counts)))
+        before += count
+    return torch.stack(seen, 1).flatten()
 
 
 def interval_attention(

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import pad_to_blocks, take
 from hf_efficient_attn.ops.onednn import grouped_attention, use_grouped
-from hf_efficient_attn.ops.partial import partial_attention
+from hf_efficient_attn.ops.partial import Partial, partial_attention
 
 # Scores of a block from which `grouped_attention` is faster than `partial_attention`. With 64 queries and 176 keys it
 # takes 10 to 60 % longer, and with 64 and 288 they are equal.
@@ -81,6 +81,30 @@ def gathered_attention(
         return take(result, rank, out)
     result = result[:, : query.shape[1]]
     return result if out is None else out.copy_(result)
+
+
+def gathered_partial(
+    query: Tensor, key: Tensor, value: Tensor, gathered: GatheredKeys, *, scale: float, dropout_p: float = 0.0
+) -> Partial:
+    """`gathered_attention` with its lse, for queries in the order of their positions.
+
+    Args:
+        query: (BH, Nq, D).
+        key: (BH, Nk, D).
+        value: (BH, Nk, Dv).
+        gathered: the keys of each block, without an order of the queries.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a weight.
+
+    Returns:
+        Partial with out (BH, Nq, Dv) and lse (BH, Nq).
+    """
+    index, bias, block_q, _, _ = gathered
+    if backend(query, key, value) == "triton" and not dropout_p and _has_kernel(query, key, value):
+        return Partial(*gather_attend(query, key, value, index, bias.squeeze(2).float(), None, block_q, float(scale)))
+    blocks = pad_to_blocks(query, block_q)
+    out, lse = partial_attention(blocks, take(key, index), take(value, index), bias, scale=scale, dropout_p=dropout_p)
+    return Partial(out.flatten(1, 2)[:, : query.shape[1]], lse.flatten(1, 2)[:, : query.shape[1]])
 
 
 def _gathered_by_onednn(
