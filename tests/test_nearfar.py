@@ -6,6 +6,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.ops import weighted_coreset
+from hf_efficient_attn.ops.accelerator import use_backend
 from hf_efficient_attn.ops.coreset_landmarks import CoresetOptions
 from hf_efficient_attn.ops.weighted_coreset import weighted_coreset_attention
 from instances import inputs, numbers, relative_error
@@ -131,3 +132,61 @@ def test_linear_memory_with_a_gradient():
     with Watch():
         nearfar(*tensors, num_samples=24, block_size=8).sum()
     assert max(sizes) <= 1200 * 24 * 8
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("block_size", [0, 8])
+def test_the_form_for_accelerators_is_the_readable_form(monkeypatch, padded, block_size):
+    """With one draw of landmarks, one head at a time, and heads with and without near keys."""
+    monkeypatch.setattr(weighted_coreset, "_ACCELERATOR_SCORES", 1)
+    local, spread = _local(150), inputs(num_heads=2, q_len=150, head_dim=6)
+    tensors = [torch.cat((a.double(), b), 1) for a, b in zip(local, spread, strict=True)]
+    mask = torch.arange(150)[None] % 5 > 0 if padded else None
+    options = {"attention_mask": mask, "num_samples": 20, "block_size": block_size}
+    with use_backend("library"):
+        out = nearfar(*tensors, **options)
+        expected = hea.naive_attention("nearfar", *tensors, **options)
+    assert not torch.allclose(out, nearfar(*tensors, **options), atol=1e-4)
+    valid = slice(None) if mask is None else mask[0]
+    torch.testing.assert_close(out[:, :, valid], expected[:, :, valid], rtol=1e-8, atol=1e-8)
+
+
+def test_the_form_for_accelerators_has_the_gradients_of_the_readable_form():
+    leaves = [x.requires_grad_() for x in inputs(num_heads=2, q_len=90, head_dim=4, dtype=torch.float64)]
+    grads = []
+    with use_backend("library"):
+        for form in (hea.attention, hea.naive_attention):
+            out = form("nearfar", *leaves, num_samples=14, block_size=6, near_share=0.0)
+            grads.append(torch.autograd.grad((out * torch.linspace(0, 1, out.shape[2])[:, None]).sum(), leaves))
+    for ours, other in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("block_size", [0, 8])
+def test_half_precision_on_accelerators_adds_little_error(block_size):
+    """Products with all keys and all queries run in bfloat16. The error is that of the approximation."""
+    tensors = [x.to(torch.bfloat16) for x in _clustered()]
+    tensors[1] = tensors[1] + 2.0  # keys far from 0, which are not centered
+    exact = scaled_dot_product_attention(*(x.double() for x in tensors))
+    options = {"num_samples": 60, "block_size": block_size, "near_share": 0.0}
+    with use_backend("library"):
+        single = relative_error(nearfar(*(x.float() for x in tensors), **options), exact)
+        out = nearfar(*tensors, **options)
+    assert out.dtype == torch.bfloat16
+    rounding = relative_error(scaled_dot_product_attention(*tensors), exact)
+    assert relative_error(out, exact) < single + 3.0 * rounding
+
+
+def test_heads_that_attend_to_means_compute_nothing_else(monkeypatch):
+    query, key, value = inputs(num_heads=3, q_len=400, head_dim=3, dtype=torch.float32)
+    factor = torch.tensor([1.0, 6.0, 6.0])[:, None, None]
+    heads = []
+    original = weighted_coreset._far_sums
+
+    def far_sums(queries, *arguments):
+        heads.append(len(queries))
+        return original(queries, *arguments)
+
+    monkeypatch.setattr(weighted_coreset, "_far_sums", far_sums)
+    nearfar(query * factor, key * factor, value, num_samples=128, block_size=0)
+    assert heads == [1]
