@@ -15,6 +15,7 @@ Float64 and devices other than CUDA take plain products.
 """
 
 import math
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -27,8 +28,8 @@ _MAX_ENTRIES = (1 << 16) - 1
 _MAX_FLASH_DIM = 256
 # FlashAttention's backward fails if the padded queries have more numbers than 32 bits can count.
 _MAX_NUMEL = 1 << 31
-# With padded copies of the keys, a call is split into at most four of about so many numbers, to save memory.
-_COPIED_NUMEL, _MAX_SPLITS = 1 << 27, 4
+# With padded copies of the keys, a call is split into at most three of about so many numbers, to save memory.
+_COPIED_NUMEL, _MAX_SPLITS = 1 << 27, 3
 # Scores that the plain products compute at a time.
 _PLAIN_NUMEL = 1 << 26
 # In a backward pass so many queries at least share a copy of the gradient of their keys.
@@ -74,23 +75,21 @@ def fused_attention(
     if is_shared(key, value, bias):
         query = query.reshape(shape[0], 1, -1, query.shape[3])
     inputs = _inputs((query, key, value, bias), scale, 0)
-    dims = _padded_dims(inputs, 0)
-    parts = []
-    slices = _slices(inputs, dims)
-    for some in slices:
+    inputs, dims = _with_padded_columns(inputs, 0)
+    whole: list[Tensor] = []
+    for some in _slices(inputs, dims):
         q, k, v = _padded(inputs, dims, some)
         pairs = None if inputs.pair_bias is None else _expanded(_part(inputs.pair_bias, some), q, k)
         if inputs.by_flash:
             out, lse = _FLASH(q, k, v, 0.0, False, False, scale=scale)[:2]
         else:
             out, lse = _EFFICIENT(q, k, v, pairs, True, 0.0, False, scale=scale)[:2]
-        parts.append((out[..., : value.shape[3]], lse[..., : q.shape[2]]))
-    out, lse = (_joined(x, slices) for x in zip(*parts, strict=True))
-    out, lse = out.to(value.dtype).view(*shape, -1), lse.view(shape)
+        whole = _stored(whole, (out[..., : value.shape[3]], lse[..., : q.shape[2]]), some, inputs)
+    out, lse = whole[0].to(value.dtype).view(*shape, -1), whole[1].view(shape)
     if bias is None:
         return out, lse
     empty = bias.amax(-1) == -torch.inf
-    return out.masked_fill(empty.unsqueeze(-1), 0.0), lse.masked_fill(empty, -torch.inf)
+    return out.masked_fill_(empty.unsqueeze(-1), 0.0), lse.masked_fill_(empty, -torch.inf)
 
 
 def fused_attention_backward(
@@ -121,29 +120,28 @@ def fused_attention_backward(
         lse, grad_lse = lse.reshape(shape), None if grad_lse is None else grad_lse.reshape(shape)
     more = 0 if grad_lse is None else 2
     inputs = _inputs((queries, key, value, bias), scale, more)
-    dims = _padded_dims(inputs, more)
+    inputs, dims = _with_padded_columns(inputs, more)
     out = pad(out.to(inputs.query.dtype), (0, dims[1] - out.shape[3]))
     if grad_lse is not None:
         out[..., value.shape[3]] = high = -grad_lse.to(out.dtype)
         out[..., value.shape[3] + 1] = -grad_lse - high
     grad_out = pad(grad_out.to(out.dtype), (0, dims[1] - grad_out.shape[3]), value=1.0)
-    parts = []
-    slices = _slices(inputs, dims)
-    for some in slices:
+    whole: list[Tensor] = []
+    for some in _slices(inputs, dims):
         own = (grad_out[some], *_padded(inputs, dims, some)), (out[some], lse[some].contiguous())
-        parts.append(_kernel_backward(*own, inputs, some, scale, with_bias))
-    grad_query, grad_key, grad_value, grad_pairs = (_joined(x, slices) for x in zip(*parts, strict=True))
+        whole = _stored(whole, _kernel_backward(*own, inputs, some, scale, with_bias), some, inputs)
+    grad_query, grad_key, grad_value, grad_pairs = whole
     grad_bias = None
     if with_bias and bias is not None and inputs.columns is not None:
         summed = grad_key[..., key.shape[3]].float().unsqueeze(2) / (scale * inputs.unit)
-        grad_bias = summed.sum_to_size(bias.shape).to(bias.dtype)
+        grad_bias = _summed(summed, bias)
     elif with_bias and bias is not None:
-        grad_bias = grad_pairs.sum_to_size(bias.shape).to(bias.dtype)
+        grad_bias = _summed(grad_pairs, bias)
     grad_key, grad_value = grad_key[..., : key.shape[3]], grad_value[..., : value.shape[3]]
     return (
         grad_query[..., : query.shape[3]].reshape(query.shape).to(query.dtype).contiguous(),
-        grad_key.sum_to_size(key.shape).to(key.dtype).contiguous(),
-        grad_value.sum_to_size(value.shape).to(value.dtype).contiguous(),
+        _summed(grad_key, key).contiguous(),
+        _summed(grad_value, value).contiguous(),
         grad_bias,
     )
 
@@ -246,16 +244,20 @@ def bias_columns(bias: Tensor, dtype: torch.dtype, scale: float) -> tuple[Tensor
     return torch.stack((high, (column - high).to(dtype)), -1), unit
 
 
-def _padded_dims(inputs: _Inputs, more: int) -> tuple[int, int]:
-    """head_dim and value_dim of a call, with `more` dimensions of the values. FlashAttention has one for both."""
-    columns = 0 if inputs.columns is None else 2
-    dims = inputs.query.shape[3] + columns, inputs.value.shape[3] + more
-    dims = dims[0] + -dims[0] % 8, dims[1] + -dims[1] % 8
-    if not inputs.by_flash:
-        return dims
-    # Between 192 and 256 some devices have no backward.
-    dim = max(dims) if max(dims) <= 192 else _MAX_FLASH_DIM
-    return dim, dim
+def _with_padded_columns(inputs: _Inputs, more: int) -> tuple[_Inputs, tuple[int, int]]:
+    """The inputs with columns for all further dimensions, and head_dim and value_dim of a call.
+
+    `more` is the number of further dimensions of the values. FlashAttention has one size for both.
+    """
+    head_dim, value_dim = inputs.query.shape[3] + (0 if inputs.columns is None else 2), inputs.value.shape[3] + more
+    head_dim, value_dim = head_dim + -head_dim % 8, value_dim + -value_dim % 8
+    if inputs.by_flash:
+        head_dim = value_dim = max(head_dim, value_dim)
+        if head_dim > 192:  # up to 224, some devices have no backward
+            head_dim = value_dim = _MAX_FLASH_DIM
+    if inputs.columns is not None:
+        inputs = inputs._replace(columns=pad(inputs.columns, (0, head_dim - inputs.query.shape[3] - 2)))
+    return inputs, (head_dim, value_dim)
 
 
 def _slices(inputs: _Inputs, dims: tuple[int, int]) -> list[_Slices]:
@@ -286,8 +288,7 @@ def _padded(inputs: _Inputs, dims: tuple[int, int], some: _Slices) -> tuple[Tens
     missing = dims[0] - query.shape[3]
     if inputs.columns is not None:
         query = pad(query, (0, missing), value=inputs.unit)
-        columns = _part(pad(inputs.columns, (0, missing - 2)), some)
-        key = torch.cat((key, columns.expand(*key.shape[:3], -1)), -1)
+        key = torch.cat((key, _part(inputs.columns, some).expand(*key.shape[:3], -1)), -1)
     elif missing:
         query, key = pad(query, (0, missing)), pad(key, (0, missing))
     if value.shape[3] < dims[1]:
@@ -307,15 +308,20 @@ def _expanded(bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return bias.expand(*query.shape[:3], key.shape[2])
 
 
-def _joined(parts: tuple[Tensor, ...], slices: list[_Slices]) -> Tensor:
-    """Put the results of the calls together, contiguous."""
-    if len(parts) == 1:
-        return parts[0].contiguous()
-    heads, blocks = (slices[-1][i].stop for i in range(2))
-    whole = parts[0].new_empty(heads, blocks, *parts[0].shape[2:])
-    for some, part in zip(slices, parts, strict=True):
-        whole[some] = part
+def _stored(whole: list[Tensor], parts: Iterable[Tensor], some: _Slices, inputs: _Inputs) -> list[Tensor]:
+    """Put the results of a call into those of all calls, which the first one allocates. Contiguous."""
+    parts, shape = list(parts), inputs.query.shape[:2]
+    if parts[0].shape[:2] == shape:
+        return [part.contiguous() for part in parts]
+    whole = whole or [part.new_empty(*shape, *part.shape[2:]) for part in parts]
+    for all_heads, part in zip(whole, parts, strict=True):
+        all_heads[some] = part
     return whole
+
+
+def _summed(grad: Tensor, x: Tensor) -> Tensor:
+    """A gradient as one of `x`, which was expanded."""
+    return (grad if grad.shape == x.shape else grad.sum_to_size(x.shape)).to(x.dtype)
 
 
 def _plain_forward(
@@ -324,9 +330,8 @@ def _plain_forward(
     """`fused_attention` by plain products, in the accumulation dtype."""
     acc_dtype = torch.promote_types(query.dtype, torch.float32)
     parts = []
-    slices = _plain_slices(query, key)
     with _without_autocast(query):
-        for some in slices:
+        for some in _plain_slices(query, key):
             scores = _plain_scores(query, key, bias, scale, some)
             row_max = scores.amax(-1, keepdim=True)
             row_max = row_max.masked_fill(row_max == -torch.inf, 0.0)
@@ -334,7 +339,7 @@ def _plain_forward(
             total = weights.sum(-1, keepdim=True)
             out = weights @ _part(value, some).to(acc_dtype) / total.masked_fill(total == 0.0, 1.0)
             parts.append((out.to(value.dtype), (total.log() + row_max).squeeze(-1)))
-    out, lse = (_joined(x, slices) for x in zip(*parts, strict=True))
+    out, lse = (torch.cat(x, 1) for x in zip(*parts, strict=True))
     return out, lse
 
 
