@@ -5,10 +5,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import hf_efficient_attn as hea
+from hf_efficient_attn.ops.accelerator import use_backend
 from hf_efficient_attn.ops.features import orthogonal_features, states_before, states_elsewhere
 from hf_efficient_attn.ops.hashing import hyperplanes
 from hf_efficient_attn.ops.partial import Partial, merge
-from instances import inputs, numbers, relative_error
+from instances import inputs, numbers, padding_mask, relative_error
 
 OPTIONS = {"block_size": 8, "num_features": 12}
 
@@ -148,6 +149,45 @@ def partials(blocks: int) -> Partial:
 @pytest.mark.parametrize("blocks", [1, 2, 3, 7, 8])
 @pytest.mark.parametrize("gradient", [False, True])
 def test_merged_states_of_other_blocks(blocks, gradient):
+    check_merged_states(blocks, gradient)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 7, 8, 30])
+@pytest.mark.parametrize("gradient", [False, True])
+def test_merged_states_of_other_blocks_on_an_accelerator(blocks, gradient):
+    with use_backend("library"):
+        check_merged_states(blocks, gradient)
+
+
+def test_merged_states_on_an_accelerator_do_not_look_ahead():
+    state = Partial(numbers(2, 11, 5, 3).float(), 40.0 * numbers(2, 11, 5, seed=2).float())
+    with use_backend("library"):
+        whole = states_before(state)
+        for cut in range(11):
+            changed = Partial(*(torch.cat((x[:, :cut], 9.0 * x[:, cut:].flip(1)), 1) for x in state))
+            ours = states_before(changed)
+            assert all(torch.equal(x[:, : cut + 1], y[:, : cut + 1]) for x, y in zip(ours, whole, strict=True))
+
+
+@pytest.mark.parametrize("padding", ["none", "holes", "empty"])
+@pytest.mark.parametrize("near_field", ["window", "lsh"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_form_for_accelerators(near_field, is_causal, padding):
+    tensors, mask = inputs(batch=2, q_len=150, dtype=torch.float64), padding_mask(padding, 2, 150)
+    options = {**OPTIONS, "near_field": near_field, "is_causal": is_causal, "attention_mask": mask}
+
+    def output():
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        out = hea.functional.scatterbrain_attention(*leaves, **options, scale=-0.4)
+        return out, *torch.autograd.grad(out.square().sum(), leaves)
+
+    expected = output()
+    with use_backend("library"):
+        ours = output()
+    torch.testing.assert_close(ours, expected, rtol=1e-8, atol=1e-8)
+
+
+def check_merged_states(blocks, gradient):
     state = partials(blocks)
     leaves = Partial(*(x.clone().requires_grad_(gradient) for x in state))
     for form, others in (

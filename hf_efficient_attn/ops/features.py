@@ -10,10 +10,13 @@ feature and for each query, never over the queries and keys of a sequence, and n
 """
 
 import functools
+import math
 
 import torch
 from torch import Tensor
 
+from hf_efficient_attn.ops.accelerator import backend
+from hf_efficient_attn.ops.block_states import merge_other_blocks
 from hf_efficient_attn.ops.blocks import ceil_div
 from hf_efficient_attn.ops.partial import (
     Partial,
@@ -109,12 +112,13 @@ def merge_blocks(state: Partial) -> Partial:
 
 def query_factor(query: Tensor, num_features: int) -> Tensor:
     """The log factor -|q|^2/2 - log F of queries (..., D), which the lse of `query_state` lacks: (...)."""
-    log_features = torch.tensor(float(num_features), dtype=query.dtype, device=query.device).log()
-    return -0.5 * query.square().sum(-1) - log_features
+    return -0.5 * query.square().sum(-1) - math.log(num_features)
 
 
 def states_before(state: Partial) -> Partial:
     """For each block t of a state (BH, T, F, .), the merge of the blocks 0 .. t-1, which alone determine it."""
+    if backend(state.lse) != "cpu":
+        return merge_other_blocks(state, earlier_only=True)
     if _needs_functional_form(state):
         return prefix_merge(state, 1)
     # Block by block in one buffer. The doubling of `prefix_merge` would pass over the whole state log2(T) times.
@@ -131,6 +135,8 @@ def states_before(state: Partial) -> Partial:
 
 def states_elsewhere(state: Partial) -> Partial:
     """For each block t of a state (BH, T, F, .), the merge of all other blocks."""
+    if backend(state.lse) != "cpu":
+        return merge_other_blocks(state, earlier_only=False)
     before = states_before(state)
     if _needs_functional_form(state):
         after = prefix_merge(Partial(*(x.flip(1) for x in state)), 1)
