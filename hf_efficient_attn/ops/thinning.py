@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, take, valid_first
+from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.random import uniform
 
@@ -94,14 +95,20 @@ def thin(
         seed: seed of the decisions.
         batch: B. All sequences of a batch use the same random numbers.
     """
-    tensors = key.detach(), value.detach(), key_mask, torch.as_tensor(seed, device=key.device)
+    tensors, options = (key.detach(), value.detach(), key_mask), (num_samples, float(scale), batch)
     if torch.compiler.is_compiling():
-        return Thinned(*torch.ops.hf_efficient_attn.thin(*tensors, num_samples, float(scale), batch))
-    return Thinned(*_thin(*tensors, num_samples, float(scale), batch))
+        return Thinned(*torch.ops.hf_efficient_attn.thin(*tensors, torch.as_tensor(seed, device=key.device), *options))
+    return Thinned(*_thin_by_rounds(*tensors, seed, *options))
 
 
 def _thin(
     key: Tensor, value: Tensor, key_mask: Tensor | None, seed: Tensor, num_samples: int, scale: float, batch: int
+) -> tuple[Tensor, Tensor]:
+    return _thin_by_rounds(key, value, key_mask, seed, num_samples, scale, batch)
+
+
+def _thin_by_rounds(
+    key: Tensor, value: Tensor, key_mask: Tensor | None, seed: int | Tensor, num_samples: int, scale: float, batch: int
 ) -> tuple[Tensor, Tensor]:
     (batch_heads, kv_len, _), device, acc_dtype = key.shape, key.device, accumulation_dtype(key.dtype)
     num_tokens = (
@@ -112,7 +119,7 @@ def _thin(
     index, count = _spread(num_tokens, num_samples << len(rounds))
     index = index.clamp(max=kv_len - 1)
     index = index if key_mask is None else valid_first(key_mask).gather(1, index)
-    sizes = torch.tensor([round.num_pairs for round in rounds], device=device)
+    sizes = constant(_num_pairs, kv_len, num_samples, device=device)
     num_rounds = (num_tokens > sizes).sum(1, keepdim=True).double()
     # A constant factor of the kernel has no influence. This one prevents that it overflows.
     key, value = key.to(acc_dtype) * math.sqrt(abs(scale)), value.to(acc_dtype)
@@ -143,6 +150,11 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     shape = (key.shape[0], num_samples)
     return key.new_empty(shape, dtype=torch.int64), key.new_empty(shape, dtype=torch.float64)
+
+
+def _num_pairs(kv_len: int, num_samples: int, device: torch.device) -> Tensor:
+    """The number of pairs of each round."""
+    return torch.tensor([round.num_pairs for round in _rounds(kv_len, num_samples)], device=device)
 
 
 def _spread(num_tokens: Tensor, num_places: int) -> tuple[Tensor, Tensor]:
