@@ -45,24 +45,20 @@ def angular_hash(x: Tensor, planes: Tensor) -> Tensor:
     return gray_rank(sides.transpose(-1, -2))
 
 
-def hash_keys(x: Tensor, num_hashes: int, seed: int | Tensor, key_mask: Tensor | None = None) -> Tensor:
+def hash_keys(sides: Tensor, key_mask: Tensor | None = None) -> Tensor:
     """What tokens are sorted by: the Gray rank of the cell plus position / N, which tells the tokens of a cell apart.
 
-    Positions and N count the valid tokens.
-
-    It takes few operations, since each of them is a kernel on an accelerator: (-1)^(bit b of the rank) is the product
-    of the signs of the sides from b on.
+    Positions and N count the valid tokens. It takes few operations, since each of them is a kernel on an accelerator:
+    (-1)^(bit b of the rank) is the product of the signs of the sides from b on.
 
     Args:
-        x: (BH, N, D).
-        num_hashes: hyperplanes of the hash.
-        seed: seed of the hyperplanes.
+        sides: (BH, r, N), the products with the negated normals of the hyperplanes, the last hyperplane first.
         key_mask: bool (BH, N), True for valid tokens, or None. Masked tokens get inf.
 
     Returns:
-        (BH, N), without a gradient; float32 if that holds all ranks and positions, else float64.
+        (BH, N), float32 if that holds all ranks and positions, else float64.
     """
-    (batch_heads, length, head_dim), device = x.shape, x.device
+    (batch_heads, num_hashes, length), device = sides.shape, sides.device
     dtype = torch.float32 if length <= 2.0 ** (24 - num_hashes) else torch.float64
     one, powers = (constant(make, num_hashes, dtype, device=device) for make in (_one, _powers))
     if key_mask is None:
@@ -70,14 +66,47 @@ def hash_keys(x: Tensor, num_hashes: int, seed: int | Tensor, key_mask: Tensor |
     else:
         count = key_mask.cumsum(1).unsqueeze(1)
         share = (count - 1).to(dtype) / count[..., -1:].clamp(min=1) + (2.0**num_hashes - 1.0) / 2.0
-    if isinstance(seed, int):
-        normals = constant(_last_first, head_dim, num_hashes, seed, x.dtype, device=device)
-    else:
-        normals = _last_first(head_dim, num_hashes, seed, x.dtype, device)
-    # The product of planes and tokens is three times as fast as that of tokens and planes, which has few columns.
-    parity = torch.copysign(one, normals @ x.detach().mT).cumprod(1, dtype=dtype)
+    parity = torch.copysign(one, sides).cumprod(1, dtype=dtype)
     keys = torch.baddbmm(share, powers.expand(batch_heads, 1, -1), parity).squeeze(1)
     return keys if key_mask is None else keys.masked_fill(~key_mask, torch.inf)
+
+
+def sort_by_same_hash(
+    query: Tensor,
+    key: Tensor,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
+    num_hashes: int,
+    seed: int | Tensor,
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Sort queries and keys by an angular hash with the same hyperplanes, without a gradient.
+
+    Args:
+        query: (BH, Nq, D).
+        key: (BH, Nk, D).
+        query_mask: bool (BH, Nq), True for valid queries, or None.
+        key_mask: bool (BH, Nk), likewise.
+        num_hashes: hyperplanes of the hash.
+        seed: seed of the hyperplanes.
+
+    Returns:
+        For the queries and for the keys: their `hash_keys` in ascending order, and the order (BH, N).
+    """
+    arguments = (query.shape[2], num_hashes, seed, query.dtype)
+    normals = (
+        constant(_last_first, *arguments, device=query.device)
+        if isinstance(seed, int)
+        else _last_first(*arguments, query.device)
+    )
+    # The product of planes and tokens is three times as fast as that of tokens and planes, which has few columns.
+    sides = [normals @ x.detach().mT for x in (query, key)]
+    if query_mask is None and key_mask is None and query.shape[1] == key.shape[1]:
+        values, order = hash_keys(torch.cat(sides)).sort(stable=True)
+        (query_keys, keys), (query_order, key_order) = values.chunk(2), order.chunk(2)
+        return (query_keys, query_order), (keys, key_order)
+    query_keys, query_order = hash_keys(sides[0], query_mask).sort(stable=True)
+    keys, key_order = hash_keys(sides[1], key_mask).sort(stable=True)
+    return (query_keys, query_order), (keys, key_order)
 
 
 def _one(num_hashes: int, dtype: torch.dtype, device: torch.device) -> Tensor:

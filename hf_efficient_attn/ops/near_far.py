@@ -279,7 +279,8 @@ def sampled_norm_squared(value: Tensor, key_mask: Tensor | None) -> Tensor:
     if value.device.type == "cpu":
         sample = sample.to(acc_dtype)
     gram = sample.mT @ sample
-    return torch.linalg.vector_norm(gram, dim=(1, 2), dtype=acc_dtype).unsqueeze(1) * factor
+    norm: Tensor = torch.linalg.vector_norm(gram, dim=(1, 2), dtype=acc_dtype).unsqueeze(1)
+    return norm * factor
 
 
 def _half(device: torch.device) -> Tensor:
@@ -323,12 +324,12 @@ def sampling_scores(
         if kind == "value_norm":
             scores = squares
         else:
-            gamma = 1.0 / sampled_norm_squared(value, key_mask).clamp(min=torch.finfo(acc_dtype).tiny)
+            norm_squared = sampled_norm_squared(value, key_mask).clamp(min=torch.finfo(acc_dtype).tiny)
             if isinstance(kind, str):
                 norms = probe_scores(query, key, near, key_mask, offset, options, rows)
             else:
                 norms = density_scores(kind, query, key, near, key_mask, options.scale, options.seed).unsqueeze(1)
-            scores = torch.addcmul(norms, squares, gamma.unsqueeze(2))
+            scores = torch.addcdiv(norms, squares, norm_squared.unsqueeze(2))
         least, tiny = _LEAST_SCORE / key.shape[1], torch.finfo(acc_dtype).tiny
         if key_mask is None:
             scores = torch.add(scores, scores.sum(2, keepdim=True), alpha=least) + tiny
@@ -486,7 +487,8 @@ def make_plan(
             return near, sample_outside(near, num_samples, offset, accumulation_dtype(query.dtype))
         one_group = options.shared or options.scores != "probe"
         options = options._replace(groups=1 if one_group else min(options.groups, options.num_probes))
-        probe_offset = offsets(batch_heads // options.batch, seed, _PROBES, query.device).repeat(options.batch)
+        probe_offset = offsets(batch_heads // options.batch, seed, _PROBES, query.device)
+        probe_offset = probe_offset if options.batch == 1 else probe_offset.repeat(options.batch)
         scores = sampling_scores(query, key, value, near, key_mask, probe_offset, options, rows)
         if short is not None:
             near, scores = make_short_sequences_exact(near, scores, short)

@@ -8,7 +8,7 @@ from torch import Tensor
 from hf_efficient_attn.ops.blocks import ceil_div, inverse, take, valid_first
 from hf_efficient_attn.ops.constants import constant, integers
 from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.hashing import block_starts, hash_keys
+from hf_efficient_attn.ops.hashing import block_starts, sort_by_same_hash
 from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.row_error import sample_rows
 
@@ -131,8 +131,7 @@ def plan_lsh(
     """
     q_len, kv_len, block_q = query.shape[1], key.shape[1], block_size if block_q is None else block_q
     query_mask = key_mask if q_len == kv_len else None
-    query_keys, query_order = hash_keys(query, num_hashes, seed, query_mask).sort(stable=True)
-    keys, key_order = hash_keys(key, num_hashes, seed, key_mask).sort(stable=True)
+    (query_keys, query_order), (keys, key_order) = sort_by_same_hash(query, key, query_mask, key_mask, num_hashes, seed)
     num_keys = kv_len if key_mask is None else key_mask.sum(1, keepdim=True)
     num_queries = q_len if query_mask is None else num_keys
     start = block_starts(query_keys, keys, num_queries, num_keys, block_q, block_size)

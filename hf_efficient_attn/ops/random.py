@@ -9,7 +9,7 @@ modified.
 """
 
 import math
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,7 +46,8 @@ def uniform(shape: tuple[int, ...], seed: int | Tensor, stream: int, device: tor
 def _uniform(shape: tuple[int, ...], seed: int | Tensor, stream: int, device: torch.device) -> Tensor:
     count = math.prod(shape)
     counters = constant(_counters, count, device=device) if count <= _KEPT_NUMEL else _counters(count, device)
-    bits = _mix(counters + _mix(_mix(seed * 0x9E3779B1 + stream * 0x7F4A7C15) + stream + 1))
+    start: Any = seed * 0x9E3779B1 + stream * 0x7F4A7C15  # an integer is mixed on the host
+    bits = _mix(counters + _mix(_mix(start) + stream + 1))
     return ((bits.to(torch.float64) + 0.5) / 2.0**32).reshape(shape)
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.constants import constant, integers
+from hf_efficient_attn.ops.constants import constant
 
 # A sum of scores that is 0. No score is so small, and its inverse times `num_samples` is finite.
 _TINY = 1e-290
@@ -76,13 +76,17 @@ def complete_systematic_sample(
     (batch_heads, groups, size), ends = probabilities.shape, probabilities.cumsum(2)
     if group is not None and groups > 1:
         stretch = num_samples + 1.0
-        ends = ends + (stretch * integers(groups, ends.device))[:, None]
-        offset = offset + stretch * group
+        ends = ends + constant(_ends_of_groups, groups, stretch, device=ends.device)
+        offset = torch.add(offset, group, alpha=stretch)
     # Moved back a little, so that rounding moves no point beyond the end.
     points = offset.unsqueeze(2) + constant(_steps, num_samples, device=offset.device)
     found = torch.searchsorted(ends.view(batch_heads, -1), points.flatten(1))
     probability = probabilities.view(batch_heads, -1).gather(1, found).view_as(points)
     return found.remainder_(size).view_as(points), probability.log().neg_()
+
+
+def _ends_of_groups(groups: int, stretch: float, device: torch.device) -> Tensor:
+    return (torch.arange(groups, dtype=torch.float64, device=device) * stretch)[:, None]
 
 
 def _steps(num_samples: int, device: torch.device) -> Tensor:
