@@ -5,10 +5,12 @@ chunks before a chunk enter through the state of the features, a `Partial`; the 
 chunk enter through the products of their features. The two are merged.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import dropout, pad
 
 from hf_efficient_attn.ops.accelerator import backend
@@ -25,6 +27,8 @@ _CHUNK = 128  # tokens
 _FEW_FEATURES, _SMALL_CHUNK = 128, 64
 BUFFERED_HEADS = 8
 _BLOCK = 1 << 18
+# Tokens of a block that the causal form recomputes in the backward pass.
+_TRAINING_BLOCK = 1024
 # Queries of a block of the bidirectional form, and keys of a block on accelerators.
 _BLOCK_Q, _ACCELERATOR_BLOCK = 1024, 2048
 
@@ -138,6 +142,27 @@ def causal_feature_attention(
     Returns:
         (BH, N, Dv).
     """
+    tensors = (query, key, value, bias)
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, *(initial_state or ())))
+    if not needs_grad or torch.compiler.is_compiling() or backend(query) != "cpu" or query.shape[1] <= _TRAINING_BLOCK:
+        return _all_at_once(*tensors, features, dropout_p, initial_state)
+    if initial_state is None:
+        state = key.new_zeros(key.shape[0], features.shape[0], value.shape[2])
+        initial_state = Partial(state, state.new_full(state.shape[:2], -torch.inf))
+    out: Tensor = _Recomputed.apply(*tensors, *initial_state, features, dropout_p)
+    return out
+
+
+def _all_at_once(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    features: Tensor,
+    dropout_p: float,
+    initial_state: Partial | None,
+) -> Tensor:
+    """`causal_feature_attention` with all chunks together. Autograd keeps the features of all tokens."""
     q_len = query.shape[1]
     query, key, value, bias = _chunks(query, key, value, bias, min(_CHUNK, q_len))
     partials = [_chunk_attention(query, key, value, bias, features, dropout_p)]
@@ -148,6 +173,67 @@ def causal_feature_attention(
         state = Partial(initial_state.out[:, None], initial_state.lse[:, None])
         partials.append(query_state(query, state, features, dropout_p))
     return merge(*partials).out.flatten(1, 2)[:, :q_len]
+
+
+class _Recomputed(torch.autograd.Function):
+    """`causal_feature_attention` block by block. The backward pass computes them again, the last one first.
+
+    So what autograd keeps is the inputs and the state before each block, and the features of one block at a time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        *tensors, out, lse, features, dropout_p = arguments
+        state, outs, states = Partial(out, lse), [], []
+        ctx.dropout_p, ctx.random_states = dropout_p, []
+        if not dropout_p:
+            *heads, bias = tensors
+            outs = [
+                buffered_causal_feature_attention(
+                    *heads, bias != -torch.inf, *state, kernel=FeatureKernel(features, 1.0)
+                )
+            ]
+        for block in _split(tensors):
+            states += state
+            if dropout_p:
+                ctx.random_states.append(torch.get_rng_state())
+                outs.append(_all_at_once(*block, features, dropout_p, state))
+            state = _state_after(block, state, features)
+        ctx.save_for_backward(features, *tensors, *states)
+        return torch.cat(outs, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        features, query, key, value, bias, *states = ctx.saved_tensors
+        tensors, (out, lse) = (query, key, value, bias), states[:2]
+        grads = [torch.empty_like(x) for x in tensors]
+        of_state = [torch.zeros_like(out), torch.zeros_like(lse)]
+        blocks = zip(_split(tensors), _split(grads), grad.split(_TRAINING_BLOCK, 1), strict=True)
+        for i, (block, of_block, of_out) in reversed(list(enumerate(blocks))):
+            leaves = [x.detach().requires_grad_() for x in (*block, *states[2 * i : 2 * i + 2])]
+            with torch.enable_grad(), torch.random.fork_rng(devices=[], enabled=bool(ctx.dropout_p)):
+                if ctx.dropout_p:
+                    torch.set_rng_state(ctx.random_states[i])
+                state = Partial(*leaves[4:])
+                out = _all_at_once(*leaves[:4], features, ctx.dropout_p, state)
+                state = _state_after(leaves[:4], state, features)
+            *of_leaves, of_state[0], of_state[1] = torch.autograd.grad((out, *state), leaves, (of_out, *of_state))
+            for whole, part in zip(of_block, of_leaves, strict=True):
+                whole.copy_(part)
+        return (*grads, *of_state, None, None)
+
+
+def _split(tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    """Blocks of tokens of tensors (BH, N, ...)."""
+    return list(zip(*(x.split(_TRAINING_BLOCK, 1) for x in tensors), strict=True))
+
+
+def _state_after(block: Sequence[Tensor], state: Partial, features: Tensor) -> Partial:
+    """Add the keys of a block to a state: out (BH, F, Dv) and lse (BH, F)."""
+    _, key, value, bias = block
+    own = key_state(key[:, None], value[:, None], features, bias[:, None, None])
+    return merge(state, Partial(*(x[:, 0] for x in own)))
 
 
 def _chunk_attention(
