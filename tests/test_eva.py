@@ -12,6 +12,7 @@ import hf_efficient_attn as hea
 import promises
 from hf_efficient_attn.methods import AttentionOptions, eva
 from hf_efficient_attn.methods.eva import forward, naive
+from hf_efficient_attn.ops.accelerator import use_backend
 from hf_efficient_attn.ops.random import normal
 from instances import Instance, inputs, numbers, padding_mask, relative_error
 
@@ -345,3 +346,29 @@ def test_budgets():
     with pytest.raises(hea.UnsupportedAttentionError, match=r"budget of 1 columns .* an integer of 2 or more"):
         hea.EvaConfig().with_budget(1)
     assert (hea.EvaConfig().window_size, hea.EvaConfig().num_landmarks) == (128, 128)
+
+
+@pytest.mark.parametrize("padding", ["none", "holes"])
+@pytest.mark.parametrize("proposal", ["normal", "learned"])
+@pytest.mark.parametrize(
+    ("length", "window_size", "num_landmarks"),
+    [(96, 8, 24), (90, 8, 24), (160, 8, 4), (150, 8, 4), (133, 4, 3), (90, 6, 40)],
+)
+def test_the_form_for_accelerators(length, window_size, num_landmarks, proposal, padding):
+    """Parts of windows, whole windows and groups of up to 16 windows, with and without a shorter last one."""
+    tensors, mask = inputs(batch=2, q_len=length, dtype=torch.float64), padding_mask(padding, 2, length)
+    maps = {}
+    if proposal == "learned":
+        maps = {name: numbers(2, 8, 8, seed=i) for i, name in enumerate(("proposal_query", "proposal_key"))}
+    options = {"window_size": window_size, "num_landmarks": num_landmarks, "attention_mask": mask, "scale": -0.6}
+
+    def output():
+        leaves = [x.clone().requires_grad_() for x in (*tensors, *maps.values())]
+        named = dict(zip(maps, leaves[3:], strict=True))
+        out = hea.functional.eva_attention(*leaves[:3], **options, **named, proposal=proposal)
+        return out, *torch.autograd.grad(out.square().sum(), leaves)
+
+    expected = output()
+    with use_backend("library"):
+        ours = output()
+    torch.testing.assert_close(ours, expected, rtol=1e-8, atol=1e-8)

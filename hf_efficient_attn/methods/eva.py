@@ -49,12 +49,14 @@ from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, 
 from hf_efficient_attn.ops.chunk_summaries import (
     Heads,
     causal_summary_attention,
+    kept_plan,
     plan_interval_chunks,
     plan_windows,
     query_blocks,
     window_attention,
     window_sizes,
 )
+from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.exact import exact_decode
 from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.random import normal
@@ -145,8 +147,25 @@ def _noise(config: EvaConfig, query: Tensor, options: AttentionOptions, num_chun
     """
     if config.proposal == "mean":
         return None
-    drawn = normal((num_chunks, query.shape[1], query.shape[-1]), options.seed, stream, query.device)
-    return drawn.transpose(0, 1).repeat(query.shape[0], 1, 1)
+    batch, num_heads, _, head_dim = query.shape
+    seed, dtype, device = options.seed, accumulation_dtype(query.dtype), query.device
+    # What is kept is rounded up, so that sequences of all lengths have few different ones.
+    sizes = 1 << (num_chunks - 1).bit_length(), num_heads, head_dim, seed, stream, dtype
+    drawn = constant(_draw, *sizes, device=device) if isinstance(seed, int) else _draw(*sizes, device)
+    drawn = drawn[:, :num_chunks]
+    return drawn if batch == 1 else drawn.repeat(batch, 1, 1)
+
+
+def _draw(
+    num_chunks: int,
+    num_heads: int,
+    head_dim: int,
+    seed: int | Tensor,
+    stream: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    return normal((num_chunks, num_heads, head_dim), seed, stream, device).to(dtype).transpose(0, 1).contiguous()
 
 
 def _resolve(query_mask: QueryMask, query: Tensor, key: Tensor, key_mask: Tensor | None) -> tuple[bool, Tensor | None]:
@@ -222,21 +241,24 @@ def _bidirectional_form(
         """Number of valid tokens, int64 (B, 1), or (1, 1) without a mask."""
         return torch.full((1, 1), x.shape[2], device=x.device) if mask is None else mask.sum(1, keepdim=True)
 
-    masked, num_keys = options.key_mask is not None, count(key, options.key_mask)
-    sizes, blocks = window_sizes(key.shape[2], config.window_size, config.num_landmarks, masked), None
-    if not same_tokens:
-        any_mask = masked or query_mask is not None
-        blocks = query_blocks(sizes, num_keys, count(query, query_mask), query.shape[2], any_mask)
+    masked, q_len, kv_len = options.key_mask is not None, query.shape[2], key.shape[2]
+    sizes = window_sizes(kv_len, config.window_size, config.num_landmarks, masked)
+    if not masked and query_mask is None:
+        block_q = sizes.window if same_tokens else ceil_div(sizes.window * q_len, kv_len)
+        dtype, other_queries = accumulation_dtype(key.dtype), None if same_tokens else q_len
+        plan = kept_plan(sizes, other_queries, dtype, key.device)
+    else:
+        num_keys, blocks = count(key, options.key_mask), None
+        if not same_tokens:
+            blocks = query_blocks(sizes, num_keys, count(query, query_mask), q_len, True)
+        block_q = sizes.window if blocks is None else blocks.block_q
+        plan = plan_windows(sizes, num_keys, blocks)
     attention = functools.partial(
-        window_attention,
-        sizes=sizes,
-        block_q=sizes.window if blocks is None else blocks.block_q,
-        scale=options.scale,
-        dropout_p=options.dropout_p,
+        window_attention, sizes=sizes, block_q=block_q, scale=options.scale, dropout_p=options.dropout_p
     )
-    plan = [_repeat_for_heads(x, query) for x in plan_windows(sizes, num_keys, blocks)]
+    tensors = [_repeat_for_heads(x, query) for x in plan]
     noises = [_noise(config, query, options, n, _CHUNKS + i) for i, n in enumerate(sizes.summaries)]
-    return attention, plan + noises
+    return attention, tensors + noises
 
 
 def _causal_form(config: EvaConfig, query: Tensor, options: AttentionOptions) -> _Form:

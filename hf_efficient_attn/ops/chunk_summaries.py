@@ -14,11 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import ceil_div, take
 from hf_efficient_attn.ops.causal import causal_block_partial, interval_attention, left_intervals, merge_query_subsets
+from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.exact import exact_attention
 from hf_efficient_attn.ops.gather_attend import GatheredKeys, gathered_attention
 from hf_efficient_attn.ops.partial import accumulation_dtype
+
+# The logit of padding. It is finite, so that the softmax over a part that is all padding is defined.
+_NO_TOKEN = -1e30
 
 
 class Heads(NamedTuple):
@@ -249,6 +254,20 @@ def plan_windows(sizes: WindowSizes, num_keys: Tensor, blocks: QueryBlocks | Non
     )
 
 
+def kept_plan(sizes: WindowSizes, q_len: int | None, dtype: torch.dtype, device: torch.device) -> WindowPlan:
+    """`plan_windows` without masks, made once; `q_len` is the number of queries that are not the keys' own tokens."""
+    parts = [constant(_plan_part, i, sizes, q_len, dtype, device=device) for i in range(10 if q_len else 7)]
+    return WindowPlan(*parts, *(() if q_len else (None,) * 3))
+
+
+def _plan_part(part: int, sizes: WindowSizes, q_len: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    num_keys = torch.full((1, 1), sizes.kv_len, device=device)
+    blocks = None if q_len is None else query_blocks(sizes, num_keys, torch.full_like(num_keys, q_len), q_len, False)
+    found = plan_windows(sizes, num_keys, blocks)[part]
+    assert found is not None
+    return found.to(dtype) if found.is_floating_point() else found
+
+
 def _log(seen: Tensor, count: Tensor | None = None) -> Tensor:
     """Log of `count`, by default 1, where it is positive and `seen`, else -inf."""
     weight = seen.double() if count is None else seen * count.double()
@@ -299,13 +318,17 @@ def window_attention(
         start, stop = (torch.minimum(x, plan.num_keys) for x in (position[:, 0], position[:, -1] + 1))
         return summary(lambda x: _equal_parts(x, count, size), start, stop, position < plan.num_keys[..., None], noise)
 
-    if not sizes.masked and sizes.window % sizes.per_window == 0:
-        chunk_size = sizes.window // sizes.per_window << sizes.level
-        summaries = [summary_of_equal_parts(sizes.num_chunks, chunk_size, noises[0])]
+    has_equal_parts = not sizes.masked and sizes.window % sizes.per_window == 0
+    if has_equal_parts and prefix is None and backend(query) != "cpu":
+        summaries = [_summaries_by_window(heads, noises, sizes, scale)]
     else:
-        summaries = [summary(lambda x: take(x, plan.token), plan.start, plan.stop, plan.valid, noises[0])]
-    for level in range(sizes.level):
-        summaries.append(summary_of_equal_parts(sizes.num_groups(level), sizes.window << level, noises[level + 1]))
+        if has_equal_parts:
+            chunk_size = sizes.window // sizes.per_window << sizes.level
+            summaries = [summary_of_equal_parts(sizes.num_chunks, chunk_size, noises[0])]
+        else:
+            summaries = [summary(lambda x: take(x, plan.token), plan.start, plan.stop, plan.valid, noises[0])]
+        for level in range(sizes.level):
+            summaries.append(summary_of_equal_parts(sizes.num_groups(level), sizes.window << level, noises[level + 1]))
     mean_keys, betas = zip(*summaries, strict=True)
     key = torch.cat((key, *(x.to(key.dtype) for x in mean_keys)), 1)
     value = torch.cat((value, *(x.to(value.dtype) for x in betas)), 1)
@@ -320,7 +343,85 @@ def window_attention(
 
 def _equal_parts(x: Tensor, count: int, size: int) -> Tensor:
     """(BH, N, D) -> (BH, count, size, D), padded with zeros."""
-    return pad(x, (0, 0, 0, count * size - x.shape[1])).view(x.shape[0], count, size, -1)
+    missing = count * size - x.shape[1]
+    return (pad(x, (0, 0, 0, missing)) if missing else x).reshape(x.shape[0], count, size, -1)
+
+
+def _summaries_by_window(
+    heads: Heads, noises: Sequence[Tensor | None], sizes: WindowSizes, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`summarize` for the chunks and the groups of all levels, in an order like `sizes.summaries`, in few operations.
+
+    The keys are read once. The xi of a group is the merge of those of its windows, each relative to omega of the group.
+    """
+    acc_dtype, root, level = accumulation_dtype(heads.key.dtype), abs(scale) ** 0.5, sizes.level
+    count, size = sizes.num_windows * sizes.per_window, sizes.window // sizes.per_window
+    query, key, value = (_equal_parts(x, count, size) for x in heads[:3])
+    sums = [torch.cat((query.sum(2, dtype=acc_dtype), key.sum(2, dtype=acc_dtype)))]
+    for _ in range(level):
+        sums.append(_groups(sums[-1], 2, 0.0).sum(2))
+    share, of_part, padding = (
+        constant(make, sizes, acc_dtype, device=key.device)
+        for make in (_shares_of_means, _summaries_of_parts, _padding)
+    )
+    mean_query, mean_key = (torch.cat((sums[level], *sums[:level]), 1) * share).chunk(2)
+    mu_query = mean_query if heads.query_map is None else mean_query @ heads.query_map.mT
+    mu_key = mean_key if heads.key_map is None else mean_key @ heads.key_map.mT
+    mu = mu_key - mu_query if scale < 0 else mu_key + mu_query
+    noise = [x.to(acc_dtype) for x in noises if x is not None]
+    omega = torch.add(torch.cat(noise, 1) if level else noise[0], mu, alpha=root) if noise else mu * root
+    own = omega.index_select(1, of_part) if level else omega
+    key = key.to(acc_dtype).flatten(0, 1)
+    squares = torch.linalg.vector_norm(key, dim=2).square()
+    if count * size > sizes.kv_len:
+        squares = (squares.view(-1, count, size) + padding).flatten(0, 1)
+    omega = own.reshape(len(key), level + 1, -1)
+    logits = torch.baddbmm(squares.unsqueeze(1), omega, key.mT, beta=-0.5 * abs(scale), alpha=root)
+    out = torch.bmm(logits.softmax(2).to(value.dtype), value.flatten(0, 1))
+    if not level:
+        return mean_key, out.view(-1, count, value.shape[3])
+    lse, out = (x.unflatten(0, (-1, count)) for x in (logits.logsumexp(2), out))
+    betas = [out[:, :, 0]]
+    for i in range(1, level + 1):
+        weights = _groups(lse[:, :, i, None], 1 << i, _NO_TOKEN).softmax(2)
+        betas.append((weights * _groups(out[:, :, i], 1 << i, 0.0)).sum(2))
+    return mean_key, torch.cat((betas[level], *betas[:level]), 1)
+
+
+def _groups(x: Tensor, size: int, fill: float) -> Tensor:
+    """(BH, T, D) -> (BH, G, size, D), padded with `fill`."""
+    missing = -x.shape[1] % size
+    x = pad(x, (0, 0, 0, missing), value=fill) if missing else x
+    groups: Tensor = x.unflatten(1, (-1, size))
+    return groups
+
+
+def _shares_of_means(sizes: WindowSizes, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """1 / (number of tokens) of the chunks and of the groups of each level: (C, 1)."""
+    size = sizes.window // sizes.per_window
+    counts = []
+    for number, tokens in [(sizes.num_chunks, size << sizes.level)] + [
+        (sizes.num_groups(i), sizes.window << i) for i in range(sizes.level)
+    ]:
+        counts.append((sizes.kv_len - torch.arange(number, device=device) * tokens).clamp(1, tokens))
+    return 1.0 / torch.cat(counts).to(dtype).unsqueeze(1)
+
+
+def _summaries_of_parts(sizes: WindowSizes, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """For each window its group of level 0, 1, ..., as an index of all summaries: int64 (T * levels,)."""
+    window = torch.arange(sizes.num_windows * sizes.per_window, device=device)
+    first, index = sizes.num_chunks, []
+    for level in range(sizes.level):
+        index.append(first + (window >> level))
+        first += sizes.num_groups(level)
+    return torch.stack([*index, window >> sizes.level], 1).flatten()
+
+
+def _padding(sizes: WindowSizes, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What is added to the squared norms of tokens: 0, or a very large number for padding: (T, P)."""
+    count, size = sizes.num_windows * sizes.per_window, sizes.window // sizes.per_window
+    padded = torch.arange(count * size, device=device).view(count, size) >= sizes.kv_len
+    return torch.zeros(count, size, dtype=dtype, device=device).masked_fill_(padded, -_NO_TOKEN)
 
 
 class IntervalChunks(NamedTuple):
