@@ -78,13 +78,7 @@ def fused_attention(
     inputs, dims = _with_padded_columns(inputs, 0)
     whole: list[Tensor] = []
     for some in _slices(inputs, dims):
-        q, k, v = _padded(inputs, dims, some)
-        pairs = None if inputs.pair_bias is None else _expanded(_part(inputs.pair_bias, some), q, k)
-        if inputs.by_flash:
-            out, lse = _FLASH(q, k, v, 0.0, False, False, scale=scale)[:2]
-        else:
-            out, lse = _EFFICIENT(q, k, v, pairs, True, 0.0, False, scale=scale)[:2]
-        whole = _stored(whole, (out[..., : value.shape[3]], lse[..., : q.shape[2]]), some, inputs)
+        whole = _stored(whole, _kernel_forward(inputs, dims, some, scale), some, inputs)
     out, lse = whole[0].to(value.dtype).view(*shape, -1), whole[1].view(shape)
     if bias is None:
         return out, lse
@@ -128,8 +122,10 @@ def fused_attention_backward(
     grad_out = pad(grad_out.to(out.dtype), (0, dims[1] - grad_out.shape[3]), value=1.0)
     whole: list[Tensor] = []
     for some in _slices(inputs, dims):
-        own = (grad_out[some], *_padded(inputs, dims, some)), (out[some], lse[some].contiguous())
-        whole = _stored(whole, _kernel_backward(*own, inputs, some, scale, with_bias), some, inputs)
+        rows = grad_out[some], out[some], lse[some].contiguous()
+        parts = _kernel_backward(rows, _padded(inputs, dims, some), inputs, some, scale, with_bias)
+        whole = _stored(whole, parts, some, inputs)
+        del parts
     grad_query, grad_key, grad_value, grad_pairs = whole
     grad_bias = None
     if with_bias and bias is not None and inputs.columns is not None:
@@ -146,9 +142,20 @@ def fused_attention_backward(
     )
 
 
+def _kernel_forward(inputs: _Inputs, dims: tuple[int, int], some: _Slices, scale: float) -> tuple[Tensor, Tensor]:
+    """Output and lse of some heads and blocks."""
+    query, key, value = _padded(inputs, dims, some)
+    if inputs.by_flash:
+        out, lse = _FLASH(query, key, value, 0.0, False, False, scale=scale)[:2]
+    else:
+        pairs = None if inputs.pair_bias is None else _expanded(_part(inputs.pair_bias, some), query, key)
+        out, lse = _EFFICIENT(query, key, value, pairs, True, 0.0, False, scale=scale)[:2]
+    return out[..., : inputs.value.shape[3]], lse[..., : query.shape[2]]
+
+
 def _kernel_backward(
-    given: tuple[Tensor, ...],
-    results: tuple[Tensor, Tensor],
+    rows: tuple[Tensor, Tensor, Tensor],
+    padded: tuple[Tensor, Tensor, Tensor],
     inputs: _Inputs,
     some: _Slices,
     scale: float,
@@ -156,10 +163,10 @@ def _kernel_backward(
 ) -> tuple[Tensor, ...]:
     """Gradients of the padded query, key and value and of the pairs (empty if not wanted) by the kernel's own backward.
 
-    `given` are grad_out, query, key and value; `results` out and lse.
+    `rows` are grad_out, out and lse.
     """
-    _, query, key, _ = given
-    out, lse = results
+    (grad_out, out, lse), (query, key, _) = rows, padded
+    given = grad_out, *padded
     # State of the random numbers of dropout. There is none, but the kernels take it.
     on_amd = torch.version.hip is not None
     state = query.new_empty(() if on_amd else 2, dtype=torch.int64 if on_amd else torch.uint64)
