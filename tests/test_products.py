@@ -1,0 +1,124 @@
+"""Products in the input's dtype, few kernels on accelerators, and training without the features of all tokens."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import hf_efficient_attn as hea
+from hf_efficient_attn.ops import feature_attention, precision
+from hf_efficient_attn.ops.accelerator import use_backend
+from hf_efficient_attn.ops.pinv import iterative_pinv
+from hf_efficient_attn.ops.precision import attention_dtype, product_dtype, sum_dtype
+from instances import inputs, relative_error
+
+FORMS = [
+    ("linear", False), ("linear", True), ("performer", False), ("performer", True), ("nystromformer", False),
+    ("linformer", False), ("flurka_linear", False), ("flurka_performer", False),
+]  # fmt: skip
+
+
+@pytest.fixture
+def _half_products(monkeypatch):
+    """Bfloat16 products whatever the processor is."""
+    monkeypatch.setattr(precision, "_CPU_HAS_BFLOAT16", True)
+    monkeypatch.setattr(precision, "_CPU_HAS_MATRIX_UNITS", True)
+
+
+@pytest.mark.usefixtures("_half_products")
+def test_dtype_of_products(monkeypatch):
+    half, single, double = torch.bfloat16, torch.float32, torch.float64
+    x = torch.ones(2)
+    assert [product_dtype(x.to(t)) for t in (half, torch.float16, single, double)] == [half, single, single, double]
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert product_dtype(x) == attention_dtype(x) == half
+    finally:
+        torch.set_float32_matmul_precision(before)
+    on_device = x.to("meta", torch.float16)
+    assert product_dtype(on_device) == torch.float16
+    assert sum_dtype(on_device) == single
+    monkeypatch.setattr(precision, "_CPU_HAS_MATRIX_UNITS", False)
+    assert attention_dtype(x.to(half)) == single
+    monkeypatch.setattr(precision, "_CPU_HAS_BFLOAT16", False)
+    assert product_dtype(x.to(half)) == single
+
+
+@pytest.mark.usefixtures("_half_products")
+@pytest.mark.parametrize(("method", "is_causal"), [form for form in FORMS if "performer" not in form[0]])
+def test_error_of_bfloat16_products(method, is_causal):
+    """Against float64, at most three times that of exact attention in bfloat16, and not the one of float32 products."""
+    query, key, value = inputs(1, 2, 1500, 64, dtype=torch.bfloat16)
+    double = [x.double() for x in (query, key, value)]
+    config = hea.method_info(method).config_class()
+    with torch.no_grad():
+        exact = scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+        limit = 3 * relative_error(exact, scaled_dot_product_attention(*double, is_causal=is_causal))
+        reference = hea.attention(config, *double, is_causal=is_causal)
+        out = hea.attention(config, query, key, value, is_causal=is_causal)
+        single = hea.attention(config, *(x.float() for x in (query, key, value)), is_causal=is_causal)
+    assert out.dtype == torch.bfloat16
+    assert relative_error(out, reference) < limit
+    assert not torch.equal(out, single.bfloat16())
+
+
+@pytest.mark.parametrize(("method", "is_causal"), FORMS)
+def test_library_form_equals_that_of_the_cpu(method, is_causal):
+    tensors = [x.requires_grad_() for x in inputs(2, 2, 2200, 8, dtype=torch.float64)]
+    mask = torch.arange(2200) < torch.tensor([[1900], [2200]])
+    config = hea.method_info(method).config_class()
+
+    def run() -> list[Tensor]:
+        out = hea.attention(config, *tensors, attention_mask=mask, is_causal=is_causal)
+        return [out, *torch.autograd.grad(out.square().sum(), tensors)]
+
+    expected = run()
+    with use_backend("library"):
+        torch.testing.assert_close(run(), expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_causal_performer_in_training(monkeypatch, dropout_p):
+    """Computed block by block, gradients are those of all tokens together, and autograd keeps about the inputs."""
+    tensors = [x.requires_grad_() for x in inputs(1, 2, 300, 8, dtype=torch.float64)]
+    config, saved = hea.PerformerConfig(num_features=32), {}
+
+    def keep(x: Tensor) -> Tensor:
+        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    def run(block: int) -> list[Tensor]:
+        monkeypatch.setattr(feature_attention, "_TRAINING_BLOCK", block)
+        saved.clear()
+        torch.manual_seed(0)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            out = hea.attention(config, *tensors, is_causal=True, dropout_p=dropout_p)
+        torch.manual_seed(1)
+        return [out, *torch.autograd.grad(out.square().sum(), tensors)]
+
+    whole = run(300)
+    kept = sum(saved.values())
+    blocks = run(128)
+    assert sum(saved.values()) < kept / 4
+    again = run(128)
+    torch.testing.assert_close(again, blocks, rtol=0.0, atol=0.0)
+    if dropout_p == 0.0:
+        torch.testing.assert_close(blocks, whole)
+        return
+    # The masks differ from those of one block. Those of the backward pass are those of the forward pass.
+    change = [torch.randn_like(x) for x in tensors]
+    slope = sum((g * d).sum() for g, d in zip(blocks[1:], change, strict=True))
+    values = []
+    for step in (1e-6, -1e-6):
+        torch.manual_seed(0)
+        moved = [(x + step * d).detach().requires_grad_() for x, d in zip(tensors, change, strict=True)]
+        values.append(hea.attention(config, *moved, is_causal=True, dropout_p=dropout_p).square().sum())
+    torch.testing.assert_close((values[0] - values[1]) / 2e-6, slope, rtol=1e-5, atol=1e-5)
+
+
+def test_gradient_of_the_iteration():
+    matrix = torch.rand(3, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: iterative_pinv(x, 4), matrix)
+    bound = 2.0 * matrix.detach().sum(1).amax(1).view(3, 1, 1) * matrix.detach().sum(2).amax(1).view(3, 1, 1)
+    assert torch.autograd.gradcheck(lambda x: iterative_pinv(x, 4, bound), matrix)
