@@ -190,3 +190,21 @@ def test_heads_that_attend_to_means_compute_nothing_else(monkeypatch):
     monkeypatch.setattr(weighted_coreset, "_far_sums", far_sums)
     nearfar(query * factor, key * factor, value, num_samples=128, block_size=0)
     assert heads == [1]
+
+
+def test_a_graph_without_a_gradient_decides_as_eager_mode_does():
+    """On the CPU heads without near keys do not compute any. With a gradient the graph has room for both forms."""
+    local, spread = _local(150), inputs(num_heads=2, q_len=150, head_dim=6)
+    tensors = [torch.cat((a.double(), b), 1) for a, b in zip(local, spread, strict=True)]
+    names = []
+
+    def backend(graph, _):
+        names.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    def call(*inputs):
+        return nearfar(*inputs, num_samples=20, block_size=8)
+
+    out = torch.compile(call, fullgraph=True, backend=backend)(*tensors)
+    assert torch.equal(out, call(*tensors))
+    assert any("hf_efficient_attn.weighted_coreset" in name for name in names)

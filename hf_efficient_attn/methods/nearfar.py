@@ -22,7 +22,7 @@ from hf_efficient_attn.methods._shared.registry import AttentionOptions, registe
 from hf_efficient_attn.methods._shared.weighted_coreset import naive_bidirectional
 from hf_efficient_attn.ops.coreset_landmarks import CoresetOptions
 from hf_efficient_attn.ops.exact import exact_attention
-from hf_efficient_attn.ops.weighted_coreset import weighted_coreset_attention
+from hf_efficient_attn.ops.weighted_coreset_graph import weighted_coreset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ def forward(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, op
     if key.shape[2] <= config.exact_length:
         out = exact_attention(*flat, is_causal=False, scale=options.scale, dropout_p=options.dropout_p)
     else:
-        out = weighted_coreset_attention(*flat, _coreset_options(config, options), options.dropout_p)
+        out = weighted_coreset(*flat, _coreset_options(config, options), options.dropout_p)
     return unflatten_heads(out, shape)
 
 
