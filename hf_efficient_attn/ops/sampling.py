@@ -81,6 +81,8 @@ def complete_systematic_sample(
     # Moved back a little, so that rounding moves no point beyond the end.
     points = offset.unsqueeze(2) + constant(_steps, num_samples, device=offset.device)
     found = torch.searchsorted(ends.view(batch_heads, -1), points.flatten(1))
+    # Points are never beyond the end, unless probabilities are NaN, as in intervals of masked tokens that nothing sees.
+    found = found.clamp_(max=groups * size - 1)
     probability = probabilities.view(batch_heads, -1).gather(1, found).view_as(points)
     return found.remainder_(size).view_as(points), probability.log().neg_()
 
