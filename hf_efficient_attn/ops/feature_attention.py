@@ -5,7 +5,7 @@ chunks before a chunk enter through the state of the features, a `Partial`; the 
 chunk enter through the products of their features. The two are merged.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,12 +49,13 @@ class FeatureKernel(NamedTuple):
 
         With these, keys need no scaling, and neither do queries. These use the negative for a negative scale.
         """
-        return (self.features * abs(self.scale) ** 0.5).to(attention_dtype(x))
+        root: float = abs(self.scale) ** 0.5
+        return (self.features * root).to(attention_dtype(x))
 
     def bias(self, key: Tensor, key_mask: Tensor | None) -> Tensor:
         """The bias of keys (..., D) that are not scaled; see `scale_key`."""
         acc_dtype = accumulation_dtype(key.dtype)
-        bias = torch.linalg.vector_norm(key, dim=-1, dtype=acc_dtype).square() * (-0.5 * abs(self.scale))
+        bias: Tensor = torch.linalg.vector_norm(key, dim=-1, dtype=acc_dtype).square() * (-0.5 * abs(self.scale))
         return bias if key_mask is None else bias + mask_bias(key_mask, acc_dtype)
 
     def scale_query(self, query: Tensor) -> Tensor:
@@ -145,24 +146,18 @@ def causal_feature_attention(
     tensors = (query, key, value, bias)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, *(initial_state or ())))
     if not needs_grad or torch.compiler.is_compiling() or backend(query) != "cpu" or query.shape[1] <= _TRAINING_BLOCK:
-        return _all_at_once(*tensors, features, dropout_p, initial_state)
+        return _all_at_once(tensors, features, dropout_p, initial_state)
     if initial_state is None:
         state = key.new_zeros(key.shape[0], features.shape[0], value.shape[2])
         initial_state = Partial(state, state.new_full(state.shape[:2], -torch.inf))
-    out: Tensor = _Recomputed.apply(*tensors, *initial_state, features, dropout_p)
-    return out
+    return _recomputed(*tensors, *initial_state, features, dropout_p)
 
 
 def _all_at_once(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor,
-    features: Tensor,
-    dropout_p: float,
-    initial_state: Partial | None,
+    tensors: Sequence[Tensor], features: Tensor, dropout_p: float, initial_state: Partial | None
 ) -> Tensor:
     """`causal_feature_attention` with all chunks together. Autograd keeps the features of all tokens."""
+    query, key, value, bias = tensors
     q_len = query.shape[1]
     query, key, value, bias = _chunks(query, key, value, bias, min(_CHUNK, q_len))
     partials = [_chunk_attention(query, key, value, bias, features, dropout_p)]
@@ -184,7 +179,9 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         *tensors, out, lse, features, dropout_p = arguments
-        state, outs, states = Partial(out, lse), [], []
+        state = Partial(out, lse)
+        outs: list[Tensor] = []
+        states: list[Tensor] = []
         ctx.dropout_p, ctx.random_states = dropout_p, []
         if not dropout_p:
             *heads, bias = tensors
@@ -197,7 +194,7 @@ class _Recomputed(torch.autograd.Function):
             states += state
             if dropout_p:
                 ctx.random_states.append(torch.get_rng_state())
-                outs.append(_all_at_once(*block, features, dropout_p, state))
+                outs.append(_all_at_once(block, features, dropout_p, state))
             state = _state_after(block, state, features)
         ctx.save_for_backward(features, *tensors, *states)
         return torch.cat(outs, 1)
@@ -216,12 +213,15 @@ class _Recomputed(torch.autograd.Function):
                 if ctx.dropout_p:
                     torch.set_rng_state(ctx.random_states[i])
                 state = Partial(*leaves[4:])
-                out = _all_at_once(*leaves[:4], features, ctx.dropout_p, state)
+                out = _all_at_once(leaves[:4], features, ctx.dropout_p, state)
                 state = _state_after(leaves[:4], state, features)
             *of_leaves, of_state[0], of_state[1] = torch.autograd.grad((out, *state), leaves, (of_out, *of_state))
             for whole, part in zip(of_block, of_leaves, strict=True):
                 whole.copy_(part)
         return (*grads, *of_state, None, None)
+
+
+_recomputed: Callable[..., Tensor] = _Recomputed.apply
 
 
 def _split(tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:

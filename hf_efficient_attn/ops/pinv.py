@@ -36,7 +36,8 @@ def iterative_pinv(matrix: Tensor, iterations: int, bound: Tensor | None = None)
     """
     bound = _norm_bound(matrix) if bound is None else bound
     start, batch = matrix.transpose(-1, -2) / bound, matrix.shape[:-2]
-    z: Tensor = _iterate(*(x.reshape(-1, *x.shape[-2:]) for x in (matrix, start)), iterations)
+    flat_matrix, flat_start = (x.reshape(-1, *x.shape[-2:]) for x in (matrix, start))
+    z = _iterate(flat_matrix, flat_start, iterations)
     return z.view(*batch, *z.shape[1:])
 
 
