@@ -331,7 +331,7 @@ def test_windows_in_bfloat16_go_to_the_fused_kernel_of_processors_with_matrix_un
         calls.append(query.dtype)
         return partial_attention(query, *rest, **rest_options)
 
-    monkeypatch.setattr(window, "_has_matrix_units", lambda: True)
+    monkeypatch.setattr(window, "has_amx", lambda: True)
     monkeypatch.setattr(window, "partial_attention", recorded)
     ours = window_partial(*(x.bfloat16() for x in row), **options)
     assert set(calls) == {torch.bfloat16}
@@ -340,7 +340,7 @@ def test_windows_in_bfloat16_go_to_the_fused_kernel_of_processors_with_matrix_un
     close(ours.lse.double(), expected.lse, 0.05)
     # Without the matrix units, and in float32, plain products in float32 are faster.
     for tensors, has_units in (([x.bfloat16() for x in row], False), ([x.float() for x in row], True)):
-        monkeypatch.setattr(window, "_has_matrix_units", lambda has_units=has_units: has_units)
+        monkeypatch.setattr(window, "has_amx", lambda has_units=has_units: has_units)
         calls.clear()
         window_partial(*tensors, **options)
         assert not calls

@@ -1,6 +1,5 @@
 """Attention to a sliding window over the positions, in blocks of queries over overlapping views of the keys."""
 
-import functools
 import inspect
 from typing import NamedTuple
 
@@ -13,7 +12,8 @@ from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import can_reuse_buffers, ceil_div, count_blocks, pad_to_blocks
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.export import exporting_to_onnx
-from hf_efficient_attn.ops.partial import LOG2_E, Partial, accumulation_dtype, partial_attention, safe_row_max
+from hf_efficient_attn.ops.half_attention import LOG2_E, has_amx
+from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, partial_attention, safe_row_max
 
 # Queries of a block: few, so that few keys of a block are outside the window of its queries, and fewer for a small
 # window. With a gradient there are more, because the gradient of a key is summed over all blocks that contain it, and
@@ -87,13 +87,6 @@ def window_by_kernel(query: Tensor, key: Tensor, value: Tensor, *, left: int, ri
     return result
 
 
-@torch.compiler.assume_constant_result  # dynamo then calls it instead of tracing it
-@functools.cache
-def _has_matrix_units() -> bool:
-    """Whether the processor has matrix units for bfloat16 (Intel's AMX)."""
-    return bool(torch.cpu._is_amx_tile_supported())
-
-
 def window_partial(
     query: Tensor,
     key: Tensor,
@@ -125,10 +118,11 @@ def window_partial(
         Partial of out (BH, N, Dv) and lse (BH, N).
     """
     length, device = query.shape[1], query.device
+    reuse_buffers = not dropout_p and can_reuse_buffers(query, key, value)
     # The fused kernel multiplies bfloat16 by the matrix units, with float32 sums. Without these units it is slower than
     # plain products in float32.
-    by_units = query.dtype == torch.bfloat16 and query.shape[2] == value.shape[2] and _has_matrix_units()
-    reuse_buffers = not dropout_p and not by_units and can_reuse_buffers(query, key, value)
+    if reuse_buffers and query.dtype == torch.bfloat16 and query.shape[2] == value.shape[2]:
+        reuse_buffers = not has_amx()
     exporting = exporting_to_onnx()
     small = _SMALL_BLOCK_Q if left + right < _SMALL_WINDOW else _BLOCK_Q
     block_q = small if reuse_buffers else _LARGE_BLOCK_Q
