@@ -136,9 +136,10 @@ def _ranks(count: int, number: Tensor | int, device: torch.device) -> Tensor:
 
 def take_alike(x: Tensor, index: Tensor) -> Tensor:
     """`take` with an index for each head, or (1, ...) for all of them."""
-    if len(index) == len(x):
-        return take(x, index)
-    return x.index_select(1, index.flatten()).unflatten(1, index.shape[1:])
+    if len(index) == len(x) or x.device.type == "cpu":
+        return take(x, index.expand(len(x), *index.shape[1:]))
+    taken: Tensor = x.index_select(1, index.flatten()).unflatten(1, index.shape[1:])
+    return taken
 
 
 class Landmarks(NamedTuple):

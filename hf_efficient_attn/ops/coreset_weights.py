@@ -152,8 +152,8 @@ def _rows_of_keys(
     square = TEMPERATURE**2 * abs(scale)
 
     def rows(queries: Tensor, scale: float) -> Partial:
-        tensors = (x[:, None] for x in (queries.to(inputs.key.dtype), inputs.key, inputs.value))
-        out, lse = (x[:, 0] for x in partial_attention(*tensors, inputs.bias, scale=scale))
+        query, key, value = (x[:, None] for x in (queries.to(inputs.key.dtype), inputs.key, inputs.value))
+        out, lse = (x[:, 0] for x in partial_attention(query, key, value, inputs.bias, scale=scale))
         return Partial(out, lse if inputs.mean is None else lse - scale * (queries @ inputs.mean.mT).squeeze(2))
 
     if queries is None:

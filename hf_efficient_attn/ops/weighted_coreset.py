@@ -157,8 +157,9 @@ def _coreset_of(coreset: Coreset, some: slice | Tensor) -> Coreset:
 
 
 def _plan_of(plan: NearPlan, some: slice) -> NearPlan:
-    index, bias = (x if x is None or len(x) == 1 else x[some] for x in plan[:2])
-    return plan._replace(key_index=index, bias=bias)
+    index, bias = plan.key_index, plan.bias
+    index = index if len(index) == 1 else index[some]
+    return plan._replace(key_index=index, bias=bias if bias is None or len(bias) == 1 else bias[some])
 
 
 def _is_fixed(x: Tensor) -> bool:

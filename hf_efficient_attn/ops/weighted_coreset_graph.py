@@ -28,7 +28,9 @@ def weighted_coreset(
         return weighted_coreset_attention(query, key, value, key_mask, options, dropout_p)
     *sizes, share, scale, seed = options
     seed = torch.as_tensor(seed, device=query.device)
-    return torch.ops.hf_efficient_attn.weighted_coreset(query, key, value, key_mask, seed, sizes, share, scale)
+    operator = torch.ops.hf_efficient_attn.weighted_coreset
+    out: Tensor = operator(query, key, value, key_mask, seed, sizes, share, scale)
+    return out
 
 
 @torch.library.custom_op("hf_efficient_attn::weighted_coreset", mutates_args=())
@@ -42,7 +44,7 @@ def _weighted_coreset(
     share: float,
     scale: float,
 ) -> Tensor:
-    options = CoresetOptions(*sizes, near_share=share, scale=scale, seed=int(seed))
+    options = CoresetOptions(*sizes, share, scale, int(seed))  # type: ignore[call-arg]  # five sizes
     return weighted_coreset_attention(query, key, value, key_mask, options)
 
 
