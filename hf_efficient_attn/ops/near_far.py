@@ -275,7 +275,8 @@ def sampled_norm_squared(value: Tensor, key_mask: Tensor | None) -> Tensor:
         rank = stratified_ranks(_NORM_VALUES, count, _half(value.device).expand(batch_heads, -1))
         # The key of rank r is the first with r + 1 valid keys up to it.
         index = torch.searchsorted(key_mask.cumsum(1), rank + 1).clamp(max=kv_len - 1)
-        sample, factor = take(value, index).masked_fill(count.unsqueeze(2) == 0, 0.0), count / _NORM_VALUES
+        sample = take(value, index).masked_fill(count.unsqueeze(2) == 0, 0.0)
+        factor = count.to(acc_dtype) / _NORM_VALUES
     if value.device.type == "cpu":
         sample = sample.to(acc_dtype)
     gram = sample.mT @ sample
