@@ -41,7 +41,8 @@ from hf_efficient_attn.ops.causal_coreset_plan import (
 from hf_efficient_attn.ops.coreset import largest_of_rows
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.onednn import products
-from hf_efficient_attn.ops.partial import LOG2_E, Partial, accumulation_dtype, partial_attention, safe_row_max
+from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, partial_attention, safe_row_max
+from hf_efficient_attn.ops.precision import LOG2_E
 
 # While the prefix has fewer keys than this for each landmark, there are no clusters.
 LEAST_KEYS = 5

@@ -20,7 +20,8 @@ from hf_efficient_attn.ops.coreset_landmarks import (
 )
 from hf_efficient_attn.ops.coreset_near_keys import ExactRows, NearPlan, Similarity, near_sums_of_rows
 from hf_efficient_attn.ops.onednn import products
-from hf_efficient_attn.ops.partial import LOG2_E, Partial, partial_attention, safe_row_max
+from hf_efficient_attn.ops.partial import Partial, partial_attention, safe_row_max
+from hf_efficient_attn.ops.precision import LOG2_E
 
 # Relative to the unit diagonal of K_cc.
 RIDGE = 1e-3

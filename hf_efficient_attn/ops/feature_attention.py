@@ -17,8 +17,8 @@ from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import pad_to_blocks
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.features import key_state, merge_blocks, query_state
-from hf_efficient_attn.ops.partial import LOG2_E, Partial, accumulation_dtype, merge, prefix_merge, safe_row_max
-from hf_efficient_attn.ops.precision import attention_dtype
+from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, merge, prefix_merge, safe_row_max
+from hf_efficient_attn.ops.precision import LOG2_E, attention_dtype
 from hf_efficient_attn.ops.scan import running_sum
 
 _CHUNK = 128  # tokens

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.fused_attention import bias_columns, is_shared
-from hf_efficient_attn.ops.precision import product_dtype
+from hf_efficient_attn.ops.precision import LOG2_E, product_dtype
 
 # Scores that are computed at a time: 1 MiB of bfloat16, but no fewer rows than fill the units of a product. With more
 # keys these leave the cache.
 _SCORES_NUMEL, _LEAST_ROWS, _MAX_KEYS = 1 << 19, 64, 1 << 15
 # Fewer scores of a block, or of all blocks, are not worth the calls.
 _LEAST_OF_BLOCK, _LEAST_NUMEL = 1 << 12, 1 << 16
-LOG2_E = 1.0 / math.log(2.0)
 # A head, and slices of its blocks and of the queries of each.
 _Index = tuple[int, slice, slice]
 

@@ -18,7 +18,6 @@ was no gain.
 """
 
 import functools
-import math
 import pathlib
 from typing import Any
 
@@ -26,11 +25,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d
 
+from hf_efficient_attn.ops.precision import LOG2_E
+
 # Scores that are computed at a time: 4 MiB of float32, which stay in a cache between the two products.
 _SCORES_NUMEL = 1 << 20
 # The same for `product`, whose chunks are of at most so many keys, and the least number for which it pays.
 _PRODUCT_NUMEL, _PRODUCT_KEYS, _LEAST_NUMEL = 1 << 19, 1024, 1 << 18
-_LOG2_E = 1.0 / math.log(2.0)
 # Scores below the first, as exponents of two, need no maximum: terms that are lost because they are no normal numbers
 # are at most 2^(-126 + 60) of the sum. With values below the second a sum of 2^20 terms is finite.
 _MAX_EXPONENT, _MAX_VALUE = 60.0, 2.0**46
@@ -129,12 +129,12 @@ def product_attention(
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     # Powers of two take less time than those of e. The scale goes into the smaller factor.
     if q_len < kv_len:
-        query = query * (scale * _LOG2_E)
+        query = query * (scale * LOG2_E)
     else:
-        key = key * (scale * _LOG2_E)
+        key = key * (scale * LOG2_E)
     shift = None
     if bias is not None:
-        bias = bias * _LOG2_E
+        bias = bias * LOG2_E
         largest = bias.amax()
         shift = largest.masked_fill_(largest == -torch.inf, 0.0)
         bias = bias - shift
@@ -152,7 +152,7 @@ def product_attention(
             continue
         own_lse = torch.log2(total) if row_max is None else torch.log2(total).add_(row_max)
         own_lse = own_lse if shift is None else own_lse.add_(shift)
-        torch.div(own_lse[:, 0], _LOG2_E, out=lse[rows])
+        torch.div(own_lse[:, 0], LOG2_E, out=lse[rows])
         torch.div(sums, total.masked_fill_(total == 0.0, 1.0), out=out[rows])
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.export import exporting_to_onnx
 from hf_efficient_attn.ops.fused_attention import fused_attention, fused_attention_backward
-from hf_efficient_attn.ops.half_attention import LOG2_E, half_attention, half_attention_backward, has_amx, use_half
+from hf_efficient_attn.ops.half_attention import half_attention, half_attention_backward, has_amx, use_half
 from hf_efficient_attn.ops.onednn import pays, product_attention, use_product
-from hf_efficient_attn.ops.precision import product_dtype
+from hf_efficient_attn.ops.precision import LOG2_E, product_dtype
 
 # Scores that are computed at a time: 2**20 float32 numbers stay in the cache of one core, and the buffers are reused.
 _SCORES_NUMEL = 1 << 20

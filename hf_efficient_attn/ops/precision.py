@@ -4,8 +4,13 @@ A product of bfloat16 tensors has a bfloat16 result on the CPU, although it is s
 tokens are computed in parts, which are added in float32, and scores before an exponential stay in float32.
 """
 
+import math
+
 import torch
 from torch import Tensor
+
+# exp(x) = 2^(x LOG2_E): on the CPU powers of two take a fraction of the time of those of e.
+LOG2_E = 1.0 / math.log(2.0)
 
 # Read once, so that `torch.compile` meets a constant.
 _CPU_HAS_BFLOAT16 = bool(

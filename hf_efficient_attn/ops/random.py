@@ -48,7 +48,8 @@ def _uniform(shape: tuple[int, ...], seed: int | Tensor, stream: int, device: to
     counters = constant(_counters, count, device=device) if count <= _KEPT_NUMEL else _counters(count, device)
     start: Any = seed * 0x9E3779B1 + stream * 0x7F4A7C15  # an integer is mixed on the host
     bits = _mix(counters + _mix(_mix(start) + stream + 1))
-    return ((bits.to(torch.float64) + 0.5) / 2.0**32).reshape(shape)
+    numbers: Tensor = (bits.to(torch.float64) + 0.5) / 2.0**32
+    return numbers.reshape(shape)
 
 
 def _counters(count: int, device: torch.device) -> Tensor:

@@ -46,7 +46,8 @@ from hf_efficient_attn.ops.coreset_near_keys import (
 )
 from hf_efficient_attn.ops.coreset_weights import Coreset, weigh
 from hf_efficient_attn.ops.onednn import product_attention, products, use_product
-from hf_efficient_attn.ops.partial import LOG2_E, partial_attention, safe_row_max
+from hf_efficient_attn.ops.partial import partial_attention, safe_row_max
+from hf_efficient_attn.ops.precision import LOG2_E
 
 # A denominator must be this share of the sum of its terms' sizes, and a fitted one within these multiples of the
 # unfitted one. Otherwise the weights of the next safer kind are used for the query.

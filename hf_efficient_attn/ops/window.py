@@ -12,8 +12,9 @@ from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import can_reuse_buffers, ceil_div, count_blocks, pad_to_blocks
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.export import exporting_to_onnx
-from hf_efficient_attn.ops.half_attention import LOG2_E, has_amx
+from hf_efficient_attn.ops.half_attention import has_amx
 from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, partial_attention, safe_row_max
+from hf_efficient_attn.ops.precision import LOG2_E
 
 # Queries of a block: few, so that few keys of a block are outside the window of its queries, and fewer for a small
 # window. With a gradient there are more, because the gradient of a key is summed over all blocks that contain it, and

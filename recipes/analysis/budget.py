@@ -18,8 +18,8 @@ that the mean of the values has an error of .055; at a budget of 512, performer 
 reformer and kdeformer, whose samples estimate the mean, .07, wildcat and nearfar .05 and thinformer .20. With
 `--scale 1` the mean has .78, performer .90, reformer .29, scatterbrain .14, kdeformer .11, nearfar .12, wildcat .79
 and thinformer .94: fitted or Nystrom weights of landmarks cannot represent attention to one of 8,192 unrelated keys, so
-nearfar attends to the means of its clusters. Performer is far above the others in the paper's figure, too. At that budget each needs 1.8 to 5.4 GFLOP, a fifteenth to a fifth of the 26.8 of
-exact attention.
+nearfar attends to the means of its clusters. Performer is far above the others in the paper's figure, too. At that
+budget each needs 1.8 to 5.4 GFLOP, a fifteenth to a fifth of the 26.8 of exact attention.
 """
 
 import functools
