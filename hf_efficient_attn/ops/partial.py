@@ -404,11 +404,11 @@ def _save(
 
 
 def _backward(ctx: _Context, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    with_bias = ctx.needs_input_grad[3]
+    with_bias, saved = ctx.needs_input_grad[3], ctx.saved_tensors  # once: with checkpoints they can be unpacked once
     if grad_out is None:
-        grad_out = torch.zeros_like(ctx.saved_tensors[4])
+        grad_out = torch.zeros_like(saved[4])
     *grads, grad_bias = torch.ops.hf_efficient_attn.partial_attention_backward(
-        grad_out, grad_lse, *ctx.saved_tensors, ctx.scale, with_bias
+        grad_out, grad_lse, *saved, ctx.scale, with_bias
     )
     return *grads, grad_bias if with_bias else None, None
 

@@ -55,10 +55,11 @@ class _Iteration(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, matrix: Tensor, z: Tensor, iterations: int) -> Tensor:
         saved = [matrix]
-        for _ in range(iterations):
-            saved.append(z)
-            *inner, z = _step(matrix, z)
-            saved += inner
+        with torch.autocast(matrix.device.type, enabled=False):
+            for _ in range(iterations):
+                saved.append(z)
+                *inner, z = _step(matrix, z)
+                saved += inner
         ctx.save_for_backward(*saved)
         return z
 
@@ -67,17 +68,18 @@ class _Iteration(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         matrix, *steps = ctx.saved_tensors  # type: ignore[attr-defined]
         grad_matrix = torch.zeros_like(matrix)
-        for i in range(len(steps) - 4, -1, -4):
-            z, product, first, second = steps[i : i + 4]
-            product_t = product.mT
-            # The gradients of the second, the first and P, times -4, 4 and 4.
-            of_second = torch.bmm(z.mT, grad)
-            of_first = torch.bmm(product_t, of_second)
-            of_product = torch.baddbmm(of_second, of_second, first.mT, beta=-15.0).add_(of_first, alpha=7.0)
-            of_product.baddbmm_(of_first, product_t, alpha=-1.0).baddbmm_(product_t, of_first, alpha=-1.0)
-            grad = torch.baddbmm(grad, grad, second.mT, beta=3.25, alpha=-0.25)
-            grad = grad.baddbmm_(matrix.mT, of_product, alpha=0.25)
-            grad_matrix.baddbmm_(of_product, z.mT, alpha=0.25)
+        with torch.autocast(grad.device.type, enabled=False):
+            for i in range(len(steps) - 4, -1, -4):
+                z, product, first, second = steps[i : i + 4]
+                product_t = product.mT
+                # The gradients of the second, the first and P, times -4, 4 and 4.
+                of_second = torch.bmm(z.mT, grad)
+                of_first = torch.bmm(product_t, of_second)
+                of_product = torch.baddbmm(of_second, of_second, first.mT, beta=-15.0).add_(of_first, alpha=7.0)
+                of_product.baddbmm_(of_first, product_t, alpha=-1.0).baddbmm_(product_t, of_first, alpha=-1.0)
+                grad = torch.baddbmm(grad, grad, second.mT, beta=3.25, alpha=-0.25)
+                grad = grad.baddbmm_(matrix.mT, of_product, alpha=0.25)
+                grad_matrix.baddbmm_(of_product, z.mT, alpha=0.25)
         return grad_matrix, grad, None
 
 

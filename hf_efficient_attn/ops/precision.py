@@ -58,6 +58,10 @@ def attention_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if is_slow else dtype
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a graph is traced again if it changes
 def _medium_precision() -> bool:
     return torch.get_float32_matmul_precision() == "medium"
+
+
+# A graph contains the result and is traced again if it changes. This is `torch.compiler.assume_constant_result`, which
+# would import the compiler here.
+vars(_medium_precision)["_dynamo_marked_constant"] = True

@@ -24,6 +24,8 @@ def inclusion_probabilities(scores: Tensor, num_samples: int) -> Tensor:
     Returns:
         float64 (BH, N), since sums of many probabilities select the samples.
     """
+    if not num_samples:
+        return torch.zeros_like(scores, dtype=torch.float64)
     highest, index = scores.topk(min(num_samples, scores.shape[1]), dim=1)
     rest = scores.scatter(1, index, 0.0).sum(1, keepdim=True, dtype=torch.float64)
     # Sums of the scores from rank r on, r from the last to 0, added from the smallest to the largest.

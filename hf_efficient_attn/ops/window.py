@@ -1,11 +1,11 @@
 """Attention to a sliding window over the positions, in blocks of queries over overlapping views of the keys."""
 
+import functools
 import inspect
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention import varlen
 from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.accelerator import backend
@@ -24,7 +24,6 @@ _BLOCK_Q, _SMALL_BLOCK_Q, _SMALL_WINDOW, _LARGE_BLOCK_Q = 64, 32, 96, 128
 _SCORES_NUMEL = 1 << 20
 # FlashAttention counts the numbers of a tensor in 32 bits and takes tokens of at most so many.
 _MAX_NUMEL, _MAX_HEAD_DIM = 1 << 31, 256
-_HAS_WINDOWS = "window_size" in inspect.signature(varlen.varlen_attn).parameters
 
 
 class _Blocks(NamedTuple):
@@ -52,13 +51,21 @@ def has_window_kernel(query: Tensor, value: Tensor) -> bool:
     tensors stand for such a device.
     """
     device, dim = query.device, query.shape[3]
-    if not _HAS_WINDOWS or backend(query) == "cpu" or query.dtype not in (torch.float16, torch.bfloat16):
+    if backend(query) == "cpu" or query.dtype not in (torch.float16, torch.bfloat16) or not _kernel_has_windows():
         return False
     if dim != value.shape[3] or dim % 8 or dim > _MAX_HEAD_DIM or query.numel() >= _MAX_NUMEL:
         return False
     if device.type == "cuda":
         return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
     return device.type == "meta"
+
+
+@functools.cache
+def _kernel_has_windows() -> bool:
+    # Here, because the module imports PyTorch's compiler, which takes seconds.
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "window_size" in inspect.signature(varlen_attn).parameters
 
 
 def window_by_kernel(query: Tensor, key: Tensor, value: Tensor, *, left: int, right: int, scale: float) -> Tensor:
@@ -82,6 +89,8 @@ def window_by_kernel(query: Tensor, key: Tensor, value: Tensor, *, left: int, ri
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     ends = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
     window = (left, right)
+    from torch.nn.attention import varlen
+
     out = varlen.varlen_attn(query, key, value, ends, ends, length, length, scale=scale, window_size=window)
     assert isinstance(out, Tensor)  # it is a tuple if the lse is asked for
     result: Tensor = out.unflatten(0, (batch, length)).transpose(1, 2)
