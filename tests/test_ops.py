@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import OrderedDict
 
 import pytest
 import scipy.stats
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from hf_efficient_attn import functional
 from hf_efficient_attn.methods import longformer
-from hf_efficient_attn.ops import causal, gather_attend, near_far, onednn, window
+from hf_efficient_attn.ops import causal, constants, gather_attend, near_far, onednn, window
 from hf_efficient_attn.ops import partial as partial_module
 from hf_efficient_attn.ops.accelerator import use_backend
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take, valid_first
@@ -1176,3 +1177,33 @@ def test_products_get_rows_without_gaps(monkeypatch):
     onednn.product_attention(query, key, value, None, 0.3, out, torch.empty(40))
     assert seen and all(seen)
     torch.testing.assert_close(out, (0.3 * query @ key.t()).softmax(1) @ value)
+
+
+# Constants.
+
+
+def test_constants_are_kept_up_to_a_size(monkeypatch):
+    calls = []
+
+    def ones(count, device):
+        calls.append(count)
+        return torch.ones(count, device=device)
+
+    monkeypatch.setattr(constants, "_results", OrderedDict())
+    monkeypatch.setattr(constants, "_KEPT_BYTES", 4 * 100)
+    cpu = torch.device("cpu")
+    for count in (40, 50, 40):
+        assert constants.constant(ones, count, device=cpu).tolist() == [1.0] * count
+    assert calls == [40, 50]
+    constants.constant(ones, 60, device=cpu)  # in place of that of 50, which is the oldest
+    for count in (40, 60, 50):
+        constants.constant(ones, count, device=cpu)
+    assert calls == [40, 50, 60, 50]
+    assert constants.constant(ones, 200, device=cpu).shape == (200,)  # too large to be kept
+    monkeypatch.setattr(constants, "_KEPT", 2)
+    for count in range(5):
+        constants.constant(ones, count, device=cpu)
+    assert len(constants._results) == 2
+    with torch.inference_mode():
+        kept = constants.constant(ones, 10, device=cpu)
+    assert not kept.is_inference()

@@ -154,7 +154,7 @@ def plan_intervals(
                 plans.append(IntervalPlan(level, index, torch.zeros_like(index, dtype=acc_dtype)))
                 continue
             keys = left_intervals(key, count, length)
-            if options.scores == "uniform" and not options.independent:
+            if num_samples and options.scores == "uniform" and not options.independent:
                 index, log_weight = _even_samples(options, batch_heads, num_samples, length, level, device)
                 index, log_weight = index.expand(-1, count, -1), log_weight.to(acc_dtype).expand(batch_heads, count, -1)
             else:

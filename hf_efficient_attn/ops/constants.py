@@ -1,17 +1,21 @@
 """Tensors that depend on nothing but numbers, such as an arange or the random numbers of a seed, made once."""
 
-import functools
-from collections.abc import Callable
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+# How many results are kept, and their bytes together.
+_KEPT, _KEPT_BYTES = 512, 1 << 25
+
 
 def constant(make: Callable[..., Tensor], *arguments: Any, device: torch.device) -> Tensor:
     """The result of make(*arguments, device), which is kept for the next call with the same arguments.
 
-    The last 256 results are kept. Nothing is kept while a graph is recorded, where tensors have no data.
+    The last 512 results are kept, of at most 32 MiB together. Nothing is kept while a graph is recorded, where tensors have no data.
 
     Args:
         make: a function without side effects. It is part of the key, so it must not be a new lambda in every call.
@@ -26,11 +30,29 @@ def constant(make: Callable[..., Tensor], *arguments: Any, device: torch.device)
     return _kept(make, arguments, device)
 
 
-@functools.lru_cache(maxsize=256)
+_results: OrderedDict[Hashable, Tensor] = OrderedDict()
+_lock = threading.Lock()
+
+
 def _kept(make: Callable[..., Tensor], arguments: tuple[Any, ...], device: torch.device) -> Tensor:
+    key = make, arguments, device
+    with _lock:
+        if key in _results:
+            _results.move_to_end(key)
+            return _results[key]
     # An inference tensor could not be used in a later call with gradients.
     with torch.inference_mode(False), torch.no_grad():
-        return make(*arguments, device)
+        result = make(*arguments, device)
+    with _lock:
+        _results[key] = result
+        size = sum(_bytes_of(x) for x in _results.values())
+        while size > _KEPT_BYTES or len(_results) > _KEPT:
+            size -= _bytes_of(_results.popitem(last=False)[1])
+    return result
+
+
+def _bytes_of(x: Tensor) -> int:
+    return x.untyped_storage().nbytes()
 
 
 def integers(count: int, device: torch.device) -> Tensor:

@@ -179,7 +179,7 @@ def probe_scores(
     Returns:
         (BH, G, Nk), by position.
     """
-    groups = options.groups
+    groups, own_probes = options.groups, rows is None
     if rows is None:
         rows = probe_rows(query, key, near, key_mask, offset, options)
         group = constant(_group_of_probes, groups, ceil_div(options.num_probes, groups), device=key.device)
@@ -189,14 +189,16 @@ def probe_scores(
         first = query_groups(near, groups)[0][:, 1:]
         first = first[0].contiguous() if isinstance(near.num_queries, int) else first.contiguous()
         group = torch.searchsorted(first, rows.sorted_index, right=True)
-    # A group has R / G rows on average.
-    per_row = groups / rows.weights.shape[1]
+    num_rows = rows.weights.shape[1]
     member = (group.unsqueeze(1) == integers(groups, key.device)[:, None]).to(rows.weights.dtype)
     squares = rows.weights.scatter_(2, rows.near_keys, 0.0).square_()
+    # A group has R / G rows on average, of R valid ones.
     if not isinstance(near.num_queries, int):
-        return (member * (near.num_queries.unsqueeze(2).to(member.dtype) * per_row)) @ squares
+        num_queries = near.num_queries.unsqueeze(2).to(member.dtype)
+        valid = num_rows if own_probes else num_queries.clamp(min=1, max=num_rows)
+        return (member * (num_queries * groups / valid)) @ squares
     member = member.expand(len(squares), -1, -1)
-    return torch.baddbmm(squares[:, :1, :1], member, squares, beta=0, alpha=near.num_queries * per_row)
+    return torch.baddbmm(squares[:, :1, :1], member, squares, beta=0, alpha=near.num_queries * groups / num_rows)
 
 
 def _group_of_probes(groups: int, per_group: int, device: torch.device) -> Tensor:
