@@ -15,7 +15,8 @@ _KEPT, _KEPT_BYTES = 512, 1 << 25
 def constant(make: Callable[..., Tensor], *arguments: Any, device: torch.device) -> Tensor:
     """The result of make(*arguments, device), which is kept for the next call with the same arguments.
 
-    The last 512 results are kept, of at most 32 MiB together. Nothing is kept while a graph is recorded, where tensors have no data.
+    The last 512 results are kept, of at most 32 MiB together. Nothing is kept while a graph is recorded, where tensors
+    have no data.
 
     Args:
         make: a function without side effects. It is part of the key, so it must not be a new lambda in every call.
