@@ -148,7 +148,7 @@ def test_check_measures_every_setting_that_has_a_goal():
 
 @pytest.fixture
 def no_generator(monkeypatch):
-    """PyTorch has no generator for meta tensors, which stand for those of an accelerator."""
+    """Meta tensors replace those of an accelerator here, and PyTorch has no random generator for them."""
     monkeypatch.setattr(torch, "Generator", lambda device: types.SimpleNamespace(manual_seed=lambda seed: None))
 
 

@@ -20,7 +20,7 @@ _LIMIT = 6  # of heads and blocks, instead of 65,535
 
 
 class Kernels:
-    """Stand-ins for the kernels. `calls` has their names."""
+    """Replacements of the CUDA kernels by plain operators. `calls` lists the kernels that were called."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

@@ -349,7 +349,7 @@ def test_windows_in_bfloat16_go_to_the_fused_kernel_of_processors_with_matrix_un
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_windows_go_to_the_kernel_of_an_accelerator(is_causal, monkeypatch):
-    """A stand-in checks the arguments. Masks, global tokens and dropout take the other form."""
+    """Its replacement checks the arguments. Masks, global tokens and dropout take the other form."""
 
     def stand_in(query, key, value, ends, ends_of_keys, longest, longest_of_keys, *, scale, window_size):
         assert ends.dtype == ends_of_keys.dtype == torch.int32

@@ -19,8 +19,8 @@ where a key is sampled by the estimated norm of its column of the attention matr
 Departures from the paper:
 
 - A head has a window in place of the hash blocks where the exact rows of 32 queries show that the window holds more of
-  their weight (`near_field="auto"`, the default). On MiniLM with 512 tokens and budget 128 the error is .28 with the
-  hash, .15 with a window and .15 with this choice. On DeiT-tiny with 1,025 tokens and budget 128 it is .20, .19, .18.
+  their weight (`near_field="auto"`, the default). On MiniLM with 512 tokens and budget 128 the error is .27 with the
+  hash, .15 with a window and .14 with this choice. On DeiT-tiny with 1,025 tokens and budget 128 it is .18, .16, .14.
 - Each block of neighbouring queries draws its own m keys, by norms over its own group of neighbouring blocks
   (`score_groups`). Algorithm 1 has one draw for all queries (`columns="all"`). A draw per block costs little, because
   the sampled keys are gathered for each block anyway. It adapts the keys to the queries, and the independent errors of

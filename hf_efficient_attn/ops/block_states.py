@@ -14,8 +14,8 @@ from torch.nn.functional import pad
 from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.partial import Partial
 
-# What stands for the lse of an empty set: finite, so that no softmax is NaN. Excluded blocks get twice as much, and
-# what is below the limit is empty.
+# The lse of an empty set: a finite number, so that no softmax is NaN. That of an excluded block is twice as low, and
+# a set whose lse is below the limit is empty.
 _EMPTY, _LIMIT = -1e30, -0.9e30
 
 

@@ -184,7 +184,7 @@ def _kernel_backward(
 
 
 def _has_kernel(query: Tensor, scale: float) -> bool:
-    """Whether the fused kernels exist for this device, dtype and scale. Meta tensors stand for those of CUDA."""
+    """Whether the fused kernels exist for this device, dtype and scale. Meta tensors count as CUDA tensors."""
     return query.device.type in ("cuda", "meta") and query.dtype != torch.float64 and scale != 0.0
 
 

@@ -185,10 +185,9 @@ def choose_near_field(
     samples is about this sum divided by sqrt(m), so that the roots of the sums of its squares are compared. They do
     not depend on the values or on the draw. The blocks of the hash are taken where they leave clearly less.
 
-    On activations of BERT (512 tokens, budget 128) the mean error of KDEformer is .277 with hash blocks, .153 with a
-    window, .150 with this choice and .145 with the better one of each head; on those of DeiT (1,025 tokens, budget 128)
-    .203, .188, .176 and .172. Comparing sums of squared weights, or 64 rows, changes little; 16 rows are too few for
-    DeiT.
+    On activations of BERT (512 tokens, budget 128) the mean error of KDEformer is .271 with hash blocks, .153 with a
+    window and .144 with this choice; on those of DeiT (1,025 tokens, budget 128) .177, .157 and .143. Comparing sums of
+    squared weights, or 64 rows, changes little; 16 rows are too few for DeiT.
 
     Args:
         query: (BH, Nq, D).

@@ -206,7 +206,7 @@ def _attend(
 
     if _is_fixed(query):
         return repaired(slice(None))
-    # Head by head: with others beside it, the rounding of a head could differ.
+    # One head at a time, because rounding in a product of several heads could depend on the other heads.
     is_safe = safe.flatten(1).all(1).tolist()
     if all(is_safe):
         return out

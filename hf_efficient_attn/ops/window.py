@@ -48,7 +48,7 @@ def has_window_kernel(query: Tensor, value: Tensor) -> bool:
     """Whether `window_by_kernel` takes queries (B, H, N, D) and values (B, H, N, Dv) and is faster than blocks.
 
     It needs half precision, NVIDIA's tensor cores of Ampere or later, and a PyTorch whose kernel has windows. Meta
-    tensors stand for such a device.
+    tensors count as tensors of such a device.
     """
     device, dim = query.device, query.shape[3]
     if backend(query) == "cpu" or query.dtype not in (torch.float16, torch.bfloat16) or not _kernel_has_windows():

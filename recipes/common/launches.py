@@ -272,7 +272,7 @@ class _Counting(TorchDispatchMode):
             return known._init_fn(*args, **kwargs)
 
     def _transfers(self, name: str, given: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Count copies between devices and other operators that wait, before they fail for want of data."""
+        """Count copies between devices and other operators that wait, before they fail because there is no data."""
         devices = {x.device.type for x in given if x.dim() or name in ("copy_", "_to_copy")}
         target = {torch.device(kwargs["device"]).type} if name == "_to_copy" and kwargs.get("device") else set()
         if len(devices | target) > 1:
