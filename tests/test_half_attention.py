@@ -168,3 +168,18 @@ def test_compute_dtype_of_a_state(monkeypatch):
     assert whole.dtype == outs[0].dtype == torch.float32
     torch.testing.assert_close(torch.cat(outs, 2), whole, rtol=0.02, atol=0.02)
     assert not torch.equal(whole, hea.attention("linear", *tensors, is_causal=True))
+
+
+@pytest.mark.parametrize("size", [30.0, 1e3])
+def test_scores_whose_rounding_is_large(size):
+    """bfloat16 rounds a score of 32,000 by up to 64. Weights relative to such a maximum would overflow."""
+    query, key, value = (numbers(2, 3, 64, 16, seed=s) for s in range(3))
+    leaves = [x.bfloat16().requires_grad_() for x in (3 * size * query, size * key, value)]
+    part = partial_attention(*leaves, scale=0.25)
+    with torch.no_grad():
+        exact = partial_attention_naive(*(x.double() for x in leaves), scale=0.25)
+    assert part.lse.abs().max() > 1e4
+    assert error(part.lse, exact.lse) < 1e-3
+    assert error(part.out, exact.out) < 0.02
+    grads = torch.autograd.grad(part.out.float().square().sum() + part.lse.sum(), leaves)
+    assert all(x.isfinite().all() for x in grads)

@@ -27,6 +27,11 @@ _LEAST_OF_BLOCK, _LEAST_NUMEL = 1 << 12, 1 << 16
 _Index = tuple[int, slice, slice]
 
 
+# Exponents of two above this are rounded to bfloat16 by more than 8, and may be far from the maximum of their row. The
+# second is the maximum of a row without keys.
+_MAX_ROUNDED, _NO_KEY = 2.0**12, -1e30
+
+
 @functools.cache
 def has_amx() -> bool:
     """Whether the CPU has units for tiles of a matrix. With them the fused kernel is fast in bfloat16."""
@@ -52,24 +57,24 @@ def use_half(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], scale: float
 class _Pieces:
     """Products of rows with keys, a few blocks or rows at a time, in buffers that stay in a cache.
 
-    Iterating gives the index of each piece. Both factors have three more dimensions: one for which keys are 1, and two
-    for the columns of the keys.
+    Iterating gives the index of each piece. Both factors have four more dimensions: the first and the last, for which
+    keys are 1, and two for the columns of the keys.
     """
 
     def __init__(
         self, query: Tensor, key: Tensor, columns: Tensor | None, constants: tuple[float, float, float]
     ) -> None:
-        """Query (BH, T, Nq, D), key (BH, T or 1, Nk, D), columns (., ., Nk, 2) and what queries have for all three."""
+        """Query (BH, T, Nq, D), key (BH, T or 1, Nk, D), columns (., ., Nk, 2) and three of the numbers of queries."""
         self._shape, self._key, self._columns = query.shape, key, columns
         (_, num_blocks, block_q, self._dim), block_k = query.shape, key.shape[2]
         self._step = min(num_blocks, max(1, _SCORES_NUMEL // (block_q * block_k)))
         self._rows = min(block_q, max(_LEAST_ROWS, _SCORES_NUMEL // block_k))
-        width = self._dim + 3 + -(self._dim + 3) % 8
+        width = self._dim + 4 + -(self._dim + 4) % 8
         self.numel = self._step * self._rows * block_k
         self._scores = query.new_empty(self.numel)
         self._wide_queries = query.new_zeros(self._step * self._rows, width)
         self._wide_keys = query.new_zeros(self._step * block_k, width)
-        self._wide_keys[:, self._dim] = 1.0
+        self._wide_keys[:, self._dim] = self._wide_keys[:, self._dim + 3] = 1.0
         for i, constant in enumerate(constants):
             self._wide_queries[:, self._dim + i] = constant
         self._filled: tuple[int, slice] | None = None
@@ -85,7 +90,7 @@ class _Pieces:
         """The rows (t, m, D) of a piece with their further dimensions."""
         wide = self._wide_queries[: own.shape[0] * own.shape[1]].view(*own.shape[:2], -1)
         wide[..., : self._dim] = own
-        wide[..., self._dim] = 0.0
+        wide[..., self._dim] = wide[..., self._dim + 3] = 0.0
         return wide
 
     def keys(self, some: _Index) -> Tensor:
@@ -159,12 +164,23 @@ def half_attention(
         in_float32.copy_(scores)
         if pairs is not None:
             in_float32.add_(_blocks_of(pairs, some)[:, some[2]])
-        shift = (in_float32.amax(-1).clamp_(min=-1e30) / (scale * LOG2_E)).to(query.dtype)
+        row_max = in_float32.amax(-1).clamp_(min=_NO_KEY)
+        shift = (row_max / (scale * LOG2_E)).to(query.dtype)
         queries[..., query.shape[3]] = -shift
-        weights = _weights(pieces.product(queries, keys, scale * LOG2_E), pairs, some)
+        scores, rest = pieces.product(queries, keys, scale * LOG2_E), torch.zeros_like(shift)
+        # Of a very large maximum the rounding is large, too. What it leaves is known from the second product.
+        is_large = (row_max.abs() > _MAX_ROUNDED) & (row_max > _NO_KEY)
+        if bool(is_large.any()):
+            in_float32.copy_(scores)
+            if pairs is not None:
+                in_float32.add_(_blocks_of(pairs, some)[:, some[2]])
+            rest = (in_float32.amax(-1) / (scale * LOG2_E)).masked_fill_(~is_large, 0.0).to(query.dtype)
+            queries[..., query.shape[3] + 3] = -rest
+            scores = pieces.product(queries, keys, scale * LOG2_E)
+        weights = _weights(scores, pairs, some)
         total = in_float32.copy_(weights).sum(-1)
         torch.div(torch.bmm(weights, values.expand(len(weights), -1, -1)), total.unsqueeze(-1), out=out[some])
-        lse[some] = total.log_().add_(shift.float(), alpha=scale)
+        lse[some] = total.log_().add_(shift.float() + rest.float(), alpha=scale)
     out, lse = out.view(*shape, -1), lse.view(shape)
     empty = None if bias is None else bias.amax(-1) == -torch.inf
     if empty is not None and bool(empty.any()):
@@ -193,11 +209,13 @@ def half_attention_backward(
     delta = delta if grad_lse is None else delta - grad_lse
     empty = lse == -torch.inf
     lse = lse.masked_fill(empty, 0.0)
-    shift = ((lse - math.log(key.shape[2]) / 2) / scale).to(query.dtype)
-    inverse = torch.exp(shift.float() * scale - lse).masked_fill_(empty, 0.0)
+    exact_shift = (lse - math.log(key.shape[2]) / 2) / scale
+    shift = exact_shift.to(query.dtype)
+    rest = (exact_shift - shift).to(query.dtype)
+    inverse = torch.exp((shift.float() + rest.float()) * scale - lse).masked_fill_(empty, 0.0)
     grad_out = (grad_out * inverse.unsqueeze(-1)).to(query.dtype)
-    query, grad_out, shift, delta = (
-        _as_one_sequence(x, key, value, bias) for x in (query, grad_out, shift, delta * inverse)
+    query, grad_out, shift, rest, delta = (
+        _as_one_sequence(x, key, value, bias) for x in (query, grad_out, shift, rest, delta * inverse)
     )
     columns, pairs, unit = _split_bias(bias, query, scale)
     of_scores = _Pieces(query, key, columns, (0.0, unit, unit))
@@ -206,7 +224,7 @@ def half_attention_backward(
     grad_bias = None if bias is None or not with_bias else torch.zeros(bias.shape)
     for some in of_scores:
         queries = of_scores.queries(query[some])
-        queries[..., shape[3]] = -shift[some]
+        queries[..., shape[3]], queries[..., shape[3] + 3] = -shift[some], -rest[some]
         weights = _weights(of_scores.product(queries, of_scores.keys(some), scale * LOG2_E), pairs, some)
         rows = of_values.queries(grad_out[some])
         rows[..., value.shape[3] + 1] = high = -delta[some].to(query.dtype)
