@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods import attention_with_state
+from hf_efficient_attn.ops import accelerator
 from hf_efficient_attn.ops import causal as causal_ops
 from hf_efficient_attn.ops import near_far as near_far_ops
 from instances import Instance, inputs, padding_mask, relative_error
@@ -62,6 +63,11 @@ def check_shapes(instance: Instance, is_causal: bool, padding: str = "none", **s
         # The tables of the projections are float32 in any case.
         rounding = 1.0 + 20.0 * max(torch.finfo(dtype).eps for dtype in (value.dtype, torch.float32))
         assert out.abs().max() <= value.abs().max() * rounding + 1e-6, "an output exceeds all values"
+
+
+def inexact_budgets() -> int:
+    """The number of budgets beyond which no method is exact: the causal nearfar is up to 4.5 on accelerators."""
+    return 2 if accelerator.backend(torch.empty(0)) == "cpu" else 5
 
 
 def check_exact(instance: Instance, is_causal: bool, length: int, padding: str = "none", **shape: Any) -> None:
@@ -212,7 +218,9 @@ def check_state(instance: Instance, cuts: list[int], padding: str = "none", **sh
 # 4. The batch.
 
 
-def check_batch(instance: Instance, is_causal: bool, padding: str = "none", **shape: Any) -> None:
+def check_batch(
+    instance: Instance, is_causal: bool, padding: str = "none", tolerance: float = 1e-8, **shape: Any
+) -> None:
     """The output of each sequence of a batch is that of the sequence alone."""
     shape = {"batch": 3, "dtype": torch.float64, **shape}
     tensors = inputs(**shape)
@@ -221,7 +229,7 @@ def check_batch(instance: Instance, is_causal: bool, padding: str = "none", **sh
     for b in range(shape["batch"]):
         own_mask = None if key_mask is None else key_mask[b : b + 1]
         alone = instance(*(x[b : b + 1] for x in tensors), own_mask, is_causal=is_causal)
-        assert_close(out[b : b + 1], alone, 1e-8)
+        assert_close(out[b : b + 1], alone, tolerance)
 
 
 # 5. Seeds.
@@ -229,7 +237,7 @@ def check_batch(instance: Instance, is_causal: bool, padding: str = "none", **sh
 
 def check_seeds(instance: Instance, is_causal: bool, **shape: Any) -> None:
     """The seed alone determines the output, and the global generator is not used."""
-    tensors = inputs(**{"q_len": 90, **shape})
+    tensors = inputs(**{"q_len": 130, **shape})
     torch.manual_seed(0)
     state = torch.random.get_rng_state()
     first, again, other = (instance(*tensors, is_causal=is_causal, seed=s) for s in (3, 3, 4))
@@ -244,7 +252,7 @@ def check_seeds(instance: Instance, is_causal: bool, **shape: Any) -> None:
 
 def check_global_seed(instance: Instance, is_causal: bool, **shape: Any) -> None:
     """With seed=None, for training, the state of the global generator determines the output."""
-    tensors = inputs(**{"q_len": 90, **shape})
+    tensors = inputs(**{"q_len": 130, **shape})
     outs = []
     for start in (0, 0, 1):
         torch.manual_seed(start)
@@ -389,7 +397,8 @@ def check_whole_budget(instance: Instance, is_causal: bool, length: int, **shape
 
 def check_converges(instance: Instance, is_causal: bool, length: int = 200) -> None:
     """The error decreases with the budget, and is 0 if the budget is as large as the sequence."""
-    errors = [budget_error(instance, is_causal, c, q_len=length) for c in (length // 8, length // 3, length - 20)]
+    middle = length // (inexact_budgets() + 1)
+    errors = [budget_error(instance, is_causal, c, q_len=length) for c in (length // 8, middle, length - 20)]
     assert errors[0] > errors[1] > errors[2] > 0, errors
     check_whole_budget(instance, is_causal, length)
 

@@ -190,6 +190,14 @@ def test_several_rows_in_a_forward_pass(made, text, capsys):
     assert result["data"]["rows"] == 4  # the agreement is that of four inputs, in two passes
 
 
+@pytest.mark.parametrize("family", ["bert", "vit"])
+def test_dtype_of_the_model(family, made, capsys):
+    arguments = ["benchmark", made(family, family == "vit"), "--methods", "linear", "--lengths", 40, "--rounds", 1]
+    for dtype in ("float32", "bfloat16"):
+        result = run_json(capsys, *arguments, "--no-memory", "--dtype", dtype)
+        assert result["machine"]["dtype"] == dtype and result["complete"]
+
+
 def test_length_of_a_picture_is_that_of_its_longest_attention(tmp_path, capsys):
     """The first stage of T2T-ViT has a token for every second pixel, though patches have eight pixels."""
     config = T2TViTConfig(
@@ -525,6 +533,7 @@ def test_peak_memory():
         (["GPT2", "--rounds", "999999999999"], "give at most 1000"),
         (["GPT2", "--minutes", "0"], "--minutes"),
         (["GPT2", "--device", "abacus"], "--device abacus: PyTorch cannot compute there"),
+        (["GPT2", "--dtype", "int8"], "--dtype 'int8' is not one of float32, bfloat16, float16"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -29,7 +29,7 @@ import hf_efficient_attn as hea
 from hf_efficient_attn import cli
 from hf_efficient_attn.evaluation import timing
 from instances import inputs, numbers, relative_error
-from recipes.benchmarks import attention, error, flurka, peers, tasks
+from recipes.benchmarks import attention, compiled, error, flurka, peers, step, tasks
 from recipes.common import inputs as real_inputs
 from recipes.common import memory
 
@@ -444,6 +444,18 @@ def test_errors_of_default_hyperparameters(monkeypatch, capsys, tmp_path):
     for more in (["--budget", "8"], ["--check"]):
         assert accuracy(*arguments, "--defaults", *more) == 2
         assert "leave out --budget and --check" in capsys.readouterr().err
+
+
+def test_errors_of_the_form_for_accelerators(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(error, "minilm_activations", lambda *_, length: tiny_activations()[0])
+    arguments = ["--method", "nearfar,longformer", "--budget", "8", "--seeds", "1"]
+    found = []
+    for more in ([], ["--accelerator"]):
+        assert accuracy(*arguments, *more, "--csv", str(tmp_path / "errors.csv")) == 0
+        assert ("form for accelerators" in capsys.readouterr().out) == bool(more)
+        found.append([float(row["error"]) for row in read_csv(tmp_path / "errors.csv")])
+    cpu, library = found
+    assert cpu[0] != library[0] and abs(cpu[1] - library[1]) < 1e-4
 
 
 def test_methods_by_budgets():
@@ -958,3 +970,40 @@ def test_goals_of_flurka(monkeypatch, capsys):
 def test_flurka_command_refuses(arguments, message, capsys):
     assert benchmark_of_flurka(*arguments) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.exhaustive
+@needs_minilm
+def test_step_of_minilm_is_compared_with_its_goals(monkeypatch, capsys):
+    taken = {"linear": 1.0, "longformer": 2.0}
+
+    def paired(reference, calls, rounds, bar):
+        for call in (reference, *calls.values()):
+            call(), call()
+        timed = {label: timing.Timing(taken[label], 2.0, 2.0 / taken[label], 1.0, 1.0) for label in calls}
+        return timing.Timing(2.0, 2.0, 1.0, 1.0, 1.0), timed
+
+    monkeypatch.setattr(step, "paired", paired)
+    monkeypatch.setattr(step, "STEP_GOALS", {64: dict.fromkeys(taken, 1.5)})
+    options = ["--model", "minilm", "--no-memory", "--check"]
+    assert cli.run(step.app, [*options, "--method", "linear"], "step") == 0
+    capsys.readouterr()
+    assert cli.run(step.app, options, "step") == 1
+    assert "| longformer, 64: times faster | 1 " in capsys.readouterr().out
+    assert cli.run(step.app, ["--check"], "step") == 2
+    assert "--model minilm" in capsys.readouterr().err
+
+
+def test_compiled_methods_are_compared_with_eager_mode(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(compiled, "GOAL", 0.0)
+    options = ["--length", "64", "--method", "linear,linformer", "--rounds", "1", "--threads", "1"]
+    path = tmp_path / "a.csv"
+    assert cli.run(compiled.app, [*options, "--backward", "--check", "--csv", str(path)], "compiled") == 0
+    rows = read_csv(path)
+    assert [row["method"] for row in rows] == ["linear", "linformer"] and float(rows[0]["compile_seconds"]) > 0
+    monkeypatch.setattr(compiled, "GOAL", 1e6)
+    capsys.readouterr()
+    assert cli.run(compiled.app, [*options, "--causal", "--check"], "compiled") == 1
+    assert "linformer" not in capsys.readouterr().out
+    assert cli.run(compiled.app, ["--method", "linformer", "--causal"], "compiled") == 2

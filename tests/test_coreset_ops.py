@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_efficient_attn.ops import coreset
+from hf_efficient_attn.ops.accelerator import use_backend
 from hf_efficient_attn.ops.coreset import (
     Pivots,
     candidate_positions,
@@ -218,3 +219,34 @@ def test_nearest_landmark(monkeypatch, by_product):
     distance = torch.cdist(points, landmarks).masked_fill(~used[:, None], torch.inf)
     torch.testing.assert_close(distance.gather(2, found.unsqueeze(2))[..., 0], distance.amin(2), rtol=1e-4, atol=1e-4)
     assert found[1].max() < 5
+
+
+@pytest.mark.parametrize("content", CONTENT)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_pivots_in_two_draws_are_different_and_valid(content, dtype):
+    for factor, valid, count in itertools.product((1e-3, 1.0, 100.0), (None, VALID), (1, 2, 37, 50)):
+        points = (points_of(content) * factor).to(dtype)
+        with use_backend("library"):
+            ours = choose_pivots(points, valid, count, seed=0, batch=3)
+        assert_different_valid(ours, valid, count)
+
+
+def test_the_second_draw_avoids_what_the_first_one_covers():
+    """Of 20 pivots of 16 clusters of four, 5 are drawn first. The others are of other clusters while there are any."""
+    centers = 6.0 * torch.eye(16, dtype=torch.float64)
+    points = (centers.repeat(4, 1) + 1e-7 * numbers(64, 16))[None].expand(40, -1, -1)
+    with use_backend("library"):
+        chosen = choose_pivots(points, None, 20, seed=0, batch=1).candidate % 16
+    for row in chosen.tolist():
+        assert not set(row[:5]) & set(row[5:])
+
+
+def test_a_matrix_that_rounding_makes_indefinite_does_not_repeat_a_pivot(monkeypatch):
+    points = points_of("normal").float()
+
+    def fails(matrix):
+        return torch.full_like(matrix, torch.nan), torch.ones(len(matrix), dtype=torch.int32)
+
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", fails)
+    with use_backend("library"):
+        assert_different_valid(choose_pivots(points, VALID, 37, seed=0, batch=1), VALID, 37)

@@ -76,10 +76,11 @@ def test_unknown_groups_are_refused(folder):
 def test_step_is_trained_and_measured(tmp_path):
     before = step.make_model(hea.LinearConfig(), 32)
     assert before.config._attn_implementation == "linear" and before.training
-    do_step = step.make_step(None, 32)
+    case = step.Case(32, threads=torch.get_num_threads())
+    do_step = step.make_step(None, case)
     do_step(), do_step()
-    case = {"config": hea.LinearConfig().to_dict(), "length": 32, "threads": torch.get_num_threads(), "steps": 1}
-    assert step.child(case) > 2**20
+    given = {"config": hea.LinearConfig().to_dict(), "steps": 1, **case._asdict()}
+    assert step.child(given) > 2**20
     call = ["--length", "32", "--method", "linear", "--rounds", "1", "--no-memory", "--csv", str(tmp_path / "a.csv")]
     done = runner.invoke(step.app, [*call, "--plot", str(tmp_path / "a.png")])
     assert done.exit_code == 0, done.output

@@ -19,7 +19,7 @@ _BLOCKS, _QUERIES, _KEYS, _DIM = 5, 24, 40, 16
 def products(monkeypatch):
     """Take the form of processors with bfloat16 products and without AMX, for small blocks, with several chunks."""
     monkeypatch.setattr(precision, "_CPU_HAS_BFLOAT16", True)
-    monkeypatch.setattr(partial_module, "has_amx", lambda: False)
+    monkeypatch.setattr(precision, "_CPU_HAS_MATRIX_UNITS", False)
     monkeypatch.setattr(half_attention, "_LEAST_OF_BLOCK", 0)
     monkeypatch.setattr(half_attention, "_LEAST_NUMEL", 0)
     monkeypatch.setattr(half_attention, "_LEAST_ROWS", 1)
@@ -115,7 +115,7 @@ def test_medium_precision_selects_bfloat16_products(products, dtype):
 
 
 def test_with_amx_the_fused_kernel_runs(products, monkeypatch):
-    monkeypatch.setattr(partial_module, "has_amx", lambda: True)
+    monkeypatch.setattr(precision, "_CPU_HAS_MATRIX_UNITS", True)
     query, key, value = inputs(_BLOCKS, None)
     partial_attention(query, key, value, scale=0.25)
     assert not products

@@ -13,7 +13,16 @@ from torch import Tensor
 
 from hf_efficient_attn import functional
 from hf_efficient_attn.methods import longformer
-from hf_efficient_attn.ops import causal, constants, gather_attend, near_far, onednn, window
+from hf_efficient_attn.ops import (
+    causal,
+    constants,
+    gather_attend,
+    near_far,
+    near_far_sampling,
+    onednn,
+    precision,
+    window,
+)
 from hf_efficient_attn.ops import partial as partial_module
 from hf_efficient_attn.ops.accelerator import use_backend
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take, valid_first
@@ -332,7 +341,7 @@ def test_windows_in_bfloat16_go_to_the_fused_kernel_of_processors_with_matrix_un
         calls.append(query.dtype)
         return partial_attention(query, *rest, **rest_options)
 
-    monkeypatch.setattr(window, "has_amx", lambda: True)
+    monkeypatch.setattr(precision, "_CPU_HAS_MATRIX_UNITS", True)
     monkeypatch.setattr(window, "partial_attention", recorded)
     ours = window_partial(*(x.bfloat16() for x in row), **options)
     assert set(calls) == {torch.bfloat16}
@@ -341,7 +350,7 @@ def test_windows_in_bfloat16_go_to_the_fused_kernel_of_processors_with_matrix_un
     close(ours.lse.double(), expected.lse, 0.05)
     # Without the matrix units, and in float32, plain products in float32 are faster.
     for tensors, has_units in (([x.bfloat16() for x in row], False), ([x.float() for x in row], True)):
-        monkeypatch.setattr(window, "has_amx", lambda has_units=has_units: has_units)
+        monkeypatch.setattr(precision, "_CPU_HAS_MATRIX_UNITS", has_units)
         calls.clear()
         window_partial(*tensors, **options)
         assert not calls
@@ -747,8 +756,8 @@ def test_feature_states_are_the_products_of_feature_maps():
 # Near and far field.
 
 
-def sampling(**changes) -> near_far.SamplingOptions:
-    default = near_far.SamplingOptions(20, "probe", 8, False, 0.5, seed=0, batch=2, groups=3)
+def sampling(**changes) -> near_far_sampling.SamplingOptions:
+    default = near_far_sampling.SamplingOptions(20, "probe", 8, False, 0.5, seed=0, batch=2, groups=3)
     return default._replace(**changes)
 
 
@@ -813,7 +822,7 @@ def test_probes_of_all_queries_are_the_norms_of_the_residual(near_field, mask):
     for a in (0, 2):
         count = int(valid[a].sum())
         offset = torch.full((4,), 0.5, dtype=torch.float64)
-        ours = near_far.probe_scores(query, key, near, key_mask, offset, sampling(num_probes=count, groups=1))
+        ours = near_far_sampling.probe_scores(query, key, near, key_mask, offset, sampling(num_probes=count, groups=1))
         close(ours[a, 0], residual[a].square().sum(0))
 
 
@@ -823,7 +832,7 @@ def test_groups_of_blocks_partition_the_queries(near_field, mask):
     """Group sizes differ by at most one block, and each valid query is in one group. Some groups may be empty."""
     _, near, _ = plan(near_field, mask=mask)
     for groups in (1, 3, 4, 50):
-        first, count, group = near_far.query_groups(near, groups)
+        first, count, group = near_far_sampling.query_groups(near, groups)
         for a in (0, 2):
             queries = 90 if mask is None else int(mask[a // 2].sum())
             num_blocks = -(-queries // near.block_q)
@@ -848,11 +857,13 @@ def test_probes_of_a_group_are_queries_of_its_blocks(near_field, mask):
     valid = torch.ones(4, 90, dtype=torch.bool) if mask is None else key_mask
     scores = (query @ key.transpose(1, 2) * 0.5).masked_fill(~valid[:, None], -torch.inf)
     residual = scores.softmax(-1).masked_fill(held, 0.0)
-    first, count, _ = near_far.query_groups(near, 2)
+    first, count, _ = near_far_sampling.query_groups(near, 2)
     for a in (0, 2):
         each, total = int(count[a, 1]), int(count[a].sum())
         offset = torch.full((4,), 0.5, dtype=torch.float64)
-        ours = near_far.probe_scores(query, key, near, key_mask, offset, sampling(num_probes=2 * each, groups=2))[a, 1]
+        ours = near_far_sampling.probe_scores(
+            query, key, near, key_mask, offset, sampling(num_probes=2 * each, groups=2)
+        )[a, 1]
         index = torch.arange(int(first[a, 1]), int(first[a, 1]) + each)
         queries = index if near.query_order is None else near.query_order[a, index]
         close(ours, residual[a, queries].square().sum(0) * total / each)
@@ -875,23 +886,24 @@ def test_sampling_scores_are_those_of_the_paper():
 
     def scores(kind):
         options = sampling(scores=kind, num_probes=90, groups=1)
-        return near_far.sampling_scores(query, key, value, near, None, offset, options)
+        return near_far_sampling.sampling_scores(query, key, value, near, None, offset, options)
 
     squares = value.square().sum(-1)
     ours = scores("value_norm")
     close(ours[:, 0], squares.gather(1, near.key_order), 1e-5)
     assert torch.equal(scores("uniform"), torch.ones(4, 1, 90, dtype=torch.float64))
-    norms = near_far.probe_scores(query, key, near, None, offset, sampling(num_probes=90, groups=1))[:, 0]
-    # From 384 evenly spread values, so that each of the 90 is used four or five times.
-    spread = value[:, ((torch.arange(384) + 0.5) * 90 / 384).long()]
-    singular = torch.linalg.svdvals(spread)
-    gamma = 384 / 90 / singular.pow(4).sum(1).sqrt()
-    close(near_far.sampled_norm_squared(value, None)[:, 0], 1.0 / gamma)
+    norms = near_far_sampling.probe_scores(query, key, near, None, offset, sampling(num_probes=90, groups=1))[:, 0]
+    singular = torch.linalg.svdvals(value)
+    gamma = 1.0 / singular.pow(4).sum(1).sqrt()
+    close(near_far_sampling.sampled_norm_squared(value, None)[:, 0], 1.0 / gamma)
     # The Frobenius norm of V^T V is not less than the square of the operator norm of V, and equal for rank 1.
-    assert (1.0 / gamma >= 90 / 384 * singular[:, 0].square()).all()
+    assert (1.0 / gamma >= singular[:, 0].square()).all()
     line = value[:, :, :1] * value[:, :1]
-    largest = 90 / 384 * torch.linalg.matrix_norm(line[:, ((torch.arange(384) + 0.5) * 90 / 384).long()], 2).square()
-    close(near_far.sampled_norm_squared(line, None)[:, 0], largest)
+    close(near_far_sampling.sampled_norm_squared(line, None)[:, 0], torch.linalg.matrix_norm(line, 2).square())
+    # Of more than 767 values, every second is used, every third from 3 * 384 on, and so on.
+    many = numbers(4, 1153, 5)
+    largest = torch.linalg.matrix_norm(many[:, 1::3].mT @ many[:, 1::3]) * (1153 / 384)
+    close(near_far_sampling.sampled_norm_squared(many, None)[:, 0], largest)
     ours = scores("probe")[:, 0].gather(1, inverse(near.key_order))
     close(ours, norms + gamma[:, None] * squares, 1e-5)
 
@@ -901,13 +913,13 @@ def test_sampling_scores_are_those_of_the_paper():
 def test_the_far_field_is_unbiased(scores, independent):
     """Over many samples the mean weight of every key with a score is 1, as in the residual."""
     (query, key, value), near, _ = plan("window")
-    weights = near_far.sampling_scores(
+    weights = near_far_sampling.sampling_scores(
         query, key, value, near, None, torch.full((4,), 0.5).double(), sampling(scores=scores, groups=1)
     )
     total, draws = torch.zeros(4, 90), 4000
     for seed in range(draws):
         turns = offsets(2, seed, 12, CPU).repeat(2)[:, None]
-        far = near_far.sample_keys(weights, 20, turns, seed, independent)
+        far = near_far_sampling.sample_keys(weights, 20, turns, seed, independent)
         total.scatter_add_(1, far.sorted_index[:, 0], far.log_weight[:, 0].exp().float())
     mean = total / draws
     assert (mean.mean(1) - 1.0).abs().max() < 0.02
@@ -1086,7 +1098,7 @@ def test_attention_by_products(monkeypatch, shared, bias, size):
         value = 1e30 * value
     if size == "some scores":
         query[:, :, ::2] *= 60.0
-    bounded = onednn._are_bounded(query[0, 0], key[0, 0], value[0, 0])
+    bounded = onednn._are_bounded(query[0], key[0], value[0])
     assert bounded.any() == (size in ("small", "some scores"))
     assert bounded.all() == (size == "small")
     added = None if bias is None else torch.randn(2, blocks, 1, 37)
@@ -1172,11 +1184,11 @@ def test_products_get_rows_without_gaps(monkeypatch):
         return x @ weight.t() if bias is None else x @ weight.t() + bias
 
     monkeypatch.setattr(onednn, "product", product)
-    query, key, value = (torch.randn(40, 3, 8)[:, 1] for _ in range(3))
-    out = torch.empty(40, 8)
-    onednn.product_attention(query, key, value, None, 0.3, out, torch.empty(40))
-    assert seen and all(seen)
-    torch.testing.assert_close(out, (0.3 * query @ key.t()).softmax(1) @ value)
+    query, key, value = (torch.randn(40, 3, 8).transpose(0, 1) for _ in range(3))
+    out, lse = onednn.product_attention(query, key, value, None, 0.3, True)
+    assert len(seen) == 6 and all(seen)
+    torch.testing.assert_close(out, (0.3 * query @ key.mT).softmax(2) @ value)
+    torch.testing.assert_close(lse, (0.3 * query @ key.mT).logsumexp(2))
 
 
 # Constants.

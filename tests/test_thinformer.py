@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.ops import thinning
+from hf_efficient_attn.ops import batched_thinning, thinning
+from hf_efficient_attn.ops.accelerator import use_backend
 from instances import inputs, numbers, padding_mask
 
 HEADS = 3
@@ -122,3 +123,38 @@ def test_dropout_drops_kept_keys_and_holds_the_choice():
     assert abs(sums.mean().item() - 1.0) < 0.01
     plain = hea.attention("thinformer", query, key, ones, num_samples=16)
     torch.testing.assert_close(plain, torch.ones_like(plain))
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "holes", "empty"])
+@pytest.mark.parametrize(("length", "num_samples"), [(2, 1), (50, 7), (50, 49), (64, 16), (999, 24)])
+def test_deciding_all_pairs_at_a_time_keeps_the_tokens_of_the_sequence(length, num_samples, padding):
+    """The accelerator form, where all decisions of a round are made again a few times."""
+    mask = padding_mask(padding, 4, length)
+    key, value = numbers(4, length, 6), numbers(4, length, 5, seed=1)
+    if mask is not None:
+        key, value = (x.masked_fill(~mask.unsqueeze(2), 0.0) for x in (key, value))
+    ours = thin(key, value, num_samples, mask, batch=2)
+    with use_backend("library"):
+        other = thin(key, value, num_samples, mask, batch=2)
+    torch.testing.assert_close(other.log_weight.exp(), ours.log_weight.exp())
+    used = ours.log_weight > -torch.inf
+    assert torch.equal(other.token[used], ours.token[used])
+
+
+@pytest.mark.parametrize("together", [16, 512])
+def test_decisions_that_depend_on_each_other(monkeypatch, together):
+    """With equal differences, decisions of too many pairs at a time overshoot. A few are as good as one at a time."""
+    key = torch.stack((torch.zeros(128, 1), torch.ones(128, 1)), 1).view(1, 256, 1).expand(10, -1, -1)
+    value = torch.ones(10, 256, 1)
+
+    def error():
+        """How unequally often the kept tokens are 0 and 1."""
+        return (counts(thin(key, value, 128), 256)[:, ::2].sum(1) - 128.0).abs().mean().item()
+
+    walk = error()
+    monkeypatch.setattr(batched_thinning, "_TOGETHER", together)
+    with use_backend("library"):
+        ours = error()
+    fair = (2.0 / torch.pi * 128) ** 0.5
+    assert walk < fair / 3
+    assert (ours < fair / 3) == (together == 16)

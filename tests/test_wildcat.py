@@ -95,3 +95,13 @@ def test_the_coreset_is_chosen_from_the_candidates():
 def test_budget():
     config = hea.WildCatConfig(seed=3).with_budget(100)
     assert (config.num_samples, config.num_candidates, config.exact_length, config.seed) == (100, 400, 100, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_constant_feature_of_the_values_does_not_change_the_others(dtype):
+    query, key, value = inputs(q_len=300, head_dim=16, dtype=dtype)
+    out = wildcat(query, key, value, num_samples=40)
+    constant = torch.full_like(value[..., :1], 0.3)
+    more = wildcat(query, key, torch.cat((value, constant), 3), num_samples=40)
+    assert relative_error(more[..., :-1], out) < 1e-4
+    torch.testing.assert_close(more[..., -1:], constant.expand_as(more[..., -1:]))

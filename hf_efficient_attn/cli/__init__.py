@@ -19,6 +19,7 @@ from hf_efficient_attn.cli.common import (
     app,
     main_of,
     parse_device,
+    parse_dtype,
     parse_layers,
     parse_lengths,
     parse_methods,

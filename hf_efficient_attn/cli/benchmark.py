@@ -9,6 +9,7 @@ from hf_efficient_attn.cli.common import (
     DEFAULT_METHODS,
     AllowPickle,
     Device,
+    Dtype,
     Force,
     Json,
     LiveTable,
@@ -19,6 +20,7 @@ from hf_efficient_attn.cli.common import (
     command,
     complete_methods,
     parse_device,
+    parse_dtype,
     parse_lengths,
     parse_methods,
     print_json,
@@ -89,6 +91,7 @@ def benchmark(
     minutes: Minutes = None,
     threads: Threads = None,
     device: Device = None,
+    dtype: Dtype = None,
     memory: Annotated[bool, typer.Option("--memory/--no-memory", help="Measure memory.")] = True,
     output: Annotated[
         pathlib.Path | None, typer.Option(metavar="FOLDER", help="Write benchmark.json and benchmark.png there.")
@@ -109,7 +112,7 @@ def benchmark(
         raise UnsupportedAttentionError("--set needs --methods: name the methods that the hyperparameter is for")
     chosen = parse_methods(methods, setting)
     folder = output_folder(source, output, card=card, force=force)
-    procedure = Procedure(batch, rounds, memory, rows, parse_device(device))
+    procedure = Procedure(batch, rounds, memory, rows, parse_device(device), parse_dtype(dtype))
     report = Report(is_silent=as_json, with_memory=memory)
     with use_threads(threads):
         result, status = until_interrupted(

@@ -137,6 +137,16 @@ Device = Annotated[
         help="Where PyTorch computes, such as cuda, cuda:1 or mps. [default: cpu]",
     ),
 ]
+DTYPES = ("float32", "bfloat16", "float16")
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        metavar="TYPE",
+        show_default=False,
+        help=f"Dtype of the model: {', '.join(DTYPES)}. [default: that of the checkpoint]",
+    ),
+]
 Minutes = Annotated[
     float | None,
     typer.Option(
@@ -255,6 +265,23 @@ def parse_device(name: str | None) -> "torch.device":
             f"--device {name}: PyTorch cannot compute there; on this machine it can use {', '.join(found)}"
         ) from None
     return device
+
+
+def parse_dtype(name: str | None) -> "torch.dtype | None":
+    """Return the dtype for the value of --dtype, None if it is None.
+
+    Raises:
+        UnsupportedAttentionError: models are not measured in that dtype.
+    """
+    import torch
+
+    if name is None:
+        return None
+    if name not in DTYPES:
+        raise UnsupportedAttentionError(f"--dtype {name!r} is not one of {', '.join(DTYPES)}")
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found
 
 
 def is_styled() -> bool:

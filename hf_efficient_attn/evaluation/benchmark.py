@@ -167,7 +167,7 @@ class Benchmark:
         is_image = takes_pictures(model)
         longest = max(lengths) if lengths else _LONGEST if is_image else min(4 * _native_length(model), _LONGEST)
         rows = max(procedure.rows or (IMAGE_ROWS if is_image else TEXT_ROWS), procedure.batch)
-        model.to(procedure.device)
+        model.to(procedure.device, procedure.dtype)
         if lengths:
             check_memory(model, longest, procedure.batch)
         self._notes = [allow_length(model, longest) if lengths and not is_image else None]

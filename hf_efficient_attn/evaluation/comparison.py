@@ -122,6 +122,7 @@ class Procedure(NamedTuple):
         memory: whether to measure memory.
         rows: number of inputs on which the agreement is measured; None for 4 texts or 32 pictures.
         device: where PyTorch computes.
+        dtype: of the model, such as torch.bfloat16; None for that of the checkpoint.
     """
 
     batch: int = 1
@@ -129,6 +130,7 @@ class Procedure(NamedTuple):
     memory: bool = True
     rows: int | None = None
     device: "torch.device | str" = "cpu"
+    dtype: "torch.dtype | None" = None
 
 
 DEFAULT_PROCEDURE = Procedure()

@@ -30,7 +30,9 @@ Departures from the paper, and the reasons:
   Each interval has num_landmarks / 2 summaries of its own tokens. A fixed grid of chunks would cost N^2 / chunk size.
 
 EVA never switches by length. With up to window_size keys, all of them are in the near field and the output is exact.
-The computation is in `hf_efficient_attn.ops.chunk_summaries`.
+The computation is in `hf_efficient_attn.ops.chunk_summaries` and, for the causal form, in
+`hf_efficient_attn.ops.interval_summaries`. On an accelerator the causal form takes few launches
+(`hf_efficient_attn.ops.interval_levels`) if window_size / num_landmarks is 1, 2, 4, ...
 """
 
 import functools
@@ -45,19 +47,14 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
+from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, take, valid_first
-from hf_efficient_attn.ops.chunk_summaries import (
-    Heads,
-    causal_summary_attention,
-    kept_plan,
-    plan_interval_chunks,
-    plan_windows,
-    query_blocks,
-    window_attention,
-    window_sizes,
-)
+from hf_efficient_attn.ops.chunk_summaries import Heads, window_attention
+from hf_efficient_attn.ops.chunk_windows import kept_plan, plan_windows, query_blocks, window_sizes
 from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.exact import exact_decode
+from hf_efficient_attn.ops.interval_levels import interval_level_attention, interval_sizes
+from hf_efficient_attn.ops.interval_summaries import causal_summary_attention, plan_interval_chunks
 from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.random import normal
 
@@ -269,10 +266,11 @@ def _causal_form(config: EvaConfig, query: Tensor, options: AttentionOptions) ->
         None if level.chunk == 1 else _noise(config, query, options, level.num_chunks, _LEVELS + i)
         for i, level in enumerate(plan)
     ]
-    attention = functools.partial(
-        causal_summary_attention, plan=plan, block=block, scale=options.scale, dropout_p=options.dropout_p
-    )
-    return attention, noises
+    sizes = interval_sizes(query.shape[2], block, max(1, config.num_landmarks // 2))
+    scale, dropout_p = options.scale, options.dropout_p
+    if backend(query) != "cpu" and scale != 0.0 and sizes is not None:
+        return functools.partial(interval_level_attention, sizes=sizes, scale=scale, dropout_p=dropout_p), noises
+    return functools.partial(causal_summary_attention, plan=plan, block=block, scale=scale, dropout_p=dropout_p), noises
 
 
 def decode(config: EvaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:

@@ -11,6 +11,7 @@ The computation is in `hf_efficient_attn.ops.linear_attention`. The paper has no
 import functools
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn.functional import dropout
 
@@ -28,6 +29,7 @@ from hf_efficient_attn.ops.linear_attention import (
     linear_attention,
     normalize,
     query_features,
+    trained_linear_attention,
 )
 from hf_efficient_attn.ops.partial import accumulation_dtype
 
@@ -44,6 +46,7 @@ class LinearConfig(MethodConfig):
     rectangular = True
     exportable = True
     mixes_queries = False
+    runs_in_chunks = ("causal",)
     summary = "elu(x) + 1 features in place of the exponential; an attention of its own, for training"
     paper_url = "https://arxiv.org/abs/2006.16236"
     near = "none"
@@ -74,6 +77,10 @@ def forward(
         result = (query.shape[2], value.shape[3], dtype)
         out = chunked_over_heads(functools.partial(buffered, scale=scale), *tensors, result=result, step=BUFFERED_HEADS)
         return unflatten_heads(out, query.shape)
+
+    if not dropout_p and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        attend = functools.partial(trained_linear_attention, scale=scale, is_causal=options.is_causal)
+        return unflatten_heads(chunked_over_heads(attend, *tensors).to(dtype), query.shape)
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, *state: Tensor) -> Tensor:
         phi_q = query_features(query, scale)

@@ -5,9 +5,12 @@ Nystrom weights, in three ways: landmarks are means of clusters of keys, their w
 few queries, and in heads whose attention is local each query attends to its neighbors exactly. On activations of BERT
 (MiniLM) with 512 tokens and 128 columns, the error is .079 where WildCat has .210 and KDEformer with a window has .153.
 
+On an accelerator the bidirectional form is that of `hf_efficient_attn.ops.coreset_blocks`, which takes fewer kernels.
+There all heads have near keys, those of a block as long as the budget, unless `block_size` is 0 or `near_share` 1.
+
 `hf_efficient_attn.ops.causal_coreset` describes the causal form, in which nothing is chosen, averaged or fitted from
-later tokens. It depends on the whole budget, block_size + num_samples, and on the seed. The other hyperparameters are
-those of the bidirectional form.
+later tokens, and `hf_efficient_attn.ops.causal_landmarks` its steps on accelerators. It depends on the whole budget,
+block_size + num_samples, and on the seed. The other hyperparameters are those of the bidirectional form.
 """
 
 import dataclasses

@@ -24,6 +24,7 @@ The weights of a query sum to 1 only as far as Z is the pseudo-inverse, and some
 averages of values. There is no causal form, because a landmark contains tokens of the future. Dropout acts on F.
 """
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,7 +35,8 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import FlatHeads, flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
-from hf_efficient_attn.ops.blocks import inverse, take, valid_first
+from hf_efficient_attn.ops.accelerator import backend
+from hf_efficient_attn.ops.blocks import can_reuse_buffers, chunked_over_heads, inverse, take, valid_first
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.landmarks import Segments, attention_to_few_keys, masked_segments, segment_means
 from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
@@ -143,12 +145,15 @@ def _from_landmarks(config: NystromformerConfig, heads: FlatHeads, options: Atte
         bias = mask_bias(key_mask, acc_dtype).repeat_interleave(num_heads, 0)[:, None, None]
         landmark_bias = mask_bias(~segments.empty, acc_dtype)
         few = (key_mask.sum(1) <= count).repeat_interleave(num_heads)[:, None, None]
-    queries, keys = (
-        segment_means(x, count, own).to(dtype) for x, own in ((query, query_segments), (key, segments))
-    )  # (BH, L, D)
+    parts = (*heads[:3], bias, *(segments or (None, None)), *(query_segments or (None, None)))
+    landmarks = functools.partial(_landmarks, count=count, scale=scale, dtype=dtype)
+    if key.dtype != dtype and can_reuse_buffers(query, key, value):
+        # A few heads at a time, so that the copies in another dtype stay in the CPU's cache.
+        joined = chunked_over_heads(lambda *parts: torch.cat(landmarks(*parts), 2), *parts)
+        queries, keys, values = joined.split((query.shape[2], key.shape[2], value.shape[2]), 2)
+    else:
+        queries, keys, values = landmarks(*parts)
     middle = _landmark_weights(queries.to(acc_dtype), keys.to(acc_dtype), segments, query_segments, scale)
-    all_keys, all_values = key.to(dtype)[:, None], value.to(dtype)[:, None]
-    values = partial_attention(queries[:, None], all_keys, all_values, bias, scale=scale).out[:, 0]  # B V
     values = values.to(acc_dtype)
     if config.pinv == "solve":
         values = damped_solve(middle, values)
@@ -160,9 +165,36 @@ def _from_landmarks(config: NystromformerConfig, heads: FlatHeads, options: Atte
         # Each of a few tokens is a landmark by itself. With the values in place of W, F W is exact attention.
         own = take(value, segments.token[:, :, 0]).to(acc_dtype).masked_fill(segments.empty.unsqueeze(2), 0.0)
         values = torch.where(few, own, values)
+    # Weights that exceed the range of float16, and sums with a convolution, need the wider dtype.
+    result = value.dtype if value.dtype == torch.bfloat16 and not config.conv_kernel_size else dtype
     return attention_to_few_keys(
-        query, keys, values.to(dtype), landmark_bias, scale=scale, dropout_p=options.dropout_p, dtype=dtype
+        query, keys, values.to(dtype), landmark_bias, scale=scale, dropout_p=options.dropout_p, dtype=result
     )
+
+
+def _landmarks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    *segments: Tensor | None,
+    count: int,
+    scale: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Q~ (BH, L, D), K~ (BH, L, D) and B V (BH, L, Dv) in `dtype`.
+
+    `segments` are the two parts of `Segments`, or None, for the keys and for the queries.
+    """
+    key, value = key.to(dtype), value.to(dtype)
+    # On an accelerator the means are computed from the tokens themselves.
+    query = query if backend(query) != "cpu" else query.to(dtype)
+    own, of_query = (
+        None if token is None or weight is None else Segments(token, weight)
+        for token, weight in (segments[:2], segments[2:])
+    )
+    queries, keys = segment_means(query, count, of_query).to(dtype), segment_means(key, count, own).to(dtype)
+    return queries, keys, partial_attention(queries[:, None], key[:, None], value[:, None], bias, scale=scale).out[:, 0]
 
 
 def _landmark_weights(

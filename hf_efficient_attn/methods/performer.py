@@ -25,9 +25,9 @@ from hf_efficient_attn.ops.feature_attention import (
     BUFFERED_HEADS,
     FeatureKernel,
     buffered_causal_feature_attention,
-    causal_feature_attention,
     feature_attention,
 )
+from hf_efficient_attn.ops.feature_scan import causal_feature_attention
 from hf_efficient_attn.ops.features import key_state, softmax_features
 from hf_efficient_attn.ops.partial import Partial, merge
 
@@ -43,6 +43,7 @@ class PerformerConfig(MethodConfig):
     causal = True
     rectangular = True
     mixes_queries = False
+    runs_in_chunks = ("causal",)
     summary = "positive orthogonal random features of the softmax kernel (FAVOR+)"
     paper_url = "https://arxiv.org/abs/2009.14794"
     near = "none"
@@ -84,9 +85,9 @@ def forward(
     def some_heads(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, *state: Tensor) -> Tensor:
         if not options.is_causal:
             return feature_attention(query, key, value, key_mask, kernel=kernel, dropout_p=dropout_p).to(dtype)
-        query, (key, value, bias) = kernel.scale_query(query), kernel.scale_key(key, value, key_mask)
         before = Partial(*state) if state else None
-        return causal_feature_attention(query, key, value, bias, kernel.features, dropout_p, before).to(dtype)
+        attend = functools.partial(causal_feature_attention, kernel=kernel, dropout_p=dropout_p, initial_state=before)
+        return attend(query, key, value, key_mask).to(dtype)
 
     return unflatten_heads(chunked_over_heads(some_heads, *tensors), query.shape)
 

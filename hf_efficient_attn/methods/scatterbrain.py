@@ -9,8 +9,8 @@ On S the features cancel. The output consists of exp(q_i . k_j) on S and of phi(
 computed in this form: the far field is phi(q_i) . sum_{j not in S_i} phi(k_j) v_j^T, whose sums over the keys outside
 of S are merged from the blocks before and after the near field. Nothing is subtracted, so rounding cannot make the far
 field negative, as it does in the paper's form if one near key has most of the weight. All sums are kept in the log
-domain (`hf_efficient_attn.ops.features`). Each query has the factor exp(-|q|^2/2) / F, so that both fields have the
-same normalisation.
+domain (`hf_efficient_attn.ops.features`; on accelerators `hf_efficient_attn.ops.near_and_features`). Each query has the
+factor exp(-|q|^2/2) / F, so that both fields have the same normalisation.
 
 - `near_field="window"`: queries and keys are split into blocks of block_size by position, and a query attends to its
   own block. Three blocks of a third of this size, centred on the query's own, have an error that is 0 to 4 % smaller on
@@ -23,7 +23,6 @@ same normalisation.
   and to the previous block. A scan over the blocks provides the features of all blocks before those.
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -36,7 +35,7 @@ from hf_efficient_attn.methods._shared.registry import AttentionOptions, registe
 from hf_efficient_attn.methods._shared.sampled_keys import check_num_hashes
 from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take, valid_first
-from hf_efficient_attn.ops.causal import causal_block_partial
+from hf_efficient_attn.ops.causal_kernels import causal_block_partial
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.features import (
     key_state,
@@ -47,8 +46,9 @@ from hf_efficient_attn.ops.features import (
     states_before,
     states_elsewhere,
 )
+from hf_efficient_attn.ops.near_and_features import Features, block_attention, causal_block_attention
 from hf_efficient_attn.ops.near_field import plan_lsh
-from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, merge, partial_attention
+from hf_efficient_attn.ops.partial import Partial, merge, partial_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +61,7 @@ class ScatterbrainConfig(MethodConfig):
     year = 2021
     causal = True
     rectangular = False
+    runs_in_chunks = ("bidirectional", "causal")
     summary = "a window or hashed blocks exactly, and positive random features for the rest"
     paper_url = "https://arxiv.org/abs/2110.15343"
     near = "a block of positions or of a hash"
@@ -124,40 +125,15 @@ class _Far(NamedTuple):
             value: (BH, T, S, Dv).
             bias: (BH or 1, T, 1, S), added to the scores, or None.
         """
-        if backend(key) != "cpu":  # in the dtype of the keys, without a copy of them
-            factor = _half_square(key, self.scale).unsqueeze(2)
-            directions = self.features.to(key.dtype).expand(*key.shape[:2], -1, -1)
-            bias = factor if bias is None else factor + bias
-            return partial_attention(directions, key, value, bias, scale=abs(self.scale) ** 0.5)
         _, key, factor = split_scale(key, key, self.scale)
         factor = factor.unsqueeze(2)
         return key_state(key, value.to(key.dtype), self.features, factor if bias is None else factor + bias)
 
     def query_states(self, query: Tensor, states: Partial) -> Partial:
         """Attention of query blocks (BH, T, S, D) to their states, including the factor of each query."""
-        if backend(query) != "cpu":
-            root, options = math.copysign(abs(self.scale) ** 0.5, self.scale), {"dropout_p": self.dropout_p}
-            directions = self.features.to(query.dtype).expand(*query.shape[:2], -1, -1)
-            part = partial_attention(query, directions, states.out, states.lse.unsqueeze(2), scale=root, **options)
-            factor = _half_square(query, self.scale) - math.log(self.features.shape[0])
-            return Partial(part.out, part.lse + factor)
         query, _, _ = split_scale(query, query, self.scale)
         part = query_state(query, states, self.features, self.dropout_p)
         return Partial(part.out, part.lse + query_factor(query, self.features.shape[0]))
-
-
-def _half_square(x: Tensor, scale: float) -> Tensor:
-    """-|scale| |x|^2 / 2 of x (..., D), in the accumulation dtype: (...)."""
-    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=accumulation_dtype(x.dtype))
-    return norm.square() * (-0.5 * abs(scale))
-
-
-def _merged(near: Partial, far: Partial, never_empty: bool) -> Tensor:
-    """The output of `merge`. On an accelerator it takes fewer operations if the near field is never empty."""
-    if backend(near.out) == "cpu" or not never_empty:
-        return merge(near, far).out
-    share = torch.sigmoid(far.lse - near.lse).unsqueeze(-1).to(near.out.dtype)
-    return torch.lerp(near.out, far.out.to(near.out.dtype), share)
 
 
 def _plan(
@@ -180,8 +156,12 @@ def forward(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tenso
     """Compute the fast form; see `register_method` for the arguments."""
     shape, scale, dropout_p = query.shape, options.scale, options.dropout_p
     query, key, value, key_mask = flatten_heads(query, key, value, options.key_mask)
-    features = softmax_features(config.num_features, query.shape[-1], options.seed, query.device)
-    far = _Far(features, scale, dropout_p)
+    few_launches = backend(query) != "cpu" and scale != 0.0
+    if few_launches:
+        far: _Far | Features = Features(config.num_features, options.seed, scale, dropout_p)
+    else:
+        features = softmax_features(config.num_features, query.shape[-1], options.seed, query.device)
+        far = _Far(features, scale, dropout_p)
     if key.shape[1] <= config.exact_length:
         out = exact_attention(
             query, key, value, key_mask, is_causal=options.is_causal, scale=scale, dropout_p=dropout_p
@@ -200,16 +180,22 @@ def forward(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tenso
     return unflatten_heads(out, shape)
 
 
-def _bidirectional(query: Tensor, key: Tensor, value: Tensor, plan: _Blocks, size: int, far: _Far) -> Tensor:
+def _bidirectional(query: Tensor, key: Tensor, value: Tensor, plan: _Blocks, size: int, far: _Far | Features) -> Tensor:
     """The bidirectional form of (BH, N, D) inputs with blocks of `size` tokens: (BH, N, Dv)."""
     length = query.shape[1]
     if plan.key_order is not None:
         key, value = take(key, plan.key_order), take(value, plan.key_order)
     key, value = pad_to_blocks(key, size), pad_to_blocks(value, size)
-    bias = None
+    query_rank, valid, bias = None if plan.query_order is None else inverse(plan.query_order), None, None
     if not isinstance(plan.num_valid, int) or length % size:
         sorted_index = torch.arange(key.shape[1] * size, device=key.device)[None]
-        bias = mask_bias(sorted_index < plan.num_valid, key.dtype).unflatten(1, (key.shape[1], 1, size))
+        valid = (sorted_index < plan.num_valid).unflatten(1, (key.shape[1], size))
+    if isinstance(far, Features):
+        blocks = pad_to_blocks(query if plan.query_order is None else take(query, plan.query_order), size)
+        out = block_attention(blocks, key, value, None if valid is None else ~valid, plan.key_block, far)
+        return out[:, :length] if query_rank is None else take(out, query_rank)
+    if valid is not None:
+        bias = mask_bias(valid, key.dtype).unsqueeze(2)
     states = states_elsewhere(far.key_states(key, value, bias))
     if plan.key_block is not None:
         block = plan.key_block
@@ -217,7 +203,6 @@ def _bidirectional(query: Tensor, key: Tensor, value: Tensor, plan: _Blocks, siz
         states = Partial(out, lse)
         bias = None if bias is None else take(bias[:, :, 0].expand(key.shape[0], -1, -1), block)[:, :, None]
     bias = None if bias is None else bias.expand(key.shape[0], -1, -1, -1)
-    query_rank = None if plan.query_order is None else inverse(plan.query_order)
 
     def some_heads(
         query: Tensor,
@@ -230,15 +215,16 @@ def _bidirectional(query: Tensor, key: Tensor, value: Tensor, plan: _Blocks, siz
     ) -> Tensor:
         blocks = pad_to_blocks(query if order is None else take(query, order), size)
         near = partial_attention(blocks, key, value, bias, scale=far.scale, dropout_p=far.dropout_p)
-        never_empty = isinstance(plan.num_valid, int)
-        out = _merged(near, far.query_states(blocks, Partial(*states)), never_empty).flatten(1, 2)
+        out = merge(near, far.query_states(blocks, Partial(*states))).out.flatten(1, 2)
         return out[:, :length] if rank is None else take(out, rank)
 
     return chunked_over_heads(some_heads, query, key, value, bias, plan.query_order, query_rank, *states)
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, size: int, far: _Far) -> Tensor:
+def _causal(query: Tensor, key: Tensor, value: Tensor, size: int, far: _Far | Features) -> Tensor:
     """The causal form of (BH, N, D) inputs with blocks of `size` tokens: (BH, N, Dv). Valid tokens come first."""
+    if isinstance(far, Features):
+        return causal_block_attention(query, key, value, size, far)
     length, scale, dropout_p = query.shape[1], far.scale, far.dropout_p
     first_out = exact_attention(
         query[:, :size], key[:, :size], value[:, :size], is_causal=True, scale=scale, dropout_p=dropout_p
@@ -252,7 +238,7 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, size: int, far: _Far) -> 
         near = causal_block_partial(query, key, value, size, scale=scale, dropout_p=dropout_p)
         out, lse = far.query_states(pad_to_blocks(query[:, size:], size), Partial(*states))
         out, lse = (x.flatten(1, 2)[:, : length - size] for x in (out, lse))
-        return _merged(near, Partial(out, lse), True)
+        return merge(near, Partial(out, lse)).out
 
     return torch.cat((first_out, chunked_over_heads(some_heads, query, key, value, *states)), 1)
 

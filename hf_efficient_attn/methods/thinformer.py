@@ -18,6 +18,8 @@ Departures from the paper:
   Except: that code keeps the first token of a bucket's first pair, and then flips all decisions of a round with
   probability 1/2. Here the first decision is a fair draw.
 - The paper has no causal form, and this one has none either: a kept token would stand for later ones.
+- On accelerators 16 pairs of a bucket are decided at a time (`hf_efficient_attn.ops.batched_thinning`). The rounds, and
+  the pairs of a bucket, still follow one another, so a call is 300 to 450 kernels, where other methods have 60.
 
 Up to `num_samples` valid keys, all keys are kept, so the output is exact. Gradients hold the selection fixed.
 """
@@ -31,7 +33,8 @@ from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
 from hf_efficient_attn.ops import thinning
-from hf_efficient_attn.ops.blocks import take
+from hf_efficient_attn.ops.accelerator import backend
+from hf_efficient_attn.ops.blocks import take_both
 from hf_efficient_attn.ops.exact import exact_attention
 from hf_efficient_attn.ops.landmarks import attention_to_few_keys
 from hf_efficient_attn.ops.partial import accumulation_dtype
@@ -78,9 +81,10 @@ def forward(config: ThinformerConfig, query: Tensor, key: Tensor, value: Tensor,
         out = exact_attention(query, key, value, key_mask, is_causal=False, scale=scale, dropout_p=dropout_p)
         return unflatten_heads(out, shape)
     kept = thinning.thin(key, value, key_mask, config.num_samples, scale=scale, seed=options.seed, batch=shape[0])
-    acc_dtype = accumulation_dtype(query.dtype)
-    keys, values = (take(x, kept.token).to(acc_dtype) for x in (key, value))
-    log_weight = kept.log_weight.to(acc_dtype)
+    keys, values = take_both(key, value, kept.token)
+    log_weight = kept.log_weight.to(accumulation_dtype(query.dtype))
+    if backend(query) == "cpu":
+        keys, values = keys.to(log_weight.dtype), values.to(log_weight.dtype)
     out = attention_to_few_keys(query, keys, values, log_weight, scale=scale, dropout_p=dropout_p, dtype=value.dtype)
     return unflatten_heads(out, shape)
 

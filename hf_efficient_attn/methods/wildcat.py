@@ -20,6 +20,9 @@ Departures from the paper:
 - R_K is the largest norm of a candidate. It has no influence on the temperature if beta R_K R_Q is below 1e-3.
 - The inverse has a ridge of 1e-3, for kernels that are scaled to a unit diagonal.
 - With up to `num_samples` keys the output is exact attention.
+- On accelerators there are two draws (`hf_efficient_attn.ops.pivots`). A call is nevertheless 95 kernels, where other
+  methods have 60, because the second draw needs the Nystrom approximation by the first, and the weights are a solve in
+  float64 between two calls of a fused kernel.
 
 There is no causal form, because the coreset contains keys of the future. Dropout acts on the weights of the coreset in
 the numerator.
@@ -30,11 +33,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad, threshold
 
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import FlatHeads, flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
+from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, pad_to_blocks, take
+from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.coreset import candidate_positions, choose_pivots, regularized_solve
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
@@ -46,6 +52,8 @@ _RHO = 3.94582
 _LEAST_LOGIT = 1e-3
 # A denominator below this is rounding. The largest of its terms is about 1.
 _LEAST_DENOMINATOR = 1e-6
+# The bias of an entry without a key. It is finite, because it becomes a number of that key.
+_NO_KEY = -1e30
 # Scores of a head that are computed at a time: 4 MiB of float32.
 _SCORES = 1 << 20
 
@@ -90,7 +98,8 @@ class _Coreset(NamedTuple):
     Attributes:
         key: (BH, m, D).
         bias: (BH, m).
-        weighted: (BH, m, Dv + 1), the weights applied to the values, as multiples of `half` around `middle`, and to 1.
+        weighted: (BH, m, Dv + 1 or more), the weights applied to the values, as multiples of `half` around `middle`,
+            and to 1 in the other columns.
         middle: (BH, 1, Dv), the middle of the range of each feature of the values.
         half: (BH, 1, Dv), half of the size of the range.
     """
@@ -108,7 +117,8 @@ def forward(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, op
     if key.shape[2] <= config.num_samples:
         out = exact_attention(*flat, is_causal=False, scale=options.scale, dropout_p=options.dropout_p)
     else:
-        coreset = _make_coreset(config, flat, key.shape[0], options)
+        with torch.autocast(query.device.type, enabled=False):
+            coreset = _make_coreset(config, flat, key.shape[0], options)
         result = (query.shape[2], value.shape[3], value.dtype)
 
         def some_heads(query: Tensor, *coreset: Tensor, out: Tensor | None = None) -> Tensor:
@@ -124,9 +134,10 @@ def _kernel_scale(query: Tensor, points: Tensor, query_mask: Tensor | None, scal
     norms = torch.linalg.vector_norm(query, dim=2, dtype=points.dtype)
     if query_mask is not None:
         norms = norms.masked_fill(~query_mask, 0.0)
-    largest_query = abs(scale) * norms.amax(1)[:, None, None]
-    logit = largest_query * torch.linalg.vector_norm(points, dim=2).amax(1)[:, None, None]
-    kernel_scale = largest_query.square() / (_RHO * logit.clamp(min=_LEAST_LOGIT))
+    # With x = beta R_Q / rho this is x^2 / (x R_K) = x / R_K.
+    x = norms.amax(1)[:, None, None] * (abs(scale) / _RHO)
+    logit = x * torch.linalg.vector_norm(points, dim=2).amax(1)[:, None, None]
+    kernel_scale = x.square() / logit.clamp(min=_LEAST_LOGIT / _RHO)
     clamped: Tensor = kernel_scale.clamp(min=torch.finfo(points.dtype).tiny ** 0.5)
     return clamped
 
@@ -134,78 +145,111 @@ def _kernel_scale(query: Tensor, points: Tensor, query_mask: Tensor | None, scal
 def _make_coreset(config: WildCatConfig, heads: FlatHeads, batch: int, options: AttentionOptions) -> _Coreset:
     """Choose the coreset of every head and compute its weights."""
     acc_dtype, count, mask = accumulation_dtype(heads.key.dtype), config.num_samples, options.key_mask
-    key, value = heads.key.to(acc_dtype), heads.value.to(acc_dtype)
-    num_heads = key.shape[0] // batch
-    position, valid = candidate_positions(mask, key.shape[1], max(count, config.num_candidates), key.device)
-    position = position.repeat_interleave(key.shape[0] // position.shape[0], 0)
-    num_keys, bias = key.new_full((1, 1, 1), key.shape[1]), None
-    if mask is not None and valid is not None:
+    num_heads, kv_len = heads.key.shape[0] // batch, heads.key.shape[1]
+    position, valid = candidate_positions(mask, kv_len, max(count, config.num_candidates), heads.key.device)
+    if mask is None or valid is None:
+        num_keys, bias, position = None, None, position.expand(heads.key.shape[0], -1)
+        mean = heads.key.mean(1, keepdim=True, dtype=acc_dtype)
+    else:
+        position, valid = (x.repeat_interleave(num_heads, 0) for x in (position, valid))
         num_keys = mask.sum(1).repeat_interleave(num_heads)[:, None, None].to(acc_dtype)
         bias = mask_bias(mask, acc_dtype).repeat_interleave(num_heads, 0)[:, None, None]
-        valid = valid.repeat_interleave(num_heads, 0)
-    mean = key.sum(1, keepdim=True) / num_keys.clamp(min=1)
-    candidates = take(key, position) - mean
+        mean = heads.key.sum(1, keepdim=True, dtype=acc_dtype) / num_keys.clamp(min=1)
+    candidates = take(heads.key, position) - mean
     if valid is not None:
         candidates = candidates.masked_fill(~valid.unsqueeze(2), 0.0)
-    query_mask = heads.key_mask if heads.query.shape[1] == key.shape[1] else None
+    query_mask = heads.key_mask if heads.query.shape[1] == kv_len else None
     kernel_scale = _kernel_scale(heads.query, candidates, query_mask, options.scale)
     root = kernel_scale.sqrt()
     pivot, selected = choose_pivots(candidates * root, valid, count, seed=options.seed, batch=batch)
     keys = take(candidates, pivot)
 
     # Sums over all keys, of one row of the kernel for each key of the coreset: exp(lse) [out, 1].
-    rows = keys * kernel_scale
+    rows, key, value = keys * kernel_scale, heads.key.to(acc_dtype), heads.value.to(acc_dtype)
     out, lse = (x[:, 0] for x in partial_attention(rows[:, None], key[:, None], value[:, None], bias, scale=1.0))
-    # With n keys in a coreset for more than n, each is its own coreset.
-    few = num_keys <= count
-    points = (keys * root).double()
-    half_norm = 0.5 * points.square().sum(2, keepdim=True)
-    lse = (lse.unsqueeze(2) - rows @ mean.mT).double().masked_fill(few, 0.0) - half_norm
-    sums = torch.cat((out.double(), torch.ones_like(lse)), 2) * (lse - lse.detach().amax(1, keepdim=True)).exp()
-    kernel = (points @ points.mT - half_norm - half_norm.mT).clamp(max=0.0).exp()
-    weighted = regularized_solve(kernel, sums, _RIDGE)
-    own = torch.cat((take(value, position.gather(1, pivot)), torch.ones_like(keys[..., :1])), 2).double()
-    weighted = torch.where(few, own, weighted)
+    lse = torch.baddbmm(lse.unsqueeze(2), rows, mean.mT, alpha=-1.0)
+    middle, half = _value_range(heads.value, None if bias is None else bias[:, 0].mT, options.dropout_p, acc_dtype)
+    # The range of a feature that is constant is rounding.
+    finfo = torch.finfo(acc_dtype)
+    unit = torch.add(half, middle.abs(), alpha=8 * finfo.eps).clamp(min=finfo.tiny)
+    # The kernels of accelerators would pad the values to a multiple of 8.
+    ones = 1 + (0 if backend(out) == "cpu" else -(out.shape[2] + 1) % 8)
+    sums = pad((out - middle) / unit, (0, ones), value=1.0)
 
-    middle, half = _value_range(value, None if bias is None else bias[:, 0].mT, options.dropout_p)
-    weighted = torch.cat((weighted[..., :-1] - middle * weighted[..., -1:], weighted[..., -1:]), 2)
-    weighted = weighted / torch.cat((half.clamp(min=torch.finfo(half.dtype).tiny), torch.ones_like(half[..., :1])), 2)
+    # In float64, because a kernel matrix is nearly singular, and sums of exponentials differ by orders of magnitude.
+    points = keys * root.double()
+    kernel = points @ points.mT
+    log_size = -0.5 * kernel.diagonal(dim1=1, dim2=2).unsqueeze(2)
+    kernel = (kernel + log_size + log_size.mT).clamp(max=0.0).exp()
+    if num_keys is not None:
+        # With n keys in a coreset for more than n, each is its own coreset.
+        few = num_keys <= count
+        lse = lse.masked_fill(few, 0.0)
+    weights = (lse + log_size).softmax(1)  # up to a factor of all
+    weighted = regularized_solve(kernel, sums * weights, _RIDGE)
+    if num_keys is not None:
+        own = pad((take(value, position.gather(1, pivot)) - middle) / unit, (0, ones), value=1.0)
+        weighted, log_size = torch.where(few, own, weighted), log_size.masked_fill(few, 0.0)
     # Sums of exponentials differ by many orders of magnitude, so their size goes into the exponent of the query.
-    size = weighted.detach().abs().amax(2, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
-    log_size = (size.log() - half_norm.masked_fill(few, 0.0)).squeeze(2).masked_fill(~selected, -torch.inf)
+    size = torch.linalg.vector_norm(weighted.detach(), torch.inf, 2, keepdim=True)
+    size = size.clamp(min=torch.finfo(torch.float64).tiny)
+    log_size = (size.log() + log_size).squeeze(2)
+    if valid is not None:
+        log_size = log_size.masked_fill(~selected, _NO_KEY)
     return _Coreset(keys, log_size.to(acc_dtype), (weighted / size).to(acc_dtype), middle, half)
 
 
-def _value_range(value: Tensor, bias: Tensor | None, dropout_p: float) -> tuple[Tensor, Tensor]:
+def _value_range(value: Tensor, bias: Tensor | None, dropout_p: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The middle and half of the size of the range of every feature, (BH, 1, Dv), without the keys with a bias of -inf.
 
     With dropout, outputs are between 0 and multiples of the values, so the middle is 0.
     """
     if bias is None:
-        low, high = value.amin(1, keepdim=True), value.amax(1, keepdim=True)
+        ends = torch.stack((value.amin(1, keepdim=True), value.amax(1, keepdim=True))).to(dtype)
     else:
-        low, high = (value - bias).amin(1, keepdim=True), (value + bias).amax(1, keepdim=True)
-        low, high = (x.masked_fill(x.isinf(), 0.0) for x in (low, high))
+        ends = torch.stack(((value - bias).amin(1, keepdim=True), (value + bias).amax(1, keepdim=True)))
+        ends = ends.masked_fill(ends.isinf(), 0.0)
     if dropout_p > 0.0:
-        return torch.zeros_like(low), torch.maximum(low.abs(), high.abs())
-    return 0.5 * low + 0.5 * high, 0.5 * high - 0.5 * low
+        return torch.zeros_like(ends[0]), ends.abs().amax(0)
+    low, high = (0.5 * ends).unbind()
+    return low + high, high - low
 
 
 def _attend(query: Tensor, coreset: _Coreset, scale: float, dropout_p: float) -> Tensor:
     """Attention of queries (BH, Nq, D) to the coreset: (BH, Nq, Dv) in the accumulation dtype."""
-    q_len, acc_dtype = query.shape[1], coreset.key.dtype
-    block_q = ceil_div(q_len, ceil_div(q_len * coreset.key.shape[1], _SCORES))
-    blocks = pad_to_blocks(query.to(acc_dtype), block_q)
-    keys, weighted, bias = coreset.key[:, None], coreset.weighted[:, None], coreset.bias[:, None, None]
-    sums = partial_attention(blocks, keys, weighted, bias, scale=scale).out.flatten(1, 2)[:, :q_len]
-    numerator, denominator = sums[..., :-1], sums[..., -1:]
+    q_len, acc_dtype, value_dim = query.shape[1], coreset.key.dtype, coreset.middle.shape[2]
+    if backend(query) != "cpu" and scale != 0.0 and not dropout_p:
+        query, keys = _with_bias(query, coreset.key, coreset.bias, scale)
+        sums = partial_attention(query[:, None], keys[:, None], coreset.weighted[:, None], scale=scale).out[:, 0]
+    else:
+        block_q = ceil_div(q_len, ceil_div(q_len * coreset.key.shape[1], _SCORES))
+        blocks = pad_to_blocks(query.to(acc_dtype), block_q)
+        keys, weighted, bias = coreset.key[:, None], coreset.weighted[:, None], coreset.bias[:, None, None]
+        sums = partial_attention(blocks, keys, weighted, bias, scale=scale).out.flatten(1, 2)[:, :q_len]
+    numerator, denominator = sums[..., :value_dim], sums[..., value_dim : value_dim + 1]
     if dropout_p > 0.0:
-        dropped = partial_attention(blocks, keys, weighted[..., :-1], bias, scale=scale, dropout_p=dropout_p).out
+        values = weighted[..., :value_dim]
+        dropped = partial_attention(blocks, keys, values, bias, scale=scale, dropout_p=dropout_p).out
         numerator = dropped.flatten(1, 2)[:, :q_len]
-    positive = denominator > _LEAST_DENOMINATOR
-    factor = torch.where(positive, torch.where(positive, denominator, 1.0).reciprocal(), 0.0)
+    # Where the denominator is not positive, this divides by infinity.
+    ratio = numerator / threshold(denominator, _LEAST_DENOMINATOR, torch.inf)
     limit = 1.0 / (1.0 - dropout_p)
-    return torch.addcmul(coreset.middle, (numerator * factor).clamp_(-limit, limit), coreset.half)
+    return torch.addcmul(coreset.middle, ratio.clamp_(-limit, limit), coreset.half)
+
+
+def _with_bias(query: Tensor, key: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Queries and keys with one more dimension, whose product is the bias of a key (BH, m), and those of padding.
+
+    The kernels of accelerators take a bias of keys in this way, and in the accumulation dtype one number is enough.
+    """
+    unit = constant(_unit, 1 + -(key.shape[2] + 1) % 8, 1.0 / scale, key.dtype, device=key.device)
+    zeros = unit[1:].expand(*key.shape[:2], -1)
+    return torch.cat((query, unit.expand(*query.shape[:2], -1)), 2), torch.cat((key, bias.unsqueeze(2), zeros), 2)
+
+
+def _unit(size: int, first: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The numbers of the further dimensions of a query: `first` and zeros."""
+    return pad(torch.full((1,), first, dtype=dtype, device=device), (0, size - 1))
 
 
 def naive(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:

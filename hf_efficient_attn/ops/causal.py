@@ -15,20 +15,20 @@ interval of a pair, interval j at 2 j L, is sampled. Counted from block 1 on, th
 (2 j + 1) L to (2 j + 2) L - 1.
 """
 
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.accelerator import backend
-from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take
-from hf_efficient_attn.ops.constants import constant
+from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, take
+from hf_efficient_attn.ops.causal_kernels import IntervalPlan, causal_block_partial, sampled_intervals_attention
+from hf_efficient_attn.ops.constants import constant, integers
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
-from hf_efficient_attn.ops.gather_attend import GatheredKeys, gathered_partial
 from hf_efficient_attn.ops.hashing import angular_hash, hyperplanes, sort_by_hash
-from hf_efficient_attn.ops.near_far import SamplingOptions, sample_keys, split_scale_evenly
+from hf_efficient_attn.ops.near_far_sampling import SamplingOptions, sample_keys, split_scale_evenly
 from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, partial_attention
 from hf_efficient_attn.ops.random import offsets
 from hf_efficient_attn.ops.sampling import stratified_ranks
@@ -38,28 +38,6 @@ _PROBES, _SAMPLES = 21, 22
 
 # Queries (a slice of all queries from block 1 on), and their attention to some keys.
 QueryPart = tuple[slice, Partial]
-
-
-class IntervalPlan(NamedTuple):
-    """The far field on one level: J intervals of L = block_size * 2**level tokens.
-
-    Attributes:
-        level: the level.
-        sample_index: int64 (BH, J, M), the sampled keys of each interval, counted from its first token.
-        log_weight: (BH, J, M), their log-weights.
-        key_order: int64 (BH, J, L), the keys of each interval in the order of a hash; None if the near field is the
-            window alone.
-        query_block: int64 (BH, J, L), for each query that sees the interval the block of hashed keys that belongs to
-            its near field; None likewise.
-        block_k: keys of a block of hashed keys.
-    """
-
-    level: int
-    sample_index: Tensor
-    log_weight: Tensor
-    key_order: Tensor | None = None
-    query_block: Tensor | None = None
-    block_k: int = 0
 
 
 def left_intervals(x: Tensor, num_intervals: int, length: int) -> Tensor:
@@ -90,7 +68,7 @@ def interval_scores(
         log_norms = [kind(*split_scale_evenly(q, k, options.scale), options.seed)[0] for q, k in pairs]
         norms = torch.stack(log_norms).view(batch_heads, num_intervals, length).exp().to(dtype)
     elif kind == "probe":
-        rank = _probe_ranks(options, batch_heads, length, level, key.device)
+        rank = _ranks_of(options, batch_heads, options.num_probes, length, _PROBES + 2 * level, key.device)
         probes = query.gather(2, rank[:, None, :, None].expand(-1, num_intervals, -1, head_dim))
         if key.dtype == torch.float16 and key.device.type == "cpu":  # has no fast product there
             probes, key = probes.float(), key.float()
@@ -98,24 +76,26 @@ def interval_scores(
         norms = weights.square_().sum(2)
         squares = squares * (options.num_probes / length)
     if kind == "probe" or not isinstance(kind, str):
-        # An upper bound of |V|_op^2, as in `near_far.sampled_norm_squared`.
+        # An upper bound of |V|_op^2, as in `near_far_sampling.sampled_norm_squared`.
         norm_squared = torch.linalg.vector_norm(gram, dim=(2, 3)).clamp(min=torch.finfo(dtype).tiny)
         squares = torch.addcdiv(norms, squares, norm_squared.unsqueeze(2))
     return torch.add(squares, squares.mean(2, keepdim=True), alpha=1e-6) + torch.finfo(dtype).tiny
 
 
-def _probe_ranks(options: SamplingOptions, batch_heads: int, length: int, level: int, device: torch.device) -> Tensor:
-    """The probes of the intervals of a level: int64 (BH, p), one in each of p equal strata of an interval."""
-    num_heads = batch_heads // options.batch
-    arguments = (num_heads, options.num_probes, length, options.seed, _PROBES + 2 * level)
-    if isinstance(options.seed, int):
-        return constant(_ranks, *arguments, device=device).repeat(options.batch, 1)
-    return _ranks(*arguments, device).repeat(options.batch, 1)
+def _ranks_of(
+    options: SamplingOptions, batch_heads: int, count: int, length: int, stream: int, device: torch.device
+) -> Tensor:
+    """One index in each of `count` equal strata of `length` tokens: int64 (BH, count)."""
+    arguments = (batch_heads // options.batch, options.batch, count, length, options.seed, stream)
+    return constant(_ranks, *arguments, device=device) if isinstance(options.seed, int) else _ranks(*arguments, device)
 
 
-def _ranks(num_heads: int, count: int, length: int, seed: int | Tensor, stream: int, device: torch.device) -> Tensor:
-    """`count` evenly spread indices below `length` for each head, by an offset of its own: int64 (H, count)."""
-    return stratified_ranks(count, length, offsets(num_heads, seed, stream, device).unsqueeze(1))
+def _ranks(
+    num_heads: int, batch: int, count: int, length: int, seed: int | Tensor, stream: int, device: torch.device
+) -> Tensor:
+    """`count` evenly spread indices below `length` for each head, by an offset of its own: int64 (B H, count)."""
+    ranks = stratified_ranks(count, length, offsets(num_heads, seed, stream, device).unsqueeze(1))
+    return ranks.repeat(batch, 1)
 
 
 def plan_intervals(
@@ -139,9 +119,10 @@ def plan_intervals(
         # The queries of block t have t-1 completed blocks before block t-1.
         completed = ceil_div(query.shape[1], block_size) - 2
         num_samples = min(options.num_samples, max(1, options.num_samples // 2))
-        squares = torch.ones(value.shape[:2], dtype=acc_dtype, device=device)
-        gram = torch.zeros(batch_heads, max(completed, 0), 0, 0, dtype=acc_dtype, device=device)
-        if options.scores != "uniform":
+        gram = squares = value.new_empty(batch_heads, max(completed, 0), 0, 0, dtype=acc_dtype)
+        if options.scores == "uniform":
+            squares = torch.ones(value.shape[:2], dtype=acc_dtype, device=device) if options.independent else squares
+        else:
             squares = torch.linalg.vector_norm(value, dim=-1, dtype=acc_dtype).square()
         if (options.scores == "probe" or callable(options.scores)) and completed > 0:
             blocks = value[:, : completed * block_size].to(acc_dtype).unflatten(1, (completed, block_size))
@@ -150,22 +131,28 @@ def plan_intervals(
         for level in range(max(completed, 0).bit_length()):
             length, count = block_size << level, ((completed >> level) + 1) >> 1
             if num_samples >= length:
-                index = torch.arange(length, device=device).expand(batch_heads, count, -1)
-                plans.append(IntervalPlan(level, index, torch.zeros_like(index, dtype=acc_dtype)))
+                index = integers(length, device).expand(batch_heads, count, -1)
+                log_weight = constant(_log_weights, length, length, acc_dtype, device=device).expand_as(index)
+                plans.append(IntervalPlan(level, index, log_weight))
                 continue
             keys = left_intervals(key, count, length)
-            if num_samples and options.scores == "uniform" and not options.independent:
-                index, log_weight = _even_samples(options, batch_heads, num_samples, length, level, device)
-                index, log_weight = index.expand(-1, count, -1), log_weight.to(acc_dtype).expand(batch_heads, count, -1)
+            if not num_samples:
+                index = torch.empty(batch_heads, count, 0, dtype=torch.int64, device=device)
+                log_weight = torch.empty(batch_heads, count, 0, dtype=acc_dtype, device=device)
+            elif options.scores == "uniform" and not options.independent:
+                index = _ranks_of(options, batch_heads, num_samples, length, _SAMPLES + 2 * level, device).unsqueeze(1)
+                index = index.expand(-1, count, -1)
+                log_weight = constant(_log_weights, num_samples, length, acc_dtype, device=device).expand_as(index)
             else:
                 queries, own_squares = (left_intervals(x, count, length) for x in (query, squares))
                 own_gram = left_intervals(gram, count, 1 << level).sum(2)
                 scores = interval_scores(queries, keys, own_squares, own_gram, level, options)
-                offset = offsets(batch_heads // options.batch, options.seed, _SAMPLES + 2 * level, device)
-                offset = offset.repeat(options.batch).repeat_interleave(count).unsqueeze(1)
+                arguments = (batch_heads // options.batch, options.batch, count, options.seed, _SAMPLES + 2 * level)
+                is_kept = isinstance(options.seed, int)
+                offset = constant(_offsets, *arguments, device=device) if is_kept else _offsets(*arguments, device)
                 scores = scores.flatten(0, 1).unsqueeze(1)
                 far = sample_keys(scores, num_samples, offset, options.seed, options.independent, complete=True)
-                index, log_weight = (x.view(batch_heads, count, num_samples) for x in far)
+                index, log_weight = (x.view(batch_heads, count, num_samples) for x in far[:2])
             plan = IntervalPlan(level, index, log_weight)
             if num_hashes:
                 planes = hyperplanes(key.shape[2], num_hashes, options.seed, device)
@@ -174,18 +161,13 @@ def plan_intervals(
         return plans
 
 
-def _even_samples(
-    options: SamplingOptions, batch_heads: int, num_samples: int, length: int, level: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Systematic samples of equal probability: int64 (BH, 1, M), and their log-weight (1, 1, M)."""
-    arguments = (batch_heads // options.batch, num_samples, length, options.seed, _SAMPLES + 2 * level)
-    ranks = constant(_ranks, *arguments, device=device) if isinstance(options.seed, int) else _ranks(*arguments, device)
-    log_weight = constant(_log_weights, num_samples, length, device=device)
-    return ranks.repeat(options.batch, 1).unsqueeze(1), log_weight
+def _offsets(num_heads: int, batch: int, count: int, seed: int | Tensor, stream: int, device: torch.device) -> Tensor:
+    """The offsets of the samples of `count` intervals: float64 (B H J, 1)."""
+    return offsets(num_heads, seed, stream, device).repeat(batch).repeat_interleave(count).unsqueeze(1)
 
 
-def _log_weights(num_samples: int, length: int, device: torch.device) -> Tensor:
-    return torch.full((1, 1, num_samples), length / num_samples, dtype=torch.float64, device=device).log()
+def _log_weights(num_samples: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((1, 1, num_samples), math.log(length / num_samples), dtype=dtype, device=device)
 
 
 def _queries_of(queries: Tensor, num_intervals: int, length: int) -> Tensor:
@@ -255,40 +237,10 @@ def causal_near_far_attention(
         return merge_query_subsets(parts)[:, num_exact - block_size :]
 
     if plans and not is_hashed and backend(query) != "cpu":
-        near = causal_block_partial(query, key, value, block_size, **options)
-        far = _all_sampled_partial(query[:, block_size:], key, value, plans, block_size, **options)
-        # The merge takes three operations, since every query attends to itself in the near field.
-        weight = (far.lse - near.lse).sigmoid().unsqueeze(2)
-        out = torch.addcmul(near.out, far.out - near.out, weight).to(value.dtype)
+        out = sampled_intervals_attention(query, key, value, plans, block_size, **options)
         return torch.cat((exact, out[:, num_exact - block_size :]), 1)
     tensors = [x for plan in plans for x in (plan.sample_index, plan.log_weight, plan.key_order, plan.query_block)]
     return torch.cat((exact, chunked_over_heads(some_heads, query, key, value, *tensors)), 1)
-
-
-def causal_block_partial(
-    query: Tensor, key: Tensor, value: Tensor, block_size: int, *, scale: float, dropout_p: float = 0.0
-) -> Partial:
-    """Attention of the queries from block 1 on to their own block, causally, and to the whole block before it.
-
-    Args:
-        query: (BH, N, D).
-        key: (BH, N, D).
-        value: (BH, N, Dv).
-        block_size: tokens of a block.
-        scale: factor of the scores.
-        dropout_p: probability of dropping a weight.
-
-    Returns:
-        Partial of out (BH, N - block_size, Dv) and lse (BH, N - block_size).
-    """
-    q_len = query.shape[1] - block_size
-    query = pad_to_blocks(query[:, block_size:], block_size)
-    key, value = (pad_to_blocks(x, block_size) for x in (key, value))
-    key, value = (torch.cat((x[:, :-1], x[:, 1:]), 2) for x in (key, value))
-    block = torch.ones(block_size, block_size, dtype=torch.bool, device=query.device)
-    bias = mask_bias(torch.cat((block, block.tril()), 1), query.dtype)[None, None]
-    out, lse = partial_attention(query, key, value, bias, scale=scale, dropout_p=dropout_p)
-    return Partial(out.flatten(1, 2)[:, :q_len], lse.flatten(1, 2)[:, :q_len])
 
 
 def _sampled_parts(
@@ -307,71 +259,6 @@ def _sampled_parts(
     index, bias = plan.sample_index + first, plan.log_weight[:, :, None]
     keys, values = take(key, index), take(value, index)
     return interval_attention(queries, keys, values, bias, length, scale=scale, dropout_p=dropout_p)
-
-
-def _all_sampled_partial(
-    queries: Tensor,
-    key: Tensor,
-    value: Tensor,
-    plans: Sequence[IntervalPlan],
-    block_size: int,
-    *,
-    scale: float,
-    dropout_p: float,
-) -> Partial:
-    """Attention of the queries (BH, Nq, D) from block 1 on to the samples of all levels, for accelerators.
-
-    Each block has the samples of every level in one list of keys. On about half of the levels it sees no interval, and
-    these keys are excluded. The number of kernels does not grow with the levels.
-    """
-    (batch_heads, q_len, _), device = queries.shape, queries.device
-    num_samples = max(plan.sample_index.shape[2] for plan in plans)
-    counts = tuple(plan.sample_index.shape[1] for plan in plans)
-    first = constant(_first_of_intervals, counts, block_size, device=device)
-    # The last interval is the one of blocks that see none on a level.
-    nothing = constant(_no_samples, num_samples, plans[0].log_weight.dtype, device=device)
-    missing = [num_samples - plan.sample_index.shape[2] for plan in plans]
-    index = [pad(plan.sample_index, (0, n)) if n else plan.sample_index for plan, n in zip(plans, missing, strict=True)]
-    bias = [
-        pad(plan.log_weight, (0, n), value=-torch.inf) if n else plan.log_weight
-        for plan, n in zip(plans, missing, strict=True)
-    ]
-    sample_index = (
-        torch.cat((*index, constant(_no_index, num_samples, device=device).expand(batch_heads, -1, -1)), 1) + first
-    )
-    log_weight = torch.cat((*bias, nothing.expand(batch_heads, -1, -1)), 1)
-    num_blocks = ceil_div(q_len, block_size)
-    seen = constant(_seen_intervals, counts, num_blocks, device=device)
-    key_index, bias_of_blocks = (
-        x.index_select(1, seen).view(batch_heads, num_blocks, -1) for x in (sample_index, log_weight)
-    )
-    gathered = GatheredKeys(key_index, bias_of_blocks[:, :, None], block_size)
-    return gathered_partial(queries, key, value, gathered, scale=scale, dropout_p=dropout_p)
-
-
-def _first_of_intervals(counts: tuple[int, ...], block_size: int, device: torch.device) -> Tensor:
-    """The first token of the intervals of all levels, and 0 for the one without samples: int64 (J + 1, 1)."""
-    levels = [torch.arange(n, device=device) * (2 * block_size << level) for level, n in enumerate(counts)]
-    return torch.cat((*levels, torch.zeros(1, dtype=torch.int64, device=device)))[:, None]
-
-
-def _no_index(num_samples: int, device: torch.device) -> Tensor:
-    return torch.zeros(1, 1, num_samples, dtype=torch.int64, device=device)
-
-
-def _no_samples(num_samples: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full((1, 1, num_samples), -torch.inf, dtype=dtype, device=device)
-
-
-def _seen_intervals(counts: tuple[int, ...], num_blocks: int, device: torch.device) -> Tensor:
-    """Which of the intervals of `_first_of_intervals` each block from block 1 on sees on each level: (T * levels,)."""
-    completed = torch.arange(num_blocks, device=device)
-    seen, before = [], 0
-    for level, count in enumerate(counts):
-        interval = before + (completed >> level) // 2
-        seen.append(torch.where((completed >> level) % 2 == 1, interval, sum(counts)))
-        before += count
-    return torch.stack(seen, 1).flatten()
 
 
 def interval_attention(

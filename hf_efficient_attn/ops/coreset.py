@@ -9,15 +9,17 @@ Nothing overflows, because all matrices are those of exp(<x, y> - |x|^2 / 2 - |y
 diagonal is 1. The factors exp(|x|^2) between the two diagonals occur in the probabilities only, as logarithms.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import ceil_div, take, valid_first
 from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.onednn import product, use_product
+from hf_efficient_attn.ops.pivots import pivots_in_two_draws
 from hf_efficient_attn.ops.precision import LOG2_E
 from hf_efficient_attn.ops.random import uniform
 
@@ -71,10 +73,7 @@ def gumbel_numbers(count: int, num_candidates: int, seed: int | Tensor, like: Te
 
     Those of an integer seed are kept, so they must not be modified.
     """
-    shape = len(_growing_draws(count, like)), num_candidates, 1, seed, like.dtype
-    if isinstance(seed, int):
-        return constant(_gumbel, *shape, device=like.device)[:, 0]
-    return _gumbel(*shape, like.device)[:, 0]
+    return _kept_gumbel(len(_growing_draws(count, like)), num_candidates, 1, seed, like)[:, 0]
 
 
 def refinement_steps(steps: int, like: Tensor) -> int:
@@ -187,6 +186,12 @@ def cluster_sums(cluster: Tensor, x: Tensor, count: int) -> Tensor:
     return one_hot.mT @ x
 
 
+def _kept_gumbel(num_draws: int, num_candidates: int, num_heads: int, seed: int | Tensor, like: Tensor) -> Tensor:
+    """`_gumbel`, kept for an integer seed."""
+    shape = num_draws, num_candidates, num_heads, seed, like.dtype
+    return constant(_gumbel, *shape, device=like.device) if isinstance(seed, int) else _gumbel(*shape, like.device)
+
+
 def _gumbel(
     num_draws: int,
     num_candidates: int,
@@ -234,7 +239,11 @@ def _choose_pivots(
 ) -> tuple[Tensor, Tensor]:
     batch_heads, num_candidates, _ = points.shape
     num_heads, sizes = batch_heads // batch, _draw_sizes(num_pivots, block)
-    gumbel = _gumbel(len(sizes), num_candidates, num_heads, seed, points.dtype, points.device)
+    if backend(points) != "cpu":
+        numbers = _kept_gumbel(2, num_candidates, num_heads, seed, points)
+        with torch.no_grad(), torch.autocast(points.device.type, enabled=False):
+            return pivots_in_two_draws(points, valid, numbers, num_pivots, _tolerance(points.dtype))
+    gumbel = _kept_gumbel(len(sizes), num_candidates, num_heads, seed, points)
     step = batch_heads
     if points.device.type == "cpu":
         step = min(step, ceil_div(_FACTOR_NUMEL, num_pivots * num_candidates))
@@ -295,6 +304,8 @@ def _pivots_of_heads(
         picked.append(index)
         was_open.append(selected)
         used = (selected & (residual.gather(1, index) > tolerance)).unsqueeze(2)
+        if len(picked) == len(sizes):
+            break
         closed.scatter_(1, index, True)
         rows = buffer[: left.shape[0] * size * left.shape[1]].view(-1, size, left.shape[1])
         torch.bmm(take(left, index), right, out=rows).clamp_(max=0.0).exp2_()
@@ -358,9 +369,6 @@ def regularized_solve(kernel: Tensor, right: Tensor | None, ridge: float) -> Ten
     the largest sum of a row, a bound of the eigenvalues. Where values must not be read, K + ridge I is then replaced
     by a multiple of I.
 
-    With a gradient a step of iterative refinement follows. It changes rounding alone, but its derivative with a fixed
-    decomposition is that of the solution, and takes a few products.
-
     Args:
         kernel: K, (BH, m, m), in the accumulation dtype.
         right: R, (BH, m, N), or None for I.
@@ -369,22 +377,45 @@ def regularized_solve(kernel: Tensor, right: Tensor | None, ridge: float) -> Ten
     Returns:
         (BH, m, N).
     """
+    if torch.is_grad_enabled() and (kernel.requires_grad or (right is not None and right.requires_grad)):
+        solved: Tensor = _Solve.apply(kernel, right, ridge)  # type: ignore[no-untyped-call]
+        return solved
+    inverse = _regularized_inverse(kernel, ridge)
+    return inverse if right is None else inverse @ right
+
+
+class _Solve(torch.autograd.Function):
+    """`regularized_solve` with a gradient of two products, as the inverse is known."""
+
+    @staticmethod
+    def forward(ctx: Any, kernel: Tensor, right: Tensor | None, ridge: float) -> Tensor:
+        inverse = _regularized_inverse(kernel, ridge)
+        solved = inverse if right is None else inverse @ right
+        ctx.save_for_backward(inverse, solved)
+        return solved
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        inverse, solved = ctx.saved_tensors
+        grad_right = inverse @ grad
+        return -grad_right @ solved.mT, grad_right if ctx.needs_input_grad[1] else None, None
+
+
+def _regularized_inverse(kernel: Tensor, ridge: float) -> Tensor:
+    """(K + ridge I)^-1, as `regularized_solve` describes.
+
+    A product with it takes less time than to solve triangular systems for many right sides.
+    """
     size = kernel.shape[-1]
     one = constant(_identity, size, kernel.dtype, device=kernel.device)
-    matrix = kernel.detach() + ridge * one
-    lower, failed = torch.linalg.cholesky_ex(matrix)
+    lower, failed = torch.linalg.cholesky_ex(torch.add(kernel, one, alpha=ridge))
     if torch.compiler.is_compiling() or kernel.device.type != "cpu":
         lower = torch.where((failed > 0)[:, None, None], size**0.5 * one, lower)
     elif bool(failed.any()):
-        ridges = torch.where(failed > 0, (0.01 * kernel.detach().abs().sum(-1).amax(-1)).clamp(min=ridge), ridge)
-        matrix = kernel.detach() + ridges[:, None, None] * one
-        lower, _ = torch.linalg.cholesky_ex(matrix)
-    solved = torch.cholesky_inverse(lower) if right is None else torch.cholesky_solve(right.detach(), lower)
-    if not (torch.is_grad_enabled() and (kernel.requires_grad or (right is not None and right.requires_grad))):
-        return solved
-    if kernel.requires_grad:
-        matrix = matrix + (kernel - kernel.detach())
-    return solved + torch.cholesky_solve((one if right is None else right) - matrix @ solved, lower)
+        ridges = torch.where(failed > 0, (0.01 * kernel.abs().sum(-1).amax(-1)).clamp(min=ridge), ridge)
+        lower, _ = torch.linalg.cholesky_ex(kernel + ridges[:, None, None] * one)
+    return torch.cholesky_inverse(lower)
 
 
 def _identity(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -408,9 +439,13 @@ def candidate_positions(
         valid: bool (B, C), which candidates exist, or None without a mask.
     """
     count = min(kv_len, limit)
-    rank = torch.arange(count, device=device)
     if key_mask is None:
-        return (rank * kv_len // count)[None], None
+        return constant(_even_positions, kv_len, count, device=device)[None], None
+    rank = torch.arange(count, device=device)
     num_valid = key_mask.sum(1, keepdim=True)
     rank_of_key = torch.where(num_valid > count, rank * num_valid // count, rank)
     return valid_first(key_mask).gather(1, rank_of_key), rank < num_valid
+
+
+def _even_positions(kv_len: int, count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, device=device) * kv_len // count

@@ -13,7 +13,9 @@ from hf_efficient_attn.ops.blocks import take, valid_first
 from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.coreset import candidate_positions, cluster_sums, draw_apart, nearest, refinement_steps
 from hf_efficient_attn.ops.exact import mask_bias
+from hf_efficient_attn.ops.onednn import multiplies_float32
 from hf_efficient_attn.ops.partial import accumulation_dtype
+from hf_efficient_attn.ops.precision import product_dtype
 from hf_efficient_attn.ops.sampling import stratified_ranks
 
 # t: how much less the kernel of the weights distinguishes keys than the scores do. Of .5, .6, .7, .85 and 1, .7 has the
@@ -54,8 +56,9 @@ class Inputs(NamedTuple):
     `num_keys` and `num_queries` are integers, or int64 (BH, 1) for a batch with padding, in which case `bias`
     (BH, 1, 1, Nk) excludes the padding.
 
-    The tensors have the accumulation dtype and the keys are centered, or they have half precision (`keeps_half`) and
-    `mean` (BH, 1, D) is the mean of the keys in the accumulation dtype: a centered copy of them would be rounded.
+    After `center` the tensors have the accumulation dtype and the keys are centered, or they have half precision
+    (`keeps_half`) and `mean` (BH, 1, D) is the mean of the keys in the accumulation dtype: a centered copy of them
+    would be rounded.
     """
 
     query: Tensor
@@ -71,22 +74,25 @@ def keeps_half(x: Tensor) -> bool:
     """Whether products with all keys or all queries run in half precision.
 
     Measured on activations of BERT and ViT: with operands, weights and results in bfloat16 the error of each head is
-    the same to three digits, since that of the approximation is at least ten times that of exact attention in bfloat16.
+    the same to two digits, since that of the approximation is at least ten times that of exact attention in bfloat16.
+
+    On the CPU this holds where bfloat16 products are fast and those of float32 by oneDNN are not. With the latter
+    attention takes as long in float32, since its exponentials are faster.
     """
-    return x.dtype in (torch.bfloat16, torch.float16) and backend(x) != "cpu"
+    if backend(x) != "cpu":
+        return x.dtype in (torch.bfloat16, torch.float16)
+    return x.dtype == product_dtype(x) == torch.bfloat16 and not multiplies_float32()
 
 
 def order_tokens(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> tuple[Inputs, Tensor | None]:
     """The inputs, with the keys not yet centered, and the order that puts the valid tokens first, or None."""
-    acc_dtype, q_len, kv_len = accumulation_dtype(key.dtype), query.shape[1], key.shape[1]
-    if not keeps_half(key):
-        query, key, value = (x.to(acc_dtype) for x in (query, key, value))
+    q_len, kv_len = query.shape[1], key.shape[1]
     if key_mask is None:
         return Inputs(query, key, value, None, kv_len, q_len), None
     order, num_keys = valid_first(key_mask), key_mask.sum(1, keepdim=True)
     key, value = take(key, order), take(value, order)
     valid = torch.arange(kv_len, device=key.device) < num_keys
-    bias = mask_bias(valid, acc_dtype)[:, None, None]
+    bias = mask_bias(valid, accumulation_dtype(key.dtype))[:, None, None]
     if q_len != kv_len:
         return Inputs(query, key, value, bias, num_keys, q_len), None
     return Inputs(take(query, order), key, value, bias, num_keys, num_keys), order
@@ -94,8 +100,11 @@ def order_tokens(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | N
 
 def center(inputs: Inputs) -> Inputs:
     """Subtract the mean of the valid keys, which changes all scores of a query alike, or compute it."""
-    key, num_keys = inputs.key, inputs.num_keys
-    acc_dtype, valid = accumulation_dtype(key.dtype), None
+    acc_dtype, num_keys, valid = accumulation_dtype(inputs.key.dtype), inputs.num_keys, None
+    if not keeps_half(inputs.key):
+        query, key, value = (x.to(acc_dtype) for x in inputs[:3])
+        inputs = inputs._replace(query=query, key=key, value=value)
+    key = inputs.key
     if isinstance(num_keys, int):
         mean = key.mean(1, keepdim=True, dtype=acc_dtype)
     else:
@@ -118,6 +127,11 @@ def candidates_of(inputs: Inputs, limit: int) -> tuple[Tensor, Tensor | None]:
         return constant(_positions, kv_len, limit, device=device), None
     # The valid tokens are the first.
     return candidate_positions(torch.arange(kv_len, device=device) < inputs.num_keys, kv_len, limit, device)
+
+
+def take_candidates(x: Tensor, position: Tensor) -> Tensor:
+    """The numbers (BH, C, D) of the candidates, from those of all keys (BH, Nk, D), which come first if they exist."""
+    return x if position.shape[1] == x.shape[1] else take_alike(x, position)
 
 
 def _positions(kv_len: int, limit: int, device: torch.device) -> Tensor:
@@ -174,7 +188,7 @@ def choose_landmarks(
     device, count, num_keys = inputs.key.device, options.num_landmarks, inputs.num_keys
     position, valid = candidates_of(inputs, options.num_candidates)
     acc_dtype = accumulation_dtype(inputs.key.dtype)
-    keys, values = (take_alike(x, position).to(acc_dtype) for x in (inputs.key, inputs.value))
+    keys, values = (take_candidates(x, position).to(acc_dtype) for x in (inputs.key, inputs.value))
     keys = keys if inputs.mean is None else keys - inputs.mean
     root = TEMPERATURE * abs(options.scale) ** 0.5
     points = keys.detach() * root

@@ -13,10 +13,18 @@ from torch import Tensor
 
 from hf_efficient_attn.ops.blocks import ceil_div, take
 from hf_efficient_attn.ops.constants import constant
-from hf_efficient_attn.ops.coreset_landmarks import CoresetOptions, Inputs, candidates_of, spread_queries, take_alike
+from hf_efficient_attn.ops.coreset_landmarks import (
+    CoresetOptions,
+    Inputs,
+    candidates_of,
+    spread_queries,
+    take_alike,
+    take_candidates,
+)
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.onednn import products
 from hf_efficient_attn.ops.partial import accumulation_dtype, exp_, safe_row_max
+from hf_efficient_attn.ops.precision import LOG2_E
 
 # Queries of a head that tell whether its attention is local, and keys for which the sum of their weights is estimated.
 NUM_ROWS, NUM_KEYS = 32, 1024
@@ -123,9 +131,10 @@ def heads_with_near_keys(inputs: Inputs, options: CoresetOptions) -> Tensor | No
     token = spread_queries(inputs, NUM_ROWS)
     query = take_alike(inputs.query, token).to(acc_dtype) * options.scale
     index = _near_index(token // near_block_q(width), width, num_keys).clamp(max=inputs.key.shape[1] - 1)
-    near = (take_alike(inputs.key, index).to(acc_dtype) @ query.unsqueeze(3)).squeeze(3)
+    # Many small products take longer than one of single numbers.
+    near = (take_alike(inputs.key, index).to(acc_dtype) * query.unsqueeze(2)).sum(3)
     position, valid = candidates_of(inputs, NUM_KEYS)
-    scores = query @ take_alike(inputs.key, position).to(acc_dtype).mT
+    scores = query @ take_candidates(inputs.key, position).to(acc_dtype).mT
     number: Tensor | int = position.shape[1]
     if valid is not None:
         scores, number = scores.masked_fill(~valid.unsqueeze(1), -torch.inf), valid.sum(1, keepdim=True).clamp(min=1)
@@ -156,7 +165,7 @@ class Similarity(NamedTuple):
 
 
 class ExactRows(NamedTuple):
-    """Exact attention of P queries of each head, float64.
+    """Exact attention of P queries of each head, in the accumulation dtype.
 
     Attributes:
         token: int64 (BH, P), which queries.
@@ -176,7 +185,7 @@ class ExactRows(NamedTuple):
 def near_sums_of_rows(
     inputs: Inputs, rows: ExactRows, plan: NearPlan, similarity: Similarity, solved: Tensor
 ) -> Tensor:
-    """What near keys add to the sums of exact rows, without what the landmarks count for them: float64 (BH, P, Dv + 1).
+    """What near keys add to the sums of exact rows, without what the landmarks count for them: (BH, P, Dv + 1).
 
     Args:
         inputs: with centered keys.
@@ -186,26 +195,26 @@ def near_sums_of_rows(
         solved: (BH, m, m), the inverse of the kernel between landmarks, so that similarity times solved is what they
             count for each key.
     """
-    heads, dtype = inputs.key.shape[0], similarity.offset.dtype
+    heads, dtype = inputs.key.shape[0], rows.query.dtype
     blocks = (rows.token // plan.block_q).expand(heads, -1)
     index = plan.key_index.expand(heads, -1, -1).gather(1, blocks.unsqueeze(2).expand(-1, -1, plan.key_index.shape[2]))
     keys, values = (take(x, index).to(dtype) for x in (inputs.key, inputs.value))
-    scores = (keys @ rows.query.to(dtype).unsqueeze(3)).squeeze(3)
+    scores = (keys * rows.query.unsqueeze(2)).sum(3)
     if inputs.mean is not None:
-        scores = scores - rows.query.to(dtype) @ inputs.mean.mT
-    counting = (rows.basis @ solved).to(dtype)
+        scores = scores - rows.query @ inputs.mean.mT
+    counting = rows.basis @ solved
     if similarity.of_all is not None and similarity.of_all.shape[1] <= _DENSE_KEYS:
         counted = products(counting, similarity.of_all).gather(2, index)
     else:
         near = similarity.of_all
         near = similarity.of(keys.flatten(1, 2)).view(*index.shape, -1) if near is None else take(near, index)
-        counted = (near @ counting.unsqueeze(3)).squeeze(3)
-    pairs = (scores - rows.lse.to(dtype)).exp() - counted.clamp(-MAX_COUNTED, MAX_COUNTED)
+        counted = (near * counting.unsqueeze(2)).sum(3)
+    # Powers of e that underflow take thirty times as long.
+    pairs = ((scores - rows.lse) * LOG2_E).exp2() - counted.clamp(-MAX_COUNTED, MAX_COUNTED)
     if plan.bias is not None:
         own = plan.bias.expand(heads, -1, -1).gather(1, blocks.unsqueeze(2).expand_as(index))
         pairs = pairs.masked_fill(own == -torch.inf, 0.0)
-    sums = torch.cat((pairs.unsqueeze(2) @ values, pairs.sum(2)[:, :, None, None]), 3).squeeze(2)
-    return sums.double()
+    return torch.cat((pairs.unsqueeze(2) @ values, pairs.sum(2)[:, :, None, None]), 3).squeeze(2)
 
 
 def gather_near_keys(inputs: Inputs, plan: NearPlan, weights: Tensor) -> NearKeys:

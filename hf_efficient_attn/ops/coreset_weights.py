@@ -30,8 +30,8 @@ RIDGE = 1e-3
 BETTER, LEAST_LEFT = 0.5, 0.1
 # Smallest size of the weights of a landmark, as a share of the largest.
 LEAST_SIZE = 1e-25
-# A probe for which no landmark counts more fits nothing. The gradient divides by the square of this.
-LEAST_GRAM = 1e-60
+# Probes for which the squares of what landmarks count are smaller fit nothing.
+LEAST_GRAM = 1e-30
 # Largest exponent of a landmark in the row of a probe, relative to the sum over all keys. Where a landmark counts far
 # more than all keys, the probe says nothing about the other landmarks.
 MAX_LOGIT = 20.0
@@ -87,14 +87,14 @@ def weigh(
     # Sums over the keys of exp(<x, y> - |x|^2 / 2) for a landmark x, relative to exp(shift).
     lse = _fill(of_landmarks.lse.unsqueeze(2).double() - half_norm, no_sums, -torch.inf)
     shift = safe_row_max(lse.amax(1, keepdim=True))
-    sums = torch.cat((of_landmarks.out.double(), torch.ones_like(lse)), 2) * (lse - shift).exp()
-    kernel = _kernel(points, half_norm)
+    sums = _with_ones(of_landmarks.out.to(acc_dtype)) * (lse - shift).to(acc_dtype).exp()
+    kernel = _kernel(points, half_norm, acc_dtype)
     if closed is not None:
         one = torch.eye(kernel.shape[1], dtype=kernel.dtype, device=kernel.device)
         kernel = torch.where(closed | closed.mT, one, kernel)
     exponent, similarity, rows, by_means = shift - half_norm, None, None, None
     if probe is not None and queries is not None and of_probes is not None:
-        rows = _exact_rows(probe, queries.to(acc_dtype) * options.scale, of_probes, landmarks, exponent)
+        rows = _exact_rows(probe, queries.to(acc_dtype) * options.scale, of_probes, landmarks, exponent.to(acc_dtype))
     # One solve for all right sides, each of which takes time. Weights of near keys need the whole inverse.
     if near is None:
         rights = sums if rows is None else torch.cat((sums, rows.basis.mT), 2)
@@ -121,25 +121,25 @@ def weigh(
         weights = unfitted + _fill(fit, no_sums, 0.0)
         by_means = _means_are_better(rows, left, landmarks)
     if own is not None:
-        values = torch.cat((landmarks.value, torch.ones_like(landmarks.value[..., :1])), 2).double()
+        values = _with_ones(landmarks.value)
         weights, unfitted = (torch.where(own, values, x) for x in (weights, unfitted))
     # Large and small weights: their size goes into the exponent.
     size = torch.maximum(weights.detach().abs().amax(2, keepdim=True), unfitted.detach().abs().amax(2, keepdim=True))
-    size = size.clamp(min=torch.finfo(torch.float64).tiny).maximum(LEAST_SIZE * size.amax(1, keepdim=True))
+    size = size.clamp(min=torch.finfo(acc_dtype).tiny).maximum(LEAST_SIZE * size.amax(1, keepdim=True))
     size = _fill(size, closed, 1.0)
-    log_size = size.log() + _fill(exponent, own, 0.0)
+    log_size = size.double().log() + _fill(exponent, own, 0.0)
     unfitted, weights = unfitted / size, weights / size
     total = unfitted[..., -1:]
     coreset = Coreset(
         landmarks.key,
         _fill(log_size, closed, -torch.inf).squeeze(2).to(acc_dtype),
-        torch.cat((weights, total, total.detach().abs(), torch.ones_like(total)), 2).to(acc_dtype),
-        unfitted[..., :-1].to(acc_dtype),
+        torch.cat((weights, total, total.detach().abs(), torch.ones_like(total)), 2),
+        unfitted[..., :-1],
         landmarks.value,
         landmarks.log_count,
         by_means,
     )
-    return coreset, None if similarity is None else KeyWeights(similarity, (solved.mT / size).to(acc_dtype))
+    return coreset, None if similarity is None else KeyWeights(similarity, solved.mT / size)
 
 
 def _fill(x: Tensor, mask: Tensor | None, value: float) -> Tensor:
@@ -168,21 +168,29 @@ def _rows_of_keys(
     return of_landmarks, of_queries
 
 
-def _kernel(points: Tensor, half_norm: Tensor) -> Tensor:
-    """The kernel exp(-|x - y|^2 / 2) between points (BH, m, D) in float64, from their squared norms."""
+def _kernel(points: Tensor, half_norm: Tensor, dtype: torch.dtype) -> Tensor:
+    """The kernel exp(-|x - y|^2 / 2) between points (BH, m, D) in `dtype`, from their squared norms.
+
+    The points are float64, because the norms of neighbors nearly cancel.
+    """
     # Powers of two take less time than those of e.
     scaled, half_norm = points * LOG2_E, half_norm * LOG2_E
-    return (torch.baddbmm(-half_norm, scaled, points.mT) - half_norm.mT).clamp(max=0.0).exp2()
+    return (torch.baddbmm(-half_norm, scaled, points.mT) - half_norm.mT).clamp(max=0.0).to(dtype).exp2()
+
+
+def _with_ones(x: Tensor) -> Tensor:
+    """One more column, for the denominators: (BH, N, Dv) -> (BH, N, Dv + 1)."""
+    return torch.cat((x, torch.ones_like(x[..., :1])), 2)
 
 
 def _exact_rows(token: Tensor, query: Tensor, exact: Partial, landmarks: Landmarks, exponent: Tensor) -> ExactRows:
     """The rows of the queries (BH, P, D) at `token` (BH, P), times the scale, from their exact attention."""
-    query, lse = query.double(), safe_row_max(exact.lse.double()).unsqueeze(2)
-    logits = query @ landmarks.key.double().mT + exponent.mT - lse
+    lse = safe_row_max(exact.lse).unsqueeze(2)
+    logits = torch.baddbmm(exponent.mT - lse, query, landmarks.key.mT)
     if landmarks.used is not None:
         logits = logits.masked_fill(~landmarks.used.unsqueeze(1), -torch.inf)
-    basis = logits.clamp(max=MAX_LOGIT).exp()
-    return ExactRows(token, query, lse, torch.cat((exact.out.double(), torch.ones_like(lse)), 2), basis)
+    basis = (logits.clamp(max=MAX_LOGIT) * LOG2_E).exp2()
+    return ExactRows(token, query, lse, _with_ones(exact.out.to(query.dtype)), basis)
 
 
 def _fit(basis: Tensor, smooth: Tensor, missing: Tensor, landmarks: Landmarks) -> tuple[Tensor, Tensor]:
@@ -195,10 +203,12 @@ def _fit(basis: Tensor, smooth: Tensor, missing: Tensor, landmarks: Landmarks) -
     regression).
     """
     used = basis.shape[2] if landmarks.used is None else landmarks.used.sum(1).clamp(min=1)
-    size = (basis.square().sum((1, 2)) / used)[:, None, None].clamp(min=LEAST_GRAM)
-    inverse = regularized_solve(basis @ smooth / size, None, 1.0)
-    solved = inverse @ (missing / size)
-    left = size * solved.detach() / inverse.detach().diagonal(dim1=1, dim2=2).unsqueeze(2)
+    # Basis and right side are divided by the root, because squares of small numbers would be lost in the gradient.
+    root = (basis.square().sum((1, 2)) / used)[:, None, None].clamp(min=LEAST_GRAM).sqrt()
+    smooth = smooth / root
+    inverse = regularized_solve(basis / root @ smooth, None, 1.0)
+    solved = inverse @ (missing / root)
+    left = root.detach() * solved.detach() / inverse.detach().diagonal(dim1=1, dim2=2).unsqueeze(2)
     return smooth @ solved, left
 
 
@@ -208,9 +218,9 @@ def _means_are_better(rows: ExactRows, left: Tensor, landmarks: Landmarks) -> Te
 
     `left` (BH, P, Dv + 1) is what each row misses with weights that are fitted to the others.
     """
-    exact, dtype = rows.sums[..., :-1], landmarks.key.dtype
+    exact = rows.sums[..., :-1]
     fitted = (exact - left[..., :-1]) / (1.0 - left[..., -1:]).clamp(min=LEAST_LEFT)
-    scores = rows.query.to(dtype) @ landmarks.key.mT + landmarks.log_count.unsqueeze(1)
+    scores = torch.baddbmm(landmarks.log_count.unsqueeze(1), rows.query, landmarks.key.mT)
     means = scores.softmax(2) @ landmarks.value
     of_means, of_fitted = ((x - exact).square().sum((1, 2)) for x in (means, fitted))
     better = (of_means < BETTER * of_fitted)[:, None, None]

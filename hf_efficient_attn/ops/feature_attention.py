@@ -1,23 +1,22 @@
-"""Causal attention with random features of the softmax kernel (Choromanski et al. 2021), chunk by chunk.
+"""Attention with random features of the softmax kernel (Choromanski et al. 2021): bidirectional, and causal on the CPU.
 
-The sums over the features are kept in the log domain, as `hf_efficient_attn.ops.features` explains. The keys of the
-chunks before a chunk enter through the state of the features, a `Partial`; the pairs of a query and a key of the same
-chunk enter through the products of their features. The two are merged.
+The sums over the features are kept in the log domain, as `hf_efficient_attn.ops.features` explains. In the causal form
+the keys of the chunks before a chunk enter through the sums of the features, and the pairs of a query and a key of the
+same chunk through the products of their features. The two are merged. `hf_efficient_attn.ops.feature_scan` is the
+causal form for training and for accelerators.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.nn.functional import dropout, pad
+from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import pad_to_blocks
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.features import key_state, merge_blocks, query_state
-from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, merge, prefix_merge, safe_row_max
+from hf_efficient_attn.ops.partial import accumulation_dtype, safe_row_max
 from hf_efficient_attn.ops.precision import LOG2_E, attention_dtype
 from hf_efficient_attn.ops.scan import running_sum
 
@@ -27,8 +26,6 @@ _CHUNK = 128  # tokens
 _FEW_FEATURES, _SMALL_CHUNK = 128, 64
 BUFFERED_HEADS = 8
 _BLOCK = 1 << 18
-# Tokens of a block that the causal form recomputes in the backward pass.
-_TRAINING_BLOCK = 1024
 # Queries of a block of the bidirectional form, and keys of a block on accelerators.
 _BLOCK_Q, _ACCELERATOR_BLOCK = 1024, 2048
 
@@ -118,145 +115,6 @@ def _key_blocks(
     bias = pad(bias, (0, -bias.shape[1] % size), value=-torch.inf)
     key, value = pad_to_blocks(key, size), pad_to_blocks(value, size)
     return key, value, directions, bias.view(*key.shape[:2], 1, size)
-
-
-def causal_feature_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor,
-    features: Tensor,
-    dropout_p: float,
-    initial_state: Partial | None = None,
-) -> Tensor:
-    """Causal form in which gradients and dropout are possible.
-
-    Args:
-        query: (BH, N, D), scaled by `FeatureKernel`.
-        key: (BH, N, D), scaled likewise.
-        value: (BH, N, Dv).
-        bias: (BH, N), of the keys.
-        features: (F, D).
-        dropout_p: probability of dropping a weight of a query, over the features or over the keys of its chunk.
-        initial_state: the state of earlier tokens, out (BH, F, Dv) and lse (BH, F), or None.
-
-    Returns:
-        (BH, N, Dv).
-    """
-    tensors = (query, key, value, bias)
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, *(initial_state or ())))
-    if not needs_grad or torch.compiler.is_compiling() or backend(query) != "cpu" or query.shape[1] <= _TRAINING_BLOCK:
-        return _all_at_once(tensors, features, dropout_p, initial_state)
-    if initial_state is None:
-        state = key.new_zeros(key.shape[0], features.shape[0], value.shape[2])
-        initial_state = Partial(state, state.new_full(state.shape[:2], -torch.inf))
-    return _recomputed(*tensors, *initial_state, features, dropout_p)
-
-
-def _all_at_once(
-    tensors: Sequence[Tensor], features: Tensor, dropout_p: float, initial_state: Partial | None
-) -> Tensor:
-    """`causal_feature_attention` with all chunks together. Autograd keeps the features of all tokens."""
-    query, key, value, bias = tensors
-    q_len = query.shape[1]
-    query, key, value, bias = _chunks(query, key, value, bias, min(_CHUNK, q_len))
-    partials = [_chunk_attention(query, key, value, bias, features, dropout_p)]
-    if query.shape[1] > 1:
-        before = prefix_merge(key_state(key, value, features, bias[:, :, None]), 1)
-        partials.append(query_state(query, before, features, dropout_p))
-    if initial_state is not None:
-        state = Partial(initial_state.out[:, None], initial_state.lse[:, None])
-        partials.append(query_state(query, state, features, dropout_p))
-    return merge(*partials).out.flatten(1, 2)[:, :q_len]
-
-
-class _Recomputed(torch.autograd.Function):
-    """`causal_feature_attention` block by block. The backward pass computes them again, the last one first.
-
-    So what autograd keeps is the inputs and the state before each block, and the features of one block at a time.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        *tensors, out, lse, features, dropout_p = arguments
-        state = Partial(out, lse)
-        outs: list[Tensor] = []
-        states: list[Tensor] = []
-        ctx.dropout_p, ctx.random_states = dropout_p, []
-        if not dropout_p:
-            *heads, bias = tensors
-            outs = [
-                buffered_causal_feature_attention(
-                    *heads, bias != -torch.inf, *state, kernel=FeatureKernel(features, 1.0)
-                )
-            ]
-        for block in _split(tensors):
-            states += state
-            if dropout_p:
-                ctx.random_states.append(torch.get_rng_state())
-                outs.append(_all_at_once(block, features, dropout_p, state))
-            state = _state_after(block, state, features)
-        ctx.save_for_backward(features, *tensors, *states)
-        return torch.cat(outs, 1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        features, query, key, value, bias, *states = ctx.saved_tensors
-        tensors, (out, lse) = (query, key, value, bias), states[:2]
-        grads = [torch.empty_like(x) for x in tensors]
-        of_state = [torch.zeros_like(out), torch.zeros_like(lse)]
-        blocks = zip(_split(tensors), _split(grads), grad.split(_TRAINING_BLOCK, 1), strict=True)
-        for i, (block, of_block, of_out) in reversed(list(enumerate(blocks))):
-            leaves = [x.detach().requires_grad_() for x in (*block, *states[2 * i : 2 * i + 2])]
-            with torch.enable_grad(), torch.random.fork_rng(devices=[], enabled=bool(ctx.dropout_p)):
-                if ctx.dropout_p:
-                    torch.set_rng_state(ctx.random_states[i])
-                state = Partial(*leaves[4:])
-                out = _all_at_once(leaves[:4], features, ctx.dropout_p, state)
-                state = _state_after(leaves[:4], state, features)
-            *of_leaves, of_state[0], of_state[1] = torch.autograd.grad((out, *state), leaves, (of_out, *of_state))
-            for whole, part in zip(of_block, of_leaves, strict=True):
-                whole.copy_(part)
-        return (*grads, *of_state, None, None)
-
-
-_recomputed: Callable[..., Tensor] = _Recomputed.apply
-
-
-def _split(tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-    """Blocks of tokens of tensors (BH, N, ...)."""
-    return list(zip(*(x.split(_TRAINING_BLOCK, 1) for x in tensors), strict=True))
-
-
-def _state_after(block: Sequence[Tensor], state: Partial, features: Tensor) -> Partial:
-    """Add the keys of a block to a state: out (BH, F, Dv) and lse (BH, F)."""
-    _, key, value, bias = block
-    own = key_state(key[:, None], value[:, None], features, bias[:, None, None])
-    return merge(state, Partial(*(x[:, 0] for x in own)))
-
-
-def _chunk_attention(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, features: Tensor, dropout_p: float
-) -> Partial:
-    """Causal attention within each chunk (BH, C, size, .) by the feature products of all pairs."""
-    directions = features.to(query.dtype).t()
-    query, key = query @ directions, key @ directions  # logs of the features, (BH, C, size, F)
-    query_max, key_max = (x.detach().amax(-1, keepdim=True) for x in (query, key))
-    products = torch.exp(query - query_max) @ torch.exp(key - key_max).transpose(2, 3)
-    # The gradient of the log of a product close to 0 would be close to infinite.
-    smallest = torch.finfo(products.dtype).tiny ** 0.8
-    seen = torch.ones(products.shape[-2:], dtype=torch.bool, device=query.device).tril() & (products > smallest)
-    scores = products.masked_fill(~seen, 1.0).log() + query_max + (key_max + bias.unsqueeze(-1)).transpose(2, 3)
-    scores = scores.masked_fill(~seen, -torch.inf)
-    row_max = safe_row_max(scores.detach().amax(-1, keepdim=True))
-    weights = torch.exp(scores - row_max)
-    total = weights.sum(-1, keepdim=True)
-    empty = total == 0
-    total = total.masked_fill(empty, 1.0)
-    weights = weights / total
-    weights = dropout(weights, dropout_p) if dropout_p else weights
-    return Partial(weights @ value, (total.log() + row_max).masked_fill(empty, -torch.inf).squeeze(-1))
 
 
 def buffered_causal_feature_attention(

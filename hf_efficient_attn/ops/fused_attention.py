@@ -66,21 +66,24 @@ class _Inputs(NamedTuple):
 
 
 def fused_attention(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float, finite_bias: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Output and lse of `partial_attention`, with the same arguments, without a gradient. No dimension is empty."""
+    """Output and lse of `partial_attention`, with the same arguments, without a gradient. No dimension is empty.
+
+    The output may be a view that is not contiguous.
+    """
     if not _has_kernel(query, scale):
         return _plain_forward(query, key, value, bias, scale)
     shape = query.shape[:3]
     if is_shared(key, value, bias):
         query = query.reshape(shape[0], 1, -1, query.shape[3])
-    inputs = _inputs((query, key, value, bias), scale, 0)
+    inputs = _inputs((query, key, value, bias), scale, 0, finite_bias)
     inputs, dims = _with_padded_columns(inputs, 0)
     whole: list[Tensor] = []
     for some in _slices(inputs, dims):
         whole = _stored(whole, _kernel_forward(inputs, dims, some, scale), some, inputs)
-    out, lse = whole[0].to(value.dtype).view(*shape, -1), whole[1].view(shape)
-    if bias is None:
+    out, lse = whole[0].to(value.dtype).reshape(*shape, -1), whole[1].reshape(shape)
+    if bias is None or finite_bias:
         return out, lse
     empty = bias.amax(-1) == -torch.inf
     return out.masked_fill_(empty.unsqueeze(-1), 0.0), lse.masked_fill_(empty, -torch.inf)
@@ -115,11 +118,13 @@ def fused_attention_backward(
     more = 0 if grad_lse is None else 2
     inputs = _inputs((queries, key, value, bias), scale, more)
     inputs, dims = _with_padded_columns(inputs, more)
-    out = pad(out.to(inputs.query.dtype), (0, dims[1] - out.shape[3]))
+    out, grad_out = (x.to(inputs.query.dtype) for x in (out, grad_out))
+    if out.shape[3] != dims[1]:
+        missing = dims[1] - out.shape[3]
+        out, grad_out = pad(out, (0, missing)), pad(grad_out, (0, missing), value=1.0)
     if grad_lse is not None:
         out[..., value.shape[3]] = high = -grad_lse.to(out.dtype)
         out[..., value.shape[3] + 1] = -grad_lse - high
-    grad_out = pad(grad_out.to(out.dtype), (0, dims[1] - grad_out.shape[3]), value=1.0)
     whole: list[Tensor] = []
     for some in _slices(inputs, dims):
         rows = grad_out[some], out[some], lse[some].contiguous()
@@ -209,7 +214,9 @@ def _num_groups(query: Tensor, key: Tensor) -> int:
     return max(x for x in range(1, min(most, num_blocks) + 1) if num_blocks % x == 0)
 
 
-def _inputs(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], scale: float, more: int) -> _Inputs:
+def _inputs(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], scale: float, more: int, finite_bias: bool = False
+) -> _Inputs:
     """Bring the tensors of `partial_attention` into the form that the kernels take.
 
     `more` is the number of further dimensions of the values.
@@ -221,12 +228,17 @@ def _inputs(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], scale: float,
         for dim in range(3):  # an expanded bias would be copied below
             bias = bias.narrow(dim, 0, 1) if bias.stride(dim) == 0 else bias
         bias = bias.expand(*bias.shape[:3], key.shape[2])
-    if bias is not None and bias.shape[2] == 1:
+    # A kernel adds a bias in half precision itself.
+    if bias is not None and bias.shape[2] == 1 and not (bias.dtype == dtype and dtype.itemsize == 2):
         columns, unit = bias_columns(bias[:, :, 0], dtype, scale)
     elif bias is not None:
         dtype = torch.promote_types(dtype, bias.dtype)
         least = max(torch.finfo(dtype).min / 2, -1e30)
-        pair_bias = _aligned(pad(bias.to(dtype).clamp(min=least), (0, -bias.shape[3] % 8))[..., : bias.shape[3]])
+        pair_bias, missing = bias.to(dtype), -bias.shape[3] % 8
+        pair_bias = pair_bias if finite_bias else pair_bias.clamp(min=least)
+        if missing:  # rows that begin at multiples of 16 bytes
+            pair_bias = pad(pair_bias, (0, missing))[..., : bias.shape[3]]
+        pair_bias = _aligned(pair_bias)
     query, key, value = (x.to(dtype) for x in (query, key, value))
     key, value = (x.expand(-1, query.shape[1], -1, -1) for x in (key, value))
     by_flash = (
@@ -244,11 +256,16 @@ def bias_columns(bias: Tensor, dtype: torch.dtype, scale: float) -> tuple[Tensor
     scale * factor * (sum of the two) is the bias. The factor is a power of two, so that it is exact. -inf becomes a
     large number, because 0 times it would be NaN.
     """
-    largest, size = (6e4, 32.0) if dtype == torch.float16 else (1e30, 1.0)
-    unit = math.copysign(2.0 ** min(15, round(math.log2(size / abs(scale)))), scale)
-    column = (bias.float() / (scale * unit)).clamp(min=-largest)
+    unit, largest = column_unit(dtype, scale), 6e4 if dtype == torch.float16 else 1e30
+    column = (bias.to(torch.promote_types(bias.dtype, torch.float32)) / (scale * unit)).clamp(min=-largest)
     high = column.to(dtype)
     return torch.stack((high, (column - high).to(dtype)), -1), unit
+
+
+def column_unit(dtype: torch.dtype, scale: float) -> float:
+    """The factor of `bias_columns`."""
+    size = 32.0 if dtype == torch.float16 else 1.0
+    return math.copysign(2.0 ** min(15, round(math.log2(size / abs(scale)))), scale)
 
 
 def _with_padded_columns(inputs: _Inputs, more: int) -> tuple[_Inputs, tuple[int, int]]:
@@ -316,10 +333,10 @@ def _expanded(bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def _stored(whole: list[Tensor], parts: Iterable[Tensor], some: _Slices, inputs: _Inputs) -> list[Tensor]:
-    """Put the results of a call into those of all calls, which the first one allocates. Contiguous."""
+    """Put the results of a call into those of all calls, which the first one allocates."""
     parts, shape = list(parts), inputs.query.shape[:2]
     if parts[0].shape[:2] == shape:
-        return [part.contiguous() for part in parts]
+        return parts
     whole = whole or [part.new_empty(*shape, *part.shape[2:]) for part in parts]
     for all_heads, part in zip(whole, parts, strict=True):
         all_heads[some] = part

@@ -8,7 +8,6 @@ larger a weight, the smaller the rounding of its score, and the error of an outp
 kernel, at half of its time. A bias is in two more dimensions, see `bias_columns`.
 """
 
-import functools
 import math
 from collections.abc import Iterator
 
@@ -30,12 +29,6 @@ _Index = tuple[int, slice, slice]
 # Exponents of two above this are rounded to bfloat16 by more than 8, and may be far from the maximum of their row. The
 # second is the maximum of a row without keys.
 _MAX_ROUNDED, _NO_KEY = 2.0**12, -1e30
-
-
-@functools.cache
-def has_amx() -> bool:
-    """Whether the CPU has units for tiles of a matrix. With them the fused kernel is fast in bfloat16."""
-    return torch.cpu._is_amx_tile_supported()
 
 
 def use_half(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], scale: float, with_bias: bool = False) -> bool:

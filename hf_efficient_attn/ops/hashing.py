@@ -92,12 +92,7 @@ def sort_by_same_hash(
     Returns:
         For the queries and for the keys: their `hash_keys` in ascending order, and the order (BH, N).
     """
-    arguments = (query.shape[2], num_hashes, seed, query.dtype)
-    normals = (
-        constant(_last_first, *arguments, device=query.device)
-        if isinstance(seed, int)
-        else _last_first(*arguments, query.device)
-    )
+    normals = negated_planes(query, num_hashes, seed)
     # The product of planes and tokens is three times as fast as that of tokens and planes, which has few columns.
     sides = [normals @ x.detach().mT for x in (query, key)]
     if query_mask is None and key_mask is None and query.shape[1] == key.shape[1]:
@@ -107,6 +102,13 @@ def sort_by_same_hash(
     query_keys, query_order = hash_keys(sides[0], query_mask).sort(stable=True)
     keys, key_order = hash_keys(sides[1], key_mask).sort(stable=True)
     return (query_keys, query_order), (keys, key_order)
+
+
+def negated_planes(x: Tensor, num_hashes: int, seed: int | Tensor) -> Tensor:
+    """The hyperplanes for tokens (..., D) in their dtype, as `hash_keys` takes their products: (num_hashes, D)."""
+    arguments = (x.shape[-1], num_hashes, seed, x.dtype)
+    is_kept = isinstance(seed, int)
+    return constant(_last_first, *arguments, device=x.device) if is_kept else _last_first(*arguments, x.device)
 
 
 def _one(num_hashes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -206,7 +208,7 @@ def block_starts(
     Returns:
         int64 (BH, T) for T blocks of queries. A block of keys ends before `num_keys` if there are at least `block_k`.
     """
-    middle = constant(_middles, query_keys.shape[1], block_q, device=keys.device)
+    middle = constant(block_middles, query_keys.shape[1], block_q, device=keys.device)
     if isinstance(num_queries, int):
         of_middle = query_keys.index_select(1, middle)
     else:
@@ -218,6 +220,6 @@ def block_starts(
     return torch.minimum(start.clamp(min=0), (num_keys - block_k).clamp(min=0))
 
 
-def _middles(q_len: int, block_q: int, device: torch.device) -> Tensor:
+def block_middles(q_len: int, block_q: int, device: torch.device) -> Tensor:
     """The middle of each block of queries, or the last query."""
     return torch.arange(block_q // 2, q_len + block_q // 2, block_q, device=device).clamp(max=q_len - 1)

@@ -119,8 +119,8 @@ def attention_to_few_keys(
     def some_heads(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         blocks = pad_to_blocks(query.to(key.dtype), block_q)
         block_bias = None if bias is None else bias[:, None, None]
-        options = {"scale": scale, "dropout_p": dropout_p}
-        result = partial_attention(blocks, key[:, None], value[:, None], block_bias, **options).out
+        tensors = blocks, key[:, None], value[:, None], block_bias
+        result = partial_attention(*tensors, scale=scale, dropout_p=dropout_p).out
         result = result.flatten(1, 2)[:, : query.shape[1]].to(dtype)
         return result if out is None else out.copy_(result)
 

@@ -8,17 +8,19 @@ The buffered forms compute the same without a gradient. They process a few heads
 that the features stay in the CPU's cache and no new memory is touched except for the output.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout, pad
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import dropout, pad, threshold
 
 from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import pad_to_blocks
 from hf_efficient_attn.ops.partial import accumulation_dtype, exp_
 from hf_efficient_attn.ops.precision import sum_dtype
-from hf_efficient_attn.ops.scan import exclusive_prefix_sum, running_sum
+from hf_efficient_attn.ops.scan import exclusive_prefix_sum, exclusive_suffix_sum, running_sum
 
 _CHUNK, _ACCELERATOR_CHUNK = 64, 128  # tokens
 # Columns of ones that the causal form adds to the values: a multiple of 8, as the kernels for half precision want it.
@@ -42,9 +44,19 @@ def elu_features(x: Tensor) -> Tensor:
     of 1 + x and exp(min(x, 0)) is faster than their sum with relu, but has another gradient at 0. In half precision
     the result is rounded once: no step before the last one changes its operands.
     """
-    if x.requires_grad or x.dtype.itemsize == 2:
+    needs_grad = torch.is_grad_enabled() and x.requires_grad
+    if backend(x) != "cpu" and not needs_grad:
+        # The gradient of elu(x) is 1 or e^x, here times max(x, 0) + 1: fewer kernels.
+        return _elu_backward(x.clamp(min=0.0).add_(1.0), x)
+    if needs_grad or x.dtype.itemsize == 2:
         return torch.relu(x) + x.clamp(max=0.0).exp()
     return torch.maximum(x + 1.0, exp_(x.clamp(max=0.0)))
+
+
+def _elu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """The gradient of x for that of elu(x), or of `elu_features`."""
+    grad_x: Tensor = torch.ops.aten.elu_backward(grad, 1.0, 1.0, 1.0, False, x)
+    return grad_x
 
 
 def _features(x: Tensor, factor: float | None) -> Tensor:
@@ -112,16 +124,12 @@ def causal_linear_attention(
     Returns:
         (BH, N, Dv).
     """
-    (batch_heads, q_len), value_dim, dtype = phi_q.shape[:2], value.shape[2], phi_q.dtype
-    size = min(_CHUNK if backend(value) == "cpu" else _ACCELERATOR_CHUNK, q_len)
+    (batch_heads, q_len), value_dim = phi_q.shape[:2], value.shape[2]
+    size = _chunk_size(value)
     # The last columns of the products are the sums of the weights.
     value = pad(value, (0, _ONES), value=1.0)
-    phi_q, phi_k, value = (pad_to_blocks(x, size) for x in (phi_q, phi_k, value))  # (BH, C, size, .)
-    state = exclusive_prefix_sum(phi_k.transpose(2, 3) @ value, accumulation_dtype(dtype))
-    if initial_state is not None:
-        norm = initial_state.norm.unsqueeze(2).expand(-1, -1, _ONES)
-        state = state + torch.cat((initial_state.products, norm), 2)[:, None]
-    phi_q, phi_k, value, state = (x.flatten(0, 1) for x in (phi_q, phi_k, value, state.to(dtype)))
+    phi_q, phi_k, value = (pad_to_blocks(x, size).flatten(0, 1) for x in (phi_q, phi_k, value))  # (BH * C, size, .)
+    state = _states_before(phi_k, value, None if initial_state is None else _with_norms(initial_state), batch_heads)
     weights = (phi_q @ phi_k.transpose(1, 2)).tril_()  # of the pairs of a chunk, (BH * C, size, size)
     out = torch.baddbmm(weights @ value, phi_q, state)
     total = out[..., value_dim : value_dim + 1]
@@ -131,6 +139,125 @@ def causal_linear_attention(
         out = torch.baddbmm(weights @ value, phi_q, state)
     out = normalize(out[..., :value_dim], total)
     return out.reshape(batch_heads, -1, value_dim)[:, :q_len]
+
+
+def _chunk_size(value: Tensor) -> int:
+    return min(_CHUNK if backend(value) == "cpu" else _ACCELERATOR_CHUNK, value.shape[1])
+
+
+def _with_norms(state: LinearState) -> Tensor:
+    """S and, in further columns, Z: (BH, D, Dv + 8)."""
+    return torch.cat((state.products, state.norm.unsqueeze(2).expand(-1, -1, _ONES)), 2)
+
+
+def _states_before(phi_k: Tensor, value: Tensor, initial: Tensor | None, batch_heads: int) -> Tensor:
+    """The sums over all tokens before each chunk: (BH * C, size, D), (BH * C, size, Dv + 8) -> (BH * C, D, Dv + 8)."""
+    sums = (phi_k.mT @ value).unflatten(0, (batch_heads, -1))
+    state = exclusive_prefix_sum(sums, accumulation_dtype(value.dtype))
+    state = state if initial is None else state + initial[:, None]
+    return state.to(value.dtype).flatten(0, 1)
+
+
+class _Training(torch.autograd.Function):
+    """Both forms without dropout. Autograd would take twice as many kernels and keep twice as much."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        query, key, value, key_mask, initial, is_causal, dtype = arguments
+        phi_q, phi_k = elu_features(query).to(dtype), elu_features(key).to(dtype)
+        phi_k = phi_k if key_mask is None else phi_k.mul_(key_mask.unsqueeze(2))
+        values, state = pad(value, (0, _ONES), value=1.0), None
+        if is_causal:
+            size = _chunk_size(value)
+            phi_q, phi_k, values = (pad_to_blocks(x, size).flatten(0, 1) for x in (phi_q, phi_k, values))
+            state = _states_before(phi_k, values, initial, value.shape[0])
+            sums = torch.baddbmm(torch.bmm(phi_q, phi_k.mT).tril_() @ values, phi_q, state)
+        else:
+            state = torch.bmm(phi_k.mT, values)
+            sums = torch.bmm(phi_q, state)
+        total = threshold(sums[..., -_ONES, None], 0.0, 1.0)  # the output of a query without weights is 0
+        out = sums[..., :-_ONES] / total
+        out = out.view(value.shape[0], -1, value.shape[2])[:, : query.shape[1]]
+        ctx.save_for_backward(query, key, value, key_mask, phi_q, phi_k, state, out, total)
+        ctx.is_causal, ctx.has_initial = is_causal, initial is not None
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, key_mask, phi_q, phi_k, state, out, total = ctx.saved_tensors
+        values = pad(value, (0, _ONES), value=1.0)
+        of_initial = None
+        # No gradient passes where it could overflow; see `normalize`.
+        total = threshold(total, torch.finfo(total.dtype).tiny ** 0.8, torch.inf)
+        with torch.autocast(grad.device.type, enabled=False):
+            if ctx.is_causal:
+                grad, out, values = (pad_to_blocks(x, phi_q.shape[1]).flatten(0, 1) for x in (grad, out, values))
+                grad = sum_gradients(grad / total, out)
+                of_pairs, pairs = torch.bmm(grad, values.mT).tril_(), torch.bmm(phi_q, phi_k.mT).tril_()
+                of_phi_q = torch.bmm(of_pairs, phi_k).baddbmm_(grad, state.mT)
+                of_before = torch.bmm(phi_q.mT, grad).unflatten(0, (value.shape[0], -1))
+                of_state = exclusive_suffix_sum(of_before, accumulation_dtype(grad.dtype))
+                if ctx.has_initial:
+                    of_initial = (of_state[:, 0] + of_before[:, 0]).to(grad.dtype)
+                of_state = of_state.to(grad.dtype).flatten(0, 1)
+                of_phi_k = torch.bmm(of_pairs.mT, phi_q).baddbmm_(values, of_state.mT)
+                of_value = torch.bmm(pairs.mT, grad).baddbmm_(phi_k, of_state)
+            else:
+                grad = sum_gradients(grad / total, out)
+                of_state = torch.bmm(phi_q.mT, grad)
+                of_phi_q, of_phi_k = torch.bmm(grad, state.mT), torch.bmm(values, of_state.mT)
+                of_value = torch.bmm(phi_k, of_state)
+        of_phi_q, of_phi_k, of_value = (
+            x.reshape(value.shape[0], -1, x.shape[2])[:, :length]
+            for x, length in zip((of_phi_q, of_phi_k, of_value), (query.shape[1], *[key.shape[1]] * 2), strict=True)
+        )
+        of_phi_k = of_phi_k if key_mask is None else of_phi_k * key_mask.unsqueeze(2)
+        of_query, of_key = _elu_backward(of_phi_q.to(query.dtype), query), _elu_backward(of_phi_k.to(key.dtype), key)
+        return of_query, of_key, of_value[..., :-_ONES], None, of_initial, None, None
+
+
+_training: Callable[..., Tensor] = _Training.apply
+
+
+def trained_linear_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    *initial_state: Tensor,
+    scale: float,
+    is_causal: bool,
+) -> Tensor:
+    """Both forms with a gradient and without dropout, in few kernels.
+
+    Args:
+        query: (BH, Nq, D).
+        key: (BH, Nk, D).
+        value: (BH, Nk, Dv).
+        key_mask: bool (BH, Nk) or None.
+        initial_state: S (BH, D, Dv) and Z (BH, D) of earlier tokens in the causal form, or nothing.
+        scale: factor of the scores.
+        is_causal: whether attention is causal.
+
+    Returns:
+        (BH, Nq, Dv), in the dtype of products.
+    """
+    dtype, factor = sum_dtype(query), _query_factor(scale, query.shape[2])
+    query, key = (x.to(torch.promote_types(dtype, x.dtype)) for x in (query, key))
+    query = query if factor is None else query.to(torch.promote_types(dtype, torch.float32)) * factor
+    initial = _with_norms(LinearState(*initial_state)) if initial_state else None
+    return _training(query, key, value.to(dtype), key_mask, initial, is_causal, dtype)
+
+
+def sum_gradients(grad: Tensor, out: Tensor) -> Tensor:
+    """Gradients of the sums of values and of weights, (..., Dv + 8), of which `out` (..., Dv) is the quotient.
+
+    `grad` (..., Dv) is the gradient of `out` divided by the sums of weights.
+    """
+    whole = pad(grad, (0, _ONES))
+    whole[..., -_ONES].sub_((grad * out).sum(-1))
+    return whole
 
 
 def buffered_linear_attention(

@@ -275,25 +275,24 @@ def rounds_attention(
             index = index.clamp(max=key.shape[1] - 1)
         # By round, so that the keys of a round are contiguous.
         keys = key_order.movedim(1, 0).gather(2, index.movedim(1, 0).flatten(2)).unflatten(2, index.shape[2:])
+        del index
         # The start of the block of keys of each query in each round but the last.
         first = start[:, :-1].gather(2, query_rank[:, :-1] // plan.block_q) if rounds > 1 else query_rank
+        is_finite = num_keys is None and not others
         partials = []
-        for s in range(rounds):
-            earlier = []
-            for t in range(s):
-                # Round t contains a pair if the rank of the key is in the block of keys of the query.
-                rank = key_rank[:, t].gather(1, keys[s].flatten(1)).view_as(keys[s])
-                own = first[:, t].gather(1, queries[:, s].flatten(1)).view_as(queries[:, s])
-                earlier.append((rank, own))
-            bias = _round_bias(
-                query.dtype, queries[:, s], keys[s], None if masked is None else masked[:, s], earlier, others
-            )
-            block = take(query, queries[:, s]), *take_both(key, value, keys[s])
-            part = partial_attention(*block, bias, scale=scale, dropout_p=dropout_p)
+        for s in reversed(range(rounds)):  # the first round needs the least memory beside the other results
+            own = queries[:, s]
+            # Round t contains a pair if the rank of the key is in the block of keys of the query.
+            earlier = [(_at(key_rank[:, t], keys[s]), _at(first[:, t], own)) for t in range(s)]
+            bias = _round_bias(query.dtype, own, keys[s], None if masked is None else masked[:, s], earlier, others)
+            del earlier
+            block = take(query, own), *take_both(key, value, keys[s])
+            part = partial_attention(*block, bias, scale=scale, dropout_p=dropout_p, finite_bias=is_finite)
             del block, bias
             rank = query_rank[:, s]
             partials.append(Partial(take(part.out.flatten(1, 2), rank), part.lse.flatten(1).gather(1, rank)))
             del part
+        partials.reverse()
         if num_keys is not None or others:
             out, lse = merge(*partials)
             return torch.where((lse == -torch.inf).unsqueeze(-1), value, out) if others else out
@@ -302,6 +301,11 @@ def rounds_attention(
     return chunked_over_heads(
         some_heads, query, key, value, plan.num_keys, plan.query_order, plan.key_order, plan.start
     )
+
+
+def _at(x: Tensor, index: Tensor) -> Tensor:
+    """The numbers x (BH, N) at an index (BH, ...), in its shape."""
+    return x.gather(1, index.flatten(1)).view_as(index)
 
 
 def _merge_rounds(partials: list[Partial]) -> Tensor:
@@ -367,7 +371,10 @@ def _round_bias_of_pairs(
     earlier: list[tuple[Tensor, Tensor]],
     others: bool,
 ) -> Tensor | None:
-    """`_round_bias` by bool masks, which need fewer launches and less memory. All that is excluded gets -inf."""
+    """`_round_bias` by bool masks, which need fewer launches and less memory.
+
+    If only pairs of an earlier round are excluded, they get a very negative number, else all that is excluded -inf.
+    """
     excluded = None if masked is None else masked.unsqueeze(2)
     for rank, first in earlier:
         rank, first = rank.unsqueeze(2), first.unsqueeze(3)
@@ -378,7 +385,8 @@ def _round_bias_of_pairs(
         excluded = itself if excluded is None else itself.logical_or_(excluded)
     if excluded is None:
         return None
-    return torch.zeros(excluded.shape, dtype=dtype, device=keys.device).masked_fill_(excluded, -torch.inf)
+    fill = -torch.inf if others or masked is not None else max(-_EXCLUDED, torch.finfo(dtype).min / 2)
+    return torch.zeros(excluded.shape, dtype=dtype, device=keys.device).masked_fill_(excluded, fill)
 
 
 def dense_pairs(plan: Rounds) -> Tensor:

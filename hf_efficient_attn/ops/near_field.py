@@ -1,5 +1,6 @@
 """Which keys a block of queries attends to exactly: a window, blocks of a hash, or what exact rows say is better."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from hf_efficient_attn.ops.row_error import sample_rows
 NUM_ROWS = 32
 # How much less the blocks of a hash must leave than the window, as a factor and absolutely. Equal near fields, as for
 # queries that are all 0, are thus never told apart by rounding, which differs between batches.
-_CLEARLY, _LEAST = 0.99**0.5, 1e-3
+CLEARLY, LEAST = 0.99**0.5, 1e-3
 
 
 class NearFieldOptions(NamedTuple):
@@ -48,6 +49,8 @@ class NearField(NamedTuple):
         num_queries: number of valid queries, likewise. Masked queries are known only if queries and keys are the same
             tokens.
         query_rank: int64 (BH, Nq), the inverse of `query_order` if it is known.
+        query_slot: int64 (BH, Nq), r T + t for the r-th query of block t, if it is known. The kernels of PyTorch give
+            their output in this order.
     """
 
     query_order: Tensor | None
@@ -58,6 +61,7 @@ class NearField(NamedTuple):
     num_keys: Tensor | int
     num_queries: Tensor | int
     query_rank: Tensor | None = None
+    query_slot: Tensor | None = None
 
 
 class ExactRows(NamedTuple):
@@ -90,7 +94,7 @@ def plan_window(
     """
     (batch_heads, q_len, _), kv_len = query.shape, key.shape[1]
     block_q = max(1, block_k // 2) if block_q is None else block_q
-    first = constant(_window_starts, ceil_div(q_len, block_q), block_q, block_k, kv_len, device=query.device)
+    first = constant(window_starts, ceil_div(q_len, block_q), block_q, block_k, kv_len, device=query.device)
     if key_mask is None:
         return NearField(None, None, first.expand(batch_heads, -1), block_q, block_k, kv_len, q_len)
     num_keys = key_mask.sum(1, keepdim=True)
@@ -101,7 +105,8 @@ def plan_window(
     return NearField(None, order, start, block_q, block_k, num_keys, q_len)
 
 
-def _window_starts(num_blocks: int, block_q: int, block_k: int, kv_len: int, device: torch.device) -> Tensor:
+def window_starts(num_blocks: int, block_q: int, block_k: int, kv_len: int, device: torch.device) -> Tensor:
+    """The first key of the window of each block of queries, without a mask: int64 (T,)."""
     first = torch.arange(num_blocks, device=device) * block_q - (block_k - block_q) // 2
     return first.clamp(0, kv_len - block_k)
 
@@ -219,9 +224,13 @@ def choose_near_field(
     of_lsh = rank.gather(1, positions)
     near_of_window, near_of_lsh = near_keys(window, of_window), near_keys(lsh, of_lsh)
     held = weights.gather(2, torch.cat((near_of_window, near_of_lsh), 2)).unflatten(2, (2, -1)).sum(3)
-    outside = 1.0 - held if rows.valid is None else (1.0 - held).masked_fill(~rows.valid.unsqueeze(2), 0.0)
+    # The margin is added to each row, as in `near_far_kernels`, so that sequences with and without a mask agree.
+    outside = 1.0 - held
+    outside[..., 1] += LEAST / math.sqrt(num_rows)
+    if rows.valid is not None:
+        outside = outside.masked_fill(~rows.valid.unsqueeze(2), 0.0)
     left = torch.linalg.vector_norm(outside, dim=1)
-    take_lsh = torch.sub(left[:, 1:], left[:, :1], alpha=_CLEARLY) < -_LEAST
+    take_lsh = left[:, 1:] < CLEARLY * left[:, :1]
 
     def order(of_window: Tensor | None, of_lsh: Tensor) -> Tensor:
         return torch.where(take_lsh, of_lsh, integers(of_lsh.shape[1], device) if of_window is None else of_window)
@@ -236,7 +245,14 @@ def choose_near_field(
     return near, ExactRows(order(of_window, of_lsh), of_rows, weights)
 
 
-def row_weights(query: Tensor, key: Tensor, positions: Tensor, key_mask: Tensor | None, scale: float) -> Tensor:
+def row_weights(
+    query: Tensor,
+    key: Tensor,
+    positions: Tensor,
+    key_mask: Tensor | None,
+    scale: float,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """Rows of the softmax matrix, without a gradient.
 
     The scores of half precision inputs are computed in their dtype, since the rows only plan.
@@ -244,17 +260,19 @@ def row_weights(query: Tensor, key: Tensor, positions: Tensor, key_mask: Tensor 
     Args:
         query: (BH, Nq, D).
         key: (BH, Nk, D).
-        positions: int64 (BH, R), the queries of the rows.
+        positions: int64 (BH, R), the queries of the rows, or (R,) if they are the same in all heads.
         key_mask: bool (BH, Nk), True for valid keys, or None.
         scale: factor of the scores.
+        dtype: of the result; by default the accumulation dtype.
 
     Returns:
-        (BH, R, Nk) in the accumulation dtype; 0 for a row without a valid key.
+        (BH, R, Nk); 0 for a row without a valid key.
     """
-    acc_dtype = accumulation_dtype(query.dtype)
+    acc_dtype = accumulation_dtype(query.dtype) if dtype is None else dtype
     if query.device.type == "cpu" and query.dtype == torch.float16:  # has no fast product there
         query, key = query.float(), key.float()
-    queries, zero = take(query, positions), constant(_zero, query.dtype, device=query.device)
+    queries = query.index_select(1, positions) if positions.ndim == 1 else take(query, positions)
+    zero = constant(_zero, query.dtype, device=query.device)
     scores = torch.baddbmm(zero, queries, key.mT, beta=0, alpha=scale)
     if key_mask is None:
         return scores.softmax(2, dtype=acc_dtype)

@@ -6,7 +6,6 @@ The partials of two disjoint subsets merge into that of their union. This is the
 functions `partial_attention` and `merge`.
 """
 
-import itertools
 from typing import NamedTuple, Protocol
 
 import torch
@@ -15,9 +14,9 @@ from torch import Tensor
 from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.export import exporting_to_onnx
 from hf_efficient_attn.ops.fused_attention import fused_attention, fused_attention_backward
-from hf_efficient_attn.ops.half_attention import half_attention, half_attention_backward, has_amx, use_half
-from hf_efficient_attn.ops.onednn import pays, product_attention, use_product
-from hf_efficient_attn.ops.precision import LOG2_E, product_dtype
+from hf_efficient_attn.ops.half_attention import half_attention, half_attention_backward, use_half
+from hf_efficient_attn.ops.onednn import pays, product_attention, product_attention_backward, use_product
+from hf_efficient_attn.ops.precision import LOG2_E, has_matrix_units, product_dtype
 
 # Scores that are computed at a time: 2**20 float32 numbers stay in the cache of one core, and the buffers are reused.
 _SCORES_NUMEL = 1 << 20
@@ -81,7 +80,14 @@ def merge(*partials: Partial) -> Partial:
 
 
 def partial_attention(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *, scale: float, dropout_p: float = 0.0
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scale: float,
+    dropout_p: float = 0.0,
+    finite_bias: bool = False,
 ) -> Partial:
     """Exact attention of blocks of queries to blocks of keys: softmax(scale * query key^T + bias) value, and its lse.
 
@@ -94,6 +100,8 @@ def partial_attention(
         scale: factor of the scores.
         dropout_p: probability of dropping a normalized weight; the others are divided by 1 - dropout_p. Drawn from the
             global generator.
+        finite_bias: whether the bias excludes pairs by a very negative number, and no query loses all its pairs. On an
+            accelerator this saves a copy of the bias.
 
     Returns:
         Partial with out (BH, T, Nq, Dv) in the dtype of `value` and lse (BH, T, Nq). A query whose pairs are all
@@ -104,7 +112,7 @@ def partial_attention(
     tensors = (query, key, value) if bias is None else (query, key, value, bias)
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         return Partial(*torch.ops.hf_efficient_attn.partial_attention(query, key, value, bias, float(scale)))
-    return Partial(*_forward(query, key, value, bias, float(scale)))
+    return Partial(*_forward(query, key, value, bias, float(scale), finite_bias))
 
 
 def partial_attention_naive(
@@ -181,17 +189,20 @@ def _scores(query: Tensor, key: Tensor, bias: Tensor | None, scale: float, buffe
 def _partial_attention(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    return _forward(query, key, value, bias, scale)
+    out, lse = _forward(query, key, value, bias, scale)
+    return out.contiguous(), lse.contiguous()
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float, finite_bias: bool = False
+) -> tuple[Tensor, Tensor]:
     """Output and lse of `partial_attention`, without a gradient."""
     if query.numel() == 0 or key.shape[2] == 0:
         acc_dtype = accumulation_dtype(query.dtype)
         lse = torch.full(query.shape[:3], -torch.inf, dtype=acc_dtype, device=query.device)
         return value.new_zeros(*query.shape[:3], value.shape[3]), lse
     if backend(query) != "cpu":
-        return fused_attention(query, key, value, bias, scale)
+        return fused_attention(query, key, value, bias, scale, finite_bias)
     dtype = product_dtype(query)
     if dtype != query.dtype:
         return _forward_as(dtype, query, key, value, bias, scale)
@@ -220,7 +231,7 @@ def _forward_on_cpu(
     if _by_products(query, key, value, bias):
         return _forward_products(query, key, value, bias, scale)
     fused = head_dim == value_dim
-    if not (fused and has_amx()) and use_half((query, key, value, bias), scale):
+    if not (fused and has_matrix_units()) and use_half((query, key, value, bias), scale):
         return half_attention(query, key, value, bias, scale)
     if fused:
         return _forward_fused(query, key, value, bias, scale)
@@ -253,16 +264,20 @@ def _forward_products(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """`_forward` by oneDNN, one block at a time. Blocks that share their keys are one block."""
-    shape = query.shape[:3]
+    out, lse = product_attention(*_as_heads(query, key, value, bias), scale, True)
+    return out.view(*query.shape[:3], value.shape[3]), lse.view(query.shape[:3])
+
+
+def _as_heads(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The blocks as heads (BH * T, ., .), or those of each head as one (BH, ., .) if they share their keys."""
+    batch_heads, num_blocks = query.shape[:2]
     if key.shape[1] == value.shape[1] == 1 and (bias is None or bias.shape[1] == 1):
-        query = query.reshape(shape[0], 1, -1, query.shape[3])
-    out = value.new_empty(*query.shape[:3], value.shape[3])
-    lse = value.new_empty(query.shape[:3])
-    for a, t in itertools.product(range(query.shape[0]), range(query.shape[1])):
-        keys, values = (x[a, min(t, x.shape[1] - 1)] for x in (key, value))
-        own = None if bias is None else bias[min(a, bias.shape[0] - 1), min(t, bias.shape[1] - 1), 0]
-        product_attention(query[a, t], keys, values, own, scale, out[a, t], lse[a, t])
-    return out.view(*shape, value.shape[3]), lse.view(shape)
+        query, num_blocks = query.reshape(batch_heads, 1, -1, query.shape[3]), 1
+    keys, values = (x.expand(-1, num_blocks, -1, -1).flatten(0, 1) for x in (key, value))
+    own = None if bias is None else bias.expand(batch_heads, num_blocks, -1, -1).flatten(0, 2)
+    return query.flatten(0, 1), keys, values, own
 
 
 def _forward_fused(
@@ -330,6 +345,9 @@ def _partial_attention_backward(
         grad_query, grad_key, grad_value = (x.to(y.dtype) for x, y in zip(found[:3], (query, key, value), strict=True))
         return grad_query, grad_key, grad_value, lse.new_empty(0) if found[3] is None else found[3]
     acc_dtype = accumulation_dtype(query.dtype)
+    with torch.no_grad():
+        if _by_products(query, key, value, bias) and grad_out.dtype == query.dtype:
+            return _backward_products((grad_out, grad_lse), (query, key, value, bias), (out, lse), scale, with_bias)
     grad_bias = torch.zeros_like(bias) if with_bias and bias is not None else lse.new_empty(0)
     grads = tuple(torch.zeros(x.shape, dtype=acc_dtype, device=x.device) for x in (query, key, value))
     grad_query, grad_key, grad_value = grads
@@ -361,6 +379,31 @@ def _partial_attention_backward(
             grad_key[a, key_blocks] += grad_scores.transpose(1, 2) @ queries
             grad_query[a, t] = (grad_scores @ keys).view(query[a, t].shape)
     return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), grad_bias
+
+
+def _backward_products(
+    grads: tuple[Tensor, Tensor | None],
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    results: tuple[Tensor, Tensor],
+    scale: float,
+    with_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`_partial_attention_backward` by oneDNN. Blocks that share their keys are one block."""
+    (grad_out, grad_lse), (out, lse) = grads, results
+    delta = (grad_out * out).sum(-1)
+    delta = delta if grad_lse is None else delta - grad_lse
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+    operands = _as_heads(*tensors)
+    heads, shape = operands[0].shape[:2], tensors[0].shape
+    rows = grad_out.reshape(*heads, -1), delta.reshape(heads), lse.reshape(heads)
+    grad_query, *found = product_attention_backward(operands, rows, scale, with_bias)
+    # Keys, values and biases that blocks or heads share get the sum.
+    blocks = 1 if heads[0] == shape[0] else shape[1]
+    grad_key, grad_value, grad_bias = (
+        lse.new_empty(0) if x is None or y is None else x.view(-1, blocks, *y.shape[2:]).sum_to_size(y.shape)
+        for x, y in zip(found, tensors[1:], strict=True)
+    )
+    return grad_query.view(shape), grad_key, grad_value, grad_bias
 
 
 @_partial_attention_backward.register_fake

@@ -18,13 +18,20 @@ _CPU_HAS_BFLOAT16 = bool(
     and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     and torch.cpu._is_avx512_bf16_supported()
 )
-# Without matrix units, attention in bfloat16 by the fused kernel for the CPU takes as long as in float32.
 _CPU_HAS_MATRIX_UNITS = _CPU_HAS_BFLOAT16 and torch.cpu._is_amx_tile_supported()
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
     """Whether a device has fast products of bfloat16 tensors: accelerators, and CPUs with AVX512-BF16 or AMX."""
     return device.type != "cpu" or (_CPU_HAS_BFLOAT16 and bool(torch.backends.mkldnn.enabled))
+
+
+def has_matrix_units() -> bool:
+    """Whether the CPU has units for tiles of bfloat16 matrices (AMX).
+
+    Without them, attention in bfloat16 by the fused kernel for the CPU takes as long as in float32.
+    """
+    return _CPU_HAS_MATRIX_UNITS
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -54,7 +61,7 @@ def attention_dtype(x: Tensor) -> torch.dtype:
     It is `product_dtype`, but float32 on processors on which the fused kernel gains nothing from bfloat16.
     """
     dtype = product_dtype(x)
-    is_slow = x.device.type == "cpu" and dtype == torch.bfloat16 and not _CPU_HAS_MATRIX_UNITS
+    is_slow = x.device.type == "cpu" and dtype == torch.bfloat16 and not has_matrix_units()
     return torch.float32 if is_slow else dtype
 
 

@@ -116,8 +116,12 @@ class Contraction(NamedTuple):
         order = None if self.order is None else self.order.repeat_interleave(num_heads, 0)
 
         def some_heads(x: Tensor, order: Tensor | None) -> Tensor:
-            x = x if order is None else take(x, order)
-            return self.table @ x.to(self.table.dtype)
+            x = (x if order is None else take(x, order)).to(self.table.dtype)
+            if torch.compiler.is_compiling() and x.device.type == "cpu":
+                # One product: as a product for each head it takes four times as long in bfloat16.
+                product = self.table @ x.transpose(0, 1).flatten(1)
+                return product.view(len(product), *x.shape[::2]).transpose(0, 1).contiguous()
+            return self.table @ x
 
         projected: Tensor = chunked_over_heads(some_heads, x.flatten(0, 1), order).unflatten(0, (batch, num_heads))
         return (projected * self.factor[:, None, :, None]).to(self.table.dtype)

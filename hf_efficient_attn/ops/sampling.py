@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.constants import constant
+from hf_efficient_attn.ops.constants import constant, integers
 
+# Samples up to which the matrix of `_limit` is kept: 8 MB.
+_KEPT_SAMPLES = 1024
 # A sum of scores that is 0. No score is so small, and its inverse times `num_samples` is finite.
 _TINY = 1e-290
 
@@ -87,6 +89,51 @@ def complete_systematic_sample(
     found = found.clamp_(max=groups * size - 1)
     probability = probabilities.view(batch_heads, -1).gather(1, found).view_as(points)
     return found.remainder_(size).view_as(points), probability.log().neg_()
+
+
+def sample_with_few_kernels(
+    scores: Tensor, num_samples: int, offset: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """`complete_systematic_sample` by the probabilities of `inclusion_probabilities`, for accelerators.
+
+    Args:
+        scores: (BH, G, N), positive.
+        num_samples: number of points, less than N.
+        offset: float64 (BH, G, S) in (0, 1), one for each of the S samples of a group.
+        dtype: of the log-weights.
+
+    Returns:
+        index: int64 (BH, G, S, num_samples), ascending.
+        log_weight: (BH, G, S, num_samples).
+    """
+    probabilities = (scores / _limit(scores, num_samples)).clamp(max=1.0)
+    points = offset.unsqueeze(3) + integers(num_samples, scores.device)
+    # Without the last end, rounding moves no point beyond the keys.
+    index = torch.searchsorted(probabilities[..., :-1].cumsum(2), points.flatten(2))
+    log_weight = index.new_empty(index.shape, dtype=dtype)
+    torch.xlogy(-1.0, probabilities.gather(2, index), out=log_weight)
+    return index.view_as(points), log_weight.view_as(points)
+
+
+def _limit(scores: Tensor, num_samples: int) -> Tensor:
+    """The score from which a key is always included: float64 (BH, G, 1).
+
+    If the r highest scores reach it, it is the sum of the others divided by (num_samples - r). This quotient is the
+    least for the right r.
+    """
+    total, highest = scores.sum(2, keepdim=True, dtype=torch.float64), scores.topk(num_samples, dim=2).values
+    is_kept = num_samples <= _KEPT_SAMPLES
+    of_ranks = (
+        constant(_of_ranks, num_samples, device=scores.device) if is_kept else _of_ranks(num_samples, scores.device)
+    )
+    return (torch.cat((total, highest), 2) @ of_ranks).amin(2, keepdim=True)
+
+
+def _of_ranks(num_samples: int, device: torch.device) -> Tensor:
+    """By which the total and the highest scores become the quotients of all r: float64 (M + 1, M)."""
+    sums = torch.ones(num_samples, num_samples, dtype=torch.float64, device=device).triu(1).neg()
+    sums = torch.cat((torch.ones_like(sums[:1]), sums))
+    return sums / torch.arange(num_samples, 0, -1, dtype=torch.float64, device=device)
 
 
 def _ends_of_groups(groups: int, stretch: float, device: torch.device) -> Tensor:

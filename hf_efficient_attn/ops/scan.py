@@ -24,8 +24,7 @@ class _PrefixSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
-        # The gradient of sums over earlier indices is a sum over later indices.
-        return _prefix_sum(grad.flip(1)).flip(1)
+        return exclusive_suffix_sum(grad)
 
 
 _prefix_sum: Callable[[Tensor], Tensor] = _PrefixSum.apply
@@ -41,6 +40,14 @@ def exclusive_prefix_sum(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         # Not the inclusive sum minus x, whose rounding depends on x[:, c].
         return pad(x.cumsum(1, dtype=dtype), (0, 0) * (x.ndim - 2) + (1, -1))
     return _prefix_sum(x if dtype is None else x.to(dtype))
+
+
+def exclusive_suffix_sum(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """out[:, c] = x[:, c+1] + ... + x[:, C-1], summed in `dtype`: the gradient of `exclusive_prefix_sum`."""
+    if torch.compiler.is_compiling() or backend(x) != "cpu":
+        total = x.cumsum(1, dtype=dtype)
+        return total[:, -1:] - total
+    return _prefix_sum(x.to(x.dtype if dtype is None else dtype).flip(1)).flip(1)
 
 
 def running_sum(parts: Tensor, kept: Tensor | None, start: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hf_efficient_attn.ops.accelerator import backend
+from hf_efficient_attn.ops.batched_thinning import Rounds, halve
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, take, valid_first
 from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.partial import accumulation_dtype
@@ -69,7 +71,13 @@ def draw_numbers(
     Those of a round do not depend on the rounds before it, that is, on `kv_len`.
     """
     sizes = [round.num_pairs for round in _rounds(kv_len, num_samples)]
-    return [2.0 * x.mT - 1.0 for x in uniform((sum(sizes), num_heads), seed, _STREAM, device).split(sizes)]
+    return [2.0 * x.mT - 1.0 for x in _numbers(kv_len, num_samples, num_heads, seed, device).split(sizes)]
+
+
+def _numbers(kv_len: int, num_samples: int, num_heads: int, seed: int | Tensor, device: torch.device) -> Tensor:
+    """Float64 numbers in (0, 1), (pairs of all rounds, H), the last round first."""
+    num_pairs = sum(round.num_pairs for round in _rounds(kv_len, num_samples))
+    return uniform((num_pairs, num_heads), seed, _STREAM, device)
 
 
 def thin(
@@ -115,6 +123,13 @@ def _thin_by_rounds(
         torch.full((batch_heads, 1), kv_len, device=device) if key_mask is None else key_mask.sum(1, keepdim=True)
     )
     rounds = _rounds(kv_len, num_samples)
+    if backend(key) != "cpu":
+        plan = Rounds(kv_len, tuple(round.num_pairs for round in rounds), tuple(round.bucket for round in rounds))
+        numbers = _numbers(kv_len, num_samples, batch_heads // batch, seed, device)
+        order = None if key_mask is None else valid_first(key_mask)
+        with torch.autocast(device.type, enabled=False):
+            index, count = halve(key, value, order, num_tokens, plan, numbers, scale)
+        return index, count.log().contiguous()
     draws = draw_numbers(kv_len, num_samples, batch_heads // batch, seed, device)
     index, count = _spread(num_tokens, num_samples << len(rounds))
     index = index.clamp(max=kv_len - 1)
@@ -133,7 +148,8 @@ def _thin_by_rounds(
         shape = (batch_heads, -1, round.bucket)
         pairs = pad(index, (0, 2 * missing)).view(*shape, 2)
         counts = pad(count, (0, 2 * missing)).view(*shape, 2)
-        kernel = chunked_over_heads(_pair_kernel, key, value, shift, pairs, counts)
+        with torch.autocast(device.type, enabled=False):
+            kernel = chunked_over_heads(_pair_kernel, key, value, shift, pairs, counts)
         kept = _walk(kernel, counts, pad(draw, (0, missing)).view(shape), margin)
         index = pairs.gather(3, kept).flatten(1)[:, : round.num_pairs]
         count = count.unflatten(1, (-1, 2)).sum(2)

@@ -19,8 +19,8 @@ K is the kernel exp(t^2 |scale| <x, y>) on centered keys. These are the Nystrom 
 - In heads whose attention is local, each block of queries attends to the keys around it exactly. What the landmarks
   count for these keys is subtracted (`hf_efficient_attn.ops.coreset_near_keys`).
 
-All exponentials are relative to a maximum. The matrices of the size of K_cc are float64, because the Nystrom weights of
-neighboring landmarks are large numbers that nearly cancel.
+All exponentials are relative to a maximum. Float32 is enough for the inverse of K_cc + ridge I: the rounding of a
+backward stable decomposition is far below the ridge. On activations of BERT and ViT float64 changes no error by .0001.
 """
 
 import functools
@@ -34,6 +34,7 @@ from torch.nn.functional import pad
 from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take
 from hf_efficient_attn.ops.coreset import gumbel_numbers
+from hf_efficient_attn.ops.coreset_blocks_graph import block_attention
 from hf_efficient_attn.ops.coreset_landmarks import CoresetOptions, Inputs, center, choose_landmarks, order_tokens
 from hf_efficient_attn.ops.coreset_near_keys import (
     MAX_COUNTED,
@@ -46,7 +47,7 @@ from hf_efficient_attn.ops.coreset_near_keys import (
 )
 from hf_efficient_attn.ops.coreset_weights import Coreset, weigh
 from hf_efficient_attn.ops.onednn import product_attention, products, use_product
-from hf_efficient_attn.ops.partial import partial_attention, safe_row_max
+from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention, safe_row_max
 from hf_efficient_attn.ops.precision import LOG2_E
 
 # A denominator must be this share of the sum of its terms' sizes, and a fitted one within these multiples of the
@@ -78,9 +79,12 @@ def weighted_coreset_attention(
     Returns:
         (BH, Nq, Dv) in the dtype of `value`.
     """
+    if backend(key) != "cpu" and dropout_p == 0.0:
+        return block_attention(query, key, value, key_mask, options)
     inputs, order = order_tokens(query, key, value, key_mask)
     num_candidates = min(options.num_candidates, key.shape[1])
-    numbers = gumbel_numbers(options.num_landmarks + options.block_size, num_candidates, options.seed, inputs.key)
+    like = key.new_empty(0, dtype=accumulation_dtype(key.dtype))
+    numbers = gumbel_numbers(options.num_landmarks + options.block_size, num_candidates, options.seed, like)
     near = heads_with_near_keys(inputs, options)
     if near is None or _is_fixed(key):
         out = _attend_alike(inputs, numbers, options, near, dropout_p)
@@ -95,8 +99,8 @@ def weighted_coreset_attention(
         index = torch.cat([index for index, _ in groups])
         out = outs[0] if len(outs) == 1 else torch.cat(outs).index_select(0, index.argsort())
     if order is None or key_mask is None:
-        return out.to(value.dtype)
-    return take(out.to(value.dtype), inverse(order)).masked_fill(~key_mask[:, :, None], 0.0)
+        return out
+    return take(out, inverse(order)).masked_fill(~key_mask[:, :, None], 0.0)
 
 
 def _of_heads(index: Tensor, inputs: Inputs) -> Inputs:
@@ -110,7 +114,7 @@ def _of_heads(index: Tensor, inputs: Inputs) -> Inputs:
 def _attend_alike(
     inputs: Inputs, numbers: Tensor, options: CoresetOptions, near: Tensor | None, dropout_p: float
 ) -> Tensor:
-    """Attend in heads that all have near keys or all have none: (BH, Nq, Dv) in the accumulation dtype.
+    """Attend in heads that all have near keys or all have none: (BH, Nq, Dv) in the dtype of the values.
 
     Where there is no choice by data all heads have room for both, and `near` (BH,) says which have near keys.
     """
@@ -129,12 +133,12 @@ def _attend_alike(
         plan = None if near is None else plan_near_keys(own, options.block_size, own_near if both else None)
         coreset, weights = weigh(own, landmarks, options, plan)
         if plan is None or weights is None:
-            return _attend(own, coreset, None, options, dropout_p)
+            return _attend(own, coreset, None, options, dropout_p).to(value.dtype)
 
         def with_near_keys(some: slice) -> Tensor:
             heads = _slice_heads(own, some)
             near_keys = gather_near_keys(heads, _plan_of(plan, some), weights.of_keys(heads.key, some))
-            return _attend(heads, _coreset_of(coreset, some), near_keys, options, dropout_p).to(heads.value.dtype)
+            return _attend(heads, _coreset_of(coreset, some), near_keys, options, dropout_p).to(value.dtype)
 
         at_a_time = len(own.key)
         if backend(own.key) != "cpu":
@@ -245,10 +249,7 @@ def _far_sums(query: Tensor, coreset: Coreset, scale: float, dropout_p: float) -
     def sums_of(weights: Tensor, some: slice = slice(None), dropout_p: float = 0.0) -> Tensor:
         queries, keys, bias, weights = query[some], coreset.key[some], coreset.bias[some], weights[some]
         if by_product:
-            sums = weights.new_empty(*queries.shape[:2], weights.shape[2])
-            for a in range(queries.shape[0]):
-                product_attention(queries[a], keys[a], weights[a], bias[a], scale, sums[a], None)
-            return sums
+            return product_attention(queries, keys, weights, bias, scale, False)[0]
         # The fused kernel of the CPU needs as many numbers of a query as of a value.
         missing = max(0, weights.shape[2] - queries.shape[2]) if query.device.type == "cpu" else 0
         queries, keys = (pad(x, (0, missing)) if missing else x for x in (queries, keys))

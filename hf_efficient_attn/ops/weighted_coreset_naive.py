@@ -4,7 +4,16 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.coreset import candidate_positions, refinement_steps
-from hf_efficient_attn.ops.coreset_landmarks import LEAST_LOG_WEIGHT, POWER, TEMPERATURE, CoresetOptions
+from hf_efficient_attn.ops.coreset_blocks_plan import (
+    LEAST_LOGIT,
+    LEAST_TOTAL,
+    MAX_WEIGHT,
+    SQUARE,
+    SUM_RANGE,
+    SUM_UNIT,
+    has_near_keys,
+)
+from hf_efficient_attn.ops.coreset_landmarks import DRAW_POWER, LEAST_LOG_WEIGHT, POWER, TEMPERATURE, CoresetOptions
 from hf_efficient_attn.ops.coreset_near_keys import NUM_KEYS, NUM_ROWS
 from hf_efficient_attn.ops.coreset_weights import BETTER, LEAST_GRAM, LEAST_LEFT, LEAST_SIZE, MAX_LOGIT, RIDGE
 from hf_efficient_attn.ops.weighted_coreset import FIT_RANGE, LEAST_DENOMINATOR, LEAST_SUM
@@ -124,3 +133,65 @@ def naive_head(
     safe = positive & (ratio > FIT_RANGE[0]) & (ratio < FIT_RANGE[1])
     second = torch.where(positive, unfitted[:, :-1] / divisor, third)
     return torch.where(safe, sums[:, :-1] / torch.where(safe, sums[:, -1:], 1.0), second)
+
+
+def naive_block_head(
+    query: Tensor, key: Tensor, value: Tensor, candidates: Tensor, numbers: Tensor, options: CoresetOptions
+) -> Tensor:
+    """The readable form of `hf_efficient_attn.ops.coreset_blocks`: one head without padding, with dense matrices.
+
+    Args:
+        query: (Nq, D), float64 like all of them.
+        key: (Nk, D), centered.
+        value: (Nk, Dv).
+        candidates: int64 (C,), which keys are candidates for landmarks.
+        numbers: (C,), Gumbel numbers.
+        options: how the landmarks are chosen and fitted.
+
+    Returns:
+        (Nq, Dv).
+    """
+    scale, square, count = options.scale, SQUARE * abs(options.scale), options.num_landmarks + options.block_size
+    points, targets = key[candidates], torch.cat((value, torch.ones_like(value[:, :1])), 1)
+    landmarks = points[(numbers + DRAW_POWER * square * points.square().sum(1)).topk(count).indices]
+    closeness = points @ landmarks.T - 0.5 * landmarks.square().sum(1)
+    member = (closeness >= closeness.amax(1, keepdim=True)).to(key.dtype)
+    if options.num_refinements:
+        size = member.sum(0)[:, None]  # 0 only by rounding
+        landmarks = torch.where(size > 0, member.T @ points / size.clamp(min=1.0), landmarks)
+    half_norm = 0.5 * square * landmarks.square().sum(1)
+    kernel = (square * landmarks @ landmarks.T - half_norm[:, None] - half_norm).exp()
+    system = kernel + RIDGE * torch.eye(count, dtype=key.dtype, device=key.device)
+    # The weights of every key as multiples of exp(shift), which is part of the basis below.
+    exponents = square * landmarks @ key.T - half_norm[:, None]
+    shift = exponents.detach().logsumexp(1).max()
+    of_key, scores = (exponents - shift).exp(), scale * query @ key.T
+    size = of_key.sum(1, keepdim=True)
+    # Of the mean of the keys in the sum of each landmark, and in that of each probe.
+    rights = torch.diag_embed(size[:, 0])
+    logits = scale * query @ landmarks.T
+    if options.num_probes:
+        probe = naive_rows(query, options.num_probes)
+        lse = scores[probe].logsumexp(1, keepdim=True)
+        rows = (logits[probe] - half_norm + shift - lse).clamp(LEAST_LOGIT, MAX_LOGIT).exp()
+        strength = count / rows.square().sum()
+        system = system + strength * rows.T @ rows
+        of_key = of_key + strength * rows.T @ (scores[probe] - lse).exp()
+        rights = torch.cat((rights, strength * rows.T), 1)
+    lower = torch.linalg.cholesky(system)
+    of_key = torch.cholesky_solve(of_key, lower)
+    largest = torch.cholesky_solve(rights, lower).abs().amax(1, keepdim=True).minimum(MAX_WEIGHT * size)
+    index, block = torch.arange(len(query)), torch.arange(len(key)) // count
+    has_near = has_near_keys(options, len(query), len(key))
+    near = (index[:, None] // count == block).to(key) if has_near else torch.zeros_like(scores)
+    row_max = torch.maximum(scores.amax(1), (logits - half_norm + shift).amax(1)).detach()[:, None]
+    exact, basis = (scores - row_max).exp() * near, (logits - half_norm + shift - row_max).exp()
+    sums = (basis @ of_key * (1.0 - near) + exact) @ targets
+    of_clusters = member.T @ targets[candidates] * (len(key) / len(points))
+    means, third = (logits - row_max).exp() @ of_clusters, logits.softmax(1) @ of_clusters
+    low, high = SUM_RANGE
+    means = means + LEAST_TOTAL * (exact.sum(1, keepdim=True) + basis @ size)
+    most = high * (means + exact.sum(1, keepdim=True) - basis @ largest / SUM_UNIT)
+    safe = (sums > low * means) & (sums < most)
+    sums = torch.where(safe[:, -1:], sums, third)
+    return sums[:, :-1] / sums[:, -1:]

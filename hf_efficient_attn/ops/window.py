@@ -12,9 +12,8 @@ from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import can_reuse_buffers, ceil_div, count_blocks, pad_to_blocks
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.export import exporting_to_onnx
-from hf_efficient_attn.ops.half_attention import has_amx
 from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, partial_attention, safe_row_max
-from hf_efficient_attn.ops.precision import LOG2_E
+from hf_efficient_attn.ops.precision import LOG2_E, has_matrix_units
 
 # Queries of a block: few, so that few keys of a block are outside the window of its queries, and fewer for a small
 # window. With a gradient there are more, because the gradient of a key is summed over all blocks that contain it, and
@@ -132,7 +131,7 @@ def window_partial(
     # The fused kernel multiplies bfloat16 by the matrix units, with float32 sums. Without these units it is slower than
     # plain products in float32.
     if reuse_buffers and query.dtype == torch.bfloat16 and query.shape[2] == value.shape[2]:
-        reuse_buffers = not has_amx()
+        reuse_buffers = not has_matrix_units()
     exporting = exporting_to_onnx()
     small = _SMALL_BLOCK_Q if left + right < _SMALL_WINDOW else _BLOCK_Q
     block_q = small if reuse_buffers else _LARGE_BLOCK_Q

@@ -32,7 +32,16 @@ import torch
 import typer
 from tqdm import tqdm
 
-from hf_efficient_attn.cli import Device, Settings, main_of, parse_device, parse_lengths, parse_methods, table
+from hf_efficient_attn.cli import (
+    Device,
+    Settings,
+    main_of,
+    parse_device,
+    parse_dtype,
+    parse_lengths,
+    parse_methods,
+    table,
+)
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.timing import UNSTEADY, Timing, paired, use_device, use_threads
 from hf_efficient_attn.methods import MethodConfig, method_info
@@ -209,8 +218,7 @@ def attention(
     where = str(parse_device(device))
     usual = _usual_sizes(where, dtype)
     sizes = usual._replace(batch=batch, num_heads=heads or usual.num_heads, head_dim=width, threads=threads)
-    if sizes.dtype not in ("float32", "bfloat16", "float16"):
-        raise UnsupportedAttentionError(f"--dtype {dtype!r} is not one of float32, bfloat16, float16")
+    parse_dtype(sizes.dtype)
     if check and (sizes != usual or (short and sizes != USUAL)):
         raise UnsupportedAttentionError(f"--check: the goals hold for {USUAL if short else usual}; leave out others")
     if check and sizes.dtype == "float16":

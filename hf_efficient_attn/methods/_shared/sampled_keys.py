@@ -13,7 +13,9 @@ from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_hea
 from hf_efficient_attn.methods._shared.registry import AttentionOptions
 from hf_efficient_attn.ops import causal, near_far
 from hf_efficient_attn.ops.blocks import inverse, take, valid_first
+from hf_efficient_attn.ops.causal_kernels import IntervalPlan
 from hf_efficient_attn.ops.exact import exact_attention, exact_decode
+from hf_efficient_attn.ops.near_far_sampling import FarField, SamplingOptions
 from hf_efficient_attn.ops.near_field import NearField, NearFieldOptions
 
 
@@ -77,12 +79,6 @@ class SampledKeysConfig(MethodConfig):
         return dataclasses.replace(self, block_size=near, num_samples=columns - near)
 
 
-# Queries of a block, unless that is more than three quarters of the keys of its window: small blocks gather more keys
-# in all. On activations of BERT (512 tokens, budget 128) 16, 24 and 32 queries with 32 near keys have errors of .144,
-# .144 and .158 and take 40, 36 and 31 ms (four rows of 1,024 tokens, 8 heads).
-_LEAST_BLOCK_Q = 32
-
-
 def check_num_hashes(method: str, num_hashes: int) -> None:
     """Raise an error if a hash has too many bits for a 64-bit code."""
     if num_hashes > 62:
@@ -91,9 +87,9 @@ def check_num_hashes(method: str, num_hashes: int) -> None:
         )
 
 
-def _sampling_options(config: SampledKeysConfig, query: Tensor, options: AttentionOptions) -> near_far.SamplingOptions:
+def _sampling_options(config: SampledKeysConfig, query: Tensor, options: AttentionOptions) -> SamplingOptions:
     """How the keys are sampled for queries (B, H, Nq, D)."""
-    return near_far.SamplingOptions(
+    return SamplingOptions(
         num_samples=config.num_samples,
         scores=softmax_column_norms if config.column_scores == "kde" else config.column_scores,
         num_probes=config.num_probes,
@@ -107,12 +103,13 @@ def _sampling_options(config: SampledKeysConfig, query: Tensor, options: Attenti
 
 
 def _near_options(config: SampledKeysConfig) -> NearFieldOptions:
-    """The near field of the bidirectional form: a window has twice as many keys as queries, or fewer if it is small.
+    """The near field of the bidirectional form: a window has a third more keys than queries.
 
-    The blocks of "lsh" are the paper's, with as many queries as keys.
+    Small blocks gather more keys in all. On activations of BERT (512 tokens, budget 128) 16, 24 and 32 queries with 32
+    near keys have errors of .144, .144 and .158. The blocks of "lsh" are the paper's, with as many queries as keys.
     """
     size = config.block_size
-    block_q = None if config.near_field == "lsh" else max(1, size // 2, min(_LEAST_BLOCK_Q, 3 * size // 4))
+    block_q = None if config.near_field == "lsh" else max(1, 3 * size // 4)
     return NearFieldOptions(config.near_field, size, config.num_hashes, block_q)
 
 
@@ -122,8 +119,8 @@ def _plan_bidirectional(
     key: Tensor,
     value: Tensor,
     key_mask: Tensor | None,
-    sampling: near_far.SamplingOptions,
-) -> tuple[NearField, near_far.FarField]:
+    sampling: SamplingOptions,
+) -> tuple[NearField, FarField]:
     """The near and the far field of (BH, N, D) inputs."""
     near_options = _near_options(config)
     return near_far.make_plan(query, key, value, key_mask, near_options, sampling)
@@ -135,8 +132,8 @@ def _plan_causal(
     key: Tensor,
     value: Tensor,
     size: int,
-    sampling: near_far.SamplingOptions,
-) -> list[causal.IntervalPlan]:
+    sampling: SamplingOptions,
+) -> list[IntervalPlan]:
     """The causal far field, and its blocks of hashed keys if the config asks for them, of (BH, N, D) inputs."""
     num_hashes = config.num_hashes if config.near_field == "lsh" else 0
     if not config.num_samples and not num_hashes:

@@ -4,9 +4,15 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.methods._shared.registry import AttentionOptions
+from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.coreset import candidate_positions, draw_apart, gumbel_numbers
 from hf_efficient_attn.ops.coreset_landmarks import DRAW_POWER, TEMPERATURE, CoresetOptions
-from hf_efficient_attn.ops.weighted_coreset_naive import naive_head, naive_landmarks, naive_near_keys
+from hf_efficient_attn.ops.weighted_coreset_naive import (
+    naive_block_head,
+    naive_head,
+    naive_landmarks,
+    naive_near_keys,
+)
 
 
 def naive_bidirectional(
@@ -37,6 +43,11 @@ def naive_bidirectional(
         keys = keys - keys.mean(1, keepdim=True)
         position, _ = candidate_positions(None, num_keys, coreset.num_candidates, key.device)
         candidates = keys[:, position[0]]
+        if backend(key) != "cpu":
+            numbers = gumbel_numbers(budget, len(position[0]), options.seed, keys)[0]
+            heads = zip(queries, keys, values, strict=True)
+            out[b, :, rows] = torch.stack([naive_block_head(*x, position[0], numbers, coreset) for x in heads])
+            continue
         points = candidates * (TEMPERATURE * abs(options.scale) ** 0.5)
         numbers = gumbel_numbers(budget, points.shape[1], options.seed, points)
         pivots = draw_apart(points, DRAW_POWER, numbers, None, budget).candidate

@@ -1,0 +1,198 @@
+"""The promises in all forms of the operations: by the kernels of accelerators, and in bfloat16 on the CPU.
+
+`test_promises.py` checks the form for the CPU with products in the dtype of the inputs, `test_promises_library.py`
+everything once more in the library form.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_efficient_attn.ops import coreset_landmarks, half_attention, precision
+from hf_efficient_attn.ops.accelerator import use_backend
+from instances import Instance, forms, inputs, padding_mask, relative_error
+from promises import (
+    check_batch,
+    check_finite,
+    check_future,
+    check_masked_gradients,
+    check_masked_keys,
+    check_queries_without_keys,
+    check_seeds,
+    check_shapes,
+    check_sums,
+    exact_attention,
+    outputs_that_count,
+)
+from test_gather_attend import needs_triton
+
+each_form = pytest.mark.parametrize(
+    ("instance", "is_causal"), [pytest.param(i, c, id=f"{i}{'-causal' if c else ''}") for i, c in forms()]
+)
+# Triton kernels gather the keys of blocks. Other methods have none of their own.
+GATHERING = ("eva", "hyperattention", "kdeformer")
+each_gathering = pytest.mark.parametrize(
+    ("instance", "is_causal"),
+    [pytest.param(i, c, id=f"{i}{'-causal' if c else ''}") for i, c in forms() if i.method in GATHERING],
+)
+# An odd length, keys that several heads share, and values of another dimension: no dimension is a multiple of 8.
+ODD = {"batch": 2, "num_heads": 4, "num_kv_heads": 2, "q_len": 83, "head_dim": 12, "value_dim": 7}
+# FlashAttention and its form for the CPU need values of the dimension of the keys.
+EVEN = ODD | {"q_len": 96, "head_dim": 16, "value_dim": 16}
+
+
+def check_promises(instance: Instance, is_causal: bool, dtype: torch.dtype) -> None:
+    """The promises that hold in any rounding, for inputs of a dtype."""
+    for shape, padding in ((ODD, "empty"), (EVEN, "none"), (EVEN, "left")):
+        check_shapes(instance, is_causal, padding, **shape, dtype=dtype)
+    if instance.info.rectangular and not is_causal:
+        check_shapes(instance, False, "right", **ODD | {"kv_len": 130}, dtype=dtype)
+    check_masked_keys(instance, is_causal, "holes", **ODD, dtype=dtype)
+    check_masked_gradients(instance, is_causal, dtype=dtype)
+    check_queries_without_keys(instance, is_causal, dtype=dtype)
+    if is_causal:
+        for cut in (1, 40, 129):
+            check_future(instance, 150, cut, "left", seed=cut, dtype=dtype)
+    # The rounding of products depends on their shapes.
+    check_batch(instance, is_causal, "right", 0.03, **EVEN, dtype=dtype)
+    check_seeds(instance, is_causal, dtype=dtype)
+    for logit in (1.0, 1e4):
+        check_finite(instance, is_causal, dtype, logit, autocast=False)
+    check_sums(instance, is_causal, torch.bfloat16, q_len=300)
+
+
+def results(instance: Instance, is_causal: bool, mask: Tensor, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    """Outputs at valid queries, and the gradients of a weighted sum of them."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out = instance(*leaves, mask, is_causal=is_causal)
+    weight = inputs(1, *out.shape[1:], dtype=torch.float64, seed=7)[0]
+    out = out.masked_fill(~outputs_that_count(mask, out).unsqueeze(-1), 0.0)
+    return [out, *torch.autograd.grad((out * weight).sum(), leaves, materialize_grads=True)]
+
+
+def check_close(ours: list[Tensor], other: list[Tensor], tolerance: float) -> None:
+    for name, x, y in zip(("out", "query", "key", "value"), ours, other, strict=True):
+        assert relative_error(x, y) <= tolerance, f"{name} differs by {relative_error(x, y)}"
+
+
+def error_of(out: Tensor, mask: Tensor, tensors: tuple[Tensor, ...], is_causal: bool) -> float:
+    """The error of an output at valid queries relative to exact attention in float64."""
+    exact = exact_attention(*(x.double() for x in tensors), mask, is_causal)
+    return relative_error(out, exact.masked_fill(~outputs_that_count(mask, exact).unsqueeze(-1), 0.0))
+
+
+# Methods that take other steps on accelerators, with the same error.
+OTHER_STEPS = ("auto", "nearfar", "wildcat")
+# Methods that hash tokens or draw keys by scores: after rounding a few hashes and draws are others.
+BY_SCORES = ("hyperattention", "kdeformer", "reformer")
+
+
+@each_form
+def test_promises_in_the_library_form(instance, is_causal):
+    with use_backend("library"):
+        check_promises(instance, is_causal, torch.float32)
+
+
+@each_form
+def test_the_library_form_equals_the_form_for_the_cpu(instance, is_causal):
+    for shape in (ODD, EVEN):
+        tensors = inputs(**shape, dtype=torch.float64)
+        mask = padding_mask("holes", shape["batch"], shape["q_len"])
+        ours = results(instance, is_causal, mask, tensors)
+        with use_backend("library"):
+            other = results(instance, is_causal, mask, tensors)
+        if instance.method not in OTHER_STEPS:
+            check_close(other, ours, 1e-9)
+        errors = [error_of(out, mask, tensors, is_causal) for out in (ours[0], other[0])]
+        assert errors[1] <= 1.1 * errors[0]
+
+
+# Triton's interpreter is slow.
+SHORT = ODD | {"batch": 1, "num_heads": 2, "num_kv_heads": 1, "q_len": 45}
+
+
+@needs_triton
+@pytest.mark.exhaustive
+@each_gathering
+def test_promises_in_the_triton_form(instance, is_causal):
+    with use_backend("triton"):
+        check_shapes(instance, is_causal, "empty", **SHORT | {"batch": 2})
+        check_shapes(instance, is_causal, dtype=torch.float16, **SHORT)
+        check_masked_keys(instance, is_causal, "holes", **SHORT)
+        check_masked_gradients(instance, is_causal, q_len=45)
+        check_queries_without_keys(instance, is_causal, 45)
+        if is_causal:
+            check_future(instance, 60, 25, "left")
+        check_seeds(instance, is_causal, q_len=45)
+        check_finite(instance, is_causal, torch.float32, 1e4, autocast=False, length=45)
+        check_sums(instance, is_causal, torch.float16, q_len=60)
+
+
+@needs_triton
+@pytest.mark.exhaustive
+@each_gathering
+def test_the_triton_form_equals_the_library_form(instance, is_causal):
+    """There is no kernel for float64, so the difference is that of two orders of float32 sums."""
+    tensors, mask = inputs(**SHORT), padding_mask("holes", 1, SHORT["q_len"])
+    both = []
+    for form in ("library", "triton"):
+        with use_backend(form):
+            both.append(results(instance, is_causal, mask, tensors))
+    check_close(both[1], both[0], 1e-5)
+
+
+@pytest.fixture(params=[False, True], ids=["", "matrix units"])
+def _half_products(request, monkeypatch):
+    """Products in bfloat16 on the CPU whatever the processor and the sizes, without and with AMX."""
+    monkeypatch.setattr(precision, "_CPU_HAS_BFLOAT16", True)
+    monkeypatch.setattr(precision, "_CPU_HAS_MATRIX_UNITS", request.param)
+    monkeypatch.setattr(half_attention, "_LEAST_OF_BLOCK", 0)
+    monkeypatch.setattr(half_attention, "_LEAST_NUMEL", 0)
+    monkeypatch.setattr(coreset_landmarks, "multiplies_float32", lambda: False)
+
+
+half_products = pytest.mark.usefixtures("_half_products")
+
+
+@half_products
+@each_form
+def test_promises_in_the_bfloat16_form(instance, is_causal):
+    check_promises(instance, is_causal, torch.bfloat16)
+
+
+@half_products
+@each_form
+def test_the_bfloat16_form_is_close_to_float64(instance, is_causal):
+    for shape in (ODD, EVEN):
+        tensors = inputs(**shape, dtype=torch.bfloat16)
+        mask = padding_mask("holes", shape["batch"], shape["q_len"])
+        ours, exact = (results(instance, is_causal, mask, x) for x in (tensors, tuple(x.double() for x in tensors)))
+        if instance.method not in BY_SCORES:
+            check_close(ours, exact, 0.025)
+        ours_error, exact_error = (error_of(x[0], mask, tensors, is_causal) for x in (ours, exact))
+        assert ours_error <= 1.05 * exact_error + 0.01
+
+
+def cast(instance: Instance) -> Instance:
+    return dataclasses.replace(instance, hyperparameters={**instance.hyperparameters, "compute_dtype": "bfloat16"})
+
+
+@half_products
+@each_form
+def test_compute_dtype_is_a_call_with_bfloat16(instance, is_causal):
+    """Bit for bit, with a mask and shared keys; the output and the gradients are float32."""
+    tensors, mask = inputs(**ODD), padding_mask("left", ODD["batch"], ODD["q_len"])
+    ours = results(cast(instance), is_causal, mask, tensors)
+    other = results(instance, is_causal, mask, tuple(x.bfloat16() for x in tensors))
+    assert {x.dtype for x in ours} == {torch.float32}
+    assert torch.equal(ours[0], other[0].float())
+    check_close(ours, other, 0.01)
+
+
+@half_products
+@pytest.mark.exhaustive
+@each_form
+def test_promises_with_compute_dtype(instance, is_causal):
+    check_promises(cast(instance), is_causal, torch.float32)
