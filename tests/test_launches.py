@@ -35,8 +35,6 @@ TODAY: dict[tuple[str, bool, int], Most | None] = {
     ("auto", False, 131072): Most(68, 142, 0, 2.79),
     ("auto", True, 8192): Most(60, 163, 0, 2.5),
     ("auto", True, 131072): Most(60, 163, 0, 2.59),
-    ("flurka_eva", False, 8192): Most(180, 252, 0, 3.59),
-    ("flurka_eva", False, 131072): Most(180, 252, 0, 2.84),
     ("kdeformer", True, 8192): Most(181, 240, 0, 2.76),
     ("kdeformer", True, 131072): Most(289, 348, 0, 2.76),
     ("nearfar", False, 8192): Most(68, 142, 0, 4.68),

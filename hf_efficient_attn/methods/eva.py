@@ -56,6 +56,7 @@ from hf_efficient_attn.ops.exact import exact_decode
 from hf_efficient_attn.ops.interval_levels import interval_level_attention, interval_sizes
 from hf_efficient_attn.ops.interval_summaries import causal_summary_attention, plan_interval_chunks
 from hf_efficient_attn.ops.partial import accumulation_dtype
+from hf_efficient_attn.ops.ragged_windows import Masks, ragged_window_attention
 from hf_efficient_attn.ops.random import normal
 
 # Streams of random numbers: one for the chunks, and one for each level of groups or intervals.
@@ -190,7 +191,15 @@ def forward(
 ) -> Tensor:
     """Fast form; see `register_method`. FLuRKA, whose keys are not tokens, also gives the mask of the queries."""
     same_tokens, query_mask = _resolve(query_mask, query, key, options.key_mask)
-    maps = [None if x is None else x.repeat(query.shape[0], 1, 1) for x in _maps(config, query, options)]
+    maps = _maps(config, query, options)
+    if not options.is_causal and backend(query) != "cpu" and not (same_tokens and options.key_mask is None):
+        sizes = window_sizes(key.shape[2], config.window_size, config.num_landmarks, masked=True)
+        if not sizes.level:
+            noise = _noise(config, query[:1], options, sizes.num_chunks, _CHUNKS)
+            masks_of_tokens = Masks(options.key_mask, query_mask, same_tokens)
+            how = {"sizes": sizes, "scale": options.scale, "dropout_p": options.dropout_p}
+            return ragged_window_attention(Heads(query, key, value, *maps), masks_of_tokens, noise, **how)
+    maps = [None if x is None else x.repeat(query.shape[0], 1, 1) for x in maps]
     masks = [None if x is None else valid_first(x) for x in (options.key_mask, query_mask)]
     order = _Order(*(_repeat_for_heads(x, query) for x in (*masks, query_mask)))
     if options.is_causal:

@@ -99,15 +99,15 @@ class Contraction(NamedTuple):
     Attributes:
         table: (P, N), the columns that tokens may use, in the dtype of products.
         order: int64 (B, N), the order in which tokens use the columns, or None for the order of the positions.
-        num_tokens: int64 (B or 1,), the number of valid tokens.
-        factor: (B or 1, P), with which the rows are multiplied, in the accumulation dtype.
+        num_tokens: int64 (B or 1,), the number of valid tokens, or None if it is M.
+        factor: (B or 1, P), with which the rows are multiplied, in the accumulation dtype, or None for 1.
         valid: bool (B or 1, P), whether a row has weight at any valid token.
     """
 
     table: Tensor
     order: Tensor | None
-    num_tokens: Tensor
-    factor: Tensor
+    num_tokens: Tensor | None
+    factor: Tensor | None
     valid: Tensor
 
     def project(self, x: Tensor) -> Tensor:
@@ -124,10 +124,14 @@ class Contraction(NamedTuple):
             return self.table @ x
 
         projected: Tensor = chunked_over_heads(some_heads, x.flatten(0, 1), order).unflatten(0, (batch, num_heads))
+        if self.factor is None:
+            return projected
         return (projected * self.factor[:, None, :, None]).to(self.table.dtype)
 
     def sums(self) -> Tensor:
         """E 1, the factor of a constant that is added to all tokens: (B or 1, P)."""
+        if self.num_tokens is None or self.factor is None:
+            return self.table.sum(1, dtype=accumulation_dtype(self.table.dtype))[None]
         rank = torch.arange(self.table.shape[1], device=self.table.device)
         valid = (rank[:, None] < self.num_tokens).to(self.factor.dtype)
         return (self.table.to(valid.dtype) @ valid).t() * self.factor
@@ -148,13 +152,11 @@ def projected_key_mask(both: Sequence[Contraction], batch: int) -> Tensor:
 
 def contraction(table: Tensor, key_mask: Tensor | None, kv_len: int, dtype: torch.dtype) -> Contraction:
     """Apply a table (P, M) to the valid tokens of a mask, bool (B, Nk) or None, in products of `dtype`."""
-    acc_dtype = accumulation_dtype(dtype)
+    if key_mask is None and table.shape[1] == kv_len:
+        return Contraction(table.to(dtype), None, None, None, table.any(1)[None])
     order = None if key_mask is None else valid_first(key_mask)
     num_tokens = torch.full((1,), kv_len, device=table.device) if key_mask is None else key_mask.sum(1)
-    if key_mask is None and table.shape[1] == kv_len:
-        factor, valid = table.new_ones(1, table.shape[0], dtype=acc_dtype), (table != 0).any(1)[None]
-    else:
-        factor, valid = _factors(table.to(acc_dtype), num_tokens)
+    factor, valid = _factors(table.to(accumulation_dtype(dtype)), num_tokens)
     return Contraction(table[:, :kv_len].to(dtype), order, num_tokens, factor, valid)
 
 
