@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.constants import constant, integers
 from hf_efficient_attn.ops.export import exporting_to_onnx
 
@@ -48,6 +49,10 @@ def take(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
         (BH, ..., D).
     """
     if x.requires_grad and torch.is_grad_enabled():
+        if x.device.type == "cpu" and not torch.compiler.is_compiling():
+            # Along the first dimension with an expanded index both directions process whole tokens.
+            flat = _flat_index(index, x.shape[1]).unsqueeze(1).expand(-1, x.shape[2])
+            return x.flatten(0, 1).gather(0, flat).view(*index.shape, x.shape[2])
         flat = index.reshape(index.shape[0], -1, 1).expand(-1, -1, x.shape[2])
         return x.gather(1, flat).reshape(*index.shape, x.shape[2])
     # `index_select` copies a whole token at a time and is five times as fast as `gather`. With a gradient `gather` is
@@ -102,7 +107,7 @@ def can_reuse_buffers(*tensors: Tensor | None) -> bool:
     """
     given = [x for x in tensors if x is not None]
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-    return not (needs_grad or torch.compiler.is_compiling()) and given[0].device.type == "cpu"
+    return not (needs_grad or torch.compiler.is_compiling()) and backend(given[0]) == "cpu"
 
 
 def chunked_over_heads(

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import dropout, pad
 from torch.utils.checkpoint import checkpoint
 
+from hf_efficient_attn.ops import flash_linear
 from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import ceil_div
 from hf_efficient_attn.ops.feature_attention import FeatureKernel
@@ -35,6 +36,8 @@ _CHUNK = 128  # tokens
 _MAX_CHUNKS, _SEGMENT_NUMEL = 1024, 1 << 20
 # On accelerators the features of a segment are computed in up to four groups of about so many numbers, to save memory.
 _GROUP_NUMEL, _MAX_GROUPS = 1 << 28, 4
+# Features of the heads that the recurrence computes at a time.
+_RECURRENCE_NUMEL = 1 << 27
 # Columns of ones that are added to the values: a multiple of 8, as the kernels for half precision want it.
 _ONES = 8
 # The largest log weight of no keys: a finite number, so that no difference of two is NaN.
@@ -138,6 +141,8 @@ def causal_feature_attention(
         state, start = _state(initial_state, dtype)
     setting = _setting(query, count, kernel.scale, on_cpu)
     query, key, value = (x.to(dtype) for x in (query, key, value))
+    if not dropout_p and flash_linear.serves(value, count):
+        return _attend_by_recurrence((query, key, value), key_mask, (state, start), directions, setting)
     if not dropout_p:
         return _attention(query, key, value, state, key_mask, start, directions, setting)
     outs = []
@@ -165,6 +170,33 @@ def _setting(query: Tensor, count: int, scale: float, on_cpu: bool) -> _Setting:
     chunks = min(chunks, _MAX_CHUNKS)
     groups = min(_MAX_GROUPS, ceil_div(batch_heads * chunks * size * count, _GROUP_NUMEL))
     return _Setting(scale, size, chunks * size, min(count, 8 * ceil_div(count, 8 * groups)))
+
+
+def _attend_by_recurrence(
+    tokens: tuple[Tensor, Tensor, Tensor],
+    key_mask: Tensor | None,
+    initial: tuple[Tensor | None, Tensor | None],
+    directions: Tensor,
+    setting: _Setting,
+) -> Tensor:
+    """The same with sums that decay as the largest log weight grows, which a library computes: (BH, N, Dv).
+
+    A few heads at a time, since all features of their tokens are kept in memory.
+    """
+    outs, numel = [], tokens[0].shape[1] * directions.shape[0]
+    step = max(1, _RECURRENCE_NUMEL // numel)
+    for i in range(0, tokens[0].shape[0], step):
+        heads = slice(i, i + step)
+        query, key, value = (x[heads] for x in tokens)
+        own_mask, state, start = (x if x is None else x[heads] for x in (key_mask, *initial))
+        phi_q, _ = _features(query, None, directions, setting.sign)
+        phi_k, key_size = _features(key, None, directions, 1.0)
+        log_weight, largest = _log_weights(key_size, key, own_mask, start, setting)
+        phi_k = phi_k * (log_weight - largest).exp2().to(phi_k.dtype).unsqueeze(2)
+        decay = largest.diff(dim=1, prepend=largest[:, :1] if start is None else start) * _LN_2
+        sums = flash_linear.causal_sums(phi_q, phi_k, pad(value, (0, _ONES), value=1.0), state, decay)
+        outs.append(normalize(sums[..., :-_ONES], sums[..., -_ONES, None]))
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 def _state(state: Partial, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -255,20 +287,35 @@ def _features(x: Tensor, size: Tensor | None, directions: Tensor, sign: float) -
     return logs.exp2_().view(*x.shape[:2], -1), size
 
 
+def _log_weights(
+    key_size: Tensor, key: Tensor, key_mask: Tensor | None, start: Tensor | None, setting: _Setting
+) -> tuple[Tensor, Tensor]:
+    """The log weights of keys, s_j, and the largest one up to each: (BH, M), M tokens with those that fill a chunk.
+
+    Args:
+        key_size: r_j, (BH * M, 1) or any shape with as many rows in their order.
+        key: (BH, N, D).
+        key_mask: bool (BH, N) or None.
+        start: (BH, 1), the largest log weight of earlier tokens, or None.
+        setting: the scale.
+    """
+    batch_heads, dtype = key.shape[0], accumulation_dtype(key.dtype)
+    key_size = key_size.view(batch_heads, -1).to(dtype)
+    norm = torch.linalg.vector_norm(key, dim=-1, dtype=dtype)
+    norm = norm if key_mask is None else norm.masked_fill(~key_mask, torch.inf)
+    norm = pad(norm, (0, key_size.shape[1] - norm.shape[1]), value=torch.inf)
+    log_weight = torch.addcmul(key_size, norm, norm, value=-0.5 * LOG2_E * abs(setting.scale))
+    largest = log_weight.detach().cummax(1).values
+    return log_weight, largest.clamp_(min=_EMPTY) if start is None else torch.maximum(largest, start)
+
+
 def _factors(
     sizes: tuple[Tensor, Tensor], key: Tensor, key_mask: Tensor | None, start: Tensor | None, setting: _Setting
 ) -> _Factors:
     """All factors, from the sizes of queries and keys (BC * S, 1), the keys (BH, N, D) and their mask (BH, N)."""
-    (query_size, key_size), (batch_heads, length), dtype = sizes, key.shape[:2], key.dtype
-    acc_dtype = accumulation_dtype(dtype)
-    norm = torch.linalg.vector_norm(key, dim=-1, dtype=acc_dtype)
-    norm = norm if key_mask is None else norm.masked_fill_(~key_mask, torch.inf)
-    norm = pad(norm, (0, -length % setting.size), value=torch.inf)
-    factor = -0.5 * LOG2_E * abs(setting.scale)
-    log_weight = torch.addcmul(key_size.view(batch_heads, -1).to(acc_dtype), norm, norm, value=factor)
-    largest = log_weight.detach().cummax(1).values
-    largest = largest.clamp_(min=_EMPTY) if start is None else torch.maximum(largest, start)
-    log_weight, largest = (x.view(batch_heads, -1, setting.size) for x in (log_weight, largest))
+    (query_size, key_size), batch_heads, dtype = sizes, key.shape[0], key.dtype
+    log_weights = _log_weights(key_size, key, key_mask, start, setting)
+    log_weight, largest = (x.view(batch_heads, -1, setting.size) for x in log_weights)
     ends = largest[:, :, -1]
     before = pad(ends, (1, 0), value=_EMPTY) if start is None else torch.cat((start, ends), 1)
     of_key = (log_weight - ends.unsqueeze(2)).exp2_().to(dtype).view(-1, setting.size, 1)
