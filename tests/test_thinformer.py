@@ -7,6 +7,8 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.ops import batched_thinning, thinning
 from hf_efficient_attn.ops.accelerator import use_backend
 from instances import inputs, numbers, padding_mask
+from recipes.common.launches import launches
+from test_gather_attend import DEVICE, needs_triton
 
 HEADS = 3
 
@@ -139,6 +141,66 @@ def test_deciding_all_pairs_at_a_time_keeps_the_tokens_of_the_sequence(length, n
     torch.testing.assert_close(other.log_weight.exp(), ours.log_weight.exp())
     used = ours.log_weight > -torch.inf
     assert torch.equal(other.token[used], ours.token[used])
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("length", "num_samples", "head_dim", "padding"),
+    [(2, 1, 6, "none"), (50, 7, 6, "empty"), (64, 16, 6, "none"), (75, 40, 70, "holes"), (40, 39, 1, "left")],
+)
+def test_the_triton_kernels_keep_the_tokens_of_the_sequence(length, num_samples, head_dim, padding, dtype):
+    mask = padding_mask(padding, 2, length)
+    key, value = numbers(2, length, head_dim).to(dtype), numbers(2, length, 5, seed=1).to(dtype)
+    if mask is not None:
+        key, value = (x.masked_fill(~mask.unsqueeze(2), 0.0) for x in (key, value))
+    seed = 7 if length == 50 else torch.tensor(2**31 - 5)
+    ours = thin(key, value, num_samples, mask, seed=seed)
+    with use_backend("triton"):
+        other = thin(
+            *(x.to(DEVICE) for x in (key, value)), num_samples, mask if mask is None else mask.to(DEVICE), seed=seed
+        )
+    torch.testing.assert_close(other.log_weight.cpu(), ours.log_weight)
+    used = ours.log_weight > -torch.inf
+    assert torch.equal(other.token.cpu()[used], ours.token[used])
+
+
+@needs_triton
+@pytest.mark.parametrize("content", ["zeros", "large", "tiny", "outlier"])
+def test_degenerate_kernels_by_triton(content):
+    _, key, value = (x.flatten(0, 1).to(DEVICE) for x in inputs(1, 2, 40, 8, content=content, dtype=torch.bfloat16))
+    with use_backend("triton"):
+        found = counts(thinning.Thinned(*(x.cpu() for x in thin(key, value, 8))), 40)
+    torch.testing.assert_close(found.sum(1), torch.full((2,), 40.0).double())
+
+
+@needs_triton
+def test_the_operator_of_a_round_keeps_the_rules_of_operators():
+    key, value, index = numbers(2, 16, 4), numbers(2, 16, 5, seed=1), torch.arange(16)[None]
+    plan = torch.ones(5, 1, 8).double()
+    given = (key, value, index, plan, torch.tensor(3), torch.ones(2), torch.ones(2), 1, 0, 2, 8, 4, 0.3)
+    given = [x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in given]
+    torch.library.opcheck(batched_thinning.halve_round, given)
+
+
+@pytest.mark.parametrize("length", [8192, 100_000, 131_072])
+def test_kernels_and_memory_by_triton_are_within_the_goals(length):
+    """The form of other kernels is not; see `test_launches`."""
+    for backward, most in ((False, 60), (True, 150)):
+        found = launches(hea.ThinformerConfig(), length, backward=backward, form="triton")
+        assert found.kernels <= most
+        assert not found.synchronisations
+    assert found.peak <= 3 * 3 * 16 * 64 * 2 * length
+
+
+@pytest.mark.parametrize(("length", "num_samples"), [(64, 16), (50, 16)])
+def test_equal_counts_need_no_weights(length, num_samples):
+    tensors, mask = inputs(q_len=length, dtype=torch.float32), torch.ones(1, length, dtype=torch.bool)
+    assert thinning.counts_are_equal(length, num_samples) == (length == 64)
+    with use_backend("library"):
+        ours = hea.attention("thinformer", *tensors, num_samples=num_samples)
+        weighted = hea.attention("thinformer", *tensors, num_samples=num_samples, attention_mask=mask)
+    torch.testing.assert_close(ours, weighted)
 
 
 @pytest.mark.parametrize("together", [16, 512])

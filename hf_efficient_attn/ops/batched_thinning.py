@@ -1,29 +1,37 @@
-"""Kernel halving on accelerators: many pairs of a bucket are decided at a time, in a few products.
+"""Kernel halving on accelerators: all buckets of a round at a time, in a few kernels.
 
 `hf_efficient_attn.ops.thinning` decides one pair of every bucket after the other: hundreds of steps of three kernels.
-Here 16 pairs are decided as if none of them changed the error, and then again twice, each time with the error of the
-decisions before. After t times the first t pairs are decided as one after the other, and all pairs if the last time
-changed nothing. On activations of BERT and ViT the tokens that are kept are the same. Where all differences are nearly
-equal, up to 9 % of the decisions are others, with an error like that of the sequence of pairs. More pairs at a time
-would overshoot there: all of them answer to the same error.
+
+By Triton a round is two kernels, and the pairs of a bucket are still decided one after the other
+(`hf_efficient_attn.ops.triton_thinning`).
+
+By PyTorch's own kernels ("library") 16 pairs are decided as if none of them changed the error, and then again twice,
+each time with the error of the decisions before. After t times the first t pairs are decided as one after the other,
+and all pairs if the last time changed nothing. On activations of BERT and ViT the tokens that are kept are the same.
+Where all differences are nearly equal, up to 9 % of the decisions are others, with an error like that of the sequence
+of pairs. More pairs at a time would overshoot there: all of them answer to the same error.
 
 A place without a token holds the other token of its pair, so that the difference of the two is 0.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.constants import constant, integers
 from hf_efficient_attn.ops.partial import accumulation_dtype
+from hf_efficient_attn.ops.random import uniform
 
 # How many pairs of a bucket are decided at a time, and how often with an error.
 _TOGETHER, _TIMES = 16, 2
 # The smallest square of the size of a decision.
 _TINY = 1e-36
+# The most pairs of a bucket that the Triton kernels decide.
+_LARGEST_BUCKET = 2048
 
 
 class Rounds(NamedTuple):
@@ -44,8 +52,22 @@ class Rounds(NamedTuple):
         return [pairs + -pairs % bucket for pairs, bucket in zip(self.num_pairs, self.buckets, strict=True)]
 
 
+class Numbers(NamedTuple):
+    """The random numbers of all rounds, (all pairs, H), the last round first: `uniform` of a seed and a stream."""
+
+    seed: int | Tensor
+    stream: int
+    num_heads: int
+
+
 def halve(
-    key: Tensor, value: Tensor, order: Tensor | None, num_tokens: Tensor, rounds: Rounds, uniform: Tensor, scale: float
+    key: Tensor,
+    value: Tensor,
+    order: Tensor | None,
+    num_tokens: Tensor | None,
+    rounds: Rounds,
+    numbers: Numbers,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Halve the tokens of every head in rounds.
 
@@ -53,23 +75,27 @@ def halve(
         key: (BH, Nk, D).
         value: (BH, Nk, Dv).
         order: int64 (BH, Nk), the valid tokens first, or None if all are valid.
-        num_tokens: int64 (BH, 1), the number of valid tokens. It is not read if all are valid.
+        num_tokens: int64 (BH, 1), the number of valid tokens, or None if all are valid.
         rounds: the sizes of the rounds.
-        uniform: float64 numbers in (0, 1), (all pairs, H), the last round first.
+        numbers: which random numbers decide.
         scale: factor of the scores.
 
     Returns:
         The tokens that are left, int64 (BH, M), and the number of tokens that each represents, float64 (BH or 1, M).
     """
     (batch_heads, kv_len, head_dim), device = key.shape, key.device
-    if order is None:
+    if order is None or num_tokens is None:
         plan = constant(_plan_of_all, rounds, device=device)
         index = constant(_places_of_all, rounds, device=device)
     else:
         plan = _plan(num_tokens, rounds)
         index = order.gather(1, _places(num_tokens, 2 * rounds.num_pairs[-1]))
+    count = (plan[0] + plan[1])[:, : rounds.num_pairs[0]].expand(batch_heads, -1)
+    if backend(key, value) == "triton" and _has_kernel(key, value, rounds):
+        return _halve_by_triton(key, value, index, plan, rounds, numbers, scale), count
     index = index + (integers(batch_heads, device) * kv_len).unsqueeze(1)
-    pairs = _pairs(plan, rounds, uniform, batch_heads, accumulation_dtype(key.dtype))
+    drawn = uniform((sum(rounds.num_pairs), numbers.num_heads), numbers.seed, numbers.stream, device)
+    pairs = _pairs(plan, rounds, drawn, batch_heads, accumulation_dtype(key.dtype))
     # A constant factor of the kernel has no influence. The shift prevents that it overflows.
     shift = torch.linalg.vector_norm(key, dim=2, dtype=pairs.lean.dtype).amax(1).square() * abs(scale)
     largest = torch.linalg.vector_norm(value, torch.inf, (1, 2), keepdim=True, dtype=shift.dtype)
@@ -88,8 +114,81 @@ def halve(
         difference = _differences(tokens, factors, places, head_dim, shift)
         keep_second = _decide(difference, own)
         index = torch.where(keep_second, places[..., 1], places[..., 0]).flatten(1)[:, :num_pairs]
-    count = (plan[0] + plan[1])[:, : rounds.num_pairs[0]].expand(batch_heads, -1)
     return index % kv_len, count
+
+
+def _has_kernel(key: Tensor, value: Tensor, rounds: Rounds) -> bool:
+    """Whether the Triton kernels compute these tensors: not float64, and not too many pairs to decide by a program."""
+    return torch.float64 not in (key.dtype, value.dtype) and rounds.buckets[0] <= _LARGEST_BUCKET
+
+
+def _halve_by_triton(
+    key: Tensor, value: Tensor, index: Tensor, plan: Tensor, rounds: Rounds, numbers: Numbers, scale: float
+) -> Tensor:
+    """The tokens that are left, int64 (BH, M); `index` is that of the places before the first round, (BH or 1, S)."""
+    norm = torch.linalg.vector_norm(key, dim=2, dtype=torch.float32).amax(1)
+    largest = torch.linalg.vector_norm(value, torch.inf, (1, 2), dtype=torch.float32)
+    seed = numbers.seed
+    if not isinstance(seed, Tensor):
+        seed = constant(_seed, seed & 0xFFFFFFFF, device=key.device)
+    parts = list(zip(plan.split(rounds.padded(), 2), rounds.num_pairs, rounds.buckets, strict=True))
+    first = sum(rounds.num_pairs)
+    for own, num_pairs, bucket in reversed(parts):
+        first -= num_pairs
+        sizes = (numbers.stream, first * numbers.num_heads, numbers.num_heads, num_pairs, bucket)
+        index = halve_round(key, value, index, own, seed, norm, largest, *sizes, scale)
+    return index
+
+
+@torch.library.custom_op("hf_efficient_attn::halve_round", mutates_args=())
+def halve_round(
+    key: Tensor,
+    value: Tensor,
+    index: Tensor,
+    plan: Tensor,
+    seed: Tensor,
+    norm: Tensor,
+    largest: Tensor,
+    stream: int,
+    first_number: int,
+    num_heads: int,
+    num_pairs: int,
+    bucket: int,
+    scale: float,
+) -> Tensor:
+    """One round of halving, by two Triton kernels, which decide one pair of a bucket after the other.
+
+    Args:
+        key: (BH, Nk, D), not float64.
+        value: (BH, Nk, Dv), not float64.
+        index: int64 (BH or 1, 2 P), the tokens of P pairs.
+        plan: float64 (5, BH or 1, at least P), from `_plan`.
+        seed: an integer, of which the lower 32 bits matter.
+        norm: float32 (BH,), that of the longest key.
+        largest: float32 (BH,), the largest absolute value.
+        stream: of the random numbers.
+        first_number: the first of the random numbers of this round, (P, H), in the stream.
+        num_heads: H.
+        num_pairs: P.
+        bucket: pairs of a bucket.
+        scale: factor of the scores.
+
+    Returns:
+        The token of each pair that is kept, int64 (BH, P).
+    """
+    from hf_efficient_attn.ops import triton_thinning
+
+    sizes = (stream, first_number, num_heads, num_pairs, bucket)
+    return triton_thinning.halve_round(key, value, index, plan, seed, norm, largest, *sizes, scale)
+
+
+@halve_round.register_fake
+def _(key: Tensor, value: Tensor, index: Tensor, *options: Any) -> Tensor:
+    return index.new_empty(key.shape[0], options[-3])
+
+
+def _seed(seed: int, device: torch.device) -> Tensor:
+    return torch.full((), seed, device=device)
 
 
 class _Pairs(NamedTuple):
@@ -114,13 +213,13 @@ class _Pairs(NamedTuple):
         return _Pairs(*(x[:, some].unflatten(1, (-1, bucket)) for x in self))
 
 
-def _pairs(plan: Tensor, rounds: Rounds, uniform: Tensor, batch_heads: int, dtype: torch.dtype) -> _Pairs:
-    num_heads = uniform.shape[1]
+def _pairs(plan: Tensor, rounds: Rounds, numbers: Tensor, batch_heads: int, dtype: torch.dtype) -> _Pairs:
+    num_heads = numbers.shape[1]
     if rounds.padded() != list(rounds.num_pairs):
-        parts = zip(uniform.split(rounds.num_pairs), rounds.padded(), strict=True)
-        uniform = torch.cat([pad(part, (0, 0, 0, size - len(part))) for part, size in parts])
+        parts = zip(numbers.split(rounds.num_pairs), rounds.padded(), strict=True)
+        numbers = torch.cat([pad(part, (0, 0, 0, size - len(part))) for part, size in parts])
     bias, margin = (x.unflatten(0, (-1, num_heads if len(x) > 1 else 1)) for x in plan[2:4])
-    lean = torch.addcmul(bias, margin, uniform.mT, value=-2.0).to(dtype)
+    lean = torch.addcmul(bias, margin, numbers.mT, value=-2.0).to(dtype)
     lean = lean.expand(batch_heads // num_heads, -1, -1).flatten(0, 1)
     first, second, _, _, least = plan.to(dtype).unbind()
     return _Pairs(first + second, second, least, lean, lean.le(0.0).to(dtype))
@@ -158,16 +257,14 @@ def _decide(difference: Tensor, pairs: _Pairs) -> Tensor:
     difference, bucket = difference.tril_(-1), square.shape[2]
     limit = limit.unsqueeze(3) - difference @ pairs.second.unsqueeze(3)
     difference, limit = (difference * pairs.both.unsqueeze(2)).flatten(0, 1), limit.flatten(0, 1)
-    first, decisions = pairs.start.reshape(limit.shape), []
+    decisions = pairs.start.reshape(limit.shape)
     for start in range(0, bucket, _TOGETHER):
-        some = slice(start, min(start + _TOGETHER, bucket))
-        decision = first[:, some]
+        stop = min(start + _TOGETHER, bucket)
+        some = slice(start, stop)
         for _ in range(_TIMES):
-            decision = torch.baddbmm(limit[:, some], difference[:, some, some], decision).le_(0.0)
-        decisions.append(decision)
-        if some.stop < bucket:
-            limit[:, some.stop :].baddbmm_(difference[:, some.stop :, some], decision)
-    return (torch.cat(decisions, 1) if len(decisions) > 1 else decisions[0]).view_as(square) > 0.0
+            error = torch.baddbmm(limit[:, some], difference[:, some, :stop], decisions[:, :stop])
+            torch.le(error, 0.0, out=decisions[:, some])
+    return decisions.view_as(square) > 0.0
 
 
 def _places(num_tokens: Tensor, num_places: int) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.accelerator import backend
-from hf_efficient_attn.ops.batched_thinning import Rounds, halve
+from hf_efficient_attn.ops.batched_thinning import Numbers, Rounds, halve
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, take, valid_first
 from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.partial import accumulation_dtype
@@ -71,13 +71,13 @@ def draw_numbers(
     Those of a round do not depend on the rounds before it, that is, on `kv_len`.
     """
     sizes = [round.num_pairs for round in _rounds(kv_len, num_samples)]
-    return [2.0 * x.mT - 1.0 for x in _numbers(kv_len, num_samples, num_heads, seed, device).split(sizes)]
+    numbers = uniform((sum(sizes), num_heads), seed, _STREAM, device)
+    return [2.0 * x.mT - 1.0 for x in numbers.split(sizes)]
 
 
-def _numbers(kv_len: int, num_samples: int, num_heads: int, seed: int | Tensor, device: torch.device) -> Tensor:
-    """Float64 numbers in (0, 1), (pairs of all rounds, H), the last round first."""
-    num_pairs = sum(round.num_pairs for round in _rounds(kv_len, num_samples))
-    return uniform((num_pairs, num_heads), seed, _STREAM, device)
+def counts_are_equal(kv_len: int, num_samples: int) -> bool:
+    """Whether all kept tokens stand for equally many tokens, if none of `kv_len` is masked."""
+    return num_samples << len(_rounds(kv_len, num_samples)) == kv_len
 
 
 def thin(
@@ -119,17 +119,15 @@ def _thin_by_rounds(
     key: Tensor, value: Tensor, key_mask: Tensor | None, seed: int | Tensor, num_samples: int, scale: float, batch: int
 ) -> tuple[Tensor, Tensor]:
     (batch_heads, kv_len, _), device, acc_dtype = key.shape, key.device, accumulation_dtype(key.dtype)
-    num_tokens = (
-        torch.full((batch_heads, 1), kv_len, device=device) if key_mask is None else key_mask.sum(1, keepdim=True)
-    )
-    rounds = _rounds(kv_len, num_samples)
+    rounds, num_tokens = _rounds(kv_len, num_samples), None if key_mask is None else key_mask.sum(1, keepdim=True)
     if backend(key) != "cpu":
         plan = Rounds(kv_len, tuple(round.num_pairs for round in rounds), tuple(round.bucket for round in rounds))
-        numbers = _numbers(kv_len, num_samples, batch_heads // batch, seed, device)
         order = None if key_mask is None else valid_first(key_mask)
+        numbers = Numbers(seed, _STREAM, batch_heads // batch)
         with torch.autocast(device.type, enabled=False):
             index, count = halve(key, value, order, num_tokens, plan, numbers, scale)
         return index, count.log().contiguous()
+    num_tokens = torch.full((batch_heads, 1), kv_len, device=device) if num_tokens is None else num_tokens
     draws = draw_numbers(kv_len, num_samples, batch_heads // batch, seed, device)
     index, count = _spread(num_tokens, num_samples << len(rounds))
     index = index.clamp(max=kv_len - 1)

@@ -6,8 +6,8 @@ Gimelshein 2018). The backward computes the weights anew from the lse, as in Fla
 share a key, so it adds the gradients of keys and values atomically to float32 buffers. Products have operands of the
 inputs' dtype and float32 sums.
 
-Only `hf_efficient_attn.ops.gather_attend` imports this module, and only for tensors that it computes by Triton. With
-TRITON_INTERPRET=1 in the environment before the first import of Triton, the kernels run on the CPU.
+Only `hf_efficient_attn.ops.gather_attend` and other kernels import this module, and only for tensors that are computed
+by Triton. With TRITON_INTERPRET=1 in the environment before the first import of Triton, the kernels run on the CPU.
 """
 
 import contextlib

@@ -57,7 +57,7 @@ _INDEXED_WRITES = {"scatter_", "scatter_add_", "scatter_reduce_", "index_add_", 
 _OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_"}
 # Operators of the package that are Triton kernels, and their number of kernels: the gradient of gather-attend fills
 # three buffers and casts two of them besides.
-_TRITON = {"gather_attend": 1, "gather_attend_backward": 6}
+_TRITON = {"gather_attend": 1, "gather_attend_backward": 6, "halve_round": 2}
 _FACTORIES = ((torch, "tensor"), (torch, "as_tensor"), (torch, "asarray"), (Tensor, "new_tensor"))
 
 
