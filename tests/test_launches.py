@@ -43,8 +43,6 @@ TODAY: dict[tuple[str, bool, int], Most | None] = {
     ("nearfar", True, 131072): Most(60, 163, 0, 2.59),
     ("thinformer", False, 8192): Most(263, 266, 0, 2.72),
     ("thinformer", False, 131072): Most(399, 404, 0, 2.74),
-    ("wildcat", False, 8192): Most(95, 262, 0, 2.9),
-    ("wildcat", False, 131072): Most(95, 262, 0, 2.85),
 }  # fmt: skip
 
 # The amount of work depends on the data.

@@ -6,8 +6,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods import wildcat as module
+from hf_efficient_attn.methods._shared.call import naive_attention
+from hf_efficient_attn.ops import nystrom
+from hf_efficient_attn.ops.accelerator import use_backend
 from hf_efficient_attn.ops.coreset import choose_pivots
-from instances import CONTENTS, inputs, numbers, relative_error
+from instances import CONTENTS, inputs, numbers, padding_mask, relative_error
 
 wildcat = hea.functional.wildcat_attention
 
@@ -105,3 +108,74 @@ def test_a_constant_feature_of_the_values_does_not_change_the_others(dtype):
     more = wildcat(query, key, torch.cat((value, constant), 3), num_samples=40)
     assert relative_error(more[..., :-1], out) < 1e-4
     torch.testing.assert_close(more[..., -1:], constant.expand_as(more[..., -1:]))
+
+
+def gradients(form, tensors, mask, num_samples, num_candidates):
+    """Output and gradients of a weighted sum of the outputs at valid queries, in the form for accelerators."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    with use_backend("library"):
+        out = form(*leaves, attention_mask=mask, num_samples=num_samples, num_candidates=num_candidates)
+        if mask is not None and mask.shape[1] == out.shape[2]:
+            out = out * mask[:, None, :, None]
+        weight = numbers(*out.shape, seed=4)
+        return [out.detach(), *torch.autograd.grad((out * weight.to(out.dtype)).sum(), leaves)]
+
+
+def naive(*tensors, **options):
+    return naive_attention("wildcat", *tensors, **options)
+
+
+@pytest.mark.parametrize("content", ["normal", "large", "smooth"])
+@pytest.mark.parametrize("padding", ["none", "holes", "left", "empty"])
+@pytest.mark.parametrize("shape", [{}, {"head_dim": 12, "value_dim": 7}, {"q_len": 128, "kv_len": 90}])
+def test_the_accelerator_form_is_the_readable_form(shape, padding, content):
+    """All candidates at one distance and not, and with fewer keys than a coreset has."""
+    tensors = inputs(**{"batch": 2, "num_heads": 3, "q_len": 90} | shape, content=content, dtype=torch.float64)
+    mask = padding_mask(padding, 2, 90)
+    for sizes in ((16, 45), (16, 64), (70, 80)):
+        ours, readable = (gradients(form, tensors, mask, *sizes) for form in (wildcat, naive))
+        for x, y in zip(ours, readable, strict=True):
+            assert relative_error(x, y) < 1e-9
+
+
+def test_gradients_of_outputs_that_are_clipped_and_without_a_denominator(monkeypatch):
+    """Large logits take outputs out of the range. With a larger bound, all denominators are below it."""
+    tensors = inputs(q_len=90, spread=8.0, dtype=torch.float64)
+    value = tensors[2].flatten(0, 1)
+    with torch.no_grad(), use_backend("library"):
+        out = wildcat(*tensors, num_samples=16).flatten(0, 1)
+    assert ((out == value.amin(1, keepdim=True)) | (out == value.amax(1, keepdim=True))).any()
+    for ours, readable in zip(*(gradients(f, tensors, None, 16, 64) for f in (wildcat, naive)), strict=True):
+        assert relative_error(ours, readable) < 1e-9
+
+    middle = (value.amin(1, keepdim=True) + value.amax(1, keepdim=True)) / 2
+    monkeypatch.setattr(nystrom, "LEAST_DENOMINATOR", 2.0)
+    out, *grads = gradients(wildcat, tensors, None, 16, 64)
+    torch.testing.assert_close(out.flatten(0, 1), middle.expand_as(value))
+    weight = numbers(*out.shape, seed=4).sum(2, keepdim=True)
+    ends = [tensors[2] == end(tensors[2], 2, keepdim=True) for end in (torch.amin, torch.amax)]
+    torch.testing.assert_close(grads[2], 0.5 * weight * (ends[0].double() + ends[1].double()))
+    assert not grads[0].any() and not grads[1].any()
+
+
+def test_gradients_agree_with_finite_differences_on_an_accelerator():
+    tensors = [x.requires_grad_() for x in inputs(num_heads=2, q_len=24, head_dim=3, dtype=torch.float64)]
+    with use_backend("library"):
+        torch.autograd.gradcheck(lambda *x: wildcat(*x, num_samples=5, num_candidates=12), tensors)
+
+
+def test_equal_keys_and_a_query_of_zeros_on_an_accelerator():
+    """The temperature is that of the least logit, or 0."""
+    for query, key in ((1.0, 0.0), (0.0, 1.0), (1.0, 1e-6), (0.0, 0.0)):
+        tensors = [x * f for x, f in zip(inputs(q_len=60, dtype=torch.float64), (query, key, 1.0), strict=True)]
+        out, *grads = gradients(wildcat, tensors, None, 8, 30)
+        assert relative_error(out, tensors[2].mean(2, keepdim=True).expand_as(out)) < 1e-3
+        assert all(x.isfinite().all() for x in grads)
+
+
+def test_the_accelerator_form_has_no_second_derivative():
+    tensors = [x.requires_grad_() for x in inputs(q_len=60)]
+    with use_backend("library"):
+        grads = torch.autograd.grad(wildcat(*tensors, num_samples=8).square().sum(), tensors, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grads[0].sum().backward()

@@ -20,9 +20,8 @@ Departures from the paper:
 - R_K is the largest norm of a candidate. It has no influence on the temperature if beta R_K R_Q is below 1e-3.
 - The inverse has a ridge of 1e-3, for kernels that are scaled to a unit diagonal.
 - With up to `num_samples` keys the output is exact attention.
-- On accelerators there are two draws (`hf_efficient_attn.ops.pivots`). A call is nevertheless 95 kernels, where other
-  methods have 60, because the second draw needs the Nystrom approximation by the first, and the weights are a solve in
-  float64 between two calls of a fused kernel.
+- On accelerators there are two draws (`hf_efficient_attn.ops.pivots`), and without dropout another order of the
+  operations (`hf_efficient_attn.ops.nystrom`).
 
 There is no causal form, because the coreset contains keys of the future. Dropout acts on the weights of the coreset in
 the numerator.
@@ -40,20 +39,13 @@ from hf_efficient_attn.methods._shared.heads import FlatHeads, flatten_heads, un
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
 from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, pad_to_blocks, take
-from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.coreset import candidate_positions, choose_pivots, regularized_solve
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
+from hf_efficient_attn.ops.nystrom import LEAST_DENOMINATOR, LEAST_LOGIT, NO_KEY, RHO
+from hf_efficient_attn.ops.nystrom_graph import Request, nystrom_attention
 from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
 
 _RIDGE = 1e-3
-# The paper's constant of the temperature, 1 / W_0(1 / sqrt(1 + exp(2 W_0(2 / e^2) + 2))) with Lambert's function W_0.
-_RHO = 3.94582
-# The temperature is that of logits of at least this size, so that it is finite for equal keys.
-_LEAST_LOGIT = 1e-3
-# A denominator below this is rounding. The largest of its terms is about 1.
-_LEAST_DENOMINATOR = 1e-6
-# The bias of an entry without a key. It is finite, because it becomes a number of that key.
-_NO_KEY = -1e30
 # Scores of a head that are computed at a time: 4 MiB of float32.
 _SCORES = 1 << 20
 
@@ -98,8 +90,7 @@ class _Coreset(NamedTuple):
     Attributes:
         key: (BH, m, D).
         bias: (BH, m).
-        weighted: (BH, m, Dv + 1 or more), the weights applied to the values, as multiples of `half` around `middle`,
-            and to 1 in the other columns.
+        weighted: (BH, m, Dv + 1), the weights applied to the values, as multiples of `half` around `middle`, and to 1.
         middle: (BH, 1, Dv), the middle of the range of each feature of the values.
         half: (BH, 1, Dv), half of the size of the range.
     """
@@ -116,6 +107,10 @@ def forward(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, op
     flat = flatten_heads(query, key, value, options.key_mask)
     if key.shape[2] <= config.num_samples:
         out = exact_attention(*flat, is_causal=False, scale=options.scale, dropout_p=options.dropout_p)
+    elif backend(query) != "cpu" and options.scale != 0.0 and not options.dropout_p:
+        candidates, batch = max(config.num_samples, config.num_candidates), key.shape[0]
+        request = Request(config.num_samples, candidates, options.seed, batch, options.scale, _RIDGE)
+        out = nystrom_attention(*flat[:3], options.key_mask, request)
     else:
         with torch.autocast(query.device.type, enabled=False):
             coreset = _make_coreset(config, flat, key.shape[0], options)
@@ -135,9 +130,9 @@ def _kernel_scale(query: Tensor, points: Tensor, query_mask: Tensor | None, scal
     if query_mask is not None:
         norms = norms.masked_fill(~query_mask, 0.0)
     # With x = beta R_Q / rho this is x^2 / (x R_K) = x / R_K.
-    x = norms.amax(1)[:, None, None] * (abs(scale) / _RHO)
+    x = norms.amax(1)[:, None, None] * (abs(scale) / RHO)
     logit = x * torch.linalg.vector_norm(points, dim=2).amax(1)[:, None, None]
-    kernel_scale = x.square() / logit.clamp(min=_LEAST_LOGIT / _RHO)
+    kernel_scale = x.square() / logit.clamp(min=LEAST_LOGIT / RHO)
     clamped: Tensor = kernel_scale.clamp(min=torch.finfo(points.dtype).tiny ** 0.5)
     return clamped
 
@@ -172,9 +167,7 @@ def _make_coreset(config: WildCatConfig, heads: FlatHeads, batch: int, options: 
     # The range of a feature that is constant is rounding.
     finfo = torch.finfo(acc_dtype)
     unit = torch.add(half, middle.abs(), alpha=8 * finfo.eps).clamp(min=finfo.tiny)
-    # The kernels of accelerators would pad the values to a multiple of 8.
-    ones = 1 + (0 if backend(out) == "cpu" else -(out.shape[2] + 1) % 8)
-    sums = pad((out - middle) / unit, (0, ones), value=1.0)
+    sums = pad((out - middle) / unit, (0, 1), value=1.0)
 
     # In float64, because a kernel matrix is nearly singular, and sums of exponentials differ by orders of magnitude.
     points = keys * root.double()
@@ -188,14 +181,14 @@ def _make_coreset(config: WildCatConfig, heads: FlatHeads, batch: int, options: 
     weights = (lse + log_size).softmax(1)  # up to a factor of all
     weighted = regularized_solve(kernel, sums * weights, _RIDGE)
     if num_keys is not None:
-        own = pad((take(value, position.gather(1, pivot)) - middle) / unit, (0, ones), value=1.0)
+        own = pad((take(value, position.gather(1, pivot)) - middle) / unit, (0, 1), value=1.0)
         weighted, log_size = torch.where(few, own, weighted), log_size.masked_fill(few, 0.0)
     # Sums of exponentials differ by many orders of magnitude, so their size goes into the exponent of the query.
     size = torch.linalg.vector_norm(weighted.detach(), torch.inf, 2, keepdim=True)
     size = size.clamp(min=torch.finfo(torch.float64).tiny)
     log_size = (size.log() + log_size).squeeze(2)
     if valid is not None:
-        log_size = log_size.masked_fill(~selected, _NO_KEY)
+        log_size = log_size.masked_fill(~selected, NO_KEY)
     return _Coreset(keys, log_size.to(acc_dtype), (weighted / size).to(acc_dtype), middle, half)
 
 
@@ -218,38 +211,19 @@ def _value_range(value: Tensor, bias: Tensor | None, dropout_p: float, dtype: to
 def _attend(query: Tensor, coreset: _Coreset, scale: float, dropout_p: float) -> Tensor:
     """Attention of queries (BH, Nq, D) to the coreset: (BH, Nq, Dv) in the accumulation dtype."""
     q_len, acc_dtype, value_dim = query.shape[1], coreset.key.dtype, coreset.middle.shape[2]
-    if backend(query) != "cpu" and scale != 0.0 and not dropout_p:
-        query, keys = _with_bias(query, coreset.key, coreset.bias, scale)
-        sums = partial_attention(query[:, None], keys[:, None], coreset.weighted[:, None], scale=scale).out[:, 0]
-    else:
-        block_q = ceil_div(q_len, ceil_div(q_len * coreset.key.shape[1], _SCORES))
-        blocks = pad_to_blocks(query.to(acc_dtype), block_q)
-        keys, weighted, bias = coreset.key[:, None], coreset.weighted[:, None], coreset.bias[:, None, None]
-        sums = partial_attention(blocks, keys, weighted, bias, scale=scale).out.flatten(1, 2)[:, :q_len]
-    numerator, denominator = sums[..., :value_dim], sums[..., value_dim : value_dim + 1]
+    block_q = ceil_div(q_len, ceil_div(q_len * coreset.key.shape[1], _SCORES))
+    blocks = pad_to_blocks(query.to(acc_dtype), block_q)
+    keys, weighted, bias = coreset.key[:, None], coreset.weighted[:, None], coreset.bias[:, None, None]
+    sums = partial_attention(blocks, keys, weighted, bias, scale=scale).out.flatten(1, 2)[:, :q_len]
+    numerator, denominator = sums[..., :value_dim], sums[..., value_dim:]
     if dropout_p > 0.0:
         values = weighted[..., :value_dim]
         dropped = partial_attention(blocks, keys, values, bias, scale=scale, dropout_p=dropout_p).out
         numerator = dropped.flatten(1, 2)[:, :q_len]
     # Where the denominator is not positive, this divides by infinity.
-    ratio = numerator / threshold(denominator, _LEAST_DENOMINATOR, torch.inf)
+    ratio = numerator / threshold(denominator, LEAST_DENOMINATOR, torch.inf)
     limit = 1.0 / (1.0 - dropout_p)
     return torch.addcmul(coreset.middle, ratio.clamp_(-limit, limit), coreset.half)
-
-
-def _with_bias(query: Tensor, key: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Queries and keys with one more dimension, whose product is the bias of a key (BH, m), and those of padding.
-
-    The kernels of accelerators take a bias of keys in this way, and in the accumulation dtype one number is enough.
-    """
-    unit = constant(_unit, 1 + -(key.shape[2] + 1) % 8, 1.0 / scale, key.dtype, device=key.device)
-    zeros = unit[1:].expand(*key.shape[:2], -1)
-    return torch.cat((query, unit.expand(*query.shape[:2], -1)), 2), torch.cat((key, bias.unsqueeze(2), zeros), 2)
-
-
-def _unit(size: int, first: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The numbers of the further dimensions of a query: `first` and zeros."""
-    return pad(torch.full((1,), first, dtype=dtype, device=device), (0, size - 1))
 
 
 def naive(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -285,7 +259,7 @@ def naive(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, opti
         logits = scale * queries @ coreset.mT - half_norm.mT
         basis = (logits - (logits + size.log()[:, None]).amax(2, keepdim=True)).exp()
         denominator = basis @ ones
-        positive = denominator > _LEAST_DENOMINATOR * (basis @ size.unsqueeze(2))
+        positive = denominator > LEAST_DENOMINATOR * (basis @ size.unsqueeze(2))
         ratio = (basis @ numerators / torch.where(positive, denominator, 1.0)).masked_fill(~positive, 0.0)
         outs.append(middle + torch.maximum(torch.minimum(ratio, half), -half))
     return torch.stack(outs).to(value.dtype)

@@ -19,7 +19,7 @@ from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import ceil_div, take, valid_first
 from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.onednn import product, use_product
-from hf_efficient_attn.ops.pivots import pivots_in_two_draws
+from hf_efficient_attn.ops.pivots import pivot_tolerance, pivots_in_two_draws
 from hf_efficient_attn.ops.precision import LOG2_E
 from hf_efficient_attn.ops.random import uniform
 
@@ -52,11 +52,6 @@ class Pivots(NamedTuple):
 
     candidate: Tensor
     selected: Tensor
-
-
-def _tolerance(dtype: torch.dtype) -> float:
-    """A residual of the unit diagonal that is smaller is rounding: the pivot adds nothing."""
-    return 1e-10 if dtype == torch.float64 else 1e-4
 
 
 def _draw_sizes(num_pivots: int, block: int) -> list[int]:
@@ -186,6 +181,11 @@ def cluster_sums(cluster: Tensor, x: Tensor, count: int) -> Tensor:
     return one_hot.mT @ x
 
 
+def numbers_of_two_draws(num_candidates: int, num_heads: int, seed: int | Tensor, like: Tensor) -> Tensor:
+    """Standard Gumbel numbers (2, H, C) for `pivots.pivots_in_two_draws`. Those of an integer seed are kept."""
+    return _kept_gumbel(2, num_candidates, num_heads, seed, like)
+
+
 def _kept_gumbel(num_draws: int, num_candidates: int, num_heads: int, seed: int | Tensor, like: Tensor) -> Tensor:
     """`_gumbel`, kept for an integer seed."""
     shape = num_draws, num_candidates, num_heads, seed, like.dtype
@@ -240,9 +240,11 @@ def _choose_pivots(
     batch_heads, num_candidates, _ = points.shape
     num_heads, sizes = batch_heads // batch, _draw_sizes(num_pivots, block)
     if backend(points) != "cpu":
-        numbers = _kept_gumbel(2, num_candidates, num_heads, seed, points)
+        numbers = numbers_of_two_draws(num_candidates, num_heads, seed, points)
         with torch.no_grad(), torch.autocast(points.device.type, enabled=False):
-            return pivots_in_two_draws(points, valid, numbers, num_pivots, _tolerance(points.dtype))
+            norm = torch.linalg.vector_norm(points, dim=2)
+            drawn, exists = pivots_in_two_draws(points, norm, None, valid, numbers, num_pivots)
+            return drawn, torch.ones_like(drawn, dtype=torch.bool) if exists is None else exists
     gumbel = _kept_gumbel(len(sizes), num_candidates, num_heads, seed, points)
     step = batch_heads
     if points.device.type == "cpu":
@@ -285,7 +287,7 @@ def _pivots_of_heads(
 
     The factor is that of the Cholesky decomposition: the kernel matrix is about factor^T factor.
     """
-    tolerance, ridge = _tolerance(points.dtype), 0.1 * _tolerance(points.dtype)
+    tolerance, ridge = pivot_tolerance(points.dtype), 0.1 * pivot_tolerance(points.dtype)
     # <left_i, right_j> = log2(kernel) in one product: the last two columns hold the norms.
     points = points * LOG2_E**0.5
     half_norm = 0.5 * (points * points).sum(2, keepdim=True)
@@ -348,7 +350,7 @@ def choose_pivots_naive(
         for draw, size in enumerate(sizes):
             diagonal = residual.diagonal().clamp(min=0.0)
             scores = gumbel[draw, a % num_heads] + _LAST
-            new = diagonal > _tolerance(points.dtype)
+            new = diagonal > pivot_tolerance(points.dtype)
             scores[new] = (diagonal.log() + norm + gumbel[draw, a % num_heads])[new]
             scores[~exists] = -torch.inf
             scores[chosen] = -torch.inf
