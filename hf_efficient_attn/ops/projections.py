@@ -13,13 +13,15 @@ other sequences:
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.ops.blocks import chunked_over_heads, take, valid_first
+from hf_efficient_attn.ops.constants import integers
 from hf_efficient_attn.ops.landmarks import segment_sizes
 from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.random import normal
@@ -162,18 +164,74 @@ def contraction(table: Tensor, key_mask: Tensor | None, kv_len: int, dtype: torc
 
 def _factors(table: Tensor, num_tokens: Tensor) -> tuple[Tensor, Tensor]:
     """The factors of the rows for n tokens, and whether they have weight: (P, M), (B,) -> (B, P) each."""
-    used = (torch.arange(table.shape[1], device=table.device)[:, None] < num_tokens).to(table.dtype)
-    size = table.abs()
-    total, part = size.sum(1), (size @ used).t()
-    square = table.square()
-    total_square, part_square = square.sum(1), (square @ used).t()
-    valid = part > 0
+    used = (integers(table.shape[1], table.device)[:, None] < num_tokens).to(table.dtype)
+    if torch.is_grad_enabled() and table.requires_grad:
+        result: tuple[Tensor, Tensor] = _Factors.apply(table, used)  # type: ignore[no-untyped-call]
+        return result
+    return _factors_of(_Sums.of(table, used))
 
-    def ratio(whole: Tensor, remaining: Tensor) -> Tensor:
-        return torch.where(valid, whole, 1.0) / torch.where(valid, remaining, 1.0)
 
-    one_sign = table.sum(1).abs() / total.masked_fill(total == 0, 1.0)
-    return ratio(total, part) ** one_sign * ratio(total_square, part_square) ** (0.5 - 0.5 * one_sign), valid
+class _Sums(NamedTuple):
+    """Sums over all columns of a table, (P,), and over those that are used, (B, P).
+
+    Attributes:
+        row: (P,), of the entries.
+        total: (P,), of their absolute values.
+        total_square: (P,), of their squares.
+        part: (B, P), of the absolute values that are used.
+        part_square: (B, P), of their squares.
+    """
+
+    row: Tensor
+    total: Tensor
+    total_square: Tensor
+    part: Tensor
+    part_square: Tensor
+
+    @staticmethod
+    def of(table: Tensor, used: Tensor) -> "_Sums":
+        """The sums of a table (P, M) for used columns (M, B)."""
+        size, square = table.abs(), table.square()
+        return _Sums(table.sum(1), size.sum(1), square.sum(1), (size @ used).t(), (square @ used).t())
+
+
+def _factors_of(sums: _Sums) -> tuple[Tensor, Tensor]:
+    valid, one_sign = sums.part > 0, sums.row.abs() / sums.total
+    by_weight, by_norm = sums.total / sums.part, sums.total_square / sums.part_square
+    return torch.where(valid, by_weight**one_sign * by_norm ** (0.5 - 0.5 * one_sign), 1.0), valid
+
+
+class _Factors(torch.autograd.Function):
+    """`_factors_of` with a gradient in few operations."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
+        sums = _Sums.of(table, used)
+        factor, valid = _factors_of(sums)
+        ctx.save_for_backward(table, used, factor, valid, *sums)
+        ctx.mark_non_differentiable(valid)
+        return factor, valid
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        table, used, factor, valid, *sums = ctx.saved_tensors
+        # Rows without weight have no gradient. Their quotients by 0 are replaced.
+        grad = (grads[0] * factor).masked_fill(~valid, 0.0)
+        row, (total, total_square, part, part_square) = (
+            sums[0],
+            (x.clamp(min=torch.finfo(x.dtype).tiny) for x in sums[1:]),
+        )
+        one_sign = row.abs() / total
+        # The gradient of the log of the factor for that of `one_sign`.
+        of_one_sign = grad * ((total / part).log() - 0.5 * (total_square / part_square).log())
+        summed, of_one_sign = grad.sum(0), of_one_sign.masked_fill(~valid, 0.0).sum(0)
+        of_size, of_square = (summed - of_one_sign) * one_sign / total, summed * (1.0 - one_sign) / total_square
+        of_part, of_part_square = grad * one_sign / part, grad * (1.0 - one_sign) / part_square
+        of_size = torch.addmm(of_size[:, None], of_part.t(), used.t(), alpha=-1)
+        of_square = torch.addmm(of_square[:, None], of_part_square.t(), used.t(), alpha=-1)
+        of_row = torch.addcmul((of_one_sign * row.sign() / total)[:, None], table.sign(), of_size)
+        return of_row.addcmul_(table, of_square), None
 
 
 def naive_projection(table: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
