@@ -6,10 +6,11 @@ activations of BERT and ViT the error with near keys in the heads where they hol
 with near keys in all heads, or less.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hf_efficient_attn.ops.blocks import ceil_div, take
 from hf_efficient_attn.ops.constants import constant
@@ -31,8 +32,8 @@ NUM_ROWS, NUM_KEYS = 32, 1024
 # What landmarks count for a near key is at most about 1 relative to the largest term of its query's sum. More would be
 # due to logits that float32 cannot represent, and is cut off so that the output stays finite.
 MAX_COUNTED = 4.0
-# With at most so many keys, one product with all of them takes less time than to gather those near a few queries.
-_DENSE_KEYS = 4096
+# Numbers of gathered weights that are processed at a time in a backward pass.
+_GATHERED_NUMEL = 1 << 18
 
 
 class NearPlan(NamedTuple):
@@ -52,14 +53,15 @@ class NearPlan(NamedTuple):
 class NearKeys(NamedTuple):
     """The near keys of each block: key (BH, T, w, D), value (BH, T, w, Dv) and the scores' bias (BH, T, w) or None.
 
-    What the landmarks count for a near key is exp(scale <q, c> + bias of the landmark) @ weight, weight (BH, T, w, m),
-    which is arbitrary where `bias` is -inf.
+    What the landmarks count for a near key is exp(scale <q, c> + bias of the landmark) @ weight of the key, weight
+    (BH, Nk, m), which is arbitrary where `bias` is -inf. `index` (BH, T, w) are the positions of the near keys.
     """
 
     key: Tensor
     value: Tensor
     bias: Tensor | None
     weight: Tensor
+    index: Tensor
 
 
 def near_block_q(width: int) -> int:
@@ -203,12 +205,11 @@ def near_sums_of_rows(
     if inputs.mean is not None:
         scores = scores - rows.query @ inputs.mean.mT
     counting = rows.basis @ solved
-    if similarity.of_all is not None and similarity.of_all.shape[1] <= _DENSE_KEYS:
-        counted = products(counting, similarity.of_all).gather(2, index)
-    else:
-        near = similarity.of_all
-        near = similarity.of(keys.flatten(1, 2)).view(*index.shape, -1) if near is None else take(near, index)
+    if similarity.of_all is None:
+        near = similarity.of(keys.flatten(1, 2)).view(*index.shape, -1)
         counted = (near * counting.unsqueeze(2)).sum(3)
+    else:
+        counted = count_near_keys(counting.unsqueeze(2), similarity.of_all, index).squeeze(2)
     # Powers of e that underflow take thirty times as long.
     pairs = ((scores - rows.lse) * LOG2_E).exp2() - counted.clamp(-MAX_COUNTED, MAX_COUNTED)
     if plan.bias is not None:
@@ -219,5 +220,54 @@ def near_sums_of_rows(
 
 def gather_near_keys(inputs: Inputs, plan: NearPlan, weights: Tensor) -> NearKeys:
     """The near keys of all blocks. The landmarks count `weights` (BH, Nk, m) for each key."""
-    key, value, weight = (take_alike(x, plan.key_index) for x in (inputs.key, inputs.value, weights))
-    return NearKeys(key, value, None if plan.bias is None else plan.bias.expand(len(key), -1, -1), weight)
+    key, value = (take_alike(x, plan.key_index) for x in (inputs.key, inputs.value))
+    bias = None if plan.bias is None else plan.bias.expand(len(key), -1, -1)
+    return NearKeys(key, value, bias, weights, plan.key_index.expand(len(key), -1, -1))
+
+
+def count_near_keys(basis: Tensor, weight: Tensor, index: Tensor) -> Tensor:
+    """What landmarks count for some keys, by the basis of queries.
+
+    Args:
+        basis: (BH, T, M, m), of M queries of each block.
+        weight: (BH, Nk, m), of all keys.
+        index: int64 (BH, T, w), the keys of each block.
+
+    Returns:
+        (BH, T, M, w) in the dtype of the weights.
+    """
+    basis = basis.to(weight.dtype)
+    needs_grad = torch.is_grad_enabled() and (basis.requires_grad or weight.requires_grad)
+    if needs_grad and weight.device.type == "cpu" and not torch.compiler.is_compiling():
+        counted: Tensor = _Counted.apply(basis, weight, index)  # type: ignore[no-untyped-call]
+        return counted
+    return basis @ take(weight, index).mT
+
+
+class _Counted(torch.autograd.Function):
+    """`count_near_keys`, which does not keep the gathered weights."""
+
+    @staticmethod
+    def forward(ctx: Any, basis: Tensor, weight: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(basis, weight, index)
+        return basis @ take(weight, index).mT
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        basis, weight, index = ctx.saved_tensors
+        num_blocks, width, count = *index.shape[1:], weight.shape[2]
+        grad_basis, grad_weight = torch.empty_like(basis), weight.new_zeros(weight.shape)
+        # A few blocks at a time, in memory that is used again. New memory costs more time than the arithmetic on it.
+        step = max(1, _GATHERED_NUMEL // (width * count))
+        buffer = weight.new_empty(min(step, num_blocks), width, count)
+        for a in range(len(basis)):
+            for t in range(0, num_blocks, step):
+                some = slice(t, t + step)
+                own_index, own_grad = index[a, some].flatten(), grad[a, some]
+                rows = buffer[: len(own_grad)]
+                torch.index_select(weight[a], 0, own_index, out=rows.view(-1, count))
+                torch.bmm(own_grad, rows, out=grad_basis[a, some])
+                torch.bmm(own_grad.mT, basis[a, some], out=rows)
+                grad_weight[a].index_add_(0, own_index, rows.view(-1, count))
+        return grad_basis, grad_weight, None

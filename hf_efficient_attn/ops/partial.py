@@ -10,10 +10,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.export import exporting_to_onnx
-from hf_efficient_attn.ops.fused_attention import fused_attention, fused_attention_backward
+from hf_efficient_attn.ops.fused_attention import fused_attention, fused_attention_backward, is_shared
 from hf_efficient_attn.ops.half_attention import half_attention, half_attention_backward, use_half
 from hf_efficient_attn.ops.onednn import pays, product_attention, product_attention_backward, use_product
 from hf_efficient_attn.ops.precision import LOG2_E, has_matrix_units, product_dtype
@@ -21,6 +22,9 @@ from hf_efficient_attn.ops.precision import LOG2_E, has_matrix_units, product_dt
 # Scores that are computed at a time: 2**20 float32 numbers stay in the cache of one core, and the buffers are reused.
 _SCORES_NUMEL = 1 << 20
 _FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_FUSED_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+# Queries of a head from which on the second is faster than products.
+_LEAST_FUSED = 256
 
 
 class Partial(NamedTuple):
@@ -235,6 +239,11 @@ def _forward_on_cpu(
         return half_attention(query, key, value, bias, scale)
     if fused:
         return _forward_fused(query, key, value, bias, scale)
+    width = max(head_dim, value_dim)
+    if num_blocks * block_q >= _LEAST_FUSED and is_shared(key, value, bias) and 2 * min(head_dim, value_dim) > width:
+        # The kernel takes as many numbers of a query as of a value.
+        out, lse = _forward_fused(*(_widened(x, width) for x in (query, key, value)), bias, scale)
+        return out[..., :value_dim], lse
     out = query.new_empty(batch_heads, num_blocks, block_q, value_dim)
     lse = query.new_empty(batch_heads, num_blocks, block_q, dtype=acc_dtype)
     chunks = _chunks(query, key)
@@ -254,8 +263,7 @@ def _forward_on_cpu(
 def _by_products(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> bool:
     """Whether `_forward_products` is faster than the other forms, and there is no bias of single pairs."""
     num_blocks, block_q = query.shape[1:3]
-    shared = key.shape[1] == value.shape[1] == 1 and (bias is None or bias.shape[1] == 1)
-    if not pays(block_q * num_blocks if shared else block_q, key.shape[2]):
+    if not pays(block_q * num_blocks if is_shared(key, value, bias) else block_q, key.shape[2]):
         return False
     return (bias is None or bias.shape[2] == 1) and use_product(query, key, value, bias)
 
@@ -273,7 +281,7 @@ def _as_heads(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The blocks as heads (BH * T, ., .), or those of each head as one (BH, ., .) if they share their keys."""
     batch_heads, num_blocks = query.shape[:2]
-    if key.shape[1] == value.shape[1] == 1 and (bias is None or bias.shape[1] == 1):
+    if is_shared(key, value, bias):
         query, num_blocks = query.reshape(batch_heads, 1, -1, query.shape[3]), 1
     keys, values = (x.expand(-1, num_blocks, -1, -1).flatten(0, 1) for x in (key, value))
     own = None if bias is None else bias.expand(batch_heads, num_blocks, -1, -1).flatten(0, 2)
@@ -344,41 +352,126 @@ def _partial_attention_backward(
         found = half_attention_backward((grad_out, grad_lse), operands, (out, lse), scale, with_bias)
         grad_query, grad_key, grad_value = (x.to(y.dtype) for x, y in zip(found[:3], (query, key, value), strict=True))
         return grad_query, grad_key, grad_value, lse.new_empty(0) if found[3] is None else found[3]
-    acc_dtype = accumulation_dtype(query.dtype)
     with torch.no_grad():
         if _by_products(query, key, value, bias) and grad_out.dtype == query.dtype:
             return _backward_products((grad_out, grad_lse), (query, key, value, bias), (out, lse), scale, with_bias)
+    with torch.autocast(query.device.type, enabled=False):
+        if _by_fused(query, key, value, bias, scale):
+            return _backward_fused((grad_out, grad_lse), (query, key, value, bias), (out, lse), scale, with_bias)
+        return _backward_in_chunks((grad_out, grad_lse), (query, key, value, bias), (out, lse), scale, with_bias)
+
+
+def _backward_in_chunks(
+    grads: tuple[Tensor, Tensor | None],
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    results: tuple[Tensor, Tensor],
+    scale: float,
+    with_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`_partial_attention_backward` by plain products, a few blocks at a time in reused buffers."""
+    (grad_out, grad_lse), (query, key, value, bias), (out, lse) = grads, tensors, results
+    acc_dtype, block_k = accumulation_dtype(query.dtype), key.shape[2]
     grad_bias = torch.zeros_like(bias) if with_bias and bias is not None else lse.new_empty(0)
-    grads = tuple(torch.zeros(x.shape, dtype=acc_dtype, device=x.device) for x in (query, key, value))
-    grad_query, grad_key, grad_value = grads
+    sums = tuple(torch.zeros(x.shape, dtype=acc_dtype, device=x.device) for x in (query, key, value))
+    grad_query, grad_key, grad_value = sums
     # d scores = P * (grad_out . v_j - grad_out . out + grad_lse) with P = exp(scores - lse). P = 0 without any key.
     delta = (grad_out.to(acc_dtype) * out.to(acc_dtype)).sum(-1)
-    delta = (delta if grad_lse is None else delta - grad_lse).unsqueeze(-1)
+    delta = (delta if grad_lse is None else delta - grad_lse).neg_().unsqueeze(-1)
     lse = lse.masked_fill(lse == -torch.inf, torch.inf).unsqueeze(-1)
     shared_keys = key.shape[1] == 1 == value.shape[1]
     chunks = _chunks(query, key)
-    size = _longest(chunks) * query.shape[2] * key.shape[2]
+    size = _longest(chunks) * query.shape[2] * block_k
     first, second = query.new_empty(size, dtype=acc_dtype), query.new_empty(size, dtype=acc_dtype)
-    with torch.autocast(query.device.type, enabled=False):
-        for a, t in chunks:
-            queries, grad = query[a, t].to(acc_dtype), grad_out[a, t].to(acc_dtype)
-            keys, values = _chunk_of(key, a, t).to(acc_dtype), _chunk_of(value, a, t).to(acc_dtype)
-            own_bias = None if bias is None else _chunk_of(bias, a, t)
-            weights = exp_(_scores(queries, keys, own_bias, scale, first).sub_(lse[a, t]))
-            grad_scores = _scores(grad, values, None, 1.0, second).sub_(delta[a, t]).mul_(weights)
-            if with_bias:
-                own_grad = _chunk_of(grad_bias, a, t)
-                own_grad += grad_scores.sum_to_size(own_grad.shape)
-            grad_scores.mul_(scale)
-            if shared_keys:
-                weights, grad_scores, grad, queries = (
-                    x.reshape(1, -1, x.shape[-1]) for x in (weights, grad_scores, grad, queries)
-                )
-            key_blocks = slice(0, 1) if shared_keys else t
-            grad_value[a, key_blocks] += weights.transpose(1, 2) @ grad
-            grad_key[a, key_blocks] += grad_scores.transpose(1, 2) @ queries
-            grad_query[a, t] = (grad_scores @ keys).view(query[a, t].shape)
+    for a, t in chunks:
+        shape = (t.stop - t.start, query.shape[2], block_k)
+        # Blocks that share their keys are one block.
+        rows = (1, -1) if shared_keys else shape[:2]
+        queries, grad = (x[a, t].to(acc_dtype).reshape(*rows, x.shape[3]) for x in (query, grad_out))
+        keys, values = _chunk_of(key, a, t).to(acc_dtype), _chunk_of(value, a, t).to(acc_dtype)
+        weights, grad_scores = (x[: shape[0] * shape[1] * shape[2]].view(shape) for x in (first, second))
+        # What is added to a product goes where its result will be, and factors go into it.
+        if bias is None:
+            torch.neg(lse[a, t].expand(shape), out=weights)
+        else:
+            torch.sub(_chunk_of(bias, a, t), lse[a, t], out=weights)
+        grad_scores.copy_(delta[a, t].expand(shape))
+        weights, grad_scores = (x.view(*rows, block_k) for x in (weights, grad_scores))
+        weights.baddbmm_(queries, keys.mT, beta=LOG2_E, alpha=scale * LOG2_E).exp2_()
+        grad_scores.baddbmm_(grad, values.mT).mul_(weights)
+        if with_bias:
+            own_grad = _chunk_of(grad_bias, a, t)
+            own_grad += grad_scores.view(shape).sum_to_size(own_grad.shape)
+        key_blocks = slice(0, 1) if shared_keys else t
+        grad_value[a, key_blocks].baddbmm_(weights.mT, grad)
+        grad_key[a, key_blocks].baddbmm_(grad_scores.mT, queries, alpha=scale)
+        grad_query[a, t].view(queries.shape).baddbmm_(grad_scores, keys, alpha=scale)
     return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), grad_bias
+
+
+def _by_fused(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> bool:
+    """Whether `_backward_fused` is faster than products of chunks, and there is no bias of single pairs.
+
+    The kernel takes few queries of a block at a time if it has few, and a thread computes whole heads.
+    """
+    (batch_heads, num_blocks, rows, _), shared = query.shape, is_shared(key, value, bias)
+    heads, rows = (batch_heads, num_blocks * rows) if shared else (batch_heads * num_blocks, rows)
+    if rows < _LEAST_FUSED or heads < torch.get_num_threads() or not key.numel():
+        return False
+    return bias is None or (bias.shape[2] == 1 and scale != 0.0)
+
+
+def _backward_fused(
+    grads: tuple[Tensor, Tensor | None],
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    results: tuple[Tensor, Tensor],
+    scale: float,
+    with_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`_partial_attention_backward` by PyTorch's fused kernel for the CPU.
+
+    It knows neither a gradient of the lse nor one of a bias. A further dimension stands for them: the bias is that of
+    the keys, where all queries are 1; -grad_lse . 1 is added to the product of grad_out and out, where values are 0.
+    """
+    (grad_out, grad_lse), (out, lse), acc_dtype = grads, results, accumulation_dtype(tensors[0].dtype)
+    query, key, value, bias = _as_heads(*tensors)
+    (heads, rows, dim), value_dim = query.shape, value.shape[2]
+    width = max(dim + (bias is not None), value_dim + (grad_lse is not None))
+    width += -width % 4  # the kernel takes longer for other numbers
+
+    query, key, value, grad_out, out = (
+        _widened(x.reshape(heads, -1, x.shape[-1]).to(acc_dtype), width) for x in (query, key, value, grad_out, out)
+    )
+    if bias is not None:
+        query[..., -1], key[..., -1] = 1.0, bias.view(heads, -1) / scale
+    if grad_lse is not None:
+        grad_out[..., -1], out[..., -1] = grad_lse.reshape(heads, rows), -1.0
+    # For queries without a key the kernel has an lse of 0.
+    lse = lse.reshape(heads, rows).masked_fill(lse.reshape(heads, rows) == -torch.inf, 0.0)
+    operands = (x.unsqueeze(0) for x in (grad_out, query, key, value, out, lse))
+    grad_query, grad_key, grad_value = (x[0] for x in _FUSED_BACKWARD(*operands, 0.0, False, scale=scale))
+    grad_bias = grad_key[..., -1] / scale if with_bias else None
+    found = grad_key[..., :dim], grad_value[..., :value_dim], grad_bias
+    return grad_query[..., :dim].reshape(tensors[0].shape).to(tensors[0].dtype), *_of_blocks(found, tensors, lse)
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    """Add dimensions of zeros at the end, up to `width`."""
+    return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
+
+
+def _of_blocks(
+    found: tuple[Tensor, Tensor, Tensor | None], tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], like: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of keys, values and biases of `_as_heads` as those of `tensors`: a sum if blocks or heads share them.
+
+    `like` gives the dtype of the one that stands for no gradient of the bias.
+    """
+    blocks = 1 if is_shared(*tensors[1:]) else tensors[0].shape[1]
+    grad_key, grad_value, grad_bias = (
+        like.new_empty(0) if x is None or y is None else x.reshape(-1, blocks, *y.shape[2:]).sum_to_size(y.shape)
+        for x, y in zip(found, tensors[1:], strict=True)
+    )
+    return grad_key.to(tensors[1].dtype), grad_value.to(tensors[2].dtype), grad_bias
 
 
 def _backward_products(
@@ -394,16 +487,10 @@ def _backward_products(
     delta = delta if grad_lse is None else delta - grad_lse
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     operands = _as_heads(*tensors)
-    heads, shape = operands[0].shape[:2], tensors[0].shape
+    heads = operands[0].shape[:2]
     rows = grad_out.reshape(*heads, -1), delta.reshape(heads), lse.reshape(heads)
     grad_query, *found = product_attention_backward(operands, rows, scale, with_bias)
-    # Keys, values and biases that blocks or heads share get the sum.
-    blocks = 1 if heads[0] == shape[0] else shape[1]
-    grad_key, grad_value, grad_bias = (
-        lse.new_empty(0) if x is None or y is None else x.view(-1, blocks, *y.shape[2:]).sum_to_size(y.shape)
-        for x, y in zip(found, tensors[1:], strict=True)
-    )
-    return grad_query.view(shape), grad_key, grad_value, grad_bias
+    return grad_query.view(tensors[0].shape), *_of_blocks((found[0], found[1], found[2]), tensors, lse)
 
 
 @_partial_attention_backward.register_fake

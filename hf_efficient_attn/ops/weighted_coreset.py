@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take
@@ -40,6 +39,7 @@ from hf_efficient_attn.ops.coreset_near_keys import (
     MAX_COUNTED,
     NearKeys,
     NearPlan,
+    count_near_keys,
     gather_near_keys,
     heads_with_near_keys,
     near_block_q,
@@ -205,8 +205,9 @@ def _attend(
     def repaired(some: slice) -> Tensor:
         own, own_positive = _coreset_of(coreset, some), positive[some]
         second = numerator_of(some) / torch.where(own_positive, unfitted[some], 1.0)
-        third = _by_means(query[some], own, scale, dropout_p)
-        return torch.where(safe[some], out[some], torch.where(own_positive, second, third))
+        if _is_fixed(query) or dropout_p > 0.0 or not bool((safe[some] | own_positive).all()):
+            second = torch.where(own_positive, second, _by_means(query[some], own, scale, dropout_p))
+        return torch.where(safe[some], out[some], second)
 
     if _is_fixed(query):
         return repaired(slice(None))
@@ -250,9 +251,6 @@ def _far_sums(query: Tensor, coreset: Coreset, scale: float, dropout_p: float) -
         queries, keys, bias, weights = query[some], coreset.key[some], coreset.bias[some], weights[some]
         if by_product:
             return product_attention(queries, keys, weights, bias, scale, False)[0]
-        # The fused kernel of the CPU needs as many numbers of a query as of a value.
-        missing = max(0, weights.shape[2] - queries.shape[2]) if query.device.type == "cpu" else 0
-        queries, keys = (pad(x, (0, missing)) if missing else x for x in (queries, keys))
         blocks = pad_to_blocks(queries, _block_q(q_len, coreset)), keys.to(dtype)[:, None], weights.to(dtype)[:, None]
         part = partial_attention(*blocks, bias[:, None, None], scale=scale, dropout_p=dropout_p)
         return part.out.flatten(1, 2)[:, :q_len].to(acc_dtype)
@@ -278,19 +276,25 @@ def _near_and_far_sums(
     row_max = safe_row_max(torch.maximum(logits.detach().amax(3), scores.detach().amax(3)).unsqueeze(3))
     # In place: autograd needs the powers only.
     basis, exact = ((x - row_max if x.requires_grad else x.sub_(row_max)).exp2_() for x in (logits, scores))
-    counted = (basis.to(near.weight.dtype) @ near.weight.mT).to(basis.dtype).clamp(-MAX_COUNTED, MAX_COUNTED)
+    counted = count_near_keys(basis, near.weight, near.index).to(basis.dtype).clamp(-MAX_COUNTED, MAX_COUNTED)
     counted = counted if near.bias is None else counted.masked_fill(near.bias.unsqueeze(2) == -torch.inf, 0.0)
     pairs = exact - counted
 
     def sums_of(basis: Tensor, weights: Tensor) -> Tensor:
-        return products(basis.flatten(1, 2)[:, :q_len], weights.mT)
+        return products(_unblocked(basis, q_len), weights.mT)
 
     drop = functools.partial(torch.nn.functional.dropout, p=dropout_p)
     kept_basis, kept_pairs = (drop(basis), drop(pairs)) if dropout_p > 0.0 else (basis, pairs)
-    near_sums = (kept_pairs @ near.value.to(query.dtype)).flatten(1, 2)[:, :q_len]
-    total, size = (x.sum(3).flatten(1)[:, :q_len].unsqueeze(2) for x in (pairs, exact + counted.abs()))
+    near_sums = _unblocked(kept_pairs @ near.value.to(query.dtype), q_len)
+    total, size = (_unblocked(x.sum(3, keepdim=True), q_len) for x in (pairs, exact + counted.abs()))
     near_sums = torch.cat((near_sums, total, total, size, torch.zeros_like(size)), 2)
     sums = sums_of(basis, coreset.weights)
     if dropout_p > 0.0:
         sums = torch.cat((sums_of(kept_basis, coreset.weights[..., :-4]), sums[..., -4:]), 2)
     return sums + near_sums, lambda some: sums_of(kept_basis[some], coreset.unfitted[some]) + near_sums[some, :, :-4]
+
+
+def _unblocked(x: Tensor, q_len: int) -> Tensor:
+    """Undo `pad_to_blocks`: (BH, T, block_q, F) -> (BH, Nq, F). The backward of a slice would fill a whole tensor."""
+    x = x.flatten(1, 2)
+    return x if x.shape[1] == q_len else x[:, :q_len]

@@ -2,7 +2,8 @@
 
 import functools
 import inspect
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from hf_efficient_attn.ops.blocks import can_reuse_buffers, ceil_div, count_bloc
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.export import exporting_to_onnx
 from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, partial_attention, safe_row_max
-from hf_efficient_attn.ops.precision import LOG2_E, has_matrix_units
+from hf_efficient_attn.ops.precision import LOG2_E, has_matrix_units, product_dtype
 
 # Queries of a block: few, so that few keys of a block are outside the window of its queries, and fewer for a small
 # window. With a gradient there are more, because the gradient of a key is summed over all blocks that contain it, and
@@ -21,6 +22,10 @@ from hf_efficient_attn.ops.precision import LOG2_E, has_matrix_units
 _BLOCK_Q, _SMALL_BLOCK_Q, _SMALL_WINDOW, _LARGE_BLOCK_Q = 64, 32, 96, 128
 # Scores that are computed at a time in reused buffers: 4 MiB of float32.
 _SCORES_NUMEL = 1 << 20
+# Numbers of the queries that are processed at a time with a gradient.
+_HEADS_NUMEL = 1 << 18
+_FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_FUSED_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 # FlashAttention counts the numbers of a tensor in 32 bits and takes tokens of at most so many.
 _MAX_NUMEL, _MAX_HEAD_DIM = 1 << 31, 256
 
@@ -133,6 +138,13 @@ def window_partial(
     if reuse_buffers and query.dtype == torch.bfloat16 and query.shape[2] == value.shape[2]:
         reuse_buffers = not has_matrix_units()
     exporting = exporting_to_onnx()
+    if not (reuse_buffers or dropout_p or exporting) and _has_operator(query, value, key_mask):
+        valid = key_mask
+        if skip:
+            valid = torch.ones(1, length, dtype=torch.bool, device=device) if valid is None else valid
+            valid = valid & (torch.arange(length, device=device) >= skip)
+        operator = torch.ops.hf_efficient_attn.window_attention
+        return Partial(*operator(query, key, value, valid, left, right, float(scale)))
     small = _SMALL_BLOCK_Q if left + right < _SMALL_WINDOW else _BLOCK_Q
     block_q = small if reuse_buffers else _LARGE_BLOCK_Q
     block_q = block_q if exporting else min(block_q, length)
@@ -207,3 +219,172 @@ def _in_buffers(
                 total.masked_fill_(total == 0, 1.0)
             torch.bmm(scores, values[a, some], out=result[a, some]).div_(total)
     return Partial(result.flatten(1, 2)[:, :length].to(value.dtype), lse.mul_(1.0 / LOG2_E).flatten(1)[:, :length])
+
+
+def _has_operator(query: Tensor, value: Tensor, key_mask: Tensor | None) -> bool:
+    """Whether the operator below takes these tensors: products in the accumulation dtype, on the CPU."""
+    if backend(query) != "cpu" or query.device.type != "cpu" or query.shape[2] != value.shape[2]:
+        return False
+    if query.dtype == torch.bfloat16 and has_matrix_units():
+        return False
+    return product_dtype(query) == accumulation_dtype(query.dtype) and (key_mask is None or key_mask.shape[0] == 1)
+
+
+class _Piece(NamedTuple):
+    """Blocks of queries that the fused kernel takes in one call.
+
+    Attributes:
+        first: the first query.
+        block_q: queries of a block.
+        num_blocks: T, of blocks.
+        first_key: the first key of the first block. That of each further one is `block_q` keys later.
+        block_k: keys of a block.
+    """
+
+    first: int
+    block_q: int
+    num_blocks: int
+    first_key: int
+    block_k: int
+
+    def queries(self, x: Tensor) -> Tensor:
+        """The rows of the queries in (BH, N, D): a view (BH, T, block_q, D)."""
+        return x[:, self.first : self.first + self.num_blocks * self.block_q].unflatten(1, (self.num_blocks, -1))
+
+    def keys(self, x: Tensor) -> Tensor:
+        """The rows of the keys in (BH, N, D): an overlapping view (BH, T, block_k, D)."""
+        end = self.first_key + (self.num_blocks - 1) * self.block_q + self.block_k
+        return x[:, self.first_key : end].unfold(1, self.block_k, self.block_q).transpose(2, 3)
+
+    def add_to_keys(self, whole: Tensor, x: Tensor) -> None:
+        """Add the rows (BH, T, block_k, D) of the keys of all blocks to (BH, N, D)."""
+        for start in range(0, self.block_k, self.block_q):
+            part = x[:, :, start : start + self.block_q]
+            first, size = self.first_key + start, part.shape[2]
+            own = whole[:, first : first + (self.num_blocks - 1) * self.block_q + size]
+            own.unfold(1, size, self.block_q).transpose(2, 3).add_(part)
+
+    def bias(self, valid: Tensor | None, window: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """The bias (1, T or 1, block_q, block_k) of pairs outside of the window, and of keys (1, N) that are masked."""
+        distance = torch.arange(self.block_k) - torch.arange(self.block_q)[:, None] + self.first_key - self.first
+        pairs = ((distance >= -window[0]) & (distance <= window[1]))[None, None]
+        return mask_bias(pairs if valid is None else pairs & self.keys(valid.unsqueeze(2)).mT, dtype)
+
+
+def _pieces(length: int, left: int, right: int, masked: bool) -> Iterator[_Piece]:
+    """All queries: many blocks whose windows are inside of the sequence, and single blocks at its ends.
+
+    Blocks of up to a quarter of the window: with fewer queries the kernel takes longer, with more it has more pairs
+    outside of the window.
+    """
+    block_q = min(_LARGE_BLOCK_Q, max(_SMALL_BLOCK_Q, 1 << max(1, (left + right) // 2).bit_length() - 1), length)
+    low = ceil_div(left, block_q)
+    high = max(low, (length - right) // block_q)
+    # With a mask each block has its own bias.
+    step = max(1, _SCORES_NUMEL // (block_q * (left + block_q + right))) if masked else high - low
+    for t in range(low, high, max(1, step)):
+        num_blocks = min(step, high - t)
+        yield _Piece(t * block_q, block_q, num_blocks, t * block_q - left, left + block_q + right)
+    for t in (*range(min(low, ceil_div(length, block_q))), *range(high, ceil_div(length, block_q))):
+        first, end = t * block_q, min((t + 1) * block_q, length)
+        first_key = max(0, first - left)
+        yield _Piece(first, end - first, 1, first_key, min(length, end + right) - first_key)
+
+
+@torch.library.custom_op("hf_efficient_attn::window_attention", mutates_args=())
+def _window_attention(
+    query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, left: int, right: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`window_partial` on the CPU by PyTorch's fused kernel, with a backward that adds up the gradients of the keys.
+
+    Autograd of `partial_attention` would add those of overlapping views in memory of all blocks.
+    """
+    acc_dtype = accumulation_dtype(query.dtype)
+    out, lse = value.new_empty(value.shape), query.new_empty(query.shape[:2], dtype=acc_dtype)
+    for heads in _heads_at_a_time(query):
+        own = [x[heads].to(acc_dtype).contiguous() for x in (query, key, value)]
+        for piece in _pieces(query.shape[1], left, right, valid is not None):
+            bias = piece.bias(valid, (left, right), acc_dtype)
+            rows = piece.queries(own[0]), piece.keys(own[1]), piece.keys(own[2])
+            part = _FUSED(*rows, attn_mask=bias, scale=scale)
+            piece.queries(out[heads]).copy_(part[0])
+            # For a query without keys the kernel gives an output of 0, but also an lse of 0.
+            own_lse = part[1] if valid is None else part[1].masked_fill_(bias.amax(-1) == -torch.inf, -torch.inf)
+            piece.queries(lse[heads].unsqueeze(2)).copy_(own_lse.unsqueeze(3))
+    return out, lse
+
+
+def _heads_at_a_time(x: Tensor) -> list[slice]:
+    """Slices of the heads of (BH, N, D), so that temporaries fit the cache."""
+    step = max(1, _HEADS_NUMEL // max(1, x[0].numel()))
+    return [slice(a, a + step) for a in range(0, x.shape[0], step)]
+
+
+@_window_attention.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, left: int, right: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    return value.new_empty(value.shape), query.new_empty(query.shape[:2], dtype=accumulation_dtype(query.dtype))
+
+
+@torch.library.custom_op("hf_efficient_attn::window_attention_backward", mutates_args=())
+def _window_attention_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    valid: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    left: int,
+    right: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value."""
+    acc_dtype, dim = accumulation_dtype(query.dtype), query.shape[2]
+    grads = tuple(x.new_empty(x.shape) for x in (query, key, value))
+    for heads in _heads_at_a_time(query):
+        own = [x[heads].to(acc_dtype).contiguous() for x in (query, key, value, grad_out, out)]
+        own_lse = lse[heads].unsqueeze(2)
+        if grad_lse is not None:
+            own = [pad(x, (0, 4 - dim % 4)) for x in own]
+            # -grad_lse . 1 is added to the product of grad_out and out, where the values are 0.
+            own[3][..., -1], own[4][..., -1] = grad_lse[heads], -1.0
+        own_lse = own_lse if valid is None else own_lse.masked_fill(own_lse == -torch.inf, 0.0)
+        sums = [torch.zeros_like(x) for x in own[1:3]]
+        for piece in _pieces(query.shape[1], left, right, valid is not None):
+            rows = [piece.queries(x) if i in (0, 3, 4) else piece.keys(x) for i, x in enumerate(own)]
+            found = _FUSED_BACKWARD(
+                rows[3], *rows[:3], rows[4], piece.queries(own_lse).squeeze(3), 0.0, False,
+                attn_mask=piece.bias(valid, (left, right), acc_dtype), scale=scale,
+            )  # fmt: skip
+            piece.queries(grads[0][heads]).copy_(found[0][..., :dim])
+            for whole, x in zip(sums, found[1:], strict=True):
+                piece.add_to_keys(whole, x)
+        for grad, x in zip(grads[1:], sums, strict=True):
+            grad[heads] = x[..., :dim]
+    return grads[0], grads[1], grads[2]
+
+
+@_window_attention_backward.register_fake
+def _(
+    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.left, ctx.right, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.set_materialize_grads(False)  # without a gradient of the lse less is to compute
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    grad_out = torch.zeros_like(saved[4]) if grad_out is None else grad_out
+    operator = torch.ops.hf_efficient_attn.window_attention_backward
+    return *operator(grad_out, grad_lse, *saved, ctx.left, ctx.right, ctx.scale), None, None, None, None
+
+
+torch.library.register_autograd("hf_efficient_attn::window_attention", _backward, setup_context=_save)
