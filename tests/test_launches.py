@@ -33,14 +33,8 @@ GOALS = {"linear": Most(forward=25, step=40)}
 TODAY: dict[tuple[str, bool, int], Most | None] = {
     ("auto", False, 8192): Most(68, 142, 0, 4.68),
     ("auto", False, 131072): Most(68, 142, 0, 2.79),
-    ("auto", True, 8192): Most(60, 163, 0, 2.5),
-    ("auto", True, 131072): Most(60, 163, 0, 2.59),
-    ("kdeformer", True, 8192): Most(181, 240, 0, 2.76),
-    ("kdeformer", True, 131072): Most(289, 348, 0, 2.76),
     ("nearfar", False, 8192): Most(68, 142, 0, 4.68),
     ("nearfar", False, 131072): Most(68, 142, 0, 2.79),
-    ("nearfar", True, 8192): Most(60, 163, 0, 2.5),
-    ("nearfar", True, 131072): Most(60, 163, 0, 2.59),
     ("thinformer", False, 8192): Most(263, 266, 0, 2.72),
     ("thinformer", False, 131072): Most(399, 404, 0, 2.74),
 }  # fmt: skip

@@ -36,11 +36,15 @@ from hf_efficient_attn.ops.causal_landmarks_plan import (
     make_landmarks,
 )
 from hf_efficient_attn.ops.constants import constant
+from hf_efficient_attn.ops.coreset_blocks_plan import number
 from hf_efficient_attn.ops.exact import exact_attention
+from hf_efficient_attn.ops.outputs import compute_into
 from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, partial_attention
 
 # A denominator below this share of a positive estimate of it is raised to that.
 SAFE = 0.3
+# exp(MARGIN), which sums were divided by.
+_FACTOR = 2.0 ** round(MARGIN / math.log(2.0))
 
 
 def causal_landmark_attention(
@@ -62,10 +66,8 @@ def causal_landmark_attention(
         (BH, N, Dv).
     """
     num_exact, length = options.num_exact, query.shape[1]
-    first = (x[:, :num_exact] for x in (query, key, value))
-    exact = exact_attention(*first, is_causal=True, scale=scale, dropout_p=dropout_p)
     if length <= num_exact:
-        return exact
+        return exact_attention(query, key, value, is_causal=True, scale=scale, dropout_p=dropout_p)
     # Sums over many tokens exceed the range of float16.
     dtype = torch.float32 if value.dtype == torch.float16 else value.dtype
     with torch.autocast(query.device.type, enabled=False):
@@ -73,14 +75,19 @@ def causal_landmark_attention(
         if dropout_p > 0.0:
             near = _near_field(query, key, value, options, scale, dropout_p)
             out = _merged(near, _far_field(query, landmark, weighted, value.shape[2], options, scale, dropout_p))[0]
+            first = tuple(x[:, :num_exact] for x in (query, key, value))
         else:
-            out = _attention(query, key, value, landmark, weighted, options, scale)
+            out, *first = _attention(query, key, value, landmark, weighted, options, scale)
         out = out.to(value.dtype).flatten(1, 2)
-        return torch.cat((exact, out[:, : length - num_exact]), 1)
+    exact = exact_attention(*first, is_causal=True, scale=scale, dropout_p=dropout_p)
+    return torch.cat((exact, out[:, : length - num_exact]), 1)
 
 
 class _Attention(torch.autograd.Function):
     """Attention of blocks of queries to their near keys and to landmarks, (BH, T, b, Dv).
+
+    The queries, keys and values of the first positions are results as well, so that one tensor takes the gradients of
+    all positions.
 
     In the backward pass the kernels of both parts get the lse of all weights, as those of the parts of a ring do, so
     that neither has a gradient of its lse. The gradient of a score of the far field is P_c (grad v_c - delta w_c) with
@@ -97,37 +104,38 @@ class _Attention(torch.autograd.Function):
         weighted: Tensor,
         options: LandmarkOptions,
         scale: float,
-    ) -> Tensor:
+    ) -> tuple[Tensor, ...]:
         near = _near_field(query, key, value, options, scale, 0.0)
         far = _far_field(query, landmark, weighted, value.shape[2], options, scale, 0.0)
         out, total = _merged(near, far)
         ctx.save_for_backward(query, key, value, landmark, weighted, out, total, near.lse, far.lse)
         ctx.options, ctx.scale = options, scale
-        return out
+        return out, *(x[:, : options.num_exact] for x in (query, key, value))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, *of_first: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, landmark, weighted, out, total, near_lse, far_lse = ctx.saved_tensors
         options, scale, size = ctx.options, ctx.scale, ctx.options.block_size
         (batch_heads, length, head_dim), value_dim = query.shape, value.shape[2]
         backward = torch.ops.hf_efficient_attn.partial_attention_backward
         denominator = total.amax(3, keepdim=True)
         used = total == denominator  # which of the two denominators
-        delta = (grad * out).sum(3, keepdim=True, dtype=near_lse.dtype)
+        minus_delta = torch.addcmul(number(0.0, grad), grad, out, value=-1.0).sum(3, keepdim=True, dtype=near_lse.dtype)
         lse = torch.logaddexp(near_lse, far_lse) + denominator.squeeze(3).log()
 
         blocks = _near_blocks(query, key, value, options)
         of_near = torch.where(used[..., :1], out, SAFE * out).to(value.dtype)
         grads = backward(grad.to(value.dtype), None, *blocks, of_near, lse, scale, False)
-        first, behind = options.num_exact // size, blocks[0].shape[1] * size + options.num_exact - length
-        grad_key, grad_value = (_overlapped(x, first)[:, :length] for x in grads[1:3])
-        grad_query = pad(grads[0].flatten(1, 2), (0, 0, options.num_exact, -behind))
+        grad_key, grad_value = (_overlapped(*x)[:, :length] for x in zip(of_first[1:], grads[1:3], strict=True))
+        grad_query = torch.cat((of_first[0], grads[0].flatten(1, 2)[:, : length - options.num_exact]), 1)
 
-        columns = (-delta * used).to(grad.dtype)
-        rest = weighted.shape[3] - value_dim - 2
         # All units: the queries of unit 0, and those after the last one, have no weights.
-        units = UNIT, len(landmark) // batch_heads * UNIT - UNIT - grad.shape[1]
-        grad = pad(torch.cat((grad, columns), 3), (0, rest, 0, 0, *units)).view(-1, UNIT, size, weighted.shape[3])
+        num_blocks, rest = grad.shape[1], weighted.shape[3] - value_dim
+        units = UNIT, len(landmark) // batch_heads * UNIT - UNIT - num_blocks
+        grad = pad(grad, (0, rest, 0, 0, *units))
+        columns = grad[:, UNIT : UNIT + num_blocks, :, value_dim : value_dim + 2]
+        compute_into(columns, torch.mul, minus_delta, used)
+        grad = grad.view(-1, UNIT, size, weighted.shape[3])
         lse = pad(lse, (0, 0, *units), value=torch.inf).view(-1, UNIT, size)
         queries = _far_queries(query, landmark, options)
         arguments = queries, landmark.unsqueeze(1), weighted, None, torch.zeros_like(grad), lse, scale, False
@@ -140,16 +148,17 @@ class _Attention(torch.autograd.Function):
         return grad_query, grad_key, grad_value, grads[1].squeeze(1), grad_weighted, None, None
 
 
-_attention: Callable[..., Tensor] = _Attention.apply
+_attention: Callable[..., tuple[Tensor, ...]] = _Attention.apply
 
 
-def _overlapped(grad: Tensor, first: int) -> Tensor:
-    """The gradient (BH, T, 2 b, D) of blocks that overlap, as one of tokens from position 0 on.
+def _overlapped(of_first: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of all tokens, from that of the first ones, and that of blocks that overlap.
 
-    `first` is the number of the second half of the first block.
+    The second half of the first block, of `grad` (BH, T, 2 b, D), follows the tokens of `of_first` (BH, n, D).
     """
     before, own = grad.unflatten(2, (2, -1)).unbind(2)
-    whole = pad(own, (0, 0, 0, 0, first, 0))
+    whole = torch.cat((of_first.unflatten(1, (-1, own.shape[2])), own), 1)
+    first = whole.shape[1] - own.shape[1]
     whole[:, first - 1 : -1].add_(before)
     return whole.flatten(1, 2)
 
@@ -232,9 +241,7 @@ def _weighted_landmarks(key: Tensor, value: Tensor, options: LandmarkOptions, sc
     # (heads and units, m, UNIT, .), so that the inverse is applied to all blocks of a unit together
     out = _landmark_sums(centered.unsqueeze(1), shift.unsqueeze(1), *blocks, columns, factor, True)
     triangle = constant(_triangle, UNIT, value.dtype, device=value.device)
-    before = before.to(value.dtype).view(-1, 1, value_dim)
-    triangle = triangle.expand(len(before), -1, -1)
-    sums = torch.baddbmm(before, triangle, out.flatten(0, 1), beta=2.0 ** round(MARGIN / math.log(2.0)))
+    sums = _running_sums(before.view(-1, 1, value_dim), out.flatten(0, 1), triangle)
     del out
     weighted = torch.bmm(inverse, sums.view(len(inverse), inverse.shape[1], -1)).unflatten(2, (UNIT, value_dim))
     del sums
@@ -289,9 +296,7 @@ def _sums_of_units(key: Tensor, value: Tensor, marks: Landmarks, columns: Tensor
     centered = marks.table[..., : marks.sizes[0]].reshape(batch_heads, 1, -1, marks.sizes[0])
     blocks = (x.unflatten(1, (count, unit)) for x in (key, value))
     sums = _landmark_sums(centered, marks.shift.flatten(1).unsqueeze(1), *blocks, columns, factor, False)
-    sums = sums.unflatten(2, (epochs, num_samples)).cumsum(1, dtype=accumulation_dtype(key.dtype))
-    found: Tensor = sums.flatten(1, 2).index_select(1, constant(_units_before, count, epochs, device=key.device))
-    return found
+    return _sums_before(sums.unflatten(2, (epochs, num_samples)))
 
 
 class _Sums(torch.autograd.Function):
@@ -332,7 +337,7 @@ class _Sums(torch.autograd.Function):
         head_dim, value_dim = key.shape[3], value.shape[3]
         if ctx.by_landmark:
             grad, sums, weight = (x.transpose(1, 2) for x in (grad, sums, weight))
-        grad_out = grad * weight.to(grad.dtype)
+        grad_out = torch.mul(grad, weight, out=grad.new_empty(grad.shape))
         missing = max(0, sums.shape[3] - head_dim)
         queries, keys = pad(landmark, (0, missing)), pad(key, (0, missing))
         values = torch.cat((value, columns.expand(*value.shape[:3], -1)), 3)
@@ -346,6 +351,50 @@ class _Sums(torch.autograd.Function):
 _landmark_sums: Callable[..., Tensor] = _Sums.apply
 
 
+class _RunningSums(torch.autograd.Function):
+    """`before` (B, 1, F) and x (B, n, F): the sums of `before` and of x up to each row, times `_FACTOR`.
+
+    `triangle` (n, n) is that of `_triangle`. The gradient of `before` is that of the first row.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, before: Tensor, x: Tensor, triangle: Tensor) -> Tensor:
+        ctx.save_for_backward(triangle)
+        return torch.baddbmm(before, triangle.expand(len(x), -1, -1), x, beta=_FACTOR)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (triangle,) = ctx.saved_tensors
+        of_x = torch.bmm(triangle.mT.expand(len(grad), -1, -1), grad)
+        return of_x[:, :1], of_x, None
+
+
+_running_sums: Callable[..., Tensor] = _RunningSums.apply
+
+
+class _SumsBefore(torch.autograd.Function):
+    """The sums over the units before each one, for its epoch: x (BH, units, epochs, ...) -> (BH, units, ...)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        count, num_epochs = x.shape[1:3]
+        sums = x.cumsum(1, dtype=accumulation_dtype(x.dtype)).flatten(1, 2)
+        return sums.index_select(1, constant(_units_before, count, num_epochs, device=x.device)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        # A unit is in the sums of all later units of an epoch. These are added up from the last one on: differences of
+        # sums from the first one on would lose small gradients beside large ones.
+        count, num_epochs = grad.shape[1], epoch_of(grad.shape[1] - 1) + 1
+        sums = grad.new_zeros(len(grad), count * num_epochs, *grad.shape[2:])
+        sums.index_copy_(1, constant(_units_from_the_last, count, num_epochs, device=grad.device), grad[:, 1:])
+        sums = sums.unflatten(1, (count, num_epochs)).cumsum(1, dtype=accumulation_dtype(grad.dtype))
+        return sums.flip(1).to(grad.dtype)
+
+
+_sums_before: Callable[..., Tensor] = _SumsBefore.apply
+
+
 def _epoch_of_unit(count: int, device: torch.device) -> Tensor:
     return torch.tensor([epoch_of(x) for x in range(count)], device=device)
 
@@ -356,5 +405,11 @@ def _units_before(count: int, num_epochs: int, device: torch.device) -> Tensor:
     return ((unit - 1) * num_epochs + _epoch_of_unit(count, device)).clamp(min=0)
 
 
+def _units_from_the_last(count: int, num_epochs: int, device: torch.device) -> Tensor:
+    """The index of the unit before each unit but unit 0, among (count * num_epochs), with units in reverse order."""
+    unit = torch.arange(1, count, device=device)
+    return (count - unit) * num_epochs + _epoch_of_unit(count, device)[1:]
+
+
 def _triangle(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full((size, size), 2.0 ** round(MARGIN / math.log(2.0)), dtype=dtype, device=device).tril_()
+    return torch.full((size, size), _FACTOR, dtype=dtype, device=device).tril_()

@@ -160,16 +160,18 @@ class _Table(torch.autograd.Function):
         # of the column of the inverse that they are multiplied by.
         grad_inverse = grad_inverse * to_weights
         scaled = grad_inverse * inverse
-        grad_shift = -scaled.sum(1).unsqueeze(2)
-        grad_half = grad_shift - scaled.sum(2, keepdim=True) * (to_weights < math.exp(LARGEST))
+        minus_grad_shift = scaled.sum(1).unsqueeze(2)
+        # This sum has no gradient where the factor is the largest one.
+        by_weight = torch.ops.aten.hardtanh_backward(scaled.sum(2, keepdim=True), to_weights, 0.0, math.exp(LARGEST))
+        minus_grad_half = minus_grad_shift + by_weight
         # Of the exponents of the kernel, negative: (K + ridge I)^-1 G (K + ridge I)^-1 * K, and its transpose.
         pairs = torch.bmm(torch.bmm(inverse, grad_inverse), inverse) * kernel
         pairs = pairs + pairs.mT
         grad = torch.baddbmm(grad, pairs, landmark, alpha=-factor)
-        grad = torch.baddbmm(grad, grad_shift, center, alpha=factor)
-        grad = torch.addcmul(grad, pairs.sum(2, keepdim=True) + grad_half, landmark, value=factor)
+        grad = torch.baddbmm(grad, minus_grad_shift, center, alpha=-factor)
+        grad = torch.addcmul(grad, pairs.sum(2, keepdim=True) - minus_grad_half, landmark, value=factor)
         # A landmark is the mean of its candidates minus the center, which is the mean of all candidates.
-        grad_center = torch.baddbmm(grad.sum(1, keepdim=True), grad_shift.mT, landmark, beta=-1.0, alpha=factor)
+        grad_center = torch.baddbmm(grad.sum(1, keepdim=True), minus_grad_shift.mT, landmark, beta=-1.0, alpha=-factor)
         share, beta = member / sums[..., -1:].mT, 1.0 / member.shape[1]
         grad_candidates = torch.baddbmm(grad_center, share, grad + grad_absolute, beta=beta)
         return grad_candidates.to(ctx.dtype), None, None, None

@@ -1,0 +1,18 @@
+"""Results of operators in tensors that exist."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def compute_into(out: Tensor, operator: Callable[..., Tensor], *arguments: Any, **options: Any) -> None:
+    """Store operator(*arguments, **options) in `out`, which may be a view with gaps, by one kernel.
+
+    torch.compile, which merges kernels itself, knows no output with gaps.
+    """
+    if torch.compiler.is_compiling():
+        out.copy_(operator(*arguments, **options))
+    else:
+        operator(*arguments, **options, out=out)
