@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import dropout, pad, threshold
 
+from hf_efficient_attn.ops import flash_linear
 from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import pad_to_blocks
 from hf_efficient_attn.ops.partial import accumulation_dtype, exp_
@@ -128,6 +129,10 @@ def causal_linear_attention(
     size = _chunk_size(value)
     # The last columns of the products are the sums of the weights.
     value = pad(value, (0, _ONES), value=1.0)
+    if not dropout_p and flash_linear.serves(value, phi_k.shape[2]):
+        initial = None if initial_state is None else _with_norms(initial_state)
+        sums = flash_linear.causal_sums(phi_q, phi_k, value, initial)
+        return normalize(sums[..., :-_ONES], sums[..., -_ONES, None])
     phi_q, phi_k, value = (pad_to_blocks(x, size).flatten(0, 1) for x in (phi_q, phi_k, value))  # (BH * C, size, .)
     state = _states_before(phi_k, value, None if initial_state is None else _with_norms(initial_state), batch_heads)
     weights = (phi_q @ phi_k.transpose(1, 2)).tril_()  # of the pairs of a chunk, (BH * C, size, size)
@@ -246,6 +251,10 @@ def trained_linear_attention(
     dtype, factor = sum_dtype(query), _query_factor(scale, query.shape[2])
     query, key = (x.to(torch.promote_types(dtype, x.dtype)) for x in (query, key))
     query = query if factor is None else query.to(torch.promote_types(dtype, torch.float32)) * factor
+    if is_causal and flash_linear.serves(value.to(dtype), query.shape[2]):
+        phi_q, phi_k = elu_features(query).to(dtype), key_features(key, key_mask).to(dtype)
+        state = LinearState(*initial_state) if initial_state else None
+        return causal_linear_attention(phi_q, phi_k, value.to(dtype), 0.0, state)
     initial = _with_norms(LinearState(*initial_state)) if initial_state else None
     return _training(query, key, value.to(dtype), key_mask, initial, is_causal, dtype)
 

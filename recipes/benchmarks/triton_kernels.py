@@ -3,9 +3,12 @@
     python -m recipes.benchmarks.triton_kernels
     python -m recipes.benchmarks.triton_kernels --dtype float32 --width 64,128,256 --block 32,128
 
-Needs Triton (extra `gpu-test`), not a GPU: Triton brings the assembler of CUDA, `ptxas`. Duration: half a minute.
-Expected: no bytes are spilled in half precision, and programs use at most 99 KiB of shared memory; otherwise `--check`
-exits with status 1.
+The kernels are those of attention to gathered keys ("forward" and "backward") and of kernel halving ("differences" and
+"decisions" of buckets of 256 pairs).
+
+Needs Triton (extra `gpu-test`), not a GPU: Triton brings the assembler of CUDA, `ptxas`. Duration: a minute. Expected:
+no bytes are spilled in half precision, and programs use at most 99 KiB of shared memory; otherwise `--check` exits with
+status 1.
 
 A register that a thread needs beyond the 255 that it can have is spilled to memory. "sm" is the compute capability: 80
 is that of an A100, 90 of an H100, 100 of a B200. All devices from 8.0 on have at least 99 KiB of shared memory for a
@@ -35,34 +38,49 @@ MOST_SHARED_KIB = 99
 _DTYPES = {"float32": ("fp32", 4), "float16": ("fp16", 2), "bfloat16": ("bf16", 2)}
 # The types of the kernels' arguments. Those that are not listed are pointers to numbers of the inputs' dtype.
 _TYPES = {
-    **dict.fromkeys(("index", "order"), "*i64"),
+    **dict.fromkeys(("index", "order", "seed", "kept"), "*i64"),
+    "plan": "*fp64",
     **dict.fromkeys(("log_weight", "lse", "grad_lse", "grad_key", "grad_value", "grad_log_weight"), "*fp32"),
+    **dict.fromkeys(("norm", "largest", "difference"), "*fp32"),
     **dict.fromkeys(("query_head", "query_row", "key_head", "key_row", "value_head", "value_row"), "i32"),
     **dict.fromkeys(("q_len", "kv_len", "block_q", "num_blocks", "num_keys", "chunks"), "i32"),
+    **dict.fromkeys(("index_head", "plan_part", "plan_head", "num_pairs", "bucket", "num_buckets", "num_heads"), "i32"),
+    **dict.fromkeys(("stream", "first_number"), "i32"),
+    "mixed_stream": "i64",
     "scale": "fp32",
 }
+# `thinformer` fills buckets of up to about so many pairs.
+_BUCKET = 256
 
 
 class Case(NamedTuple):
     """Which kernel is compiled, and for what."""
 
-    backward: bool
+    kernel: str
     dtype: str
     width: int
     block: int
     architecture: int
 
 
-def compiled(case: Case) -> dict[str, Any]:
-    """Compile a kernel, for D = Dv and aligned tensors: the case, and the resources of its program as a row."""
+class Program(NamedTuple):
+    """A kernel with its constants, and the options of the compiler."""
+
+    kernel: "JITFunction[Any]"
+    constants: dict[str, Any]
+    tile: tuple[int, int]
+    num_warps: int
+    num_stages: int
+
+
+def _gather_attend(case: Case) -> Program:
+    """Attention to gathered keys or its gradient, for blocks of `case.block` queries."""
     import triton
-    from triton.backends.compiler import GPUTarget
 
     from hf_efficient_attn.ops import triton_gather_attend as kernels
 
-    name, itemsize = _DTYPES[case.dtype]
-    tiling = kernels.tiling(case.block, case.width, itemsize, case.backward)
-    kernel: JITFunction[Any] = kernels._backward_kernel if case.backward else kernels._forward_kernel
+    backward = case.kernel == "backward"
+    tiling = kernels.tiling(case.block, case.width, _DTYPES[case.dtype][1], backward)
     constants = {
         **dict.fromkeys(("HEAD_DIM", "VALUE_DIM"), case.width),
         **dict.fromkeys(("PADDED_HEAD_DIM", "PADDED_VALUE_DIM"), triton.next_power_of_2(case.width)),
@@ -73,8 +91,40 @@ def compiled(case: Case) -> dict[str, Any]:
         "UPCAST": False,
         "WITH_LOG_WEIGHT": True,
     }
+    kernel = kernels._backward_kernel if backward else kernels._forward_kernel
+    return Program(kernel, constants, (tiling.block_m, tiling.block_n), tiling.num_warps, tiling.num_stages)
+
+
+def _halving(case: Case) -> Program:
+    """The differences of the pairs of a bucket, or the decisions about them, for buckets of `case.block` pairs."""
+    import triton
+
+    from hf_efficient_attn.ops import triton_thinning as kernels
+
+    itemsize = _DTYPES[case.dtype][1]
+    warps = kernels.warps_of(case.block, itemsize)
+    if case.kernel == "decisions":
+        size = triton.next_power_of_2(case.block)
+        return Program(kernels._decision_kernel, {"BUCKET": size}, (1, size), warps[1], 3)
+    block = kernels.block_of(case.block)
+    constants = {**dict.fromkeys(("HEAD_DIM", "VALUE_DIM"), case.width), "STEP": kernels.step_of(itemsize)}
+    constants |= {"BLOCK": block, "UPCAST": False}
+    return Program(kernels._difference_kernel, constants, (block, block), warps[0], 1)
+
+
+# By which function the kernels are described.
+_KERNELS = {"forward": _gather_attend, "backward": _gather_attend, "differences": _halving, "decisions": _halving}
+
+
+def compiled(case: Case) -> dict[str, Any]:
+    """Compile a kernel, for D = Dv and aligned tensors: the case, and the resources of its program as a row."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    described = _KERNELS[case.kernel](case)
+    kernel, constants = described.kernel, described.constants
     names = kernel.arg_names
-    signature = {x: "constexpr" if x in constants else _TYPES.get(x, f"*{name}") for x in names}
+    signature = {x: "constexpr" if x in constants else _TYPES.get(x, f"*{_DTYPES[case.dtype][0]}") for x in names}
     # Addresses and strides are multiples of 16, as for PyTorch's own tensors.
     aligned = [x for x, kind in signature.items() if kind.startswith("*") or x.endswith(("_head", "_row", "_len"))]
     source = triton.compiler.ASTSource(
@@ -83,12 +133,13 @@ def compiled(case: Case) -> dict[str, Any]:
         {(names.index(x),): value for x, value in constants.items() if x in names},
         {(names.index(x),): [["tt.divisibility", 16]] for x in aligned},
     )
-    options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+    options = {"num_warps": described.num_warps, "num_stages": described.num_stages}
     program = triton.compile(source, target=GPUTarget("cuda", case.architecture, 32), options=options)
     registers, spilled = _assembled(program.asm["ptx"], case.architecture)
     return {
         **case._asdict(),
-        **tiling._asdict(),
+        "tile": " x ".join(map(str, described.tile)),
+        "num_warps": described.num_warps,
         "registers": registers,
         "spilled": spilled,
         "shared": program.metadata.shared,
@@ -144,19 +195,18 @@ def run(
     if max(widths) > 256:
         raise UnsupportedAttentionError(f"--width: the kernels have at most 256 dimensions; {max(widths)} is larger")
     _check_triton()
-    cases = [
-        Case(backward, *sizes)
-        for backward in (False, True)
-        for sizes in ((x, d, q, a) for x in dtypes for d in widths for q in blocks for a in ARCHITECTURES)
-    ]
+    sizes = [(x, d, q) for x in dtypes for d in widths for q in blocks]
+    buckets = [(x, d, _BUCKET) for x in dtypes for d in widths]
+    cases = [Case(kernel, *x, a) for kernel in ("forward", "backward") for x in sizes for a in ARCHITECTURES]
+    cases += [Case("differences", *x, a) for x in buckets for a in ARCHITECTURES]
+    cases += [Case("decisions", dtypes[0], widths[0], _BUCKET, a) for a in ARCHITECTURES]  # they read no key or value
     rows = [compiled(case) for case in tqdm(cases, disable=None, leave=False)]
     commands.write(rows, csv)
     headers = ("kernel", "dtype", "D", "block", "sm", "tile", "warps", "registers", "bytes spilled", "shared KiB")
     cells = [
         (
-            "backward" if r["backward"] else "forward", r["dtype"], r["width"], r["block"], r["architecture"],
-            f"{r['block_m']} x {r['block_n']}", r["num_warps"], r["registers"], r["spilled"],
-            f"{r['shared'] / 1024:.0f}",
+            r["kernel"], r["dtype"], r["width"], r["block"], r["architecture"], r["tile"], r["num_warps"],
+            r["registers"], r["spilled"], f"{r['shared'] / 1024:.0f}",
         )
         for r in rows
     ]  # fmt: skip
