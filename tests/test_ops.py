@@ -1026,13 +1026,44 @@ def test_a_causal_plan_does_not_depend_on_later_tokens():
         close(few.log_weight, many.log_weight[:, :pairs])
 
 
-def test_a_causal_far_field_is_unbiased():
+@pytest.mark.parametrize("scores", ["value_norm", "probe"])
+@pytest.mark.parametrize("form", ["cpu", "library"])
+def test_a_causal_far_field_is_unbiased(scores, form):
     total, draws = 0.0, 100
     for seed in range(draws):
-        _, plans = causal_plan(70, "value_norm", seed=seed)
+        with use_backend(form):
+            _, plans = causal_plan(70, scores, seed=seed)
         total = total + causal.dense_causal_log_weights(plans, 70, 8, 8, 4).exp()
     mean = (total / draws)[:, 8:].sum(-1).mean(0)
     close(mean, torch.arange(9, 71).double(), 0.05)
+
+
+@pytest.mark.parametrize("length", [30, 70, 203, 256])
+@pytest.mark.parametrize("num_samples", [2, 12, 40])
+def test_the_levels_that_are_planned_together(length, num_samples):
+    """Every key is drawn as often as its expected count says, from its own interval, whatever follows the interval."""
+    row = numbers(4, length, 6), 4 * numbers(4, length, 6, seed=1), numbers(4, length, 5, seed=2)
+    options = sampling(num_samples=num_samples, num_probes=5)
+    expected = causal.plan_intervals(*row, 8, options)
+    with use_backend("library"):
+        plans = causal.plan_intervals(*row, 8, options)
+        for x in row:  # of masked tokens
+            x[:, length - 3 :] = torch.nan
+        damaged = causal.plan_intervals(*row, 8, options)
+    assert [plan.sample_index.shape for plan in plans] == [plan.sample_index.shape for plan in expected]
+    for plan_, other in zip(plans, damaged, strict=True):
+        size = 8 << plan_.level
+        assert ((plan_.sample_index >= 0) & (plan_.sample_index < size)).all()
+        assert ((other.sample_index >= 0) & (other.sample_index < size)).all()
+        complete = (2 * torch.arange(plan_.sample_index.shape[1]) + 1) * size <= length - 3
+        assert torch.equal(other.sample_index[:, complete], plan_.sample_index[:, complete])
+        assert torch.equal(other.log_weight[:, complete], plan_.log_weight[:, complete])
+        # An expected count is at most a little above 1, so that a key is drawn twice at most.
+        counts = torch.zeros(4, plan_.sample_index.shape[1], size).scatter_add_(
+            2, plan_.sample_index, torch.ones_like(plan_.log_weight).float()
+        )
+        own = counts.gather(2, plan_.sample_index)
+        assert ((own - torch.exp(-plan_.log_weight)).abs() < 1 + 1e-6).all()
 
 
 @quick

@@ -25,6 +25,7 @@ from torch.nn.functional import pad
 from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, take
 from hf_efficient_attn.ops.causal_kernels import IntervalPlan, causal_block_partial, sampled_intervals_attention
+from hf_efficient_attn.ops.causal_probe_kernels import Grid, sample_all_levels
 from hf_efficient_attn.ops.constants import constant, integers
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.hashing import angular_hash, hyperplanes, sort_by_hash
@@ -119,6 +120,9 @@ def plan_intervals(
         # The queries of block t have t-1 completed blocks before block t-1.
         completed = ceil_div(query.shape[1], block_size) - 2
         num_samples = min(options.num_samples, max(1, options.num_samples // 2))
+        by_probes = options.scores == "probe" and num_samples and not (options.independent or num_hashes)
+        if by_probes and backend(key) != "cpu":
+            return _plan_levels_together(query, key, max(completed, 0), block_size, num_samples, options)
         gram = squares = value.new_empty(batch_heads, max(completed, 0), 0, 0, dtype=acc_dtype)
         if options.scores == "uniform":
             squares = torch.ones(value.shape[:2], dtype=acc_dtype, device=device) if options.independent else squares
@@ -159,6 +163,26 @@ def plan_intervals(
                 plan = _plan_hashed_blocks(plan, query[:, block_size:], keys, max(1, block_size // 2), planes)
             plans.append(plan)
         return plans
+
+
+def _plan_levels_together(
+    query: Tensor, key: Tensor, completed: int, block_size: int, num_samples: int, options: SamplingOptions
+) -> list[IntervalPlan]:
+    """`plan_intervals` with probes, without a hash, for accelerators."""
+    counts = [((completed >> level) + 1) >> 1 for level in range(completed.bit_length())]
+    exact = sum(block_size << level <= num_samples for level in range(len(counts)))
+    unit, plans = block_size << exact, []
+    dtype = key.dtype if backend(key) == "library" else accumulation_dtype(key.dtype)
+    for level, count in enumerate(counts[:exact]):
+        index = integers(block_size << level, key.device).expand(len(key), count, -1)
+        log_weight = constant(_log_weights, index.shape[2], index.shape[2], dtype, device=key.device)
+        plans.append(IntervalPlan(level, index, log_weight.expand_as(index)))
+    if counts[exact:]:
+        grid = Grid(key.shape[1], unit, tuple(counts[exact:]), min(options.num_probes, unit), num_samples)
+        samples = sample_all_levels(query, key, grid, options.scale, options.seed, options.batch)
+        for i, count in enumerate(grid.counts):
+            plans.append(IntervalPlan(exact + i, *(x[:, i, :count] for x in samples)))
+    return plans
 
 
 def _offsets(num_heads: int, batch: int, count: int, seed: int | Tensor, stream: int, device: torch.device) -> Tensor:

@@ -145,7 +145,8 @@ def window_and_samples(
     Returns:
         out (BH, N - block_size, Dv) and lse (BH, N - block_size).
     """
-    return _forward(query, key, value, index, log_weight, counts, block_size, scale)
+    out, lse = _forward(query, key, value, index, log_weight, counts, block_size, scale)
+    return out.contiguous(), lse.contiguous()
 
 
 @window_and_samples.register_fake
@@ -179,7 +180,7 @@ def _forward(
         far = attend(groups, keys, values, own_bias)
         del keys, values
         out, lse = _merge_into(out, lse, far)
-    return out.flatten(1, 2)[:, :q_len].contiguous(), lse.flatten(1, 2)[:, :q_len].contiguous()
+    return out.flatten(1, 2)[:, :q_len], lse.flatten(1, 2)[:, :q_len]
 
 
 @torch.library.custom_op("hf_efficient_attn::window_and_samples_backward", mutates_args=())

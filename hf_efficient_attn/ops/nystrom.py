@@ -179,7 +179,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, given: Given, options: Opt
     tokens, temperature, weights, coreset = _make_coreset(query, key, value, given, options)
     saved = _attend(query, coreset, options.scale)
     out = ratio(saved[0], tokens.middle)[0]
-    out = torch.clamp(out, tokens.low, tokens.high, out=value.new_empty(out.shape))
+    if torch.compiler.is_compiling():
+        # In PyTorch 2.11, graphs lose the gradient of a result that two operators return, like `new_empty` and `clamp`.
+        out = torch.clamp(out, tokens.low, tokens.high)
+        out = out if out.dtype == value.dtype else out.to(value.dtype)
+    else:
+        out = torch.clamp(out, tokens.low, tokens.high, out=value.new_empty(out.shape))
     return out, Saved(tokens, temperature, weights, coreset, *saved)
 
 
