@@ -31,10 +31,6 @@ GOALS = {"linear": Most(forward=25, step=40)}
 # What misses a goal today, by method, causality and length; None if it needs the values of a tensor. A figure may fall
 # but not grow, and an entry that is no longer needed must go.
 TODAY: dict[tuple[str, bool, int], Most | None] = {
-    ("auto", False, 8192): Most(68, 142, 0, 4.68),
-    ("auto", False, 131072): Most(68, 142, 0, 2.79),
-    ("nearfar", False, 8192): Most(68, 142, 0, 4.68),
-    ("nearfar", False, 131072): Most(68, 142, 0, 2.79),
     ("thinformer", False, 8192): Most(263, 266, 0, 2.72),
     ("thinformer", False, 131072): Most(399, 404, 0, 2.74),
 }  # fmt: skip

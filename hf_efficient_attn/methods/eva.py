@@ -197,8 +197,8 @@ def forward(
         if not sizes.level:
             noise = _noise(config, query[:1], options, sizes.num_chunks, _CHUNKS)
             masks_of_tokens = Masks(options.key_mask, query_mask, same_tokens)
-            how = {"sizes": sizes, "scale": options.scale, "dropout_p": options.dropout_p}
-            return ragged_window_attention(Heads(query, key, value, *maps), masks_of_tokens, noise, **how)
+            attend = functools.partial(ragged_window_attention, sizes=sizes, scale=options.scale)
+            return attend(Heads(query, key, value, *maps), masks_of_tokens, noise, dropout_p=options.dropout_p)
     maps = [None if x is None else x.repeat(query.shape[0], 1, 1) for x in maps]
     masks = [None if x is None else valid_first(x) for x in (options.key_mask, query_mask)]
     order = _Order(*(_repeat_for_heads(x, query) for x in (*masks, query_mask)))

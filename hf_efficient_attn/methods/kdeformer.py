@@ -31,7 +31,8 @@ Departures from the paper:
 - Algorithm 1 divides by a separate estimate of D. Here the denominator of an output is the sum of the weights in its
   numerator (the merged lse of near and far field). Every output is therefore a convex combination of values, the errors
   of numerator and denominator partly cancel, and no output is scaled up by a poor estimate of D.
-- The paper has no causal form. The one here is that of `hf_efficient_attn.ops.causal`.
+- The paper has no causal form. The one here is that of `hf_efficient_attn.ops.causal`. On accelerators it scores keys
+  by the sums of the probes' weights, not of their squares (`hf_efficient_attn.ops.causal_probe_kernels`).
 """
 
 from dataclasses import dataclass

@@ -181,7 +181,8 @@ def _plan_levels_together(
         grid = Grid(key.shape[1], unit, tuple(counts[exact:]), min(options.num_probes, unit), num_samples)
         samples = sample_all_levels(query, key, grid, options.scale, options.seed, options.batch)
         for i, count in enumerate(grid.counts):
-            plans.append(IntervalPlan(exact + i, *(x[:, i, :count] for x in samples)))
+            sample_index, log_weight = (x[:, i, :count] for x in samples)
+            plans.append(IntervalPlan(exact + i, sample_index, log_weight))
     return plans
 
 

@@ -75,7 +75,7 @@ def causal_landmark_attention(
         if dropout_p > 0.0:
             near = _near_field(query, key, value, options, scale, dropout_p)
             out = _merged(near, _far_field(query, landmark, weighted, value.shape[2], options, scale, dropout_p))[0]
-            first = tuple(x[:, :num_exact] for x in (query, key, value))
+            first = [x[:, :num_exact] for x in (query, key, value)]
         else:
             out, *first = _attention(query, key, value, landmark, weighted, options, scale)
         out = out.to(value.dtype).flatten(1, 2)
@@ -389,7 +389,8 @@ class _SumsBefore(torch.autograd.Function):
         sums = grad.new_zeros(len(grad), count * num_epochs, *grad.shape[2:])
         sums.index_copy_(1, constant(_units_from_the_last, count, num_epochs, device=grad.device), grad[:, 1:])
         sums = sums.unflatten(1, (count, num_epochs)).cumsum(1, dtype=accumulation_dtype(grad.dtype))
-        return sums.flip(1).to(grad.dtype)
+        found: Tensor = sums.flip(1).to(grad.dtype)
+        return found
 
 
 _sums_before: Callable[..., Tensor] = _SumsBefore.apply

@@ -47,10 +47,14 @@ from hf_efficient_attn.ops.coreset_blocks_plan import (
 )
 from hf_efficient_attn.ops.coreset_landmarks import DRAW_POWER, take_alike
 from hf_efficient_attn.ops.fused_attention import fused_attention
+from hf_efficient_attn.ops.outputs import compute_into
 from hf_efficient_attn.ops.partial import accumulation_dtype
 
 # The least size of the weights of a landmark: less is no share of the largest that float64 represents.
 _LEAST_SIZE = 1e-260
+# Differences of squared distances are multiplied by this number, so that a softmax is the nearest landmark, except for
+# ties, and takes one kernel.
+_SHARPNESS = 2.0**60
 # The weight of the first key of a cluster in addition, so that rounding cannot leave a cluster without a mean.
 _TINY = 1e-33
 
@@ -69,21 +73,22 @@ def _sums_of(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _factors(plan: Plan, device: torch.device) -> Tensor:
-    """Of a landmark's row and its bias in two numbers, to those of a key of the last attention."""
+    """Of a landmark's row and its bias, twice, to those of a key of the last attention."""
     row = torch.zeros(1, 1, plan.padded[0], dtype=torch.float64, device=device)
     row[..., : plan.dims[0]] = 1.0 / plan.half
-    row[..., plan.dims[0]] = -1.0
-    row[..., plan.dims[0] + 1] = 1.0
+    row[..., plan.dims[0]] = 1.0 / (plan.scale * plan.unit)
+    row[..., plan.dims[0] + 1] = -1.0 / (plan.scale * plan.unit)
     return row
 
 
-def _stacked(num_landmarks: int, num_probes: int, device: torch.device) -> Tensor:
-    """The identity above `num_probes` rows of `num_landmarks`, and before it the least size of sums for its ones."""
-    rows = torch.zeros(2, num_landmarks + num_probes, num_landmarks, dtype=torch.float64, device=device)
-    rows[1, num_landmarks:] = num_landmarks
-    rows[0].diagonal().fill_(_LEAST_SIZE)
-    rows[1].diagonal().fill_(1.0)
-    return rows
+def _of_kernel(num_landmarks: int, device: torch.device) -> Tensor:
+    """What the kernel, which has the sizes of sums on its diagonal, is multiplied with and what is added: (2, 2, m, m).
+
+    Of the two results, the first is the kernel with 1 + ridge on its diagonal, and the second has the sizes alone.
+    """
+    identity = torch.eye(num_landmarks, dtype=torch.float64, device=device)
+    parts = torch.stack((1.0 - identity, identity, (1.0 + RIDGE) * identity, _LEAST_SIZE * identity))
+    return parts.view(2, 2, num_landmarks, num_landmarks)
 
 
 def _squared_norms(x: Tensor, factor: float = 1.0, offset: Tensor | None = None) -> Tensor:
@@ -113,20 +118,26 @@ def _with_sums(key: Tensor, value: Tensor, num_keys: Tensor | int, plan: Plan) -
     return torch.cat((key, bias.expand(batch_heads, length, -1), value, ones.expand(batch_heads, length, -1)), 2)
 
 
+def _take_into(out: Tensor, x: Tensor, index: Tensor) -> None:
+    """Store `take_alike(x, index)` in `out`."""
+    if len(index) == 1:
+        compute_into(out, torch.index_select, x, 1, index[0])
+    else:
+        out.copy_(take_alike(x, index))
+
+
 class Landmarks(NamedTuple):
     """Landmarks, and what their gradient needs.
 
     Attributes:
-        row: (BH, m, D'), `Plan.half` times the landmarks, with further dimensions.
         sums: (BH, m, Dv'), the sums of the values of each cluster.
         total: (BH, m, 1), the number of its candidates.
-        member: (BH, C, m), 1 where a candidate belongs to a cluster.
+        member: (BH, C, m), 1 where a candidate belongs to a cluster, or shares where it is as close to several.
         pivot: int64 (BH, m), which candidates the clusters began with.
         own: bool (BH, 1, 1), sequences with at most m keys, each of which is a landmark; None: none has.
         selected: bool (BH, m, 1), which landmarks exist; None: all.
     """
 
-    row: Tensor
     sums: Tensor
     total: Tensor
     member: Tensor
@@ -135,8 +146,11 @@ class Landmarks(NamedTuple):
     selected: Tensor | None
 
 
-def _choose(candidates: Tensor, given: Given, plan: Plan) -> Landmarks:
-    """Draw keys among the candidates (BH, C, D' + Dv'), and move them to the means of their clusters."""
+def _choose(candidates: Tensor, given: Given, plan: Plan, row: Tensor) -> Landmarks:
+    """Draw keys among the candidates (BH, C, D' + Dv'), and move them to the means of their clusters.
+
+    `row` (BH, m, D') becomes `Plan.half` times the landmarks, with further dimensions.
+    """
     (head_dim, value_dim), split, valid = plan.dims, plan.padded[0], given.valid
     points = candidates[..., :head_dim]
     scores = _squared_norms(points, DRAW_POWER * SQUARE * abs(plan.scale), given.numbers)
@@ -144,8 +158,8 @@ def _choose(candidates: Tensor, given: Given, plan: Plan) -> Landmarks:
     best, pivot = scores.topk(plan.num_landmarks, dim=1)
     picked = candidates.gather(1, pivot.unsqueeze(2).expand(-1, -1, candidates.shape[2]))
     drawn = picked[..., :head_dim]
-    closeness = torch.baddbmm(_squared_norms(drawn).unsqueeze(1), points, drawn.mT, beta=-0.5)
-    member = closeness.ge_(closeness.amax(2, keepdim=True))
+    half_norm = _squared_norms(drawn, 0.5 * _SHARPNESS).unsqueeze(1)
+    member = torch.baddbmm(half_norm, points, drawn.mT, beta=-1.0, alpha=_SHARPNESS).softmax(2)
     member = member if valid is None else member.mul_(valid.unsqueeze(2))
     sums = torch.baddbmm(picked, member.mT, candidates, beta=_TINY)
     total = sums[..., split + value_dim].unsqueeze(2)
@@ -155,14 +169,14 @@ def _choose(candidates: Tensor, given: Given, plan: Plan) -> Landmarks:
         sums = torch.where(own, picked * selected, sums)
         total = sums[..., split + value_dim].unsqueeze(2).clamp(min=_TINY)
     if plan.has_steps:
-        row = torch.addcdiv(number(0.0, sums), sums[..., :split], total, value=plan.half)
+        compute_into(row, torch.addcdiv, number(0.0, sums), sums[..., :split], total, value=plan.half)
     else:
-        row = picked[..., :split] * plan.half
+        compute_into(row, torch.mul, picked[..., :split], plan.half)
     if selected is not None:
         row[..., head_dim] = torch.where(selected, 0.0, -plan.largest).squeeze(2)
     if plan.has_padding:
         row[..., head_dim + 2] = plan.unit
-    return Landmarks(row, sums[..., split:], total, member, pivot, own, selected)
+    return Landmarks(sums[..., split:], total, member, pivot, own, selected)
 
 
 class Sums(NamedTuple):
@@ -210,14 +224,14 @@ class Weights(NamedTuple):
     """The weights of the landmarks as a linear map of the sums of the rows.
 
     Attributes:
-        row: float64 (BH, R, D).
-        basis: float64 (BH, R, m), the kernel between the landmarks, and what they count for the probes.
+        row: float64 (BH, R, D'). In the first two further dimensions of a landmark is its log-weight.
+        basis: float64 (BH, R, m), the kernel between the landmarks, and what they count for the probes. The kernel has
+            `size` on its diagonal, which no gradient depends on.
         targets: float64 (BH, R, m), the right side of the system.
         lower: float64 (BH, m, m), the Cholesky factor of the system.
         solved: float64 (BH, m, R), the solution.
         size: float64 (BH, m), of the weights. This factor goes into the bias of a landmark.
-        strength: float64 (BH, 1, 1), the inverse of the squared norm of the probes' rows.
-        bias: float64 (BH, m), the log-weight of each landmark.
+        strength: float64 (BH, 1, 1), the squared norm of the probes' rows divided by m, or None.
     """
 
     row: Tensor
@@ -227,41 +241,43 @@ class Weights(NamedTuple):
     solved: Tensor
     size: Tensor
     strength: Tensor | None
-    bias: Tensor
 
 
 def _weigh(sums: Sums, plan: Plan) -> Weights:
     """Solve (K + ridge I + B^T B / size) W = S + B^T t / size for the map from the sums of the rows to W."""
-    m, row = plan.num_landmarks, sums.row[..., : plan.dims[0]].double()
-    landmarks, strength = row[:, :m], None
-    half_norm = _squared_norms(row, 0.5 * plan.twice)[:, :m]
-    basis = torch.baddbmm(half_norm.unsqueeze(1), row, landmarks.mT, beta=-1.0, alpha=plan.twice)
+    m, row, dim = plan.num_landmarks, sums.row.to(torch.float64, copy=True), plan.dims[0]
+    points, strength = row[..., :dim], None
+    # What is subtracted from the exponents of each row: half its squared norm, or the lse of all keys for a probe.
+    offset = _squared_norms(points, 0.5 * plan.twice)
+    half_norm = offset[:, :m]
+    basis = torch.baddbmm(half_norm.unsqueeze(1), points, points[:, :m].mT, beta=-1.0, alpha=plan.twice)
     level = sums.lse_of_all[:, :m] - half_norm
     shift = level.amax(1, keepdim=True)
-    bias = level - half_norm
-    basis[:, :m].sub_(half_norm.unsqueeze(2))
+    # The bias of a landmark as a key, in both of its columns.
+    bias = row[:, :m, dim : dim + 2]
+    compute_into(bias, torch.sub, *(x.unsqueeze(2).expand(-1, -1, 2) for x in (level, half_norm)))
     probes = basis[:, m:]
     if probes.shape[1]:
-        probes.sub_((sums.lse_of_all[:, m:] - shift).unsqueeze(2)).clamp_(LEAST_LOGIT, MAX_LOGIT)
-    # The kernel has 1 on its diagonal. Until it is needed, the sizes of the sums of the landmarks are there.
-    diagonal = basis.diagonal(dim1=1, dim2=2)
-    if torch.compiler.is_compiling():  # which knows no output with strides
-        diagonal.copy_(level - shift)
-    else:
-        torch.sub(level, shift, out=diagonal)
-    basis.exp_()
-    tiny, factors = constant(_stacked, m, probes.shape[1], device=row.device)
-    targets = torch.addcmul(tiny, basis, factors)
-    size = targets.diagonal(dim1=1, dim2=2)
-    diagonal.fill_(1.0 + RIDGE)
-    system = basis[:, :m]
+        compute_into(offset[:, m:], torch.sub, sums.lse_of_all[:, m:], shift)
+    basis.sub_(offset.unsqueeze(2))
     if probes.shape[1]:
-        strength = torch.linalg.vector_norm(probes, dim=(1, 2), keepdim=True).pow(-2)
-        targets[:, m:].mul_(strength)
+        probes.clamp_(LEAST_LOGIT, MAX_LOGIT)
+    # The sizes of the sums of the landmarks take the place of the kernel's diagonal.
+    compute_into(basis.diagonal(dim1=1, dim2=2), torch.sub, level, shift)
+    basis.exp_()
+    factors, terms = constant(_of_kernel, m, device=row.device)
+    both = basis.new_empty(len(basis), m + basis.shape[1], m)
+    parts = both[:, : 2 * m].unflatten(1, (2, m))
+    compute_into(parts, torch.addcmul, terms, basis[:, None, :m].expand_as(parts), factors)
+    system, targets = both[:, :m], both[:, m:]
+    if probes.shape[1]:
+        strength = _squared_norms(probes.flatten(1).unsqueeze(1), 1.0 / m).unsqueeze(2)
+        compute_into(targets[:, m:], torch.div, probes, strength)
         system = torch.baddbmm(system, probes.mT, targets[:, m:])
     lower = torch.linalg.cholesky_ex(system)[0]
     solved = torch.cholesky_solve(targets.mT, lower)
-    return Weights(row, basis, targets, lower, solved, size, strength, bias)
+    size = targets.diagonal(dim1=1, dim2=2)
+    return Weights(row, basis, targets, lower, solved, size, strength)
 
 
 class Attention(NamedTuple):
@@ -292,16 +308,12 @@ class Attention(NamedTuple):
 
 def _keys_of_landmarks(weights: Weights, like: Tensor, plan: Plan) -> Tensor:
     """The landmarks with their bias, (BH, 1, m, D'), in the dtype of `like`."""
-    shape = weights.bias.shape
-    # The bias is the sum of two numbers of the dtype: minus the first, and the second.
-    scaled = 1.0 / (plan.scale * plan.unit)
-    high = torch.mul(weights.bias, -scaled, out=like.new_empty(shape))
-    low = torch.add(high, weights.bias, alpha=scaled)
-    zeros = constant(filled, 0.0, plan.padded[0] - plan.dims[0] - 2, torch.float64, device=like.device)
-    landmarks = weights.row[:, : shape[1]]
-    key = torch.cat((landmarks, high.unsqueeze(2), low.unsqueeze(2), zeros.expand(*shape, -1)), 2)
+    row, dim = weights.row[:, : plan.num_landmarks], plan.dims[0]
     factors = constant(_factors, plan, device=like.device)
-    return torch.mul(key, factors, out=like.new_empty(key.shape)).unsqueeze(1)
+    key = torch.mul(row, factors, out=like.new_empty(row.shape))
+    # The bias is the sum of two numbers of the dtype. Both columns have the first, the second one its negative.
+    key[..., dim + 1].add_(row[..., dim], alpha=1.0 / (plan.scale * plan.unit))
+    return key.unsqueeze(1)
 
 
 def _penalize(sums: Tensor, spread: Tensor) -> None:
@@ -310,10 +322,7 @@ def _penalize(sums: Tensor, spread: Tensor) -> None:
     Near keys raise the limit, so that their share in the sums is negative and that of a landmark is not.
     """
     largest = torch.linalg.vector_norm(spread, torch.inf, 2, keepdim=True)
-    if torch.compiler.is_compiling():  # which knows no output with strides
-        sums.copy_(largest - sums)
-    else:
-        torch.sub(largest, sums, out=sums)
+    compute_into(sums, torch.sub, largest, sums)
 
 
 def _values_of_landmarks(spread: Tensor, first: Tensor, values: Tensor, sums: Sums, plan: Plan) -> Tensor:
@@ -371,12 +380,12 @@ def attend(
     more = plan.num_blocks * plan.num_landmarks - q_len if plan.by_block else 0
     queries = pad(query, (0, plan.padded[0] - plan.dims[0], 0, more), value=plan.unit)
     step = candidate_stride(given, kv_len)
-    landmarks = _choose(
-        (take_alike(both, given.position) if step is None else both[:, :kv_len:step]).to(acc_dtype), given, plan
-    )
-    rows = [landmarks.row] if given.probe is None else [landmarks.row, take_alike(queries, given.probe)]
-    count = sum(x.shape[1] for x in rows)
-    row = torch.cat(rows, 1, out=query.new_empty(batch_heads, count, plan.padded[0]))
+    candidates = (take_alike(both, given.position) if step is None else both[:, :kv_len:step]).to(acc_dtype)
+    num_probes = 0 if given.probe is None else given.probe.shape[1]
+    row = query.new_empty(batch_heads, plan.num_landmarks + num_probes, plan.padded[0])
+    landmarks = _choose(candidates, given, plan, row[:, : plan.num_landmarks])
+    if given.probe is not None:
+        _take_into(row[:, plan.num_landmarks :], queries, given.probe)
     blocks = _blocks(both[..., : plan.padded[0]], plan), _blocks(both[..., plan.padded[0] :], plan)
     sums = _sums(row, *blocks, plan)
     weights = _weigh(sums, plan)
@@ -422,7 +431,8 @@ def _is_safe(far: tuple[Tensor, Tensor], to_means: tuple[Tensor, Tensor], given:
         ratio = ratio / of_candidates.unsqueeze(2)
     means, (unit, least) = to_means[0].squeeze(1)[..., column, None], _sum_limits(sums.dtype)
     of_means = torch.addcmul(number(unit * least, ratio), ratio, means, value=unit * count)
-    return (sums[..., column + 2, None] < of_means).logical_and_(sums[..., column + 1, None] > of_means)
+    # Those within both limits are their own nearest number there. NaN is not.
+    return of_means.clamp(sums[..., column + 2, None], sums[..., column + 1, None]) == of_means
 
 
 def candidate_stride(given: Given, kv_len: int) -> int | None:

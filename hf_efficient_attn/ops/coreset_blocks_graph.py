@@ -141,7 +141,8 @@ def _attend_backward(grad: Tensor, saved: Saved, plan: Plan) -> _Grads:
 
 def _weigh_backward(grads: _Grads, sums: Sums, weights: Weights, plan: Plan) -> tuple[Tensor, Tensor]:
     """Gradients of the rows, float64 (BH, R, D), and of the lse of all keys of the probes, (BH, P)."""
-    m, (row, basis, targets, lower, solved, size, strength, _) = plan.num_landmarks, weights
+    m, (row, basis, targets, lower, solved, size, strength) = plan.num_landmarks, weights
+    row = row[..., : plan.dims[0]]
     of_spread = torch.ops.aten.hardtanh_backward(
         grads.spread.double(), solved / size.unsqueeze(2), -plan.largest, plan.largest
     )
@@ -149,11 +150,11 @@ def _weigh_backward(grads: _Grads, sums: Sums, weights: Weights, plan: Plan) -> 
     of_system = -(of_targets @ solved.mT)
     of_exponent = of_system * basis[:, :m]
     if strength is not None:
-        # system = ... + B^T (strength m B) and targets = strength m B: B has both gradients, and the strength.
+        # system = ... + B^T (B / strength) and targets = B / strength: B has both gradients, and the strength.
         probes, direct = basis[:, m:], of_targets[:, :, m:].mT
         both = probes @ (of_system + of_system.mT)
         inner = (probes * torch.add(direct, both, alpha=0.5)).sum((1, 2), keepdim=True)
-        of_probes = torch.addcmul(direct + both, probes, inner * strength, value=-2.0)
+        of_probes = torch.addcmul(direct + both, probes, inner / strength, value=-2.0 / m)
         of_probes = torch.ops.aten.hardtanh_backward(of_probes * targets[:, m:], probes, *_CLAMPED)
         of_exponent = torch.cat((of_exponent, of_probes), 1)
     of_exponent.clamp_(-_MAX_GRAD, _MAX_GRAD)

@@ -54,14 +54,14 @@ class NearKeys(NamedTuple):
     """The near keys of each block: key (BH, T, w, D), value (BH, T, w, Dv) and the scores' bias (BH, T, w) or None.
 
     What the landmarks count for a near key is exp(scale <q, c> + bias of the landmark) @ weight of the key, weight
-    (BH, Nk, m), which is arbitrary where `bias` is -inf. `index` (BH, T, w) are the positions of the near keys.
+    (BH, Nk, m), which is arbitrary where `bias` is -inf. `key_index` (BH, T, w) are the positions of the near keys.
     """
 
     key: Tensor
     value: Tensor
     bias: Tensor | None
     weight: Tensor
-    index: Tensor
+    key_index: Tensor
 
 
 def near_block_q(width: int) -> int:
@@ -256,7 +256,7 @@ class _Counted(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         basis, weight, index = ctx.saved_tensors
-        num_blocks, width, count = *index.shape[1:], weight.shape[2]
+        (num_blocks, width), count = index.shape[1:], weight.shape[2]
         grad_basis, grad_weight = torch.empty_like(basis), weight.new_zeros(weight.shape)
         # A few blocks at a time, in memory that is used again. New memory costs more time than the arithmetic on it.
         step = max(1, _GATHERED_NUMEL // (width * count))

@@ -242,7 +242,7 @@ def _forward_on_cpu(
     width = max(head_dim, value_dim)
     if num_blocks * block_q >= _LEAST_FUSED and is_shared(key, value, bias) and 2 * min(head_dim, value_dim) > width:
         # The kernel takes as many numbers of a query as of a value.
-        out, lse = _forward_fused(*(_widened(x, width) for x in (query, key, value)), bias, scale)
+        out, lse = _forward_fused(_widened(query, width), _widened(key, width), _widened(value, width), bias, scale)
         return out[..., :value_dim], lse
     out = query.new_empty(batch_heads, num_blocks, block_q, value_dim)
     lse = query.new_empty(batch_heads, num_blocks, block_q, dtype=acc_dtype)
@@ -489,8 +489,8 @@ def _backward_products(
     operands = _as_heads(*tensors)
     heads = operands[0].shape[:2]
     rows = grad_out.reshape(*heads, -1), delta.reshape(heads), lse.reshape(heads)
-    grad_query, *found = product_attention_backward(operands, rows, scale, with_bias)
-    return grad_query.view(tensors[0].shape), *_of_blocks((found[0], found[1], found[2]), tensors, lse)
+    of_query, of_key, of_value, of_bias = product_attention_backward(operands, rows, scale, with_bias)
+    return of_query.view(tensors[0].shape), *_of_blocks((of_key, of_value, of_bias), tensors, lse)
 
 
 @_partial_attention_backward.register_fake

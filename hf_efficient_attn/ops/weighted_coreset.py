@@ -276,7 +276,7 @@ def _near_and_far_sums(
     row_max = safe_row_max(torch.maximum(logits.detach().amax(3), scores.detach().amax(3)).unsqueeze(3))
     # In place: autograd needs the powers only.
     basis, exact = ((x - row_max if x.requires_grad else x.sub_(row_max)).exp2_() for x in (logits, scores))
-    counted = count_near_keys(basis, near.weight, near.index).to(basis.dtype).clamp(-MAX_COUNTED, MAX_COUNTED)
+    counted = count_near_keys(basis, near.weight, near.key_index).to(basis.dtype).clamp(-MAX_COUNTED, MAX_COUNTED)
     counted = counted if near.bias is None else counted.masked_fill(near.bias.unsqueeze(2) == -torch.inf, 0.0)
     pairs = exact - counted
 

@@ -249,7 +249,8 @@ class _Piece(NamedTuple):
 
     def queries(self, x: Tensor) -> Tensor:
         """The rows of the queries in (BH, N, D): a view (BH, T, block_q, D)."""
-        return x[:, self.first : self.first + self.num_blocks * self.block_q].unflatten(1, (self.num_blocks, -1))
+        rows = x[:, self.first : self.first + self.num_blocks * self.block_q]
+        return rows.view(len(x), self.num_blocks, self.block_q, x.shape[2])
 
     def keys(self, x: Tensor) -> Tensor:
         """The rows of the keys in (BH, N, D): an overlapping view (BH, T, block_k, D)."""
