@@ -37,6 +37,7 @@ class _Blocks(NamedTuple):
         in_window: bool (block_q, block_k), the pairs of a block that are within the window.
         valid: bool (1, T, block_k), the valid keys of each block.
         inner: the blocks whose keys are all valid, as first and last + 1. Their bias is `in_window` alone.
+        all_have_keys: whether every query has a valid key in its window.
         left: keys of a block before its first query.
         right: keys of a block after its last query.
     """
@@ -44,6 +45,7 @@ class _Blocks(NamedTuple):
     in_window: Tensor
     valid: Tensor
     inner: tuple[int, int]
+    all_have_keys: bool
     left: int
     right: int
 
@@ -160,7 +162,10 @@ def window_partial(
     low = min(num_blocks, ceil_div(left + skip, block_q)) if same_bias else num_blocks
     high = max(low, num_blocks - ceil_div(after, block_q))
     if reuse_buffers:
-        return _in_buffers(query, key, value, _Blocks(in_window, valid, (low, high), left, right), scale, out)
+        # Each query is a key of its own window. Those that fill up the last block may have none, and are cut off.
+        all_have_keys = same_bias and skip == 0
+        plan = _Blocks(in_window, valid, (low, high), all_have_keys, left, right)
+        return _in_buffers(query, key, value, plan, scale, out)
     if backend(query) != "cpu":  # fewer launches
         low = high = num_blocks
     blocks = pad_to_blocks(query, block_q)
@@ -184,6 +189,19 @@ def _key_blocks(x: Tensor, num_blocks: int, block_q: int, left: int, right: int)
     return padded.unfold(1, left + block_q + right, block_q).transpose(2, 3)
 
 
+def _pad_with_zeros(x: Tensor, before: int, after: int, dtype: torch.dtype) -> Tensor:
+    """Tokens (BH, N, D) of another dtype with zeros around them, (BH, before + N + after, D).
+
+    Unlike `pad` it writes each number once.
+    """
+    batch_heads, length, dim = x.shape
+    out = x.new_empty(batch_heads, before + length + after, dim, dtype=dtype)
+    out[:, :before] = 0.0
+    out[:, before : before + length] = x
+    out[:, before + length :] = 0.0
+    return out
+
+
 def _in_buffers(
     query: Tensor, key: Tensor, value: Tensor, blocks: _Blocks, scale: float, out: Tensor | None
 ) -> Partial:
@@ -194,7 +212,9 @@ def _in_buffers(
     (batch_heads, length, _), (block_q, block_k) = query.shape, blocks.in_window.shape
     num_blocks, acc_dtype = blocks.valid.shape[1], accumulation_dtype(query.dtype)
     queries = pad_to_blocks(query.to(acc_dtype), block_q)
-    keys, values = (_key_blocks(x.to(acc_dtype), num_blocks, block_q, blocks.left, blocks.right) for x in (key, value))
+    after = blocks.right + num_blocks * block_q - length
+    keys, values = (_pad_with_zeros(x, blocks.left, after, acc_dtype) for x in (key, value))
+    keys, values = (x.unfold(1, block_k, block_q).transpose(2, 3) for x in (keys, values))
     if out is None or out.dtype != acc_dtype or length != num_blocks * block_q:
         result = queries.new_empty(batch_heads, num_blocks, block_q, value.shape[2])
     else:
@@ -206,16 +226,17 @@ def _in_buffers(
     for start in range(0, num_blocks, step):
         some = slice(start, min(start + step, num_blocks))
         is_inner = blocks.inner[0] <= start and some.stop <= blocks.inner[1]
+        has_keys = is_inner or blocks.all_have_keys
         bias = window_bias if is_inner else window_bias + key_bias[some]
         own = buffer[: some.stop - start]
         for a in range(batch_heads):
             # Scores to base 2: see `exp_`.
             scores = torch.baddbmm(bias, queries[a, some], keys[a, some].mT, alpha=scale * LOG2_E, out=own)
             row_max = scores.amax(2, keepdim=True)
-            row_max = row_max if is_inner else safe_row_max(row_max)
+            row_max = row_max if has_keys else safe_row_max(row_max)
             total = scores.sub_(row_max).exp2_().sum(2, keepdim=True)
             torch.add(total.log2().squeeze(2), row_max.squeeze(2), out=lse[a, some])
-            if not is_inner:
+            if not has_keys:
                 total.masked_fill_(total == 0, 1.0)
             torch.bmm(scores, values[a, some], out=result[a, some]).div_(total)
     return Partial(result.flatten(1, 2)[:, :length].to(value.dtype), lse.mul_(1.0 / LOG2_E).flatten(1)[:, :length])
