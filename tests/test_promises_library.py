@@ -1,6 +1,7 @@
 """Every promise once more, for every row of `instances.py`, in the library form of the operations.
 
-That is the form for accelerators without Triton. `test_forms.py` checks it in the core suite, with fewer cases.
+That is the form for accelerators without Triton. `test_forms.py` checks it in the core suite, with fewer cases. These
+are a quarter of the rest of the tests, so that they run with `-m slow --suite all` only.
 """
 
 import pytest
@@ -34,7 +35,7 @@ from test_promises import (  # noqa: F401
     test_the_number_of_later_tokens_has_no_influence,
 )
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = [pytest.mark.exhaustive, pytest.mark.slow]
 
 
 @pytest.fixture(autouse=True, scope="module")
