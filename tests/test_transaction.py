@@ -117,6 +117,10 @@ class FailAt:
     def __exit__(self, *exception) -> None:
         sys.setprofile(None)
         sys.settrace(self.previous)
+        # An error at the end of a `with` block, where no real one occurs, skips `__exit__`. A device context that is
+        # never left would break graphs of torch.compile in later tests.
+        while torch._C._len_torch_function_stack():
+            torch.overrides._pop_mode()
 
     def look(self, frame, event, arg):
         # Exceptions in a generator are ignored while it is closed.
