@@ -1,7 +1,7 @@
 """Every promise once more, for every row of `instances.py`, in the library form of the operations.
 
 That is the form for accelerators without Triton. `test_forms.py` checks it in the core suite, with fewer cases. These
-are a quarter of the rest of the tests, so that they run with `-m slow --suite all` only.
+are a quarter of the rest of the tests, so that they run with `-m slow` only.
 """
 
 import pytest
