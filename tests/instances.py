@@ -177,10 +177,28 @@ def _projection_facts(config) -> dict[str, Any]:
 def _flurka(method: str, **options) -> Instance:
     small = {"projection_dim": 100, "max_length": 300}
     small |= {key: min(7, options[key]) for key in ("num_features", "window_size", "num_landmarks") if key in options}
-    sizes = {**_TABLES, **options}
-    random = bool(options) and options.get("proposal") != "mean"
-    splits_scale = method != "flurka_linear"
-    return Instance(method, sizes, small=small, random=random, splits_scale=splits_scale, facts=_projection_facts)
+    sizes, learned = {**_TABLES, **options}, "feature_map" in options
+    random = None if learned else bool(options) and options.get("proposal") != "mean"
+    splits_scale = method != "flurka_linear" and not learned
+    cost = _COST if method == "flurka_performer" else {**_COST, "num_features": 0}
+    facts = _projection_facts
+    return Instance(
+        method,
+        sizes,
+        small=small,
+        random=random,
+        call_seed=not learned,
+        splits_scale=splits_scale,
+        cost=cost,
+        facts=facts,
+    )
+
+
+def _learned(method: str, **options) -> Instance:
+    """Features that are learned. Their initial maps depend on the seed of the config unless they are the identity."""
+    cost = {"num_features": 1 if options["feature_map"] == "t2r" else 2}
+    small, core = {"num_features": 5}, options["feature_map"] == "hedgehog"
+    return Instance(method, options, small=small, random=None, call_seed=False, core=core, cost=cost)
 
 
 def _reformer_facts(config) -> dict[str, Any]:
@@ -204,7 +222,9 @@ INSTANCES = [
     _flurka("flurka_eva", window_size=3, num_landmarks=4),
     _flurka("flurka_eva", window_size=2, num_landmarks=7, proposal="mean"),
     _flurka("flurka_linear"),
+    _flurka("flurka_linear", feature_map="hedgehog", num_features=20),
     _flurka("flurka_performer", num_features=32),
+    _flurka("flurka_performer", feature_map="exp", num_features=9),
     _near_far("kdeformer"),
     _near_far("kdeformer", near_field="lsh"),
     _near_far("kdeformer", near_field="window"),
@@ -238,7 +258,11 @@ INSTANCES = [
         reads_positions=True,
         cost=_COST | {"window_size": 2},
     ),
-    Instance("linear"),
+    Instance("linear", cost={}),
+    *(
+        _learned("linear", feature_map=name, num_features=size)
+        for name, size in (("hedgehog", 20), ("t2r", 9), ("exp", 16))
+    ),
     Instance(
         "linformer",
         _TABLES,
@@ -266,6 +290,7 @@ INSTANCES = [
         random=True,
         splits_scale=True,
     ),
+    _learned("performer", feature_map="hedgehog", num_features=20),
     _scatterbrain(),
     _scatterbrain(near_field="lsh"),
     _scatterbrain(block_size=17, num_features=9),

@@ -35,7 +35,8 @@ class LearnedParameters(nn.Module):
 
     Args:
         method: the method's config.
-        sizes: num_heads, head_dim, value_dim and max_length, as `initial_parameters` of a method takes them.
+        sizes: num_heads, num_kv_heads, head_dim, value_dim and max_length, as `initial_parameters` of a method takes
+            them.
         device: of the parameters; the current default device if None.
         dtype: of the parameters; the current default type if None.
         leader: the module of another layer that also holds the parameters of this one; None if this one holds its own.
@@ -239,6 +240,7 @@ def _sizes(request: Request) -> dict[str, int] | None:
         return None
     num_heads = _first(module, ("num_attention_heads", "num_heads", "n_heads"))
     num_heads = num_heads or _first(config, ("num_attention_heads", "n_head", "n_heads"))
+    num_kv_heads = _first(module, ("num_key_value_heads",)) or _first(config, ("num_key_value_heads",)) or num_heads
     head_dim = _first(module, ("head_dim", "attention_head_size")) or _first(config, ("head_dim",))
     value_dim = _first(module, ("value_head_dim",))
     hidden_size = _first(config, ("hidden_size", "n_embd", "dim"))
@@ -252,7 +254,13 @@ def _sizes(request: Request) -> dict[str, int] | None:
             "that its learned parameters cannot be made: use a method without learned parameters"
         )
     value_dim = value_dim or head_dim
-    return {"num_heads": num_heads, "head_dim": head_dim, "value_dim": value_dim, "max_length": max_length}
+    return {
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads or num_heads,
+        "head_dim": head_dim,
+        "value_dim": value_dim,
+        "max_length": max_length,
+    }
 
 
 def _max_length(method: MethodConfig, module: nn.Module, config: PreTrainedConfig) -> int | None:

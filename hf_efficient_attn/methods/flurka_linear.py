@@ -6,12 +6,17 @@ over the contracted keys. `hf_efficient_attn.methods._shared.flurka` describes t
 
 from dataclasses import dataclass
 
+from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.flurka import FlurkaConfig, register_flurka
+from hf_efficient_attn.methods._shared.registry import make_config
+from hf_efficient_attn.ops.feature_maps import LEARNED
+from hf_efficient_attn.ops.feature_maps import NAMES as MAPS
+from hf_efficient_attn.ops.projections import NAMES as TABLES
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlurkaLinearConfig(FlurkaConfig):
-    """Hyperparameters of FLuRKA with the features elu(x) + 1, as many as head_dim."""
+    """Hyperparameters of FLuRKA with the features elu(x) + 1, as many as head_dim, or with learned ones."""
 
     method = "flurka_linear"
     title = "FLuRKA, linear transformer"
@@ -19,6 +24,20 @@ class FlurkaLinearConfig(FlurkaConfig):
     summary = "learned projections along the sequence, and elu(x) + 1 features of the contracted keys"
     far = "learned projections, then `linear`"
     kernel = "linear"
+    learned_parameters = TABLES + MAPS
+
+    feature_map: str = option(
+        "elu",
+        "The features of the contracted keys and of the queries, as for linear: 'elu', or learned ones, 'hedgehog', "
+        "'t2r' or 'exp'.",
+        choices=("elu", *LEARNED),
+        carried=True,
+    )
+    num_features: int = option(64, "Columns of the map of learned features.", minimum=1, carried=True)
+
+    def kernel_config(self) -> MethodConfig:
+        """The config of the linear transformer."""
+        return make_config(self.kernel, feature_map=self.feature_map, num_features=self.num_features, seed=self.seed)
 
 
 register_flurka(FlurkaLinearConfig)

@@ -10,6 +10,9 @@ from dataclasses import dataclass, replace
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.flurka import FlurkaConfig, register_flurka
 from hf_efficient_attn.methods._shared.registry import make_config
+from hf_efficient_attn.ops.feature_maps import LEARNED
+from hf_efficient_attn.ops.feature_maps import NAMES as MAPS
+from hf_efficient_attn.ops.projections import NAMES as TABLES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +26,20 @@ class FlurkaPerformerConfig(FlurkaConfig):
     far = "learned projections, then `performer`"
     kernel = "performer"
 
+    learned_parameters = TABLES + MAPS
+
     num_features: int = option(
-        256, "Random features. A query costs as much as attention to this many keys.", minimum=1, carried=True
+        256,
+        "Random features, or columns of the map of learned ones. A query costs as much as attention to this many keys, "
+        "and to twice as many with 'hedgehog' and 'exp'.",
+        minimum=1,
+        carried=True,
+    )
+    feature_map: str = option(
+        "favor",
+        "The features, as for performer: 'favor', or learned ones, 'hedgehog', 't2r' or 'exp'.",
+        choices=("favor", *LEARNED),
+        carried=True,
     )
 
     def with_budget(self, columns: int) -> "FlurkaPerformerConfig":
@@ -34,7 +49,7 @@ class FlurkaPerformerConfig(FlurkaConfig):
 
     def kernel_config(self) -> MethodConfig:
         """The config of the Performer."""
-        return make_config(self.kernel, num_features=self.num_features)
+        return make_config(self.kernel, num_features=self.num_features, feature_map=self.feature_map)
 
 
 register_flurka(FlurkaPerformerConfig)

@@ -12,12 +12,22 @@ Two departures from the paper affect rounding only:
 
 import functools
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout
 
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.feature_maps import (
+    initial_maps,
+    is_learned,
+    learned_forward,
+    learned_naive,
+    learned_query,
+    learned_update,
+    uses_maps,
+)
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, Recurrence, register_method
 from hf_efficient_attn.ops.blocks import can_reuse_buffers, chunked_over_heads
@@ -27,8 +37,10 @@ from hf_efficient_attn.ops.feature_attention import (
     buffered_causal_feature_attention,
     feature_attention,
 )
+from hf_efficient_attn.ops.feature_maps import LEARNED, NAMES, count_features
 from hf_efficient_attn.ops.feature_scan import causal_feature_attention
 from hf_efficient_attn.ops.features import key_state, softmax_features
+from hf_efficient_attn.ops.linear_attention import LinearState
 from hf_efficient_attn.ops.partial import Partial, merge
 
 
@@ -43,6 +55,7 @@ class PerformerConfig(MethodConfig):
     causal = True
     rectangular = True
     mixes_queries = False
+    learned_parameters = NAMES
     runs_in_chunks = ("causal",)
     summary = "positive orthogonal random features of the softmax kernel (FAVOR+)"
     paper_url = "https://arxiv.org/abs/2009.14794"
@@ -50,13 +63,34 @@ class PerformerConfig(MethodConfig):
     far = "FAVOR+ random features"
 
     num_features: int = option(
-        256, "Random features. A query costs as much as attention to this many keys.", minimum=1, carried=True
+        256,
+        "Random features, or columns of the map of learned ones. A query costs as much as attention to this many keys, "
+        "and to twice as many with 'hedgehog' and 'exp'.",
+        minimum=1,
+        carried=True,
     )
-    seed: int = option(0, "Seed of the features. In training they are redrawn in every call.", minimum=0)
+    feature_map: str = option(
+        "favor",
+        "The features. 'favor': FAVOR+. Learned, as for linear: 'hedgehog', 't2r' or 'exp'.",
+        choices=("favor", *LEARNED),
+        carried=True,
+    )
+    seed: int = option(
+        0, "Seed of the features, or of the initial maps. In training FAVOR+ is redrawn in every call.", minimum=0
+    )
 
     def with_budget(self, columns: int) -> "PerformerConfig":
         """As many features as the budget has exact keys."""
-        return replace(self, num_features=self.check_budget(columns))
+        columns = self.check_budget(columns)
+        columns = max(1, columns // count_features(self.feature_map, 1)) if is_learned(self) else columns
+        return replace(self, num_features=columns)
+
+
+def initial_parameters(
+    config: PerformerConfig, *, num_heads: int, head_dim: int, value_dim: int, max_length: int, num_kv_heads: int
+) -> dict[str, Tensor]:
+    """The maps of learned features."""
+    return initial_maps(config, num_kv_heads, head_dim)
 
 
 def _kernel(config: PerformerConfig, x: Tensor, options: AttentionOptions) -> FeatureKernel:
@@ -70,9 +104,11 @@ def forward(
     key: Tensor,
     value: Tensor,
     options: AttentionOptions,
-    initial_state: Partial | None = None,
+    initial_state: Partial | LinearState | None = None,
 ) -> Tensor:
     """Fast form; see `register_method`. As part of the recurrence it also takes the state of earlier tokens."""
+    if uses_maps(config, options):
+        return learned_forward(config, query, key, value, options, cast(LinearState | None, initial_state))
     kernel, dropout_p, dtype = _kernel(config, query, options), options.dropout_p, value.dtype
     tensors: list[Tensor | None]
     tensors = [*flatten_heads(query, key, value, options.key_mask), *(x.flatten(0, 1) for x in initial_state or ())]
@@ -93,9 +129,12 @@ def forward(
 
 
 def recurrence_update(
-    config: PerformerConfig, state: Partial | None, key: Tensor, value: Tensor, options: AttentionOptions
-) -> Partial:
+    config: PerformerConfig, state: Partial | LinearState | None, key: Tensor, value: Tensor, options: AttentionOptions
+) -> Partial | LinearState:
     """Add tokens to the state, the partial of the features (B, H_kv, F, .); see `Recurrence`."""
+    if uses_maps(config, options):
+        return learned_update(config, cast(LinearState | None, state), key, value, options)
+    state = cast(Partial | None, state)
     kernel, shape = _kernel(config, key, options), key.shape[:2]
     heads = flatten_heads(key, key, value, options.key_mask)
     keys, values, bias = kernel.scale_key(heads.key, heads.value, heads.key_mask)
@@ -110,8 +149,13 @@ def recurrence_update(
     return part if state is None else merge(state, part)
 
 
-def recurrence_query(config: PerformerConfig, state: Partial, query: Tensor, options: AttentionOptions) -> Tensor:
+def recurrence_query(
+    config: PerformerConfig, state: Partial | LinearState, query: Tensor, options: AttentionOptions
+) -> Tensor:
     """Attention to all tokens of a state; see `Recurrence`. Faster than `query_state` for a few queries."""
+    if uses_maps(config, options):
+        return learned_query(config, cast(LinearState, state), query, options)
+    state = cast(Partial, state)
     kernel = _kernel(config, query, options)
     query = kernel.scale_query(query)
     # A state without tokens has an output of 0, whatever the weights are.
@@ -122,6 +166,8 @@ def recurrence_query(config: PerformerConfig, state: Partial, query: Tensor, opt
 
 def naive(config: PerformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: the dense matrix of feature products, in the log domain."""
+    if uses_maps(config, options):
+        return learned_naive(config, query, key, value, options)
     kernel = _kernel(config, query, options)
     heads = flatten_heads(query.double(), key.double(), value.double(), options.key_mask)
     flat_query, (keys, values, bias) = kernel.scale_query(heads.query), kernel.scale_key(*heads[1:])
@@ -138,5 +184,6 @@ register_method(
     PerformerConfig,
     forward=forward,
     naive=naive,
+    initial_parameters=initial_parameters,
     recurrence=Recurrence(recurrence_update, recurrence_query, forward),
 )

@@ -67,7 +67,7 @@ def _features(x: Tensor, factor: float | None) -> Tensor:
     return elu_features(x if factor is None else x * factor).to(dtype)
 
 
-def _query_factor(scale: float, head_dim: int) -> float | None:
+def query_factor(scale: float, head_dim: int) -> float | None:
     """Factor of the queries that stands for `scale`; None for the default scale, 1/sqrt(D)."""
     factor = scale * head_dim**0.5
     return None if abs(factor - 1.0) < 1e-12 else factor
@@ -75,7 +75,7 @@ def _query_factor(scale: float, head_dim: int) -> float | None:
 
 def query_features(query: Tensor, scale: float) -> Tensor:
     """Features of queries (..., D) times scale * sqrt(D), in the dtype of products."""
-    return _features(query, _query_factor(scale, query.shape[-1]))
+    return _features(query, query_factor(scale, query.shape[-1]))
 
 
 def key_features(key: Tensor, key_mask: Tensor | None) -> Tensor:
@@ -248,7 +248,7 @@ def trained_linear_attention(
     Returns:
         (BH, Nq, Dv), in the dtype of products.
     """
-    dtype, factor = sum_dtype(query), _query_factor(scale, query.shape[2])
+    dtype, factor = sum_dtype(query), query_factor(scale, query.shape[2])
     query, key = (x.to(torch.promote_types(dtype, x.dtype)) for x in (query, key))
     query = query if factor is None else query.to(torch.promote_types(dtype, torch.float32)) * factor
     if is_causal and flash_linear.serves(value.to(dtype), query.shape[2]):
@@ -287,7 +287,7 @@ def buffered_linear_attention(
     out = value.new_empty(batch_heads, q_len, value.shape[2]) if out is None else out
     block = max(1, min(_BLOCK // (batch_heads * head_dim), max(q_len, kv_len)))
     first, second = (query.new_empty(batch_heads, block, head_dim, dtype=acc_dtype) for _ in range(2))
-    factor = _query_factor(scale, head_dim)
+    factor = query_factor(scale, head_dim)
 
     def features(x: Tensor) -> Tensor:
         """`elu_features` in the first buffer; the second one is overwritten."""

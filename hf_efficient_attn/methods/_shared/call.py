@@ -297,6 +297,7 @@ def _all_parameters(
     initial = method.initial_parameters(
         config,
         num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
         head_dim=query.shape[3],
         value_dim=value.shape[3],
         max_length=max(query.shape[2], key.shape[2]),

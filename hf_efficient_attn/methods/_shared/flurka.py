@@ -15,6 +15,7 @@ Departures from the paper, in which all sequences have M tokens:
 There is no causal form, because a contracted key contains tokens of the future.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,7 @@ from hf_efficient_attn.methods._shared.registry import (
 )
 from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.precision import sum_dtype
+from hf_efficient_attn.ops.projections import NAMES as TABLES
 from hf_efficient_attn.ops.projections import STARTS_FROM, Contraction, contractions, projected_key_mask
 
 
@@ -64,9 +66,15 @@ def _query_mask(query: Tensor, key: Tensor, options: AttentionOptions) -> Tensor
     return options.key_mask if query.shape[2] == key.shape[2] else None
 
 
+def _of_kernel(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The learned parameters of the kernel: all but the tables."""
+    return {name: x for name, x in parameters.items() if name not in TABLES}
+
+
 def _kernel_options(both: list[Contraction], batch: int, options: AttentionOptions) -> AttentionOptions:
     """The options of the call to the kernel, with a mask of the contracted keys (B, P)."""
-    return options._replace(key_mask=projected_key_mask(both, batch), is_causal=False, parameters={})
+    key_mask, parameters = projected_key_mask(both, batch), _of_kernel(options.parameters)
+    return options._replace(key_mask=key_mask, is_causal=False, parameters=parameters)
 
 
 def forward(config: FlurkaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -125,7 +133,7 @@ def forward_hidden_states(
 def naive(config: FlurkaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: one batch row at a time without its padding, by the kernel's readable form."""
     kernel, query_mask, outs = get_method(config.kernel).naive, _query_mask(query, key, options), []
-    kernel_options = options._replace(key_mask=None, is_causal=False, parameters={})
+    kernel_options = options._replace(key_mask=None, is_causal=False, parameters=_of_kernel(options.parameters))
     for b, (keys, values) in enumerate(naive_contraction(config, key, value, options)):
         row = slice(b, b + 1)
         arguments = config.kernel_arguments(None if query_mask is None else query_mask[row])
@@ -135,13 +143,22 @@ def naive(config: FlurkaConfig, query: Tensor, key: Tensor, value: Tensor, optio
     return torch.cat(outs).to(value.dtype)
 
 
+def _initial_parameters(config: FlurkaConfig, *, num_heads: int, num_kv_heads: int, **sizes: int) -> dict[str, Tensor]:
+    """The tables, and the learned parameters of the kernel."""
+    parameters = initial_parameters(config, num_heads=num_heads, **sizes)
+    of_kernel = get_method(config.kernel).initial_parameters
+    if of_kernel is not None:
+        parameters |= of_kernel(config.kernel_config(), num_heads=num_heads, num_kv_heads=num_kv_heads, **sizes)
+    return parameters
+
+
 def register_flurka(config_class: type[FlurkaConfig]) -> None:
     """Register the FLuRKA method with these hyperparameters."""
     register_method(
         config_class,
         forward=forward,
         naive=naive,
-        initial_parameters=initial_parameters,
+        initial_parameters=_initial_parameters,
         starts_from=STARTS_FROM,
         forward_hidden_states=forward_hidden_states,
     )

@@ -155,7 +155,8 @@ def register_method(
             signature. Without it, decoding one token costs as much as the whole sequence.
         initial_parameters: for a method with learned parameters, initial_parameters(config, *, num_heads, head_dim,
             value_dim, max_length) returns the values that a conversion starts from: float32 tensors of one layer by
-            their names, for sequences of up to `max_length` tokens.
+            their names, for sequences of up to `max_length` tokens. It may also take `num_kv_heads`, the number of key
+            heads.
         starts_from: for a learned parameter, the name of the parameter that it is initialised with when a model is
             switched from a method that has the latter but not the former.
         recurrence: the operations of a causal method that can decode from a state of constant size.
@@ -246,7 +247,7 @@ def register_method(
         forward=forward,
         naive=naive,
         decode=decode,
-        initial_parameters=initial_parameters,
+        initial_parameters=None if initial_parameters is None else _sized(initial_parameters),
         starts_from=dict(starts_from or {}),
         recurrence=recurrence,
         forward_hidden_states=forward_hidden_states,
@@ -254,6 +255,22 @@ def register_method(
     learns.cache_clear()
     for listener in _LISTENERS:
         listener(name)
+
+
+def _sized(initial_parameters: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
+    """The function with `num_kv_heads` as a further argument, by default the number of heads, even if it takes none."""
+    takes = inspect.signature(initial_parameters).parameters
+    counts = "num_kv_heads" in takes or any(x.kind is x.VAR_KEYWORD for x in takes.values())
+
+    @functools.wraps(initial_parameters)
+    def sized(
+        config: MethodConfig, *, num_heads: int, num_kv_heads: int | None = None, **sizes: int
+    ) -> dict[str, Tensor]:
+        if counts:
+            sizes["num_kv_heads"] = num_kv_heads or num_heads
+        return initial_parameters(config, num_heads=num_heads, **sizes)
+
+    return sized
 
 
 def _check(

@@ -1,0 +1,75 @@
+"""Learned features for linear attention: a linear map of every head, followed by a positive function.
+
+With y = x W, for a query or a key x (D) and the map W (D, F) of its head, the features are
+
+- "hedgehog" (Zhang, Bhatia, Kumbong, Re, ICLR 2024, section 4.2): softmax([y, -y]), 2 F features;
+- "exp" (the same before its normalisation, Eq. 6): exp([y, -y]), 2 F features;
+- "t2r" (Kasai et al., EMNLP 2021, Eq. 5): relu(y + b), F features, with the bias b as a last row of W.
+
+Queries and keys have maps of their own. A common factor of all features of a query cancels in its output, so those of
+"exp" are divided by the largest one. Features have the bounds below, which do not matter unless all features that a
+query shares with the keys are smaller: then the output is about the mean of the values and not 0 / 0.
+"""
+
+import torch
+from torch import Tensor
+
+from hf_efficient_attn.ops.partial import accumulation_dtype
+from hf_efficient_attn.ops.random import normal
+
+# Features that are learned, and the names of the maps as learned parameters.
+LEARNED = ("hedgehog", "t2r", "exp")
+NAMES = ("query_map", "key_map")
+# The smallest feature: the product of two is far above the smallest number of float32.
+_LEAST = 1e-12
+# The smallest and the largest exponent of a feature "exp" of a key.
+_LEAST_LOG, _LARGEST_LOG = -27.0, 60.0
+_STREAM = 61
+
+
+def count_features(feature_map: str, num_features: int) -> int:
+    """The number of features of a token for maps with `num_features` columns."""
+    return num_features if feature_map == "t2r" else 2 * num_features
+
+
+def start_map(feature_map: str, num_heads: int, head_dim: int, num_features: int, seed: int) -> Tensor:
+    """The initial map of every head: float32 (H, D, F), or (H, D + 1, F) with the bias of "t2r", which is 0.
+
+    The first D columns are the identity, as in Hedgehog, and further ones are blocks of random orthogonal columns. With
+    fewer features than D there are only random orthogonal columns, so that no dimension is left out; they are longer by
+    sqrt(D / F).
+    """
+    num_blocks = -(-num_features // head_dim)
+    numbers = normal((num_blocks, head_dim, head_dim), seed, _STREAM, torch.device("cpu"))
+    columns = torch.linalg.qr(numbers)[0]
+    if num_features >= head_dim:
+        columns[0] = torch.eye(head_dim, dtype=columns.dtype)
+    start = columns.transpose(0, 1).flatten(1)[:, :num_features] * max(1.0, head_dim / num_features) ** 0.5
+    if feature_map == "t2r":
+        start = torch.cat((start, start.new_zeros(1, num_features)))
+    return start.float().repeat(num_heads, 1, 1)
+
+
+def learned_features(x: Tensor, weight: Tensor, feature_map: str, *, is_query: bool) -> Tensor:
+    """The features of tokens.
+
+    Args:
+        x: (..., N, D).
+        weight: (..., D, F), or (..., D + 1, F) for "t2r".
+        feature_map: one of `LEARNED`.
+        is_query: whether the tokens are queries.
+
+    Returns:
+        (..., N, `count_features`), positive, in the accumulation dtype.
+    """
+    dtype, head_dim = accumulation_dtype(x.dtype), x.shape[-1]
+    y, weight = x.to(dtype), weight.to(dtype)
+    if feature_map == "t2r":
+        return (y @ weight[..., :head_dim, :] + weight[..., head_dim:, :]).clamp(min=_LEAST)
+    y = y @ weight
+    y = torch.cat((y, -y), -1)
+    if feature_map == "hedgehog":
+        return y.softmax(-1).clamp(min=_LEAST)
+    if is_query:
+        return (y - y.detach().amax(-1, keepdim=True)).clamp(min=_LEAST_LOG).exp()
+    return y.clamp(_LEAST_LOG, _LARGEST_LOG).exp()
