@@ -24,6 +24,8 @@ NAMES = ("query_map", "key_map")
 _LEAST = 1e-12
 # The smallest and the largest exponent of a feature "exp" of a key.
 _LEAST_LOG, _LARGEST_LOG = -27.0, 60.0
+# The initial bias of "t2r". With 0 the length of a query would have no effect.
+_START_BIAS = 0.25
 _STREAM = 61
 
 
@@ -33,7 +35,7 @@ def count_features(feature_map: str, num_features: int) -> int:
 
 
 def start_map(feature_map: str, num_heads: int, head_dim: int, num_features: int, seed: int) -> Tensor:
-    """The initial map of every head: float32 (H, D, F), or (H, D + 1, F) with the bias of "t2r", which is 0.
+    """The initial map of every head: float32 (H, D, F), or (H, D + 1, F) with the bias of "t2r".
 
     The first D columns are the identity, as in Hedgehog, and further ones are blocks of random orthogonal columns. With
     fewer features than D there are only random orthogonal columns, so that no dimension is left out; they are longer by
@@ -46,8 +48,9 @@ def start_map(feature_map: str, num_heads: int, head_dim: int, num_features: int
         columns[0] = torch.eye(head_dim, dtype=columns.dtype)
     start = columns.transpose(0, 1).flatten(1)[:, :num_features] * max(1.0, head_dim / num_features) ** 0.5
     if feature_map == "t2r":
-        start = torch.cat((start, start.new_zeros(1, num_features)))
-    return start.float().repeat(num_heads, 1, 1)
+        start = torch.cat((start, start.new_full((1, num_features), _START_BIAS)))
+    maps: Tensor = start.float().repeat(num_heads, 1, 1)
+    return maps
 
 
 def learned_features(x: Tensor, weight: Tensor, feature_map: str, *, is_query: bool) -> Tensor:

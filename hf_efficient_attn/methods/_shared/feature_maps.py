@@ -5,7 +5,7 @@ transformer (`hf_efficient_attn.ops.linear_attention`): out_i = phi(q_i)^T S / p
 1/sqrt(D) multiplies the queries by scale * sqrt(D) before phi. Dropout acts on phi(q_i).
 """
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 from torch.nn.functional import dropout
@@ -29,7 +29,7 @@ from hf_efficient_attn.ops.precision import sum_dtype
 class FeatureMapConfig(Protocol):
     """What the functions below read of a config."""
 
-    method: str
+    method: ClassVar[str]
 
     @property
     def feature_map(self) -> str:

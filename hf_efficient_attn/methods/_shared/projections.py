@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from torch import Tensor
 
@@ -20,7 +20,7 @@ class ProjectionConfig(MethodConfig):
     streams = (0, 0)
     causal = False
     rectangular = True
-    learned_parameters = NAMES
+    learned_parameters: ClassVar[tuple[str, ...]] = NAMES
 
     projection_dim: int = option(256, "Contracted keys that each query attends to, P.", minimum=1, carried=True)
     max_length: int = option(
