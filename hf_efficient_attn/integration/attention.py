@@ -109,13 +109,13 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
             # again. Otherwise it depends on the layer alone.
             seed = None if module.training else layer_seed(location.layer)
             options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "seed": seed}
+            options["parameters"] = required_tensors(module, method, location.name)
             if cached is not None and from_state:
                 out = cached.attention(query, key, value, attention_mask, **options)
             else:
                 out = attention(
-                    method, query, key, value, attention_mask=attention_mask, is_causal=is_causal,
-                    parameters=required_tensors(module, method, location.name), **options
-                )  # fmt: skip
+                    method, query, key, value, attention_mask=attention_mask, is_causal=is_causal, **options
+                )
         return out.transpose(1, 2).contiguous(), None
 
     forward.__name__ = forward.__qualname__ = f"{name}_attention_forward"

@@ -15,7 +15,7 @@ cache they come from.
 Any other cache (`DynamicCache()` without a config, a quantised one) keeps keys and values.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -131,6 +131,8 @@ class StateLayer(DynamicLayer):
         self.seen = 0
         self.valid: Any = None
         self.options: _Options | None = None
+        # The learned parameters of the method, by name, as the last call gave them.
+        self.parameters: Mapping[str, Tensor] = {}
         # Tokens that are not part of the state yet.
         self.pending: _Tokens | None = None
         # Whether the attention function has used the keys of the last `update`.
@@ -173,6 +175,7 @@ class StateLayer(DynamicLayer):
         scale: float | None,
         dropout_p: float,
         seed: int | Tensor | None,
+        parameters: Mapping[str, Tensor],
     ) -> Tensor:
         """Causal attention of the tokens of the last `update` to all tokens.
 
@@ -184,6 +187,7 @@ class StateLayer(DynamicLayer):
             scale: the factor of the scores; 1/sqrt(D) if None.
             dropout_p: the probability with which an attention weight is dropped.
             seed: that of the first call holds for all later ones; None (training) draws one from the global generator.
+            parameters: the learned parameters of the method, by name.
 
         Returns:
             (B, H, N, Dv).
@@ -191,11 +195,12 @@ class StateLayer(DynamicLayer):
         Raises:
             UnsupportedAttentionError: the mask of earlier tokens has changed, or the same keys are used twice.
         """
+        self.parameters = parameters
         if not isinstance(key, NewKeys):
             seed = draw_seed(query.device) if seed is None else seed
             out = attention(
                 self.method, query, key, value, attention_mask=attention_mask, is_causal=True, scale=scale,
-                dropout_p=dropout_p, seed=seed,
+                dropout_p=dropout_p, seed=seed, parameters=parameters,
             )  # fmt: skip
             if self.options is None and self.keys is not None and self.keys.shape == key.shape:
                 self._begin(attention_mask, _Options(scale, seed))
@@ -211,7 +216,7 @@ class StateLayer(DynamicLayer):
         self._record(new)
         out, self.state = attention_with_state(
             self.method, self.state, query, key, value, attention_mask=new.mask, dropout_p=dropout_p,
-            **self._options(),
+            parameters=parameters, **self._options(),
         )  # fmt: skip
         self._count(new, self.seen - key.shape[2])
         self.was_used = True
@@ -239,8 +244,9 @@ class StateLayer(DynamicLayer):
     def _updated(self, tokens: _Tokens) -> Any:
         """The state after these tokens."""
         return update_state(
-            self.method, self.state, tokens.key, tokens.value, attention_mask=tokens.mask, **self._options()
-        )
+            self.method, self.state, tokens.key, tokens.value, attention_mask=tokens.mask,
+            parameters=self.parameters, **self._options(),
+        )  # fmt: skip
 
     def _new_mask(self, mask: Tensor | None, new: int) -> Tensor | None:
         """The mask of the last `new` tokens, after a check that the number of valid earlier tokens is unchanged."""

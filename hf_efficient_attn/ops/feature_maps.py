@@ -45,7 +45,7 @@ def start_map(feature_map: str, num_heads: int, head_dim: int, num_features: int
     numbers = normal((num_blocks, head_dim, head_dim), seed, _STREAM, torch.device("cpu"))
     columns = torch.linalg.qr(numbers)[0]
     if num_features >= head_dim:
-        columns[0] = torch.eye(head_dim, dtype=columns.dtype)
+        columns[0] = torch.eye(head_dim, dtype=columns.dtype, device=columns.device)
     start = columns.transpose(0, 1).flatten(1)[:, :num_features] * max(1.0, head_dim / num_features) ** 0.5
     if feature_map == "t2r":
         start = torch.cat((start, start.new_full((1, num_features), _START_BIAS)))

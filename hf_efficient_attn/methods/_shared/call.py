@@ -135,6 +135,7 @@ def update_state(
     attention_mask: Tensor | None = None,
     scale: float | None = None,
     seed: int | Tensor = 0,
+    parameters: Mapping[str, Tensor] | None = None,
 ) -> State:
     """Add tokens to the state of a method with a recurrence.
 
@@ -146,14 +147,17 @@ def update_state(
         attention_mask: bool (B, N), of the new tokens only.
         scale: the factor of the scores; 1/sqrt(D) by default.
         seed: the same in all calls for one state. The config's own seed is added to it.
+        parameters: all learned parameters of the method by name; None for the values that a conversion starts from.
 
     Returns:
         The state of all tokens so far.
     """
+    if parameters is None:
+        parameters = _all_parameters(config, {}, key, key, value)
     key, value = _cast_to_compute(config, *_cast_under_autocast(key, value))
     key, value = _zero_masked(key, value, attention_mask)
     scale, seed = _resolve(config, key, scale, seed)
-    options = AttentionOptions(attention_mask, True, scale, 0.0, seed, {})
+    options = AttentionOptions(attention_mask, True, scale, 0.0, seed, parameters)
     recurrence = get_method(config.method).recurrence
     assert recurrence is not None
     with torch.autocast(key.device.type, enabled=False):
@@ -171,6 +175,7 @@ def attention_with_state(
     scale: float | None = None,
     dropout_p: float = 0.0,
     seed: int | Tensor = 0,
+    parameters: Mapping[str, Tensor] | None = None,
 ) -> tuple[Tensor, State]:
     """Causal attention of new tokens to the tokens of a state and to each other.
 
@@ -186,6 +191,7 @@ def attention_with_state(
         scale: the factor of the scores; 1/sqrt(D) by default.
         dropout_p: the probability with which an attention weight is dropped.
         seed: the same in all calls for one state. The config's own seed is added to it.
+        parameters: all learned parameters of the method by name; None for the values that a conversion starts from.
 
     Returns:
         The output (B, H, N, Dv) in the dtype of `value`, and the state of all tokens so far.
@@ -193,16 +199,21 @@ def attention_with_state(
     query, key, value = _cast_under_autocast(query, key, value)
     arguments, dtype = _Arguments(attention_mask, True, scale, dropout_p, seed), value.dtype
     _check(config, query, key, value, arguments)
+    if parameters is None:
+        parameters = _all_parameters(config, {}, query, key, value)
     query, key, value = _cast_to_compute(config, query, key, value)
-    new_state = update_state(config, state, key, value, attention_mask=attention_mask, scale=scale, seed=seed)
+    new_state = update_state(
+        config, state, key, value, attention_mask=attention_mask, scale=scale, seed=seed, parameters=parameters
+    )
     if state is None:
-        out = _compute(get_method(config.method).forward, config, query, key, value, arguments)
+        form, given = get_method(config.method).forward, _Parameters(parameters, {})
+        out = _compute(form, config, query, key, value, arguments, given)
         return out.to(dtype), new_state
     recurrence = get_method(config.method).recurrence
     assert recurrence is not None
     (batch, num_heads, q_len, _), num_kv_heads = query.shape, key.shape[1]
     scale, seed = _resolve(config, query, scale, seed)
-    options = AttentionOptions(attention_mask, True, scale, dropout_p, seed, {})
+    options = AttentionOptions(attention_mask, True, scale, dropout_p, seed, parameters)
     with torch.autocast(query.device.type, enabled=False):
         if q_len == 1:
             # One token attends to all tokens including itself. The query heads of a group, (B, H_kv, H / H_kv, D), are
