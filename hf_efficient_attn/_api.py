@@ -18,7 +18,13 @@ from hf_efficient_attn.methods import (
     naive_attention,
     register_method,
 )
-from hf_efficient_attn.training import UptrainingSchedule, uptraining_preset
+from hf_efficient_attn.training import (
+    DistillationOptions,
+    FinetuningOptions,
+    UptrainingSchedule,
+    distill,
+    uptraining_preset,
+)
 
 integration.register()
 models.register()
@@ -47,7 +53,9 @@ def find(name: str) -> Any:
 
 
 __all__ = [
+    "DistillationOptions",
     "EfficientAttentionConfig",
+    "FinetuningOptions",
     "MethodConfig",
     "MethodInfo",
     "NearFarCache",
@@ -59,6 +67,7 @@ __all__ = [
     "available_methods",
     "calibrate",
     "convert",
+    "distill",
     "extend_positions",
     "functional",
     "integration",

@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.attention import is_causal_call
 from hf_efficient_attn.integration.exact import exact_layer
+from hf_efficient_attn.integration.hidden_states import attach, plan
 from hf_efficient_attn.integration.layers import Layer, in_order, layer_seed
 from hf_efficient_attn.integration.masks import padding_mask
 from hf_efficient_attn.integration.models import attention_modules, configs_of, transformers_models
@@ -46,6 +47,7 @@ class Call(NamedTuple):
         scale: factor of the scores; None for 1/sqrt(D).
         exact: (B, H, Nq, Dv), the output of exact attention in float32 or float64.
         why_exact: method name -> the reason why a converted model computes this call exactly; None if it does not.
+        module: the attention module.
     """
 
     layer: Layer | None
@@ -58,6 +60,7 @@ class Call(NamedTuple):
     scale: float | None
     exact: Tensor
     why_exact: Callable[[str], str | None]
+    module: nn.Module
 
     @property
     def tokens(self) -> int:
@@ -172,12 +175,13 @@ def capture_attention(model: nn.Module, visit: Callable[[Call], None]) -> Iterat
         # A method that needs as many keys as queries is refused for a module with fewer keys by construction.
         is_cross = is_cross and not getattr(module, "is_rectangular", False)
         why_exact = functools.partial(why_cross_attention_is_exact, config=config) if is_cross else _never_exact
-        visit(
-            Call(location.layer, location.name, query, key, value, attention_mask, is_causal, scaling, exact, why_exact)
-        )
+        tensors = (query, key, value, attention_mask)
+        visit(Call(location.layer, location.name, *tensors, is_causal, scaling, exact, why_exact, module))
         return exact.to(value.dtype).transpose(1, 2).contiguous(), None
 
     configs = [(config, config._attn_implementation_internal) for root in roots for config in configs_of(root)]
+    # Modules of a converted model that give their method the hidden states would not ask the interface.
+    forwards = [(module, vars(module).get("forward")) for module in known]
     # Without a registered mask function Transformers drops the padding mask.
     AttentionMaskInterface.register(_NAME, padding_mask)
     ALL_ATTENTION_FUNCTIONS[_NAME] = compute_exact
@@ -185,9 +189,13 @@ def capture_attention(model: nn.Module, visit: Callable[[Call], None]) -> Iterat
         # `set_attn_implementation` would delete learned parameters.
         for config, _ in configs:
             config._attn_implementation_internal = _NAME
+        for module in known:
+            attach(module, plan(module, None))
         with eval_mode(model):
             yield
     finally:
+        for module, own in forwards:
+            attach(module, own)
         for config, implementation in configs:
             config._attn_implementation_internal = implementation
         ALL_ATTENTION_FUNCTIONS.pop(_NAME)

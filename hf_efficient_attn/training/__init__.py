@@ -1,18 +1,33 @@
-"""Up-training (Gupta et al. 2023, sections 4.2-4.3): train one attention for a share of the steps, then another.
+"""Distillation and up-training.
 
+`distill` trains the learned parameters of a converted model to imitate its exact attention.
+
+Up-training (Gupta et al. 2023, sections 4.2-4.3) trains one attention for a share of the steps, then another.
 `UptrainingSchedule` defines which attention the model uses at which step. `UptrainingCallback` applies it in Trainer,
 `UptrainingSchedule.step` in other training loops. `uptraining_preset` returns the schedules of the paper.
 """
 
 from typing import TYPE_CHECKING, Any
 
+from hf_efficient_attn.training.attention_loss import DivergedError
+from hf_efficient_attn.training.distillation import DistillationOptions, distill
+from hf_efficient_attn.training.finetuning import FinetuningOptions
 from hf_efficient_attn.training.schedule import UptrainingSchedule, uptraining_preset
 from hf_efficient_attn.training.stage import Stage
 
 if TYPE_CHECKING:
     from hf_efficient_attn.training.callback import UptrainingCallback
 
-__all__ = ["Stage", "UptrainingCallback", "UptrainingSchedule", "uptraining_preset"]
+__all__ = [
+    "DistillationOptions",
+    "DivergedError",
+    "FinetuningOptions",
+    "Stage",
+    "UptrainingCallback",
+    "UptrainingSchedule",
+    "distill",
+    "uptraining_preset",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,492 @@
+"""Distillation of attention, layer by layer: the learned parameters of a method imitate the model's exact attention.
+
+The model computes exact attention on batches of unlabelled inputs. In each call of a converted layer, the method
+computes the same queries, keys and values, and the layer's learned parameters follow the gradient of its loss
+(`attention_loss`). This is the attention transfer of LoLCATs (Zhang et al., ICLR 2025, section 3.1) and the
+distillation of Hedgehog (Zhang et al., ICLR 2024, section 4.2). All layers are trained in one pass. The gradients of a
+layer end at its inputs, so that the activations of only one layer are in memory.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from hf_efficient_attn.conversion import convert
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, forward
+from hf_efficient_attn.evaluation.progress import partial_result
+from hf_efficient_attn.integration.configs import method_of
+from hf_efficient_attn.integration.layers import Layer
+from hf_efficient_attn.integration.learned import LearnedParameters, learned_of
+from hf_efficient_attn.integration.models import attention_modules, configs_of, snapshot, transformers_models
+from hf_efficient_attn.integration.settings import EfficientAttentionConfig
+from hf_efficient_attn.methods import MethodConfig, available_methods, learns, make_config, method_info
+from hf_efficient_attn.training.attention_loss import WINDOW, DivergedError, backward, check_loss, squared_error
+from hf_efficient_attn.training.finetuning import Finetuning, FinetuningOptions, make_teacher
+
+# Batches after which a method that computed all of them exactly is refused.
+_PATIENCE = 8
+
+
+class LayerLoss(NamedTuple):
+    """The loss of one layer in one step.
+
+    Attributes:
+        layer: the layer's number or name.
+        name: the name of its attention module in the model.
+        loss: the loss before the step.
+    """
+
+    layer: Layer | None
+    name: str
+    loss: float
+
+
+OnStep = Callable[[int, Sequence[LayerLoss]], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationOptions:
+    """How `hea.distill` trains.
+
+    Attributes:
+        learning_rate: of AdamW, without weight decay; constant for half of the steps, then falling to 0 linearly.
+        seed: the order of the batches, if they are a sequence.
+        on_step: called after each step with its number, from 1, and the loss of every layer; in the second stage with
+            a single loss, whose layer is None.
+        reduce: averages a gradient over the processes of a distributed training, for example
+            `functools.partial(accelerator.reduce, reduction="mean")`; None for one process.
+        finetuning: the second stage, in which the converted model imitates the outputs of the exact one; None for none.
+    """
+
+    learning_rate: float = 1e-2
+    seed: int = 0
+    on_step: OnStep | None = None
+    reduce: Callable[[Tensor], Tensor] | None = None
+    finetuning: FinetuningOptions | None = None
+
+    def __post_init__(self) -> None:
+        if not self.learning_rate > 0:
+            raise UnsupportedAttentionError(f"learning_rate={self.learning_rate!r} must be above 0")
+
+
+class _Group:
+    """The learned parameters of a layer, or those that several layers share.
+
+    Attributes:
+        learned: the module that holds them.
+        trained: float32 copies of them, which are trained, by name.
+        loss: sum of the losses of the current window of steps.
+        best: the smallest mean loss of a window, and the parameters at its end.
+    """
+
+    def __init__(self, learned: LearnedParameters) -> None:
+        self.learned = learned
+        self.trained = {name: p.detach().float().clone().requires_grad_() for name, p in learned.tensors().items()}
+        self.loss = 0.0
+        self.best: tuple[float, dict[str, Tensor]] = (float("inf"), self.copy())
+
+    def copy(self) -> dict[str, Tensor]:
+        """Copies of the trained parameters."""
+        return {name: p.detach().clone() for name, p in self.trained.items()}
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The trained parameters in the dtype of the model, as the method takes them."""
+        return {name: self.trained[name].to(p.dtype) for name, p in self.learned.tensors().items()}
+
+    @torch.no_grad()
+    def store(self, values: Mapping[str, Tensor]) -> None:
+        """Write values into the model."""
+        for name, p in self.learned.tensors().items():
+            p.copy_(values[name])
+
+
+class Distillation:
+    """Trains the learned parameters of a converted model's layers, one batch at a time.
+
+    Args:
+        model: a converted model, whose other parameters stay as they are.
+        num_steps: the number of steps of the whole training, for the learning rate.
+        loss: one of `attention_loss.LOSSES`.
+        options: see `DistillationOptions`.
+
+    Attributes:
+        step_number: the number of steps so far.
+
+    Raises:
+        UnsupportedAttentionError: the loss is unknown, or no layer has learned parameters.
+    """
+
+    def __init__(
+        self, model: nn.Module, num_steps: int, loss: str = "output", options: DistillationOptions | None = None
+    ) -> None:
+        check_loss(loss)
+        self.model, self.num_steps, self.loss = model, num_steps, loss
+        self.options = options or DistillationOptions()
+        self.step_number = 0
+        self._groups: dict[LearnedParameters, _Group] = {}
+        self._names: dict[LearnedParameters, str] = {}
+        for root in transformers_models(model):
+            for module, location, *_ in attention_modules(root):
+                learned = learned_of(module)
+                if learned is not None and learned.holder not in self._groups:
+                    self._groups[learned.holder] = _Group(learned.holder)
+                    self._names[learned.holder] = location.name
+        if not self._groups:
+            raise UnsupportedAttentionError("no layer of the model has learned parameters to distill")
+        trained = [p for group in self._groups.values() for p in group.trained.values()]
+        self._optimizer = torch.optim.AdamW(trained, lr=self.options.learning_rate, weight_decay=0.0)
+        # Number of tokens -> why batches of so many tokens trained nothing.
+        self._why_idle: dict[int, str] = {}
+
+    def step(self, batch: Batch) -> list[LayerLoss]:
+        """Train all layers on one batch.
+
+        Returns:
+            The loss of each layer before the step. Layers that compute this batch exactly are missing.
+
+        Raises:
+            UnsupportedAttentionError: a loss is not finite. The model then has the best parameters so far.
+        """
+        losses: list[LayerLoss] = []
+
+        def visit(call: Call) -> None:
+            group, method = self._trained_in(call)
+            if group is None or method is None:
+                return
+            with torch.enable_grad():
+                loss = backward(call, method, group.parameters(), self.loss)
+            if not torch.tensor(loss).isfinite():
+                self._stop(call)
+            losses.append(LayerLoss(call.layer, call.name, loss))
+            group.loss += loss
+
+        self._optimizer.zero_grad()
+        self._run(batch, visit)
+        rate = self.options.learning_rate * min(1.0, 2 * (self.num_steps - self.step_number) / self.num_steps)
+        for settings in self._optimizer.param_groups:
+            settings["lr"] = rate
+        if self.options.reduce is not None:
+            # Every process must take part, also if its batch trained nothing.
+            for p in (p for group in self._groups.values() for p in group.trained.values()):
+                p.grad = self.options.reduce(torch.zeros_like(p) if p.grad is None else p.grad)
+        self._optimizer.step()
+        self.step_number += 1
+        if self.step_number % WINDOW == 0:
+            for group in self._groups.values():
+                if group.loss < group.best[0]:
+                    group.best = group.loss, group.copy()
+                group.loss = 0.0
+        return losses
+
+    def measure(self, batch: Batch) -> list[LayerLoss]:
+        """The relative error |out - exact| / |exact| of each layer on a batch, in the Frobenius norm, without training.
+
+        It is the root of the loss "output": the mean over sequences and heads of squared errors.
+        """
+        errors: list[LayerLoss] = []
+
+        def visit(call: Call) -> None:
+            group, method = self._trained_in(call)
+            if group is None or method is None:
+                return
+            error, exact = squared_error(call.compute(method, group.parameters()), call)
+            error = (error / exact)[exact > 0]
+            errors.append(LayerLoss(call.layer, call.name, error.mean().sqrt().item()))
+
+        self._run(batch, visit)
+        return errors
+
+    def store(self) -> None:
+        """Write the trained parameters into the model."""
+        for group in self._groups.values():
+            group.store(group.trained)
+
+    @property
+    def why_idle(self) -> str:
+        """Why the batches so far trained nothing, for the longest of them."""
+        return self._why_idle[max(self._why_idle)] if self._why_idle else "no converted layer computed attention"
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` needs to continue bit for bit: tensors, numbers and strings."""
+        groups = {
+            self._names[holder]: {"trained": group.copy(), "loss": group.loss, "best": group.best}
+            for holder, group in self._groups.items()
+        }
+        return {"step": self.step_number, "groups": groups, "optimizer": self._optimizer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the result of `state_dict` of a distillation of the same model with the same arguments.
+
+        Raises:
+            UnsupportedAttentionError: the state belongs to other layers or parameters.
+        """
+        shapes = {
+            self._names[holder]: {name: p.shape for name, p in group.trained.items()}
+            for holder, group in self._groups.items()
+        }
+        found = {name: {k: p.shape for k, p in group["trained"].items()} for name, group in state["groups"].items()}
+        if shapes != found:
+            raise UnsupportedAttentionError(
+                "the saved state belongs to a distillation with other layers or learned parameters: continue it with "
+                "the model and the arguments that it began with, or start again elsewhere"
+            )
+        for holder, group in self._groups.items():
+            saved = state["groups"][self._names[holder]]
+            with torch.no_grad():
+                for name, p in group.trained.items():
+                    p.copy_(saved["trained"][name])
+            group.loss, group.best = saved["loss"], tuple(saved["best"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.step_number = state["step"]
+
+    def _run(self, batch: Batch, visit: Callable[[Call], None]) -> None:
+        with capture_attention(self.model, visit):
+            forward(self.model, _without_head(batch))
+
+    def _trained_in(self, call: Call) -> tuple[_Group | None, MethodConfig | None]:
+        """The parameters and the method of a call; None if the converted model computes it exactly."""
+        learned = learned_of(call.module)
+        if learned is None or call.why_exact(learned.method.method) is not None:
+            return None, None
+        method, tokens = learned.method, call.tokens
+        if call.key.shape[2] <= method.exact_length:
+            self._why_idle[tokens] = (
+                f"sequences of {tokens} tokens are within the budget of {method.method}, which computes up to "
+                f"{method.exact_length} tokens exactly, so that there is nothing to learn: give longer sequences or a "
+                "smaller budget"
+            )
+            return None, None
+        return self._groups[learned.holder], method
+
+    def _stop(self, call: Call) -> None:
+        """Give the model its best parameters and raise."""
+        for group in self._groups.values():
+            group.store(group.best[1])
+        raise DivergedError(
+            f"the loss of {call.name} is not finite in step {self.step_number + 1}. The model keeps the best "
+            f"parameters so far: use a smaller learning rate than {self.options.learning_rate:g}"
+        )
+
+
+def _without_head(batch: Batch) -> Batch:
+    """A batch without what only the loss of a task needs."""
+    if isinstance(batch, Mapping):
+        return {name: x for name, x in batch.items() if name not in ("labels", "label", "label_ids")}
+    return batch
+
+
+def distill(
+    model: nn.Module,
+    method_or_config: str | MethodConfig | EfficientAttentionConfig | dict[str, Any],
+    batches: Iterable[Batch],
+    *,
+    steps: int,
+    layers: Sequence[Any] | None = None,
+    loss: str = "output",
+    options: DistillationOptions | None = None,
+    **hyperparameters: Any,
+) -> nn.Module:
+    """Convert a model in place and train the method's learned parameters to imitate the model's exact attention.
+
+    Only the learned parameters of the method change: feature maps, projections, proposals, convolutions. No labels are
+    needed. The training takes as long as `steps` forward passes of exact attention and a forward and backward pass of
+    the method in each layer, and the memory of one layer's activations besides the model.
+
+    Args:
+        model: a Transformers model with exact attention, or a module that contains some.
+        method_or_config: as in `hea.convert`.
+        batches: mappings of the model's arguments as tokenizers and data loaders give them (`attention_mask` included),
+            or tensors of its main input; at least two. A sequence is read in a random order for as many epochs as the
+            steps need, any other iterable in its own order; an iterator is held in memory.
+        steps: the number of batches to train on.
+        layers: as in `hea.convert`.
+        loss: "output" (normalised squares of the output's error), "weights" (cross entropy of the attention weights,
+            which costs about N / 128 times as much for N tokens) or "both".
+        options: learning rate and others.
+        **hyperparameters: of the method, as in `hea.convert`, for example `feature_map="hedgehog"`.
+
+    Returns:
+        The same model, converted. If the user interrupts the training it is converted as well, with the parameters of
+        the last step.
+
+    Raises:
+        UnsupportedAttentionError: the model is converted already; the method has nothing to learn; there are no batches
+            or there is only one; the method computes all sequences exactly; an unknown loss; and as in `hea.convert`.
+            The model is then unchanged.
+        DivergedError: a loss was not finite. The model is converted, with the best parameters until then.
+
+    Example:
+        >>> batches = [tokenizer(text, return_tensors="pt") for text in texts]
+        >>> hea.distill(model, "linear", batches, steps=300, feature_map="hedgehog")
+        >>> model.save_pretrained("converted")
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise UnsupportedAttentionError(f"steps={steps!r} must be an integer of 1 or more")
+    check_loss(loss)
+    options = options or DistillationOptions()
+    refuse_converted(model)
+    stream = batch_stream(batches, options.seed, steps)
+    before = snapshot(transformers_models(model))
+    teacher = None if options.finetuning is None else make_teacher(model, options.finetuning)
+    try:
+        convert(model, method_or_config, layers=layers, **hyperparameters)
+        refuse_nothing_to_learn(model)
+        distillation = Distillation(model, steps, loss, options)
+        with partial_result(lambda: model):
+            try:
+                _train(distillation, stream)
+            except KeyboardInterrupt:
+                distillation.store()
+                raise
+        distillation.store()
+        if options.finetuning is not None:
+            _finetune(Finetuning(model, teacher, options.finetuning, options.reduce), stream, options.on_step)
+    except (DivergedError, KeyboardInterrupt):
+        raise
+    except BaseException:
+        before.restore()
+        raise
+    return model
+
+
+def _train(distillation: Distillation, stream: Iterator[Batch]) -> None:
+    """All steps, with a progress bar."""
+    num_steps, on_step = distillation.num_steps, distillation.options.on_step
+    trained = 0
+    with tqdm(total=num_steps, desc="distillation", disable=None) as bar:
+        for batch in islice(stream, num_steps - distillation.step_number):
+            losses = distillation.step(batch)
+            trained += bool(losses)
+            if not trained and distillation.step_number >= min(_PATIENCE, num_steps):
+                raise UnsupportedAttentionError(distillation.why_idle)
+            if losses:
+                bar.set_postfix(loss=f"{sum(x.loss for x in losses) / len(losses):.3f}", refresh=False)
+            bar.update()
+            if on_step is not None:
+                on_step(distillation.step_number, losses)
+
+
+def _finetune(finetuning: Finetuning, stream: Iterator[Batch], on_step: OnStep | None) -> None:
+    """All steps of the second stage, with a progress bar."""
+    num_steps = finetuning.options.steps
+    try:
+        with partial_result(lambda: finetuning.model), tqdm(total=num_steps, desc="fine-tuning", disable=None) as bar:
+            for batch in islice(stream, num_steps - finetuning.step_number):
+                loss = finetuning.step(batch)
+                bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+                bar.update()
+                if on_step is not None:
+                    on_step(finetuning.step_number, [LayerLoss(None, finetuning.options.target, loss)])
+    except DivergedError:
+        raise
+    except KeyboardInterrupt:
+        finetuning.finish()
+        raise
+    except BaseException:
+        finetuning.abandon()
+        raise
+    finetuning.finish()
+
+
+def refuse_converted(model: nn.Module) -> None:
+    """Refuse a model whose attention is not exact, because its exact attention is not that of its training."""
+    for root in transformers_models(model):
+        for config in configs_of(root):
+            if (name := method_of(config)) is not None:
+                raise UnsupportedAttentionError(
+                    f"{type(root).__name__} is converted to {name} already, and only exact attention can teach: load "
+                    "the original checkpoint without attn_implementation, or switch back with hea.convert(model, "
+                    "'sdpa') if its weights were not trained since"
+                )
+
+
+def refuse_nothing_to_learn(model: nn.Module) -> None:
+    """Refuse a converted model without learned parameters, and say which option gives its method some."""
+    methods = []
+    for root in transformers_models(model):
+        for config in configs_of(root):
+            stored = config.efficient_attention
+            name = method_of(config)
+            settings = stored.settings if stored is not None else name and EfficientAttentionConfig(name)
+            methods += [entry.config for entry in settings.entries] if settings else []
+    if any(learns(method) for method in methods):
+        return
+    found = "; ".join(dict.fromkeys(_what_could_learn(method) for method in methods))
+    raise UnsupportedAttentionError(found or "the model is not converted")
+
+
+def _what_could_learn(method: MethodConfig) -> str:
+    """Why a method learns nothing, and which of its options, or which other methods, would."""
+    names = type(method).hyperparameters() if method_info(method.method).learned_parameters else ()
+    candidates = [(name, value) for name in names for value in _alternatives(method, name)]
+    options = [f"{name}={value!r}" for name, value in candidates if learns(make_config(method, **{name: value}))]
+    if options:
+        return f"{method.method} learns nothing with these hyperparameters: use {' or '.join(options)}"
+    others = [name for name in available_methods() if learns(method_info(name).config_class())]
+    return (
+        f"{method.method} has no learned parameters, so that there is nothing to distill: use a method that has, such "
+        f"as linear with feature_map='hedgehog', or {', '.join(others)}"
+    )
+
+
+def _alternatives(method: MethodConfig, name: str) -> list[Any]:
+    """Other values of a hyperparameter that may give a method something to learn."""
+    present, facts = getattr(method, name), {field.name: field.metadata for field in dataclasses.fields(method)}[name]
+    if facts["choices"]:
+        return [choice for choice in facts["choices"] if choice != present]
+    if isinstance(present, bool):
+        return [not present]
+    return [3] if present == 0 and name != "seed" else []
+
+
+def batch_stream(batches: Iterable[Batch], seed: int, num_steps: int) -> Iterator[Batch]:
+    """Batches without end, the same in every call with the same arguments.
+
+    Raises:
+        UnsupportedAttentionError: there are no batches, or only one.
+    """
+    if isinstance(batches, (str, bytes, Mapping, Tensor)) or not isinstance(batches, Iterable):
+        raise UnsupportedAttentionError(
+            f"batches must be an iterable of batches, such as a list or a DataLoader, not {type(batches).__name__}: "
+            "split the data into batches"
+        )
+    if iter(batches) is batches:
+        batches = list(islice(batches, num_steps))
+    if isinstance(batches, Sized):
+        _check_count(len(batches))
+    if isinstance(batches, Sequence):
+        return _shuffled(batches, seed)
+    return _repeated(batches)
+
+
+def _shuffled(batches: Sequence[Batch], seed: int) -> Iterator[Batch]:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        for index in torch.randperm(len(batches), generator=generator).tolist():
+            yield batches[index]
+
+
+def _repeated(batches: Iterable[Batch]) -> Iterator[Batch]:
+    while True:
+        count = 0
+        for batch in batches:
+            yield batch
+            count += 1
+        _check_count(count)
+
+
+def _check_count(count: int) -> None:
+    if count == 0:
+        raise UnsupportedAttentionError("there is no text or picture to learn from: batches is empty")
+    if count == 1:
+        raise UnsupportedAttentionError(
+            "there is a single batch, which the learned parameters would fit without generalising: give at least two, "
+            "better twenty or more, of the kind of data that the model is used on"
+        )

@@ -1,0 +1,426 @@
+"""Distillation: layer-wise training of learned parameters, its losses, refusals, interruption and continuation."""
+
+import functools
+
+import pytest
+import torch
+
+import hf_efficient_attn as hea
+from hf_efficient_attn.evaluation.capture import Call, capture_attention, forward
+from hf_efficient_attn.evaluation.progress import Interrupted
+from hf_efficient_attn.integration.learned import learned_of
+from hf_efficient_attn.integration.models import attention_modules
+from hf_efficient_attn.methods import make_config
+from hf_efficient_attn.training import DistillationOptions, DivergedError, FinetuningOptions
+from hf_efficient_attn.training.attention_loss import WEIGHTS_SHARE, backward
+from hf_efficient_attn.training.distillation import Distillation
+from hf_efficient_attn.training.finetuning import Finetuning, make_teacher
+from tiny_models import DECODERS, tiny_batch, tiny_model
+
+# Everything that learns something, at sizes for tiny models.
+LEARNING = {
+    "hedgehog": ("linear", {"feature_map": "hedgehog", "num_features": 16}),
+    "t2r": ("linear", {"feature_map": "t2r", "num_features": 16}),
+    "exp": ("performer", {"feature_map": "exp", "num_features": 16}),
+    "flurka_linear": ("flurka_linear", {"projection_dim": 24, "feature_map": "hedgehog", "num_features": 16}),
+    "flurka_performer": ("flurka_performer", {"projection_dim": 24, "num_features": 16}),
+    "flurka_eva": ("flurka_eva", {"projection_dim": 24, "num_landmarks": 4, "window_size": 4}),
+    "linformer": ("linformer", {"projection_dim": 16}),
+    "shared": ("linformer", {"projection_dim": 16, "share": "layers"}),
+    "nystromformer": ("nystromformer", {"num_landmarks": 8, "conv_kernel_size": 5}),
+    "eva": ("eva", {"num_landmarks": 4, "window_size": 4, "proposal": "learned"}),
+}
+HEDGEHOG = {"feature_map": "hedgehog", "num_features": 16}
+
+
+def batches(family: str = "bert", count: int = 4, **options) -> list[dict]:
+    return [tiny_batch(family, seed=seed, **options) for seed in range(count)]
+
+
+def own_parameters(model) -> dict[str, torch.Tensor]:
+    """The parameters of the model itself."""
+    return {name: p.detach().clone() for name, p in model.named_parameters() if "learned_parameters" not in name}
+
+
+def learned_values(model) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if "learned_parameters" in name}
+
+
+def error_of(model, batch) -> float:
+    """Mean relative error of the layers on the inputs of the exact model."""
+    errors = Distillation(model, 1).measure(batch)
+    return sum(one.loss for one in errors) / len(errors)
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_every_method_that_learns_comes_closer_to_exact_attention(name):
+    method, options = LEARNING[name]
+    model, test = tiny_model("bert"), tiny_batch("bert", seed=9)
+    before = own_parameters(model)
+    untrained = error_of(hea.convert(tiny_model("bert"), method, **options), test)
+    assert hea.distill(model, method, batches(), steps=20, **options) is model
+    # In a random model a convolution or a projection of the tokens can do little.
+    assert error_of(model, test) < (0.97 if "feature_map" in options else 1.0) * untrained
+    assert model.config.efficient_attention["method"] == method
+    after = own_parameters(model)
+    assert all(torch.equal(p, after[key]) for key, p in before.items()), "only learned parameters may change"
+    assert not model.training
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("family", ["vit", *DECODERS])
+def test_pictures_and_causal_models(family):
+    model, test = tiny_model(family), tiny_batch(family, seed=9)
+    untrained = error_of(hea.convert(tiny_model(family), "linear", **HEDGEHOG), test)
+    hea.distill(model, "linear", batches(family), steps=20, **HEDGEHOG)
+    assert error_of(model, test) < 0.97 * untrained
+
+
+@pytest.mark.parametrize("loss", ["output", "weights", "both"])
+def test_contents_of_padding_have_no_influence(loss):
+    batch = tiny_batch("bert", padding="right")
+    other = {**batch, "input_ids": torch.where(batch["attention_mask"].bool(), batch["input_ids"], 7)}
+    assert not torch.equal(batch["input_ids"], other["input_ids"])
+    results = []
+    for one in (batch, other):
+        model = tiny_model("bert")
+        hea.distill(model, "linear", [one, one], steps=3, loss=loss, **HEDGEHOG)
+        results.append(learned_values(model))
+    assert all(torch.equal(results[0][name], p) for name, p in results[1].items())
+
+
+def captured(family: str, padding: str = "none") -> Call:
+    calls: list[Call] = []
+    model = tiny_model(family)
+    with capture_attention(model, calls.append):
+        forward(
+            model,
+            tiny_batch(family, length=150 if family not in DECODERS else 70, padding=padding, batch=2)
+            if family != "bert"
+            else tiny_batch(family, length=100, padding=padding),
+        )
+    return calls[-1]
+
+
+@pytest.mark.parametrize(
+    ("family", "padding"), [("bert", "none"), ("bert", "right"), ("gpt2", "none"), ("llama", "none")]
+)
+def test_losses_are_those_of_dense_matrices(family, padding, monkeypatch):
+    monkeypatch.setattr("hf_efficient_attn.training.attention_loss._BLOCK", 16)
+    call, config = captured(family, padding), make_config("linear", **HEDGEHOG)
+    num_heads, num_kv_heads = call.query.shape[1], call.key.shape[1]
+    torch.manual_seed(1)
+    maps = {
+        name: torch.randn(num_kv_heads, call.query.shape[-1], 16, requires_grad=True)
+        for name in ("query_map", "key_map")
+    }
+    losses = {loss: backward(call, config, maps, loss) for loss in ("output", "weights", "both")}
+    key, value = (x.repeat_interleave(num_heads // num_kv_heads, 1) for x in (call.key, call.value))
+    scores = call.query @ key.mT * call.query.shape[-1] ** -0.5
+    phi = []
+    for x, name in ((call.query, "query_map"), (key, "key_map")):
+        y = x @ maps[name].repeat_interleave(num_heads // num_kv_heads, 0)
+        phi.append(torch.cat((y, -y), -1).softmax(-1).clamp(min=1e-12))
+    products = phi[0] @ phi[1].mT
+    if call.key_mask is not None:
+        products = products * call.key_mask[:, None, None]
+        scores = scores.masked_fill(~call.key_mask[:, None, None], -torch.inf)
+    if call.is_causal:
+        products, scores = products.tril(), scores.masked_fill(~torch.ones_like(scores).tril().bool(), -torch.inf)
+    exact, found = scores.softmax(-1), products / products.sum(-1, keepdim=True)
+    valid = torch.ones(exact.shape[0], exact.shape[2]) if call.key_mask is None else call.key_mask.float()
+    entropy = -(exact * found.clamp(min=1e-9).log()).sum(-1)
+    entropy = (entropy * valid[:, None]).sum() / valid.sum() / num_heads
+    error = ((found @ value - exact @ value) * valid[:, None, :, None]).square().sum((2, 3))
+    output = (error / (exact @ value * valid[:, None, :, None]).square().sum((2, 3))).mean()
+    assert losses["output"] == pytest.approx(output.item(), rel=1e-4)
+    assert losses["weights"] == pytest.approx(entropy.item(), rel=1e-4)
+    assert losses["both"] == pytest.approx(output.item() + WEIGHTS_SHARE * entropy.item(), rel=1e-4)
+    wanted = torch.autograd.grad(2 * output + (1 + WEIGHTS_SHARE) * entropy, list(maps.values()))
+    for tensor, gradient in zip(maps.values(), wanted, strict=True):
+        torch.testing.assert_close(tensor.grad, gradient, rtol=1e-3, atol=1e-5)
+
+
+REFUSED = [
+    ("no data", "linear", HEDGEHOG, [], {}, "no text or picture"),
+    ("one batch", "linear", HEDGEHOG, 1, {}, "single batch"),
+    ("text", "linear", HEDGEHOG, "a text", {}, "must be an iterable of batches"),
+    ("nothing to learn", "linear", {}, 4, {}, "use feature_map='hedgehog' or feature_map='t2r' or feature_map='exp'"),
+    ("convolution", "nystromformer", {"num_landmarks": 8}, 4, {}, "use conv_kernel_size=3"),
+    ("no learned parameters", "kdeformer", {}, 4, {}, "has no learned parameters.*linformer"),
+    ("loss", "linear", HEDGEHOG, 4, {"loss": "outputs"}, "Did you mean 'output'"),
+    ("steps", "linear", HEDGEHOG, 4, {"steps": 0}, "integer of 1 or more"),
+    ("layer", "linear", HEDGEHOG, 4, {"layers": [7]}, "no attention in layers"),
+    ("hyperparameter", "linear", {"features": "hedgehog"}, 4, {}, "features"),
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "data", "changes", "message"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED]
+)
+def test_refusals_leave_the_model_as_it_was(method, options, data, changes, message):
+    model = tiny_model("bert")
+    before = {name: p.detach().clone() for name, p in model.state_dict().items()}
+    with pytest.raises(hea.UnsupportedAttentionError, match=message):
+        hea.distill(
+            model, method, batches(count=data) if isinstance(data, int) else data, **{"steps": 5, **changes}, **options
+        )
+    assert model.config.efficient_attention is None
+    assert list(model.state_dict()) == list(before)
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+
+
+def test_a_converted_model_cannot_teach():
+    model = tiny_model("bert", "kdeformer")
+    with pytest.raises(hea.UnsupportedAttentionError, match="converted to kdeformer already"):
+        hea.distill(model, "linear", batches(), steps=2, **HEDGEHOG)
+    assert model.config.efficient_attention["method"] == "kdeformer"
+
+
+class Broken(torch.utils.data.Dataset):
+    """Batches of which one cannot be read."""
+
+    def __init__(self, error: BaseException, at: int) -> None:
+        self.error, self.at, self.read = error, at, 0
+
+    def __iter__(self):
+        for batch in batches(count=8):
+            self.read += 1
+            if self.read == self.at:
+                raise self.error
+            yield batch
+
+
+def test_an_error_in_the_data_restores_the_model():
+    model = tiny_model("bert")
+    with pytest.raises(OSError, match="disk"):
+        hea.distill(model, "linear", Broken(OSError("disk"), 3), steps=8, **HEDGEHOG)
+    assert model.config.efficient_attention is None
+    assert not learned_values(model)
+
+
+def test_an_interrupted_model_is_converted_with_its_last_state():
+    model, whole = tiny_model("bert"), tiny_model("bert")
+    with pytest.raises(Interrupted) as info:
+        hea.distill(model, "linear", Broken(KeyboardInterrupt(), 4), steps=8, **HEDGEHOG)
+    assert info.value.result is model
+    hea.convert(whole, "linear", **HEDGEHOG)
+    distillation = Distillation(whole, 8)
+    for batch in batches(count=3):
+        distillation.step(batch)
+    distillation.store()
+    assert learned_values(model)
+    assert all(torch.equal(p, learned_values(whole)[name]) for name, p in learned_values(model).items())
+
+
+def test_a_loss_that_is_not_finite_keeps_the_best_parameters():
+    model = tiny_model("bert")
+    hea.convert(model, "linear", **HEDGEHOG)
+    distillation = Distillation(model, 100)
+    for batch in batches(count=4) * 6:
+        distillation.step(batch)
+    best = {id(group): group.best[1] for group in distillation._groups.values()}
+    first = next(iter(distillation._groups.values()))
+    with torch.no_grad():
+        first.trained["query_map"].fill_(float("nan"))
+    with pytest.raises(DivergedError, match=r"encoder\.layer\.0.*step 25.*smaller learning rate"):
+        distillation.step(batches(count=1)[0])
+    for group in distillation._groups.values():
+        tensors = group.learned.tensors()
+        assert all(torch.equal(tensors[name], p) for name, p in best[id(group)].items())
+        assert all(p.isfinite().all() for p in tensors.values())
+
+
+def test_a_continued_distillation_equals_an_uninterrupted_one(tmp_path):
+    model = hea.convert(tiny_model("bert"), "linear", **HEDGEHOG)
+    distillation, data = Distillation(model, 40), batches() * 10
+    for i, batch in enumerate(data):
+        if i == 25:
+            torch.save(distillation.state_dict(), tmp_path / "state.pt")
+        distillation.step(batch)
+    distillation.store()
+    again = hea.convert(tiny_model("bert"), "linear", **HEDGEHOG)
+    continued = Distillation(again, 40)
+    continued.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    for batch in data[continued.step_number :]:
+        continued.step(batch)
+    continued.store()
+    assert all(torch.equal(p, learned_values(again)[name]) for name, p in learned_values(model).items())
+    other = Distillation(hea.convert(tiny_model("bert"), "linear", feature_map="t2r", num_features=16), 40)
+    with pytest.raises(hea.UnsupportedAttentionError, match="other layers or learned parameters"):
+        other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+
+
+def test_sequences_within_the_budget_are_refused():
+    # Only a method that is exact up to some length and learns something; a user's own can be one.
+    model = hea.convert(tiny_model("bert"), "linear", **HEDGEHOG)
+    distillation = Distillation(model, 5)
+    config = type("Exact", (), {"method": "linear", "exact_length": 100})()
+    for module, *_ in attention_modules(model):
+        learned = learned_of(module)
+        if learned is not None:
+            learned.method = config
+    assert distillation.step(batches(count=1)[0]) == []
+    assert "sequences of 70 tokens are within the budget of linear, which computes up to 100" in distillation.why_idle
+
+
+def test_seed_order_and_report():
+    seen = []
+    options = DistillationOptions(
+        on_step=lambda step, losses: seen.append((step, [one.layer for one in losses])), seed=3
+    )
+    model = tiny_model("bert")
+    hea.distill(model, "linear", batches(), steps=6, layers=[1], options=options, **HEDGEHOG)
+    assert seen == [(step, [1]) for step in range(1, 7)]
+    other = tiny_model("bert")
+    hea.distill(other, "linear", batches(), steps=6, layers=[1], options=DistillationOptions(seed=4), **HEDGEHOG)
+    assert not all(torch.equal(p, learned_values(other)[name]) for name, p in learned_values(model).items())
+
+
+def test_autocast_and_bfloat16_models():
+    test = tiny_batch("bert", seed=9)
+    untrained = error_of(hea.convert(tiny_model("bert"), "linear", **HEDGEHOG), test)
+    model = tiny_model("bert")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        hea.distill(model, "linear", batches(), steps=20, **HEDGEHOG)
+    assert error_of(model, test) < 0.97 * untrained
+    half = tiny_model("bert").bfloat16()
+    hea.distill(half, "linear", batches(), steps=20, **HEDGEHOG)
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    assert error_of(half, test) < 0.97 * untrained
+
+
+def test_a_distilled_model_is_saved_and_loaded(tmp_path):
+    model, batch = tiny_model("bert"), tiny_batch("bert", seed=9)
+    hea.distill(model, "linear", batches(), steps=5, **HEDGEHOG)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        assert torch.equal(model(**batch)[0], again(**batch)[0])
+
+
+def test_reduction_over_processes_is_applied_to_every_gradient():
+    model = hea.convert(tiny_model("bert"), "linear", **HEDGEHOG)
+    counted = []
+
+    def reduce(gradient, record):
+        record.append(gradient.shape)
+        return gradient
+
+    Distillation(model, 2, options=DistillationOptions(reduce=functools.partial(reduce, record=counted))).step(
+        tiny_batch("bert")
+    )
+    assert len(counted) == 4
+
+
+@pytest.mark.parametrize(
+    ("family", "target", "rank"),
+    [
+        ("bert", "hidden_states", None),
+        ("bert", "logits", None),
+        ("bert", "hidden_states", 2),
+        ("vit", "logits", None),
+        ("gpt2", "logits", 2),
+        ("llama", "hidden_states", None),
+    ],
+)
+def test_second_stage_brings_the_outputs_closer(family, target, rank):
+    # On its own training data: random weights and tokens have nothing in common that could be learned.
+    exact, test = tiny_model(family, head=True), batches(family)[0]
+    models = [tiny_model(family, head=True) for _ in range(2)]
+    finetuning = FinetuningOptions(steps=40, target=target, lora_rank=rank, learning_rate=5e-4)
+    for model, options in zip(models, (None, DistillationOptions(finetuning=finetuning)), strict=True):
+        hea.distill(model, "linear", batches(family), steps=10, options=options, **HEDGEHOG)
+    key = "logits" if target == "logits" else "hidden_states"
+    with torch.no_grad():
+        wanted, *found = (m(**test, output_hidden_states=True)[key] for m in (exact, *models))
+    if key == "hidden_states":
+        wanted, *found = (x[-1] for x in (wanted, *found))
+    else:
+        wanted, *found = (x.log_softmax(-1) for x in (wanted, *found))
+    errors = [(x - wanted).norm() for x in found]
+    assert errors[1] < 0.95 * errors[0]
+    assert [name for name, _ in models[1].named_parameters()] == [name for name, _ in models[0].named_parameters()]
+    assert all(p.requires_grad for p in models[1].parameters())
+    assert not models[1].training
+
+
+def test_the_second_stage_ignores_padding():
+    batch = tiny_batch("bert", padding="right")
+    other = {**batch, "input_ids": torch.where(batch["attention_mask"].bool(), batch["input_ids"], 7)}
+    results = []
+    for one in (batch, other):
+        model = tiny_model("bert")
+        options = DistillationOptions(finetuning=FinetuningOptions(steps=3))
+        hea.distill(model, "linear", [one, one], steps=2, options=options, **HEDGEHOG)
+        results.append({name: p for name, p in model.state_dict().items() if "word_embeddings" not in name})
+    for name, p in results[1].items():
+        torch.testing.assert_close(results[0][name], p, msg=name)
+
+
+def test_an_error_in_the_second_stage_restores_the_model():
+    for rank in (None, 2):
+        model = tiny_model("bert")
+        before = {name: p.clone() for name, p in model.state_dict().items()}
+        options = DistillationOptions(finetuning=FinetuningOptions(steps=5, lora_rank=rank))
+        with pytest.raises(OSError, match="disk"):
+            hea.distill(model, "linear", Broken(OSError("disk"), 5), steps=2, options=options, **HEDGEHOG)
+        assert list(model.state_dict()) == list(before)
+        assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+
+
+def test_an_interrupted_second_stage_keeps_its_last_state():
+    for rank in (None, 2):
+        model = tiny_model("bert")
+        before = own_parameters(model)
+        options = DistillationOptions(finetuning=FinetuningOptions(steps=5, lora_rank=rank))
+        with pytest.raises(Interrupted):
+            hea.distill(model, "linear", Broken(KeyboardInterrupt(), 6), steps=2, options=options, **HEDGEHOG)
+        after = own_parameters(model)
+        assert list(after) == list(before)
+        assert not all(torch.equal(p, before[name]) for name, p in after.items())
+
+
+def test_a_second_stage_that_diverges_keeps_the_best_parameters():
+    model = tiny_model("bert")
+    options = FinetuningOptions(steps=50)
+    teacher = make_teacher(model, options)
+    finetuning = Finetuning(hea.convert(model, "linear", **HEDGEHOG), teacher, options)
+    for batch in batches() * 5:
+        finetuning.step(batch)
+    best = [p.detach().clone() for p in finetuning._trained]
+    with torch.no_grad():
+        model.encoder.layer[1].output.dense.bias.fill_(float("nan"))
+    with pytest.raises(DivergedError, match=r"hidden states after layer 1.*step 21 of the fine-tuning"):
+        finetuning.step(tiny_batch("bert"))
+    assert all(torch.equal(p, b) for p, b in zip(finetuning._trained, best, strict=True))
+
+
+def test_a_continued_second_stage_equals_an_uninterrupted_one(tmp_path):
+    options, data = FinetuningOptions(steps=30), batches() * 8
+    results = []
+    for stop in (None, 22):
+        model = tiny_model("bert")
+        teacher = make_teacher(model, options)
+        finetuning = Finetuning(hea.convert(model, "linear", **HEDGEHOG), teacher, options)
+        for i, batch in enumerate(data[:30]):
+            if i == stop:
+                torch.save(finetuning.state_dict(), tmp_path / "state.pt")
+                model = hea.convert(tiny_model("bert"), "linear", **HEDGEHOG)
+                finetuning = Finetuning(model, teacher, options)
+                finetuning.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+            finetuning.step(batch)
+        results.append(model.state_dict())
+    assert all(torch.equal(p, results[1][name]) for name, p in results[0].items())
+
+
+def test_refusals_of_the_second_stage():
+    with pytest.raises(hea.UnsupportedAttentionError, match="Did you mean 'logits'"):
+        FinetuningOptions(steps=5, target="logit")
+    with pytest.raises(hea.UnsupportedAttentionError, match=r"rounded away.*dtype=torch\.float32"):
+        make_teacher(tiny_model("bert").bfloat16(), FinetuningOptions(steps=5))
+    options = DistillationOptions(finetuning=FinetuningOptions(steps=5, target="logits"))
+    model = tiny_model("bert")
+    with pytest.raises(hea.UnsupportedAttentionError, match="has no logits: use target='hidden_states'"):
+        hea.distill(model, "linear", batches(), steps=2, options=options, **HEDGEHOG)
+    assert model.config.efficient_attention is None
