@@ -11,7 +11,8 @@ import hf_efficient_attn as hea
 from recipes.benchmarks import step
 from recipes.common import arguments
 from recipes.experiments import __main__ as experiments
-from recipes.experiments import groups
+from recipes.experiments import curves, groups
+from tiny_models import tiny_config
 
 runner = CliRunner()
 
@@ -65,6 +66,56 @@ def test_runs_are_not_repeated_and_failures_are_reported(folder, monkeypatch):
     assert runner.invoke(experiments.app, call).exit_code == 0
     # Only the failed run is repeated.
     assert first_runs == 10 and len(runs) == 11 and "linear" in runs[-1]
+
+
+def write_run(folder: pathlib.Path, stages: list[str], losses: list[float], seconds: float) -> None:
+    """A run of forty steps with an evaluation every tenth step; with two stages, they switch at step 10."""
+    folder.mkdir(parents=True)
+    switches = [{"step": 10, "from": stages[0], "to": stages[1]}] if len(stages) > 1 else []
+    report = {
+        "metrics": {"eval_accuracy": 0.25},
+        "steps": 40,
+        "switches": switches,
+        "attention": {"attention": None if switches else stages[0]},
+        "cpu_seconds_per_step": seconds,
+        "block_size": 16,
+    }
+    log = [{"step": 10 * i, "eval_loss": loss} for i, loss in enumerate(losses, 1)]
+    log += [{"step": i, "loss": 3.0} for i in range(1, 41)]
+    (folder / "metrics.json").write_text(json.dumps(report))
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": log}))
+    config = tiny_config("bert")
+    if stages[-1] != "sdpa":
+        config.efficient_attention = {"method": stages[-1]}
+    config.save_pretrained(folder)
+
+
+def test_curves_compare_up_training_with_its_references(folder, tmp_path):
+    runs = tmp_path / "flurka_books"
+    (task,) = groups.flurka_books_group(tmp_path).tasks
+    given = {
+        "exact": (["sdpa"], [2.5, 2.0, 1.0, 0.5], 4.0),
+        "linear": (["linear"], [2.5, 2.4, 2.3, 2.2], 1.0),
+        "flurka_linear": (["flurka_linear"], [2.5, 2.4, 2.2, 2.0], 2.0),
+        "flurka_linear, up-trained 25 % from linear": (["linear", "flurka_linear"], [2.5, 2.2, 1.8, 1.5], 1.5),
+    }
+    for line, (stages, losses, seconds) in given.items():
+        for seed in range(2):
+            write_run(experiments.folder_of(runs, line, task, seed), stages, losses, seconds)
+    picture = tmp_path / "books.png"
+    done = runner.invoke(curves.app, [str(runs), "--output", str(picture)])
+    assert done.exit_code == 0, done.output
+    assert picture.stat().st_size > 1000
+    # 1.8 is halfway from 2.2 at step 20 to 1.8 at step 30: 10 steps of the base and 15 of the variant.
+    row = next(line for line in done.output.splitlines() if "2 of 2" in line and "25 ± 0" in line)
+    assert "40 ± 0" in row and "0.50 ± 0.00" in row
+    assert "-0.500 ± 0.000" in done.output and "0 of 2" in done.output
+    again = runner.invoke(curves.app, ["--redraw", "--output", str(picture)])
+    assert again.output.splitlines()[:-1] == done.output.splitlines()[:-1]
+    both = runner.invoke(curves.app, [str(runs), "--redraw"])
+    assert isinstance(both.exception, hea.UnsupportedAttentionError)
+    costs = json.loads(picture.with_suffix(".json").read_text())["cost"]
+    assert set(costs) == {"exact", "linear", "flurka_linear"} and all(costs.values())
 
 
 def test_unknown_groups_are_refused(folder):

@@ -66,6 +66,8 @@ def parse(tmp_path, *options: str, **named):
         ({"preset": "glou"}, "Did you mean 'glue'"),
         ({"preset": "nmt", "variant": "kdeformer"}, "unknown FLuRKA variant"),
         ({"preset": "nmt", "set": ["x"]}, "form key=value"),
+        ({"attention": "linear", "switch_warmup_steps": 3}, "needs --stages or --preset"),
+        ({"preset": "nmt", "switch_warmup_steps": -1}, "give 0 or more"),
     ],
 )
 def test_invalid_attention_options_are_refused_on_construction(given, message):
@@ -312,6 +314,34 @@ def train_a_line(tmp_path, *options: str) -> list[int]:
     trainer = transformers.Trainer(Line(), args, train_dataset=examples)
     training.train_and_report(trainer, attention)
     return [entry["step"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_the_learning_rate_rises_again_after_a_switch(tmp_path):
+    rates: list[float] = []
+
+    class Rates(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                entry = {"step": 3, "uptraining_from": "linear", "uptraining_stage": "performer"}
+                state.log_history.append(entry)
+
+    class Optimizer(torch.optim.SGD):
+        def step(self, closure=None):
+            rates.append(self.param_groups[0]["lr"])
+            return super().step(closure)
+
+    own = ["--max_steps", "8", "--use_cpu", "True", "--learning_rate", "0.1", "--lr_scheduler_type", "constant"]
+    attention, args = parse(tmp_path, *own, "--stages", "linear:3", "performer:end", "--switch_warmup_steps", "4")
+    examples = [{"x": torch.tensor(1.0), "labels": torch.tensor(1.0)}] * 64
+    model = Line()
+    optimizer = Optimizer(model.parameters(), lr=0.1)
+    scheduler = transformers.get_constant_schedule(optimizer)
+    trainer = transformers.Trainer(
+        model, args, train_dataset=examples, optimizers=(optimizer, scheduler), callbacks=[Rates()]
+    )
+    report = training.train_and_report(trainer, attention)
+    assert rates == pytest.approx([0.1, 0.1, 0.1, 0.025, 0.05, 0.075, 0.1, 0.1])
+    assert report["cpu_seconds_per_step"] > 0
 
 
 def test_learning_curves_have_points_enough(tmp_path, capsys, monkeypatch):

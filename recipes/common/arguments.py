@@ -79,14 +79,27 @@ class AttentionArguments:
         "Up-training with the FLuRKA paper's shares for a task: nmt, imagenet, ...", default=None
     )
     variant: str | None = option("FLuRKA variant that --preset ends with.", default=None)
+    switch_warmup_steps: int = option(
+        "Raise the learning rate from 0 to its scheduled value again in N steps after each switch of --stages or "
+        "--preset.",
+        default=0,
+        metavar="N",
+    )
 
     def __post_init__(self) -> None:
         given = [f"--{name}" for name in ("attention", "stages", "preset") if getattr(self, name)]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} exclude each other: give only one of them")
-        for name, of in (("set", ("attention", "preset")), ("layers", ("attention",)), ("variant", ("preset",))):
+        for name, of in (
+            ("set", ("attention", "preset")),
+            ("layers", ("attention",)),
+            ("variant", ("preset",)),
+            ("switch_warmup_steps", ("stages", "preset")),
+        ):
             if getattr(self, name) and not any(getattr(self, other) for other in of):
                 raise ValueError(f"--{name} needs {' or '.join(f'--{o}' for o in of)}")
+        if self.switch_warmup_steps < 0:
+            raise ValueError(f"--switch_warmup_steps {self.switch_warmup_steps}: give 0 or more")
         # Both are called for their errors, which would otherwise come after the model and the data are loaded.
         self.method()
         self.schedule()

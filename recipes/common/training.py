@@ -117,10 +117,15 @@ def last_complete_checkpoint(folder: str | os.PathLike, processes: int = 1) -> p
 
 
 class _Clock(TrainerCallback):
-    """Measures the time of the steps, without the first one, saving and evaluation, and the peak memory."""
+    """Measures the time of the steps, without the first one, saving and evaluation, and the peak memory.
+
+    `seconds` is wall time and `cpu_seconds` the time that the threads of this process have computed, which other
+    processes on the machine hardly change.
+    """
 
     def __init__(self) -> None:
-        self.steps, self.seconds, self.peak, self._mark, self._first = 0, 0.0, 0, 0.0, True
+        self.steps, self.seconds, self.cpu_seconds, self.peak, self._first = 0, 0.0, 0.0, 0, True
+        self._mark = self._cpu_mark = 0.0
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         if args.device.type == "cuda":
@@ -129,15 +134,48 @@ class _Clock(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not self._first:
             self.steps, self.seconds = self.steps + 1, self.seconds + time.perf_counter() - self._mark
-        self._first, self._mark = False, time.perf_counter()
+            self.cpu_seconds += time.process_time() - self._cpu_mark
+        self._first, self._mark, self._cpu_mark = False, time.perf_counter(), time.process_time()
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._mark = time.perf_counter()
+        self._mark, self._cpu_mark = time.perf_counter(), time.process_time()
 
     on_save = on_log = on_evaluate
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         self.peak = torch.cuda.max_memory_allocated(args.device) if args.device.type == "cuda" else peak_bytes()
+
+
+class _SwitchWarmup(TrainerCallback):
+    """Raises the learning rate linearly from 0 to its scheduled value in some steps after each switch of attention.
+
+    The schedule itself does not change: the factor applies to a single optimizer step at a time.
+
+    Args:
+        steps: number of steps after a switch; in the last of them the learning rate is the scheduled one.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self._scheduled: list[float] = []
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Scale the learning rates."""
+        switches = switches_of(state.log_history)
+        done = state.global_step - switches[-1]["step"] + 1 if switches else self.steps
+        groups = kwargs["optimizer"].param_groups
+        self._scheduled = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] *= min(1.0, done / self.steps)
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Restore the scheduled learning rates."""
+        for group, rate in zip(kwargs["optimizer"].param_groups, self._scheduled, strict=True):
+            group["lr"] = rate
 
 
 class _Resumptions(TrainerCallback):
@@ -171,8 +209,8 @@ def train_and_report(
             "eval_loss".
 
     Returns:
-        The contents of `metrics.json`: metrics, seconds_per_step, peak_memory_mib, steps, seed, attention, switches,
-        versions, processes and more.
+        The contents of `metrics.json`: metrics, seconds_per_step, cpu_seconds_per_step, peak_memory_mib, steps, seed,
+        attention, switches, versions, processes and more.
     """
     args, clock = trainer.args, _Clock()
     if not counts_items(trainer.model):
@@ -180,6 +218,8 @@ def train_and_report(
         # and multiplies loss and gradient by their number (huggingface/transformers, issue 47688).
         trainer.model_accepts_loss_kwargs = False
     trainer.add_callback(clock)
+    if attention.switch_warmup_steps:
+        trainer.add_callback(_SwitchWarmup(attention.switch_warmup_steps))
     trainer.add_callback(_Resumptions())
     result = trainer.train(resume_from_checkpoint=_checkpoint(args))
     figures = {**result.metrics, **_evaluate(trainer, evaluate)}
@@ -192,6 +232,7 @@ def train_and_report(
         "steps": trainer.state.global_step,
         "epochs": trainer.state.epoch,
         "seconds_per_step": clock.seconds / clock.steps if clock.steps else None,
+        "cpu_seconds_per_step": clock.cpu_seconds / clock.steps if clock.steps else None,
         "peak_memory_mib": round(peak / 2**20, 1),
         "peak_memory_of": "allocations on the device" if args.device.type == "cuda" else "the whole process",
         "seed": args.seed,

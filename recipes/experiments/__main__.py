@@ -1,7 +1,10 @@
 """Run the experiments of recipes/README.md, and print the tables of their results.
 
-    python -m recipes.experiments run glue --data DATA --output RUNS --workers 2      (also imagenet, lm, lra)
-    python -m recipes.experiments show RUNS/glue                                      (prints the table again)
+    python -m recipes.experiments run glue --data DATA --output RUNS --workers 2
+    python -m recipes.experiments show RUNS/glue                                 (prints the table again)
+
+The other groups are imagenet, lm, lra, flurka_images and flurka_books. `recipes.experiments.curves` draws the runs of
+the last two, and prints what equal loss costs.
 
 Every run is a recipe in a separate process with its own folder. A run that has a metrics.json is not repeated, so that
 interrupted experiments continue. DATA is a folder with glue/, images/, imdb/, models/ and text/books. The default is
@@ -29,18 +32,9 @@ from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 from recipes.common.commands import Csv, Data, data_folder, new_app, write
 from recipes.common.memory import ROOT
 from recipes.experiments.groups import GROUPS, Group
+from recipes.experiments.names import folder_of, mean_and_range, slug
 
 app = new_app(no_args_is_help=True)
-
-
-def slug(text: str) -> str:
-    """The text as a folder name."""
-    return "-".join("".join(c if c.isalnum() else " " for c in text.lower()).split())
-
-
-def folder_of(output: pathlib.Path, line: str, task: str, seed: int) -> pathlib.Path:
-    """The folder of a run."""
-    return output / slug(task) / f"{slug(line)}-{seed}"
 
 
 def run_one(module: Sequence[str], folder: pathlib.Path, threads: int) -> str | None:
@@ -63,7 +57,9 @@ def run_one(module: Sequence[str], folder: pathlib.Path, threads: int) -> str | 
 
 @app.command(epilog="Example: python -m recipes.experiments run glue --output runs --workers 2 --seeds 2")
 def run(
-    groups: Annotated[list[str], typer.Argument(metavar="GROUP...", help="glue, imagenet, lm or lra.")],
+    groups: Annotated[
+        list[str], typer.Argument(metavar="GROUP...", help="Names of groups: " + ", ".join(GROUPS) + ".")
+    ],
     output: Annotated[pathlib.Path, typer.Option(metavar="FOLDER", help="Folder of the runs.")],
     data: Data = None,
     workers: Annotated[int, typer.Option(metavar="N", min=1, help="Number of simultaneous runs.")] = 1,
@@ -118,14 +114,6 @@ def figures_of(reports: Sequence[Mapping[str, Any]], key: str) -> list[float]:
     """A figure of all reports that have it."""
     values = (report["metrics"].get(key, report.get(key)) for report in reports)
     return [value for value in values if value is not None]
-
-
-def mean_and_range(values: Sequence[float], digits: int = 3) -> str:
-    """The mean, and half the range if there are several values."""
-    if not values:
-        return ""
-    mean = f"{statistics.fmean(values):.{digits}f}"
-    return mean if len(values) == 1 else f"{mean} ± {(max(values) - min(values)) / 2:.{digits}f}"
 
 
 def show_group(name: str, group: Group, folder: pathlib.Path, csv: pathlib.Path | None) -> None:
