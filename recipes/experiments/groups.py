@@ -164,41 +164,36 @@ def lm_group(data: pathlib.Path) -> Group:
 
 
 def lra_group(data: pathlib.Path) -> Group:
-    """The small encoder of the Long Range Arena, on sequences so short that it learns in minutes on one core.
-
-    Budgets are those of 8 exact keys per query, below the length of every sequence, except for linear and performer.
-    """
-    common = (
-        "recipes.lra --initializer_range 0.1 --dropout 0 --learning_rate 2e-3 --eval_strategy no --save_strategy no "
-        "--use_cpu --task"
-    ).split()
-    listops = (
-        "listops --min_length 12 --max_length 96 --listops_depth 5 --listops_args 5 --listops_train 40000 "
-        "--listops_eval 1000 --pooling cls --num_heads 4 --max_steps 2000 --per_device_train_batch_size 32"
-    )
-    image = (
-        f"image --data {data}/images/cifar10-jpeg-test10k-train5k.zip --train_split test --eval_split train "
-        "--max_length 144 --max_eval_samples 1000 --max_steps 2500 --per_device_train_batch_size 16"
-    )
+    """The small encoder of the Long Range Arena, with as few steps as two cores allow."""
+    common = ["recipes.lra", "--eval_strategy", "no", "--save_strategy", "no", "--task"]
+    image = f"image --data {data}/images/cifar10-jpeg-test10k-train5k.zip --max_steps 150 --max_eval_samples 500"
+    text = f"text --data {data}/imdb --max_length 4096 --max_steps 40 --max_eval_samples 200"
+    listops = "listops --listops_train 1000 --listops_eval 200 --max_steps 60"
+    small = ["--per_device_train_batch_size", "8", "--per_device_eval_batch_size", "8"]
+    tasks = {
+        "ListOps": [*listops.split(), *small],
+        "text": [*text.split(), *small],
+        "image": [*image.split(), "--per_device_train_batch_size", "16"],
+    }
+    costs: dict[str, tuple[str, str]] = {}
+    for task in tasks:
+        costs |= cost_columns(task, task)
     return Group(
-        tasks={name: [*common, *arguments.split()] for name, arguments in (("ListOps", listops), ("image", image))},
+        tasks={name: [*common, *arguments] for name, arguments in tasks.items()},
         attention={
             "exact": attention("sdpa"),
-            "kdeformer": attention("kdeformer", "block_size=2", "num_samples=6"),
             "linear": attention("linear"),
-            "nystromformer": attention("nystromformer", "num_landmarks=4"),
-            "nearfar": attention("nearfar", "block_size=1", "num_samples=7"),
-            "hyperattention": attention("hyperattention", "block_size=2", "num_samples=6"),
-            "longformer": attention("longformer", "window_size=3"),
-            "linformer": attention("linformer", "projection_dim=8"),
-            "performer": attention("performer", "num_features=32"),
-            "flurka_linear": attention("flurka_linear", "projection_dim=8"),
-            "wildcat": attention("wildcat", "num_samples=8", "num_candidates=32"),
-            "thinformer": attention("thinformer", "num_samples=8"),
+            "nystromformer": attention("nystromformer", "num_landmarks=64"),
+            "kdeformer": attention("kdeformer", "block_size=64", "num_samples=64"),
+            "nearfar": attention("nearfar", "block_size=16", "num_samples=112"),
+            "wildcat": attention("wildcat", "num_samples=128"),
+            "thinformer": attention("thinformer", "num_samples=128"),
+            "flurka_linear": attention("flurka_linear", "projection_dim=256"),
         },
-        figures={name: (name, "eval_accuracy") for name in ("ListOps", "image")}
-        | {f"{name}, CPU s per step": (name, "cpu_seconds_per_step") for name in ("ListOps", "image")},
-        note="NOTE",
+        figures={name: (name, "eval_accuracy") for name in tasks} | costs,
+        note="Accuracy of an encoder of 2 layers with hidden size 64 from scratch: ListOps (up to 2,000 tokens; 60 "
+        "steps of 8; 200 examples to evaluate; chance about .17), IMDB by bytes (4,096; 40 of 8; 200; .5), CIFAR-10 by "
+        "pixels (1,024; 150 of 16; 500; .1). The benchmark trains far longer.",
     )
 
 
