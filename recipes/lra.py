@@ -77,6 +77,7 @@ class TaskArguments:
     max_eval_samples: int | None = option(
         "Evaluate on at most N examples, chosen at random.", default=None, metavar="N"
     )
+    train_split: str | None = option("For image: the split to train on. Default: train.", default=None)
     eval_split: str | None = option("For image: the split to evaluate on. Default: test.", default=None)
     difficulty: str = option("For pathfinder: its difficulty.", default="hard", choices=list(lra.DIFFICULTIES))
     skip_bad_images: bool = option("Skip images that cannot be read.", default=False)
@@ -87,6 +88,8 @@ class TaskArguments:
     listops_eval: int = option("Number of ListOps to evaluate on.", default=2000)
     listops_seed: int = option("Seed of generated ListOps.", default=0)
     min_length: int = option("Generated ListOps have more tokens than this, and fewer than --max_length.", default=500)
+    listops_depth: int = option("Largest depth of generated ListOps: nested operators, and the digits.", default=10)
+    listops_args: int = option("Largest number of arguments of an operator in generated ListOps.", default=10)
 
     def __post_init__(self) -> None:
         if self.task is None:
@@ -107,7 +110,7 @@ class TaskArguments:
     def rules(self) -> listops.Rules:
         """The rules of generated ListOps."""
         longest = self.max_length or lra.TASKS["listops"].max_length
-        return listops.Rules(min_length=self.min_length, max_length=longest)
+        return listops.Rules(self.min_length, longest, max_depth=self.listops_depth, max_args=self.listops_args)
 
 
 @dataclass
@@ -124,6 +127,9 @@ class EncoderArguments:
     attention_dropout: float = option(
         "Dropout of attention. The benchmark has 0.1, but exact attention is slow with it on a CPU.", default=0.0
     )
+    initializer_range: float = option(
+        "Standard deviation of new weights. With small hidden sizes, 0.1 learns in fewer steps.", default=0.02
+    )
     pooling: str = option(
         "mean over all tokens, or cls for an additional first token.", default="mean", choices=["mean", "cls"]
     )
@@ -133,6 +139,8 @@ class EncoderArguments:
             raise ValueError("the encoder's sizes must be 1 or more")
         if self.hidden_size % self.num_heads:
             raise ValueError(f"--hidden_size {self.hidden_size} is not a multiple of --num_heads {self.num_heads}")
+        if self.initializer_range <= 0:
+            raise ValueError(f"--initializer_range {self.initializer_range}: give a number above 0")
 
 
 class LongRangeModel(BertPreTrainedModel):
@@ -199,6 +207,7 @@ def make_model(task: lra.Task, encoder: EncoderArguments, max_length: int) -> Lo
         intermediate_size=encoder.intermediate_size,
         hidden_dropout_prob=encoder.dropout,
         attention_probs_dropout_prob=encoder.attention_dropout,
+        initializer_range=encoder.initializer_range,
         max_position_embeddings=max_length + (encoder.pooling == "cls"),
         type_vocab_size=1,
         pad_token_id=lra.PAD,
@@ -220,7 +229,7 @@ def load(options: TaskArguments, reading: lra.Reading) -> dict[str, Dataset]:
     if options.task == "text":
         return lra.load_text(options.data, reading)
     if options.task == "image":
-        return lra.load_image(options.data, reading, options.eval_split)
+        return lra.load_image(options.data, reading, options.eval_split, options.train_split)
     if options.task == "retrieval":
         return lra.load_retrieval(options.data, reading)
     return lra.load_pathfinder(options.data, reading, options.difficulty)
@@ -270,6 +279,10 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     evaluation = {split: examples for split, examples in data.items() if split != "train"}
     # During training the first evaluation split is used; at the end both are, if there are two.
     single = next(iter(evaluation.values()))
+    operator_at = int(encoder.pooling == "cls") if options.task == "listops" else None
+    trivial = lra.baselines(data["train"], single, operator_at)
+    if args.process_index == 0:
+        print("without a model:", ", ".join(f"{name} {value:.3f}" for name, value in trivial.items()))
     trainer = Trainer(
         model=model,
         args=args,
@@ -283,6 +296,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "task": dataclasses.asdict(options) | {"max_length": max_length},
         "encoder": dataclasses.asdict(encoder),
         "rows": {split: len(examples) for split, examples in data.items()},
+        "baselines": trivial,
         "mean_length": {split: float(examples["length"][:].mean()) for split, examples in data.items()},
     }
     return training.train_and_report(

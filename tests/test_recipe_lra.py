@@ -225,6 +225,18 @@ def test_listops_in_the_official_layout(made):
     assert found["train"]["labels"][:4].tolist() == [9, 1, 3, 4]
 
 
+def test_rules_without_a_model():
+    train = data_of.rows_of([np.array(ids) for ids in ([10, 1], [10, 2], [10, 5], [11, 3])], [0, 0, 9, 7])
+    evaluation = data_of.rows_of([np.array(ids) for ids in ([10, 4], [11, 4], [11, 8], [12, 6])], [0, 7, 8, 0])
+    assert data_of.baselines(train, evaluation) == {"most_frequent": 0.5}
+    assert data_of.baselines(train, evaluation, operator_at=0) == {"most_frequent": 0.5, "first_operator": 0.75}
+    started = [
+        data_of.rows_of([row["input_ids"] - 2 for row in rows], rows["labels"][:], first=True)
+        for rows in (train, evaluation)
+    ]
+    assert data_of.baselines(*started, operator_at=1)["first_operator"] == 0.75
+
+
 def test_reviews_as_bytes(made, tmp_path):
     found = data_of.load_text(made("text"), reading())
     assert {split: len(rows) for split, rows in found.items()} == {"train": 12, "test": 12}
@@ -251,6 +263,16 @@ def test_pictures_as_grey_pixels(made):
             assert set(row["input_ids"]) <= {20 * row["labels"] + 2, 20 * row["labels"] + 3}
     resized = data_of.load_image(source, reading(image_size=8, evaluation=5))
     assert set(resized["test"]["length"][:].tolist()) == {64} and len(resized["test"]) == 5
+
+
+def test_splits_of_pictures_can_be_chosen(made, tmp_path):
+    source = made("image")
+    with zipfile.ZipFile(source, "a") as archive:
+        archive.writestr("test/a/2.png", picture(value=250))
+    found = data_of.load_image(source, reading(image_size=4), "train", "test")
+    assert len(found["train"]) == 21 and len(found["test"]) == 20 and 252 in found["train"]["input_ids"][:]
+    with pytest.raises(ValueError, match="no split 'tests'"):
+        data_of.load_image(source, reading(image_size=4), "train", "tests")
 
 
 def test_grey_values_are_the_luminance(tmp_path):
@@ -460,6 +482,7 @@ def test_it_learns(tmp_path):
         (["--attention", "nystromforner"], "nystromformer"),
         (["--stages", "linear:0.5", "flurka_linear:0.9"], "1"),
         (["--max_length", "60"], "--max_length 60 is not a square"),
+        (["--initializer_range", "0"], "--initializer_range 0"),
     ],
 )
 def test_refused_before_the_first_step(more, message, made, tmp_path):
@@ -481,9 +504,15 @@ def test_as_a_command(tmp_path):
     assert refused.stderr == "error: --task text needs --data: a folder in the benchmark's layout\n"
 
 
-def test_generated_listops_through_the_recipe(tmp_path):
+def test_generated_listops_through_the_recipe(tmp_path, capsys):
     options = options_of("listops", "", tmp_path / "out", "--cache_dir", str(tmp_path / "cache"), "--min_length", "10")
     start = options.index("--data")
     del options[start : start + 2]
-    report = lra.run([*options, "--listops_train", "16", "--listops_eval", "8"])
+    rules = ["--listops_depth", "3", "--listops_args", "6", "--pooling", "cls", "--initializer_range", "0.1"]
+    report = lra.run([*options, *rules, "--listops_train", "16", "--listops_eval", "8"])
     assert report["rows"] == {"train": 16, "test": 8} and 10 < report["mean_length"]["train"] < 64
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["listops-10-64-3-6-0-16-8-v1"]
+    assert sorted(report["baselines"]) == ["first_operator", "most_frequent"]
+    assert f"first_operator {report['baselines']['first_operator']:.3f}" in capsys.readouterr().out
+    model = lra.LongRangeModel.from_pretrained(tmp_path / "out")
+    assert model.config.initializer_range == 0.1

@@ -16,6 +16,7 @@ token t is 2 + t.
 
 import pathlib
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -116,6 +117,32 @@ def choose(count: int, most: int | None) -> list[int]:
     if most is None or most >= count:
         return list(range(count))
     return sorted(np.random.default_rng(0).permutation(count)[:most].tolist())
+
+
+def baselines(train: Dataset, evaluation: Dataset, operator_at: int | None = None) -> dict[str, float]:
+    """Accuracy on `evaluation` of one or two rules that need no model.
+
+    Args:
+        train: examples that the rules are taken from.
+        evaluation: examples that they are applied to.
+        operator_at: for ListOps, the index of the token with the outermost operator.
+
+    Returns:
+        "most_frequent": always the most frequent label. "first_operator", if `operator_at` is given: the most frequent
+        label of the expressions with the same outermost operator.
+    """
+    labels, truth = train["labels"][:].tolist(), evaluation["labels"][:].tolist()
+    most_frequent = Counter(labels).most_common(1)[0][0]
+    found = {"most_frequent": sum(label == most_frequent for label in truth) / len(truth)}
+    if operator_at is not None:
+        counts: dict[int, Counter[int]] = {}
+        for ids, label in zip(train["input_ids"][:], labels, strict=True):
+            counts.setdefault(int(ids[operator_at]), Counter())[label] += 1
+        best = {operator: count.most_common(1)[0][0] for operator, count in counts.items()}
+        answers = [best.get(int(ids[operator_at]), most_frequent) for ids in evaluation["input_ids"][:]]
+        right = sum(answer == label for answer, label in zip(answers, truth, strict=True))
+        found["first_operator"] = right / len(truth)
+    return found
 
 
 @dataclass(frozen=True)
@@ -276,16 +303,19 @@ def load_retrieval(source: str, reading: Reading) -> dict[str, Dataset]:
     return found
 
 
-def load_image(source: str, reading: Reading, split: str | None = None) -> dict[str, Dataset]:
+def load_image(
+    source: str, reading: Reading, split: str | None = None, train_split: str | None = None
+) -> dict[str, Dataset]:
     """Load the splits train and test of the image task from pictures with classes.
 
     Args:
         source: folder, zip file or hub id.
         reading: how the task is read.
         split: name of the split to evaluate on; None for test or another usual name.
+        train_split: name of the split to train on; None for train.
     """
     splits = images.load(source)
-    train = images.pick(splits, None, images.TRAIN_SPLITS, source)
+    train = images.pick(splits, train_split, images.TRAIN_SPLITS, source)
     evaluation = images.pick(splits, split, ("test", *images.EVAL_SPLITS), source)
     if train is None or evaluation is None:
         raise ValueError(
