@@ -45,7 +45,7 @@ class Call(NamedTuple):
         key_mask: bool (B, Nk), True = attend; None if nothing is masked.
         is_causal: whether the layer is causal.
         scale: factor of the scores; None for 1/sqrt(D).
-        exact: (B, H, Nq, Dv), the output of exact attention in float32 or float64.
+        exact: (B, H, Nq, Dv), the output of exact attention in float32 or float64, or of what is captured in its place.
         why_exact: method name -> the reason why a converted model computes this call exactly; None if it does not.
         module: the attention module.
     """
@@ -115,8 +115,17 @@ def _never_exact(method: str) -> None:
     return None
 
 
+def exact_output(call: Call) -> Tensor:
+    """The output of exact attention for the inputs of a call, in float32 or float64."""
+    acc_dtype = torch.promote_types(call.value.dtype, torch.float32)
+    tensors = {name: getattr(call, name).to(acc_dtype) for name in ("query", "key", "value")}
+    return call._replace(**tensors).compute_exact()
+
+
 @contextlib.contextmanager
-def capture_attention(model: nn.Module, visit: Callable[[Call], None]) -> Iterator[None]:
+def capture_attention(
+    model: nn.Module, visit: Callable[[Call], None], compute: Callable[[Call], Tensor] = exact_output
+) -> Iterator[None]:
     """Pass every attention call of `model` to `visit` within the context.
 
     The model is in eval mode and computes exact attention within the context. Afterwards the model, its configs and the
@@ -125,6 +134,8 @@ def capture_attention(model: nn.Module, visit: Callable[[Call], None]) -> Iterat
     Args:
         model: a Transformers model, or a module that contains some.
         visit: called with each `Call`.
+        compute: another attention, which the model computes in place of the exact one. It gets a call whose `exact` is
+            empty, and what it returns becomes `exact`.
 
     Raises:
         UnsupportedAttentionError: `model` contains no Transformers model, or its attention does not use Transformers'
@@ -162,21 +173,20 @@ def capture_attention(model: nn.Module, visit: Callable[[Call], None]) -> Iterat
         refuse_arguments("measuring attention", module, key.shape[2], attention_mask, kwargs)
         is_causal = is_causal_call(module, location, is_causal)
         is_cross = not is_causal and (location.is_cross or query.shape[2] != key.shape[2])
-        acc_dtype = torch.promote_types(value.dtype, torch.float32)
-        exact = exact_layer(
-            query.to(acc_dtype), key.to(acc_dtype), value.to(acc_dtype), attention_mask, is_causal=is_causal,
-            scale=scaling, dropout_p=0.0,
-        )  # fmt: skip
-        if not exact.isfinite().all():
-            raise UnsupportedAttentionError(
-                f"exact attention in {location.name} gives values that are not finite ({value.dtype}), so that errors "
-                "cannot be measured. Check the weights, or load the model in float32"
-            )
         # A method that needs as many keys as queries is refused for a module with fewer keys by construction.
         is_cross = is_cross and not getattr(module, "is_rectangular", False)
         why_exact = functools.partial(why_cross_attention_is_exact, config=config) if is_cross else _never_exact
         tensors = (query, key, value, attention_mask)
-        visit(Call(location.layer, location.name, *tensors, is_causal, scaling, exact, why_exact, module))
+        empty = value.new_empty(0)
+        call = Call(location.layer, location.name, *tensors, is_causal, scaling, empty, why_exact, module)
+        exact = compute(call)
+        if not exact.isfinite().all():
+            raise UnsupportedAttentionError(
+                f"{'exact ' if compute is exact_output else ''}attention in {location.name} gives values that are not "
+                f"finite ({value.dtype}), so that errors cannot be measured. Check the weights, or load the model in "
+                "float32"
+            )
+        visit(call._replace(exact=exact))
         return exact.to(value.dtype).transpose(1, 2).contiguous(), None
 
     configs = [(config, config._attn_implementation_internal) for root in roots for config in configs_of(root)]

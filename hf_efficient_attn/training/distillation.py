@@ -9,6 +9,7 @@ layer end at its inputs, so that the activations of only one layer are in memory
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -49,6 +50,7 @@ class LayerLoss(NamedTuple):
 
 
 OnStep = Callable[[int, Sequence[LayerLoss]], None]
+Capture = Callable[[nn.Module, Callable[[Call], None]], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,14 +83,14 @@ class _Group:
 
     Attributes:
         learned: the module that holds them.
-        trained: float32 copies of them, which are trained, by name.
+        trained: copies of them in float32 or float64, which are trained, by name.
         loss: sum of the losses of the current window of steps.
         best: the smallest mean loss of a window, and the parameters at its end.
     """
 
     def __init__(self, learned: LearnedParameters) -> None:
         self.learned = learned
-        self.trained = {name: p.detach().float().clone().requires_grad_() for name, p in learned.tensors().items()}
+        self.trained = {name: _copy(p) for name, p in learned.tensors().items()}
         self.loss = 0.0
         self.best: tuple[float, dict[str, Tensor]] = (float("inf"), self.copy())
 
@@ -107,6 +109,12 @@ class _Group:
             p.copy_(values[name])
 
 
+def _copy(parameter: Tensor) -> Tensor:
+    """A copy to train, in float32 or float64."""
+    wide = torch.promote_types(parameter.dtype, torch.float32)
+    return parameter.detach().to(wide, copy=True).requires_grad_()
+
+
 class Distillation:
     """Trains the learned parameters of a converted model's layers, one batch at a time.
 
@@ -115,6 +123,8 @@ class Distillation:
         num_steps: the number of steps of the whole training, for the learning rate.
         loss: one of `attention_loss.LOSSES`.
         options: see `DistillationOptions`.
+        capture: passes the calls of the layers to train to a function, with the output to imitate as `exact`; those of
+            all layers and of exact attention by default.
 
     Attributes:
         step_number: the number of steps so far.
@@ -124,10 +134,15 @@ class Distillation:
     """
 
     def __init__(
-        self, model: nn.Module, num_steps: int, loss: str = "output", options: DistillationOptions | None = None
+        self,
+        model: nn.Module,
+        num_steps: int,
+        loss: str = "output",
+        options: DistillationOptions | None = None,
+        capture: Capture = capture_attention,
     ) -> None:
         check_loss(loss)
-        self.model, self.num_steps, self.loss = model, num_steps, loss
+        self.model, self.num_steps, self.loss, self.capture = model, num_steps, loss, capture
         self.options = options or DistillationOptions()
         self.step_number = 0
         self._groups: dict[LearnedParameters, _Group] = {}
@@ -247,8 +262,8 @@ class Distillation:
         self.step_number = state["step"]
 
     def _run(self, batch: Batch, visit: Callable[[Call], None]) -> None:
-        with capture_attention(self.model, visit):
-            forward(self.model, _without_head(batch))
+        with self.capture(self.model, visit):
+            forward(self.model, _without_head(batch, self.model))
 
     def _trained_in(self, call: Call) -> tuple[_Group | None, MethodConfig | None]:
         """The parameters and the method of a call; None if the converted model computes it exactly."""
@@ -275,9 +290,10 @@ class Distillation:
         )
 
 
-def _without_head(batch: Batch) -> Batch:
-    """A batch without what only the loss of a task needs."""
-    if isinstance(batch, Mapping):
+def _without_head(batch: Batch, model: nn.Module) -> Batch:
+    """A batch without what only the loss of a task needs. Encoder-decoder models make inputs of their labels."""
+    has_decoder = any(root.config.is_encoder_decoder for root in transformers_models(model))
+    if isinstance(batch, Mapping) and (not has_decoder or "decoder_input_ids" in batch):
         return {name: x for name, x in batch.items() if name not in ("labels", "label", "label_ids")}
     return batch
 
@@ -416,10 +432,16 @@ def refuse_nothing_to_learn(model: nn.Module) -> None:
             name = method_of(config)
             settings = stored.settings if stored is not None else name and EfficientAttentionConfig(name)
             methods += [entry.config for entry in settings.entries] if settings else []
+    reason = why_nothing_to_learn(methods)
+    if reason is not None:
+        raise UnsupportedAttentionError(reason)
+
+
+def why_nothing_to_learn(methods: Sequence[MethodConfig]) -> str | None:
+    """Why none of the methods has learned parameters, and which of its options would give it some; None if one has."""
     if any(learns(method) for method in methods):
-        return
-    found = "; ".join(dict.fromkeys(_what_could_learn(method) for method in methods))
-    raise UnsupportedAttentionError(found or "the model is not converted")
+        return None
+    return "; ".join(dict.fromkeys(_what_could_learn(method) for method in methods)) or "the model is not converted"
 
 
 def _what_could_learn(method: MethodConfig) -> str:
