@@ -96,7 +96,7 @@ class Draw:
     def shape(self, **fixed: Any) -> dict[str, Any]:
         """Arguments of `inputs` that the instance supports."""
         q_len = self.length()
-        rectangular = self.instance.info.rectangular and not self.is_causal and not self.instance.square
+        rectangular = self.instance.rectangular and not self.is_causal
         rectangular = rectangular and self.chance(0.3)
         kv_len = self.length() if rectangular else q_len
         return {"batch": self.choice(1, 1, 2, 3), "q_len": q_len, "kv_len": kv_len, **self.heads(), **fixed}

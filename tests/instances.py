@@ -83,6 +83,11 @@ class Instance:
         return hea.method_info(self.method)
 
     @property
+    def rectangular(self) -> bool:
+        """Whether the number of keys may differ from that of queries."""
+        return self.info.rectangular and not self.square
+
+    @property
     def forms(self) -> tuple[bool, ...]:
         """The values of `is_causal` that the method supports."""
         return (False, True) if self.info.causal and not self.switches else (False,)
@@ -201,6 +206,19 @@ def _learned(method: str, **options) -> Instance:
     return Instance(method, options, small=small, random=None, call_seed=False, core=core, cost=cost)
 
 
+def _linear_facts(config) -> dict[str, Any]:
+    has_window = config.window_size > 0
+    return {"reads_positions": has_window, "square": has_window, "call_seed": config.feature_map == "elu"}
+
+
+def _window(**options) -> Instance:
+    """A window beside the features of linear attention."""
+    row = _learned("linear", **options) if "feature_map" in options else Instance("linear", options)
+    budget, small = options["window_size"] + 1, {**row.small, "window_size": 2}
+    cost = {**(row.cost if row.small else {}), "window_size": 2}
+    return dataclasses.replace(row, budget=budget, small=small, cost=cost, reads_positions=True, square=True)
+
+
 def _reformer_facts(config) -> dict[str, Any]:
     """Shared queries and keys are another attention."""
     return {"limit": "none", "square": True} if config.shared_query_key else {}
@@ -258,11 +276,14 @@ INSTANCES = [
         reads_positions=True,
         cost=_COST | {"window_size": 2},
     ),
-    Instance("linear", cost={}),
+    Instance("linear", cost={}, facts=_linear_facts),
     *(
         _learned("linear", feature_map=name, num_features=size)
         for name, size in (("hedgehog", 20), ("t2r", 9), ("exp", 16))
     ),
+    _window(window_size=12),
+    _window(window_size=8, feature_map="hedgehog", num_features=20),
+    _window(window_size=5, feature_map="exp", num_features=9),
     Instance(
         "linformer",
         _TABLES,

@@ -48,7 +48,7 @@ def check_promises(instance: Instance, is_causal: bool, dtype: torch.dtype) -> N
     """The promises that hold in any rounding, for inputs of a dtype."""
     for shape, padding in ((ODD, "empty"), (EVEN, "none"), (EVEN, "left")):
         check_shapes(instance, is_causal, padding, **shape, dtype=dtype)
-    if instance.info.rectangular and not is_causal:
+    if instance.rectangular and not is_causal:
         check_shapes(instance, False, "right", **ODD | {"kv_len": 130}, dtype=dtype)
     check_masked_keys(instance, is_causal, "holes", **ODD, dtype=dtype)
     check_masked_gradients(instance, is_causal, dtype=dtype)

@@ -340,6 +340,8 @@ OFFLOADED = {
     "flurka_linear": {"projection_dim": 16},
     "flurka_performer": {"projection_dim": 16},
     "flurka_eva": {"projection_dim": 16},
+    "linear": {"feature_map": "hedgehog", "num_features": 8, "window_size": 4},
+    "performer": {"feature_map": "hedgehog", "num_features": 8},
 }
 
 

@@ -50,7 +50,7 @@ def test_gradients_of_the_fast_form_equal_those_of_the_readable_form(instance, i
 
 @each_instance
 def test_the_fast_form_equals_the_readable_form_if_the_lengths_differ(instance):
-    if not instance.info.rectangular:
+    if not instance.rectangular:
         pytest.skip("needs as many queries as keys")
     for q_len, kv_len in ((1, 130), (130, 1), (37, 120), (120, 37), (50, 40)):
         tensors = inputs(q_len=q_len, kv_len=kv_len, dtype=torch.float64)
@@ -267,7 +267,7 @@ def test_defaults():
         assert [defaults[name][k] for k in ("block_size", "num_samples", "num_hashes")] == [256, 256, 7]
     assert (defaults["longformer"]["window_size"], defaults["longformer"]["global_tokens"]) == (256, 0)
     assert defaults["performer"]["num_features"] == 256
-    assert set(defaults["linear"]) == {"method", "seed"}
+    assert (defaults["linear"]["feature_map"], defaults["linear"]["window_size"]) == ("elu", 0)
     assert (defaults["kdeformer"]["column_scores"], defaults["kdeformer"]["draw"]) == ("probe", "systematic")
 
 

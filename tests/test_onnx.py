@@ -13,6 +13,7 @@ EXPORTABLE = [
     ("linear", {}),
     ("longformer", {"window_size": 16}),
     ("longformer", {"window_size": 16, "global_tokens": 2}),
+    ("linear", {"window_size": 16}),
 ]
 
 
@@ -39,8 +40,8 @@ def test_only_tested_methods_are_exportable():
 @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 @pytest.mark.parametrize(
     ("method", "hyperparameters"),
-    [*EXPORTABLE[:2], pytest.param(*EXPORTABLE[2], marks=pytest.mark.exhaustive)],
-    ids=["linear", "longformer", "longformer-global"],
+    [*EXPORTABLE[:2], *(pytest.param(*row, marks=pytest.mark.exhaustive) for row in EXPORTABLE[2:])],
+    ids=["linear", "longformer", "longformer-global", "linear-window"],
 )
 def test_the_graph_is_right_for_other_lengths_and_masks(method, hyperparameters, is_causal, tmp_path):
     pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript")

@@ -57,7 +57,7 @@ def draw_inputs(draw, instance: Instance, is_causal: bool, **fixed):
     """Arguments of `inputs` that the instance supports, with lengths from 1 to more than three budgets."""
     q_len = draw(st.one_of(st.just(1), st.integers(2, 45), st.integers(46, 150)), label="q_len")
     kv_len = q_len
-    if instance.info.rectangular and not is_causal and draw(st.booleans(), label="rectangular"):
+    if instance.rectangular and not is_causal and draw(st.booleans(), label="rectangular"):
         kv_len = draw(st.integers(1, 150), label="kv_len")
     num_kv_heads = draw(st.integers(1, 2), label="num_kv_heads")
     head_dim = draw(st.integers(1, 9), label="head_dim")
@@ -275,7 +275,7 @@ def refuses(sentence: str):
 @each_instance
 def test_refuses_unequal_lengths_without_a_rectangular_form(instance):
     query, key, value = inputs(q_len=50, kv_len=60)
-    if instance.info.rectangular:
+    if instance.rectangular:
         assert instance(query, key, value).shape == query.shape
     else:
         with refuses("as many queries as keys; got 50 and 60"):

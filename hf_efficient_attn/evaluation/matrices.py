@@ -91,7 +91,8 @@ def near_field_pairs(
     check_heads(query, key, attention_mask)
     _check_dense("near_field_pairs", query.shape[0] * query.shape[1], query.shape[2], key.shape[2])
     fields = {spec.name for spec in dataclasses.fields(config)}
-    if not fields & {"block_size", "window_size"}:
+    sizes = [getattr(config, name) for name in ("block_size", "window_size") if name in fields]
+    if not sizes or ("num_features" in fields and not any(sizes)):
         raise UnsupportedAttentionError(
             f"{config.method} has no near field of pairs. Methods that have one: {', '.join(_near_field_methods())}"
         )

@@ -85,7 +85,7 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         settings = settings_of(config, name)
         method: MethodConfig | None = settings.for_layer(location.layer)
         if method is not None and not is_causal and (location.is_cross or query.shape[2] != key.shape[2]):
-            reason = why_cross_attention_is_exact(method.method, config)
+            reason = why_cross_attention_is_exact(method, config)
             if reason is not None:
                 warn_of_exact_cross_attention(module, reason, [location.name])
                 method = None

@@ -265,7 +265,7 @@ def _method_in(found: AttentionModule) -> MethodConfig | None:
     method = _chosen_in(found)
     if method is None or not uses_interface(type(found.module)):
         return None
-    is_exact = found.location.is_cross and why_cross_attention_is_exact(method.method, found.config) is not None
+    is_exact = found.location.is_cross and why_cross_attention_is_exact(method, found.config) is not None
     return None if is_exact else method
 
 
@@ -376,7 +376,7 @@ def _exact_cross_attention(chosen: Sequence[AttentionModule]) -> dict[str, list[
         method = _chosen_in(found)
         if method is None or not found.location.is_cross:
             continue
-        reason = why_cross_attention_is_exact(method.method, found.config)
+        reason = why_cross_attention_is_exact(method, found.config)
         if reason is not None and not getattr(found.module, WARNED, False):
             exact.setdefault(reason, []).append((found.module, found.location.name))
     return exact

@@ -69,7 +69,7 @@ def check_methods(
                 f"{model} is a decoder and {name} has no causal form. Methods that have one: "
                 f"{', '.join(causal_methods())}"
             )
-        if is_rectangular and not info.rectangular:
+        if is_rectangular and config.needs_square:
             raise UnsupportedAttentionError(
                 f"{model} has fewer keys than queries and {name} needs as many keys as queries. Methods that do not: "
                 f"{', '.join(rectangular_methods())}"
@@ -99,15 +99,19 @@ def refuse_unchecked(method: MethodConfig, name: str) -> None:
         )
 
 
-def why_cross_attention_is_exact(method: str, config: object) -> str | None:
-    """The reason why cross attention stays exact in a model with this config; None if the method computes it."""
-    form = get_method(method)
-    if not form.info.rectangular:
-        return f"{method} needs as many queries as keys"
+def why_cross_attention_is_exact(method: str | MethodConfig, config: object) -> str | None:
+    """The reason why cross attention stays exact in a model with this config; None if the method computes it.
+
+    A name stands for the method with its default hyperparameters.
+    """
+    form = get_method(method if isinstance(method, str) else method.method)
+    name, hyperparameters = form.info.name, form.default if isinstance(method, str) else method
+    if hyperparameters.needs_square:
+        return f"{name} needs as many queries as keys"
     decodes = getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
     # GPT-2's config does not say that the model is a decoder, but only a decoder adds cross attention.
     if form.mixes_queries and (decodes or getattr(config, "add_cross_attention", False)):
-        return f"with {method} later tokens of a decoder would influence earlier ones"
+        return f"with {name} later tokens of a decoder would influence earlier ones"
     return None
 
 

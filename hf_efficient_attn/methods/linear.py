@@ -1,6 +1,7 @@
 """Linear transformer (Katharopoulos, Vyas, Pappas, Fleuret, ICML 2020): weights phi(q) . phi(k), phi(x) = elu(x) + 1.
 
-Other features, which are learned, are those of `hf_efficient_attn.methods._shared.feature_maps`.
+Other features, which are learned, are those of `hf_efficient_attn.ops.feature_maps`. With `window_size`, the weights of
+softmax replace those of the features in a window; see `hf_efficient_attn.methods._shared.windowed_features`.
 
 - Bidirectional, Eq. 4-6: out_i = phi(q_i)^T S / phi(q_i)^T Z with S = sum_j phi(k_j) v_j^T and Z = sum_j phi(k_j).
 - Causal, Eq. 9-12: the same with sums up to token i, computed chunk by chunk.
@@ -8,47 +9,52 @@ Other features, which are learned, are those of `hf_efficient_attn.methods._shar
 
 The computation is in `hf_efficient_attn.ops.linear_attention`. The paper has no scale. Here, a scale other than
 1/sqrt(D) multiplies the queries by scale * sqrt(D) before phi. Dropout acts on phi(q_i) / phi(q_i)^T Z.
+
+A model that is trained with a window can learn to ignore the features: its loss is then that of the window alone. So
+measure the features alone as well, `dataclasses.replace(config, window_size=0)` with the same learned parameters, and
+the window alone, which is `longformer`.
 """
 
 import functools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout
 
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.feature_maps import (
+    LOG_WEIGHT,
+    features_forward,
+    features_naive,
+    features_query,
+    features_update,
     initial_maps,
     is_learned,
-    learned_forward,
-    learned_naive,
-    learned_query,
-    learned_update,
     uses_maps,
 )
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
-from hf_efficient_attn.methods._shared.registry import AttentionOptions, Recurrence, register_method
+from hf_efficient_attn.methods._shared.registry import AttentionOptions, Recurrence, State, register_method
+from hf_efficient_attn.methods._shared.windowed_features import (
+    initial_log_weight,
+    windowed_forward,
+    windowed_naive,
+    windowed_query,
+    windowed_update,
+)
 from hf_efficient_attn.ops.blocks import can_reuse_buffers, chunked_over_heads
 from hf_efficient_attn.ops.feature_maps import LEARNED, NAMES, count_features
 from hf_efficient_attn.ops.linear_attention import (
     BUFFERED_HEADS,
-    LinearState,
     buffered_causal_linear_attention,
     buffered_linear_attention,
-    causal_linear_attention,
-    key_features,
-    linear_attention,
-    normalize,
-    query_features,
     trained_linear_attention,
 )
-from hf_efficient_attn.ops.partial import accumulation_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearConfig(MethodConfig):
-    """Hyperparameters of the linear transformer: the features."""
+    """Hyperparameters of the linear transformer: the features, and a window that is computed exactly."""
 
     method = "linear"
     title = "Linear transformer"
@@ -58,12 +64,12 @@ class LinearConfig(MethodConfig):
     rectangular = True
     exportable = True
     mixes_queries = False
-    learned_parameters = NAMES
+    learned_parameters = (*NAMES, LOG_WEIGHT)
     runs_in_chunks = ("causal",)
     summary = "elu(x) + 1 features in place of the exponential; an attention of its own, for training"
     paper_url = "https://arxiv.org/abs/2006.16236"
-    near = "none"
-    far = "elu(x) + 1 features"
+    near = "none, or a window"
+    far = "elu(x) + 1 or learned features"
 
     feature_map: str = option(
         "elu",
@@ -73,24 +79,47 @@ class LinearConfig(MethodConfig):
         carried=True,
     )
     num_features: int = option(64, "Columns of the map W of a learned feature map.", minimum=1, carried=True)
+    window_size: int = option(
+        0,
+        "Keys on each side (causal: on the left only) that a query attends to exactly, besides its own. The features "
+        "represent all others. 0: no window.",
+        minimum=0,
+    )
     seed: int = option(0, "Seed of the initial maps of learned features.", minimum=0)
 
-    def with_budget(self, columns: int) -> "LinearConfig":
-        """As many learned features as the budget has exact keys; without learned features the same config.
+    @property
+    def exact_length(self) -> int:
+        """The window on one side and the token itself; 0 without a window."""
+        return self.window_size + 1 if self.window_size else 0
 
-        With elu, a query always costs as much as about D / 2 exact keys.
+    @property
+    def needs_square(self) -> bool:
+        """With a window, because it is one of positions."""
+        return self.window_size > 0
+
+    def with_budget(self, columns: int) -> "LinearConfig":
+        """Spend half of the budget on the window, if there is one, and the rest on learned features.
+
+        A window has the same size on each side. With elu, the features always cost as much as about D / 2 exact keys,
+        and the whole budget is that of the window.
         """
-        self.check_budget(columns)
-        if not is_learned(self):
-            return self
-        return replace(self, num_features=max(1, columns // count_features(self.feature_map, 1)))
+        columns = self.check_budget(columns)
+        num_features, window_size = self.num_features, self.window_size
+        near = columns if self.window_size else 0
+        if is_learned(self):
+            near //= 2
+            num_features = max(1, (columns - near) // count_features(self.feature_map, 1))
+        if self.window_size:
+            window_size = max(1, (near - 1) // 2)
+        return replace(self, num_features=num_features, window_size=window_size)
 
 
 def initial_parameters(
     config: LinearConfig, *, num_heads: int, head_dim: int, value_dim: int, max_length: int, num_kv_heads: int
 ) -> dict[str, Tensor]:
-    """The maps of learned features."""
-    return initial_maps(config, num_kv_heads, head_dim)
+    """The maps of learned features, and the log weight of the features beside a window."""
+    found = initial_maps(config, num_kv_heads, head_dim)
+    return {**found, **initial_log_weight(config, num_kv_heads)} if found and config.window_size else found
 
 
 def forward(
@@ -99,67 +128,41 @@ def forward(
     key: Tensor,
     value: Tensor,
     options: AttentionOptions,
-    initial_state: LinearState | None = None,
+    initial_state: Any = None,
 ) -> Tensor:
     """Fast form; see `register_method`. As part of the recurrence it also takes the state of earlier tokens."""
+    if config.window_size:
+        return windowed_forward(config, query, key, value, options, initial_state)
     if uses_maps(config, options):
-        return learned_forward(config, query, key, value, options, initial_state)
-    scale, dropout_p, dtype = options.scale, options.dropout_p, value.dtype
+        return features_forward(config, query, key, value, options, initial_state)
+    scale, result = options.scale, (query.shape[2], value.shape[3], value.dtype)
     tensors: list[Tensor | None]
     tensors = [*flatten_heads(query, key, value, options.key_mask), *(x.flatten(0, 1) for x in initial_state or ())]
-    if not dropout_p and can_reuse_buffers(*tensors):
+    if not options.dropout_p and can_reuse_buffers(*tensors):
         buffered = buffered_causal_linear_attention if options.is_causal else buffered_linear_attention
-        result = (query.shape[2], value.shape[3], dtype)
         out = chunked_over_heads(functools.partial(buffered, scale=scale), *tensors, result=result, step=BUFFERED_HEADS)
-        return unflatten_heads(out, query.shape)
-
-    if not dropout_p and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+    elif not options.dropout_p and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         attend = functools.partial(trained_linear_attention, scale=scale, is_causal=options.is_causal)
-        return unflatten_heads(chunked_over_heads(attend, *tensors).to(dtype), query.shape)
-
-    def some_heads(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, *state: Tensor) -> Tensor:
-        phi_q = query_features(query, scale)
-        phi_k, value = key_features(key, key_mask).to(phi_q.dtype), value.to(phi_q.dtype)
-        if options.is_causal:
-            return causal_linear_attention(phi_q, phi_k, value, dropout_p, LinearState(*state) if state else None).to(
-                dtype
-            )
-        return linear_attention(phi_q, phi_k, value, dropout_p).to(dtype)
-
-    return unflatten_heads(chunked_over_heads(some_heads, *tensors), query.shape)
+        out = chunked_over_heads(attend, *tensors).to(value.dtype)
+    else:
+        return features_forward(config, query, key, value, options, initial_state)
+    return unflatten_heads(out, query.shape)
 
 
-def recurrence_update(
-    config: LinearConfig, state: LinearState | None, key: Tensor, value: Tensor, options: AttentionOptions
-) -> LinearState:
-    """Add tokens to the state; see `Recurrence`."""
-    if uses_maps(config, options):
-        return learned_update(config, state, key, value, options)
-    phi = key_features(key, None if options.key_mask is None else options.key_mask[:, None])
-    phi = phi.to(accumulation_dtype(key.dtype))
-    products, norm = phi.transpose(2, 3) @ value.to(phi.dtype), phi.sum(2)
-    return LinearState(products, norm) if state is None else LinearState(state.products + products, state.norm + norm)
+def recurrence_update(config: LinearConfig, state: Any, key: Tensor, value: Tensor, options: AttentionOptions) -> State:
+    """Add tokens to the state, Eq. 18-19; see `Recurrence`."""
+    update = windowed_update if config.window_size else features_update
+    return update(config, state, key, value, options)
 
 
-def recurrence_query(config: LinearConfig, state: LinearState, query: Tensor, options: AttentionOptions) -> Tensor:
+def recurrence_query(config: LinearConfig, state: Any, query: Tensor, options: AttentionOptions) -> Tensor:
     """Attention to all tokens of a state, Eq. 20; see `Recurrence`."""
-    if uses_maps(config, options):
-        return learned_query(config, state, query, options)
-    phi = query_features(query, options.scale).to(state.norm.dtype)
-    total = phi @ state.norm.unsqueeze(-1)
-    phi = dropout(phi, options.dropout_p) if options.dropout_p else phi
-    return normalize(phi @ state.products, total)
+    return (windowed_query if config.window_size else features_query)(config, state, query, options)
 
 
 def naive(config: LinearConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Readable form: the dense matrix of phi(q_i) . phi(k_j)."""
-    if uses_maps(config, options):
-        return learned_naive(config, query, key, value, options)
-    key_mask = None if options.key_mask is None else options.key_mask[:, None]
-    weights = query_features(query.double(), options.scale) @ key_features(key.double(), key_mask).mT
-    if options.is_causal:
-        weights = weights.tril()
-    return normalize(weights @ value.double(), weights.sum(-1, keepdim=True)).to(value.dtype)
+    """Readable form: the dense matrix of all weights."""
+    return (windowed_naive if config.window_size else features_naive)(config, query, key, value, options)
 
 
 register_method(

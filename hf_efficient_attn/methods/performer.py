@@ -20,12 +20,12 @@ from torch.nn.functional import dropout
 
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.feature_maps import (
+    features_forward,
+    features_naive,
+    features_query,
+    features_update,
     initial_maps,
     is_learned,
-    learned_forward,
-    learned_naive,
-    learned_query,
-    learned_update,
     uses_maps,
 )
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
@@ -108,7 +108,7 @@ def forward(
 ) -> Tensor:
     """Fast form; see `register_method`. As part of the recurrence it also takes the state of earlier tokens."""
     if uses_maps(config, options):
-        return learned_forward(config, query, key, value, options, cast(LinearState | None, initial_state))
+        return features_forward(config, query, key, value, options, cast(LinearState | None, initial_state))
     kernel, dropout_p, dtype = _kernel(config, query, options), options.dropout_p, value.dtype
     tensors: list[Tensor | None]
     tensors = [*flatten_heads(query, key, value, options.key_mask), *(x.flatten(0, 1) for x in initial_state or ())]
@@ -133,7 +133,7 @@ def recurrence_update(
 ) -> Partial | LinearState:
     """Add tokens to the state, the partial of the features (B, H_kv, F, .); see `Recurrence`."""
     if uses_maps(config, options):
-        return learned_update(config, cast(LinearState | None, state), key, value, options)
+        return features_update(config, cast(LinearState | None, state), key, value, options)
     state = cast(Partial | None, state)
     kernel, shape = _kernel(config, key, options), key.shape[:2]
     heads = flatten_heads(key, key, value, options.key_mask)
@@ -154,7 +154,7 @@ def recurrence_query(
 ) -> Tensor:
     """Attention to all tokens of a state; see `Recurrence`. Faster than `query_state` for a few queries."""
     if uses_maps(config, options):
-        return learned_query(config, cast(LinearState, state), query, options)
+        return features_query(config, cast(LinearState, state), query, options)
     state = cast(Partial, state)
     kernel = _kernel(config, query, options)
     query = kernel.scale_query(query)
@@ -167,7 +167,7 @@ def recurrence_query(
 def naive(config: PerformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: the dense matrix of feature products, in the log domain."""
     if uses_maps(config, options):
-        return learned_naive(config, query, key, value, options)
+        return features_naive(config, query, key, value, options)
     kernel = _kernel(config, query, options)
     heads = flatten_heads(query.double(), key.double(), value.double(), options.key_mask)
     flat_query, (keys, values, bias) = kernel.scale_query(heads.query), kernel.scale_key(*heads[1:])

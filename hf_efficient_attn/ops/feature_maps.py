@@ -11,6 +11,8 @@ Queries and keys have maps of their own. A common factor of all features of a qu
 query shares with the keys are smaller: then the output is about the mean of the values and not 0 / 0.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -54,7 +56,7 @@ def start_map(feature_map: str, num_heads: int, head_dim: int, num_features: int
 
 
 def learned_features(x: Tensor, weight: Tensor, feature_map: str, *, is_query: bool) -> Tensor:
-    """The features of tokens.
+    """The features of tokens; those of queries without the factor of `learned_query_features`.
 
     Args:
         x: (..., N, D).
@@ -65,14 +67,36 @@ def learned_features(x: Tensor, weight: Tensor, feature_map: str, *, is_query: b
     Returns:
         (..., N, `count_features`), positive, in the accumulation dtype.
     """
+    if is_query or feature_map != "exp":
+        return learned_query_features(x, weight, feature_map)[0]
+    return _outputs(x, weight, feature_map).clamp(_LEAST_LOG, _LARGEST_LOG).exp()
+
+
+def learned_query_features(x: Tensor, weight: Tensor, feature_map: str) -> tuple[Tensor, Tensor | None]:
+    """The features of queries, and the log of the factor (..., N) that they lack; None for a factor of 1.
+
+    The factor cancels in the output unless other weights are added to those of the features. No gradient passes
+    through it: that of the features is the whole one.
+    """
+    y = _outputs(x, weight, feature_map)
+    if feature_map != "exp":
+        return (y if feature_map == "t2r" else y.softmax(-1)).clamp(min=_LEAST), None
+    largest = y.detach().amax(-1, keepdim=True)
+    return (y - largest).clamp(min=_LEAST_LOG).exp(), largest.squeeze(-1)
+
+
+def log_weight_of_zeros(feature_map: str, num_features: int) -> float:
+    """The negative log of phi(0) . phi(0), for the initial maps of learned features."""
+    if feature_map == "t2r":
+        return -math.log(num_features * _START_BIAS**2)
+    return math.log(2 * num_features) if feature_map == "hedgehog" else -math.log(2 * num_features)
+
+
+def _outputs(x: Tensor, weight: Tensor, feature_map: str) -> Tensor:
+    """The numbers that become features: y + b for "t2r", and [y, -y] for the others."""
     dtype, head_dim = accumulation_dtype(x.dtype), x.shape[-1]
     y, weight = x.to(dtype), weight.to(dtype)
     if feature_map == "t2r":
-        return (y @ weight[..., :head_dim, :] + weight[..., head_dim:, :]).clamp(min=_LEAST)
+        return y @ weight[..., :head_dim, :] + weight[..., head_dim:, :]
     y = y @ weight
-    y = torch.cat((y, -y), -1)
-    if feature_map == "hedgehog":
-        return y.softmax(-1).clamp(min=_LEAST)
-    if is_query:
-        return (y - y.detach().amax(-1, keepdim=True)).clamp(min=_LEAST_LOG).exp()
-    return y.clamp(_LEAST_LOG, _LARGEST_LOG).exp()
+    return torch.cat((y, -y), -1)

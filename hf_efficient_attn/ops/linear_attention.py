@@ -23,7 +23,7 @@ from hf_efficient_attn.ops.partial import accumulation_dtype, exp_
 from hf_efficient_attn.ops.precision import sum_dtype
 from hf_efficient_attn.ops.scan import exclusive_prefix_sum, exclusive_suffix_sum, running_sum
 
-_CHUNK, _ACCELERATOR_CHUNK = 64, 128  # tokens
+CHUNK, _ACCELERATOR_CHUNK = 64, 128  # tokens
 # Columns of ones that the causal form adds to the values: a multiple of 8, as the kernels for half precision want it.
 _ONES = 8
 # The buffered forms process this many heads at a time, and blocks of this many features.
@@ -125,14 +125,31 @@ def causal_linear_attention(
     Returns:
         (BH, N, Dv).
     """
-    (batch_heads, q_len), value_dim = phi_q.shape[:2], value.shape[2]
+    out = normalize(*_causal_sums(phi_q, phi_k, value, dropout_p, initial_state))
+    return out.reshape(phi_q.shape[0], -1, value.shape[2])[:, : phi_q.shape[1]]
+
+
+def causal_linear_sums(
+    phi_q: Tensor, phi_k: Tensor, value: Tensor, dropout_p: float, initial_state: LinearState | None = None
+) -> tuple[Tensor, Tensor]:
+    """`causal_linear_attention` before its division: sums of values (BH, N, Dv) and of weights (BH, N, 1)."""
+    batch_heads, q_len = phi_q.shape[:2]
+    sums, total = _causal_sums(phi_q, phi_k, value, dropout_p, initial_state)
+    return sums.reshape(batch_heads, -1, value.shape[2])[:, :q_len], total.reshape(batch_heads, -1, 1)[:, :q_len]
+
+
+def _causal_sums(
+    phi_q: Tensor, phi_k: Tensor, value: Tensor, dropout_p: float, initial_state: LinearState | None
+) -> tuple[Tensor, Tensor]:
+    """Sums of values and of weights by chunk, (BH * C, size, Dv) and (BH * C, size, 1), or those of (BH, N, .)."""
+    batch_heads, value_dim = phi_q.shape[0], value.shape[2]
     size = _chunk_size(value)
     # The last columns of the products are the sums of the weights.
     value = pad(value, (0, _ONES), value=1.0)
     if not dropout_p and flash_linear.serves(value, phi_k.shape[2]):
         initial = None if initial_state is None else _with_norms(initial_state)
         sums = flash_linear.causal_sums(phi_q, phi_k, value, initial)
-        return normalize(sums[..., :-_ONES], sums[..., -_ONES, None])
+        return sums[..., :-_ONES], sums[..., -_ONES, None]
     phi_q, phi_k, value = (pad_to_blocks(x, size).flatten(0, 1) for x in (phi_q, phi_k, value))  # (BH * C, size, .)
     state = _states_before(phi_k, value, None if initial_state is None else _with_norms(initial_state), batch_heads)
     weights = (phi_q @ phi_k.transpose(1, 2)).tril_()  # of the pairs of a chunk, (BH * C, size, size)
@@ -142,12 +159,11 @@ def causal_linear_attention(
         phi_q = dropout(phi_q, dropout_p)
         weights = (phi_q @ phi_k.transpose(1, 2)).tril()
         out = torch.baddbmm(weights @ value, phi_q, state)
-    out = normalize(out[..., :value_dim], total)
-    return out.reshape(batch_heads, -1, value_dim)[:, :q_len]
+    return out[..., :value_dim], total
 
 
 def _chunk_size(value: Tensor) -> int:
-    return min(_CHUNK if backend(value) == "cpu" else _ACCELERATOR_CHUNK, value.shape[1])
+    return min(CHUNK if backend(value) == "cpu" else _ACCELERATOR_CHUNK, value.shape[1])
 
 
 def _with_norms(state: LinearState) -> Tensor:
@@ -343,8 +359,8 @@ def buffered_causal_linear_attention(
         out: (BH, N, Dv) to write into, or None.
     """
     (batch_heads, q_len, head_dim), acc_dtype = query.shape, accumulation_dtype(query.dtype)
-    dtype, size = sum_dtype(query), min(_CHUNK, q_len)
-    block = max(1, _BLOCK // (4 * batch_heads * size * max(size, head_dim))) * size
+    dtype, size = sum_dtype(query), min(CHUNK, q_len)
+    block = tokens_at_a_time(batch_heads, size, head_dim)
     out = value.new_empty(batch_heads, q_len, value.shape[2]) if out is None else out
     if initial_state:
         state, norm = initial_state[0][:, None], initial_state[1][:, None, None]
@@ -355,13 +371,37 @@ def buffered_causal_linear_attention(
         tokens = slice(start, min(start + block, q_len))
         phi_q = query_features(query[:, tokens], scale)
         phi_k = key_features(key[:, tokens], None if key_mask is None else key_mask[:, tokens])
-        phi_q, phi_k, values = (pad_to_blocks(x, size) for x in (phi_q, phi_k, value[:, tokens].to(dtype)))
-        phi_k_t = phi_k.transpose(2, 3)
-        state = running_sum((phi_k_t @ values).to(acc_dtype), None, state[:, -1])
-        norm = running_sum(_sum(phi_k, 2, keepdim=True), None, norm[:, -1])
-        weights = (phi_q @ phi_k_t).tril_()
-        total = _sum(weights, 3, keepdim=True).add_((phi_q * norm[:, :-1]).sum(3, keepdim=True))
-        own, before = weights @ values, phi_q @ state[:, :-1].to(dtype)
-        result = normalize(own.to(acc_dtype).add_(before), total)
-        out[:, tokens] = result.flatten(1, 2)[:, : tokens.stop - start]
+        sums, total, (state, norm) = sums_of_chunks(phi_q, phi_k, value[:, tokens].to(dtype), size, (state, norm))
+        out[:, tokens] = normalize(sums, total).flatten(1, 2)[:, : tokens.stop - start]
     return out
+
+
+def tokens_at_a_time(batch_heads: int, size: int, num_features: int) -> int:
+    """Tokens, in whole chunks, whose temporaries stay in the cache."""
+    return max(1, _BLOCK // (4 * batch_heads * size * max(size, num_features))) * size
+
+
+def sums_of_chunks(
+    phi_q: Tensor, phi_k: Tensor, value: Tensor, size: int, before: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """The causal sums of some tokens in chunks, without a gradient.
+
+    Args:
+        phi_q: (BH, N, D), features of the queries.
+        phi_k: (BH, N, D), features of the keys.
+        value: (BH, N, Dv), in the same dtype.
+        size: tokens of a chunk.
+        before: S and Z of earlier tokens, (BH, ., D, Dv) and (BH, ., 1, D), at the last index of the second dimension.
+
+    Returns:
+        Sums of values (BH, C, size, Dv) and of weights (BH, C, size, 1) for C chunks, and `before` of the next tokens.
+    """
+    dtype, acc_dtype = value.dtype, before[0].dtype
+    phi_q, phi_k, values = (pad_to_blocks(x, size) for x in (phi_q, phi_k, value))
+    phi_k_t = phi_k.transpose(2, 3)
+    state = running_sum((phi_k_t @ values).to(acc_dtype), None, before[0][:, -1])
+    norm = running_sum(_sum(phi_k, 2, keepdim=True), None, before[1][:, -1])
+    weights = (phi_q @ phi_k_t).tril_()
+    total = _sum(weights, 3, keepdim=True).add_((phi_q * norm[:, :-1]).sum(3, keepdim=True))
+    own, earlier = weights @ values, phi_q @ state[:, :-1].to(dtype)
+    return own.to(acc_dtype).add_(earlier), total, (state, norm)

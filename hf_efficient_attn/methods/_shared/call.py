@@ -386,7 +386,7 @@ def _check(config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, argu
             refuse(f"attention_mask must be bool {expected}, True = attend; got {mask.dtype} {tuple(mask.shape)}")
     if arguments.is_causal and not info.causal:
         refuse(f"it has no causal form. Methods that have one: {', '.join(causal_methods())}")
-    if q_len != kv_len and not info.rectangular and not arguments.is_causal:
+    if q_len != kv_len and config.needs_square and not arguments.is_causal:
         refuse(f"it needs as many queries as keys; got {q_len} and {kv_len}")
     if not 0.0 <= arguments.dropout_p < 1.0:
         refuse(f"dropout_p={arguments.dropout_p!r} must be at least 0 and below 1")

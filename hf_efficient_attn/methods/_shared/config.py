@@ -173,6 +173,11 @@ class MethodConfig:
         """The number of keys up to which the output is exact attention; 0 if the method differs at every length."""
         return 0
 
+    @property
+    def needs_square(self) -> bool:
+        """Whether it needs as many queries as keys. Some hyperparameters of a `rectangular` method do."""
+        return not self.rectangular
+
     def with_budget(self: ConfigT, columns: int) -> ConfigT:
         """A copy whose cost per query is that of `columns` exact keys.
 
