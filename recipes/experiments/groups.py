@@ -266,17 +266,18 @@ def flurka_books_group(data: pathlib.Path) -> Group:
     common = (
         f"recipes.mlm --model_type eurobert --text {' '.join(f'{data}/text/books/{name}.txt.gz' for name in names)} "
         "--train_tokenizer 320 --block_size 256 --drop_short --max_eval_windows 64 --config_overrides hidden_size=64 "
-        "num_hidden_layers=2 num_attention_heads=4 num_key_value_heads=4 intermediate_size=128 "
-        "max_position_embeddings=256 initializer_range=0.08 --max_steps 1000 --warmup_steps 100 "
-        "--per_device_train_batch_size 4 --learning_rate 5e-3 --eval_steps 50 --save_strategy no --use_cpu"
+        "num_hidden_layers=2 num_attention_heads=2 num_key_value_heads=2 intermediate_size=128 "
+        "max_position_embeddings=256 initializer_range=0.08 rope_parameters={'rope_type':'default','rope_theta':100.0} "
+        "--max_steps 1000 --warmup_steps 100 --per_device_train_batch_size 4 --learning_rate 5e-3 --eval_steps 50 "
+        "--save_strategy no --use_cpu"
     )
     return Group(
         tasks={"books": common.split()},
         attention=flurka_lines(size=64, switch_warmup_steps=50),
         figures=flurka_figures("books", "eval_accuracy"),
         note="EuroBERT with .12 M parameters from scratch: four novels, 320 tokens, windows of 256; 1,000 steps of 4 "
-        "windows; loss and accuracy on the masked tokens of 64 windows from the ends of the novels. 64 contracted "
-        "keys.",
+        "windows; loss and accuracy on the masked tokens of 64 windows from the ends of the novels (by the frequencies "
+        "of the tokens alone: 4.392 and .043). 64 contracted keys.",
     )
 
 
