@@ -306,7 +306,7 @@ def verdict_table(result: Result) -> str:
             differences = [ours.evaluation[-1][1] - theirs.evaluation[-1][1] for ours, theirs in pairs]
             cells += [mean_and_range(differences), f"{sum(d < 0 for d in differences)} of {len(differences)}"]
         rows.append((line, *cells))
-    headers = ("attention", "loss minus the variant's", "lower", "loss minus the base's", "lower")
+    headers = ("attention", "loss minus the variant's", "lower in", "loss minus the base's", "lower in")
     return table(headers, rows) if rows else ""
 
 
@@ -326,12 +326,13 @@ def draw(result: Result) -> "Figure":
             color = "0.4" if line == EXACT else f"C{number - 1}"
             switch = result.of(line)[0].switch
             for axes, key in ((above, "loss"), (below, "evaluation")):
-                _band(axes, [getattr(run, key) for run in result.of(line)], line, color)
+                label = line.removeprefix(f"{variant}, ").replace(f" from {base}", "")
+                _band(axes, [getattr(run, key) for run in result.of(line)], label, color)
                 if switch is not None:
                     axes.axvline(switch, color=color, linestyle="--", linewidth=1)
         above.set(title=f"{variant}, base {base}", ylabel="training loss, smoothed")
         below.set(xlabel="step", ylabel="evaluation loss")
-        below.legend(fontsize="x-small")
+        below.legend(fontsize="x-small", loc="upper right")
     return figure
 
 
