@@ -7,9 +7,10 @@
     python -m recipes.benchmarks.distilled language --method linear   (GPT-2 of the books; nats per token)
 
 Every method is measured three times: switched in without training, after layer-wise distillation (`hea.distill`), and
-after fine-tuning on the exact model's outputs (its second stage). The data of the training is never that of the
-measurement, and no labels are used. METHOD is a name or NAME:key=value; the feature map is "hedgehog" unless given, and
-nystromformer has a convolution.
+after fine-tuning on the exact model's outputs (its second stage). `linear` with a window is also measured without it,
+because such models may learn to ignore their features. The data of the training is never that of the measurement, and
+no labels are used. METHOD is a name or NAME:key=value; the feature map is "hedgehog" unless given, and nystromformer
+has a convolution. With --output, results are kept in a folder, and a method and seed with a result is not repeated.
 
 DATA is as for recipes.benchmarks.tasks, with `images/imagenette160-val-1000.zip`, `glue/STS-B`, `text/wikitext-2` and
 `models/gpt2-books`.
@@ -18,7 +19,10 @@ Duration: on one core about 5 minutes for a method with the default numbers of s
 Expected: the table of docs/training_results.md.
 """
 
+import copy
 import gzip
+import hashlib
+import json
 import pathlib
 import random
 import statistics
@@ -39,10 +43,12 @@ from hf_efficient_attn.cli import main_of, parse_methods, table
 from hf_efficient_attn.evaluation.capture import Batch
 from hf_efficient_attn.evaluation.defaults import method_label
 from hf_efficient_attn.evaluation.demo import minilm_folder
+from hf_efficient_attn.io.json import write_json
 from hf_efficient_attn.methods import MethodConfig, make_config
 from hf_efficient_attn.training import DistillationOptions, FinetuningOptions
 from hf_efficient_attn.training.distillation import batch_stream
 from hf_efficient_attn.training.finetuning import Finetuning, make_teacher
+from hf_efficient_attn.training.switch import learned_parameters
 from recipes.benchmarks.tasks import embed, photographs, ranks, top_one, xquad
 from recipes.common import commands
 from recipes.common.data import glue
@@ -54,6 +60,9 @@ app = commands.new_app(no_args_is_help=True)
 Method = commands.methods_option("linear", "--method")
 Steps = Annotated[int, typer.Option(metavar="N", min=1, help="Steps of layer-wise distillation.")]
 FinetuneSteps = Annotated[int, typer.Option(metavar="N", min=0, help="Steps of the second stage; 0 for none.")]
+Output = Annotated[
+    pathlib.Path | None, typer.Option(metavar="FOLDER", help="Keep results here, and do not repeat those it holds.")
+]
 Seeds = Annotated[int, typer.Option(metavar="N", min=1, help="Number of seeds, 0, 1, ...")]
 Loss = Annotated[str, typer.Option(metavar="NAME", help="Loss of the distillation: output, weights or both.")]
 Target = Annotated[str, typer.Option(metavar="NAME", help="Target of the second stage: hidden_states or logits.")]
@@ -168,26 +177,64 @@ def distilled_figures(task: Task, config: MethodConfig, plan: Plan, seed: int) -
             finetuning.step(batch)
         finetuning.finish()
         figures["fine-tuned"] = task.evaluate(model)
+    if getattr(config, "window_size", 0) and "feature_map" in config.to_dict():
+        figures["without its window"] = task.evaluate(without_window(model, config))
     return figures
 
 
-def measure(task: Task, method: Sequence[str], plan: Plan, seeds: int, csv: pathlib.Path | None) -> None:
+@torch.no_grad()
+def without_window(model: PreTrainedModel, config: MethodConfig) -> PreTrainedModel:
+    """A copy of a model in which the features attend to all keys. It shows whether they learned anything."""
+    copied = copy.deepcopy(model)
+    kept = {name: p.clone() for name, p in learned_parameters(copied).items()}
+    hea.convert(copied, make_config(config, window_size=0))
+    for name, p in learned_parameters(copied).items():
+        p.copy_(kept[name])
+    return copied
+
+
+class Results(NamedTuple):
+    """How many seeds there are, and where their results are kept, if anywhere."""
+
+    seeds: int
+    output: pathlib.Path | None
+    csv: pathlib.Path | None
+
+
+def kept_figures(task: Task, config: MethodConfig, plan: Plan, seed: int, output: pathlib.Path) -> dict[str, float]:
+    """`distilled_figures` from a file if it exists, which is written otherwise."""
+    asked = {"task": task.note, "method": config.to_dict(), "plan": plan._asdict(), "seed": seed}
+    number = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
+    path = output / f"{config.method}-{seed}-{number}.json"
+    if not path.is_file():
+        output.mkdir(parents=True, exist_ok=True)
+        write_json(path, {**asked, "figures": distilled_figures(task, config, plan, seed)})
+    found: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))["figures"]
+    return found
+
+
+def measure(task: Task, method: Sequence[str], plan: Plan, results: Results) -> None:
     """Distill and measure every method, print the table, and write the figure of every seed."""
-    commands.check_outputs(csv, None)
-    configs = configs_of(method)
+    commands.check_outputs(results.csv, None)
+    configs, seeds = configs_of(method), results.seeds
     with no_progress_bar():
         exact = task.evaluate(task.load().eval())
-    rows, lines = [], []
+    rows: list[dict[str, Any]] = []
+    lines: list[dict[str, str]] = []
     for label, config in configs.items():
         found = []
         for seed in range(seeds):
-            found.append(distilled_figures(task, config, plan, seed))
+            if results.output is None:
+                found.append(distilled_figures(task, config, plan, seed))
+            else:
+                found.append(kept_figures(task, config, plan, seed, results.output))
             rows.append({"attention": label, "seed": seed, "exact": exact, **found[-1]})
             tqdm.write(f"{label}, seed {seed}: {found[-1]}")
-        cells = [summary([figures[name] for figures in found]) for name in found[0]]
-        lines.append((label, f"{exact:.3f}", *cells))
-    commands.write(rows, csv)
-    typer.echo(table(("attention", "exact", *found[0]), lines))
+        lines.append({"attention": label, "exact": f"{exact:.3f}"})
+        lines[-1] |= {name: summary([figures[name] for figures in found]) for name in found[0]}
+    columns = list(dict.fromkeys(name for line in lines for name in line))
+    commands.write([dict.fromkeys(("attention", "seed", *columns[1:]), "") | row for row in rows], results.csv)
+    typer.echo(table(columns, [[line.get(name, "") for name in columns] for line in lines]))
     typer.echo(
         f"\n{task.figure}: {task.note} {plan.steps} steps of distillation (loss {plan.loss}), {plan.finetune_steps} of "
         f"fine-tuning ({plan.target}, learning rate {plan.learning_rate:g}); {seeds} seed{'s' if seeds > 1 else ''}"
@@ -211,6 +258,7 @@ def images(
     target: Target = "hidden_states",
     learning_rate: LearningRate = 5e-5,
     seeds: Seeds = 1,
+    output: Output = None,
     csv: commands.Csv = None,
 ) -> None:
     """DeiT-tiny, distilled on crops of Imagenette: top-1 of a thousand photographs of a thousand classes."""
@@ -227,7 +275,7 @@ def images(
         "DeiT-tiny, 1,000 photographs of 224 x 224 pixels; distilled on crops of 1,000 pictures of Imagenette in "
         "batches of 8.",
     )
-    measure(task, method, Plan(steps, finetune_steps, loss, target, learning_rate), seeds, csv)
+    measure(task, method, Plan(steps, finetune_steps, loss, target, learning_rate), Results(seeds, output, csv))
 
 
 def text_batches(texts: Sequence[str], size: int, max_length: int, seed: int) -> list[Batch]:
@@ -251,6 +299,7 @@ def sentences(
     target: Target = "hidden_states",
     learning_rate: LearningRate = 5e-5,
     seeds: Seeds = 1,
+    output: Output = None,
     csv: commands.Csv = None,
 ) -> None:
     """MiniLM, distilled on the training sentences of STS-B: Spearman correlation on its 1,500 pairs for development."""
@@ -271,7 +320,7 @@ def sentences(
         "MiniLM, cosine similarity of 1,500 pairs of STS-B (dev); distilled on sentences of its training set in "
         "batches of 32.",
     )
-    measure(task, method, Plan(steps, finetune_steps, loss, target, learning_rate), seeds, csv)
+    measure(task, method, Plan(steps, finetune_steps, loss, target, learning_rate), Results(seeds, output, csv))
 
 
 def read_texts(paths: Sequence[pathlib.Path]) -> list[str]:
@@ -293,6 +342,7 @@ def search(
     target: Target = "hidden_states",
     learning_rate: LearningRate = 5e-5,
     seeds: Seeds = 1,
+    output: Output = None,
     csv: commands.Csv = None,
 ) -> None:
     """MiniLM, distilled on WikiText-2: recall@1 of the paragraphs that answer the questions of XQuAD."""
@@ -322,7 +372,7 @@ def search(
         f"MiniLM, {len(questions)} questions and {len(passages)} paragraphs of XQuAD; distilled on paragraphs of "
         "WikiText-2 of up to 256 tokens and on their first sentences, in batches of 8.",
     )
-    measure(task, method, Plan(steps, finetune_steps, loss, target, learning_rate), seeds, csv)
+    measure(task, method, Plan(steps, finetune_steps, loss, target, learning_rate), Results(seeds, output, csv))
 
 
 def windows(text: str, folder: pathlib.Path, length: int) -> Tensor:
@@ -353,6 +403,7 @@ def states(
     target: Target = "hidden_states",
     learning_rate: LearningRate = 5e-5,
     seeds: Seeds = 1,
+    output: Output = None,
     length: Annotated[int, typer.Option(metavar="N", min=2, max=512, help="Tokens of a window.")] = 512,
     csv: commands.Csv = None,
 ) -> None:
@@ -376,7 +427,7 @@ def states(
         f"MiniLM, Frobenius norm, 16 windows of {length} tokens of one novel; distilled on {len(train)} windows of "
         "another in batches of about 1,024 tokens.",
     )
-    measure(task, method, Plan(steps, finetune_steps, loss, target, learning_rate), seeds, csv)
+    measure(task, method, Plan(steps, finetune_steps, loss, target, learning_rate), Results(seeds, output, csv))
 
 
 @app.command(epilog="Example: python -m recipes.benchmarks.distilled language --method linear,linear:window_size=128")
@@ -389,6 +440,7 @@ def language(
     target: Target = "logits",
     learning_rate: LearningRate = 2e-4,
     seeds: Seeds = 1,
+    output: Output = None,
     csv: commands.Csv = None,
 ) -> None:
     """GPT-2 of the books, distilled on the first 95 % of each: nats per token on windows of the last 5 %."""
@@ -411,7 +463,7 @@ def language(
         f"GPT-2 of the books, {len(test)} windows of 2,048 tokens of the last 5 % of each book; distilled on single "
         "windows of the rest.",
     )
-    measure(task, method, Plan(steps, finetune_steps, loss, target, learning_rate), seeds, csv)
+    measure(task, method, Plan(steps, finetune_steps, loss, target, learning_rate), Results(seeds, output, csv))
 
 
 if __name__ == "__main__":
