@@ -5,7 +5,7 @@ import torch
 from torch.export import Dim
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.methods import exportable_methods
+from hf_efficient_attn.methods import exportable_methods, get_method, learns
 from hf_efficient_attn.ops import export
 from tiny_models import SMALL, tiny_batch, tiny_model
 
@@ -14,6 +14,9 @@ EXPORTABLE = [
     ("longformer", {"window_size": 16}),
     ("longformer", {"window_size": 16, "global_tokens": 2}),
     ("linear", {"window_size": 16}),
+    ("linear", {"feature_map": "hedgehog", "num_features": 12}),
+    ("linear", {"feature_map": "t2r", "num_features": 12}),
+    ("linear", {"feature_map": "exp", "num_features": 12, "window_size": 16}),
 ]
 
 
@@ -22,9 +25,13 @@ class Attention(torch.nn.Module):
         super().__init__()
         self.config = hea.method_info(method).config_class(**hyperparameters)
         self.is_causal = is_causal
+        sizes = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 8, "value_dim": 8, "max_length": 40}
+        learned = get_method(method).initial_parameters(self.config, **sizes) if learns(self.config) else {}
+        self.learned = torch.nn.ParameterDict({name: x + 0.1 * torch.randn_like(x) for name, x in learned.items()})
 
     def forward(self, query, key, value, mask):
-        return hea.attention(self.config, query, key, value, attention_mask=mask, is_causal=self.is_causal)
+        parameters, options = dict(self.learned), {"attention_mask": mask, "is_causal": self.is_causal}
+        return hea.attention(self.config, query, key, value, parameters=parameters, **options)
 
 
 def inputs(batch, length, seed):
@@ -41,7 +48,7 @@ def test_only_tested_methods_are_exportable():
 @pytest.mark.parametrize(
     ("method", "hyperparameters"),
     [*EXPORTABLE[:2], *(pytest.param(*row, marks=pytest.mark.exhaustive) for row in EXPORTABLE[2:])],
-    ids=["linear", "longformer", "longformer-global", "linear-window"],
+    ids=["linear", "longformer", "longformer-global", "linear-window", "hedgehog", "t2r", "exp-window"],
 )
 def test_the_graph_is_right_for_other_lengths_and_masks(method, hyperparameters, is_causal, tmp_path):
     pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript")
