@@ -66,6 +66,9 @@ def test_runs_are_not_repeated_and_failures_are_reported(folder, monkeypatch):
     assert runner.invoke(experiments.app, call).exit_code == 0
     # Only the failed run is repeated.
     assert first_runs == 10 and len(runs) == 11 and "linear" in runs[-1]
+    more = ["--line", "exact", "--extra", "--learning_rate 1e-3", "--output", str(folder / "rate")]
+    assert runner.invoke(experiments.app, ["run", "glue", *more]).exit_code == 0
+    assert len(runs) == 15 and all(run[-2:] == ["--learning_rate", "1e-3"] for run in runs[11:])
 
 
 def write_run(folder: pathlib.Path, stages: list[str], losses: list[float], seconds: float) -> None:
@@ -119,7 +122,12 @@ def test_curves_compare_up_training_with_its_references(folder, tmp_path):
 
 
 def test_unknown_groups_are_refused(folder):
-    for call in (["run", "gleu", "--output", str(folder)], ["show", str(folder / "gleu")]):
+    known = ["run", "glue", "--output", str(folder)]
+    for call in (
+        ["run", "gleu", "--output", str(folder)],
+        ["show", str(folder / "gleu")],
+        [*known, "--line", "lineer"],
+    ):
         result = runner.invoke(experiments.app, call)
         assert isinstance(result.exception, hea.UnsupportedAttentionError), result.output
 

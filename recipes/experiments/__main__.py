@@ -7,8 +7,9 @@ The other groups are imagenet, lm, lra, flurka_images and flurka_books. `recipes
 the last two, and prints what equal loss costs.
 
 Every run is a recipe in a separate process with its own folder. A run that has a metrics.json is not repeated, so that
-interrupted experiments continue. DATA is a folder with glue/, images/, imdb/, models/ and text/books. The default is
-$HEA_DATA or ../shared/data. Steps, subsets and seeds are small, the same for every line of a table, and stated with it.
+interrupted experiments continue. Runs with --extra options need another folder. DATA is a folder with glue/, images/,
+imdb/, models/ and text/books. The default is $HEA_DATA or ../shared/data. Steps, subsets and seeds are small, the same
+for every line of a table, and stated with it.
 
 Duration: that of the recipe, for every line, task and seed of a table. Expected: the tables of recipes/README.md.
 """
@@ -66,6 +67,10 @@ def run(
     threads: Annotated[int, typer.Option(metavar="N", min=1, help="Threads of each run.")] = 1,
     seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Number of seeds, 0, 1, ...")] = 1,
     only: Annotated[str, typer.Option(metavar="TEXT", help="Only lines or tasks that contain this text.")] = "",
+    line: Annotated[
+        list[str], typer.Option(metavar="NAME", show_default=False, help="Only this line, repeated. [default: all]")
+    ] = [],  # noqa: B006 (typer copies it)
+    extra: Annotated[str, typer.Option(metavar="OPTIONS", help="Further options of the recipes, in quotes.")] = "",
     csv: Csv = None,
 ) -> None:
     """Run the missing experiments of some groups, and print their tables."""
@@ -74,13 +79,19 @@ def run(
             raise UnsupportedAttentionError(unknown_name("group of experiments", name, GROUPS))
     source = data_folder(data)
     chosen = {name: GROUPS[name](source) for name in groups}
+    known = [row for group in chosen.values() for row in group.attention]
+    for name in line:
+        if name not in known:
+            raise UnsupportedAttentionError(unknown_name("line", name, known))
     waiting = []
     for name, group in chosen.items():
         for seed in range(seeds):
-            for line, task in group.pairs():
-                folder = folder_of(output / name, line, task, seed)
-                if only.lower() in f"{line} {task}".lower() and not (folder / "metrics.json").is_file():
-                    waiting.append(([*group.tasks[task], *group.attention[line], "--seed", str(seed)], folder))
+            for row, task in group.pairs():
+                folder = folder_of(output / name, row, task, seed)
+                wanted = only.lower() in f"{row} {task}".lower() and row in (line or group.attention)
+                if wanted and not (folder / "metrics.json").is_file():
+                    module = [*group.tasks[task], *group.attention[row], "--seed", str(seed), *shlex.split(extra)]
+                    waiting.append((module, folder))
     with concurrent.futures.ThreadPoolExecutor(workers) as pool, tqdm(total=len(waiting), disable=None) as bar:
         started = {pool.submit(run_one, module, folder, threads): folder for module, folder in waiting}
         for future in concurrent.futures.as_completed(started):
