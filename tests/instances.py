@@ -14,6 +14,7 @@ from torch import Tensor
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods._shared import error_bound
+from hf_efficient_attn.ops.feature_maps import LEARNED
 
 # The tests run in several processes and their tensors are small, so each process uses one thread.
 torch.set_num_threads(1)
@@ -174,9 +175,15 @@ def _scatterbrain(**options) -> Instance:
 _TABLES = {"projection_dim": 240, "max_length": 2400}
 
 
+def _learns_features(config) -> bool:
+    """Initial maps depend on the config's seed, but not on that of a call."""
+    return getattr(config, "feature_map", "") in LEARNED
+
+
 def _projection_facts(config) -> dict[str, Any]:
     """Gaussian tables have weights of both signs and depend on the config's seed, but not on that of a call."""
-    return {"averages": config.init == "means", "call_seed": config.init == "means"}
+    call_seed = config.init == "means" and not _learns_features(config)
+    return {"averages": config.init == "means", "call_seed": call_seed}
 
 
 def _flurka(method: str, **options) -> Instance:
@@ -208,7 +215,12 @@ def _learned(method: str, **options) -> Instance:
 
 def _linear_facts(config) -> dict[str, Any]:
     has_window = config.window_size > 0
-    return {"reads_positions": has_window, "square": has_window, "call_seed": config.feature_map == "elu"}
+    return {"reads_positions": has_window, "square": has_window, "call_seed": not _learns_features(config)}
+
+
+def _performer_facts(config) -> dict[str, Any]:
+    """Learned features are another attention."""
+    return {"limit": "none", "call_seed": False, "splits_scale": False} if _learns_features(config) else {}
 
 
 def _window(**options) -> Instance:
@@ -310,6 +322,7 @@ INSTANCES = [
         limit="expectation",
         random=True,
         splits_scale=True,
+        facts=_performer_facts,
     ),
     _learned("performer", feature_map="hedgehog", num_features=20),
     _scatterbrain(),

@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.partial import accumulation_dtype
+from hf_efficient_attn.ops.partial import accumulation_dtype, exp_
 from hf_efficient_attn.ops.random import normal
 
 # Features that are learned, and the names of the maps as learned parameters.
@@ -69,7 +69,8 @@ def learned_features(x: Tensor, weight: Tensor, feature_map: str, *, is_query: b
     """
     if is_query or feature_map != "exp":
         return learned_query_features(x, weight, feature_map)[0]
-    return _outputs(x, weight, feature_map).clamp(_LEAST_LOG, _LARGEST_LOG).exp()
+    y = _outputs(x, weight, feature_map)
+    return y.clamp(_LEAST_LOG, _LARGEST_LOG).exp() if y.requires_grad else exp_(y.clamp_(_LEAST_LOG, _LARGEST_LOG))
 
 
 def learned_query_features(x: Tensor, weight: Tensor, feature_map: str) -> tuple[Tensor, Tensor | None]:
@@ -79,10 +80,13 @@ def learned_query_features(x: Tensor, weight: Tensor, feature_map: str) -> tuple
     through it: that of the features is the whole one.
     """
     y = _outputs(x, weight, feature_map)
+    needs_grad = y.requires_grad  # without a gradient no new memory is touched
     if feature_map != "exp":
-        return (y if feature_map == "t2r" else y.softmax(-1)).clamp(min=_LEAST), None
+        y = y if feature_map == "t2r" else y.softmax(-1)
+        return (y.clamp(min=_LEAST) if needs_grad else y.clamp_(min=_LEAST)), None
     largest = y.detach().amax(-1, keepdim=True)
-    return (y - largest).clamp(min=_LEAST_LOG).exp(), largest.squeeze(-1)
+    logs = (y - largest).clamp(min=_LEAST_LOG) if needs_grad else y.sub_(largest).clamp_(min=_LEAST_LOG)
+    return (logs.exp() if needs_grad else exp_(logs)), largest.squeeze(-1)
 
 
 def log_weight_of_zeros(feature_map: str, num_features: int) -> float:
