@@ -218,7 +218,7 @@ def measure_speed(model: nn.Module, batch: Batch, settings: EfficientAttentionCo
 
     def visit(call: Call) -> None:
         config, works = settings.for_layer(call.layer), {}
-        if config is not None and call.why_exact(config.method) is None:
+        if config is not None and call.why_exact(config) is None:
             works[""] = functools.partial(call.compute, config)
         exact, timings = paired(call.compute_exact, works, rounds=1)
         seconds[0] += exact.seconds

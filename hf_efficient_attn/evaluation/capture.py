@@ -46,7 +46,7 @@ class Call(NamedTuple):
         is_causal: whether the layer is causal.
         scale: factor of the scores; None for 1/sqrt(D).
         exact: (B, H, Nq, Dv), the output of exact attention in float32 or float64, or of what is captured in its place.
-        why_exact: method name -> the reason why a converted model computes this call exactly; None if it does not.
+        why_exact: a method's config -> why a converted model computes this call exactly; None if it does not.
         module: the attention module.
     """
 
@@ -59,7 +59,7 @@ class Call(NamedTuple):
     is_causal: bool
     scale: float | None
     exact: Tensor
-    why_exact: Callable[[str], str | None]
+    why_exact: Callable[[MethodConfig], str | None]
     module: nn.Module
 
     @property
@@ -88,7 +88,7 @@ class Call(NamedTuple):
             exactly.
         """
         (batch, num_heads, q_len, _), valid = self.query.shape, None
-        if self.why_exact(config.method) is not None:
+        if self.why_exact(config) is not None:
             return torch.zeros(batch, num_heads, dtype=torch.float64)
         if self.key_mask is not None and q_len == self.key.shape[2]:
             valid = self.key_mask.repeat_interleave(num_heads, 0)
@@ -111,7 +111,7 @@ class Call(NamedTuple):
         )
 
 
-def _never_exact(method: str) -> None:
+def _never_exact(method: MethodConfig) -> None:
     return None
 
 

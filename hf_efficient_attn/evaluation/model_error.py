@@ -223,7 +223,7 @@ def _observed(
             method: MethodConfig | None = settings_of(config, name).for_layer(location.layer)
             is_cross = not is_causal and (location.is_cross or query.shape[2] != key.shape[2])
             label = EXACT if method is None else method.method
-            if is_cross and label != EXACT and why_cross_attention_is_exact(label, config) is not None:
+            if is_cross and method is not None and why_cross_attention_is_exact(method, config) is not None:
                 label = EXACT
             scale = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else float(kwargs["scaling"])
             tensors = (query, key, value, attention_mask, out.transpose(1, 2))

@@ -268,7 +268,7 @@ class Distillation:
     def _trained_in(self, call: Call) -> tuple[_Group | None, MethodConfig | None]:
         """The parameters and the method of a call; None if the converted model computes it exactly."""
         learned = learned_of(call.module)
-        if learned is None or call.why_exact(learned.method.method) is not None:
+        if learned is None or call.why_exact(learned.method) is not None:
             return None, None
         method, tokens = learned.method, call.tokens
         if call.key.shape[2] <= method.exact_length:
