@@ -10,7 +10,8 @@ from transformers import Trainer, TrainingArguments
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.training.stage import Stage
-from hf_efficient_attn.training.switch import is_in_stage, learned_parameters, switch_stage
+from hf_efficient_attn.training.switch import is_in_stage, switch_stage
+from hf_efficient_attn.training.wrappers import learned_parameters
 from tiny_models import METHODS, SMALL, tiny_class, tiny_config, tiny_model
 
 TWO = [

@@ -150,6 +150,7 @@ def test_references_follow_their_stages(trainings):
         "learned": ["linformer"] * 4 + ["flurka_performer"] * 6,
         "same": ["performer"] * 5 + ["linear"] * 5,
         "three": ["sdpa"] * 3 + ["kdeformer"] * 3 + ["linformer"] * 4,
+        "distilled": ["linformer"] * 4 + ["flurka_linear"] * 6,
     }
     for case, attention in expected.items():
         reference = trainings.reference(case)
@@ -184,6 +185,20 @@ def test_references_follow_their_stages(trainings):
 def test_kill_around_a_switch_at_a_checkpoint(trainings, tmp_path, kill):
     """Learned parameters of the first stage continue in the second; the last checkpoint is that of the switch."""
     kill_and_resume(trainings, tmp_path, "learned", kill)
+
+
+@pytest.mark.parametrize(
+    "kill",
+    [
+        "begin@4",
+        pytest.param("forward@3", marks=pytest.mark.exhaustive),
+        pytest.param("torn:model.safetensors@4", marks=pytest.mark.exhaustive),
+        pytest.param("forward@5", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_kill_around_a_distillation(trainings, tmp_path, kill):
+    """The distillation is repeated if the checkpoint is from before it, and not repeated otherwise."""
+    kill_and_resume(trainings, tmp_path, "distilled", kill)
 
 
 @pytest.mark.exhaustive
@@ -334,6 +349,7 @@ def test_resumption_from_a_checkpoint_without_the_callback(trainings, tmp_path):
     [
         ("learned", "forward@5", None, (), 4),
         ("learned", "begin@4", 1, (), 4),
+        ("distilled", "begin@4", 1, (), 4),
         # The other process has written all its files, but must not delete the older checkpoint.
         ("learned", "before:rng_state_1.pth@6", 1, ONE_KEPT, 4),
         ("same", "substep@5", 0, (), 4),
@@ -343,6 +359,16 @@ def test_resumption_from_a_checkpoint_without_the_callback(trainings, tmp_path):
 def test_two_processes(trainings, tmp_path, case, kill, rank, also, at):
     """Both processes are killed, or one; the other then fails or is ended as by a launcher."""
     kill_and_resume(trainings, tmp_path, case, kill, further=TWO, also=also, world=2, rank=rank, at=at)
+
+
+@pytest.mark.exhaustive
+def test_two_processes_distill_the_same_parameters(trainings):
+    """Each process has batches of its own, and gradients are averaged."""
+    reference = trainings.reference("distilled", *TWO, world=2)
+    weights = [json.loads((reference / f"weights-{rank}.json").read_text()) for rank in range(2)]
+    assert weights[0] == weights[1] == result(reference)["weights"]
+    names = {x for entry in result(reference)["log"] for x in entry if x.startswith("distillation_")}
+    assert names == {"distillation_steps", "distillation_first_loss", "distillation_last_loss"}
 
 
 @pytest.mark.exhaustive

@@ -55,6 +55,15 @@ CASES = {
         [("sdpa", 3), ("kdeformer", 6, KDEFORMER), ("linformer", None, {"projection_dim": 8})],
         {"bf16": True, "save_total_limit": 2},
     ),
+    # Both stages are distilled first: before step 0 and at a checkpoint.
+    "distilled": (
+        "bert",
+        [
+            ("linformer", 0.4, {"projection_dim": 8, "distill": 3}),
+            ("flurka_linear", 1.0, {"feature_map": "hedgehog", "num_features": 8, "share": "none", "distill": 4}),
+        ],
+        {},
+    ),
 }
 
 
@@ -260,13 +269,15 @@ def train(given: argparse.Namespace) -> None:
     trainer.model_accepts_loss_kwargs = family == "gpt2"
     trainer.train(resume_from_checkpoint=given.resume)
     trainer.save_model(str(given.output / "final"))
+    weights = {name: digest(value) for name, value in model.state_dict().items()}
+    (given.output / f"weights-{rank}.json").write_text(json.dumps(weights), encoding="utf-8")
     if rank == 0:
         timings = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos"}
         timings |= {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}
         result = {
             "log": [{k: v for k, v in entry.items() if k not in timings} for entry in trainer.state.log_history],
             "attention": model.config._attn_implementation,
-            "weights": {name: digest(value) for name, value in model.state_dict().items()},
+            "weights": weights,
             "optimizer": digests(trainer.optimizer),
             "random": digest(torch.get_rng_state()),
             "best": trainer.state.best_model_checkpoint and pathlib.Path(trainer.state.best_model_checkpoint).name,

@@ -18,12 +18,24 @@ from transformers.training_args import TrainingArguments
 from transformers.utils import logging
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation.capture import Batch
 from hf_efficient_attn.integration.learned import NAME
 from hf_efficient_attn.training.checkpoints import TRAINER_STATE, rename_incomplete_checkpoints
+from hf_efficient_attn.training.distillation import DistillationOptions
 from hf_efficient_attn.training.schedule import UptrainingSchedule
+from hf_efficient_attn.training.stage import Stage
+from hf_efficient_attn.training.stage_distillation import (
+    FormerAttention,
+    StageDistillation,
+    TrainingBatches,
+    log_entries,
+    warn_of_present_stage,
+)
 from hf_efficient_attn.training.switch import (
     apply_stage,
     check_stages,
+    distill_first_stage,
+    former_attention,
     is_in_stage,
     learned_layout,
     plain_name,
@@ -47,6 +59,11 @@ class UptrainingCallback(TrainerCallback, ExportableState):
     `trainer_state.json`: {"step", "epoch", "uptraining_from", "uptraining_stage"}. A checkpoint contains the model in
     the stage of its step, and its `config.json` names that stage.
 
+    A stage with "distill" is distilled at its switch, and the first stage when training begins. The entry of the log
+    then also has "distillation_steps", "distillation_first_loss" and "distillation_last_loss"; that of the first stage
+    has "distilled_stage" in place of the names of a switch. A training that is resumed from a checkpoint before the
+    switch repeats the distillation bit for bit.
+
     Pass the callback to the constructor of Trainer. Then a checkpoint of a later stage can be resumed: the model
     switches to the stage of the weights when these are loaded. (With `model_init`, Trainer creates the model later, and
     only stages that learn the same parameters can be resumed.) The constructor also renames the latest checkpoints to
@@ -56,16 +73,31 @@ class UptrainingCallback(TrainerCallback, ExportableState):
 
     Args:
         schedule: an `UptrainingSchedule`, or its stages.
+        distillation_batches: for stages with "distill", batches as for `hea.distill`, which must be the same whenever
+            they are read. By default samples of the training set are read by their index and collated as in training.
+            The training itself reads its data as without distillation, and the global random states stay as they
+            are. A data set or collator with a random generator of its own needs batches here.
+        distillation_options: the learning rate of the distillation and others; the default suits most models.
 
     Raises:
         UnsupportedAttentionError: when the Trainer is created or before the first step, if the model cannot take one of
-            the stages, its wrappers cannot follow a switch, a stage has no step, or the checkpoint was trained with
-            other stages.
+            the stages, its wrappers cannot follow a switch, a stage has no step, the checkpoint was trained with other
+            stages, or a stage is to be distilled and the training set can only be iterated.
     """
 
-    def __init__(self, schedule: "UptrainingSchedule | Iterable[Any]") -> None:
+    def __init__(
+        self,
+        schedule: "UptrainingSchedule | Iterable[Any]",
+        distillation_batches: Iterable[Batch] | None = None,
+        distillation_options: DistillationOptions | None = None,
+    ) -> None:
         self.schedule = UptrainingSchedule(schedule, getattr(schedule, "total_steps", None))
         self.total_steps: int | None = None
+        self.distillation_batches, self.distillation_options = distillation_batches, distillation_options
+        # Remains true if Trainer makes the callback again from `state`, which cannot hold batches.
+        self.has_own_distillation = distillation_batches is not None or distillation_options is not None
+        self._distillation: StageDistillation | None = None
+        self._former: FormerAttention | None = None
         self.files: dict[str, int] = {}
         self._hook: Any = None
         self._output_dir: str | None = None
@@ -78,7 +110,11 @@ class UptrainingCallback(TrainerCallback, ExportableState):
         self.files = self._saved_files()
         return {
             "args": {"schedule": self.schedule.to_list()},
-            "attributes": {"total_steps": self.total_steps, "files": self.files},
+            "attributes": {
+                "total_steps": self.total_steps,
+                "files": self.files,
+                "has_own_distillation": self.has_own_distillation,
+            },
         }
 
     def _saved_files(self) -> dict[str, int]:
@@ -116,7 +152,7 @@ class UptrainingCallback(TrainerCallback, ExportableState):
                 "(DataParallel). Start one process for each GPU with 'accelerate launch'"
             )
         if getattr(args, "fsdp", None) or getattr(args, "deepspeed", None):
-            self._refuse_changing_layouts(model)
+            self._refuse_changing_parameters(model)
         with args.main_process_first(local=args.save_on_each_node, desc="rename incomplete checkpoints"):
             if args.should_save:
                 rename_incomplete_checkpoints(pathlib.Path(str(args.output_dir)))
@@ -124,10 +160,18 @@ class UptrainingCallback(TrainerCallback, ExportableState):
             # The callback belonged to another Trainer, perhaps with another model.
             self._hook.remove()
         self._hook = model.register_load_state_dict_pre_hook(self._before_loading)
+        self._former = None
         if not any(is_in_stage(model, stage) for stage in self.schedule.stages):
-            apply_stage(model, self.schedule.stages[0])
+            first = self.schedule.stages[0]
+            self._former = former_attention(model, first) if first.distill else None
+            apply_stage(model, first)
 
-    def _refuse_changing_layouts(self, model: nn.Module) -> None:
+    def _refuse_changing_parameters(self, model: nn.Module) -> None:
+        if any(stage.distill for stage in self.schedule.stages):
+            raise UnsupportedAttentionError(
+                "FSDP and DeepSpeed shard the parameters, so that no stage can be distilled: use stages without "
+                "'distill', or train with DistributedDataParallel"
+            )
         layouts = stage_layouts(model, self.schedule.stages)
         if any(layout != layouts[0] for layout in layouts):
             names = ", ".join(stage.attention for stage in self.schedule.stages)
@@ -172,10 +216,53 @@ class UptrainingCallback(TrainerCallback, ExportableState):
         self._check_recorded_stages(state)
         # Trainer updates only the callback states that the checkpoint has, and fails for others.
         _recorded_states(state).setdefault(type(self).__name__, self.state())
-        check_stages(kwargs["model"], self.schedule.stages)
-        # Weights do not distinguish stages that learn the same parameters. A switch that is due at this very step is
-        # made, and logged, by `on_step_begin`.
-        self._switch_if_due(kwargs["model"], kwargs.get("optimizer"), max(0, state.global_step - 1))
+        model, optimizer = kwargs["model"], kwargs.get("optimizer")
+        check_stages(model, self.schedule.stages)
+        self._distillation = self._distillation_of(args, state, kwargs.get("train_dataloader"))
+        former, self._former = self._former, None
+        if state.global_step > 0:
+            # Weights do not distinguish stages that learn the same parameters. A switch that is due at this very step
+            # is made, and logged, by `on_step_begin`. The weights of an earlier one are loaded, so not distilled again.
+            self._switch_if_due(model, optimizer, state.global_step - 1, None)
+            return
+        record = self._switch_if_due(model, optimizer, 0, self._distillation)
+        first = self.schedule.stages[0]
+        if record is None and first.distill and self._distillation is not None:
+            if former is None:
+                warn_of_present_stage(first)
+                return
+            record = distill_first_stage(model, first, former, self._distillation)
+        if record is not None and record["distillation"] is not None:
+            state.log_history.append({**log_entries(record), "epoch": state.epoch, "step": 0})
+
+    def _distillation_of(
+        self, args: TrainingArguments, state: TrainerState, train_dataloader: Any
+    ) -> StageDistillation | None:
+        """How the stages that are still to begin are distilled; None if none of them is."""
+        step = state.global_step
+        begun = self.schedule.index(step, self.total_steps) + (not self.schedule.starts(step, self.total_steps))
+        if not any(stage.distill for stage in self.schedule.stages[begun:]):
+            return None
+        batches = self.distillation_batches
+        if self.has_own_distillation and batches is None and self.distillation_options is None:
+            raise UnsupportedAttentionError(
+                "Trainer made UptrainingCallback again from the checkpoint, which holds no distillation_batches and "
+                "no distillation_options: resume with restore_callback_states_from_checkpoint=False"
+            )
+        if batches is None:
+            if train_dataloader is None:
+                raise UnsupportedAttentionError(
+                    "a stage is to be distilled, but Trainer gave no training data to the callback: use "
+                    "UptrainingCallback(schedule, distillation_batches=...)"
+                )
+            batches = TrainingBatches(
+                train_dataloader.dataset,
+                train_dataloader.collate_fn,
+                args.per_device_train_batch_size,
+                args.process_index,
+                args.world_size,
+            )
+        return StageDistillation(batches, self.distillation_options or DistillationOptions())
 
     def _check_recorded_stages(self, state: TrainerState) -> None:
         """Refuse a checkpoint that was trained with other stages up to its step."""
@@ -188,12 +275,14 @@ class UptrainingCallback(TrainerCallback, ExportableState):
         if total is None:
             return
         runs = ((schedule, schedule.ends(total)), (self.schedule, self.schedule.ends(self.total_steps)))
-        old, new = ([(s.attention, s.settings, end) for s, end in zip(x.stages, ends, strict=True)] for x, ends in runs)
+        old, new = (
+            [(_identity(s), s.attention, end) for s, end in zip(x.stages, ends, strict=True)] for x, ends in runs
+        )
         # The last stage ends with training, however long that is.
         ended = [[stage for stage in stages[:-1] if stage[2] < state.global_step] for stages in (old, new)]
-        current = [stages[len(done)][:2] for stages, done in zip((old, new), ended, strict=True)]
+        current = [stages[len(done)][0] for stages, done in zip((old, new), ended, strict=True)]
         if ended[0] != ended[1] or current[0] != current[1]:
-            before, now = (", ".join(f"{name} to step {end}" for name, _, end in stages) for stages in (old, new))
+            before, now = (", ".join(f"{name} to step {end}" for _, name, end in stages) for stages in (old, new))
             other = " with other hyperparameters" if before == now else ""
             raise UnsupportedAttentionError(
                 f"the checkpoint was trained for {state.global_step} steps with the stages {before}, and now they are "
@@ -202,19 +291,22 @@ class UptrainingCallback(TrainerCallback, ExportableState):
             )
 
     def _switch_if_due(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        step: int,
+        distillation: StageDistillation | None,
     ) -> dict[str, Any] | None:
         stage = self.schedule.stages[self.schedule.index(step, self.total_steps)]
-        return None if is_in_stage(model, stage) else switch_stage(model, optimizer, stage, step)
+        return None if is_in_stage(model, stage) else switch_stage(model, optimizer, stage, step, distillation)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Switch before the first step of a stage."""
-        record = self._switch_if_due(kwargs["model"], kwargs.get("optimizer"), state.global_step)
+        record = self._switch_if_due(kwargs["model"], kwargs.get("optimizer"), state.global_step, self._distillation)
         if record is not None:
-            entry = {"uptraining_from": record["from"], "uptraining_stage": record["to"]}
-            state.log_history.append({**entry, "epoch": state.epoch, "step": state.global_step})
+            state.log_history.append({**log_entries(record), "epoch": state.epoch, "step": state.global_step})
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Remember the step, which names the folder of a checkpoint."""
@@ -231,6 +323,11 @@ class UptrainingCallback(TrainerCallback, ExportableState):
             stage = self.schedule.stages[self.schedule.index(step - 1, self.total_steps)]
             if not is_in_stage(kwargs["model"], stage):
                 switch_stage(kwargs["model"], None, stage, step)
+
+
+def _identity(stage: Stage) -> tuple[Any, ...]:
+    """What must be the same when a training is resumed in the stage or after it."""
+    return stage.attention, stage.settings, stage.distill
 
 
 def _recorded_states(state: TrainerState) -> dict[str, Any]:

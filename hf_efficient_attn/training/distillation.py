@@ -8,7 +8,7 @@ layer end at its inputs, so that the activations of only one layer are in memory
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
@@ -81,16 +81,21 @@ class DistillationOptions:
 class _Group:
     """The learned parameters of a layer, or those that several layers share.
 
-    Attributes:
+    Args:
         learned: the module that holds them.
-        trained: copies of them in float32 or float64, which are trained, by name.
+        fixed: those of them that stay as they are.
+
+    Attributes:
+        learned: as above.
+        trained: copies of the others in float32 or float64, which are trained, by name.
         loss: sum of the losses of the current window of steps.
         best: the smallest mean loss of a window, and the parameters at its end.
     """
 
-    def __init__(self, learned: LearnedParameters) -> None:
+    def __init__(self, learned: LearnedParameters, fixed: Collection[Tensor] = ()) -> None:
+        ids = {id(p) for p in fixed}
         self.learned = learned
-        self.trained = {name: _copy(p) for name, p in learned.tensors().items()}
+        self.trained = {name: _copy(p) for name, p in learned.tensors().items() if id(p) not in ids}
         self.loss = 0.0
         self.best: tuple[float, dict[str, Tensor]] = (float("inf"), self.copy())
 
@@ -99,14 +104,15 @@ class _Group:
         return {name: p.detach().clone() for name, p in self.trained.items()}
 
     def parameters(self) -> dict[str, Tensor]:
-        """The trained parameters in the dtype of the model, as the method takes them."""
-        return {name: self.trained[name].to(p.dtype) for name, p in self.learned.tensors().items()}
+        """All parameters in the dtype of the model, as the method takes them."""
+        return {name: self.trained.get(name, p.detach()).to(p.dtype) for name, p in self.learned.tensors().items()}
 
     @torch.no_grad()
     def store(self, values: Mapping[str, Tensor]) -> None:
         """Write values into the model."""
-        for name, p in self.learned.tensors().items():
-            p.copy_(values[name])
+        tensors = self.learned.tensors()
+        for name in self.trained:
+            tensors[name].copy_(values[name])
 
 
 def _copy(parameter: Tensor) -> Tensor:
@@ -123,14 +129,15 @@ class Distillation:
         num_steps: the number of steps of the whole training, for the learning rate.
         loss: one of `attention_loss.LOSSES`.
         options: see `DistillationOptions`.
-        capture: passes the calls of the layers to train to a function, with the output to imitate as `exact`; those of
-            all layers and of exact attention by default.
+        capture: passes the calls of all layers to a function, with the output to imitate as `exact`; that of exact
+            attention by default.
+        fixed: learned parameters that stay as they are.
 
     Attributes:
         step_number: the number of steps so far.
 
     Raises:
-        UnsupportedAttentionError: the loss is unknown, or no layer has learned parameters.
+        UnsupportedAttentionError: the loss is unknown, or no layer has learned parameters to train.
     """
 
     def __init__(
@@ -140,6 +147,7 @@ class Distillation:
         loss: str = "output",
         options: DistillationOptions | None = None,
         capture: Capture = capture_attention,
+        fixed: Collection[Tensor] = (),
     ) -> None:
         check_loss(loss)
         self.model, self.num_steps, self.loss, self.capture = model, num_steps, loss, capture
@@ -151,8 +159,9 @@ class Distillation:
             for module, location, *_ in attention_modules(root):
                 learned = learned_of(module)
                 if learned is not None and learned.holder not in self._groups:
-                    self._groups[learned.holder] = _Group(learned.holder)
-                    self._names[learned.holder] = location.name
+                    group = _Group(learned.holder, fixed)
+                    if group.trained:
+                        self._groups[learned.holder], self._names[learned.holder] = group, location.name
         if not self._groups:
             raise UnsupportedAttentionError("no layer of the model has learned parameters to distill")
         trained = [p for group in self._groups.values() for p in group.trained.values()]
@@ -268,7 +277,7 @@ class Distillation:
     def _trained_in(self, call: Call) -> tuple[_Group | None, MethodConfig | None]:
         """The parameters and the method of a call; None if the converted model computes it exactly."""
         learned = learned_of(call.module)
-        if learned is None or call.why_exact(learned.method) is not None:
+        if learned is None or learned.holder not in self._groups or call.why_exact(learned.method) is not None:
             return None, None
         method, tokens = learned.method, call.tokens
         if call.key.shape[2] <= method.exact_length:

@@ -26,7 +26,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.evaluation.capture import Batch, capture_attention, forward
 from hf_efficient_attn.integration.models import transformers_models
 from hf_efficient_attn.training.attention_loss import WINDOW, DivergedError
-from hf_efficient_attn.training.switch import learned_parameters
+from hf_efficient_attn.training.wrappers import learned_parameters
 
 TARGETS = ("hidden_states", "logits")
 # Outputs of Transformers' models that are tuples of hidden states.

@@ -8,9 +8,24 @@ import torch
 from torch import nn
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
+from hf_efficient_attn.evaluation.capture import Batch
 from hf_efficient_attn.methods import method_info
+from hf_efficient_attn.training.distillation import DistillationOptions
 from hf_efficient_attn.training.stage import Stage, make_stages, parse_stage
-from hf_efficient_attn.training.switch import check_stages, is_in_stage, switch_stage
+from hf_efficient_attn.training.stage_distillation import (
+    FormerAttention,
+    StageDistillation,
+    refuse_missing_batches,
+    warn_of_present_stage,
+)
+from hf_efficient_attn.training.switch import (
+    check_stages,
+    distill_first_stage,
+    former_attention,
+    is_in_stage,
+    switch_stage,
+)
+from hf_efficient_attn.training.wrappers import unwrap
 
 # Gupta et al. 2023, appendix A.4: the base that a variant is trained as first, and its share of the steps. The paper's
 # "RNN" is the linear transformer. The other experiments of the paper have no up-training.
@@ -41,11 +56,17 @@ class UptrainingSchedule:
     A stage inherits projection_dim, max_length, share, init, num_features and seed from the stage before unless they
     are given, so that learned parameters and random draws still fit. Other hyperparameters have the method's defaults.
 
+    A stage whose method learns parameters can be distilled first: before its first step, these parameters are trained
+    to imitate the attention that the model had before the switch, layer by layer and without labels. For example, the
+    kernel of flurka_linear with feature_map="hedgehog" learns to imitate the softmax of a linformer. The teacher of the
+    first stage is the attention that the model had before training.
+
     Args:
         stages: each (attention, end) or (attention, end, hyperparameters). `attention` is the name or the config of a
             method, an `EfficientAttentionConfig`, or "sdpa". `end` is the share of all steps after which the stage ends
             (a float; the last must be 1.0) or the number of steps (an integer; the last may be None). The key "layers"
-            among the hyperparameters selects layers as in `hea.convert`.
+            among the hyperparameters selects layers as in `hea.convert`, and "distill" is the number of steps of the
+            stage's distillation, which do not count as steps of the training.
         total_steps: the number of steps of the whole training. `step` needs it if ends are shares; Trainer tells the
             callback.
         part: the name of the submodule to switch, for example "encoder" in an EncoderDecoderModel; the rest of the
@@ -53,7 +74,8 @@ class UptrainingSchedule:
 
     Raises:
         UnsupportedAttentionError: a method or hyperparameter is unknown, ends do not increase or do not end at 1.0,
-            shares and step numbers are mixed, or two consecutive stages are the same.
+            shares and step numbers are mixed, two consecutive stages are the same, or a stage with "distill" has
+            nothing to learn.
     """
 
     def __init__(
@@ -69,6 +91,8 @@ class UptrainingSchedule:
             raise UnsupportedAttentionError(f"total_steps must be an integer, not {total_steps!r}")
         self.total_steps = total_steps
         self._checked: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+        # The attention of models before they were switched to a first stage that is still to be distilled.
+        self._former: weakref.WeakKeyDictionary[nn.Module, FormerAttention] = weakref.WeakKeyDictionary()
         if total_steps is not None:
             self.ends(total_steps)
 
@@ -76,8 +100,8 @@ class UptrainingSchedule:
     def parse(cls, stages: str | Sequence[str], total_steps: int | None = None) -> "UptrainingSchedule":
         """A schedule from strings "ATTENTION[,key=value...]:END" as on a command line.
 
-        END is a share, a number of steps or "end", for example
-        ["linformer,projection_dim=64:0.25", "flurka_performer:1.0"].
+        END is a share, a number of steps or "end", for example ["linformer,projection_dim=64:0.25",
+        "flurka_performer:1.0"] or ["sdpa:0.1", "linear,feature_map=hedgehog,distill=200:1.0"].
 
         Raises:
             UnsupportedAttentionError: a string has another form, or the class refuses the stages.
@@ -117,7 +141,18 @@ class UptrainingSchedule:
             ends = [stage.end_step(step) for stage in self.stages[:-1]]
         return next((i for i, end in enumerate(ends) if step < end), len(self.stages) - 1)
 
-    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> "dict[str, Any] | None":
+    def starts(self, step: int, total_steps: int | None = None) -> bool:
+        """Whether a stage starts with step `step`."""
+        return step == 0 or self.index(step - 1, total_steps) != self.index(step, total_steps)
+
+    def step(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        step: int,
+        batches: Iterable[Batch] | None = None,
+        options: DistillationOptions | None = None,
+    ) -> "dict[str, Any] | None":
         """Switch the model to the stage of step `step` if it is in another one; for training loops without Trainer.
 
         Call it once with `optimizer=None` before creating the optimizer and before loading a checkpoint, then before
@@ -125,26 +160,55 @@ class UptrainingSchedule:
         optimizer state; new parameters join the parameter group of similar parameters, and learning-rate schedules
         continue.
 
+        A stage with "distill" is distilled in the call of its first step that has `batches`. This changes only the
+        values of its learned parameters. In distributed training gradients are averaged over all processes, each of
+        which may give batches of its own. The global random states stay as they are, so that a training that is resumed
+        from a checkpoint before the switch repeats the distillation bit for bit.
+
         Args:
             model: a Transformers model, or its wrapper: PEFT, `torch.compile`, DistributedDataParallel.
             optimizer: the optimizer (or Accelerate's wrapper of it) of the model's parameters, or None.
             step: the number of completed optimizer steps.
+            batches: for stages with "distill", batches as for `hea.distill`, which must be the same whenever they are
+                read; give them in every call with an optimizer. Batches of the training set will do; labels are not
+                used.
+            options: the learning rate of the distillation and others; the default suits most models.
 
         Returns:
-            A record of the switch with "step", "from", "to", and the names of the parameters that were "carried",
-            "started" and "dropped"; None if nothing changed.
+            A record of the switch with "step", "from", "to", the names of the parameters that were "carried", "started"
+            and "dropped", and "distillation": None, or its "steps", "first_loss" and "last_loss", which are means over
+            some steps. None if nothing changed.
 
         Raises:
-            UnsupportedAttentionError: the model cannot take one of the stages. All of them are checked in the first
-                call, before anything changes.
+            UnsupportedAttentionError: the model cannot take one of the stages, or batches are missing. This is checked
+                in the first call, before anything changes. Or the stage computes all batches exactly.
+            DivergedError: a loss of the distillation was not finite.
         """
-        stage = self.stages[self.index(step)]
+        index, inner = self.index(step), unwrap(model)
+        stage, starts = self.stages[index], self.starts(step)
+        if optimizer is not None and batches is None:
+            refuse_missing_batches(self.stages[index + (not starts) :])
         # Once for the bare model, and once for its wrappers, which exist when training begins.
         when = "before" if optimizer is None else "in training"
         if when not in self._checked.setdefault(model, set()):
             check_stages(model, self.stages)
             self._checked[model].add(when)
-        return None if is_in_stage(model, stage) else switch_stage(model, optimizer, stage, step)
+        distillation = None
+        if batches is not None and starts and stage.distill:
+            distillation = StageDistillation(batches, options or DistillationOptions())
+        former = self._former.pop(inner, None)
+        if not is_in_stage(model, stage):
+            if stage.distill and step == 0 and distillation is None:
+                self._former[inner] = former_attention(model, stage)
+            return switch_stage(model, optimizer, stage, step, distillation)
+        if former is None or step > 0:
+            if stage.distill and step == 0 and optimizer is None:
+                warn_of_present_stage(stage)
+            return None
+        if distillation is None:
+            self._former[inner] = former
+            return None
+        return distill_first_stage(model, stage, former, distillation)
 
     def to_list(self) -> list[dict[str, Any]]:
         """The stages as plain values that JSON can represent; `UptrainingSchedule` accepts this form."""
@@ -156,10 +220,10 @@ class UptrainingSchedule:
     __hash__ = None  # type: ignore[assignment]  # Python's way to make a class unhashable
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_checked": None}
+        return {**self.__dict__, "_checked": None, "_former": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _checked=weakref.WeakKeyDictionary())
+        self.__dict__.update(state, _checked=weakref.WeakKeyDictionary(), _former=weakref.WeakKeyDictionary())
 
     def __repr__(self) -> str:
         stages = ", ".join(f"({stage.attention!r}, {stage.end!r})" for stage in self.stages)

@@ -11,6 +11,7 @@ from typing import Any
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_method
 from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS, EfficientAttentionConfig
 from hf_efficient_attn.methods import MethodConfig, available_methods, make_config, method_info
+from hf_efficient_attn.training.distillation import why_nothing_to_learn
 
 
 @dataclass(frozen=True)
@@ -23,17 +24,22 @@ class Stage:
             None for the end of training.
         settings: the value for `config.efficient_attention`; None for exact attention.
         part: the name of the submodule to switch; None for the whole model.
+        distill: the number of steps in which the learned parameters imitate the attention before the switch to the
+            stage; 0 for none.
     """
 
     attention: str
     end: float | int | None
     settings: EfficientAttentionConfig | None = None
     part: str | None = None
+    distill: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """The stage as plain values that JSON can represent; `UptrainingSchedule` accepts this form."""
         values = {} if self.settings is None else self.settings.to_dict()
         stage = {"attention": self.attention, "end": self.end, "settings": values or None}
+        if self.distill:
+            stage["distill"] = self.distill
         return stage if self.part is None else {**stage, "part": self.part}
 
     def end_step(self, total_steps: int) -> int:
@@ -72,9 +78,19 @@ def _make_stage(given: Any, before: Stage | None) -> Stage:
         raise UnsupportedAttentionError(
             f"{given!r} is not a stage: use (attention, end) or (attention, end, hyperparameters)"
         )
-    attention: Any = given[0]
-    end = _check_end(given[1])
     values = dict(given[2]) if len(given) == 3 and given[2] is not None else {}
+    distill = _check_distill(values.pop("distill", 0))
+    stage = _stage_of(given[0], _check_end(given[1]), values, before)
+    if distill:
+        methods = [] if stage.settings is None else [entry.config for entry in stage.settings.entries]
+        reason = why_nothing_to_learn(methods) if methods else f"{stage.attention!r} is exact attention"
+        if reason is not None:
+            raise UnsupportedAttentionError(f"a stage with distill={distill}: {reason}")
+    return dataclasses.replace(stage, distill=distill)
+
+
+def _stage_of(attention: Any, end: float | int | None, values: dict[str, Any], before: Stage | None) -> Stage:
+    """The stage of an attention and its hyperparameters, without distillation."""
     if attention == "exact":
         attention = EXACT
     if isinstance(attention, str) and attention in EXACT_IMPLEMENTATIONS:
@@ -125,7 +141,16 @@ def _stage_from_dict(given: Mapping[str, Any]) -> Stage:
     attention, settings = given["attention"], given.get("settings")
     if settings is not None:
         attention = EfficientAttentionConfig.from_dict(settings, attention)
-    return dataclasses.replace(_make_stage((attention, given["end"]), None), part=given.get("part"))
+    stage = _make_stage((attention, given["end"], {"distill": given.get("distill", 0)}), None)
+    return dataclasses.replace(stage, part=given.get("part"))
+
+
+def _check_distill(steps: Any) -> int:
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise UnsupportedAttentionError(
+            f"distill={steps!r}: give the number of steps of the distillation before a stage, or 0 for none"
+        )
+    return steps
 
 
 def _check_end(end: Any) -> float | int | None:

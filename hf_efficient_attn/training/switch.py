@@ -26,6 +26,8 @@ from hf_efficient_attn.integration.models import attention_modules, configs_of, 
 from hf_efficient_attn.integration.settings import EXACT_IMPLEMENTATIONS, EfficientAttentionConfig
 from hf_efficient_attn.methods import get_method
 from hf_efficient_attn.training.stage import Stage
+from hf_efficient_attn.training.stage_distillation import FormerAttention, StageDistillation, attention_of
+from hf_efficient_attn.training.wrappers import learned_parameters, unwrap
 
 logger = logging.get_logger(__name__)
 
@@ -34,17 +36,6 @@ Layout = dict[str, tuple[int, ...]]
 
 # Patterns of names of parameters without weight decay, as in Trainer. Normalization layers are excluded by class.
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel and `torch.compile`."""
-    while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        elif isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):
-            model = compiled
-        else:
-            return model
 
 
 def _roots(model: nn.Module) -> list[PreTrainedModel]:
@@ -102,13 +93,6 @@ def apply_stage(model: nn.Module, stage: Stage) -> None:
     convert(_target(model, stage), stage.attention if stage.settings is None else stage.settings)
 
 
-def learned_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that the attention methods of a model learn, each once, by name."""
-    inner = unwrap(model)
-    ours = {id(p) for module in inner.modules() if isinstance(module, LearnedParameters) for p in module.parameters()}
-    return {name: p for name, p in inner.named_parameters() if id(p) in ours}
-
-
 def check_stages(model: nn.Module, stages: Sequence[Stage]) -> None:
     """Try every stage on the model and restore the model.
 
@@ -119,8 +103,20 @@ def check_stages(model: nn.Module, stages: Sequence[Stage]) -> None:
         _check_target(model, stage)
     layouts = stage_layouts(model, stages)
     _check_peft(model, stages, layouts)
+    refusal = _why_parameters_are_fixed(model)
+    if refusal and any(stage.distill for stage in stages):
+        raise UnsupportedAttentionError(
+            f"{refusal}, so that no stage can be distilled: use stages without 'distill', or train with "
+            "DistributedDataParallel"
+        )
+    for stage, now, before in zip(stages[1:], layouts[1:], layouts, strict=False):
+        if stage.distill and now.items() <= before.items():
+            raise UnsupportedAttentionError(
+                f"the stage {stage.attention!r} has distill={stage.distill}, but all parameters that it learns are "
+                "those of the stage before, which keep their values: leave out 'distill', or use learned features if "
+                "the method has them"
+            )
     if len({tuple(sorted(layout.items())) for layout in layouts}) > 1:
-        refusal = _why_parameters_are_fixed(model)
         if refusal:
             raise UnsupportedAttentionError(
                 f"{refusal}, but the stages {', '.join(stage.attention for stage in stages)} do not learn the same "
@@ -162,14 +158,21 @@ def _attention(roots: Sequence[PreTrainedModel]) -> list[nn.Module]:
     return [module for root in roots for module, *_ in attention_modules(root)]
 
 
-def switch_stage(model: nn.Module, optimizer: torch.optim.Optimizer | None, stage: Stage, step: int) -> dict[str, Any]:
+def switch_stage(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    stage: Stage,
+    step: int,
+    distillation: StageDistillation | None = None,
+) -> dict[str, Any]:
     """Switch a model to a stage during training, as `UptrainingSchedule.step` describes.
 
-    In distributed training all processes must call it at the same step.
+    In distributed training all processes must call it at the same step. The stage is distilled if `distillation` is
+    given and the stage asks for it. If the distillation fails, the model has its former attention.
     """
     inner = unwrap(model)
     roots = _roots(inner)
-    came_from = _roots(_target(inner, stage))[0].config._attn_implementation
+    former, state = former_attention(inner, stage), snapshot(roots)
     wrappers = data_parallel_wrappers(inner)
     before = dict(inner.named_parameters())
     held = {module: learned_of(module) for module in _attention(roots)}
@@ -182,8 +185,16 @@ def switch_stage(model: nn.Module, optimizer: torch.optim.Optimizer | None, stag
             peft_wrappers[module] = wrapper
     apply_stage(inner, stage)
     in_use: set[int] = set()
+    fixed: list[nn.Parameter] = []
     for module in _attention(roots):
-        _carry_over(module, tensors.get(module, {}), in_use)
+        fixed += _carry_over(module, tensors.get(module, {}), in_use)
+    distilled = None
+    if distillation is not None and stage.distill:
+        try:
+            distilled = distillation.run(inner, stage, former, fixed)
+        except BaseException:
+            state.restore()
+            raise
     for module, wrapper in peft_wrappers.items():
         _wrap_again(module, wrapper)
     after = dict(inner.named_parameters())
@@ -201,21 +212,58 @@ def switch_stage(model: nn.Module, optimizer: torch.optim.Optimizer | None, stag
         torch.compiler.reset()
     record = {
         "step": step,
-        "from": came_from,
+        "from": former.name,
         "to": stage.attention,
         "carried": carried,
         "started": started,
         "dropped": dropped,
+        "distillation": distilled,
     }
     logger.info(
-        f"step {step}: attention switched from {came_from} to {stage.attention}; learned parameters: {len(carried)} "
-        f"carried over, {len(started)} new, {len(dropped)} dropped"
+        f"step {step}: attention switched from {former.name} to {stage.attention}; learned parameters: {len(carried)} "
+        f"carried over, {len(started)} new, {len(dropped)} dropped{_described(distilled)}"
     )
     return record
 
 
+def former_attention(model: nn.Module, stage: Stage) -> FormerAttention:
+    """The attention of a model before it is switched to a stage."""
+    return attention_of(unwrap(model), _target(model, stage))
+
+
+def distill_first_stage(
+    model: nn.Module, stage: Stage, former: FormerAttention, distillation: StageDistillation
+) -> dict[str, Any]:
+    """Distill the first stage of a model that was switched to it before its optimizer was made.
+
+    Returns:
+        A record as that of `switch_stage`.
+    """
+    inner = unwrap(model)
+    old = {id(p) for _, parameters in former.layers.values() for p in parameters.values()}
+    learned = learned_parameters(inner)
+    distilled = distillation.run(inner, stage, former, [p for p in learned.values() if id(p) in old])
+    logger.info(f"step 0: the first attention is {stage.attention}{_described(distilled)}")
+    return {
+        "step": 0,
+        "from": former.name,
+        "to": stage.attention,
+        "carried": [name for name, p in learned.items() if id(p) in old],
+        "started": [name for name, p in learned.items() if id(p) not in old],
+        "dropped": [],
+        "distillation": distilled,
+    }
+
+
+def _described(distilled: Mapping[str, Any] | None) -> str:
+    if distilled is None:
+        return ""
+    losses = f"{distilled['first_loss']:.3g} to {distilled['last_loss']:.3g}"
+    return f"; distilled in {distilled['steps']} steps, loss {losses}"
+
+
 @torch.no_grad()
-def _carry_over(module: nn.Module, tensors: Mapping[str, torch.Tensor], in_use: set[int]) -> None:
+def _carry_over(module: nn.Module, tensors: Mapping[str, torch.Tensor], in_use: set[int]) -> list[nn.Parameter]:
     """Reuse the parameters of the previous stage whose name and shape fit the new one.
 
     Args:
@@ -223,20 +271,27 @@ def _carry_over(module: nn.Module, tensors: Mapping[str, torch.Tensor], in_use: 
         tensors: the learned parameters of the module in the previous stage, by name.
         in_use: ids of the parameters that other modules have reused. A parameter that all layers shared is reused in
             the first layer; the other layers start from a copy of it.
+
+    Returns:
+        The parameters that were reused or have a copy of the values of one.
     """
     learned = learned_of(module)
     if learned is None or learned.holder is not learned:
-        return
+        return []
+    found = []
     starts_from = get_method(learned.method.method).starts_from
     for name, parameter in list(learned.named_parameters(recurse=False)):
         old = tensors.get(name)
         if old is not None and old.shape == parameter.shape and id(old) not in in_use:
             setattr(learned, name, old)
             in_use.add(id(old))
+            found.append(getattr(learned, name))
             continue
         old = tensors.get(starts_from.get(name, "")) if old is None else old
         if old is not None and old.shape == parameter.shape:
             parameter.copy_(old)
+            found.append(parameter)
+    return found
 
 
 def _wrap_again(module: nn.Module, wrapper: Any) -> None:

@@ -48,7 +48,7 @@ from hf_efficient_attn.methods import MethodConfig, make_config
 from hf_efficient_attn.training import DistillationOptions, FinetuningOptions
 from hf_efficient_attn.training.distillation import batch_stream
 from hf_efficient_attn.training.finetuning import Finetuning, make_teacher
-from hf_efficient_attn.training.switch import learned_parameters
+from hf_efficient_attn.training.wrappers import learned_parameters
 from recipes.benchmarks.tasks import embed, photographs, ranks, top_one, xquad
 from recipes.common import commands
 from recipes.common.data import glue

@@ -1,0 +1,255 @@
+"""Distillation at the start of a stage of up-training.
+
+The new learned parameters of the stage imitate the attention that the model had before the switch: exact attention, or
+the method of the stage before with the parameters that it had learned. The model computes that attention on batches of
+training data, and each layer is trained on its queries, keys and values, as in `hea.distill`. Nothing is propagated
+through the model. Parameters that the stage takes over from the one before are not trained: their values are part of
+the attention to imitate, and their optimizer state belongs to these values.
+
+A distillation depends only on the model, the batches and the options. It has random states of its own and restores the
+global ones, so that a resumed training repeats it exactly.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import random
+import statistics
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+from tqdm import tqdm
+from transformers.utils import logging
+
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, exact_output
+from hf_efficient_attn.integration.configs import method_of, settings_of
+from hf_efficient_attn.integration.learned import learned_of
+from hf_efficient_attn.integration.models import attention_modules, transformers_models
+from hf_efficient_attn.methods import MethodConfig
+from hf_efficient_attn.training.attention_loss import WINDOW
+from hf_efficient_attn.training.distillation import Distillation, DistillationOptions, batch_stream
+from hf_efficient_attn.training.stage import Stage
+
+logger = logging.get_logger(__name__)
+
+# Steps after which a distillation that trained nothing is refused.
+_PATIENCE = 8
+
+
+class FormerAttention(NamedTuple):
+    """The attention of a model before a switch.
+
+    Attributes:
+        name: the attention implementation of the part to switch.
+        layers: attention module -> its method, None if it was exact, and its learned parameters.
+    """
+
+    name: str
+    layers: dict[nn.Module, tuple[MethodConfig | None, dict[str, Tensor]]]
+
+    def compute(self, call: Call) -> Tensor:
+        """The output of this attention for the inputs of a call."""
+        method, parameters = self.layers.get(call.module, (None, {}))
+        if method is None or call.why_exact(method) is not None:
+            return exact_output(call)
+        # Parameters that the model no longer has did not move with it to another device.
+        parameters = {name: p.detach().to(call.query.device) for name, p in parameters.items()}
+        return call.compute(method, parameters or None)
+
+
+def attention_of(model: nn.Module, part: nn.Module) -> FormerAttention:
+    """The attention that a model has now. It remains valid if a part of the model is switched to another one."""
+    layers = {}
+    for root in transformers_models(model):
+        for module, location, config, _ in attention_modules(root):
+            name, learned = method_of(config), learned_of(module)
+            method = None if name is None else settings_of(config, name).for_layer(location.layer)
+            layers[module] = method, {} if learned is None else learned.tensors()
+    return FormerAttention(str(transformers_models(part)[0].config._attn_implementation), layers)
+
+
+@dataclass(frozen=True)
+class StageDistillation:
+    """Distills the stages of a schedule.
+
+    Attributes:
+        batches: as for `hea.distill`, but not an iterator: every stage reads them from the start.
+        options: as for `hea.distill`, without `finetuning`. By default gradients are averaged over all processes.
+
+    Raises:
+        UnsupportedAttentionError: `batches` is an iterator, or the options have a second stage.
+    """
+
+    batches: Iterable[Batch]
+    options: DistillationOptions = field(default_factory=DistillationOptions)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.batches, Iterator):
+            raise UnsupportedAttentionError(
+                f"the batches for distillation are a {type(self.batches).__name__}, which can be read only once, but a "
+                "resumed training must read the same ones again: give a list or a DataLoader"
+            )
+        if self.options.finetuning is not None:
+            raise UnsupportedAttentionError(
+                "a stage of up-training is distilled layer by layer only, because the training itself is the second "
+                "stage: leave out options.finetuning"
+            )
+
+    def run(
+        self, model: nn.Module, stage: Stage, former: FormerAttention, fixed: Collection[Tensor] = ()
+    ) -> dict[str, Any]:
+        """Train the learned parameters of a model that was just switched to a stage, in place.
+
+        In distributed training all processes must call it, and end with the same parameters.
+
+        Args:
+            model: the model, without wrappers.
+            stage: its stage.
+            former: its attention before the switch.
+            fixed: learned parameters that have the values of the stage before.
+
+        Returns:
+            "steps", and the mean loss of the first and of the last steps as "first_loss" and "last_loss".
+
+        Raises:
+            UnsupportedAttentionError: there are no batches, the stage computes all of them exactly, or it has no new
+                parameters.
+            DivergedError: a loss was not finite.
+        """
+        options = self.options
+        if options.reduce is None and _world_size() > 1:
+            options = dataclasses.replace(options, reduce=_mean_over_processes)
+        with _own_random_state(options.seed):
+            stream = batch_stream(self.batches, options.seed, stage.distill)
+            capture = functools.partial(capture_attention, compute=former.compute)
+            distillation = Distillation(model, stage.distill, "output", options, capture, fixed)
+            losses = _train(distillation, stream, f"distillation of {stage.attention}")
+            distillation.store()
+        count = min(WINDOW, max(1, len(losses) // 5))
+        first, last = statistics.fmean(losses[:count]), statistics.fmean(losses[-count:])
+        return {"steps": stage.distill, "first_loss": first, "last_loss": last}
+
+
+def _train(distillation: Distillation, stream: Iterator[Batch], title: str) -> list[float]:
+    """Take all steps; return the mean loss of the layers in each."""
+    num_steps, on_step = distillation.num_steps, distillation.options.on_step
+    means: list[float] = []
+    is_first = _world_size() == 1 or torch.distributed.get_rank() == 0
+    with tqdm(total=num_steps, desc=title, disable=None if is_first else True) as bar:
+        for number, batch in enumerate(islice(stream, num_steps), start=1):
+            losses = distillation.step(batch)
+            if losses:
+                means.append(statistics.fmean(one.loss for one in losses))
+                bar.set_postfix(loss=f"{means[-1]:.3f}", refresh=False)
+            elif not means and number >= min(_PATIENCE, num_steps):
+                raise UnsupportedAttentionError(distillation.why_idle)
+            bar.update()
+            if on_step is not None:
+                on_step(number, losses)
+    return means
+
+
+@contextlib.contextmanager
+def _own_random_state(seed: int) -> Iterator[None]:
+    """Within the context the generators from which data sets and collators draw depend on the seed only."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            # Not `torch.manual_seed`, which would also seed the generators of accelerators.
+            torch.default_generator.manual_seed(seed)
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+def _world_size() -> int:
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def _mean_over_processes(gradient: Tensor) -> Tensor:
+    torch.distributed.all_reduce(gradient)
+    return gradient / _world_size()
+
+
+class TrainingBatches(Sequence[Batch]):
+    """Batches of a training set, read by index, so that the loader of the training and its sampler are not disturbed.
+
+    The samples of a batch are spread evenly over the data set, which may be sorted. The processes of a distributed
+    training get different batches.
+
+    Args:
+        dataset: a data set with a length.
+        collate: makes a batch of a list of samples.
+        batch_size: number of samples of a batch.
+        process_index: the number of this process, from 0.
+        num_processes: the number of processes.
+
+    Raises:
+        UnsupportedAttentionError: the data set can only be iterated.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Batch],
+        batch_size: int,
+        process_index: int = 0,
+        num_processes: int = 1,
+    ) -> None:
+        if isinstance(dataset, IterableDataset) or not (
+            hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+        ):
+            raise UnsupportedAttentionError(
+                f"a stage is to be distilled, but the training set ({type(dataset).__name__}) can only be iterated, "
+                "which the training does: give other batches, with UptrainingCallback(schedule, "
+                "distillation_batches=...)"
+            )
+        self._dataset, self._collate = dataset, collate
+        self._count = max(1, len(dataset) // batch_size)
+        self._indices = range(process_index, self._count, num_processes)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        end = len(self._dataset) // self._count * self._count
+        return self._collate([self._dataset[i] for i in range(self._indices[index], end, self._count)])
+
+
+def refuse_missing_batches(stages: Iterable[Stage]) -> None:
+    """Refuse stages that are still to be distilled if there are no batches for it."""
+    names = [f"{stage.attention!r} (distill={stage.distill})" for stage in stages if stage.distill]
+    if names:
+        raise UnsupportedAttentionError(
+            f"the stages {', '.join(names)} are to be distilled first, but there are no batches for it: give them with "
+            "schedule.step(model, optimizer, step, batches=...), in every call"
+        )
+
+
+def warn_of_present_stage(stage: Stage) -> None:
+    """Warn that the first stage is not distilled, because the model is in it already."""
+    logger.warning(
+        f"the model is in the stage {stage.attention!r} already when training begins, so that it is not distilled and "
+        f"distill={stage.distill} has no effect"
+    )
+
+
+def log_entries(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of a switch as entries of a training's log, without its step. Step 0 is that of the first stage."""
+    names = {"uptraining_from": record["from"], "uptraining_stage": record["to"]}
+    if record["step"] == 0:
+        names = {"distilled_stage": record["to"]}
+    return names | {f"distillation_{name}": value for name, value in (record["distillation"] or {}).items()}

@@ -1,0 +1,404 @@
+"""Stages of up-training that are distilled first. test_uptraining_resume.py tests resumption of killed trainings."""
+
+import copy
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch.utils.data import DataLoader, IterableDataset
+
+import hf_efficient_attn as hea
+from hf_efficient_attn.evaluation.capture import capture_attention, forward
+from hf_efficient_attn.training import DistillationOptions
+from hf_efficient_attn.training.stage_distillation import (
+    FormerAttention,
+    StageDistillation,
+    TrainingBatches,
+    attention_of,
+)
+from hf_efficient_attn.training.switch import is_in_stage, switch_stage
+from hf_efficient_attn.training.wrappers import learned_parameters
+from test_uptraining import PLAIN, classifier, losses, one_batch, samples, stage, switches, trainer_of, translator
+from tiny_models import METHODS, SMALL, tiny_batch, tiny_model
+
+HEDGEHOG = {"feature_map": "hedgehog", "num_features": 16}
+LINFORMER = {"projection_dim": 8, "share": "none"}
+# A first stage and a later one, both distilled.
+TWO = [("linformer", 3, {**LINFORMER, "distill": 6}), ("flurka_linear", None, {**HEDGEHOG, "distill": 10})]
+
+
+def batches(count: int = 4) -> list[dict[str, torch.Tensor]]:
+    return [tiny_batch("bert", seed=seed) for seed in range(count)]
+
+
+def values(model) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+# Schedules
+
+
+def test_distillation_is_a_part_of_a_stage():
+    given = hea.UptrainingSchedule.parse("linformer,projection_dim=8,share=none,distill=6:3 flurka_linear:end")
+    assert [one.distill for one in given.stages] == [6, 0]
+    assert given == hea.UptrainingSchedule([TWO[0], ("flurka_linear", None)])
+    assert given != hea.UptrainingSchedule([("linformer", 3, LINFORMER), ("flurka_linear", None)])
+    for copied in (hea.UptrainingSchedule(json.loads(json.dumps(given.to_list()))), copy.deepcopy(given)):
+        assert copied == given
+    assert "distill" not in given.to_list()[1]
+    config = hea.LinearConfig(**HEDGEHOG)
+    assert hea.UptrainingSchedule([(config, 1.0, {"distill": 3, "layers": [1]})]).stages[0].distill == 3
+
+
+@pytest.mark.parametrize(
+    ("attention", "hyperparameters", "sentence"),
+    [
+        ("linear", {"distill": 5}, "distill=5: linear learns nothing .* use feature_map='hedgehog'"),
+        ("kdeformer", {"distill": 5}, "distill=5: kdeformer has no learned parameters"),
+        ("sdpa", {"distill": 5}, "distill=5: 'sdpa' is exact attention"),
+        ("linformer", {"distill": -1}, "distill=-1: give the number of steps"),
+        ("linformer", {"distill": 0.5}, "distill=0.5: give the number of steps"),
+        ("linformer", {"distill": True}, "distill=True: give the number of steps"),
+    ],
+)
+def test_impossible_distillations_are_refused(attention, hyperparameters, sentence):
+    with pytest.raises(hea.UnsupportedAttentionError, match=sentence):
+        hea.UptrainingSchedule([(attention, 1.0, hyperparameters)])
+
+
+# Distillation at a switch
+
+
+def frozen(former: FormerAttention) -> FormerAttention:
+    """With copies of the parameters, which a distillation trains in place."""
+    copies = {
+        module: (method, {name: p.detach().clone() for name, p in parameters.items()})
+        for module, (method, parameters) in former.layers.items()
+    }
+    return former._replace(layers=copies)
+
+
+def output_error(model, former, batch) -> float:
+    """Mean relative squared error of the layers of a model to its former attention, on the former inputs."""
+    found = []
+    present = attention_of(model, model)
+
+    def visit(call):
+        out = present.compute(call)
+        found.append(((out - call.exact).square().sum() / call.exact.square().sum()).item())
+
+    with capture_attention(model, visit, former.compute):
+        forward(model, batch)
+    return sum(found) / len(found)
+
+
+@pytest.mark.parametrize("start", ["sdpa", "linformer"])
+def test_the_error_to_the_former_attention_falls(start):
+    """From a linformer with tables that are not those of a conversion, flurka_linear learns its softmax."""
+    errors = []
+    for distill in (1, 40):
+        model = tiny_model("bert")
+        if start == "linformer":
+            hea.convert(model, "linformer", **LINFORMER)
+            with torch.no_grad():
+                for table in learned_parameters(model).values():
+                    table.mul_(torch.rand(table.shape, generator=torch.Generator().manual_seed(1)))
+        former, own, kept = frozen(attention_of(model, model)), values(model), dict(model.named_parameters())
+        target = stage("flurka_linear", **{**HEDGEHOG, "projection_dim": 8, "distill": distill})
+        record = switch_stage(model, None, target, 5, StageDistillation(batches()))
+        errors.append(output_error(model, former, tiny_batch("bert", seed=9)))
+        for name, value in own.items():
+            if "learned_parameters" not in name:
+                assert torch.equal(dict(model.named_parameters())[name], value)
+        if start == "linformer":
+            assert len(record["carried"]) == 4
+            assert all(dict(model.named_parameters())[name] is kept[name] for name in record["carried"])
+        assert all(p.grad is None for p in model.parameters())
+    assert errors[1] < 0.7 * errors[0]
+    assert record["distillation"]["steps"] == 40
+    assert record["distillation"]["last_loss"] < record["distillation"]["first_loss"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_former_attention_is_that_of_the_model(method):
+    """With the former attention in place of its own, a model has the output that it had before the switch."""
+    model, batch = tiny_model("bert"), tiny_batch("bert", padding="right")
+    hea.convert(model, method, **SMALL[method])
+    with torch.no_grad():
+        for p in learned_parameters(model).values():
+            p.add_(0.1 * torch.rand(p.shape, generator=torch.Generator().manual_seed(1)))
+        before = model(**batch).last_hidden_state
+    former = attention_of(model, model)
+    switch_stage(model, None, stage("linear", **HEDGEHOG), 0)
+    with capture_attention(model, lambda call: None, former.compute):
+        after = forward(model, batch).last_hidden_state
+    valid = batch["attention_mask"].bool()
+    torch.testing.assert_close(after[valid], before[valid], rtol=1e-4, atol=1e-4)
+
+
+def test_layers_that_do_not_change_are_not_trained():
+    model = tiny_model("bert").double()
+    hea.convert(model, "linformer", layers=[0], **LINFORMER)
+    with torch.no_grad():
+        for table in learned_parameters(model).values():
+            table.mul_(torch.rand(table.shape, dtype=table.dtype))
+    before = values(model)
+    target = stage("linformer", **LINFORMER, distill=3)
+    record = switch_stage(model, None, target, 0, StageDistillation(batches()))
+    assert len(record["carried"]) == len(record["started"]) == 2
+    after = values(model)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    fresh = hea.convert(tiny_model("bert").double(), "linformer", **LINFORMER)
+    assert all(not torch.equal(after[name], values(fresh)[name]) for name in record["started"])
+
+
+def test_custom_training_loop():
+    """The first stage is distilled when training begins, later ones at their switch; resumption repeats it."""
+
+    def trained(model, optimizer, steps, first=0, **given):
+        schedule = hea.UptrainingSchedule(TWO)
+        records = []
+        schedule.step(model, None, max(0, first - 1))
+        optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(first, steps):
+            records.append(schedule.step(model, optimizer, step, batches(), **given))
+            model(**one_batch()).loss.backward()
+            optimizer.step(), optimizer.zero_grad()
+        return optimizer, records
+
+    whole = classifier(**PLAIN)
+    optimizer, records = trained(whole, None, 6)
+    assert [record and (record["step"], record["to"], record["distillation"]["steps"]) for record in records] == [
+        (0, "linformer", 6), None, None, (3, "flurka_linear", 10), None, None]  # fmt: skip
+    assert records[0]["from"] == "sdpa" and len(records[0]["started"]) == len(records[3]["carried"]) == 4
+    # The projections keep their optimizer state.
+    assert all(int(optimizer.state[learned_parameters(whole)[name]]["step"]) == 6 for name in records[3]["carried"])
+    for first in (1, 3, 4):
+        model = classifier(**PLAIN)
+        saved, _ = trained(model, None, first)
+        weights, moments = copy.deepcopy(model.state_dict()), copy.deepcopy(saved.state_dict())
+        again, schedule = classifier(1, **PLAIN), hea.UptrainingSchedule(TWO)
+        assert schedule.step(again, None, first - 1)["distillation"] is None
+        again.load_state_dict(weights)
+        optimizer = torch.optim.AdamW(again.parameters(), lr=1e-2)
+        optimizer.load_state_dict(moments)
+        _, later = trained(again, optimizer, 6, first)
+        assert [x and x["distillation"] for x in later] == [x and x["distillation"] for x in records[first:]]
+        assert all(torch.equal(p, values(whole)[name]) for name, p in again.named_parameters())
+    slow = classifier(**PLAIN)
+    _, other = trained(slow, None, 4, options=DistillationOptions(learning_rate=1e-4))
+    assert other[3]["distillation"]["last_loss"] > records[3]["distillation"]["last_loss"]
+
+
+def test_first_stage_of_a_converted_model():
+    """The teacher is the method that the model had, whose parameters keep their values."""
+    model = hea.convert(classifier(), "linformer", **LINFORMER)
+    tables = {name: p.detach().clone() for name, p in learned_parameters(model).items()}
+    schedule = hea.UptrainingSchedule([("flurka_linear", None, {**HEDGEHOG, **LINFORMER, "distill": 3})])
+    assert schedule.step(model, None, 0)["from"] == "linformer"
+    optimizer = torch.optim.AdamW(model.parameters())
+    record = schedule.step(model, optimizer, 0, batches())
+    assert record["from"] == "linformer" and set(record["carried"]) == set(tables) and len(record["started"]) == 4
+    assert all(torch.equal(learned_parameters(model)[name], table) for name, table in tables.items())
+    assert schedule.step(model, optimizer, 0, batches()) is None
+
+
+def test_missing_batches_are_refused():
+    schedule, model = hea.UptrainingSchedule(TWO), classifier()
+    schedule.step(model, None, 0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(hea.UnsupportedAttentionError, match=r"'linformer' \(distill=6\), 'flurka_linear' .* batches="):
+        schedule.step(model, optimizer, 0)
+    with pytest.raises(hea.UnsupportedAttentionError, match=r"stages 'flurka_linear' \(distill=10\) are to"):
+        schedule.step(model, optimizer, 1)
+    with pytest.raises(hea.UnsupportedAttentionError, match="list_iterator, which can be read only once"):
+        schedule.step(model, optimizer, 0, iter(batches()))
+    options = DistillationOptions(finetuning=hea.training.FinetuningOptions(steps=1))
+    with pytest.raises(hea.UnsupportedAttentionError, match=r"leave out options\.finetuning"):
+        schedule.step(model, optimizer, 0, batches(), options)
+
+
+@pytest.mark.parametrize("failure", ["too short", "not finite"])
+def test_a_failed_distillation_leaves_the_former_attention(failure, monkeypatch):
+    model = classifier()
+    if failure == "not finite":
+        target, sentence = stage("linear", **HEDGEHOG, distill=3), "layer.1.* values that are not finite"
+        with torch.no_grad():
+            model.bert.encoder.layer[1].attention.self.value.weight.fill_(float("nan"))
+    else:
+        target, sentence = stage("linear", **HEDGEHOG, distill=3), "budget"
+        # As for sequences that a method computes exactly.
+        monkeypatch.setattr("hf_efficient_attn.training.distillation.Distillation.step", lambda *given: [])
+        monkeypatch.setattr("hf_efficient_attn.training.distillation.Distillation.why_idle", "within the budget")
+    before = dict(model.named_parameters())
+    with pytest.raises(hea.UnsupportedAttentionError, match=sentence):
+        switch_stage(model, None, target, 0, StageDistillation(batches()))
+    assert is_in_stage(model, stage("sdpa"))
+    assert list(before) == [name for name, p in model.named_parameters() if p is before[name]]
+
+
+def test_random_states_and_modes_stay():
+    """Batches may draw from the global generators; they are the same in every run."""
+
+    class Noisy(list):
+        def __getitem__(self, index):
+            seen.append((random.random(), np.random.rand(), torch.rand(1).item()))
+            return super().__getitem__(index)
+
+    seen: list[tuple] = []
+    model = classifier().train()
+    model.classifier.eval()
+    for state in range(2):
+        random.seed(state), np.random.seed(state), torch.manual_seed(state)
+        expected = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+        distillation = StageDistillation(Noisy(batches()))
+        switch_stage(model, None, stage("linear", **HEDGEHOG, distill=3), 0, distillation)
+        assert (random.getstate(), np.random.get_state()[1].tolist()) == expected[:2]
+        assert torch.equal(torch.get_rng_state(), expected[2])
+        assert model.training and not model.classifier.training
+        switch_stage(model, None, stage("sdpa"), 0)
+    assert seen[:3] == seen[3:] and len(seen) == 6
+
+
+def test_part_of_a_translation_model():
+    """Only the encoder is trained. The decoder makes its inputs of the labels."""
+    model = translator()
+    data = [{"input_ids": batch["input_ids"], "labels": batch["input_ids"].flip(1)} for batch in batches()]
+    schedule = hea.UptrainingSchedule([("sdpa", 1), ("linear", None, {**HEDGEHOG, "distill": 5})], part="encoder")
+    optimizer = torch.optim.AdamW(model.parameters())
+    record = schedule.step(model, optimizer, 1, data)
+    assert record["distillation"]["last_loss"] < record["distillation"]["first_loss"]
+    assert all(name.startswith("encoder.") for name in record["started"])
+
+
+# The callback
+
+
+class Order(transformers.TrainerCallback):
+    """Records the samples of each forward pass of the training, and the random state before it."""
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.samples, self.draws = [], []
+        model.register_forward_pre_hook(self.note, with_kwargs=True)
+
+    def note(self, model, args, kwargs):
+        if model.training:
+            self.samples.append(kwargs["input_ids"].tolist())
+            self.draws.append(torch.get_rng_state().tolist())
+
+
+def distilled(trainer) -> list[tuple]:
+    return [
+        (entry["step"], entry.get("distilled_stage", entry.get("uptraining_stage")), entry["distillation_steps"])
+        for entry in trainer.state.log_history
+        if "distillation_steps" in entry
+    ]
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["training data", "own batches"])
+def test_callback(own, tmp_path):
+    """Only the distilled parameters differ from a run without it: data and random states are those of the training."""
+    options = {"save_strategy": "steps", "save_steps": 1}
+
+    def trained(folder, stages, resume=None, seed=0):
+        given = {"distillation_batches": batches()} if own and stages is TWO else {}
+        callback = hea.UptrainingCallback(stages, **given)
+        trainer = trainer_of(folder, None, classifier(seed), steps=5, callbacks=[callback, order := Order()], **options)
+        trainer.train(resume_from_checkpoint=resume and str(folder / resume))
+        return trainer, order
+
+    plain, order = trained(tmp_path / "plain", [("linformer", 3, LINFORMER), ("flurka_linear", None, HEDGEHOG)])
+    whole, again = trained(tmp_path / "whole", TWO)
+    assert again.samples == order.samples and again.draws == order.draws
+    assert losses(whole) != losses(plain) and switches(whole) == switches(plain) == [(3, "linformer", "flurka_linear")]
+    assert distilled(whole) == [(0, "linformer", 6), (3, "flurka_linear", 10)]
+    for resume in ("checkpoint-1", "checkpoint-3", "checkpoint-4"):
+        again, _ = trained(tmp_path / "whole", TWO, resume, seed=1)
+        assert losses(again) == losses(whole) and distilled(again) == distilled(whole)
+        assert all(torch.equal(p, values(whole.model)[name]) for name, p in again.model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"bf16": True}, {"gradient_accumulation_steps": 2, "gradient_checkpointing": True}],
+    ids=lambda options: next(iter(options)),
+)
+def test_training_options(options, tmp_path):
+    """Parameters that all layers share are distilled in one pass, also under autocast."""
+    stages = [("linformer", 2, {"projection_dim": 8, "share": "layers", "distill": 30}),
+              ("linear", None, {**HEDGEHOG, "distill": 30})]  # fmt: skip
+    trainer = trainer_of(tmp_path, stages, steps=4, **options)
+    trainer.train()
+    entries = [entry for entry in trainer.state.log_history if "distillation_steps" in entry]
+    assert len(entries) == 2
+    assert all(entry["distillation_last_loss"] < entry["distillation_first_loss"] for entry in entries)
+
+
+def test_a_stage_without_new_parameters_is_refused(tmp_path):
+    stages = [("linformer", 2, LINFORMER), ("flurka_performer", None, {"num_features": 8, "distill": 5})]
+    with pytest.raises(hea.UnsupportedAttentionError, match="'flurka_performer' has distill=5, but all parameters"):
+        hea.UptrainingSchedule(stages).step(classifier(), None, 0)
+    with pytest.raises(hea.UnsupportedAttentionError, match="those of the stage before"):
+        trainer_of(tmp_path, stages)
+
+
+def test_refusals_of_the_callback(tmp_path):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(samples())
+
+    stages = [("sdpa", 1), ("linear", None, {**HEDGEHOG, "distill": 2})]
+    trainer = trainer_of(tmp_path, stages)
+    trainer.train_dataset = Stream()
+    with pytest.raises(hea.UnsupportedAttentionError, match=r"\(Stream\) can only be iterated.*distillation_batches="):
+        trainer.train()
+    trainer = trainer_of(tmp_path, None, callbacks=[hea.UptrainingCallback(stages, batches())], steps=2)
+    trainer.train_dataset = Stream()
+    trainer.train()
+    assert distilled(trainer) == [(1, "linear", 2)]
+
+
+def test_own_batches_are_missing_after_restoring_the_callback(tmp_path):
+    stages = [("sdpa", 2), ("linear", None, {**HEDGEHOG, "distill": 2})]
+    options = {"steps": 4, "save_strategy": "steps", "save_steps": 1, "restore_callback_states_from_checkpoint": True}
+    trainer_of(tmp_path, None, callbacks=[hea.UptrainingCallback(stages, batches())], **options).train()
+    again = trainer_of(tmp_path, None, callbacks=[hea.UptrainingCallback(stages, batches())], **options)
+    with pytest.raises(hea.UnsupportedAttentionError, match="holds no distillation_batches"):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    # After the switch no batches are needed.
+    again = trainer_of(tmp_path, None, callbacks=[hea.UptrainingCallback(stages, batches())], **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+def test_another_distillation_is_refused_at_resumption(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 1}
+    trainer_of(tmp_path, TWO, steps=4, **options).train()
+    other = [("linformer", 3, LINFORMER), TWO[1]]
+    with pytest.raises(hea.UnsupportedAttentionError, match="with other hyperparameters"):
+        trainer_of(tmp_path, other, steps=4, **options).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_a_model_that_is_in_the_first_stage_is_not_distilled(tmp_path, monkeypatch):
+    model = hea.convert(classifier(), "linformer", **LINFORMER)
+    warnings: list[str] = []
+    monkeypatch.setattr("hf_efficient_attn.training.stage_distillation.logger.warning", warnings.append)
+    trainer = trainer_of(tmp_path, TWO, model, steps=4)
+    trainer.train()
+    assert distilled(trainer) == [(3, "flurka_linear", 10)]
+    hea.UptrainingSchedule(TWO).step(hea.convert(classifier(), "linformer", **LINFORMER), None, 0)
+    assert len(warnings) == 2 and all("distill=6 has no effect" in text for text in warnings)
+
+
+def test_batches_of_a_training_set():
+    data, joined = list(range(22)), []
+    for rank in range(2):
+        found = TrainingBatches(data, list, 4, rank, 2)
+        assert [len(batch) for batch in found] == [4] * len(found)
+        joined += list(found)
+    assert joined[0] == [0, 5, 10, 15] and found[-1] == joined[-1]
+    assert sorted(x for batch in joined for x in batch) == data[:20]
+    loader = DataLoader(samples(), batch_size=4, shuffle=True)
+    assert TrainingBatches(loader.dataset, loader.collate_fn, 4)[1]["input_ids"].shape == (4, 24)
