@@ -37,6 +37,7 @@ from tqdm import tqdm
 from transformers import DataCollatorWithPadding, get_linear_schedule_with_warmup
 
 from hf_efficient_attn.io.writing import replacing
+from hf_efficient_attn.training.stage_distillation import TrainingBatches, log_entries
 from recipes.common import arguments, reporting, training
 from recipes.common.arguments import option
 from recipes.common.data import glue
@@ -115,6 +116,9 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     steps_of_epoch = math.ceil(len(loader) / args.gradient_accumulation_steps)
     total = args.max_steps or math.ceil(args.num_train_epochs * steps_of_epoch)
     schedule = attention.schedule(total)
+    # For stages with distill=N. They are read by index, so that the loader is not disturbed.
+    samples = TrainingBatches(tokens["train"], collate, args.per_device_train_batch_size, accelerator.process_index,
+                              accelerator.num_processes)  # fmt: skip
     found = last_checkpoint(args.output_dir) if args.resume else None
     done = found[1] if found else {"step": 0, "epoch": 0, "batch": 0, "log": []}
     if schedule is not None:
@@ -136,8 +140,8 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
         loader.set_epoch(epoch)
         skipped = done["batch"] if epoch == done["epoch"] else 0
         for batch_number, batch in enumerate(accelerate.skip_first_batches(loader, skipped), start=skipped + 1):
-            if schedule is not None and not losses and (switch := schedule.step(model, optimizer, step)):
-                log.append({"step": step, "uptraining_from": switch["from"], "uptraining_stage": switch["to"]})
+            if schedule is not None and not losses and (switch := schedule.step(model, optimizer, step, samples)):
+                log.append({"step": step, **log_entries(switch)})
             with accelerator.accumulate(model):
                 loss = model(**batch).loss
                 accelerator.backward(loss)

@@ -461,9 +461,18 @@ def test_loop_switches_and_resumes(command, tmp_path):
     assert resumed["metrics"] == report["metrics"] and same_weights(one, two)
 
 
-def test_loop_resumes_before_the_switch_and_within_an_epoch(command, tmp_path):
-    options = [*LOOP, "--save_steps", "2", "--stages", "linformer,projection_dim=4:2", "flurka_performer:end"]
-    accelerate_loop.run(command("mrpc", "one", *options))
+@pytest.mark.parametrize(
+    "stages",
+    [
+        ("linformer,projection_dim=4:2", "flurka_performer:end"),
+        ("linformer,projection_dim=4,distill=2:2", "flurka_linear,feature_map=hedgehog,num_features=4,distill=3:end"),
+    ],
+    ids=["plain", "distilled"],
+)
+def test_loop_resumes_before_the_switch_and_within_an_epoch(command, tmp_path, stages):
+    options = [*LOOP, "--save_steps", "2", "--stages", *stages]
+    report = accelerate_loop.run(command("mrpc", "one", *options))
+    assert report["switches"][0].get("distillation_steps") == (3 if "distill" in stages[1] else None)
     one, two = tmp_path / "one", tmp_path / "two"
     shutil.copytree(one, two)
     for step in (4, 6, 8):

@@ -70,7 +70,9 @@ class AttentionArguments:
         default_factory=list,
         metadata={
             "help": "Up-training stages in order, as METHOD[,key=value...]:END. END is a share of the steps (1.0 for "
-            "the last stage) or a step ('end' for the last), such as linformer:0.25 flurka_performer:1.0.",
+            "the last stage) or a step ('end' for the last), such as linformer:0.25 flurka_performer:1.0. With "
+            "distill=N among the keys, the stage's new learned parameters first imitate the attention before it, for N "
+            "steps on batches of the training set.",
             "metavar": "STAGE",
             "action": "extend",
         },

@@ -57,9 +57,14 @@ def about_run(attention: Any, model: nn.Module, processes: int, device: torch.de
 
 
 def switches_of(log_history: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The switches of attention in Trainer's log, as [{"step", "from", "to"}]."""
+    """The switches of attention in Trainer's log, as [{"step", "from", "to"}], with entries of a distillation."""
     return [
-        {"step": entry["step"], "from": entry.get("uptraining_from"), "to": entry["uptraining_stage"]}
+        {
+            "step": entry["step"],
+            "from": entry.get("uptraining_from"),
+            "to": entry["uptraining_stage"],
+            **{name: value for name, value in entry.items() if name.startswith("distillation_")},
+        }
         for entry in log_history
         if "uptraining_stage" in entry
     ]
