@@ -115,8 +115,10 @@ def test_curves_compare_up_training_with_its_references(folder, tmp_path):
     assert "-0.500 ± 0.000" in done.output and "0 of 2" in done.output
     again = runner.invoke(curves.app, ["--redraw", "--output", str(picture)])
     assert again.output.splitlines()[:-1] == done.output.splitlines()[:-1]
-    both = runner.invoke(curves.app, [str(runs), "--redraw"])
-    assert isinstance(both.exception, hea.UnsupportedAttentionError)
+    (tmp_path / "other" / "flurka_books").mkdir(parents=True)
+    for call in ([str(runs), "--redraw"], [str(tmp_path / "other" / "flurka_books")], [str(tmp_path)]):
+        refused = runner.invoke(curves.app, [*call, "--output", str(tmp_path / "none.png")])
+        assert isinstance(refused.exception, hea.UnsupportedAttentionError), refused.output
     costs = json.loads(picture.with_suffix(".json").read_text())["cost"]
     assert set(costs) == {"exact", "linear", "flurka_linear"} and all(costs.values())
 

@@ -17,6 +17,7 @@ with their projections of queries, keys and values, for one example.
 Duration: seconds. Expected: the tables and the pictures of docs/training_results.md.
 """
 
+import json
 import pathlib
 import platform
 import statistics
@@ -33,7 +34,7 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.cli import main_of, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.models import attention_modules
-from hf_efficient_attn.io.json import read_json_object, write_json
+from hf_efficient_attn.io.json import read_json_object
 from hf_efficient_attn.io.writing import check_picture, replacing
 from recipes.common import commands
 from recipes.common.counting import count
@@ -191,10 +192,12 @@ def collect(folder: pathlib.Path) -> Result:
     """Read all finished runs of a group.
 
     Raises:
-        UnsupportedAttentionError: the folder holds no runs of a group.
+        UnsupportedAttentionError: the folder holds no runs of a group, or none that compare up-training with the
+            variant from the start.
     """
-    if folder.name not in GROUPS or not folder.is_dir():
-        raise UnsupportedAttentionError(f"{folder} holds no runs: its name must be one of {', '.join(GROUPS)}")
+    known = [name for name in GROUPS if name.startswith("flurka_")]
+    if folder.name not in known or not folder.is_dir():
+        raise UnsupportedAttentionError(f"{folder} holds no runs: its name must be one of {', '.join(known)}")
     group = GROUPS[folder.name](pathlib.Path("DATA"))
     (task,) = group.tasks
     curves, cost = [], {}
@@ -205,9 +208,12 @@ def collect(folder: pathlib.Path) -> Result:
         for path in [*found.values()][:1]:
             if len(curves[-1].stages) == 1:
                 cost[line] = attention_cost(path, read_json_object(path / METRICS).get("block_size"))
-    if not curves:
-        raise UnsupportedAttentionError(f"{folder} holds no finished runs")
-    return Result(folder.name, group.note, machine(), cost, curves)
+    result = Result(folder.name, group.note, machine(), cost, curves)
+    if not any(reference_of(line, result.lines()) for line in result.lines()):
+        raise UnsupportedAttentionError(
+            f"{folder} holds no finished run of an up-trained variant and of the same variant from the start"
+        )
+    return result
 
 
 def machine() -> dict[str, Any]:
@@ -317,8 +323,8 @@ def draw(result: Result) -> "Figure":
     lines = result.lines()
     trained_up = [line for line in lines if reference_of(line, lines)]
     pairs = list(dict.fromkeys((reference_of(line, lines), result.of(line)[0].stages[0]) for line in trained_up))
-    figure = Figure(figsize=(5.2 * max(1, len(pairs)), 8), layout="constrained", facecolor="white")
-    columns = figure.subplots(2, max(1, len(pairs)), squeeze=False, sharex=True, sharey="row").T
+    figure = Figure(figsize=(5.2 * len(pairs), 8), layout="constrained", facecolor="white")
+    columns = figure.subplots(2, len(pairs), squeeze=False, sharex=True, sharey="row").T
     for (variant, base), (above, below) in zip(pairs, columns, strict=True):
         own = [line for line in trained_up if result.of(line)[0].stages[0] == base and line.startswith(f"{variant},")]
         shown = [line for line in (EXACT, base, variant, *own) if line in lines]
@@ -380,7 +386,8 @@ def curves(
     else:
         result = collect(folder)
         with replacing(stored) as draft:
-            write_json(draft, to_json(result))
+            # On one line: with an indent each of the thousands of numbers would have its own.
+            draft.write_text(json.dumps(to_json(result), allow_nan=False) + "\n", encoding="utf-8")
     with replacing(output) as draft:
         draw(result).savefig(draft, dpi=110)
     typer.echo("\n\n".join(filter(None, (final_table(result), verdict_table(result), equal_loss_table(result)))))
