@@ -20,8 +20,9 @@ Duration: CPU seconds of a training step on one core, with default hyperparamete
 
 The benchmark trains for thousands of steps. Expected after 300 (`--attention linear --max_steps 300`): accuracy .22 on
 image (batch 32, 5,000 training and 1,000 test pictures as JPEG; chance is .10), and still chance, .17, on ListOps
-(batch 16). Shorter sequences, fewer nested operators and --initializer_range 0.1 learn in fewer steps: the group lra of
-recipes.experiments has such settings. Accuracy without a model is printed first, and stored in metrics.json.
+(batch 16). The group lra of recipes.experiments has shorter sequences, fewer nested operators and --initializer_range
+0.1, with which exact attention has .46 on ListOps and .29 on image after 2,000 steps, one or two minutes of one core.
+Accuracy without a model, .24 on these ListOps, is printed first and stored in metrics.json.
 """
 
 import dataclasses
