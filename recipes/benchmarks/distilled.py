@@ -3,7 +3,7 @@
     python -m recipes.benchmarks.distilled images --method linear     (DeiT-tiny, Imagenette; a thousand photographs)
     python -m recipes.benchmarks.distilled sentences --method linear  (MiniLM, sentences of STS-B; Spearman correlation)
     python -m recipes.benchmarks.distilled search --method linear     (MiniLM, WikiText; recall@1 on XQuAD)
-    python -m recipes.benchmarks.distilled states --method linear     (MiniLM, one novel; hidden states of another)
+    python -m recipes.benchmarks.distilled states --method linear     (MiniLM, novels; hidden states of another one)
     python -m recipes.benchmarks.distilled language --method linear   (GPT-2 of the books; nats per token)
 
 Every method is measured three times: switched in without training, after layer-wise distillation (`hea.distill`), and
@@ -407,10 +407,11 @@ def states(
     length: Annotated[int, typer.Option(metavar="N", min=2, max=512, help="Tokens of a window.")] = 512,
     csv: commands.Csv = None,
 ) -> None:
-    """MiniLM, distilled on windows of one novel: the error of its last hidden states on windows of another."""
+    """MiniLM, distilled on windows of eight novels: the error of its last hidden states on windows of another."""
     texts = books(commands.data_folder(data))
-    train, test = (windows(texts[i][9000 : 9000 + 600_000], minilm_folder(), length) for i in (1, 3))
-    test = test[:16]
+    # Without title pages and tables of contents.
+    test, *others = (windows(text[9000 : 9000 + 400_000], minilm_folder(), length) for text in reversed(texts))
+    train, test = torch.cat(others), test[:16]
     with torch.no_grad(), no_progress_bar():
         wanted = BertModel.from_pretrained(minilm_folder()).eval()(input_ids=test).last_hidden_state
 
@@ -424,8 +425,8 @@ def states(
         lambda: BertModel.from_pretrained(minilm_folder()),
         lambda seed: split_batches(train, max(1, 1024 // length), seed),
         evaluate,
-        f"MiniLM, Frobenius norm, 16 windows of {length} tokens of one novel; distilled on {len(train)} windows of "
-        "another in batches of about 1,024 tokens.",
+        f"MiniLM, Frobenius norm, 16 windows of {length} tokens of a novel; distilled on {len(train)} windows of others "
+        "in batches of about 1,024 tokens.",
     )
     measure(task, method, Plan(steps, finetune_steps, loss, target, learning_rate), Results(seeds, output, csv))
 
