@@ -425,8 +425,8 @@ def states(
         lambda: BertModel.from_pretrained(minilm_folder()),
         lambda seed: split_batches(train, max(1, 1024 // length), seed),
         evaluate,
-        f"MiniLM, Frobenius norm, 16 windows of {length} tokens of a novel; distilled on {len(train)} windows of others "
-        "in batches of about 1,024 tokens.",
+        f"MiniLM, Frobenius norm, 16 windows of {length} tokens of a novel; distilled on {len(train)} windows of "
+        "others in batches of about 1,024 tokens.",
     )
     measure(task, method, Plan(steps, finetune_steps, loss, target, learning_rate), Results(seeds, output, csv))
 
