@@ -129,9 +129,7 @@ class EncoderArguments:
     attention_dropout: float = option(
         "Dropout of attention. The benchmark has 0.1, but exact attention is slow with it on a CPU.", default=0.0
     )
-    initializer_range: float = option(
-        "Standard deviation of new weights. With small hidden sizes, 0.1 learns in fewer steps.", default=0.02
-    )
+    initializer_range: float = option("Standard deviation of new weights.", default=0.02)
     pooling: str = option(
         "mean over all tokens, or cls for an additional first token.", default="mean", choices=["mean", "cls"]
     )
