@@ -498,10 +498,18 @@ def test_accumulated_batches_train_as_one(smoothing, tiny, colors, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_resumed_run_equals_the_uninterrupted_one(tiny, colors, tmp_path):
+@pytest.mark.parametrize(
+    "stages",
+    [
+        ("linformer,projection_dim=4:2", "flurka_performer:end"),
+        ("linformer,projection_dim=4,distill=2:2", "flurka_linear,feature_map=hedgehog,num_features=4,distill=3:end"),
+    ],
+    ids=["plain", "distilled"],
+)
+def test_resumed_run_equals_the_uninterrupted_one(tiny, colors, tmp_path, stages):
     """24 pictures, 4 steps per epoch: resumed within the first and within the second epoch."""
     options = {**BASE, "eval_strategy": "no", "save_steps": 1, "save_strategy": "steps", "save_total_limit": 9}
-    stages = ["--stages", "linformer,projection_dim=4:2", "flurka_performer:end"]
+    stages = ("--stages", *stages)
     common = {"model": tiny, "train_data": colors, "augmentation": "trivial", **options}
     recipe(*stages, output_dir=tmp_path / "whole", **common)
     expected = AutoModelForImageClassification.from_pretrained(tmp_path / "whole").state_dict()
