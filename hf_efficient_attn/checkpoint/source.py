@@ -41,7 +41,8 @@ _NAMING = (
 )  # fmt: skip
 # Files that a conversion writes itself, or that belong to a training run or to another method.
 _REPLACED = (
-    "README.md", "benchmark.json", "config.json", "efficient_attention.json", "trainer_state.json", "training_args.bin",
+    "README.md", "benchmark.json", "config.json", "distillation.json", "efficient_attention.json", "trainer_state.json",
+    "training_args.bin",
 )  # fmt: skip
 _DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.vocab", "*.bpe", "*.tiktoken", "*.spm"]
 _DOWNLOADED += ["README.md", "LICENSE*", "LICENCE*", "NOTICE*"]

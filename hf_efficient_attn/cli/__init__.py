@@ -1,4 +1,6 @@
-"""The command hf-efficient-attn: `methods`, `info`, `demo`, `benchmark`, `analyze`, `crossover`, `convert`, `push`.
+"""The command hf-efficient-attn.
+
+Its commands are `methods`, `info`, `demo`, `benchmark`, `analyze`, `crossover`, `convert`, `distill` and `push`.
 
 Exit status: 0 done, 1 an error while working (such as a file that could not be written), 2 a request that is refused,
 130 interrupted. Errors are one line on stderr.
@@ -9,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from hf_efficient_attn.cli import analyze, benchmark, convert, crossover, demo, methods, push
+from hf_efficient_attn.cli import analyze, benchmark, convert, crossover, demo, distill, methods, push
 from hf_efficient_attn.cli.common import (
     Device,
     Json,

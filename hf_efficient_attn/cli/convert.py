@@ -76,7 +76,7 @@ def convert(
     if config is None:
         if method is None:
             raise UnsupportedAttentionError("give --method NAME, or --config FILE in its place")
-        chosen, hyperparameters = _parse_method(method, setting)
+        chosen, hyperparameters = parse_method(method, setting)
     else:
         if method is not None or setting or layers:
             raise UnsupportedAttentionError(
@@ -96,7 +96,7 @@ def convert(
     )
     if as_json:
         return print_json(done)
-    typer.echo("\n".join(_report(done)))
+    typer.echo("\n".join(describe_conversion(done)))
 
 
 def _read_settings(path: pathlib.Path) -> "EfficientAttentionConfig":
@@ -113,7 +113,7 @@ def _read_settings(path: pathlib.Path) -> "EfficientAttentionConfig":
     return EfficientAttentionConfig.from_dict(values)
 
 
-def _parse_method(method: str, setting: list[str]) -> "tuple[str | EfficientAttentionConfig, dict[str, Any] | None]":
+def parse_method(method: str, setting: list[str]) -> "tuple[str | EfficientAttentionConfig, dict[str, Any] | None]":
     """The method's name and the hyperparameters on the command line, None for exact attention."""
     from hf_efficient_attn.integration.settings import EXACT_IMPLEMENTATIONS
     from hf_efficient_attn.methods import available_methods
@@ -135,7 +135,7 @@ def _parse_method(method: str, setting: list[str]) -> "tuple[str | EfficientAtte
     return configs[0].method, {key: value for key, value in configs[0].to_dict().items() if key in named}
 
 
-def _report(done: dict[str, Any]) -> list[str]:
+def describe_conversion(done: dict[str, Any]) -> list[str]:
     """Lines that describe a conversion."""
     lines = [f"{done['architecture']} of {done['source']} -> {done['output']}"]
     if len(done["exact_up_to"]) > 1:

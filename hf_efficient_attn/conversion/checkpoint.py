@@ -6,10 +6,11 @@ that a method learns, and a position table that is extended. The result is opene
 the output folder.
 """
 
+import contextlib
 import os
 import pathlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import and_, eq
 from typing import Any
@@ -96,69 +97,141 @@ def convert_checkpoint(
             raise UnsupportedAttentionError(
                 "an EfficientAttentionConfig already contains hyperparameters and layers: do not give them again"
             )
-        name = str(method.method)
     else:
         _check_request(method, hyperparameters, layers)
-        name = method
-    checked = open_checkpoint(source, allow_pickle=allow_pickle)
-    place = check_output(output, checked.folder, force=force)
-    model, notes, unused = load_with_report(checked)
-    origin = provenance(checked, __version__)
-    if base_model is not None:
-        origin |= {"base_model": check_hub_id(base_model), "base_name": base_model.rpartition("/")[2]}
-    if origin[INSTALL] is not None:
-        check_install(origin[INSTALL], f"{FILE}: {INSTALL}")
-    if origin[TRAINED] is None and origin["max_length"] is None:
-        origin[TRAINED] = num_positions(model)
-    if max_length is not None:
-        origin["max_length"] = max_length
-    before = _named_tensors(model)
-    _switch(model, method, hyperparameters or {}, layers, max_length)
-    with staged(place) as staging:
-        draft = staging.folder
-        changes = _Changes(model, before, checked, draft)
-        _write_config(draft, model, checked)
-        _write_weights(draft, checked, changes)
-        for companion in checked.companions:
-            (draft / companion).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(checked.folder / companion, draft / companion)
-        limits = [] if max_length is None else set_limits(draft, max_length)
-        notes += _describe_positions(model, origin[TRAINED]) if max_length is not None else []
-        notes += _describe_limits(draft, limits, model, max_length)
-        write_json(draft / FILE, origin)
-        _check_result(draft, changes, unused)
-        write_card(draft, name=place.path.name)
-        files = [path for path in sorted(draft.rglob("*")) if path.is_file()]
-        sizes = [{"name": path.relative_to(draft).as_posix(), "bytes": path.stat().st_size} for path in files]
-    if staging.kept is not None:
-        notes.append(f"what appeared in the output during the work is kept in {staging.kept}")
-    groups, pictures = exact_lengths(model), picture_sizes(model)
-    notes += describe(groups, pictures, num_positions(model))
-    removed = [key for key in checked.dropped_keys if not key.startswith("_")]
-    if removed:
-        notes.append(f"config.json: left out {', '.join(removed)}; code and files from elsewhere are not used")
-    notes += _describe_card(origin)
-    if unused:
-        notes.append(f"tensors that a {type(model).__name__} does not use, copied unchanged: {', '.join(unused[:8])}")
-    if changes.dropped and name not in EXACT_IMPLEMENTATIONS:
-        notes.append(f"{len(changes.dropped)} learned parameters of another method or size are dropped")
-    return {
-        "source": os.fspath(source),
-        "output": str(place.path),
-        "architecture": type(model).__name__,
-        "method": name,
-        "settings": dict(model.config.efficient_attention or {}),
-        "layers": _converted_layers(model),
-        "positions": num_positions(model),
-        "exact_up_to": [group._asdict() for group in groups],
-        "pictures": None if pictures is None else pictures._asdict(),
-        "limits": [limit._asdict() for limit in limits],
-        "parameters": {"kept": changes.kept, "new": sorted(changes.new), "dropped": changes.dropped},
-        "files": sizes,
-        "left_out": dict(checked.left_out),
-        "notes": notes,
-        "load": _loading_lines(model, os.fspath(output), embeds_sentences="modules.json" in checked.companions),
-    }
+    conversion = Conversion(
+        source, output, max_length=max_length, base_model=base_model, force=force, allow_pickle=allow_pickle
+    )
+    conversion.switch(method, hyperparameters or {}, layers)
+    return conversion.write()
+
+
+class Conversion:
+    """The conversion of one checkpoint, of which `convert_checkpoint` carries out all parts at once.
+
+    Between `switch` and `write` the learned parameters of the model can be trained, and its own parameters too.
+
+    Args:
+        source: As the other arguments, see `convert_checkpoint`.
+        output: The folder to write.
+        max_length: Number of tokens that the result takes, or None.
+        base_model: Hub id of the original model, or None.
+        force: Whether an existing output folder is replaced.
+        allow_pickle: As for `open_checkpoint`.
+
+    Attributes:
+        checked: The source.
+        place: The output folder.
+        model: The source's model, in eval mode.
+    """
+
+    def __init__(
+        self,
+        source: "str | os.PathLike[str]",
+        output: "str | os.PathLike[str]",
+        *,
+        max_length: int | None = None,
+        base_model: str | None = None,
+        force: bool = False,
+        allow_pickle: bool = False,
+    ) -> None:
+        self._source, self._output, self._max_length = os.fspath(source), os.fspath(output), max_length
+        self.checked = open_checkpoint(source, allow_pickle=allow_pickle)
+        self.place = check_output(output, self.checked.folder, force=force)
+        self.model, self._notes, self._unused = load_with_report(self.checked)
+        origin = provenance(self.checked, __version__)
+        if base_model is not None:
+            origin |= {"base_model": check_hub_id(base_model), "base_name": base_model.rpartition("/")[2]}
+        if origin[INSTALL] is not None:
+            check_install(origin[INSTALL], f"{FILE}: {INSTALL}")
+        if origin[TRAINED] is None and origin["max_length"] is None:
+            origin[TRAINED] = num_positions(self.model)
+        if max_length is not None:
+            origin["max_length"] = max_length
+        self._origin, self._before, self._method = origin, _named_tensors(self.model), EXACT
+        self._is_extended = False
+
+    def extend(self) -> None:
+        """Extend the positions of a model with exact attention to `max_length`, if that is given, before `switch`."""
+        self._is_extended = True
+        with _errors_of("extended positions", self.model):
+            if self._max_length is not None and not _has_room(self.model, self._max_length):
+                _extend(self.model, self._max_length)
+
+    def switch(
+        self,
+        method: str | EfficientAttentionConfig,
+        hyperparameters: Mapping[str, Any],
+        layers: Sequence[Layer] | None,
+    ) -> None:
+        """Extend the positions and switch the model to a method; the arguments are those of `convert_checkpoint`."""
+        self._method = method if isinstance(method, str) else str(method.method)
+        _switch(self.model, method, hyperparameters, layers, None if self._is_extended else self._max_length)
+
+    def write(
+        self, *, is_trained: bool = False, add_files: Callable[[pathlib.Path], None] | None = None
+    ) -> dict[str, Any]:
+        """Write the result.
+
+        Args:
+            is_trained: Whether the model's own parameters may have changed. Otherwise they are copied from the source.
+            add_files: Adds files to the folder that it is given, before the model card is made from them.
+
+        Returns:
+            The report of `convert_checkpoint`.
+        """
+        checked, model, origin, place = self.checked, self.model, self._origin, self.place
+        max_length, unused, notes = self._max_length, self._unused, list(self._notes)
+        with staged(place) as staging:
+            draft = staging.folder
+            changes = _Changes(model, self._before, checked, draft, is_trained=is_trained)
+            _write_config(draft, model, checked)
+            _write_weights(draft, checked, changes)
+            for companion in checked.companions:
+                (draft / companion).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(checked.folder / companion, draft / companion)
+            limits = [] if max_length is None else set_limits(draft, max_length)
+            notes += _describe_positions(model, origin[TRAINED]) if max_length is not None else []
+            notes += _describe_limits(draft, limits, model, max_length)
+            write_json(draft / FILE, origin)
+            _check_result(draft, changes, unused)
+            if add_files is not None:
+                add_files(draft)
+            write_card(draft, name=place.path.name)
+            files = [path for path in sorted(draft.rglob("*")) if path.is_file()]
+            sizes = [{"name": path.relative_to(draft).as_posix(), "bytes": path.stat().st_size} for path in files]
+        if staging.kept is not None:
+            notes.append(f"what appeared in the output during the work is kept in {staging.kept}")
+        groups, pictures = exact_lengths(model), picture_sizes(model)
+        notes += describe(groups, pictures, num_positions(model))
+        removed = [key for key in checked.dropped_keys if not key.startswith("_")]
+        if removed:
+            notes.append(f"config.json: left out {', '.join(removed)}; code and files from elsewhere are not used")
+        notes += _describe_card(origin)
+        if unused:
+            notes.append(
+                f"tensors that a {type(model).__name__} does not use, copied unchanged: {', '.join(unused[:8])}"
+            )
+        if changes.dropped and self._method not in EXACT_IMPLEMENTATIONS:
+            notes.append(f"{len(changes.dropped)} learned parameters of another method or size are dropped")
+        embeds_sentences = "modules.json" in checked.companions
+        return {
+            "source": self._source,
+            "output": str(place.path),
+            "architecture": type(model).__name__,
+            "method": self._method,
+            "settings": dict(model.config.efficient_attention or {}),
+            "layers": _converted_layers(model),
+            "positions": num_positions(model),
+            "exact_up_to": [group._asdict() for group in groups],
+            "pictures": None if pictures is None else pictures._asdict(),
+            "limits": [limit._asdict() for limit in limits],
+            "parameters": {"kept": changes.kept, "new": sorted(changes.new), "dropped": changes.dropped},
+            "files": sizes,
+            "left_out": dict(checked.left_out),
+            "notes": notes,
+            "load": _loading_lines(model, self._output, embeds_sentences=embeds_sentences),
+        }
 
 
 def _check_request(method: str, hyperparameters: Mapping[str, Any] | None, layers: Sequence[Layer] | None) -> None:
@@ -183,12 +256,12 @@ def _switch(
     layers: Sequence[Layer] | None,
     max_length: int | None,
 ) -> None:
-    """Apply `extend_positions` and `convert`. Errors of other libraries, such as lack of memory, become refusals."""
+    """Apply `extend_positions` and `convert`."""
     stored = model.config.efficient_attention
     name = method if isinstance(method, str) else method.method
     # The hyperparameters that the checkpoint's parameters were learned with.
     present = [entry.config for entry in stored.settings.entries if entry.config.method == method] if stored else []
-    with quiet(), refusing(f"{name} in a {type(model).__name__}", OSError, UnsupportedAttentionError):
+    with _errors_of(str(name), model):
         if max_length is not None:
             if stored and not present:
                 convert(model, EXACT)  # otherwise parameters that are dropped anyway would prevent the extension
@@ -203,6 +276,13 @@ def _switch(
         if method not in EXACT_IMPLEMENTATIONS:
             _check_size(model, make_config(chosen, **hyperparameters))
         convert(model, chosen, layers=layers, **hyperparameters)
+
+
+@contextlib.contextmanager
+def _errors_of(what: str, model: PreTrainedModel) -> Iterator[None]:
+    """Turn errors of other libraries, such as lack of memory, into refusals, and hide their warnings."""
+    with quiet(), refusing(f"{what} in a {type(model).__name__}", OSError, UnsupportedAttentionError):
+        yield
 
 
 def _has_room(model: PreTrainedModel, max_length: int) -> bool:
@@ -258,15 +338,24 @@ class _Changes:
     """
 
     def __init__(
-        self, model: PreTrainedModel, before: Mapping[str, Tensor], checked: CheckedSource, scratch: pathlib.Path
+        self,
+        model: PreTrainedModel,
+        before: Mapping[str, Tensor],
+        checked: CheckedSource,
+        scratch: pathlib.Path,
+        *,
+        is_trained: bool,
     ) -> None:
         shapes, prefix = checked.weights.shapes, model.base_model_prefix
         parameters = dict(model.named_parameters())
         changed = [name for name in parameters if before.get(name) is not parameters[name]]
         learned = [name for name in parameters if _LEARNED in name.split(".")]
-        saved = _saved_names(model, list(dict.fromkeys(changed + learned)), scratch)
+        wanted = parameters if is_trained else dict.fromkeys(changed + learned)
+        saved = _saved_names(model, list(wanted), scratch)
         names = {name: _stored_name(saved_name, shapes, prefix) for name, saved_name in saved.items()}
         self.new = {names[name]: parameters[name].detach() for name in changed}
+        if is_trained:
+            self._add_trained(model, names, checked)
         for name, buffer in model.named_buffers():
             # Old checkpoints contain position ids, which grow with the position table.
             stored = _stored_name(name, shapes, prefix)
@@ -275,6 +364,17 @@ class _Changes:
         kept_learned = {names[name] for name in learned}
         self.dropped = sorted(name for name in shapes if _LEARNED in name.split(".") and name not in kept_learned)
         self.kept = sum(name not in self.new and name not in self.dropped for name in shapes)
+
+    def _add_trained(self, model: PreTrainedModel, names: Mapping[str, str], checked: CheckedSource) -> None:
+        """Add the parameters whose values are not those of the source, in the dtype that they have there."""
+        stored = dict(checked.weights.all_tensors())
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            # A parameter that is shared by two modules can be stored under both names.
+            key = names[name] if name in names else _stored_name(name, checked.weights.shapes, model.base_model_prefix)
+            if key in stored and key not in self.new:
+                value = parameter.detach().to("cpu", stored[key].dtype)
+                if not torch.equal(value, stored[key]):
+                    self.new[key] = value.clone()
 
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:

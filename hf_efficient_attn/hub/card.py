@@ -47,14 +47,15 @@ _OTHER_TAGS = ("endpoints_compatible", "autotrain_compatible", "text-embeddings-
 
 
 def write_card(folder: "str | pathlib.Path", *, name: str | None = None) -> pathlib.Path:
-    """Write README.md of a converted checkpoint, from its config.json, efficient_attention.json and benchmark.json.
+    """Write README.md of a converted checkpoint, from its config.json and what commands wrote beside it.
 
-    The same files give the same card, byte for byte. In a README.md that contains a card of this package, the part
-    between the markers is replaced, and in the front matter the card's own keys; tags and results of others are kept.
-    Another README.md is kept as README.md.bak (or .bak2, ...), and a warning is logged. Licence, languages, task and
-    tags of the original are left out if the hub would not accept them; a licence without an identifier on the hub
-    becomes "other", with its name. The key `base_model_relation` is not set, because none of its four values (adapter,
-    merge, quantized, finetune) describes a conversion.
+    The other files are efficient_attention.json, benchmark.json and distillation.json. The same files give the same
+    card, byte for byte. In a README.md that contains a card of this package, the part between the markers is replaced,
+    and in the front matter the card's own keys; tags and results of others are kept. Another README.md is kept as
+    README.md.bak (or .bak2, ...), and a warning is logged. Licence, languages, task and tags of the original are left
+    out if the hub would not accept them; a licence without an identifier on the hub becomes "other", with its name. The
+    key `base_model_relation` is not set, because none of its four values (adapter, merge, quantized, finetune)
+    describes a conversion.
 
     Args:
         folder: The folder of a checkpoint whose config names a method of this package; or that was converted back to

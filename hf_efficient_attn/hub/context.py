@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import transformers
 
-from hf_efficient_attn.hub.facts import TASKS, Facts, clean
+from hf_efficient_attn.hub.facts import TASKS, Distillation, Facts, clean
 from hf_efficient_attn.integration.layers import ranges
 from hf_efficient_attn.methods import MethodConfig, method_info
 from hf_efficient_attn.models import auto_class, model_type
@@ -73,6 +73,7 @@ def context(facts: Facts, name: str) -> dict[str, Any]:
         "calibrated": [choice.calibrated_length for _, choice in facts.choices if choice.calibrated_length],
         "command": _command(facts, own_files),
         "command_name": command_name(own_files),
+        "distillation": facts.distillation,
         "install": facts.install and shlex.quote(facts.install),
         "limits": [(method_info(method), exact[method]) for method in facts.methods],
         "methods": _methods(facts, num_layers),
@@ -118,6 +119,27 @@ def _methods(facts: Facts, num_layers: int | None) -> list[dict[str, Any]]:
     return found
 
 
+def _distillation_words(distilled: Distillation) -> list[str]:
+    """The options of `distill` that say how it trains."""
+    options: dict[str, object] = {
+        "--data": distilled.data,
+        "--steps": distilled.steps,
+        "--loss": distilled.loss,
+        "--learning-rate": distilled.learning_rate,
+        "--length": distilled.tokens,
+        "--batch-size": distilled.batch_size,
+        "--seed": distilled.seed,
+    }
+    second = distilled.finetuning
+    if second is not None:
+        options["--finetune-steps"] = second.steps
+        options["--finetune-target"] = second.target
+        options["--finetune-learning-rate"] = second.learning_rate
+        if second.lora_rank is not None:
+            options["--lora-rank"] = second.lora_rank
+    return [str(word) for pair in options.items() for word in pair]
+
+
 class OwnFile(NamedTuple):
     """A method that is not part of this package, and the file that registers it.
 
@@ -160,14 +182,15 @@ def command_name(own_files: Iterable[OwnFile]) -> str:
 
 
 def _command(facts: Facts, own_files: Iterable[OwnFile]) -> str | None:
-    """The `convert` command that makes this checkpoint; None for mixes and composite models, which need more."""
+    """The command that makes this checkpoint; None for mixes and composite models, which need more."""
     if len(facts.choices) != 1:
         return None
     part, settings = facts.choices[0]
     if part or len(settings.entries) != 1:
         return None
     config, layers = settings.entries[0].config, settings.entries[0].layers
-    words = ["convert", facts.base_model or SOURCE, "--method", config.method]
+    distilled = facts.distillation
+    words = ["convert" if distilled is None else "distill", facts.base_model or SOURCE, "--method", config.method]
     for spec in dataclasses.fields(config):
         value = getattr(config, spec.name)
         if value != spec.default:
@@ -176,4 +199,6 @@ def _command(facts: Facts, own_files: Iterable[OwnFile]) -> str | None:
         words += ["--layers", ranges(layers)]
     if facts.max_length is not None:
         words += ["--max-length", str(facts.max_length)]
+    if distilled is not None:
+        words += _distillation_words(distilled)
     return f"{command_name(own_files)} {shlex.join([*words, '-o', 'OUT'])}"

@@ -1,4 +1,6 @@
-"""What the files of a converted checkpoint say: `config.json`, `efficient_attention.json` and `benchmark.json`.
+"""What the files of a converted checkpoint say.
+
+They are `config.json`, `efficient_attention.json`, `benchmark.json` and `distillation.json`.
 
 Values are checked for their type. Numbers must be finite, and texts are brought to one line without control characters.
 """
@@ -71,6 +73,53 @@ class Benchmark:
 
 
 @dataclass(frozen=True)
+class LayerErrors:
+    """The error of a layer before and after a distillation; None if it was not a number."""
+
+    name: str
+    before: float | None
+    after: float | None
+
+
+@dataclass(frozen=True)
+class Finetuning:
+    """The second stage of a distillation, with its loss on the held-out inputs before and after."""
+
+    steps: int
+    target: str
+    learning_rate: float
+    lora_rank: int | None
+    before: float | None
+    after: float | None
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """The contents of `distillation.json`.
+
+    `tokens` is the number of tokens of an input, `rows` the number of inputs to learn from, and `held_out` that of the
+    inputs on which the errors were measured. `complete` is False if the training was stopped before its end, after
+    `steps_done` steps of both stages.
+    """
+
+    data: str
+    rows: int
+    held_out: int
+    tokens: int
+    batch_size: int
+    steps: int
+    steps_done: int
+    loss: str
+    learning_rate: float
+    seed: int
+    layers: tuple[LayerErrors, ...]
+    error_before: float | None
+    error_after: float | None
+    finetuning: Finetuning | None
+    complete: bool
+
+
+@dataclass(frozen=True)
 class Facts:
     """Everything that a card is made of.
 
@@ -96,6 +145,8 @@ class Facts:
     learned: tuple[str, ...]
     benchmark: Benchmark | None
     picture: bool
+    distillation: Distillation | None
+    distillation_picture: bool
     sentence_transformers: bool
     sentence_limit: int | None
     install: str | None
@@ -135,7 +186,7 @@ def read_facts(folder: "str | pathlib.Path", *, may_be_exact: bool = False) -> F
             "it with 'hf-efficient-attn convert', or model.save_pretrained(folder) after hea.convert(model, method)"
         )
     origin = _Object(read_json_object(about) if about.exists() else {}, about.name)
-    measured = folder / "benchmark.json"
+    measured, distilled = folder / "benchmark.json", folder / "distillation.json"
     base_model, version = origin.optional_text("base_model"), origin.optional_text("hf_efficient_attn")
     if base_model is not None:
         check_repo_id(base_model, f"{about.name}: base_model")
@@ -161,6 +212,10 @@ def read_facts(folder: "str | pathlib.Path", *, may_be_exact: bool = False) -> F
         learned=_learned_names(folder),
         benchmark=_benchmark(_Object(read_json_object(measured), measured.name), own) if measured.exists() else None,
         picture=measured.exists() and (folder / "benchmark.png").is_file(),
+        distillation=(
+            _distillation(_Object(read_json_object(distilled), distilled.name)) if distilled.exists() else None
+        ),
+        distillation_picture=distilled.exists() and (folder / "distillation.png").is_file(),
         sentence_transformers=is_sentence_model,
         sentence_limit=None if limit is None else limit.tokens,
         install=known_source() if install is None else check_install(install, f"{about.name}: {INSTALL}"),
@@ -309,6 +364,46 @@ def _benchmark(values: _Object, own: EfficientAttentionConfig | None) -> Benchma
         notes=values.texts("notes"),
         complete=values.values.get("complete") is not False,
         pays_from={clean(str(label)): pays_from.optional_count(label) for label in pays_from.values},
+    )
+
+
+def _distillation(values: _Object) -> Distillation:
+    """Read `distillation.json`."""
+    data, plan, entries = values.part("data"), values.part("plan"), values.values.get("layers")
+    if not isinstance(entries, list):
+        raise UnsupportedAttentionError(f"{values.where}: layers must be a list")
+    layers = []
+    for entry in (_Object(entry, f"{values.where}: a layer") for entry in entries):
+        number = None if isinstance(entry.values.get("layer"), str) else entry.optional_count("layer")
+        name = entry.text("name") if number is None else str(number)
+        layers.append(LayerErrors(name, entry.optional_number("before"), entry.optional_number("after")))
+    finetuning = None
+    if plan.values.get("finetune_steps") is not None and values.values.get("outputs") is not None:
+        outputs = values.part("outputs")
+        finetuning = Finetuning(
+            steps=plan.count("finetune_steps"),
+            target=plan.one_of("finetune_target", ("hidden_states", "logits")),
+            learning_rate=plan.number("finetune_learning_rate"),
+            lora_rank=plan.optional_count("lora_rank"),
+            before=outputs.optional_number("before"),
+            after=outputs.optional_number("after"),
+        )
+    return Distillation(
+        data=data.text("name"),
+        rows=data.count("rows"),
+        held_out=data.count("held_out"),
+        tokens=values.count("tokens"),
+        batch_size=plan.count("batch_size"),
+        steps=plan.count("steps"),
+        steps_done=values.count("steps_done"),
+        loss=plan.one_of("loss", ("output", "weights", "both")),
+        learning_rate=plan.number("learning_rate"),
+        seed=plan.count("seed"),
+        layers=tuple(layers),
+        error_before=values.optional_number("error_before"),
+        error_after=values.optional_number("error_after"),
+        finetuning=finetuning,
+        complete=values.values.get("complete") is not False,
     )
 
 

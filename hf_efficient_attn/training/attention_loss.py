@@ -28,7 +28,22 @@ _LEAST = 1e-9
 
 
 class DivergedError(UnsupportedAttentionError):
-    """A loss was not finite. The model has the best parameters that were found until then."""
+    """A loss was not finite. The model has the best parameters that were found until then.
+
+    Args:
+        what: which loss, and in which step.
+        learning_rate: the one that was too large.
+
+    Attributes:
+        what: as above.
+        learning_rate: as above.
+    """
+
+    def __init__(self, what: str, learning_rate: float) -> None:
+        super().__init__(
+            f"{what}. The model keeps the best parameters so far: use a smaller learning rate than {learning_rate:g}"
+        )
+        self.what, self.learning_rate = what, learning_rate
 
 
 def check_loss(name: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from hf_efficient_attn.methods import MethodConfig, available_methods, learns, m
 from hf_efficient_attn.training.attention_loss import WINDOW, DivergedError, backward, check_loss, squared_error
 from hf_efficient_attn.training.finetuning import Finetuning, FinetuningOptions, make_teacher
 
+ItemT = TypeVar("ItemT")
 # Batches after which a method that computed all of them exactly is refused.
 _PATIENCE = 8
 
@@ -65,6 +66,7 @@ class DistillationOptions:
         reduce: averages a gradient over the processes of a distributed training, for example
             `functools.partial(accelerator.reduce, reduction="mean")`; None for one process.
         finetuning: the second stage, in which the converted model imitates the outputs of the exact one; None for none.
+        show_progress: whether to show progress bars, if stderr is a terminal.
     """
 
     learning_rate: float = 1e-2
@@ -72,6 +74,7 @@ class DistillationOptions:
     on_step: OnStep | None = None
     reduce: Callable[[Tensor], Tensor] | None = None
     finetuning: FinetuningOptions | None = None
+    show_progress: bool = True
 
     def __post_init__(self) -> None:
         if not self.learning_rate > 0:
@@ -294,8 +297,7 @@ class Distillation:
         for group in self._groups.values():
             group.store(group.best[1])
         raise DivergedError(
-            f"the loss of {call.name} is not finite in step {self.step_number + 1}. The model keeps the best "
-            f"parameters so far: use a smaller learning rate than {self.options.learning_rate:g}"
+            f"the loss of {call.name} is not finite in step {self.step_number + 1}", self.options.learning_rate
         )
 
 
@@ -363,16 +365,11 @@ def distill(
     try:
         convert(model, method_or_config, layers=layers, **hyperparameters)
         refuse_nothing_to_learn(model)
-        distillation = Distillation(model, steps, loss, options)
-        with partial_result(lambda: model):
-            try:
-                _train(distillation, stream)
-            except KeyboardInterrupt:
-                distillation.store()
-                raise
-        distillation.store()
+        run = DistillationRun(model, teacher, steps, loss, options)
+        run.train_layers(stream)
         if options.finetuning is not None:
-            _finetune(Finetuning(model, teacher, options.finetuning, options.reduce), stream, options.on_step)
+            run.begin_finetuning()
+            run.train_outputs(stream)
     except (DivergedError, KeyboardInterrupt):
         raise
     except BaseException:
@@ -381,55 +378,134 @@ def distill(
     return model
 
 
-def _train(distillation: Distillation, stream: Iterator[Batch]) -> None:
-    """All steps, with a progress bar."""
-    num_steps, on_step = distillation.num_steps, distillation.options.on_step
-    trained = 0
-    with tqdm(total=num_steps, desc="distillation", disable=None) as bar:
-        for batch in islice(stream, num_steps - distillation.step_number):
-            losses = distillation.step(batch)
-            trained += bool(losses)
-            if not trained and distillation.step_number >= min(_PATIENCE, num_steps):
-                raise UnsupportedAttentionError(distillation.why_idle)
-            if losses:
-                bar.set_postfix(loss=f"{sum(x.loss for x in losses) / len(losses):.3f}", refresh=False)
-            bar.update()
-            if on_step is not None:
-                on_step(distillation.step_number, losses)
+class DistillationRun:
+    """The two stages of a distillation, which can be saved after any step and continued.
 
+    Args:
+        model: a converted model.
+        teacher: the result of `make_teacher` for the model before its conversion.
+        num_steps: the number of steps of the first stage.
+        loss: as in `distill`.
+        options: as in `distill`.
 
-def _finetune(finetuning: Finetuning, stream: Iterator[Batch], on_step: OnStep | None) -> None:
-    """All steps of the second stage, with a progress bar."""
-    num_steps = finetuning.options.steps
-    try:
-        with partial_result(lambda: finetuning.model), tqdm(total=num_steps, desc="fine-tuning", disable=None) as bar:
-            for batch in islice(stream, num_steps - finetuning.step_number):
-                loss = finetuning.step(batch)
-                bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+    Attributes:
+        distillation: the first stage.
+        finetuning: the second stage; None before it begins.
+    """
+
+    def __init__(
+        self, model: nn.Module, teacher: nn.Module | None, num_steps: int, loss: str, options: DistillationOptions
+    ) -> None:
+        self._model, self._teacher, self._options = model, teacher, options
+        self.distillation = Distillation(model, num_steps, loss, options)
+        self.finetuning: Finetuning | None = None
+        self._trained = 0  # steps of this process in which some layer was trained
+
+    @property
+    def num_batches(self) -> int:
+        """The number of batches so far, in both stages."""
+        return self.distillation.step_number + (0 if self.finetuning is None else self.finetuning.step_number)
+
+    def train_layers(self, stream: Iterator[Batch]) -> None:
+        """The steps that remain of the first stage, with a progress bar. The model then has the parameters.
+
+        Raises:
+            UnsupportedAttentionError: no layer computes the method on the first batches.
+            DivergedError: see `Distillation.step`.
+            Interrupted: the user interrupted the training. The model has the parameters of the last step.
+        """
+        with partial_result(lambda: self._model):
+            try:
+                self._train_layers(stream)
+            except KeyboardInterrupt:
+                self.distillation.store()
+                raise
+        self.distillation.store()
+
+    def _train_layers(self, stream: Iterator[Batch]) -> None:
+        distillation, on_step = self.distillation, self._options.on_step
+        num_steps, done = distillation.num_steps, distillation.step_number
+        with self._bar("distillation", num_steps, done) as bar:
+            for batch in islice(stream, num_steps - done):
+                losses = distillation.step(batch)
+                self._trained += bool(losses)
+                if not self._trained and distillation.step_number >= done + min(_PATIENCE, num_steps - done):
+                    raise UnsupportedAttentionError(distillation.why_idle)
+                if losses:
+                    bar.set_postfix(loss=f"{sum(x.loss for x in losses) / len(losses):.3f}", refresh=False)
                 bar.update()
                 if on_step is not None:
-                    on_step(finetuning.step_number, [LayerLoss(None, finetuning.options.target, loss)])
-    except DivergedError:
-        raise
-    except KeyboardInterrupt:
+                    on_step(distillation.step_number, losses)
+
+    def _bar(self, name: str, num_steps: int, done: int) -> "tqdm[Any]":
+        disable = None if self._options.show_progress else True
+        return tqdm(total=num_steps, initial=done, desc=name, disable=disable)
+
+    def begin_finetuning(self) -> Finetuning:
+        """Begin the second stage, after the first; `options.finetuning` must be given."""
+        assert self._options.finetuning is not None
+        self.finetuning = Finetuning(self._model, self._teacher, self._options.finetuning, self._options.reduce)
+        return self.finetuning
+
+    def train_outputs(self, stream: Iterator[Batch]) -> None:
+        """The steps that remain of the second stage, with a progress bar.
+
+        Raises:
+            DivergedError: see `Finetuning.step`.
+            Interrupted: the user interrupted the training. The model has the parameters of the last step.
+        """
+        finetuning, on_step = self.finetuning or self.begin_finetuning(), self._options.on_step
+        num_steps, done = finetuning.options.steps, finetuning.step_number
+        try:
+            with partial_result(lambda: self._model), self._bar("fine-tuning", num_steps, done) as bar:
+                for batch in islice(stream, num_steps - done):
+                    loss = finetuning.step(batch)
+                    bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+                    bar.update()
+                    if on_step is not None:
+                        on_step(finetuning.step_number, [LayerLoss(None, finetuning.options.target, loss)])
+        except DivergedError:
+            raise
+        except KeyboardInterrupt:
+            finetuning.finish()
+            raise
+        except BaseException:
+            finetuning.abandon()
+            raise
         finetuning.finish()
-        raise
-    except BaseException:
-        finetuning.abandon()
-        raise
-    finetuning.finish()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` needs to continue bit for bit: tensors, numbers and strings."""
+        state: dict[str, Any] = {"distillation": self.distillation.state_dict()}
+        return state if self.finetuning is None else {**state, "finetuning": self.finetuning.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the result of `state_dict` of a run of the same model with the same arguments.
+
+        Raises:
+            UnsupportedAttentionError: the state belongs to other layers or parameters.
+        """
+        self.distillation.load_state_dict(state["distillation"])
+        if "finetuning" in state:
+            self.distillation.store()
+            self.begin_finetuning().load_state_dict(state["finetuning"])
 
 
 def refuse_converted(model: nn.Module) -> None:
     """Refuse a model whose attention is not exact, because its exact attention is not that of its training."""
-    for root in transformers_models(model):
-        for config in configs_of(root):
-            if (name := method_of(config)) is not None:
-                raise UnsupportedAttentionError(
-                    f"{type(root).__name__} is converted to {name} already, and only exact attention can teach: load "
-                    "the original checkpoint without attn_implementation, or switch back with hea.convert(model, "
-                    "'sdpa') if its weights were not trained since"
-                )
+    name = converted_to(model)
+    if name is not None:
+        raise UnsupportedAttentionError(
+            f"{type(transformers_models(model)[0]).__name__} is converted to {name} already, and only exact attention "
+            "can teach: load the original checkpoint without attn_implementation, or switch back with "
+            "hea.convert(model, 'sdpa') if its weights were not trained since"
+        )
+
+
+def converted_to(model: nn.Module) -> str | None:
+    """The name of the method that a model is converted to; None if its attention is exact."""
+    configs = (config for root in transformers_models(model) for config in configs_of(root))
+    return next((name for config in configs if (name := method_of(config)) is not None), None)
 
 
 def refuse_nothing_to_learn(model: nn.Module) -> None:
@@ -493,15 +569,16 @@ def batch_stream(batches: Iterable[Batch], seed: int, num_steps: int) -> Iterato
     if isinstance(batches, Sized):
         _check_count(len(batches))
     if isinstance(batches, Sequence):
-        return _shuffled(batches, seed)
+        return shuffled(batches, seed)
     return _repeated(batches)
 
 
-def _shuffled(batches: Sequence[Batch], seed: int) -> Iterator[Batch]:
+def shuffled(items: Sequence[ItemT], seed: int) -> Iterator[ItemT]:
+    """The items of a sequence in a random order, and without end: in each epoch in another order."""
     generator = torch.Generator().manual_seed(seed)
     while True:
-        for index in torch.randperm(len(batches), generator=generator).tolist():
-            yield batches[index]
+        for index in torch.randperm(len(items), generator=generator).tolist():
+            yield items[index]
 
 
 def _repeated(batches: Iterable[Batch]) -> Iterator[Batch]:

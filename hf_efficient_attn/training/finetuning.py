@@ -162,6 +162,12 @@ class Finetuning:
         return loss.item()
 
     @torch.no_grad()
+    def measure(self, batch: Batch) -> float:
+        """The loss on a batch, without training."""
+        targets = self._teach(batch)
+        return self._losses(self._outputs(self.model, batch), targets, batch).mean().item()
+
+    @torch.no_grad()
     def _stop(self, losses: Tensor) -> None:
         """Give the model its best parameters and raise."""
         for p, best in zip(self._trained, self._best[1], strict=True):
@@ -171,8 +177,8 @@ class Finetuning:
         if self.options.target == "hidden_states":
             where = f"the hidden states after layer {int((~losses.isfinite()).byte().argmax())}"
         raise DivergedError(
-            f"the loss of {where} is not finite in step {self.step_number + 1} of the fine-tuning. The model keeps the "
-            f"best parameters so far: use a smaller learning rate than {self.options.learning_rate:g}"
+            f"the loss of {where} is not finite in step {self.step_number + 1} of the fine-tuning",
+            self.options.learning_rate,
         )
 
     @torch.no_grad()
@@ -225,24 +231,7 @@ class Finetuning:
             return self._outputs(self.model, batch)
 
     def _outputs(self, model: nn.Module, batch: Batch) -> list[Tensor]:
-        """The hidden states of all layers without the embeddings, or the logits."""
-        if isinstance(batch, Tensor):
-            batch = {transformers_models(model)[0].main_input_name: batch}
-        if self.options.target == "logits":
-            logits = getattr(forward(model, batch), "logits", None)
-            if logits is None:
-                raise UnsupportedAttentionError(
-                    f"{type(model).__name__} has no logits: use target='hidden_states', or load the checkpoint with "
-                    "its head, such as AutoModelForCausalLM"
-                )
-            return [logits]
-        outputs = forward(model, {**batch, "output_hidden_states": True})
-        states = [x for name in _STATES for x in (getattr(outputs, name, None) or ())[1:]]
-        if not states:
-            raise UnsupportedAttentionError(
-                f"{type(model).__name__} returns no hidden states: use target='logits', or no fine-tuning"
-            )
-        return states
+        return outputs_of(model, batch, self.options.target)
 
     def _losses(self, found: list[Tensor], wanted: list[Tensor], batch: Batch) -> Tensor:
         """The loss of every layer, or of the logits."""
@@ -261,6 +250,31 @@ class Finetuning:
                     error, size = error[valid], size[valid]
                 losses.append(error.sum() / size.sum())
         return torch.stack(losses)
+
+
+def outputs_of(model: nn.Module, batch: Batch, target: str) -> list[Tensor]:
+    """The hidden states of all layers without the embeddings, or the logits.
+
+    Raises:
+        UnsupportedAttentionError: the model does not return them.
+    """
+    if isinstance(batch, Tensor):
+        batch = {transformers_models(model)[0].main_input_name: batch}
+    if target == "logits":
+        logits = getattr(forward(model, batch), "logits", None)
+        if logits is None:
+            raise UnsupportedAttentionError(
+                f"{type(model).__name__} has no logits: use target='hidden_states', or load the checkpoint with its "
+                "head, such as AutoModelForCausalLM"
+            )
+        return [logits]
+    outputs = forward(model, {**batch, "output_hidden_states": True})
+    states = [x for name in _STATES for x in (getattr(outputs, name, None) or ())[1:]]
+    if not states:
+        raise UnsupportedAttentionError(
+            f"{type(model).__name__} returns no hidden states: use target='logits', or no fine-tuning"
+        )
+    return states
 
 
 def _adapted(model: nn.Module, rank: int) -> Any:

@@ -1,0 +1,118 @@
+"""The state of a long training in a file: saved as a whole or not at all, and continued by the same request only."""
+
+import contextlib
+import pathlib
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from hf_efficient_attn.checkpoint.files import refusing
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.io.writing import replacing
+
+# What is said about a part of a request that is not the value of an option.
+_DIFFERENT = {
+    "source": "of another model",
+    "data": "on other data",
+    "settings": "of another method, or other layers",
+    "processes": "in another number of processes",
+}
+
+
+class SavedState:
+    """The state of the work on an output, in the folder OUTPUT.partial beside it.
+
+    Args:
+        output: the output.
+        request: plain values that must be equal when the work is continued. The names are those of options.
+
+    Attributes:
+        folder: OUTPUT.partial.
+    """
+
+    def __init__(self, output: pathlib.Path, request: Mapping[str, Any]) -> None:
+        self.folder = output.with_name(f"{output.name}.partial")
+        self._path, self._request = self.folder / "state.pt", dict(request)
+
+    @property
+    def exists(self) -> bool:
+        """Whether a state is saved."""
+        return self._path.is_file()
+
+    def load(self) -> dict[str, Any] | None:
+        """The saved values, on the CPU; None if there are none.
+
+        Raises:
+            UnsupportedAttentionError: they cannot be read, or belong to another request.
+        """
+        if not self.exists:
+            return None
+        again = "--restart discards it and starts again"
+        with refusing(f"the state in {self.folder} cannot be read: {again}"):
+            saved = torch.load(self._path, map_location="cpu", weights_only=True)
+            request, values = saved["request"], saved["values"]
+        if request != self._request:
+            differences = [_describe(key, request.get(key)) for key in self._request]
+            found = [
+                text
+                for text, key in zip(differences, self._request, strict=True)
+                if request.get(key) != self._request[key]
+            ]
+            raise UnsupportedAttentionError(
+                f"{self.folder} holds the state of a distillation {', '.join(found)}: repeat the command that it began "
+                f"with, and it continues; {again}"
+            )
+        assert isinstance(values, dict)
+        return values
+
+    def save(self, values: Mapping[str, Any]) -> None:
+        """Replace the saved values by others: tensors, numbers, strings and containers of them."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with replacing(self._path) as draft, draft.open("wb") as file:
+            torch.save({"request": self._request, "values": dict(values)}, file)
+
+    def remove(self) -> None:
+        """Remove the saved values, and their folder unless it holds anything else."""
+        self._path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()
+
+
+def _describe(key: str, value: Any) -> str:
+    return _DIFFERENT.get(key) or f"with --{key.replace('_', '-')} {value}"
+
+
+class Interruption:
+    """Whether the user has pressed Ctrl-C within the context of `noting_interruption`."""
+
+    requested = False
+
+
+@contextlib.contextmanager
+def noting_interruption(*, is_alone: bool = True) -> Iterator[Interruption]:
+    """Note Ctrl-C within the context instead of raising KeyboardInterrupt, so that a step is completed first.
+
+    Args:
+        is_alone: whether Ctrl-C for the second time raises KeyboardInterrupt.
+    """
+    noted, before = Interruption(), signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield noted
+        return
+
+    def note(number: int, frame: Any) -> None:
+        if noted.requested and is_alone:
+            raise KeyboardInterrupt
+        if not noted.requested and is_alone:
+            tqdm.write("Stopping after this step. Ctrl-C again stops at once, without saving it.", nolock=True)
+        noted.requested = True
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)

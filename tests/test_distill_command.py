@@ -1,0 +1,410 @@
+"""`hf-efficient-attn distill` on tiny models: results, continuation bit for bit, interruption, and refusals."""
+
+import json
+import shutil
+import signal
+
+import pytest
+import torch
+import transformers
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+import hf_efficient_attn as hea
+from hf_efficient_attn import cli
+from hf_efficient_attn.evaluation.capture import forward
+from hf_efficient_attn.evaluation.data import ModelData
+from hf_efficient_attn.hub import write_card
+from hf_efficient_attn.training import distillation, saved_state
+from hf_efficient_attn.training.distillation import Distillation
+from hf_efficient_attn.training.finetuning import Finetuning
+from hf_efficient_attn.training.training_data import BatchSize, TrainingData
+from test_benchmark_command import command, made, photographs, run_json, text  # noqa: F401 (fixtures)
+from tiny_models import tiny_class
+
+HEDGEHOG = ("--method", "linear", "--set", "feature_map=hedgehog", "--set", "num_features=16")
+SMALL = ("--length", 40, "--batch-size", 2, "--steps", 6, "--save-steps", 3)
+SECOND = ("--finetune-steps", 5)
+ADAPTERS = (*SECOND, "--lora-rank", 2, "--finetune-learning-rate", 1e-3)
+
+pytest.importorskip("matplotlib")
+
+
+@pytest.fixture
+def base(made, text):  # noqa: F811
+    """The arguments of a short distillation, without the output."""
+    return ["distill", made("bert"), "--data", text, *HEDGEHOG, *SMALL]
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(p, second[name]) for name, p in first.items())
+
+
+def stop_after(monkeypatch, number, kind=Distillation):
+    """Press Ctrl-C in the step with a number."""
+    step, count = kind.step, iter(range(1, 10**6))
+
+    def interrupted(self, batch):
+        if next(count) == number:
+            signal.raise_signal(signal.SIGINT)
+        return step(self, batch)
+
+    monkeypatch.setattr(kind, "step", interrupted)
+    return lambda: monkeypatch.setattr(kind, "step", step)
+
+
+@pytest.fixture(autouse=True)
+def _handles_interrupts():
+    """A shell that starts the tests in the background ignores Ctrl-C, which they inherit."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_the_result_is_that_of_the_library(base, made, text, tmp_path, capsys):  # noqa: F811
+    done = run_json(capsys, *base, "-o", tmp_path / "out")
+    found = done["distillation"]
+    assert json.loads((tmp_path / "out" / "distillation.json").read_text()) == found
+    assert (tmp_path / "out" / "distillation.png").read_bytes().startswith(b"\x89PNG")
+    assert [(row["stage"], row["step"]) for row in found["history"]] == [("layers", 3), ("layers", 6)]
+    assert found["history"][-1]["held_out"] == pytest.approx(found["error_after"])
+    assert all(entry["after"] < entry["before"] for entry in found["layers"])
+    assert [entry["layer"] for entry in found["layers"]] == [0, 1]
+    assert found["complete"] and found["steps_done"] == 6 and found["resumed_at"] is None
+    assert not (tmp_path / "out.partial").exists()
+    assert done["parameters"]["dropped"] == [] and len(done["parameters"]["new"]) == 4
+
+    model = transformers.BertModel.from_pretrained(made("bert")).eval()
+    data = TrainingData(model, made("bert"), text, BatchSize(40, 2), 6)
+    hea.distill(model, "linear", [data.batch(i) for i in data.train], steps=6, feature_map="hedgehog", num_features=16)
+    written = transformers.BertModel.from_pretrained(tmp_path / "out").eval()
+    assert written.config.efficient_attention["feature_map"] == "hedgehog"
+    assert same(dict(written.state_dict()), dict(model.state_dict()))
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def test_what_is_printed(base, tmp_path, capsys):
+    assert command(*base, *SECOND, "-o", tmp_path / "out") == 0
+    out = capsys.readouterr().out
+    assert "linear (feature_map=hedgehog, num_features=16): 6 steps of 2 x 40 tokens of words.txt" in out
+    assert "then 5 of fine-tuning" in out and "16 to learn from" not in out
+    assert "| layers  |      3 |" in out and "| outputs |      5 |" in out
+    assert "| layer | error before | error after |" in out and "Fine-tuning: the loss on held-out inputs fell" in out
+    assert "To load it:" in out and "tensors: " in out
+
+
+def test_held_out_inputs_are_not_learned_from(made, text):  # noqa: F811
+    model = transformers.BertModel.from_pretrained(made("bert")).eval()
+    data = TrainingData(model, made("bert"), text, BatchSize(30, 2), 100)
+    numbers = [*data.train, *data.held_out]
+    assert len(set(numbers)) == len(numbers) == 50 and len(data.held_out) == 2
+    stream = data.stream(data.train, seed=3, skip=5)
+    whole = data.stream(data.train, seed=3)
+    skipped = [next(whole) for _ in range(5)]
+    assert len(skipped) == 5 and torch.equal(next(stream)["input_ids"], next(whole)["input_ids"])
+    short = TrainingData(model, made("bert"), text, BatchSize(30, 2), 4)
+    assert len(short.train) == 4
+
+
+def test_no_token_is_masked(made, text):  # noqa: F811
+    source = made("bert", True)
+    model = transformers.BertForMaskedLM.from_pretrained(source).eval()
+    data = TrainingData(model, source, text, BatchSize(40, 2), 4)
+    masked = ModelData(model, source, text, longest=40, rows=2).inputs(40, 0, 2)
+    ids = data.batch(0)["input_ids"]
+    assert (masked.values["input_ids"] == 4).any() and not (ids == 4).any()
+    assert torch.equal(ids[masked.masked], masked.targets)
+
+
+@pytest.mark.parametrize("family", ["deit", "gpt2"])
+def test_pictures_and_decoders(family, made, text, photographs, tmp_path, capsys):  # noqa: F811
+    data, size = (photographs, ["--batch-size", 2]) if family == "deit" else (text, SMALL)
+    done = run_json(
+        capsys, "distill", made(family, True), "--data", data, *HEDGEHOG, *size, "--steps", 6, "-o", tmp_path / "out"
+    )
+    found = done["distillation"]
+    assert found["error_after"] < found["error_before"]
+    assert found["tokens"] == (66 if family == "deit" else 40)
+    assert found["data"] == {
+        "name": data.name,
+        "rows": 4 if family == "deit" else 12,
+        "held_out": 2,
+    }
+    tiny_class(family, True).from_pretrained(tmp_path / "out")
+
+
+def test_card(base, tmp_path, capsys):
+    found = run_json(capsys, *base, *ADAPTERS, "-o", tmp_path / "out")["distillation"]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert write_card(tmp_path / "out").read_text() == card
+    ModelCard(card)
+    for entry in found["layers"]:
+        assert f"| {entry['layer']} | {entry['before']:.4f} | {entry['after']:.4f} |" in card
+    assert f"| mean | {found['error_before']:.4f} | {found['error_after']:.4f} |" in card
+    assert "in 6 steps of 2 inputs of 40 tokens of words.txt" in card and "the loss `output`" in card
+    assert "LoRA adapters of rank 2" in card and f"{found['outputs']['after']:.4g} after it" in card
+    assert "](distillation.png)" in card and "need training" not in card
+    assert "It changed the weights, and added new parameters" in card
+    line = next(line for line in card.splitlines() if line.startswith("hf-efficient-attn distill SOURCE"))
+    assert "--steps 6 " in line and "--lora-rank 2" in line and line.endswith("-o OUT")
+    # A later conversion describes itself only.
+    assert command("convert", tmp_path / "out", "--method", "longformer", "-o", tmp_path / "other") == 0
+    assert not (tmp_path / "other" / "distillation.json").exists()
+    assert "Distillation" not in (tmp_path / "other" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("key", ["tokens", "layers", "plan", "error_before"])
+def test_a_damaged_file_is_refused(key, base, tmp_path, capsys):
+    assert command(*base, "-o", tmp_path / "out") == 0
+    path = tmp_path / "out" / "distillation.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: "many"}))
+    with pytest.raises(hea.UnsupportedAttentionError, match=rf"distillation\.json: {key} must be"):
+        write_card(tmp_path / "out")
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("target", ["hidden_states", "logits"])
+def test_second_stage(target, lora, made, text, tmp_path, capsys):  # noqa: F811
+    source = made("bert", True)
+    options = [*SMALL, "--finetune-target", target, *(ADAPTERS if lora else SECOND)]
+    done = run_json(capsys, "distill", source, "--data", text, *HEDGEHOG, *options, "-o", tmp_path / "out")
+    outputs = done["distillation"]["outputs"]
+    assert outputs["after"] < outputs["before"]
+    before, after = weights(source), weights(tmp_path / "out")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert any("dense.weight" in name for name in changed)
+    assert set(done["parameters"]["new"]) == changed | {name for name in after if name not in before}
+    model, report = transformers.BertForMaskedLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert torch.equal(model.cls.predictions.decoder.weight, model.bert.embeddings.word_embeddings.weight)
+
+
+@pytest.mark.parametrize(
+    ("options", "number", "kind"),
+    [((), 5, Distillation), (SECOND, 2, Distillation), (SECOND, 4, Finetuning), (ADAPTERS, 2, Finetuning)],
+    ids=["layers", "both", "outputs", "lora"],
+)
+def test_a_continued_command_equals_an_uninterrupted_one(options, number, kind, base, tmp_path, capsys, monkeypatch):
+    assert command(*base, *options, "-o", tmp_path / "whole") == 0
+    again = stop_after(monkeypatch, number, kind)
+    capsys.readouterr()
+    assert command(*base, *options, "-o", tmp_path / "parts") == 130
+    shown = capsys.readouterr().err
+    done = number + (6 if kind is Finetuning else 0)
+    assert f"Stopped after {done} of {11 if options else 6} steps" in shown and "the same command continues" in shown
+    assert not (tmp_path / "parts").exists()
+    again()
+    assert command(*base, *options, "-o", tmp_path / "parts") == 0
+    assert f"Continues after step {done}." in capsys.readouterr().out
+    assert same(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
+    results = [json.loads((tmp_path / name / "distillation.json").read_text()) for name in ("whole", "parts")]
+    assert results[1].pop("resumed_at") == done and results[0].pop("resumed_at") is None
+    assert results[0] == results[1]
+    assert not (tmp_path / "parts.partial").exists()
+
+
+@pytest.mark.parametrize("options", [(), SECOND], ids=["layers", "outputs"])
+def test_the_present_state_can_be_written(options, base, tmp_path, capsys, monkeypatch):
+    again = stop_after(monkeypatch, 4, Finetuning if options else Distillation)
+    assert command(*base, *options, "-o", tmp_path / "out") == 130
+    again()
+    result = run_json(capsys, *base, *options, "--write-now", "-o", tmp_path / "out")["distillation"]
+    assert not result["complete"] and result["steps_done"] == (10 if options else 4)
+    assert result["error_after"] < result["error_before"]
+    assert "The training was stopped before its end" in (tmp_path / "out" / "README.md").read_text()
+    # It can still be continued.
+    assert command(*base, *options, "-o", tmp_path / "out") == 2
+    assert command(*base, *options, "--force", "-o", tmp_path / "out") == 0
+    assert json.loads((tmp_path / "out" / "distillation.json").read_text())["complete"]
+
+
+def test_ctrl_c_twice_ends_at_once(base, tmp_path, capsys, monkeypatch):
+    step = Distillation.step
+
+    def twice(self, batch):
+        if self.step_number == 4:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        return step(self, batch)
+
+    monkeypatch.setattr(Distillation, "step", twice)
+    assert command(*base, "-o", tmp_path / "out") == 130
+    assert "Stopped after 3 of 6 steps" in capsys.readouterr().err
+    monkeypatch.setattr(Distillation, "step", step)
+    assert command(*base, "-o", tmp_path / "out") == 0
+    assert "Continues after step 3." in capsys.readouterr().out, "the state of the last row"
+
+
+def test_another_request_is_refused(base, made, text, tmp_path, capsys, monkeypatch):  # noqa: F811
+    again = stop_after(monkeypatch, 4)
+    assert command(*base, "-o", tmp_path / "out") == 130
+    again()
+    state = (tmp_path / "out.partial" / "state.pt").read_bytes()
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text().replace("w1 ", "w2 "))
+    different = tmp_path / "source"
+    shutil.copytree(made("bert"), different)
+    changed = weights(different)
+    changed["embeddings.word_embeddings.weight"][7] += 1
+    save_file(changed, different / "model.safetensors", metadata={"format": "pt"})
+    for position, value, message in (
+        (base.index("--steps") + 1, 7, "with --steps 6"),
+        (base.index("--length") + 1, 41, "with --length 40"),
+        (base.index("num_features=16"), "num_features=8", "of another method, or other layers"),
+        (base.index("--data") + 1, other, "on other data"),
+        (1, different, "of another model"),
+    ):
+        capsys.readouterr()
+        assert command(*[value if i == position else x for i, x in enumerate(base)], "-o", tmp_path / "out") == 2
+        shown = capsys.readouterr().err
+        assert message in shown and "--restart discards it" in shown
+    assert (tmp_path / "out.partial" / "state.pt").read_bytes() == state
+    assert command(*base, "--seed", 1, "-o", tmp_path / "out") == 2
+    assert command(*base, "--seed", 1, "--restart", "-o", tmp_path / "out") == 0
+
+
+def test_a_damaged_state_is_refused(base, tmp_path, capsys):
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "state.pt").write_bytes(b"nothing")
+    assert command(*base, "-o", tmp_path / "out") == 2
+    assert "cannot be read: --restart discards it" in capsys.readouterr().err
+    (tmp_path / "out.partial" / "mine.txt").write_text("mine")
+    assert command(*base, "--restart", "-o", tmp_path / "out") == 0
+    assert [path.name for path in (tmp_path / "out.partial").iterdir()] == ["mine.txt"]
+
+
+def test_a_state_is_replaced_as_a_whole(tmp_path, monkeypatch):
+    state = saved_state.SavedState(tmp_path / "out", {"steps": 3})
+    assert state.load() is None and not state.exists
+    state.save({"step": 1})
+
+    def fail(values, file):
+        file.write(b"half")
+        raise OSError("disk")
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(OSError, match="disk"):
+        state.save({"step": 2})
+    assert state.load() == {"step": 1}
+    assert [path.name for path in state.folder.iterdir()] == ["state.pt"]
+
+
+def test_divergence(base, tmp_path, capsys, monkeypatch):
+    real, calls = distillation.backward, iter(range(1000))
+    monkeypatch.setattr(distillation, "backward", lambda *given: float("nan") if next(calls) == 8 else real(*given))
+    assert command(*base, "-o", tmp_path / "out") == 2
+    shown = capsys.readouterr().err
+    assert "is not finite in step 5: use a smaller --learning-rate than 0.01 and --restart" in shown
+    assert "--write-now makes a checkpoint of" in shown
+    assert command(*base, "--write-now", "-o", tmp_path / "out") == 0
+    assert json.loads((tmp_path / "out" / "distillation.json").read_text())["steps_done"] == 3
+
+    calls = iter(range(8, 1000))
+    assert command(*base, "-o", tmp_path / "early") == 2
+    assert capsys.readouterr().err.strip().endswith("use a smaller --learning-rate than 0.01")
+
+
+def refused(capsys, *arguments):
+    capsys.readouterr()
+    assert command(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1
+    return err
+
+
+def test_refusals(base, made, text, tmp_path, capsys):  # noqa: F811
+    out = ["-o", tmp_path / "out"]
+    source, given = made("bert"), ["--data", text, *HEDGEHOG, *SMALL]
+
+    def changed(option, value):
+        return [value if i and base[i - 1] == option else x for i, x in enumerate(base)]
+
+    (tmp_path / "empty.txt").write_text(" \n")
+    assert "there is no text in it" in refused(capsys, *changed("--data", tmp_path / "empty.txt"), *out)
+    (tmp_path / "short.txt").write_text("w1 w2 w3 " * 40)
+    shown = refused(capsys, *changed("--data", tmp_path / "short.txt"), *out)
+    assert "short.txt has 3 windows of 40 tokens, which are a single batch of 2" in shown and "--batch-size" in shown
+    assert "has 6 tokens, but an input of 40" in refused(
+        capsys, *changed("--data", _write(tmp_path / "tiny.txt", "w1 w2 w3 w4 w5 w6")), *out
+    )
+    assert "no such file" in refused(capsys, *changed("--data", tmp_path / "none.txt"), *out)
+    assert "--length 200: the model takes 128 tokens" in refused(capsys, *changed("--length", 200), *out)
+    assert "is exact attention, which learns nothing" in refused(
+        capsys, "distill", source, "--data", text, "--method", "sdpa", *SMALL, *out
+    )
+    assert "kdeformer has no learned parameters" in refused(
+        capsys, "distill", source, "--data", text, "--method", "kdeformer", *SMALL, *out
+    )
+    assert "use feature_map='hedgehog'" in refused(
+        capsys, "distill", source, "--data", text, "--method", "linear", *SMALL, *out
+    )
+    assert "Did you mean 'output'?" in refused(capsys, *base, "--loss", "outputs", *out)
+    assert "--lora-rank needs --finetune-steps" in refused(capsys, *base, "--lora-rank", 2, *out)
+    assert "Did you mean 'logits'?" in refused(capsys, *base, *SECOND, "--finetune-target", "logit", *out)
+    assert "has no logits" in refused(capsys, *base, *SECOND, "--finetune-target", "logits", *out)
+    assert "must be above 0" in refused(capsys, *base, "--learning-rate", 0, *out)
+    assert "no state is saved in" in refused(capsys, *base, "--write-now", *out)
+    assert "give one of them" in refused(capsys, *base, "--write-now", "--restart", *out)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("")
+    assert "exists already; --force" in refused(capsys, *base, *out)
+    assert "neither a folder nor the id" in refused(capsys, "distill", "no/such/model", *given, *out)
+
+
+def _write(path, content):
+    path.write_text(content)
+    return path
+
+
+def test_a_converted_source_is_refused(base, tmp_path, capsys):
+    assert command(*base, "-o", tmp_path / "first") == 0
+    shown = refused(capsys, "distill", tmp_path / "first", *base[2:], "-o", tmp_path / "out")
+    assert "is converted to linear already, and only exact attention can teach" in shown and "--method sdpa" in shown
+
+
+def test_sequences_within_the_budget_are_refused(base, tmp_path, capsys, monkeypatch):
+    # Only a method that is exact up to some length and learns something; a user's own can be one.
+    def idle(self, call):
+        self._why_idle[call.tokens] = f"sequences of {call.tokens} tokens are within the budget"
+        return None, None
+
+    monkeypatch.setattr(Distillation, "_trained_in", idle)
+    assert command(*base, "-o", tmp_path / "out") == 2
+    assert "sequences of 40 tokens are within the budget" in capsys.readouterr().err
+
+
+def test_half_precision(made, text, tmp_path, capsys):  # noqa: F811
+    source = tmp_path / "source"
+    shutil.copytree(made("bert"), source)
+    transformers.BertModel.from_pretrained(source).bfloat16().save_pretrained(source)
+    given = ["distill", source, "--data", text, *HEDGEHOG, *SMALL]
+    assert "give --lora-rank N" in refused(capsys, *given, *SECOND, "-o", tmp_path / "out")
+    assert command(*given, *SECOND, "--lora-rank", 2, "-o", tmp_path / "out") == 0
+    assert {p.dtype for p in weights(tmp_path / "out").values()} == {torch.bfloat16}
+
+
+def test_longer_texts_than_the_model_takes(made, text, tmp_path, capsys):  # noqa: F811
+    given = ["distill", made("bert"), "--data", text, *HEDGEHOG, "--batch-size", 1, "--steps", 3, "--length", 200]
+    done = run_json(capsys, *given, "--max-length", 256, "-o", tmp_path / "out")
+    assert done["positions"] == 256 and done["distillation"]["tokens"] == 200
+    model = transformers.BertModel.from_pretrained(tmp_path / "out").eval()
+    assert forward(model, {"input_ids": torch.full((1, 256), 7)})[0].shape[1] == 256
+
+
+def test_layers_and_weights_loss(base, tmp_path, capsys):
+    found = run_json(capsys, *base, "--layers", "1", "--loss", "weights", "-o", tmp_path / "out")
+    assert [entry["layer"] for entry in found["distillation"]["layers"]] == [1]
+    assert found["layers"] == [1]
+
+
+def test_help():
+    shown = CliRunner().invoke(cli.app, ["distill", "--help"])
+    assert shown.exit_code == 0
+    words = " ".join(shown.stdout.split())
+    assert "--write-now" in words and "--finetune-target" in words
+    assert "Example: hf-efficient-attn distill" in words
