@@ -219,7 +219,8 @@ def test_sums_are_the_projections_of_ones():
 @each_method
 def test_tables(method):
     means = start(method, 13, projection_dim=5)
-    assert list(means) == list(hea.method_info(method).learned_parameters) == ["key_projection", "value_projection"]
+    assert list(means) == ["key_projection", "value_projection"]
+    assert set(means) <= set(hea.method_info(method).learned_parameters)
     assert list(start(method, 13, projection_dim=5, share="kv")) == ["key_projection"]
     x = numbers(13, 2)
     for table in means.values():

@@ -101,8 +101,8 @@ def test_layers_and_mixes_are_kept(tmp_path):
     assert written == {
         "method": "performer",
         "layers": [
-            {"layers": [1], "method": "performer", "num_features": 8, "seed": 0},
-            {"layers": [0], "method": "linear", "seed": 0},
+            {"layers": [1], "method": "performer", "num_features": 8, "feature_map": "favor", "seed": 0},
+            {"layers": [0], "method": "linear", "feature_map": "elu", "num_features": 64, "window_size": 0, "seed": 0},
         ],
         "version": 1,
     }

@@ -65,6 +65,7 @@ def no_causal():
     class AverageConfig(LinearConfig):
         method = "average"
         causal = rectangular = False
+        learned_parameters = ()
 
     methods.register_method(AverageConfig, forward=forward, naive=forward)
     register()

@@ -10,7 +10,7 @@ As with a `recurrent.StateLayer`, `update` returns keys that say which layer the
 asks this layer for its output.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -111,6 +111,7 @@ class NearFarLayer(CacheLayerMixin):
         scale: float | None,
         dropout_p: float,
         seed: int | Tensor | None,
+        parameters: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """Causal attention of the tokens of the last `update` to all tokens.
 
@@ -122,6 +123,8 @@ class NearFarLayer(CacheLayerMixin):
             scale: the factor of the scores; 1/sqrt(D) if None.
             dropout_p: the probability with which the weight of an exact key is dropped.
             seed: of the method in the first call; None (training) draws one from the global generator.
+            parameters: the learned parameters of the method, by name, which only the first call uses; None for those that a
+                conversion starts from.
 
         Returns:
             (B, H, N, Dv) in the dtype of `value`.
@@ -143,7 +146,7 @@ class NearFarLayer(CacheLayerMixin):
         if earlier == 0:
             out = attention(
                 self.method, query, key, value, attention_mask=mask, is_causal=True, scale=scale, dropout_p=dropout_p,
-                seed=seed,
+                seed=seed, parameters=parameters,
             )  # fmt: skip
             self._append(key, value, mask, 0)
             self._merge_rows([count > self.columns for count in self.counts], scale)

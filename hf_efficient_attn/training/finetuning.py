@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
@@ -118,9 +118,11 @@ class Finetuning:
             {"params": of_attention, "lr": options.attention_learning_rate},
         ]
         self._optimizer = torch.optim.AdamW([g for g in groups if g["params"]], weight_decay=0.0)
-        self._schedule = get_cosine_schedule_with_warmup(
-            self._optimizer, max(1, round(_WARMUP * options.steps)), options.steps
-        )
+        # Imported here, because it imports optional packages.
+        from transformers.optimization import get_cosine_schedule_with_warmup
+
+        num_warmup = max(1, round(_WARMUP * options.steps))
+        self._schedule = get_cosine_schedule_with_warmup(self._optimizer, num_warmup, options.steps)
         # The sum of the losses of the present window of steps; the smallest sum, and the parameters at its end.
         self._window = 0.0
         self._best = float("inf"), [p.detach().clone() for p in self._trained]

@@ -22,8 +22,8 @@ def is_operator(config: MethodConfig, tensors: tuple[Tensor, Tensor, Tensor], op
     form = "causal" if options.is_causal else "bidirectional"
     if not (torch.compiler.is_compiling() and form in config.runs_in_chunks) or backend(*tensors) != "cpu":
         return False
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return not (needs_grad or options.dropout_p or options.parameters or exporting_to_onnx())
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, *options.parameters.values()))
+    return not (needs_grad or options.dropout_p or exporting_to_onnx())
 
 
 def operator_forward(
@@ -32,9 +32,9 @@ def operator_forward(
     """The forward function of the config's method by the operator, with the same arguments and result."""
     seed = torch.as_tensor(options.seed, device=query.device)
     operator = torch.ops.hf_efficient_attn.method
-    out: Tensor = operator(
-        query, key, value, options.key_mask, seed, _as_text(config), options.is_causal, float(options.scale)
-    )
+    learned, call = list(options.parameters.values()), (options.is_causal, float(options.scale))
+    names = ",".join(options.parameters)
+    out: Tensor = operator(query, key, value, options.key_mask, seed, learned, names, _as_text(config), *call)
     return out
 
 
@@ -59,6 +59,8 @@ def _method(
     value: Tensor,
     key_mask: Tensor | None,
     seed: Tensor,
+    learned: list[Tensor],
+    names: str,
     config: str,
     is_causal: bool,
     scale: float,
@@ -66,7 +68,8 @@ def _method(
     """Attention (B, H, Nq, Dv) of a method in eager mode."""
     values = ast.literal_eval(f"{{{config}}}")
     method = values.pop("method")
-    options = AttentionOptions(key_mask, is_causal, scale, 0.0, int(seed), {})
+    parameters = dict(zip(names.split(","), learned, strict=True)) if learned else {}
+    options = AttentionOptions(key_mask, is_causal, scale, 0.0, int(seed), parameters)
     with torch.autocast(query.device.type, enabled=False):
         return get_method(method).forward(make_config(method, **values), query, key, value, options).contiguous()
 

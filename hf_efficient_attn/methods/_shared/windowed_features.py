@@ -87,7 +87,7 @@ class _Learned(NamedTuple):
 def initial_log_weight(config: WindowConfig, num_kv_heads: int) -> dict[str, Tensor]:
     """`far_log_weight` (H_kv,) for learned features with a window."""
     start = log_weight_of_zeros(config.feature_map, config.num_features)
-    return {LOG_WEIGHT: torch.full((num_kv_heads,), start)}
+    return {LOG_WEIGHT: torch.full((num_kv_heads,), start, device="cpu")}
 
 
 def _learned(config: WindowConfig, x: Tensor, options: AttentionOptions) -> _Learned:
