@@ -123,8 +123,8 @@ class NearFarLayer(CacheLayerMixin):
             scale: the factor of the scores; 1/sqrt(D) if None.
             dropout_p: the probability with which the weight of an exact key is dropped.
             seed: of the method in the first call; None (training) draws one from the global generator.
-            parameters: the learned parameters of the method, by name, which only the first call uses; None for those that a
-                conversion starts from.
+            parameters: the learned parameters of the method, by name, which only the first call uses; None for their
+                initial values.
 
         Returns:
             (B, H, N, Dv) in the dtype of `value`.
