@@ -94,7 +94,7 @@ def test_what_is_printed(base, tmp_path, capsys):
     assert "linear (feature_map=hedgehog, num_features=16): 6 steps of 2 x 40 tokens of words.txt" in out
     assert "then 5 of fine-tuning" in out and "16 to learn from" not in out
     assert "| layers  |      3 |" in out and "| outputs |      5 |" in out
-    assert "| layer | error before | error after |" in out and "Fine-tuning: the loss on held-out inputs fell" in out
+    assert "| layer | error before | error after |" in out and "Fine-tuning: the loss on held-out inputs was" in out
     assert "To load it:" in out and "tensors: " in out
 
 

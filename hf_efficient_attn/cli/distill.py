@@ -234,7 +234,7 @@ class Rows:
         print_table(("layer", "error before", "error after"), [*rows, mean])
         if result["outputs"] is not None:
             before, after = (_number(result["outputs"][key]) for key in ("before", "after"))
-            typer.echo(f"\nFine-tuning: the loss on held-out inputs fell from {before} to {after}.")
+            typer.echo(f"\nFine-tuning: the loss on held-out inputs was {before} before and is {after} now.")
         typer.echo("\n" + "\n".join(describe_conversion(done)))
 
 

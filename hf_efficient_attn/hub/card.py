@@ -47,7 +47,7 @@ _OTHER_TAGS = ("endpoints_compatible", "autotrain_compatible", "text-embeddings-
 
 
 def write_card(folder: "str | pathlib.Path", *, name: str | None = None) -> pathlib.Path:
-    """Write README.md of a converted checkpoint, from its config.json and what commands wrote beside it.
+    """Write README.md of a converted checkpoint, from its config.json and the result files of commands in its folder.
 
     The other files are efficient_attention.json, benchmark.json and distillation.json. The same files give the same
     card, byte for byte. In a README.md that contains a card of this package, the part between the markers is replaced,

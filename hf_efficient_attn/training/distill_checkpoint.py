@@ -35,11 +35,10 @@ from hf_efficient_attn.training.distillation import (
     DistillationOptions,
     DistillationRun,
     LayerLoss,
-    converted_to,
-    refuse_nothing_to_learn,
 )
 from hf_efficient_attn.training.finetuning import make_teacher, outputs_of
 from hf_efficient_attn.training.saved_state import Interruption, SavedState, noting_interruption
+from hf_efficient_attn.training.teachability import converted_to, refuse_nothing_to_learn
 from hf_efficient_attn.training.training_data import BatchSize, TrainingData, mean, update
 
 FORMAT = 1
@@ -471,7 +470,7 @@ def _make_teacher(model: nn.Module, options: DistillationOptions) -> nn.Module |
 
 
 def _digest(checked: CheckedSource) -> str:
-    """A number that another model hardly has."""
+    """A hash of the config and all tensors of a checkpoint."""
     found = hashlib.sha256(repr(sorted(checked.config.items(), key=str)).encode())
     for name, tensor in checked.weights.all_tensors():
         found.update(name.encode("utf-8", "backslashreplace"))

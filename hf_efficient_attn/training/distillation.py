@@ -7,12 +7,11 @@ distillation of Hedgehog (Zhang et al., ICLR 2024, section 4.2). All layers are 
 layer end at its inputs, so that the activations of only one layer are in memory.
 """
 
-import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +21,16 @@ from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, forward
 from hf_efficient_attn.evaluation.progress import partial_result
-from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.integration.learned import LearnedParameters, learned_of
-from hf_efficient_attn.integration.models import attention_modules, configs_of, snapshot, transformers_models
+from hf_efficient_attn.integration.models import attention_modules, snapshot, transformers_models
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
-from hf_efficient_attn.methods import MethodConfig, available_methods, learns, make_config, method_info
+from hf_efficient_attn.methods import MethodConfig
 from hf_efficient_attn.training.attention_loss import WINDOW, DivergedError, backward, check_loss, squared_error
+from hf_efficient_attn.training.batches import batch_stream
 from hf_efficient_attn.training.finetuning import Finetuning, FinetuningOptions, make_teacher
+from hf_efficient_attn.training.teachability import refuse_converted, refuse_nothing_to_learn
 
-ItemT = TypeVar("ItemT")
 # Batches after which a method that computed all of them exactly is refused.
 _PATIENCE = 8
 
@@ -501,112 +500,3 @@ class DistillationRun:
         if "finetuning" in state:
             self.distillation.store()
             self.begin_finetuning().load_state_dict(state["finetuning"])
-
-
-def refuse_converted(model: nn.Module) -> None:
-    """Refuse a model whose attention is not exact, because its exact attention is not that of its training."""
-    name = converted_to(model)
-    if name is not None:
-        raise UnsupportedAttentionError(
-            f"{type(transformers_models(model)[0]).__name__} is converted to {name} already, and only exact attention "
-            "can teach: load the original checkpoint without attn_implementation, or switch back with "
-            "hea.convert(model, 'sdpa') if its weights were not trained since"
-        )
-
-
-def converted_to(model: nn.Module) -> str | None:
-    """The name of the method that a model is converted to; None if its attention is exact."""
-    configs = (config for root in transformers_models(model) for config in configs_of(root))
-    return next((name for config in configs if (name := method_of(config)) is not None), None)
-
-
-def refuse_nothing_to_learn(model: nn.Module) -> None:
-    """Refuse a converted model without learned parameters, and say which option gives its method some."""
-    methods = []
-    for root in transformers_models(model):
-        for config in configs_of(root):
-            stored = config.efficient_attention
-            name = method_of(config)
-            settings = stored.settings if stored is not None else name and EfficientAttentionConfig(name)
-            methods += [entry.config for entry in settings.entries] if settings else []
-    reason = why_nothing_to_learn(methods)
-    if reason is not None:
-        raise UnsupportedAttentionError(reason)
-
-
-def why_nothing_to_learn(methods: Sequence[MethodConfig]) -> str | None:
-    """Why none of the methods has learned parameters, and which of its options would give it some; None if one has."""
-    if any(learns(method) for method in methods):
-        return None
-    return "; ".join(dict.fromkeys(_what_could_learn(method) for method in methods)) or "the model is not converted"
-
-
-def _what_could_learn(method: MethodConfig) -> str:
-    """Why a method learns nothing, and which of its options, or which other methods, would."""
-    names = type(method).hyperparameters() if method_info(method.method).learned_parameters else ()
-    candidates = [(name, value) for name in names for value in _alternatives(method, name)]
-    options = [f"{name}={value!r}" for name, value in candidates if learns(make_config(method, **{name: value}))]
-    if options:
-        return f"{method.method} learns nothing with these hyperparameters: use {' or '.join(options)}"
-    others = [name for name in available_methods() if learns(method_info(name).config_class())]
-    return (
-        f"{method.method} has no learned parameters, so that there is nothing to distill: use a method that has, such "
-        f"as linear with feature_map='hedgehog', or {', '.join(others)}"
-    )
-
-
-def _alternatives(method: MethodConfig, name: str) -> list[Any]:
-    """Other values of a hyperparameter that may give a method something to learn."""
-    present, facts = getattr(method, name), {field.name: field.metadata for field in dataclasses.fields(method)}[name]
-    if facts["choices"]:
-        return [choice for choice in facts["choices"] if choice != present]
-    if isinstance(present, bool):
-        return [not present]
-    return [3] if present == 0 and name != "seed" else []
-
-
-def batch_stream(batches: Iterable[Batch], seed: int, num_steps: int) -> Iterator[Batch]:
-    """Batches without end, the same in every call with the same arguments.
-
-    Raises:
-        UnsupportedAttentionError: there are no batches, or only one.
-    """
-    if isinstance(batches, (str, bytes, Mapping, Tensor)) or not isinstance(batches, Iterable):
-        raise UnsupportedAttentionError(
-            f"batches must be an iterable of batches, such as a list or a DataLoader, not {type(batches).__name__}: "
-            "split the data into batches"
-        )
-    if iter(batches) is batches:
-        batches = list(islice(batches, num_steps))
-    if isinstance(batches, Sized):
-        _check_count(len(batches))
-    if isinstance(batches, Sequence):
-        return shuffled(batches, seed)
-    return _repeated(batches)
-
-
-def shuffled(items: Sequence[ItemT], seed: int) -> Iterator[ItemT]:
-    """The items of a sequence in a random order, and without end: in each epoch in another order."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        for index in torch.randperm(len(items), generator=generator).tolist():
-            yield items[index]
-
-
-def _repeated(batches: Iterable[Batch]) -> Iterator[Batch]:
-    while True:
-        count = 0
-        for batch in batches:
-            yield batch
-            count += 1
-        _check_count(count)
-
-
-def _check_count(count: int) -> None:
-    if count == 0:
-        raise UnsupportedAttentionError("there is no text or picture to learn from: batches is empty")
-    if count == 1:
-        raise UnsupportedAttentionError(
-            "there is a single batch, which the learned parameters would fit without generalising: give at least two, "
-            "better twenty or more, of the kind of data that the model is used on"
-        )

@@ -14,7 +14,7 @@ from hf_efficient_attn.checkpoint.files import refusing
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.io.writing import replacing
 
-# What is said about a part of a request that is not the value of an option.
+# How a message describes a difference that is not in the value of an option.
 _DIFFERENT = {
     "source": "of another model",
     "data": "on other data",
@@ -24,7 +24,7 @@ _DIFFERENT = {
 
 
 class SavedState:
-    """The state of the work on an output, in the folder OUTPUT.partial beside it.
+    """The state of an unfinished training, in the folder OUTPUT.partial next to the output.
 
     Args:
         output: the output.

@@ -11,7 +11,7 @@ from typing import Any
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_method
 from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS, EfficientAttentionConfig
 from hf_efficient_attn.methods import MethodConfig, available_methods, make_config, method_info
-from hf_efficient_attn.training.distillation import why_nothing_to_learn
+from hf_efficient_attn.training.teachability import why_nothing_to_learn
 
 
 @dataclass(frozen=True)

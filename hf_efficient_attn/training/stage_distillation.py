@@ -34,7 +34,8 @@ from hf_efficient_attn.integration.learned import learned_of
 from hf_efficient_attn.integration.models import attention_modules, transformers_models
 from hf_efficient_attn.methods import MethodConfig
 from hf_efficient_attn.training.attention_loss import WINDOW
-from hf_efficient_attn.training.distillation import Distillation, DistillationOptions, batch_stream
+from hf_efficient_attn.training.batches import batch_stream
+from hf_efficient_attn.training.distillation import Distillation, DistillationOptions
 from hf_efficient_attn.training.stage import Stage
 
 logger = logging.get_logger(__name__)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import takes_pictures
 from hf_efficient_attn.evaluation.data import ModelData, max_positions
-from hf_efficient_attn.training.distillation import shuffled
+from hf_efficient_attn.training.batches import shuffled
 
 # The default number of tokens, if the model takes as many.
 _DEFAULT_LENGTH = 2048

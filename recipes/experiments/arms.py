@@ -50,7 +50,8 @@ from hf_efficient_attn.evaluation.demo import minilm_folder
 from hf_efficient_attn.io.json import write_json
 from hf_efficient_attn.methods import MethodConfig, make_config
 from hf_efficient_attn.training import DistillationOptions, FinetuningOptions
-from hf_efficient_attn.training.distillation import Distillation, batch_stream
+from hf_efficient_attn.training.batches import batch_stream
+from hf_efficient_attn.training.distillation import Distillation
 from hf_efficient_attn.training.finetuning import Finetuning, make_teacher
 from hf_efficient_attn.training.wrappers import learned_parameters
 from recipes.benchmarks.distilled import Crops, summary
