@@ -203,14 +203,13 @@ def lra_group(data: pathlib.Path) -> Group:
     )
 
 
-def flurka_lines(size: int, switch_warmup_steps: int) -> dict[str, Sequence[str]]:
+def flurka_lines(size: int, switch_warmup_steps: int, distill: int) -> dict[str, Sequence[str]]:
     """Exact attention, the bases, a FLuRKA variant from the first step, and the variant up-trained from either base.
-
-    A start of the variant that is distilled from its base would be a further line.
 
     Args:
         size: contracted keys of the Linformer and of the variant.
         switch_warmup_steps: steps of the lines whose learning rate rises from 0 again after the switch.
+        distill: steps of the line whose tables imitate the kernel base at the switch. They come on top of the others.
     """
     variant, tables = "flurka_linear", (f"projection_dim={size}", "share=none")
     bases = {"linear": "linear", "linformer": ",".join(("linformer", *tables))}
@@ -228,6 +227,9 @@ def flurka_lines(size: int, switch_warmup_steps: int) -> dict[str, Sequence[str]
         lines[f"{variant}, up-trained 25 % from {base}, warm-up"] = [
             *("--stages", f"{stage}:0.25", last, "--switch_warmup_steps", str(switch_warmup_steps))
         ]
+    # From linformer the variant has its tables already, and its kernel has nothing to learn.
+    distilled = f"{','.join((variant, *tables))},distill={distill}:1.0"
+    lines[f"{variant}, up-trained 25 % from linear, distilled"] = ["--stages", f"{bases['linear']}:0.25", distilled]
     return lines
 
 
@@ -252,7 +254,7 @@ def flurka_images_group(data: pathlib.Path) -> Group:
     )
     return Group(
         tasks={"pictures": common.split()},
-        attention=flurka_lines(size=16, switch_warmup_steps=15),
+        attention=flurka_lines(size=16, switch_warmup_steps=15, distill=30),
         figures=flurka_figures("pictures", "eval_top1"),
         note="T2T-ViT with .17 M parameters from scratch: CIFAR-10's 10,000 test pictures as JPEG, 32 pixels, token "
         "stages of 256 and 64 tokens, 3 layers with 65; 300 steps of 16 pictures; loss and accuracy on 500 pictures "
@@ -273,7 +275,7 @@ def flurka_books_group(data: pathlib.Path) -> Group:
     )
     return Group(
         tasks={"books": common.split()},
-        attention=flurka_lines(size=64, switch_warmup_steps=50),
+        attention=flurka_lines(size=64, switch_warmup_steps=50, distill=100),
         figures=flurka_figures("books", "eval_accuracy"),
         note="EuroBERT with .12 M parameters from scratch: four novels, 320 tokens, windows of 256; 1,000 steps of 4 "
         "windows; loss and accuracy on the masked tokens of 64 windows from the ends of the novels (by the frequencies "

@@ -136,8 +136,8 @@ def features_forward(
     """Fast form; see `register_method`. As part of the recurrence it also takes the state of earlier tokens."""
     batch, num_heads, _, head_dim = query.shape
     tensors: list[Tensor | None] = [*flatten_heads(query, key, value, options.key_mask)]
-    tensors += (None if x is None else x.repeat(batch, 1, 1) for x in maps(config, num_heads, head_dim, options))
-    tensors += (x.flatten(0, 1) for x in initial_state or ())
+    tensors += [None if x is None else x.repeat(batch, 1, 1) for x in maps(config, num_heads, head_dim, options)]
+    tensors += [x.flatten(0, 1) for x in initial_state or ()]
 
     def some_heads(
         query: Tensor,
