@@ -13,15 +13,15 @@ spends the same time of the processor:
   no labels;
 - both: half of the cost for layer-wise distillation, half for training on the task.
 
-For glue the exact model is MiniLM, fine-tuned for one epoch (with a new head for each seed), and its task is STS-B,
-MRPC or CoLA. For pictures it is DeiT-tiny, as it was trained on ImageNet. Its task is Imagenette, ten classes of
+For glue the exact model is MiniLM, fine-tuned for one epoch and kept in RUNS for all seeds, and its task is STS-B, MRPC
+or CoLA. For pictures it is DeiT-tiny, as it was trained on ImageNet. Its task is Imagenette, ten classes of
 ImageNet: 80 pictures of each class for the training, 20 for the measurement. A second figure shows what is left of
 the other classes: top-1 on a thousand photographs, one of each class.
 
 Steps differ in cost. Their costs are measured first, in time of one processor, and an arm has as many steps as its
 share of the cost of `--steps` steps of task training.
 
-Duration: on one core about 10 minutes for each task and seed. Expected: the table of docs/training_results.md.
+Duration: on one core 5 to 20 minutes for each task and seed. Expected: the table of docs/training_results.md.
 """
 
 import copy
@@ -48,6 +48,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.evaluation.capture import Batch
 from hf_efficient_attn.evaluation.demo import minilm_folder
 from hf_efficient_attn.io.json import write_json
+from hf_efficient_attn.io.writing import replacing
 from hf_efficient_attn.methods import MethodConfig, make_config
 from hf_efficient_attn.training import DistillationOptions, FinetuningOptions
 from hf_efficient_attn.training.batches import batch_stream
@@ -197,15 +198,16 @@ def run_all(setup: Setup, method: MethodConfig, num_steps: int, seed: int) -> di
     figures = {"exact": setup.evaluate(setup.model.eval())}
     for arm in ARMS:
         figures[arm] = run_arm(arm, setup, method, steps, seed)
-        tqdm.write(f"{arm}: {figures[arm]}")
+        typer.echo(f"{arm}: {figures[arm]}")
     return {"seconds_per_step": costs, "steps": steps, "figures": figures, "method": method.to_dict()}
 
 
-def glue_setup(name: str, data: pathlib.Path, seed: int) -> Setup:
-    """MiniLM, fine-tuned with exact attention on a GLUE task for one epoch."""
-    torch.manual_seed(seed)
+def glue_setup(name: str, data: pathlib.Path, seed: int, folder: pathlib.Path) -> Setup:
+    """MiniLM, fine-tuned with exact attention on a GLUE task for one epoch, or the one that is kept in `folder`."""
+    exact = folder / f"{name}-exact"
+    torch.manual_seed(0)
     with no_progress_bar():
-        model, tokenizer = load_model(str(minilm_folder()), glue.task_of(name))
+        model, tokenizer = load_model(str(exact if exact.is_dir() else minilm_folder()), glue.task_of(name))
     splits = tokenize(glue.load(name, str(commands.existing(data / "glue", "GLUE"))), tokenizer, 64)
 
     def batches_of(split: str, size: int, order: Sequence[int]) -> list[Batch]:
@@ -217,28 +219,35 @@ def glue_setup(name: str, data: pathlib.Path, seed: int) -> Setup:
             for part in parts
         ]  # fmt: skip
 
-    order = list(range(len(splits["train"])))
-    random.Random(seed).shuffle(order)
-    batches, tests = batches_of("train", 32, order), batches_of("validation", 64, range(len(splits["validation"])))
-    training = TaskTraining(model, list(model.parameters()), 2e-4, len(batches))
-    train(training.step, iter(batches), len(batches), f"{name}, exact")
+    def training_batches(seed: int) -> list[Batch]:
+        order = list(range(len(splits["train"])))
+        random.Random(seed).shuffle(order)
+        return batches_of("train", 16, order)
+
+    tests = batches_of("validation", 64, range(len(splits["validation"])))
+    if not exact.is_dir():
+        batches = training_batches(-1)
+        training = TaskTraining(model, list(model.parameters()), 1e-4, len(batches))
+        train(training.step, iter(batches), len(batches), f"{name}, exact")
+        with replacing(exact) as written, no_progress_bar():
+            model.save_pretrained(written)
+            tokenizer.save_pretrained(written)
 
     @torch.no_grad()
     def evaluate(model: nn.Module) -> dict[str, float]:
         logits = [model(**{k: x for k, x in batch.items() if k != "labels"}).logits for batch in tests]
         labels = np.concatenate([batch["labels"].numpy() for batch in tests])
-        found = glue.figures(name, torch.cat(logits).numpy(), labels)
-        return {metric: found[metric] for metric in list(found)[:1]}
+        return dict(glue.figures(name, torch.cat(logits).numpy(), labels))
 
-    return Setup(model.eval(), batches, evaluate, 1e-4)
+    return Setup(model.eval(), training_batches(seed), evaluate, 1e-4)
 
 
-def picture_setup(name: str, data: pathlib.Path, seed: int) -> Setup:
+def picture_setup(name: str, data: pathlib.Path, seed: int, folder: pathlib.Path) -> Setup:
     """DeiT-tiny with Imagenette as its task; it was trained on ImageNet, so that it is good at it already."""
-    folder = commands.existing(data / "models" / "deit-tiny-imagenet", "DeiT-tiny")
+    source = commands.existing(data / "models" / "deit-tiny-imagenet", "DeiT-tiny")
     path = commands.existing(data / "images" / "imagenette160-val-1000.zip", "Imagenette")
     numbers = load(str(path.with_name("imagenet1k-sample-256px.zip")))[""].class_names()
-    norm = Norm.of(preprocessor_settings(str(folder)))
+    norm = Norm.of(preprocessor_settings(str(source)))
     pictures, transform = load(str(path))[""], Evaluation(224, norm, 224 / 256)
     order = list(range(len(pictures)))
     random.Random(seed).shuffle(order)
@@ -254,7 +263,7 @@ def picture_setup(name: str, data: pathlib.Path, seed: int) -> Setup:
     ]  # fmt: skip
     thousand = list(photographs(data, 224))
     with no_progress_bar():
-        model = ViTForImageClassification.from_pretrained(folder).eval()
+        model = ViTForImageClassification.from_pretrained(source).eval()
 
     def evaluate(model: Any) -> dict[str, float]:
         bar = tqdm(disable=True)
@@ -264,7 +273,7 @@ def picture_setup(name: str, data: pathlib.Path, seed: int) -> Setup:
     return Setup(model, crops, evaluate, 5e-5)
 
 
-SETUPS: dict[str, tuple[tuple[str, ...], Callable[[str, pathlib.Path, int], Setup]]] = {
+SETUPS: dict[str, tuple[tuple[str, ...], Callable[[str, pathlib.Path, int, pathlib.Path], Setup]]] = {
     "glue": (GLUE_TASKS, glue_setup),
     "pictures": (("imagenette",), picture_setup),
 }
@@ -275,7 +284,7 @@ def run(
     group: Annotated[str, typer.Argument(metavar="GROUP", help="glue or pictures.")],
     output: Annotated[pathlib.Path, typer.Option(metavar="FOLDER", help="Folder of the results.")],
     data: commands.Data = None,
-    steps: Annotated[int, typer.Option(metavar="N", min=4, help="Steps of task training that an arm may cost.")] = 150,
+    steps: Annotated[int, typer.Option(metavar="N", min=4, help="Steps of task training that an arm may cost.")] = 100,
     seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Number of seeds, 0, 1, ...")] = 1,
     only: Annotated[str, typer.Option(metavar="TEXT", help="Only tasks that contain this text.")] = "",
 ) -> None:
@@ -287,9 +296,10 @@ def run(
         for task in tasks:
             path = output / group / f"{task}-{seed}.json"
             if only in task and not path.is_file():
-                tqdm.write(f"{task}, seed {seed}")
+                typer.echo(f"{task}, seed {seed}")
                 path.parent.mkdir(parents=True, exist_ok=True)
-                result = run_all(setup_of(task, commands.data_folder(data), seed), METHOD, steps, seed)
+                setup = setup_of(task, commands.data_folder(data), seed, path.parent)
+                result = run_all(setup, METHOD, steps, seed)
                 write_json(path, {"task": task, "seed": seed, "cost_in_task_steps": steps, **result})
     show(output / group)
 

@@ -1,0 +1,125 @@
+"""recipes.benchmarks.distilled and recipes.experiments.arms, with tiny models that show what is trained."""
+
+import json
+
+import pytest
+import torch
+from transformers import BertForSequenceClassification
+from typer.testing import CliRunner
+
+import hf_efficient_attn as hea
+from hf_efficient_attn.methods import make_config
+from hf_efficient_attn.training.wrappers import learned_parameters
+from recipes.benchmarks import distilled
+from recipes.experiments import arms
+from tiny_models import output, tiny_batch, tiny_config, tiny_model
+
+runner = CliRunner()
+PLAN = distilled.Plan(steps=20, finetune_steps=4, loss="output", target="hidden_states", learning_rate=1e-4)
+LINEAR = make_config("linear", feature_map="hedgehog", num_features=16)
+
+
+def task_of(batches) -> distilled.Task:
+    """A tiny BERT; the figure is the error of its hidden states."""
+    inputs = tiny_batch("bert", seed=1)
+    wanted = output(tiny_model("bert"), inputs)
+
+    def evaluate(model) -> float:
+        return ((output(model, inputs) - wanted).norm() / wanted.norm()).item()
+
+    return distilled.Task("error", lambda: tiny_model("bert"), batches, evaluate, "A tiny BERT.")
+
+
+def test_a_method_is_measured_before_and_after():
+    task = task_of(lambda seed: [tiny_batch("bert", seed=seed + i) for i in (2, 3, 4)])
+    figures = distilled.distilled_figures(task, make_config(LINEAR, window_size=8), PLAN, 0)
+    assert list(figures) == ["switched", "distilled", "fine-tuned", "without its window"]
+    assert figures["distilled"] < figures["switched"] and figures["fine-tuned"] < figures["without its window"]
+    assert figures["fine-tuned"] != figures["distilled"]
+
+
+def test_results_are_kept_for_each_method_seed_and_plan(tmp_path):
+    asked = []
+
+    def batches(seed):
+        asked.append(seed)
+        return [tiny_batch("bert", seed=seed), tiny_batch("bert", seed=seed + 2)]
+
+    task, plan = task_of(batches), PLAN._replace(finetune_steps=0)
+    first = distilled.kept_figures(task, LINEAR, plan, 0, tmp_path)
+    assert distilled.kept_figures(task, LINEAR, plan, 0, tmp_path) == first and asked == [0]
+    distilled.kept_figures(task, LINEAR, plan, 1, tmp_path)
+    distilled.kept_figures(task, make_config(LINEAR, num_features=8), plan, 0, tmp_path)
+    distilled.kept_figures(task, LINEAR, plan._replace(steps=2), 0, tmp_path)
+    assert asked == [0, 1, 0, 0]
+
+
+def test_every_method_has_something_to_learn():
+    configs = distilled.configs_of(["linear", "linear:feature_map=t2r", "nystromformer", "linformer"])
+    assert all(learned_parameters(hea.convert(tiny_model("bert"), config)) for config in configs.values())
+    assert [c.to_dict().get("feature_map") for c in configs.values()] == ["hedgehog", "t2r", None, None]
+
+
+def setup_of(labels) -> arms.Setup:
+    """A tiny BERT with a classifier; its figure is the first logit."""
+    batches = [{**tiny_batch("bert", seed=seed), "labels": torch.tensor(labels)} for seed in range(3)]
+
+    def evaluate(model) -> dict[str, float]:
+        evaluate.model = model
+        return {"logit": output(model, tiny_batch("bert", seed=9)).flatten()[0].item()}
+
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(tiny_config("bert")).eval()
+    return arms.Setup(model, batches, evaluate, 1e-3)
+
+
+def trained(arm: str, labels=(0, 1)) -> dict[str, torch.Tensor]:
+    """The parameters after an arm."""
+    setup, steps = setup_of(labels), dict.fromkeys(("task", "map", "distillation", "fine-tuning"), 4)
+    arms.run_arm(arm, setup, LINEAR, steps, 0)
+    return {name: p.detach() for name, p in setup.evaluate.model.named_parameters()}
+
+
+def test_what_each_arm_trains():
+    before = trained("nothing")
+    learned = {name for name in before if "learned_parameters" in name}
+    assert len(learned) == len(learned_parameters(hea.convert(tiny_model("bert"), LINEAR)))
+
+    def changed(arm: str) -> set[str]:
+        return {name for name, p in trained(arm).items() if not torch.equal(p, before[name])}
+
+    assert changed("map by the task") == learned
+    for arm in ("task", "both"):
+        assert learned < changed(arm) and any("classifier" in name for name in changed(arm))
+    found = changed("distillation")
+    assert learned < found and not any("classifier" in name for name in found)
+
+
+@pytest.mark.parametrize("arm", [arm for arm in arms.ARMS if arm != "nothing"])
+def test_labels_are_used_by_the_arms_that_train_on_the_task(arm):
+    first, other = trained(arm, (0, 1)), trained(arm, (1, 0))
+    assert all(torch.equal(p, other[name]) for name, p in first.items()) == (arm == "distillation")
+
+
+def test_table_of_arms(tmp_path):
+    for seed, value in ((0, 0.5), (1, 0.7)):
+        figures = {arm: {"accuracy": value} for arm in ("exact", *arms.ARMS)}
+        found = {"task": "mrpc", "seed": seed, "cost_in_task_steps": 100, "figures": figures}
+        (tmp_path / f"mrpc-{seed}.json").write_text(json.dumps(found | {"seconds_per_step": {"task": 1.5}}))
+    shown = runner.invoke(arms.app, ["show", str(tmp_path)])
+    assert shown.exit_code == 0, shown.output
+    lines = shown.output.splitlines()
+    assert [line.split("|")[1].strip() for line in lines if "0.600 ± 0.100" in line] == ["exact", *arms.ARMS]
+    assert "as much as 100 steps" in shown.output and "task 1.50" in shown.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "sentences", "--output", "runs"], "unknown group of arms 'sentences'"),
+        (["show", "nowhere"], "holds no results: make them with the command run"),
+    ],
+)
+def test_refusals_of_arms(arguments, message):
+    result = runner.invoke(arms.app, arguments)
+    assert result.exit_code != 0 and message in str(result.exception) + result.output
