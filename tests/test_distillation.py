@@ -231,6 +231,43 @@ def test_a_loss_that_is_not_finite_keeps_the_best_parameters():
         assert all(p.isfinite().all() for p in tensors.values())
 
 
+def reduce_with(layer: int, calls: list[int]):
+    """Averages of losses that are not finite in another process, once `calls` holds a step; gradients stay the same."""
+
+    def reduce(x: torch.Tensor) -> torch.Tensor:
+        return x.where(torch.arange(len(x)) != layer, float("nan")) if calls and x.ndim == 1 else x
+
+    return reduce
+
+
+def test_a_loss_that_is_not_finite_in_another_process_stops_this_one():
+    calls: list[int] = []
+    model = hea.convert(tiny_model("bert"), "linear", **HEDGEHOG)
+    distillation = Distillation(model, 100, options=DistillationOptions(reduce=reduce_with(1, calls)))
+    for batch in batches() * 6:
+        distillation.step(batch)
+    best = {id(group): group.best[1] for group in distillation._groups.values()}
+    calls.append(25)
+    with pytest.raises(DivergedError, match=r"encoder\.layer\.1.*step 25"):
+        distillation.step(batches()[0])
+    for group in distillation._groups.values():
+        assert all(torch.equal(group.learned.tensors()[name], p) for name, p in best[id(group)].items())
+
+
+def test_a_second_stage_that_diverges_in_another_process_stops_this_one():
+    calls: list[int] = []
+    model, options = tiny_model("bert"), FinetuningOptions(steps=50)
+    teacher = make_teacher(model, options)
+    finetuning = Finetuning(hea.convert(model, "linear", **HEDGEHOG), teacher, options, reduce_with(1, calls))
+    for batch in batches() * 5:
+        finetuning.step(batch)
+    best = [p.detach().clone() for p in finetuning._trained]
+    calls.append(21)
+    with pytest.raises(DivergedError, match=r"hidden states after layer 1.*step 21"):
+        finetuning.step(batches()[0])
+    assert all(torch.equal(p, b) for p, b in zip(finetuning._trained, best, strict=True))
+
+
 def test_a_continued_distillation_equals_an_uninterrupted_one(tmp_path):
     model = hea.convert(tiny_model("bert"), "linear", **HEDGEHOG)
     distillation, data = Distillation(model, 40), batches() * 10
@@ -299,7 +336,7 @@ def test_a_distilled_model_is_saved_and_loaded(tmp_path):
         assert torch.equal(model(**batch)[0], again(**batch)[0])
 
 
-def test_reduction_over_processes_is_applied_to_every_gradient():
+def test_reduction_over_processes_is_applied_to_the_losses_and_to_every_gradient():
     model = hea.convert(tiny_model("bert"), "linear", **HEDGEHOG)
     counted = []
 
@@ -310,7 +347,7 @@ def test_reduction_over_processes_is_applied_to_every_gradient():
     Distillation(model, 2, options=DistillationOptions(reduce=functools.partial(reduce, record=counted))).step(
         tiny_batch("bert")
     )
-    assert len(counted) == 4
+    assert [len(shape) for shape in counted] == [1, 3, 3, 3, 3]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ distillation of Hedgehog (Zhang et al., ICLR 2024, section 4.2). All layers are 
 layer end at its inputs, so that the activations of only one layer are in memory.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ class DistillationOptions:
         seed: the order of the batches, if they are a sequence.
         on_step: called after each step with its number, from 1, and the loss of every layer; in the second stage with
             a single loss, whose layer is None.
-        reduce: averages a gradient over the processes of a distributed training, for example
+        reduce: averages a tensor (a gradient, or losses) over the processes of a distributed training, for example
             `functools.partial(accelerator.reduce, reduction="mean")`; None for one process.
         finetuning: the second stage, in which the converted model imitates the outputs of the exact one; None for none.
         show_progress: whether to show progress bars, if stderr is a terminal.
@@ -102,6 +103,11 @@ class _Group:
         self.trained = {name: _copy(p) for name, p in learned.tensors().items() if id(p) not in ids}
         self.loss = 0.0
         self.best: tuple[float, dict[str, Tensor]] = (float("inf"), self.copy())
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the trained parameters."""
+        return next(iter(self.trained.values())).device
 
     def copy(self) -> dict[str, Tensor]:
         """Copies of the trained parameters."""
@@ -193,6 +199,7 @@ class Distillation:
             UnsupportedAttentionError: a loss is not finite. The model then has the best parameters so far.
         """
         losses: list[LayerLoss] = []
+        sums = dict.fromkeys(self._names.values(), 0.0)
 
         def visit(call: Call) -> None:
             group, method = self._trained_in(call)
@@ -200,13 +207,20 @@ class Distillation:
                 return
             with torch.enable_grad():
                 loss = backward(call, method, group.parameters(), self.loss)
-            if not torch.tensor(loss).isfinite():
-                self._stop(call)
             losses.append(LayerLoss(call.layer, call.name, loss))
-            group.loss += loss
+            sums[self._names[group.learned]] += loss
 
         self._optimizer.zero_grad()
         self._run(batch, visit)
+        # All processes stop in the same step, and choose the same best parameters.
+        means = torch.tensor(list(sums.values()), device=next(iter(self._groups.values())).device)
+        if self.options.reduce is not None:
+            means = self.options.reduce(means)
+        for name, mean in zip(sums, means.tolist(), strict=True):
+            if not math.isfinite(mean):
+                self._stop(next((x.name for x in losses if not math.isfinite(x.loss)), name))
+        for group, mean in zip(self._groups.values(), means.tolist(), strict=True):
+            group.loss += mean
         rate = self.options.learning_rate * min(1.0, 2 * (self.num_steps - self.step_number) / self.num_steps)
         for settings in self._optimizer.param_groups:
             settings["lr"] = rate * settings["share"]
@@ -303,12 +317,12 @@ class Distillation:
             return None, None
         return self._groups[learned.holder], method
 
-    def _stop(self, call: Call) -> None:
-        """Give the model its best parameters and raise."""
+    def _stop(self, name: str) -> None:
+        """Give the model its best parameters, and raise because of a layer's loss."""
         for group in self._groups.values():
             group.store(group.best[1])
         raise DivergedError(
-            f"the loss of {call.name} is not finite in step {self.step_number + 1}", self.options.learning_rate
+            f"the loss of {name} is not finite in step {self.step_number + 1}", self.options.learning_rate
         )
 
 

@@ -145,8 +145,10 @@ class Finetuning:
         with torch.enable_grad():
             losses = self._losses(self._outputs(self.model, batch), targets, batch)
             loss = losses.mean()
-        if not loss.isfinite():
-            self._stop(losses)
+        # All processes stop in the same step, and choose the same best parameters.
+        means = losses.detach() if self._reduce is None else self._reduce(losses.detach().clone())
+        if not means.isfinite().all():
+            self._stop(means)
         self._optimizer.zero_grad()
         loss.backward()
         for p in self._trained:
@@ -156,7 +158,7 @@ class Finetuning:
         self._optimizer.step()
         self._schedule.step()
         self.step_number += 1
-        self._window += loss.item()
+        self._window += means.mean().item()
         if self.step_number % WINDOW == 0:
             if self._window < self._best[0]:
                 self._best = self._window, [p.detach().clone() for p in self._trained]
