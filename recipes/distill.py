@@ -57,7 +57,7 @@ class DistillationArguments:
     restart: bool = option("Discard the saved state and start again.", default=False)
     steps: int = option("Steps of the first stage.", default=300)
     loss: str = option("Loss of the first stage: output, weights or both.", default="output")
-    learning_rate: float = option("Learning rate of the first stage.", default=1e-2)
+    learning_rate: float = option("Learning rate of the first stage.", default=2e-2)
     length: int | None = option(
         "Tokens of an input; pictures are resized. Default: those that the model takes, at most 2048; for pictures, "
         "those of its own size.",

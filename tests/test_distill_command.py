@@ -299,14 +299,14 @@ def test_divergence(base, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(distillation, "backward", lambda *given: float("nan") if next(calls) == 8 else real(*given))
     assert command(*base, "-o", tmp_path / "out") == 2
     shown = capsys.readouterr().err
-    assert "is not finite in step 5: use a smaller --learning-rate than 0.01 and --restart" in shown
+    assert "is not finite in step 5: use a smaller --learning-rate than 0.02 and --restart" in shown
     assert "--write-now makes a checkpoint of" in shown
     assert command(*base, "--write-now", "-o", tmp_path / "out") == 0
     assert json.loads((tmp_path / "out" / "distillation.json").read_text())["steps_done"] == 3
 
     calls = iter(range(8, 1000))
     assert command(*base, "-o", tmp_path / "early") == 2
-    assert capsys.readouterr().err.strip().endswith("use a smaller --learning-rate than 0.01")
+    assert capsys.readouterr().err.strip().endswith("use a smaller --learning-rate than 0.02")
 
 
 def refused(capsys, *arguments):

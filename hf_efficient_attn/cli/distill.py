@@ -64,7 +64,7 @@ def distill(
             "sum.",
         ),
     ] = "output",
-    learning_rate: Annotated[float, typer.Option(metavar="X", help="Learning rate of the learned parameters.")] = 1e-2,
+    learning_rate: Annotated[float, typer.Option(metavar="X", help="Learning rate of the learned parameters.")] = 2e-2,
     length: Annotated[
         int | None,
         typer.Option(

@@ -73,11 +73,11 @@ def uses_maps(config: FeatureMapConfig, options: AttentionOptions) -> bool:
 
 
 def initial_maps(config: FeatureMapConfig, num_kv_heads: int, head_dim: int) -> dict[str, Tensor]:
-    """`query_map` and `key_map` (H_kv, D, F), equal at first; empty if the features are not learned."""
+    """`query_map` and `key_map` (H_kv, D, F); empty if the features are not learned."""
     if not is_learned(config):
         return {}
-    start = start_map(config.feature_map, num_kv_heads, head_dim, config.num_features, config.seed)
-    return {name: start.clone() for name in NAMES}
+    sizes = num_kv_heads, head_dim, config.num_features, config.seed
+    return {name: start_map(config.feature_map, *sizes, is_query=name == NAMES[0]) for name in NAMES}
 
 
 def maps(config: FeatureMapConfig, num_heads: int, head_dim: int, options: AttentionOptions) -> list[Tensor | None]:
