@@ -203,33 +203,40 @@ def lra_group(data: pathlib.Path) -> Group:
     )
 
 
-def flurka_lines(size: int, switch_warmup_steps: int, distill: int) -> dict[str, Sequence[str]]:
+def flurka_lines(
+    size: int, switch_warmup_steps: int, distill: int, features: Sequence[str] = ()
+) -> dict[str, Sequence[str]]:
     """Exact attention, the bases, a FLuRKA variant from the first step, and the variant up-trained from either base.
 
     Args:
         size: contracted keys of the Linformer and of the variant.
         switch_warmup_steps: steps of the lines whose learning rate rises from 0 again after the switch.
-        distill: steps of the line whose tables imitate the kernel base at the switch. They come on top of the others.
+        distill: steps of the lines in which what the base did not have imitates it at the switch. They come on top of
+            the others.
+        features: hyperparameters of learned features of the kernel base and of the variant; none for elu + 1.
     """
     variant, tables = "flurka_linear", (f"projection_dim={size}", "share=none")
-    bases = {"linear": "linear", "linformer": ",".join(("linformer", *tables))}
-    last = f"{','.join((variant, *tables))}:1.0"
+    bases = {"linear": ",".join(("linear", *features)), "linformer": ",".join(("linformer", *tables))}
+    last = ",".join((variant, *tables, *features))
+    end = f"{last}:1.0"
     lines: dict[str, Sequence[str]] = {
         "exact": attention("sdpa"),
-        "linear": attention("linear"),
+        "linear": attention("linear", *features),
         "linformer": attention("linformer", *tables),
-        variant: attention(variant, *tables),
+        variant: attention(variant, *tables, *features),
     }
     for base, stage in bases.items():
         for share in (10, 25, 50):
-            lines[f"{variant}, up-trained {share} % from {base}"] = ["--stages", f"{stage}:{share / 100:g}", last]
+            lines[f"{variant}, up-trained {share} % from {base}"] = ["--stages", f"{stage}:{share / 100:g}", end]
     for base, stage in bases.items():
         lines[f"{variant}, up-trained 25 % from {base}, warm-up"] = [
-            *("--stages", f"{stage}:0.25", last, "--switch_warmup_steps", str(switch_warmup_steps))
+            *("--stages", f"{stage}:0.25", end, "--switch_warmup_steps", str(switch_warmup_steps))
         ]
-    # From linformer the variant has its tables already, and its kernel has nothing to learn.
-    distilled = f"{','.join((variant, *tables))},distill={distill}:1.0"
-    lines[f"{variant}, up-trained 25 % from linear, distilled"] = ["--stages", f"{bases['linear']}:0.25", distilled]
+    for base, stage in bases.items():
+        if base == "linear" or features:  # without learned features, linformer has all that the variant learns
+            lines[f"{variant}, up-trained 25 % from {base}, distilled"] = [
+                *("--stages", f"{stage}:0.25", f"{last},distill={distill}:1.0")
+            ]
     return lines
 
 
@@ -250,7 +257,7 @@ def flurka_images_group(data: pathlib.Path) -> Group:
         "recipes.imagenet --from_scratch --new_head --model recipes/configs/t2t_vit_small --check_images False "
         f"--train_data {pictures} --train_split test --eval_data {pictures} --eval_split train --max_eval_samples 500 "
         "--crop_ratio 1.0 --augmentation none --label_smoothing_factor 0 --max_steps 300 --warmup_steps 30 "
-        "--per_device_train_batch_size 16 --learning_rate 3e-3 --eval_steps 30 --save_strategy no --use_cpu"
+        "--per_device_train_batch_size 16 --learning_rate 1e-3 --eval_steps 30 --save_strategy no --use_cpu"
     )
     return Group(
         tasks={"pictures": common.split()},
@@ -267,19 +274,22 @@ def flurka_books_group(data: pathlib.Path) -> Group:
     names = ("dracula_345", "frankenstein_84", "pride-and-prejudice_1342", "a-tale-of-two-cities_98")
     common = (
         f"recipes.mlm --model_type eurobert --text {' '.join(f'{data}/text/books/{name}.txt.gz' for name in names)} "
-        "--train_tokenizer 320 --block_size 256 --drop_short --max_eval_windows 64 --config_overrides hidden_size=64 "
+        "--train_tokenizer 320 --block_size 64 --drop_short --max_eval_windows 256 --config_overrides hidden_size=64 "
         "num_hidden_layers=2 num_attention_heads=2 num_key_value_heads=2 intermediate_size=128 "
-        "max_position_embeddings=256 initializer_range=0.08 rope_parameters={'rope_type':'default','rope_theta':100.0} "
-        "--max_steps 1000 --warmup_steps 100 --per_device_train_batch_size 4 --learning_rate 5e-3 --eval_steps 50 "
+        "max_position_embeddings=64 initializer_range=0.08 rope_parameters={'rope_type':'default','rope_theta':100.0} "
+        "--max_steps 2000 --warmup_steps 200 --per_device_train_batch_size 16 --learning_rate 2e-3 --eval_steps 200 "
         "--save_strategy no --use_cpu"
     )
     return Group(
         tasks={"books": common.split()},
-        attention=flurka_lines(size=64, switch_warmup_steps=50, distill=100),
+        attention=flurka_lines(
+            size=16, switch_warmup_steps=100, distill=200, features=("feature_map=hedgehog", "num_features=32")
+        ),
         figures=flurka_figures("books", "eval_accuracy"),
-        note="EuroBERT with .12 M parameters from scratch: four novels, 320 tokens, windows of 256; 1,000 steps of 4 "
-        "windows; loss and accuracy on the masked tokens of 64 windows from the ends of the novels (by the frequencies "
-        "of the tokens alone: 4.392 and .043). 64 contracted keys.",
+        note="EuroBERT with .12 M parameters from scratch: four novels, 320 tokens, windows of 64; 2,000 steps of 16 "
+        "windows; loss and accuracy on the masked tokens of 256 windows from the ends of the novels (by the "
+        "frequencies of the tokens alone: 4.392 and .043). 16 contracted keys; 32 columns of learned features, "
+        "hedgehog.",
     )
 
 
