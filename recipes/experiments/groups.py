@@ -277,16 +277,16 @@ def flurka_books_group(data: pathlib.Path) -> Group:
         "--train_tokenizer 320 --block_size 64 --drop_short --max_eval_windows 256 --config_overrides hidden_size=64 "
         "num_hidden_layers=2 num_attention_heads=2 num_key_value_heads=2 intermediate_size=128 "
         "max_position_embeddings=64 initializer_range=0.08 rope_parameters={'rope_type':'default','rope_theta':100.0} "
-        "--max_steps 2000 --warmup_steps 200 --per_device_train_batch_size 16 --learning_rate 2e-3 --eval_steps 200 "
+        "--max_steps 1200 --warmup_steps 120 --per_device_train_batch_size 16 --learning_rate 2e-3 --eval_steps 120 "
         "--save_strategy no --use_cpu"
     )
     return Group(
         tasks={"books": common.split()},
         attention=flurka_lines(
-            size=16, switch_warmup_steps=100, distill=200, features=("feature_map=hedgehog", "num_features=32")
+            size=16, switch_warmup_steps=60, distill=120, features=("feature_map=hedgehog", "num_features=32")
         ),
         figures=flurka_figures("books", "eval_accuracy"),
-        note="EuroBERT with .12 M parameters from scratch: four novels, 320 tokens, windows of 64; 2,000 steps of 16 "
+        note="EuroBERT with .12 M parameters from scratch: four novels, 320 tokens, windows of 64; 1,200 steps of 16 "
         "windows; loss and accuracy on the masked tokens of 256 windows from the ends of the novels (by the "
         "frequencies of the tokens alone: 4.392 and .043). 16 contracted keys; 32 columns of learned features, "
         "hedgehog.",
