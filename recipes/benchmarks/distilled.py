@@ -15,7 +15,7 @@ has a convolution. With --output, results are kept in a folder, and a method and
 DATA is as for recipes.benchmarks.tasks, with `images/imagenette160-val-1000.zip`, `glue/STS-B`, `text/wikitext-2` and
 `models/gpt2-books`.
 
-Duration: on one core about 5 minutes for a method with the default numbers of steps, of which the second stage is half.
+Duration: on one core 10 to 20 minutes for a method with the default numbers of steps, mostly for the second stage.
 Expected: the table of docs/training_results.md.
 """
 

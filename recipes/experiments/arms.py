@@ -48,7 +48,6 @@ from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.evaluation.capture import Batch
 from hf_efficient_attn.evaluation.demo import minilm_folder
 from hf_efficient_attn.io.json import write_json
-from hf_efficient_attn.io.writing import replacing
 from hf_efficient_attn.methods import MethodConfig, make_config
 from hf_efficient_attn.training import DistillationOptions, FinetuningOptions
 from hf_efficient_attn.training.batches import batch_stream
@@ -229,9 +228,11 @@ def glue_setup(name: str, data: pathlib.Path, seed: int, folder: pathlib.Path) -
         batches = training_batches(-1)
         training = TaskTraining(model, list(model.parameters()), 1e-4, len(batches))
         train(training.step, iter(batches), len(batches), f"{name}, exact")
-        with replacing(exact) as written, no_progress_bar():
-            model.save_pretrained(written)
-            tokenizer.save_pretrained(written)
+        draft = exact.with_name(f".{exact.name}")  # an interrupted run leaves no half-written model
+        with no_progress_bar():
+            model.save_pretrained(draft)
+        tokenizer.save_pretrained(draft)
+        draft.rename(exact)
 
     @torch.no_grad()
     def evaluate(model: nn.Module) -> dict[str, float]:
