@@ -30,12 +30,8 @@ from hf_efficient_attn.io.writing import check_drawing
 from hf_efficient_attn.methods import make_config
 from hf_efficient_attn.training.attention_loss import DivergedError, check_loss
 from hf_efficient_attn.training.chart import draw
-from hf_efficient_attn.training.distillation import (
-    Distillation,
-    DistillationOptions,
-    DistillationRun,
-    LayerLoss,
-)
+from hf_efficient_attn.training.distillation import Distillation, DistillationOptions, LayerLoss
+from hf_efficient_attn.training.distillation_run import DistillationRun
 from hf_efficient_attn.training.finetuning import make_teacher, outputs_of
 from hf_efficient_attn.training.saved_state import Interruption, SavedState, noting_interruption
 from hf_efficient_attn.training.teachability import converted_to, refuse_nothing_to_learn

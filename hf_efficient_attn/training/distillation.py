@@ -8,32 +8,22 @@ layer end at its inputs, so that the activations of only one layer are in memory
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
-from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, forward
-from hf_efficient_attn.evaluation.progress import partial_result
 from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.integration.learned import LearnedParameters, learned_of
-from hf_efficient_attn.integration.models import attention_modules, snapshot, transformers_models
-from hf_efficient_attn.integration.settings import EfficientAttentionConfig
+from hf_efficient_attn.integration.models import attention_modules, transformers_models
 from hf_efficient_attn.methods import MethodConfig
 from hf_efficient_attn.training.attention_loss import WINDOW, DivergedError, backward, check_loss, squared_error
-from hf_efficient_attn.training.batches import batch_stream
-from hf_efficient_attn.training.finetuning import Finetuning, FinetuningOptions, make_teacher
-from hf_efficient_attn.training.teachability import refuse_converted, refuse_nothing_to_learn
-
-# Batches after which a method that computed all of them exactly is refused.
-_PATIENCE = 8
+from hf_efficient_attn.training.finetuning import FinetuningOptions
 
 
 class LayerLoss(NamedTuple):
@@ -332,185 +322,3 @@ def _without_head(batch: Batch, model: nn.Module) -> Batch:
     if isinstance(batch, Mapping) and (not has_decoder or "decoder_input_ids" in batch):
         return {name: x for name, x in batch.items() if name not in ("labels", "label", "label_ids")}
     return batch
-
-
-def distill(
-    model: nn.Module,
-    method_or_config: str | MethodConfig | EfficientAttentionConfig | dict[str, Any],
-    batches: Iterable[Batch],
-    *,
-    steps: int,
-    layers: Sequence[Any] | None = None,
-    loss: str = "output",
-    options: DistillationOptions | None = None,
-    **hyperparameters: Any,
-) -> nn.Module:
-    """Convert a model in place and train the method's learned parameters to imitate the model's exact attention.
-
-    Only the learned parameters of the method change: feature maps, projections, proposals, convolutions. No labels are
-    needed. The training takes as long as `steps` forward passes of exact attention and a forward and backward pass of
-    the method in each layer, and the memory of one layer's activations besides the model.
-
-    Args:
-        model: a Transformers model with exact attention, or a module that contains some.
-        method_or_config: as in `hea.convert`.
-        batches: mappings of the model's arguments as tokenizers and data loaders give them (`attention_mask` included),
-            or tensors of its main input; at least two. A sequence is read in a random order for as many epochs as the
-            steps need, any other iterable in its own order; an iterator is held in memory.
-        steps: the number of batches to train on.
-        layers: as in `hea.convert`.
-        loss: "output" (normalised squares of the output's error), "weights" (cross entropy of the attention weights,
-            which costs about N / 128 times as much for N tokens) or "both".
-        options: learning rate and others.
-        **hyperparameters: of the method, as in `hea.convert`, for example `feature_map="hedgehog"`.
-
-    Returns:
-        The same model, converted. If the user interrupts the training it is converted as well, with the parameters of
-        the last step.
-
-    Raises:
-        UnsupportedAttentionError: the model is converted already; the method has nothing to learn; there are no batches
-            or there is only one; the method computes all sequences exactly; an unknown loss; and as in `hea.convert`.
-            The model is then unchanged.
-        DivergedError: a loss was not finite. The model is converted, with the best parameters until then.
-
-    Example:
-        >>> batches = [tokenizer(text, return_tensors="pt") for text in texts]
-        >>> hea.distill(model, "linear", batches, steps=300, feature_map="hedgehog")
-        >>> model.save_pretrained("converted")
-    """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise UnsupportedAttentionError(f"steps={steps!r} must be an integer of 1 or more")
-    check_loss(loss)
-    options = options or DistillationOptions()
-    refuse_converted(model)
-    stream = batch_stream(batches, options.seed, steps)
-    before = snapshot(transformers_models(model))
-    teacher = None if options.finetuning is None else make_teacher(model, options.finetuning)
-    try:
-        convert(model, method_or_config, layers=layers, **hyperparameters)
-        refuse_nothing_to_learn(model)
-        run = DistillationRun(model, teacher, steps, loss, options)
-        run.train_layers(stream)
-        if options.finetuning is not None:
-            run.begin_finetuning()
-            run.train_outputs(stream)
-    except (DivergedError, KeyboardInterrupt):
-        raise
-    except BaseException:
-        before.restore()
-        raise
-    return model
-
-
-class DistillationRun:
-    """The two stages of a distillation, which can be saved after any step and continued.
-
-    Args:
-        model: a converted model.
-        teacher: the result of `make_teacher` for the model before its conversion.
-        num_steps: the number of steps of the first stage.
-        loss: as in `distill`.
-        options: as in `distill`.
-
-    Attributes:
-        distillation: the first stage.
-        finetuning: the second stage; None before it begins.
-    """
-
-    def __init__(
-        self, model: nn.Module, teacher: nn.Module | None, num_steps: int, loss: str, options: DistillationOptions
-    ) -> None:
-        self._model, self._teacher, self._options = model, teacher, options
-        self.distillation = Distillation(model, num_steps, loss, options)
-        self.finetuning: Finetuning | None = None
-        self._trained = 0  # steps of this process in which some layer was trained
-
-    @property
-    def num_batches(self) -> int:
-        """The number of batches so far, in both stages."""
-        return self.distillation.step_number + (0 if self.finetuning is None else self.finetuning.step_number)
-
-    def train_layers(self, stream: Iterator[Batch]) -> None:
-        """The steps that remain of the first stage, with a progress bar. The model then has the parameters.
-
-        Raises:
-            UnsupportedAttentionError: no layer computes the method on the first batches.
-            DivergedError: see `Distillation.step`.
-            Interrupted: the user interrupted the training. The model has the parameters of the last step.
-        """
-        with partial_result(lambda: self._model):
-            try:
-                self._train_layers(stream)
-            except KeyboardInterrupt:
-                self.distillation.store()
-                raise
-        self.distillation.store()
-
-    def _train_layers(self, stream: Iterator[Batch]) -> None:
-        distillation, on_step = self.distillation, self._options.on_step
-        num_steps, done = distillation.num_steps, distillation.step_number
-        with self._bar("distillation", num_steps, done) as bar:
-            for batch in islice(stream, num_steps - done):
-                losses = distillation.step(batch)
-                self._trained += bool(losses)
-                if not self._trained and distillation.step_number >= done + min(_PATIENCE, num_steps - done):
-                    raise UnsupportedAttentionError(distillation.why_idle)
-                if losses:
-                    bar.set_postfix(loss=f"{sum(x.loss for x in losses) / len(losses):.3f}", refresh=False)
-                bar.update()
-                if on_step is not None:
-                    on_step(distillation.step_number, losses)
-
-    def _bar(self, name: str, num_steps: int, done: int) -> "tqdm[Any]":
-        disable = None if self._options.show_progress else True
-        return tqdm(total=num_steps, initial=done, desc=name, disable=disable)
-
-    def begin_finetuning(self) -> Finetuning:
-        """Begin the second stage, after the first; `options.finetuning` must be given."""
-        assert self._options.finetuning is not None
-        self.finetuning = Finetuning(self._model, self._teacher, self._options.finetuning, self._options.reduce)
-        return self.finetuning
-
-    def train_outputs(self, stream: Iterator[Batch]) -> None:
-        """The steps that remain of the second stage, with a progress bar.
-
-        Raises:
-            DivergedError: see `Finetuning.step`.
-            Interrupted: the user interrupted the training. The model has the parameters of the last step.
-        """
-        finetuning, on_step = self.finetuning or self.begin_finetuning(), self._options.on_step
-        num_steps, done = finetuning.options.steps, finetuning.step_number
-        try:
-            with partial_result(lambda: self._model), self._bar("fine-tuning", num_steps, done) as bar:
-                for batch in islice(stream, num_steps - done):
-                    loss = finetuning.step(batch)
-                    bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-                    bar.update()
-                    if on_step is not None:
-                        on_step(finetuning.step_number, [LayerLoss(None, finetuning.options.target, loss)])
-        except DivergedError:
-            raise
-        except KeyboardInterrupt:
-            finetuning.finish()
-            raise
-        except BaseException:
-            finetuning.abandon()
-            raise
-        finetuning.finish()
-
-    def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs to continue bit for bit: tensors, numbers and strings."""
-        state: dict[str, Any] = {"distillation": self.distillation.state_dict()}
-        return state if self.finetuning is None else {**state, "finetuning": self.finetuning.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the result of `state_dict` of a run of the same model with the same arguments.
-
-        Raises:
-            UnsupportedAttentionError: the state belongs to other layers or parameters.
-        """
-        self.distillation.load_state_dict(state["distillation"])
-        if "finetuning" in state:
-            self.distillation.store()
-            self.begin_finetuning().load_state_dict(state["finetuning"])
