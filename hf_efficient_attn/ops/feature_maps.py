@@ -7,7 +7,7 @@ With y = x W, for a query or a key x (D) and the map W (D, F) of its head, the f
 - "t2r" (Kasai et al., EMNLP 2021, Eq. 5): relu(y + b), F features, with the bias b as a last row of W.
 
 Queries and keys have maps of their own. A common factor of all features of a query cancels in its output, so those of
-"exp" are divided by the largest one. Features have the bounds below, which do not matter unless all features that a
+"exp" are divided by their sum. Features have the bounds below, which do not matter unless all features that a
 query shares with the keys are smaller: then the output is about the mean of the values and not 0 / 0.
 """
 
@@ -74,26 +74,24 @@ def learned_features(x: Tensor, weight: Tensor, feature_map: str, *, is_query: b
     Returns:
         (..., N, `count_features`), positive, in the accumulation dtype.
     """
-    if is_query or feature_map != "exp":
-        return learned_query_features(x, weight, feature_map)[0]
     y = _outputs(x, weight, feature_map)
-    return y.clamp(_LEAST_LOG, _LARGEST_LOG).exp() if y.requires_grad else exp_(y.clamp_(_LEAST_LOG, _LARGEST_LOG))
+    needs_grad = y.requires_grad  # without a gradient no new memory is touched
+    if feature_map == "exp" and not is_query:
+        return y.clamp(_LEAST_LOG, _LARGEST_LOG).exp() if needs_grad else exp_(y.clamp_(_LEAST_LOG, _LARGEST_LOG))
+    y = y if feature_map == "t2r" else y.softmax(-1)
+    return y.clamp(min=_LEAST) if needs_grad else y.clamp_(min=_LEAST)
 
 
 def learned_query_features(x: Tensor, weight: Tensor, feature_map: str) -> tuple[Tensor, Tensor | None]:
-    """The features of queries, and the log of the factor (..., N) that they lack; None for a factor of 1.
+    """`learned_features` of queries, and the log of the factor (..., N) that they lack; None for a factor of 1.
 
-    The factor cancels in the output unless other weights are added to those of the features. No gradient passes
-    through it: that of the features is the whole one.
+    The factor cancels in the output unless other weights are added to those of the features.
     """
-    y = _outputs(x, weight, feature_map)
-    needs_grad = y.requires_grad  # without a gradient no new memory is touched
     if feature_map != "exp":
-        y = y if feature_map == "t2r" else y.softmax(-1)
-        return (y.clamp(min=_LEAST) if needs_grad else y.clamp_(min=_LEAST)), None
-    largest = y.detach().amax(-1, keepdim=True)
-    logs = (y - largest).clamp(min=_LEAST_LOG) if needs_grad else y.sub_(largest).clamp_(min=_LEAST_LOG)
-    return (logs.exp() if needs_grad else exp_(logs)), largest.squeeze(-1)
+        return learned_features(x, weight, feature_map, is_query=True), None
+    y = _outputs(x, weight, feature_map)
+    log_factor = y.logsumexp(-1)
+    return (y - log_factor.unsqueeze(-1)).exp().clamp(min=_LEAST), log_factor
 
 
 def log_weight_of_zeros(feature_map: str, num_features: int) -> float:

@@ -103,16 +103,26 @@ def maps(config: FeatureMapConfig, num_heads: int, head_dim: int, options: Atten
     return found
 
 
+def scaled_query_features(config: FeatureMapConfig, query: Tensor, weight: Tensor | None, scale: float) -> Tensor:
+    """Features of queries (..., N, D), without the factor of `query_features_and_factor`."""
+    if weight is None:
+        return query_features(query, scale)
+    return learned_features(_scaled(query, scale), weight, config.feature_map, is_query=True)
+
+
 def query_features_and_factor(
     config: FeatureMapConfig, query: Tensor, weight: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor | None]:
     """Features of queries (..., N, D), and the log of the factor that they lack; see `learned_query_features`."""
     if weight is None:
         return query_features(query, scale), None
+    return learned_query_features(_scaled(query, scale), weight, config.feature_map)
+
+
+def _scaled(query: Tensor, scale: float) -> Tensor:
+    """Queries whose scale is 1/sqrt(D)."""
     factor = query_factor(scale, query.shape[-1])
-    if factor is not None:
-        query = query.to(accumulation_dtype(query.dtype)) * factor
-    return learned_query_features(query, weight, config.feature_map)
+    return query if factor is None else query.to(accumulation_dtype(query.dtype)) * factor
 
 
 def masked_key_features(
@@ -149,7 +159,7 @@ def features_forward(
         *state: Tensor,
     ) -> Tensor:
         dtype = sum_dtype(value)
-        phi_q = query_features_and_factor(config, query, query_map, options.scale)[0].to(dtype)
+        phi_q = scaled_query_features(config, query, query_map, options.scale).to(dtype)
         phi_k = masked_key_features(config, key, key_map, key_mask).to(dtype)
         if options.is_causal:
             before = LinearState(*state) if state else None
@@ -175,7 +185,7 @@ def features_update(
 def features_query(config: FeatureMapConfig, state: LinearState, query: Tensor, options: AttentionOptions) -> Tensor:
     """Attention to all tokens of a state; see `Recurrence`."""
     weight = maps(config, query.shape[1], query.shape[3], options)[0]
-    phi = query_features_and_factor(config, query, weight, options.scale)[0].to(state.norm.dtype)
+    phi = scaled_query_features(config, query, weight, options.scale).to(state.norm.dtype)
     total = phi @ state.norm.unsqueeze(-1)
     phi = dropout(phi, options.dropout_p) if options.dropout_p else phi
     return normalize(phi @ state.products, total)
@@ -187,7 +197,7 @@ def features_naive(
     """Readable form: the dense matrix of phi(q_i) . phi(k_j)."""
     of_query, of_key = maps(config, query.shape[1], query.shape[3], options)
     key_mask = None if options.key_mask is None else options.key_mask[:, None]
-    phi_q = query_features_and_factor(config, query.double(), of_query, options.scale)[0]
+    phi_q = scaled_query_features(config, query.double(), of_query, options.scale)
     weights = phi_q @ masked_key_features(config, key.double(), of_key, key_mask).mT
     if options.is_causal:
         weights = weights.tril()
