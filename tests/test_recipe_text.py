@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from transformers import EvalPrediction
 
 from recipes import clm, mlm
@@ -219,6 +220,15 @@ def test_fixed_masks_do_not_change():
     assert torch.equal(collator([once[2]])["labels"], masked_rows()[0]([rows[2]])["labels"])
 
 
+def test_baselines_are_those_of_the_frequencies():
+    # 4, 3 and 2 of 9 with one more each; the special token 0 is not counted.
+    train = Dataset.from_dict({"input_ids": [[0, 1, 1, 1], [2, 2, 3]]})
+    evaluation = Dataset.from_dict({"labels": [[-100, 1, -100], [1, 3, -100]]})
+    found = text.baselines(train, evaluation, 4, [0])
+    assert found["frequencies_loss"] == pytest.approx(-(2 * math.log(4 / 9) + math.log(2 / 9)) / 3)
+    assert found["most_frequent_accuracy"] == pytest.approx(2 / 3)
+
+
 def test_collators_refuse_a_tokenizer_without_masks():
     with pytest.raises(ValueError, match=r"no mask token, .*clm\.py"):
         text.MaskingCollator(tokenizer_of(False))
@@ -394,6 +404,8 @@ def test_run_writes_report_and_model(recipe, method, corpus, tmp_path, capsys):
     assert 0 <= metrics["metrics"]["eval_accuracy"] <= 1
     assert metrics["steps"] == 6 and metrics["block_size"] == 48 and metrics["seconds_per_step"] > 0
     assert metrics["efficient_attention"]["method"] == method
+    if recipe is mlm:
+        assert sorted(metrics["baselines"]) == ["frequencies_loss", "most_frequent_accuracy"]
     assert (out / "learning_curve.png").stat().st_size > 1000
     assert "eval_perplexity" in capsys.readouterr().out
     # The saved model has the same metrics for any batch size.

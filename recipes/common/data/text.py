@@ -29,6 +29,7 @@ from hf_efficient_attn.io.reading import special_tokens as special_tokens
 from hf_efficient_attn.io.text import read_text
 
 IGNORED = -100  # the label of tokens without loss, as in Transformers
+_COUNTED = 10_000  # windows whose tokens are counted, at most
 TEXT_SUFFIXES = (".txt", ".txt.gz")
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz")
 SEPARATORS = {"blank-line": r"\n[ \t\r]*\n\s*"}
@@ -332,6 +333,30 @@ class MaskingCollator:
         return Dataset.from_dict({key: [row[key] for row in masked] for key in ("input_ids", "labels")}).with_format(
             "numpy"
         )
+
+
+def baselines(train: Dataset, evaluation: Dataset, vocab_size: int, special: Iterable[int] = ()) -> dict[str, float]:
+    """What can be predicted of tokens without a model, by the frequencies of the tokens.
+
+    Args:
+        train: windows with `input_ids`; the frequencies are those of at most 10,000 windows, evenly spaced.
+        evaluation: windows with `labels`.
+        vocab_size: the number of tokens.
+        special: tokens that are never predicted, and not counted.
+
+    Returns:
+        "frequencies_loss": nats per token if each has the probability of its frequency. Every count is larger by one,
+        so that no token is impossible. "most_frequent_accuracy": share of the most frequent token.
+    """
+    step = -(-len(train) // _COUNTED)
+    counts = np.ones(vocab_size, np.int64)
+    for rows in train.select(range(0, len(train), step)).iter(1000):
+        counts += np.bincount(np.concatenate([np.asarray(ids) for ids in rows["input_ids"]]), minlength=vocab_size)
+    counts[list(special)] = 0
+    labels = np.concatenate([np.asarray(row) for row in evaluation["labels"]])
+    labels = labels[labels != IGNORED]
+    loss = np.log(counts.sum()) - np.log(counts[labels]).mean()
+    return {"frequencies_loss": float(loss), "most_frequent_accuracy": float((labels == counts.argmax()).mean())}
 
 
 class EpochOfMasks(TrainerCallback):
