@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import broken_methods as bad
 import hf_efficient_attn as hea
+from core_suite import ROWS
 from instances import DEFAULTS, INSTANCES, Instance, forms, inputs
 from promises import (
     REFUSED,
@@ -245,13 +246,26 @@ def test_convergence_to_exact_attention_with_the_budget(instance, is_causal):
 # 9. torch.compile.
 
 
-# A backend of "eager" shows that there is one graph. "aot_eager" also traces the gradient, in three times the time.
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.exhaustive)])
-@each_form
-def test_compiles(instance, is_causal, backend):
+def check_that_it_compiles(instance: Instance, is_causal: bool, backend: str) -> None:
     if instance.data_dependent:
         pytest.skip("the amount of work depends on the data")
     check_compiles(instance, is_causal, backend)
+
+
+@each_form
+def test_compiles(instance, is_causal):
+    """To one graph. Its gradient is that of eager mode."""
+    check_that_it_compiles(instance, is_causal, "eager")
+
+
+# Tracing the gradient takes three times as long.
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("instance", "is_causal"),
+    [pytest.param(*x.values, id=x.id, marks=() if x.values[0] in ROWS else pytest.mark.slow) for x in FORMS],
+)
+def test_compiles_with_its_gradient(instance, is_causal):
+    check_that_it_compiles(instance, is_causal, "aot_eager")
 
 
 @pytest.mark.parametrize("name", [pytest.param("kdeformer", marks=pytest.mark.exhaustive), "linear"])

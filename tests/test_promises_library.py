@@ -15,6 +15,7 @@ from test_methods import (  # noqa: F401
 from test_promises import (  # noqa: F401
     test_any_shape,
     test_compiles,
+    test_compiles_with_its_gradient,
     test_convergence_to_exact_attention_with_the_budget,
     test_exact_within_the_budget,
     test_finite,
