@@ -1,8 +1,8 @@
 """Compare up-training with its reference runs: curves over the steps, final losses, and the cost of equal loss.
 
     python -m recipes.experiments run flurka_images flurka_books --output RUNS --seeds 3
-    python -m recipes.experiments.curves RUNS/flurka_images --output docs/pictures/flurka_images.png
-    python -m recipes.experiments.curves --redraw --output docs/pictures/flurka_images.png     (from flurka_images.json)
+    python -m recipes.experiments.curves RUNS/flurka_images --output recipes/pictures/flurka_images.png
+    python -m recipes.experiments.curves --redraw --output recipes/pictures/flurka_images.png    (from its .json)
 
 The claim of Gupta et al. 2023, section 4.2: a model that is trained with a base for a share of the steps, and then with
 a FLuRKA variant, ends better than one that has the variant from the start. The reference of a comparison is the variant
