@@ -20,7 +20,7 @@ from instances import INSTANCES, Instance
 
 _FIRST = {instance.method: instance for instance in reversed(INSTANCES)}
 # The rows of the core suite.
-ROWS = [instance for instance in INSTANCES if instance.core or instance is _FIRST[instance.method]]
+_ROWS = [instance for instance in INSTANCES if instance.core or instance is _FIRST[instance.method]]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -72,7 +72,7 @@ def core_of(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 def _is_extra(item: pytest.Item) -> bool:
     """Whether a test is about a row of `instances.py` that is not in the core suite."""
     values = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    return any(isinstance(value, Instance) and value in INSTANCES and value not in ROWS for value in values)
+    return any(isinstance(value, Instance) and value in INSTANCES and value not in _ROWS for value in values)
 
 
 def _values(case: pytest.Item) -> set[tuple]:

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 import broken_methods as bad
 import hf_efficient_attn as hea
-from core_suite import ROWS
 from instances import DEFAULTS, INSTANCES, Instance, forms, inputs
 from promises import (
     REFUSED,
@@ -260,10 +259,7 @@ def test_compiles(instance, is_causal):
 
 # Tracing the gradient takes three times as long.
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("instance", "is_causal"),
-    [pytest.param(*x.values, id=x.id, marks=() if x.values[0] in ROWS else pytest.mark.slow) for x in FORMS],
-)
+@each_form
 def test_compiles_with_its_gradient(instance, is_causal):
     check_that_it_compiles(instance, is_causal, "aot_eager")
 
