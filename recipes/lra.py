@@ -281,8 +281,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     single = next(iter(evaluation.values()))
     operator_at = int(encoder.pooling == "cls") if options.task == "listops" else None
     trivial = lra.baselines(data["train"], single, operator_at)
-    if args.process_index == 0:
-        print("without a model:", ", ".join(f"{name} {value:.3f}" for name, value in trivial.items()))
+    training.show_baselines(trivial, args)
     trainer = Trainer(
         model=model,
         args=args,

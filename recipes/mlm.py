@@ -72,8 +72,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     extra = language.about_text(train, evaluation, size, words, kind) | {"masking": dataclasses.asdict(masking)}
     evaluation = collator.mask_once(evaluation)
     trivial = text.baselines(train, evaluation, len(tokenizer), collator.special)
-    if args.process_index == 0:
-        print("without a model:", ", ".join(f"{name} {value:.3f}" for name, value in trivial.items()))
+    training.show_baselines(trivial, args)
     extra["baselines"] = trivial
     trainer = language.LanguageTrainer(
         model=model,

@@ -91,7 +91,10 @@ def learned_query_features(x: Tensor, weight: Tensor, feature_map: str) -> tuple
         return learned_features(x, weight, feature_map, is_query=True), None
     y = _outputs(x, weight, feature_map)
     log_factor = y.logsumexp(-1)
-    return (y - log_factor.unsqueeze(-1)).exp().clamp(min=_LEAST), log_factor
+    total = log_factor.unsqueeze(-1)
+    if y.requires_grad:
+        return (y - total).exp().clamp(min=_LEAST), log_factor
+    return exp_(y.sub_(total)).clamp_(min=_LEAST), log_factor
 
 
 def log_weight_of_zeros(feature_map: str, num_features: int) -> float:

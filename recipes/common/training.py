@@ -68,6 +68,12 @@ def check_not_empty(dataset: Sized, where: str) -> None:
         raise ValueError(f"{where} is empty: there is nothing to train or evaluate on")
 
 
+def show_baselines(found: Mapping[str, float], args: RecipeArguments) -> None:
+    """Print, in the main process, what can be predicted without a model."""
+    if args.process_index == 0:
+        print("without a model:", ", ".join(f"{name} {value:.3f}" for name, value in found.items()))
+
+
 def check_length(model: nn.Module, length: int, option: str = "--max_length") -> None:
     """Check that the learned position table of a text model, if it has one, covers `length` tokens.
 
