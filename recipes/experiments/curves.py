@@ -338,7 +338,7 @@ def draw(result: Result) -> "Figure":
                     axes.axvline(switch, color=color, linestyle="--", linewidth=1)
         above.set(title=f"{variant}, base {base}", ylabel="training loss, smoothed")
         below.set(xlabel="step", ylabel="evaluation loss")
-        below.legend(fontsize="x-small", loc="upper right")
+        below.legend(fontsize="x-small", loc="lower left")
     return figure
 
 
