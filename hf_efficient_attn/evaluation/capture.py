@@ -171,7 +171,7 @@ def capture_attention(
             )
         location, config = known[module]
         refuse_arguments("measuring attention", module, key.shape[2], attention_mask, kwargs)
-        is_causal = is_causal_call(module, location, is_causal)
+        is_causal = is_causal_call(module, location, attention_mask, is_causal)
         is_cross = not is_causal and (location.is_cross or query.shape[2] != key.shape[2])
         # A method that needs as many keys as queries is refused for a module with fewer keys by construction.
         is_cross = is_cross and not getattr(module, "is_rectangular", False)

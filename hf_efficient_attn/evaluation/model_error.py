@@ -219,7 +219,7 @@ def _observed(
         out, weights = function(module, query, key, value, attention_mask, **kwargs)
         if module in modules:
             location, config = location_of(module), getattr(module, "config", None)
-            is_causal = is_causal_call(module, location, kwargs.get("is_causal"))
+            is_causal = is_causal_call(module, location, attention_mask, kwargs.get("is_causal"))
             method: MethodConfig | None = settings_of(config, name).for_layer(location.layer)
             is_cross = not is_causal and (location.is_cross or query.shape[2] != key.shape[2])
             label = EXACT if method is None else method.method

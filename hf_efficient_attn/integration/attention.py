@@ -10,6 +10,7 @@ from hf_efficient_attn.integration.configs import settings_of
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.integration.layers import Layer, layer_of, layer_seed
 from hf_efficient_attn.integration.learned import required_tensors
+from hf_efficient_attn.integration.masks import is_causal_mask
 from hf_efficient_attn.integration.recurrent import NewKeys, state_layer_of
 from hf_efficient_attn.integration.refusals import (
     refuse_arguments,
@@ -52,9 +53,12 @@ def location_of(module: nn.Module) -> ModuleLocation:
     return location
 
 
-def is_causal_call(module: nn.Module, location: ModuleLocation, is_causal: bool | None) -> bool:
-    """Whether a call is causal: what the call says, else what the module says. Cross attention never is."""
-    if is_causal is None:
+def is_causal_call(module: nn.Module, location: ModuleLocation, mask: Tensor | None, is_causal: bool | None) -> bool:
+    """Whether a call is causal: what the mask says, else the call, else the module. Cross attention never is."""
+    declared = is_causal_mask(mask)
+    if declared is not None:
+        is_causal = declared
+    elif is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     return bool(is_causal) and not location.is_cross
 
@@ -80,7 +84,7 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
     ) -> tuple[Tensor, None]:
         location = location_of(module)
         refuse_arguments(name, module, key.shape[2], attention_mask, kwargs)
-        is_causal = is_causal_call(module, location, is_causal)
+        is_causal = is_causal_call(module, location, attention_mask, is_causal)
         config = getattr(module, "config", None)
         settings = settings_of(config, name)
         method: MethodConfig | None = settings.for_layer(location.layer)
@@ -103,7 +107,7 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
             )  # fmt: skip
         else:
             if is_causal:
-                refuse_unchecked(method, location.name)
+                refuse_unchecked(method, module, location.name)
             warn_beyond_calibration(settings, key.shape[2], attention_mask)
             # In training the seed comes from the global generators, so that gradient checkpointing draws the same
             # again. Otherwise it depends on the layer alone.

@@ -16,6 +16,7 @@ from hf_efficient_attn.integration.attention import location_of
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.layers import layer_seed
 from hf_efficient_attn.integration.learned import required_tensors
+from hf_efficient_attn.integration.masks import is_causal_mask
 from hf_efficient_attn.integration.refusals import refuse_arguments
 from hf_efficient_attn.methods import AttentionOptions, HiddenProjections, MethodConfig, get_method, refuse_onnx_export
 from hf_efficient_attn.ops.random import draw_seed
@@ -90,7 +91,8 @@ def _forward(
     name, layout, location = method_of(module.config), _layout(module), location_of(module)
     method: Any = None if name is None else settings_of(module.config, name).for_layer(location.layer)
     form = None if method is None else get_method(method.method).forward_hidden_states
-    if form is None or layout is None or kwargs.get("past_key_values") is not None or kwargs.get("is_causal"):
+    is_causal = kwargs.get("is_causal") or is_causal_mask(attention_mask)
+    if form is None or layout is None or kwargs.get("past_key_values") is not None or is_causal:
         return type(module).forward(module, hidden_states, attention_mask, **kwargs)
     refuse_arguments(method.method, module, hidden_states.shape[1], attention_mask, kwargs)
     refuse_onnx_export(method)

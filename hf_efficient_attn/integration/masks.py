@@ -1,7 +1,8 @@
 """The mask function of every method: it returns the padding as a (B, Nk) mask and refuses everything else.
 
-Transformers describes a mask by a function of four indices and builds a (B, 1, Nq, Nk) tensor from it. Here causality
-is left to the attention function (`module.is_causal`), padding is a mask of the keys, and other patterns are refused.
+Transformers describes a mask by a function of four indices and builds a (B, 1, Nq, Nk) tensor from it. Here padding is
+a mask of the keys, which also knows whether it was made for causal attention (`is_causal_mask`), and other patterns are
+refused. Without a mask, causality is what the attention module says, as with exact attention.
 """
 
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from transformers.utils.import_utils import is_tracing
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.settings import EXACT
 
+# The attribute of a mask that tells whether it is causal.
+_IS_CAUSAL = "_efficient_attention_is_causal"
 _PATTERN = (
     "the mask is not plain causal or full attention (packed sequences, a local window, blocks or a prefix), which "
     "sub-quadratic attention cannot keep: pad the sequences instead of packing them, or use "
@@ -39,7 +42,8 @@ def padding_mask(
     """Make the mask of the keys. Transformers determines the arguments.
 
     Returns:
-        bool (B, kv_length), True for the keys to attend to; None if there is no padding.
+        bool (B, kv_length), True for the keys to attend to; None if there is no padding. `is_causal_mask` of a mask
+        tells whether it is of causal attention.
 
     Raises:
         UnsupportedAttentionError: packed sequences, a local window that is shorter than the keys, any other pattern, a
@@ -64,9 +68,19 @@ def padding_mask(
     if mask_function is not causal_mask_function and mask_function is not bidirectional_mask_function:
         valid = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device) if mask is None else mask
         _check_pattern(mask_function, is_causal, valid, q_length, q_offset, kv_offset)
-    if mask is None or is_tracing(mask):
-        return mask
-    return None if bool(mask.all()) else mask
+    if mask is None or (not is_tracing(mask) and bool(mask.all())):
+        return None
+    setattr(mask, _IS_CAUSAL, is_causal)
+    return mask
+
+
+def is_causal_mask(mask: Tensor | None) -> bool | None:
+    """Whether a mask of `padding_mask` was made for causal attention; None if it is not known.
+
+    Some models make a causal mask for modules that call themselves bidirectional (the text model of AIMv2), and exact
+    attention follows the mask.
+    """
+    return getattr(mask, _IS_CAUSAL, None)
 
 
 def _key_mask(attention_mask: Tensor, batch: int, kv_length: int, kv_offset: int) -> Tensor:

@@ -81,22 +81,30 @@ def check_methods(
             )
 
 
-def refuse_unchecked(method: MethodConfig, name: str) -> None:
-    """Refuse a causal call of a method without a causal form, which no switch would have let through.
+def refuse_unchecked(method: MethodConfig, module: nn.Module, name: str) -> None:
+    """Refuse a causal call of a method without a causal form, which a switch could not see or has not seen.
 
     Args:
         method: the method that the model's config names for an attention module.
-        name: the module's name in its model.
+        module: the module.
+        name: its name in its model.
 
     Raises:
         UnsupportedAttentionError: the method has no causal form.
     """
-    if not get_method(method.method).info.causal:
-        raise UnsupportedAttentionError(
-            f"{name} is causal and {method.method} has no causal form. config.efficient_attention was changed without "
-            "switching the model: call hf_efficient_attn.convert(model, ...) instead of assigning to the config. "
-            f"Methods that have a causal form: {', '.join(causal_methods())}"
+    if get_method(method.method).info.causal:
+        return
+    if getattr(module, "is_causal", None) is True:
+        why = (
+            "config.efficient_attention was changed without switching the model: call "
+            "hf_efficient_attn.convert(model, ...) instead of assigning to the config"
         )
+    else:
+        why = "The module calls itself bidirectional, but its model gives it a causal mask: choose another method"
+    raise UnsupportedAttentionError(
+        f"{name} is causal and {method.method} has no causal form. {why}. Methods that have a causal form: "
+        f"{', '.join(causal_methods())}"
+    )
 
 
 def why_cross_attention_is_exact(method: str | MethodConfig, config: object) -> str | None:

@@ -1,0 +1,311 @@
+"""What is checked of one model class with one method.
+
+The model is saved, and loaded once with exact attention and once with the method, as a user does. The inputs of the
+testers are shorter than the budgets of the methods, so that all methods but those that define their own attention
+(`linear`, ...) compute exactly, and their outputs must equal those of exact attention. The others must be finite. For
+all methods, no padding and no later token of a decoder may change an output that it does not change with exact
+attention.
+"""
+
+import copy
+import inspect
+import os
+import pathlib
+import random
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from recipes.compatibility.testers import Case
+
+WORKS, REFUSED, DIFFERS, FAILS, UNTESTED = "works", "refused", "differs", "fails", "untested"
+# Methods that compute sequences within their budget exactly.
+EXACT_WITHIN_BUDGET = ("kdeformer", "nearfar", "longformer", "hyperattention", "nystromformer", "auto")
+# Relative to the largest output. Exact attention of another implementation ("eager") is as far off.
+TOLERANCE = 1e-4
+_NEW_TOKENS = 4
+
+
+class Finding(NamedTuple):
+    """The result of the checks.
+
+    Attributes:
+        status: `WORKS`; `REFUSED` in a sentence; `DIFFERS`, which is silently wrong; `FAILS` with another error;
+            `UNTESTED`, where the model fails with exact attention as well, or has no attention that can be switched.
+        reason: the sentence, the error, or what differs.
+        checks: the names of the checks that were passed.
+    """
+
+    status: str
+    reason: str
+    checks: list[str]
+
+
+class _DifferenceError(Exception):
+    """An output that is silently wrong."""
+
+
+class _UntestedError(Exception):
+    """Nothing of the method can be checked."""
+
+
+def check(case: Case, method: str) -> Finding:
+    """Check a model class with a method at its default hyperparameters."""
+    passed: list[str] = []
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        path = pathlib.Path(folder)
+        try:
+            exact = _reference(case, path / "exact")
+            inputs, valid = _padded(case.inputs, exact)
+            expected = outputs(exact, inputs)
+        except Exception as error:  # noqa: BLE001 (whatever the model's own code raises)
+            return Finding(UNTESTED, f"exact attention: {_describe(error)}", passed)
+        try:
+            passed.extend(_checks(case, method, path, exact, inputs, valid, expected))
+        except UnsupportedAttentionError as refusal:
+            return Finding(REFUSED, str(refusal), passed)
+        except _DifferenceError as difference:
+            return Finding(DIFFERS, str(difference), passed)
+        except _UntestedError as reason:
+            return Finding(UNTESTED, str(reason), passed)
+        except Exception as error:  # noqa: BLE001
+            # Transformers turns some errors of loading into its own, with ours as the cause.
+            cause = error.__cause__ or error.__context__
+            if isinstance(cause, UnsupportedAttentionError):
+                return Finding(REFUSED, str(cause), passed)
+            return Finding(FAILS, _describe(error), passed)
+    return Finding(WORKS, "", passed)
+
+
+def _describe(error: BaseException) -> str:
+    text = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {text[0]}"[:300]
+
+
+def _reference(case: Case, folder: pathlib.Path) -> nn.Module:
+    """The model with exact attention, saved in `folder` with random weights."""
+    _seed()
+    model = case.model_class(copy.deepcopy(case.config))
+    model.save_pretrained(folder)
+    name = "sdpa" if case.model_class._supports_sdpa else "eager"
+    return case.model_class.from_pretrained(folder, attn_implementation=name, dtype=torch.float32).eval()
+
+
+def _checks(
+    case: Case,
+    method: str,
+    path: pathlib.Path,
+    exact: nn.Module,
+    inputs: Mapping[str, Any],
+    valid: Tensor | None,
+    expected: Mapping[str, Tensor],
+) -> Iterator[str]:
+    """Run the checks one after the other and yield the names of those that passed.
+
+    Raises:
+        _DifferenceError: one did not.
+    """
+    is_exact = method in EXACT_WITHIN_BUDGET
+    load = {"attn_implementation": method, "dtype": torch.float32}
+    model = case.model_class.from_pretrained(path / "exact", **load).eval()
+    with _counted(method) as calls:
+        found = outputs(model, inputs)
+    if not calls[0]:
+        raise _UntestedError("the attention of this class is not called, or is not that of Transformers' interface")
+    if found.keys() != expected.keys():
+        raise _DifferenceError(f"outputs {sorted(found)} instead of {sorted(expected)}")
+    if is_exact:
+        _compare("forward", found, expected, valid)
+    elif not all(_select(tensor, valid).isfinite().all() for tensor in found.values()):
+        raise _DifferenceError("forward: not finite")
+    yield "forward"
+
+    for name, change in (("padding", _change_padding), ("future", _change_future)):
+        changed = change(inputs, valid)
+        if changed is None:
+            continue
+        other, kept = changed
+        same = outputs(exact, other)
+        # The others change with exact attention as well: those of bidirectional models, and pooled ones.
+        names = [key for key in expected if _distance({key: same[key]}, {key: expected[key]}, kept) == 0]
+        if not names:
+            continue
+        distance = _distance(outputs(model, other), {key: found[key] for key in names}, kept)
+        if distance > TOLERANCE:
+            raise _DifferenceError(
+                f"{name}: outputs change by {distance:.2g} if tokens change that must have no influence"
+            )
+        yield name
+
+    model.save_pretrained(path / "again")
+    again = case.model_class.from_pretrained(path / "again").eval()
+    with _counted(method) as calls:
+        loaded = outputs(again, inputs)
+    if not calls[0]:
+        raise _DifferenceError("save and load: the loaded model does not use the method")
+    _compare("save and load", loaded, found, valid, tolerance=1e-6)
+    yield "save and load"
+
+    if case.generation is not None:
+        yield from _generation(case, exact, model, is_exact)
+
+
+def _generation(case: Case, exact: nn.Module, model: nn.Module, is_exact: bool) -> Iterator[str]:
+    inputs = case.generation or {}
+    try:
+        expected = _generate(exact, inputs if is_exact else {**inputs, "use_cache": False})
+    except Exception:  # noqa: BLE001 (models whose generation needs more than the common options)
+        return
+    found = _generate(model, inputs)
+    if not is_exact:
+        # Decoding from a state must agree with computing everything again.
+        expected = _generate(model, {**inputs, "use_cache": False})
+    if not torch.equal(found, expected):
+        raise _DifferenceError(
+            "generate: other tokens " + ("than exact attention" if is_exact else "than without a cache")
+        )
+    yield "generate"
+
+
+def _generate(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+    _seed()
+    out = model.generate(
+        **copy.deepcopy(dict(inputs)), do_sample=False, num_beams=1, max_new_tokens=_NEW_TOKENS,
+        min_new_tokens=_NEW_TOKENS,
+    )  # fmt: skip
+    return out if isinstance(out, Tensor) else out.sequences
+
+
+def _seed() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
+
+
+class _counted:  # noqa: N801 (a context manager)
+    """Counts the calls of a method's attention function."""
+
+    def __init__(self, method: str) -> None:
+        self.method, self.calls = method, [0]
+
+    def __enter__(self) -> list[int]:
+        self.function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[self.method]
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            self.calls[0] += 1
+            return self.function(*args, **kwargs)
+
+        AttentionInterface.register(self.method, counting)
+        return self.calls
+
+    def __exit__(self, *_: object) -> None:
+        AttentionInterface.register(self.method, self.function)
+
+
+def outputs(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The floating-point tensors of a model's output, by the path to them, without caches."""
+    _seed()
+    with torch.no_grad():
+        result = model(**copy.deepcopy(dict(inputs)))
+    return dict(_tensors(result, ""))
+
+
+def _tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        if value.is_floating_point() and value.numel():
+            yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            if "past_key_values" not in str(key) and "cache" not in str(key):
+                yield from _tensors(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            yield from _tensors(item, f"{path}.{index}" if path else str(index))
+
+
+def _padded(inputs: Mapping[str, Any], model: nn.Module) -> tuple[dict[str, Any], Tensor | None]:
+    """The inputs with the last tokens of the first row as padding, and the mask; None if the model takes no padding."""
+    inputs = dict(inputs)
+    ids, mask = inputs.get(getattr(model, "main_input_name", "input_ids")), inputs.get("attention_mask")
+    ids = inputs.get("input_ids", ids)
+    if mask is None and isinstance(ids, Tensor) and "attention_mask" in inspect.signature(model.forward).parameters:
+        mask = torch.ones(ids.shape, dtype=torch.long)
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or not isinstance(ids, Tensor) or mask.shape != ids.shape:
+        return inputs, None
+    mask = mask.clone()
+    mask[0, -max(1, mask.shape[1] // 4) :] = 0
+    inputs["attention_mask"] = mask
+    return inputs, mask.bool()
+
+
+def _text_only(inputs: Mapping[str, Any]) -> bool:
+    """Whether changing a token changes nothing else: no pictures or sounds whose tokens are counted."""
+    others = {"attention_mask", "token_type_ids", "position_ids", "decoder_input_ids", "decoder_attention_mask"}
+    return isinstance(inputs.get("input_ids"), Tensor) and not any(
+        isinstance(value, Tensor) and value.is_floating_point() for key, value in inputs.items() if key not in others
+    )
+
+
+def _change_padding(inputs: Mapping[str, Any], valid: Tensor | None) -> tuple[dict[str, Any], Tensor | None] | None:
+    """Other tokens in the padding, and the positions whose outputs must stay."""
+    if valid is None or valid.all() or not _text_only(inputs):
+        return None
+    ids = inputs["input_ids"]
+    return {**inputs, "input_ids": torch.where(valid, ids, ids.roll(1, 1))}, valid
+
+
+def _change_future(inputs: Mapping[str, Any], valid: Tensor | None) -> tuple[dict[str, Any], Tensor | None] | None:
+    """Another last token, and the positions before it."""
+    if not _text_only(inputs) or inputs["input_ids"].ndim != 2 or inputs["input_ids"].shape[1] < 3:
+        return None
+    ids = inputs["input_ids"].clone()
+    ids[:, -1] = ids[:, 0]
+    kept = torch.ones(ids.shape, dtype=torch.bool) if valid is None else valid.clone()
+    kept[:, -1] = False
+    return {**inputs, "input_ids": ids}, kept
+
+
+def _select(tensor: Tensor, valid: Tensor | None) -> Tensor:
+    """The outputs at valid positions, where an output belongs to positions."""
+    if valid is not None and tensor.shape[:2] == valid.shape:
+        return tensor[valid]
+    return tensor
+
+
+def _distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], valid: Tensor | None) -> float:
+    """The largest difference, relative to the largest expected value of its tensor."""
+    worst = 0.0
+    for name, tensor in expected.items():
+        if found[name].shape != tensor.shape:
+            return float("inf")
+        one, two = _select(found[name], valid).double(), _select(tensor, valid).double()
+        # Masked scores of some models are -inf on both sides.
+        difference = torch.where(one == two, 0.0, (one - two).abs())
+        finite = two[two.isfinite()].abs()
+        scale = max(float(finite.max()) if finite.numel() else 0.0, 1e-6)
+        worst = max(worst, float((difference / scale).nan_to_num(float("inf")).max()) if difference.numel() else 0.0)
+    return worst
+
+
+def _compare(
+    what: str,
+    found: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    valid: Tensor | None,
+    tolerance: float = TOLERANCE,
+) -> None:
+    distance = _distance(found, expected, valid)
+    if distance > tolerance:
+        raise _DifferenceError(f"{what}: outputs differ by {distance:.2g}")
+
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,0 +1,102 @@
+"""The model testers of Transformers: a tiny config and inputs for every architecture.
+
+They are in the tests of its repository (tests/models/*/test_modeling_*.py), not in the installed package.
+"""
+
+import importlib
+import pathlib
+import re
+import sys
+import unittest
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from hf_efficient_attn.errors import UnsupportedAttentionError
+
+# What a modeling file contains if its attention can be switched: it calls Transformers' attention interface, or it is
+# made of other models, such as LLaVA.
+_INTERFACE = re.compile(r"ALL_ATTENTION_FUNCTIONS|\bAuto\w+\.from_config\(")
+
+
+class Case(NamedTuple):
+    """A model class and what its tester knows about it.
+
+    Attributes:
+        name: of the model class.
+        model_class: the class itself.
+        config: a tiny one.
+        inputs: arguments of the model's forward.
+        generation: arguments of `generate`, without which some models fail; None if the model does not generate.
+    """
+
+    name: str
+    model_class: type[nn.Module]
+    config: Any
+    inputs: dict[str, Any]
+    generation: dict[str, Any] | None
+
+
+def test_files(source: pathlib.Path) -> list[str]:
+    """The test files of the models that use Transformers' attention interface, as "bert/test_modeling_bert".
+
+    Args:
+        source: a checkout of Transformers' repository.
+
+    Raises:
+        UnsupportedAttentionError: there are no such files.
+    """
+    models = source / "src" / "transformers" / "models"
+    uses = {
+        file.parent.name
+        for file in models.glob("*/modeling_*.py")
+        if _INTERFACE.search(file.read_text(encoding="utf-8"))
+    }
+    files = sorted((source / "tests" / "models").glob("*/test_modeling_*.py"))
+    found = [f"{file.parent.name}/{file.stem}" for file in files if file.parent.name in uses]
+    if not found:
+        raise UnsupportedAttentionError(
+            f"{source} has no tests/models/*/test_modeling_*.py: give a checkout of Transformers' repository, in the "
+            "installed version, with --transformers-source"
+        )
+    return found
+
+
+def cases(source: pathlib.Path, name: str, every_class: bool) -> Iterator[Case]:
+    """Yield the cases of a test file.
+
+    Args:
+        source: the checkout.
+        name: of the test file, as `test_files` returns it.
+        every_class: all model classes; otherwise the first class of each tester and its first class that generates.
+    """
+    if str(source) not in sys.path:
+        sys.path.insert(0, str(source))
+    module = importlib.import_module("tests.models." + name.replace("/", "."))
+    seen = set()
+    for test in vars(module).values():
+        is_case = isinstance(test, type) and issubclass(test, unittest.TestCase) and hasattr(test, "all_model_classes")
+        if not is_case or test.__module__ != module.__name__:
+            continue
+        instance = test("setUp")
+        instance.setUp()
+        classes = tuple(instance.all_model_classes or ())
+        generating = tuple(getattr(instance, "all_generative_model_classes", ()) or ())
+        chosen = classes if every_class else dict.fromkeys((*classes[:1], *generating[:1]))
+        for model_class in chosen:
+            if model_class in seen:
+                continue
+            seen.add(model_class)
+            config, inputs = instance.model_tester.prepare_config_and_inputs_for_common()
+            generation = _generation(instance) if model_class in generating else None
+            inputs = instance._prepare_for_class(inputs, model_class)
+            yield Case(model_class.__name__, model_class, config, inputs, generation)
+
+
+def _generation(instance: Any) -> dict[str, Any] | None:
+    """Arguments of `generate`. Tokens that stand for pictures and the like are never generated."""
+    if not hasattr(instance, "prepare_config_and_inputs_for_generate"):
+        return None
+    config, inputs = instance.prepare_config_and_inputs_for_generate()
+    return {**inputs, **instance._get_logits_processor_kwargs(config=config)}
