@@ -11,6 +11,7 @@ was just made. `register` therefore extends its base classes once, in these plac
 - `PreTrainedModel.get_correct_attn_implementation` suggests the method with the most similar name if a name is unknown,
   and refuses model classes that know only Transformers' own implementations.
 - `PreTrainedModel._initialize_weights` also initializes learned parameters (`learned.LearnedParameters`).
+- `GenerationMixin.init_continuous_batching` refuses models with a method of this package.
 - `DynamicCache.__init__` gives layers whose method decodes from a state their own kind of layer (`recurrent`).
 
 `models.switch` changes no class. It numbers the attention modules and attaches the parameters that their method learns.
@@ -33,7 +34,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from hf_efficient_attn.integration.attention import make_attention_function
 from hf_efficient_attn.integration.configs import add_default, extend_configs
-from hf_efficient_attn.integration.extensions import extend_caches, extend_models
+from hf_efficient_attn.integration.extensions import extend_caches, extend_generation, extend_models
 from hf_efficient_attn.integration.masks import padding_mask
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods import on_register
@@ -50,6 +51,7 @@ def register() -> None:
     torch.compiler.assume_constant_result(in_onnx_export)
     extend_configs()
     extend_models()
+    extend_generation()
     extend_caches()
     on_register(_register_method)
 

@@ -1,4 +1,4 @@
-"""Extensions of methods of `PreTrainedModel` and `DynamicCache`; the package's docstring lists them."""
+"""Extensions of `PreTrainedModel`, `GenerationMixin` and `DynamicCache`; the docstring of the package lists them."""
 
 import difflib
 import functools
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.generation.utils import GenerationMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from hf_efficient_attn.errors import OWN_FILE, UnsupportedAttentionError, unknown_method
@@ -15,7 +16,7 @@ from hf_efficient_attn.integration import models
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.learned import LearnedParameters
 from hf_efficient_attn.integration.recurrent import StateLayer, is_recurrent
-from hf_efficient_attn.integration.settings import EXACT_IMPLEMENTATIONS
+from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS
 from hf_efficient_attn.integration.transaction import Snapshot
 from hf_efficient_attn.methods import available_methods
 
@@ -119,6 +120,29 @@ def _extend_initialization() -> None:
             initialize(self, module, *args, **kwargs)
 
     _replace(PreTrainedModel, initialize_learned_too)
+
+
+def extend_generation() -> None:
+    """Refuse continuous batching (`generate_batch`) with a method of this package. Called once.
+
+    Transformers would refuse it too, but not where flash attention is installed: there it would switch the model to
+    that, and generate with exact attention.
+    """
+    initialize = GenerationMixin.init_continuous_batching
+
+    # `generate_batch` and `continuous_batching_context_manager` call it as well.
+    @functools.wraps(initialize)
+    def initialize_or_refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for config in models.configs_of(self):
+            if name := method_of(config):
+                raise UnsupportedAttentionError(
+                    f"{name}: continuous batching (generate_batch) packs the tokens of several texts into one sequence "
+                    "and keeps their keys in pages, which only exact attention can use: call generate, or switch the "
+                    f"model with hf_efficient_attn.convert(model, {EXACT!r})"
+                )
+        return initialize(self, *args, **kwargs)
+
+    _replace(GenerationMixin, initialize_or_refuse)
 
 
 def extend_caches() -> None:

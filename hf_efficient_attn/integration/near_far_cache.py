@@ -11,7 +11,7 @@ asks this layer for its output.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,28 @@ from hf_efficient_attn.ops.partial import Partial, merge, partial_attention
 
 # The smallest budget: one newest key, two more before they are merged, and five landmarks.
 _SMALLEST = 8
+# The attributes of a layer that change with its tokens.
+_CONTENT = ("keys", "values", "position", "coreset", "counts", "merged", "seen")
+
+
+class _Tokens(NamedTuple):
+    """Keys (B, H_kv, N, D) and values (B, H_kv, N, Dv) of tokens, 0 where masked; their mask, bool (B, N), or None."""
+
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+
+
+class _Record(NamedTuple):
+    """What `crop` needs: the attributes of a layer before some tokens, and these tokens."""
+
+    content: Mapping[str, Any]
+    tokens: list[_Tokens]
+
+    @property
+    def seen(self) -> int:
+        """Number of tokens in `tokens`."""
+        return sum(tokens.key.shape[2] for tokens in self.tokens)
 
 
 class NearFarLayer(CacheLayerMixin):
@@ -58,6 +80,7 @@ class NearFarLayer(CacheLayerMixin):
         # Half of the budget for landmarks and an eighth for neighbors had larger errors with GPT-2.
         self.num_newest = columns // 8
         self.num_landmarks = columns - self.num_newest - columns // 4
+        self.record_past = False
         self.reset()
 
     def reset(self) -> None:
@@ -70,6 +93,8 @@ class NearFarLayer(CacheLayerMixin):
         self.seen, self.is_initialized = 0, False
         # Whether the attention function has used the keys of the last `update`.
         self.was_used = True
+        self.record: _Record | None = None
+        self.scale = 0.0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Begin with no keys, of these sizes and types."""
@@ -142,27 +167,59 @@ class NearFarLayer(CacheLayerMixin):
         query, key = query.to(value.dtype), key.to(value.dtype)
         if mask is not None:
             key, value = (x.masked_fill(~mask[:, None, :, None], 0.0) for x in (key, value))
-        scale = query.shape[3] ** -0.5 if scale is None else scale
+        self.scale, new = query.shape[3] ** -0.5 if scale is None else scale, _Tokens(key, value, mask)
+        self._record(new, earlier)
         if earlier == 0:
             out = attention(
                 self.method, query, key, value, attention_mask=mask, is_causal=True, scale=scale, dropout_p=dropout_p,
                 seed=seed, parameters=parameters,
             )  # fmt: skip
-            self._append(key, value, mask, 0)
-            self._merge_rows([count > self.columns for count in self.counts], scale)
+            self._add(new, 0)
         else:
-            outs, start = [], 0
-            while start < value.shape[2]:
-                self._merge_rows([count >= room for count, room in zip(self.counts, self._rooms(), strict=True)], scale)
-                end = start + self._num_fitting(None if mask is None else mask[:, start:])
-                piece = slice(start, end)
-                own = None if mask is None else mask[:, piece]
-                self._append(key[:, :, piece], value[:, :, piece], own, earlier + start)
-                outs.append(self._attend(query[:, :, piece], earlier + start, scale, dropout_p))
-                start = end
-            out = torch.cat(outs, 2)
+            out = torch.cat(
+                self._add(new, earlier, lambda piece, first: self._attend(query, piece, first, dropout_p)), 2
+            )
         self.was_used = True
         return out
+
+    def _add(self, new: _Tokens, earlier: int, attend: Callable[[slice, int], Tensor] | None = None) -> list[Tensor]:
+        """Keep new tokens after `earlier` others, and merge the older ones of rows that are full.
+
+        Args:
+            new: the tokens. If there are no earlier ones, they are merged after all of them are added.
+            earlier: number of earlier tokens, padding included.
+            attend: called for every piece of the new tokens, with the position of the first one, as soon as its keys
+                are kept.
+
+        Returns:
+            what `attend` returned.
+        """
+        if earlier == 0:
+            self._append(*new, 0)
+            self._merge_rows([count > self.columns for count in self.counts])
+            return []
+        outs, start = [], 0
+        while start < new.key.shape[2]:
+            self._merge_rows([count >= room for count, room in zip(self.counts, self._rooms(), strict=True)])
+            end = start + self._num_fitting(None if new.mask is None else new.mask[:, start:])
+            piece = slice(start, end)
+            own = None if new.mask is None else new.mask[:, piece]
+            self._append(new.key[:, :, piece], new.value[:, :, piece], own, earlier + start)
+            if attend is not None:
+                outs.append(attend(piece, earlier + start))
+            start = end
+        return outs
+
+    def _record(self, new: _Tokens, earlier: int) -> None:
+        """Remember new tokens, and what the layer held before the first of them, for `crop`."""
+        if not self.record_past:
+            return
+        if self.record is None:
+            # No tensor is ever changed in place, but the lists of counts are.
+            content = {name: getattr(self, name) for name in _CONTENT}
+            copies = {name: list(content[name]) for name in ("counts", "merged")}
+            self.record = _Record({**content, **copies, "seen": earlier}, [])
+        self.record.tokens.append(new)
 
     def _new_mask(self, mask: Tensor | None, earlier: int) -> Tensor | None:
         """The mask of the new tokens, after a check that the number of valid earlier tokens is unchanged."""
@@ -201,9 +258,10 @@ class NearFarLayer(CacheLayerMixin):
         if self.keys.shape[2] > self.columns and max(self.counts) <= self.columns:
             self._drop_empty()
 
-    def _attend(self, query: Tensor, first: int, scale: float, dropout_p: float) -> Tensor:
-        """Attention of the newest tokens (B, H, N, D), from position `first` on, to kept keys and landmarks."""
+    def _attend(self, query: Tensor, piece: slice, first: int, dropout_p: float) -> Tensor:
+        """Attention of a piece of the queries (B, H, N, D), from position `first` on, to kept keys and landmarks."""
         assert self.keys is not None and self.values is not None
+        query = query[:, :, piece]
         (batch, num_heads, q_len, _), num_kv_heads = query.shape, self.keys.shape[1]
         # The query heads of a group are passed as if they were several queries of one head.
         groups = num_heads // num_kv_heads
@@ -213,14 +271,14 @@ class NearFarLayer(CacheLayerMixin):
         bias = mask_bias(pairs.repeat(1, groups, 1).repeat_interleave(num_kv_heads, 0), query.dtype)
         keys, values = self.keys.flatten(0, 1), self.values.flatten(0, 1)
         blocks = (x[:, None] for x in (flat, keys, values, bias))
-        out, lse = (x[:, 0] for x in partial_attention(*blocks, scale=scale, dropout_p=dropout_p))
+        out, lse = (x[:, 0] for x in partial_attention(*blocks, scale=self.scale, dropout_p=dropout_p))
         if self.coreset is not None:
             coreset = GrowingCoreset(*(x.flatten(0, 1) for x in self.coreset))
-            far = coreset_partial(flat, coreset, scale=scale)
+            far = coreset_partial(flat, coreset, scale=self.scale)
             out = merge(far, Partial(out.to(far.out.dtype), lse)).out
         return out.to(values.dtype).reshape(batch, num_heads, q_len, -1)
 
-    def _merge_rows(self, full: list[bool], scale: float) -> None:
+    def _merge_rows(self, full: list[bool]) -> None:
         """In each full row, merge all kept keys except the newest into the landmarks."""
         rows = [row for row, is_full in enumerate(full) if is_full]
         if not rows:
@@ -238,7 +296,7 @@ class NearFarLayer(CacheLayerMixin):
         order_of_heads, mask = (x.repeat_interleave(num_kv_heads, 0) for x in (order, old.gather(1, order)))
         key, value = (take(x[index].flatten(0, 1), order_of_heads) for x in (self.keys, self.values))
         own = GrowingCoreset(*(x[index].flatten(0, 1) for x in self.coreset))
-        merged = add_keys(own, key, value, mask, scale=scale, seed=self.seed, batch=len(rows))
+        merged = add_keys(own, key, value, mask, scale=self.scale, seed=self.seed, batch=len(rows))
         self.coreset = GrowingCoreset(
             *(
                 x.index_copy(0, index, new.unflatten(0, (len(rows), num_kv_heads)))
@@ -282,8 +340,17 @@ class NearFarLayer(CacheLayerMixin):
     # The name in Transformers 5.12.
     get_max_cache_shape = get_max_length
 
+    def activate_past_recording(self) -> None:
+        """Keep new tokens until the next `crop`, for assisted generation."""
+        self.record_past = True
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]  # a plain attribute of the base class
+        """Whether `crop` can remove all tokens since the last `crop`: if they are recorded."""
+        return self.record_past
+
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens, unless one of them has been merged into a landmark.
+        """Remove the last tokens, unless one of them has been merged into a landmark and is not recorded.
 
         Args:
             tokens_to_remove: minus the number of tokens to remove. In Transformers 5.12 also the length that remains.
@@ -291,27 +358,45 @@ class NearFarLayer(CacheLayerMixin):
         Raises:
             UnsupportedAttentionError: there are landmarks for some of the tokens.
         """
-        number = number_to_crop(tokens_to_remove, self.seen)
+        number, record = number_to_crop(tokens_to_remove, self.seen), self.record
+        self.record = None
         if number == 0:
             return None
         remaining = self.seen - number
         if remaining <= 0:
             return self.reset()
+        if record is not None and number <= record.seen and record.content["merged"] != self.merged:
+            # Some of the removed tokens may have caused a merge. Without them it would come later.
+            return self._restore(record, remaining)
         assert self.keys is not None and self.values is not None
         kept = (self.position >= 0) & (self.position < remaining)
         counts = kept.sum(1).tolist()
         if any(merged and not count for merged, count in zip(self.merged, counts, strict=True)):
             raise UnsupportedAttentionError(
                 f"{self.method.method}: {number} tokens cannot be taken back, because landmarks represent some of "
-                f"them: remove fewer than {self.num_newest} tokens, or start with a new cache"
+                f"them: remove fewer than {self.num_newest} tokens, start with a new cache, or call its "
+                "activate_past_recording() before the tokens come, as assisted generation does in newer versions of "
+                "Transformers"
             )
         self.seen, self.counts = remaining, counts
         self.position = self.position.masked_fill(~kept, -1)
         self._drop_empty()
         return None
 
+    def _restore(self, record: _Record, length: int) -> None:
+        """Go back to the content of a record, and add as many of its tokens as make up a length again."""
+        for name, value in record.content.items():
+            setattr(self, name, value)
+        for tokens in record.tokens:
+            number = min(tokens.key.shape[2], length - self.seen)
+            if number > 0:
+                mask = None if tokens.mask is None else tokens.mask[:, :number]
+                earlier, self.seen = self.seen, self.seen + number
+                self._add(_Tokens(tokens.key[:, :, :number], tokens.value[:, :, :number], mask), earlier)
+
     def _select(self, select: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor by a selection of its batch rows."""
+        self.record = None
         if not self.is_initialized:
             return
         assert self.keys is not None and self.values is not None

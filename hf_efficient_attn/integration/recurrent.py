@@ -115,8 +115,6 @@ class StateLayer(DynamicLayer):
         valid: number of tokens without padding: integers (B,), or None if there is no padding.
     """
 
-    is_croppable = False
-
     def __init__(self, method: MethodConfig) -> None:
         super().__init__()
         self.method = method
@@ -203,7 +201,8 @@ class StateLayer(DynamicLayer):
                 dropout_p=dropout_p, seed=seed, parameters=parameters,
             )  # fmt: skip
             if self.options is None and self.keys is not None and self.keys.shape == key.shape:
-                self._begin(attention_mask, _Options(scale, seed))
+                # The layer's own keys may be on another device by now: an offloading cache moves them after `update`.
+                self._begin(_Tokens(key.view_as(key), value, attention_mask), _Options(scale, seed))
             return out
         if self.was_used:
             raise UnsupportedAttentionError(
@@ -222,11 +221,9 @@ class StateLayer(DynamicLayer):
         self.was_used = True
         return out
 
-    def _begin(self, mask: Tensor | None, options: _Options) -> None:
+    def _begin(self, tokens: _Tokens, options: _Options) -> None:
         """Keep a state from now on. With gradients it is made when the next token comes, otherwise at once."""
-        assert self.keys is not None and self.values is not None
-        self.options, self.seen = options, self.keys.shape[-2]
-        self.pending = _Tokens(self.keys, self.values, mask)
+        self.options, self.seen, self.pending = options, tokens.key.shape[-2], tokens
         self.keys = self.values = None
         self._record(self.pending)
         self._count(self.pending, 0)
@@ -283,6 +280,11 @@ class StateLayer(DynamicLayer):
     def activate_past_recording(self) -> None:
         """Keep new tokens until the next `crop`, for assisted generation."""
         self.record_past = True
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]  # a plain attribute of the base class
+        """Whether `crop` can remove tokens: kept keys can always be removed, those of a state if they are recorded."""
+        return self.record_past or (self.options is None and self.is_initialized)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens, which a state can do only if they were recorded.
