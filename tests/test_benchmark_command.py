@@ -22,7 +22,17 @@ from hf_efficient_attn import cli
 from hf_efficient_attn.checkpoint import open_checkpoint
 from hf_efficient_attn.checkpoint.loading import quiet
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation import benchmark, calibration, capture, charts, comparison, memory, plan, timing
+from hf_efficient_attn.evaluation import (
+    benchmark,
+    calibration,
+    capture,
+    charts,
+    comparison,
+    generation,
+    memory,
+    plan,
+    timing,
+)
 from hf_efficient_attn.evaluation.comparison import Procedure
 from hf_efficient_attn.evaluation.data import ModelData, task_of
 from hf_efficient_attn.evaluation.names import name_of
@@ -165,6 +175,8 @@ def test_measurements_for_every_task(family, head, task, agreement, made, text, 
         assert row["seconds"] > 0
         assert row["batch"] == 1
         assert (row["perplexity"] is not None) == task.endswith("-lm")
+        for speed in ("first_token_seconds", "tokens_per_second"):
+            assert (row[speed] or 0.0) > 0.0 if task == "causal-lm" else row[speed] is None
         if task == "causal-lm":
             ratio = row["perplexity"] / exact[row["length"]]["perplexity"]
             assert row["agreement"] == pytest.approx(ratio, rel=1e-6)
@@ -243,11 +255,69 @@ def test_the_perplexity_is_printed_and_a_card_takes_it(family, title, made, text
     assert command("benchmark", tmp_path, *arguments) == 0
     out = capsys.readouterr().out
     header, _, *rows = (line.split("|")[1:-1] for line in out.splitlines() if line.startswith("|"))
-    assert [cell.strip() for cell in header[-3:]] == ["error", "perplexity", title]
+    speeds = ["first tok", "tok/s"] if family == "gpt2" else []
+    columns = [cell.strip() for cell in header]
+    assert columns[columns.index("error") :] == ["error", "perplexity", title, *speeds]
     measured = json.loads((tmp_path / "benchmark.json").read_text())["measurements"]
-    assert [float(row[-2]) for row in rows] == pytest.approx([row["perplexity"] for row in measured], rel=1e-3)
+    printed = [float(row[columns.index("perplexity")]) for row in rows]
+    assert printed == pytest.approx([row["perplexity"] for row in measured], rel=1e-3)
     assert "perplexity: the exponential of the mean loss of the " in out
-    assert "longformer" in (tmp_path / "README.md").read_text()
+    card = (tmp_path / "README.md").read_text()
+    assert "longformer" in card
+    for told in (out, card):
+        assert ("tokens per second after" in told) == bool(speeds)
+    if speeds:
+        assert [float(row[-1]) for row in rows] == pytest.approx(
+            [row["tokens_per_second"] for row in measured], abs=0.1
+        )
+        assert all(f" {row['tokens_per_second']:.4g} |\n" in card for row in measured)
+
+
+@pytest.mark.parametrize("method", ["sdpa", "kdeformer", "linear"])
+def test_the_speed_of_generation_is_that_of_greedy_search(method, made):
+    """The prompt comes in one call without the logits of all its tokens, and then one token at a time with a cache."""
+    model = transformers.GPT2LMHeadModel.from_pretrained(made("gpt2", True)).eval()
+    hea.convert(model, method, **SMALL.get(method, {}))
+    prompt = torch.arange(5, 55)[None].repeat(3, 1)
+    calls, texts = [], []
+
+    def look(module, args, kwargs, out):
+        calls.append((args or (kwargs["input_ids"],))[0])
+        assert out.logits.shape[1] == 1
+        texts.append(out.logits[:, -1].argmax(-1))
+
+    hook = model.register_forward_hook(look, with_kwargs=True)
+    found = generation.time_generation(model, prompt, 5, 2)
+    hook.remove()
+    assert [ids.shape[1] for ids in calls] == [16, 1, *[50, 1, 1, 1, 1] * 2]
+    options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+    expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[:, 50:]
+    for begin in (2, 7):
+        assert torch.equal(torch.stack(texts[begin : begin + 5], 1), expected)
+    assert found.first_token_seconds > 0.0
+    assert found.tokens_per_second > 0.0
+
+
+def test_the_measured_times_of_generation(made, monkeypatch):
+    """Medians over the rounds, and all inputs of the batch count."""
+    model = transformers.GPT2LMHeadModel.from_pretrained(made("gpt2", True)).eval()
+    times = itertools.accumulate([0.0, 2.0, 0.0, 4.0, 0.0, 1.0, 0.0, 8.0, 0.0, 9.0, 0.0, 5.0])
+    monkeypatch.setattr(generation, "timer", lambda: next(times))
+    found = generation.time_generation(model, torch.full((2, 20), 7), 5, 3)
+    assert found == (2.0, 2 * 4 / 5.0)
+
+
+@pytest.mark.parametrize(("new", "length"), [(0, 40), (8, 8), (8, 9)])
+def test_generation_is_measured_where_there_is_room(new, length, made, text, capsys):
+    options = ("--methods", "linear", "--lengths", length, "--rounds", 1, "--rows", 1, "--data", text, "--no-memory")
+    result = run_json(capsys, "benchmark", made("gpt2", True), *options, "--new-tokens", new)
+    rows = result["measurements"]
+    assert [row["tokens_per_second"] is not None for row in rows] == [new > 0 and length > new] * 2
+
+
+def test_one_new_token_is_refused(made, capsys):
+    assert command("benchmark", made("gpt2", True), "--new-tokens", 1) == 2
+    assert "the first token comes with the prompt" in capsys.readouterr().err
 
 
 def test_masked_tokens_are_predicted(made, text):

@@ -107,6 +107,20 @@ def test_the_card_contains_the_measurements(tmp_path):
     assert "](benchmark.png)" in write_card(tmp_path).read_text()
 
 
+def test_the_card_contains_the_speed_of_generation(tmp_path):
+    measured = converted.benchmark()
+    for number, row in enumerate(measured["measurements"]):
+        row["first_token_seconds"], row["tokens_per_second"] = 0.25 * number, None if number == 1 else 12.345
+    text = card_of(tmp_path, benchmark=measured)
+    assert "| peak memory, MiB | first token, s | tokens/s |\n|---|---|---|---|---|---|---|---|---|---|\n" in text
+    assert "| 128 | 2 | kdeformer | 0.0321 | 1.25x | 0.2500 |  | 18 | 1 | 12.35 |" in text
+    assert "| 64 | 2 | kdeformer | 0.02 | 0.50x | 0.1250 | 0.9877 | 9 | 0.25 |  |" in text
+    assert "tokens/s" not in card_of(tmp_path, benchmark=converted.benchmark())
+    measured["measurements"][0]["tokens_per_second"] = "fast"
+    with pytest.raises(hea.UnsupportedAttentionError, match="tokens_per_second must be a finite number"):
+        card_of(tmp_path, benchmark=measured)
+
+
 def test_measurements_of_other_layers_are_not_attributed_to_the_checkpoint(tmp_path):
     files = {"config": config_json(layers=[1, 2]), "benchmark": converted.benchmark()}
     text = card_of(tmp_path, **files)

@@ -53,7 +53,7 @@ def method_page(name: str) -> str:
         "far field": info.far,
         "causal form, for decoders": _yes(info.causal),
         "number of keys may differ from the number of queries": _yes(info.rectangular),
-        "decodes from a state of constant size": _yes(info.recurrent),
+        "decoding of new tokens": info.decoding or "",
         "exact attention up to": f"{exact} keys, with the default hyperparameters" if exact else "",
         "learned parameters": ", ".join(f"`{each}`" for each in info.learned_parameters) or "none",
         "exports to ONNX": _yes(config.exportable),

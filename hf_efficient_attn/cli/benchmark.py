@@ -88,6 +88,15 @@ def benchmark(
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Measurements of each time.")] = 3,
+    new_tokens: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="The last N tokens of each length are generated, to measure the speed of generation of a causal "
+            "language model; 0 measures none.",
+        ),
+    ] = 8,
     minutes: Minutes = None,
     threads: Threads = None,
     device: Device = None,
@@ -112,8 +121,10 @@ def benchmark(
         raise UnsupportedAttentionError("--set needs --methods: name the methods that the hyperparameter is for")
     chosen = parse_methods(methods, setting)
     folder = output_folder(source, output, card=card, force=force)
-    procedure = Procedure(batch, rounds, memory, rows, parse_device(device), parse_dtype(dtype))
-    report = Report(is_silent=as_json, with_memory=memory)
+    procedure = Procedure(batch, rounds, memory, rows, parse_device(device), parse_dtype(dtype), new_tokens)
+    if new_tokens == 1:
+        raise UnsupportedAttentionError("--new-tokens 1: the first token comes with the prompt: give 2 or more, or 0")
+    report = Report(is_silent=as_json, with_memory=memory, with_generation=new_tokens > 1)
     with use_threads(threads):
         result, status = until_interrupted(
             lambda: benchmark_checkpoint(
@@ -146,14 +157,15 @@ class Report:
     Args:
         is_silent: whether to print nothing, for --json.
         with_memory: whether memory is measured.
+        with_generation: whether the speed of generation is measured, if the model is a causal language model.
 
     Attributes:
         result: what is known before the measurements.
         label_width: of the longest label.
     """
 
-    def __init__(self, *, is_silent: bool, with_memory: bool) -> None:
-        self.is_silent, self._with_memory = is_silent, with_memory
+    def __init__(self, *, is_silent: bool, with_memory: bool, with_generation: bool = False) -> None:
+        self.is_silent, self._with_memory, self._with_generation = is_silent, with_memory, with_generation
         self._table: LiveTable | None = None
         self._is_explained = False
         self.result: dict[str, Any] = {}
@@ -184,14 +196,16 @@ class Report:
         if self._table is None:
             typer.echo()
             headers = ["tokens", "attention", "seconds", "speed-up", *self._memory("MiB"), "error"]
-            headers += [*self._perplexity("perplexity"), self._agreement]
-            widths = [6, self.label_width, 7, 8, *self._memory(6), 6, *self._perplexity(10), 6]
+            headers += [*self._perplexity("perplexity"), self._agreement, *self._generation("first tok", "tok/s")]
+            widths = [6, self.label_width, 7, 8, *self._memory(6), 6, *self._perplexity(10), 6, *self._generation(9, 6)]
             self._table = LiveTable(headers, widths, left=["attention"])
         self._batch = row["batch"]
         cells = [row["length"], row["attention"], f"{row['seconds']:.3f}", f"{row['speed_up']:.2f}x"]
         cells += [*self._memory(_number(row["peak_memory_mib"], ".0f")), _number(row["error"], ".3f")]
         cells += self._perplexity(_number(row["perplexity"], ".5g"))
-        self._table.add([*cells, _number(row["agreement"], ".4f")])
+        cells.append(_number(row["agreement"], ".4f"))
+        cells += self._generation(_number(row["first_token_seconds"], ".3f"), _number(row["tokens_per_second"], ".1f"))
+        self._table.add(cells)
 
     def _memory(self, value: Any) -> list[Any]:
         """A cell in the column of the memory, if there is one."""
@@ -200,6 +214,10 @@ class Report:
     def _perplexity(self, value: Any) -> list[Any]:
         """A cell in the column of the perplexity, if there is one."""
         return [value] if self.result["task"] in _PERPLEXITY else []
+
+    def _generation(self, *values: Any) -> list[Any]:
+        """The cells in the columns of the speed of generation, if there are such columns."""
+        return list(values) if self._with_generation and self.result["task"] == "causal-lm" else []
 
     @property
     def _agreement(self) -> str:
@@ -221,6 +239,10 @@ class Report:
             "error: relative operator norm of the error of a layer's output, averaged over heads and layers.",
             *self._perplexity(f"perplexity: {_PERPLEXITY.get(self.result['task'])}."),
             f"{self._agreement}: {_AGREEMENT[self.result['task']]}, over {inputs}.",
+            *self._generation(
+                "first tok: seconds to the first generated token. tok/s: tokens per second after it, with a cache"
+                f"{of_batch and ', all inputs together'}. The new tokens are the last ones of the length."
+            ),
         ]
         typer.echo("\n" + "\n".join(lines))
 

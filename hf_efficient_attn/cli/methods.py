@@ -23,7 +23,8 @@ _LEGEND = (
 def _describe(info: "MethodInfo") -> dict[str, Any]:
     """The facts about a method as plain values for JSON."""
     plain = {spec.name: getattr(info, spec.name) for spec in dataclasses.fields(info)}
-    return plain | {"learned_parameters": list(info.learned_parameters), "config_class": info.config_class.__name__}
+    others = {"config_class": info.config_class.__name__, "decoding": info.decoding}
+    return plain | {"learned_parameters": list(info.learned_parameters)} | others
 
 
 def _hyperparameters(info: "MethodInfo") -> list[dict[str, Any]]:
@@ -84,6 +85,7 @@ def info(
         "near field": about.near,
         "far field": about.far,
         "forms": ", ".join(form for form, exists in forms if exists) or "square, bidirectional only",
+        "decoding": about.decoding,
         "learned parameters": ", ".join(about.learned_parameters) or "none",
         "config": f"{'hf_efficient_attn' if own else about.config_class.__module__}.{about.config_class.__name__}",
     }

@@ -102,6 +102,8 @@ def benchmark_checkpoint(
         - "agreement": with the outputs of exact attention.
         - "perplexity": of the texts, in a causal language model of the tokens after the first, in a masked one of the
           masked tokens; None for other tasks.
+        - "first_token_seconds", "tokens_per_second": of generation at the end of the length, with the cache that the
+          model makes itself (`generation`); None for other tasks than causal language modeling.
 
     Raises:
         UnsupportedAttentionError: before anything is measured, for a source, a method, a length or data that cannot be

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.evaluation.capture import Call, capture_attention, forward, takes_pictures
 from hf_efficient_attn.evaluation.data import Inputs, ModelData
+from hf_efficient_attn.evaluation.generation import Generation, prompt_length, time_generation
 from hf_efficient_attn.evaluation.timing import LONG_SECONDS, Timing, calls_to_time, peak_of, summary, time_calls
 from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.learned import learned_tensors
@@ -123,6 +124,7 @@ class Procedure(NamedTuple):
         rows: number of inputs on which the agreement is measured; None for 4 texts or 32 pictures.
         device: where PyTorch computes.
         dtype: of the model, such as torch.bfloat16; None for that of the checkpoint.
+        new_tokens: number of tokens that a causal language model generates at the end of each length; below 2 none.
     """
 
     batch: int = 1
@@ -131,6 +133,7 @@ class Procedure(NamedTuple):
     rows: int | None = None
     device: "torch.device | str" = "cpu"
     dtype: "torch.dtype | None" = None
+    new_tokens: int = 8
 
 
 DEFAULT_PROCEDURE = Procedure()
@@ -210,7 +213,17 @@ class LengthComparison:
             **self._row(label, summary(pairs), peak),
             "agreement": _for_json(self._agreement(answers)),
             "perplexity": _for_json(_perplexity(answers)),
+            **self._generation(label),
         }
+
+    def _generation(self, label: str) -> dict[str, Any]:
+        """The speed of generation; None for other models than causal language models, and for very short lengths."""
+        inputs, new_tokens = self._pass(label, 0).inputs, self._procedure.new_tokens
+        length = prompt_length(inputs.tokens, new_tokens)
+        if self._data.task != "causal-lm" or new_tokens < 2 or length < 1:
+            return dict.fromkeys(Generation._fields)
+        ids = inputs.values["input_ids"][:, :length]
+        return time_generation(self._variants[label].model, ids, new_tokens, self._procedure.rounds)._asdict()
 
     def _pass(self, label: str, index: int) -> "_Pass":
         batch, number = self._procedure.batch, index % max(1, self._batches)

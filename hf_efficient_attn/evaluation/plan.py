@@ -79,9 +79,11 @@ def plan_of(
     for length in lengths:
         exact, method = times.exact(length), times.method(length)
         errors = min(ERROR_INPUTS, data.rows) / procedure.batch * (exact + len(labels) * method / 2)
-        seconds = procedure.rounds * timed(exact) + further * exact + (errors if data.is_real else 0.0)
+        # Generation passes the prompt once a round. Its other tokens take little time next to that.
+        generated = procedure.rounds if data.task == "causal-lm" and procedure.new_tokens > 1 else 0
+        seconds = procedure.rounds * timed(exact) + (further + generated) * exact + (errors if data.is_real else 0.0)
         steps.append(Step(f"{EXACT} at {length} tokens", seconds, (length, EXACT)))
-        seconds = procedure.rounds * timed(method) + further * method + timed(exact)
+        seconds = procedure.rounds * timed(method) + (further + generated) * method + timed(exact)
         steps += [Step(f"{label} at {length} tokens", seconds, (length, label)) for label in labels]
     return steps
 

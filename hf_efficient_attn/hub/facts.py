@@ -51,6 +51,8 @@ class Measurement:
     peak_memory_mib: float | None
     error: float | None
     agreement: float | None
+    first_token_seconds: float | None
+    tokens_per_second: float | None
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,11 @@ class Benchmark:
     pays_from: dict[str, int | None]
     notes: tuple[str, ...]
     complete: bool
+
+    @property
+    def has_generation(self) -> bool:
+        """Whether the speed of generation was measured."""
+        return any(entry.tokens_per_second is not None for entry in self.measurements)
 
 
 @dataclass(frozen=True)
@@ -421,6 +428,8 @@ def _measurement(values: _Object, own: EfficientAttentionConfig | None) -> Measu
         peak_memory_mib=values.optional_number("peak_memory_mib"),
         error=values.optional_number("error"),
         agreement=values.optional_number("agreement"),
+        first_token_seconds=values.optional_number("first_token_seconds"),
+        tokens_per_second=values.optional_number("tokens_per_second"),
     )
 
 

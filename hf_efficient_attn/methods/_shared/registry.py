@@ -88,6 +88,17 @@ class MethodInfo:
     near: str
     far: str
 
+    @property
+    def decoding(self) -> str | None:
+        """What a new token of a decoder costs, in words; None for methods without a causal form."""
+        if not self.causal:
+            return None
+        if self.recurrent:
+            return "by the method, from a state of constant size"
+        if self.config_class.decodes_exactly:
+            return "exact: up to 128 new tokens at a time attend to all cached keys"
+        return "by the method, from all cached keys"
+
 
 @dataclass(frozen=True)
 class Method:
