@@ -17,7 +17,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.integration.attention import is_causal_call
+from hf_efficient_attn.integration.attention import ModuleLocation, is_causal_call
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.integration.hidden_states import attach, plan
 from hf_efficient_attn.integration.layers import Layer, in_order, layer_seed
@@ -37,8 +37,7 @@ class Call(NamedTuple):
     """One call of an attention layer.
 
     Attributes:
-        layer: the first integer in the module's name, or the layer's own name; None if there is neither.
-        name: the module's name in its model.
+        location: where the module is in its model.
         query: (B, H, Nq, D).
         key: (B, H_kv, Nk, D).
         value: (B, H_kv, Nk, Dv).
@@ -50,8 +49,7 @@ class Call(NamedTuple):
         module: the attention module.
     """
 
-    layer: Layer | None
-    name: str
+    location: ModuleLocation
     query: Tensor
     key: Tensor
     value: Tensor
@@ -61,6 +59,16 @@ class Call(NamedTuple):
     exact: Tensor
     why_exact: Callable[[MethodConfig], str | None]
     module: nn.Module
+
+    @property
+    def layer(self) -> Layer | None:
+        """What reports call the layer of the module: a number or a name; None if it has neither."""
+        return self.location.label
+
+    @property
+    def name(self) -> str:
+        """The module's name in its model."""
+        return self.location.name
 
     @property
     def tokens(self) -> int:
@@ -101,7 +109,7 @@ class Call(NamedTuple):
         """The output of a method, (B, H, Nq, Dv), in the dtype of a converted model; arguments as in `errors`."""
         return attention(
             config, self.query, self.key, self.value, attention_mask=self.key_mask, is_causal=self.is_causal,
-            scale=self.scale, seed=layer_seed(self.layer), parameters=parameters,
+            scale=self.scale, seed=layer_seed(self.location.layer), parameters=parameters,
         )  # fmt: skip
 
     def compute_exact(self) -> Tensor:
@@ -178,7 +186,7 @@ def capture_attention(
         why_exact = functools.partial(why_cross_attention_is_exact, config=config) if is_cross else _never_exact
         tensors = (query, key, value, attention_mask)
         empty = value.new_empty(0)
-        call = Call(location.layer, location.name, *tensors, is_causal, scaling, empty, why_exact, module)
+        call = Call(location, *tensors, is_causal, scaling, empty, why_exact, module)
         exact = compute(call)
         if not exact.isfinite().all():
             raise UnsupportedAttentionError(
@@ -263,6 +271,7 @@ class AttentionSummary(NamedTuple):
         max_kv_len: the largest number of keys.
         modules: the calls of attention modules in their order.
         takes_pictures: whether the model's inputs are pictures.
+        causal_layers: the layers with causal attention.
     """
 
     layers: tuple[Layer, ...]
@@ -271,6 +280,7 @@ class AttentionSummary(NamedTuple):
     max_kv_len: int
     modules: tuple[ModuleCall, ...] = ()
     takes_pictures: bool = False
+    causal_layers: frozenset[Layer] = frozenset()
 
 
 def summarize_attention(model: nn.Module, batch: Batch) -> AttentionSummary:
@@ -302,6 +312,7 @@ def summarize_attention(model: nn.Module, batch: Batch) -> AttentionSummary:
         max_kv_len=max(kv_len for _, _, kv_len in calls),
         modules=tuple(modules),
         takes_pictures=takes_pictures(transformers_models(model)[0]),
+        causal_layers=frozenset(layer for layer, is_causal, _ in calls if is_causal and layer is not None),
     )
 
 

@@ -220,14 +220,14 @@ def _observed(
         if module in modules:
             location, config = location_of(module), getattr(module, "config", None)
             is_causal = is_causal_call(module, location, attention_mask, kwargs.get("is_causal"))
-            method: MethodConfig | None = settings_of(config, name).for_layer(location.layer)
+            method: MethodConfig | None = settings_of(config, name).for_layer(location.layer, location.name)
             is_cross = not is_causal and (location.is_cross or query.shape[2] != key.shape[2])
             label = EXACT if method is None else method.method
             if is_cross and method is not None and why_cross_attention_is_exact(method, config) is not None:
                 label = EXACT
             scale = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else float(kwargs["scaling"])
             tensors = (query, key, value, attention_mask, out.transpose(1, 2))
-            visit(_Call(location.layer, location.name, label, *tensors, is_causal, scale))
+            visit(_Call(location.label, location.name, label, *tensors, is_causal, scale))
         return out, weights
 
     return call

@@ -32,11 +32,14 @@ class ModuleLocation(NamedTuple):
         layer: its layer, as `layers.layer_of` determines it.
         name: its name within the model.
         is_cross: whether its keys come from another model or stack.
+        label: what reports and calibration call its layer: `layer`, or, if modules of several stacks have the same
+            number, the part of the name up to it, such as "encoder.layers.0".
     """
 
     layer: Layer | None
     name: str
     is_cross: bool
+    label: Layer | None
 
 
 def location_of(module: nn.Module) -> ModuleLocation:
@@ -49,7 +52,7 @@ def location_of(module: nn.Module) -> ModuleLocation:
                 f"a {type(module).__name__} does not know its layer, because its model was switched by hand: use "
                 "model.set_attn_implementation(name) or hf_efficient_attn.convert(model, name)"
             )
-        location = ModuleLocation(layer, f"layer {layer}", bool(getattr(module, "is_cross_attention", False)))
+        location = ModuleLocation(layer, f"layer {layer}", bool(getattr(module, "is_cross_attention", False)), layer)
     return location
 
 
@@ -87,7 +90,7 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         is_causal = is_causal_call(module, location, attention_mask, is_causal)
         config = getattr(module, "config", None)
         settings = settings_of(config, name)
-        method: MethodConfig | None = settings.for_layer(location.layer)
+        method: MethodConfig | None = settings.for_layer(location.layer, location.name)
         if method is not None and not is_causal and (location.is_cross or query.shape[2] != key.shape[2]):
             reason = why_cross_attention_is_exact(method, config)
             if reason is not None:
