@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.attention import ModuleLocation, is_causal_call
+from hf_efficient_attn.integration.distance_bias import TAKES_DISTANCE_BIAS, attach_hook, take_bias
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.integration.hidden_states import attach, plan
 from hf_efficient_attn.integration.layers import Layer, in_order, layer_seed
@@ -47,6 +48,7 @@ class Call(NamedTuple):
         exact: (B, H, Nq, Dv), the output of exact attention in float32 or float64, or of what is captured in its place.
         why_exact: a method's config -> why a converted model computes this call exactly; None if it does not.
         module: the attention module.
+        distance_bias: (H, 2R + 1), the bias of the scores by distance; None for none.
     """
 
     location: ModuleLocation
@@ -59,6 +61,7 @@ class Call(NamedTuple):
     exact: Tensor
     why_exact: Callable[[MethodConfig], str | None]
     module: nn.Module
+    distance_bias: Tensor | None = None
 
     @property
     def layer(self) -> Layer | None:
@@ -110,13 +113,15 @@ class Call(NamedTuple):
         return attention(
             config, self.query, self.key, self.value, attention_mask=self.key_mask, is_causal=self.is_causal,
             scale=self.scale, seed=layer_seed(self.location.layer), parameters=parameters,
+            distance_bias=self.distance_bias,
         )  # fmt: skip
 
     def compute_exact(self) -> Tensor:
         """The output of exact attention, as the layers compute it that stay exact in a converted model."""
         return exact_layer(
-            self.query, self.key, self.value, self.key_mask, is_causal=self.is_causal, scale=self.scale, dropout_p=0.0
-        )
+            self.query, self.key, self.value, self.key_mask, is_causal=self.is_causal, scale=self.scale, dropout_p=0.0,
+            distance_bias=self.distance_bias,
+        )  # fmt: skip
 
 
 def _never_exact(method: MethodConfig) -> None:
@@ -178,6 +183,7 @@ def capture_attention(
                 "attention module. Measure another model, or give the class a name with 'Attention' in it"
             )
         location, config = known[module]
+        distance_bias = take_bias(kwargs, query.device)
         refuse_arguments("measuring attention", module, key.shape[2], attention_mask, kwargs)
         is_causal = is_causal_call(module, location, attention_mask, is_causal)
         is_cross = not is_causal and (location.is_cross or query.shape[2] != key.shape[2])
@@ -186,7 +192,7 @@ def capture_attention(
         why_exact = functools.partial(why_cross_attention_is_exact, config=config) if is_cross else _never_exact
         tensors = (query, key, value, attention_mask)
         empty = value.new_empty(0)
-        call = Call(location, *tensors, is_causal, scaling, empty, why_exact, module)
+        call = Call(location, *tensors, is_causal, scaling, empty, why_exact, module, distance_bias)
         exact = compute(call)
         if not exact.isfinite().all():
             raise UnsupportedAttentionError(
@@ -202,6 +208,7 @@ def capture_attention(
     forwards = [(module, vars(module).get("forward")) for module in known]
     # Without a registered mask function Transformers drops the padding mask.
     AttentionMaskInterface.register(_NAME, padding_mask)
+    setattr(compute_exact, TAKES_DISTANCE_BIAS, True)
     ALL_ATTENTION_FUNCTIONS[_NAME] = compute_exact
     try:
         # `set_attn_implementation` would delete learned parameters.
@@ -209,6 +216,7 @@ def capture_attention(
             config._attn_implementation_internal = _NAME
         for module in known:
             attach(module, plan(module, None))
+            attach_hook(module)
         with eval_mode(model):
             yield
     finally:

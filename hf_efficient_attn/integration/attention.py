@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.configs import settings_of
+from hf_efficient_attn.integration.distance_bias import TAKES_DISTANCE_BIAS, take_bias
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.integration.layers import Layer, layer_of, layer_seed
 from hf_efficient_attn.integration.learned import required_tensors
@@ -86,6 +87,7 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         location = location_of(module)
+        distance_bias = take_bias(kwargs, query.device)
         refuse_arguments(name, module, key.shape[2], attention_mask, kwargs)
         is_causal = is_causal_call(module, location, attention_mask, is_causal)
         config = getattr(module, "config", None)
@@ -106,7 +108,8 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
             )
         if method is None:
             out = exact_layer(
-                query, key, value, attention_mask, is_causal=is_causal, scale=scaling, dropout_p=dropout
+                query, key, value, attention_mask, is_causal=is_causal, scale=scaling, dropout_p=dropout,
+                distance_bias=distance_bias,
             )  # fmt: skip
         else:
             if is_causal:
@@ -117,6 +120,8 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
             seed = None if module.training else layer_seed(location.layer)
             options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "seed": seed}
             options["parameters"] = required_tensors(module, method, location.name)
+            if distance_bias is not None:
+                options["distance_bias"] = distance_bias
             if cached is not None and from_state:
                 out = cached.attention(query, key, value, attention_mask, **options)
             else:
@@ -125,5 +130,6 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
                 )
         return out.transpose(1, 2).contiguous(), None
 
+    setattr(forward, TAKES_DISTANCE_BIAS, True)
     forward.__name__ = forward.__qualname__ = f"{name}_attention_forward"
     return forward

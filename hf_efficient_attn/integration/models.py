@@ -11,6 +11,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration import hidden_states, learned, positions
 from hf_efficient_attn.integration.attention import LOCATION, ModuleLocation
 from hf_efficient_attn.integration.configs import method_of, settings_of
+from hf_efficient_attn.integration.distance_bias import attach_hook, has_distance_bias
 from hf_efficient_attn.integration.layers import Layer, in_order, is_selected, layer_of, names_of, stem_of
 from hf_efficient_attn.integration.model_code import (
     attention_arguments,
@@ -28,7 +29,7 @@ from hf_efficient_attn.integration.refusals import (
 )
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
 from hf_efficient_attn.integration.transaction import Snapshot
-from hf_efficient_attn.methods import MethodConfig, available_methods
+from hf_efficient_attn.methods import MethodConfig, available_methods, distance_bias_methods
 
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "num_decoder_layers", "encoder_layers", "decoder_layers")
 # The attribute of a model that has the forward pre-hook below.
@@ -213,6 +214,8 @@ class _Plan(NamedTuple):
             setattr(found.module, LOCATION, found.location)
         for module, forward in self.forwards:
             hidden_states.attach(module, forward)
+        for found in self.modules:
+            attach_hook(found.module)
         for module, _ in (found for group in self.exact.values() for found in group):
             setattr(module, WARNED, True)
         for part in self.parts:
@@ -341,6 +344,7 @@ def _check_scores(model: PreTrainedModel, through: Sequence[AttentionModule]) ->
     """
     owners = {id(found.owner) for found in through}
     asking = {id(found.module) for found in through}
+    biased = {id(found.module) for found in through if has_distance_bias(type(found.module))}
     inside: dict[str, tuple[bool, bool]] = {}  # path: whether its model is concerned, whether it is in attention
     for path, module in model.named_modules():
         is_concerned, is_inner = inside.get(path.rpartition(".")[0], (False, False))
@@ -349,6 +353,8 @@ def _check_scores(model: PreTrainedModel, through: Sequence[AttentionModule]) ->
         is_attention = _is_attention(module)
         inside[path] = (is_concerned, is_inner or is_attention)
         change = None
+        if id(module) in biased:
+            continue
         if id(module) in asking or (is_concerned and not is_inner and not is_attention):
             change = score_change(module, is_attention=is_attention)
         if change is not None:
@@ -358,6 +364,23 @@ def _check_scores(model: PreTrainedModel, through: Sequence[AttentionModule]) ->
                 f"never built: use attn_implementation={EXACT!r}, or a model with learned or rotary positions, such "
                 "as BERT, GPT-2 or Llama"
             )
+    for found in through:
+        method = _chosen_in(found)
+        if id(found.module) in biased and method is not None and not found.location.is_cross:
+            _check_distance_bias(model, found, method)
+
+
+def _check_distance_bias(model: PreTrainedModel, found: AttentionModule, method: MethodConfig) -> None:
+    """Refuse a method that cannot add a bias by distance, as T5 has it, in self-attention."""
+    if not method.adds_distance_bias:
+        kind = type(found.module).__name__
+        raise UnsupportedAttentionError(
+            f"{type(model).__name__} adds a bias of relative positions (relative_attention_bias) to the scores of its "
+            f"attention (in {kind} at {found.location.name}), which {method.method} cannot keep, because it does not "
+            f"compute the scores of all pairs: use {' or '.join(distance_bias_methods())} without global tokens, whose "
+            f"window adds it, or attn_implementation={EXACT!r}, or a model with learned or rotary positions, such as "
+            "BERT, GPT-2 or Llama"
+        )
 
 
 def _check_layers(model: PreTrainedModel, chosen: Sequence[AttentionModule], is_whole: bool) -> str | None:
