@@ -263,7 +263,8 @@ def test_a_sequence_without_valid_tokens_does_not_count():
     model, data = tiny_model("bert"), tiny_batch("bert", padding="right")
     data["attention_mask"][1] = 0
     candidate = calibration.Candidate(9, hea.LongformerConfig(window_size=4))
-    table, tokens = calibration.measure_errors(model, [data], [candidate], [0, 1], 9.0)
+    summary = capture.summarize_attention(model, data)
+    table, tokens = calibration.measure_errors(model, [data], [candidate], summary, 9.0)
     assert tokens == {0: 70, 1: 70}
     assert [set(errors) for errors in table.values()] == [{(0, 0)}, {(0, 0)}]
 
@@ -516,18 +517,24 @@ def test_models_without_attention_are_refused():
         hea.calibrate(torch.nn.Linear(2, 2), [torch.ones(1, 2)], max_error=0.5)
 
 
-def test_encoder_and_decoder_share_layer_numbers():
-    """Layer 0 consists of encoder, decoder and cross attention: the method must support all of them."""
+def test_encoder_and_decoder_have_layers_of_their_own():
+    """Decoder layer 0 contains the cross attention; a method without a causal form is for the encoder only."""
     torch.manual_seed(0)
     sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
              "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "vocab_size": 60}  # fmt: skip
     model = transformers.BartModel(transformers.BartConfig(**sizes, max_position_embeddings=80))
     data = [{"input_ids": x["input_ids"], "decoder_input_ids": x["input_ids"][:, :40]} for x in batches("bert", 2)]
-    with pytest.raises(UnsupportedAttentionError, match="is a decoder"):
-        hea.calibrate(model, data, max_error=9.0, methods=["nystromformer"])
+    found = hea.calibrate(model, data, max_error=9.0, methods=["nystromformer"], budgets=[8])
+    assert found.named_layers() == ["encoder.layers.0"]
     calls = []
     with capture.capture_attention(model, calls.append):
         capture.forward(model, data[0])
     cross = next(call for call in calls if call.query.shape[2] != call.key.shape[2])
     assert (cross.errors(hea.LongformerConfig(window_size=4)) == 0).all()
-    assert hea.calibrate(model, data, max_error=9.0, methods=["longformer"], budgets=[8]).named_layers() == [0]
+    both = hea.calibrate(model, data, max_error=9.0, methods=["longformer"], budgets=[8])
+    assert both.named_layers() == ["decoder.layers.0", "encoder.layers.0"]
+    hea.convert(model, both)
+    causal = hea.calibrate(tiny_model("gpt2"), batches("gpt2", 1), max_error=9.0, methods=["longformer"], budgets=[8])
+    assert causal.named_layers() == [0, 1]
+    with pytest.raises(UnsupportedAttentionError, match="is a decoder"):
+        hea.calibrate(tiny_model("gpt2"), batches("gpt2", 1), max_error=9.0, methods=["nystromformer"])

@@ -47,7 +47,11 @@ def convert(
         list[str], typer.Option("--set", metavar="KEY=VALUE", help="A hyperparameter of the method; repeatable.")
     ] = [],  # noqa: B006 (typer copies it)
     layers: Annotated[
-        str | None, typer.Option(metavar="0-5,8", help="Layers to convert; the others stay exact. [default: all]")
+        str | None,
+        typer.Option(
+            metavar="0-5,8",
+            help="Layers to convert, by number or name ('encoder'); the others stay exact. [default: all]",
+        ),
     ] = None,
     max_length: Annotated[
         int | None,

@@ -53,7 +53,11 @@ def distill(
         list[str], typer.Option("--set", metavar="KEY=VALUE", help="A hyperparameter of the method; repeatable.")
     ] = [],  # noqa: B006 (typer copies it)
     layers: Annotated[
-        str | None, typer.Option(metavar="0-5,8", help="Layers to convert; the others stay exact. [default: all]")
+        str | None,
+        typer.Option(
+            metavar="0-5,8",
+            help="Layers to convert, by number or name ('encoder'); the others stay exact. [default: all]",
+        ),
     ] = None,
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Number of batches to learn from.")] = 300,
     loss: Annotated[

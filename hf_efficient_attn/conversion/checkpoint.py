@@ -469,9 +469,10 @@ def _converted_layers(model: PreTrainedModel) -> list[Layer]:
     """The layers that have a method, in order."""
     found = set()
     for module in attention_modules(model):
-        name, layer = method_of(module.config), module.location.layer
-        if name is not None and layer is not None and settings_of(module.config, name).for_layer(layer) is not None:
-            found.add(layer)
+        name, location = method_of(module.config), module.location
+        method = None if name is None else settings_of(module.config, name).for_layer(location.layer, location.name)
+        if method is not None and location.label is not None:
+            found.add(location.label)
     return in_order(found)
 
 

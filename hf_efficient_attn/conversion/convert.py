@@ -31,7 +31,8 @@ def convert(
         method_or_config: a method's name or config, an `EfficientAttentionConfig`, or a dictionary as in
             `config.efficient_attention`. "sdpa", "eager" and Transformers' other implementations switch back. The
             weights never change, so the model then is what it was before.
-        layers: indices of the layers to switch (all others become exact), or entries of a mix; None for all layers.
+        layers: indices of the layers to switch (all others become exact), names such as "encoder", or entries of a mix;
+            None for all layers. See `EfficientAttentionConfig`.
         **hyperparameters: replace those of the method or its config.
 
     Returns:

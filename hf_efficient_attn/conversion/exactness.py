@@ -165,10 +165,10 @@ def _methods(model: PreTrainedModel) -> dict[Layer, MethodConfig]:
     """The method of every layer that has one."""
     found: dict[Layer, MethodConfig] = {}
     for module in attention_modules(model):
-        name, layer = method_of(module.config), module.location.layer
-        method = None if name is None else settings_of(module.config, name).for_layer(layer)
-        if method is not None and layer is not None:
-            found.setdefault(layer, method)
+        name, location = method_of(module.config), module.location
+        method = None if name is None else settings_of(module.config, name).for_layer(location.layer, location.name)
+        if method is not None and location.label is not None:
+            found.setdefault(location.label, method)
     return found
 
 
@@ -194,7 +194,7 @@ def _tokens_in_picture(model: PreTrainedModel, height: int, native: int) -> Mapp
 
     hooks = []
     for module in attention_modules(model):
-        layer = module.location.layer
+        layer = module.location.label
         if layer is not None:
 
             def hook(_: nn.Module, args: Any, kwargs: Any, layer: Layer = layer) -> None:

@@ -24,7 +24,7 @@ from hf_efficient_attn.evaluation.timing import paired
 from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.refusals import check_methods
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
-from hf_efficient_attn.methods import MethodConfig, make_config
+from hf_efficient_attn.methods import MethodConfig, causal_methods, make_config
 
 _BUDGETS = (32, 64, 128, 256, 512, 1024)
 # If the log errors are normal with a known deviation, an unseen sequence stays below mean + 2 deviations with
@@ -92,6 +92,9 @@ def calibrate(
     output of a few queries. Here all queries are compared, whose exact output the model computes anyway, so that the
     estimate is the error and needs no bound.
 
+    In an encoder-decoder the layers of the two stacks have names, such as "encoder.layers.0", and methods without a
+    causal form are candidates for the encoder only. Cross attention belongs to its layer of the decoder.
+
     The limit is meant for unseen sequences, and the cheapest of many candidates may have been chosen by chance. A
     candidate is therefore accepted only if exp(mean + 2 s sqrt(1 + 1/n)) <= `max_error` for the logarithms of its
     errors on the n sequences, and if its largest error is at most `max_error`. About one unseen sequence in 44 exceeds
@@ -132,8 +135,8 @@ def calibrate(
     check_max_error(max_error)
     batches = check_batches(batches)
     summary = summarize_attention(model, largest(batches))
-    candidates = make_candidates(methods, budgets, summary, seed)
-    table, tokens = measure_errors(model, batches, candidates, summary.layers, max_error)
+    candidates = make_candidates(methods, budgets, summary, seed, each_layer=True)
+    table, tokens = measure_errors(model, batches, candidates, summary, max_error)
     chosen = choose_each(table, candidates, max_error)
     undecided = _undecided(methods, max_error, seed)
     if undecided is not None:
@@ -217,7 +220,7 @@ def measure_speed(model: nn.Module, batch: Batch, settings: EfficientAttentionCo
     seconds = [0.0, 0.0]
 
     def visit(call: Call) -> None:
-        config, works = settings.for_layer(call.layer), {}
+        config, works = settings.for_layer(call.location.layer, call.name), {}
         if config is not None and call.why_exact(config) is None:
             works[""] = functools.partial(call.compute, config)
         exact, timings = paired(call.compute_exact, works, rounds=1)
@@ -262,11 +265,17 @@ def make_candidates(
     budgets: Sequence[int] | None,
     summary: AttentionSummary,
     seed: int = 0,
+    *,
+    each_layer: bool = False,
 ) -> list[Candidate]:
-    """Every method at every budget below the longest sequence, the cheapest first; raises as `calibrate` does."""
+    """Every method at every budget below the longest sequence, the cheapest first; raises as `calibrate` does.
+
+    With `each_layer`, methods without a causal form are allowed as long as some layers are not causal.
+    """
+    is_causal = summary.is_causal and not (each_layer and set(summary.layers) - summary.causal_layers)
     if methods is None:
         configs = default_variants(
-            is_causal=summary.is_causal,
+            is_causal=is_causal,
             is_rectangular=summary.is_rectangular,
             takes_pictures=summary.takes_pictures,
         )
@@ -276,7 +285,7 @@ def make_candidates(
         configs = [make_config(method) for method in methods]
         if not configs:
             raise UnsupportedAttentionError("methods is empty: leave it out for the default methods")
-    check_methods(configs, summary.is_causal, summary.is_rectangular)
+    check_methods(configs, is_causal, summary.is_rectangular)
     sizes = sorted(set(_BUDGETS if budgets is None else budgets))
     for columns in sizes:
         if isinstance(columns, bool) or not isinstance(columns, int) or columns < 1:
@@ -302,16 +311,22 @@ def measure_errors(
     model: nn.Module,
     batches: Sequence[Batch],
     candidates: Sequence[Candidate],
-    layers: Sequence[Layer],
+    summary: AttentionSummary,
     max_error: float,
 ) -> tuple[ErrorTable, dict[Layer, int]]:
     """Errors of every candidate in every layer; a candidate that exceeds `max_error` in a layer is dropped there.
 
+    A method without a causal form is no candidate for a causal layer.
+
     Returns:
         the errors, and for each layer the number of tokens of the longest sequence.
     """
-    table: ErrorTable = {(layer, candidate): {} for layer in layers for candidate in candidates}
-    remaining = {layer: list(candidates) for layer in layers}
+    causal = set(causal_methods())
+    remaining = {
+        layer: [one for one in candidates if layer not in summary.causal_layers or one.config.method in causal]
+        for layer in summary.layers
+    }
+    table: ErrorTable = {(layer, candidate): {} for layer, rest in remaining.items() for candidate in rest}
     measured: dict[tuple[Layer, Candidate], dict[int, float]] = {}
     tokens: dict[Layer, int] = {}
 

@@ -17,7 +17,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.integration.attention import is_causal_call
+from hf_efficient_attn.integration.attention import ModuleLocation, is_causal_call
+from hf_efficient_attn.integration.distance_bias import TAKES_DISTANCE_BIAS, attach_hook, take_bias
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.integration.hidden_states import attach, plan
 from hf_efficient_attn.integration.layers import Layer, in_order, layer_seed
@@ -37,8 +38,7 @@ class Call(NamedTuple):
     """One call of an attention layer.
 
     Attributes:
-        layer: the first integer in the module's name, or the layer's own name; None if there is neither.
-        name: the module's name in its model.
+        location: where the module is in its model.
         query: (B, H, Nq, D).
         key: (B, H_kv, Nk, D).
         value: (B, H_kv, Nk, Dv).
@@ -48,10 +48,10 @@ class Call(NamedTuple):
         exact: (B, H, Nq, Dv), the output of exact attention in float32 or float64, or of what is captured in its place.
         why_exact: a method's config -> why a converted model computes this call exactly; None if it does not.
         module: the attention module.
+        distance_bias: (H, 2R + 1), the bias of the scores by distance; None for none.
     """
 
-    layer: Layer | None
-    name: str
+    location: ModuleLocation
     query: Tensor
     key: Tensor
     value: Tensor
@@ -61,6 +61,17 @@ class Call(NamedTuple):
     exact: Tensor
     why_exact: Callable[[MethodConfig], str | None]
     module: nn.Module
+    distance_bias: Tensor | None = None
+
+    @property
+    def layer(self) -> Layer | None:
+        """What reports call the layer of the module: a number or a name; None if it has neither."""
+        return self.location.label
+
+    @property
+    def name(self) -> str:
+        """The module's name in its model."""
+        return self.location.name
 
     @property
     def tokens(self) -> int:
@@ -101,14 +112,16 @@ class Call(NamedTuple):
         """The output of a method, (B, H, Nq, Dv), in the dtype of a converted model; arguments as in `errors`."""
         return attention(
             config, self.query, self.key, self.value, attention_mask=self.key_mask, is_causal=self.is_causal,
-            scale=self.scale, seed=layer_seed(self.layer), parameters=parameters,
+            scale=self.scale, seed=layer_seed(self.location.layer), parameters=parameters,
+            distance_bias=self.distance_bias,
         )  # fmt: skip
 
     def compute_exact(self) -> Tensor:
         """The output of exact attention, as the layers compute it that stay exact in a converted model."""
         return exact_layer(
-            self.query, self.key, self.value, self.key_mask, is_causal=self.is_causal, scale=self.scale, dropout_p=0.0
-        )
+            self.query, self.key, self.value, self.key_mask, is_causal=self.is_causal, scale=self.scale, dropout_p=0.0,
+            distance_bias=self.distance_bias,
+        )  # fmt: skip
 
 
 def _never_exact(method: MethodConfig) -> None:
@@ -170,6 +183,7 @@ def capture_attention(
                 "attention module. Measure another model, or give the class a name with 'Attention' in it"
             )
         location, config = known[module]
+        distance_bias = take_bias(kwargs, query.device)
         refuse_arguments("measuring attention", module, key.shape[2], attention_mask, kwargs)
         is_causal = is_causal_call(module, location, attention_mask, is_causal)
         is_cross = not is_causal and (location.is_cross or query.shape[2] != key.shape[2])
@@ -178,7 +192,7 @@ def capture_attention(
         why_exact = functools.partial(why_cross_attention_is_exact, config=config) if is_cross else _never_exact
         tensors = (query, key, value, attention_mask)
         empty = value.new_empty(0)
-        call = Call(location.layer, location.name, *tensors, is_causal, scaling, empty, why_exact, module)
+        call = Call(location, *tensors, is_causal, scaling, empty, why_exact, module, distance_bias)
         exact = compute(call)
         if not exact.isfinite().all():
             raise UnsupportedAttentionError(
@@ -194,6 +208,7 @@ def capture_attention(
     forwards = [(module, vars(module).get("forward")) for module in known]
     # Without a registered mask function Transformers drops the padding mask.
     AttentionMaskInterface.register(_NAME, padding_mask)
+    setattr(compute_exact, TAKES_DISTANCE_BIAS, True)
     ALL_ATTENTION_FUNCTIONS[_NAME] = compute_exact
     try:
         # `set_attn_implementation` would delete learned parameters.
@@ -201,6 +216,7 @@ def capture_attention(
             config._attn_implementation_internal = _NAME
         for module in known:
             attach(module, plan(module, None))
+            attach_hook(module)
         with eval_mode(model):
             yield
     finally:
@@ -263,6 +279,7 @@ class AttentionSummary(NamedTuple):
         max_kv_len: the largest number of keys.
         modules: the calls of attention modules in their order.
         takes_pictures: whether the model's inputs are pictures.
+        causal_layers: the layers with causal attention.
     """
 
     layers: tuple[Layer, ...]
@@ -271,6 +288,7 @@ class AttentionSummary(NamedTuple):
     max_kv_len: int
     modules: tuple[ModuleCall, ...] = ()
     takes_pictures: bool = False
+    causal_layers: frozenset[Layer] = frozenset()
 
 
 def summarize_attention(model: nn.Module, batch: Batch) -> AttentionSummary:
@@ -302,6 +320,7 @@ def summarize_attention(model: nn.Module, batch: Batch) -> AttentionSummary:
         max_kv_len=max(kv_len for _, _, kv_len in calls),
         modules=tuple(modules),
         takes_pictures=takes_pictures(transformers_models(model)[0]),
+        causal_layers=frozenset(layer for layer, is_causal, _ in calls if is_causal and layer is not None),
     )
 
 

@@ -236,7 +236,7 @@ class LengthComparison:
 
         def visit(call: Call) -> None:
             for label, one in self._variants.items():
-                config = None if one.settings is None else one.settings.for_layer(call.layer)
+                config = None if one.settings is None else one.settings.for_layer(call.location.layer, call.name)
                 error = 0.0
                 if config is not None:
                     error = call.errors(config, learned_tensors(one.modules[call.name])).mean().item()

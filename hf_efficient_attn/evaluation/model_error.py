@@ -20,6 +20,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import Batch, eval_mode, forward
 from hf_efficient_attn.integration.attention import is_causal_call, location_of
 from hf_efficient_attn.integration.configs import method_of, settings_of
+from hf_efficient_attn.integration.distance_bias import TAKES_DISTANCE_BIAS, take_bias
 from hf_efficient_attn.integration.hidden_states import attach, plan
 from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.integration.models import attention_modules, configs_of, transformers_models
@@ -175,6 +176,7 @@ class _Call:
     out: Tensor
     is_causal: bool
     scale: float
+    distance_bias: Tensor | None
 
 
 @contextlib.contextmanager
@@ -216,20 +218,22 @@ def _observed(
     def call(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
+        distance_bias = take_bias({**kwargs}, query.device)
         out, weights = function(module, query, key, value, attention_mask, **kwargs)
         if module in modules:
             location, config = location_of(module), getattr(module, "config", None)
             is_causal = is_causal_call(module, location, attention_mask, kwargs.get("is_causal"))
-            method: MethodConfig | None = settings_of(config, name).for_layer(location.layer)
+            method: MethodConfig | None = settings_of(config, name).for_layer(location.layer, location.name)
             is_cross = not is_causal and (location.is_cross or query.shape[2] != key.shape[2])
             label = EXACT if method is None else method.method
             if is_cross and method is not None and why_cross_attention_is_exact(method, config) is not None:
                 label = EXACT
             scale = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else float(kwargs["scaling"])
             tensors = (query, key, value, attention_mask, out.transpose(1, 2))
-            visit(_Call(location.layer, location.name, label, *tensors, is_causal, scale))
+            visit(_Call(location.label, location.name, label, *tensors, is_causal, scale, distance_bias))
         return out, weights
 
+    setattr(call, TAKES_DISTANCE_BIAS, True)
     return call
 
 
@@ -269,5 +273,7 @@ def _sequence_error(call: _Call, b: int, num_rows: int | None, seed: int) -> Row
         num_heads, q_len, num_rows or q_len, query_mask, num_heads=num_heads, seed=seed, device=query.device
     )
     with torch.autocast(query.device.type, enabled=False):
-        exact = exact_rows(query, key, value, rows, key_mask, is_causal=call.is_causal, scale=call.scale)
+        exact = exact_rows(
+            query, key, value, rows, key_mask, is_causal=call.is_causal, scale=call.scale, table=call.distance_bias
+        )
         return row_error(take(call.out[b], rows.queries), exact, rows.valid, rows.population)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.configs import settings_of
+from hf_efficient_attn.integration.distance_bias import TAKES_DISTANCE_BIAS, take_bias
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.integration.layers import Layer, layer_of, layer_seed
 from hf_efficient_attn.integration.learned import required_tensors
@@ -32,11 +33,14 @@ class ModuleLocation(NamedTuple):
         layer: its layer, as `layers.layer_of` determines it.
         name: its name within the model.
         is_cross: whether its keys come from another model or stack.
+        label: what reports and calibration call its layer: `layer`, or, if modules of several stacks have the same
+            number, the part of the name up to it, such as "encoder.layers.0".
     """
 
     layer: Layer | None
     name: str
     is_cross: bool
+    label: Layer | None
 
 
 def location_of(module: nn.Module) -> ModuleLocation:
@@ -49,7 +53,7 @@ def location_of(module: nn.Module) -> ModuleLocation:
                 f"a {type(module).__name__} does not know its layer, because its model was switched by hand: use "
                 "model.set_attn_implementation(name) or hf_efficient_attn.convert(model, name)"
             )
-        location = ModuleLocation(layer, f"layer {layer}", bool(getattr(module, "is_cross_attention", False)))
+        location = ModuleLocation(layer, f"layer {layer}", bool(getattr(module, "is_cross_attention", False)), layer)
     return location
 
 
@@ -83,11 +87,12 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         location = location_of(module)
+        distance_bias = take_bias(kwargs, query.device)
         refuse_arguments(name, module, key.shape[2], attention_mask, kwargs)
         is_causal = is_causal_call(module, location, attention_mask, is_causal)
         config = getattr(module, "config", None)
         settings = settings_of(config, name)
-        method: MethodConfig | None = settings.for_layer(location.layer)
+        method: MethodConfig | None = settings.for_layer(location.layer, location.name)
         if method is not None and not is_causal and (location.is_cross or query.shape[2] != key.shape[2]):
             reason = why_cross_attention_is_exact(method, config)
             if reason is not None:
@@ -103,7 +108,8 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
             )
         if method is None:
             out = exact_layer(
-                query, key, value, attention_mask, is_causal=is_causal, scale=scaling, dropout_p=dropout
+                query, key, value, attention_mask, is_causal=is_causal, scale=scaling, dropout_p=dropout,
+                distance_bias=distance_bias,
             )  # fmt: skip
         else:
             if is_causal:
@@ -114,6 +120,8 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
             seed = None if module.training else layer_seed(location.layer)
             options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "seed": seed}
             options["parameters"] = required_tensors(module, method, location.name)
+            if distance_bias is not None:
+                options["distance_bias"] = distance_bias
             if cached is not None and from_state:
                 out = cached.attention(query, key, value, attention_mask, **options)
             else:
@@ -122,5 +130,6 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
                 )
         return out.transpose(1, 2).contiguous(), None
 
+    setattr(forward, TAKES_DISTANCE_BIAS, True)
     forward.__name__ = forward.__qualname__ = f"{name}_attention_forward"
     return forward

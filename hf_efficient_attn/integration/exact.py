@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from hf_efficient_attn.ops.distance_bias import biased_exact
+
 # Queries for which one mask is built at a time.
 _BLOCK_Q = 256
 
@@ -19,6 +21,7 @@ def exact_layer(
     is_causal: bool,
     scale: float | None,
     dropout_p: float,
+    distance_bias: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale * query key^T) value by PyTorch's kernel. Without a mask it is bit-identical to `sdpa`.
 
@@ -31,6 +34,7 @@ def exact_layer(
         is_causal: the queries are the last Nq positions of the keys.
         scale: the factor of the scores; 1/sqrt(D) if None.
         dropout_p: the probability with which an attention weight is dropped.
+        distance_bias: (H, 2R + 1), as in `hf_efficient_attn.methods.attention`, or None.
 
     Returns:
         (B, H, Nq, Dv), 0 for queries that have no key to attend to.
@@ -40,6 +44,14 @@ def exact_layer(
     if key.shape[1] != query.shape[1]:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if distance_bias is not None:
+        if key_mask is not None:
+            masked = ~key_mask[:, None, :, None]
+            key, value = key.masked_fill(masked, 0.0), value.masked_fill(masked, 0.0)
+        own_scale = query.shape[3] ** -0.5 if scale is None else scale
+        return biased_exact(
+            query, key, value, distance_bias, key_mask, is_causal=is_causal, scale=own_scale, dropout_p=dropout_p
+        )
     is_causal = is_causal and q_len > 1
     if key_mask is None and (not is_causal or q_len == kv_len):
         return scaled_dot_product_attention(query, key, value, is_causal=is_causal, **options)

@@ -170,7 +170,7 @@ def extend_caches() -> None:
             return
         settings = settings_of(config, name)
         for index, layer in enumerate(self.layers):
-            method = settings.for_layer(index)
+            method = settings.for_cached_layer(index)
             is_plain = type(layer) is DynamicLayer and not layer.is_initialized
             if is_plain and method is not None and is_recurrent(method):
                 self.layers[index] = StateLayer(method)

@@ -89,7 +89,7 @@ def _forward(
 ) -> tuple[Tensor, None]:
     """Replace the module's own forward: the same arguments, and the same output up to rounding."""
     name, layout, location = method_of(module.config), _layout(module), location_of(module)
-    method: Any = None if name is None else settings_of(module.config, name).for_layer(location.layer)
+    method: Any = None if name is None else settings_of(module.config, name).for_layer(location.layer, location.name)
     form = None if method is None else get_method(method.method).forward_hidden_states
     is_causal = kwargs.get("is_causal") or is_causal_mask(attention_mask)
     if form is None or layout is None or kwargs.get("past_key_values") is not None or is_causal:

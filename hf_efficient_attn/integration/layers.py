@@ -1,10 +1,15 @@
 """How the layers of a model are named, sorted and written in short, and which seed each of them has.
 
 A layer is the first integer in the path of its attention module, or a name that the module has for itself
-(`attention_layer`), such as T2T-ViT's "t2t.0" before layer 0 of the backbone.
+(`attention_layer`), such as T2T-ViT's "t2t.0" before layer 0 of the backbone. Several modules can belong to one layer:
+in an encoder-decoder, layer 0 of the encoder and that of the decoder are both layer 0.
+
+A name selects modules by the beginning of their path in the model, or of their own name: "encoder",
+"encoder.layers.0", "decoder.layers.0.self_attn", "t2t". The path is that within the model without its head.
 """
 
 import functools
+import itertools
 import re
 from collections.abc import Iterable
 from typing import Any, TypeAlias
@@ -16,6 +21,10 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 Layer: TypeAlias = int | str
 # Names are read from other people's files and appear in model cards and command lines.
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*")
+# A name that ends with a number, and a range of such names.
+_NUMBERED, _NAME_RANGE = re.compile(r"(.+\.)(\d{1,5})"), re.compile(r"(.+\.)(\d{1,5})-(\d{1,5})")
+# Fewer names in a row are written one by one.
+_SHORTEST_NAME_RANGE = 3
 
 
 def layer_of(module: nn.Module, path: str) -> Layer | None:
@@ -24,6 +33,52 @@ def layer_of(module: nn.Module, path: str) -> Layer | None:
     if own is not None:
         return own
     return next((int(part) for part in path.split(".") if part.isdigit()), None)
+
+
+def is_selected(chosen: Layer, layer: Layer | None, path: str) -> bool:
+    """Whether an item of `layers` selects an attention module.
+
+    Args:
+        chosen: the item.
+        layer: the layer of the module.
+        path: where the module is in its model, as `models.attention_modules` determines it.
+    """
+    if not isinstance(chosen, str):
+        return chosen == layer
+    return begins_with(path, chosen) or (isinstance(layer, str) and begins_with(layer, chosen))
+
+
+def begins_with(path: str, name: str) -> bool:
+    """Whether the first parts of a dotted path are those of a name."""
+    return path == name or path.startswith(f"{name}.")
+
+
+def is_cached_layer_selected(chosen: Layer, index: int) -> bool:
+    """Whether an item of `layers` selects the self-attention of a decoder whose keys a cache holds under this index.
+
+    A cache knows the config but not the modules. The name of a decoder in a model without an encoder is therefore not
+    recognized; such a layer gets the ordinary cache, which every method can use.
+    """
+    if not isinstance(chosen, str):
+        return chosen == index
+    parts = chosen.split(".")
+    return parts[0] == "decoder" and next((int(part) for part in parts if part.isdigit()), index) == index
+
+
+def stem_of(path: str) -> str:
+    """The part of a path up to its first integer: "encoder.layers.0" of "encoder.layers.0.self_attn"."""
+    parts = path.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+    return ".".join(parts[: number + 1])
+
+
+def names_of(paths: Iterable[str]) -> list[str]:
+    """The names that select several layers: the beginnings of the paths that end before the first integer."""
+    names: dict[str, None] = {}
+    for path in paths:
+        before = [*itertools.takewhile(lambda part: not part.isdigit(), path.split("."))]
+        names |= dict.fromkeys(".".join(before[:end]) for end in range(1, len(before) + 1))
+    return sorted(names)
 
 
 def check_layer(layer: Any) -> Layer:
@@ -37,14 +92,20 @@ def check_layer(layer: Any) -> Layer:
     if isinstance(layer, (bool, str)) or not hasattr(layer, "__index__") or int(layer) < 0:
         raise UnsupportedAttentionError(
             f"'layers' contains {layer!r}; a layer is a non-negative integer, or a name that the model uses, such as "
-            "'t2t.0'"
+            "'encoder' or 't2t.0'"
         )
     return int(layer)
 
 
 def in_order(layers: Iterable[Layer | None]) -> list[Any]:
     """Sort layers and drop repetitions: None first, then names, which come before the numbered layers, then numbers."""
-    return sorted(dict.fromkeys(layers), key=lambda layer: (isinstance(layer, int), layer is not None, layer or 0))
+    return sorted(dict.fromkeys(layers), key=_order)
+
+
+def _order(layer: Layer | None) -> tuple[Any, ...]:
+    """The sort key of `in_order`: "encoder.layers.2" comes before "encoder.layers.10"."""
+    parts = [(part.isdigit(), int(part) if part.isdigit() else part) for part in str(layer).split(".")]
+    return isinstance(layer, int), layer is not None, parts
 
 
 def layer_seed(layer: Layer | None) -> int:
@@ -56,18 +117,31 @@ def layer_seed(layer: Layer | None) -> int:
 
 
 def ranges(layers: Iterable[Layer]) -> str:
-    """Write layers as `--layers` takes them: [0, 1, 2, 5, "t2t.0"] becomes "t2t.0,0-2,5"."""
-    parts: list[list[Layer]] = []
+    """Write layers as `--layers` takes them: [0, 1, 2, 5, "t2t.0"] becomes "t2t.0,0-2,5".
+
+    Three or more names with successive numbers become a range too, such as "encoder.layers.0-5".
+    """
+    parts: list[tuple[str, list[int]]] = []  # what is before the number, and the successive numbers
     for layer in in_order(layers):
-        if parts and isinstance(layer, int) and isinstance(parts[-1][-1], int) and layer == parts[-1][-1] + 1:
-            parts[-1][1:] = [layer]
+        found = _NUMBERED.fullmatch(layer) if isinstance(layer, str) else None
+        before, numbers = (found[1], [int(found[2])]) if found else ("", [layer] if isinstance(layer, int) else [])
+        if numbers and parts and parts[-1][0] == before and parts[-1][1][-1:] == [numbers[0] - 1]:
+            parts[-1][1].extend(numbers)
         else:
-            parts.append([layer])
-    return ",".join("-".join(map(str, part)) for part in parts)
+            parts.append((before, numbers) if numbers else (str(layer), []))
+    words: list[str] = []
+    for before, numbers in parts:
+        if len(numbers) < (_SHORTEST_NAME_RANGE if before else 2):
+            words += [f"{before}{number}" for number in numbers] or [before]
+        else:
+            words.append(f"{before}{numbers[0]}-{numbers[-1]}")
+    return ",".join(words)
 
 
 def parse_layers(text: str) -> list[Layer]:
     """Read layers as `ranges` writes them: "t2t.0,0-5,8" becomes ["t2t.0", 0, 1, 2, 3, 4, 5, 8].
+
+    "encoder.layers.0-2" becomes the three names from "encoder.layers.0" to "encoder.layers.2".
 
     Raises:
         UnsupportedAttentionError: a part is neither a layer nor a range of layers.
@@ -80,8 +154,13 @@ def parse_layers(text: str) -> list[Layer]:
             found += range(int(ends[0]), int(ends[1]) + 1)
         elif _NAME.fullmatch(part):
             found.append(part)
+        elif (
+            (names := _NAME_RANGE.fullmatch(part)) and _NAME.fullmatch(names[1][:-1]) and int(names[2]) <= int(names[3])
+        ):
+            found += [f"{names[1]}{number}" for number in range(int(names[2]), int(names[3]) + 1)]
         else:
             raise UnsupportedAttentionError(
-                f"--layers {text!r}: {part!r} is neither a layer nor a range of layers; write for example 0-5,8"
+                f"--layers {text!r}: {part!r} is neither a layer nor a range of layers; write for example 0-5,8 or "
+                "encoder"
             )
     return in_order(found)

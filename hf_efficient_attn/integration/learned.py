@@ -270,7 +270,7 @@ def _max_length(method: MethodConfig, module: nn.Module, config: PreTrainedConfi
     patches in an image, in this order.
     """
     length = getattr(method, "max_length", 0) or _first(module, ("max_tokens",))
-    length = length or _first(config, ("max_position_embeddings", "n_positions"))
+    length = length or _first(config, ("max_position_embeddings", "n_positions", "max_source_positions"))
     if length:
         return length
     image, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)

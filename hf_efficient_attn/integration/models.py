@@ -11,7 +11,8 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration import hidden_states, learned, positions
 from hf_efficient_attn.integration.attention import LOCATION, ModuleLocation
 from hf_efficient_attn.integration.configs import method_of, settings_of
-from hf_efficient_attn.integration.layers import in_order, layer_of
+from hf_efficient_attn.integration.distance_bias import attach_hook, has_distance_bias
+from hf_efficient_attn.integration.layers import Layer, in_order, is_selected, layer_of, names_of, stem_of
 from hf_efficient_attn.integration.model_code import (
     attention_arguments,
     attention_table,
@@ -28,11 +29,13 @@ from hf_efficient_attn.integration.refusals import (
 )
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
 from hf_efficient_attn.integration.transaction import Snapshot
-from hf_efficient_attn.methods import MethodConfig, available_methods
+from hf_efficient_attn.methods import MethodConfig, available_methods, distance_bias_methods
 
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "num_decoder_layers", "encoder_layers", "decoder_layers")
 # The attribute of a model that has the forward pre-hook below.
 _GUARDED = "_efficient_attention_guarded"
+# The attribute of a model under construction that says which names of layers select nothing in it.
+_UNKNOWN = "_efficient_attention_unknown"
 _CROSS = ("cross", "encdec", "enc_dec", "encoder_attn")
 
 
@@ -99,10 +102,13 @@ def with_parts(configs: Sequence[PreTrainedConfig]) -> list[PreTrainedConfig]:
 def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
     """The modules of a model that compute attention.
 
-    Names count from the innermost model that holds the module, so that layers keep their numbers if their model becomes
-    part of another.
+    Layers count from the innermost model that holds the module, so that they keep their numbers if their model becomes
+    part of another. Names count from `model`, without the prefix by which a model with a head holds the one without:
+    they are the same in `BartModel` and in `BartForConditionalGeneration`.
     """
+    head = f"{getattr(model, 'base_model_prefix', '')}."
     owners: dict[str, tuple[str, PreTrainedModel | None]] = {}
+    found: list[AttentionModule] = []
     for path, module in model.named_modules():
         prefix, owner = owners.get(path.rpartition(".")[0], ("", None))
         owners[path] = (path, module) if isinstance(module, PreTrainedModel) else (prefix, owner)
@@ -114,7 +120,16 @@ def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
         )
         config = getattr(module, "config", None)
         config = config if isinstance(config, PreTrainedConfig) else owner.config
-        yield AttentionModule(module, ModuleLocation(layer_of(module, name), name, is_cross), config, owner)
+        layer = layer_of(module, name)
+        location = ModuleLocation(layer, path.removeprefix(head), is_cross, layer)
+        found.append(AttentionModule(module, location, config, owner))
+    stacks: dict[Layer | None, set[str]] = {}
+    for one in found:
+        stacks.setdefault(one.location.layer, set()).add(stem_of(one.location.name))
+    for one in found:
+        layer, name = one.location.layer, one.location.name
+        is_shared = isinstance(layer, int) and len(stacks[layer]) > 1
+        yield one._replace(location=one.location._replace(label=stem_of(name))) if is_shared else one
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -176,6 +191,7 @@ class _Plan(NamedTuple):
         parameters: for every attention module, the learned parameters that it gets.
         forwards: for every attention module, the forward that it gets of its own.
         exact: modules whose cross attention stays exact, and their names, by the reason.
+        unknown: for a model under construction, why some names of layers select nothing in it; None if they all do.
     """
 
     parts: list[PreTrainedModel]
@@ -183,6 +199,7 @@ class _Plan(NamedTuple):
     parameters: list[tuple[nn.Module, learned.LearnedParameters | None]]
     forwards: list[tuple[nn.Module, Callable[..., Any] | None]]
     exact: dict[str, list[tuple[nn.Module, str]]]
+    unknown: str | None
 
     def warn(self) -> None:
         """Warn of cross attention that stays exact."""
@@ -197,9 +214,13 @@ class _Plan(NamedTuple):
             setattr(found.module, LOCATION, found.location)
         for module, forward in self.forwards:
             hidden_states.attach(module, forward)
+        for found in self.modules:
+            attach_hook(found.module)
         for module, _ in (found for group in self.exact.values() for found in group):
             setattr(module, WARNED, True)
         for part in self.parts:
+            # The names may belong to a model that this one becomes part of, whose construction then replaces the note.
+            setattr(part, _UNKNOWN, self.unknown)
             # Some models do not pass the argument on to their attention, so it is checked on the way in.
             if not getattr(part, _GUARDED, False):
                 part.register_forward_pre_hook(_refuse_call, with_kwargs=True)
@@ -213,13 +234,16 @@ def _plan(model: PreTrainedModel, is_complete: bool) -> _Plan:
     """Check a model against what its configs ask for, and make what it needs for it."""
     parts, found = models_in(model), list(attention_modules(model))
     methods: list[MethodConfig | None] = [None] * len(found)
+    unknown: str | None = None
     chosen: list[AttentionModule] = []
     if any(method_of(part.config) for part in parts):
         _hand_down(model, parts)
         chosen = [each for each in found if method_of(each.config)]
         is_whole = is_complete and method_of(model.config) is not None
         _check_interface(model, chosen, is_whole)
-        _check_layers(model, chosen, is_whole)
+        unknown = _check_layers(model, chosen, is_whole)
+        if unknown is not None and is_complete:
+            raise UnsupportedAttentionError(unknown)
         methods = [_method_in(each) if method_of(each.config) else None for each in found]
         _check_methods(model, chosen)
     else:
@@ -237,6 +261,7 @@ def _plan(model: PreTrainedModel, is_complete: bool) -> _Plan:
         parameters=list(zip(modules, learned.plan(requests), strict=True)),
         forwards=list(zip(modules, forwards, strict=True)),
         exact=_exact_cross_attention(chosen),
+        unknown=unknown,
     )
 
 
@@ -257,7 +282,7 @@ def _settings(config: PreTrainedConfig) -> EfficientAttentionConfig:
 
 def _chosen_in(found: AttentionModule) -> MethodConfig | None:
     """The method that the config chooses for the layer of a module; None for exact attention."""
-    return _settings(found.config).for_layer(found.location.layer)
+    return _settings(found.config).for_layer(found.location.layer, found.location.name)
 
 
 def _method_in(found: AttentionModule) -> MethodConfig | None:
@@ -319,6 +344,7 @@ def _check_scores(model: PreTrainedModel, through: Sequence[AttentionModule]) ->
     """
     owners = {id(found.owner) for found in through}
     asking = {id(found.module) for found in through}
+    biased = {id(found.module) for found in through if has_distance_bias(type(found.module))}
     inside: dict[str, tuple[bool, bool]] = {}  # path: whether its model is concerned, whether it is in attention
     for path, module in model.named_modules():
         is_concerned, is_inner = inside.get(path.rpartition(".")[0], (False, False))
@@ -327,6 +353,8 @@ def _check_scores(model: PreTrainedModel, through: Sequence[AttentionModule]) ->
         is_attention = _is_attention(module)
         inside[path] = (is_concerned, is_inner or is_attention)
         change = None
+        if id(module) in biased:
+            continue
         if id(module) in asking or (is_concerned and not is_inner and not is_attention):
             change = score_change(module, is_attention=is_attention)
         if change is not None:
@@ -336,23 +364,73 @@ def _check_scores(model: PreTrainedModel, through: Sequence[AttentionModule]) ->
                 f"never built: use attn_implementation={EXACT!r}, or a model with learned or rotary positions, such "
                 "as BERT, GPT-2 or Llama"
             )
+    for found in through:
+        method = _chosen_in(found)
+        if id(found.module) in biased and method is not None and not found.location.is_cross:
+            _check_distance_bias(model, found, method)
 
 
-def _check_layers(model: PreTrainedModel, chosen: Sequence[AttentionModule], is_whole: bool) -> None:
-    """Refuse `layers` that the model does not have."""
+def _check_distance_bias(model: PreTrainedModel, found: AttentionModule, method: MethodConfig) -> None:
+    """Refuse a method that cannot add a bias by distance, as T5 has it, in self-attention."""
+    if not method.adds_distance_bias:
+        kind = type(found.module).__name__
+        raise UnsupportedAttentionError(
+            f"{type(model).__name__} adds a bias of relative positions (relative_attention_bias) to the scores of its "
+            f"attention (in {kind} at {found.location.name}), which {method.method} cannot keep, because it does not "
+            f"compute the scores of all pairs: use {' or '.join(distance_bias_methods())} without global tokens, whose "
+            f"window adds it, or attn_implementation={EXACT!r}, or a model with learned or rotary positions, such as "
+            "BERT, GPT-2 or Llama"
+        )
+
+
+def _check_layers(model: PreTrainedModel, chosen: Sequence[AttentionModule], is_whole: bool) -> str | None:
+    """Refuse numbers in `layers` that the model does not have, and modules that two entries of a mix select.
+
+    Returns:
+        why some names select nothing in the model; None if they all do. Under construction this is no error yet,
+        because a name counts from the outermost model.
+    """
     layers = {found.location.layer for found in chosen if found.location.layer is not None}
+    unknown: list[Any] = []
     for config in {id(found.config): found.config for found in chosen}.values():
         known = set(layers)
         if not is_whole:
             counts = (getattr(config, key, 0) for key in _LAYER_COUNTS)
             known |= set(range(max((count for count in counts if isinstance(count, int)), default=0)))
-        missing = [layer for layer in _settings(config).named_layers() if layer not in known]
+        settings = _settings(config)
+        missing = [layer for layer in settings.named_layers() if isinstance(layer, int) and layer not in known]
         if missing:
-            note = getattr(config, "attention_note", None)
+            raise UnsupportedAttentionError(_no_such_layers(model, chosen, missing))
+        unknown += [
+            name
+            for name in settings.named_layers()
+            if isinstance(name, str) and not any(is_selected(name, *found.location[:2]) for found in chosen)
+        ]
+    for found in chosen:
+        entries = _settings(found.config).entries
+        selecting = [one for one in entries if one.layers is None or _selects(one.layers, found)]
+        if len(selecting) > 1:
             raise UnsupportedAttentionError(
-                f"{type(model).__name__} has no attention in layers {missing}; its layers are {in_order(layers)}"
-                + (f"; {note}" if note else "")
+                f"{len(selecting)} entries of 'layers' select {found.location.name} of {type(model).__name__} "
+                f"({', '.join(one.config.method for one in selecting)}): each layer uses one method"
             )
+    return _no_such_layers(model, chosen, in_order(unknown)) if unknown else None
+
+
+def _selects(layers: Sequence[Any], found: AttentionModule) -> bool:
+    return any(is_selected(chosen, found.location.layer, found.location.name) for chosen in layers)
+
+
+def _no_such_layers(model: PreTrainedModel, chosen: Sequence[AttentionModule], missing: list[Any]) -> str:
+    """The message about layers that a model does not have."""
+    layers = in_order(found.location.layer for found in chosen if found.location.layer is not None)
+    notes = {getattr(found.config, "attention_note", None) for found in chosen}
+    note = "".join(f"; {note}" for note in notes if note)
+    names = ", ".join(map(repr, names_of(found.location.name for found in chosen)))
+    return (
+        f"{type(model).__name__} has no attention in layers {missing}; its layers are {layers}{note}. Names that "
+        f"select several of them: {names}"
+    )
 
 
 def _check_methods(model: PreTrainedModel, chosen: Sequence[AttentionModule]) -> None:
@@ -387,6 +465,8 @@ def _refuse_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str
     name = method_of(model.config)
     if name is None:
         return
+    if getattr(model, _UNKNOWN, None) is not None:
+        raise UnsupportedAttentionError(getattr(model, _UNKNOWN))
     positions.refuse_long_input(model, args, kwargs)
     requested = kwargs.get("output_attentions")
     if model.config.output_attentions if requested is None else requested:

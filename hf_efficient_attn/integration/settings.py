@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
-from hf_efficient_attn.integration.layers import Layer, check_layer, in_order
+from hf_efficient_attn.integration.layers import (
+    Layer,
+    begins_with,
+    check_layer,
+    in_order,
+    is_cached_layer_selected,
+    is_selected,
+)
 from hf_efficient_attn.methods import MethodConfig, get_method, make_config
 
 # Version 2 has `calibrated_length`. A choice without it is written as version 1, which earlier releases read.
@@ -37,9 +44,10 @@ class EfficientAttentionConfig:
         method: a name from `hea.available_methods()` or a method's config. It is also the `attn_implementation` under
             which the choice applies. For a mix it can be left out and is then the method of the first entry.
         hyperparameters: replace the method's defaults. None for a mix, whose entries contain their own.
-        layers: indices of the layers that use the method, or the names that a model has for them (T2T-ViT's "t2t.0").
-            All other layers stay exact. None for all layers. For a mix: dictionaries {"layers": [indices], "method":
-            name, hyperparameter: value, ...}.
+        layers: indices of the layers that use the method, or names. A name selects all attention modules whose path in
+            the model begins with it ("encoder", "decoder.layers.0"), or which a model calls so (T2T-ViT's "t2t.0"). All
+            other layers stay exact. None for all layers. For a mix: dictionaries {"layers": [indices or names],
+            "method": name, hyperparameter: value, ...}.
         calibrated_length: number of tokens of the longest sequence that the errors of this choice were measured on, as
             `hea.calibrate` and `analyze` store it; None if they were not measured. The model warns once of a longer
             sequence, because errors grow with the length.
@@ -87,6 +95,14 @@ class EfficientAttentionConfig:
             raise UnsupportedAttentionError(
                 f"'layers' names some layers more than once: {twice}; each layer uses one method"
             )
+        names = [name for name in named if isinstance(name, str)]
+        for name in names:
+            inner = [other for other in names if other != name and begins_with(other, name)]
+            if inner:
+                raise UnsupportedAttentionError(
+                    f"'layers' names some layers more than once: {name!r} contains {inner[0]!r}; each layer uses one "
+                    "method"
+                )
         values: dict[str, Any] = {"method": method, "entries": entries, "hyperparameters": {}, "layers": layers}
         if len(entries) == 1 and entries[0].config.method == method:
             values["hyperparameters"] = {k: v for k, v in entries[0].config.to_dict().items() if k != "method"}
@@ -94,10 +110,25 @@ class EfficientAttentionConfig:
         for key, value in values.items():
             object.__setattr__(self, key, value)
 
-    def for_layer(self, layer: Layer | None) -> MethodConfig | None:
-        """The method's config in a layer; None if attention stays exact there."""
+    def for_layer(self, layer: Layer | None, path: str = "") -> MethodConfig | None:
+        """The method's config in an attention module; None if its attention stays exact.
+
+        Args:
+            layer: the layer of the module.
+            path: where the module is in its model; without it, names of layers select nothing but a layer's own name.
+        """
         for entry in self.entries:
-            if entry.layers is None or layer in entry.layers:
+            if entry.layers is None:
+                return entry.config
+            for chosen in entry.layers:
+                if is_selected(chosen, layer, path):
+                    return entry.config
+        return None
+
+    def for_cached_layer(self, index: int) -> MethodConfig | None:
+        """The method's config in the layer of a decoder whose keys a cache holds under this index; None for exact."""
+        for entry in self.entries:
+            if entry.layers is None or any(is_cached_layer_selected(chosen, index) for chosen in entry.layers):
                 return entry.config
         return None
 

@@ -16,6 +16,7 @@ from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
 from hf_efficient_attn.ops.blocks import chunked_over_heads, pad_to_blocks, take
+from hf_efficient_attn.ops.distance_bias import bias_of, biased_window
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.export import exporting_to_onnx
 from hf_efficient_attn.ops.near_far import dense_attention
@@ -56,6 +57,11 @@ class LongformerConfig(MethodConfig):
         """The window on one side, and the token itself."""
         return self.window_size + 1
 
+    @property
+    def adds_distance_bias(self) -> bool:
+        """All pairs of the window are computed, those of global tokens in a form without a bias."""
+        return self.global_tokens == 0
+
     def with_budget(self, columns: int) -> "LongformerConfig":
         """Spend the budget on the global tokens and on a window of the same size on each side."""
         minimum = self.global_tokens + 1
@@ -65,6 +71,12 @@ class LongformerConfig(MethodConfig):
 def forward(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Compute the fast form; see `register_method` for the arguments."""
     shape, key_mask = query.shape, options.key_mask
+    if options.distance_bias is not None:
+        window = config.window_size, 0 if options.is_causal else config.window_size
+        return biased_window(
+            query, key, value, options.distance_bias, key_mask, window=window, scale=options.scale,
+            dropout_p=options.dropout_p,
+        )  # fmt: skip
     if exporting_to_onnx():  # the same graph for every length and batch
         query, key, value, key_mask = flatten_heads(query, key, value, key_mask)
         return unflatten_heads(_window_and_global(config, query, key, value, key_mask, options), shape)
@@ -178,12 +190,21 @@ def allowed_pairs(
     return pairs & (distance <= 0) if is_causal else pairs
 
 
+def _bias_of_pairs(table: Tensor, shape: torch.Size, kv_len: int) -> Tensor:
+    """The bias by distance of the last Nq positions, (BH, Nq, Nk), for queries of the shape (B, H, Nq, D)."""
+    position = torch.arange(kv_len, device=table.device)
+    bias = bias_of(table, position - position[kv_len - shape[2] :, None])
+    return bias.repeat(shape[0], 1, 1)
+
+
 def naive(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Compute the readable form, with the dense matrix of allowed pairs."""
     pairs = allowed_pairs(config, query.shape[2], key.shape[2], options.key_mask, options.is_causal, query.device)
     weights = torch.zeros(pairs.shape, dtype=torch.float64, device=query.device).masked_fill(~pairs, -torch.inf)
     weights = weights.expand(query.shape[0], -1, -1).repeat_interleave(query.shape[1], 0)
     shape = query.shape
+    if options.distance_bias is not None:
+        weights = weights + _bias_of_pairs(options.distance_bias, shape, key.shape[2]).double()
     query, key, value, _ = flatten_heads(query, key, value, None)
     return unflatten_heads(dense_attention(query, key, value, weights, scale=options.scale), shape)
 
@@ -197,6 +218,8 @@ def decode(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, 
         key_mask = None if key_mask is None else key_mask[:, -num_keys:]
     pairs = allowed_pairs(config, q_len, key.shape[2], key_mask, True, query.device)
     bias = mask_bias(pairs, query.dtype).expand(query.shape[0], -1, -1).repeat_interleave(shape[1], 0)
+    if options.distance_bias is not None:
+        bias = bias + _bias_of_pairs(options.distance_bias.to(bias.dtype), shape, key.shape[2])
     query, key, value = (x.flatten(0, 1)[:, None] for x in (query, key, value))
     out = partial_attention(query, key, value, bias[:, None], scale=options.scale, dropout_p=options.dropout_p).out
     return unflatten_heads(out[:, 0], shape)

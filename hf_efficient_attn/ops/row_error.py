@@ -126,6 +126,7 @@ def exact_rows(
     *,
     is_causal: bool,
     scale: float,
+    table: Tensor | None = None,
 ) -> Tensor:
     """The exact output of the sampled queries, softmax(scale * query[rows] key^T) value.
 
@@ -137,12 +138,22 @@ def exact_rows(
         key_mask: bool (BH, Nk), True for valid keys, or None.
         is_causal: whether the queries are the last Nq positions and attend to the keys up to their own position.
         scale: factor of the scores.
+        table: (BH, 2R + 1), a bias by distance, as in `distance_bias`, or None.
 
     Returns:
         (BH, p, Dv); 0 for queries without a key.
     """
     bias = None if key_mask is None else mask_bias(key_mask, query.dtype)[:, None, None]
     queries = take(query, rows.queries)[:, None]
+    if table is not None:
+        position = rows.queries + (key.shape[1] - query.shape[1] if is_causal else 0)
+        distance = torch.arange(key.shape[1], device=key.device) - position[..., None]  # (BH, p, Nk)
+        largest = (table.shape[1] - 1) // 2
+        index = distance.clamp(-largest, largest) + largest
+        own = table.to(accumulation_dtype(query.dtype)).gather(1, index.flatten(1)).view(index.shape)[:, None]
+        own = own if bias is None else own + bias
+        bias = own + mask_bias(distance <= 0, query.dtype)[:, None] if is_causal else own
+        return partial_attention(queries, key[:, None], value[:, None], bias, scale=scale).out[:, 0]
     if not is_causal:
         return partial_attention(queries, key[:, None], value[:, None], bias, scale=scale).out[:, 0]
     (q_len, kv_len), count = (query.shape[1], key.shape[1]), rows.queries.shape[1]

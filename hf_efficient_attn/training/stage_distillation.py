@@ -71,7 +71,7 @@ def attention_of(model: nn.Module, part: nn.Module) -> FormerAttention:
     for root in transformers_models(model):
         for module, location, config, _ in attention_modules(root):
             name, learned = method_of(config), learned_of(module)
-            method = None if name is None else settings_of(config, name).for_layer(location.layer)
+            method = None if name is None else settings_of(config, name).for_layer(location.layer, location.name)
             layers[module] = method, {} if learned is None else learned.tensors()
     return FormerAttention(str(transformers_models(part)[0].config._attn_implementation), layers)
 

@@ -65,7 +65,9 @@ class AttentionArguments:
         default_factory=list,
         metadata={"help": "Hyperparameters of --attention or --preset.", "metavar": "KEY=VALUE", "action": "extend"},
     )
-    layers: str | None = option("Layers to convert, such as 0-5,8; the others stay exact. Default: all.", default=None)
+    layers: str | None = option(
+        "Layers to convert, such as 0-5,8 or encoder; the others stay exact. Default: all.", default=None
+    )
     stages: list[str] = field(
         default_factory=list,
         metadata={

@@ -19,6 +19,7 @@ from hf_efficient_attn.methods._shared.registry import (
     AttentionOptions,
     State,
     causal_methods,
+    distance_bias_methods,
     exportable_methods,
     get_method,
     make_config,
@@ -41,6 +42,7 @@ class _Arguments(NamedTuple):
     scale: float | None
     dropout_p: float
     seed: int | Tensor | None
+    distance_bias: Tensor | None = None
 
 
 class _Parameters(NamedTuple):
@@ -65,6 +67,7 @@ def attention(
     dropout_p: float = 0.0,
     seed: int | Tensor | None = 0,
     parameters: Mapping[str, Tensor] | None = None,
+    distance_bias: Tensor | None = None,
     **hyperparameters: Any,
 ) -> Tensor:
     """Compute attention by any method of this package.
@@ -84,6 +87,9 @@ def attention(
             gives the same output and does not change the global random state. None (for training) draws a seed from the
             global generator.
         parameters: all learned parameters of the method by name, as a converted model holds them.
+        distance_bias: (H, 2R + 1), added to the scores of each head by the position of the key minus that of the query,
+            from -R to R; beyond these distances it is that of -R or R. Some methods only
+            (`MethodConfig.adds_distance_bias`).
         **hyperparameters: values that replace those of the config. Learned parameters can be given here as well, as
             tensors by name. Those that are missing have the values that a conversion starts from.
 
@@ -95,7 +101,7 @@ def attention(
             the mask is not (B, Nk); `is_causal` with a method that has no causal form; Nq != Nk with a method that has
             no rectangular form.
     """
-    arguments = _Arguments(attention_mask, is_causal, scale, dropout_p, seed)
+    arguments = _Arguments(attention_mask, is_causal, scale, dropout_p, seed, distance_bias)
     config, some = _split_hyperparameters(method_or_config, hyperparameters)
     form = get_method(config.method).forward
     if config.compute_dtype == "auto":
@@ -117,10 +123,11 @@ def naive_attention(
     scale: float | None = None,
     seed: int | None = 0,
     parameters: Mapping[str, Tensor] | None = None,
+    distance_bias: Tensor | None = None,
     **hyperparameters: Any,
 ) -> Tensor:
     """Compute the readable form of a method, with dense (Nq, Nk) matrices; see `attention` for the arguments."""
-    arguments = _Arguments(attention_mask, is_causal, scale, 0.0, seed)
+    arguments = _Arguments(attention_mask, is_causal, scale, 0.0, seed, distance_bias)
     config, some = _split_hyperparameters(method_or_config, hyperparameters)
     form = get_method(config.method).naive
     return _compute(form, config, query, key, value, arguments, _Parameters(parameters, some))
@@ -262,11 +269,11 @@ def _compute(
     (batch, num_heads, q_len, head_dim), kv_len = query.shape, key.shape[2]
     if query.numel() == 0:
         return value.new_zeros(batch, num_heads, q_len, value.shape[-1])
-    key_mask, is_causal, scale, dropout_p, seed = arguments
+    key_mask, is_causal, scale, dropout_p, seed, distance_bias = arguments
     scale, seed = _resolve(config, query, scale, draw_seed(query.device) if seed is None else seed)
     key, value = _zero_masked(key, value, key_mask)
     parameters = _all_parameters(config, given.some, query, key, value) if given.complete is None else given.complete
-    options = AttentionOptions(key_mask, is_causal, scale, dropout_p, seed, parameters)
+    options = AttentionOptions(key_mask, is_causal, scale, dropout_p, seed, parameters, distance_bias)
     # The number of keys before the first query.
     offset = kv_len - q_len if is_causal else 0
     method = get_method(config.method)
@@ -388,6 +395,15 @@ def _check(config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, argu
         refuse(f"it has no causal form. Methods that have one: {', '.join(causal_methods())}")
     if q_len != kv_len and config.needs_square and not arguments.is_causal:
         refuse(f"it needs as many queries as keys; got {q_len} and {kv_len}")
+    bias = arguments.distance_bias
+    if bias is not None:
+        if not config.adds_distance_bias:
+            refuse(
+                "it cannot add a bias by distance to its scores, because it does not compute the scores of all pairs. "
+                f"Methods that can: {', '.join(distance_bias_methods())}"
+            )
+        if bias.ndim != 2 or bias.shape[0] != num_heads or bias.shape[1] % 2 == 0:
+            refuse(f"distance_bias must be ({num_heads}, 2R + 1); got {tuple(bias.shape)}")
     if not 0.0 <= arguments.dropout_p < 1.0:
         refuse(f"dropout_p={arguments.dropout_p!r} must be at least 0 and below 1")
     if arguments.seed is not None and not isinstance(arguments.seed, (int, Tensor)):

@@ -178,6 +178,15 @@ class MethodConfig:
         """Whether it needs as many queries as keys. Some hyperparameters of a `rectangular` method do."""
         return not self.rectangular
 
+    @property
+    def adds_distance_bias(self) -> bool:
+        """Whether it can add a bias to the scores that depends on the distance of key and query, as T5 has it.
+
+        A method can if it computes the scores of all pairs that it attends to. The bias of a compressed far field would
+        have to be part of the compression.
+        """
+        return False
+
     def with_budget(self: ConfigT, columns: int) -> ConfigT:
         """A copy whose cost per query is that of `columns` exact keys.
 

@@ -19,6 +19,8 @@ from hf_efficient_attn.ops.export import exporting_to_onnx
 
 def is_operator(config: MethodConfig, tensors: tuple[Tensor, Tensor, Tensor], options: AttentionOptions) -> bool:
     """Whether a call of the method, with prepared tensors, is one operator of the graph that is being traced."""
+    if options.distance_bias is not None:
+        return False
     form = "causal" if options.is_causal else "bidirectional"
     if not (torch.compiler.is_compiling() and form in config.runs_in_chunks) or backend(*tensors) != "cpu":
         return False

@@ -24,6 +24,9 @@ class AttentionOptions(NamedTuple):
         dropout_p: the probability with which an attention weight is dropped. 0 outside of training.
         seed: the seed of everything that is drawn, an integer or a scalar tensor. It includes the config's own seed.
         parameters: the learned parameters by name; empty for a method that learns none.
+        distance_bias: (H, 2R + 1), what is added to the scores of each head by the position of the key minus that of
+            the query, from -R to R; beyond, it is that of -R or R. None for none. Only methods whose config says
+            `adds_distance_bias` get one.
     """
 
     key_mask: Tensor | None
@@ -32,6 +35,7 @@ class AttentionOptions(NamedTuple):
     dropout_p: float
     seed: int | Tensor
     parameters: Mapping[str, Tensor]
+    distance_bias: Tensor | None = None
 
 
 class HiddenProjections(NamedTuple):
@@ -132,7 +136,17 @@ _LISTENERS: list[Listener] = []
 _RESERVED = ("flash", "/", "sdpa", "flex_attention", "|")
 _FACTS = ("method", "title", "paper", "year", "causal", "rectangular", "summary")
 # Arguments of `attention` and keys of `config.efficient_attention`.
-_TAKEN = ("method", "layers", "version", "attention_mask", "is_causal", "scale", "dropout_p", "parameters")
+_TAKEN = (
+    "method",
+    "layers",
+    "version",
+    "attention_mask",
+    "is_causal",
+    "scale",
+    "dropout_p",
+    "parameters",
+    "distance_bias",
+)
 
 
 def register_method(
@@ -369,6 +383,11 @@ def rectangular_methods() -> list[str]:
 def exportable_methods() -> list[str]:
     """The names of the methods that `torch.onnx.export` can export."""
     return [name for name, method in _REGISTRY.items() if method.info.config_class.exportable]
+
+
+def distance_bias_methods() -> list[str]:
+    """The names of the methods that, with their default hyperparameters, can add a bias by distance to the scores."""
+    return [name for name, method in _REGISTRY.items() if method.default.adds_distance_bias]
 
 
 def get_method(name: str) -> Method:

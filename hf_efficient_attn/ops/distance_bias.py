@@ -1,0 +1,128 @@
+"""A bias of the scores that depends on the distance between key and query, as in T5: exact attention and a window.
+
+A table (H, 2R + 1) holds the bias of each head for the distances -R to R, the position of the key minus that of the
+query. Beyond them the bias is that of -R or R. No (Nq, Nk) bias is ever made: only that of some blocks of queries.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hf_efficient_attn.ops.blocks import count_blocks, pad_to_blocks
+from hf_efficient_attn.ops.exact import mask_bias
+from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
+
+# Queries of a block of exact attention and of the window, and numbers of a bias that is made at a time.
+_BLOCK_Q, _WINDOW_BLOCK_Q, _BIAS_NUMEL = 256, 128, 1 << 22
+
+
+def bias_of(table: Tensor, distance: Tensor) -> Tensor:
+    """The bias for some distances: table (H, 2R + 1), distance int64 (..., Nq, Nk) -> (H, ..., Nq, Nk)."""
+    largest = (table.shape[1] - 1) // 2
+    return table[:, distance.clamp(-largest, largest) + largest]
+
+
+def biased_exact(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    table: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    is_causal: bool,
+    scale: float,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Exact attention with a bias, some queries at a time: softmax(scale * query key^T + bias) value.
+
+    Args:
+        query: (B, H, Nq, D).
+        key: (B, H, Nk, D).
+        value: (B, H, Nk, Dv).
+        table: (H, 2R + 1), the bias.
+        key_mask: bool (B, Nk), True for valid keys, or None.
+        is_causal: whether the queries are the last Nq positions and attend to the keys up to their own position.
+            Otherwise query i is at position i.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a weight.
+
+    Returns:
+        (B, H, Nq, Dv); 0 for queries without a key.
+    """
+    (batch, _, q_len, _), kv_len, device = query.shape, key.shape[2], query.device
+    acc_dtype, offset = accumulation_dtype(query.dtype), kv_len - q_len if is_causal else 0
+    table = table.to(acc_dtype)
+    valid = None if key_mask is None else mask_bias(key_mask, query.dtype)[:, None, None]  # (B, 1, 1, Nk)
+    outs = []
+    for start in range(0, q_len, _BLOCK_Q):
+        block = query[:, :, start : start + _BLOCK_Q]
+        positions = torch.arange(start, start + block.shape[2], device=device)[:, None] + offset
+        end = max(1, min(kv_len, offset + start + block.shape[2])) if is_causal else kv_len
+        distance = torch.arange(end, device=device) - positions
+        bias = bias_of(table, distance)
+        if is_causal:
+            bias = bias + mask_bias(distance <= 0, query.dtype)
+        bias = bias[None] if valid is None else bias + valid[..., :end]  # (B or 1, H, block_q, Nk)
+        # The heads of a sequence take the place of the blocks of `partial_attention`.
+        bias = bias.expand(batch, -1, -1, -1).flatten(0, 1)[:, None]
+        rows, keys, values = (x.flatten(0, 1)[:, None] for x in (block, key[:, :, :end], value[:, :, :end]))
+        out = partial_attention(rows, keys, values, bias, scale=scale, dropout_p=dropout_p).out
+        outs.append(out[:, 0].unflatten(0, query.shape[:2]))
+    return torch.cat(outs, 2)
+
+
+def biased_window(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    table: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    window: tuple[int, int],
+    scale: float,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Attention of each query i to the keys i - left .. i + right with a bias; arguments as in `biased_exact`.
+
+    Args:
+        query: (B, H, N, D).
+        key: (B, H, N, D).
+        value: (B, H, N, Dv).
+        table: (H, 2R + 1), the bias.
+        key_mask: bool (B, N), True for valid keys, or None.
+        window: (left, right), the keys before and after the query.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a weight.
+
+    Returns:
+        (B, H, N, Dv); 0 for queries without a key.
+    """
+    (batch, num_heads, length, _), device = query.shape, query.device
+    left, right = (min(side, length - 1) for side in window)
+    block_q = min(_WINDOW_BLOCK_Q, length)
+    num_blocks, block_k = count_blocks(length, block_q), left + block_q + right
+    after = right + num_blocks * block_q - length
+    distance = torch.arange(block_k, device=device) - left - torch.arange(block_q, device=device)[:, None]
+    in_window = mask_bias((distance >= -left) & (distance <= right), query.dtype)
+    # All blocks have the same distances: (H, block_q, block_k), for the heads of all sequences.
+    inner = bias_of(table.to(accumulation_dtype(query.dtype)), distance) + in_window
+    inner = inner.expand(batch, -1, -1, -1).flatten(0, 1).unsqueeze(1)
+    valid = torch.ones(1, length, dtype=torch.bool, device=device) if key_mask is None else key_mask
+    valid = mask_bias(pad(valid, (left, after)).unfold(1, block_k, block_q), query.dtype).unsqueeze(2)
+    if key_mask is not None:
+        valid = valid.repeat_interleave(num_heads, 0)
+    blocks = pad_to_blocks(query.flatten(0, 1), block_q)
+    keys, values = (
+        pad(x.flatten(0, 1), (0, 0, left, after)).unfold(1, block_k, block_q).transpose(2, 3) for x in (key, value)
+    )
+    step = max(1, _BIAS_NUMEL // (batch * num_heads * block_q * block_k))
+    outs = []
+    for start in range(0, num_blocks, step):
+        some = slice(start, min(start + step, num_blocks))
+        bias = inner + valid[:, some]
+        part = partial_attention(
+            blocks[:, some], keys[:, some], values[:, some], bias, scale=scale, dropout_p=dropout_p
+        )
+        outs.append(part.out)
+    result: Tensor = torch.cat(outs, 1).flatten(1, 2)[:, :length].unflatten(0, (batch, num_heads))
+    return result

@@ -1,0 +1,372 @@
+"""Train encoder-decoder models (Marian and similar) to translate, with any attention method in the encoder.
+
+    python recipes/translation.py --generate 20000 --model_type marian --train_tokenizer 400
+        --config_overrides d_model=64 encoder_layers=2 decoder_layers=2 encoder_attention_heads=4
+        decoder_attention_heads=4 encoder_ffn_dim=128 decoder_ffn_dim=128 --attention linear --output_dir OUT ...
+    python recipes/translation.py --source train.en --target train.de --model Helsinki-NLP/opus-mt-en-de ...
+    python recipes/translation.py --dataset wmt14 --dataset_config de-en --eval_split validation
+        --source_language en --target_language de --model t5-small --source_prefix "translate English to German: " ...
+    python recipes/translation.py ... --preset nmt --variant flurka_performer
+
+The first command trains a new model on generated lists of number words, the others a pretrained one. --source and
+--target are text files in which line i of one is the translation of line i of the other. Without --layers only the
+encoder is converted, as in the FLuRKA paper: most methods are for encoders, and the decoder attends to few tokens. The
+evaluation translates, and reports BLEU and chrF (sacrebleu) and the share of translations that are right to the letter.
+
+Duration of `python -m recipes.experiments run translation`'s task: two to three minutes of one core for each run.
+Expected: the table of recipes/README.md.
+"""
+
+import dataclasses
+import pathlib
+import random
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
+    import recipes  # noqa: F401  # first: it reports missing packages
+
+import numpy as np
+import sacrebleu
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    EvalPrediction,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+)
+
+import hf_efficient_attn as hea
+from hf_efficient_attn.errors import unknown_name
+from hf_efficient_attn.methods import MethodConfig
+from recipes.common import arguments, language, training
+from recipes.common.arguments import AttentionArguments, RecipeArguments, check_counts, option
+from recipes.common.data import parallel
+from recipes.common.data.parallel import Pairs
+from recipes.common.language import ModelArguments
+
+ENCODER = ["encoder"]
+_IGNORED = -100
+
+
+@dataclass
+class TranslationArguments:
+    """The pairs of sentences, and how long they may be.
+
+    Raises:
+        ValueError: there is no source of pairs or more than one, or a number is out of range.
+    """
+
+    _argument_group_name = "translation"
+
+    source: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Text files (also .gz), one sentence per line.", "metavar": "PATH", "action": "extend"},
+    )
+    target: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Files with the translations of --source, line by line.", "metavar": "PATH",
+                  "action": "extend"},
+    )  # fmt: skip
+    eval_source: list[str] = field(
+        default_factory=list,
+        metadata={"help": "As --source, to evaluate on. Default: --eval_share.", "metavar": "PATH", "action": "extend"},
+    )
+    eval_target: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Translations of --eval_source.", "metavar": "PATH", "action": "extend"},
+    )
+    dataset: str | None = option("A hub data set instead of --source and --target.", default=None)
+    dataset_config: str | None = option("Configuration of --dataset.", default=None)
+    source_language: str = option("Its key in the rows of --dataset.", default="en")
+    target_language: str = option("Its key in the rows of --dataset.", default="de")
+    train_split: str = option("Split of --dataset to train on.", default="train")
+    eval_split: str | None = option("Split of --dataset to evaluate on. Default: --eval_share.", default=None)
+    generate: int | None = option(
+        "Train on N generated pairs instead: lists of English number words, and the German ones in the same or in "
+        "reverse order. They are the same for every --seed.",
+        default=None,
+        metavar="N",
+    )
+    eval_share: float = option("Share of the pairs that is held out for evaluation, at random.", default=0.05)
+    max_train_samples: int | None = option("Train on at most N pairs, chosen at random.", default=None, metavar="N")
+    max_eval_samples: int | None = option("Evaluate on at most N pairs, chosen at random.", default=None, metavar="N")
+    max_source_length: int = option("Tokens of a source; longer ones are truncated.", default=128)
+    max_target_length: int = option("Tokens of a target; longer ones are truncated.", default=128)
+    source_prefix: str = option("Text before every source, as T5 has it.", default="")
+    eval_only: bool = option("Evaluate the model as it is, without training.", default=False)
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("source", "dataset", "generate") if getattr(self, name)]
+        if (
+            len(given) != 1
+            or bool(self.source) != bool(self.target)
+            or bool(self.eval_source) != bool(self.eval_target)
+        ):
+            raise ValueError(
+                "give the pairs with --source PATH ... and --target PATH ..., with --dataset ID or with --generate N"
+            )
+        if self.eval_source and not self.source:
+            raise ValueError("--eval_source belongs to --source: give --eval_split for a --dataset")
+        if not 0 < self.eval_share < 1:
+            raise ValueError(f"--eval_share {self.eval_share:g} must be between 0 and 1")
+        check_counts(
+            self, "generate", "max_train_samples", "max_eval_samples", "max_source_length", "max_target_length"
+        )
+
+
+@dataclass
+class EncoderAttentionArguments(AttentionArguments):
+    """AttentionArguments for the encoder, unless --layers names other layers."""
+
+    def method(self) -> tuple[Any, list[Any] | None] | None:
+        """The arguments of `hea.convert` for --attention, by default for the encoder; None without --attention."""
+        found = super().method()
+        if found is not None and found[1] is None and isinstance(found[0], MethodConfig):
+            return found[0], list(ENCODER)
+        return found
+
+    def schedule(self, total_steps: int | None = None) -> hea.UptrainingSchedule | None:
+        """The up-training schedule, whose stages convert the encoder."""
+        found = super().schedule(total_steps)
+        if found is None:
+            return None
+        stages = []
+        for stage in found.stages:
+            if stage.settings is not None and len(stage.settings.entries) == 1 and stage.settings.layers is None:
+                config = stage.settings.entries[0].config
+                stage = dataclasses.replace(stage, settings=hea.EfficientAttentionConfig(config, None, ENCODER))
+            stages.append(stage)
+        return hea.UptrainingSchedule(stages, found.total_steps)
+
+
+@dataclass
+class TranslationTrainingArguments(RecipeArguments, Seq2SeqTrainingArguments):
+    """RecipeArguments whose evaluation translates: BLEU needs text, not the loss of a given text."""
+
+    predict_with_generate: bool = option("Translate in evaluations, for BLEU and chrF.", default=True)
+
+
+def load_pairs(options: TranslationArguments) -> tuple[Pairs, Pairs]:
+    """The pairs to train on and to evaluate on, with the requested numbers of examples.
+
+    Raises:
+        ValueError: a source cannot be read, or there is nothing to train or evaluate on.
+    """
+    other: Pairs | None = None
+    if options.generate:
+        held_out = max(1, round(options.generate * options.eval_share))
+        pairs, other = parallel.number_lists(options.generate, held_out)
+    elif options.dataset:
+        languages = options.source_language, options.target_language
+        pairs = parallel.pairs_of_hub(options.dataset, options.dataset_config, options.train_split, languages)
+        if options.eval_split:
+            other = parallel.pairs_of_hub(options.dataset, options.dataset_config, options.eval_split, languages)
+    else:
+        pairs = parallel.pairs_of_files(options.source, options.target)
+        if options.eval_source:
+            other = parallel.pairs_of_files(options.eval_source, options.eval_target)
+    if other is None:
+        order = list(range(len(pairs.source)))
+        random.Random(0).shuffle(order)
+        count = round(len(order) * options.eval_share)
+        pairs, other = pairs.part(sorted(order[count:])), pairs.part(sorted(order[:count]))
+    found = []
+    for one, most in ((pairs, options.max_train_samples), (other, options.max_eval_samples)):
+        training.check_not_empty(one.source, "the set of pairs")
+        indices = range(len(one.source))
+        # Not by the seed of the training, so that runs with different seeds have the same examples.
+        found.append(one if most is None or most >= len(indices) else one.part(random.Random(0).sample(indices, most)))
+    return found[0], found[1]
+
+
+def train_tokenizer(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer of both languages, which ends every sentence with </s>.
+
+    Raises:
+        ValueError: `size` is too small for the bytes and the special tokens.
+    """
+    special = ["<pad>", "</s>"]
+    if size < 256 + len(special):
+        raise ValueError(
+            f"--train_tokenizer {size}: a byte-level vocabulary needs at least {256 + len(special)} tokens"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", tokenizer.token_to_id("</s>"))]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>")
+
+
+def load_tokenizer(kind: ModelArguments, args: RecipeArguments, pairs: Pairs) -> PreTrainedTokenizerBase:
+    """Load the tokenizer, or train one once and save it in the output folder."""
+    if not kind.train_tokenizer:
+        return AutoTokenizer.from_pretrained(kind.tokenizer or kind.model)
+    folder = pathlib.Path(args.output_dir)
+    with args.main_process_first(desc="training the tokenizer"):
+        exists = args.resume_from_checkpoint and (folder / "tokenizer.json").is_file()
+        if args.local_process_index == 0 and not exists:
+            train_tokenizer([*pairs.source, *pairs.target], kind.train_tokenizer).save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def load_model(kind: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """Load the pretrained model or make a new one.
+
+    Raises:
+        ValueError: the type or a config entry is unknown, the model is no encoder-decoder, or the tokenizer has more
+            tokens than the model, or no padding token.
+        UnsupportedAttentionError: the positions cannot be extended.
+    """
+    changes = language.overrides(kind.config_overrides)
+    if kind.model:
+        config = AutoConfig.from_pretrained(kind.model)
+    elif kind.model_type in CONFIG_MAPPING:
+        config = CONFIG_MAPPING[kind.model_type]()
+    else:
+        raise ValueError(unknown_name("model type", kind.model_type, ["marian", "bart", "t5", "m2m_100"]))
+    if type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+        raise ValueError(f"{config.model_type} is no encoder-decoder of text: give for example --model_type marian")
+    unknown = [key for key in changes if not hasattr(config, key)]
+    if unknown:
+        known = [key for key in config.to_dict() if not key.startswith("_")]
+        raise ValueError(unknown_name(f"config entry of {config.model_type}", unknown[0], known))
+    if tokenizer.pad_token_id is None:
+        raise ValueError("the tokenizer has no padding token, which batches need: use one that has one")
+    if kind.model_type:
+        pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
+        ids = {"pad_token_id": pad, "eos_token_id": end, "decoder_start_token_id": pad, "bos_token_id": end}
+        config = type(config)(**{"vocab_size": len(tokenizer), **ids, "forced_eos_token_id": None, **changes})
+    else:
+        for key, value in changes.items():
+            setattr(config, key, value)
+    model = (
+        AutoModelForSeq2SeqLM.from_pretrained(kind.model, config=config)
+        if kind.model
+        else AutoModelForSeq2SeqLM.from_config(config)
+    )
+    vocab_size = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens, but the model only {vocab_size}: give the model's own "
+            "--tokenizer"
+        )
+    if kind.extend_positions:
+        hea.extend_positions(model, kind.extend_positions)
+    return model
+
+
+def check_lengths(options: TranslationArguments, model: PreTrainedModel) -> None:
+    """Raise ValueError if the model has fewer positions than a source or target may have tokens."""
+    positions = language.positions_of(model)
+    for name in ("max_source_length", "max_target_length"):
+        length = getattr(options, name)
+        if positions is not None and length > positions:
+            raise ValueError(f"--{name} {length} exceeds the model's {positions} positions: give at most {positions}")
+
+
+def tokenize(pairs: Pairs, tokenizer: PreTrainedTokenizerBase, options: TranslationArguments) -> Dataset:
+    """Token ids of the pairs. The batches are padded later."""
+    sources = [options.source_prefix + text for text in pairs.source]
+    found = dict(tokenizer(sources, truncation=True, max_length=options.max_source_length))
+    found.pop("token_type_ids", None)
+    targets = tokenizer(text_target=pairs.target, truncation=True, max_length=options.max_target_length)
+    return Dataset.from_dict({**found, "labels": targets["input_ids"]})
+
+
+def scores(translations: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    """BLEU and chrF of sacrebleu, from 0 to 100, and the share of translations that equal their reference."""
+    return {
+        "bleu": sacrebleu.corpus_bleu(list(translations), [list(references)]).score,
+        "chrf": sacrebleu.corpus_chrf(list(translations), [list(references)]).score,
+        "exact_match": sum(map(str.__eq__, translations, references)) / len(references),
+    }
+
+
+class Scorer:
+    """The metrics of an evaluation that translates.
+
+    Args:
+        tokenizer: decodes translations.
+        references: the translations of the evaluation set.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, references: Sequence[str]) -> None:
+        self.tokenizer, self.references = tokenizer, [text.strip() for text in references]
+        self.examples: list[str] = []
+
+    def __call__(self, prediction: EvalPrediction) -> dict[str, float]:
+        """`scores` of the predicted token ids (rows, tokens)."""
+        ids = np.asarray(prediction.predictions)
+        ids = np.where(ids == _IGNORED, self.tokenizer.pad_token_id, ids)
+        texts = [text.strip() for text in self.tokenizer.batch_decode(ids, skip_special_tokens=True)]
+        self.examples = texts[:3]
+        return scores(texts, self.references)
+
+
+def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run the recipe with the given options; return the contents of metrics.json."""
+    options, kind, attention, args = arguments.parse(
+        TranslationArguments,
+        ModelArguments,
+        EncoderAttentionArguments,
+        TranslationTrainingArguments,
+        description=__doc__,
+        argv=argv,
+        defaults={"eval_strategy": "epoch", "save_strategy": "epoch", "save_total_limit": 2, "warmup_steps": 0.1},
+    )
+    with args.main_process_first():
+        pairs, others = load_pairs(options)
+    tokenizer = load_tokenizer(kind, args, pairs)
+    model = load_model(kind, tokenizer)
+    check_lengths(options, model)
+    args.generation_max_length = args.generation_max_length or options.max_target_length
+    callbacks = training.prepare_attention(model, attention)
+    train, evaluation = (tokenize(one, tokenizer, options) for one in (pairs, others))
+    trivial = {f"copy_{name}": value for name, value in scores(others.source, others.target).items()}
+    training.show_baselines(trivial, args)
+    scorer = Scorer(tokenizer, others.target)
+    trainer = Seq2SeqTrainer(
+        model=model,
+        args=args,
+        train_dataset=train,
+        eval_dataset=evaluation,
+        processing_class=tokenizer,
+        data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
+        compute_metrics=scorer if args.predict_with_generate else None,
+        callbacks=callbacks,
+    )
+    extra = {
+        "translation": dataclasses.asdict(options),
+        "model": dataclasses.asdict(kind),
+        "rows": {"train": len(train), "eval": len(evaluation)},
+        "source_tokens": float(np.mean([len(ids) for ids in evaluation["input_ids"]])),
+        "baselines": trivial,
+    }
+    metric = "eval_bleu" if args.predict_with_generate else "eval_loss"
+    if options.eval_only:
+        return training.evaluate_and_report(trainer, attention, evaluate=evaluation, extra=extra, metric=metric)
+    return training.train_and_report(trainer, attention, evaluate=evaluation, extra=extra, metric=metric)
+
+
+if __name__ == "__main__":
+    arguments.main_of(run)

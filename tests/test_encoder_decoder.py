@@ -1,0 +1,250 @@
+"""Models with an encoder and a decoder: layers by name, padding, generation with a cache, saving."""
+
+import json
+import re
+import warnings
+
+import pytest
+import torch
+import transformers
+
+import hf_efficient_attn as hea
+from hf_efficient_attn.integration.layers import names_of, parse_layers, ranges, stem_of
+from tiny_models import SMALL
+
+SIZES = {
+    "vocab_size": 60, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0,
+}  # fmt: skip
+IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
+TEXT = {**SIZES, **IDS, "max_position_embeddings": 128}
+FAMILIES = {
+    "bart": ("Bart", "ForConditionalGeneration", {**TEXT, "forced_eos_token_id": None}),
+    "marian": ("Marian", "MTModel", {**TEXT, "forced_eos_token_id": None}),
+    "m2m100": ("M2M100", "ForConditionalGeneration", TEXT),
+    "whisper": (
+        "Whisper",
+        "ForConditionalGeneration",
+        {**SIZES, **IDS, "max_source_positions": 100, "max_target_positions": 64, "num_mel_bins": 8},
+    ),
+}
+TEXTS = ["bart", "marian", "m2m100"]
+# Methods without a causal form, which only an encoder can use, and one with a state that decodes.
+METHODS = ["kdeformer", "linear", "longformer", "linformer", "nystromformer", "flurka_linear"]
+
+
+def tiny(family: str, **changes):
+    """A tiny random model with large weights, so that attention is not uniform."""
+    name, head, values = FAMILIES[family]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**values, **changes})
+    model = getattr(transformers, name + head)(config).eval()
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            if parameter.ndim > 1 and re.search(r"\d\.", path):
+                parameter.mul_(5.0)
+    model.generation_config.max_length = None
+    return model
+
+
+def inputs_of(family: str, length: int = 70, padded: bool = False) -> dict:
+    generator = torch.Generator().manual_seed(1)
+    if family == "whisper":
+        return {"input_features": torch.randn(2, 8, 200, generator=generator)}
+    found = {"input_ids": torch.randint(5, 60, (2, length), generator=generator)}
+    if padded:
+        found["attention_mask"] = torch.ones(2, length, dtype=torch.int64)
+        found["attention_mask"][1, 50:] = 0
+    return found
+
+
+def logits(model, inputs: dict, length: int = 9) -> torch.Tensor:
+    decoder = torch.randint(5, 60, (2, length), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        return model(**inputs, decoder_input_ids=decoder).logits
+
+
+def encoded(model, inputs: dict) -> torch.Tensor:
+    with torch.no_grad():
+        return model.get_encoder()(**inputs).last_hidden_state
+
+
+def in_use(model) -> dict[str, str | None]:
+    """The method of every attention module."""
+    found = {}
+    for module in model.modules():
+        location = getattr(module, "_efficient_attention", None)
+        if location is not None and hasattr(module, "config"):
+            settings = module.config.efficient_attention.settings
+            method = settings.for_layer(location.layer, location.name)
+            found[location.name] = None if method is None else method.method
+    return found
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_encoder_alone_is_switched_and_comes_back_from_disk(family, method, tmp_path):
+    model, inputs = tiny(family), inputs_of(family)
+    exact, exact_states = logits(model, inputs), encoded(model, inputs)
+    hea.convert(model, method, layers=["encoder"], **SMALL[method])
+    used = in_use(model)
+    assert {name.split(".")[0] for name, value in used.items() if value == method} == {"encoder"}
+    assert {name.split(".")[0] for name, value in used.items() if value is None} == {"decoder"}
+    found = logits(model, inputs)
+    assert not torch.allclose(encoded(model, inputs), exact_states, atol=1e-4)
+    # Everything but the encoder is exact: the exact model gives the same for the states of this encoder.
+    states = transformers.modeling_outputs.BaseModelOutput(last_hidden_state=encoded(model, inputs))
+    rest = {key: value for key, value in inputs.items() if key == "attention_mask"}
+    torch.testing.assert_close(logits(tiny(family), {"encoder_outputs": states, **rest}), found, rtol=1e-4, atol=1e-4)
+    for folder in (tmp_path / "once", tmp_path / "twice"):
+        model.save_pretrained(folder)
+        stored = json.loads((folder / "config.json").read_text())
+        assert stored["efficient_attention"]["layers"] == ["encoder"] and stored["attn_implementation"] == method
+        model = type(model).from_pretrained(folder)
+        assert in_use(model) == used
+        assert torch.equal(logits(model, inputs), found)
+    hea.convert(model, "sdpa")
+    torch.testing.assert_close(logits(model, inputs), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["kdeformer", "linformer", "linear"])
+@pytest.mark.parametrize("family", TEXTS)
+def test_padding_of_an_encoder_does_not_matter(family, method):
+    model = hea.convert(tiny(family), method, layers=["encoder"], **SMALL[method])
+    inputs = inputs_of(family, padded=True)
+    found = logits(model, inputs)
+    other = {**inputs, "input_ids": inputs["input_ids"].clone()}
+    other["input_ids"][1, 50:] = 7
+    assert torch.equal(logits(model, other)[1], found[1])
+    alone = {"input_ids": inputs["input_ids"][1:, :50].repeat(2, 1)}
+    decoder = torch.randint(5, 60, (2, 9), generator=torch.Generator().manual_seed(2))[1:].repeat(2, 1)
+    with torch.no_grad():
+        expected = model(**alone, decoder_input_ids=decoder).logits[1]
+    torch.testing.assert_close(found[1], expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [["encoder"], ["decoder"], ["decoder.layers.0"], ["decoder.layers.1.self_attn", "encoder.layers.0"], None],
+    ids=str,
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generation_with_the_cache_equals_that_without(family, layers):
+    model, inputs = tiny(family), inputs_of(family, padded=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        hea.convert(model, "linear", layers=layers)
+        options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+        tokens = model.generate(**inputs, **options)
+        assert tokens.shape[0] == 2 and torch.equal(tokens, model.generate(**inputs, use_cache=False, **options))
+        beams = model.generate(**inputs, **options, num_beams=3)
+        assert torch.equal(beams, model.generate(**inputs, use_cache=False, **options, num_beams=3))
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        (["encoder"], ["encoder.layers.0.self_attn", "encoder.layers.1.self_attn"]),
+        (["encoder.layers"], ["encoder.layers.0.self_attn", "encoder.layers.1.self_attn"]),
+        (["encoder.layers.1"], ["encoder.layers.1.self_attn"]),
+        (["decoder.layers.0.self_attn"], ["decoder.layers.0.self_attn"]),
+        # A number is that of all stacks, as ever.
+        ([1], ["decoder.layers.1.encoder_attn", "decoder.layers.1.self_attn", "encoder.layers.1.self_attn"]),
+        (["encoder.layers.0", 1], ["decoder.layers.1.encoder_attn", "decoder.layers.1.self_attn",
+                                   "encoder.layers.0.self_attn", "encoder.layers.1.self_attn"]),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("head", [True, False])
+def test_what_names_and_numbers_select(layers, expected, head):
+    model = tiny("bart") if head else tiny("bart").model
+    hea.convert(model, "scatterbrain", layers=layers)
+    assert sorted(name for name, method in in_use(model).items() if method) == expected
+    again = hea.convert(tiny("bart"), {"method": "scatterbrain", "layers": layers})
+    assert sorted(name for name, method in in_use(again).items() if method) == expected
+
+
+def test_a_mix_by_names():
+    mix = [
+        {"layers": ["encoder"], "method": "linformer"},
+        {"layers": ["decoder.layers.0", "decoder.layers.1.self_attn"], "method": "linear"},
+    ]
+    config = transformers.BartConfig(**TEXT, efficient_attention={"method": "linformer", "layers": mix})
+    model = transformers.BartForConditionalGeneration(config)
+    assert in_use(model) == {
+        "encoder.layers.0.self_attn": "linformer", "encoder.layers.1.self_attn": "linformer",
+        "decoder.layers.0.self_attn": "linear", "decoder.layers.0.encoder_attn": "linear",
+        "decoder.layers.1.self_attn": "linear", "decoder.layers.1.encoder_attn": None,
+    }  # fmt: skip
+    assert any("encoder.layers.0.self_attn.learned_parameters" in name for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize("layers", [["encodr"], ["enc"], ["encoder.layers.7"], ["encoder", "middle"]], ids=str)
+def test_an_unknown_name_is_refused_with_the_known_ones(layers, tmp_path):
+    model, inputs = tiny("bart"), inputs_of("bart")
+    known = r"'decoder', 'decoder\.layers', 'encoder', 'encoder\.layers'"
+    with pytest.raises(hea.UnsupportedAttentionError, match=known):
+        hea.convert(model, "linear", layers=layers)
+    assert model.config.efficient_attention is None
+    # A checkpoint with such a name loads, because its model could be a part of another one, but does not compute.
+    model.save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    values |= {"attn_implementation": "linear", "efficient_attention": {"method": "linear", "layers": layers}}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    loaded = type(model).from_pretrained(tmp_path)
+    for call in (lambda: logits(loaded, inputs), lambda: loaded.generate(**inputs), lambda: encoded(loaded, inputs)):
+        with pytest.raises(hea.UnsupportedAttentionError, match=known):
+            call()
+
+
+def test_a_layer_that_is_selected_twice_is_refused():
+    for layers in (["encoder", "encoder.layers.0"], ["encoder", "encoder"]):
+        with pytest.raises(hea.UnsupportedAttentionError, match="more than once"):
+            hea.EfficientAttentionConfig("linear", None, layers)
+    mix = [{"layers": ["encoder"], "method": "linear"}, {"layers": [0], "method": "kdeformer"}]
+    with pytest.raises(hea.UnsupportedAttentionError, match=r"encoder\.layers\.0\.self_attn .*linear, kdeformer"):
+        hea.convert(tiny("bart"), hea.EfficientAttentionConfig(layers=mix))
+
+
+def test_names_work_in_models_of_one_stack_and_of_two_towers():
+    config = transformers.BertConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, vocab_size=60
+    )
+    bert = hea.convert(transformers.BertForMaskedLM(config), "linear", layers=["encoder.layer.1"])
+    assert [name for name, method in in_use(bert).items() if method and name.endswith("self")] == [
+        "encoder.layer.1.attention.self"
+    ]
+    tower = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    clip = transformers.CLIPModel(
+        transformers.CLIPConfig(
+            text_config={**tower, "vocab_size": 60}, vision_config={**tower, "image_size": 32, "patch_size": 4}
+        )
+    )
+    hea.convert(clip, "nystromformer", layers=["vision_model"])
+    assert {name.split(".")[0] for name, method in in_use(clip).items() if method} == {"vision_model"}
+
+
+def test_ranges_of_names():
+    names = [f"encoder.layers.{number}" for number in range(12)]
+    assert ranges(names) == "encoder.layers.0-11" and parse_layers("encoder.layers.0-11") == names
+    assert ranges([*names[:2], 3, 4, "decoder"]) == "decoder,encoder.layers.0,encoder.layers.1,3-4"
+    assert stem_of("encoder.layers.0.self_attn") == "encoder.layers.0" and stem_of("attention") == "attention"
+    assert names_of(["h.0.attn"]) == ["h"]
+    with pytest.raises(hea.UnsupportedAttentionError, match="--layers"):
+        parse_layers("encoder.layers.5-2")
+
+
+@pytest.mark.exhaustive
+def test_whisper_with_its_own_1500_frames(tmp_path):
+    model = tiny("whisper", max_source_positions=1500)
+    inputs = {"input_features": torch.randn(2, 8, 3000, generator=torch.Generator().manual_seed(0))}
+    for method, values in (("nystromformer", {}), ("nearfar", {}), ("linformer", {"projection_dim": 64})):
+        hea.convert(model, method, layers=["encoder"], **values)
+        found = logits(model, inputs)
+        assert found.isfinite().all()
+        model.save_pretrained(tmp_path / method)
+        assert torch.equal(logits(type(model).from_pretrained(tmp_path / method), inputs), found)
+    # A budget of all frames is exact.
+    expected = logits(tiny("whisper", max_source_positions=1500), inputs)
+    hea.convert(model, "longformer", layers=["encoder"], window_size=1500)
+    torch.testing.assert_close(logits(model, inputs), expected, rtol=1e-4, atol=1e-4)
