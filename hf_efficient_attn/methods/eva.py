@@ -57,6 +57,7 @@ from hf_efficient_attn.ops.interval_levels import interval_level_attention, inte
 from hf_efficient_attn.ops.interval_summaries import causal_summary_attention, plan_interval_chunks
 from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.ragged_windows import Masks, ragged_window_attention
+from hf_efficient_attn.ops.heads import head_slice
 from hf_efficient_attn.ops.random import normal
 
 # Streams of random numbers: one for the chunks, and one for each level of groups or intervals.
@@ -163,7 +164,9 @@ def _draw(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    return normal((num_chunks, num_heads, head_dim), seed, stream, device).to(dtype).transpose(0, 1).contiguous()
+    first, total = head_slice(num_heads)
+    drawn = normal((num_chunks, total, head_dim), seed, stream, device)[:, first : first + num_heads]
+    return drawn.to(dtype).transpose(0, 1).contiguous()
 
 
 def _resolve(query_mask: QueryMask, query: Tensor, key: Tensor, key_mask: Tensor | None) -> tuple[bool, Tensor | None]:

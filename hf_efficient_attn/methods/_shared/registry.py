@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_method
 from hf_efficient_attn.methods._shared.config import ConfigT, MethodConfig
+from hf_efficient_attn.ops.heads import HeadSlice
 
 
 class AttentionOptions(NamedTuple):
@@ -23,7 +24,9 @@ class AttentionOptions(NamedTuple):
         scale: the factor of the scores q . k.
         dropout_p: the probability with which an attention weight is dropped. 0 outside of training.
         seed: the seed of everything that is drawn, an integer or a scalar tensor. It includes the config's own seed.
-        parameters: the learned parameters by name; empty for a method that learns none.
+        parameters: the learned parameters by name; empty for a method that learns none. Those of heads are the ones of
+            the heads of the call.
+        heads: which heads of the layer the call holds; None for all. `hf_efficient_attn.ops.random` draws for them.
     """
 
     key_mask: Tensor | None
@@ -32,6 +35,7 @@ class AttentionOptions(NamedTuple):
     dropout_p: float
     seed: int | Tensor
     parameters: Mapping[str, Tensor]
+    heads: HeadSlice | None = None
 
 
 class HiddenProjections(NamedTuple):
@@ -385,6 +389,36 @@ def learns(config: MethodConfig) -> bool:
     """Whether a method with these hyperparameters has learned parameters."""
     initial = get_method(config.method).initial_parameters
     return initial is not None and bool(initial(config, num_heads=1, head_dim=1, value_dim=1, max_length=1))
+
+
+def parameters_of_slice(
+    config: MethodConfig, parameters: Mapping[str, Tensor], heads: HeadSlice, num_heads: int
+) -> dict[str, Tensor]:
+    """The learned parameters of some heads of a layer: of these query heads, or of the key heads that they use.
+
+    Args:
+        config: of the method.
+        parameters: those of all heads by name.
+        heads: the number of the first head and of all query heads.
+        num_heads: how many query heads.
+    """
+    own = dict(parameters)
+    for name in parameters_of_heads(config):
+        if name in own:
+            count = own[name].shape[0]
+            last = -(-(heads.first + num_heads) * count // heads.total)
+            own[name] = own[name][heads.first * count // heads.total : last]
+    return own
+
+
+@functools.lru_cache(maxsize=256)
+def parameters_of_heads(config: MethodConfig) -> tuple[str, ...]:
+    """The learned parameters whose first dimension is that of the heads, of queries or of keys."""
+    initial, sizes = get_method(config.method).initial_parameters, {"head_dim": 1, "value_dim": 1, "max_length": 1}
+    if initial is None:
+        return ()
+    one, two = (initial(config, num_heads=n, num_kv_heads=n, **sizes) for n in (1, 2))
+    return tuple(name for name, x in two.items() if x.ndim and x.shape[0] == 2 * one[name].shape[0])
 
 
 def make_config(method_or_config: str | MethodConfig, **hyperparameters: Any) -> MethodConfig:
