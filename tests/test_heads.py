@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from instances import INSTANCES, inputs, padding_mask
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods import get_method, parameters_of_slice
 from hf_efficient_attn.ops import heads as head_numbers
 from hf_efficient_attn.ops.accelerator import use_backend
 from hf_efficient_attn.ops.heads import HeadSlice
+from instances import INSTANCES, inputs, padding_mask
 
 HEADS, KV_HEADS = 4, 2
 

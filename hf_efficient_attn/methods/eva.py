@@ -53,11 +53,11 @@ from hf_efficient_attn.ops.chunk_summaries import Heads, window_attention
 from hf_efficient_attn.ops.chunk_windows import kept_plan, plan_windows, query_blocks, window_sizes
 from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.exact import exact_decode
+from hf_efficient_attn.ops.heads import head_slice
 from hf_efficient_attn.ops.interval_levels import interval_level_attention, interval_sizes
 from hf_efficient_attn.ops.interval_summaries import causal_summary_attention, plan_interval_chunks
 from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.ragged_windows import Masks, ragged_window_attention
-from hf_efficient_attn.ops.heads import head_slice
 from hf_efficient_attn.ops.random import normal
 
 # Streams of random numbers: one for the chunks, and one for each level of groups or intervals.

@@ -23,8 +23,8 @@ from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.constants import constant, integers
-from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.heads import head_slice
+from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.random import uniform_of_heads
 
 # How many pairs of a bucket are decided at a time, and how often with an error.

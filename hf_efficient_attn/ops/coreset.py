@@ -18,10 +18,10 @@ from torch.autograd.function import once_differentiable
 from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import ceil_div, take, valid_first
 from hf_efficient_attn.ops.constants import constant
+from hf_efficient_attn.ops.heads import HeadSlice, head_slice, numbered_heads
 from hf_efficient_attn.ops.onednn import product, use_product
 from hf_efficient_attn.ops.pivots import pivot_tolerance, pivots_in_two_draws
 from hf_efficient_attn.ops.precision import LOG2_E
-from hf_efficient_attn.ops.heads import HeadSlice, head_slice, numbered_heads
 from hf_efficient_attn.ops.random import uniform, uniform_of_heads
 
 # The factor of the pivots of some heads that are processed at a time: 2**20 numbers, 4 MiB in float32.

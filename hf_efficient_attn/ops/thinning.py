@@ -23,8 +23,8 @@ from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.batched_thinning import Numbers, Rounds, halve
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, take, valid_first
 from hf_efficient_attn.ops.constants import constant
-from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.heads import HeadSlice, head_slice, numbered_heads
+from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.random import uniform_of_heads
 
 _STREAM = 60_000
