@@ -13,13 +13,13 @@ from instances import INSTANCES, inputs, padding_mask
 HEADS, KV_HEADS = 4, 2
 
 
-def parameters_of(config, value, noise=0.3):
+def parameters_of(config, value, noise=0.3, num_kv_heads=KV_HEADS):
     """Learned parameters that differ between the heads."""
     initial = get_method(config.method).initial_parameters
     if initial is None:
         return {}
     sizes = {"head_dim": 8, "value_dim": 8, "max_length": value.shape[2]}
-    start = initial(config, num_heads=HEADS, num_kv_heads=KV_HEADS, **sizes)
+    start = initial(config, num_heads=HEADS, num_kv_heads=num_kv_heads, **sizes)
     generator = torch.Generator().manual_seed(3)
     return {
         k: x + noise * torch.randn(x.shape, generator=generator) * x.abs().mean().clamp(min=0.1)

@@ -14,6 +14,7 @@ from hf_efficient_attn.methods._shared.call import (
     functional_form,
     naive_attention,
     refuse_onnx_export,
+    sharded_attention,
     update_state,
 )
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
@@ -23,6 +24,7 @@ from hf_efficient_attn.methods._shared.registry import (
     Method,
     MethodInfo,
     Recurrence,
+    ShardedForm,
     available_methods,
     causal_methods,
     exportable_methods,
@@ -48,6 +50,7 @@ __all__ = [
     "MethodConfig",
     "MethodInfo",
     "Recurrence",
+    "ShardedForm",
     "attention",
     "attention_with_state",
     "available_methods",
@@ -66,6 +69,7 @@ __all__ = [
     "rectangular_methods",
     "refuse_onnx_export",
     "register_method",
+    "sharded_attention",
     "unregister",
     "update_state",
 ]

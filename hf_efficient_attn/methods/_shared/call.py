@@ -24,6 +24,7 @@ from hf_efficient_attn.methods._shared.registry import (
     make_config,
     parameters_of_slice,
 )
+from hf_efficient_attn.ops.collectives import Shards, over_heads
 from hf_efficient_attn.ops.export import exporting_to_onnx
 from hf_efficient_attn.ops.heads import HeadSlice, numbered_heads
 from hf_efficient_attn.ops.precision import multiplies_bfloat16
@@ -111,6 +112,59 @@ def attention(
     dtype = value.dtype
     query, key, value = _cast_to_compute(config, query, key, value)
     return _compute(form, config, query, key, value, arguments, _Parameters(parameters, some)).to(dtype)
+
+
+def sharded_attention(
+    config: MethodConfig,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    shards: Shards,
+    is_causal: bool = False,
+    scale: float | None = None,
+    seed: int | Tensor = 0,
+    parameters: Mapping[str, Tensor] | None = None,
+) -> Tensor:
+    """Attention of sequences whose tokens are divided over processes, which all make this call.
+
+    Up to rounding, the outputs of all processes in order are those of `attention` of all tokens.
+
+    Args:
+        config: the config of a method.
+        query: (B, H, n, D), of the tokens of this process.
+        key: (B, H_kv, n, D).
+        value: (B, H_kv, n, Dv).
+        shards: which tokens these are, and the mask of all tokens.
+        is_causal: query i attends to the keys up to its own position.
+        scale: the factor of the scores; 1/sqrt(D) by default.
+        seed: the same in all processes.
+        parameters: all learned parameters of all heads by name; None for the values that a conversion starts from.
+
+    Returns:
+        (B, H, n, Dv) in the dtype of `value`.
+    """
+    form = get_method(config.method).sharded
+    query, key, value = _cast_under_autocast(query, key, value)
+    dtype = value.dtype
+    arguments = _Arguments(shards.own_mask, is_causal, scale, 0.0, seed)
+    _check(config, query, key, value, arguments)
+    if parameters is None:
+        parameters = _all_parameters(config, {}, query, key, value)
+    query, key, value = _cast_to_compute(config, query, key, value)
+    if form is not None and form.applies(config, shards.total, is_causal):
+        scale, seed = _resolve(config, query, scale, seed)
+        key, value = _zero_masked(key, value, shards.own_mask)
+        options = AttentionOptions(shards.own_mask, is_causal, scale, 0.0, seed, parameters)
+        with torch.autocast(query.device.type, enabled=False):
+            return form.forward(config, query, key, value, options, shards).to(dtype)
+
+    def some_heads(query: Tensor, key: Tensor, value: Tensor, heads: HeadSlice) -> Tensor:
+        own = parameters_of_slice(config, parameters, heads, query.shape[1])
+        given = arguments._replace(attention_mask=shards.key_mask, heads=heads)
+        return _compute(get_method(config.method).forward, config, query, key, value, given, _Parameters(own, {}))
+
+    return over_heads(some_heads, query, key, value, shards).to(dtype)
 
 
 def naive_attention(

@@ -75,6 +75,26 @@ class Recurrence(Generic[ConfigT]):
 
 
 @dataclass(frozen=True)
+class ShardedForm(Generic[ConfigT]):
+    """Attention of a sequence whose tokens are divided over processes, in which only summaries of the keys travel.
+
+    Its output and its gradients are those of `forward` on the whole sequence, up to rounding. A method without it is
+    computed from all tokens of some heads in each process, which have to be sent there and back.
+
+    Attributes:
+        forward: forward(config, query, key, value, options, shards) returns the output (B, H, n, Dv) for the query
+            (B, H, n, D) of the n tokens of this process, whose keys (B, H_kv, n, D) and values (B, H_kv, n, Dv) are not
+            repeated. `options.key_mask` is that of these tokens, and `shards` (`hf_efficient_attn.ops.collectives`)
+            says which they are. All processes must call the same collectives.
+        applies: applies(config, length, is_causal) says whether the form computes sequences of so many tokens in all
+            processes together with these hyperparameters.
+    """
+
+    forward: Callable[..., Tensor]
+    applies: Callable[[ConfigT, int, bool], bool]
+
+
+@dataclass(frozen=True)
 class MethodInfo:
     """The facts about one method, as plain values; see `MethodConfig` for their meaning."""
 
@@ -111,6 +131,7 @@ class Method:
     starts_from: Mapping[str, str]
     recurrence: Recurrence[Any] | None
     forward_hidden_states: Callable[..., Tensor] | None
+    sharded: ShardedForm[Any] | None = None
 
     @property
     def mixes_queries(self) -> bool:
@@ -138,6 +159,7 @@ def register_method(
     starts_from: Mapping[str, str] | None = None,
     recurrence: Recurrence[ConfigT] | None = None,
     forward_hidden_states: Callable[..., Tensor] | None = None,
+    sharded: ShardedForm[ConfigT] | None = None,
     replace: bool = False,
 ) -> None:
     """Add a method, of this package or from a user's own file, under the name `config_class.method`.
@@ -168,6 +190,7 @@ def register_method(
             forward_hidden_states(config, query, hidden_states, projections, options) returns the same output up to
             rounding. `hidden_states` (B, N, W) is 0 wherever `options.key_mask` is False, and `projections` is a
             `HiddenProjections`.
+        sharded: the form for a sequence that several processes share (`hea.sequence_parallel`).
         replace: replace a method that has the same name, for example when a notebook cell runs again.
 
     Raises:
@@ -255,6 +278,7 @@ def register_method(
         starts_from=dict(starts_from or {}),
         recurrence=recurrence,
         forward_hidden_states=forward_hidden_states,
+        sharded=sharded,
     )
     learns.cache_clear()
     for listener in _LISTENERS:
