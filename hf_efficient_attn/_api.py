@@ -8,6 +8,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.calibration import calibrate
 from hf_efficient_attn.evaluation.model_error import attention_error
 from hf_efficient_attn.integration.near_far_cache import NearFarCache
+from hf_efficient_attn.integration.sequence_parallel import sequence_parallel
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods import (
     MethodConfig,
@@ -77,5 +78,6 @@ __all__ = [
     "models",
     "naive_attention",
     "register_method",
+    "sequence_parallel",
     "uptraining_preset",
 ]

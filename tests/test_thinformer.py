@@ -178,7 +178,7 @@ def test_degenerate_kernels_by_triton(content):
 def test_the_operator_of_a_round_keeps_the_rules_of_operators():
     key, value, index = numbers(2, 16, 4), numbers(2, 16, 5, seed=1), torch.arange(16)[None]
     plan = torch.ones(5, 1, 8).double()
-    given = (key, value, index, plan, torch.tensor(3), torch.ones(2), torch.ones(2), 1, 0, 2, 8, 4, 0.3)
+    given = (key, value, index, plan, torch.tensor(3), torch.ones(2), torch.ones(2), 1, 0, 2, 2, 8, 4, 0.3)
     given = [x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in given]
     torch.library.opcheck(batched_thinning.halve_round, given)
 

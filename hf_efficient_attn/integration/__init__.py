@@ -35,6 +35,7 @@ from transformers.modeling_utils import AttentionInterface
 from hf_efficient_attn.integration.attention import make_attention_function
 from hf_efficient_attn.integration.configs import add_default, extend_configs
 from hf_efficient_attn.integration.extensions import extend_caches, extend_generation, extend_models
+from hf_efficient_attn.integration.head_numbers import remember
 from hf_efficient_attn.integration.masks import padding_mask
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods import on_register
@@ -59,4 +60,6 @@ def register() -> None:
 def _register_method(name: str) -> None:
     add_default(name)
     AttentionMaskInterface.register(name, padding_mask)
-    AttentionInterface.register(name, make_attention_function(name))
+    function = make_attention_function(name)
+    AttentionInterface.register(name, function)
+    remember(name, function)

@@ -9,6 +9,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.configs import settings_of
 from hf_efficient_attn.integration.distance_bias import TAKES_DISTANCE_BIAS, take_bias
 from hf_efficient_attn.integration.exact import exact_layer
+from hf_efficient_attn.integration.head_numbers import head_slice_of, refuse_context_parallel
 from hf_efficient_attn.integration.layers import Layer, layer_of, layer_seed
 from hf_efficient_attn.integration.learned import required_tensors
 from hf_efficient_attn.integration.masks import is_causal_mask
@@ -20,7 +21,8 @@ from hf_efficient_attn.integration.refusals import (
     why_cross_attention_is_exact,
 )
 from hf_efficient_attn.integration.settings import warn_beyond_calibration
-from hf_efficient_attn.methods import MethodConfig, attention
+from hf_efficient_attn.integration.sharding import attend, shards_of
+from hf_efficient_attn.methods import MethodConfig, attention, parameters_of_slice
 
 # The attribute of an attention module that holds its `ModuleLocation`.
 LOCATION = "_efficient_attention"
@@ -86,7 +88,8 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        location = location_of(module)
+        location, shards = location_of(module), shards_of(module, kwargs)
+        refuse_context_parallel(name, module)
         distance_bias = take_bias(kwargs, query.device)
         refuse_arguments(name, module, key.shape[2], attention_mask, kwargs)
         is_causal = is_causal_call(module, location, attention_mask, is_causal)
@@ -99,6 +102,21 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
                 warn_of_exact_cross_attention(module, reason, [location.name])
                 method = None
         dropout = dropout if module.training else 0.0
+        if shards is not None:
+            if distance_bias is not None:
+                raise UnsupportedAttentionError(
+                    f"sequence_parallel: {location.name} adds a bias of relative positions to its scores, which is not "
+                    "divided over processes: use a model with learned or rotary positions, such as BERT or Llama"
+                )
+            if method is not None and is_causal:
+                refuse_unchecked(method, module, location.name)
+            warn_beyond_calibration(settings, shards.total, shards.key_mask)
+            parameters = {} if method is None else required_tensors(module, method, location.name)
+            call: dict[str, Any] = {"is_causal": is_causal, "scale": scaling, "dropout_p": dropout}
+            tensors, seed_of_layer = (query, key, value), layer_seed(location.layer)
+            out = attend(method, tensors, shards, seed=seed_of_layer, parameters=parameters, **call)
+            return out.transpose(1, 2).contiguous(), None
+        heads = head_slice_of(name, module, query.shape[1])
         cached = state_layer_of(key)
         from_state = cached is not None and method == cached.method and is_causal
         if cached is not None and isinstance(key, NewKeys) and not from_state:
@@ -119,14 +137,24 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
             # again. Otherwise it depends on the layer alone.
             seed = None if module.training else layer_seed(location.layer)
             options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "seed": seed}
-            options["parameters"] = required_tensors(module, method, location.name)
+            parameters = required_tensors(module, method, location.name)
+            if heads is not None:
+                parameters = parameters_of_slice(method, parameters, heads, query.shape[1])
+            options["parameters"] = parameters
             if distance_bias is not None:
                 options["distance_bias"] = distance_bias
             if cached is not None and from_state:
                 out = cached.attention(query, key, value, attention_mask, **options)
             else:
                 out = attention(
-                    method, query, key, value, attention_mask=attention_mask, is_causal=is_causal, **options
+                    method,
+                    query,
+                    key,
+                    value,
+                    attention_mask=attention_mask,
+                    is_causal=is_causal,
+                    heads=heads,
+                    **options,
                 )
         return out.transpose(1, 2).contiguous(), None
 

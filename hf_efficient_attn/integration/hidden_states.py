@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from hf_efficient_attn.integration.attention import location_of
 from hf_efficient_attn.integration.configs import method_of, settings_of
+from hf_efficient_attn.integration.head_numbers import is_tensor_parallel
 from hf_efficient_attn.integration.layers import layer_seed
 from hf_efficient_attn.integration.learned import required_tensors
 from hf_efficient_attn.integration.masks import is_causal_mask
 from hf_efficient_attn.integration.refusals import refuse_arguments
+from hf_efficient_attn.integration.sharding import is_parallel
 from hf_efficient_attn.methods import AttentionOptions, HiddenProjections, MethodConfig, get_method, refuse_onnx_export
 from hf_efficient_attn.ops.random import draw_seed
 
@@ -84,6 +86,11 @@ def _layout(module: nn.Module) -> _Layout | None:
     return layout if all(hasattr(module, name) for name in names) else None
 
 
+def _is_divided(module: nn.Module) -> bool:
+    """Whether the module's tokens or heads are divided over processes, which the attention function knows how to do."""
+    return is_parallel(module) or is_tensor_parallel(module)
+
+
 def _forward(
     module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> tuple[Tensor, None]:
@@ -92,7 +99,7 @@ def _forward(
     method: Any = None if name is None else settings_of(module.config, name).for_layer(location.layer, location.name)
     form = None if method is None else get_method(method.method).forward_hidden_states
     is_causal = kwargs.get("is_causal") or is_causal_mask(attention_mask)
-    if form is None or layout is None or kwargs.get("past_key_values") is not None or is_causal:
+    if form is None or layout is None or kwargs.get("past_key_values") is not None or is_causal or _is_divided(module):
         return type(module).forward(module, hidden_states, attention_mask, **kwargs)
     refuse_arguments(method.method, module, hidden_states.shape[1], attention_mask, kwargs)
     refuse_onnx_export(method)

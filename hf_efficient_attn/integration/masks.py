@@ -15,6 +15,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.utils.import_utils import is_tracing
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.integration.head_numbers import refuse_lost_padding
 from hf_efficient_attn.integration.settings import EXACT
 
 # The attribute of a mask that tells whether it is causal.
@@ -70,6 +71,7 @@ def padding_mask(
         _check_pattern(mask_function, is_causal, valid, q_length, q_offset, kv_offset)
     if mask is None or (not is_tracing(mask) and bool(mask.all())):
         return None
+    refuse_lost_padding(mask, is_causal)
     setattr(mask, _IS_CAUSAL, is_causal)
     return mask
 

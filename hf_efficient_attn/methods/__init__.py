@@ -14,6 +14,7 @@ from hf_efficient_attn.methods._shared.call import (
     functional_form,
     naive_attention,
     refuse_onnx_export,
+    sharded_attention,
     update_state,
 )
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
@@ -23,6 +24,7 @@ from hf_efficient_attn.methods._shared.registry import (
     Method,
     MethodInfo,
     Recurrence,
+    ShardedForm,
     available_methods,
     causal_methods,
     distance_bias_methods,
@@ -32,6 +34,7 @@ from hf_efficient_attn.methods._shared.registry import (
     make_config,
     method_info,
     on_register,
+    parameters_of_slice,
     rectangular_methods,
     register_method,
     unregister,
@@ -48,6 +51,7 @@ __all__ = [
     "MethodConfig",
     "MethodInfo",
     "Recurrence",
+    "ShardedForm",
     "attention",
     "attention_with_state",
     "available_methods",
@@ -63,9 +67,11 @@ __all__ = [
     "naive_attention",
     "on_register",
     "option",
+    "parameters_of_slice",
     "rectangular_methods",
     "refuse_onnx_export",
     "register_method",
+    "sharded_attention",
     "unregister",
     "update_state",
 ]

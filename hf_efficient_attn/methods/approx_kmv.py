@@ -293,7 +293,7 @@ def _by_head(
         query, key, value, key_mask = flatten_heads(query, key, value, key_mask)
         out = exact_attention(query, key, value, key_mask, is_causal=False, scale=scale, dropout_p=dropout_p)
         return unflatten_heads(out, shape)
-    outs = []
+    outs, first = [], 0 if options.heads is None else options.heads.first
     for b in range(shape[0]):
         valid = None if key_mask is None else key_mask[b].nonzero().squeeze(1)
         # In self-attention a masked token has no query either, and its output is 0.
@@ -303,7 +303,7 @@ def _by_head(
             if valid is not None:
                 q, k, v = q if valid_queries is None else q[valid_queries], k[valid], v[valid]
             if len(k) and len(q):
-                out = form(config, _Head(q, k, v, scale, dropout_p, options.seed + _SEED_STEP * h))
+                out = form(config, _Head(q, k, v, scale, dropout_p, options.seed + _SEED_STEP * (first + h)))
             else:
                 out = v.new_zeros(len(q), v.shape[1]) + 0.0 * v.sum()
             if valid_queries is not None:

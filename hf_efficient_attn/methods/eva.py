@@ -53,6 +53,7 @@ from hf_efficient_attn.ops.chunk_summaries import Heads, window_attention
 from hf_efficient_attn.ops.chunk_windows import kept_plan, plan_windows, query_blocks, window_sizes
 from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.exact import exact_decode
+from hf_efficient_attn.ops.heads import head_slice
 from hf_efficient_attn.ops.interval_levels import interval_level_attention, interval_sizes
 from hf_efficient_attn.ops.interval_summaries import causal_summary_attention, plan_interval_chunks
 from hf_efficient_attn.ops.partial import accumulation_dtype
@@ -163,7 +164,9 @@ def _draw(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    return normal((num_chunks, num_heads, head_dim), seed, stream, device).to(dtype).transpose(0, 1).contiguous()
+    first, total = head_slice(num_heads)
+    drawn = normal((num_chunks, total, head_dim), seed, stream, device)[:, first : first + num_heads]
+    return drawn.to(dtype).transpose(0, 1).contiguous()
 
 
 def _resolve(query_mask: QueryMask, query: Tensor, key: Tensor, key_mask: Tensor | None) -> tuple[bool, Tensor | None]:

@@ -35,6 +35,7 @@ from hf_efficient_attn.methods._shared.feature_maps import (
 )
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, Recurrence, State, register_method
+from hf_efficient_attn.methods._shared.sharded_states import sharded_states
 from hf_efficient_attn.methods._shared.windowed_features import (
     initial_log_weight,
     windowed_forward,
@@ -165,10 +166,14 @@ def naive(config: LinearConfig, query: Tensor, key: Tensor, value: Tensor, optio
     return (windowed_naive if config.window_size else features_naive)(config, query, key, value, options)
 
 
+_RECURRENCE: Recurrence[LinearConfig] = Recurrence(recurrence_update, recurrence_query, forward)
+
 register_method(
     LinearConfig,
     forward=forward,
     naive=naive,
     initial_parameters=initial_parameters,
-    recurrence=Recurrence(recurrence_update, recurrence_query, forward),
+    recurrence=_RECURRENCE,
+    # The state of a window contains tokens and is no sum.
+    sharded=sharded_states(_RECURRENCE, lambda config, length, is_causal: not config.window_size),
 )

@@ -31,7 +31,8 @@ from hf_efficient_attn.methods._shared.projections import (
     naive_contraction,
     tables,
 )
-from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
+from hf_efficient_attn.methods._shared.registry import AttentionOptions, ShardedForm, register_method
+from hf_efficient_attn.ops.collectives import Shards, total
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.landmarks import attention_to_few_keys
 from hf_efficient_attn.ops.precision import attention_dtype, sum_dtype
@@ -85,6 +86,29 @@ def naive(config: LinformerConfig, query: Tensor, key: Tensor, value: Tensor, op
     return torch.stack(outs).to(value.dtype)
 
 
+def forward_shard(
+    config: LinformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, shards: Shards
+) -> Tensor:
+    """The form for a sequence that processes share: the contracted keys and values travel; see `ShardedForm`."""
+    dtype, groups = attention_dtype(query), query.shape[1] // key.shape[1]
+    both = contractions(tables(config, shards.total, options), shards.key_mask, shards.total, sum_dtype(query))
+    parts = [table.project_some(x, shards.key_mask, shards.own) for table, x in zip(both, (key, value), strict=True)]
+    keys, values = (
+        table.scale(x).to(dtype).repeat_interleave(groups, 1).flatten(0, 1)
+        for table, x in zip(both, total(parts, shards.group), strict=True)
+    )  # (BH, P, .)
+    bias = mask_bias(projected_key_mask(both, len(query)), dtype).repeat_interleave(query.shape[1], 0)
+    out = attention_to_few_keys(
+        query.flatten(0, 1), keys, values, bias, scale=options.scale, dropout_p=0.0, dtype=value.dtype
+    )
+    return unflatten_heads(out, query.shape)
+
+
 register_method(
-    LinformerConfig, forward=forward, naive=naive, initial_parameters=initial_parameters, starts_from=STARTS_FROM
+    LinformerConfig,
+    forward=forward,
+    naive=naive,
+    initial_parameters=initial_parameters,
+    starts_from=STARTS_FROM,
+    sharded=ShardedForm(forward_shard, lambda config, length, is_causal: True),
 )

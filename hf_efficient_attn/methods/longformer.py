@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
-from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
+from hf_efficient_attn.methods._shared.registry import AttentionOptions, ShardedForm, register_method
 from hf_efficient_attn.ops.blocks import chunked_over_heads, pad_to_blocks, take
+from hf_efficient_attn.ops.collectives import Shards, with_neighbors
 from hf_efficient_attn.ops.distance_bias import bias_of, biased_window
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.export import exporting_to_onnx
@@ -225,4 +227,24 @@ def decode(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, 
     return unflatten_heads(out[:, 0], shape)
 
 
-register_method(LongformerConfig, forward=forward, naive=naive, decode=decode)
+def forward_shard(
+    config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, shards: Shards
+) -> Tensor:
+    """The form for a sequence that processes share: the keys of the window travel; see `ShardedForm`."""
+    right, (num_heads, length) = 0 if options.is_causal else config.window_size, query.shape[1:3]
+    (key, value), before, after = with_neighbors((key, value), config.window_size, right, shards)
+    groups, mask = num_heads // key.shape[1], shards.key_mask
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    query = pad(query, (0, 0, before, after))  # queries of the neighbors, whose outputs are dropped
+    mask = None if mask is None else mask[:, shards.first - before : shards.own.stop + after]
+    out = forward(config, query, key, value, options._replace(key_mask=mask))
+    return out[:, :, before : before + length]
+
+
+register_method(
+    LongformerConfig,
+    forward=forward,
+    naive=naive,
+    decode=decode,
+    sharded=ShardedForm(forward_shard, lambda config, length, is_causal: not config.global_tokens),
+)

@@ -30,6 +30,7 @@ from hf_efficient_attn.methods._shared.feature_maps import (
 )
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, Recurrence, register_method
+from hf_efficient_attn.methods._shared.sharded_states import sharded_states
 from hf_efficient_attn.ops.blocks import can_reuse_buffers, chunked_over_heads
 from hf_efficient_attn.ops.feature_attention import (
     BUFFERED_HEADS,
@@ -180,10 +181,13 @@ def naive(config: PerformerConfig, query: Tensor, key: Tensor, value: Tensor, op
     return unflatten_heads((scores.softmax(-1).nan_to_num(0.0) @ values).to(value.dtype), query.shape)
 
 
+_RECURRENCE: Recurrence[PerformerConfig] = Recurrence(recurrence_update, recurrence_query, forward)
+
 register_method(
     PerformerConfig,
     forward=forward,
     naive=naive,
     initial_parameters=initial_parameters,
-    recurrence=Recurrence(recurrence_update, recurrence_query, forward),
+    recurrence=_RECURRENCE,
+    sharded=sharded_states(_RECURRENCE, lambda config, length, is_causal: True),
 )

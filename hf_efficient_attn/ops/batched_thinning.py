@@ -23,8 +23,9 @@ from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.constants import constant, integers
+from hf_efficient_attn.ops.heads import head_slice
 from hf_efficient_attn.ops.partial import accumulation_dtype
-from hf_efficient_attn.ops.random import uniform
+from hf_efficient_attn.ops.random import uniform_of_heads
 
 # How many pairs of a bucket are decided at a time, and how often with an error.
 _TOGETHER, _TIMES = 16, 2
@@ -94,7 +95,7 @@ def halve(
     if backend(key, value) == "triton" and _has_kernel(key, value, rounds):
         return _halve_by_triton(key, value, index, plan, rounds, numbers, scale), count
     index = index + (integers(batch_heads, device) * kv_len).unsqueeze(1)
-    drawn = uniform((sum(rounds.num_pairs), numbers.num_heads), numbers.seed, numbers.stream, device)
+    drawn = uniform_of_heads(sum(rounds.num_pairs), numbers.num_heads, numbers.seed, numbers.stream, device)
     pairs = _pairs(plan, rounds, drawn, batch_heads, accumulation_dtype(key.dtype))
     # A constant factor of the kernel has no influence. The shift prevents that it overflows.
     shift = torch.linalg.vector_norm(key, dim=2, dtype=pairs.lean.dtype).amax(1).square() * abs(scale)
@@ -135,7 +136,9 @@ def _halve_by_triton(
     first = sum(rounds.num_pairs)
     for own, num_pairs, bucket in reversed(parts):
         first -= num_pairs
-        sizes = (numbers.stream, first * numbers.num_heads, numbers.num_heads, num_pairs, bucket)
+        # The numbers of a pair are those of all heads of the layer, of which a process may hold some.
+        first_head, total = head_slice(numbers.num_heads)
+        sizes = (numbers.stream, first * total + first_head, numbers.num_heads, total, num_pairs, bucket)
         index = halve_round(key, value, index, own, seed, norm, largest, *sizes, scale)
     return index
 
@@ -152,6 +155,7 @@ def halve_round(
     stream: int,
     first_number: int,
     num_heads: int,
+    total_heads: int,
     num_pairs: int,
     bucket: int,
     scale: float,
@@ -167,8 +171,9 @@ def halve_round(
         norm: float32 (BH,), that of the longest key.
         largest: float32 (BH,), the largest absolute value.
         stream: of the random numbers.
-        first_number: the first of the random numbers of this round, (P, H), in the stream.
+        first_number: the number of the first head and pair of this round in the stream.
         num_heads: H.
+        total_heads: the heads of the layer in all processes, which each have a number for a pair.
         num_pairs: P.
         bucket: pairs of a bucket.
         scale: factor of the scores.
@@ -178,7 +183,7 @@ def halve_round(
     """
     from hf_efficient_attn.ops import triton_thinning
 
-    sizes = (stream, first_number, num_heads, num_pairs, bucket)
+    sizes = (stream, first_number, num_heads, total_heads, num_pairs, bucket)
     return triton_thinning.halve_round(key, value, index, plan, seed, norm, largest, *sizes, scale)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.constants import constant
+from hf_efficient_attn.ops.heads import head_slice
 from hf_efficient_attn.ops.outputs import compute_into
 from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
 from hf_efficient_attn.ops.random import uniform
@@ -127,7 +128,8 @@ def _constant(make: Callable[..., Tensor], grid: Grid, random: _Random, device: 
 
 def _offsets(grid: Grid, random: _Random, stream: int, device: torch.device) -> Tensor:
     """An offset in (0, 1) for each head and level: float64 (BH, levels)."""
-    turn = torch.arange(random.num_heads, dtype=torch.float64, device=device)[:, None] * _GOLDEN_RATIO
+    head = torch.arange(random.num_heads, dtype=torch.float64, device=device) + head_slice(random.num_heads).first
+    turn = head[:, None] * _GOLDEN_RATIO
     return (uniform((len(grid.counts),), random.seed, stream, device) + turn).frac().repeat(random.batch, 1)
 
 

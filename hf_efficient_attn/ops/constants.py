@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_efficient_attn.ops.heads import current_slice
+
 # How many results are kept, and their bytes together.
 _KEPT, _KEPT_BYTES = 512, 1 << 25
 
@@ -16,7 +18,7 @@ def constant(make: Callable[..., Tensor], *arguments: Any, device: torch.device)
     """The result of make(*arguments, device), which is kept for the next call with the same arguments.
 
     The last 512 results are kept, of at most 32 MiB together. Nothing is kept while a graph is recorded, where tensors
-    have no data.
+    have no data. What is drawn for heads is kept for each slice of them.
 
     Args:
         make: a function without side effects. It is part of the key, so it must not be a new lambda in every call.
@@ -36,7 +38,7 @@ _lock = threading.Lock()
 
 
 def _kept(make: Callable[..., Tensor], arguments: tuple[Any, ...], device: torch.device) -> Tensor:
-    key = make, arguments, device
+    key = make, arguments, device, current_slice()
     with _lock:
         if key in _results:
             _results.move_to_end(key)

@@ -18,10 +18,11 @@ from torch.autograd.function import once_differentiable
 from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import ceil_div, take, valid_first
 from hf_efficient_attn.ops.constants import constant
+from hf_efficient_attn.ops.heads import HeadSlice, head_slice, numbered_heads
 from hf_efficient_attn.ops.onednn import product, use_product
 from hf_efficient_attn.ops.pivots import pivot_tolerance, pivots_in_two_draws
 from hf_efficient_attn.ops.precision import LOG2_E
-from hf_efficient_attn.ops.random import uniform
+from hf_efficient_attn.ops.random import uniform, uniform_of_heads
 
 # The factor of the pivots of some heads that are processed at a time: 2**20 numbers, 4 MiB in float32.
 _FACTOR_NUMEL = 1 << 20
@@ -68,7 +69,7 @@ def gumbel_numbers(count: int, num_candidates: int, seed: int | Tensor, like: Te
 
     Those of an integer seed are kept, so they must not be modified.
     """
-    return _kept_gumbel(len(_growing_draws(count, like)), num_candidates, 1, seed, like)[:, 0]
+    return _kept_gumbel(len(_growing_draws(count, like)), num_candidates, None, seed, like)[:, 0]
 
 
 def refinement_steps(steps: int, like: Tensor) -> int:
@@ -186,7 +187,9 @@ def numbers_of_two_draws(num_candidates: int, num_heads: int, seed: int | Tensor
     return _kept_gumbel(2, num_candidates, num_heads, seed, like)
 
 
-def _kept_gumbel(num_draws: int, num_candidates: int, num_heads: int, seed: int | Tensor, like: Tensor) -> Tensor:
+def _kept_gumbel(
+    num_draws: int, num_candidates: int, num_heads: int | None, seed: int | Tensor, like: Tensor
+) -> Tensor:
     """`_gumbel`, kept for an integer seed."""
     shape = num_draws, num_candidates, num_heads, seed, like.dtype
     return constant(_gumbel, *shape, device=like.device) if isinstance(seed, int) else _gumbel(*shape, like.device)
@@ -195,14 +198,21 @@ def _kept_gumbel(num_draws: int, num_candidates: int, num_heads: int, seed: int 
 def _gumbel(
     num_draws: int,
     num_candidates: int,
-    num_heads: int,
+    num_heads: int | None,
     seed: int | Tensor,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Standard Gumbel numbers (draws, H, C). The number of a candidate does not depend on how many there are."""
-    draws = [uniform((num_candidates, num_heads), seed, _STREAM + i, device).mT for i in range(num_draws)]
-    return -(-torch.stack(draws).log()).log().to(dtype)
+    """Standard Gumbel numbers (draws, H, C). The number of a candidate does not depend on how many there are.
+
+    Without `num_heads` they are (draws, 1, C), the same for all heads.
+    """
+    streams = range(_STREAM, _STREAM + num_draws)
+    if num_heads is None:
+        draws = [uniform((num_candidates, 1), seed, stream, device) for stream in streams]
+    else:
+        draws = [uniform_of_heads(num_candidates, num_heads, seed, stream, device) for stream in streams]
+    return -(-torch.stack(draws).mT.log()).log().to(dtype)
 
 
 def choose_pivots(
@@ -230,7 +240,8 @@ def choose_pivots(
     points = points.detach()
     if torch.compiler.is_compiling():
         seed = torch.as_tensor(seed, device=points.device).to(torch.int64)
-        return Pivots(*torch.ops.hf_efficient_attn.choose_pivots(points, valid, num_pivots, seed, batch, block))
+        heads = list(head_slice(len(points) // batch))
+        return Pivots(*torch.ops.hf_efficient_attn.choose_pivots(points, valid, num_pivots, seed, batch, block, heads))
     return Pivots(*_choose_pivots(points, valid, num_pivots, seed, batch, block))
 
 
@@ -267,15 +278,20 @@ def _choose_pivots(
 
 @torch.library.custom_op("hf_efficient_attn::choose_pivots", mutates_args=())
 def _choose_pivots_op(
-    points: Tensor, valid: Tensor | None, num_pivots: int, seed: Tensor, batch: int, block: int
+    points: Tensor,
+    valid: Tensor | None,
+    num_pivots: int,
+    seed: Tensor,
+    batch: int,
+    block: int,
+    heads: list[int],
 ) -> tuple[Tensor, Tensor]:
-    return _choose_pivots(points, valid, num_pivots, seed, batch, block)
+    with numbered_heads(HeadSlice(*heads)):
+        return _choose_pivots(points, valid, num_pivots, seed, batch, block)
 
 
 @_choose_pivots_op.register_fake
-def _(
-    points: Tensor, valid: Tensor | None, num_pivots: int, seed: Tensor, batch: int, block: int
-) -> tuple[Tensor, Tensor]:
+def _(points: Tensor, valid: Tensor | None, num_pivots: int, *_options: object) -> tuple[Tensor, Tensor]:
     index = points.new_empty(points.shape[0], num_pivots, dtype=torch.int64)
     return index, torch.empty_like(index, dtype=torch.bool)
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.ops.blocks import chunked_over_heads, take, valid_first
@@ -126,9 +127,33 @@ class Contraction(NamedTuple):
             return self.table @ x
 
         projected: Tensor = chunked_over_heads(some_heads, x.flatten(0, 1), order).unflatten(0, (batch, num_heads))
-        if self.factor is None:
-            return projected
-        return (projected * self.factor[:, None, :, None]).to(self.table.dtype)
+        return self.scale(projected).to(self.table.dtype)
+
+    def scale(self, projected: Tensor) -> Tensor:
+        """Multiply the rows of products (B, H, P, D) with their factors."""
+        return projected if self.factor is None else projected * self.factor[:, None, :, None]
+
+    def project_some(self, x: Tensor, mask: Tensor | None, some: slice) -> Tensor:
+        """The part of E x of the tokens `some`, without the factors: (B, H, n, D) -> (B, H, P, D).
+
+        Args:
+            x: these tokens, 0 where they are masked.
+            mask: bool (B, N), that of all tokens, or None.
+            some: the positions of these tokens.
+
+        Returns:
+            In the accumulation dtype, to be added to the other parts and scaled.
+        """
+        if mask is None or self.order is None:
+            return (self.table[:, some] @ x.to(self.table.dtype)).to(accumulation_dtype(x.dtype))
+        # The valid ones of these tokens use consecutive columns.
+        order, before = valid_first(mask[:, some]), mask[:, : some.start].sum(1).tolist()
+        columns = pad(self.table, (0, x.shape[2]))
+        parts = [
+            columns[:, first : first + x.shape[2]] @ row[:, index].to(columns.dtype)
+            for row, index, first in zip(x, order, before, strict=True)
+        ]
+        return torch.stack(parts).to(accumulation_dtype(x.dtype))
 
     def sums(self) -> Tensor:
         """E 1, the factor of a constant that is added to all tokens: (B or 1, P)."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.constants import constant, integers
+from hf_efficient_attn.ops.heads import head_slice
 
 _MASK = 0xFFFFFFFF
 # Longer results are not kept.
@@ -71,7 +72,8 @@ def _normal(shape: tuple[int, ...], seed: int | Tensor, stream: int, device: tor
 def offsets(num_heads: int, seed: int | Tensor, stream: int, device: torch.device) -> Tensor:
     """A float64 offset in (0, 1) for each head, (H,). All sequences of a batch use the same ones.
 
-    The offsets are multiples of the golden ratio modulo 1, so that no two heads sample alike.
+    The offsets are multiples of the golden ratio modulo 1, so that no two heads sample alike. Heads are numbered as
+    `head_slice` says.
     """
     if isinstance(seed, int):
         return constant(_offsets, num_heads, seed, stream, device=device)
@@ -79,5 +81,11 @@ def offsets(num_heads: int, seed: int | Tensor, stream: int, device: torch.devic
 
 
 def _offsets(num_heads: int, seed: int | Tensor, stream: int, device: torch.device) -> Tensor:
-    turn = torch.arange(num_heads, device=device, dtype=torch.float64) * 0.6180339887498949
-    return (uniform((1,), seed, stream, device) + turn).frac()
+    head = torch.arange(num_heads, device=device, dtype=torch.float64) + head_slice(num_heads).first
+    return (uniform((1,), seed, stream, device) + head * 0.6180339887498949).frac()
+
+
+def uniform_of_heads(count: int, num_heads: int, seed: int | Tensor, stream: int, device: torch.device) -> Tensor:
+    """`uniform` numbers (count, H), in which a head has the same whichever heads a process holds; see `head_slice`."""
+    first, total = head_slice(num_heads)
+    return uniform((count, total), seed, stream, device)[:, first : first + num_heads]

@@ -23,8 +23,9 @@ from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.batched_thinning import Numbers, Rounds, halve
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, take, valid_first
 from hf_efficient_attn.ops.constants import constant
+from hf_efficient_attn.ops.heads import HeadSlice, head_slice, numbered_heads
 from hf_efficient_attn.ops.partial import accumulation_dtype
-from hf_efficient_attn.ops.random import uniform
+from hf_efficient_attn.ops.random import uniform_of_heads
 
 _STREAM = 60_000
 # Pairs of a bucket, at least. Smaller ones are hardly better than fair draws, and hardly cheaper.
@@ -71,7 +72,7 @@ def draw_numbers(
     Those of a round do not depend on the rounds before it, that is, on `kv_len`.
     """
     sizes = [round.num_pairs for round in _rounds(kv_len, num_samples)]
-    numbers = uniform((sum(sizes), num_heads), seed, _STREAM, device)
+    numbers = uniform_of_heads(sum(sizes), num_heads, seed, _STREAM, device)
     return [2.0 * x.mT - 1.0 for x in numbers.split(sizes)]
 
 
@@ -105,14 +106,23 @@ def thin(
     """
     tensors, options = (key.detach(), value.detach(), key_mask), (num_samples, float(scale), batch)
     if torch.compiler.is_compiling():
-        return Thinned(*torch.ops.hf_efficient_attn.thin(*tensors, torch.as_tensor(seed, device=key.device), *options))
+        heads, seed = list(head_slice(len(key) // batch)), torch.as_tensor(seed, device=key.device)
+        return Thinned(*torch.ops.hf_efficient_attn.thin(*tensors, seed, *options, heads))
     return Thinned(*_thin_by_rounds(*tensors, seed, *options))
 
 
 def _thin(
-    key: Tensor, value: Tensor, key_mask: Tensor | None, seed: Tensor, num_samples: int, scale: float, batch: int
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    seed: Tensor,
+    num_samples: int,
+    scale: float,
+    batch: int,
+    heads: list[int],
 ) -> tuple[Tensor, Tensor]:
-    return _thin_by_rounds(key, value, key_mask, seed, num_samples, scale, batch)
+    with numbered_heads(HeadSlice(*heads)):
+        return _thin_by_rounds(key, value, key_mask, seed, num_samples, scale, batch)
 
 
 def _thin_by_rounds(
@@ -160,7 +170,7 @@ _compiled_thin = torch.library.custom_op("hf_efficient_attn::thin", _thin, mutat
 
 @_compiled_thin.register_fake
 def _(
-    key: Tensor, value: Tensor, key_mask: Tensor | None, seed: Tensor, num_samples: int, scale: float, batch: int
+    key: Tensor, value: Tensor, key_mask: Tensor | None, seed: Tensor, num_samples: int, *_options: object
 ) -> tuple[Tensor, Tensor]:
     shape = (key.shape[0], num_samples)
     return key.new_empty(shape, dtype=torch.int64), key.new_empty(shape, dtype=torch.float64)

@@ -184,6 +184,7 @@ def _decision_kernel(
     mixed_stream,
     first_number,
     num_heads,
+    total_heads,
     num_pairs,
     bucket,
     num_buckets,
@@ -199,7 +200,7 @@ def _decision_kernel(
     lean = tl.load(plan + 2 * plan_part + pair, mask=exists, other=0.0)
     margin = tl.load(plan + 3 * plan_part + pair, mask=exists, other=0.0)
     least = tl.load(plan + 4 * plan_part + pair, mask=exists, other=0.0).to(tl.float32)
-    number = _uniform(seed, stream, mixed_stream, first_number + pair * num_heads + head % num_heads + 1)
+    number = _uniform(seed, stream, mixed_stream, first_number + pair * total_heads + head % num_heads + 1)
     lean = (lean - 2.0 * margin * number).to(tl.float32)
     difference += program * bucket * bucket
     square = tl.load(difference + place * (bucket + 1), mask=place < bucket, other=0.0)
@@ -227,6 +228,7 @@ def halve_round(
     stream: int,
     first_number: int,
     num_heads: int,
+    total_heads: int,
     num_pairs: int,
     bucket: int,
     scale: float,
@@ -239,7 +241,7 @@ def halve_round(
     plan_strides = plan.stride(0), plan.stride(1) if plan.shape[1] > 1 else 0
     read = index.stride(0) if len(index) > 1 else 0, *plan_strides
     sizes = num_pairs, bucket, num_buckets
-    numbers = stream, stream * _STREAM_FACTOR & 0xFFFFFFFF, first_number, num_heads
+    numbers = stream, stream * _STREAM_FACTOR & 0xFFFFFFFF, first_number, num_heads, total_heads
     itemsize = max(x.element_size() for x in rows)
     block, warps = block_of(bucket), warps_of(bucket, itemsize)
     constants = {

@@ -23,8 +23,11 @@ from hf_efficient_attn.methods._shared.registry import (
     exportable_methods,
     get_method,
     make_config,
+    parameters_of_slice,
 )
+from hf_efficient_attn.ops.collectives import Shards, over_heads
 from hf_efficient_attn.ops.export import exporting_to_onnx
+from hf_efficient_attn.ops.heads import HeadSlice, numbered_heads
 from hf_efficient_attn.ops.precision import multiplies_bfloat16
 from hf_efficient_attn.ops.random import draw_seed
 
@@ -43,6 +46,7 @@ class _Arguments(NamedTuple):
     dropout_p: float
     seed: int | Tensor | None
     distance_bias: Tensor | None = None
+    heads: HeadSlice | None = None
 
 
 class _Parameters(NamedTuple):
@@ -68,6 +72,7 @@ def attention(
     seed: int | Tensor | None = 0,
     parameters: Mapping[str, Tensor] | None = None,
     distance_bias: Tensor | None = None,
+    heads: HeadSlice | None = None,
     **hyperparameters: Any,
 ) -> Tensor:
     """Compute attention by any method of this package.
@@ -90,6 +95,9 @@ def attention(
         distance_bias: (H, 2R + 1), added to the scores of each head by the position of the key minus that of the query,
             from -R to R; beyond these distances it is that of -R or R. Some methods only
             (`MethodConfig.adds_distance_bias`).
+        heads: the number of the first of the H heads and the number of all heads, if the layer has more than these H,
+            because other processes hold the rest. A head's output is the same as in one call with all heads.
+            `parameters` are those of the H heads (`parameters_of_slice`).
         **hyperparameters: values that replace those of the config. Learned parameters can be given here as well, as
             tensors by name. Those that are missing have the values that a conversion starts from.
 
@@ -101,7 +109,7 @@ def attention(
             the mask is not (B, Nk); `is_causal` with a method that has no causal form; Nq != Nk with a method that has
             no rectangular form.
     """
-    arguments = _Arguments(attention_mask, is_causal, scale, dropout_p, seed, distance_bias)
+    arguments = _Arguments(attention_mask, is_causal, scale, dropout_p, seed, distance_bias, heads)
     config, some = _split_hyperparameters(method_or_config, hyperparameters)
     form = get_method(config.method).forward
     if config.compute_dtype == "auto":
@@ -110,6 +118,59 @@ def attention(
     dtype = value.dtype
     query, key, value = _cast_to_compute(config, query, key, value)
     return _compute(form, config, query, key, value, arguments, _Parameters(parameters, some)).to(dtype)
+
+
+def sharded_attention(
+    config: MethodConfig,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    shards: Shards,
+    is_causal: bool = False,
+    scale: float | None = None,
+    seed: int | Tensor = 0,
+    parameters: Mapping[str, Tensor] | None = None,
+) -> Tensor:
+    """Attention of sequences whose tokens are divided over processes, which all make this call.
+
+    Up to rounding, the outputs of all processes in order are those of `attention` of all tokens.
+
+    Args:
+        config: the config of a method.
+        query: (B, H, n, D), of the tokens of this process.
+        key: (B, H_kv, n, D).
+        value: (B, H_kv, n, Dv).
+        shards: which tokens these are, and the mask of all tokens.
+        is_causal: query i attends to the keys up to its own position.
+        scale: the factor of the scores; 1/sqrt(D) by default.
+        seed: the same in all processes.
+        parameters: all learned parameters of all heads by name; None for the values that a conversion starts from.
+
+    Returns:
+        (B, H, n, Dv) in the dtype of `value`.
+    """
+    form = get_method(config.method).sharded
+    query, key, value = _cast_under_autocast(query, key, value)
+    dtype = value.dtype
+    arguments = _Arguments(shards.own_mask, is_causal, scale, 0.0, seed)
+    _check(config, query, key, value, arguments)
+    if parameters is None:
+        parameters = _all_parameters(config, {}, query, key, value)
+    query, key, value = _cast_to_compute(config, query, key, value)
+    if form is not None and form.applies(config, shards.total, is_causal):
+        scale, seed = _resolve(config, query, scale, seed)
+        key, value = _zero_masked(key, value, shards.own_mask)
+        options = AttentionOptions(shards.own_mask, is_causal, scale, 0.0, seed, parameters)
+        with torch.autocast(query.device.type, enabled=False):
+            return form.forward(config, query, key, value, options, shards).to(dtype)
+
+    def some_heads(query: Tensor, key: Tensor, value: Tensor, heads: HeadSlice) -> Tensor:
+        own = parameters_of_slice(config, parameters, heads, query.shape[1])
+        given = arguments._replace(attention_mask=shards.key_mask, heads=heads)
+        return _compute(get_method(config.method).forward, config, query, key, value, given, _Parameters(own, {}))
+
+    return over_heads(some_heads, query, key, value, shards).to(dtype)
 
 
 def naive_attention(
@@ -269,11 +330,15 @@ def _compute(
     (batch, num_heads, q_len, head_dim), kv_len = query.shape, key.shape[2]
     if query.numel() == 0:
         return value.new_zeros(batch, num_heads, q_len, value.shape[-1])
-    key_mask, is_causal, scale, dropout_p, seed, distance_bias = arguments
+    key_mask, is_causal, scale, dropout_p, seed, distance_bias, slice_of_heads = arguments
     scale, seed = _resolve(config, query, scale, draw_seed(query.device) if seed is None else seed)
     key, value = _zero_masked(key, value, key_mask)
-    parameters = _all_parameters(config, given.some, query, key, value) if given.complete is None else given.complete
-    options = AttentionOptions(key_mask, is_causal, scale, dropout_p, seed, parameters, distance_bias)
+    parameters = given.complete
+    if parameters is None:
+        parameters = _all_parameters(config, given.some, query, key, value, slice_of_heads)
+    if slice_of_heads is not None:
+        slice_of_heads.check(num_heads)
+    options = AttentionOptions(key_mask, is_causal, scale, dropout_p, seed, parameters, distance_bias, slice_of_heads)
     # The number of keys before the first query.
     offset = kv_len - q_len if is_causal else 0
     method = get_method(config.method)
@@ -287,10 +352,10 @@ def _compute(
     key, value = _repeat_kv(query, key, value)
     if form is method.forward and is_operator(config, (query, key, value), options):
         form = operator_forward
-    if is_autocast:
-        with torch.autocast(device_type, enabled=False):
+    if is_autocast or slice_of_heads is not None:
+        with torch.autocast(device_type, enabled=False), numbered_heads(slice_of_heads):
             out = form(config, query, key, value, options)
-    else:  # without the context, which takes as long as the other checks of a call together
+    else:  # without the contexts, which take as long as the other checks of a call together
         out = form(config, query, key, value, options)
     if offset < 0:
         return torch.cat((out.new_zeros(batch, num_heads, -offset, out.shape[-1]), out), 2)
@@ -298,7 +363,12 @@ def _compute(
 
 
 def _all_parameters(
-    config: MethodConfig, some: Mapping[str, Tensor], query: Tensor, key: Tensor, value: Tensor
+    config: MethodConfig,
+    some: Mapping[str, Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    heads: HeadSlice | None = None,
 ) -> Mapping[str, Tensor]:
     """All learned parameters of a method: those that were given, and the initial values of the others."""
     method = get_method(config.method)
@@ -312,14 +382,16 @@ def _all_parameters(
             )
     if method.initial_parameters is None or len(some) == len(known):
         return some
+    (num_heads, num_kv_heads), total = (x.shape[1] for x in (query, key)), heads.total if heads else query.shape[1]
     initial = method.initial_parameters(
         config,
-        num_heads=query.shape[1],
-        num_kv_heads=key.shape[1],
+        num_heads=total,
+        num_kv_heads=max(1, total * num_kv_heads // num_heads),
         head_dim=query.shape[3],
         value_dim=value.shape[3],
         max_length=max(query.shape[2], key.shape[2]),
     )
+    initial = initial if heads is None else parameters_of_slice(config, initial, heads, num_heads)
     return {**{name: x.to(query.device) for name, x in initial.items()}, **some}
 
 

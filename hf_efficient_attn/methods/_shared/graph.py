@@ -25,7 +25,8 @@ def is_operator(config: MethodConfig, tensors: tuple[Tensor, Tensor, Tensor], op
     if not (torch.compiler.is_compiling() and form in config.runs_in_chunks) or backend(*tensors) != "cpu":
         return False
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, *options.parameters.values()))
-    return not (needs_grad or options.dropout_p or exporting_to_onnx())
+    # The operator runs after the call has returned, when the numbers of its heads are no longer known.
+    return not (needs_grad or options.dropout_p or options.heads is not None or exporting_to_onnx())
 
 
 def operator_forward(

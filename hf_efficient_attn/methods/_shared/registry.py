@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_method
 from hf_efficient_attn.methods._shared.config import ConfigT, MethodConfig
+from hf_efficient_attn.ops.heads import HeadSlice
 
 
 class AttentionOptions(NamedTuple):
@@ -23,10 +24,12 @@ class AttentionOptions(NamedTuple):
         scale: the factor of the scores q . k.
         dropout_p: the probability with which an attention weight is dropped. 0 outside of training.
         seed: the seed of everything that is drawn, an integer or a scalar tensor. It includes the config's own seed.
-        parameters: the learned parameters by name; empty for a method that learns none.
+        parameters: the learned parameters by name; empty for a method that learns none. Those of heads are the ones of
+            the heads of the call.
         distance_bias: (H, 2R + 1), what is added to the scores of each head by the position of the key minus that of
             the query, from -R to R; beyond, it is that of -R or R. None for none. Only methods whose config says
             `adds_distance_bias` get one.
+        heads: which heads of the layer the call holds; None for all. `hf_efficient_attn.ops.random` draws for them.
     """
 
     key_mask: Tensor | None
@@ -36,6 +39,7 @@ class AttentionOptions(NamedTuple):
     seed: int | Tensor
     parameters: Mapping[str, Tensor]
     distance_bias: Tensor | None = None
+    heads: HeadSlice | None = None
 
 
 class HiddenProjections(NamedTuple):
@@ -72,6 +76,26 @@ class Recurrence(Generic[ConfigT]):
     update: Callable[..., State]
     query: Callable[..., Tensor]
     forward: Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class ShardedForm(Generic[ConfigT]):
+    """Attention of a sequence whose tokens are divided over processes, in which only summaries of the keys travel.
+
+    Its output and its gradients are those of `forward` on the whole sequence, up to rounding. A method without it is
+    computed from all tokens of some heads in each process, which have to be sent there and back.
+
+    Attributes:
+        forward: forward(config, query, key, value, options, shards) returns the output (B, H, n, Dv) for the query
+            (B, H, n, D) of the n tokens of this process, whose keys (B, H_kv, n, D) and values (B, H_kv, n, Dv) are not
+            repeated. `options.key_mask` is that of these tokens, and `shards` (`hf_efficient_attn.ops.collectives`)
+            says which they are. All processes must call the same collectives.
+        applies: applies(config, length, is_causal) says whether the form computes sequences of so many tokens in all
+            processes together with these hyperparameters.
+    """
+
+    forward: Callable[..., Tensor]
+    applies: Callable[[ConfigT, int, bool], bool]
 
 
 @dataclass(frozen=True)
@@ -122,6 +146,7 @@ class Method:
     starts_from: Mapping[str, str]
     recurrence: Recurrence[Any] | None
     forward_hidden_states: Callable[..., Tensor] | None
+    sharded: ShardedForm[Any] | None = None
 
     @property
     def mixes_queries(self) -> bool:
@@ -159,6 +184,7 @@ def register_method(
     starts_from: Mapping[str, str] | None = None,
     recurrence: Recurrence[ConfigT] | None = None,
     forward_hidden_states: Callable[..., Tensor] | None = None,
+    sharded: ShardedForm[ConfigT] | None = None,
     replace: bool = False,
 ) -> None:
     """Add a method, of this package or from a user's own file, under the name `config_class.method`.
@@ -189,6 +215,7 @@ def register_method(
             forward_hidden_states(config, query, hidden_states, projections, options) returns the same output up to
             rounding. `hidden_states` (B, N, W) is 0 wherever `options.key_mask` is False, and `projections` is a
             `HiddenProjections`.
+        sharded: the form for a sequence that several processes share (`hea.sequence_parallel`).
         replace: replace a method that has the same name, for example when a notebook cell runs again.
 
     Raises:
@@ -276,6 +303,7 @@ def register_method(
         starts_from=dict(starts_from or {}),
         recurrence=recurrence,
         forward_hidden_states=forward_hidden_states,
+        sharded=sharded,
     )
     learns.cache_clear()
     for listener in _LISTENERS:
@@ -415,6 +443,36 @@ def learns(config: MethodConfig) -> bool:
     """Whether a method with these hyperparameters has learned parameters."""
     initial = get_method(config.method).initial_parameters
     return initial is not None and bool(initial(config, num_heads=1, head_dim=1, value_dim=1, max_length=1))
+
+
+def parameters_of_slice(
+    config: MethodConfig, parameters: Mapping[str, Tensor], heads: HeadSlice, num_heads: int
+) -> dict[str, Tensor]:
+    """The learned parameters of some heads of a layer: of these query heads, or of the key heads that they use.
+
+    Args:
+        config: of the method.
+        parameters: those of all heads by name.
+        heads: the number of the first head and of all query heads.
+        num_heads: how many query heads.
+    """
+    own = dict(parameters)
+    for name in parameters_of_heads(config):
+        if name in own:
+            count = own[name].shape[0]
+            last = -(-(heads.first + num_heads) * count // heads.total)
+            own[name] = own[name][heads.first * count // heads.total : last]
+    return own
+
+
+@functools.lru_cache(maxsize=256)
+def parameters_of_heads(config: MethodConfig) -> tuple[str, ...]:
+    """The learned parameters whose first dimension is that of the heads, of queries or of keys."""
+    initial, sizes = get_method(config.method).initial_parameters, {"head_dim": 1, "value_dim": 1, "max_length": 1}
+    if initial is None:
+        return ()
+    one, two = (initial(config, num_heads=n, num_kv_heads=n, **sizes) for n in (1, 2))
+    return tuple(name for name, x in two.items() if x.ndim and x.shape[0] == 2 * one[name].shape[0])
 
 
 def make_config(method_or_config: str | MethodConfig, **hyperparameters: Any) -> MethodConfig:

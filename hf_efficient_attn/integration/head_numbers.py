@@ -1,0 +1,150 @@
+"""Which heads of a layer this process holds, if an engine gives its attention only some of them.
+
+Tensor parallelism splits the projections, and DeepSpeed's Ulysses exchanges the tokens of all heads for all tokens of
+some. In both cases Transformers' module and config still describe all heads, and the attention function is called with
+some. What a method draws for a head, and what it has learned for it, depends on the head's number among all of them.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.integration.settings import EXACT
+from hf_efficient_attn.ops.heads import HeadSlice
+
+_DEEPSPEED = "deepspeed.runtime.sequence_parallel.parallel_state_sp"
+_OURS: dict[str, Callable[..., Any]] = {}
+
+
+def remember(name: str, function: Callable[..., Any]) -> None:
+    """Note the attention function that was registered under a method's name."""
+    _OURS[name] = function
+
+
+def is_wrapped(name: str) -> bool:
+    """Whether another library has put a function of its own in the place of a method's."""
+    return name in _OURS and ALL_ATTENTION_FUNCTIONS.get(name) is not _OURS[name]
+
+
+def head_slice_of(name: str, module: nn.Module, num_heads: int) -> HeadSlice | None:
+    """The numbers of the heads with which an attention module's function is called; None for all heads of the layer.
+
+    Args:
+        name: the method.
+        module: the attention module.
+        num_heads: how many query heads the call has.
+
+    Raises:
+        UnsupportedAttentionError: it has some of the layer's heads, and it cannot be known which.
+    """
+    total = _total_heads(module)
+    if total is None or num_heads >= total:
+        return None
+    first = _first_of_tensor_parallel(module, num_heads, total)
+    if first is None:
+        first = _first_of_ulysses(num_heads, total)
+    if first is not None:
+        return HeadSlice(first, total)
+    if is_wrapped(name) or is_tensor_parallel(module):
+        raise UnsupportedAttentionError(
+            f"{name}: a {type(module).__name__} calls its attention with {num_heads} of {total} heads, and it is not "
+            "known which they are, so that what is drawn or learned for a head would be that of another one: use "
+            "Transformers' tensor parallelism, DeepSpeed's Ulysses (ParallelismConfig(sp_size=...)) or "
+            f"hf_efficient_attn.sequence_parallel, or attn_implementation={EXACT!r}"
+        )
+    return None  # a model whose layers have different numbers of heads
+
+
+def ulysses_rank() -> int | None:
+    """The process's number among those that share a sequence by DeepSpeed's Ulysses; None without it."""
+    state = sys.modules.get(_DEEPSPEED)
+    if state is None or getattr(state, "_SEQUENCE_PARALLEL_GROUP", None) is None:
+        return None
+    return int(state.get_sequence_parallel_rank())
+
+
+def refuse_lost_padding(mask: Tensor, is_causal: bool) -> None:
+    """Refuse padding that DeepSpeed's Ulysses would lose: it calls attention without a mask.
+
+    Args:
+        mask: bool (B, n), of the tokens of this process.
+        is_causal: whether attention is causal. Padding on the right then has no influence on other tokens.
+
+    Raises:
+        UnsupportedAttentionError: attention would include the padding.
+    """
+    rank = ulysses_rank()
+    if rank is None or not any(map(is_wrapped, _OURS)):
+        return
+    harmless = is_causal and bool((mask[:, 1:] <= mask[:, :-1]).all()) and (rank > 0 or bool(mask[:, 0].all()))
+    if not harmless:
+        raise UnsupportedAttentionError(
+            "DeepSpeed's Ulysses calls attention without the attention_mask, so that padding would count as tokens: "
+            "pad a decoder's sequences on the right, or use hf_efficient_attn.sequence_parallel, which keeps padding"
+        )
+
+
+def _total_heads(module: nn.Module) -> int | None:
+    """The query heads of a layer by its config."""
+    config = getattr(module, "config", None)
+    for key in ("num_attention_heads", "n_head", "n_heads", "num_heads"):
+        value = getattr(config, key, None)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
+
+
+def _sharded_parameters(module: nn.Module) -> list[Any]:
+    """The parameters of a module that are divided over processes."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return []
+    from torch.distributed.tensor import DTensor
+
+    return [x for x in module.parameters() if isinstance(x, DTensor) and any(p.is_shard() for p in x.placements)]
+
+
+def is_tensor_parallel(module: nn.Module) -> bool:
+    """Whether the parameters of a module are divided over processes while it computes."""
+    return bool(_sharded_parameters(module))
+
+
+def _first_of_tensor_parallel(module: nn.Module, num_heads: int, total: int) -> int | None:
+    for parameter in _sharded_parameters(module):
+        mesh = parameter.device_mesh
+        for dim, placement in enumerate(parameter.placements):
+            if placement.is_shard() and total == num_heads * mesh.size(dim):
+                return int(mesh.get_local_rank(dim)) * num_heads
+    return None
+
+
+def _first_of_ulysses(num_heads: int, total: int) -> int | None:
+    rank = ulysses_rank()
+    if rank is None or total != num_heads * sys.modules[_DEEPSPEED].get_sequence_parallel_world_size():
+        return None
+    return rank * num_heads
+
+
+def refuse_context_parallel(name: str, module: nn.Module) -> None:
+    """Refuse PyTorch's context parallelism, which divides the sequence and takes care of PyTorch's attention only.
+
+    Raises:
+        UnsupportedAttentionError: the call is in `context_parallel`, or accelerate has prepared the module for it.
+    """
+    exact: Any = torch.nn.functional.scaled_dot_product_attention
+    replaced = str(getattr(exact, "__module__", "")).startswith("torch.distributed")
+    prepared = any(
+        "_attach_context_parallel_hooks" in getattr(hook, "__qualname__", "")
+        for hook in module._forward_pre_hooks.values()
+    )
+    if replaced or prepared:
+        raise UnsupportedAttentionError(
+            f"{name}: context parallelism (cp_size, ring attention) divides the sequence and joins it again in "
+            "PyTorch's own attention only, so that this layer would attend within its shard: for a decoder use "
+            "ParallelismConfig(sp_size=...) (DeepSpeed's Ulysses), for any model hf_efficient_attn.sequence_parallel, "
+            f"or attn_implementation={EXACT!r}"
+        )

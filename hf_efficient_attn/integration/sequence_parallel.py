@@ -1,0 +1,251 @@
+"""`hea.sequence_parallel`: a model whose processes each hold a contiguous shard of the tokens of every sequence.
+
+All parts of a Transformers model but attention compute each token by itself. So a process computes its own tokens, and
+only the attention function talks to the others: `methods.sharded_attention` for a method, `over_heads` for exact
+attention. What attention has to know is agreed upon once for each call of the model, in a forward pre-hook: the lengths
+of all shards, the mask of all tokens, and in training a common seed. It reaches the attention function as the keyword
+argument `SHARDS`, which layers also pass when gradient checkpointing computes them again.
+
+A refusal must be one in all processes, because the others would wait for a process that refuses alone. So each tells
+the others its problem in the first collective of a call.
+"""
+
+import inspect
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers.modeling_utils import PreTrainedModel
+
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.integration import models, positions
+from hf_efficient_attn.integration.configs import method_of
+from hf_efficient_attn.integration.model_code import uses_interface
+from hf_efficient_attn.integration.sharding import PARALLEL, SHARDS, SequenceParallel
+from hf_efficient_attn.ops.collectives import Shards, gather_plain
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+# Outputs of these come from one token of a sequence, or are averages over tokens.
+_WHOLE_SEQUENCE = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForPreTraining")
+_CACHES = ("past_key_values", "cache")
+_PROBLEMS = (
+    "",
+    "gives the model no input_ids or inputs_embeds with tokens: give every process at least one token of each sequence",
+    "gives an attention_mask that is not (batch, tokens of this process): give the part of the 2-D mask that belongs "
+    "to these tokens",
+    "gives a key-value cache or use_cache=True, which several processes cannot share: leave them out; generate with a "
+    "model in one process",
+    "gives labels, from which the model would compute the loss of its own tokens alone and without the token after "
+    "the last: compute the loss from the logits, with labels that are shifted before they are divided",
+    "gives no position_ids, and the model counts positions from the token ids of the call: give the position_ids of "
+    "the tokens in the whole sequence",
+)
+
+
+def sequence_parallel(model: ModelT, mesh_or_group: Any) -> ModelT:
+    """Divide the sequences of a model over processes; every process holds some consecutive tokens of each sequence.
+
+    Afterwards every process calls the model with its part of `input_ids` (or `inputs_embeds`), of `attention_mask` and
+    of whatever else has an entry for each token, in the order of the processes in the group. Attention sees all tokens,
+    and the outputs for tokens are those of the process's own tokens: `torch.cat` of all processes' outputs is the
+    output of one process. The shards may have different lengths, but the same batch size. `position_ids` are counted
+    over all processes unless they are given. Padding may be anywhere.
+
+    The gradient of a parameter in one process is the part that comes from its tokens. Their sum over the processes is
+    the gradient of the sum of the processes' losses.
+
+    A method that registers a sharded form sends only a summary of the keys (a state, landmarks, the keys of a window).
+    All others exchange the tokens of all heads for all tokens of some heads, as exact attention does.
+
+    Args:
+        model: a Transformers model, or a module that contains one, whose attention is a method of this package. It is
+            changed in place.
+        mesh_or_group: a one-dimensional `DeviceMesh`, or a process group.
+
+    Returns:
+        The model.
+
+    Raises:
+        UnsupportedAttentionError: the model cannot be divided: exact attention of Transformers, an encoder-decoder,
+            images or audio, convolutions over tokens, or an output that comes from one token of the sequence.
+    """
+    group, parts = _group_of(mesh_or_group), models.transformers_models(model)
+    for part in parts:
+        _check(part)
+    parallel = SequenceParallel(group)
+    for part in parts:
+        for found in models.attention_modules(part):
+            setattr(found.module, PARALLEL, parallel)
+        for inner in models.models_in(part):
+            if getattr(inner, PARALLEL, None) is None:
+                inner.register_forward_pre_hook(_enter, with_kwargs=True)
+                inner.register_forward_hook(_leave, always_call=True)
+            setattr(inner, PARALLEL, parallel)
+    return model
+
+
+def _group_of(mesh_or_group: Any) -> Any:
+    """The process group of the argument of `sequence_parallel`."""
+    if dist.is_available() and isinstance(mesh_or_group, dist.ProcessGroup):
+        return mesh_or_group
+    if hasattr(mesh_or_group, "get_group") and hasattr(mesh_or_group, "ndim"):
+        if mesh_or_group.ndim != 1:
+            names = mesh_or_group.mesh_dim_names
+            raise UnsupportedAttentionError(
+                f"sequence_parallel needs a mesh of one dimension, and this one has {mesh_or_group.ndim} ({names}): "
+                "give the part along which sequences are divided, such as mesh['sp']"
+            )
+        return mesh_or_group.get_group()
+    raise UnsupportedAttentionError(
+        f"sequence_parallel needs a DeviceMesh or a process group, not {mesh_or_group!r}: call "
+        "torch.distributed.init_process_group first and give torch.distributed.group.WORLD"
+    )
+
+
+def _check(model: PreTrainedModel) -> None:
+    """Refuse a model whose sequences cannot be divided."""
+
+    def refuse(why: str) -> None:
+        raise UnsupportedAttentionError(f"sequence_parallel: {type(model).__name__} {why}")
+
+    if any(method_of(part.config) is None for part in models.models_in(model)):
+        refuse(
+            "computes Transformers' own attention, which would see only the tokens of its process: convert it first, "
+            "hf_efficient_attn.convert(model, method)"
+        )
+    if getattr(model.config, "is_encoder_decoder", False):
+        refuse("is an encoder-decoder, whose two sequences cannot be divided: use one of the two parts by itself")
+    if type(model).__name__.endswith(_WHOLE_SEQUENCE):
+        refuse(
+            "computes its output from one token of the sequence, which only one process holds: use its base model "
+            "(model.base_model) and compute the output from the hidden states of all processes"
+        )
+    if "input_ids" not in inspect.signature(model.forward).parameters:
+        refuse("does not take tokens, so that its input cannot be divided along them: use it in one process")
+    for path, module in model.named_modules():
+        mixes = isinstance(module, nn.RNNBase) or (
+            isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and any(n != 1 for n in module.kernel_size)
+        )
+        if mixes:
+            refuse(f"mixes tokens outside of attention, in {path} ({type(module).__name__}): use it in one process")
+        if models._is_attention(module) and not _computes_here(module):
+            refuse(
+                f"computes attention that no method replaces, in {path} ({type(module).__name__}): use another model"
+            )
+    if "recurrent" in str(layers := getattr(model.config, "layer_types", None)) or "linear_attention" in str(layers):
+        refuse("has layers with a state along the sequence, which would begin again in each process")
+
+
+def _computes_here(module: nn.Module) -> bool:
+    """Whether an attention module, or one inside of it, asks Transformers' attention interface."""
+    return any(uses_interface(type(inner)) for inner in module.modules() if models._is_attention(inner))
+
+
+def _enter(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """A forward pre-hook: agree with the other processes on the shards of the call, and tell the layers."""
+    parallel: SequenceParallel = getattr(model, PARALLEL)
+    parallel.depth += 1
+    if parallel.depth > 1:  # a model within the model
+        return None
+    try:
+        given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+        extra = given.pop("kwargs", {})
+        given = {**extra, **given}
+        shards = _agree(model, parallel.group, given)
+    except BaseException:
+        parallel.depth = 0
+        raise
+    parallel.current = shards
+    takes, tokens = inspect.signature(model.forward).parameters, _tokens(given)
+    kwargs = dict(kwargs)
+    if "position_ids" in takes and given.get("position_ids") is None:
+        own = torch.arange(shards.own.start, shards.own.stop, device=tokens.device)
+        kwargs["position_ids"] = own.expand(tokens.shape[0], -1)
+    if "use_cache" in takes or hasattr(model.config, "use_cache"):
+        kwargs["use_cache"] = False
+    if any(x.kind is inspect.Parameter.VAR_KEYWORD for x in takes.values()):
+        kwargs[SHARDS] = shards
+    return args, kwargs
+
+
+def _leave(model: PreTrainedModel, args: Any, output: Any) -> Any:
+    """A forward hook: the call is over. Its pooled output is that of the first token, which the first process holds."""
+    parallel: SequenceParallel = getattr(model, PARALLEL)
+    parallel.depth = max(0, parallel.depth - 1)
+    if parallel.depth == 0:
+        shards, parallel.current = parallel.current, None
+        if shards is not None and shards.rank > 0 and getattr(output, "pooler_output", None) is not None:
+            output["pooler_output"] = None
+    return output
+
+
+def _tokens(given: dict[str, Any]) -> Any:
+    """The input (B, n) or (B, n, W); None if there is none."""
+    return given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+
+
+def _problem(model: PreTrainedModel, given: dict[str, Any]) -> int:
+    """What is wrong with a call in this process: an index of `_PROBLEMS`."""
+    tokens, mask = _tokens(given), given.get("attention_mask")
+    if not isinstance(tokens, Tensor) or tokens.ndim < 2 or 0 in tokens.shape:
+        return 1
+    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != tokens.shape[:2]):
+        return 2
+    if any(given.get(name) is not None for name in _CACHES) or given.get("use_cache"):
+        return 3
+    if given.get("labels") is not None:
+        return 4
+    counts = any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
+    takes = "position_ids" in inspect.signature(model.forward).parameters
+    return 5 if given.get("position_ids") is None and (counts or not takes) else 0
+
+
+def _agree(model: PreTrainedModel, group: Any, given: dict[str, Any]) -> Shards:
+    """The shards of a call, the same in all processes.
+
+    Raises:
+        UnsupportedAttentionError: in all processes, if the call of one of them is refused.
+    """
+    tokens, mask, problem = _tokens(given), given.get("attention_mask"), _problem(model, given)
+    device = tokens.device if isinstance(tokens, Tensor) else next(model.parameters()).device
+    batch, length = (0, 0) if problem == 1 else tokens.shape[:2]
+    valid = None if mask is None or problem else mask.to(torch.bool)
+    padded = valid is not None and not bool(valid.all())
+    seed = int(torch.randint(2**31 - 1, (), device="cpu")) if model.training else -1
+    mine = torch.tensor([problem, batch, length, padded, seed], device=device)
+    found = gather_plain(mine, group).tolist()
+    for rank, (code, *_) in enumerate(found):
+        if code:
+            raise UnsupportedAttentionError(f"sequence_parallel: process {rank} {_PROBLEMS[code]}")
+    batches, lengths, seeds = [x[1] for x in found], tuple(x[2] for x in found), [x[4] for x in found]
+    if len(set(batches)) > 1 or len({seed < 0 for seed in seeds}) > 1:
+        raise UnsupportedAttentionError(
+            f"sequence_parallel: the processes have batches of {batches} sequences and "
+            f"{sum(seed >= 0 for seed in seeds)} of {len(seeds)} are in training: give all of them their part of the "
+            "same sequences, in the same mode"
+        )
+    _check_positions(model, sum(lengths), given)
+    key_mask = None
+    if any(x[3] for x in found):
+        valid = torch.ones(batch, length, dtype=torch.bool, device=device) if valid is None else valid
+        longest = max(lengths)
+        whole = gather_plain(pad(valid.to(torch.uint8), (0, longest - length)), group).to(torch.bool)
+        key_mask = torch.cat([x[:, :n] for x, n in zip(whole.unbind(0), lengths, strict=True)], 1)
+    return Shards(group, lengths, group.rank(), key_mask, seeds[0] if seeds[0] >= 0 else None)
+
+
+def _check_positions(model: PreTrainedModel, length: int, given: dict[str, Any]) -> None:
+    """Refuse sequences that are longer than a position table, which only the last process would notice by itself."""
+    if given.get("position_ids") is not None:
+        return
+    for part in models.models_in(model):
+        for table in getattr(part, positions.TABLES, ()):
+            if length > table.num_positions:
+                raise UnsupportedAttentionError(
+                    f"the shards of all processes have {length} tokens together and {type(model).__name__} has "
+                    f"{table.num_positions} positions: shorten the input, or extend the positions first with "
+                    f"hf_efficient_attn.extend_positions(model, {length})"
+                )

@@ -1,0 +1,310 @@
+"""Collectives over the processes that share a sequence, with gradients.
+
+Every process holds a contiguous shard of the tokens of each sequence. `Shards` says which. Every process must call the
+same functions in the same order, forward and backward, so results must stay connected to what was sent even where a
+process has no use for them. A weight of 0 keeps such a connection.
+
+PyTorch's public collectives have no gradient. The functions here are theirs with one.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_efficient_attn.ops.heads import HeadSlice
+from hf_efficient_attn.ops.partial import Partial
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The shards of a batch of sequences over the processes of a group.
+
+    Attributes:
+        group: the process group.
+        lengths: how many tokens each process holds, in the order of the sequence.
+        rank: which of them this process holds.
+        key_mask: bool (B, N) of all tokens of all processes; None if there is no padding.
+        seed: of what is drawn in training, the same in all processes; None in eval.
+    """
+
+    group: "dist.ProcessGroup"
+    lengths: tuple[int, ...]
+    rank: int
+    key_mask: Tensor | None = None
+    seed: int | None = None
+
+    @property
+    def size(self) -> int:
+        """The number of processes."""
+        return len(self.lengths)
+
+    @property
+    def total(self) -> int:
+        """The number of tokens of a sequence."""
+        return sum(self.lengths)
+
+    @property
+    def first(self) -> int:
+        """The position of the first token of this process."""
+        return sum(self.lengths[: self.rank])
+
+    @property
+    def own(self) -> slice:
+        """The positions of the tokens of this process."""
+        return slice(self.first, self.first + self.lengths[self.rank])
+
+    @property
+    def own_mask(self) -> Tensor | None:
+        """The mask of the tokens of this process, bool (B, n)."""
+        return None if self.key_mask is None else self.key_mask[:, self.own]
+
+
+@dataclass
+class Traffic:
+    """What a process gave to collectives.
+
+    Attributes:
+        sent: bytes by the name of the collective.
+        calls: how many collectives there were.
+    """
+
+    sent: dict[str, int] = field(default_factory=dict)
+    calls: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes in all collectives together."""
+        return sum(self.sent.values())
+
+
+# Newer versions of PyTorch warn about the older names.
+_gather_single: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
+_counters: list[Traffic] = []
+
+
+@contextmanager
+def counted_traffic() -> Iterator[Traffic]:
+    """Count what this process gives to collectives in this context, forward and backward."""
+    traffic = Traffic()
+    _counters.append(traffic)
+    try:
+        yield traffic
+    finally:
+        _counters.remove(traffic)
+
+
+def _run(name: str, sent: Tensor, collective: Callable[..., Any], *arguments: Any, group: "dist.ProcessGroup") -> None:
+    for traffic in _counters:
+        traffic.sent[name] = traffic.sent.get(name, 0) + sent.numel() * sent.element_size()
+        traffic.calls += 1
+    try:
+        collective(*arguments, group=group)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{name} of a sequence that {group.size()} processes share failed in process {group.rank()}: another "
+            "process has ended, or it did not arrive before the timeout of the process group. The first error is in "
+            "the output of that process"
+        ) from error
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: "dist.ProcessGroup") -> Tensor:
+        ctx.options = sent, received, group
+        out = x.new_empty(sum(received))
+        _run("all_to_all", x, dist.all_to_all_single, out, x.contiguous(), received, sent, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        sent, received, group = ctx.options
+        grad = grads[0].new_empty(sum(sent))
+        _run("all_to_all", grads[0], dist.all_to_all_single, grad, grads[0].contiguous(), sent, received, group=group)
+        return grad, None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: "dist.ProcessGroup") -> Tensor:
+        ctx.group, ctx.rank = group, group.rank()
+        out = x.new_empty(group.size() * x.numel())
+        _run("all_gather", x, _gather_single, out, x.contiguous().view(-1), group=group)
+        return out.view(group.size(), *x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # Each process gets the sum of what all processes have for its part.
+        grad = grads[0].contiguous()
+        own = torch.empty_like(grad[0])
+        _run("reduce_scatter", grad, _scatter_single, own.view(-1), grad.view(-1), group=ctx.group)
+        return own, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: "dist.ProcessGroup") -> Tensor:
+        ctx.group = group
+        out = x.clone(memory_format=torch.contiguous_format)
+        _run("all_reduce", out, dist.all_reduce, out, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # All processes use the sum, so a part of it has the gradients of all of them.
+        grad = grads[0].clone(memory_format=torch.contiguous_format)
+        _run("all_reduce", grad, dist.all_reduce, grad, group=ctx.group)
+        return grad, None
+
+
+def gather_plain(x: Tensor, group: "dist.ProcessGroup") -> Tensor:
+    """`gather` without a gradient, of any dtype."""
+    out = x.new_empty(group.size() * x.numel())
+    _run("all_gather", x, _gather_single, out, x.contiguous().view(-1), group=group)
+    return out.view(group.size(), *x.shape)
+
+
+def gather(x: Tensor, group: "dist.ProcessGroup") -> Tensor:
+    """The tensors of all processes, which have one shape: (...) -> (processes, ...)."""
+    out: Tensor = _Gather.apply(x, group)  # type: ignore[no-untyped-call]
+    return out
+
+
+def total(tensors: Sequence[Tensor], group: "dist.ProcessGroup") -> list[Tensor]:
+    """The sum over all processes of each of some tensors of one dtype, in one collective."""
+    flat: Tensor = _Sum.apply(torch.cat([x.flatten() for x in tensors]), group)  # type: ignore[no-untyped-call]
+    return [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in tensors]), tensors, strict=True)]
+
+
+def gather_partials(partial: Partial, group: "dist.ProcessGroup") -> list[Partial]:
+    """The partials of all processes, in one collective."""
+    both = torch.cat((partial.out, partial.lse.to(partial.out.dtype).unsqueeze(-1)), -1)
+    return [Partial(x[..., :-1], x[..., -1].to(partial.lse.dtype)) for x in gather(both, group).unbind(0)]
+
+
+def exchange(parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Sequence[int]]], group: Any) -> list[Any]:
+    """Send tensors of one dtype to every process, in one collective.
+
+    Args:
+        parts: for each process the tensors to send to it, as many for each; they may be empty.
+        shapes: for each process the shapes of the tensors that it sends to this one.
+        group: the process group.
+
+    Returns:
+        For each process the tensors that came from it.
+    """
+    sent = [sum(x.numel() for x in some) for some in parts]
+    sizes = [[_numel(shape) for shape in some] for some in shapes]
+    flat = torch.cat([x.reshape(-1) for some in parts for x in some])
+    out: Tensor = _AllToAll.apply(flat, sent, [sum(some) for some in sizes], group)  # type: ignore[no-untyped-call]
+    pieces = iter(out.split([n for some in sizes for n in some]))
+    return [[next(pieces).view(tuple(shape)) for shape in some] for some in shapes]
+
+
+def _numel(shape: Sequence[int]) -> int:
+    count = 1
+    for n in shape:
+        count *= n
+    return count
+
+
+def heads_of(rank: int, size: int, num_heads: int) -> slice:
+    """The heads that a process gets of a layer's: as equal numbers as possible, the first processes one more."""
+    each, more = divmod(num_heads, size)
+    first = rank * each + min(rank, more)
+    return slice(first, first + each + (rank < more))
+
+
+def to_heads(tensors: Sequence[Tensor], shards: Shards) -> list[Tensor]:
+    """Exchange the tokens of all heads for all tokens of some heads: each (B, H, n, .) -> (B, h, N, .).
+
+    Each tensor's heads are divided by `heads_of`.
+    """
+    heads = [[heads_of(r, shards.size, x.shape[1]) for x in tensors] for r in range(shards.size)]
+    parts = [[x[:, some] for x, some in zip(tensors, of_rank, strict=True)] for of_rank in heads]
+    own = [some.stop - some.start for some in heads[shards.rank]]
+    shapes = [
+        [(x.shape[0], count, length, x.shape[3]) for x, count in zip(tensors, own, strict=True)]
+        for length in shards.lengths
+    ]
+    received = exchange(parts, shapes, shards.group)
+    return [torch.cat(pieces, 2) for pieces in zip(*received, strict=True)]
+
+
+def to_tokens(x: Tensor, num_heads: int, shards: Shards) -> Tensor:
+    """Inverse of `to_heads` for a tensor of `num_heads` heads in all: (B, h, N, .) -> (B, H, n, .)."""
+    parts = [[piece] for piece in x.split(list(shards.lengths), 2)]
+    counts = [heads_of(r, shards.size, num_heads) for r in range(shards.size)]
+    length = shards.lengths[shards.rank]
+    shapes = [[(x.shape[0], some.stop - some.start, length, x.shape[3])] for some in counts]
+    return torch.cat([piece for (piece,) in exchange(parts, shapes, shards.group)], 1)
+
+
+def over_heads(
+    function: Callable[[Tensor, Tensor, Tensor, HeadSlice], Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shards: Shards,
+) -> Tensor:
+    """Attention in which each process computes some heads for all tokens.
+
+    Args:
+        function: attention of query (B, h, N, D), key (B, h_kv, N, D) and value (B, h_kv, N, Dv) of some heads:
+            (B, h, N, Dv). Also gets the numbers of the heads.
+        query: (B, H, n, D), of the tokens of this process.
+        key: (B, H_kv, n, D).
+        value: (B, H_kv, n, Dv).
+        shards: the shards of the sequences.
+
+    Returns:
+        (B, H, n, Dv).
+    """
+    num_heads, num_kv_heads, size = query.shape[1], key.shape[1], shards.size
+    if num_kv_heads % size:
+        # Each process needs the key heads of its query heads. So many copies of them are sent that this holds.
+        fits = num_heads % size == 0 and size % num_kv_heads == 0
+        repeats = (size if fits else num_heads) // num_kv_heads
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    query, key, value = to_heads((query, key, value), shards)
+    if query.shape[1]:
+        out = function(query, key, value, HeadSlice(heads_of(shards.rank, size, num_heads).start, num_heads))
+    else:  # nothing to compute, but the other processes wait for the gradients
+        out = value + (query.sum() + key.sum())
+    return to_tokens(out, num_heads, shards)
+
+
+def with_neighbors(tensors: Sequence[Tensor], left: int, right: int, shards: Shards) -> tuple[list[Tensor], int, int]:
+    """Add the last `left` tokens before a shard and the first `right` ones after it: each (B, H, n, .).
+
+    Returns:
+        The tensors (B, H, before + n + after, .), and the numbers of tokens before and after.
+    """
+
+    def bounds(rank: int) -> tuple[int, int]:
+        first = sum(shards.lengths[:rank])
+        return max(0, first - left), min(shards.total, first + shards.lengths[rank] + right)
+
+    def overlap(sender: int, receiver: int) -> slice:
+        """The tokens of a sender, counted in its shard, that a receiver needs and does not hold."""
+        first, (low, high) = sum(shards.lengths[:sender]), bounds(receiver)
+        if sender == receiver:
+            return slice(0, 0)
+        start, stop = (min(max(x - first, 0), shards.lengths[sender]) for x in (low, high))
+        return slice(start, max(start, stop))
+
+    parts = [[x[:, :, overlap(shards.rank, r)] for x in tensors] for r in range(shards.size)]
+    counts = [overlap(r, shards.rank) for r in range(shards.size)]
+    shapes = [[(*x.shape[:2], some.stop - some.start, x.shape[3]) for x in tensors] for some in counts]
+    received = exchange(parts, shapes, shards.group)
+    low, high = bounds(shards.rank)
+    out = []
+    for i, x in enumerate(tensors):
+        before, after = ([some[i] for some in of] for of in (received[: shards.rank], received[shards.rank + 1 :]))
+        out.append(torch.cat([*before, x, *after], 2))
+    return out, shards.first - low, high - shards.own.stop

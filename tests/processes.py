@@ -1,0 +1,54 @@
+"""Several processes on this machine for a test: torch.distributed with gloo on 127.0.0.1."""
+
+import datetime
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+TIMEOUT = datetime.timedelta(seconds=60)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def _start(rank: int, size: int, port: int, folder: str, function: Callable[..., Any], arguments: tuple) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size)
+    )
+    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=TIMEOUT)
+    try:
+        result = function(*arguments)
+    except BaseException:  # noqa: BLE001  # as a script that fails: the others must notice that this process has ended
+        Path(folder, f"error{rank}").write_text(traceback.format_exc(), encoding="utf-8")
+        os._exit(1)
+    torch.save(result, Path(folder, f"result{rank}"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(size: int, folder: Path, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What a function of a module of the tests returns in each of `size` processes.
+
+    Raises:
+        AssertionError: a process fails. The message contains the first error of each.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    folder.mkdir(parents=True, exist_ok=True)
+    context = multiprocessing.start_processes(
+        _start, (size, free_port(), str(folder), function, arguments), size, join=False, start_method="spawn"
+    )
+    ended = [process.join(timeout=300) or process.exitcode for process in context.processes]
+    errors = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("error*"))]
+    assert not any(ended), "\n".join([f"exit codes {ended}", *errors])
+    return [torch.load(folder / f"result{rank}", weights_only=False) for rank in range(size)]

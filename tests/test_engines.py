@@ -1,0 +1,210 @@
+"""Engines that divide a model over processes: Ulysses, tensor parallelism, FSDP2, and what is refused."""
+
+import contextlib
+import copy
+import sys
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import hf_efficient_attn as hea
+import processes
+from hf_efficient_attn.ops.collectives import Shards, to_heads, to_tokens
+
+LENGTH = 48
+METHODS = {
+    "kdeformer": {"block_size": 8, "num_samples": 8},
+    "hyperattention": {"block_size": 8, "num_samples": 8},
+    "linear": {"feature_map": "hedgehog", "num_features": 8},
+    "performer": {"num_features": 16},
+    "eva": {"num_landmarks": 4, "window_size": 4},
+    "longformer": {"window_size": 6},
+    "nearfar": {"block_size": 4, "num_samples": 12},
+}
+STATE = "deepspeed.runtime.sequence_parallel.parallel_state_sp"
+
+
+def llama(method, num_kv_heads=4, noise=0.1):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, max_position_embeddings=80, num_key_value_heads=num_kv_heads, num_hidden_layers=2,
+        num_attention_heads=8, hidden_size=64, intermediate_size=96,
+    )  # fmt: skip
+    model = hea.convert(LlamaForCausalLM(config).eval().double(), method, **METHODS.get(method, {}))
+    with torch.no_grad():  # so that the learned parameters of the heads differ
+        for name, x in model.named_parameters():
+            if "learned_parameters" in name:
+                x.add_(noise * torch.randn(x.shape, generator=torch.Generator().manual_seed(3)).to(x.dtype))
+    return model
+
+
+def ids():
+    return torch.randint(0, 64, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def relative(found, wanted):
+    return float((found - wanted).detach().abs().max() / wanted.detach().abs().max())
+
+
+@contextlib.contextmanager
+def emulated_ulysses(name):
+    """What DeepSpeed's `UlyssesSPAttentionHF.register_with_transformers` does: it wraps the attention function."""
+    state = types.ModuleType(STATE)
+    state._SEQUENCE_PARALLEL_GROUP = dist.group.WORLD
+    state.get_sequence_parallel_rank, state.get_sequence_parallel_world_size = dist.get_rank, dist.get_world_size
+    attend, size = ALL_ATTENTION_FUNCTIONS[name], dist.get_world_size()
+
+    def wrapper(module, query, key, value, attention_mask, *args, **kwargs):
+        shards = Shards(dist.group.WORLD, (query.shape[2],) * size, dist.get_rank())
+        num_heads, copies = query.shape[1], max(1, size // key.shape[1])
+        key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+        tensors = to_heads((query, key, value), shards)
+        out = attend(module, *tensors, None, *args, **kwargs)[0]
+        return to_tokens(out.transpose(1, 2), num_heads, shards).transpose(1, 2), None
+
+    sys.modules[STATE] = state
+    ALL_ATTENTION_FUNCTIONS[name] = wrapper
+    try:
+        yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS[name] = attend
+        del sys.modules[STATE]
+
+
+def by_ulysses(method, num_kv_heads):
+    """The differences of the logits and of the gradients from one process."""
+    model, tokens, size, rank = llama(method, num_kv_heads), ids(), dist.get_world_size(), dist.get_rank()
+    divided, own = copy.deepcopy(model), slice(rank * LENGTH // size, (rank + 1) * LENGTH // size)
+    wanted = model(tokens).logits
+    position_ids = torch.arange(LENGTH)[None, own]
+    with emulated_ulysses(method):
+        found = divided(tokens[:, own], position_ids=position_ids, use_cache=False).logits
+        found.square().sum().backward()
+    wanted.square().sum().backward()
+    errors = [relative(found, wanted[:, own])]
+    for one, other in zip(model.parameters(), divided.parameters(), strict=True):
+        dist.all_reduce(other.grad)
+        errors.append(float((other.grad - one.grad).abs().max() / one.grad.abs().max().clamp(min=1.0)))
+    return max(errors)
+
+
+def refused(function):
+    try:
+        function()
+    except hea.UnsupportedAttentionError as error:
+        return str(error)
+    return None
+
+
+def refusals_of_ulysses():
+    model, own = llama("kdeformer"), slice(0, LENGTH // 2)
+    tokens, mask = ids()[:, own], torch.ones(2, LENGTH // 2, dtype=torch.int64)
+    positions, left = torch.arange(LENGTH // 2)[None], mask.clone()
+    mask[:, -3:], left[:, :3] = 0, 0
+    with emulated_ulysses("kdeformer"):
+        harmless = refused(lambda: model(tokens, attention_mask=mask, position_ids=positions, use_cache=False))
+        lost = refused(lambda: model(tokens, attention_mask=left, position_ids=positions, use_cache=False))
+        sys.modules[STATE]._SEQUENCE_PARALLEL_GROUP = None
+        unknown = refused(lambda: model(tokens, position_ids=positions, use_cache=False))
+    return harmless, lost, unknown
+
+
+def ulysses(cases):
+    return {case: by_ulysses(*case) for case in cases}, refusals_of_ulysses()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ulysses(tmp_path, size):
+    cases = [(method, 4) for method in METHODS] + [("kdeformer", 2), ("linear", 2), ("kdeformer", 1)]
+    for errors, (harmless, lost, unknown) in processes.run(size, tmp_path, ulysses, cases):
+        assert all(error < 1e-6 for error in errors.values()), errors
+        assert harmless is None
+        assert "without the attention_mask" in lost
+        assert "it is not known which they are" in unknown
+
+
+def by_tensor_parallelism(folder, methods):
+    """The differences of the logits and of a generated sequence from one process, or the refusal."""
+    found = {}
+    for method in methods:
+        whole = AutoModelForCausalLM.from_pretrained(f"{folder}/{method}").double().eval()
+        with torch.no_grad():
+            wanted = whole(ids()).logits
+        divided = AutoModelForCausalLM.from_pretrained(f"{folder}/{method}", tp_plan="auto", dtype=torch.float64)
+        with torch.no_grad():
+            found[method] = [relative(divided.eval()(ids()).logits, wanted)]
+        first = ids()[:, :20]
+        mine, other = (m.generate(first, max_new_tokens=4, do_sample=False) for m in (divided, whole))
+        found[method].append(float((mine != other).sum()))
+        divided(ids()).logits.square().sum().backward()
+        whole(ids()).logits.square().sum().backward()
+        for (name, one), (_, mine) in zip(whole.named_parameters(), divided.named_parameters(), strict=True):
+            grad = mine.grad.full_tensor() if hasattr(mine.grad, "full_tensor") else mine.grad
+            if "learned_parameters" in name:  # every process has those of its own heads
+                dist.all_reduce(grad)
+            found[method].append(float((grad - one.grad).abs().max() / one.grad.abs().max().clamp(min=1.0)))
+    return found
+
+
+def test_tensor_parallelism(tmp_path):
+    for method in METHODS:
+        llama(method).save_pretrained(tmp_path / "models" / method)
+    arguments = str(tmp_path / "models"), list(METHODS)
+    for found in processes.run(2, tmp_path / "run", by_tensor_parallelism, *arguments):
+        assert all(max(errors) < 1e-6 for errors in found.values()), found
+
+
+def by_fsdp2(methods):
+    """The differences of the logits and of the gradients from one process with all sequences."""
+    from torch.distributed.fsdp import fully_shard
+
+    found = {}
+    for method in methods:
+        whole, rank = llama(method), dist.get_rank()
+        divided = copy.deepcopy(whole)
+        for layer in divided.model.layers:
+            fully_shard(layer)
+        fully_shard(divided)
+        logits, wanted = divided(ids()[rank : rank + 1]).logits, whole(ids()).logits
+        errors = [relative(logits, wanted[rank : rank + 1])]
+        logits.square().sum().backward()
+        (wanted.square().sum() / 2).backward()  # FSDP takes the mean over the processes
+        for one, other in zip(whole.parameters(), divided.parameters(), strict=True):
+            grad = other.grad.full_tensor()
+            errors.append(float((grad - one.grad).abs().max() / one.grad.abs().max().clamp(min=1.0)))
+        found[method] = max(errors)
+    return found
+
+
+def test_fsdp2(tmp_path):
+    for found in processes.run(2, tmp_path, by_fsdp2, list(METHODS)):
+        assert all(error < 1e-6 for error in found.values()), found
+
+
+def in_context_parallelism():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+
+    model, tokens = llama("linear"), ids()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    with context_parallel(mesh["cp"], buffers=[tokens], buffer_seq_dims=[1]):
+        inside = refused(lambda: model(tokens, use_cache=False))
+    return inside, refused(lambda: model(ids()))
+
+
+def test_context_parallelism_is_refused(tmp_path):
+    for inside, outside in processes.run(2, tmp_path, in_context_parallelism):
+        assert outside is None
+        assert "cp_size" in inside and "sp_size" in inside and "hf_efficient_attn.sequence_parallel" in inside
+
+
+def test_modules_that_accelerate_prepared_for_context_parallelism_are_refused():
+    big_modeling = pytest.importorskip("accelerate.big_modeling")
+    model = llama("linear")
+    big_modeling._attach_context_parallel_hooks(model)
+    with pytest.raises(hea.UnsupportedAttentionError, match="context parallelism"):
+        model(ids())

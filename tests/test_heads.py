@@ -1,0 +1,72 @@
+"""A process that holds some of the heads of a layer computes for them what one process with all heads computes."""
+
+import pytest
+import torch
+
+import hf_efficient_attn as hea
+from hf_efficient_attn.methods import get_method, parameters_of_slice
+from hf_efficient_attn.ops import heads as head_numbers
+from hf_efficient_attn.ops.accelerator import use_backend
+from hf_efficient_attn.ops.heads import HeadSlice
+from instances import INSTANCES, inputs, padding_mask
+
+HEADS, KV_HEADS = 4, 2
+
+
+def parameters_of(config, value, noise=0.3, num_kv_heads=KV_HEADS):
+    """Learned parameters that differ between the heads."""
+    initial = get_method(config.method).initial_parameters
+    if initial is None:
+        return {}
+    sizes = {"head_dim": 8, "value_dim": 8, "max_length": value.shape[2]}
+    start = initial(config, num_heads=HEADS, num_kv_heads=num_kv_heads, **sizes)
+    generator = torch.Generator().manual_seed(3)
+    return {
+        k: x + noise * torch.randn(x.shape, generator=generator) * x.abs().mean().clamp(min=0.1)
+        for k, x in start.items()
+    }
+
+
+def of_slice(config, query, key, value, first, count, parameters, **options):
+    """The output of `count` heads from `first` on, in a call with these alone."""
+    heads, last = HeadSlice(first, HEADS), first + count
+    of_keys = slice(first * KV_HEADS // HEADS, -(-last * KV_HEADS // HEADS))
+    own = parameters_of_slice(config, parameters, heads, count)
+    query, key, value = query[:, first:last], key[:, of_keys], value[:, of_keys]
+    return hea.attention(config, query, key, value, parameters=own, heads=heads, **options)
+
+
+@pytest.mark.parametrize("form", ["cpu", "library"])
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("instance", INSTANCES, ids=str)
+def test_heads_of_a_slice_are_those_of_the_whole(instance, is_causal, count, form):
+    config = instance.config()
+    if is_causal and not config.causal:
+        pytest.skip("no causal form")
+    query, key, value = inputs(2, HEADS, 75, 8, seed=5)
+    key, value = key[:, :KV_HEADS], value[:, :KV_HEADS]
+    options = {"is_causal": is_causal, "attention_mask": padding_mask("right", 2, 75), "seed": 7}
+    parameters = parameters_of(config, value)
+    with use_backend(form):
+        whole = hea.attention(config, query, key, value, parameters=parameters, **options)
+        for first in range(0, HEADS, count):
+            part = of_slice(config, query, key, value, first, count, parameters, **options)
+            torch.testing.assert_close(part, whole[:, first : first + count], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["kdeformer", "thinformer", "wildcat", "linear"])
+def test_numbers_of_heads_reach_operators_of_a_graph(method):
+    config = hea.method_info(method).config_class().with_budget(24)
+    query, key, value = inputs(2, HEADS, 75, 8, seed=5)
+    compiled = torch.compile(hea.attention, fullgraph=True, backend="aot_eager")
+    whole = hea.attention(config, query, key, value)[:, 2:]
+    part = compiled(config, query[:, 2:], key[:, 2:], value[:, 2:], heads=HeadSlice(2, HEADS))
+    torch.testing.assert_close(part, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_a_slice_has_an_end():
+    query, key, value = inputs(1, 2, 75, 8)
+    with pytest.raises(hea.UnsupportedAttentionError, match="2 heads from head 3 on are not among the 4 heads"):
+        hea.attention("kdeformer", query, key, value, heads=HeadSlice(3, 4))
+    assert head_numbers.current_slice() is None

@@ -1,0 +1,116 @@
+"""Attention of a sequence that processes share: output and gradients are those of one process, for every method."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import processes
+from hf_efficient_attn.methods import attention, sharded_attention
+from hf_efficient_attn.ops.collectives import Shards
+from instances import INSTANCES, inputs
+from test_heads import parameters_of
+
+HEADS, BATCH = 4, 2
+LENGTHS = {2: (41, 34), 4: (20, 19, 7, 29)}
+LENGTH = 75
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    instance: int
+    is_causal: bool
+    mask: str
+    num_kv_heads: int = HEADS
+
+    def __str__(self) -> str:
+        return f"{INSTANCES[self.instance]}-{'causal' if self.is_causal else 'all'}-{self.mask}-{self.num_kv_heads}"
+
+
+def mask_of(kind: str) -> torch.Tensor | None:
+    if kind == "none":
+        return None
+    mask = torch.ones(BATCH, LENGTH, dtype=torch.bool)
+    if kind == "right":  # one sequence ends on the last process, the other one before it
+        mask[0, -5:] = False
+        mask[1, 30:] = False
+    elif kind == "left":
+        mask[1, :23] = False
+    elif kind == "few":  # not more tokens than landmarks, one of them alone in its shard, and none at all
+        mask[0, 3:60] = False
+        mask[0, 61:] = False
+        mask[1] = False
+    return mask
+
+
+def measure(case: Case) -> dict[str, float]:
+    """The largest difference between this process and one process with all tokens, relative to the largest number."""
+    config, mask = INSTANCES[case.instance].config(), mask_of(case.mask)
+    size, rank = dist.get_world_size(), dist.get_rank()
+    whole = [x.double() for x in inputs(BATCH, HEADS, LENGTH, 8, seed=5)]
+    whole = [x[:, : HEADS if i == 0 else case.num_kv_heads] for i, x in enumerate(whole)]
+    whole = [x.contiguous().requires_grad_() for x in whole]
+    made = parameters_of(config, whole[2], num_kv_heads=case.num_kv_heads)
+    parameters = {k: x.double().requires_grad_() for k, x in made.items()}
+    grad = torch.randn(BATCH, HEADS, LENGTH, 8, generator=torch.Generator().manual_seed(1)).double()
+    options = {"is_causal": case.is_causal, "seed": 3}
+    out = attention(config, *whole, attention_mask=mask, parameters=parameters, **options)
+    wanted = torch.autograd.grad((out * grad).sum(), [*whole, *parameters.values()])
+    shards = Shards(dist.group.WORLD, LENGTHS[size], rank, mask)
+    own = [x.detach()[:, :, shards.own].requires_grad_() for x in whole]
+    if mask is not None:  # what padding contains has no influence
+        with torch.no_grad():
+            for x in own[1:]:
+                x.masked_fill_(~shards.own_mask[:, None, :, None], torch.nan)
+    found = sharded_attention(config, *own, shards=shards, parameters=parameters, **options)
+    grads = list(torch.autograd.grad((found * grad[:, :, shards.own]).sum(), [*own, *parameters.values()]))
+    for x in grads[3:]:
+        dist.all_reduce(x)
+    valid = torch.ones(BATCH, LENGTH, dtype=torch.bool) if mask is None else mask
+    pairs = {"out": (found, out[:, :, shards.own], valid[:, None, shards.own, None])}
+    for name, mine, other in zip(("query", "key", "value"), grads, wanted, strict=False):
+        pairs[name] = mine, other[:, :, shards.own], torch.tensor(True)
+    for name, mine, other in zip(parameters, grads[3:], wanted[3:], strict=True):
+        pairs[name] = mine, other, torch.tensor(True)
+    scale = max(1.0, *(float(x.abs().max()) for x in wanted))
+    return {
+        k: float((torch.where(ok, a - b, 0.0).abs().max() / scale).nan_to_num(99.0)) for k, (a, b, ok) in pairs.items()
+    }
+
+
+def measure_all(cases: list[Case]) -> dict[str, dict[str, float]]:
+    return {str(case): measure(case) for case in cases}
+
+
+def cases(rows: list[int], masks: tuple[str, ...]) -> list[Case]:
+    found = []
+    for i in rows:
+        config = INSTANCES[i].config()
+        for mask in masks:
+            found += [Case(i, c, mask, 2) for c in (False, True) if config.causal or not c]
+    return found
+
+
+FIRST = [i for i, x in enumerate(INSTANCES) if x.method not in [y.method for y in INSTANCES[:i]]]
+
+
+def check(results: list[dict[str, dict[str, float]]]) -> None:
+    wrong = {
+        f"{name} in process {rank}": {k: x for k, x in errors.items() if not x < 1e-6}
+        for rank, result in enumerate(results)
+        for name, errors in result.items()
+    }
+    wrong = {name: errors for name, errors in wrong.items() if errors}
+    assert not wrong, "\n".join(f"{name}: {errors}" for name, errors in wrong.items())
+
+
+def test_two_processes_compute_what_one_does(tmp_path):
+    check(processes.run(2, tmp_path, measure_all, cases(FIRST, ("right",))))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", [2, 4])
+def test_all_rows_and_masks(tmp_path, size):
+    every = cases(list(range(len(INSTANCES))), ("none", "right", "left", "few"))
+    check(processes.run(size, tmp_path, measure_all, every))
