@@ -588,7 +588,7 @@ def test_peak_memory():
         (["BARE", "--data", "TEXT"], "no tokenizer"),
         (["BERT", "--lengths", "2"], "an input of 2 tokens"),
         (["VIT", "--data", "TEXT"], "a folder or a zip file"),
-        (["BART"], "an encoder and a decoder"),
+        (["WHISPER"], "takes input_features"),
         (["GPT2", "--card"], "not the folder of a converted checkpoint"),
         (["GPT2", "--card", "--output", "x"], "leave --output out"),
         (["GPT2", "--output", "missing/folder"], "does not exist"),
@@ -610,12 +610,13 @@ def test_peak_memory():
 def test_refused_before_anything_is_measured(arguments, message, made, text, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(comparison.LengthComparison, "measure", lambda *rest: pytest.fail("measured"))
     (tmp_path / "short.txt").write_text("w1 w2 w3")
-    if "BART" in arguments:
+    if "WHISPER" in arguments:
         sizes = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 20, "encoder_attention_heads": 1,
                  "decoder_attention_heads": 1, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}  # fmt: skip
-        transformers.BartModel(transformers.BartConfig(**sizes)).save_pretrained(tmp_path / "bart")
+        frames = {"num_mel_bins": 4, "max_source_positions": 8, "max_target_positions": 8, "pad_token_id": 1}
+        transformers.WhisperModel(transformers.WhisperConfig(**sizes, **frames)).save_pretrained(tmp_path / "whisper")
     paths = {
-        "BART": tmp_path / "bart", "TEXT": text, "SHORT": tmp_path / "short.txt",
+        "WHISPER": tmp_path / "whisper", "TEXT": text, "SHORT": tmp_path / "short.txt",
         "GPT2": made("gpt2", True), "BERT": made("bert"), "VIT": made("vit", True), "BARE": made("bert", False, False),
     }  # fmt: skip
     capsys.readouterr()

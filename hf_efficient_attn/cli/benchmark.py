@@ -36,6 +36,7 @@ _AGREEMENT = {
     "embedding": "cosine of the mean-pooled embeddings with those of exact attention",
     "causal-lm": "perplexity divided by that of exact attention",
     "masked-lm": "share of the masked tokens (every seventh) whose best guess is that of exact attention",
+    "text-to-text": "share of the decoder's tokens whose most likely successor is that of exact attention",
     "image-classification": "share of the pictures whose first class is that of exact attention",
 }
 _PERPLEXITY = {

@@ -123,7 +123,11 @@ def analyze(
             is_rectangular=summary.is_rectangular,
             takes_pictures=summary.takes_pictures,
         )
-        methods = {method_label(config): config for config in variants}
+        methods = {
+            method_label(config): config
+            for config in variants
+            if config.adds_distance_bias or not summary.has_distance_bias
+        }
     candidates = make_candidates(list(methods.values()), BUDGETS if budgets is None else budgets, summary)
     study = _Study(methods, sorted({one.columns for one in candidates}), candidates, summary, len(batches))
     execution.on_begin({"tokens": summary.max_kv_len})

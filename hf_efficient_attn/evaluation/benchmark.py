@@ -25,7 +25,14 @@ from hf_efficient_attn.evaluation.comparison import (
     exact_copy,
     make_variants,
 )
-from hf_efficient_attn.evaluation.data import DOCUMENTATION, ModelData, allow_length, max_positions, task_of
+from hf_efficient_attn.evaluation.data import (
+    DOCUMENTATION,
+    ModelData,
+    allow_length,
+    is_encoder_decoder,
+    max_positions,
+    task_of,
+)
 from hf_efficient_attn.evaluation.defaults import default_configs, method_label
 from hf_efficient_attn.evaluation.memory import check_memory, memory_errors
 from hf_efficient_attn.evaluation.names import name_of
@@ -34,6 +41,7 @@ from hf_efficient_attn.evaluation.progress import Execution, Step, Steps, partia
 from hf_efficient_attn.evaluation.timing import UNSTEADY, machine, use_device
 from hf_efficient_attn.hub.card import write_card
 from hf_efficient_attn.integration.configs import method_of, settings_of
+from hf_efficient_attn.integration.distance_bias import has_distance_bias
 from hf_efficient_attn.integration.layers import ranges
 from hf_efficient_attn.integration.models import attention_modules
 from hf_efficient_attn.integration.refusals import check_methods
@@ -54,6 +62,9 @@ _SECONDS = 60.0
 # Larger numbers overflow where tensors are created, or end in nobody's lifetime.
 _MAX_LENGTH, _MAX_ROUNDS = 1 << 40, 1000
 NOTE_ON_DOCUMENTATION = "No data are given: the texts are Python's own documentation (pydoc_data.topics)."
+_NOTE_ON_ENCODER = (
+    "The methods are in the encoder. The decoder, which gets the beginning of the same text, stays exact."
+)
 # Smaller speed-ups may be due to chance.
 _MIN_SPEED_UP = 1.05
 # A larger mean error of the layers is recommended only if no method has a smaller one; the default limit of `auto`.
@@ -162,7 +173,7 @@ class Benchmark:
         settings = _settings(methods, own, model)
         check_methods(
             (entry.config for one in settings.values() for entry in one.entries),
-            is_decoder(model),
+            is_decoder(model) and not is_encoder_decoder(model),  # there the conversion checks each layer
             model=f"the {type(model).__name__}",
             allow_learned=True,
         )
@@ -173,6 +184,8 @@ class Benchmark:
         if lengths:
             check_memory(model, longest, procedure.batch)
         self._notes = [allow_length(model, longest) if lengths and not is_image else None]
+        if is_encoder_decoder(model) and own is None:
+            self._notes.append(_NOTE_ON_ENCODER)
         self._data = ModelData(
             model,
             checked.folder,
@@ -324,13 +337,23 @@ def _settings(
     own: EfficientAttentionConfig | None,
     model: PreTrainedModel,
 ) -> dict[str, EfficientAttentionConfig]:
+    is_pair = is_encoder_decoder(model)
+
+    def in_encoder(config: "MethodConfig | EfficientAttentionConfig") -> EfficientAttentionConfig:
+        found = as_settings(config)
+        if not is_pair or len(found.entries) > 1 or found.layers is not None:
+            return found
+        return EfficientAttentionConfig(found.entries[0].config, None, ["encoder"])
+
     if methods is not None:
-        return {label: as_settings(config) for label, config in methods.items()}
+        return {label: in_encoder(config) for label, config in methods.items()}
     if own is not None:
         names, layers = dict.fromkeys(entry.config.method for entry in own.entries), own.named_layers()
         return {" and ".join(names) + (f", layers {ranges(layers)}" if layers else ""): own}
-    configs = default_configs(is_causal=is_decoder(model), takes_pictures=takes_pictures(model))
-    return {method_label(config): as_settings(config) for config in configs}
+    configs = default_configs(is_causal=is_decoder(model) and not is_pair, takes_pictures=takes_pictures(model))
+    if any(has_distance_bias(type(module)) for module, *_ in attention_modules(model)):
+        configs = [config for config in configs if config.adds_distance_bias]
+    return {method_label(config): in_encoder(config) for config in configs}
 
 
 def _default_lengths(model: PreTrainedModel, data: ModelData) -> list[int]:

@@ -279,6 +279,7 @@ def make_candidates(
             is_rectangular=summary.is_rectangular,
             takes_pictures=summary.takes_pictures,
         )
+        configs = [config for config in configs if config.adds_distance_bias or not summary.has_distance_bias]
     else:
         if isinstance(methods, (str, MethodConfig)):
             methods = [methods]

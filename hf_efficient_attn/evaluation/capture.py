@@ -280,6 +280,7 @@ class AttentionSummary(NamedTuple):
         modules: the calls of attention modules in their order.
         takes_pictures: whether the model's inputs are pictures.
         causal_layers: the layers with causal attention.
+        has_distance_bias: whether some scores have a bias by distance.
     """
 
     layers: tuple[Layer, ...]
@@ -289,6 +290,7 @@ class AttentionSummary(NamedTuple):
     modules: tuple[ModuleCall, ...] = ()
     takes_pictures: bool = False
     causal_layers: frozenset[Layer] = frozenset()
+    has_distance_bias: bool = False
 
 
 def summarize_attention(model: nn.Module, batch: Batch) -> AttentionSummary:
@@ -298,10 +300,12 @@ def summarize_attention(model: nn.Module, batch: Batch) -> AttentionSummary:
         UnsupportedAttentionError: no numbered layer computes its attention through Transformers' interface.
     """
     calls: list[tuple[Layer | None, bool, int]] = []
+    biased: list[bool] = []
     modules: list[ModuleCall] = []
 
     def visit(call: Call) -> None:
         calls.append((call.layer, call.is_causal, call.key.shape[2]))
+        biased.append(call.distance_bias is not None)
         num_pairs = call.query.shape[1] * call.query.shape[2] * call.key.shape[2]
         modules.append(ModuleCall(call.name, call.layer, num_pairs))
 
@@ -321,6 +325,7 @@ def summarize_attention(model: nn.Module, batch: Batch) -> AttentionSummary:
         modules=tuple(modules),
         takes_pictures=takes_pictures(transformers_models(model)[0]),
         causal_layers=frozenset(layer for layer, is_causal, _ in calls if is_causal and layer is not None),
+        has_distance_bias=any(biased),
     )
 
 

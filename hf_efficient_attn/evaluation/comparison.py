@@ -22,13 +22,14 @@ from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.learned import learned_tensors
 from hf_efficient_attn.integration.models import attention_modules
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
-from hf_efficient_attn.methods import make_config
+from hf_efficient_attn.methods import MethodConfig, make_config
 
 # task -> how the outputs of a method are compared with those of exact attention, which needs no labels.
 AGREEMENT = {
     "embedding": "cosine",
     "causal-lm": "perplexity_ratio",
     "masked-lm": "top1",
+    "text-to-text": "top1",
     "image-classification": "top1",
 }
 # Number of inputs on which the errors of layers are measured.
@@ -105,7 +106,8 @@ class Answer(NamedTuple):
     Attributes:
         compared: what is compared between methods. "embedding": (B, W), the normalised mean of the last hidden states.
             "causal-lm": (B,), `losses`. "masked-lm": the most likely token at each masked position, one after another.
-            "image-classification": (B,), the most likely class.
+            "image-classification": (B,), the most likely class. "text-to-text": the most likely successor of each token
+            of the decoder, one after another.
         losses: negative log likelihoods in nats; None for models that predict no tokens. "causal-lm": (B,), the mean
             over the tokens after the first. "masked-lm": that of each masked token.
     """
@@ -231,12 +233,20 @@ class LengthComparison:
         return _Pass(self._data.task, model, self._data.inputs(self._length, number * batch, batch).to(model.device))
 
     def _layer_errors(self) -> dict[str, list[float]]:
-        """Errors of the layers in order, averaged over heads and inputs; 0 where a layer is exact."""
+        """Errors of the layers in order, averaged over heads and inputs; 0 where a layer is exact.
+
+        In an encoder-decoder, layers that are exact with every method, such as those of the decoder, are left out.
+        """
         errors: dict[str, dict[Layer | None, list[float]]] = {label: {} for label in self._variants}
 
+        def config_of(call: Call, one: Variant) -> MethodConfig | None:
+            return None if one.settings is None else one.settings.for_layer(call.location.layer, call.name)
+
         def visit(call: Call) -> None:
+            if self._data.is_pair and all(config_of(call, one) is None for one in self._variants.values()):
+                return
             for label, one in self._variants.items():
-                config = None if one.settings is None else one.settings.for_layer(call.location.layer, call.name)
+                config = config_of(call, one)
                 error = 0.0
                 if config is not None:
                     error = call.errors(config, learned_tensors(one.modules[call.name])).mean().item()
@@ -335,6 +345,8 @@ def answer_of(task: str, output: Any, inputs: Inputs) -> Answer | None:
             return None
         guesses = logits[inputs.masked]
         return Answer(guesses.argmax(1), cross_entropy(guesses.float(), inputs.targets, reduction="none"))
+    if task == "text-to-text":
+        return Answer(logits.argmax(2).flatten())
     if task == "image-classification":
         return Answer(logits.argmax(1))
     targets: Tensor = inputs.values["input_ids"][:, 1:]

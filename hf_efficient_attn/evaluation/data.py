@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import AutoTokenizer, PreTrainedModel
 
 # Up to Transformers 5.12, `transformers.AutoImageProcessor` needs torchvision.
@@ -28,6 +29,8 @@ from hf_efficient_attn.io.reading import open_picture, pictures_of, special_toke
 GENERATED, DOCUMENTATION = "generated", "pydoc_data.topics"
 # In the inputs of a masked language model, one of this many tokens is masked.
 _MASK_INTERVAL = 7
+# Tokens of a decoder beside an encoder: translations and summaries are short.
+_DECODER_TOKENS = 128
 # Characters of a text that are tokenized per token that is needed: a token has about four.
 _CHARACTERS_PER_TOKEN = 16
 _TOKENIZER_FILES = (
@@ -67,24 +70,33 @@ class Inputs(NamedTuple):
 
 
 def task_of(model: PreTrainedModel) -> str:
-    """The task of a model according to its class: "embedding", "causal-lm", "masked-lm" or "image-classification".
+    """The task of a model according to its class.
+
+    It is "embedding", "causal-lm", "masked-lm", "text-to-text" (an encoder-decoder of text that predicts tokens) or
+    "image-classification".
 
     Raises:
-        UnsupportedAttentionError: a model of another kind (encoder and decoder, sound, several inputs).
+        UnsupportedAttentionError: a model of another kind (sound, several inputs).
     """
     name = type(model).__name__
     if takes_pictures(model) and not hasattr(model.config, "text_config"):
         return "image-classification" if "ForImageClassification" in name else "embedding"
-    if model.main_input_name == "input_ids" and not getattr(model.config, "is_encoder_decoder", False):
+    if model.main_input_name == "input_ids":
+        if is_encoder_decoder(model):
+            return "embedding" if model.get_output_embeddings() is None else "text-to-text"
         if "ForMaskedLM" in name:
             return "masked-lm"
         return "causal-lm" if "ForCausalLM" in name or "LMHead" in name else "embedding"
-    is_pair = getattr(model.config, "is_encoder_decoder", False)
-    about = "has an encoder and a decoder" if is_pair else f"takes {model.main_input_name}"
     raise UnsupportedAttentionError(
-        f"{name} {about}. Supported are encoders of text and pictures, masked and causal language models, and image "
-        "classifiers"
+        f"{name} takes {model.main_input_name}. Supported are models of text, encoders of pictures, and "
+        "image classifiers; for other models call hea.calibrate with batches of your own"
     )
+
+
+def is_encoder_decoder(model: PreTrainedModel) -> bool:
+    """Whether a model has an encoder and a decoder; a stack that was taken out of it has not."""
+    both = hasattr(model.base_model, "encoder") and hasattr(model.base_model, "decoder")
+    return both and bool(getattr(model.config, "is_encoder_decoder", False))
 
 
 def max_positions(model: PreTrainedModel) -> int | None:
@@ -132,6 +144,7 @@ class ModelData:
         task: see `task_of`.
         name: of the data; "generated" for random numbers.
         rows: number of inputs of each length.
+        is_pair: whether the model has an encoder and a decoder. The decoder gets the beginning of the encoder's text.
 
     Raises:
         UnsupportedAttentionError: a file that cannot be read or is too short, or a file for a model without a tokenizer
@@ -149,7 +162,7 @@ class ModelData:
         shorter: bool = False,
     ) -> None:
         self.task, self.rows, self.longest = task_of(model), rows, longest
-        self.is_image = takes_pictures(model)
+        self.is_image, self.is_pair = takes_pictures(model), is_encoder_decoder(model)
         self.config, self.dtype = model.config, model.dtype
         self.name = GENERATED if file is None else file.name
         self.special: tuple[tuple[int, ...], tuple[int, ...]] = (), ()  # before and after a text
@@ -297,7 +310,12 @@ class ModelData:
             offset = min(_MASK_INTERVAL // 2, text_length - 1)
             masked = (is_text & (position % _MASK_INTERVAL == offset)).expand_as(ids)
             targets, ids = ids[masked], ids.masked_fill(masked, self.mask_token)
-        return Inputs({"input_ids": ids}, length, None, masked, targets)
+        values = {"input_ids": ids}
+        if self.is_pair:
+            known = (getattr(self.config, name, None) for name in ("decoder_start_token_id", "bos_token_id"))
+            start = next((token for token in known if token is not None), 0)
+            values["decoder_input_ids"] = pad(ids[:, : _DECODER_TOKENS - 1], (1, 0), value=start)
+        return Inputs(values, length, None, masked, targets)
 
     def _image_inputs(self, length: int, indices: range) -> Inputs:
         pixels = self.pixels_for(length)

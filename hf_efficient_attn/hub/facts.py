@@ -28,6 +28,7 @@ TASKS = {
     "embedding": "feature-extraction",
     "causal-lm": "text-generation",
     "masked-lm": "fill-mask",
+    "text-to-text": "text2text-generation",
     "image-classification": "image-classification",
 }
 AGREEMENTS = ("cosine", "perplexity_ratio", "top1")
