@@ -6,9 +6,9 @@
 Duration: about five minutes on one idle core. Expected: kernels that do not grow with the length, and traffic, memory
 and time that grow in proportion to it, where exact attention has four times the work for twice the tokens.
 
-The counts are those of an accelerator in bfloat16, on meta tensors (`recipes.common.launches`). The time is that of
-this CPU in float32 on one thread: the shortest of a few calls, without a gradient, on normal random tokens. "ns per
-token and head" is the time divided by the tokens and the heads; it is constant if the cost is linear.
+The counts are those of an accelerator in bfloat16, on meta tensors (`recipes.common.launches`). The time is the
+processor time of this CPU in float32 on one thread, so that other programs have little influence: the least of a few
+calls, without a gradient, on normal random tokens. "ns per token and head" is the time divided by the tokens and the heads; it is constant if the cost is linear.
 """
 
 import time
@@ -32,16 +32,16 @@ LENGTHS = (4096, 16_384, 65_536, 131_072, 1_048_576)
 
 
 def seconds(config: MethodConfig, length: int, shape: tuple[int, int], is_causal: bool, rounds: int) -> float:
-    """The shortest of some calls on random tokens (1, H, N, D) on the CPU."""
+    """The least processor time of some calls on random tokens (1, H, N, D), on one thread."""
     heads, dim = shape
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, heads, length, dim, generator=generator) for _ in range(3))
     times = []
     with torch.inference_mode():
         for _ in range(rounds):
-            start = time.perf_counter()
+            start = time.process_time()
             hea.attention(config, query, key, value, is_causal=is_causal)
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
     return min(times)
 
 

@@ -7,9 +7,9 @@ Duration: a few seconds. Expected at 1,048,576 tokens, 8 processes and 16 heads 
 linear, half a megabyte for the landmarks of nystromformer, and 1 GB for methods that exchange tokens for heads.
 
 The calls are those of a model, on meta tensors, and the bytes are what the process gives to the collectives, forward
-and backward. How much of that is on the wire depends on the library: all_reduce moves about twice as much, all_gather one
-copy for each other process, and all_to_all all but the process's own part. The same counter counts real calls in the
-tests. "tokens for heads" stands for every method without a form of its own, and for exact attention.
+and backward. How much of that is on the wire depends on the library: all_reduce moves about twice as much, all_gather
+one copy for each other process, and all_to_all all but the process's own part. The same counter counts real calls in
+the tests. "tokens for heads" stands for every method without a form of its own, and for exact attention.
 """
 
 import functools
