@@ -103,6 +103,8 @@ def _run(name: str, sent: Tensor, collective: Callable[..., Any], *arguments: An
     for traffic in _counters:
         traffic.sent[name] = traffic.sent.get(name, 0) + sent.numel() * sent.element_size()
         traffic.calls += 1
+    if sent.is_meta:  # only counted
+        return
     try:
         collective(*arguments, group=group)
     except RuntimeError as error:

@@ -111,7 +111,7 @@ def count(call: Callable[[], Any]) -> Launches:
     """
     mode = _Counting()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_meta_tensors())
+        stack.enter_context(on_meta_tensors())
         # Tensors made of Python numbers do not pass the dispatcher.
         for owner, name in _FACTORIES:
             stack.enter_context(mock.patch.object(owner, name, mode.watched(getattr(owner, name))))
@@ -156,7 +156,7 @@ def launches(
             torch.autograd.grad(out, wanted, torch.empty_like(out), allow_unused=True)
 
     with use_backend(form):
-        with _meta_tensors():
+        with on_meta_tensors():
             call()
         return count(call)
 
@@ -178,7 +178,7 @@ def meta_parameters(
 
 
 @contextlib.contextmanager
-def _meta_tensors() -> Iterator[None]:
+def on_meta_tensors() -> Iterator[None]:
     """Let a call run on meta tensors: without autocast, which does not know them, and with a clear error."""
     is_enabled, autocast = torch.is_autocast_enabled, torch.autocast
 

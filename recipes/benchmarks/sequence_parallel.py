@@ -1,0 +1,155 @@
+"""Bytes that each process sends in one attention layer of a model that `hea.sequence_parallel` divides.
+
+    python -m recipes.benchmarks.sequence_parallel
+    python -m recipes.benchmarks.sequence_parallel --length 131072 --processes 16 --causal
+
+Duration: a few seconds. Expected at 1,048,576 tokens, 8 processes and 16 heads of dimension 64 in bfloat16: 266 KB for
+linear, half a megabyte for the landmarks of nystromformer, and 1 GB for methods that exchange tokens for heads.
+
+The calls are those of a model, on meta tensors, and the bytes are what the process gives to the collectives, forward
+and backward. How much of that is on the wire depends on the library: all_reduce moves about twice as much, all_gather
+one copy for each other process, and all_to_all all but the process's own part. The same counter counts real calls in
+the tests. "tokens for heads" stands for every method without a form of its own, and for exact attention.
+"""
+
+import functools
+import itertools
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+from torch import Tensor
+
+from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods, table
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.methods import MethodConfig, available_methods, get_method, method_info, sharded_attention
+from hf_efficient_attn.ops.accelerator import use_backend
+from hf_efficient_attn.ops.collectives import Shards, Traffic, counted_traffic, over_heads
+from recipes.common import commands
+from recipes.common.launches import meta_parameters, on_meta_tensors
+
+app = commands.new_app()
+
+EXCHANGE = "tokens for heads"
+
+
+class _Group:
+    """A process group of which only the size matters, because nothing is sent."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+
+class Setting(NamedTuple):
+    """What is the same for all rows: (B, H, H_kv, D), the number of processes, and whether attention is causal."""
+
+    shape: tuple[int, int, int, int]
+    processes: int
+    is_causal: bool
+
+
+def traffic(config: MethodConfig | None, length: int, how: Setting) -> tuple[Traffic, Traffic]:
+    """What a process in the middle sends forward and backward; None for the exchange of tokens for heads."""
+    (batch, heads, kv_heads, dim), size = how.shape, how.processes
+    bounds = [length * i // size for i in range(size + 1)]
+    lengths = tuple(b - a for a, b in itertools.pairwise(bounds))
+    shards = Shards(_Group(size, size // 2), lengths, size // 2)  # type: ignore[arg-type]
+    own = [
+        torch.empty(batch, n, lengths[shards.rank], dim, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        for n in (heads, kv_heads, kv_heads)
+    ]
+    with use_backend("library"), on_meta_tensors(), counted_traffic() as forward:
+        if config is None:
+            out = over_heads(_any_attention, *own, shards)
+        else:
+            parameters = meta_parameters(config, length, (heads, dim, dim)) or {}
+            call = functools.partial(sharded_attention, shards=shards, is_causal=how.is_causal, parameters=parameters)
+            out = call(config, *own)
+        with counted_traffic() as backward:
+            torch.autograd.grad(out, own, torch.empty_like(out), allow_unused=True)
+    for name, count in backward.sent.items():  # the outer context has counted it as well
+        forward.sent[name] -= count
+    forward.calls -= backward.calls
+    return forward, backward
+
+
+def _any_attention(query: Tensor, key: Tensor, value: Tensor, _: Any) -> Tensor:
+    groups = query.shape[1] // key.shape[1]
+    return query + key.repeat_interleave(groups, 1) + value.repeat_interleave(groups, 1)
+
+
+def row(label: str, config: MethodConfig | None, length: int, how: Setting) -> dict[str, Any]:
+    """The bytes of one method at one length."""
+    forward, backward = traffic(config, length, how)
+    return {
+        "method": label,
+        "length": length,
+        "processes": how.processes,
+        "causal": how.is_causal,
+        "bytes": forward.total,
+        "backward_bytes": backward.total,
+        "collectives": ", ".join(name for name, count in forward.sent.items() if count),
+    }
+
+
+def own_form(config: MethodConfig, length: int, is_causal: bool) -> bool:
+    """Whether a method sends a summary rather than its tokens."""
+    form = get_method(config.method).sharded
+    return form is not None and form.applies(config, length, is_causal)
+
+
+def in_words(count: int) -> str:
+    """Bytes with a unit: 266 KB, 1.07 GB."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} B"
+
+
+@app.command(epilog="Example: python -m recipes.benchmarks.sequence_parallel --length 1048576 --processes 8")
+def run(
+    length: commands.numbers_option("Tokens of all processes together", "131072,1048576") = [],  # noqa: B006
+    method: commands.methods_option("those with a form of their own") = [],  # noqa: B006
+    setting: Settings = [],  # noqa: B006
+    processes: Annotated[int, typer.Option(metavar="N", min=1, help="Processes that share a sequence.")] = 8,
+    causal: Annotated[bool, typer.Option("--causal/--bidirectional", help="Causal attention.")] = False,
+    batch: Annotated[int, typer.Option(metavar="N", min=1, help="Batch size.")] = 1,
+    heads: commands.NumHeads = 16,
+    kv_heads: Annotated[int, typer.Option(metavar="N", min=0, help="Key heads. 0: as many as heads.")] = 0,
+    width: commands.HeadDim = 64,
+    csv: commands.Csv = None,
+) -> None:
+    """Count the bytes that a process sends in one layer, on meta tensors in bfloat16."""
+    commands.check_outputs(csv, None)
+    if kv_heads and heads % kv_heads:
+        raise UnsupportedAttentionError(f"--kv-heads {kv_heads} must divide --heads {heads}")
+    how = Setting((batch, heads, kv_heads or heads, width), processes, causal)
+    names = method or [name for name in available_methods() if get_method(name).sharded is not None]
+    configs = {k: v for k, v in parse_methods(names, setting).items() if not causal or method_info(v.method).causal}
+    rows = []
+    for tokens in parse_lengths(length) or [131_072, 1_048_576]:
+        for label, config in configs.items():
+            given = config if own_form(config, tokens, causal) else None
+            rows.append(row(label if given else f"{label} ({EXCHANGE})", given, tokens, how))
+        rows.append(row(EXCHANGE, None, tokens, how))
+    commands.write(rows, csv)
+    cells = [
+        (f"{r['length']:,}", r["method"], in_words(r["bytes"]), in_words(r["backward_bytes"]), r["collectives"])
+        for r in rows
+    ]
+    typer.echo(table(("tokens", "attention", "sent forward", "sent backward", "collectives"), cells))
+    kind, groups = "causal" if causal else "bidirectional", kv_heads or heads
+    typer.echo(
+        f"\n{kind}, batch {batch}, {heads} heads of dimension {width} with {groups} key heads, bfloat16, {processes} "
+        "processes: bytes that each process gives to the collectives in one layer"
+    )
+
+
+if __name__ == "__main__":
+    main_of(app, "python -m recipes.benchmarks.sequence_parallel")
