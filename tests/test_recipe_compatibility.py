@@ -91,7 +91,7 @@ def test_what_is_silently_wrong_is_found(method, monkeypatch):
             return super().forward(*args, **kwargs)
 
     monkeypatch.setattr("hf_efficient_attn.integration.attention.is_causal_mask", lambda mask: None)
-    found = checks.check(make(Wrong), method)
+    (found,) = checks.check(make(Wrong), method)
     assert found.status == checks.DIFFERS, found
 
 
@@ -102,10 +102,11 @@ def test_errors_and_models_without_attention(monkeypatch):
                 raise RuntimeError("one\ntwo")
             return super().forward(*args, **kwargs)
 
-    assert checks.check(make(Failing), "linear") == (checks.FAILS, "RuntimeError: one", [])
-    assert checks.check(make(tiny_class("gpt2")), "linformer").status == checks.REFUSED
+    assert checks.check(make(Failing), "linear") == [(checks.FAILS, "RuntimeError: one", [])]
+    found = checks.check(make(tiny_class("gpt2")), "linformer", "linear")
+    assert [finding.status for finding in found] == [checks.REFUSED, checks.WORKS]
     never = Case("Never", Failing, tiny_config("gpt2"), {"input_ids": torch.zeros(1, 500, dtype=torch.long)}, None)
-    assert checks.check(never, "linear").status == checks.UNTESTED
+    assert checks.check(never, "linear")[0].status == checks.UNTESTED
 
 
 def test_the_status_of_a_type_is_the_worst():

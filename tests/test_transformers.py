@@ -19,7 +19,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hf_efficient_attn as hea
 from hf_efficient_attn import methods
 from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
-from hf_efficient_attn.integration import attention as attention_module
 from hf_efficient_attn.integration import register
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.methods.linear import LinearConfig
@@ -40,19 +39,6 @@ from tiny_models import (
 Refused = hea.UnsupportedAttentionError
 each_method = pytest.mark.parametrize("method", METHODS)
 each_family = pytest.mark.parametrize("family", FAMILIES)
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """Every call of a method, as (config, keyword arguments and the tensors' shapes)."""
-    found, real = [], attention_module.attention
-
-    def spy(config, query, key, value, **options):
-        found.append({"config": config, "query": query, "key": key, "value": value, **options})
-        return real(config, query, key, value, **options)
-
-    monkeypatch.setattr(attention_module, "attention", spy)
-    return found
 
 
 @pytest.fixture
@@ -702,6 +688,7 @@ def test_attention_sinks_and_soft_caps_are_refused():
     for name, value, words in (
         ("sinks", torch.nn.Parameter(torch.zeros(4)), "attention sinks"),
         ("attn_logit_softcapping", 50.0, "a soft cap"),
+        ("indexer", torch.nn.Identity(), "a mask of the keys that each query selects"),
     ):
         setattr(model.layers[1].self_attn, name, value)
         with pytest.raises(Refused, match=f"{words} .*in LlamaAttention at layers.1.self_attn"):
@@ -748,6 +735,25 @@ def test_models_that_choose_their_attention_themselves_are_refused(kind, tmp_pat
         assert model.config._attn_implementation == before and model.state_dict().keys() == keys
     with pytest.raises(Refused, match=words):
         auto.from_pretrained(tmp_path, attn_implementation="kdeformer")
+
+
+def test_models_that_read_cached_keys_need_a_method_that_keeps_them():
+    """As DiffusionGemma does, whose decoder puts its keys behind those in the cache of its encoder."""
+    model = tiny_model("llama")
+    attention = type(model.layers[0].self_attn)
+
+    class Reading(attention):
+        def forward(self, hidden_states, past_key_values=None, **kwargs):
+            interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, None)
+            return interface(self, hidden_states, past_key_values.layers[self.layer_idx].keys, None, None)
+
+    model.layers[1].self_attn.__class__ = Reading
+    with pytest.raises(
+        Refused, match=r"reads cached keys itself \(Reading at layers.1.self_attn\).*such as .*kdeformer"
+    ):
+        hea.convert(model, "linear")
+    hea.convert(model, "linear", layers=[0])
+    hea.convert(model, "kdeformer")
 
 
 def test_every_model_that_has_a_table_of_attention_classes_is_known_by_it():

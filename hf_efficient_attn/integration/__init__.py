@@ -6,6 +6,7 @@ was just made. `register` therefore extends its base classes once, in these plac
 
 - `PreTrainedConfig.efficient_attention` is an attribute (`configs.EfficientAttentionAttribute`).
 - `PreTrainedConfig.to_dict` also contains the method and its hyperparameters (`configs.extend_configs`).
+- `PreTrainedConfig._attn_implementation` refuses methods for parts that a model does not have (`configs.check_parts`).
 - `PreTrainedModel.post_init` and `set_attn_implementation` also switch the attention modules (`models.switch`), and
   `_from_config` restores the config of a model that is refused.
 - `PreTrainedModel.get_correct_attn_implementation` suggests the method with the most similar name if a name is unknown,

@@ -6,6 +6,7 @@ from typing import Any
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
+from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig, Stored, as_settings
 from hf_efficient_attn.methods import available_methods
 
@@ -39,13 +40,19 @@ def settings_of(config: object, name: str) -> EfficientAttentionConfig:
     return _DEFAULTS[name]
 
 
+def parts_of(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """The sub-configs of a config of a composite model."""
+    parts = (getattr(config, key, None) for key in config.sub_configs)
+    return [part for part in parts if isinstance(part, PreTrainedConfig)]
+
+
 class EfficientAttentionAttribute:
     """`config.efficient_attention`: None, or a read-only dictionary.
 
     It can be set to None, a dictionary, a method's config or an `EfficientAttentionConfig`, which is checked at once. A
     dictionary without "method" belongs to the method that the config names. If the config names no implementation yet,
-    setting the attribute also chooses the method. If it names another one, the setting has no effect until the model is
-    switched.
+    setting the attribute also chooses the method, for all parts of a composite model, or only for those that name it
+    already. If it names another one, the setting has no effect until the model is switched.
     """
 
     def __get__(self, config: PreTrainedConfig | None, owner: type) -> Any:
@@ -59,7 +66,9 @@ class EfficientAttentionAttribute:
         config.__dict__[_ATTRIBUTE] = Stored(settings)
         named = getattr(config, "_attn_implementation", None)
         if named is None:
-            config._attn_implementation = str(settings.method)
+            # If parts were chosen by name, these are the hyperparameters of those parts, which get them in a switch.
+            if not any(method_of(part) == settings.method for part in parts_of(config)):
+                config._attn_implementation = str(settings.method)
         elif named != settings.method:
             logger.warning_once(
                 f"efficient_attention (of {settings.method!r}) has no effect while attn_implementation is {named!r}; "
@@ -69,22 +78,55 @@ class EfficientAttentionAttribute:
 
 def implementation_entry(config: PreTrainedConfig) -> str | dict[str, Any] | None:
     """The `attn_implementation` to save: a name, None, or a dictionary for a composite model whose parts differ."""
-    own, parts = method_of(config), {}
-    for key in config.sub_configs:
-        part = getattr(config, key, None)
-        if isinstance(part, PreTrainedConfig):
-            parts[key] = implementation_entry(part)
+    own = method_of(config)
+    parts = {
+        key: implementation_entry(part)
+        for key in config.sub_configs
+        if isinstance(part := getattr(config, key, None), PreTrainedConfig)
+    }
     if all(entry == own for entry in parts.values()):
         return own
     entries = {key: entry for key, entry in parts.items() if entry is not None}
     return entries if own is None else {"": own, **entries}
 
 
+def requested_methods(implementation: object) -> list[str]:
+    """The methods of this package that an `attn_implementation` argument names."""
+    if isinstance(implementation, dict):
+        return [name for value in implementation.values() for name in requested_methods(value)]
+    return [implementation] if isinstance(implementation, str) and implementation in available_methods() else []
+
+
+def check_parts(config: PreTrainedConfig, implementation: object) -> None:
+    """Check the keys of an `attn_implementation` that names a method for each part of a composite model.
+
+    Raises:
+        UnsupportedAttentionError: the model has no such part. Transformers ignores the entry.
+    """
+    if not isinstance(implementation, dict):
+        return
+    for key, value in implementation.items():
+        if key not in ("", *config.sub_configs) and requested_methods(value):
+            kind = type(config).__name__
+            raise UnsupportedAttentionError(
+                f"attn_implementation: {unknown_name(f'part of {kind}', key, sorted(config.sub_configs))}"
+                if config.sub_configs
+                else f"attn_implementation: {kind} has no parts such as {key!r}: give the name of one method"
+            )
+
+
 def extend_configs() -> None:
-    """Give `PreTrainedConfig` the attribute, and two more keys in `to_dict`. Done once."""
+    """Give `PreTrainedConfig` the attribute, two more keys in `to_dict` and a check of names of parts. Done once."""
     if isinstance(PreTrainedConfig.__dict__.get(_ATTRIBUTE), EfficientAttentionAttribute):
         return
     setattr(PreTrainedConfig, _ATTRIBUTE, EfficientAttentionAttribute())
+    implementation: Any = PreTrainedConfig.__dict__["_attn_implementation"]
+
+    def set_checked(self: PreTrainedConfig, value: str | dict[str, Any] | None) -> None:
+        check_parts(self, value)
+        implementation.fset(self, value)
+
+    setattr(PreTrainedConfig, implementation.fget.__name__, implementation.setter(set_checked))
     to_dict = PreTrainedConfig.to_dict
 
     @functools.wraps(to_dict)
@@ -92,6 +134,9 @@ def extend_configs() -> None:
         output = to_dict(self)
         output.pop(_ATTRIBUTE, None)
         entry, name = implementation_entry(self), method_of(self)
+        if type(self).base_config_key and not type(self).model_type:
+            # A group of values that is no config of a model. Some such classes refuse keys that they do not know.
+            return output
         if entry is not None:
             output["attn_implementation"] = entry
         if name is not None:

@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from hf_efficient_attn.errors import OWN_FILE, UnsupportedAttentionError, unknown_method
 from hf_efficient_attn.integration import models
-from hf_efficient_attn.integration.configs import method_of, settings_of
+from hf_efficient_attn.integration.configs import check_parts, method_of, requested_methods, settings_of
 from hf_efficient_attn.integration.learned import LearnedParameters
 from hf_efficient_attn.integration.recurrent import StateLayer, is_recurrent
 from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS
@@ -51,7 +51,7 @@ def _extend_construction() -> None:
 
     @functools.wraps(from_config)
     def from_config_or_restore(cls: type[PreTrainedModel], config: PreTrainedConfig, **kwargs: Any) -> PreTrainedModel:
-        if not models.requested_methods(kwargs.get("attn_implementation")):
+        if not requested_methods(kwargs.get("attn_implementation")):
             return from_config(cls, config, **kwargs)
         # The original writes `attn_implementation` into the caller's config before it makes the model.
         before = Snapshot([], models.with_parts([config]))
@@ -73,6 +73,8 @@ def _extend_switching() -> None:
     def set_implementation_and_switch(
         self: PreTrainedModel, attn_implementation: str | dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
+        check_parts(self.config, attn_implementation)
+
         def change_configs() -> None:
             if isinstance(attn_implementation, str) and attn_implementation in available_methods():
                 # The original skips classes whose source it cannot read, such as those of a notebook.

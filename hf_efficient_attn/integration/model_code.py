@@ -14,7 +14,11 @@ _ARGUMENTS: dict[type[nn.Module], frozenset[str]] = {}
 # (T5), `relative_position_bias` (Swin, BEiT), `linear_pos` and `pos_bias_u` (Conformer), `distance_embedding`, ...
 _RELATIVE = re.compile(r"(^|_)rel(ative)?_|(^|_)pos(ition)?_bias|distance_embedding|^linear_pos$|^bias_[uv]$|alibi")
 # Attributes by which attention modules change their scores otherwise; None means that they do not.
-_CHANGES = {"sinks": "attention sinks", "attn_logit_softcapping": "a soft cap"}
+_CHANGES = {
+    "sinks": "attention sinks",
+    "attn_logit_softcapping": "a soft cap",
+    "indexer": "a mask of the keys that each query selects",
+}
 
 
 def uses_interface(kind: type[nn.Module]) -> bool:
@@ -29,6 +33,11 @@ def own_mask(kind: type[nn.Module]) -> str | None:
             if "mask" in name and inspect.isfunction(getattr(kind, name, None)):
                 return name
     return None
+
+
+def reads_cache(kind: type[nn.Module]) -> bool:
+    """Whether an attention class reads the keys of a cache's layers itself, instead of by the cache's `update`."""
+    return any({"layers", "keys"} <= set(function.__code__.co_names) for function in _attention_functions(kind))
 
 
 def score_change(module: nn.Module, *, is_attention: bool) -> str | None:

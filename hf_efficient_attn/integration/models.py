@@ -10,16 +10,18 @@ from transformers.modeling_utils import PreTrainedModel
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration import hidden_states, learned, positions
 from hf_efficient_attn.integration.attention import LOCATION, ModuleLocation
-from hf_efficient_attn.integration.configs import method_of, settings_of
+from hf_efficient_attn.integration.configs import method_of, parts_of, settings_of
 from hf_efficient_attn.integration.distance_bias import attach_hook, has_distance_bias
 from hf_efficient_attn.integration.layers import Layer, in_order, is_selected, layer_of, names_of, stem_of
 from hf_efficient_attn.integration.model_code import (
     attention_arguments,
     attention_table,
     own_mask,
+    reads_cache,
     score_change,
     uses_interface,
 )
+from hf_efficient_attn.integration.recurrent import is_recurrent
 from hf_efficient_attn.integration.refusals import (
     WARNED,
     check_methods,
@@ -29,7 +31,7 @@ from hf_efficient_attn.integration.refusals import (
 )
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
 from hf_efficient_attn.integration.transaction import Snapshot
-from hf_efficient_attn.methods import MethodConfig, available_methods, distance_bias_methods
+from hf_efficient_attn.methods import MethodConfig, causal_methods, distance_bias_methods, get_method
 
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "num_decoder_layers", "encoder_layers", "decoder_layers")
 # The attribute of a model that has the forward pre-hook below.
@@ -94,8 +96,7 @@ def with_parts(configs: Sequence[PreTrainedConfig]) -> list[PreTrainedConfig]:
         config = waiting.pop(0)
         if id(config) not in found:
             found[id(config)] = config
-            parts = (getattr(config, key, None) for key in config.sub_configs)
-            waiting += [part for part in parts if isinstance(part, PreTrainedConfig)]
+            waiting += parts_of(config)
     return list(found.values())
 
 
@@ -445,6 +446,12 @@ def _check_methods(model: PreTrainedModel, chosen: Sequence[AttentionModule]) ->
                 model=f"{type(model).__name__} (at {found.location.name})",
                 allow_learned=True,
             )
+        if method is not None and is_recurrent(method) and reads_cache(type(found.module)):
+            raise UnsupportedAttentionError(
+                f"{type(model).__name__} reads cached keys itself ({type(found.module).__name__} at "
+                f"{found.location.name}), and {method.method} keeps a state instead of keys: use a method that keeps "
+                f"keys, such as {', '.join(name for name in causal_methods() if get_method(name).recurrence is None)}"
+            )
 
 
 def _exact_cross_attention(chosen: Sequence[AttentionModule]) -> dict[str, list[tuple[nn.Module, str]]]:
@@ -471,10 +478,3 @@ def _refuse_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str
     requested = kwargs.get("output_attentions")
     if model.config.output_attentions if requested is None else requested:
         raise UnsupportedAttentionError(no_attentions(name))
-
-
-def requested_methods(implementation: object) -> list[str]:
-    """The methods of this package that an `attn_implementation` argument names."""
-    if isinstance(implementation, dict):
-        return [name for value in implementation.values() for name in requested_methods(value)]
-    return [implementation] if isinstance(implementation, str) and implementation in available_methods() else []

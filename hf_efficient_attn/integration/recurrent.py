@@ -52,7 +52,8 @@ class NewKeys(Tensor):
         if not looks or isinstance(result, Tensor):
             raise UnsupportedAttentionError(
                 "this cache holds a state of the method that the model had when the cache was made, and no keys that "
-                f"{name!r} could read: start with a new cache after switching the model or compiling its forward"
+                f"{name!r} could read: start with a new cache after switching the model or compiling its forward; if "
+                "the model itself changes its cached keys, generate with use_cache=False"
             )
         return result
 

@@ -8,6 +8,7 @@ attention.
 """
 
 import copy
+import functools
 import inspect
 import os
 import pathlib
@@ -49,6 +50,22 @@ class Finding(NamedTuple):
     checks: list[str]
 
 
+class Change(NamedTuple):
+    """A change of tokens that must have no influence on some outputs.
+
+    Attributes:
+        name: "padding" or "future".
+        inputs: with the changed tokens.
+        kept: the positions whose outputs must stay; None for all.
+        names: of the outputs that stay with exact attention.
+    """
+
+    name: str
+    inputs: dict[str, Any]
+    kept: Tensor | None
+    names: list[str]
+
+
 class _DifferenceError(Exception):
     """An output that is silently wrong."""
 
@@ -57,66 +74,105 @@ class _UntestedError(Exception):
     """Nothing of the method can be checked."""
 
 
-def check(case: Case, method: str) -> Finding:
-    """Check a model class with a method at its default hyperparameters."""
-    passed: list[str] = []
+class Reference:
+    """A model with exact attention, which all methods are compared with.
+
+    Args:
+        case: the model class and its inputs.
+        folder: where the model, with random weights, is saved. It must exist as long as the object is used.
+    """
+
+    def __init__(self, case: Case, folder: pathlib.Path) -> None:
+        self.case, self.folder = case, folder
+        _seed()
+        case.model_class(copy.deepcopy(case.config)).save_pretrained(folder)
+        # By default, `sdpa` in all parts that support it, else `eager`.
+        self.model = case.model_class.from_pretrained(folder, dtype=torch.float32).eval()
+        self.inputs, self.valid = _padded(case.inputs, self.model)
+        try:
+            self.expected = outputs(self.model, self.inputs)
+        except Exception:
+            if self.valid is None:
+                raise
+            # The last tokens of the tester can be those of a picture, which padding must not hide.
+            self.inputs, self.valid = dict(case.inputs), None
+            self.expected = outputs(self.model, self.inputs)
+
+    @functools.cached_property
+    def changes(self) -> list[Change]:
+        """Changes of tokens that exact attention ignores somewhere."""
+        found = []
+        for name, change in (("padding", _change_padding), ("future", _change_future)):
+            changed = change(self.inputs, self.valid)
+            if changed is None:
+                continue
+            inputs, kept = changed
+            same = outputs(self.model, inputs)
+            # The others change with exact attention as well: those of bidirectional models, and pooled ones.
+            names = [
+                key for key, value in self.expected.items() if _distance({key: same[key]}, {key: value}, kept) == 0
+            ]
+            if names:
+                found.append(Change(name, inputs, kept, names))
+        return found
+
+    @functools.cached_property
+    def generated(self) -> Tensor | None:
+        """Generated tokens; None for models that do not generate or need more than the common options."""
+        if self.case.generation is None:
+            return None
+        try:
+            return _generate(self.model, self.case.generation)
+        except Exception:  # noqa: BLE001 (whatever the model's own code raises)
+            return None
+
+
+def check(case: Case, *methods: str) -> list[Finding]:
+    """Check a model class with methods at their default hyperparameters."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        path = pathlib.Path(folder)
         try:
-            exact = _reference(case, path / "exact")
-            inputs, valid = _padded(case.inputs, exact)
-            expected = outputs(exact, inputs)
-        except Exception as error:  # noqa: BLE001 (whatever the model's own code raises)
-            return Finding(UNTESTED, f"exact attention: {_describe(error)}", passed)
-        try:
-            passed.extend(_checks(case, method, path, exact, inputs, valid, expected))
-        except UnsupportedAttentionError as refusal:
-            return Finding(REFUSED, str(refusal), passed)
-        except _DifferenceError as difference:
-            return Finding(DIFFERS, str(difference), passed)
-        except _UntestedError as reason:
-            return Finding(UNTESTED, str(reason), passed)
+            reference = Reference(case, pathlib.Path(folder) / "exact")
         except Exception as error:  # noqa: BLE001
-            # Transformers turns some errors of loading into its own, with ours as the cause.
-            cause = error.__cause__ or error.__context__
-            if isinstance(cause, UnsupportedAttentionError):
-                return Finding(REFUSED, str(cause), passed)
-            return Finding(FAILS, _describe(error), passed)
+            return [Finding(UNTESTED, f"exact attention: {describe(error)}", []) for _ in methods]
+        return [_check(reference, method) for method in methods]
+
+
+def _check(reference: Reference, method: str) -> Finding:
+    passed: list[str] = []
+    try:
+        passed.extend(_checks(reference, method))
+    except UnsupportedAttentionError as refusal:
+        return Finding(REFUSED, str(refusal), passed)
+    except _DifferenceError as difference:
+        return Finding(DIFFERS, str(difference), passed)
+    except _UntestedError as reason:
+        return Finding(UNTESTED, str(reason), passed)
+    except Exception as error:  # noqa: BLE001
+        # Transformers turns some errors of loading into its own, with ours as the cause.
+        cause = error.__cause__ or error.__context__
+        if isinstance(cause, UnsupportedAttentionError):
+            return Finding(REFUSED, str(cause), passed)
+        return Finding(FAILS, describe(error), passed)
     return Finding(WORKS, "", passed)
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
+    """The kind of an error and the first line of its message."""
     text = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {text[0]}"[:300]
 
 
-def _reference(case: Case, folder: pathlib.Path) -> nn.Module:
-    """The model with exact attention, saved in `folder` with random weights."""
-    _seed()
-    model = case.model_class(copy.deepcopy(case.config))
-    model.save_pretrained(folder)
-    name = "sdpa" if case.model_class._supports_sdpa else "eager"
-    return case.model_class.from_pretrained(folder, attn_implementation=name, dtype=torch.float32).eval()
-
-
-def _checks(
-    case: Case,
-    method: str,
-    path: pathlib.Path,
-    exact: nn.Module,
-    inputs: Mapping[str, Any],
-    valid: Tensor | None,
-    expected: Mapping[str, Tensor],
-) -> Iterator[str]:
+def _checks(reference: Reference, method: str) -> Iterator[str]:
     """Run the checks one after the other and yield the names of those that passed.
 
     Raises:
         _DifferenceError: one did not.
     """
+    case, inputs, valid, expected = reference.case, reference.inputs, reference.valid, reference.expected
     is_exact = method in EXACT_WITHIN_BUDGET
     load = {"attn_implementation": method, "dtype": torch.float32}
-    model = case.model_class.from_pretrained(path / "exact", **load).eval()
+    model = case.model_class.from_pretrained(reference.folder, **load).eval()
     with _counted(method) as calls:
         found = outputs(model, inputs)
     if not calls[0]:
@@ -129,25 +185,17 @@ def _checks(
         raise _DifferenceError("forward: not finite")
     yield "forward"
 
-    for name, change in (("padding", _change_padding), ("future", _change_future)):
-        changed = change(inputs, valid)
-        if changed is None:
-            continue
-        other, kept = changed
-        same = outputs(exact, other)
-        # The others change with exact attention as well: those of bidirectional models, and pooled ones.
-        names = [key for key in expected if _distance({key: same[key]}, {key: expected[key]}, kept) == 0]
-        if not names:
-            continue
-        distance = _distance(outputs(model, other), {key: found[key] for key in names}, kept)
+    for change in reference.changes:
+        distance = _distance(outputs(model, change.inputs), {key: found[key] for key in change.names}, change.kept)
         if distance > TOLERANCE:
             raise _DifferenceError(
-                f"{name}: outputs change by {distance:.2g} if tokens change that must have no influence"
+                f"{change.name}: outputs change by {distance:.2g} if tokens change that must have no influence"
             )
-        yield name
+        yield change.name
 
-    model.save_pretrained(path / "again")
-    again = case.model_class.from_pretrained(path / "again").eval()
+    again_folder = reference.folder.with_name(method)
+    model.save_pretrained(again_folder)
+    again = case.model_class.from_pretrained(again_folder).eval()
     with _counted(method) as calls:
         loaded = outputs(again, inputs)
     if not calls[0]:
@@ -155,21 +203,14 @@ def _checks(
     _compare("save and load", loaded, found, valid, tolerance=1e-6)
     yield "save and load"
 
-    if case.generation is not None:
-        yield from _generation(case, exact, model, is_exact)
-
-
-def _generation(case: Case, exact: nn.Module, model: nn.Module, is_exact: bool) -> Iterator[str]:
-    inputs = case.generation or {}
-    try:
-        expected = _generate(exact, inputs if is_exact else {**inputs, "use_cache": False})
-    except Exception:  # noqa: BLE001 (models whose generation needs more than the common options)
+    generated = reference.generated
+    if generated is None or case.generation is None:
         return
-    found = _generate(model, inputs)
+    tokens = _generate(model, case.generation)
     if not is_exact:
         # Decoding from a state must agree with computing everything again.
-        expected = _generate(model, {**inputs, "use_cache": False})
-    if not torch.equal(found, expected):
+        generated = _generate(model, {**case.generation, "use_cache": False})
+    if not torch.equal(tokens, generated):
         raise _DifferenceError(
             "generate: other tokens " + ("than exact attention" if is_exact else "than without a cache")
         )

@@ -1,11 +1,11 @@
 """The tables of the results of `recipes.compatibility`."""
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_efficient_attn.cli import table
+from recipes.compatibility.testers import general
 
 # From the best to the worst. The status of a model type is the worst of its classes'.
 ORDER = ("untested", "works", "refused", "fails", "differs")
@@ -51,14 +51,10 @@ def reasons(files: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
         for own in rows.values():
             row = worst(own)
             if row["status"] == "refused":
-                types = found.setdefault(_general(row["reason"]), [])
+                types = found.setdefault(general(row["reason"]), [])
                 if name not in types:
                     types.append(name)
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))
-
-
-def _general(reason: str) -> str:
-    return re.sub(r"\b[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*[A-Z][A-Za-z0-9]*\b", "...", reason)
 
 
 def markdown(files: Sequence[Mapping[str, Any]]) -> str:
@@ -74,7 +70,7 @@ def markdown(files: Sequence[Mapping[str, Any]]) -> str:
         cells = []
         for method in methods:
             row = worst(rows[method])
-            number = numbers.get(_general(row["reason"])) if row["status"] == "refused" else None
+            number = numbers.get(general(row["reason"])) if row["status"] == "refused" else None
             cells.append(row["status"] + (f" ({number})" if number else ""))
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     lines += ["", *(f"{number}. {reason}" for reason, number in numbers.items())]

@@ -1,0 +1,201 @@
+"""Composite models: a method in one part, or a different method in each."""
+
+import copy
+import json
+
+import pytest
+import torch
+import transformers
+
+import hf_efficient_attn as hea
+from tiny_models import SMALL, output, tiny_batch
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+VISION = {**SIZES, "image_size": 32, "patch_size": 4}
+TEXT = {**SIZES, "vocab_size": 60, "max_position_embeddings": 256}
+PICTURE_TOKEN = 7
+PARTS = ("vision_config", "text_config")
+
+
+def clip():
+    text = {**TEXT, "bos_token_id": 2, "eos_token_id": 59}
+    return transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=VISION, projection_dim=16))
+
+
+def siglip():
+    return transformers.SiglipModel(transformers.SiglipConfig(text_config=TEXT, vision_config=VISION))
+
+
+def llava():
+    """A vision-language model: the features of 64 patches are 64 tokens of a Llama."""
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**TEXT), vision_config=transformers.CLIPVisionConfig(**VISION),
+        image_token_index=PICTURE_TOKEN, image_seq_length=64,
+    )  # fmt: skip
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+MODELS = {"clip": clip, "siglip": siglip, "llava": llava}
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    torch.manual_seed(0)
+    model = MODELS[request.param]().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 and "layers." in name:
+                parameter.mul_(10.0)
+    return model
+
+
+@pytest.fixture
+def folder(model, tmp_path):
+    model.save_pretrained(tmp_path / "exact")
+    return tmp_path / "exact"
+
+
+def inputs_of(model):
+    ids = tiny_batch("bert", length=100)["input_ids"]
+    ids = ids.where(ids != PICTURE_TOKEN, PICTURE_TOKEN + 1)
+    inputs = {"input_ids": ids, **tiny_batch("vit")}
+    if isinstance(model, transformers.LlavaForConditionalGeneration):
+        ids[:, 10:74] = PICTURE_TOKEN
+        inputs["use_cache"] = False
+    return inputs
+
+
+def parts(model):
+    """The modules of the two parts, in the order of `PARTS`."""
+    if isinstance(model, transformers.LlavaForConditionalGeneration):
+        return model.model.vision_tower, model.model.language_model
+    return model.vision_model, model.text_model
+
+
+def chosen(model):
+    """The implementations of the whole and of the two parts."""
+    return [config._attn_implementation for config in (model.config, *(getattr(model.config, key) for key in PARTS))]
+
+
+def methods_called(model, calls):
+    calls.clear()
+    out = output(model, inputs_of(model))
+    return out, {call["config"] for call in calls}
+
+
+@pytest.mark.parametrize(("vision", "text"), [("nearfar", "sdpa"), ("sdpa", "linear"), ("nearfar", "longformer")])
+def test_from_pretrained_with_a_method_for_each_part(model, folder, tmp_path, vision, text, calls):
+    names = {"vision_config": vision, "text_config": text}
+    loaded = type(model).from_pretrained(folder, attn_implementation=names)
+    assert chosen(loaded) == ["sdpa", vision, text]
+    out, called = methods_called(loaded, calls)
+    assert {config.method for config in called} == {vision, text} - {"sdpa"}
+    # The parts that are not named stay what they are.
+    rest = type(model).from_pretrained(folder, attn_implementation={key: n for key, n in names.items() if n != "sdpa"})
+    assert torch.equal(methods_called(rest, calls)[0], out)
+    loaded.save_pretrained(tmp_path / "saved")
+    stored = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert stored["attn_implementation"] == {key: name for key, name in names.items() if name != "sdpa"}
+    assert "efficient_attention" not in stored
+    again = type(model).from_pretrained(tmp_path / "saved")
+    assert chosen(again) == ["sdpa", vision, text]
+    assert torch.equal(methods_called(again, calls)[0], out)
+
+
+def test_hyperparameters_of_one_part(model, folder, tmp_path, calls):
+    expected = hea.NearFarConfig(**SMALL["nearfar"])
+    loaded = type(model).from_pretrained(
+        folder, attn_implementation={"vision_config": "nearfar"},
+        efficient_attention={"method": "nearfar", **SMALL["nearfar"]},
+    )  # fmt: skip
+    assert chosen(loaded) == ["sdpa", "nearfar", "sdpa"]
+    out, called = methods_called(loaded, calls)
+    assert called == {expected}
+    # The same by the config of the part, by `set_attn_implementation` and by converting the part's module.
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config.vision_config.efficient_attention = {"method": "nearfar", **SMALL["nearfar"]}
+    by_config = type(model).from_pretrained(folder, config=config)
+    switched = copy.deepcopy(model)
+    switched.config.vision_config.efficient_attention = {"method": "nearfar", **SMALL["nearfar"]}
+    switched.set_attn_implementation({"vision_config": "nearfar"})
+    converted = copy.deepcopy(model)
+    hea.convert(parts(converted)[0], "nearfar", **SMALL["nearfar"])
+    for other in (by_config, switched, converted):
+        assert chosen(other) == ["sdpa", "nearfar", "sdpa"]
+        found, called = methods_called(other, calls)
+        assert called == {expected}
+        assert torch.equal(found, out)
+        other.save_pretrained(tmp_path / "saved")
+        again = type(model).from_pretrained(tmp_path / "saved")
+        assert torch.equal(methods_called(again, calls)[0], out)
+    assert not torch.equal(out, output(model, inputs_of(model)))
+
+
+def test_parts_are_switched_one_after_the_other(model, calls):
+    exact = output(model, inputs_of(model))
+    vision, text = parts(model)
+    hea.convert(vision, "nearfar", **SMALL["nearfar"])
+    hea.convert(text, "linear", layers=[1])
+    _, called = methods_called(model, calls)
+    assert called == {hea.NearFarConfig(**SMALL["nearfar"]), hea.LinearConfig()}
+    assert len(calls) == 3
+    model.set_attn_implementation({"vision_config": "sdpa"})
+    assert {config.method for config in methods_called(model, calls)[1]} == {"linear"}
+    hea.convert(text, "sdpa")
+    out, called = methods_called(model, calls)
+    assert not called
+    assert torch.equal(out, exact)
+
+
+@pytest.mark.parametrize("names", [{"vison_config": "nearfar"}, {"vision_config": "sdpa", "language": "linear"}])
+def test_unknown_parts_are_refused(model, folder, names):
+    with pytest.raises(hea.UnsupportedAttentionError, match=r"unknown part of \w+Config '(vison_config|language)'"):
+        type(model).from_pretrained(folder, attn_implementation=names)
+    with pytest.raises(hea.UnsupportedAttentionError, match="Known: text_config, vision_config"):
+        model.set_attn_implementation(names)
+    assert chosen(model) == ["sdpa"] * 3
+
+
+def test_a_model_without_parts_refuses_parts():
+    config = transformers.BertConfig(**TEXT)
+    with pytest.raises(hea.UnsupportedAttentionError, match=r"BertConfig has no parts such as 'text_config'"):
+        transformers.AutoModel.from_config(config, attn_implementation={"text_config": "linear"})
+    assert config._attn_implementation is None
+
+
+def test_a_refused_part_leaves_the_others(model, folder):
+    """No causal form: known when a Llama is made; of CLIP, whose modules call themselves bidirectional, in a call."""
+    before = chosen(model)
+    names = {"vision_config": "nearfar", "text_config": "linformer"}
+    if isinstance(model, transformers.LlavaForConditionalGeneration):
+        with pytest.raises(hea.UnsupportedAttentionError, match="no causal form"):
+            model.set_attn_implementation(names)
+        assert chosen(model) == before
+        with pytest.raises(hea.UnsupportedAttentionError, match="no causal form"):
+            type(model).from_pretrained(folder, attn_implementation=names)
+    elif isinstance(model, transformers.CLIPModel):
+        model.set_attn_implementation(names)
+        with pytest.raises(hea.UnsupportedAttentionError, match="no causal form"):
+            output(model, inputs_of(model))
+
+
+def test_generation_of_a_vision_language_model(calls):
+    torch.manual_seed(0)
+    model = llava().eval()
+    inputs = {**inputs_of(model), "use_cache": True}
+    expected = model.generate(**inputs, max_new_tokens=3, do_sample=False)
+    model.set_attn_implementation({"vision_config": "kdeformer", "text_config": "kdeformer"})
+    calls.clear()
+    # Both parts are shorter than the budget, so that they are exact.
+    assert torch.equal(model.generate(**inputs, max_new_tokens=3, do_sample=False), expected)
+    assert [call["is_causal"] for call in calls[:4]] == [False, False, True, True]
+
+
+def test_groups_of_values_in_a_config_are_no_parts(tmp_path):
+    """DBRX's config of its feed-forward layers refuses every key that it does not know."""
+    config = transformers.DbrxConfig(ffn_config={"ffn_hidden_size": 32})
+    config.efficient_attention = {"method": "kdeformer", **SMALL["kdeformer"]}
+    config.save_pretrained(tmp_path)
+    again = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert again.efficient_attention == config.efficient_attention
+    assert again.ffn_config.ffn_hidden_size == 32
