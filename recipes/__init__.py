@@ -14,6 +14,7 @@ TRAIN = {
     "matplotlib": "matplotlib",
     "peft": "peft",
     "PIL": "pillow",
+    "sacrebleu": "sacrebleu",
     "scipy": "scipy",
     "sklearn": "scikit-learn",
 }

@@ -3,8 +3,8 @@
     python -m recipes.experiments run glue --data DATA --output RUNS --workers 2
     python -m recipes.experiments show RUNS/glue                                 (prints the table again)
 
-The other groups are imagenet, lm, lra, flurka_images and flurka_books. `recipes.experiments.curves` draws the runs of
-the last two, and prints what equal loss costs.
+The other groups are imagenet, lm, lra, translation, flurka_images and flurka_books. `recipes.experiments.curves` draws
+the runs of the last two, and prints what equal loss costs.
 
 Every run is a recipe in a separate process with its own folder. A run that has a metrics.json is not repeated, so that
 interrupted experiments continue. Runs with --extra options need another folder. DATA is a folder with glue/, images/,

@@ -320,8 +320,8 @@ def translation_group(data: pathlib.Path) -> Group:
             "linformer": attention("linformer", *tables),
             "flurka_linear": attention("flurka_linear", *tables),
             "flurka_performer": attention("flurka_performer", *tables, features),
-            "flurka_linear, preset nmt": preset("flurka_linear", *tables),
-            "flurka_performer, preset nmt": preset("flurka_performer", *tables, features),
+            "flurka_linear, up-trained as in the paper": preset("flurka_linear", *tables),
+            "flurka_performer, up-trained as in the paper": preset("flurka_performer", *tables, features),
         },
         figures={
             "BLEU": ("numbers", "eval_bleu"),
