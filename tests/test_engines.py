@@ -208,25 +208,3 @@ def test_modules_that_accelerate_prepared_for_context_parallelism_are_refused():
     big_modeling._attach_context_parallel_hooks(model)
     with pytest.raises(hea.UnsupportedAttentionError, match="context parallelism"):
         model(ids())
-
-
-def by_deepspeed(method, num_kv_heads):
-    """`by_ulysses` with DeepSpeed's own wrapper."""
-    import deepspeed.comm
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-
-    deepspeed.comm.init_distributed("gloo")
-    model, tokens, size, rank = llama(method, num_kv_heads), ids(), dist.get_world_size(), dist.get_rank()
-    own = slice(rank * LENGTH // size, (rank + 1) * LENGTH // size)
-    wanted = model(tokens).logits
-    options = {"core_attn_implementation": method, "sequence_parallel_size": size, "micro_batch_size": len(tokens)}
-    UlyssesSPAttentionHF.register_with_transformers(model, **options)
-    found = model(tokens[:, own], position_ids=torch.arange(LENGTH)[None, own].expand(2, -1), use_cache=False).logits
-    return relative(found, wanted[:, own])
-
-
-@pytest.mark.parametrize(("method", "num_kv_heads"), [("kdeformer", 4), ("linear", 2)])
-def test_ulysses_of_deepspeed(tmp_path, method, num_kv_heads):
-    pytest.importorskip("deepspeed")
-    for error in processes.run(2, tmp_path, by_deepspeed, method, num_kv_heads):
-        assert error < 1e-6
