@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.max_tokens < 1:
         raise UnsupportedAttentionError(f"--max_tokens {options.max_tokens}: give 1 or more")
     ((_, config),) = parse_methods([options.attention], options.set).items()
-    state = accelerate.PartialState()
+    state = accelerate.PartialState(cpu=not torch.accelerator.is_available())
     folder = options.model or str(minilm_folder())
     tokenizer = AutoTokenizer.from_pretrained(folder)
     text = tokenizer(read_document(options.document), truncation=True, max_length=options.max_tokens)["input_ids"]

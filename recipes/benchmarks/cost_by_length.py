@@ -8,7 +8,8 @@ and time that grow in proportion to it, where exact attention has four times the
 
 The counts are those of an accelerator in bfloat16, on meta tensors (`recipes.common.launches`). The time is the
 processor time of this CPU in float32 on one thread, so that other programs have little influence: the least of a few
-calls, without a gradient, on normal random tokens. "ns per token and head" is the time divided by the tokens and the heads; it is constant if the cost is linear.
+calls, without a gradient, on normal random tokens. "ns per token and head" is the time divided by the tokens and the
+heads; it is constant if the cost is linear.
 """
 
 import time
