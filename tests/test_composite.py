@@ -199,3 +199,40 @@ def test_groups_of_values_in_a_config_are_no_parts(tmp_path):
     again = transformers.AutoConfig.from_pretrained(tmp_path)
     assert again.efficient_attention == config.efficient_attention
     assert again.ffn_config.ffn_hidden_size == 32
+
+
+def test_the_implementation_of_a_part_is_named_once(model, tmp_path):
+    """LightGlue's config names the implementation of its detector itself."""
+    config = transformers.LightGlueConfig()
+    config.efficient_attention = {"method": "kdeformer"}
+    config.save_pretrained(tmp_path)
+    assert transformers.AutoConfig.from_pretrained(tmp_path).efficient_attention == config.efficient_attention
+    # A part can be loaded by itself, with its method.
+    hea.convert(parts(model)[0], "nearfar", **SMALL["nearfar"])
+    model.save_pretrained(tmp_path)
+    if isinstance(model, transformers.CLIPModel):
+        tower = transformers.CLIPVisionModel.from_pretrained(tmp_path)
+        assert tower.config._attn_implementation == "nearfar"
+        assert tower.config.efficient_attention == model.config.vision_config.efficient_attention
+
+
+@pytest.mark.skipif(not hasattr(transformers, "LasrEncoder"), reason="this version of Transformers has no LASR")
+def test_convolutions_that_mask_padding_get_a_mask_of_the_keys():
+    sizes = {
+        **SIZES,
+        "num_hidden_layers": 1,
+        "subsampling_conv_channels": 16,
+        "num_mel_bins": 16,
+        "conv_kernel_size": 4,
+    }
+    torch.manual_seed(0)
+    model = transformers.LasrEncoder(transformers.LasrEncoderConfig(**sizes)).eval()
+    mask = torch.ones(2, 80, dtype=torch.long)
+    mask[1, 40:] = 0
+    inputs = {"input_features": torch.randn(2, 80, 16), "attention_mask": mask}
+    exact = output(model, inputs)
+    ours = output(hea.convert(model, "kdeformer"), inputs)
+    torch.testing.assert_close(ours[0], exact[0], atol=1e-5, rtol=1e-4)
+    valid = exact.shape[1] // 2 - 1
+    torch.testing.assert_close(ours[1, :valid], exact[1, :valid], atol=1e-5, rtol=1e-4)
+    assert torch.equal(output(hea.convert(model, "sdpa"), inputs), exact)

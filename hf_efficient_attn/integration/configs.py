@@ -133,6 +133,11 @@ def extend_configs() -> None:
     def to_dict_with_method(self: PreTrainedConfig) -> dict[str, Any]:
         output = to_dict(self)
         output.pop(_ATTRIBUTE, None)
+        for part in (output.get(key) for key in self.sub_configs):
+            # Its own dictionary names the method as well, and some configs give the implementation of a part a second
+            # time, such as LightGlue's.
+            if isinstance(part, dict) and _ATTRIBUTE in part:
+                part.pop("attn_implementation", None)
         entry, name = implementation_entry(self), method_of(self)
         if type(self).base_config_key and not type(self).model_type:
             # A group of values that is no config of a model. Some such classes refuse keys that they do not know.

@@ -35,6 +35,12 @@ def own_mask(kind: type[nn.Module]) -> str | None:
     return None
 
 
+def masks_keys(kind: type[nn.Module]) -> bool:
+    """Whether a class that is no attention finds the padding in a (B, 1, Nq, Nk) mask, as convolutions of LASR do."""
+    forward = inspect.unwrap(kind.forward)
+    return inspect.isfunction(forward) and "all_masked_rows" in forward.__code__.co_varnames
+
+
 def reads_cache(kind: type[nn.Module]) -> bool:
     """Whether an attention class reads the keys of a cache's layers itself, instead of by the cache's `update`."""
     return any({"layers", "keys"} <= set(function.__code__.co_names) for function in _attention_functions(kind))

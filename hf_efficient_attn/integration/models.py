@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
@@ -16,6 +16,7 @@ from hf_efficient_attn.integration.layers import Layer, in_order, is_selected, l
 from hf_efficient_attn.integration.model_code import (
     attention_arguments,
     attention_table,
+    masks_keys,
     own_mask,
     reads_cache,
     score_change,
@@ -226,6 +227,10 @@ class _Plan(NamedTuple):
             if not getattr(part, _GUARDED, False):
                 part.register_forward_pre_hook(_refuse_call, with_kwargs=True)
                 setattr(part, _GUARDED, True)
+            for module in part.modules():
+                if masks_keys(type(module)) and not getattr(module, _GUARDED, False):
+                    module.register_forward_pre_hook(_extend_mask, with_kwargs=True)
+                    setattr(module, _GUARDED, True)
         for part, tables in positions.tables_of(self.parts).items():
             if tables:
                 setattr(part, positions.TABLES, tables)
@@ -465,6 +470,16 @@ def _exact_cross_attention(chosen: Sequence[AttentionModule]) -> dict[str, list[
         if reason is not None and not getattr(found.module, WARNED, False):
             exact.setdefault(reason, []).append((found.module, found.location.name))
     return exact
+
+
+def _extend_mask(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A forward pre-hook: for a module that expects (B, 1, Nq, Nk), make the mask of the keys (B, 1, 1, Nk)."""
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        kwargs = {**kwargs, "attention_mask": mask[:, None, None, :]}
+    return args, kwargs
 
 
 def _refuse_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
