@@ -236,3 +236,24 @@ def test_convolutions_that_mask_padding_get_a_mask_of_the_keys():
     valid = exact.shape[1] // 2 - 1
     torch.testing.assert_close(ours[1, :valid], exact[1, :valid], atol=1e-5, rtol=1e-4)
     assert torch.equal(output(hea.convert(model, "sdpa"), inputs), exact)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Siglip2VisionModel"), reason="no SigLIP 2 in this version")
+def test_pooling_with_a_mask_of_its_own_keeps_rows_apart():
+    """SigLIP 2 pools by PyTorch's attention, with a mask in the form of the implementation of its config."""
+    config = transformers.Siglip2VisionConfig(**SIZES, patch_size=4, num_patches=36)
+    torch.manual_seed(0)
+    model = transformers.Siglip2VisionModel(config).eval()
+    mask = torch.ones(2, 36, dtype=torch.long)
+    mask[1, 20:] = 0
+    inputs = {
+        "pixel_values": torch.randn(2, 36, 48),
+        "pixel_attention_mask": mask,
+        "spatial_shapes": torch.tensor([[6, 6], [4, 5]]),
+    }
+    with torch.no_grad():
+        exact = model(**inputs).pooler_output
+        ours = hea.convert(model, "kdeformer")(**inputs).pooler_output
+        back = hea.convert(model, "sdpa")(**inputs).pooler_output
+    torch.testing.assert_close(ours, exact, atol=1e-5, rtol=1e-4)
+    assert torch.equal(back, exact)

@@ -1,5 +1,6 @@
 """Finding the attention modules of a model, and switching them to what the model's configs say, as one transaction."""
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from hf_efficient_attn.integration.model_code import (
     attention_table,
     masks_keys,
     own_mask,
+    pools_with_mask,
     reads_cache,
     score_change,
     uses_interface,
@@ -231,6 +233,8 @@ class _Plan(NamedTuple):
                 if masks_keys(type(module)) and not getattr(module, _GUARDED, False):
                     module.register_forward_pre_hook(_extend_mask, with_kwargs=True)
                     setattr(module, _GUARDED, True)
+                if pools_with_mask(module) and method_of(module.config) is not None:
+                    module.config = _exact_config(module.config)
         for part, tables in positions.tables_of(self.parts).items():
             if tables:
                 setattr(part, positions.TABLES, tables)
@@ -451,7 +455,8 @@ def _check_methods(model: PreTrainedModel, chosen: Sequence[AttentionModule]) ->
                 model=f"{type(model).__name__} (at {found.location.name})",
                 allow_learned=True,
             )
-        if method is not None and is_recurrent(method) and reads_cache(type(found.module)):
+        is_state = method is not None and is_recurrent(method) and not found.location.is_cross
+        if method is not None and is_state and reads_cache(type(found.module)):
             raise UnsupportedAttentionError(
                 f"{type(model).__name__} reads cached keys itself ({type(found.module).__name__} at "
                 f"{found.location.name}), and {method.method} keeps a state instead of keys: use a method that keeps "
@@ -470,6 +475,13 @@ def _exact_cross_attention(chosen: Sequence[AttentionModule]) -> dict[str, list[
         if reason is not None and not getattr(found.module, WARNED, False):
             exact.setdefault(reason, []).append((found.module, found.location.name))
     return exact
+
+
+def _exact_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy of a config for a module that computes exact attention by itself."""
+    copied = copy.copy(config)
+    copied._attn_implementation_internal = EXACT
+    return copied
 
 
 def _extend_mask(
