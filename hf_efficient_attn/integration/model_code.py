@@ -67,7 +67,11 @@ def reads_cache(kind: type[nn.Module]) -> bool:
     Classes for self-attention and cross attention read only those of cross attention, after they have asked the cache
     whether it has them (`is_updated`).
     """
-    names = (set(function.__code__.co_names) for function in _attention_functions(kind))
+    if not uses_interface(kind):
+        return False
+    own = (vars(base) for base in kind.__mro__ if base not in nn.Module.__mro__)
+    functions = [x for attributes in own for x in attributes.values() if inspect.isfunction(x)]
+    names = (set(inspect.unwrap(function).__code__.co_names) for function in functions)
     return any({"layers", "keys"} <= found and "is_updated" not in found for found in names)
 
 

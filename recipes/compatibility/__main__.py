@@ -1,7 +1,7 @@
 """Run the models of Transformers with the methods of this package, and tell which work and which are refused.
 
     python -m recipes.compatibility run --transformers-source CHECKOUT --output RESULTS --workers 2
-    python -m recipes.compatibility show RESULTS --markdown docs/compatibility_table.md
+    python -m recipes.compatibility show RESULTS --markdown docs/compatibility_table.txt
 
 CHECKOUT is a checkout of Transformers' repository at the tag of the installed version, whose tests have a tiny config
 and inputs for every architecture; `pip install parameterized pytest` is what they need. Every test file is run in a
