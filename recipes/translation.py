@@ -13,8 +13,8 @@ The first command trains a new model on generated lists of number words, the oth
 encoder is converted, as in the FLuRKA paper: most methods are for encoders, and the decoder attends to few tokens. The
 evaluation translates, and reports BLEU and chrF (sacrebleu) and the share of translations that are right to the letter.
 
-Duration of `python -m recipes.experiments run translation`'s task: two to three minutes of one core for each run.
-Expected: the table of recipes/README.md.
+`python -m recipes.experiments run translation` has complete options of the first command. Duration of its 300 steps: up
+to a minute of one core. Expected: the table of recipes/README.md, a BLEU of 69 with exact attention.
 """
 
 import dataclasses

@@ -16,8 +16,9 @@ was just made. `register` therefore extends its base classes once, in these plac
 - `DynamicCache.__init__` gives layers whose method decodes from a state their own kind of layer (`recurrent`).
 
 `models.switch` changes no class. It numbers the attention modules and attaches the parameters that their method learns.
-A few kinds of modules also get a forward that passes hidden states instead of keys and values (`hidden_states`). A
-switch is one transaction: if it fails, everything is as it was before (`transaction`).
+A few kinds of modules also get a forward that passes hidden states instead of keys and values (`hidden_states`). Those
+of T5 get a hook that keeps their bias from becoming a matrix (`distance_bias`). A switch is one transaction: if it
+fails, everything is as it was before (`transaction`).
 
 An attention module can describe itself by plain attributes: `attention_layer`, its name in `layers`; `num_heads`,
 `head_dim`, `value_head_dim` and `max_tokens` (the largest number of keys), which determine the sizes of learned
