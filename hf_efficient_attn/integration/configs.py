@@ -103,7 +103,8 @@ def check_parts(config: PreTrainedConfig, implementation: object) -> None:
     Raises:
         UnsupportedAttentionError: the model has no such part. Transformers ignores the entry.
     """
-    if not isinstance(implementation, dict):
+    # Trainer reads the config.json of a checkpoint as a plain config, which does not know the parts of its model.
+    if not isinstance(implementation, dict) or type(config) is PreTrainedConfig:
         return
     for key, value in implementation.items():
         if key not in ("", *config.sub_configs) and requested_methods(value):
