@@ -115,7 +115,7 @@ def help_for(words: list[str]) -> str:
         return help_of_command(importlib.import_module(Path(words[1]).stem).app, [])
     if words[1] != "-m":
         return help_of(words[1])
-    name = "recipes.experiments.__main__" if words[2] == "recipes.experiments" else words[2]
+    name = f"{words[2]}.__main__" if words[2] in ("recipes.experiments", "recipes.compatibility") else words[2]
     module = importlib.import_module(name)
     subcommand = [word for word in words[3:4] if not word.startswith("-") and word.islower()]
     return help_of_command(module.app, subcommand)
