@@ -229,12 +229,13 @@ class _Plan(NamedTuple):
             if not getattr(part, _GUARDED, False):
                 part.register_forward_pre_hook(_refuse_call, with_kwargs=True)
                 setattr(part, _GUARDED, True)
-            for module in part.modules():
-                if masks_keys(type(module)) and not getattr(module, _GUARDED, False):
-                    module.register_forward_pre_hook(_extend_mask, with_kwargs=True)
-                    setattr(module, _GUARDED, True)
-                if pools_with_mask(module) and method_of(module.config) is not None:
-                    module.config = _exact_config(module.config)
+            inner: Any
+            for inner in part.modules():
+                if masks_keys(type(inner)) and not getattr(inner, _GUARDED, False):
+                    inner.register_forward_pre_hook(_extend_mask, with_kwargs=True)
+                    setattr(inner, _GUARDED, True)
+                if pools_with_mask(inner) and method_of(inner.config) is not None:
+                    inner.config = _exact_config(inner.config)
         for part, tables in positions.tables_of(self.parts).items():
             if tables:
                 setattr(part, positions.TABLES, tables)
