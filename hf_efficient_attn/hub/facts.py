@@ -256,7 +256,7 @@ def _choices(
     method, stored = config.get("attn_implementation"), config.get("efficient_attention")
     if isinstance(method, dict):  # a composite model; "" is the model itself, and the parts repeat their own
         method = method.get("")
-    elif method is None and isinstance(stored, dict):  # a part of a composite model
+    elif depth and method is None and isinstance(stored, dict):  # a part of a composite model
         method = stored.get("method")
     if isinstance(method, str) and method in available_methods():
         if stored is not None and not isinstance(stored, dict):
