@@ -99,7 +99,13 @@ def _forward(
     method: Any = None if name is None else settings_of(module.config, name).for_layer(location.layer, location.name)
     form = None if method is None else get_method(method.method).forward_hidden_states
     is_causal = kwargs.get("is_causal") or is_causal_mask(attention_mask)
-    if form is None or layout is None or kwargs.get("past_key_values") is not None or is_causal or _is_divided(module):
+    if (
+        form is None
+        or layout is None
+        or kwargs.get("past_key_values", kwargs.get("cache")) is not None
+        or is_causal
+        or _is_divided(module)
+    ):
         return type(module).forward(module, hidden_states, attention_mask, **kwargs)
     refuse_arguments(method.method, module, hidden_states.shape[1], attention_mask, kwargs)
     refuse_onnx_export(method)

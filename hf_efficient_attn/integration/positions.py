@@ -102,7 +102,8 @@ def refuse_long_input(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Map
         length = embeds.shape[-2]
     else:
         return
-    past: Any = kwargs.get("past_key_values")
+    # Transformers 5.24 calls the argument `cache`.
+    past: Any = kwargs.get("past_key_values", kwargs.get("cache"))
     num_past = past.get_seq_length() if hasattr(past, "get_seq_length") else 0
     if not isinstance(num_past, Tensor):
         length = length + num_past
