@@ -19,7 +19,7 @@ CHOSEN = ("linear", "longformer", "kdeformer", "linformer")
 # (batch, length). The last row of a batch has a third less, which is longer than what `auto` computes exactly: in a
 # graph, `auto` decides by the length of the batch.
 LENGTHS = ((2, 70), (3, 70), (2, 40), (1, 128))
-# Methods whose graph may be limited to some lengths; at others it must raise an error.
+# Methods whose graph may be limited to some lengths. At others, one that is exported must raise an error.
 LIMITED = ("eva", "flurka_eva")
 
 
@@ -124,7 +124,7 @@ def test_a_model_in_onnx(family, method, tmp_path):
 @pytest.mark.parametrize("way", ["dynamic", "mark_dynamic"])
 @pytest.mark.parametrize("method", methods(*DATA_DEPENDENT))
 def test_a_compiled_model_of_dynamic_lengths(method, way):
-    """No length but the first one is compiled."""
+    """No length but the first one is compiled, except for methods whose graph is limited to some lengths."""
     graphs = []
 
     def backend(graph, example):
@@ -144,7 +144,8 @@ def test_a_compiled_model_of_dynamic_lengths(method, way):
             first = first or len(graphs)
             expected = model(input_ids=ids, attention_mask=mask)[0]
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-    assert len(graphs) == first > 0
+    assert len(graphs) >= first > 0
+    assert len(graphs) == first or method in LIMITED
 
 
 def dynamic_int8(model: nn.Module) -> nn.Module:
