@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+import hf_efficient_attn as hea
+
 TIMEOUT = datetime.timedelta(seconds=60)
 
 
@@ -52,3 +54,12 @@ def run(size: int, folder: Path, function: Callable[..., Any], *arguments: Any) 
     errors = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("error*"))]
     assert not any(ended), "\n".join([f"exit codes {ended}", *errors])
     return [torch.load(folder / f"result{rank}", weights_only=False) for rank in range(size)]
+
+
+def refused(function: Callable[[], Any]) -> str | None:
+    """The message with which a call is refused; None if it is not."""
+    try:
+        function()
+    except hea.UnsupportedAttentionError as error:
+        return str(error)
+    return None

@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hf_efficient_attn as hea
 import processes
 from hf_efficient_attn.ops.collectives import Shards, to_heads, to_tokens
+from processes import refused
 
 LENGTH = 48
 METHODS = {
@@ -90,14 +91,6 @@ def by_ulysses(method, num_kv_heads):
         dist.all_reduce(other.grad)
         errors.append(float((other.grad - one.grad).abs().max() / one.grad.abs().max().clamp(min=1.0)))
     return max(errors)
-
-
-def refused(function):
-    try:
-        function()
-    except hea.UnsupportedAttentionError as error:
-        return str(error)
-    return None
 
 
 def refusals_of_ulysses():

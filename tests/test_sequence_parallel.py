@@ -23,6 +23,7 @@ from transformers import (
 import hf_efficient_attn as hea
 import processes
 from hf_efficient_attn.ops.collectives import counted_traffic
+from processes import refused
 
 LENGTHS = {1: (61,), 2: (33, 28), 4: (16, 15, 7, 23)}
 LENGTH = 61
@@ -129,14 +130,6 @@ def test_models_on_two_processes(tmp_path):
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_models_on_more_processes(tmp_path, size):
     check(processes.run(size, tmp_path, compare_all, CASES))
-
-
-def refused(function):
-    try:
-        function()
-    except hea.UnsupportedAttentionError as error:
-        return str(error)
-    return None
 
 
 def one_mixed_call():

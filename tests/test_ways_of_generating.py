@@ -193,7 +193,7 @@ class Stream:
 
 
 def offloaded(family, method, kind):
-    """The dtype stands for the device: what is offloaded is float64, and mixing it with the rest would fail."""
+    """Without a second device, offloaded tensors are float64: an operation on both dtypes fails, as on two devices."""
 
     def move(dtype):
         def change(layer):

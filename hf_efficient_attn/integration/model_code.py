@@ -7,12 +7,8 @@ from types import CodeType
 from typing import Any, TypeGuard
 
 from torch import nn
-from transformers.configuration_utils import PreTrainedConfig
-from transformers.modeling_utils import PreTrainedModel
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-# Transformers' functions that make a mask in the form of an implementation.
-_MASKS = frozenset({"create_bidirectional_mask", "create_causal_mask"})
 _ARGUMENTS: dict[type[nn.Module], frozenset[str]] = {}
 # Names of parameters and submodules from which models compute a bias of relative positions: `relative_attention_bias`
 # (T5), `relative_position_bias` (Swin, BEiT), `linear_pos` and `pos_bias_u` (Conformer), `distance_embedding`, ...
@@ -37,28 +33,6 @@ def own_mask(kind: type[nn.Module]) -> str | None:
             if "mask" in name and inspect.isfunction(getattr(kind, name, None)):
                 return name
     return None
-
-
-def masks_keys(kind: type[nn.Module]) -> bool:
-    """Whether a class that is no attention finds the padding in a (B, 1, Nq, Nk) mask, as convolutions of LASR do."""
-    forward = inspect.unwrap(kind.forward)
-    return inspect.isfunction(forward) and "all_masked_rows" in forward.__code__.co_varnames
-
-
-def pools_with_mask(module: nn.Module) -> bool:
-    """Whether a module computes attention by itself with a mask that it asks Transformers for, as SigLIP 2 pools.
-
-    Transformers makes the mask for the implementation in the module's config, but the module needs that of exact
-    attention, whichever implementation its model has.
-    """
-    forward = inspect.unwrap(type(module).forward)
-    return (
-        inspect.isfunction(forward)
-        and not _MASKS.isdisjoint(forward.__code__.co_names)
-        and not isinstance(module, PreTrainedModel)
-        and isinstance(getattr(module, "config", None), PreTrainedConfig)
-        and not any(uses_interface(type(part)) for part in module.modules())
-    )
 
 
 def reads_cache(kind: type[nn.Module]) -> bool:

@@ -1,15 +1,14 @@
 """Finding the attention modules of a model, and switching them to what the model's configs say, as one transaction."""
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.integration import hidden_states, learned, positions
+from hf_efficient_attn.integration import hidden_states, learned, mask_readers, positions
 from hf_efficient_attn.integration.attention import LOCATION, ModuleLocation
 from hf_efficient_attn.integration.configs import method_of, parts_of, settings_of
 from hf_efficient_attn.integration.distance_bias import attach_hook, has_distance_bias
@@ -17,9 +16,7 @@ from hf_efficient_attn.integration.layers import Layer, in_order, is_selected, l
 from hf_efficient_attn.integration.model_code import (
     attention_arguments,
     attention_table,
-    masks_keys,
     own_mask,
-    pools_with_mask,
     reads_cache,
     score_change,
     uses_interface,
@@ -116,7 +113,7 @@ def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
     for path, module in model.named_modules():
         prefix, owner = owners.get(path.rpartition(".")[0], ("", None))
         owners[path] = (path, module) if isinstance(module, PreTrainedModel) else (prefix, owner)
-        if owner is None or isinstance(module, PreTrainedModel) or not _is_attention(module):
+        if owner is None or isinstance(module, PreTrainedModel) or not is_attention(module):
             continue
         name = path.removeprefix(prefix).removeprefix(".")
         is_cross = bool(getattr(module, "is_cross_attention", False)) or any(
@@ -136,7 +133,8 @@ def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
         yield one._replace(location=one.location._replace(label=stem_of(name))) if is_shared else one
 
 
-def _is_attention(module: nn.Module) -> bool:
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module is one that computes attention, through the interface or not."""
     return isinstance(getattr(module, "is_causal", None), bool) or "Attention" in type(module).__name__
 
 
@@ -229,13 +227,8 @@ class _Plan(NamedTuple):
             if not getattr(part, _GUARDED, False):
                 part.register_forward_pre_hook(_refuse_call, with_kwargs=True)
                 setattr(part, _GUARDED, True)
-            inner: Any
             for inner in part.modules():
-                if masks_keys(type(inner)) and not getattr(inner, _GUARDED, False):
-                    inner.register_forward_pre_hook(_extend_mask, with_kwargs=True)
-                    setattr(inner, _GUARDED, True)
-                if pools_with_mask(inner) and method_of(inner.config) is not None:
-                    inner.config = _exact_config(inner.config)
+                mask_readers.adapt(inner)
         for part, tables in positions.tables_of(self.parts).items():
             if tables:
                 setattr(part, positions.TABLES, tables)
@@ -361,13 +354,13 @@ def _check_scores(model: PreTrainedModel, through: Sequence[AttentionModule]) ->
         is_concerned, is_inner = inside.get(path.rpartition(".")[0], (False, False))
         if isinstance(module, PreTrainedModel):
             is_concerned = id(module) in owners
-        is_attention = _is_attention(module)
-        inside[path] = (is_concerned, is_inner or is_attention)
+        is_attention_module = is_attention(module)
+        inside[path] = (is_concerned, is_inner or is_attention_module)
         change = None
         if id(module) in biased:
             continue
-        if id(module) in asking or (is_concerned and not is_inner and not is_attention):
-            change = score_change(module, is_attention=is_attention)
+        if id(module) in asking or (is_concerned and not is_inner and not is_attention_module):
+            change = score_change(module, is_attention=is_attention_module)
         if change is not None:
             raise UnsupportedAttentionError(
                 f"{type(model).__name__} adds {change} to the scores of its attention (in {type(module).__name__} at "
@@ -476,23 +469,6 @@ def _exact_cross_attention(chosen: Sequence[AttentionModule]) -> dict[str, list[
         if reason is not None and not getattr(found.module, WARNED, False):
             exact.setdefault(reason, []).append((found.module, found.location.name))
     return exact
-
-
-def _exact_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy of a config for a module that computes exact attention by itself."""
-    copied = copy.copy(config)
-    copied._attn_implementation_internal = EXACT
-    return copied
-
-
-def _extend_mask(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A forward pre-hook: for a module that expects (B, 1, Nq, Nk), make the mask of the keys (B, 1, 1, Nk)."""
-    mask = kwargs.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.ndim == 2:
-        kwargs = {**kwargs, "attention_mask": mask[:, None, None, :]}
-    return args, kwargs
 
 
 def _refuse_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -131,7 +131,7 @@ def _check(model: PreTrainedModel) -> None:
         )
         if mixes:
             refuse(f"mixes tokens outside of attention, in {path} ({type(module).__name__}): use it in one process")
-        if models._is_attention(module) and not _computes_here(module):
+        if models.is_attention(module) and not _computes_here(module):
             refuse(
                 f"computes attention that no method replaces, in {path} ({type(module).__name__}): use another model"
             )
@@ -141,7 +141,7 @@ def _check(model: PreTrainedModel) -> None:
 
 def _computes_here(module: nn.Module) -> bool:
     """Whether an attention module, or one inside of it, asks Transformers' attention interface."""
-    return any(uses_interface(type(inner)) for inner in module.modules() if models._is_attention(inner))
+    return any(uses_interface(type(inner)) for inner in module.modules() if models.is_attention(inner))
 
 
 def _enter(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
