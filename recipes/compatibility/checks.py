@@ -243,6 +243,7 @@ class _counted:  # noqa: N801 (a context manager)
     def __enter__(self) -> list[int]:
         self.function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[self.method]
 
+        @functools.wraps(self.function)  # with its attributes, by which models know what it takes
         def counting(*args: Any, **kwargs: Any) -> Any:
             self.calls[:] = self.calls[0] + 1, max(self.calls[1], args[2].shape[2])
             return self.function(*args, **kwargs)
