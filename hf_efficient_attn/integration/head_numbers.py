@@ -7,6 +7,7 @@ some. What a method draws for a head, and what it has learned for it, depends on
 
 import sys
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -136,7 +137,8 @@ def refuse_context_parallel(name: str, module: nn.Module) -> None:
         UnsupportedAttentionError: the call is in `context_parallel`, or accelerate has prepared the module for it.
     """
     exact: Any = torch.nn.functional.scaled_dot_product_attention
-    replaced = str(getattr(exact, "__module__", "")).startswith("torch.distributed")
+    # PyTorch's own is built in, and torch.compile cannot read its module (PyTorch 2.14).
+    replaced = isinstance(exact, FunctionType) and exact.__module__.startswith("torch.distributed")
     prepared = any(
         "_attach_context_parallel_hooks" in getattr(hook, "__qualname__", "")
         for hook in module._forward_pre_hooks.values()

@@ -5,9 +5,11 @@ that ask for `sdpa` or `eager` get that. Only models that support `sdpa` get the
 """
 
 import functools
+import importlib
 import os
 import pathlib
 import re
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -52,8 +54,6 @@ class _Recorder:
         self.outcomes: dict[str, Outcome] = {}
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        import importlib
-
         mixins = [getattr(importlib.import_module(module), name) for module, name in _COMMON]
         items[:] = [
             item
@@ -92,6 +92,7 @@ def run_common_tests(name: str, source: pathlib.Path, method: str) -> dict[str, 
     import pytest
 
     os.chdir(source)
+    sys.path.insert(0, str(source))
     if method != EXACT:
         set_default(method)
     recorder = _Recorder()
