@@ -35,7 +35,19 @@ def llava():
     return transformers.LlavaForConditionalGeneration(config)
 
 
-MODELS = {"clip": clip, "siglip": siglip, "llava": llava}
+def qwen2_vl():
+    """A vision-language model whose vision tower gets the patches of all pictures in one row, four for each token."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    config = transformers.Qwen2VLConfig(
+        text_config={**TEXT, "num_key_value_heads": 1, "rope_parameters": rope},
+        vision_config={"depth": 2, "embed_dim": 32, "num_heads": 2, "hidden_size": 32, "patch_size": 4, "mlp_ratio": 2},
+        image_token_id=PICTURE_TOKEN, video_token_id=8, vision_start_token_id=9, vision_end_token_id=10,
+    )  # fmt: skip
+    return transformers.Qwen2VLForConditionalGeneration(config)
+
+
+MODELS = {"clip": clip, "siglip": siglip, "llava": llava, "qwen2_vl": qwen2_vl}
+VISION_LANGUAGE = (transformers.LlavaForConditionalGeneration, transformers.Qwen2VLForConditionalGeneration)
 
 
 @pytest.fixture(params=MODELS)
@@ -44,7 +56,7 @@ def model(request):
     model = MODELS[request.param]().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim > 1 and "layers." in name:
+            if parameter.ndim > 1 and ("layers." in name or "blocks." in name):
                 parameter.mul_(10.0)
     return model
 
@@ -59,9 +71,15 @@ def inputs_of(model):
     ids = tiny_batch("bert", length=100)["input_ids"]
     ids = ids.where(ids != PICTURE_TOKEN, PICTURE_TOKEN + 1)
     inputs = {"input_ids": ids, **tiny_batch("vit")}
-    if isinstance(model, transformers.LlavaForConditionalGeneration):
+    if isinstance(model, VISION_LANGUAGE):
         ids[:, 10:74] = PICTURE_TOKEN
         inputs["use_cache"] = False
+    if isinstance(model, transformers.Qwen2VLForConditionalGeneration):
+        patches = torch.randn(2 * 256, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(0))
+        ids[(ids > PICTURE_TOKEN) & (ids < 11)] = 11
+        ids[:, 9] = 9
+        inputs |= {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, 16, 16]] * 2)}
+        inputs["mm_token_type_ids"] = (ids == PICTURE_TOKEN).int()
     return inputs
 
 
@@ -69,6 +87,8 @@ def parts(model):
     """The modules of the two parts, in the order of `PARTS`."""
     if isinstance(model, transformers.LlavaForConditionalGeneration):
         return model.model.vision_tower, model.model.language_model
+    if isinstance(model, transformers.Qwen2VLForConditionalGeneration):
+        return model.model.visual, model.model.language_model
     return model.vision_model, model.text_model
 
 
@@ -138,7 +158,8 @@ def test_parts_are_switched_one_after_the_other(model, calls):
     hea.convert(text, "linear", layers=[1])
     _, called = methods_called(model, calls)
     assert called == {hea.NearFarConfig(**SMALL["nearfar"]), hea.LinearConfig()}
-    assert len(calls) == 3
+    # Qwen2-VL attends to one picture at a time.
+    assert len(calls) == (5 if isinstance(model, transformers.Qwen2VLForConditionalGeneration) else 3)
     model.set_attn_implementation({"vision_config": "sdpa"})
     assert {config.method for config in methods_called(model, calls)[1]} == {"linear"}
     hea.convert(text, "sdpa")
@@ -167,7 +188,7 @@ def test_a_refused_part_leaves_the_others(model, folder):
     """No causal form: known when a Llama is made; of CLIP, whose modules call themselves bidirectional, in a call."""
     before = chosen(model)
     names = {"vision_config": "nearfar", "text_config": "linformer"}
-    if isinstance(model, transformers.LlavaForConditionalGeneration):
+    if isinstance(model, VISION_LANGUAGE):
         with pytest.raises(hea.UnsupportedAttentionError, match="no causal form"):
             model.set_attn_implementation(names)
         assert chosen(model) == before
@@ -179,16 +200,18 @@ def test_a_refused_part_leaves_the_others(model, folder):
             output(model, inputs_of(model))
 
 
-def test_generation_of_a_vision_language_model(calls):
+@pytest.mark.parametrize("make", [llava, qwen2_vl])
+def test_generation_of_a_vision_language_model(make, calls):
     torch.manual_seed(0)
-    model = llava().eval()
+    model = make().eval()
     inputs = {**inputs_of(model), "use_cache": True}
     expected = model.generate(**inputs, max_new_tokens=3, do_sample=False)
     model.set_attn_implementation({"vision_config": "kdeformer", "text_config": "kdeformer"})
     calls.clear()
     # Both parts are shorter than the budget, so that they are exact.
     assert torch.equal(model.generate(**inputs, max_new_tokens=3, do_sample=False), expected)
-    assert [call["is_causal"] for call in calls[:4]] == [False, False, True, True]
+    first = [call["is_causal"] for call in calls if call["query"].shape[2] > 1]
+    assert first == [*[False] * (len(first) - 2), True, True]
 
 
 def test_groups_of_values_in_a_config_are_no_parts(tmp_path):
