@@ -15,6 +15,9 @@ import torch.multiprocessing as multiprocessing
 import hf_efficient_attn as hea
 
 TIMEOUT = datetime.timedelta(seconds=60)
+# A server that has imported what takes long forks the processes; elsewhere each imports it.
+_METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+_PRELOADED = ["hf_efficient_attn", "hf_efficient_attn._api", "transformers.models.llama.modeling_llama", "torch._dynamo"]
 
 
 def free_port() -> int:
@@ -47,8 +50,10 @@ def run(size: int, folder: Path, function: Callable[..., Any], *arguments: Any) 
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     folder.mkdir(parents=True, exist_ok=True)
+    if _METHOD == "forkserver":
+        multiprocessing.set_forkserver_preload(_PRELOADED)
     context = multiprocessing.start_processes(
-        _start, (size, free_port(), str(folder), function, arguments), size, join=False, start_method="spawn"
+        _start, (size, free_port(), str(folder), function, arguments), size, join=False, start_method=_METHOD
     )
     ended = [process.join(timeout=300) or process.exitcode for process in context.processes]
     errors = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("error*"))]

@@ -6,6 +6,7 @@ On a machine without a GPU `DS_BUILD_OPS=0 DS_ACCELERATOR=cpu pip install --no-b
 import copy
 import functools
 import importlib
+import os
 
 import pytest
 import torch
@@ -21,11 +22,6 @@ from test_engines import LENGTH, METHODS, ids, llama, relative
 pytest.importorskip("deepspeed")
 
 
-@pytest.fixture(autouse=True)
-def without_accelerators(monkeypatch):
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-
-
 def own_tokens():
     """The positions of the tokens of this process."""
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -33,7 +29,8 @@ def own_tokens():
 
 
 def begin():
-    """Start DeepSpeed's communication, without an operator that would be compiled."""
+    """Start DeepSpeed's communication on the CPU, without an operator that would be compiled."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
     # `import deepspeed.comm.torch` would give torch, which that package imports.
