@@ -216,6 +216,11 @@ def damaged(tmp_path, kind):
     elif kind == "header":
         write_wav(path, noise(RATE))
         path.write_bytes(path.read_bytes()[:20])
+    elif kind == "chunk":
+        write_wav(path, noise(RATE))
+        content = bytearray(path.read_bytes())
+        content[16:20] = struct.pack("<I", 1 << 30)  # the length of the format's description
+        path.write_bytes(content)
     elif kind == "empty":
         write_wav(path, noise(0))
     elif kind == "rate":
@@ -239,6 +244,7 @@ def damaged(tmp_path, kind):
         ("rest", "the file ends before the 16,000 samples that its header promises"),
         ("end", "the file ends before the 16,000 samples"),
         ("header", "not a recording that can be read"),
+        ("chunk", "not a recording that can be read (the file ends too early): convert it"),
         ("empty", "there is no sound in it"),
         ("rate", "a sampling rate of 8,000 Hz, and the model takes 16,000 Hz: convert it, for example with: ffmpeg -i "
          "rate.wav -ar 16000 -ac 1 -c:a pcm_s16le converted.wav"),

@@ -12,6 +12,8 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 
 _SUFFIX = ".wav"
 _SAMPLE_BYTES = 2
+# What `wave` raises; RuntimeError for a part of the file that is longer than the whole.
+_UNREADABLE = (wave.Error, EOFError, OSError, RuntimeError)
 # The shortest header.
 _HEADER_BYTES = 44
 _FULL_SCALE = 1 << 15
@@ -69,7 +71,7 @@ def _header_of(path: pathlib.Path) -> Recording:
         with wave.open(str(path), "rb") as file:
             width, channels = file.getsampwidth(), file.getnchannels()
             found = Recording(path, file.getframerate(), file.getnframes(), channels)
-    except (wave.Error, EOFError, OSError) as error:
+    except _UNREADABLE as error:
         reason = str(error) or "the file ends too early"
         raise UnsupportedAttentionError(
             f"{path}: not a recording that can be read ({reason}): {conversion_advice(path.name)}"
@@ -102,7 +104,7 @@ def read_samples(recording: Recording, start: int, count: int) -> Tensor:
         with wave.open(str(recording.path), "rb") as file:
             file.setpos(start)
             content = file.readframes(count)
-    except (wave.Error, EOFError, OSError) as error:
+    except _UNREADABLE as error:
         raise UnsupportedAttentionError(f"{recording.path}: not a recording that can be read ({error})") from None
     if len(content) != count * recording.channels * _SAMPLE_BYTES:
         raise UnsupportedAttentionError(
