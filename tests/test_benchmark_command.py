@@ -614,7 +614,8 @@ def test_refused_before_anything_is_measured(arguments, message, made, text, tmp
         sizes = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 20, "encoder_attention_heads": 1,
                  "decoder_attention_heads": 1, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}  # fmt: skip
         frames = {"num_mel_bins": 4, "max_source_positions": 8, "max_target_positions": 8, "pad_token_id": 1}
-        transformers.WhisperModel(transformers.WhisperConfig(**sizes, **frames)).save_pretrained(tmp_path / "whisper")
+        config = transformers.WhisperConfig(**sizes, **frames, classifier_proj_size=8)
+        transformers.WhisperForAudioClassification(config).save_pretrained(tmp_path / "whisper")
     paths = {
         "WHISPER": tmp_path / "whisper", "TEXT": text, "SHORT": tmp_path / "short.txt",
         "GPT2": made("gpt2", True), "BERT": made("bert"), "VIT": made("vit", True), "BARE": made("bert", False, False),

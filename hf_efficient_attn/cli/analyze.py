@@ -38,7 +38,9 @@ def analyze(
     data: Annotated[
         pathlib.Path,
         typer.Option(
-            metavar="FILE", help='Text (.txt, .jsonl with "text", or gzipped), or a folder or zip file of pictures.'
+            metavar="FILE",
+            help='Text (.txt, .jsonl with "text", or gzipped), a folder or zip file of pictures, or for a model of '
+            "speech a .wav file or a folder of them.",
         ),
     ],
     length: Annotated[
@@ -48,10 +50,12 @@ def analyze(
             min=2,
             show_default=False,
             help="Number of tokens; pictures are resized. Use the length of your inputs, because errors grow with it. "
-            "[default: 2048, or the whole text if it is shorter]",
+            "[default: 2048, or the whole text if it is shorter; for speech the only length that the model takes]",
         ),
     ] = None,
-    rows: Annotated[int, typer.Option(metavar="N", min=1, help="Number of texts or pictures.")] = 4,
+    rows: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Number of texts, pictures or excerpts of recordings.")
+    ] = 4,
     methods: Annotated[
         list[str],
         typer.Option(

@@ -38,7 +38,6 @@ from hf_efficient_attn.evaluation.capture import (
     capture_attention,
     forward,
     summarize_attention,
-    takes_pictures,
 )
 from hf_efficient_attn.evaluation.data import ModelData, allow_length, max_positions
 from hf_efficient_attn.evaluation.defaults import default_variants, method_label
@@ -392,23 +391,23 @@ def analyze_checkpoint(
     execution: Execution | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """`analyze` the model of a checkpoint on a text or on pictures.
+    """`analyze` the model of a checkpoint on a text, on pictures or on recordings.
 
     Args:
         source: folder or hub id, or a `Source`.
-        data: a text (.txt, .jsonl, or gzipped), or a folder or zip file of pictures.
+        data: a text (.txt, .jsonl, or gzipped), a folder or zip file of pictures, or a .wav file or a folder of them.
         length: number of tokens; pictures are resized to the nearest possible number. None for 2,048 tokens, or for the
-            whole text if it is shorter; for models of pictures of a fixed size, the number that they have, and for
-            those whose own pictures have more tokens, that number. The position table of a text model is extended if
-            needed, as by `hf-efficient-attn convert --max-length`.
-        rows: number of texts or pictures.
+            whole text if it is shorter; for models of speech or of pictures of a fixed size, the number that they have,
+            and for those whose own pictures have more tokens, that number. The position table of a text model is
+            extended if needed, as by `hf-efficient-attn convert --max-length`.
+        rows: number of texts, pictures or excerpts of recordings.
         execution: as in `analyze`; `on_begin` gets all that the result has more than that of `analyze`.
         **options: `methods`, `budgets`, `max_error` and `per_layer` of `analyze`.
 
     Returns:
         the result of `analyze`, with "source" (see `names.name_of`), "data" {"name", "rows"}, "pixels" (height and
-        width of pictures, or None), "max_length" (to which the position table was extended, or None), "notes",
-        "machine" and "hf_efficient_attn" (the version).
+        width of pictures, or None), "excerpt_seconds" (of recordings, or None), "max_length" (to which the position
+        table was extended, or None), "notes", "machine" and "hf_efficient_attn" (the version).
     """
     if not isinstance(source, Source):
         source = Source(source)
@@ -416,18 +415,19 @@ def analyze_checkpoint(
     model = load_model(checked).eval()
     if own_settings(model) is not None:
         convert(model, EXACT)
-    is_image, wanted = takes_pictures(model), length or DEFAULT_LENGTH
-    inputs = ModelData(
-        model, checked.folder, pathlib.Path(data), longest=wanted, rows=rows, shorter=length is None and not is_image
-    )
-    if is_image:
+    wanted = length or DEFAULT_LENGTH
+    inputs = ModelData(model, checked.folder, pathlib.Path(data), longest=wanted, rows=rows, shorter=length is None)
+    if inputs.is_image:
         wanted = length or (max(wanted, inputs.native_tokens) if inputs.resizes else inputs.native_tokens)
+    elif inputs.speech is not None:
+        wanted = length or inputs.native_tokens
+        inputs.check_length(wanted)
     else:
         wanted = inputs.longest
         check_memory(model, wanted)
     positions = max_positions(model)
-    notes = [None if is_image else allow_length(model, wanted)]
-    is_extended = not is_image and positions is not None and max_positions(model) != positions
+    notes = [allow_length(model, wanted) if inputs.is_text else None]
+    is_extended = inputs.is_text and positions is not None and max_positions(model) != positions
     device = source.device or model.device
     model.to(device)
     size = min(inputs.rows, max(1, _BATCH_TOKENS // inputs.tokens_for(wanted)))
@@ -435,10 +435,12 @@ def analyze_checkpoint(
     batches = [inputs.inputs(wanted, start, size) for start in range(0, inputs.rows, size)]
     pixels = batches[0].pixels
     notes.append(_note_on_length(inputs, batches[0].tokens, pixels, length))
+    notes.append(None if inputs.speech is None else inputs.speech.note)
     about = {
         "source": name_of(checked),
         "data": {"name": inputs.name, "rows": inputs.rows},
         "pixels": pixels,
+        "excerpt_seconds": None if inputs.speech is None else inputs.speech.seconds,
         "max_length": wanted if is_extended else None,
         "notes": [note for note in notes if note],
         "machine": machine(model),
@@ -462,7 +464,7 @@ def _note_on_length(inputs: ModelData, tokens: int, pixels: int | None, requeste
             f"Pictures are resized to {pixels} x {pixels} pixels, which are {tokens} tokens; the model was trained "
             f"with {inputs.native} x {inputs.native} pixels."
         )
-    if requested is None and tokens < DEFAULT_LENGTH:
+    if requested is None and tokens < DEFAULT_LENGTH and inputs.speech is None:
         limit = "The model takes" if pixels is not None else f"{inputs.name} has"
         return f"{limit} only {tokens} tokens, where methods save little: errors at {DEFAULT_LENGTH} tokens are larger."
     return None

@@ -38,6 +38,7 @@ from hf_efficient_attn.evaluation.memory import check_memory, memory_errors
 from hf_efficient_attn.evaluation.names import name_of
 from hf_efficient_attn.evaluation.plan import PassTimes, plan_of, total
 from hf_efficient_attn.evaluation.progress import Execution, Step, Steps, partial_result
+from hf_efficient_attn.evaluation.speech import takes_speech
 from hf_efficient_attn.evaluation.timing import UNSTEADY, machine, use_device
 from hf_efficient_attn.hub.card import write_card
 from hf_efficient_attn.integration.configs import method_of, settings_of
@@ -52,7 +53,7 @@ from hf_efficient_attn.methods import MethodConfig
 
 FORMAT = 1
 FILES = ("benchmark.json", "benchmark.png")
-# Default numbers of texts and of pictures on which agreement is measured.
+# Default numbers of texts, or excerpts of recordings, and of pictures on which agreement is measured.
 TEXT_ROWS, IMAGE_ROWS = 4, 32
 # A limit of time does not reduce the number of pictures further.
 _FEWEST_IMAGES = 8
@@ -65,6 +66,7 @@ NOTE_ON_DOCUMENTATION = "No data are given: the texts are Python's own documenta
 _NOTE_ON_ENCODER = (
     "The methods are in the encoder. The decoder, which gets the beginning of the same text, stays exact."
 )
+_NOTE_ON_SPEECH_ENCODER = "The methods are in the encoder. The decoder stays exact."
 # Smaller speed-ups may be due to chance.
 _MIN_SPEED_UP = 1.05
 # A larger mean error of the layers is recommended only if no method has a smaller one; the default limit of `auto`.
@@ -89,9 +91,10 @@ def benchmark_checkpoint(
             (`MethodConfig.default_rank`) that support the model.
         lengths: numbers of tokens; pictures are resized to the nearest possible number. None for lengths from 512
             tokens, or the model's maximum if it is smaller, up to four times the maximum, as far as about a minute, or
-            the time limit of `execution`, allows.
-        data: a text (.txt, .jsonl, or gzipped), or a folder or zip file of pictures. None for Python's documentation,
-            or for random numbers if the model has no tokenizer or takes pictures; then no errors are measured.
+            the time limit of `execution`, allows; for models of speech, the only length that they take.
+        data: a text (.txt, .jsonl, or gzipped), a folder or zip file of pictures, or a .wav file or a folder of them.
+            None for Python's documentation, or for random numbers if the model has no tokenizer or takes pictures or
+            speech; then no errors are measured.
         procedure: how the methods are measured.
         execution: a limit of time, and functions that get the estimate and each row of "measurements". If not
             everything fits into the time, each pass is measured once; then, unless `procedure` names a number of
@@ -141,7 +144,7 @@ class Benchmark:
         source: as the other arguments, see `benchmark_checkpoint`.
         methods: label -> method, or None.
         lengths: numbers of tokens, or None.
-        data: text or pictures, or None.
+        data: text, pictures or recordings, or None.
         procedure: how the methods are measured.
         execution: the time limit, which determines the default lengths.
         allow_pickle: whether weights in a .bin file may be read.
@@ -177,15 +180,15 @@ class Benchmark:
             model=f"the {type(model).__name__}",
             allow_learned=True,
         )
-        is_image = takes_pictures(model)
+        is_image, is_speech = takes_pictures(model), takes_speech(model)
         longest = max(lengths) if lengths else _LONGEST if is_image else min(4 * _native_length(model), _LONGEST)
         rows = max(procedure.rows or (IMAGE_ROWS if is_image else TEXT_ROWS), procedure.batch)
         model.to(procedure.device, procedure.dtype)
         if lengths:
             check_memory(model, longest, procedure.batch)
-        self._notes = [allow_length(model, longest) if lengths and not is_image else None]
+        self._notes = [allow_length(model, longest) if lengths and not is_image and not is_speech else None]
         if is_encoder_decoder(model) and own is None:
-            self._notes.append(_NOTE_ON_ENCODER)
+            self._notes.append(_NOTE_ON_SPEECH_ENCODER if is_speech else _NOTE_ON_ENCODER)
         self._data = ModelData(
             model,
             checked.folder,
@@ -217,7 +220,7 @@ class Benchmark:
             if dropped:
                 left_out = ", ".join(dropped)
                 self._notes.append(f"Left out to save time: lengths of {left_out} tokens. --lengths N measures them.")
-            if not self._data.is_image:
+            if self._data.is_text:
                 self._notes.append(allow_length(self._model, chosen[-1]))
         self.plan = self._make_plan(chosen)
         if total(self.plan) > left and self._procedure.rounds > 1:
@@ -237,7 +240,7 @@ class Benchmark:
             self._data.keep(max(fewest, self._data.rows // 2))
             self.plan = self._make_plan(lengths)
         if self._data.rows < before:
-            kind = "pictures" if self._data.is_image else "texts"
+            kind = "pictures" if self._data.is_image else "texts" if self._data.is_text else "excerpts"
             self._notes.append(
                 f"To keep the time limit, the agreement is measured on {self._data.rows} of {before} {kind}; --rows N "
                 "sets their number."
@@ -285,7 +288,12 @@ class Benchmark:
     def _notes_on(self, rows: Sequence[Mapping[str, Any]]) -> list[str | None]:
         unsteady = any(row["speed_up_max"] > 1.5 * row["speed_up_min"] for row in rows)
         lengths = sorted({row["length"] for row in rows})
-        notes = [_note_on_pictures(self._data, lengths), _note_on_data(self._data), UNSTEADY if unsteady else None]
+        notes = [
+            _note_on_pictures(self._data, lengths),
+            None if self._data.speech is None else self._data.speech.note,
+            _note_on_data(self._data),
+            UNSTEADY if unsteady else None,
+        ]
         return [self._note_on_exactness(rows), *notes]
 
     def _note_on_exactness(self, rows: Sequence[Mapping[str, Any]]) -> str | None:
@@ -299,10 +307,10 @@ class Benchmark:
         ]
         if not exact:
             return None
-        return (
-            f"At these lengths {' and '.join(exact)} computed exact attention. Time and error of the approximation "
-            "show at greater ones: give --lengths."
-        )
+        computed = f"{' and '.join(exact)} computed exact attention. Time and error of the approximation show"
+        if self._data.speech is not None:
+            return f"At this length {computed} with smaller budgets: give them by --methods and --set."
+        return f"At these lengths {computed} at greater ones: give --lengths."
 
     def partial_result(self) -> dict[str, Any] | None:
         """The result, or None if nothing is measured yet."""
@@ -360,6 +368,8 @@ def _default_lengths(model: PreTrainedModel, data: ModelData) -> list[int]:
     """Lengths that double, up to four times the model's maximum; a short text limits them too."""
     if data.is_image:
         return [factor * data.native_tokens for factor in ((1, 2, 4) if data.resizes else (1,))]
+    if not data.is_text:
+        return [data.native_tokens]
     native = _native_length(model)
     proposed = [min(native, _SHORTEST)]
     while 2 * proposed[-1] <= 4 * native:
@@ -390,7 +400,8 @@ def _note_on_pictures(data: ModelData, lengths: Sequence[int]) -> str | None:
 
 def _note_on_data(data: ModelData) -> str | None:
     if not data.is_real:
-        kind = "pixels" if data.is_image else "token ids, since the checkpoint contains no tokenizer"
+        kind = "token ids, since the checkpoint contains no tokenizer" if data.is_text else "features of speech"
+        kind = "pixels" if data.is_image else kind
         return f"The data are generated: random {kind}. Time and memory are measured, but no errors."
     if data.name == DOCUMENTATION:
         return NOTE_ON_DOCUMENTATION

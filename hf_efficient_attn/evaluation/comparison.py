@@ -30,6 +30,7 @@ AGREEMENT = {
     "causal-lm": "perplexity_ratio",
     "masked-lm": "top1",
     "text-to-text": "top1",
+    "speech-to-text": "top1",
     "image-classification": "top1",
 }
 # Number of inputs on which the errors of layers are measured.
@@ -106,8 +107,8 @@ class Answer(NamedTuple):
     Attributes:
         compared: what is compared between methods. "embedding": (B, W), the normalised mean of the last hidden states.
             "causal-lm": (B,), `losses`. "masked-lm": the most likely token at each masked position, one after another.
-            "image-classification": (B,), the most likely class. "text-to-text": the most likely successor of each token
-            of the decoder, one after another.
+            "image-classification": (B,), the most likely class. "text-to-text" and "speech-to-text": the most likely
+            successor of each token of the decoder, one after another.
         losses: negative log likelihoods in nats; None for models that predict no tokens. "causal-lm": (B,), the mean
             over the tokens after the first. "masked-lm": that of each masked token.
     """
@@ -123,7 +124,8 @@ class Procedure(NamedTuple):
         batch: number of inputs of a forward pass.
         rounds: number of measurements of each time.
         memory: whether to measure memory.
-        rows: number of inputs on which the agreement is measured; None for 4 texts or 32 pictures.
+        rows: number of inputs on which the agreement is measured; None for 4 texts, 4 excerpts
+            of recordings, or 32 pictures.
         device: where PyTorch computes.
         dtype: of the model, such as torch.bfloat16; None for that of the checkpoint.
         new_tokens: number of tokens that a causal language model generates at the end of each length; below 2 none.
@@ -345,7 +347,7 @@ def answer_of(task: str, output: Any, inputs: Inputs) -> Answer | None:
             return None
         guesses = logits[inputs.masked]
         return Answer(guesses.argmax(1), cross_entropy(guesses.float(), inputs.targets, reduction="none"))
-    if task == "text-to-text":
+    if task in ("text-to-text", "speech-to-text"):
         return Answer(logits.argmax(2).flatten())
     if task == "image-classification":
         return Answer(logits.argmax(1))

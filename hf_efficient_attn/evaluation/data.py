@@ -1,7 +1,7 @@
 """Inputs of any length for a model, and the task that the model is for.
 
-Inputs are texts or pictures of the user, Python's own documentation (`pydoc_data.topics`), which is part of every
-Python installation, or random numbers.
+Inputs are texts, pictures or recordings of the user, Python's own documentation (`pydoc_data.topics`), which is part of
+every Python installation, or random numbers.
 """
 
 import inspect
@@ -24,6 +24,7 @@ from hf_efficient_attn.conversion.positions import position_offset, position_tab
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import summarize_attention, takes_pictures
 from hf_efficient_attn.evaluation.memory import require_memory
+from hf_efficient_attn.evaluation.speech import Speech, takes_speech
 from hf_efficient_attn.io.reading import open_picture, pictures_of, special_tokens, text_of
 
 GENERATED, DOCUMENTATION = "generated", "pydoc_data.topics"
@@ -51,7 +52,7 @@ class Inputs(NamedTuple):
     Attributes:
         values: the arguments of the model.
         tokens: number of tokens of each input in the model's attention.
-        pixels: height and width of the pictures; None for text.
+        pixels: height and width of the pictures; None for text and speech.
         masked: bool (B, N), the tokens that a masked language model predicts; None for other models.
         targets: (number of masked tokens,), the tokens that are masked, one input after another; None if none are.
     """
@@ -72,11 +73,11 @@ class Inputs(NamedTuple):
 def task_of(model: PreTrainedModel) -> str:
     """The task of a model according to its class.
 
-    It is "embedding", "causal-lm", "masked-lm", "text-to-text" (an encoder-decoder of text that predicts tokens) or
-    "image-classification".
+    It is "embedding", "causal-lm", "masked-lm", "text-to-text" (an encoder-decoder of text that predicts tokens),
+    "speech-to-text" (one of speech) or "image-classification".
 
     Raises:
-        UnsupportedAttentionError: a model of another kind (sound, several inputs).
+        UnsupportedAttentionError: a model of another kind (waveforms, several inputs).
     """
     name = type(model).__name__
     if takes_pictures(model) and not hasattr(model.config, "text_config"):
@@ -87,9 +88,12 @@ def task_of(model: PreTrainedModel) -> str:
         if "ForMaskedLM" in name:
             return "masked-lm"
         return "causal-lm" if "ForCausalLM" in name or "LMHead" in name else "embedding"
+    if takes_speech(model) and is_encoder_decoder(model):
+        return "embedding" if model.get_output_embeddings() is None else "speech-to-text"
     raise UnsupportedAttentionError(
-        f"{name} takes {model.main_input_name}. Supported are models of text, encoders of pictures, and "
-        "image classifiers; for other models call hea.calibrate with batches of your own"
+        f"{name} takes {model.main_input_name}. Supported are models of text, encoders of pictures, image "
+        "classifiers, and encoder-decoders of speech such as Whisper; for other models call hea.calibrate with "
+        "batches of your own"
     )
 
 
@@ -133,9 +137,10 @@ class ModelData:
 
     Args:
         model: in eval mode, as loaded from `folder`.
-        folder: the checkpoint, with its tokenizer or the configuration of its image processor.
-        file: a text (.txt, .jsonl, or gzipped), or a folder or zip file of pictures. None for Python's documentation,
-            or for random numbers if the model has no tokenizer or takes pictures.
+        folder: the checkpoint, with its tokenizer or the configuration of its image processor or feature extractor.
+        file: a text (.txt, .jsonl, or gzipped), a folder or zip file of pictures, or a .wav file or a folder of them.
+            None for Python's documentation, or for random numbers if the model has no tokenizer or takes pictures or
+            speech.
         longest: largest number of tokens that will be requested; the model must have as many positions.
         rows: requested number of inputs of each length; the data may contain fewer.
         shorter: whether to reduce `longest` to the length of a text that is too short, instead of refusing the text.
@@ -144,11 +149,13 @@ class ModelData:
         task: see `task_of`.
         name: of the data; "generated" for random numbers.
         rows: number of inputs of each length.
-        is_pair: whether the model has an encoder and a decoder. The decoder gets the beginning of the encoder's text.
+        is_pair: whether the model has an encoder and a decoder. The decoder gets the beginning of the encoder's text,
+            or for speech what `speech.Speech` says.
+        speech: the inputs of a speech model; None for other models.
 
     Raises:
-        UnsupportedAttentionError: a file that cannot be read or is too short, or a file for a model without a tokenizer
-            or image processor.
+        UnsupportedAttentionError: a file that cannot be read or is too short, or a file for a model without a
+            tokenizer, image processor or feature extractor.
     """
 
     def __init__(
@@ -169,8 +176,14 @@ class ModelData:
         self.mask_token: int | None = None
         self.processor: Any = None
         self.pictures: Sequence[tuple[str, Callable[[], bytes]]] = ()
+        self.speech: Speech | None = None
         if self.is_image:
             self._open_pictures(model, folder, file)
+        elif takes_speech(model):
+            self.speech = Speech(model, folder, file)
+            self.longest = self.speech.positions
+            if file is not None:
+                self.keep(min(rows, len(self.speech.excerpts)))
         else:
             self._open_text(folder, file, shorter)
 
@@ -178,6 +191,11 @@ class ModelData:
     def is_real(self) -> bool:
         """Whether the data are not random numbers."""
         return self.name != GENERATED
+
+    @property
+    def is_text(self) -> bool:
+        """Whether inputs can have any length that the model has positions for."""
+        return not self.is_image and self.speech is None
 
     def _open_text(self, folder: pathlib.Path, file: pathlib.Path | None, shorter: bool) -> None:
         if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
@@ -252,9 +270,12 @@ class ModelData:
     def keep(self, rows: int) -> None:
         """Reduce the number of inputs to `rows`."""
         self.rows = rows
+        # At regular intervals: if files are sorted by class, the first ones belong to one class.
         if self.pictures:
-            # At regular intervals: if files are sorted by class, the first ones belong to one class.
             self.pictures = self.pictures[:: len(self.pictures) // rows][:rows]
+        if self.speech is not None and self.speech.excerpts:
+            excerpts = self.speech.excerpts
+            self.speech.excerpts = excerpts[:: len(excerpts) // rows][:rows]
 
     @property
     def _channels(self) -> int:
@@ -262,7 +283,9 @@ class ModelData:
 
     @property
     def native_tokens(self) -> int:
-        """Number of tokens of a picture of the size that the model was trained with."""
+        """Number of tokens of a picture of the size that the model was trained with, or of an input of speech."""
+        if self.speech is not None:
+            return self.speech.positions
         return (self.native // self.step) ** 2 + self.extra_tokens
 
     def pixels_for(self, length: int) -> int:
@@ -280,6 +303,8 @@ class ModelData:
                 f"the model takes pictures of {self.native} x {self.native} pixels only: give --lengths "
                 f"{self.native_tokens}"
             )
+        if self.speech is not None:
+            self.speech.check_length(length)
         if length <= sum(map(len, self.special)):
             raise UnsupportedAttentionError(f"a length of {length} only holds the special tokens: give a larger one")
 
@@ -296,6 +321,8 @@ class ModelData:
         """
         self.check_length(length)
         indices = range(start, min(start + count, self.rows))
+        if self.speech is not None:
+            return Inputs(self.speech.values(indices), length, None, None)
         return self._image_inputs(length, indices) if self.is_image else self._text_inputs(length, indices)
 
     def _text_inputs(self, length: int, indices: range) -> Inputs:

@@ -17,7 +17,8 @@ _SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "calcul
 def check_memory(model: PreTrainedModel, length: int, batch: int = 1) -> None:
     """Refuse inputs whose activations certainly do not fit in the memory of the model's device.
 
-    The estimate is low: the hidden states, queries, keys and values of one layer, and the logits of a language model.
+    The estimate is low: the hidden states, queries, keys and values of one layer, and the logits of a language model
+    without an encoder; beside an encoder, the decoder's inputs are short.
 
     Args:
         model: the model, on the device that computes.
@@ -29,7 +30,7 @@ def check_memory(model: PreTrainedModel, length: int, batch: int = 1) -> None:
     """
     width = 5 * (getattr(model.config, "hidden_size", None) or 1)
     head = model.get_output_embeddings()
-    if isinstance(head, nn.Linear):
+    if isinstance(head, nn.Linear) and not getattr(model.config, "is_encoder_decoder", False):
         width += head.out_features
     what = "an input" if batch == 1 else f"a batch of {batch:,} inputs"
     require_memory(

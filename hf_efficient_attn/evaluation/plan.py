@@ -46,7 +46,7 @@ class PassTimes:
             for parameter in module.parameters(recurse=False)
             if parameter.ndim > 1
         )
-        inputs = data.inputs(tokens if data.is_image else min(tokens, _PROBED_TOKENS), 0, batch)
+        inputs = data.inputs(min(tokens, _PROBED_TOKENS) if data.is_text else tokens, 0, batch)
         with torch.no_grad():
             forward(model, inputs.values)
             start = timer()

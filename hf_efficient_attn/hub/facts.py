@@ -29,6 +29,7 @@ TASKS = {
     "causal-lm": "text-generation",
     "masked-lm": "fill-mask",
     "text-to-text": "text2text-generation",
+    "speech-to-text": "automatic-speech-recognition",
     "image-classification": "image-classification",
 }
 AGREEMENTS = ("cosine", "perplexity_ratio", "top1")

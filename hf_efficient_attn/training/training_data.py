@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import takes_pictures
 from hf_efficient_attn.evaluation.data import ModelData, max_positions
+from hf_efficient_attn.evaluation.speech import takes_speech
 from hf_efficient_attn.training.batches import shuffled
 
 # The default number of tokens, if the model takes as many.
@@ -55,12 +56,17 @@ class TrainingData:
 
     Raises:
         UnsupportedAttentionError: a file that cannot be read or has too few batches, a length that the model cannot
-            have, or a model without a tokenizer or image processor.
+            have, a model without a tokenizer or image processor, or a model of speech.
     """
 
     def __init__(
         self, model: PreTrainedModel, folder: pathlib.Path, file: pathlib.Path, size: BatchSize, num_batches: int
     ) -> None:
+        if takes_speech(model):
+            raise UnsupportedAttentionError(
+                f"{type(model).__name__} takes speech. The command distills models of text and of pictures; for this "
+                "one call hea.distill with batches of your own"
+            )
         is_image, positions = takes_pictures(model), max_positions(model)
         length = size.length or min(positions or _DEFAULT_LENGTH, _DEFAULT_LENGTH)
         if not is_image and positions is not None and length > positions:
