@@ -34,7 +34,14 @@ from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take
 from hf_efficient_attn.ops.coreset import gumbel_numbers
 from hf_efficient_attn.ops.coreset_blocks_graph import block_attention
-from hf_efficient_attn.ops.coreset_landmarks import CoresetOptions, Inputs, center, choose_landmarks, order_tokens
+from hf_efficient_attn.ops.coreset_landmarks import (
+    CoresetOptions,
+    Inputs,
+    center,
+    choose_landmarks,
+    gather_candidates,
+    order_tokens,
+)
 from hf_efficient_attn.ops.coreset_near_keys import (
     MAX_COUNTED,
     NearKeys,
@@ -129,7 +136,8 @@ def _attend_alike(
         own = inputs._replace(query=query, key=key, value=value, bias=bias)
         own = own if num_keys is None else own._replace(num_keys=num_keys)
         own = center(own if num_queries is None else own._replace(num_queries=num_queries))
-        landmarks = choose_landmarks(own, numbers, options, own_near if both else None)
+        candidates = gather_candidates(own, options.num_candidates)
+        landmarks = choose_landmarks(candidates, numbers, options, own_near if both else None)
         plan = None if near is None else plan_near_keys(own, options.block_size, own_near if both else None)
         coreset, weights = weigh(own, landmarks, options, plan)
         if plan is None or weights is None:
