@@ -21,10 +21,12 @@ from torch import Tensor
 from hf_efficient_attn.methods._shared.causal_coreset import decode_exactly, forward_causal, naive_causal
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
-from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
+from hf_efficient_attn.methods._shared.registry import AttentionOptions, ShardedForm, register_method
 from hf_efficient_attn.methods._shared.weighted_coreset import naive_bidirectional
+from hf_efficient_attn.ops.collectives import Shards
 from hf_efficient_attn.ops.coreset_landmarks import CoresetOptions
 from hf_efficient_attn.ops.exact import exact_attention
+from hf_efficient_attn.ops.sharded_coreset import sharded_coreset_attention
 from hf_efficient_attn.ops.weighted_coreset_graph import weighted_coreset
 
 
@@ -105,4 +107,20 @@ def naive(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, opti
     return naive_bidirectional(_coreset_options(config, options), query, key, value, options)
 
 
-register_method(NearFarConfig, forward=forward, naive=naive, decode=decode_exactly)
+def forward_shard(
+    config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, shards: Shards
+) -> Tensor:
+    """The form for a sequence that processes share: what landmarks are made from travels; see `ShardedForm`."""
+    return sharded_coreset_attention(query, key, value, shards, _coreset_options(config, options))
+
+
+register_method(
+    NearFarConfig,
+    forward=forward,
+    naive=naive,
+    decode=decode_exactly,
+    # Few tokens are computed exactly, and the causal form has other landmarks for each interval of tokens.
+    sharded=ShardedForm(
+        forward_shard, lambda config, length, is_causal: not is_causal and length > config.exact_length
+    ),
+)

@@ -150,10 +150,15 @@ def _positions(kv_len: int, limit: int, device: torch.device) -> Tensor:
 def spread_queries(inputs: Inputs, count: int) -> Tensor:
     """The positions of `count` evenly spaced queries, int64 (BH or 1, count)."""
     number, device = inputs.num_queries, inputs.query.device
-    return constant(_ranks, count, number, device=device) if isinstance(number, int) else _ranks(count, number, device)
+    return (
+        constant(middle_ranks, count, number, device=device)
+        if isinstance(number, int)
+        else middle_ranks(count, number, device)
+    )
 
 
-def _ranks(count: int, number: Tensor | int, device: torch.device) -> Tensor:
+def middle_ranks(count: int, number: Tensor | int, device: torch.device) -> Tensor:
+    """The ranks in the middle of `count` equal parts of so many tokens: int64 (BH or 1, count)."""
     return stratified_ranks(count, number, torch.full((1, 1), 0.5, dtype=torch.float64, device=device))
 
 
