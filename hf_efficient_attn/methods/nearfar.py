@@ -8,6 +8,9 @@ few queries, and in heads whose attention is local each query attends to its nei
 On an accelerator the bidirectional form is that of `hf_efficient_attn.ops.coreset_blocks`, which takes fewer kernels.
 There all heads have near keys, those of a block as long as the budget, unless `block_size` is 0 or `near_share` 1.
 
+`hf_efficient_attn.ops.sharded_coreset` is the bidirectional form for a sequence that processes share. It is that of
+the CPU on accelerators as well, where its output is therefore not that of one process up to rounding.
+
 `hf_efficient_attn.ops.causal_coreset` describes the causal form, in which nothing is chosen, averaged or fitted from
 later tokens, and `hf_efficient_attn.ops.causal_landmarks` its steps on accelerators. It depends on the whole budget,
 block_size + num_samples, and on the seed. The other hyperparameters are those of the bidirectional form.

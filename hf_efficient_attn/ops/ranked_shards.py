@@ -21,19 +21,19 @@ class Ranks(NamedTuple):
     Attributes:
         shards: the shards of the sequences.
         first: int64 (processes, B') on the CPU, the rank of the first valid token of each process.
-        count: int64 (processes, B') on the CPU, how many valid tokens each process holds.
+        num_valid: int64 (processes, B') on the CPU, how many valid tokens each process holds.
         order: int64 (B, n), which puts the valid tokens of this process first, or None without padding.
     """
 
     shards: Shards
     first: Tensor
-    count: Tensor
+    num_valid: Tensor
     order: Tensor | None
 
     @property
     def num_tokens(self) -> Tensor:
         """The valid tokens of all processes together, int64 (B', 1) on the CPU."""
-        return self.count.sum(0).unsqueeze(1)
+        return self.num_valid.sum(0).unsqueeze(1)
 
 
 class _Holders(NamedTuple):
@@ -43,7 +43,7 @@ class _Holders(NamedTuple):
         owner: the process.
         slot: the number of the token among those of its process here.
         exists: bool, whether there is a token.
-        index: (processes, B', K), the tokens that each process holds, counted among its own valid tokens, in the order
+        held: (processes, B', K), the tokens that each process holds, counted among its own valid tokens, in the order
             of their slots; 0 beyond them.
         sizes: the largest number of slots of each process.
     """
@@ -51,7 +51,7 @@ class _Holders(NamedTuple):
     owner: Tensor
     slot: Tensor
     exists: Tensor
-    index: Tensor
+    held: Tensor
     sizes: list[int]
 
 
@@ -91,7 +91,7 @@ def own_position(rank: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
 
     The position of a token of another process is 0.
     """
-    first, count = (x[ranks.shards.rank].view(-1, *[1] * (rank.ndim - 1)) for x in (ranks.first, ranks.count))
+    first, count = (x[ranks.shards.rank].view(-1, *[1] * (rank.ndim - 1)) for x in (ranks.first, ranks.num_valid))
     position = rank - first.to(rank.device)
     is_own = (position >= 0) & (position < count.to(rank.device))
     return torch.where(is_own, position, 0), is_own
@@ -111,7 +111,7 @@ def gather_at(given: Sequence[tuple[Tensor, Tensor]], ranks: Ranks) -> list[Tens
     shards, parts, found = ranks.shards, [], []
     for x, wanted in given:
         holders = _holders(wanted, ranks)
-        parts.append(_tokens(x, holders.index[shards.rank]))
+        parts.append(_tokens(x, holders.held[shards.rank]))
         found.append(holders)
     received = gather(torch.cat([x.flatten() for x in parts]), shards.group).split([x.numel() for x in parts], 1)
     outs = []
@@ -140,7 +140,7 @@ def with_near_tokens(tensors: Sequence[Tensor], reach: int, ranks: Ranks) -> tup
     shards = ranks.shards
     wanted = [_holders(_ranks_around(r, reach, ranks), ranks) for r in range(shards.size)]
     parts = [
-        [_tokens(x, holders.index[shards.rank][:, : holders.sizes[shards.rank]]) for x in tensors] for holders in wanted
+        [_tokens(x, holders.held[shards.rank][:, : holders.sizes[shards.rank]]) for x in tensors] for holders in wanted
     ]
     own, length = wanted[shards.rank], tensors[0].shape[2]
     shapes = [[(x.shape[0] * x.shape[1], size, x.shape[3]) for x in tensors] for size in own.sizes]
@@ -158,7 +158,7 @@ def near_position(rank: Tensor, around: Tensor, ranks: Ranks) -> Tensor:
     """
     position, is_own = own_position(rank, ranks)
     shape, reach = [-1, *[1] * (rank.ndim - 1)], around.shape[1] // 2
-    first, count = (x[ranks.shards.rank].view(shape).to(rank.device) for x in (ranks.first, ranks.count))
+    first, count = (x[ranks.shards.rank].view(shape).to(rank.device) for x in (ranks.first, ranks.num_valid))
     column = torch.where(rank < first, rank - first, rank - first - count) + reach
     column = column.clamp(0, 2 * reach - 1).flatten(1)
     other = around.to(rank.device).expand(len(column), -1).gather(1, column).view_as(rank)
@@ -167,14 +167,14 @@ def near_position(rank: Tensor, around: Tensor, ranks: Ranks) -> Tensor:
 
 def _ranks_around(process: int, reach: int, ranks: Ranks) -> Tensor:
     """The ranks before and after those of a process, int64 (B', 2 * reach); -1 if it has no token."""
-    first, count = ranks.first[process, :, None], ranks.count[process, :, None]
+    first, count = ranks.first[process, :, None], ranks.num_valid[process, :, None]
     step = torch.arange(-reach, reach)
     return torch.where(count > 0, first + torch.where(step < 0, step, count + step), -1)
 
 
 def _holders(wanted: Tensor, ranks: Ranks) -> _Holders:
     """Who holds the tokens at these ranks, int64 (B', C); those that do not exist have slot 0 of any process."""
-    size, last = ranks.shards.size, (ranks.first + ranks.count)[:, :, None]
+    size, last = ranks.shards.size, (ranks.first + ranks.num_valid)[:, :, None]
     exists = (wanted >= 0) & (wanted < ranks.num_tokens)
     owner = (wanted >= last).sum(0).clamp(max=size - 1)
     is_owner = (owner == torch.arange(size)[:, None, None]) & exists

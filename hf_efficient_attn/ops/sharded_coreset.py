@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import ceil_div
-from hf_efficient_attn.ops.collectives import Shards, gather_partials, gather_plain, total
+from hf_efficient_attn.ops.collectives import Shards, gather_plain, merge_partials, total
 from hf_efficient_attn.ops.coreset import even_ranks, gumbel_numbers
 from hf_efficient_attn.ops.coreset_landmarks import (
     Candidates,
@@ -55,7 +55,7 @@ from hf_efficient_attn.ops.coreset_near_keys import (
 )
 from hf_efficient_attn.ops.coreset_weights import NearSums, SumsOverKeys, sum_over_keys, weigh_by_sums
 from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, merge, safe_row_max
+from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, safe_row_max
 from hf_efficient_attn.ops.ranked_shards import (
     Ranks,
     gather_at,
@@ -242,7 +242,7 @@ def _gathered(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> tuple[_
     if shards.key_mask is not None:
         num_keys = ranks.num_tokens.to(device).repeat_interleave(call.num_heads, 0)
         divisor = num_keys.clamp(min=1).unsqueeze(2)
-        own = torch.arange(key.shape[2]) < ranks.count[shards.rank, :, None]
+        own = torch.arange(key.shape[2]) < ranks.num_valid[shards.rank, :, None]
         own, valid = (x.to(device).repeat_interleave(call.num_heads, 0) for x in (own, exists))
         bias = mask_bias(own, acc_dtype)[:, None, None]
     heads = _Heads(
@@ -388,7 +388,7 @@ def _sum_over_all(heads: _Heads, landmarks: Landmarks, call: _Call) -> SumsOverK
         partials = [x for x in found[:2] if x is not None]
         sums.append(Partial(torch.cat([x.out for x in partials], 1), torch.cat([x.lse for x in partials], 1)))
     out, lse = (torch.cat(x).to(landmarks.key.dtype) for x in zip(*sums, strict=True))
-    out, lse = merge(*gather_partials(Partial(out, lse), call.ranks.shards.group))
+    out, lse = merge_partials(Partial(out, lse), call.ranks.shards.group)
     if probe is None:
         return SumsOverKeys(Partial(out, lse), None, None)
     sizes = (landmarks.key.shape[1], probe.shape[1])
