@@ -7,14 +7,21 @@ import torch
 import torch.distributed as dist
 
 import processes
-from hf_efficient_attn.methods import attention, sharded_attention
+from hf_efficient_attn.methods import attention, get_method, sharded_attention
+from hf_efficient_attn.ops.accelerator import use_backend
 from hf_efficient_attn.ops.collectives import Shards
+from hf_efficient_attn.ops.coreset_landmarks import CoresetOptions, Inputs
+from hf_efficient_attn.ops.coreset_near_keys import heads_with_near_keys
 from instances import INSTANCES, inputs
 from test_heads import parameters_of
 
 HEADS, BATCH = 4, 2
 LENGTHS = {2: (41, 34), 4: (20, 19, 7, 29)}
 LENGTH = 75
+# Shards shorter than a block, for two and for four processes.
+SHORT = {2: (3, 72), 4: (3, 66, 2, 4)}
+# The largest difference relative to the largest gradient. In half precision other sums are rounded.
+LIMITS = {torch.float64: 1e-6, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,9 +30,14 @@ class Case:
     is_causal: bool
     mask: str
     num_kv_heads: int = HEADS
+    dtype: torch.dtype = torch.float64
+    is_local: bool = False  # some heads attend to neighbors
+    is_short: bool = False  # shards of `SHORT`
+    on_accelerator: bool = False
 
     def __str__(self) -> str:
-        return f"{INSTANCES[self.instance]}-{'causal' if self.is_causal else 'all'}-{self.mask}-{self.num_kv_heads}"
+        marks = [k for k in ("is_causal", "is_local", "is_short", "on_accelerator") if getattr(self, k)]
+        return "-".join([str(INSTANCES[self.instance]), *marks, self.mask, str(self.num_kv_heads), str(self.dtype)])
 
 
 def mask_of(kind: str) -> torch.Tensor | None:
@@ -37,6 +49,10 @@ def mask_of(kind: str) -> torch.Tensor | None:
         mask[1, 30:] = False
     elif kind == "left":
         mask[1, :23] = False
+    elif kind == "gaps":  # padding between tokens, and shards without a token of one of the sequences
+        mask[:, ::6] = False
+        mask[0, 39:46] = False
+        mask[1, :41] = False
     elif kind == "few":  # not more tokens than landmarks, one of them alone in its shard, and none at all
         mask[0, 3:60] = False
         mask[0, 61:] = False
@@ -44,20 +60,36 @@ def mask_of(kind: str) -> torch.Tensor | None:
     return mask
 
 
-def measure(case: Case) -> dict[str, float]:
-    """The largest difference between this process and one process with all tokens, relative to the largest number."""
-    config, mask = INSTANCES[case.instance].config(), mask_of(case.mask)
-    size, rank = dist.get_world_size(), dist.get_rank()
+def tensors_of(case: Case) -> list[torch.Tensor]:
     whole = [x.double() for x in inputs(BATCH, HEADS, LENGTH, 8, seed=5)]
     whole = [x[:, : HEADS if i == 0 else case.num_kv_heads] for i, x in enumerate(whole)]
-    whole = [x.contiguous().requires_grad_() for x in whole]
+    if case.is_local:
+        walk = inputs(BATCH, 1, LENGTH, 8, seed=6)[0].double().cumsum(2)
+        for x in whole[:2]:
+            x[:, : x.shape[1] // 2] += 0.4 * walk
+    return [x.to(case.dtype).contiguous() for x in whole]
+
+
+def measure(case: Case) -> dict[str, float]:
+    """The largest difference between this process and one process with all tokens, as a share of what is allowed."""
+    if not case.on_accelerator:
+        return measure_here(case, {})
+    with use_backend("library"):
+        # One process has another form there, except with dropout, which drops nothing at this probability.
+        return measure_here(case, {"dropout_p": 1e-300})
+
+
+def measure_here(case: Case, options_of_one: dict[str, float]) -> dict[str, float]:
+    config, mask = INSTANCES[case.instance].config(), mask_of(case.mask)
+    size, rank = dist.get_world_size(), dist.get_rank()
+    whole = [x.requires_grad_() for x in tensors_of(case)]
     made = parameters_of(config, whole[2], num_kv_heads=case.num_kv_heads)
     parameters = {k: x.double().requires_grad_() for k, x in made.items()}
-    grad = torch.randn(BATCH, HEADS, LENGTH, 8, generator=torch.Generator().manual_seed(1)).double()
+    grad = torch.randn(BATCH, HEADS, LENGTH, 8, generator=torch.Generator().manual_seed(1)).to(case.dtype)
     options = {"is_causal": case.is_causal, "seed": 3}
-    out = attention(config, *whole, attention_mask=mask, parameters=parameters, **options)
+    out = attention(config, *whole, attention_mask=mask, parameters=parameters, **options, **options_of_one)
     wanted = torch.autograd.grad((out * grad).sum(), [*whole, *parameters.values()])
-    shards = Shards(dist.group.WORLD, LENGTHS[size], rank, mask)
+    shards = Shards(dist.group.WORLD, (SHORT if case.is_short else LENGTHS)[size], rank, mask)
     own = [x.detach()[:, :, shards.own].requires_grad_() for x in whole]
     if mask is not None:  # what padding contains has no influence
         with torch.no_grad():
@@ -73,7 +105,7 @@ def measure(case: Case) -> dict[str, float]:
         pairs[name] = mine, other[:, :, shards.own], torch.tensor(True)
     for name, mine, other in zip(parameters, grads[3:], wanted[3:], strict=True):
         pairs[name] = mine, other, torch.tensor(True)
-    scale = max(1.0, *(float(x.abs().max()) for x in wanted))
+    scale = max(1.0, *(float(x.abs().max()) for x in wanted)) * LIMITS[case.dtype]
     return {
         k: float((torch.where(ok, a - b, 0.0).abs().max() / scale).nan_to_num(99.0)) for k, (a, b, ok) in pairs.items()
     }
@@ -92,12 +124,25 @@ def cases(rows: list[int], masks: tuple[str, ...]) -> list[Case]:
     return found
 
 
+def summarized(rows: list[int]) -> list[Case]:
+    """Cases of a method that summarizes neighbors and all other tokens in different ways."""
+    found = []
+    for i in rows:
+        for mask in ("none", "gaps", "few"):
+            found += [Case(i, False, mask, n, is_local=True) for n in (1, 2, 4)]
+            found.append(Case(i, False, mask, 2, is_local=True, is_short=True))
+            found.append(Case(i, False, mask, 2, is_local=True, on_accelerator=True))
+            found += [Case(i, False, mask, 2, dtype) for dtype in (torch.bfloat16, torch.float16)]
+    return found
+
+
+NEARFAR = [i for i, x in enumerate(INSTANCES) if x.method == "nearfar"]
 FIRST = [i for i, x in enumerate(INSTANCES) if x.method not in [y.method for y in INSTANCES[:i]]]
 
 
 def check(results: list[dict[str, dict[str, float]]]) -> None:
     wrong = {
-        f"{name} in process {rank}": {k: x for k, x in errors.items() if not x < 1e-6}
+        f"{name} in process {rank}": {k: x for k, x in errors.items() if not x < 1.0}
         for rank, result in enumerate(results)
         for name, errors in result.items()
     }
@@ -106,11 +151,22 @@ def check(results: list[dict[str, dict[str, float]]]) -> None:
 
 
 def test_two_processes_compute_what_one_does(tmp_path):
-    check(processes.run(2, tmp_path, measure_all, cases(FIRST, ("right",))))
+    check(processes.run(2, tmp_path, measure_all, cases(FIRST, ("right",)) + summarized(NEARFAR)))
+
+
+def test_nearfar_sends_summaries_in_these_cases_and_some_heads_have_near_keys():
+    config = INSTANCES[NEARFAR[0]].config()
+    form = get_method("nearfar").sharded
+    assert form.applies(config, LENGTH, False)
+    assert not form.applies(config, LENGTH, True) and not form.applies(config, config.exact_length, False)
+    query, key, value = (x.flatten(0, 1) for x in tensors_of(Case(NEARFAR[0], False, "none", is_local=True)))
+    sizes = config.num_samples, config.num_candidates, 0, config.num_probes, config.block_size, config.near_share
+    near = heads_with_near_keys(Inputs(query, key, value, None, LENGTH, LENGTH), CoresetOptions(*sizes, 8**-0.5, 0))
+    assert near.any() and not near.all()
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [2, 4])
 def test_all_rows_and_masks(tmp_path, size):
-    every = cases(list(range(len(INSTANCES))), ("none", "right", "left", "few"))
+    every = cases(list(range(len(INSTANCES))), ("none", "right", "left", "few")) + summarized(NEARFAR)
     check(processes.run(size, tmp_path, measure_all, every))

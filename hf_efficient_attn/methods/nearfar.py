@@ -8,6 +8,9 @@ few queries, and in heads whose attention is local each query attends to its nei
 On an accelerator the bidirectional form is that of `hf_efficient_attn.ops.coreset_blocks`, which takes fewer kernels.
 There all heads have near keys, those of a block as long as the budget, unless `block_size` is 0 or `near_share` 1.
 
+`hf_efficient_attn.ops.sharded_coreset` is the bidirectional form for a sequence that processes share. It is that of
+the CPU on accelerators as well, where its output is therefore not that of one process up to rounding.
+
 `hf_efficient_attn.ops.causal_coreset` describes the causal form, in which nothing is chosen, averaged or fitted from
 later tokens, and `hf_efficient_attn.ops.causal_landmarks` its steps on accelerators. It depends on the whole budget,
 block_size + num_samples, and on the seed. The other hyperparameters are those of the bidirectional form.
@@ -21,10 +24,12 @@ from torch import Tensor
 from hf_efficient_attn.methods._shared.causal_coreset import decode_exactly, forward_causal, naive_causal
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
-from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
+from hf_efficient_attn.methods._shared.registry import AttentionOptions, ShardedForm, register_method
 from hf_efficient_attn.methods._shared.weighted_coreset import naive_bidirectional
+from hf_efficient_attn.ops.collectives import Shards
 from hf_efficient_attn.ops.coreset_landmarks import CoresetOptions
 from hf_efficient_attn.ops.exact import exact_attention
+from hf_efficient_attn.ops.sharded_coreset import sharded_coreset_attention
 from hf_efficient_attn.ops.weighted_coreset_graph import weighted_coreset
 
 
@@ -105,4 +110,20 @@ def naive(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, opti
     return naive_bidirectional(_coreset_options(config, options), query, key, value, options)
 
 
-register_method(NearFarConfig, forward=forward, naive=naive, decode=decode_exactly)
+def forward_shard(
+    config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, shards: Shards
+) -> Tensor:
+    """The form for a sequence that processes share: what landmarks are made from travels; see `ShardedForm`."""
+    return sharded_coreset_attention(query, key, value, shards, _coreset_options(config, options))
+
+
+register_method(
+    NearFarConfig,
+    forward=forward,
+    naive=naive,
+    decode=decode_exactly,
+    # Few tokens are computed exactly, and the causal form has other landmarks for each interval of tokens.
+    sharded=ShardedForm(
+        forward_shard, lambda config, length, is_causal: not is_causal and length > config.exact_length
+    ),
+)

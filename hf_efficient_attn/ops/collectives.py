@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_efficient_attn.ops.heads import HeadSlice
-from hf_efficient_attn.ops.partial import Partial
+from hf_efficient_attn.ops.partial import Partial, safe_row_max
 
 
 @dataclass(frozen=True)
@@ -187,6 +187,21 @@ def gather_partials(partial: Partial, group: "dist.ProcessGroup") -> list[Partia
     """The partials of all processes, in one collective."""
     both = torch.cat((partial.out, partial.lse.to(partial.out.dtype).unsqueeze(-1)), -1)
     return [Partial(x[..., :-1], x[..., -1].to(partial.lse.dtype)) for x in gather(both, group).unbind(0)]
+
+
+def merge_partials(partial: Partial, group: "dist.ProcessGroup") -> Partial:
+    """The merge of the partials of all processes.
+
+    What is sent does not grow with their number, unlike in `gather_partials`, but there are two collectives.
+    """
+    lses = gather(partial.lse, group)
+    row_max = safe_row_max(lses.detach().amax(0))
+    weights = (lses - row_max).exp().sum(0)
+    empty = weights == 0
+    weights = weights.masked_fill(empty, 1.0)
+    share = (partial.lse - row_max).exp() / weights
+    (out,) = total([partial.out * share.to(partial.out.dtype).unsqueeze(-1)], group)
+    return Partial(out, (weights.log() + row_max).masked_fill(empty, -torch.inf))
 
 
 def exchange(parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Sequence[int]]], group: Any) -> list[Any]:

@@ -459,10 +459,15 @@ def candidate_positions(
     count = min(kv_len, limit)
     if key_mask is None:
         return constant(_even_positions, kv_len, count, device=device)[None], None
-    rank = torch.arange(count, device=device)
     num_valid = key_mask.sum(1, keepdim=True)
-    rank_of_key = torch.where(num_valid > count, rank * num_valid // count, rank)
-    return valid_first(key_mask).gather(1, rank_of_key), rank < num_valid
+    rank, exists = even_ranks(num_valid, count, device)
+    return valid_first(key_mask).gather(1, rank), exists
+
+
+def even_ranks(num_valid: Tensor, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """`count` evenly spaced ranks below int64 (B, 1), or all of them first if there are fewer, and which exist."""
+    rank = torch.arange(count, device=device)
+    return torch.where(num_valid > count, rank * num_valid // count, rank), rank < num_valid
 
 
 def _even_positions(kv_len: int, count: int, device: torch.device) -> Tensor:

@@ -100,21 +100,30 @@ def order_tokens(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | N
 
 def center(inputs: Inputs) -> Inputs:
     """Subtract the mean of the valid keys, which changes all scores of a query alike, or compute it."""
-    acc_dtype, num_keys, valid = accumulation_dtype(inputs.key.dtype), inputs.num_keys, None
-    if not keeps_half(inputs.key):
-        query, key, value = (x.to(acc_dtype) for x in inputs[:3])
-        inputs = inputs._replace(query=query, key=key, value=value)
+    inputs, acc_dtype, num_keys = to_products(inputs), accumulation_dtype(inputs.key.dtype), inputs.num_keys
     key = inputs.key
     if isinstance(num_keys, int):
-        mean = key.mean(1, keepdim=True, dtype=acc_dtype)
-    else:
-        valid = torch.arange(key.shape[1], device=key.device) < num_keys
-        key = key.masked_fill(~valid.unsqueeze(2), 0.0)
-        mean = key.sum(1, keepdim=True, dtype=acc_dtype) / num_keys.clamp(min=1).unsqueeze(2)
-    if key.dtype != acc_dtype:
-        return inputs._replace(key=key, mean=mean)
-    key = key - mean
-    return inputs._replace(key=key if valid is None else key.masked_fill(~valid.unsqueeze(2), 0.0))
+        return subtract_mean(inputs, key.mean(1, keepdim=True, dtype=acc_dtype))
+    masked = (torch.arange(key.shape[1], device=key.device) >= num_keys).unsqueeze(2)
+    key = key.masked_fill(masked, 0.0)
+    mean = key.sum(1, keepdim=True, dtype=acc_dtype) / num_keys.clamp(min=1).unsqueeze(2)
+    inputs = subtract_mean(inputs._replace(key=key), mean)
+    return inputs if inputs.mean is not None else inputs._replace(key=inputs.key.masked_fill(masked, 0.0))
+
+
+def to_products(inputs: Inputs) -> Inputs:
+    """The inputs in the dtype of products with all tokens: half precision (`keeps_half`) or the accumulation dtype."""
+    if keeps_half(inputs.key):
+        return inputs
+    query, key, value = (x.to(accumulation_dtype(inputs.key.dtype)) for x in inputs[:3])
+    return inputs._replace(query=query, key=key, value=value)
+
+
+def subtract_mean(inputs: Inputs, mean: Tensor) -> Inputs:
+    """Subtract the mean (BH, 1, D) from the keys, or keep it next to keys in half precision."""
+    if inputs.key.dtype != mean.dtype:
+        return inputs._replace(mean=mean)
+    return inputs._replace(key=inputs.key - mean)
 
 
 def candidates_of(inputs: Inputs, limit: int) -> tuple[Tensor, Tensor | None]:
@@ -141,10 +150,15 @@ def _positions(kv_len: int, limit: int, device: torch.device) -> Tensor:
 def spread_queries(inputs: Inputs, count: int) -> Tensor:
     """The positions of `count` evenly spaced queries, int64 (BH or 1, count)."""
     number, device = inputs.num_queries, inputs.query.device
-    return constant(_ranks, count, number, device=device) if isinstance(number, int) else _ranks(count, number, device)
+    return (
+        constant(middle_ranks, count, number, device=device)
+        if isinstance(number, int)
+        else middle_ranks(count, number, device)
+    )
 
 
-def _ranks(count: int, number: Tensor | int, device: torch.device) -> Tensor:
+def middle_ranks(count: int, number: Tensor | int, device: torch.device) -> Tensor:
+    """The ranks in the middle of `count` equal parts of so many tokens: int64 (BH or 1, count)."""
     return stratified_ranks(count, number, torch.full((1, 1), 0.5, dtype=torch.float64, device=device))
 
 
@@ -174,22 +188,46 @@ class Landmarks(NamedTuple):
     own: Tensor | None
 
 
+class Candidates(NamedTuple):
+    """The keys from which landmarks are made.
+
+    Attributes:
+        key: (BH, C, D), centered, in the accumulation dtype.
+        value: (BH, C, Dv), in the accumulation dtype.
+        valid: bool (BH, C), which of them exist, or None: all.
+        num_keys: as in `Inputs`.
+        dtype: of the inputs, to which landmarks are rounded.
+    """
+
+    key: Tensor
+    value: Tensor
+    valid: Tensor | None
+    num_keys: Tensor | int
+    dtype: torch.dtype
+
+
+def gather_candidates(inputs: Inputs, limit: int) -> Candidates:
+    """At most `limit` evenly spaced tokens of inputs with centered keys."""
+    position, valid = candidates_of(inputs, limit)
+    acc_dtype = accumulation_dtype(inputs.key.dtype)
+    keys, values = (take_candidates(x, position).to(acc_dtype) for x in (inputs.key, inputs.value))
+    keys = keys if inputs.mean is None else keys - inputs.mean
+    return Candidates(keys, values, valid, inputs.num_keys, inputs.key.dtype)
+
+
 def choose_landmarks(
-    inputs: Inputs, numbers: Tensor, options: CoresetOptions, with_near_keys: Tensor | None = None
+    candidates: Candidates, numbers: Tensor, options: CoresetOptions, with_near_keys: Tensor | None = None
 ) -> Landmarks:
     """Draw keys among the candidates, and move them to the means of their clusters.
 
     Args:
-        inputs: with centered keys.
+        candidates: C keys of each head.
         numbers: (draws, C), from `gumbel_numbers`.
         options: num_landmarks is the number of this call.
         with_near_keys: bool (BH,), heads that have `options.block_size` landmarks less.
     """
-    device, count, num_keys = inputs.key.device, options.num_landmarks, inputs.num_keys
-    position, valid = candidates_of(inputs, options.num_candidates)
-    acc_dtype = accumulation_dtype(inputs.key.dtype)
-    keys, values = (take_candidates(x, position).to(acc_dtype) for x in (inputs.key, inputs.value))
-    keys = keys if inputs.mean is None else keys - inputs.mean
+    keys, values, valid, num_keys, dtype = candidates
+    device, count, acc_dtype = keys.device, options.num_landmarks, keys.dtype
     root = TEMPERATURE * abs(options.scale) ** 0.5
     points = keys.detach() * root
     pivot, selected = draw_apart(points, DRAW_POWER, numbers, valid, count)
@@ -222,4 +260,4 @@ def choose_landmarks(
     if own is not None:
         value = torch.where(own, take(values, pivot), value)
         log_count = torch.where(own.squeeze(2), torch.zeros_like(number).masked_fill(~selected, -torch.inf), log_count)
-    return Landmarks(landmarks.to(inputs.key.dtype).to(acc_dtype), value, log_count, used, own)
+    return Landmarks(landmarks.to(dtype).to(acc_dtype), value, log_count, used, own)

@@ -69,7 +69,7 @@ def near_block_q(width: int) -> int:
     return max(1, width // 2)
 
 
-def _near_index(block: Tensor, width: int, num_keys: Tensor | int) -> Tensor:
+def near_index(block: Tensor, width: int, num_keys: Tensor | int) -> Tensor:
     """The `width` keys around blocks of queries: int64 (BH or 1, T) -> (BH or 1, T, width).
 
     The blocks of keys at both ends of the sequence are moved inwards.
@@ -85,7 +85,7 @@ def _near_index(block: Tensor, width: int, num_keys: Tensor | int) -> Tensor:
 
 def _near_index_of_all(q_len: int, width: int, num_keys: int, device: torch.device) -> Tensor:
     blocks = torch.arange(ceil_div(q_len, near_block_q(width)), device=device)[None]
-    return _near_index(blocks, width, num_keys).clamp(max=num_keys - 1)
+    return near_index(blocks, width, num_keys).clamp(max=num_keys - 1)
 
 
 def plan_near_keys(inputs: Inputs, width: int, heads: Tensor | None = None) -> NearPlan:
@@ -102,7 +102,7 @@ def plan_near_keys(inputs: Inputs, width: int, heads: Tensor | None = None) -> N
         bias = None if heads is None else mask_bias(heads[:, None, None], inputs.key.dtype)
         return NearPlan(index, None if bias is None else bias.expand(-1, *index.shape[1:]), block_q)
     block = torch.arange(ceil_div(q_len, block_q), device=device)[None]
-    index = _near_index(block, width, inputs.num_keys)
+    index = near_index(block, width, inputs.num_keys)
     if heads is None:
         return NearPlan(index, None, block_q)
     exists = index < inputs.num_keys.view(-1, 1, 1)
@@ -121,30 +121,71 @@ def heads_with_near_keys(inputs: Inputs, options: CoresetOptions) -> Tensor | No
         inputs: the keys need not be centered.
         options: the number of near keys, and the share of the attention that they must hold.
     """
-    width, num_keys, batch_heads = options.block_size, inputs.num_keys, inputs.key.shape[0]
+    width, num_keys = options.block_size, inputs.num_keys
     if not width or inputs.query.shape[1] != inputs.key.shape[1] or options.near_share >= 1.0:
         return None
-    heads = None
-    if isinstance(num_keys, Tensor):
-        heads = (num_keys > options.num_landmarks + width).squeeze(1)
+    heads = heads_with_enough_keys(num_keys, options)
     if options.near_share == 0.0:
-        return torch.ones(batch_heads, dtype=torch.bool, device=inputs.key.device) if heads is None else heads
+        return inputs.key.new_ones(len(inputs.key), dtype=torch.bool) if heads is None else heads
     acc_dtype = accumulation_dtype(inputs.key.dtype)
     token = spread_queries(inputs, NUM_ROWS)
     query = take_alike(inputs.query, token).to(acc_dtype) * options.scale
-    index = _near_index(token // near_block_q(width), width, num_keys).clamp(max=inputs.key.shape[1] - 1)
-    # Many small products take longer than one of single numbers.
-    near = (take_alike(inputs.key, index).to(acc_dtype) * query.unsqueeze(2)).sum(3)
+    index = near_index(token // near_block_q(width), width, num_keys).clamp(max=inputs.key.shape[1] - 1)
+    near = near_scores(query, take_alike(inputs.key, index))
     position, valid = candidates_of(inputs, NUM_KEYS)
     scores = query @ take_candidates(inputs.key, position).to(acc_dtype).mT
     number: Tensor | int = position.shape[1]
     if valid is not None:
         scores, number = scores.masked_fill(~valid.unsqueeze(1), -torch.inf), valid.sum(1, keepdim=True).clamp(min=1)
-    row_max = safe_row_max(torch.maximum(near.amax(2, keepdim=True), scores.amax(2, keepdim=True)))
-    total = exp_(scores.sub_(row_max)).sum(2) * (num_keys / number)
-    share = exp_(near.sub_(row_max)).sum(2) / total.clamp(min=torch.finfo(total.dtype).tiny)
-    share = share.clamp(max=1.0).mean(1) > options.near_share
-    return share if heads is None else heads & share
+    is_local = is_attention_local(sum_scores_(near, scores), num_keys / number, options.near_share)
+    return is_local if heads is None else heads & is_local
+
+
+def heads_with_enough_keys(num_keys: Tensor | int, options: CoresetOptions) -> Tensor | None:
+    """Of a padded batch the heads with more keys than landmarks and near keys together: bool (BH,). None: all heads."""
+    if isinstance(num_keys, int):
+        return None
+    return (num_keys > options.num_landmarks + options.block_size).squeeze(1)
+
+
+def near_scores(query: Tensor, keys: Tensor) -> Tensor:
+    """The scores of queries (BH, R, D) and the near keys of each (BH, R, w, D): (BH, R, w)."""
+    # Many small products take longer than one of single numbers.
+    return (keys.to(query.dtype) * query.unsqueeze(2)).sum(3)
+
+
+class ScoreSums(NamedTuple):
+    """The sums of the exponentials of scores of R queries.
+
+    Attributes:
+        row_max: (BH, R, 1), relative to whose exponential the sums are.
+        near: (BH, R), over near keys.
+        spread: (BH, R), over evenly spaced keys.
+    """
+
+    row_max: Tensor
+    near: Tensor
+    spread: Tensor
+
+
+def sum_scores_(near: Tensor, spread: Tensor) -> ScoreSums:
+    """The sums for the scores of near keys (BH, R, w) and of evenly spaced ones (BH, R, C), which are overwritten."""
+    row_max = safe_row_max(torch.maximum(near.amax(2, keepdim=True), spread.amax(2, keepdim=True)))
+    of_spread = exp_(spread.sub_(row_max)).sum(2)
+    return ScoreSums(row_max, exp_(near.sub_(row_max)).sum(2), of_spread)
+
+
+def is_attention_local(sums: ScoreSums, factor: Tensor | float, near_share: float) -> Tensor:
+    """Whether near keys hold more than a share of the attention: bool (BH,).
+
+    Args:
+        sums: of some queries.
+        factor: how many keys, (BH, 1) or a number, each evenly spaced key represents.
+        near_share: the share.
+    """
+    total = sums.spread * factor
+    share = sums.near / total.clamp(min=torch.finfo(total.dtype).tiny)
+    return share.clamp(max=1.0).mean(1) > near_share
 
 
 class Similarity(NamedTuple):
@@ -170,18 +211,23 @@ class ExactRows(NamedTuple):
     """Exact attention of P queries of each head, in the accumulation dtype.
 
     Attributes:
-        token: int64 (BH, P), which queries.
         query: (BH, P, D), times the scale of the scores.
         lse: (BH, P, 1); 0 for a sequence without keys.
         sums: (BH, P, Dv + 1), the numerators and denominators, relative to exp(lse).
         basis: (BH, P, m), what the landmarks count for each query, relative to exp(lse).
     """
 
-    token: Tensor
     query: Tensor
     lse: Tensor
     sums: Tensor
     basis: Tensor
+
+
+def plan_of_rows(plan: NearPlan, token: Tensor, heads: int) -> NearPlan:
+    """The near keys of some queries, int64 (BH or 1, P), as of blocks of one query, for each of so many heads."""
+    block = (token // plan.block_q).expand(heads, -1).unsqueeze(2).expand(-1, -1, plan.key_index.shape[2])
+    index = plan.key_index.expand(heads, -1, -1).gather(1, block)
+    return NearPlan(index, None if plan.bias is None else plan.bias.expand(heads, -1, -1).gather(1, block), 1)
 
 
 def near_sums_of_rows(
@@ -192,14 +238,12 @@ def near_sums_of_rows(
     Args:
         inputs: with centered keys.
         rows: P rows.
-        plan: the near keys.
+        plan: the near keys of each row, (BH, P, w).
         similarity: the kernel between keys and landmarks.
         solved: (BH, m, m), the inverse of the kernel between landmarks, so that similarity times solved is what they
             count for each key.
     """
-    heads, dtype = inputs.key.shape[0], rows.query.dtype
-    blocks = (rows.token // plan.block_q).expand(heads, -1)
-    index = plan.key_index.expand(heads, -1, -1).gather(1, blocks.unsqueeze(2).expand(-1, -1, plan.key_index.shape[2]))
+    index, dtype = plan.key_index, rows.query.dtype
     keys, values = (take(x, index).to(dtype) for x in (inputs.key, inputs.value))
     scores = (keys * rows.query.unsqueeze(2)).sum(3)
     if inputs.mean is not None:
@@ -213,8 +257,7 @@ def near_sums_of_rows(
     # Powers of e that underflow take thirty times as long.
     pairs = ((scores - rows.lse) * LOG2_E).exp2() - counted.clamp(-MAX_COUNTED, MAX_COUNTED)
     if plan.bias is not None:
-        own = plan.bias.expand(heads, -1, -1).gather(1, blocks.unsqueeze(2).expand_as(index))
-        pairs = pairs.masked_fill(own == -torch.inf, 0.0)
+        pairs = pairs.masked_fill(plan.bias == -torch.inf, 0.0)
     return torch.cat((pairs.unsqueeze(2) @ values, pairs.sum(2)[:, :, None, None]), 3).squeeze(2)
 
 

@@ -3,6 +3,7 @@
 `hf_efficient_attn.ops.weighted_coreset` explains them.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,13 @@ from hf_efficient_attn.ops.coreset_landmarks import (
     spread_queries,
     take_alike,
 )
-from hf_efficient_attn.ops.coreset_near_keys import ExactRows, NearPlan, Similarity, near_sums_of_rows
+from hf_efficient_attn.ops.coreset_near_keys import (
+    ExactRows,
+    NearPlan,
+    Similarity,
+    near_sums_of_rows,
+    plan_of_rows,
+)
 from hf_efficient_attn.ops.onednn import products
 from hf_efficient_attn.ops.partial import Partial, partial_attention, safe_row_max
 from hf_efficient_attn.ops.precision import LOG2_E
@@ -72,29 +79,72 @@ class KeyWeights(NamedTuple):
         return products(own.of(key) if own.of_all is None else own.of_all, self.matrix[heads]).to(key.dtype)
 
 
+class SumsOverKeys(NamedTuple):
+    """Exact attention to all keys.
+
+    Attributes:
+        of_landmarks: of the landmarks (BH, m, .), by the kernel of the weights.
+        of_probes: of the queries (BH, P, .) that fit the weights, or None without a fit.
+        query: these queries (BH, P, D), or None.
+    """
+
+    of_landmarks: Partial
+    of_probes: Partial | None
+    query: Tensor | None
+
+
+class NearSums(NamedTuple):
+    """What the weights of heads with near keys need.
+
+    Attributes:
+        of_rows: of_rows(rows, similarity, solved) is `near_sums_of_rows` of the probes.
+        mean: (BH, 1, D), of keys in half precision, as in `Inputs`.
+        key: the centered keys (BH, Nk, D) whose similarities are kept, or None.
+    """
+
+    of_rows: Callable[[ExactRows, Similarity, Tensor], Tensor]
+    mean: Tensor | None
+    key: Tensor | None
+
+
 def weigh(
     inputs: Inputs, landmarks: Landmarks, options: CoresetOptions, near: NearPlan | None
 ) -> tuple[Coreset, KeyWeights | None]:
     """Compute the Nystrom weights and fit them. The second result is for near keys."""
+    probe = spread_queries(inputs, options.num_probes) if options.num_probes else None
+    queries = None if probe is None else take_alike(inputs.query, probe)
+    exact = sum_over_keys(landmarks.key, queries, inputs, options.scale)
+    if near is None:
+        return weigh_by_sums(landmarks, exact, options.scale, None)
+
+    def of_rows(rows: ExactRows, similarity: Similarity, solved: Tensor) -> Tensor:
+        assert probe is not None
+        return near_sums_of_rows(inputs, rows, plan_of_rows(near, probe, len(inputs.key)), similarity, solved)
+
+    kept = inputs.key if backend(inputs.key) == "cpu" else None
+    return weigh_by_sums(landmarks, exact, options.scale, NearSums(of_rows, inputs.mean, kept))
+
+
+def weigh_by_sums(
+    landmarks: Landmarks, exact: SumsOverKeys, scale: float, near: NearSums | None
+) -> tuple[Coreset, KeyWeights | None]:
+    """`weigh` from what needs all keys; `near` is None in heads without near keys."""
     acc_dtype, own = landmarks.key.dtype, landmarks.own
     closed = None if landmarks.used is None else ~landmarks.used.unsqueeze(2)
     no_sums = closed if own is None or closed is None else closed | own
-    probe = spread_queries(inputs, options.num_probes) if options.num_probes else None
-    queries = None if probe is None else take_alike(inputs.query, probe)
-    of_landmarks, of_probes = _rows_of_keys(landmarks.key, queries, inputs, options.scale)
-    points = landmarks.key.double() * (TEMPERATURE * abs(options.scale) ** 0.5)
+    points = landmarks.key.double() * (TEMPERATURE * abs(scale) ** 0.5)
     half_norm = 0.5 * points.square().sum(2, keepdim=True)
     # Sums over the keys of exp(<x, y> - |x|^2 / 2) for a landmark x, relative to exp(shift).
-    lse = _fill(of_landmarks.lse.unsqueeze(2).double() - half_norm, no_sums, -torch.inf)
+    lse = _fill(exact.of_landmarks.lse.unsqueeze(2).double() - half_norm, no_sums, -torch.inf)
     shift = safe_row_max(lse.amax(1, keepdim=True))
-    sums = _with_ones(of_landmarks.out.to(acc_dtype)) * (lse - shift).to(acc_dtype).exp()
+    sums = _with_ones(exact.of_landmarks.out.to(acc_dtype)) * (lse - shift).to(acc_dtype).exp()
     kernel = _kernel(points, half_norm, acc_dtype)
     if closed is not None:
         one = torch.eye(kernel.shape[1], dtype=kernel.dtype, device=kernel.device)
         kernel = torch.where(closed | closed.mT, one, kernel)
     exponent, similarity, rows, by_means = shift - half_norm, None, None, None
-    if probe is not None and queries is not None and of_probes is not None:
-        rows = _exact_rows(probe, queries.to(acc_dtype) * options.scale, of_probes, landmarks, exponent.to(acc_dtype))
+    if exact.query is not None and exact.of_probes is not None:
+        rows = _exact_rows(exact.query.to(acc_dtype) * scale, exact.of_probes, landmarks, exponent.to(acc_dtype))
     # One solve for all right sides, each of which takes time. Weights of near keys need the whole inverse.
     if near is None:
         rights = sums if rows is None else torch.cat((sums, rows.basis.mT), 2)
@@ -105,17 +155,13 @@ def weigh(
         solved = regularized_solve(kernel, None, RIDGE)
         weights = unfitted = solved @ sums
         # Of key and landmark, relative to exp(shift). A power of two is faster than one of e.
-        factors = points * (TEMPERATURE * abs(options.scale) ** 0.5 * LOG2_E)
+        factors = points * (TEMPERATURE * abs(scale) ** 0.5 * LOG2_E)
         offset = _fill(-half_norm - shift, no_sums, -torch.inf) * LOG2_E
-        if inputs.mean is not None:
-            offset = offset - factors @ inputs.mean.double().mT
-        similarity = Similarity(factors.to(acc_dtype), offset.squeeze(2).to(acc_dtype))
-        if backend(inputs.key) == "cpu":
-            similarity = similarity._replace(of_all=similarity.of(inputs.key))
+        similarity = _similarity(factors, offset, near, acc_dtype)
     if rows is not None:
         missing = rows.sums - rows.basis @ unfitted
         if near is not None and similarity is not None:
-            missing = missing - near_sums_of_rows(inputs, rows, near, similarity, solved)
+            missing = missing - near.of_rows(rows, similarity, solved)
         smooth = solved if near is None else solved @ rows.basis.mT
         fit, left = _fit(rows.basis, smooth, missing, landmarks)
         weights = unfitted + _fill(fit, no_sums, 0.0)
@@ -123,11 +169,29 @@ def weigh(
     if own is not None:
         values = _with_ones(landmarks.value)
         weights, unfitted = (torch.where(own, values, x) for x in (weights, unfitted))
-    # Large and small weights: their size goes into the exponent.
+    coreset, size = _scaled(landmarks, weights, unfitted, _fill(exponent, own, 0.0))
+    weights_of_keys = None if similarity is None else KeyWeights(similarity, solved.mT / size)
+    return coreset._replace(by_means=by_means), weights_of_keys
+
+
+def _similarity(factors: Tensor, offset: Tensor, near: NearSums, dtype: torch.dtype) -> Similarity:
+    """The kernel between keys and landmarks from float64 factors (BH, m, D) and offsets (BH, m, 1)."""
+    if near.mean is not None:
+        offset = offset - factors @ near.mean.double().mT
+    similarity = Similarity(factors.to(dtype), offset.squeeze(2).to(dtype))
+    return similarity if near.key is None else similarity._replace(of_all=similarity.of(near.key))
+
+
+def _scaled(landmarks: Landmarks, weights: Tensor, unfitted: Tensor, exponent: Tensor) -> tuple[Coreset, Tensor]:
+    """The coreset from weights (BH, m, Dv + 1) relative to exp(exponent), and the size of those of each landmark.
+
+    Large and small weights: their size goes into the exponent.
+    """
+    acc_dtype, closed = weights.dtype, None if landmarks.used is None else ~landmarks.used.unsqueeze(2)
     size = torch.maximum(weights.detach().abs().amax(2, keepdim=True), unfitted.detach().abs().amax(2, keepdim=True))
     size = size.clamp(min=torch.finfo(acc_dtype).tiny).maximum(LEAST_SIZE * size.amax(1, keepdim=True))
     size = _fill(size, closed, 1.0)
-    log_size = size.double().log() + _fill(exponent, own, 0.0)
+    log_size = size.double().log() + exponent
     unfitted, weights = unfitted / size, weights / size
     total = unfitted[..., -1:]
     coreset = Coreset(
@@ -137,19 +201,17 @@ def weigh(
         unfitted[..., :-1],
         landmarks.value,
         landmarks.log_count,
-        by_means,
+        None,
     )
-    return coreset, None if similarity is None else KeyWeights(similarity, solved.mT / size)
+    return coreset, size
 
 
 def _fill(x: Tensor, mask: Tensor | None, value: float) -> Tensor:
     return x if mask is None else x.masked_fill(mask, value)
 
 
-def _rows_of_keys(
-    landmarks: Tensor, queries: Tensor | None, inputs: Inputs, scale: float
-) -> tuple[Partial, Partial | None]:
-    """The sums over the centered keys for landmarks, by the kernel of the weights, and for queries."""
+def sum_over_keys(landmarks: Tensor, queries: Tensor | None, inputs: Inputs, scale: float) -> SumsOverKeys:
+    """The sums over the centered keys for landmarks (BH, m, D), by the kernel of the weights, and for queries."""
     square = TEMPERATURE**2 * abs(scale)
 
     def rows(queries: Tensor, scale: float) -> Partial:
@@ -158,14 +220,14 @@ def _rows_of_keys(
         return Partial(out, lse if inputs.mean is None else lse - scale * (queries @ inputs.mean.mT).squeeze(2))
 
     if queries is None:
-        return rows(landmarks, square), None
+        return SumsOverKeys(rows(landmarks, square), None, None)
     if inputs.mean is not None:  # half precision holds landmarks, but no multiples of them
-        return rows(landmarks, square), rows(queries.to(landmarks.dtype), scale)
+        return SumsOverKeys(rows(landmarks, square), rows(queries.to(landmarks.dtype), scale), queries)
     # One pass over the keys.
     both, count = rows(torch.cat((landmarks * square, queries * scale), 1), 1.0), landmarks.shape[1]
     parts = zip(*(x.split((count, queries.shape[1]), 1) for x in both), strict=True)
     of_landmarks, of_queries = (Partial(*part) for part in parts)
-    return of_landmarks, of_queries
+    return SumsOverKeys(of_landmarks, of_queries, queries)
 
 
 def _kernel(points: Tensor, half_norm: Tensor, dtype: torch.dtype) -> Tensor:
@@ -183,14 +245,14 @@ def _with_ones(x: Tensor) -> Tensor:
     return torch.cat((x, torch.ones_like(x[..., :1])), 2)
 
 
-def _exact_rows(token: Tensor, query: Tensor, exact: Partial, landmarks: Landmarks, exponent: Tensor) -> ExactRows:
-    """The rows of the queries (BH, P, D) at `token` (BH, P), times the scale, from their exact attention."""
+def _exact_rows(query: Tensor, exact: Partial, landmarks: Landmarks, exponent: Tensor) -> ExactRows:
+    """The rows of the queries (BH, P, D), times the scale, from their exact attention."""
     lse = safe_row_max(exact.lse).unsqueeze(2)
     logits = torch.baddbmm(exponent.mT - lse, query, landmarks.key.mT)
     if landmarks.used is not None:
         logits = logits.masked_fill(~landmarks.used.unsqueeze(1), -torch.inf)
     basis = (logits.clamp(max=MAX_LOGIT) * LOG2_E).exp2()
-    return ExactRows(token, query, lse, _with_ones(exact.out.to(query.dtype)), basis)
+    return ExactRows(query, lse, _with_ones(exact.out.to(query.dtype)), basis)
 
 
 def _fit(basis: Tensor, smooth: Tensor, missing: Tensor, landmarks: Landmarks) -> tuple[Tensor, Tensor]:

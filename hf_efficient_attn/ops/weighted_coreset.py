@@ -34,7 +34,14 @@ from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take
 from hf_efficient_attn.ops.coreset import gumbel_numbers
 from hf_efficient_attn.ops.coreset_blocks_graph import block_attention
-from hf_efficient_attn.ops.coreset_landmarks import CoresetOptions, Inputs, center, choose_landmarks, order_tokens
+from hf_efficient_attn.ops.coreset_landmarks import (
+    CoresetOptions,
+    Inputs,
+    center,
+    choose_landmarks,
+    gather_candidates,
+    order_tokens,
+)
 from hf_efficient_attn.ops.coreset_near_keys import (
     MAX_COUNTED,
     NearKeys,
@@ -56,11 +63,11 @@ LEAST_DENOMINATOR, FIT_RANGE = 0.01, (0.6, 1.6)
 # The same relative to the sum of the exponentials. The gradient divides by the square.
 LEAST_SUM = 1e-10
 # Scores of a head that are computed at a time: 4 MiB of float32.
-_SCORES = 1 << 20
+SCORES = 1 << 20
 # Keys of several heads that are processed at a time, so that small operations use all cores.
-_TOKENS = 1 << 14
+TOKENS = 1 << 14
 # Numbers of keys and landmarks at a time on an accelerator, 512 MiB of float32, of which there are about three.
-_ACCELERATOR_SCORES = 1 << 27
+ACCELERATOR_SCORES = 1 << 27
 
 
 def weighted_coreset_attention(
@@ -86,7 +93,7 @@ def weighted_coreset_attention(
     like = key.new_empty(0, dtype=accumulation_dtype(key.dtype))
     numbers = gumbel_numbers(options.num_landmarks + options.block_size, num_candidates, options.seed, like)
     near = heads_with_near_keys(inputs, options)
-    if near is None or _is_fixed(key):
+    if near is None or is_fixed(key):
         out = _attend_alike(inputs, numbers, options, near, dropout_p)
     else:
         groups = [(near.logical_not().nonzero()[:, 0], None), (near.nonzero()[:, 0], near)]
@@ -118,7 +125,7 @@ def _attend_alike(
 
     Where there is no choice by data all heads have room for both, and `near` (BH,) says which have near keys.
     """
-    both, kv_len = _is_fixed(inputs.key), inputs.key.shape[1]
+    both, kv_len = is_fixed(inputs.key), inputs.key.shape[1]
     if near is None or both:
         options = options._replace(num_landmarks=options.num_landmarks + options.block_size)
     # Integers are the same for all heads.
@@ -129,25 +136,28 @@ def _attend_alike(
         own = inputs._replace(query=query, key=key, value=value, bias=bias)
         own = own if num_keys is None else own._replace(num_keys=num_keys)
         own = center(own if num_queries is None else own._replace(num_queries=num_queries))
-        landmarks = choose_landmarks(own, numbers, options, own_near if both else None)
+        candidates = gather_candidates(own, options.num_candidates)
+        landmarks = choose_landmarks(candidates, numbers, options, own_near if both else None)
         plan = None if near is None else plan_near_keys(own, options.block_size, own_near if both else None)
         coreset, weights = weigh(own, landmarks, options, plan)
         if plan is None or weights is None:
-            return _attend(own, coreset, None, options, dropout_p).to(value.dtype)
+            return attend_to_coreset(own, coreset, None, options, dropout_p).to(value.dtype)
 
         def with_near_keys(some: slice) -> Tensor:
             heads = _slice_heads(own, some)
-            near_keys = gather_near_keys(heads, _plan_of(plan, some), weights.of_keys(heads.key, some))
-            return _attend(heads, _coreset_of(coreset, some), near_keys, options, dropout_p).to(value.dtype)
+            near_keys = gather_near_keys(heads, plan_of_heads(plan, some), weights.of_keys(heads.key, some))
+            return attend_to_coreset(heads, coreset_of_heads(coreset, some), near_keys, options, dropout_p).to(
+                value.dtype
+            )
 
         at_a_time = len(own.key)
         if backend(own.key) != "cpu":
-            at_a_time = max(1, _ACCELERATOR_SCORES // (kv_len * options.num_landmarks))
+            at_a_time = max(1, ACCELERATOR_SCORES // (kv_len * options.num_landmarks))
         if at_a_time >= len(own.key):
             return with_near_keys(slice(None))
         return torch.cat([with_near_keys(slice(a, a + at_a_time)) for a in range(0, len(own.key), at_a_time)])
 
-    step = _TOKENS // kv_len if near is None else _SCORES // (kv_len * options.num_landmarks)
+    step = TOKENS // kv_len if near is None else SCORES // (kv_len * options.num_landmarks)
     return chunked_over_heads(some_heads, *inputs[:4], *counts, near, step=max(1, step))
 
 
@@ -156,27 +166,29 @@ def _slice_heads(inputs: Inputs, some: slice) -> Inputs:
     return Inputs(*own)
 
 
-def _coreset_of(coreset: Coreset, some: slice | Tensor) -> Coreset:
+def coreset_of_heads(coreset: Coreset, some: slice | Tensor) -> Coreset:
+    """The coreset of some heads."""
     own: tuple[Any, ...] = tuple(None if x is None else x[some] for x in coreset)
     return Coreset(*own)
 
 
-def _plan_of(plan: NearPlan, some: slice) -> NearPlan:
+def plan_of_heads(plan: NearPlan, some: slice) -> NearPlan:
+    """The near keys of some heads."""
     index, bias = plan.key_index, plan.bias
     index = index if len(index) == 1 else index[some]
     return plan._replace(key_index=index, bias=bias if bias is None or len(bias) == 1 else bias[some])
 
 
-def _is_fixed(x: Tensor) -> bool:
+def is_fixed(x: Tensor) -> bool:
     """Whether the form of a head must not depend on data: in a graph, and where reading it waits for a device."""
     return torch.compiler.is_compiling() or backend(x) != "cpu"
 
 
-def _attend(
+def attend_to_coreset(
     inputs: Inputs, coreset: Coreset, near: NearKeys | None, options: CoresetOptions, dropout_p: float
 ) -> Tensor:
     """Attention of all queries to the coreset and to near keys: (BH, Nq, Dv) in the accumulation dtype."""
-    if coreset.by_means is not None and not _is_fixed(inputs.key):
+    if coreset.by_means is not None and not is_fixed(inputs.key):
         is_by_means = coreset.by_means.flatten()
         if bool(is_by_means.all()):
             return _by_means(inputs.query, coreset, options.scale, dropout_p)
@@ -185,8 +197,10 @@ def _attend(
             some: tuple[Any, ...] = () if near is None else tuple(None if x is None else x[fitted] for x in near)
             own = None if near is None else NearKeys(*some)
             outs = (
-                _attend(_of_heads(fitted, inputs), _coreset_of(coreset, fitted), own, options, dropout_p),
-                _by_means(inputs.query[means], _coreset_of(coreset, means), options.scale, dropout_p),
+                attend_to_coreset(
+                    _of_heads(fitted, inputs), coreset_of_heads(coreset, fitted), own, options, dropout_p
+                ),
+                _by_means(inputs.query[means], coreset_of_heads(coreset, means), options.scale, dropout_p),
             )
             return torch.cat(outs).index_select(0, torch.cat((fitted, means)).argsort())
         coreset = coreset._replace(by_means=None)
@@ -203,13 +217,13 @@ def _attend(
     out = numerator / torch.where(safe, denominator, 1.0)
 
     def repaired(some: slice) -> Tensor:
-        own, own_positive = _coreset_of(coreset, some), positive[some]
+        own, own_positive = coreset_of_heads(coreset, some), positive[some]
         second = numerator_of(some) / torch.where(own_positive, unfitted[some], 1.0)
-        if _is_fixed(query) or dropout_p > 0.0 or not bool((safe[some] | own_positive).all()):
+        if is_fixed(query) or dropout_p > 0.0 or not bool((safe[some] | own_positive).all()):
             second = torch.where(own_positive, second, _by_means(query[some], own, scale, dropout_p))
         return torch.where(safe[some], out[some], second)
 
-    if _is_fixed(query):
+    if is_fixed(query):
         return repaired(slice(None))
     # One head at a time, because rounding in a product of several heads could depend on the other heads.
     is_safe = safe.flatten(1).all(1).tolist()
@@ -223,7 +237,7 @@ def _block_q(q_len: int, coreset: Coreset) -> int:
     """Queries that are processed at a time, as many as their scores fit the cache of the CPU."""
     if coreset.key.device.type != "cpu":
         return q_len
-    return ceil_div(q_len, ceil_div(q_len * coreset.key.shape[1], _SCORES))
+    return ceil_div(q_len, ceil_div(q_len * coreset.key.shape[1], SCORES))
 
 
 def _by_means(query: Tensor, coreset: Coreset, scale: float, dropout_p: float) -> Tensor:
