@@ -17,7 +17,7 @@ import hf_efficient_attn as hea
 TIMEOUT = datetime.timedelta(seconds=60)
 # A server that has imported what takes long forks the processes; elsewhere each imports it.
 _METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-_PRELOADED = ["hf_efficient_attn", "hf_efficient_attn._api", "transformers.models.llama.modeling_llama", "torch._dynamo"]
+_PRELOADED = ["hf_efficient_attn._api", "transformers.models.llama.modeling_llama", "torch._dynamo"]
 
 
 def free_port() -> int:
