@@ -242,7 +242,7 @@ def damaged(tmp_path, kind):
     [
         ("text", "not a recording that can be read"),
         ("rest", "the file ends before the 16,000 samples that its header promises"),
-        ("end", "the file ends before the 16,000 samples"),
+        ("end", "the file ends before the 16,000 samples that its header promises: convert it"),
         ("header", "not a recording that can be read"),
         ("chunk", "not a recording that can be read (the file ends too early): convert it"),
         ("empty", "there is no sound in it"),
