@@ -55,7 +55,7 @@ def run(size: int, folder: Path, function: Callable[..., Any], *arguments: Any) 
     context = multiprocessing.start_processes(
         _start, (size, free_port(), str(folder), function, arguments), size, join=False, start_method=_METHOD
     )
-    ended = [process.join(timeout=300) or process.exitcode for process in context.processes]
+    ended = [process.join(timeout=900) or process.exitcode for process in context.processes]
     errors = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("error*"))]
     assert not any(ended), "\n".join([f"exit codes {ended}", *errors])
     return [torch.load(folder / f"result{rank}", weights_only=False) for rank in range(size)]

@@ -354,6 +354,8 @@ def test_a_checkpoint_converted_back_has_a_card(tmp_path):
     ("architecture", "task"),
     [
         ("BertForMaskedLM", "fill-mask"),
+        ("WhisperForConditionalGeneration", "automatic-speech-recognition"),
+        ("WhisperModel", None),
         ("GPT2LMHeadModel", "text-generation"),
         ("LlamaForCausalLM", "text-generation"),
         ("BertModel", "feature-extraction"),

@@ -35,6 +35,7 @@ _PIPELINES = {
     "ForImageClassification": Pipeline("image-classification", 'pipe("image.jpg")'),
     "ForSequenceClassification": Pipeline("text-classification", 'pipe("A sentence.")'),
     "ForTokenClassification": Pipeline("token-classification", 'pipe("A sentence.")'),
+    "WhisperForConditionalGeneration": Pipeline("automatic-speech-recognition", 'pipe("speech.wav")'),
     "ForQuestionAnswering": Pipeline("question-answering", 'pipe(question="Who wrote it?", context="She wrote it.")'),
 }
 _IMAGE_MODELS = ("ViT", "T2TViT", "DeiT", "Beit", "Swin", "Dinov2")
@@ -46,7 +47,7 @@ def pipeline_of(facts: Facts) -> Pipeline | None:
     for ending, pipeline in _PIPELINES.items():
         if name.endswith(ending):
             return pipeline
-    if not name.endswith("Model") or name == "BigGANModel":
+    if not name.endswith("Model") or name in ("BigGANModel", "WhisperModel"):
         return None
     if name.startswith(_IMAGE_MODELS):
         return Pipeline("image-feature-extraction", 'pipe("image.jpg")')
