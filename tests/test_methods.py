@@ -193,6 +193,15 @@ def test_inference_mode(instance, is_causal):
     assert torch.equal(out, instance(*(x.clone() for x in tensors), is_causal=is_causal))
 
 
+@each_form
+def test_what_is_kept_of_a_call_in_inference_mode_can_be_trained_with(instance, is_causal):
+    with torch.inference_mode():
+        instance(*inputs(q_len=90), is_causal=is_causal, seed=9471)
+    leaves = [x.requires_grad_() for x in inputs(q_len=90)]
+    instance(*leaves, is_causal=is_causal, seed=9471).square().sum().backward()
+    assert all(x.grad.isfinite().all() for x in leaves)
+
+
 # The error at a budget on inputs with structure.
 
 

@@ -27,7 +27,7 @@ from hf_efficient_attn.ops import partial as partial_module
 from hf_efficient_attn.ops.accelerator import use_backend
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
-from hf_efficient_attn.ops.features import key_state, orthogonal_features, query_state
+from hf_efficient_attn.ops.features import key_state, orthogonal_features, query_state, softmax_features
 from hf_efficient_attn.ops.hashing import angular_hash, gray_rank, hyperplanes, sort_by_hash
 from hf_efficient_attn.ops.linear_attention import elu_features
 from hf_efficient_attn.ops.onednn import grouped_attention
@@ -1250,3 +1250,10 @@ def test_constants_are_kept_up_to_a_size(monkeypatch):
     with torch.inference_mode():
         kept = constants.constant(ones, 10, device=cpu)
     assert not kept.is_inference()
+
+
+def test_features_that_are_kept_can_be_saved_for_a_gradient():
+    with torch.inference_mode():
+        features = softmax_features(8, 4, 9472, torch.device("cpu"))
+    assert not features.is_inference()
+    assert softmax_features(8, 4, 9472, torch.device("cpu")) is features

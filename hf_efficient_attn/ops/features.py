@@ -9,7 +9,6 @@ w_f . q + b_f, applied to M_f, which is a second attention. So the maxima that p
 feature and for each query, never over the queries and keys of a sequence, and no epsilon is added.
 """
 
-import functools
 import math
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.block_states import merge_other_blocks
 from hf_efficient_attn.ops.blocks import ceil_div
+from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.partial import (
     Partial,
     accumulation_dtype,
@@ -45,14 +45,10 @@ def orthogonal_features(num_features: int, head_dim: int, seed: int | Tensor, de
     return features
 
 
-_cached_features = functools.lru_cache(maxsize=64)(orthogonal_features)
-
-
 def softmax_features(num_features: int, head_dim: int, seed: int | Tensor, device: torch.device) -> Tensor:
-    """`orthogonal_features`, cached if the seed is a number, because QR takes longer than a short attention."""
-    if isinstance(seed, int) and not torch.compiler.is_compiling():
-        with torch.no_grad():
-            return _cached_features(num_features, head_dim, seed, device)
+    """`orthogonal_features`, kept if the seed is a number, because QR takes longer than a short attention."""
+    if isinstance(seed, int):
+        return constant(orthogonal_features, num_features, head_dim, seed, device=device)
     return orthogonal_features(num_features, head_dim, seed, device)
 
 
