@@ -30,6 +30,7 @@ from hf_efficient_attn.evaluation import (
     comparison,
     generation,
     memory,
+    payoff,
     plan,
     timing,
 )
@@ -401,27 +402,27 @@ def _row(attention, speed_up, error, length=4096):
 
 def test_the_fastest_of_the_accurate_methods_is_recommended():
     rows = [_row("sdpa", 1.0, 0.0), _row("a", 4.0, 0.3), _row("b", 2.0, 0.1), _row("c", 3.0, 0.05), _row("d", 1.0, 0.0)]
-    found = benchmark.recommend_method(rows)
+    found = payoff.recommend_method(rows)
     assert found["recommended"] == "c"
     assert found["recommendation"] == (
         "Recommended at 4096 tokens: c, 3.0 times as fast as exact attention with an error of 0.050, the fastest with "
         "an error of at most 0.1."
     )
-    found = benchmark.recommend_method([_row("a", 4.0, 0.3), _row("b", 2.0, 0.2), _row("d", 1.0, 0.0)])
+    found = payoff.recommend_method([_row("a", 4.0, 0.3), _row("b", 2.0, 0.2), _row("d", 1.0, 0.0)])
     assert found["recommended"] == "b"
     assert "none of them keeps 0.1" in found["recommendation"]
-    found = benchmark.recommend_method([_row("a", 1.04, 0.3), _row("b", 0.5, 0.0)])
+    found = payoff.recommend_method([_row("a", 1.04, 0.3), _row("b", 0.5, 0.0)])
     assert found["recommended"] == "sdpa"
     assert "exact attention (sdpa)" in found["recommendation"]
 
 
 def test_nothing_is_recommended_without_a_comparison():
     nothing = {"recommended": None, "recommendation": None}
-    assert benchmark.recommend_method([]) == nothing
-    assert benchmark.recommend_method([_row("sdpa", 1.0, 0.0), _row("a", 2.0, 0.0)]) == nothing
-    assert benchmark.recommend_method([_row("a", 2.0, None), _row("b", 3.0, None)]) == nothing
+    assert payoff.recommend_method([]) == nothing
+    assert payoff.recommend_method([_row("sdpa", 1.0, 0.0), _row("a", 2.0, 0.0)]) == nothing
+    assert payoff.recommend_method([_row("a", 2.0, None), _row("b", 3.0, None)]) == nothing
     longer = [_row("a", 2.0, 0.2), _row("b", 3.0, 0.3), _row("a", 9.0, 0.4, 8192)]  # the last length is not complete
-    assert "at 4096 tokens: a" in benchmark.recommend_method(longer)["recommendation"]
+    assert "at 4096 tokens: a" in payoff.recommend_method(longer)["recommendation"]
 
 
 def test_the_recommendation_is_printed(made, text, capsys):
@@ -547,8 +548,8 @@ def rows_of(speeds):
 )
 def test_pays_from(speeds, expected):
     rows = rows_of(speeds)
-    assert benchmark.pays_from(rows, "m") == expected
-    sentence = benchmark.summarise({"measurements": rows, "pays_from": {"m": expected}})[0]
+    assert payoff.pays_from(rows, "m") == expected
+    sentence = payoff.summarise({"measurements": rows, "pays_from": {"m": expected}})[0]
     if expected is None:
         assert "does not pay off up to 2048 tokens" in sentence
     else:

@@ -5,7 +5,7 @@ On a machine without a GPU `DS_BUILD_OPS=0 DS_ACCELERATOR=cpu pip install --no-b
 
 import copy
 import functools
-import importlib
+import importlib.util
 import os
 
 import pytest
@@ -19,7 +19,7 @@ import processes
 from processes import refused
 from test_engines import LENGTH, METHODS, ids, llama, relative
 
-pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="pip install deepspeed")
 
 
 def own_tokens():

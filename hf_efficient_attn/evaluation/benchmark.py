@@ -36,6 +36,7 @@ from hf_efficient_attn.evaluation.data import (
 from hf_efficient_attn.evaluation.defaults import default_configs, method_label
 from hf_efficient_attn.evaluation.memory import check_memory, memory_errors
 from hf_efficient_attn.evaluation.names import name_of
+from hf_efficient_attn.evaluation.payoff import pays_from, recommend_method, summarise
 from hf_efficient_attn.evaluation.plan import PassTimes, plan_of, total
 from hf_efficient_attn.evaluation.progress import Execution, Step, Steps, partial_result
 from hf_efficient_attn.evaluation.speech import takes_speech
@@ -46,7 +47,7 @@ from hf_efficient_attn.integration.distance_bias import has_distance_bias
 from hf_efficient_attn.integration.layers import ranges
 from hf_efficient_attn.integration.models import attention_modules
 from hf_efficient_attn.integration.refusals import check_methods
-from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig, as_settings
+from hf_efficient_attn.integration.settings import EfficientAttentionConfig, as_settings
 from hf_efficient_attn.io.json import read_json_object
 from hf_efficient_attn.io.writing import check_folder, write_results
 from hf_efficient_attn.methods import MethodConfig
@@ -67,10 +68,6 @@ _NOTE_ON_ENCODER = (
     "The methods are in the encoder. The decoder, which gets the beginning of the same text, stays exact."
 )
 _NOTE_ON_SPEECH_ENCODER = "The methods are in the encoder. The decoder stays exact."
-# Smaller speed-ups may be due to chance.
-_MIN_SPEED_UP = 1.05
-# A larger mean error of the layers is recommended only if no method has a smaller one; the default limit of `auto`.
-_MAX_ERROR = 0.1
 
 
 def benchmark_checkpoint(
@@ -377,17 +374,6 @@ def _default_lengths(model: PreTrainedModel, data: ModelData) -> list[int]:
     return [length for length in proposed if length <= data.longest] or [data.longest]
 
 
-def pays_from(measurements: Sequence[Mapping[str, Any]], label: str) -> int | None:
-    """The smallest measured length from which on a method is faster by 5% or more; None if there is none."""
-    own = sorted((row for row in measurements if row["attention"] == label), key=lambda row: row["length"])
-    first = None
-    for row in reversed(own):
-        if row["speed_up"] < _MIN_SPEED_UP:
-            break
-        first = row["length"]
-    return first
-
-
 def _note_on_pictures(data: ModelData, lengths: Sequence[int]) -> str | None:
     if not data.is_image:
         return None
@@ -411,56 +397,6 @@ def _note_on_data(data: ModelData) -> str | None:
 def note_on_missing(left_out: Sequence[str]) -> str | None:
     """A sentence about the measurements that are missing; None if there are none."""
     return f"Not complete. Not measured: {', '.join(left_out)}." if left_out else None
-
-
-def summarise(result: Mapping[str, Any]) -> list[str]:
-    """Sentences that say from which length on each method pays off."""
-    sentences = []
-    for label, first in result["pays_from"].items():
-        rows = [row for row in result["measurements"] if row["attention"] == label]
-        lengths = sorted({row["length"] for row in rows})
-        if first is None:
-            where = f"up to {lengths[-1]} tokens" if len(lengths) > 1 else f"at {lengths[0]} tokens"
-            sentences.append(f"{label} does not pay off {where}: exact attention is as fast or faster.")
-            continue
-        speed_up = next(row["speed_up"] for row in rows if row["length"] == lengths[-1])
-        where = "at all measured lengths" if first == lengths[0] else f"from {first} tokens on"
-        sentences.append(
-            f"{label} pays off {where}: it is {speed_up:.1f} times as fast as exact attention at {lengths[-1]} tokens."
-        )
-    return sentences
-
-
-def recommend_method(measurements: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
-    """The method to use at the greatest length at which several were compared, and why.
-
-    It is the fastest of those that keep an error of .1, averaged over layers and heads; if none keeps it, the one with
-    the smallest error of those that are faster than exact attention; if there are none, exact attention.
-
-    Returns:
-        "recommended": the label, or None if errors were not measured or there is nothing to compare. "recommendation":
-        a sentence, or None.
-    """
-    rows = [row for row in measurements if row["attention"] != EXACT]
-    lengths = [row["length"] for row in rows]
-    compared = [length for length in set(lengths) if lengths.count(length) > 1]
-    rows = [row for row in rows if row["length"] == max(compared, default=0)]
-    if not rows or any(row["error"] is None for row in rows):
-        return {"recommended": None, "recommendation": None}
-    where = f"Recommended at {rows[0]['length']} tokens: "
-    faster = [row for row in rows if row["speed_up"] >= _MIN_SPEED_UP]
-    if not faster:
-        sentence = f"{where}exact attention ({EXACT}), because none of the methods is faster at this length."
-        return {"recommended": EXACT, "recommendation": sentence}
-    good = [row for row in faster if row["error"] <= _MAX_ERROR]
-    best = max(good, key=lambda row: row["speed_up"]) if good else min(faster, key=lambda row: row["error"])
-    reason = (
-        f"the fastest with an error of at most {_MAX_ERROR}"
-        if good
-        else f"the smallest of the methods that are faster; none of them keeps {_MAX_ERROR}"
-    )
-    about = f"{best['speed_up']:.1f} times as fast as exact attention with an error of {best['error']:.3f}"
-    return {"recommended": best["attention"], "recommendation": f"{where}{best['attention']}, {about}, {reason}."}
 
 
 def output_folder(

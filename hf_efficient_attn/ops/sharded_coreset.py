@@ -153,16 +153,16 @@ class _NearTokens(NamedTuple):
         bias: (BH, T, w), as in `NearPlan`, or None.
         of_probes: int64 (BH or 1, P, w), positions of the near keys of the probes that this process holds.
         bias_of_probes: (BH or 1, P, w), -inf for those that it does not hold.
-        place: int64 (BH or 1, n + block_q - 1), the query at each place of the blocks.
-        back: int64 (BH or 1, n), the place of each query.
+        query_index: int64 (BH or 1, n + block_q - 1), the query at each position in the blocks.
+        block_position: int64 (BH or 1, n), the position of each query in the blocks.
     """
 
     key_index: Tensor
     bias: Tensor | None
     of_probes: Tensor
     bias_of_probes: Tensor
-    place: Tensor
-    back: Tensor
+    query_index: Tensor
+    block_position: Tensor
 
 
 _Tensors = TypeVar("_Tensors", _Heads, _NearTokens)
@@ -304,14 +304,14 @@ def _near_tokens(heads: _Heads, around: Tensor, call: _Call) -> _NearTokens:
     """Where near keys are in the keys of `with_near_tokens`.
 
     Blocks of queries begin at a rank that is a multiple of their length, so that the first block of a shard may begin
-    with places for queries of other processes. These places have arbitrary queries and keys.
+    with positions of queries of other processes. These have arbitrary queries and keys.
     """
     ranks, width, length, device = call.ranks, call.options.block_size, heads.query.shape[1], heads.query.device
     block_q = near_block_q(width)
     first, num_tokens = ranks.first[ranks.shards.rank, :, None].to(device), ranks.num_tokens.to(device)
-    offset, num_places = first % block_q, length + block_q - 1
-    place = (torch.arange(num_places, device=device) - offset).clamp(0, length - 1)
-    block = torch.arange(ceil_div(num_places, block_q), device=device) + first // block_q
+    offset, padded = first % block_q, length + block_q - 1
+    query_index = (torch.arange(padded, device=device) - offset).clamp(0, length - 1)
+    block = torch.arange(ceil_div(padded, block_q), device=device) + first // block_q
     rank = near_index(block, width, num_tokens)
     index = call.of_heads(near_position(rank, around, ranks), device)
     of_probes, is_own = _near_keys_of(call.middle_ranks(call.options.num_probes), call, device)
@@ -320,9 +320,9 @@ def _near_tokens(heads: _Heads, around: Tensor, call: _Call) -> _NearTokens:
         near = heads.near[:, None, None]
         is_own = is_own & near
         bias = mask_bias(call.of_heads(rank < num_tokens.unsqueeze(2), device) & near, dtype)
-    back = torch.arange(length, device=device) + offset
-    place, back = (call.of_heads(x, device) for x in (place, back))
-    return _NearTokens(index, bias, of_probes, mask_bias(is_own, dtype), place, back)
+    block_position = torch.arange(length, device=device) + offset
+    query_index, block_position = (call.of_heads(x, device) for x in (query_index, block_position))
+    return _NearTokens(index, bias, of_probes, mask_bias(is_own, dtype), query_index, block_position)
 
 
 def _attend_alike(heads: _Heads, tokens: _NearTokens | None, numbers: Tensor, call: _Call) -> Tensor:
@@ -357,12 +357,12 @@ def _attend_some(heads: _Heads, tokens: _NearTokens | None, numbers: Tensor, cal
             queries = own.with_keys(own.key[:, :0], own.value[:, :0])._replace(query=own.query).inputs()
             outs.append(attend_to_coreset(queries, own_coreset, None, options, 0.0).to(own.value.dtype))
             continue
-        key_index, bias, _, _, place, back = _of(tokens, some)
-        inputs = own._replace(query=take_alike(own.query, place), bias=None).inputs()
+        key_index, bias, _, _, query_index, block_position = _of(tokens, some)
+        inputs = own._replace(query=take_alike(own.query, query_index), bias=None).inputs()
         plan = NearPlan(key_index, bias, near_block_q(options.block_size))
         near_keys = gather_near_keys(inputs, plan, weights.of_keys(inputs.key, some))
         out = attend_to_coreset(inputs, own_coreset, near_keys, options, 0.0).to(own.value.dtype)
-        outs.append(take_alike(out, back))
+        outs.append(take_alike(out, block_position))
     return torch.cat(outs)
 
 
@@ -401,8 +401,8 @@ def _near_sums(heads: _Heads, tokens: _NearTokens, call: _Call) -> NearSums:
     index = tokens.of_probes
     key, value = (take_alike(x, index).flatten(1, 2) for x in (heads.key, heads.value))
     own = heads.with_keys(key, value).inputs()
-    place = torch.arange(key.shape[1], device=key.device).view(1, *index.shape[1:]).expand(len(key), -1, -1)
-    plan = NearPlan(place, tokens.bias_of_probes, 1)
+    key_index = torch.arange(key.shape[1], device=key.device).view(1, *index.shape[1:]).expand(len(key), -1, -1)
+    plan = NearPlan(key_index, tokens.bias_of_probes, 1)
 
     def of_rows(rows: ExactRows, similarity: Similarity, solved: Tensor) -> Tensor:
         return total([near_sums_of_rows(own, rows, plan, similarity, solved)], call.ranks.shards.group)[0]
