@@ -434,3 +434,57 @@ def test_methods_that_learn_nothing_compile_without_a_warning(method):
     model, inputs = hea.convert(tiny_model("bert"), method), tiny_batch("bert")
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     torch.testing.assert_close(output(compiled, inputs), output(model, inputs))
+
+
+def _deepseek():
+    sizes = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
+    experts = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+    names = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = transformers.DeepseekV3Config(**sizes, **experts, **names, **heads, max_position_embeddings=128)
+    return transformers.DeepseekV3Model(config), lambda: {"input_ids": torch.randint(4, 60, (2, 60))}
+
+
+def _spectrogram():
+    config = transformers.ASTConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_length=80,
+        num_mel_bins=32,
+    )
+    return transformers.ASTModel(config), lambda: {"input_values": torch.randn(2, 80, 32)}
+
+
+@pytest.mark.parametrize("make", [_deepseek, _spectrogram])
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("linear", {"feature_map": "hedgehog"}),
+        ("linear", {"feature_map": "exp", "num_features": 8, "window_size": 4}),
+        ("performer", {"feature_map": "t2r", "num_features": 8}),
+    ],
+)
+def test_feature_maps_where_keys_and_values_differ_and_where_the_longest_sequence_is_unknown(
+    make, method, options, tmp_path
+):
+    torch.manual_seed(0)
+    model, batch = make()
+    losses = []
+    report = hea.DistillationOptions(on_step=lambda _, found: losses.append(sum(x.loss for x in found)))
+    hea.distill(model.eval(), method, [batch() for _ in range(3)], steps=12, options=report, **options)
+    assert losses[-1] < losses[0]
+    model.save_pretrained(tmp_path)
+    inputs = batch()
+    with torch.no_grad():
+        again = type(model).from_pretrained(tmp_path).eval()(**inputs)[0]
+        torch.testing.assert_close(again, model(**inputs)[0])
+
+
+def test_tables_need_the_longest_sequence():
+    with pytest.raises(hea.UnsupportedAttentionError, match="give max_length=N"):
+        hea.convert(_spectrogram()[0], "linformer", projection_dim=4)
+    model, batch = _spectrogram()
+    hea.convert(model, "linformer", projection_dim=4, max_length=40)
+    assert model(**batch())[0].isfinite().all()

@@ -20,7 +20,7 @@ from transformers import initialization
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods import MethodConfig, get_method, learns
+from hf_efficient_attn.methods import MethodConfig, get_method, learns, learns_for_length
 
 # Contains no "attention.key" or the like, because Transformers renames such parts in the keys of some checkpoints.
 NAME = "learned_parameters"
@@ -241,17 +241,22 @@ def _sizes(request: Request) -> dict[str, int] | None:
     num_heads = _first(module, ("num_attention_heads", "num_heads", "n_heads"))
     num_heads = num_heads or _first(config, ("num_attention_heads", "n_head", "n_heads"))
     num_kv_heads = _first(module, ("num_key_value_heads",)) or _first(config, ("num_key_value_heads",)) or num_heads
-    head_dim = _first(module, ("head_dim", "attention_head_size")) or _first(config, ("head_dim",))
-    value_dim = _first(module, ("value_head_dim",))
+    # With multi-head latent attention (DeepSeek-V2 and later), `head_dim` is the part with rotary positions, and values
+    # have another size than keys.
+    head_dim = _first(module, ("qk_head_dim", "head_dim", "attention_head_size")) or _first(config, ("head_dim",))
+    value_dim = _first(module, ("value_head_dim", "v_head_dim"))
     hidden_size = _first(config, ("hidden_size", "n_embd", "dim"))
     if head_dim is None and num_heads and hidden_size:
         head_dim = hidden_size // num_heads
-    max_length = _max_length(method, module, config)
+    max_length = _max_length(method, module, config) if learns_for_length(method) else 1
     if not num_heads or not head_dim or not max_length:
         missing = "number of heads" if not num_heads else "size of a head" if not head_dim else "longest sequence"
+        instead = "use a method without learned parameters"
+        if num_heads and head_dim and hasattr(method, "max_length"):
+            instead = "give max_length=N, the number of tokens of your longest sequence"
         raise UnsupportedAttentionError(
             f"{method.method}: the {missing} of {request.name} cannot be determined from {type(config).__name__}, so "
-            "that its learned parameters cannot be made: use a method without learned parameters"
+            f"that its learned parameters cannot be made: {instead}"
         )
     value_dim = value_dim or head_dim
     return {

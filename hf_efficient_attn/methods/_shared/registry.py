@@ -446,6 +446,20 @@ def learns(config: MethodConfig) -> bool:
     return initial is not None and bool(initial(config, num_heads=1, head_dim=1, value_dim=1, max_length=1))
 
 
+@functools.lru_cache(maxsize=256)
+def learns_for_length(config: MethodConfig) -> bool:
+    """Whether a method with these hyperparameters has learned parameters whose shapes depend on the longest sequence.
+
+    Those are tables that contract tokens. Feature maps belong to heads, and fit sequences of any length.
+    """
+    initial = get_method(config.method).initial_parameters
+    if initial is None:
+        return False
+    sizes = {"num_heads": 1, "head_dim": 1, "value_dim": 1}
+    short, long = (initial(config, **sizes, max_length=length) for length in (1, 2))
+    return any(short[name].shape != long[name].shape for name in short)
+
+
 def parameters_of_slice(
     config: MethodConfig, parameters: Mapping[str, Tensor], heads: HeadSlice, num_heads: int
 ) -> dict[str, Tensor]:
