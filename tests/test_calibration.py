@@ -405,6 +405,7 @@ def test_exact_layers_do_not_warn():
     assert warnings_of(model, tiny_batch("bert", length=90)) == []
 
 
+@pytest.mark.exhaustive
 def test_compiled_models_neither_warn_nor_break():
     """The length is no condition of a graph: there are as many graphs as without a calibrated length."""
     from torch._dynamo.testing import CompileCounter

@@ -428,7 +428,9 @@ def test_missing_parameters_are_noticed_in_a_compiled_model():
 
 
 @pytest.mark.filterwarnings("error:Dynamo detected a call to a:UserWarning")
-@pytest.mark.parametrize("method", ["eva", "nystromformer", "kdeformer"])
+@pytest.mark.parametrize(
+    "method", ["eva", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("nystromformer", "kdeformer"))]
+)
 def test_methods_that_learn_nothing_compile_without_a_warning(method):
     torch._dynamo.reset()
     model, inputs = hea.convert(tiny_model("bert"), method), tiny_batch("bert")

@@ -152,7 +152,7 @@ def test_the_plan_of_few_kernels_is_that_of_a_padded_sequence(length, groups):
     torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.exhaustive), torch.bfloat16])
 def test_the_samples_of_few_kernels_are_unbiased(dtype):
     """Over many samples the mean weight of every key is 1 minus its share of blocks whose near field holds it."""
     tokens, value = local_and_repeated(96, dtype)[:2], numbers(2, 96, 3, seed=7).to(dtype)

@@ -716,6 +716,8 @@ def test_offsets_differ_by_head_and_not_by_number_of_heads():
     assert torch.equal(few, many[:4])
     assert ((many > 0) & (many < 1)).all()
     assert many.sort().values.diff().min() > 0.005
+    seeds = torch.stack([offsets(1, seed, 11, CPU) for seed in range(200)])
+    assert torch.histc(seeds, 5, 0, 1).min() > 20
 
 
 # Features.
@@ -916,11 +918,11 @@ def test_the_far_field_is_unbiased(scores, independent):
     weights = near_far_sampling.sampling_scores(
         query, key, value, near, None, torch.full((4,), 0.5).double(), sampling(scores=scores, groups=1)
     )
-    total, draws = torch.zeros(4, 90), 4000
-    for seed in range(draws):
-        turns = offsets(2, seed, 12, CPU).repeat(2)[:, None]
+    total, draws, together = torch.zeros(4, 90), 4000, 40
+    for seed in range(draws // together):
+        turns = uniform((2, together), seed, 12, CPU).repeat(2, 1)
         far = near_far_sampling.sample_keys(weights, 20, turns, seed, independent)
-        total.scatter_add_(1, far.sorted_index[:, 0], far.log_weight[:, 0].exp().float())
+        total.scatter_add_(1, far.sorted_index.flatten(1), far.log_weight.flatten(1).exp().float())
     mean = total / draws
     assert (mean.mean(1) - 1.0).abs().max() < 0.02
     # The mean is less certain for keys that are sampled less than once in twenty times.

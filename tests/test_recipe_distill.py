@@ -76,6 +76,7 @@ def launch(*options):
     return done.stdout
 
 
+@pytest.mark.exhaustive
 def test_two_processes_average_their_gradients(given, made, text, tmp_path):  # noqa: F811
     """The parameters are those of one process whose gradients are the means of those of two batches."""
     shown = launch(*given, "--finetune_steps", "2", "--output_dir", str(tmp_path / "out"))

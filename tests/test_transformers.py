@@ -769,7 +769,7 @@ def test_every_model_that_has_a_table_of_attention_classes_is_known_by_it():
         assert not any(own_mask(type(module)) for module in tiny_model(family).modules())
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.exhaustive), "bert"])
 def test_arguments_of_a_loss_pass(family):
     """Transformers passes them on to the attention function too."""
     model, inputs = tiny_model(family, "linear", head=True), tiny_batch(family)
