@@ -56,6 +56,9 @@ SWITCHES = [
     ),
 ]  # fmt: skip
 
+# Every fourth call, or every one.
+some_or_all = pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.exhaustive)])
+
 
 def convert(model, choice: str):
     return hea.convert(model, copy.deepcopy(CHOICES[choice]))
@@ -159,15 +162,17 @@ def check_every_failure(model, switch, inputs=None, lines=False, step=1) -> None
         assert not torch.equal(output(model, inputs), out)
 
 
+@some_or_all
 @pytest.mark.parametrize(("start", "end"), SWITCHES)
-def test_convert_fails_at_every_call(start, end):
+def test_convert_fails_at_every_call(start, end, step):
     model = trained(convert(tiny_model("bert"), start))
-    check_every_failure(model, lambda model: convert(model, end), tiny_batch("bert"))
+    check_every_failure(model, lambda model: convert(model, end), tiny_batch("bert"), step=step)
 
 
-def test_convert_fails_at_every_line():
+@pytest.mark.parametrize("step", [35, pytest.param(7, marks=pytest.mark.exhaustive)])
+def test_convert_fails_at_every_line(step):
     model = trained(convert(tiny_model("bert"), "shared"))
-    check_every_failure(model, lambda model: convert(model, "mix"), tiny_batch("bert"), lines=True, step=7)
+    check_every_failure(model, lambda model: convert(model, "mix"), tiny_batch("bert"), lines=True, step=step)
 
 
 @pytest.mark.exhaustive
@@ -177,7 +182,7 @@ def test_several_models_in_one_container_fail_at_every_call(start, end):
     check_every_failure(trained(both), lambda model: convert(model, end), step=4)
 
 
-@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.exhaustive), 4])
+@some_or_all
 @pytest.mark.parametrize("name", ["linformer", "kdeformer", "sdpa", "eager"])
 @pytest.mark.parametrize("start", ["exact", "kdeformer", "shared"])
 def test_set_attn_implementation_fails_at_every_call(start, name, step):

@@ -298,7 +298,9 @@ def distilled(trainer) -> list[tuple]:
     ]
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["training data", "own batches"])
+@pytest.mark.parametrize(
+    "own", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["training data", "own batches"]
+)
 def test_callback(own, tmp_path):
     """Only the distilled parameters differ from a run without it: data and random states are those of the training."""
     options = {"save_strategy": "steps", "save_steps": 1}

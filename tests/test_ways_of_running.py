@@ -102,7 +102,9 @@ def test_a_method_that_reads_values_is_not_exported():
 
 
 @pytest.mark.parametrize("method", exportable_methods())
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(
+    "family", ["bert", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in MODELS if x != "bert")]
+)
 def test_a_model_in_onnx(family, method, tmp_path):
     pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript")
     runtime = pytest.importorskip("onnxruntime", reason="onnxruntime computes the exported graph")
