@@ -20,6 +20,7 @@ import hf_efficient_attn as hea
 from broken_methods import BrokenConfig, broken, correct
 from hf_efficient_attn import cli, methods
 from hf_efficient_attn.methods import get_method, make_config
+from hf_efficient_attn.ops.heads import HeadSlice
 from instances import DEFAULTS, INSTANCES, forms, inputs, padding_mask, relative_error
 from promises import check_last_queries, check_naive, check_naive_gradients, naive
 from tiny_models import output, tiny_batch, tiny_model
@@ -499,6 +500,27 @@ def test_a_taken_name_is_refused_and_can_be_replaced():
         assert hea.available_methods().count("correct") == 1
         assert hea.attention("correct", *tensors).abs().sum() == 0
         assert "Another title" in hea.functional.correct_attention.__doc__
+
+
+def test_a_replaced_method_may_learn_something_else():
+    def table(config, *, num_heads, head_dim, value_dim, max_length):
+        return {"w": torch.zeros(4, max_length)}
+
+    def map_of_heads(config, *, num_heads, head_dim, value_dim, max_length):
+        return {"w": torch.zeros(num_heads, head_dim)}
+
+    def zeros(config, query, key, value, options):
+        return value
+
+    with broken(correct):
+        config_class = type("Learning", (get_method("correct").info.config_class,), {"learned_parameters": ("w",)})
+        config, given = config_class(), {"w": torch.zeros(4, 3)}
+        found = []
+        for initial in (table, map_of_heads, table):
+            hea.register_method(config_class, forward=zeros, naive=zeros, initial_parameters=initial, replace=True)
+            part = methods.parameters_of_slice(config, given, HeadSlice(2, 4), 2)["w"]
+            found.append((methods.learns_for_length(config), len(part)))
+        assert found == [(True, 4), (False, 2), (True, 4)]
 
 
 # Functional forms.

@@ -18,6 +18,7 @@ from hf_efficient_attn.methods._shared.call import (
     update_state,
 )
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.learned_shapes import learns, learns_for_length, parameters_of_slice
 from hf_efficient_attn.methods._shared.registry import (
     AttentionOptions,
     HiddenProjections,
@@ -30,12 +31,9 @@ from hf_efficient_attn.methods._shared.registry import (
     distance_bias_methods,
     exportable_methods,
     get_method,
-    learns,
-    learns_for_length,
     make_config,
     method_info,
     on_register,
-    parameters_of_slice,
     rectangular_methods,
     register_method,
     unregister,

@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.methods._shared.config import MethodConfig
 from hf_efficient_attn.methods._shared.graph import is_operator, operator_forward
+from hf_efficient_attn.methods._shared.learned_shapes import parameters_of_slice
 from hf_efficient_attn.methods._shared.registry import (
     AttentionForward,
     AttentionOptions,
@@ -23,7 +24,6 @@ from hf_efficient_attn.methods._shared.registry import (
     exportable_methods,
     get_method,
     make_config,
-    parameters_of_slice,
 )
 from hf_efficient_attn.ops.collectives import Shards, over_heads
 from hf_efficient_attn.ops.export import exporting_to_onnx
