@@ -5,9 +5,8 @@ import torch
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods import get_method, parameters_of_slice
-from hf_efficient_attn.ops import heads as head_numbers
 from hf_efficient_attn.ops.accelerator import use_backend
-from hf_efficient_attn.ops.heads import HeadSlice
+from hf_efficient_attn.ops.random import HeadSlice
 from instances import INSTANCES, inputs, padding_mask
 
 HEADS, KV_HEADS = 4, 2
@@ -69,4 +68,3 @@ def test_a_slice_has_an_end():
     query, key, value = inputs(1, 2, 75, 8)
     with pytest.raises(hea.UnsupportedAttentionError, match="2 heads from head 3 on are not among the 4 heads"):
         hea.attention("kdeformer", query, key, value, heads=HeadSlice(3, 4))
-    assert head_numbers.current_slice() is None

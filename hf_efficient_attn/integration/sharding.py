@@ -10,7 +10,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.methods import MethodConfig, sharded_attention
 from hf_efficient_attn.ops.collectives import Shards, over_heads
-from hf_efficient_attn.ops.heads import HeadSlice
+from hf_efficient_attn.ops.random import HeadSlice
 
 # The attribute of models and attention modules with their `SequenceParallel`.
 PARALLEL = "_efficient_attention_parallel"

@@ -42,7 +42,7 @@ from hf_efficient_attn.ops import kde
 from hf_efficient_attn.ops.exact import exact_attention
 from hf_efficient_attn.ops.near_far import dense_attention
 from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
-from hf_efficient_attn.ops.random import uniform
+from hf_efficient_attn.ops.random import head_slice, seed_value, uniform
 
 # Hash tables, and hashes that make up a bucket of one table, with a budget.
 _TABLES, _DEPTH = 8, 4
@@ -293,7 +293,7 @@ def _by_head(
         query, key, value, key_mask = flatten_heads(query, key, value, key_mask)
         out = exact_attention(query, key, value, key_mask, is_causal=False, scale=scale, dropout_p=dropout_p)
         return unflatten_heads(out, shape)
-    outs, first = [], 0 if options.heads is None else options.heads.first
+    outs, seed, first = [], seed_value(options.seed), head_slice(options.seed, shape[1]).first
     for b in range(shape[0]):
         valid = None if key_mask is None else key_mask[b].nonzero().squeeze(1)
         # In self-attention a masked token has no query either, and its output is 0.
@@ -303,7 +303,7 @@ def _by_head(
             if valid is not None:
                 q, k, v = q if valid_queries is None else q[valid_queries], k[valid], v[valid]
             if len(k) and len(q):
-                out = form(config, _Head(q, k, v, scale, dropout_p, options.seed + _SEED_STEP * (first + h)))
+                out = form(config, _Head(q, k, v, scale, dropout_p, seed + _SEED_STEP * (first + h)))
             else:
                 out = v.new_zeros(len(q), v.shape[1]) + 0.0 * v.sum()
             if valid_queries is not None:

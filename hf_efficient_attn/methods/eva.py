@@ -53,12 +53,11 @@ from hf_efficient_attn.ops.chunk_summaries import Heads, window_attention
 from hf_efficient_attn.ops.chunk_windows import kept_plan, plan_windows, query_blocks, window_sizes
 from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.exact import exact_decode
-from hf_efficient_attn.ops.heads import head_slice
 from hf_efficient_attn.ops.interval_levels import interval_level_attention, interval_sizes
 from hf_efficient_attn.ops.interval_summaries import causal_summary_attention, plan_interval_chunks
 from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.ragged_windows import Masks, ragged_window_attention
-from hf_efficient_attn.ops.random import normal
+from hf_efficient_attn.ops.random import Seed, head_slice, normal
 
 # Streams of random numbers: one for the chunks, and one for each level of groups or intervals.
 _CHUNKS = 40
@@ -150,7 +149,7 @@ def _noise(config: EvaConfig, query: Tensor, options: AttentionOptions, num_chun
     seed, dtype, device = options.seed, accumulation_dtype(query.dtype), query.device
     # What is kept is rounded up, so that sequences of all lengths have few different ones.
     sizes = 1 << (num_chunks - 1).bit_length(), num_heads, head_dim, seed, stream, dtype
-    drawn = constant(_draw, *sizes, device=device) if isinstance(seed, int) else _draw(*sizes, device)
+    drawn = constant(_draw, *sizes, device=device)
     drawn = drawn[:, :num_chunks]
     return drawn if batch == 1 else drawn.repeat(batch, 1, 1)
 
@@ -159,12 +158,12 @@ def _draw(
     num_chunks: int,
     num_heads: int,
     head_dim: int,
-    seed: int | Tensor,
+    seed: Seed,
     stream: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    first, total = head_slice(num_heads)
+    first, total = head_slice(seed, num_heads)
     drawn = normal((num_chunks, total, head_dim), seed, stream, device)[:, first : first + num_heads]
     return drawn.to(dtype).transpose(0, 1).contiguous()
 

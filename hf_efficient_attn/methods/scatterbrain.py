@@ -49,6 +49,7 @@ from hf_efficient_attn.ops.features import (
 from hf_efficient_attn.ops.near_and_features import Features, block_attention, causal_block_attention
 from hf_efficient_attn.ops.near_field import plan_lsh
 from hf_efficient_attn.ops.partial import Partial, merge, partial_attention
+from hf_efficient_attn.ops.random import Seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,9 +137,7 @@ class _Far(NamedTuple):
         return Partial(part.out, part.lse + query_factor(query, self.features.shape[0]))
 
 
-def _plan(
-    config: ScatterbrainConfig, query: Tensor, key: Tensor, key_mask: Tensor | None, seed: int | Tensor
-) -> _Blocks:
+def _plan(config: ScatterbrainConfig, query: Tensor, key: Tensor, key_mask: Tensor | None, seed: Seed) -> _Blocks:
     """Choose the near field of (BH, N, D) queries and keys, without gradient."""
     if config.near_field == "window":
         order = None if key_mask is None else valid_first(key_mask)

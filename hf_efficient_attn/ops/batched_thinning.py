@@ -23,9 +23,8 @@ from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.constants import constant, integers
-from hf_efficient_attn.ops.heads import head_slice
 from hf_efficient_attn.ops.partial import accumulation_dtype
-from hf_efficient_attn.ops.random import uniform_of_heads
+from hf_efficient_attn.ops.random import Seed, head_slice, seed_value, uniform_of_heads
 
 # How many pairs of a bucket are decided at a time, and how often with an error.
 _TOGETHER, _TIMES = 16, 2
@@ -56,7 +55,7 @@ class Rounds(NamedTuple):
 class Numbers(NamedTuple):
     """The random numbers of all rounds, (all pairs, H), the last round first: `uniform` of a seed and a stream."""
 
-    seed: int | Tensor
+    seed: Seed
     stream: int
     num_heads: int
 
@@ -129,7 +128,7 @@ def _halve_by_triton(
     """The tokens that are left, int64 (BH, M); `index` is that of the places before the first round, (BH or 1, S)."""
     norm = torch.linalg.vector_norm(key, dim=2, dtype=torch.float32).amax(1)
     largest = torch.linalg.vector_norm(value, torch.inf, (1, 2), dtype=torch.float32)
-    seed = numbers.seed
+    seed = seed_value(numbers.seed)
     if not isinstance(seed, Tensor):
         seed = constant(_seed, seed & 0xFFFFFFFF, device=key.device)
     parts = list(zip(plan.split(rounds.padded(), 2), rounds.num_pairs, rounds.buckets, strict=True))
@@ -137,7 +136,7 @@ def _halve_by_triton(
     for own, num_pairs, bucket in reversed(parts):
         first -= num_pairs
         # The numbers of a pair are those of all heads of the layer, of which a process may hold some.
-        first_head, total = head_slice(numbers.num_heads)
+        first_head, total = head_slice(numbers.seed, numbers.num_heads)
         sizes = (numbers.stream, first * total + first_head, numbers.num_heads, total, num_pairs, bucket)
         index = halve_round(key, value, index, own, seed, norm, largest, *sizes, scale)
     return index

@@ -31,7 +31,7 @@ from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.hashing import angular_hash, hyperplanes, sort_by_hash
 from hf_efficient_attn.ops.near_far_sampling import SamplingOptions, sample_keys, split_scale_evenly
 from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, partial_attention
-from hf_efficient_attn.ops.random import offsets
+from hf_efficient_attn.ops.random import Seed, offsets, seed_value
 from hf_efficient_attn.ops.sampling import stratified_ranks
 
 # Streams of random numbers on level 0.
@@ -65,8 +65,8 @@ def interval_scores(
     batch_heads, num_intervals, length, head_dim = key.shape
     dtype, kind = squares.dtype, options.scores
     if not isinstance(kind, str):
-        pairs = zip(query.flatten(0, 1), key.flatten(0, 1), strict=True)
-        log_norms = [kind(*split_scale_evenly(q, k, options.scale), options.seed)[0] for q, k in pairs]
+        pairs, seed = zip(query.flatten(0, 1), key.flatten(0, 1), strict=True), seed_value(options.seed)
+        log_norms = [kind(*split_scale_evenly(q, k, options.scale), seed)[0] for q, k in pairs]
         norms = torch.stack(log_norms).view(batch_heads, num_intervals, length).exp().to(dtype)
     elif kind == "probe":
         rank = _ranks_of(options, batch_heads, options.num_probes, length, _PROBES + 2 * level, key.device)
@@ -88,11 +88,11 @@ def _ranks_of(
 ) -> Tensor:
     """One index in each of `count` equal strata of `length` tokens: int64 (BH, count)."""
     arguments = (batch_heads // options.batch, options.batch, count, length, options.seed, stream)
-    return constant(_ranks, *arguments, device=device) if isinstance(options.seed, int) else _ranks(*arguments, device)
+    return constant(_ranks, *arguments, device=device)
 
 
 def _ranks(
-    num_heads: int, batch: int, count: int, length: int, seed: int | Tensor, stream: int, device: torch.device
+    num_heads: int, batch: int, count: int, length: int, seed: Seed, stream: int, device: torch.device
 ) -> Tensor:
     """`count` evenly spread indices below `length` for each head, by an offset of its own: int64 (B H, count)."""
     ranks = stratified_ranks(count, length, offsets(num_heads, seed, stream, device).unsqueeze(1))
@@ -152,8 +152,7 @@ def plan_intervals(
                 own_gram = left_intervals(gram, count, 1 << level).sum(2)
                 scores = interval_scores(queries, keys, own_squares, own_gram, level, options)
                 arguments = (batch_heads // options.batch, options.batch, count, options.seed, _SAMPLES + 2 * level)
-                is_kept = isinstance(options.seed, int)
-                offset = constant(_offsets, *arguments, device=device) if is_kept else _offsets(*arguments, device)
+                offset = constant(_offsets, *arguments, device=device)
                 scores = scores.flatten(0, 1).unsqueeze(1)
                 far = sample_keys(scores, num_samples, offset, options.seed, options.independent, complete=True)
                 index, log_weight = (x.view(batch_heads, count, num_samples) for x in far[:2])
@@ -186,7 +185,7 @@ def _plan_levels_together(
     return plans
 
 
-def _offsets(num_heads: int, batch: int, count: int, seed: int | Tensor, stream: int, device: torch.device) -> Tensor:
+def _offsets(num_heads: int, batch: int, count: int, seed: Seed, stream: int, device: torch.device) -> Tensor:
     """The offsets of the samples of `count` intervals: float64 (B H J, 1)."""
     return offsets(num_heads, seed, stream, device).repeat(batch).repeat_interleave(count).unsqueeze(1)
 

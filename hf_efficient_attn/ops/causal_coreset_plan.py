@@ -10,6 +10,7 @@ from torch import Tensor
 from hf_efficient_attn.ops.blocks import take
 from hf_efficient_attn.ops.coreset import cluster_sums, draw_apart, gumbel_numbers, nearest, refinement_steps
 from hf_efficient_attn.ops.partial import accumulation_dtype
+from hf_efficient_attn.ops.random import Seed
 
 # Keys of the prefix, evenly spaced, from which landmarks are made.
 _CANDIDATES = 1024
@@ -38,7 +39,7 @@ class CausalCoresetOptions(NamedTuple):
     cluster_size: int
     temperature: float = 0.75
     ridge: float = 1e-3
-    seed: int | Tensor = 0
+    seed: Seed = 0
 
 
 class Epoch(NamedTuple):

@@ -15,6 +15,7 @@ from hf_efficient_attn.ops.blocks import ceil_div
 from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.coreset import gumbel_numbers
 from hf_efficient_attn.ops.partial import accumulation_dtype
+from hf_efficient_attn.ops.random import Seed
 
 # Blocks of a unit, and by how many blocks the queries of a unit come later than its keys.
 UNIT, DELAY = 16, 2
@@ -51,7 +52,7 @@ class LandmarkOptions(NamedTuple):
     num_samples: int
     temperature: float = 0.75
     ridge: float = 1e-3
-    seed: int | Tensor = 0
+    seed: Seed = 0
 
     @property
     def num_exact(self) -> int:

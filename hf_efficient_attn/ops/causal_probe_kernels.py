@@ -18,10 +18,9 @@ from torch import Tensor
 
 from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.constants import constant
-from hf_efficient_attn.ops.heads import head_slice
 from hf_efficient_attn.ops.outputs import compute_into
 from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
-from hf_efficient_attn.ops.random import uniform
+from hf_efficient_attn.ops.random import Seed, head_slice, uniform
 
 # Streams of random numbers.
 _PROBES, _SAMPLES = 19, 20
@@ -58,11 +57,11 @@ class _Random(NamedTuple):
 
     num_heads: int
     batch: int
-    seed: int | Tensor
+    seed: Seed
 
 
 def sample_all_levels(
-    query: Tensor, key: Tensor, grid: Grid, scale: float, seed: int | Tensor, batch: int
+    query: Tensor, key: Tensor, grid: Grid, scale: float, seed: Seed, batch: int
 ) -> tuple[Tensor, Tensor]:
     """Sample the keys of the intervals of all levels. No gradient.
 
@@ -122,13 +121,15 @@ def _scores(query: Tensor, key: Tensor, grid: Grid, scale: float, random: _Rando
 
 
 def _constant(make: Callable[..., Tensor], grid: Grid, random: _Random, device: torch.device) -> Tensor:
-    is_kept = isinstance(random.seed, int)
-    return constant(make, grid, random, device=device) if is_kept else make(grid, random, device)
+    return constant(make, grid, random, device=device)
 
 
 def _offsets(grid: Grid, random: _Random, stream: int, device: torch.device) -> Tensor:
     """An offset in (0, 1) for each head and level: float64 (BH, levels)."""
-    head = torch.arange(random.num_heads, dtype=torch.float64, device=device) + head_slice(random.num_heads).first
+    head = (
+        torch.arange(random.num_heads, dtype=torch.float64, device=device)
+        + head_slice(random.seed, random.num_heads).first
+    )
     turn = head[:, None] * _GOLDEN_RATIO
     return (uniform((len(grid.counts),), random.seed, stream, device) + turn).frac().repeat(random.batch, 1)
 

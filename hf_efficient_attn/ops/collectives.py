@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_efficient_attn.ops.heads import HeadSlice
 from hf_efficient_attn.ops.partial import Partial, safe_row_max
+from hf_efficient_attn.ops.random import HeadSlice
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,10 @@ from torch.autograd.function import once_differentiable
 from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import ceil_div, take, valid_first
 from hf_efficient_attn.ops.constants import constant
-from hf_efficient_attn.ops.heads import HeadSlice, head_slice, numbered_heads
 from hf_efficient_attn.ops.onednn import product, use_product
 from hf_efficient_attn.ops.pivots import pivot_tolerance, pivots_in_two_draws
 from hf_efficient_attn.ops.precision import LOG2_E
-from hf_efficient_attn.ops.random import uniform, uniform_of_heads
+from hf_efficient_attn.ops.random import HeadSeed, HeadSlice, Seed, seed_for_operator, uniform, uniform_of_heads
 
 # The factor of the pivots of some heads that are processed at a time: 2**20 numbers, 4 MiB in float32.
 _FACTOR_NUMEL = 1 << 20
@@ -64,7 +63,7 @@ def _draw_sizes(num_pivots: int, block: int) -> list[int]:
     return sizes
 
 
-def gumbel_numbers(count: int, num_candidates: int, seed: int | Tensor, like: Tensor) -> Tensor:
+def gumbel_numbers(count: int, num_candidates: int, seed: Seed, like: Tensor) -> Tensor:
     """Standard Gumbel numbers (draws, C) for `draw_apart`, where those of a candidate do not depend on C.
 
     Those of an integer seed are kept, so they must not be modified.
@@ -182,24 +181,22 @@ def cluster_sums(cluster: Tensor, x: Tensor, count: int) -> Tensor:
     return one_hot.mT @ x
 
 
-def numbers_of_two_draws(num_candidates: int, num_heads: int, seed: int | Tensor, like: Tensor) -> Tensor:
+def numbers_of_two_draws(num_candidates: int, num_heads: int, seed: Seed, like: Tensor) -> Tensor:
     """Standard Gumbel numbers (2, H, C) for `pivots.pivots_in_two_draws`. Those of an integer seed are kept."""
     return _kept_gumbel(2, num_candidates, num_heads, seed, like)
 
 
-def _kept_gumbel(
-    num_draws: int, num_candidates: int, num_heads: int | None, seed: int | Tensor, like: Tensor
-) -> Tensor:
+def _kept_gumbel(num_draws: int, num_candidates: int, num_heads: int | None, seed: Seed, like: Tensor) -> Tensor:
     """`_gumbel`, kept for an integer seed."""
     shape = num_draws, num_candidates, num_heads, seed, like.dtype
-    return constant(_gumbel, *shape, device=like.device) if isinstance(seed, int) else _gumbel(*shape, like.device)
+    return constant(_gumbel, *shape, device=like.device)
 
 
 def _gumbel(
     num_draws: int,
     num_candidates: int,
     num_heads: int | None,
-    seed: int | Tensor,
+    seed: Seed,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
@@ -216,7 +213,7 @@ def _gumbel(
 
 
 def choose_pivots(
-    points: Tensor, valid: Tensor | None, num_pivots: int, *, seed: int | Tensor, batch: int, block: int = 64
+    points: Tensor, valid: Tensor | None, num_pivots: int, *, seed: Seed, batch: int, block: int = 64
 ) -> Pivots:
     """Choose pivots by randomized pivoted Cholesky on exp(<x_i, x_j>).
 
@@ -239,14 +236,13 @@ def choose_pivots(
     """
     points = points.detach()
     if torch.compiler.is_compiling():
-        seed = torch.as_tensor(seed, device=points.device).to(torch.int64)
-        heads = list(head_slice(len(points) // batch))
-        return Pivots(*torch.ops.hf_efficient_attn.choose_pivots(points, valid, num_pivots, seed, batch, block, heads))
+        value, heads = seed_for_operator(seed, len(points) // batch, points.device)
+        return Pivots(*torch.ops.hf_efficient_attn.choose_pivots(points, valid, num_pivots, value, batch, block, heads))
     return Pivots(*_choose_pivots(points, valid, num_pivots, seed, batch, block))
 
 
 def _choose_pivots(
-    points: Tensor, valid: Tensor | None, num_pivots: int, seed: int | Tensor, batch: int, block: int
+    points: Tensor, valid: Tensor | None, num_pivots: int, seed: Seed, batch: int, block: int
 ) -> tuple[Tensor, Tensor]:
     batch_heads, num_candidates, _ = points.shape
     num_heads, sizes = batch_heads // batch, _draw_sizes(num_pivots, block)
@@ -286,8 +282,7 @@ def _choose_pivots_op(
     block: int,
     heads: list[int],
 ) -> tuple[Tensor, Tensor]:
-    with numbered_heads(HeadSlice(*heads)):
-        return _choose_pivots(points, valid, num_pivots, seed, batch, block)
+    return _choose_pivots(points, valid, num_pivots, HeadSeed(seed, HeadSlice(*heads)), batch, block)
 
 
 @_choose_pivots_op.register_fake

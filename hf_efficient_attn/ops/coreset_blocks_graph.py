@@ -24,6 +24,7 @@ from hf_efficient_attn.ops.coreset_blocks_plan import (
 from hf_efficient_attn.ops.coreset_landmarks import CoresetOptions, candidates_of, order_tokens, spread_queries
 from hf_efficient_attn.ops.fused_attention import fused_attention_backward
 from hf_efficient_attn.ops.partial import accumulation_dtype
+from hf_efficient_attn.ops.random import Seed
 
 
 def block_attention(
@@ -38,11 +39,8 @@ def block_attention(
     plan = make_plan(inputs, options)
     position, valid = candidates_of(inputs, options.num_candidates)
     like = key.new_empty(0, dtype=accumulation_dtype(key.dtype))
-    shape, seed = (len(key), plan.num_landmarks, position.shape[1]), options.seed
-    if isinstance(seed, int):
-        numbers = constant(_numbers_of_heads, shape, seed, like.dtype, device=key.device)
-    else:
-        numbers = gumbel_numbers(*shape[1:], seed, like).expand(len(key), -1)
+    shape = len(key), plan.num_landmarks, position.shape[1]
+    numbers = constant(_numbers_of_heads, shape, options.seed, like.dtype, device=key.device)
     probe = spread_queries(inputs, options.num_probes) if options.num_probes else None
     out: Tensor = _BlockAttention.apply(  # type: ignore[no-untyped-call]
         query, key, value, inputs.num_keys, probe, position, valid, numbers, plan
@@ -54,7 +52,7 @@ def block_attention(
     return take(out, inverse(order)).masked_fill(~key_mask[:, :, None], 0.0)
 
 
-def _numbers_of_heads(shape: tuple[int, int, int], seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _numbers_of_heads(shape: tuple[int, int, int], seed: Seed, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The same Gumbel numbers for (BH, landmarks, candidates), (BH, C)."""
     like = torch.empty(0, dtype=dtype, device=device)
     return gumbel_numbers(*shape[1:], seed, like).repeat(shape[0], 1)

@@ -16,6 +16,7 @@ from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.onednn import multiplies_float32
 from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.precision import product_dtype
+from hf_efficient_attn.ops.random import Seed
 from hf_efficient_attn.ops.sampling import stratified_ranks
 
 # t: how much less the kernel of the weights distinguishes keys than the scores do. Of .5, .6, .7, .85 and 1, .7 has the
@@ -47,7 +48,7 @@ class CoresetOptions(NamedTuple):
     block_size: int
     near_share: float
     scale: float
-    seed: int | Tensor
+    seed: Seed
 
 
 class Inputs(NamedTuple):

@@ -27,10 +27,10 @@ from hf_efficient_attn.ops.partial import (
     prefix_merge,
     safe_row_max,
 )
-from hf_efficient_attn.ops.random import normal
+from hf_efficient_attn.ops.random import Seed, normal
 
 
-def orthogonal_features(num_features: int, head_dim: int, seed: int | Tensor, device: torch.device) -> Tensor:
+def orthogonal_features(num_features: int, head_dim: int, seed: Seed, device: torch.device) -> Tensor:
     """Gaussian directions that are orthogonal within blocks of D: float64 (F, D).
 
     A block is the Q of a Gaussian matrix, which is Haar distributed after its signs are fixed. Each direction gets the
@@ -45,11 +45,9 @@ def orthogonal_features(num_features: int, head_dim: int, seed: int | Tensor, de
     return features
 
 
-def softmax_features(num_features: int, head_dim: int, seed: int | Tensor, device: torch.device) -> Tensor:
+def softmax_features(num_features: int, head_dim: int, seed: Seed, device: torch.device) -> Tensor:
     """`orthogonal_features`, kept if the seed is a number, because QR takes longer than a short attention."""
-    if isinstance(seed, int):
-        return constant(orthogonal_features, num_features, head_dim, seed, device=device)
-    return orthogonal_features(num_features, head_dim, seed, device)
+    return constant(orthogonal_features, num_features, head_dim, seed, device=device)
 
 
 def split_scale(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:

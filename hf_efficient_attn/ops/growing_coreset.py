@@ -25,6 +25,7 @@ from torch import Tensor
 from hf_efficient_attn.ops.blocks import chunked_over_heads, take
 from hf_efficient_attn.ops.coreset import candidate_positions, choose_pivots, regularized_solve
 from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, safe_row_max
+from hf_efficient_attn.ops.random import Seed
 
 # Keys are multiplied by `_TEMPERATURE` in the kernel between keys. Measured on GPT-2: .5 to .75 differ little.
 _TEMPERATURE = 0.6
@@ -71,7 +72,7 @@ def add_keys(
     mask: Tensor | None = None,
     *,
     scale: float,
-    seed: int | Tensor,
+    seed: Seed,
     batch: int,
 ) -> GrowingCoreset:
     """Make one coreset of a coreset and of further keys.

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.constants import constant
-from hf_efficient_attn.ops.random import normal
+from hf_efficient_attn.ops.random import Seed, normal
 
 
-def hyperplanes(head_dim: int, num_hashes: int, seed: int | Tensor, device: torch.device) -> Tensor:
+def hyperplanes(head_dim: int, num_hashes: int, seed: Seed, device: torch.device) -> Tensor:
     """Normals of random hyperplanes: (D, num_hashes), float64, standard normal."""
     return normal((head_dim, num_hashes), seed, 1, device)
 
@@ -77,7 +77,7 @@ def sort_by_same_hash(
     query_mask: Tensor | None,
     key_mask: Tensor | None,
     num_hashes: int,
-    seed: int | Tensor,
+    seed: Seed,
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Sort queries and keys by an angular hash with the same hyperplanes, without a gradient.
 
@@ -104,11 +104,10 @@ def sort_by_same_hash(
     return (query_keys, query_order), (keys, key_order)
 
 
-def negated_planes(x: Tensor, num_hashes: int, seed: int | Tensor) -> Tensor:
+def negated_planes(x: Tensor, num_hashes: int, seed: Seed) -> Tensor:
     """The hyperplanes for tokens (..., D) in their dtype, as `hash_keys` takes their products: (num_hashes, D)."""
     arguments = (x.shape[-1], num_hashes, seed, x.dtype)
-    is_kept = isinstance(seed, int)
-    return constant(_last_first, *arguments, device=x.device) if is_kept else _last_first(*arguments, x.device)
+    return constant(_last_first, *arguments, device=x.device)
 
 
 def _one(num_hashes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -126,7 +125,7 @@ def _share(length: int, num_hashes: int, dtype: torch.dtype, device: torch.devic
     return (share + (2.0**num_hashes - 1.0) / 2.0).view(1, 1, -1)
 
 
-def _last_first(head_dim: int, num_hashes: int, seed: int | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _last_first(head_dim: int, num_hashes: int, seed: Seed, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The hyperplanes (r, D), the last one first, negated so that bit 1 has a negative sign."""
     return -hyperplanes(head_dim, num_hashes, seed, device).t().flip(0).to(dtype)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.random import normal, uniform
+from hf_efficient_attn.ops.random import Seed, normal, uniform
 
 # Numbers of a temporary tensor: 32 MiB of float64.
 _NUMBERS = 1 << 22
@@ -123,7 +123,7 @@ def _codes(points: Tensor, directions: Tensor, shifts: Tensor, factors: Tensor, 
     return out
 
 
-def hash_tables(queries: Tensor, keys: Tensor, family: Hash, seed: int | Tensor, stream: int, first: int = 0) -> Tables:
+def hash_tables(queries: Tensor, keys: Tensor, family: Hash, seed: Seed, stream: int, first: int = 0) -> Tables:
     """Hash queries (Nq, d) and keys (n, d) into all tables of a family.
 
     `first` is the number of the first table, so that tables can be made a few at a time.
@@ -229,7 +229,7 @@ class Density(NamedTuple):
 
 
 def gaussian_kde(
-    points: Tensor, queries: Tensor, *, mu: float, tables: int, seed: int | Tensor = 0, stream: int = 90
+    points: Tensor, queries: Tensor, *, mu: float, tables: int, seed: Seed = 0, stream: int = 90
 ) -> Density:
     """Densities (1/n) sum_i k(q, x_i) by hashing-based importance sampling (Charikar & Siminelakis, FOCS 2017).
 

@@ -18,7 +18,7 @@ from hf_efficient_attn.ops.constants import constant, integers
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.hashing import block_starts
 from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, merge, partial_attention
-from hf_efficient_attn.ops.random import normal
+from hf_efficient_attn.ops.random import Seed, normal
 
 _STREAM = 45
 # So far below any score that its exponential is 0, but finite, because the product of infinity and 0 is NaN.
@@ -47,9 +47,7 @@ class Rounds(NamedTuple):
     num_keys: Tensor | None
 
 
-def rotations(
-    kv_len: int, block_size: int, rounds: int, head_dim: int, seed: int | Tensor, device: torch.device
-) -> Tensor:
+def rotations(kv_len: int, block_size: int, rounds: int, head_dim: int, seed: Seed, device: torch.device) -> Tensor:
     """Random directions of every round for up to `kv_len` keys: (h, rounds, 2, D), float64, standard normal.
 
     Fewer keys use the first of the h directions: see `bucket_halves`.
@@ -143,7 +141,7 @@ def _directions_of(
     block_size: int,
     rounds: int,
     head_dim: int,
-    seed: int | Tensor,
+    seed: Seed,
     dtype: torch.dtype,
     both: bool,
     device: torch.device,
@@ -175,7 +173,7 @@ def _sort(codes: Tensor, share: Tensor, mask: Tensor | None) -> tuple[Tensor, Te
 
 
 def plan_rounds(
-    query: Tensor, key: Tensor, key_mask: Tensor | None, *, block_size: int, rounds: int, seed: int | Tensor
+    query: Tensor, key: Tensor, key_mask: Tensor | None, *, block_size: int, rounds: int, seed: Seed
 ) -> Rounds:
     """Blocks of `block_size` queries, each with 2 * block_size keys: its own block and half of each neighboring block.
 
@@ -205,9 +203,7 @@ def plan_rounds(
             half = constant(_half_of, kv_len, block_size, device=device)
             dtype = key.dtype if both else accumulation_dtype(key.dtype)
             sizes = kv_len, block_size, rounds, head_dim, seed, dtype, both
-            # Without a seed of its own a call has a tensor, which is never equal to that of another call.
-            kept = isinstance(seed, int)
-            directions = constant(_directions_of, *sizes, device=device) if kept else _directions_of(*sizes, device)
+            directions = constant(_directions_of, *sizes, device=device)
         else:
             count = num_keys = key_mask.sum(1, keepdim=True)
             directions = rotations(kv_len, block_size, rounds, head_dim, seed, device)

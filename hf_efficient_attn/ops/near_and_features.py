@@ -33,6 +33,7 @@ from hf_efficient_attn.ops.merged_attention import (
     needs_gradient,
 )
 from hf_efficient_attn.ops.partial import Partial
+from hf_efficient_attn.ops.random import Seed
 
 _COLUMNS = 6
 
@@ -48,7 +49,7 @@ class Features(NamedTuple):
     """
 
     number: int
-    seed: int | Tensor
+    seed: Seed
     scale: float
     dropout_p: float
 
@@ -177,11 +178,11 @@ def _feature_part(queries: Tensor, rows: Tensor, state: Partial, head_dim: int, 
 def _feature_rows(key: Tensor, dim: int, features: Features) -> Tensor:
     """The features as queries and as keys: (2, F, `dim`)."""
     sizes = features.number, key.shape[-1], dim, features.seed, key.dtype, features.scale
-    return constant(_rows, *sizes, device=key.device) if isinstance(features.seed, int) else _rows(*sizes, key.device)
+    return constant(_rows, *sizes, device=key.device)
 
 
 def _rows(
-    number: int, head_dim: int, dim: int, seed: int | Tensor, dtype: torch.dtype, scale: float, device: torch.device
+    number: int, head_dim: int, dim: int, seed: Seed, dtype: torch.dtype, scale: float, device: torch.device
 ) -> Tensor:
     directions = softmax_features(number, head_dim, seed, device) / abs(scale) ** 0.5
     rows, unit = pad(directions, (0, dim - head_dim)).repeat(2, 1, 1), column_unit(dtype, scale)

@@ -25,6 +25,7 @@ from hf_efficient_attn.ops.near_far_sampling import (
 )
 from hf_efficient_attn.ops.near_field import CLEARLY, LEAST, NearField, NearFieldOptions, row_weights, window_starts
 from hf_efficient_attn.ops.partial import accumulation_dtype
+from hf_efficient_attn.ops.random import Seed
 from hf_efficient_attn.ops.row_error import sample_rows
 from hf_efficient_attn.ops.sampling import sample_with_few_kernels
 
@@ -81,10 +82,7 @@ def _choose_near_field(
     orders, starts = _hash_order(query, key, block_q, block_k, near_options.num_hashes, seed)
     key_order, slot = orders[batch_heads : 2 * batch_heads], orders[2 * batch_heads :]
     arguments = (*sizes, num_rows, seed)
-    if isinstance(seed, int):
-        rows, of_window = (constant(_rows, i, *arguments, device=device) for i in range(2))
-    else:
-        rows, of_window = (_rows(i, *arguments, device) for i in range(2))
+    rows, of_window = (constant(_rows, i, *arguments, device=device) for i in range(2))
     # A softmax of bfloat16 numbers that is one of float32 numbers takes a kernel more.
     dtype = query.dtype if query.dtype == torch.bfloat16 else accumulation_dtype(query.dtype)
     weights = row_weights(query, key, rows, None, options.scale, dtype)
@@ -108,7 +106,7 @@ def _choose_near_field(
 
 
 def _hash_order(
-    query: Tensor, key: Tensor, block_q: int, block_k: int, num_hashes: int, seed: int | Tensor
+    query: Tensor, key: Tensor, block_q: int, block_k: int, num_hashes: int, seed: Seed
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys in the order of a hash.
 
@@ -142,9 +140,7 @@ def _positions(length: int, block_q: int, device: torch.device) -> Tensor:
     return torch.stack((position, position, slot)).unsqueeze(1)
 
 
-def _rows(
-    i: int, length: int, block_q: int, block_k: int, num_rows: int, seed: int | Tensor, device: torch.device
-) -> Tensor:
+def _rows(i: int, length: int, block_q: int, block_k: int, num_rows: int, seed: Seed, device: torch.device) -> Tensor:
     """The queries of the rows, int64 (R + 1,), and what `_choose_near_field` returns of them for windows, (1, ...).
 
     The last row is the first one once more. `_scores` overwrites it.

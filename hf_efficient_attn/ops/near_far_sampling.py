@@ -16,7 +16,7 @@ from hf_efficient_attn.ops.blocks import ceil_div, take
 from hf_efficient_attn.ops.constants import constant, integers
 from hf_efficient_attn.ops.near_field import ExactRows, NearField, near_keys, row_weights
 from hf_efficient_attn.ops.partial import accumulation_dtype
-from hf_efficient_attn.ops.random import offsets, uniform
+from hf_efficient_attn.ops.random import Seed, offsets, seed_value, uniform
 from hf_efficient_attn.ops.sampling import (
     complete_systematic_sample,
     inclusion_probabilities,
@@ -64,7 +64,7 @@ class SamplingOptions(NamedTuple):
     num_probes: int
     independent: bool
     scale: float
-    seed: int | Tensor
+    seed: Seed
     batch: int
     groups: int = 1
     shared: bool = False
@@ -218,7 +218,7 @@ def density_scores(
     near: NearField,
     key_mask: Tensor | None,
     scale: float,
-    seed: int | Tensor,
+    seed: Seed,
 ) -> Tensor:
     """Squared column norms of the residual from estimates of those of D^-1 A (Zandieh et al. 2023, Eq. 10-11).
 
@@ -246,7 +246,7 @@ def density_scores(
         if not valid.any():
             continue
         queries, keys = split_scale_evenly(query[a].masked_fill(~valid_query[:, None], 0.0), key[a], scale)
-        log_norms, log_sums = norms(queries[valid_query], keys[valid], seed)
+        log_norms, log_sums = norms(queries[valid_query], keys[valid], seed_value(seed))
         logs = torch.full_like(queries[:, 0], -torch.inf).masked_scatter(valid_query, -2.0 * log_sums)
         order = position if near.query_order is None else near.query_order[a]
         index = block_keys[a] if near.key_order is None else near.key_order[a][block_keys[a]]
@@ -361,7 +361,7 @@ def sample_keys(
     scores: Tensor,
     num_samples: int,
     offset: Tensor,
-    seed: int | Tensor,
+    seed: Seed,
     independent: bool = False,
     group: Tensor | None = None,
     complete: bool = False,
@@ -452,7 +452,7 @@ def _log(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((1, 1, 1), math.log(number), dtype=dtype, device=device)
 
 
-def _offsets_of_blocks(num_heads: int, num_blocks: int, seed: int | Tensor, device: torch.device) -> Tensor:
+def _offsets_of_blocks(num_heads: int, num_blocks: int, seed: Seed, device: torch.device) -> Tensor:
     """Offsets in (0, 1) of the samples of a head's blocks: float64 (H, T)."""
     turn = _TURN * torch.arange(num_blocks, device=device, dtype=torch.float64)
     return (offsets(num_heads, seed, _SAMPLES, device).unsqueeze(1) + turn).frac()
@@ -462,8 +462,5 @@ def sample_offsets(options: SamplingOptions, batch_heads: int, num_blocks: int, 
     """The offset of each sample: float64 (BH, T), or (BH, 1) if all blocks share one sample."""
     num_heads = batch_heads // options.batch
     arguments = (num_heads, 1 if options.shared else num_blocks, options.seed)
-    if isinstance(options.seed, int):
-        offset = constant(_offsets_of_blocks, *arguments, device=device)
-    else:
-        offset = _offsets_of_blocks(*arguments, device)
+    offset = constant(_offsets_of_blocks, *arguments, device=device)
     return offset if options.batch == 1 else offset.repeat(options.batch, 1)

@@ -11,6 +11,7 @@ from hf_efficient_attn.ops.constants import constant, integers
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.hashing import block_starts, sort_by_same_hash
 from hf_efficient_attn.ops.partial import accumulation_dtype
+from hf_efficient_attn.ops.random import Seed
 from hf_efficient_attn.ops.row_error import sample_rows
 
 # Exact rows of a head by which its near field is chosen.
@@ -117,7 +118,7 @@ def plan_lsh(
     block_size: int,
     key_mask: Tensor | None,
     num_hashes: int,
-    seed: int | Tensor,
+    seed: Seed,
     block_q: int | None = None,
 ) -> NearField:
     """Blocks of queries and blocks of keys in hash order (Zandieh et al. 2023, Appendix A).
@@ -150,7 +151,7 @@ def plan_near_field(
     options: NearFieldOptions,
     *,
     scale: float,
-    seed: int | Tensor,
+    seed: Seed,
     num_rows: int = NUM_ROWS,
 ) -> tuple[NearField, ExactRows | None]:
     """The near field that `options` ask for, and the exact rows by which it was chosen, if it was.
@@ -181,7 +182,7 @@ def choose_near_field(
     key_mask: Tensor | None,
     *,
     scale: float,
-    seed: int | Tensor,
+    seed: Seed,
     num_rows: int = NUM_ROWS,
 ) -> tuple[NearField, ExactRows]:
     """For each head a window or blocks of a hash: which leaves less of the exact rows of some queries to the far field.

@@ -42,6 +42,7 @@ from hf_efficient_attn.ops.nystrom import (
     zeros,
 )
 from hf_efficient_attn.ops.partial import accumulation_dtype
+from hf_efficient_attn.ops.random import Seed
 
 
 class Request(NamedTuple):
@@ -58,7 +59,7 @@ class Request(NamedTuple):
 
     num_samples: int
     num_candidates: int
-    seed: int | Tensor
+    seed: Seed
     batch: int
     scale: float
     ridge: float

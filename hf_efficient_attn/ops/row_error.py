@@ -26,7 +26,7 @@ from hf_efficient_attn.ops.blocks import ceil_div, take, valid_first
 from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
-from hf_efficient_attn.ops.random import uniform
+from hf_efficient_attn.ops.random import Seed, uniform
 from hf_efficient_attn.ops.sampling import stratified_ranks
 
 _STREAM = 31
@@ -69,7 +69,7 @@ def sample_rows(
     query_mask: Tensor | None = None,
     *,
     num_heads: int,
-    seed: int | Tensor,
+    seed: Seed,
     device: torch.device,
 ) -> Rows:
     """Sample evenly spread queries of each head, without repetition; all of them if there are no more than `num_rows`.
@@ -86,9 +86,7 @@ def sample_rows(
     """
     count = min(num_rows, q_len)
     if query_mask is None:
-        if isinstance(seed, int):
-            return Rows(constant(_even_rows, batch_heads, q_len, count, num_heads, seed, device=device), None, q_len)
-        return Rows(_even_rows(batch_heads, q_len, count, num_heads, seed, device), None, q_len)
+        return Rows(constant(_even_rows, batch_heads, q_len, count, num_heads, seed, device=device), None, q_len)
     offset = _offsets_of_rows(batch_heads, count, num_heads, seed, device)
     available = query_mask.sum(1, keepdim=True)
     # Of fewer queries than rows, each is a stratum of its own.
@@ -101,7 +99,7 @@ def sample_rows(
     return Rows(index, step < sampled, available)
 
 
-def _offsets_of_rows(batch_heads: int, count: int, num_heads: int, seed: int | Tensor, device: torch.device) -> Tensor:
+def _offsets_of_rows(batch_heads: int, count: int, num_heads: int, seed: Seed, device: torch.device) -> Tensor:
     """An offset of its own for each row in its stratum: float64 (BH, p).
 
     With a common one, rows at a regular distance could all meet, or all miss, what is periodic in the input, such as
@@ -110,9 +108,7 @@ def _offsets_of_rows(batch_heads: int, count: int, num_heads: int, seed: int | T
     return uniform((num_heads, count), seed, _STREAM, device).repeat(batch_heads // num_heads, 1)
 
 
-def _even_rows(
-    batch_heads: int, q_len: int, count: int, num_heads: int, seed: int | Tensor, device: torch.device
-) -> Tensor:
+def _even_rows(batch_heads: int, q_len: int, count: int, num_heads: int, seed: Seed, device: torch.device) -> Tensor:
     """One query of each of `count` strata: int64 (BH, p)."""
     return stratified_ranks(count, q_len, _offsets_of_rows(batch_heads, count, num_heads, seed, device))
 
@@ -232,7 +228,7 @@ def held_back_bound(
     num_probes: int,
     num_rows: int,
     scale: float,
-    seed: int | Tensor,
+    seed: Seed,
 ) -> Tensor:
     """An upper bound of the error of each head, from rows to which the approximation was not fitted.
 

@@ -23,9 +23,8 @@ from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.batched_thinning import Numbers, Rounds, halve
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, take, valid_first
 from hf_efficient_attn.ops.constants import constant
-from hf_efficient_attn.ops.heads import HeadSlice, head_slice, numbered_heads
 from hf_efficient_attn.ops.partial import accumulation_dtype
-from hf_efficient_attn.ops.random import uniform_of_heads
+from hf_efficient_attn.ops.random import HeadSeed, HeadSlice, Seed, seed_for_operator, uniform_of_heads
 
 _STREAM = 60_000
 # Pairs of a bucket, at least. Smaller ones are hardly better than fair draws, and hardly cheaper.
@@ -64,9 +63,7 @@ def _rounds(kv_len: int, num_samples: int) -> list[_Round]:
     return rounds
 
 
-def draw_numbers(
-    kv_len: int, num_samples: int, num_heads: int, seed: int | Tensor, device: torch.device
-) -> list[Tensor]:
+def draw_numbers(kv_len: int, num_samples: int, num_heads: int, seed: Seed, device: torch.device) -> list[Tensor]:
     """Float64 numbers in (-1, 1), (H, num_pairs), for each round, the last round first.
 
     Those of a round do not depend on the rounds before it, that is, on `kv_len`.
@@ -88,7 +85,7 @@ def thin(
     num_samples: int,
     *,
     scale: float,
-    seed: int | Tensor,
+    seed: Seed,
     batch: int,
 ) -> Thinned:
     """Keep `num_samples` tokens of each head, or all valid ones if there are not more. No gradient flows through it.
@@ -106,8 +103,8 @@ def thin(
     """
     tensors, options = (key.detach(), value.detach(), key_mask), (num_samples, float(scale), batch)
     if torch.compiler.is_compiling():
-        heads, seed = list(head_slice(len(key) // batch)), torch.as_tensor(seed, device=key.device)
-        return Thinned(*torch.ops.hf_efficient_attn.thin(*tensors, seed, *options, heads))
+        value, heads = seed_for_operator(seed, len(key) // batch, key.device)
+        return Thinned(*torch.ops.hf_efficient_attn.thin(*tensors, value, *options, heads))
     return Thinned(*_thin_by_rounds(*tensors, seed, *options))
 
 
@@ -121,12 +118,11 @@ def _thin(
     batch: int,
     heads: list[int],
 ) -> tuple[Tensor, Tensor]:
-    with numbered_heads(HeadSlice(*heads)):
-        return _thin_by_rounds(key, value, key_mask, seed, num_samples, scale, batch)
+    return _thin_by_rounds(key, value, key_mask, HeadSeed(seed, HeadSlice(*heads)), num_samples, scale, batch)
 
 
 def _thin_by_rounds(
-    key: Tensor, value: Tensor, key_mask: Tensor | None, seed: int | Tensor, num_samples: int, scale: float, batch: int
+    key: Tensor, value: Tensor, key_mask: Tensor | None, seed: Seed, num_samples: int, scale: float, batch: int
 ) -> tuple[Tensor, Tensor]:
     (batch_heads, kv_len, _), device, acc_dtype = key.shape, key.device, accumulation_dtype(key.dtype)
     rounds, num_tokens = _rounds(kv_len, num_samples), None if key_mask is None else key_mask.sum(1, keepdim=True)

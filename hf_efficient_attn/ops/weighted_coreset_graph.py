@@ -12,6 +12,7 @@ from torch import Tensor
 from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.coreset_landmarks import CoresetOptions
 from hf_efficient_attn.ops.export import exporting_to_onnx
+from hf_efficient_attn.ops.random import seed_value
 from hf_efficient_attn.ops.weighted_coreset import weighted_coreset_attention
 
 
@@ -27,7 +28,7 @@ def weighted_coreset(
     if not in_graph or needs_grad or dropout_p > 0.0:
         return weighted_coreset_attention(query, key, value, key_mask, options, dropout_p)
     *sizes, share, scale, seed = options
-    seed = torch.as_tensor(seed, device=query.device)
+    seed = torch.as_tensor(seed_value(seed), device=query.device)
     operator = torch.ops.hf_efficient_attn.weighted_coreset
     out: Tensor = operator(query, key, value, key_mask, seed, sizes, share, scale)
     return out

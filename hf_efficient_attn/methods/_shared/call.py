@@ -27,9 +27,8 @@ from hf_efficient_attn.methods._shared.registry import (
 )
 from hf_efficient_attn.ops.collectives import Shards, over_heads
 from hf_efficient_attn.ops.export import exporting_to_onnx
-from hf_efficient_attn.ops.heads import HeadSlice, numbered_heads
 from hf_efficient_attn.ops.precision import multiplies_bfloat16
-from hf_efficient_attn.ops.random import draw_seed
+from hf_efficient_attn.ops.random import HeadSeed, HeadSlice, Seed, draw_seed
 
 # With a key-value cache, up to this many queries are decoded, and more are computed like a whole sequence.
 _MAX_DECODED_QUERIES = 128
@@ -336,9 +335,11 @@ def _compute(
     parameters = given.complete
     if parameters is None:
         parameters = _all_parameters(config, given.some, query, key, value, slice_of_heads)
+    seed_of_heads: Seed = seed
     if slice_of_heads is not None:
         slice_of_heads.check(num_heads)
-    options = AttentionOptions(key_mask, is_causal, scale, dropout_p, seed, parameters, distance_bias, slice_of_heads)
+        seed_of_heads = HeadSeed(seed, slice_of_heads)
+    options = AttentionOptions(key_mask, is_causal, scale, dropout_p, seed_of_heads, parameters, distance_bias)
     # The number of keys before the first query.
     offset = kv_len - q_len if is_causal else 0
     method = get_method(config.method)
@@ -352,10 +353,10 @@ def _compute(
     key, value = _repeat_kv(query, key, value)
     if form is method.forward and is_operator(config, (query, key, value), options):
         form = operator_forward
-    if is_autocast or slice_of_heads is not None:
-        with torch.autocast(device_type, enabled=False), numbered_heads(slice_of_heads):
+    if is_autocast:
+        with torch.autocast(device_type, enabled=False):
             out = form(config, query, key, value, options)
-    else:  # without the contexts, which take as long as the other checks of a call together
+    else:  # without the context, which takes as long as the other checks of a call together
         out = form(config, query, key, value, options)
     if offset < 0:
         return torch.cat((out.new_zeros(batch, num_heads, -offset, out.shape[-1]), out), 2)

@@ -22,6 +22,7 @@ from hf_efficient_attn.methods._shared.config import MethodConfig
 from hf_efficient_attn.methods._shared.exact import exact_form
 from hf_efficient_attn.methods._shared.heads import FlatHeads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, get_method
+from hf_efficient_attn.ops.random import Seed
 from hf_efficient_attn.ops.row_error import held_back_bound
 from hf_efficient_attn.ops.screening import NUM_KEYS, NUM_LANDMARKS, screening_error
 
@@ -109,7 +110,7 @@ def bounded_attention(
 
 
 def attend_within_bound(
-    heads: FlatHeads, limit: Limit, forms: Forms, scale: float, seed: int | Tensor
+    heads: FlatHeads, limit: Limit, forms: Forms, scale: float, seed: Seed
 ) -> tuple[Tensor, Tensor]:
     """Attention of each head with as many columns as it needs, or exactly.
 

@@ -15,6 +15,7 @@ from hf_efficient_attn.methods._shared.config import MethodConfig
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, get_method, make_config
 from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.export import exporting_to_onnx
+from hf_efficient_attn.ops.random import HeadSeed, seed_value
 
 
 def is_operator(config: MethodConfig, tensors: tuple[Tensor, Tensor, Tensor], options: AttentionOptions) -> bool:
@@ -25,15 +26,15 @@ def is_operator(config: MethodConfig, tensors: tuple[Tensor, Tensor, Tensor], op
     if not (torch.compiler.is_compiling() and form in config.runs_in_chunks) or backend(*tensors) != "cpu":
         return False
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, *options.parameters.values()))
-    # The operator runs after the call has returned, when the numbers of its heads are no longer known.
-    return not (needs_grad or options.dropout_p or options.heads is not None or exporting_to_onnx())
+    # The operator takes the plain seed of a call with all heads of a layer.
+    return not (needs_grad or options.dropout_p or isinstance(options.seed, HeadSeed) or exporting_to_onnx())
 
 
 def operator_forward(
     config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 ) -> Tensor:
     """The forward function of the config's method by the operator, with the same arguments and result."""
-    seed = torch.as_tensor(options.seed, device=query.device)
+    seed = torch.as_tensor(seed_value(options.seed), device=query.device)
     operator = torch.ops.hf_efficient_attn.method
     learned, call = list(options.parameters.values()), (options.is_causal, float(options.scale))
     names = ",".join(options.parameters)

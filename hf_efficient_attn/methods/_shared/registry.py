@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_method
 from hf_efficient_attn.methods._shared.config import ConfigT, MethodConfig
-from hf_efficient_attn.ops.heads import HeadSlice
+from hf_efficient_attn.ops.random import Seed
 
 
 class AttentionOptions(NamedTuple):
@@ -23,23 +23,22 @@ class AttentionOptions(NamedTuple):
         is_causal: query i attends to the keys 0 to i only; Nq = Nk.
         scale: the factor of the scores q . k.
         dropout_p: the probability with which an attention weight is dropped. 0 outside of training.
-        seed: the seed of everything that is drawn, an integer or a scalar tensor. It includes the config's own seed.
+        seed: the seed of everything that is drawn, for `hf_efficient_attn.ops.random`: an integer or a scalar tensor,
+            and a `HeadSeed` if the call has some heads of a layer. It includes the config's own seed.
         parameters: the learned parameters by name; empty for a method that learns none. Those of heads are the ones of
             the heads of the call.
         distance_bias: (H, 2R + 1), what is added to the scores of each head by the position of the key minus that of
             the query, from -R to R; beyond, it is that of -R or R. None for none. Only methods whose config says
             `adds_distance_bias` get one.
-        heads: which heads of the layer the call holds; None for all. `hf_efficient_attn.ops.random` draws for them.
     """
 
     key_mask: Tensor | None
     is_causal: bool
     scale: float
     dropout_p: float
-    seed: int | Tensor
+    seed: Seed
     parameters: Mapping[str, Tensor]
     distance_bias: Tensor | None = None
-    heads: HeadSlice | None = None
 
 
 class HiddenProjections(NamedTuple):
