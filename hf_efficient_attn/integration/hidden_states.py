@@ -20,7 +20,15 @@ from hf_efficient_attn.integration.learned import required_tensors
 from hf_efficient_attn.integration.masks import is_causal_mask
 from hf_efficient_attn.integration.refusals import refuse_arguments
 from hf_efficient_attn.integration.sharding import is_parallel
-from hf_efficient_attn.methods import AttentionOptions, HiddenProjections, MethodConfig, get_method, refuse_onnx_export
+from hf_efficient_attn.methods import (
+    AttentionOptions,
+    HiddenProjections,
+    MethodConfig,
+    get_method,
+    in_transform,
+    refuse_second_gradient,
+    refuse_tracing,
+)
 from hf_efficient_attn.ops.random import draw_seed
 
 
@@ -105,10 +113,11 @@ def _forward(
         or kwargs.get("past_key_values", kwargs.get("cache")) is not None
         or is_causal
         or _is_divided(module)
+        or in_transform(hidden_states, required_tensors(module, method, location.name))
     ):
         return type(module).forward(module, hidden_states, attention_mask, **kwargs)
     refuse_arguments(method.method, module, hidden_states.shape[1], attention_mask, kwargs)
-    refuse_onnx_export(method)
+    refuse_tracing(method)
     query_projection = getattr(module, layout.query)
     query = query_projection(hidden_states).unflatten(2, (-1, getattr(module, layout.head_dim))).transpose(1, 2)
     dropout = getattr(module, layout.dropout)
@@ -120,6 +129,6 @@ def _forward(
     parameters = required_tensors(module, method, location.name)
     options = AttentionOptions(attention_mask, False, module.scaling, dropout, seed + method.seed, parameters)
     projections = HiddenProjections(getattr(module, layout.key), getattr(module, layout.value))
-    out = form(method, query, hidden_states, projections, options)
+    out = refuse_second_gradient(form(method, query, hidden_states, projections, options), method.method)
     out = out.transpose(1, 2).flatten(2)
     return (out if layout.output is None else getattr(module, layout.output)(out)), None

@@ -13,7 +13,7 @@ from hf_efficient_attn.methods._shared.call import (
     attention_with_state,
     functional_form,
     naive_attention,
-    refuse_onnx_export,
+    refuse_tracing,
     sharded_attention,
     update_state,
 )
@@ -38,6 +38,7 @@ from hf_efficient_attn.methods._shared.registry import (
     register_method,
     unregister,
 )
+from hf_efficient_attn.methods._shared.transforms import in_transform, refuse_second_gradient
 
 for _module in sorted(info.name for info in pkgutil.iter_modules(__path__)):
     if not _module.startswith("_"):
@@ -60,6 +61,7 @@ __all__ = [
     "exportable_methods",
     "functional_form",
     "get_method",
+    "in_transform",
     "learns",
     "learns_for_length",
     "make_config",
@@ -69,7 +71,8 @@ __all__ = [
     "option",
     "parameters_of_slice",
     "rectangular_methods",
-    "refuse_onnx_export",
+    "refuse_second_gradient",
+    "refuse_tracing",
     "register_method",
     "sharded_attention",
     "unregister",

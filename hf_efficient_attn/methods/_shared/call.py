@@ -4,6 +4,7 @@ A method deals with none of these; `hf_efficient_attn.methods._shared.registry.r
 """
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from hf_efficient_attn.methods._shared.registry import (
     get_method,
     make_config,
 )
+from hf_efficient_attn.methods._shared.transforms import call_in_transform, in_transform, refuse_second_gradient
 from hf_efficient_attn.ops.collectives import Shards, over_heads
 from hf_efficient_attn.ops.export import exporting_to_onnx
 from hf_efficient_attn.ops.precision import multiplies_bfloat16
@@ -110,13 +112,38 @@ def attention(
     """
     arguments = _Arguments(attention_mask, is_causal, scale, dropout_p, seed, distance_bias, heads)
     config, some = _split_hyperparameters(method_or_config, hyperparameters)
+    given = _Parameters(parameters, some)
+    if in_transform(query, key, value, arguments, given):
+        return _in_transform(config, query, key, value, arguments, given)
+    return refuse_second_gradient(_attention(config, query, key, value, arguments, given), config.method)
+
+
+def _attention(
+    config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, arguments: _Arguments, given: _Parameters
+) -> Tensor:
     form = get_method(config.method).forward
     if config.compute_dtype == "auto":
-        return _compute(form, config, query, key, value, arguments, _Parameters(parameters, some))
+        return _compute(form, config, query, key, value, arguments, given)
     query, key, value = _cast_under_autocast(query, key, value)
     dtype = value.dtype
     query, key, value = _cast_to_compute(config, query, key, value)
-    return _compute(form, config, query, key, value, arguments, _Parameters(parameters, some)).to(dtype)
+    return _compute(form, config, query, key, value, arguments, given).to(dtype)
+
+
+def _in_transform(
+    config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, arguments: _Arguments, given: _Parameters
+) -> Tensor:
+    """`_attention` inside a transform of `torch.func`."""
+    if arguments.seed is None:
+        arguments = arguments._replace(seed=draw_seed(query.device))
+    others = (arguments.distance_bias, arguments.seed, *(given.complete or {}).values(), *given.some.values())
+    return call_in_transform(
+        functools.partial(_attention, config),
+        (query, key, value, arguments, given),
+        config.method,
+        by_rows=not any(isinstance(x, Tensor) for x in others),
+        draws=arguments.dropout_p > 0.0,
+    )
 
 
 def sharded_attention(
@@ -162,14 +189,16 @@ def sharded_attention(
         key, value = _zero_masked(key, value, shards.own_mask)
         options = AttentionOptions(shards.own_mask, is_causal, scale, 0.0, seed, parameters)
         with torch.autocast(query.device.type, enabled=False):
-            return form.forward(config, query, key, value, options, shards).to(dtype)
+            out = form.forward(config, query, key, value, options, shards).to(dtype)
+            return refuse_second_gradient(out, config.method)
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, heads: HeadSlice) -> Tensor:
         own = parameters_of_slice(config, parameters, heads, query.shape[1])
         given = arguments._replace(attention_mask=shards.key_mask, heads=heads)
         return _compute(get_method(config.method).forward, config, query, key, value, given, _Parameters(own, {}))
 
-    return over_heads(some_heads, query, key, value, shards).to(dtype)
+    out = over_heads(some_heads, query, key, value, shards).to(dtype)
+    return refuse_second_gradient(out, config.method)
 
 
 def naive_attention(
@@ -275,7 +304,7 @@ def attention_with_state(
     if state is None:
         form, given = get_method(config.method).forward, _Parameters(parameters, {})
         out = _compute(form, config, query, key, value, arguments, given)
-        return out.to(dtype), new_state
+        return refuse_second_gradient(out.to(dtype), config.method), new_state
     recurrence = get_method(config.method).recurrence
     assert recurrence is not None
     (batch, num_heads, q_len, _), num_kv_heads = query.shape, key.shape[1]
@@ -293,7 +322,7 @@ def attention_with_state(
                 state = type(state)(*(x.repeat_interleave(num_heads // num_kv_heads, 1) for x in state))
             key, value = _repeat_kv(query, key, value)
             out = recurrence.forward(config, query, key, value, options, state)
-    return out.to(dtype), new_state
+    return refuse_second_gradient(out.to(dtype), config.method), new_state
 
 
 def _resolve(config: MethodConfig, x: Tensor, scale: float | None, seed: int | Tensor) -> tuple[float, int | Tensor]:
@@ -328,7 +357,10 @@ def _compute(
     _check(config, query, key, value, arguments)
     (batch, num_heads, q_len, head_dim), kv_len = query.shape, key.shape[2]
     if query.numel() == 0:
-        return value.new_zeros(batch, num_heads, q_len, value.shape[-1])
+        learned = (given.complete or given.some).values()
+        # The sums give every input a gradient, of zeros: DistributedDataParallel refuses parameters without one.
+        nothing = torch.stack([0.0 * x.sum(dtype=value.dtype) for x in (query, key, value, *learned)]).sum()
+        return value.new_zeros(batch, num_heads, q_len, value.shape[-1]) + nothing
     key_mask, is_causal, scale, dropout_p, seed, distance_bias, slice_of_heads = arguments
     scale, seed = _resolve(config, query, scale, draw_seed(query.device) if seed is None else seed)
     key, value = _zero_masked(key, value, key_mask)
@@ -437,7 +469,7 @@ def _cast_to_compute(config: MethodConfig, *tensors: Tensor) -> tuple[Tensor, ..
 
 def _check(config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, arguments: _Arguments) -> None:
     """Refuse everything that can be wrong with a call before any work is done."""
-    refuse_onnx_export(config)
+    refuse_tracing(config)
 
     def refuse(problem: str) -> None:
         raise UnsupportedAttentionError(f"{config.method}: {problem}")
@@ -488,26 +520,30 @@ def _names(shapes: Iterable[torch.Size]) -> str:
     return ", ".join(f"{name} {tuple(shape)}" for name, shape in zip(("query", "key", "value"), shapes, strict=True))
 
 
-def refuse_onnx_export(config: MethodConfig) -> None:
-    """Refuse a call that `torch.onnx.export` traces if the graph would fail or be wrong.
+def refuse_tracing(config: MethodConfig) -> None:
+    """Refuse a call that `torch.jit.trace` or `torch.onnx.export` records if the graph would fail or be wrong.
 
     Raises:
-        UnsupportedAttentionError: the method is not `exportable`, or the exporter is the older one, which replaces
-            lengths by numbers.
+        UnsupportedAttentionError: the method is not `exportable` to ONNX, or the tracer replaces lengths by numbers.
     """
-    if not exporting_to_onnx():
-        return
-    if not config.exportable:
+    is_onnx = exporting_to_onnx()
+    if is_onnx and not config.exportable:
         raise UnsupportedAttentionError(
             f"{config.method} cannot be exported to ONNX: its sorting, sampling or lengths have no form there. Convert "
             f"the model to {' or '.join(exportable_methods())}, or back to exact attention with hea.convert(model, "
             "'sdpa'), before the export"
         )
-    if torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or not torch.jit.is_tracing():
+        return
+    if is_onnx:
         raise UnsupportedAttentionError(
             f"{config.method}: torch.onnx.export with dynamo=False gives a graph for the length of the example only: "
             "leave dynamo=False out"
         )
+    raise UnsupportedAttentionError(
+        f"{config.method}: torch.jit.trace gives a graph for the length and the values of the example only: use "
+        f"torch.compile or torch.export, or torch.onnx.export with {' or '.join(exportable_methods())}"
+    )
 
 
 def functional_form(name: str) -> Callable[..., Tensor]:

@@ -1,0 +1,183 @@
+"""Calls inside transforms of `torch.func`, and gradients of gradients.
+
+The methods branch on values, write in place and use operators whose gradient is written by hand, so no transform can
+look inside them. A transform sees a whole call as one `torch.autograd.Function` instead. The function computes the call
+again for its gradient. Its gradient is such a function as well, so that `vmap` of `grad` works. Gradients of gradients
+and forward-mode derivatives are refused.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.ops.random import draw_seed
+
+
+class _Part(NamedTuple):
+    """What one `_Call` computes: a function of tensors.
+
+    Attributes:
+        function: of the tensors; returns a tensor, or a tuple of tensors.
+        name: the method's name, for messages.
+        by_rows: whether the first dimension of all arguments and results is the batch, whose rows are independent.
+        draws: whether it draws from the global generator.
+        is_gradient: whether it is the gradient of another part.
+    """
+
+    function: Callable[..., Any]
+    name: str
+    by_rows: bool
+    draws: bool
+    is_gradient: bool = False
+
+
+def in_transform(*arguments: object) -> bool:
+    """Whether a tensor among the arguments belongs to a transform of `torch.func` that is being computed."""
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
+        return False
+    return any(_is_wrapped(x) for x in pytree.tree_leaves(arguments))
+
+
+def _is_wrapped(x: object) -> bool:
+    return isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def call_in_transform(
+    function: Callable[..., Tensor], arguments: Sequence[Any], name: str, *, by_rows: bool, draws: bool
+) -> Tensor:
+    """Compute a function so that `grad`, `vjp`, `vmap` and combinations of them are right.
+
+    Args:
+        function: returns a tensor.
+        arguments: of the function, which may be nested and contain tensors.
+        name: the method's name, for messages.
+        by_rows: whether the first dimension of all tensors is the batch.
+        draws: whether the function draws from the global generator.
+
+    Raises:
+        UnsupportedAttentionError: in forward mode, for a gradient of a gradient, and for `vmap` of a call that draws.
+    """
+    leaves, structure = pytree.tree_flatten(tuple(arguments))
+    index = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+
+    def of_tensors(*tensors: Tensor) -> Tensor:
+        filled = list(leaves)
+        for i, x in zip(index, tensors, strict=True):
+            filled[i] = x
+        given = pytree.tree_unflatten(filled, structure)
+        if not draws:
+            return function(*given)
+        devices = [] if tensors[0].device.type == "cpu" else [tensors[0].device]
+        with torch.random.fork_rng(devices, device_type=tensors[0].device.type if devices else "cuda"):
+            torch.manual_seed(seed)  # the gradient draws the same again
+            return function(*given)
+
+    with torch._C._DisableFuncTorch():  # `vmap` forbids to draw, and to read a number back
+        seed = int(draw_seed(leaves[index[0]].device)) if draws else 0
+    out: Tensor = _apply(_Part(of_tensors, name, by_rows, draws), *(leaves[i] for i in index))
+    return out
+
+
+def refuse_second_gradient(out: Tensor, name: str) -> Tensor:
+    """Make the gradient of a method's output refuse to be differentiated. Gradients by hand would give a wrong one."""
+
+    def refuse(grad: Tensor) -> None:
+        if torch.is_grad_enabled():  # the case in a backward pass with create_graph=True only
+            _refuse_twice(name)
+
+    if out.requires_grad and not torch.compiler.is_compiling():
+        out.register_hook(refuse)
+    return out
+
+
+def _refuse_twice(name: str) -> NoReturn:
+    raise UnsupportedAttentionError(
+        f"{name}: the gradient of a gradient (create_graph=True, torch.func.hessian) is not computed, because "
+        "gradients are written by hand here: use attn_implementation='eager'"
+    )
+
+
+class _Call(torch.autograd.Function):
+    @staticmethod
+    def forward(part: _Part, *tensors: Tensor) -> Any:
+        return _apply(part, *tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.part, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        part, tensors = ctx.part, ctx.saved_tensors
+        if part.is_gradient:
+            _refuse_twice(part.name)
+        found = iter(_apply(_gradient_of(part), *grads, *tensors))
+        return None, *(next(found) if x.is_floating_point() else None for x in tensors)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        raise UnsupportedAttentionError(
+            f"{ctx.part.name}: forward-mode derivatives (torch.func.jvp, jacfwd, hessian) are not computed: use "
+            "torch.func.vjp or jacrev, or attn_implementation='eager'"
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], part: _Part, *tensors: Tensor) -> tuple[Any, Any]:
+        if part.draws:
+            raise UnsupportedAttentionError(
+                f"{part.name}: torch.func.vmap of attention with dropout is not computed: call model.eval(), or set "
+                "the probability of attention dropout to 0"
+            )
+        size, dims = info.batch_size, in_dims[1:]
+        if part.by_rows:
+            rows = [
+                (x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+                for x, dim in zip(tensors, dims, strict=True)
+            ]
+            out = pytree.tree_map(lambda x: x.unflatten(0, (size, -1)), _apply(part, *rows))
+        else:
+            each = [
+                _apply(part, *(x if dim is None else x.select(dim, i) for x, dim in zip(tensors, dims, strict=True)))
+                for i in range(size)
+            ]
+            out = pytree.tree_map(lambda *parts: torch.stack(parts), *each)
+        return out, pytree.tree_map(lambda x: 0, out)
+
+
+@contextlib.contextmanager
+def _saved_tensor_hooks() -> Iterator[None]:
+    """Allow hooks of saved tensors, such as checkpoints. `torch.func` forbids them in what it differentiates itself."""
+    message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    torch._C._autograd._saved_tensors_hooks_enable()
+    try:
+        yield
+    finally:
+        if message is not None:
+            torch._C._autograd._saved_tensors_hooks_disable(message)
+
+
+def _apply(part: _Part, *tensors: Tensor) -> Any:
+    # Outside of all transforms autograd may record what they compute.
+    is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if is_recorded or in_transform(*tensors):
+        return _Call.apply(part, *tensors)  # type: ignore[no-untyped-call]
+    return part.function(*tensors)
+
+
+def _gradient_of(part: _Part) -> _Part:
+    """The gradients of all floating-point tensors, as a function of that of the output and of the tensors."""
+
+    def gradients(grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
+        wanted = [x for x in leaves if x.requires_grad]
+        with torch.enable_grad(), _saved_tensor_hooks():
+            out = part.function(*leaves)
+            return torch.autograd.grad(out, wanted, grad, allow_unused=True, materialize_grads=True)
+
+    return _Part(gradients, part.name, part.by_rows, part.draws, is_gradient=True)

@@ -1,0 +1,193 @@
+"""Transforms of `torch.func`, gradients of gradients, and traces: right, or refused in a sentence."""
+
+import pytest
+import torch
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
+
+import hf_efficient_attn as hea
+from hf_efficient_attn.ops import constants
+from hf_efficient_attn.ops.random import normal
+from instances import INSTANCES, inputs, padding_mask
+from tiny_models import FIRST, METHODS, tiny_batch, tiny_model
+
+CASES = [(instance, is_causal) for instance in INSTANCES for is_causal in instance.forms]
+IDS = [f"{instance}{'-causal' if is_causal else ''}" for instance, is_causal in CASES]
+LENGTH = 90
+
+
+def tensors_of(num_kv_heads=2, batch=3, length=LENGTH):
+    return inputs(batch, 2, length, 8, num_kv_heads=num_kv_heads, dtype=torch.float64)
+
+
+def assert_same(ours, other, tolerance=1e-9):
+    for a, b in zip(ours, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * max(1.0, float(b.abs().max())))
+
+
+def gradients(function, tensors):
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    return torch.autograd.grad(function(*leaves), leaves)
+
+
+@pytest.mark.parametrize(("instance", "is_causal"), CASES, ids=IDS)
+def test_gradients(instance, is_causal):
+    """`grad` and `vjp` give what `backward` gives."""
+    tensors, key_mask = tensors_of(num_kv_heads=1), padding_mask("right", 3, LENGTH)
+
+    def loss(*tensors):
+        return instance(*tensors, key_mask, is_causal=is_causal).square().sum()
+
+    expected = gradients(loss, tensors)
+    assert_same(grad(loss, argnums=(0, 1, 2))(*tensors), expected)
+    value, pull_back = vjp(loss, *tensors)
+    assert_same([value, *pull_back(torch.ones_like(value))], [loss(*tensors), *expected])
+
+
+@pytest.mark.parametrize(("instance", "is_causal"), CASES, ids=IDS)
+def test_vmap(instance, is_causal):
+    """`vmap` of calls and of their gradients gives what a loop over them gives."""
+    tensors = [x.unsqueeze(1) for x in tensors_of()]
+    key_mask = padding_mask("right", 3, LENGTH).unsqueeze(1)
+
+    def loss(query, key, value, mask):
+        return instance(query, key, value, mask, is_causal=is_causal).square().sum()
+
+    def call(query, key, value, mask):
+        return instance(query, key, value, mask, is_causal=is_causal)
+
+    rows = list(zip(*tensors, key_mask, strict=True))
+    assert_same([vmap(call)(*tensors, key_mask)], [torch.stack([call(*row) for row in rows])])
+    expected = [gradients(lambda *x, m=row[3]: loss(*x, m), row[:3]) for row in rows]
+    assert_same(
+        vmap(grad(loss, argnums=(0, 1, 2)))(*tensors, key_mask), [torch.stack(x) for x in zip(*expected, strict=True)]
+    )
+    # One query for all keys, which lie along another dimension.
+    shared = vmap(call, in_dims=(None, 2, 1, None), out_dims=1)(
+        tensors[0][0], tensors[1].movedim(0, 2), tensors[2].movedim(0, 1), None
+    )
+    assert_same([shared], [torch.stack([call(tensors[0][0], row[1], row[2], None) for row in rows], 1)])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_what_is_refused(method, is_causal):
+    """Forward mode and gradients of gradients are refused, and a call after that gives what a call before it gave."""
+    instance, tensors = FIRST[method], tensors_of(batch=1)
+    if is_causal and not instance.info.causal:
+        pytest.skip("no causal form")
+
+    def loss(*tensors):
+        return instance(*tensors, is_causal=is_causal).sum()
+
+    def twice(*tensors):
+        leaves = [x.requires_grad_() for x in tensors]
+        return torch.autograd.grad(loss(*leaves), leaves, create_graph=True)
+
+    before = instance(*tensors, is_causal=is_causal)
+    for attempt in (lambda: jvp(loss, tensors, tensors), lambda: jacfwd(loss)(*tensors)):
+        with pytest.raises(
+            hea.UnsupportedAttentionError, match=f"{method}: forward-mode derivatives .* use torch.func"
+        ):
+            attempt()
+    for attempt in (
+        lambda: twice(*(x.clone() for x in tensors)),
+        lambda: grad(lambda *x: grad(loss)(*x).sum())(*tensors),
+        lambda: jacrev(jacrev(loss))(*(x[..., :2] for x in tensors)),
+    ):
+        with pytest.raises(hea.UnsupportedAttentionError, match=f"{method}: the gradient of a gradient .*'eager'"):
+            attempt()
+    with pytest.raises(hea.UnsupportedAttentionError, match=method):
+        hessian(loss)(*tensors)
+    assert torch.equal(instance(*tensors, is_causal=is_causal), before)
+
+
+def test_dropout():
+    """The gradient is that of the weights that were kept, and the global generator moves on."""
+    query, key, value = tensors_of()
+
+    def call(value):
+        torch.manual_seed(5)
+        return hea.attention("kdeformer", query, key, value, dropout_p=0.4)
+
+    out, pull_back = vjp(call, value)
+    # The output is linear in the values, so that it follows from its gradients.
+    ones = torch.ones_like(out)
+    torch.testing.assert_close((out * ones).sum(), (pull_back(ones)[0] * value).sum())
+    torch.manual_seed(5)
+    first, second = (
+        grad(lambda v: hea.attention("kdeformer", query, key, v, dropout_p=0.4).sum())(value) for _ in "ab"
+    )
+    assert not torch.equal(first, second)
+    with pytest.raises(hea.UnsupportedAttentionError, match="vmap of attention with dropout is not computed"):
+        vmap(lambda v: hea.attention("kdeformer", query, key, v, dropout_p=0.4), randomness="different")(value[:, None])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_models(method):
+    """Gradients of a model by its parameters, of a batch and of each of its sequences."""
+    model, batch = tiny_model("bert", method).eval(), tiny_batch("bert")
+    parameters = {name: x.detach() for name, x in model.named_parameters()}
+
+    def loss(parameters, batch):
+        return functional_call(model, parameters, (), batch).last_hidden_state.square().sum()
+
+    def expected(batch):
+        out = model(**batch).last_hidden_state.square().sum()
+        found = torch.autograd.grad(out, list(model.parameters()), allow_unused=True, materialize_grads=True)
+        return dict(zip(parameters, found, strict=True))
+
+    def check(ours, other):
+        for name, x in other.items():
+            torch.testing.assert_close(ours[name], x, rtol=1e-3, atol=1e-3 * float(1.0 + x.abs().max()))
+
+    check(grad(loss)(parameters, batch), expected(batch))
+    each = vmap(grad(loss), in_dims=(None, 0))(parameters, {name: x[:, None] for name, x in batch.items()})
+    for i in range(len(batch["input_ids"])):
+        row = {name: x[i : i + 1] for name, x in batch.items()}
+        check({name: x[i] for name, x in each.items()}, expected(row))
+
+
+@pytest.mark.parametrize("method", ["kdeformer", "flurka_linear", "linformer"])
+def test_ensembles(method):
+    """Several models in one call, each with learned parameters of its own."""
+    models, batch = [tiny_model("bert", method).eval() for _ in range(2)], tiny_batch("bert")
+    for i, model in enumerate(models):
+        for parameter in model.parameters():
+            parameter.data.mul_(1.0 + 0.1 * i)
+    state = stack_module_state(models)
+    out = vmap(lambda p, b: functional_call(models[0], (p, b), (), batch).last_hidden_state)(*state)
+    expected = torch.stack([model(**batch).last_hidden_state for model in models])
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_nothing_is_kept_that_a_transform_has_wrapped():
+    def draws(x):
+        return x * normal((3,), 987_654, 0, x.device) + constants.integers(91, x.device)[:3]
+
+    x = torch.ones(3, dtype=torch.float64)
+    inside = grad(lambda x: draws(x).sum())(x)
+    torch.testing.assert_close(inside, draws(x) - torch.arange(3))
+    assert all(constants._has_memory(kept) for kept in constants._results.values())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_traces_are_refused(method):
+    tensors = tensors_of(batch=1)
+    with pytest.raises(
+        hea.UnsupportedAttentionError, match=f"{method}: torch.jit.trace .* torch.compile or torch.export"
+    ):
+        torch.jit.trace(lambda *x: hea.attention(method, *x), tensors)
+    model, batch = tiny_model("bert", method).eval(), tiny_batch("bert")
+    model.config.return_dict = False
+    with pytest.raises(hea.UnsupportedAttentionError, match=f"{method}: torch.jit.trace .* torch.onnx.export"):
+        torch.jit.trace(model, (batch["input_ids"],))
+
+
+@pytest.mark.parametrize("shape", [(0, LENGTH), (2, 0)], ids=["no sequences", "no tokens"])
+@pytest.mark.parametrize("method", METHODS)
+def test_empty_batches_have_gradients(method, shape):
+    batch, length = shape
+    leaves = [x.requires_grad_() for x in inputs(batch, 2, length, 8, dtype=torch.float64)]
+    out = hea.attention(method, *leaves)
+    out.sum().backward()
+    assert all(x.grad is not None and x.grad.shape == x.shape for x in leaves)
