@@ -4,7 +4,6 @@ import difflib
 import functools
 from typing import Any
 
-import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.configuration_utils import PreTrainedConfig
@@ -19,6 +18,7 @@ from hf_efficient_attn.integration.recurrent import StateLayer, is_recurrent
 from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS
 from hf_efficient_attn.integration.transaction import Snapshot
 from hf_efficient_attn.methods import available_methods
+from hf_efficient_attn.ops.export import is_compiling
 
 # The attribute by which Transformers knows modules that need no initialization.
 _INITIALIZED = "_is_hf_initialized"
@@ -164,7 +164,7 @@ def extend_caches() -> None:
         **kwargs: Any,
     ) -> None:
         initialize(self, ddp_cache_data, config, *args, **kwargs)
-        if type(self) is not DynamicCache or config is None or torch.compiler.is_compiling():
+        if type(self) is not DynamicCache or config is None or is_compiling():
             return
         config = config.get_text_config(decoder=True)
         name = method_of(config)

@@ -24,6 +24,7 @@ from hf_efficient_attn.integration.recurrent import StateLayer, as_new_keys, num
 from hf_efficient_attn.methods import MethodConfig, attention, available_methods, get_method
 from hf_efficient_attn.ops.blocks import take
 from hf_efficient_attn.ops.exact import mask_bias
+from hf_efficient_attn.ops.export import is_compiling
 from hf_efficient_attn.ops.growing_coreset import GrowingCoreset, add_keys, coreset_partial, empty_coreset
 from hf_efficient_attn.ops.partial import Partial, merge, partial_attention
 
@@ -111,7 +112,7 @@ class NearFarLayer(CacheLayerMixin):
             UnsupportedAttentionError: the attention function did not use the keys of the last call, or the model is
                 being compiled.
         """
-        if torch.compiler.is_compiling():
+        if is_compiling():
             raise UnsupportedAttentionError(
                 "NearFarCache does not work in a compiled model, because its sizes depend on the padding: leave "
                 "torch.compile or the cache out"

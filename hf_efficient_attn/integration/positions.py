@@ -4,13 +4,13 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.import_utils import is_tracing
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.ops.export import is_compiling
 
 _NAMES = ("position_embeddings", "wpe", "embed_positions", "position_embedding")
 # The attribute of a model with the `PositionTable`s that it holds.
@@ -142,4 +142,4 @@ def _used_positions(embedding: nn.Embedding, length: int, ids: object, kwargs: M
         counts = mask.sum(-1)
     else:
         return length
-    return None if torch.compiler.is_compiling() or is_tracing(counts) or counts.is_meta else int(counts.max())
+    return None if is_compiling() or is_tracing(counts) or counts.is_meta else int(counts.max())

@@ -24,6 +24,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods import MethodConfig, attention, attention_with_state, get_method, update_state
+from hf_efficient_attn.ops.export import is_compiling
 from hf_efficient_attn.ops.random import draw_seed
 
 # In Transformers 5.12 `crop` takes the length that remains, in later versions minus the number of tokens to remove.
@@ -148,7 +149,7 @@ class StateLayer(DynamicLayer):
             UnsupportedAttentionError: the attention function did not use the keys of the last call.
         """
         if self.options is None:
-            if self.is_initialized or torch.compiler.is_compiling():
+            if self.is_initialized or is_compiling():
                 return super().update(key_states, value_states, *args, **kwargs)
             self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
             self.keys, self.values = key_states, value_states

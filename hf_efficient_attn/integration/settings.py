@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
@@ -18,6 +17,7 @@ from hf_efficient_attn.integration.layers import (
     is_selected,
 )
 from hf_efficient_attn.methods import MethodConfig, get_method, make_config
+from hf_efficient_attn.ops.export import is_compiling
 
 # Version 2 has `calibrated_length`. A choice without it is written as version 1, which earlier releases read.
 FORMAT_VERSION = 2
@@ -214,7 +214,7 @@ def warn_beyond_calibration(settings: EfficientAttentionConfig, kv_len: int, key
         key_mask: bool (B, Nk), True = attend; None if nothing is masked.
     """
     limit = settings.calibrated_length
-    if limit is None or torch.compiler.is_compiling() or kv_len <= limit or hasattr(settings, _WARNED):
+    if limit is None or is_compiling() or kv_len <= limit or hasattr(settings, _WARNED):
         return
     # Padding does not count. Only inputs longer than the limit take the time to count their tokens.
     longest = kv_len if key_mask is None else int(key_mask.sum(1).max())

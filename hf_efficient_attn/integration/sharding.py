@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.methods import MethodConfig, sharded_attention
 from hf_efficient_attn.ops.collectives import Shards, over_heads
+from hf_efficient_attn.ops.export import is_compiling
 from hf_efficient_attn.ops.random import HeadSlice
 
 # The attribute of models and attention modules with their `SequenceParallel`.
@@ -57,7 +57,7 @@ def shards_of(module: nn.Module, kwargs: Mapping[str, Any]) -> Shards | None:
             f"sequence_parallel: a {type(module).__name__} is called outside of a call of its model: call the model "
             "that was given to sequence_parallel; with gradient checkpointing, its layers must pass keyword arguments"
         )
-    if torch.compiler.is_compiling():
+    if is_compiling():
         raise UnsupportedAttentionError(
             "sequence_parallel: the exchanges between processes cannot be compiled: leave torch.compile out"
         )

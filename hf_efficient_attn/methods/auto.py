@@ -29,6 +29,7 @@ from hf_efficient_attn.methods._shared.exact import exact_form
 from hf_efficient_attn.methods._shared.heads import FlatHeads, flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, get_method, make_config, register_method
 from hf_efficient_attn.ops.accelerator import backend
+from hf_efficient_attn.ops.export import is_compiling
 
 # The head_dim for which lengths are measured. Most of the choice of landmarks does not depend on it, so that the cost
 # relative to exact attention is 1.4 times as high with a head_dim of 32.
@@ -142,7 +143,7 @@ def _is_static(
 
 def _must_not_read(x: Tensor) -> bool:
     """Whether nothing may depend on the values of tensors: in a graph, and where reading them waits for a device."""
-    return torch.compiler.is_compiling() or backend(x) != "cpu"
+    return is_compiling() or backend(x) != "cpu"
 
 
 def _approximate(

@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.constants import constant, integers
-from hf_efficient_attn.ops.export import exporting_to_onnx
+from hf_efficient_attn.ops.export import exporting_to_onnx, is_compiling
 
 # Numbers of queries or keys that are processed at a time on the CPU: one head of 8,192 x 64. Their temporaries fit the
 # cache and reuse memory that earlier heads have touched. Code without this loses half its time to page faults.
@@ -49,7 +49,7 @@ def take(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
         (BH, ..., D).
     """
     if x.requires_grad and torch.is_grad_enabled():
-        if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        if x.device.type == "cpu" and not is_compiling():
             # Along the first dimension with an expanded index both directions process whole tokens.
             flat = _flat_index(index, x.shape[1]).unsqueeze(1).expand(-1, x.shape[2])
             return x.flatten(0, 1).gather(0, flat).view(*index.shape, x.shape[2])
@@ -107,7 +107,7 @@ def can_reuse_buffers(*tensors: Tensor | None) -> bool:
     """
     given = [x for x in tensors if x is not None]
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-    return not (needs_grad or torch.compiler.is_compiling()) and backend(given[0]) == "cpu"
+    return not (needs_grad or is_compiling()) and backend(given[0]) == "cpu"
 
 
 def chunked_over_heads(
@@ -133,7 +133,7 @@ def chunked_over_heads(
     given = [x for x in tensors if x is not None]
     batch_heads, numel = given[0].shape[0], max(x[0].numel() for x in given)
     step = max(1, _CHUNK_NUMEL // max(1, numel)) if step is None else step
-    if step >= batch_heads or given[0].device.type != "cpu" or torch.compiler.is_compiling():
+    if step >= batch_heads or given[0].device.type != "cpu" or is_compiling():
         return function(*tensors)
     # `split` rather than slices: its backward is one concatenation, that of a slice a whole tensor of zeros.
     splits = [[None] * ceil_div(batch_heads, step) if x is None else x.split(step) for x in tensors]

@@ -40,6 +40,7 @@ from hf_efficient_attn.ops.causal_coreset_plan import (
 )
 from hf_efficient_attn.ops.coreset import largest_of_rows
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
+from hf_efficient_attn.ops.export import is_compiling
 from hf_efficient_attn.ops.onednn import products
 from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, partial_attention, safe_row_max
 from hf_efficient_attn.ops.precision import LOG2_E
@@ -406,7 +407,7 @@ def _add_far(parts: list[Partial], far: _Far, value: Tensor) -> Tensor:
     is_safe = denominator > SAFE * bound
     numerator = far.sums[..., :-1]
     # Where to ask would make the host wait for the device, the other form is computed in any case.
-    if torch.compiler.is_compiling() or backend(value) != "cpu" or not bool(is_safe.all()):
+    if is_compiling() or backend(value) != "cpu" or not bool(is_safe.all()):
         mean = far.positive.unsqueeze(2) * value.mean(1, keepdim=True)
         numerator = torch.where(is_safe.unsqueeze(2), numerator, mean)
         denominator = torch.where(is_safe, denominator, bound)

@@ -18,6 +18,7 @@ from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import ceil_div, pad_to_blocks
 from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.exact import mask_bias
+from hf_efficient_attn.ops.export import is_compiling
 from hf_efficient_attn.ops.fused_attention import fused_attention_backward
 from hf_efficient_attn.ops.gather_attend import GatheredKeys, gathered_partial
 from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, partial_attention
@@ -113,7 +114,7 @@ def sampled_intervals_attention(
         return torch.addcmul(near.out, far.out - near.out, weight).to(value.dtype)
     arguments = query, key, value, *samples[:2], list(samples.counts), block_size, scale
     with_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    if not dropout_p and (with_grad or torch.compiler.is_compiling()):
+    if not dropout_p and (with_grad or is_compiling()):
         out: Tensor = window_and_samples(*arguments)[0]
         return out
     return _forward(*arguments, dropout_p)[0]

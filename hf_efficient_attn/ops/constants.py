@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_efficient_attn.ops.export import is_compiling
+
 # How many results are kept, and their bytes together.
 _KEPT, _KEPT_BYTES = 512, 1 << 25
 
@@ -27,7 +29,7 @@ def constant(make: Callable[..., Tensor], *arguments: Any, device: torch.device)
     Returns:
         A tensor without gradient, which must not be modified.
     """
-    is_fake = torch.compiler.is_compiling() or type(torch.empty(0, device=device)) is not Tensor
+    is_fake = is_compiling() or type(torch.empty(0, device=device)) is not Tensor
     if is_fake or _contain_tensor(arguments):
         return make(*arguments, device)
     return _kept(make, arguments, device)

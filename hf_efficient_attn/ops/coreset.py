@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import ceil_div, take, valid_first
 from hf_efficient_attn.ops.constants import constant
+from hf_efficient_attn.ops.export import is_compiling
 from hf_efficient_attn.ops.onednn import product, use_product
 from hf_efficient_attn.ops.pivots import pivot_tolerance, pivots_in_two_draws
 from hf_efficient_attn.ops.precision import LOG2_E
@@ -235,7 +236,7 @@ def choose_pivots(
         `Pivots` (BH, m).
     """
     points = points.detach()
-    if torch.compiler.is_compiling():
+    if is_compiling():
         value, heads = seed_for_operator(seed, len(points) // batch, points.device)
         return Pivots(*torch.ops.hf_efficient_attn.choose_pivots(points, valid, num_pivots, value, batch, block, heads))
     return Pivots(*_choose_pivots(points, valid, num_pivots, seed, batch, block))
@@ -423,7 +424,7 @@ def _regularized_inverse(kernel: Tensor, ridge: float) -> Tensor:
     size = kernel.shape[-1]
     one = constant(_identity, size, kernel.dtype, device=kernel.device)
     lower, failed = torch.linalg.cholesky_ex(torch.add(kernel, one, alpha=ridge))
-    if torch.compiler.is_compiling() or kernel.device.type != "cpu":
+    if is_compiling() or kernel.device.type != "cpu":
         lower = torch.where((failed > 0)[:, None, None], size**0.5 * one, lower)
     elif bool(failed.any()):
         ridges = torch.where(failed > 0, (0.01 * kernel.abs().sum(-1).amax(-1)).clamp(min=ridge), ridge)

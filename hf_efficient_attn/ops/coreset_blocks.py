@@ -46,6 +46,7 @@ from hf_efficient_attn.ops.coreset_blocks_plan import (
     number,
 )
 from hf_efficient_attn.ops.coreset_landmarks import DRAW_POWER, take_alike
+from hf_efficient_attn.ops.export import is_compiling
 from hf_efficient_attn.ops.fused_attention import fused_attention
 from hf_efficient_attn.ops.outputs import compute_into
 from hf_efficient_attn.ops.partial import accumulation_dtype
@@ -213,7 +214,7 @@ def _sums(row: Tensor, keys: Tensor, values: Tensor, plan: Plan) -> Sums:
     of_all, of_others = out.sum(1, dtype=lse.dtype), None
     if plan.by_block:
         out = out.transpose(1, 2)
-        if torch.compiler.is_compiling():
+        if is_compiling():
             of_others = (of_all.unsqueeze(2) - out).to(out.dtype).contiguous()
         else:
             of_others = torch.sub(of_all.unsqueeze(2), out, out=out.new_empty(out.shape))

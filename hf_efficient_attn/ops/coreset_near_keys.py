@@ -23,6 +23,7 @@ from hf_efficient_attn.ops.coreset_landmarks import (
     take_candidates,
 )
 from hf_efficient_attn.ops.exact import mask_bias
+from hf_efficient_attn.ops.export import is_compiling
 from hf_efficient_attn.ops.onednn import products
 from hf_efficient_attn.ops.partial import accumulation_dtype, exp_, safe_row_max
 from hf_efficient_attn.ops.precision import LOG2_E
@@ -281,7 +282,7 @@ def count_near_keys(basis: Tensor, weight: Tensor, index: Tensor) -> Tensor:
     """
     basis = basis.to(weight.dtype)
     needs_grad = torch.is_grad_enabled() and (basis.requires_grad or weight.requires_grad)
-    if needs_grad and weight.device.type == "cpu" and not torch.compiler.is_compiling():
+    if needs_grad and weight.device.type == "cpu" and not is_compiling():
         counted: Tensor = _Counted.apply(basis, weight, index)  # type: ignore[no-untyped-call]
         return counted
     return basis @ take(weight, index).mT

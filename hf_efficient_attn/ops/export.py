@@ -1,6 +1,18 @@
-"""Whether a graph for ONNX is being traced."""
+"""Whether a call is traced: by `torch.compile`, `torch.export` or the exporter to ONNX."""
 
 import torch
+from torch import Tensor
+
+
+def is_compiling() -> bool:
+    """Whether this call is traced into a graph.
+
+    `torch.compiler.is_compiling` is a state of the whole process: it also holds for ordinary calls of other threads
+    while one thread compiles. Those compute with tensors that have numbers.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    return torch.compiler.is_compiling() and type(torch.empty(0)) is not Tensor
 
 
 def exporting_to_onnx() -> bool:
@@ -9,7 +21,8 @@ def exporting_to_onnx() -> bool:
     The graph must then consist of PyTorch's standard operators, and must not depend on the lengths of the example: the
     exporter drops the guards with which `torch.export` and `torch.compile` check the lengths of later calls.
     """
-    return bool(torch.compiler.is_exporting() or torch.jit.is_tracing()) and in_onnx_export()
+    is_exporting = is_compiling() and torch.compiler.is_exporting()
+    return bool(is_exporting or torch.jit.is_tracing()) and in_onnx_export()
 
 
 def in_onnx_export() -> bool:

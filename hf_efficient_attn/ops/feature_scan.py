@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_efficient_attn.ops import flash_linear
 from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import ceil_div
+from hf_efficient_attn.ops.export import is_compiling
 from hf_efficient_attn.ops.feature_attention import FeatureKernel
 from hf_efficient_attn.ops.fused_attention import fused_attention
 from hf_efficient_attn.ops.linear_attention import normalize
@@ -150,7 +151,7 @@ def causal_feature_attention(
         tokens = slice(i, i + setting.segment)
         own_mask = None if key_mask is None else key_mask[:, tokens]
         own = query[:, tokens], key[:, tokens], value[:, tokens]
-        if torch.compiler.is_compiling():
+        if is_compiling():
             out, state, start = _attend_with_dropout(own, own_mask, (state, start), directions, setting, dropout_p)
         else:  # computed again in the backward pass, with the same random numbers
             arguments = own, own_mask, (state, start), directions, setting, dropout_p
@@ -163,7 +164,7 @@ def _setting(query: Tensor, count: int, scale: float, on_cpu: bool) -> _Setting:
     batch_heads, q_len = query.shape[:2]
     size = min(_CHUNK, q_len)
     chunks = ceil_div(q_len, size)
-    if on_cpu and torch.compiler.is_compiling():  # no loop over segments, whose number depends on the length
+    if on_cpu and is_compiling():  # no loop over segments, whose number depends on the length
         return _Setting(scale, size, chunks * size, count)
     if on_cpu:
         return _Setting(scale, size, size * max(1, min(chunks, _SEGMENT_NUMEL // (batch_heads * size * count))), count)

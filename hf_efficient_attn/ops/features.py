@@ -18,6 +18,7 @@ from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.block_states import merge_other_blocks
 from hf_efficient_attn.ops.blocks import ceil_div
 from hf_efficient_attn.ops.constants import constant
+from hf_efficient_attn.ops.export import is_compiling
 from hf_efficient_attn.ops.partial import (
     Partial,
     accumulation_dtype,
@@ -152,4 +153,4 @@ def states_elsewhere(state: Partial) -> Partial:
 
 def _needs_functional_form(state: Partial) -> bool:
     """Whether in-place updates are impossible: with a gradient or with `torch.compile`."""
-    return torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(x.requires_grad for x in state))
+    return is_compiling() or (torch.is_grad_enabled() and any(x.requires_grad for x in state))

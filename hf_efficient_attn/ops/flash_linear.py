@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.accelerator import backend
+from hf_efficient_attn.ops.export import is_compiling
 
 # The most features of a call: kernels for more need more memory on the chip than all GPUs have.
 _MAX_FEATURES = 256
@@ -34,7 +35,7 @@ def serves(x: Tensor, num_features: int) -> bool:
         and x.dtype == torch.bfloat16
         and x.shape[0] <= _MAX_HEADS
         and num_features <= _MAX_FEATURES
-        and not torch.compiler.is_compiling()
+        and not is_compiling()
         and _is_installed()
     )
 

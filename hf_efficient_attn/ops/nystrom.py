@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad, threshold
 
 from hf_efficient_attn.ops.constants import constant
+from hf_efficient_attn.ops.export import is_compiling
 from hf_efficient_attn.ops.fused_attention import fused_attention
 from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.pivots import pivots_in_two_draws
@@ -179,7 +180,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, given: Given, options: Opt
     tokens, temperature, weights, coreset = _make_coreset(query, key, value, given, options)
     saved = _attend(query, coreset, options.scale)
     out = ratio(saved[0], tokens.middle)[0]
-    if torch.compiler.is_compiling():
+    if is_compiling():
         # In PyTorch 2.11, graphs lose the gradient of a result that two operators return, like `new_empty` and `clamp`.
         out = torch.clamp(out, tokens.low, tokens.high)
         out = out if out.dtype == value.dtype else out.to(value.dtype)

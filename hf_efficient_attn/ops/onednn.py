@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d
 
+from hf_efficient_attn.ops.export import is_compiling
 from hf_efficient_attn.ops.precision import LOG2_E
 
 # Scores that are computed at a time: 4 MiB of float32, which stay in a cache between the two products.
@@ -57,7 +58,7 @@ def _full_width_amd(cpuinfo: str = "/proc/cpuinfo") -> bool:
 def use_product(*tensors: Tensor | None) -> bool:
     """Whether `product` accepts these tensors (float32, CPU, no gradient) and is fast on this processor."""
     given = [x for x in tensors if x is not None]
-    if torch.compiler.is_compiling() or any(x.dtype != torch.float32 or x.device.type != "cpu" for x in given):
+    if is_compiling() or any(x.dtype != torch.float32 or x.device.type != "cpu" for x in given):
         return False
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         return False

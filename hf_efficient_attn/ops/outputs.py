@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from hf_efficient_attn.ops.export import is_compiling
 
 
 def compute_into(out: Tensor, operator: Callable[..., Tensor], *arguments: Any, **options: Any) -> None:
@@ -12,7 +13,7 @@ def compute_into(out: Tensor, operator: Callable[..., Tensor], *arguments: Any, 
 
     torch.compile, which merges kernels itself, knows no output with gaps.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         out.copy_(operator(*arguments, **options))
     else:
         operator(*arguments, **options, out=out)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.accelerator import backend
-from hf_efficient_attn.ops.export import exporting_to_onnx
+from hf_efficient_attn.ops.export import exporting_to_onnx, is_compiling
 from hf_efficient_attn.ops.fused_attention import fused_attention, fused_attention_backward, is_shared
 from hf_efficient_attn.ops.half_attention import half_attention, half_attention_backward, use_half
 from hf_efficient_attn.ops.onednn import pays, product_attention, product_attention_backward, use_product
@@ -114,7 +114,7 @@ def partial_attention(
     if dropout_p > 0.0 or exporting_to_onnx():  # ONNX has no form of the custom operator below
         return _with_dropout(query, key, value, bias, scale, dropout_p)
     tensors = (query, key, value) if bias is None else (query, key, value, bias)
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+    if is_compiling() or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         return Partial(*torch.ops.hf_efficient_attn.partial_attention(query, key, value, bias, float(scale)))
     return Partial(*_forward(query, key, value, bias, float(scale), finite_bias))
 

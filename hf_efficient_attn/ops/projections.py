@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.ops.blocks import chunked_over_heads, take, valid_first
 from hf_efficient_attn.ops.constants import integers
+from hf_efficient_attn.ops.export import is_compiling
 from hf_efficient_attn.ops.landmarks import segment_sizes
 from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.random import normal
@@ -120,7 +121,7 @@ class Contraction(NamedTuple):
 
         def some_heads(x: Tensor, order: Tensor | None) -> Tensor:
             x = (x if order is None else take(x, order)).to(self.table.dtype)
-            if torch.compiler.is_compiling() and x.device.type == "cpu":
+            if is_compiling() and x.device.type == "cpu":
                 # One product: as a product for each head it takes four times as long in bfloat16.
                 product = self.table @ x.transpose(0, 1).flatten(1)
                 return product.view(len(product), *x.shape[::2]).transpose(0, 1).contiguous()

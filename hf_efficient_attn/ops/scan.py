@@ -8,6 +8,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.accelerator import backend
+from hf_efficient_attn.ops.export import is_compiling
 
 
 class _PrefixSum(torch.autograd.Function):
@@ -36,7 +37,7 @@ def exclusive_prefix_sum(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     The terms are added from first to last, so that out[:, c] does not depend on x[:, c:], not even in its rounding. On
     an accelerator the sum is one kernel, whatever C is.
     """
-    if torch.compiler.is_compiling() or backend(x) != "cpu":
+    if is_compiling() or backend(x) != "cpu":
         # Not the inclusive sum minus x, whose rounding depends on x[:, c].
         return pad(x.cumsum(1, dtype=dtype), (0, 0) * (x.ndim - 2) + (1, -1))
     return _prefix_sum(x if dtype is None else x.to(dtype))
@@ -44,7 +45,7 @@ def exclusive_prefix_sum(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def exclusive_suffix_sum(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """out[:, c] = x[:, c+1] + ... + x[:, C-1], summed in `dtype`: the gradient of `exclusive_prefix_sum`."""
-    if torch.compiler.is_compiling() or backend(x) != "cpu":
+    if is_compiling() or backend(x) != "cpu":
         total = x.cumsum(1, dtype=dtype)
         return total[:, -1:] - total
     return _prefix_sum(x.to(x.dtype if dtype is None else dtype).flip(1)).flip(1)

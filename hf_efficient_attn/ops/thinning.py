@@ -23,6 +23,7 @@ from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.batched_thinning import Numbers, Rounds, halve
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, take, valid_first
 from hf_efficient_attn.ops.constants import constant
+from hf_efficient_attn.ops.export import is_compiling
 from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.random import HeadSeed, HeadSlice, Seed, seed_for_operator, uniform_of_heads
 
@@ -102,7 +103,7 @@ def thin(
         batch: B. All sequences of a batch use the same random numbers.
     """
     tensors, options = (key.detach(), value.detach(), key_mask), (num_samples, float(scale), batch)
-    if torch.compiler.is_compiling():
+    if is_compiling():
         value, heads = seed_for_operator(seed, len(key) // batch, key.device)
         return Thinned(*torch.ops.hf_efficient_attn.thin(*tensors, value, *options, heads))
     return Thinned(*_thin_by_rounds(*tensors, seed, *options))

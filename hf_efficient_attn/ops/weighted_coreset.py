@@ -53,6 +53,7 @@ from hf_efficient_attn.ops.coreset_near_keys import (
     plan_near_keys,
 )
 from hf_efficient_attn.ops.coreset_weights import Coreset, weigh
+from hf_efficient_attn.ops.export import is_compiling
 from hf_efficient_attn.ops.onednn import product_attention, products, use_product
 from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention, safe_row_max
 from hf_efficient_attn.ops.precision import LOG2_E
@@ -181,7 +182,7 @@ def plan_of_heads(plan: NearPlan, some: slice) -> NearPlan:
 
 def is_fixed(x: Tensor) -> bool:
     """Whether the form of a head must not depend on data: in a graph, and where reading it waits for a device."""
-    return torch.compiler.is_compiling() or backend(x) != "cpu"
+    return is_compiling() or backend(x) != "cpu"
 
 
 def attend_to_coreset(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.coreset_landmarks import CoresetOptions
-from hf_efficient_attn.ops.export import exporting_to_onnx
+from hf_efficient_attn.ops.export import exporting_to_onnx, is_compiling
 from hf_efficient_attn.ops.random import seed_value
 from hf_efficient_attn.ops.weighted_coreset import weighted_coreset_attention
 
@@ -24,7 +24,7 @@ def weighted_coreset(
     The operator has no gradient: with one, the graph contains all forms.
     """
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    in_graph = torch.compiler.is_compiling() and not exporting_to_onnx() and backend(query) == "cpu"
+    in_graph = is_compiling() and not exporting_to_onnx() and backend(query) == "cpu"
     if not in_graph or needs_grad or dropout_p > 0.0:
         return weighted_coreset_attention(query, key, value, key_mask, options, dropout_p)
     *sizes, share, scale, seed = options

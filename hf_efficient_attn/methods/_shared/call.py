@@ -28,7 +28,7 @@ from hf_efficient_attn.methods._shared.registry import (
 )
 from hf_efficient_attn.methods._shared.transforms import call_in_transform, in_transform, refuse_second_gradient
 from hf_efficient_attn.ops.collectives import Shards, over_heads
-from hf_efficient_attn.ops.export import exporting_to_onnx
+from hf_efficient_attn.ops.export import exporting_to_onnx, is_compiling
 from hf_efficient_attn.ops.precision import multiplies_bfloat16
 from hf_efficient_attn.ops.random import HeadSeed, HeadSlice, Seed, draw_seed
 
@@ -432,7 +432,7 @@ def _zero_masked(key: Tensor, value: Tensor, key_mask: Tensor | None) -> tuple[T
     """Set keys and values (B, H_kv, Nk, .) to 0 where the mask (B, Nk) is False, so that padding may hold NaN."""
     if key_mask is None:
         return key, value
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)):
+    if is_compiling() or (torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)):
         masked = ~key_mask[:, None, :, None]
         return key.masked_fill(masked, 0.0), value.masked_fill(masked, 0.0)
     # `masked_fill` is not vectorized on CPUs: for two tensors it takes up to a fifth of the time of exact attention.
@@ -533,7 +533,7 @@ def refuse_tracing(config: MethodConfig) -> None:
             f"the model to {' or '.join(exportable_methods())}, or back to exact attention with hea.convert(model, "
             "'sdpa'), before the export"
         )
-    if torch.compiler.is_compiling() or not torch.jit.is_tracing():
+    if is_compiling() or not torch.jit.is_tracing():
         return
     if is_onnx:
         raise UnsupportedAttentionError(

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hf_efficient_attn.ops.export import is_compiling
 from hf_efficient_attn.version import __version__
 
 FORMAT = 1
@@ -114,7 +115,7 @@ def crossover_length(
         relative_cost: cost of the method per token, divided by that with its default hyperparameters.
     """
     key = table_key(dtype, is_causal)
-    if torch.compiler.is_compiling():  # sizes may be unknown, and a graph contains the number of threads
+    if is_compiling():  # sizes may be unknown, and a graph contains the number of threads
         return Crossover(*_measured_or_built_in(method, device.type, device.index, key)).at(total_dim, relative_cost)
     return _kept_length(method, device, key, total_dim, relative_cost, torch.get_num_threads())
 

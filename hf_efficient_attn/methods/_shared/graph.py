@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_efficient_attn.methods._shared.config import MethodConfig
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, get_method, make_config
 from hf_efficient_attn.ops.accelerator import backend
-from hf_efficient_attn.ops.export import exporting_to_onnx
+from hf_efficient_attn.ops.export import exporting_to_onnx, is_compiling
 from hf_efficient_attn.ops.random import HeadSeed, seed_value
 
 
@@ -23,7 +23,7 @@ def is_operator(config: MethodConfig, tensors: tuple[Tensor, Tensor, Tensor], op
     if options.distance_bias is not None:
         return False
     form = "causal" if options.is_causal else "bidirectional"
-    if not (torch.compiler.is_compiling() and form in config.runs_in_chunks) or backend(*tensors) != "cpu":
+    if not (is_compiling() and form in config.runs_in_chunks) or backend(*tensors) != "cpu":
         return False
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, *options.parameters.values()))
     # The operator takes the plain seed of a call with all heads of a layer.

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.ops.export import is_compiling
 from hf_efficient_attn.ops.random import draw_seed
 
 
@@ -38,7 +39,7 @@ class _Part(NamedTuple):
 
 def in_transform(*arguments: object) -> bool:
     """Whether a tensor among the arguments belongs to a transform of `torch.func` that is being computed."""
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
+    if is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
         return False
     return any(_is_wrapped(x) for x in pytree.tree_leaves(arguments))
 
@@ -90,7 +91,7 @@ def refuse_second_gradient(out: Tensor, name: str) -> Tensor:
         if torch.is_grad_enabled():  # the case in a backward pass with create_graph=True only
             _refuse_twice(name)
 
-    if out.requires_grad and not torch.compiler.is_compiling():
+    if out.requires_grad and not is_compiling():
         out.register_hook(refuse)
     return out
 

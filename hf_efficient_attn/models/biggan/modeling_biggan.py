@@ -37,6 +37,7 @@ from hf_efficient_attn.models.biggan.spectral_norm import (
     register_conversion,
 )
 from hf_efficient_attn.models.eager import eager_attention_forward
+from hf_efficient_attn.ops.export import is_compiling
 
 register_conversion()
 
@@ -231,7 +232,7 @@ class BigGANModel(PreTrainedModel):
                 f"{tuple(labels.shape)} of {labels.dtype}"
             )
         # Reading the values would break a traced graph, where the embedding's own check remains.
-        if not torch.compiler.is_compiling() and not ((labels >= 0) & (labels < num_classes)).all():
+        if not is_compiling() and not ((labels >= 0) & (labels < num_classes)).all():
             raise ValueError(f"classes are numbered from 0 to {num_classes - 1}, not {labels.tolist()}")
         return functional.embedding(labels.long(), self.embeddings.weight.t())
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 from hf_efficient_attn.models.biggan.configuration_biggan import BigGANConfig
 from hf_efficient_attn.models.biggan.sampling import check_truncation
 from hf_efficient_attn.models.biggan.spectral_norm import linear
+from hf_efficient_attn.ops.export import is_compiling
 
 # A smaller share of a row is rounding: 0.58 / 0.02 is 28.999999999999996.
 _ROUNDING = 1e-6
@@ -64,7 +65,7 @@ def look_up(truncation: float, n_stats: int, device: torch.device | None = None)
     Between two rows the weights are the wrong way round: at three quarters of the way from the lower to the upper row,
     the lower row has weight 3/4. pytorch-pretrained-biggan does the same, and this model reproduces its images.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         # A Python float would become a constant of the graph. Worse, torch.compile was seen to keep the first value of
         # a rounded float for all later ones.
         position = torch.ones((), dtype=torch.float64, device=device) * truncation / (1.0 / (n_stats - 1))

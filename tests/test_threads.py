@@ -1,0 +1,145 @@
+"""Calls from several threads give, bit for bit, what one thread gives."""
+
+import ast
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_efficient_attn as hea
+from hf_efficient_attn.methods import parameters_of_slice
+from hf_efficient_attn.ops import constants
+from hf_efficient_attn.ops.random import HeadSlice
+from instances import INSTANCES, inputs, padding_mask
+from test_heads import HEADS, KV_HEADS, parameters_of
+from tiny_models import DATA_DEPENDENT, FIRST, METHODS, tiny_batch, tiny_model
+
+THREADS, ROUNDS = 4, 5
+
+
+def in_threads(calls):
+    """Run each call several times in each of four threads that begin at once; returns what each run gave."""
+    barrier = threading.Barrier(THREADS)
+
+    def run(thread):
+        barrier.wait()
+        order = [(thread + i) % len(calls) for i in range(ROUNDS * len(calls))]
+        return [(i, calls[i]()) for i in order]
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        return [result for results in pool.map(run, range(THREADS)) for result in results]
+
+
+def check(calls):
+    expected = [call() for call in calls]
+    for i, outputs in in_threads(calls):
+        assert all(torch.equal(a, b) for a, b in zip(outputs, expected[i], strict=True)), f"call {i} differs"
+    for call, outputs in zip(calls, expected, strict=True):  # and no thread leaves anything behind
+        assert all(torch.equal(a, b) for a, b in zip(call(), outputs, strict=True))
+
+
+def calls_of(instance, is_causal, function):
+    """Calls with all heads and with some of them, with and without gradients, of several seeds."""
+    config = instance.config()
+    tensors = inputs(2, HEADS, 75, 8, num_kv_heads=KV_HEADS, seed=5)
+    parameters = parameters_of(config, tensors[2])
+    mask = padding_mask("right", 2, 75)
+
+    def call(heads, seed, needs_grad):
+        count = HEADS if heads is None else 2
+        first = 0 if heads is None else heads.first
+        own = parameters if heads is None else parameters_of_slice(config, parameters, heads, count)
+        query = tensors[0][:, first : first + count]
+        key, value = (x[:, first // 2 : (first + count) // 2] for x in tensors[1:])
+        leaves = [x.clone().requires_grad_(needs_grad) for x in (query, key, value)]
+        options = {"attention_mask": mask, "is_causal": is_causal, "seed": seed, "parameters": own, "heads": heads}
+        out = function(config, *leaves, **options)
+        return (out, *torch.autograd.grad(out.square().sum(), leaves)) if needs_grad else (out,)
+
+    slices = (None, HeadSlice(0, HEADS), HeadSlice(2, HEADS))
+    return [lambda h=h, s=s, g=g: call(h, s, g) for h in slices for s in (7, torch.tensor(8)) for g in (False, True)]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("instance", INSTANCES, ids=str)
+def test_calls(instance, is_causal):
+    if is_causal and not instance.info.causal:
+        pytest.skip("no causal form")
+    constants._results.clear()  # so that threads make them at the same time
+    check(calls_of(instance, is_causal, hea.attention))
+
+
+# The others of the compiled cases take minutes.
+COMPILED = ("kdeformer", "nearfar", "linear", "thinformer")
+
+
+@pytest.mark.parametrize("of_slice", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("is_causal", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(method, marks=[] if method in COMPILED else pytest.mark.exhaustive)
+        for method in METHODS
+        if method not in DATA_DEPENDENT
+    ],
+)
+def test_compiled_calls(method, is_causal, of_slice):
+    """All calls have the same shapes, so that each has a graph of its own: another graph may round differently."""
+    instance = FIRST[method]
+    if is_causal and not instance.info.causal:
+        pytest.skip("no causal form")
+    torch.compiler.reset()
+    calls = calls_of(
+        instance, is_causal, torch.compile(hea.attention, fullgraph=True, dynamic=False, backend="aot_eager")
+    )
+    check(calls[4:6] if of_slice else calls[:2])
+
+
+@pytest.mark.parametrize("mode", ["eval", "train"])
+@pytest.mark.parametrize("method", METHODS)
+def test_models(method, mode):
+    """One model in four threads. In training all threads draw from one generator, so that only finiteness counts."""
+    model, batch = tiny_model("bert", method), tiny_batch("bert")
+    getattr(model, mode)()
+
+    def call():
+        return (model(**batch).last_hidden_state.detach(),)
+
+    if mode == "eval":
+        check([call])
+    else:
+        assert all(out.isfinite().all() for _, (out,) in in_threads([call]))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_another_thread_compiles(method, is_causal, monkeypatch):
+    """`torch.compiler.is_compiling` and `is_exporting` hold for the whole process while a thread compiles."""
+    instance = FIRST[method]
+    if is_causal and not instance.info.causal:
+        pytest.skip("no causal form")
+    calls = calls_of(instance, is_causal, hea.attention)
+    expected = [call() for call in calls]
+    for name in ("_is_compiling_flag", "_is_exporting_flag"):
+        monkeypatch.setattr(torch.compiler, name, True)
+    assert torch.compiler.is_compiling()
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    for call, outputs in zip(calls, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(call(), outputs, strict=True))
+
+
+def test_no_state_of_a_call_is_global():
+    """No function of the levels that compute assigns to a global, apart from the form that tests choose."""
+    package = Path(hea.__file__).parent
+    allowed = {("accelerator.py", "_override")}
+    found = {
+        (path.name, name)
+        for folder in ("ops", "methods", "kernel", "integration")
+        for path in (package / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Global)
+        for name in node.names
+    }
+    assert found <= allowed
