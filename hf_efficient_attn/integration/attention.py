@@ -12,7 +12,7 @@ from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.integration.head_numbers import head_slice_of, refuse_context_parallel
 from hf_efficient_attn.integration.layers import Layer, layer_of, layer_seed
 from hf_efficient_attn.integration.learned import required_tensors
-from hf_efficient_attn.integration.masks import is_causal_mask
+from hf_efficient_attn.integration.masks import KeyMask, read_mask
 from hf_efficient_attn.integration.recurrent import NewKeys, state_layer_of
 from hf_efficient_attn.integration.refusals import (
     refuse_arguments,
@@ -59,11 +59,10 @@ def location_of(module: nn.Module) -> ModuleLocation:
     return location
 
 
-def is_causal_call(module: nn.Module, location: ModuleLocation, mask: Tensor | None, is_causal: bool | None) -> bool:
+def is_causal_call(module: nn.Module, location: ModuleLocation, mask: KeyMask, is_causal: bool | None) -> bool:
     """Whether a call is causal: what the mask says, else the call, else the module. Cross attention never is."""
-    declared = is_causal_mask(mask)
-    if declared is not None:
-        is_causal = declared
+    if mask.is_causal is not None:
+        is_causal = mask.is_causal
     elif is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     return bool(is_causal) and not location.is_cross
@@ -91,8 +90,10 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         location, shards = location_of(module), shards_of(module, kwargs)
         refuse_context_parallel(name, module)
         distance_bias = take_bias(kwargs, query.device)
-        refuse_arguments(name, module, key.shape[2], attention_mask, kwargs)
-        is_causal = is_causal_call(module, location, attention_mask, is_causal)
+        mask = read_mask(name, attention_mask)
+        attention_mask = mask.keys
+        refuse_arguments(name, module, key.shape[2], kwargs)
+        is_causal = is_causal_call(module, location, mask, is_causal)
         config = getattr(module, "config", None)
         settings = settings_of(config, name)
         method: MethodConfig | None = settings.for_layer(location.layer, location.name)
@@ -119,10 +120,11 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         heads = head_slice_of(name, module, query.shape[1])
         cached = state_layer_of(key)
         from_state = cached is not None and method == cached.method and is_causal
-        if cached is not None and isinstance(key, NewKeys) and not from_state:
+        if isinstance(key, NewKeys) and not from_state:
+            held = "a state" if cached is None else f"a state of {cached.method}"
             raise UnsupportedAttentionError(
-                f"{name}: the cache holds a state of {cached.method}, but {location.name} of this model now computes "
-                "something else: start with a new cache after switching the model"
+                f"{name}: the cache holds {held}, but {location.name} of this model now computes something else: start "
+                "with a new cache after switching the model"
             )
         if method is None:
             out = exact_layer(

@@ -17,7 +17,7 @@ from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.head_numbers import is_tensor_parallel
 from hf_efficient_attn.integration.layers import layer_seed
 from hf_efficient_attn.integration.learned import required_tensors
-from hf_efficient_attn.integration.masks import is_causal_mask
+from hf_efficient_attn.integration.masks import read_mask
 from hf_efficient_attn.integration.refusals import refuse_arguments
 from hf_efficient_attn.integration.sharding import is_parallel
 from hf_efficient_attn.methods import AttentionOptions, HiddenProjections, MethodConfig, get_method, refuse_onnx_export
@@ -98,16 +98,13 @@ def _forward(
     name, layout, location = method_of(module.config), _layout(module), location_of(module)
     method: Any = None if name is None else settings_of(module.config, name).for_layer(location.layer, location.name)
     form = None if method is None else get_method(method.method).forward_hidden_states
-    is_causal = kwargs.get("is_causal") or is_causal_mask(attention_mask)
-    if (
-        form is None
-        or layout is None
-        or kwargs.get("past_key_values", kwargs.get("cache")) is not None
-        or is_causal
-        or _is_divided(module)
-    ):
+    takes_part = form is not None and layout is not None and not kwargs.get("is_causal") and not _is_divided(module)
+    if not takes_part or kwargs.get("past_key_values", kwargs.get("cache")) is not None:
         return type(module).forward(module, hidden_states, attention_mask, **kwargs)
-    refuse_arguments(method.method, module, hidden_states.shape[1], attention_mask, kwargs)
+    mask, is_causal = read_mask(method.method, attention_mask)
+    if is_causal:
+        return type(module).forward(module, hidden_states, attention_mask, **kwargs)
+    refuse_arguments(method.method, module, hidden_states.shape[1], kwargs)
     refuse_onnx_export(method)
     query_projection = getattr(module, layout.query)
     query = query_projection(hidden_states).unflatten(2, (-1, getattr(module, layout.head_dim))).transpose(1, 2)
@@ -115,10 +112,10 @@ def _forward(
     dropout = getattr(dropout, "p", dropout) if module.training else 0.0
     # As in the attention function: in training from the global generators, otherwise by the layer alone.
     seed = draw_seed(query.device) if module.training else layer_seed(location.layer)
-    if attention_mask is not None:
-        hidden_states = hidden_states.masked_fill(~attention_mask[:, :, None], 0.0)
+    if mask is not None:
+        hidden_states = hidden_states.masked_fill(~mask[:, :, None], 0.0)
     parameters = required_tensors(module, method, location.name)
-    options = AttentionOptions(attention_mask, False, module.scaling, dropout, seed + method.seed, parameters)
+    options = AttentionOptions(mask, False, module.scaling, dropout, seed + method.seed, parameters)
     projections = HiddenProjections(getattr(module, layout.key), getattr(module, layout.value))
     out = form(method, query, hidden_states, projections, options)
     out = out.transpose(1, 2).flatten(2)

@@ -1,12 +1,15 @@
 """The mask function of every method: it returns the padding as a (B, Nk) mask and refuses everything else.
 
 Transformers describes a mask by a function of four indices and builds a (B, 1, Nq, Nk) tensor from it. Here padding is
-a mask of the keys, which also knows whether it was made for causal attention (`is_causal_mask`), and other patterns are
-refused. Without a mask, causality is what the attention module says, as with exact attention.
+a mask of the keys, and other patterns are refused. Some models make a causal mask for modules that call themselves
+bidirectional (the text model of AIMv2), and exact attention follows the mask. The mask therefore says whether it is
+causal, by its dtype: that survives whatever may happen to a tensor on its way (detach, slices, other devices), and
+the code of a model that takes such a mask for a bool one fails instead of computing something else. Without a mask,
+causality is what the attention module says, as with exact attention.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +21,26 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.head_numbers import refuse_lost_padding
 from hf_efficient_attn.integration.settings import EXACT
 
-# The attribute of a mask that tells whether it is causal.
-_IS_CAUSAL = "_efficient_attention_is_causal"
+# The dtypes of masks, which no tokenizer and no model uses for a mask, and whether such a mask is causal.
+_CAUSAL, _BIDIRECTIONAL = torch.int16, torch.uint16
+_KINDS = {_CAUSAL: True, _BIDIRECTIONAL: False, torch.bool: None}
 _PATTERN = (
     "the mask is not plain causal or full attention (packed sequences, a local window, blocks or a prefix), which "
     "sub-quadratic attention cannot keep: pad the sequences instead of packing them, or use "
     f"attn_implementation={EXACT!r}"
 )
+
+
+class KeyMask(NamedTuple):
+    """What a mask of `padding_mask` says.
+
+    Attributes:
+        keys: bool (B, Nk), True for the keys to attend to; None if there is no padding.
+        is_causal: whether it was made for causal attention; None if that is not known.
+    """
+
+    keys: Tensor | None
+    is_causal: bool | None
 
 
 def padding_mask(
@@ -43,8 +59,7 @@ def padding_mask(
     """Make the mask of the keys. Transformers determines the arguments.
 
     Returns:
-        bool (B, kv_length), True for the keys to attend to; None if there is no padding. `is_causal_mask` of a mask
-        tells whether it is of causal attention.
+        (B, kv_length), 1 for the keys to attend to, in a form that `read_mask` reads; None if there is no padding.
 
     Raises:
         UnsupportedAttentionError: packed sequences, a local window that is shorter than the keys, any other pattern, a
@@ -72,17 +87,29 @@ def padding_mask(
     if mask is None or (not is_tracing(mask) and bool(mask.all())):
         return None
     refuse_lost_padding(mask, is_causal)
-    setattr(mask, _IS_CAUSAL, is_causal)
-    return mask
+    return mask.to(_CAUSAL if is_causal else _BIDIRECTIONAL)
 
 
-def is_causal_mask(mask: Tensor | None) -> bool | None:
-    """Whether a mask of `padding_mask` was made for causal attention; None if it is not known.
+def read_mask(name: str, mask: object) -> KeyMask:
+    """Read a mask of `padding_mask`, as an attention module passes it on.
 
-    Some models make a causal mask for modules that call themselves bidirectional (the text model of AIMv2), and exact
-    attention follows the mask.
+    Args:
+        name: what reads it, a method, for the message.
+        mask: the mask. A bool one (B, Nk) was made by other code, and says nothing about causality.
+
+    Raises:
+        UnsupportedAttentionError: it is another mask.
     """
-    return getattr(mask, _IS_CAUSAL, None)
+    if mask is None:
+        return KeyMask(None, None)
+    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.dtype in _KINDS:
+        return KeyMask(mask.to(torch.bool), _KINDS[mask.dtype])
+    kind = f"{mask.ndim}-D {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
+    raise UnsupportedAttentionError(
+        f"{name}: a {kind} attention mask cannot be kept, because no (queries, keys) mask is ever built here: give the "
+        "model an attention_mask of shape (batch, sequence length) that is 1 for every token and 0 for padding, or use "
+        f"attn_implementation={EXACT!r}"
+    )
 
 
 def _key_mask(attention_mask: Tensor, batch: int, kv_length: int, kv_offset: int) -> Tensor:
