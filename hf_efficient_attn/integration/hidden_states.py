@@ -6,12 +6,12 @@ the instance therefore gets a forward of its own, which is removed when the mode
 other modules, the method gets keys and values and contracts those, with the same result up to rounding.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from hf_efficient_attn.integration import own_forward
 from hf_efficient_attn.integration.attention import location_of
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.head_numbers import is_tensor_parallel
@@ -51,23 +51,18 @@ def plan(module: nn.Module, method: MethodConfig | None) -> Callable[..., Any] |
 
     A forward that something else has set on the instance stays.
     """
-    present = vars(module).get("forward")
-    if present is not None and not _is_ours(present):
+    present = own_forward.own_forward(module)
+    if present is not None and not own_forward.computes(present, _forward):
         return present
-    return (present or functools.partial(_forward, module)) if _takes_hidden_states(module, method) else None
+    return (present or own_forward.bind(module, _forward)) if _takes_hidden_states(module, method) else None
 
 
 def attach(module: nn.Module, forward: Callable[..., Any] | None) -> None:
     """Give an attention module the forward that `plan` returned."""
-    present = vars(module).get("forward")
-    if forward is not None:
-        module.forward = forward
-    elif present is not None:
-        del module.forward
-
-
-def _is_ours(forward: object) -> bool:
-    return isinstance(forward, functools.partial) and forward.func is _forward
+    if forward is None:
+        own_forward.take(module)
+    elif forward is not own_forward.own_forward(module):
+        own_forward.give(module, forward)
 
 
 def _takes_hidden_states(module: nn.Module, method: MethodConfig | None) -> bool:

@@ -472,12 +472,16 @@ def _exact_cross_attention(chosen: Sequence[AttentionModule]) -> dict[str, list[
 
 
 def _refuse_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A forward pre-hook: refuse `output_attentions`, and inputs that are longer than the position table."""
+    """A forward pre-hook: refuse `output_attentions`, and inputs that are longer than the position table.
+
+    It also prepares a replica of `torch.nn.DataParallel`.
+    """
     name = method_of(model.config)
     if name is None:
         return
     if getattr(model, _UNKNOWN, None) is not None:
         raise UnsupportedAttentionError(getattr(model, _UNKNOWN))
+    learned.bind_replica(model)
     positions.refuse_long_input(model, args, kwargs)
     requested = kwargs.get("output_attentions")
     if model.config.output_attentions if requested is None else requested:
