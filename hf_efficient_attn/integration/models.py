@@ -36,8 +36,6 @@ from hf_efficient_attn.methods import MethodConfig, causal_methods, distance_bia
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "num_decoder_layers", "encoder_layers", "decoder_layers")
 # The attribute of a model that has the forward pre-hook below.
 _GUARDED = "_efficient_attention_guarded"
-# The attribute of a model under construction that says which names of layers select nothing in it.
-_UNKNOWN = "_efficient_attention_unknown"
 _CROSS = ("cross", "encdec", "enc_dec", "encoder_attn")
 
 
@@ -154,7 +152,7 @@ def switch(
     Args:
         models: outermost Transformers models.
         change_configs: changes their configs; by default they stay as they are.
-        is_complete: False for models under construction, which may still lack some layers that `layers` names, or all
+        is_complete: False for models that become parts of others, which have the layers that `layers` names, or all
             attention.
 
     Raises:
@@ -193,7 +191,6 @@ class _Plan(NamedTuple):
         parameters: for every attention module, the learned parameters that it gets.
         forwards: for every attention module, the forward that it gets of its own.
         exact: modules whose cross attention stays exact, and their names, by the reason.
-        unknown: for a model under construction, why some names of layers select nothing in it; None if they all do.
     """
 
     parts: list[PreTrainedModel]
@@ -201,7 +198,6 @@ class _Plan(NamedTuple):
     parameters: list[tuple[nn.Module, learned.LearnedParameters | None]]
     forwards: list[tuple[nn.Module, Callable[..., Any] | None]]
     exact: dict[str, list[tuple[nn.Module, str]]]
-    unknown: str | None
 
     def warn(self) -> None:
         """Warn of cross attention that stays exact."""
@@ -221,8 +217,6 @@ class _Plan(NamedTuple):
         for module, _ in (found for group in self.exact.values() for found in group):
             setattr(module, WARNED, True)
         for part in self.parts:
-            # The names may belong to a model that this one becomes part of, whose construction then replaces the note.
-            setattr(part, _UNKNOWN, self.unknown)
             # Some models do not pass the argument on to their attention, so it is checked on the way in.
             if not getattr(part, _GUARDED, False):
                 part.register_forward_pre_hook(_refuse_call, with_kwargs=True)
@@ -238,16 +232,12 @@ def _plan(model: PreTrainedModel, is_complete: bool) -> _Plan:
     """Check a model against what its configs ask for, and make what it needs for it."""
     parts, found = models_in(model), list(attention_modules(model))
     methods: list[MethodConfig | None] = [None] * len(found)
-    unknown: str | None = None
     chosen: list[AttentionModule] = []
     if any(method_of(part.config) for part in parts):
         _hand_down(model, parts)
         chosen = [each for each in found if method_of(each.config)]
-        is_whole = is_complete and method_of(model.config) is not None
-        _check_interface(model, chosen, is_whole)
-        unknown = _check_layers(model, chosen, is_whole)
-        if unknown is not None and is_complete:
-            raise UnsupportedAttentionError(unknown)
+        _check_interface(model, chosen, is_complete)
+        _check_layers(model, chosen, is_complete)
         methods = [_method_in(each) if method_of(each.config) else None for each in found]
         _check_methods(model, chosen)
     else:
@@ -265,7 +255,6 @@ def _plan(model: PreTrainedModel, is_complete: bool) -> _Plan:
         parameters=list(zip(modules, learned.plan(requests), strict=True)),
         forwards=list(zip(modules, forwards, strict=True)),
         exact=_exact_cross_attention(chosen),
-        unknown=unknown,
     )
 
 
@@ -308,18 +297,18 @@ def refuse_unknown_implementation(kind: type[PreTrainedModel], name: str) -> Non
         )
 
 
-def _check_interface(model: PreTrainedModel, chosen: Sequence[AttentionModule], is_whole: bool) -> None:
+def _check_interface(model: PreTrainedModel, chosen: Sequence[AttentionModule], is_complete: bool) -> None:
     """Refuse a model in which the choice would have no effect, or whose attention modules cannot be trusted.
 
     Like Transformers' `sdpa`, a method takes causality from the attention module. In a model that does not support
     `sdpa` the modules can say anything; in some decoders they say that they are not causal.
     """
-    name = method_of(model.config)
-    for part in models_in(model):
-        if method_of(part.config):
-            refuse_unknown_implementation(type(part), str(name))
+    named = {part: name for part in models_in(model) if (name := method_of(part.config))}
+    for part, name in named.items():
+        refuse_unknown_implementation(type(part), name)
+    name = next(iter(named.values()))
     through = [found for found in chosen if uses_interface(type(found.module))]
-    if not through and (chosen or is_whole):
+    if not through and (chosen or is_complete):
         raise UnsupportedAttentionError(
             f"{type(model).__name__} does not compute its attention through Transformers' attention interface, so that "
             f"attn_implementation={name!r} would have no effect: load it without that argument"
@@ -387,18 +376,16 @@ def _check_distance_bias(model: PreTrainedModel, found: AttentionModule, method:
         )
 
 
-def _check_layers(model: PreTrainedModel, chosen: Sequence[AttentionModule], is_whole: bool) -> str | None:
-    """Refuse numbers in `layers` that the model does not have, and modules that two entries of a mix select.
+def _check_layers(model: PreTrainedModel, chosen: Sequence[AttentionModule], is_complete: bool) -> None:
+    """Refuse layers that the model does not have, and modules that two entries of a mix select.
 
-    Returns:
-        why some names select nothing in the model; None if they all do. Under construction this is no error yet,
-        because a name counts from the outermost model.
+    In a part of a model a name that selects nothing is no error, because names count from the outermost model.
     """
     layers = {found.location.layer for found in chosen if found.location.layer is not None}
     unknown: list[Any] = []
     for config in {id(found.config): found.config for found in chosen}.values():
         known = set(layers)
-        if not is_whole:
+        if not (is_complete and method_of(model.config)):
             counts = (getattr(config, key, 0) for key in _LAYER_COUNTS)
             known |= set(range(max((count for count in counts if isinstance(count, int)), default=0)))
         settings = _settings(config)
@@ -418,7 +405,8 @@ def _check_layers(model: PreTrainedModel, chosen: Sequence[AttentionModule], is_
                 f"{len(selecting)} entries of 'layers' select {found.location.name} of {type(model).__name__} "
                 f"({', '.join(one.config.method for one in selecting)}): each layer uses one method"
             )
-    return _no_such_layers(model, chosen, in_order(unknown)) if unknown else None
+    if unknown and is_complete:
+        raise UnsupportedAttentionError(_no_such_layers(model, chosen, in_order(unknown)))
 
 
 def _selects(layers: Sequence[Any], found: AttentionModule) -> bool:
@@ -479,8 +467,6 @@ def _refuse_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str
     name = method_of(model.config)
     if name is None:
         return
-    if getattr(model, _UNKNOWN, None) is not None:
-        raise UnsupportedAttentionError(getattr(model, _UNKNOWN))
     learned.bind_replica(model)
     positions.refuse_long_input(model, args, kwargs)
     requested = kwargs.get("output_attentions")
