@@ -1,4 +1,4 @@
-"""Models in which a method would have no effect are refused when they are loaded; models with some attention are not."""
+"""Models in which a method would have no effect are refused at loading; models with some attention are not."""
 
 import copy
 
@@ -75,9 +75,8 @@ def test_a_part_without_attention(tmp_path):
     backbone = transformers.ResNetConfig(**RESNET, out_features=["stage1", "stage2"])
     sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "num_queries": 4}
-    config = transformers.DetrConfig(
-        use_timm_backbone=False, use_pretrained_backbone=False, backbone=None, backbone_config=backbone, **sizes, **heads
-    )  # fmt: skip
+    own = {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None}
+    config = transformers.DetrConfig(**own, backbone_config=backbone, **sizes, **heads)
     model = transformers.DetrForObjectDetection(config)
     model.save_pretrained(tmp_path)
     load = transformers.DetrForObjectDetection.from_pretrained

@@ -93,8 +93,13 @@ def _forward(
     name, layout, location = method_of(module.config), _layout(module), location_of(module)
     method: Any = None if name is None else settings_of(module.config, name).for_layer(location.layer, location.name)
     form = None if method is None else get_method(method.method).forward_hidden_states
-    takes_part = form is not None and layout is not None and not kwargs.get("is_causal") and not _is_divided(module)
-    if not takes_part or kwargs.get("past_key_values", kwargs.get("cache")) is not None:
+    if (
+        form is None
+        or layout is None
+        or kwargs.get("past_key_values", kwargs.get("cache")) is not None
+        or kwargs.get("is_causal")
+        or _is_divided(module)
+    ):
         return type(module).forward(module, hidden_states, attention_mask, **kwargs)
     mask, is_causal = read_mask(method.method, attention_mask)
     if is_causal:

@@ -217,7 +217,6 @@ class _Plan(NamedTuple):
         for module, _ in (found for group in self.exact.values() for found in group):
             setattr(module, WARNED, True)
         for part in self.parts:
-            # Some models do not pass the argument on to their attention, so it is checked on the way in.
             if not getattr(part, _GUARDED, False):
                 part.register_forward_pre_hook(_refuse_call, with_kwargs=True)
                 setattr(part, _GUARDED, True)
@@ -460,15 +459,18 @@ def _exact_cross_attention(chosen: Sequence[AttentionModule]) -> dict[str, list[
 
 
 def _refuse_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A forward pre-hook: refuse `output_attentions`, and inputs that are longer than the position table.
+    """A forward pre-hook: refuse `output_attentions`, packed rows, and inputs longer than the position table.
 
-    It also prepares a replica of `torch.nn.DataParallel`.
+    Some models do not pass these arguments on to their attention. It also prepares a replica of
+    `torch.nn.DataParallel`.
     """
     name = method_of(model.config)
     if name is None:
         return
     learned.bind_replica(model)
-    positions.refuse_long_input(model, args, kwargs)
-    requested = kwargs.get("output_attentions")
+    given = positions.by_name(model, args, kwargs)
+    positions.refuse_packed_rows(given)
+    positions.refuse_long_input(model, given)
+    requested = given.get("output_attentions")
     if model.config.output_attentions if requested is None else requested:
         raise UnsupportedAttentionError(no_attentions(name))
