@@ -1,4 +1,4 @@
-"""Gradient checkpointing, reentrant and not, with padding: the gradients of all kinds of models are those without it."""
+"""Gradient checkpointing, reentrant and not: the gradients of all kinds of models are those without it."""
 
 import copy
 import warnings
