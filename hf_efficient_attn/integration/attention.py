@@ -22,6 +22,7 @@ from hf_efficient_attn.integration.refusals import (
 )
 from hf_efficient_attn.integration.settings import warn_beyond_calibration
 from hf_efficient_attn.integration.sharding import attend, shards_of
+from hf_efficient_attn.integration.windows import take_window
 from hf_efficient_attn.methods import MethodConfig, attention, parameters_of_slice
 
 # The attribute of an attention module that holds its `ModuleLocation`.
@@ -37,12 +38,14 @@ class ModuleLocation(NamedTuple):
         is_cross: whether its keys come from another model or stack.
         label: what reports and calibration call its layer: `layer`, or, if modules of several stacks have the same
             number, the part of the name up to it, such as "encoder.layers.0".
+        window: the sliding window that its model gives it, as `windows.window_of` determines it; None for none.
     """
 
     layer: Layer | None
     name: str
     is_cross: bool
     label: Layer | None
+    window: int | None = None
 
 
 def location_of(module: nn.Module) -> ModuleLocation:
@@ -57,6 +60,19 @@ def location_of(module: nn.Module) -> ModuleLocation:
             )
         location = ModuleLocation(layer, f"layer {layer}", bool(getattr(module, "is_cross_attention", False)), layer)
     return location
+
+
+def method_at(config: object, name: str | None, location: ModuleLocation) -> MethodConfig | None:
+    """The method that a config chooses for an attention module; None for exact attention, as in layers with a window.
+
+    Args:
+        config: the config that applies to the module.
+        name: the method that it names as its implementation; None if it names none.
+        location: where the module is.
+    """
+    if name is None or location.window is not None:
+        return None
+    return settings_of(config, name).for_layer(location.layer, location.name)
 
 
 def is_causal_call(module: nn.Module, location: ModuleLocation, mask: KeyMask, is_causal: bool | None) -> bool:
@@ -92,11 +108,12 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         distance_bias = take_bias(kwargs, query.device)
         mask = read_mask(name, attention_mask)
         attention_mask = mask.keys
-        refuse_arguments(name, module, key.shape[2], kwargs)
+        window = take_window(name, location.window, mask.is_local, key.shape[2], kwargs)
+        refuse_arguments(name, module, kwargs)
         is_causal = is_causal_call(module, location, mask, is_causal)
         config = getattr(module, "config", None)
         settings = settings_of(config, name)
-        method: MethodConfig | None = settings.for_layer(location.layer, location.name)
+        method = method_at(config, name, location)
         if method is not None and not is_causal and (location.is_cross or query.shape[2] != key.shape[2]):
             reason = why_cross_attention_is_exact(method, config)
             if reason is not None:
@@ -104,6 +121,11 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
                 method = None
         dropout = dropout if module.training else 0.0
         if shards is not None:
+            if location.window is not None:
+                raise UnsupportedAttentionError(
+                    f"sequence_parallel: {location.name} attends to a sliding window, which is not divided over "
+                    "processes: use a model without windows"
+                )
             if distance_bias is not None:
                 raise UnsupportedAttentionError(
                     f"sequence_parallel: {location.name} adds a bias of relative positions to its scores, which is not "
@@ -129,7 +151,7 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         if method is None:
             out = exact_layer(
                 query, key, value, attention_mask, is_causal=is_causal, scale=scaling, dropout_p=dropout,
-                distance_bias=distance_bias,
+                distance_bias=distance_bias, window=window,
             )  # fmt: skip
         else:
             if is_causal:

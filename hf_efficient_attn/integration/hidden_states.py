@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from hf_efficient_attn.integration import own_forward
-from hf_efficient_attn.integration.attention import location_of
-from hf_efficient_attn.integration.configs import method_of, settings_of
+from hf_efficient_attn.integration.attention import location_of, method_at
+from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.head_numbers import is_tensor_parallel
 from hf_efficient_attn.integration.layers import layer_seed
 from hf_efficient_attn.integration.learned import required_tensors
@@ -91,7 +91,7 @@ def _forward(
 ) -> tuple[Tensor, None]:
     """Replace the module's own forward: the same arguments, and the same output up to rounding."""
     name, layout, location = method_of(module.config), _layout(module), location_of(module)
-    method: Any = None if name is None else settings_of(module.config, name).for_layer(location.layer, location.name)
+    method: Any = method_at(module.config, name, location)
     form = None if method is None else get_method(method.method).forward_hidden_states
     if (
         form is None
@@ -101,10 +101,10 @@ def _forward(
         or _is_divided(module)
     ):
         return type(module).forward(module, hidden_states, attention_mask, **kwargs)
-    mask, is_causal = read_mask(method.method, attention_mask)
+    mask, is_causal, _ = read_mask(method.method, attention_mask)
     if is_causal:
         return type(module).forward(module, hidden_states, attention_mask, **kwargs)
-    refuse_arguments(method.method, module, hidden_states.shape[1], kwargs)
+    refuse_arguments(method.method, module, kwargs)
     refuse_onnx_export(method)
     query_projection = getattr(module, layout.query)
     query = query_projection(hidden_states).unflatten(2, (-1, getattr(module, layout.head_dim))).transpose(1, 2)

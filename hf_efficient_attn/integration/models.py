@@ -8,11 +8,12 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.integration import hidden_states, learned, mask_readers, positions
-from hf_efficient_attn.integration.attention import LOCATION, ModuleLocation
+from hf_efficient_attn.integration import hidden_states, learned, mask_readers, positions, windows
+from hf_efficient_attn.integration.attention import LOCATION, ModuleLocation, method_at
 from hf_efficient_attn.integration.configs import method_of, parts_of, settings_of
 from hf_efficient_attn.integration.distance_bias import attach_hook, has_distance_bias
 from hf_efficient_attn.integration.layers import Layer, in_order, is_selected, layer_of, names_of, stem_of
+from hf_efficient_attn.integration.masks import refuse_packed_rows
 from hf_efficient_attn.integration.model_code import (
     attention_arguments,
     attention_table,
@@ -120,7 +121,8 @@ def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
         config = getattr(module, "config", None)
         config = config if isinstance(config, PreTrainedConfig) else owner.config
         layer = layer_of(module, name)
-        location = ModuleLocation(layer, path.removeprefix(head), is_cross, layer)
+        window = None if is_cross else windows.window_of(module, config)
+        location = ModuleLocation(layer, path.removeprefix(head), is_cross, layer, window)
         found.append(AttentionModule(module, location, config, owner))
     stacks: dict[Layer | None, set[str]] = {}
     for one in found:
@@ -191,6 +193,7 @@ class _Plan(NamedTuple):
         parameters: for every attention module, the learned parameters that it gets.
         forwards: for every attention module, the forward that it gets of its own.
         exact: modules whose cross attention stays exact, and their names, by the reason.
+        windowed: the chosen modules that stay exact because of a window, and that were not warned of yet.
     """
 
     parts: list[PreTrainedModel]
@@ -198,9 +201,13 @@ class _Plan(NamedTuple):
     parameters: list[tuple[nn.Module, learned.LearnedParameters | None]]
     forwards: list[tuple[nn.Module, Callable[..., Any] | None]]
     exact: dict[str, list[tuple[nn.Module, str]]]
+    windowed: list[AttentionModule]
 
     def warn(self) -> None:
-        """Warn of cross attention that stays exact."""
+        """Warn of cross attention and of layers with a window, which stay exact."""
+        if self.windowed:
+            names = [found.location.name for found in self.windowed]
+            windows.warn_of_windows(str(method_of(self.windowed[0].config)), names)
         for reason, found in self.exact.items():
             warn_of_exact_cross_attention(found[0][0], reason, [name for _, name in found])
 
@@ -214,7 +221,8 @@ class _Plan(NamedTuple):
             hidden_states.attach(module, forward)
         for found in self.modules:
             attach_hook(found.module)
-        for module, _ in (found for group in self.exact.values() for found in group):
+        warned = [module for group in self.exact.values() for module, _ in group]
+        for module in (*warned, *(found.module for found in self.windowed)):
             setattr(module, WARNED, True)
         for part in self.parts:
             if not getattr(part, _GUARDED, False):
@@ -232,11 +240,13 @@ def _plan(model: PreTrainedModel, is_complete: bool) -> _Plan:
     parts, found = models_in(model), list(attention_modules(model))
     methods: list[MethodConfig | None] = [None] * len(found)
     chosen: list[AttentionModule] = []
+    windowed: list[AttentionModule] = []
     if any(method_of(part.config) for part in parts):
         _hand_down(model, parts)
         chosen = [each for each in found if method_of(each.config)]
         _check_interface(model, chosen, is_complete)
         _check_layers(model, chosen, is_complete)
+        windowed = _windowed(model, chosen) if is_complete else []
         methods = [_method_in(each) if method_of(each.config) else None for each in found]
         _check_methods(model, chosen)
     else:
@@ -254,6 +264,7 @@ def _plan(model: PreTrainedModel, is_complete: bool) -> _Plan:
         parameters=list(zip(modules, learned.plan(requests), strict=True)),
         forwards=list(zip(modules, forwards, strict=True)),
         exact=_exact_cross_attention(chosen),
+        windowed=windowed,
     )
 
 
@@ -274,7 +285,7 @@ def _settings(config: PreTrainedConfig) -> EfficientAttentionConfig:
 
 def _chosen_in(found: AttentionModule) -> MethodConfig | None:
     """The method that the config chooses for the layer of a module; None for exact attention."""
-    return _settings(found.config).for_layer(found.location.layer, found.location.name)
+    return method_at(found.config, method_of(found.config), found.location)
 
 
 def _method_in(found: AttentionModule) -> MethodConfig | None:
@@ -312,6 +323,7 @@ def _check_interface(model: PreTrainedModel, chosen: Sequence[AttentionModule], 
             f"{type(model).__name__} does not compute its attention through Transformers' attention interface, so that "
             f"attn_implementation={name!r} would have no effect: load it without that argument"
         )
+    _check_scores(model, through)
     for found in through:
         attention_arguments(type(found.module))
         kind, maker = type(found.module).__name__, own_mask(type(found.module))
@@ -325,7 +337,6 @@ def _check_interface(model: PreTrainedModel, chosen: Sequence[AttentionModule], 
                 f"{type(found.owner).__name__} does not support attn_implementation={EXACT!r}: possibly only a "
                 "(queries, keys) mask, which is never built here, makes its attention causal; load it with 'eager'"
             )
-    _check_scores(model, through)
 
 
 def _check_scores(model: PreTrainedModel, through: Sequence[AttentionModule]) -> None:
@@ -350,11 +361,11 @@ def _check_scores(model: PreTrainedModel, through: Sequence[AttentionModule]) ->
         if id(module) in asking or (is_concerned and not is_inner and not is_attention_module):
             change = score_change(module, is_attention=is_attention_module)
         if change is not None:
+            exact = EXACT if all(found.owner._supports_sdpa for found in through) else "eager"
             raise UnsupportedAttentionError(
                 f"{type(model).__name__} adds {change} to the scores of its attention (in {type(module).__name__} at "
                 f"{path or 'the top'}), which no method here can keep, because the (queries, keys) matrix of scores is "
-                f"never built: use attn_implementation={EXACT!r}, or a model with learned or rotary positions, such "
-                "as BERT, GPT-2 or Llama"
+                f"never built: use attn_implementation={exact!r}, or a model without it, such as BERT, GPT-2 or Llama"
             )
     for found in through:
         method = _chosen_in(found)
@@ -445,6 +456,31 @@ def _check_methods(model: PreTrainedModel, chosen: Sequence[AttentionModule]) ->
             )
 
 
+def _windowed(model: PreTrainedModel, chosen: Sequence[AttentionModule]) -> list[AttentionModule]:
+    """The chosen modules that stay exact because of a window of the model's own, and were not warned of yet.
+
+    Raises:
+        UnsupportedAttentionError: a window would be lost, or what is chosen are modules with a window only.
+    """
+    kind, found = type(model).__name__, [each for each in chosen if each.location.window is not None]
+    windows.check_windows(kind, [(each.module, each.location.name) for each in found])
+    for each in chosen:
+        windows.refuse_chunks(kind, each.module, each.config, each.location.name)
+    selected: dict[Any, list[AttentionModule]] = {}
+    for each in chosen:
+        if uses_interface(type(each.module)):
+            for entry in _settings(each.config).entries:
+                items = [None] if entry.layers is None else [one for one in entry.layers if _selects([one], each)]
+                for item in items:
+                    selected.setdefault(item, []).append(each)
+    for group in selected.values():
+        if all(each.location.window is not None for each in group):
+            names = [each.location.name for each in group]
+            raise windows.nothing_left(kind, str(method_of(group[0].config)), names, group[0].location.window or 0)
+    both = {id(each.module): each for group in selected.values() for each in group if each.location.window is not None}
+    return [each for each in both.values() if not getattr(each.module, WARNED, False)]
+
+
 def _exact_cross_attention(chosen: Sequence[AttentionModule]) -> dict[str, list[tuple[nn.Module, str]]]:
     """The modules whose cross attention stays exact and was not warned of yet, with their names, by the reason."""
     exact: dict[str, list[tuple[nn.Module, str]]] = {}
@@ -469,7 +505,7 @@ def _refuse_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str
         return
     learned.bind_replica(model)
     given = positions.by_name(model, args, kwargs)
-    positions.refuse_packed_rows(given)
+    refuse_packed_rows(given)
     positions.refuse_long_input(model, given)
     requested = given.get("output_attentions")
     if model.config.output_attentions if requested is None else requested:

@@ -1,4 +1,4 @@
-"""Positions of tokens: the modules that hold learned tables over them, and checks of the positions of a call."""
+"""Learned tables over token positions: which modules hold them, and the check that an input does not exceed them."""
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,8 +15,6 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 _NAMES = ("position_embeddings", "wpe", "embed_positions", "position_embedding")
 # The attribute of a model with the `PositionTable`s that it holds.
 TABLES = "_efficient_attention_positions"
-# Arguments that tell where the texts of a packed row begin.
-_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
 
 
 class PositionTable(NamedTuple):
@@ -84,44 +82,6 @@ def by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     if not args:
         return kwargs
     return {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
-
-
-def refuse_packed_rows(given: Mapping[str, Any]) -> None:
-    """Refuse a call with several texts in one row, which would attend to each other.
-
-    Transformers looks at the positions only where it makes a causal mask without a cache.
-
-    Args:
-        given: the arguments of the call by their names.
-
-    Raises:
-        UnsupportedAttentionError: an argument says where texts begin, or the positions of a row begin again, not
-            counting positions of padding. While a graph is traced, the check of the positions is part of the graph.
-    """
-    found = next((name for name in _PACKING if given.get(name) is not None), None)
-    ids, mask = given.get("position_ids"), given.get("attention_mask")
-    is_known = mask is None or (
-        isinstance(mask, Tensor) and mask.ndim == 2
-    )  # else a model makes masks for a part of it
-    if found is None and is_known and isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_meta:
-        restarts = ids[:, 1:] < ids[:, :-1]
-        if mask is not None and mask.shape[1] >= ids.shape[1]:
-            valid = mask[:, mask.shape[1] - ids.shape[1] :].to(ids.device, torch.bool)
-            restarts = restarts & valid[:, 1:] & valid[:, :-1]
-        if is_tracing(restarts):
-            torch._assert_async(~restarts.any(), _packed("position_ids"))
-        elif ids.shape[1] > 1 and bool(restarts.any()):
-            found = "position_ids"
-    if found is not None:
-        raise UnsupportedAttentionError(_packed(found))
-
-
-def _packed(argument: str) -> str:
-    return (
-        f"{argument}: the rows are packed sequences, several texts in one, which would attend to each other, because "
-        "attention here knows padding only: pad the texts (DataCollatorWithPadding) instead of packing them "
-        "(DataCollatorWithFlattening), or use attn_implementation='flash_attention_2'"
-    )
 
 
 def refuse_long_input(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:

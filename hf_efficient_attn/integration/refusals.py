@@ -130,13 +130,12 @@ def warn_of_exact_cross_attention(module: nn.Module, reason: str, names: list[st
         setattr(module, WARNED, True)
 
 
-def refuse_arguments(name: str, module: nn.Module, kv_len: int, kwargs: Mapping[str, Any]) -> None:
+def refuse_arguments(name: str, module: nn.Module, kwargs: Mapping[str, Any]) -> None:
     """Refuse everything in a call of an attention module that would silently be lost.
 
     Args:
         name: what refuses, a method.
         module: the attention module.
-        kv_len: number of keys.
         kwargs: the further arguments of the attention function.
 
     Raises:
@@ -144,12 +143,6 @@ def refuse_arguments(name: str, module: nn.Module, kv_len: int, kwargs: Mapping[
     """
     if kwargs.get("output_attentions"):
         raise UnsupportedAttentionError(no_attentions(name))
-    window = kwargs.get("sliding_window")
-    if window is not None and window < kv_len:
-        raise UnsupportedAttentionError(
-            f"{name}: the layer attends to a sliding window of {window} keys and the sequence has {kv_len}, so that "
-            f"the window would be lost: use attn_implementation={EXACT!r} for this model"
-        )
     for argument, value in kwargs.items():
         if value is not None and (argument in _ATTENTION_ARGUMENTS or _is_lost(module, argument, value)):
             raise UnsupportedAttentionError(
