@@ -9,6 +9,7 @@ import torch.distributed as dist
 import transformers
 
 import hf_efficient_attn as hea
+from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.integration.windows import window_of
 from test_distance_bias import _Largest
@@ -137,7 +138,7 @@ def test_every_way_of_switching_warns_once(name, tmp_path):
 def test_what_is_refused():
     model = exact_model("Qwen2")
     for layers in ([0], [0, 1], ["layers.2"]):
-        with pytest.raises(hea.UnsupportedAttentionError, match=r"a sliding window of 20 keys in layers\.[02]"):
+        with pytest.raises(hea.UnsupportedAttentionError, match=r"window of its own in layers\.[02].*layers\.1"):
             hea.convert(model, "nearfar", layers=layers)
         assert model.config._attn_implementation == "sdpa"
     values = {**SIZES, "sliding_window": 20}
@@ -148,7 +149,7 @@ def test_what_is_refused():
         lambda: mistral.set_attn_implementation("linear"),
         lambda: transformers.AutoModel.from_config(transformers.MistralConfig(**values), attn_implementation="linear"),
     ):
-        with pytest.raises(hea.UnsupportedAttentionError, match=r"sliding window of 20 keys.*no other layer is left"):
+        with pytest.raises(hea.UnsupportedAttentionError, match=r"window of its own in .*2 more.*use attn_impl"):
             call()
         assert mistral.config._attn_implementation == "sdpa"
     # A window of all positions is none.
@@ -232,6 +233,17 @@ def test_errors_and_calibration_are_of_the_other_layers():
         warnings.simplefilter("ignore")
         settings = hea.calibrate(model, [inputs], max_error=10.0, methods=["longformer"])
     assert settings.for_layer(0) is None
+
+
+@pytest.mark.parametrize("name", ["Qwen2", "ModernBert"])
+def test_a_converted_checkpoint_and_its_card(name, tmp_path):
+    exact_model(name).save_pretrained(tmp_path / "exact")
+    report = convert_checkpoint(tmp_path / "exact", tmp_path / "converted", "nearfar")
+    assert report["layers"] == [1]
+    assert (
+        "Layers: 1 of 3, counted from zero; the other layers are exact."
+        in (tmp_path / "converted" / "README.md").read_text()
+    )
 
 
 def test_sequence_parallel_is_refused():

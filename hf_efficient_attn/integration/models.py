@@ -476,7 +476,8 @@ def _windowed(model: PreTrainedModel, chosen: Sequence[AttentionModule]) -> list
     for group in selected.values():
         if all(each.location.window is not None for each in group):
             names = [each.location.name for each in group]
-            raise windows.nothing_left(kind, str(method_of(group[0].config)), names, group[0].location.window or 0)
+            others = [x.location.name for x in chosen if x.location.window is None and uses_interface(type(x.module))]
+            raise windows.nothing_left(kind, str(method_of(group[0].config)), names, others)
     both = {id(each.module): each for group in selected.values() for each in group if each.location.window is not None}
     return [each for each in both.values() if not getattr(each.module, WARNED, False)]
 

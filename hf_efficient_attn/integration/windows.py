@@ -18,10 +18,6 @@ from hf_efficient_attn.integration.settings import EXACT
 
 # The argument of attention functions with the length of the window.
 ARGUMENT = "sliding_window"
-_INSTEAD = (
-    f"use attn_implementation={EXACT!r} for this model, or another model; if the window is to be given up, load the "
-    f"model with {ARGUMENT}=None"
-)
 
 
 def window_of(module: nn.Module, config: PreTrainedConfig) -> int | None:
@@ -78,12 +74,22 @@ def refuse_chunks(model: str, module: nn.Module, config: PreTrainedConfig, name:
         )
 
 
-def nothing_left(model: str, name: str, names: Sequence[str], size: int) -> UnsupportedAttentionError:
-    """The refusal of a choice that would change windowed layers only."""
+def nothing_left(model: str, name: str, names: Sequence[str], others: Sequence[str]) -> UnsupportedAttentionError:
+    """The refusal of a choice that would change windowed layers only.
+
+    Args:
+        model: how the message names the model.
+        name: the method.
+        names: of the chosen attention modules.
+        others: of the attention modules without a window.
+    """
+    more = f" and {len(names) - 1} more of the chosen layers" if len(names) > 1 else ""
+    instead = f"use attn_implementation={EXACT!r} for this model, or another model"
+    if others:
+        instead = f"choose layers without a window: {', '.join(others)}"
     return UnsupportedAttentionError(
-        f"{name}: {model} attends to a sliding window of {size} keys in {names[0]}"
-        f"{f' and {len(names) - 1} more of the chosen layers' if len(names) > 1 else ''}, which is sub-quadratic "
-        f"already and would be lost, and no other layer is left: {_INSTEAD}"
+        f"{name}: {model} has a sliding window of its own in {names[0]}{more}, which is sub-quadratic already and "
+        f"would be lost: {instead}"
     )
 
 
