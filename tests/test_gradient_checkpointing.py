@@ -1,14 +1,16 @@
 """Gradient checkpointing, reentrant and not: the gradients of all kinds of models are those without it."""
 
 import copy
+import pickle
 import warnings
 
 import pytest
 import torch
-from transformers.masking_utils import bidirectional_mask_function
+import transformers
+from transformers.masking_utils import create_sliding_window_causal_mask
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.integration.masks import padding_mask, read_mask
+from hf_efficient_attn.integration.masks import read_mask
 from test_model_types import REFUSALS, SAMPLE, case
 from tiny_models import METHODS, SMALL
 
@@ -82,21 +84,29 @@ def test_every_method(name, method):
     check(name, method)
 
 
+@pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_what_a_mask_says_survives(is_causal):
-    """Whatever happens to a mask on its way to the attention function, causality is known there."""
+def test_what_a_mask_says_survives(is_causal, window):
+    """Whatever happens to a mask on its way to the attention function, what it says is known there."""
     padding = torch.ones(2, 9, dtype=torch.int64)
     padding[1, 6:] = 0
-    kwargs = {} if is_causal else {
-        "allow_is_bidirectional_skip": True,
-        "mask_function": bidirectional_mask_function,
-    }  # fmt: skip
-    mask = padding_mask(2, 9, 9, attention_mask=padding, **kwargs)
+    config = transformers.Qwen2Config(is_causal=is_causal, use_sliding_window=True, sliding_window=window or 9)
+    config._attn_implementation = "linear"
+    inputs = {
+        "config": config,
+        "inputs_embeds": torch.zeros(2, 9, 4),
+        "attention_mask": padding,
+        "past_key_values": None,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        mask = create_sliding_window_causal_mask(**inputs)
     for changed in (
         mask.detach(), mask.clone(), mask[:, :], mask.to("cpu", copy=True), copy.deepcopy(mask), mask.contiguous(),
         torch.cat([mask[:1], mask[1:]]), mask.expand(2, 9), mask.index_select(0, torch.arange(2)), mask.view(2, 9),
+        pickle.loads(pickle.dumps(mask)),
     ):  # fmt: skip
-        keys, found = read_mask("a method", changed)
-        assert found is is_causal and torch.equal(keys, padding.bool())
+        keys, causal, local = read_mask("a method", changed)
+        assert (causal, local) == (is_causal, window is not None) and torch.equal(keys, padding.bool())
     # A mask of other code says nothing about causality.
     assert read_mask("a method", padding.bool()).is_causal is None

@@ -91,9 +91,8 @@ def test_what_is_silently_wrong_is_found(method, monkeypatch):
                 kwargs["is_causal"] = False
             return super().forward(*args, **kwargs)
 
-    monkeypatch.setattr(
-        "hf_efficient_attn.integration.attention.read_mask", lambda name, mask: masks.KeyMask(mask, None)
-    )
+    read_mask = "hf_efficient_attn.integration.attention.read_mask"
+    monkeypatch.setattr(read_mask, lambda name, mask: masks.read_mask(name, mask)._replace(is_causal=None))
     (found,) = checks.check(make(Wrong), method)
     assert found.status == checks.DIFFERS, found
 

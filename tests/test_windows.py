@@ -162,6 +162,10 @@ def test_what_is_refused():
     for layers in (None, [1]):
         with pytest.raises(hea.UnsupportedAttentionError, match="within chunks of its own"):
             hea.convert(llama, "linear", layers=layers)
+    values = {**SIZES, "layer_types": KINDS, "sliding_window": 20, "use_bidirectional_attention": True}
+    embedding = transformers.Gemma3TextModel(transformers.Gemma3TextConfig(**values))
+    with pytest.raises(hea.UnsupportedAttentionError, match="composes its masks itself"):
+        hea.convert(embedding, "linear")
     gemma = transformers.Gemma2Model(transformers.Gemma2Config(**SIZES, layer_types=KINDS, sliding_window=20))
     with pytest.raises(hea.UnsupportedAttentionError, match=r"adds a soft cap .*use attn_implementation='eager'"):
         hea.convert(gemma, "linear")

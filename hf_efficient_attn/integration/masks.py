@@ -27,7 +27,7 @@ _DTYPES = {
     (True, False): torch.int16,
     (False, False): torch.uint16,
     (True, True): torch.int32,
-    (False, True): torch.uint32,
+    (False, True): torch.int8,
 }
 _KINDS: dict[torch.dtype, tuple[bool | None, bool]] = {torch.bool: (None, False)}
 _KINDS |= {dtype: kind for kind, dtype in _DTYPES.items()}
