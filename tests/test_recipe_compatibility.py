@@ -8,6 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 import hf_efficient_attn as hea
+from hf_efficient_attn.integration import masks
 from recipes.compatibility import __main__ as compatibility
 from recipes.compatibility import checks, report, testers
 from recipes.compatibility.testers import Case
@@ -90,7 +91,8 @@ def test_what_is_silently_wrong_is_found(method, monkeypatch):
                 kwargs["is_causal"] = False
             return super().forward(*args, **kwargs)
 
-    monkeypatch.setattr("hf_efficient_attn.integration.attention.is_causal_mask", lambda mask: None)
+    read_mask = "hf_efficient_attn.integration.attention.read_mask"
+    monkeypatch.setattr(read_mask, lambda name, mask: masks.read_mask(name, mask)._replace(is_causal=None))
     (found,) = checks.check(make(Wrong), method)
     assert found.status == checks.DIFFERS, found
 

@@ -125,7 +125,7 @@ def test_dropout():
 @pytest.mark.parametrize("method", METHODS)
 def test_models(method):
     """Gradients of a model by its parameters, of a batch and of each of its sequences."""
-    model, batch = tiny_model("bert", method).eval(), tiny_batch("bert")
+    model, batch = tiny_model("bert", method).eval(), tiny_batch("bert", padding="left")
     parameters = {name: x.detach() for name, x in model.named_parameters()}
 
     def loss(parameters, batch):

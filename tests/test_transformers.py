@@ -21,6 +21,7 @@ from hf_efficient_attn import methods
 from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
 from hf_efficient_attn.integration import register
 from hf_efficient_attn.integration.exact import exact_layer
+from hf_efficient_attn.integration.masks import read_mask
 from hf_efficient_attn.methods.linear import LinearConfig
 from tiny_models import (
     DECODERS,
@@ -516,7 +517,7 @@ def test_masks_other_than_padding_are_refused():
 
 
 def test_every_kind_of_mask_that_transformers_makes():
-    """Plain masks and windows that contain all keys become (B, N) or None; everything else is refused."""
+    """Plain masks and windows become (B, N) or None; everything else is refused."""
     config = tiny_config("llama", "linear")
     states, padding = torch.zeros(2, 70, 32), tiny_batch("llama", padding="left")["attention_mask"]
     make = {
@@ -533,17 +534,23 @@ def test_every_kind_of_mask_that_transformers_makes():
             return create(config=config, inputs_embeds=states, attention_mask=mask, **options, **more)
 
         config.sliding_window = config.attention_chunk_size = 70
-        assert torch.equal(call(), padding.bool()), kind
+        keys, is_causal, is_local = read_mask("a method", call())
+        assert torch.equal(keys, padding.bool()) and is_causal is not kind.startswith("full") and not is_local, kind
         assert call(mask=torch.ones_like(padding)) is None and call(mask=None) is None, kind
         for more in ("or_mask_function", "and_mask_function"):
             with pytest.raises(Refused, match="not plain"):
                 call(**{more: lambda batch, head, query, key: key < 5})
         with pytest.raises(Refused, match=r"must be \(batch, keys\)"):
             call(mask=torch.ones(2, 70, 70))
-        if "w" in kind or kind == "chunk":
-            config.sliding_window = config.attention_chunk_size = 69
-            with pytest.raises(Refused, match="window of 69 keys"):
+        config.sliding_window = config.attention_chunk_size = 69
+        if kind == "chunk":
+            with pytest.raises(Refused, match="not plain"):
                 call()
+        elif "window" in kind:
+            for mask in (padding, None):
+                keys, is_causal, is_local = read_mask("a method", call(mask=mask))
+                assert is_local and is_causal is not kind.startswith("full")
+                assert torch.equal(keys, torch.ones_like(keys) if mask is None else padding.bool())
     packed = torch.cat((torch.arange(30), torch.arange(40)))[None]
     with pytest.raises(Refused, match="packed"):
         make["causal"](
@@ -566,25 +573,6 @@ def test_output_attentions_is_refused(family):
     with pytest.raises(Refused, match="output_attentions"):
         eager(**inputs)
     assert len(hea.convert(eager, "eager")(**inputs, output_attentions=True).attentions) == 2
-
-
-def test_a_window_of_the_model_itself():
-    sizes = {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 48,
-        "vocab_size": 60,
-    }
-    make = lambda window: transformers.MistralModel(  # noqa: E731
-        transformers.MistralConfig(**sizes, num_key_value_heads=1, sliding_window=window)
-    ).eval()
-    inputs = tiny_batch("llama")
-    model = make(4096)
-    exact = output(model, inputs)
-    torch.testing.assert_close(output(hea.convert(model, "kdeformer"), inputs), exact, atol=1e-5, rtol=1e-5)
-    with pytest.raises(Refused, match="window of 32 keys"):
-        output(hea.convert(make(32), "kdeformer"), inputs)
 
 
 def test_models_with_an_attention_of_their_own():

@@ -35,7 +35,8 @@ from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_method
 from hf_efficient_attn.hub.card import write_card
 from hf_efficient_attn.hub.context import own_files_of
 from hf_efficient_attn.hub.install import check_install
-from hf_efficient_attn.integration.configs import method_of, settings_of
+from hf_efficient_attn.integration.attention import method_at
+from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.models import attention_modules
 from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS, EfficientAttentionConfig
@@ -470,7 +471,7 @@ def _converted_layers(model: PreTrainedModel) -> list[Layer]:
     found = set()
     for module in attention_modules(model):
         name, location = method_of(module.config), module.location
-        method = None if name is None else settings_of(module.config, name).for_layer(location.layer, location.name)
+        method = method_at(module.config, name, location)
         if method is not None and location.label is not None:
             found.add(location.label)
     return in_order(found)

@@ -12,7 +12,8 @@ from transformers import initialization
 from transformers.modeling_utils import PreTrainedModel
 
 from hf_efficient_attn.checkpoint.loading import quiet
-from hf_efficient_attn.integration.configs import method_of, settings_of
+from hf_efficient_attn.integration.attention import method_at
+from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.layers import Layer, in_order, ranges
 from hf_efficient_attn.integration.models import attention_modules
 from hf_efficient_attn.integration.positions import find_tables
@@ -166,7 +167,7 @@ def _methods(model: PreTrainedModel) -> dict[Layer, MethodConfig]:
     found: dict[Layer, MethodConfig] = {}
     for module in attention_modules(model):
         name, location = method_of(module.config), module.location
-        method = None if name is None else settings_of(module.config, name).for_layer(location.layer, location.name)
+        method = method_at(module.config, name, location)
         if method is not None and location.label is not None:
             found.setdefault(location.label, method)
     return found

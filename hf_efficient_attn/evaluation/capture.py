@@ -22,9 +22,10 @@ from hf_efficient_attn.integration.distance_bias import TAKES_DISTANCE_BIAS, att
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.integration.hidden_states import attach, plan
 from hf_efficient_attn.integration.layers import Layer, in_order, layer_seed
-from hf_efficient_attn.integration.masks import padding_mask
+from hf_efficient_attn.integration.masks import padding_mask, read_mask
 from hf_efficient_attn.integration.models import attention_modules, configs_of, transformers_models
 from hf_efficient_attn.integration.refusals import refuse_arguments, why_cross_attention_is_exact
+from hf_efficient_attn.integration.windows import take_window
 from hf_efficient_attn.methods import MethodConfig, attention
 from hf_efficient_attn.ops.row_error import row_error
 
@@ -184,13 +185,21 @@ def capture_attention(
             )
         location, config = known[module]
         distance_bias = take_bias(kwargs, query.device)
-        refuse_arguments("measuring attention", module, key.shape[2], attention_mask, kwargs)
-        is_causal = is_causal_call(module, location, attention_mask, is_causal)
+        name = "measuring attention"
+        mask = read_mask(name, attention_mask)
+        window = take_window(name, location.window, mask.is_local, key.shape[2], kwargs)
+        refuse_arguments(name, module, kwargs)
+        is_causal = is_causal_call(module, location, mask, is_causal)
+        if location.window is not None:  # no method computes it
+            exact = exact_layer(
+                query, key, value, mask.keys, is_causal=is_causal, scale=scaling, dropout_p=0.0, window=window
+            )
+            return exact.transpose(1, 2).contiguous(), None
         is_cross = not is_causal and (location.is_cross or query.shape[2] != key.shape[2])
         # A method that needs as many keys as queries is refused for a module with fewer keys by construction.
         is_cross = is_cross and not getattr(module, "is_rectangular", False)
         why_exact = functools.partial(why_cross_attention_is_exact, config=config) if is_cross else _never_exact
-        tensors = (query, key, value, attention_mask)
+        tensors = (query, key, value, mask.keys)
         empty = value.new_empty(0)
         call = Call(location, *tensors, is_causal, scaling, empty, why_exact, module, distance_bias)
         exact = compute(call)

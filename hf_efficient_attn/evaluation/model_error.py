@@ -18,15 +18,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import Batch, eval_mode, forward
-from hf_efficient_attn.integration.attention import is_causal_call, location_of
-from hf_efficient_attn.integration.configs import method_of, settings_of
+from hf_efficient_attn.integration.attention import is_causal_call, location_of, method_at
+from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.distance_bias import TAKES_DISTANCE_BIAS, take_bias
 from hf_efficient_attn.integration.hidden_states import attach, plan
 from hf_efficient_attn.integration.layers import Layer
+from hf_efficient_attn.integration.masks import read_mask
 from hf_efficient_attn.integration.models import attention_modules, configs_of, transformers_models
 from hf_efficient_attn.integration.refusals import why_cross_attention_is_exact
 from hf_efficient_attn.integration.settings import EXACT
-from hf_efficient_attn.methods import MethodConfig
 from hf_efficient_attn.ops.blocks import take
 from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.row_error import RowError, exact_rows, row_error, sample_rows
@@ -222,14 +222,15 @@ def _observed(
         out, weights = function(module, query, key, value, attention_mask, **kwargs)
         if module in modules:
             location, config = location_of(module), getattr(module, "config", None)
-            is_causal = is_causal_call(module, location, attention_mask, kwargs.get("is_causal"))
-            method: MethodConfig | None = settings_of(config, name).for_layer(location.layer, location.name)
+            mask = read_mask(name, attention_mask)
+            is_causal = is_causal_call(module, location, mask, kwargs.get("is_causal"))
+            method = method_at(config, name, location)
             is_cross = not is_causal and (location.is_cross or query.shape[2] != key.shape[2])
             label = EXACT if method is None else method.method
             if is_cross and method is not None and why_cross_attention_is_exact(method, config) is not None:
                 label = EXACT
             scale = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else float(kwargs["scaling"])
-            tensors = (query, key, value, attention_mask, out.transpose(1, 2))
+            tensors = (query, key, value, mask.keys, out.transpose(1, 2))
             visit(_Call(location.label, location.name, label, *tensors, is_causal, scale, distance_bias))
         return out, weights
 

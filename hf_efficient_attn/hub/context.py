@@ -103,12 +103,15 @@ def _methods(facts: Facts, num_layers: int | None) -> list[dict[str, Any]]:
         for entry in settings.entries:
             exact = [layer for layer in range(num_layers or 0) if settings.for_layer(layer) is None]
             fields = dataclasses.fields(entry.config)
+            layers = entry.layers
+            if layers is None and num_layers and facts.windowed and not part:
+                layers = tuple(layer for layer in range(num_layers) if layer not in facts.windowed)
             found.append(
                 {
                     "info": method_info(entry.config.method),
                     "part": part,
-                    "layers": None if entry.layers is None else ranges(entry.layers),
-                    "numbered": any(isinstance(layer, int) for layer in entry.layers or ()),
+                    "layers": None if layers is None else ranges(layers),
+                    "numbered": any(isinstance(layer, int) for layer in layers or ()),
                     "exact": ranges(exact) if len(settings.entries) > 1 else "",
                     "hyperparameters": [
                         (spec.name, getattr(entry.config, spec.name), spec.default, spec.metadata.get("help") or "")

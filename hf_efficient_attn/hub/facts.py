@@ -142,6 +142,7 @@ class Facts:
     folder: pathlib.Path
     architecture: str | None
     layers: int | None
+    windowed: tuple[int, ...]
     choices: tuple[tuple[str, EfficientAttentionConfig], ...]
     base_model: str | None
     license: str | None
@@ -209,6 +210,7 @@ def read_facts(folder: "str | pathlib.Path", *, may_be_exact: bool = False) -> F
         folder=folder,
         architecture=_architecture(config),
         layers=_num_layers(config),
+        windowed=_windowed_layers(config),
         choices=choices,
         base_model=base_model,
         license=origin.optional_text("license"),
@@ -284,6 +286,22 @@ def _num_layers(config: Mapping[str, Any]) -> int | None:
         if type(value) is int and 0 < value < 100_000:
             return value
     return None
+
+
+def _windowed_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The layers that have a sliding window of the model's own, as the config states it; see `windows.window_of`."""
+    types, size, positions = config.get("layer_types"), config.get("sliding_window"), _positions(config)
+    half = config.get("local_attention")  # ModernBERT: the keys on both sides
+    if type(size) is not int:
+        size = half // 2 + 1 if type(half) is int else None
+    if not isinstance(types, list) or size is None or (positions is not None and positions <= size):
+        return ()
+    return tuple(index for index, kind in enumerate(types) if isinstance(kind, str) and "sliding" in kind)
+
+
+def _positions(config: Mapping[str, Any]) -> int | None:
+    value = config.get("max_position_embeddings")
+    return value if type(value) is int else None
 
 
 def _learned_names(folder: pathlib.Path) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.integration.head_numbers import head_slice_of, refuse_context_parallel
 from hf_efficient_attn.integration.layers import Layer, layer_of, layer_seed
 from hf_efficient_attn.integration.learned import required_tensors
-from hf_efficient_attn.integration.masks import is_causal_mask
+from hf_efficient_attn.integration.masks import KeyMask, read_mask
 from hf_efficient_attn.integration.recurrent import NewKeys, state_layer_of
 from hf_efficient_attn.integration.refusals import (
     refuse_arguments,
@@ -22,6 +22,7 @@ from hf_efficient_attn.integration.refusals import (
 )
 from hf_efficient_attn.integration.settings import warn_beyond_calibration
 from hf_efficient_attn.integration.sharding import attend, shards_of
+from hf_efficient_attn.integration.windows import take_window
 from hf_efficient_attn.methods import MethodConfig, attention, parameters_of_slice
 
 # The attribute of an attention module that holds its `ModuleLocation`.
@@ -37,12 +38,14 @@ class ModuleLocation(NamedTuple):
         is_cross: whether its keys come from another model or stack.
         label: what reports and calibration call its layer: `layer`, or, if modules of several stacks have the same
             number, the part of the name up to it, such as "encoder.layers.0".
+        window: the sliding window that its model gives it, as `windows.window_of` determines it; None for none.
     """
 
     layer: Layer | None
     name: str
     is_cross: bool
     label: Layer | None
+    window: int | None = None
 
 
 def location_of(module: nn.Module) -> ModuleLocation:
@@ -59,11 +62,23 @@ def location_of(module: nn.Module) -> ModuleLocation:
     return location
 
 
-def is_causal_call(module: nn.Module, location: ModuleLocation, mask: Tensor | None, is_causal: bool | None) -> bool:
+def method_at(config: object, name: str | None, location: ModuleLocation) -> MethodConfig | None:
+    """The method that a config chooses for an attention module; None for exact attention, as in layers with a window.
+
+    Args:
+        config: the config that applies to the module.
+        name: the method that it names as its implementation; None if it names none.
+        location: where the module is.
+    """
+    if name is None or location.window is not None:
+        return None
+    return settings_of(config, name).for_layer(location.layer, location.name)
+
+
+def is_causal_call(module: nn.Module, location: ModuleLocation, mask: KeyMask, is_causal: bool | None) -> bool:
     """Whether a call is causal: what the mask says, else the call, else the module. Cross attention never is."""
-    declared = is_causal_mask(mask)
-    if declared is not None:
-        is_causal = declared
+    if mask.is_causal is not None:
+        is_causal = mask.is_causal
     elif is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     return bool(is_causal) and not location.is_cross
@@ -91,11 +106,14 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         location, shards = location_of(module), shards_of(module, kwargs)
         refuse_context_parallel(name, module)
         distance_bias = take_bias(kwargs, query.device)
-        refuse_arguments(name, module, key.shape[2], attention_mask, kwargs)
-        is_causal = is_causal_call(module, location, attention_mask, is_causal)
+        mask = read_mask(name, attention_mask)
+        attention_mask = mask.keys
+        window = take_window(name, location.window, mask.is_local, key.shape[2], kwargs)
+        refuse_arguments(name, module, kwargs)
+        is_causal = is_causal_call(module, location, mask, is_causal)
         config = getattr(module, "config", None)
         settings = settings_of(config, name)
-        method: MethodConfig | None = settings.for_layer(location.layer, location.name)
+        method = method_at(config, name, location)
         if method is not None and not is_causal and (location.is_cross or query.shape[2] != key.shape[2]):
             reason = why_cross_attention_is_exact(method, config)
             if reason is not None:
@@ -103,6 +121,11 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
                 method = None
         dropout = dropout if module.training else 0.0
         if shards is not None:
+            if location.window is not None:
+                raise UnsupportedAttentionError(
+                    f"sequence_parallel: {location.name} attends to a sliding window, which is not divided over "
+                    "processes: use a model without windows"
+                )
             if distance_bias is not None:
                 raise UnsupportedAttentionError(
                     f"sequence_parallel: {location.name} adds a bias of relative positions to its scores, which is not "
@@ -119,15 +142,16 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         heads = head_slice_of(name, module, query.shape[1])
         cached = state_layer_of(key)
         from_state = cached is not None and method == cached.method and is_causal
-        if cached is not None and isinstance(key, NewKeys) and not from_state:
+        if isinstance(key, NewKeys) and not from_state:
+            held = "a state" if cached is None else f"a state of {cached.method}"
             raise UnsupportedAttentionError(
-                f"{name}: the cache holds a state of {cached.method}, but {location.name} of this model now computes "
-                "something else: start with a new cache after switching the model"
+                f"{name}: the cache holds {held}, but {location.name} of this model now computes something else: start "
+                "with a new cache after switching the model"
             )
         if method is None:
             out = exact_layer(
                 query, key, value, attention_mask, is_causal=is_causal, scale=scaling, dropout_p=dropout,
-                distance_bias=distance_bias,
+                distance_bias=distance_bias, window=window,
             )  # fmt: skip
         else:
             if is_causal:

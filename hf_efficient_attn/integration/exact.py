@@ -22,6 +22,7 @@ def exact_layer(
     scale: float | None,
     dropout_p: float,
     distance_bias: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """softmax(scale * query key^T) value by PyTorch's kernel. Without a mask it is bit-identical to `sdpa`.
 
@@ -35,6 +36,8 @@ def exact_layer(
         scale: the factor of the scores; 1/sqrt(D) if None.
         dropout_p: the probability with which an attention weight is dropped.
         distance_bias: (H, 2R + 1), as in `hf_efficient_attn.methods.attention`, or None.
+        window: the number of keys to which a query attends, its own included: the last ones, or, if not causal, so many
+            on each side. None for all keys.
 
     Returns:
         (B, H, Nq, Dv), 0 for queries that have no key to attend to.
@@ -53,21 +56,29 @@ def exact_layer(
             query, key, value, distance_bias, key_mask, is_causal=is_causal, scale=own_scale, dropout_p=dropout_p
         )
     is_causal = is_causal and q_len > 1
-    if key_mask is None and (not is_causal or q_len == kv_len):
+    window = None if window is None or window >= kv_len else window
+    if key_mask is None and window is None and (not is_causal or q_len == kv_len):
         return scaled_dot_product_attention(query, key, value, is_causal=is_causal, **options)
     if key_mask is None:
         key_mask = torch.ones(1, kv_len, dtype=torch.bool, device=query.device)
     masked = ~key_mask[:, None, :, None]
     key, value = key.masked_fill(masked, 0.0), value.masked_fill(masked, 0.0)
-    if not is_causal:
+    if not is_causal and window is None:
         return _masked_attention(query, key, value, key_mask[:, None, None], options)
     outs, offset = [], kv_len - q_len
     for start in range(0, q_len, _BLOCK_Q):
-        positions = torch.arange(offset + start, offset + min(start + _BLOCK_Q, q_len), device=query.device)
-        end = offset + min(start + _BLOCK_Q, q_len)
-        pairs = (torch.arange(end, device=query.device) <= positions[:, None]) & key_mask[:, None, None, :end]
-        block = query[:, :, start : start + _BLOCK_Q]
-        outs.append(_masked_attention(block, key[:, :, :end], value[:, :, :end], pairs, options))
+        stop = min(start + _BLOCK_Q, q_len)
+        begin = 0 if window is None else max(0, offset + start - window + 1)
+        end = offset + stop if window is None or is_causal else min(kv_len, offset + stop + window - 1)
+        positions = torch.arange(offset + start, offset + stop, device=query.device)[:, None]
+        keys = torch.arange(begin, end, device=query.device)
+        pairs = key_mask[:, None, None, begin:end].expand(-1, -1, stop - start, -1)
+        if is_causal:
+            pairs = pairs & (keys <= positions)
+        if window is not None:
+            pairs = pairs & ((keys - positions).abs() < window)
+        block = query[:, :, start:stop]
+        outs.append(_masked_attention(block, key[:, :, begin:end], value[:, :, begin:end], pairs, options))
     return torch.cat(outs, 2)
 
 

@@ -2,6 +2,8 @@
 
 import difflib
 import functools
+import sys
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -45,7 +47,7 @@ def _extend_construction() -> None:
     def post_init_and_switch(self: PreTrainedModel) -> None:
         post_init(self)
         if any(method_of(part.config) for part in models.models_in(self)):
-            models.switch([self], is_complete=False)
+            models.switch([self], is_complete=not _is_part())
 
     from_config = vars(PreTrainedModel)["_from_config"].__func__
 
@@ -63,6 +65,21 @@ def _extend_construction() -> None:
 
     _replace(PreTrainedModel, post_init_and_switch)
     _replace(PreTrainedModel, classmethod(from_config_or_restore))
+
+
+def _is_part() -> bool:
+    """Whether a model whose `post_init` is called becomes part of another one, or gets more parts itself.
+
+    Then the constructor of the other one, or that of a derived class, is a caller of its constructor. Only the callers
+    know: a part is made by the same calls as a model of its own.
+    """
+    constructors = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), PreTrainedModel):
+            constructors += 1
+        frame = frame.f_back
+    return constructors > 1
 
 
 def _extend_switching() -> None:

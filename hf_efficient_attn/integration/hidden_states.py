@@ -6,18 +6,18 @@ the instance therefore gets a forward of its own, which is removed when the mode
 other modules, the method gets keys and values and contracts those, with the same result up to rounding.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from hf_efficient_attn.integration.attention import location_of
-from hf_efficient_attn.integration.configs import method_of, settings_of
+from hf_efficient_attn.integration import own_forward
+from hf_efficient_attn.integration.attention import location_of, method_at
+from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.head_numbers import is_tensor_parallel
 from hf_efficient_attn.integration.layers import layer_seed
 from hf_efficient_attn.integration.learned import required_tensors
-from hf_efficient_attn.integration.masks import is_causal_mask
+from hf_efficient_attn.integration.masks import read_mask
 from hf_efficient_attn.integration.refusals import refuse_arguments
 from hf_efficient_attn.integration.sharding import is_parallel
 from hf_efficient_attn.methods import (
@@ -59,23 +59,18 @@ def plan(module: nn.Module, method: MethodConfig | None) -> Callable[..., Any] |
 
     A forward that something else has set on the instance stays.
     """
-    present = vars(module).get("forward")
-    if present is not None and not _is_ours(present):
+    present = own_forward.own_forward(module)
+    if present is not None and not own_forward.computes(present, _forward):
         return present
-    return (present or functools.partial(_forward, module)) if _takes_hidden_states(module, method) else None
+    return (present or own_forward.bind(module, _forward)) if _takes_hidden_states(module, method) else None
 
 
 def attach(module: nn.Module, forward: Callable[..., Any] | None) -> None:
     """Give an attention module the forward that `plan` returned."""
-    present = vars(module).get("forward")
-    if forward is not None:
-        module.forward = forward
-    elif present is not None:
-        del module.forward
-
-
-def _is_ours(forward: object) -> bool:
-    return isinstance(forward, functools.partial) and forward.func is _forward
+    if forward is None:
+        own_forward.take(module)
+    elif forward is not own_forward.own_forward(module):
+        own_forward.give(module, forward)
 
 
 def _takes_hidden_states(module: nn.Module, method: MethodConfig | None) -> bool:
@@ -104,19 +99,21 @@ def _forward(
 ) -> tuple[Tensor, None]:
     """Replace the module's own forward: the same arguments, and the same output up to rounding."""
     name, layout, location = method_of(module.config), _layout(module), location_of(module)
-    method: Any = None if name is None else settings_of(module.config, name).for_layer(location.layer, location.name)
+    method: Any = method_at(module.config, name, location)
     form = None if method is None else get_method(method.method).forward_hidden_states
-    is_causal = kwargs.get("is_causal") or is_causal_mask(attention_mask)
     if (
         form is None
         or layout is None
         or kwargs.get("past_key_values", kwargs.get("cache")) is not None
-        or is_causal
+        or kwargs.get("is_causal")
         or _is_divided(module)
         or in_transform(hidden_states, required_tensors(module, method, location.name))
     ):
         return type(module).forward(module, hidden_states, attention_mask, **kwargs)
-    refuse_arguments(method.method, module, hidden_states.shape[1], attention_mask, kwargs)
+    mask, is_causal, _ = read_mask(method.method, attention_mask)
+    if is_causal:
+        return type(module).forward(module, hidden_states, attention_mask, **kwargs)
+    refuse_arguments(method.method, module, kwargs)
     refuse_tracing(method)
     query_projection = getattr(module, layout.query)
     query = query_projection(hidden_states).unflatten(2, (-1, getattr(module, layout.head_dim))).transpose(1, 2)
@@ -124,10 +121,10 @@ def _forward(
     dropout = getattr(dropout, "p", dropout) if module.training else 0.0
     # As in the attention function: in training from the global generators, otherwise by the layer alone.
     seed = draw_seed(query.device) if module.training else layer_seed(location.layer)
-    if attention_mask is not None:
-        hidden_states = hidden_states.masked_fill(~attention_mask[:, :, None], 0.0)
+    if mask is not None:
+        hidden_states = hidden_states.masked_fill(~mask[:, :, None], 0.0)
     parameters = required_tensors(module, method, location.name)
-    options = AttentionOptions(attention_mask, False, module.scaling, dropout, seed + method.seed, parameters)
+    options = AttentionOptions(mask, False, module.scaling, dropout, seed + method.seed, parameters)
     projections = HiddenProjections(getattr(module, layout.key), getattr(module, layout.value))
     out = refuse_second_gradient(form(method, query, hidden_states, projections, options), method.method)
     out = out.transpose(1, 2).flatten(2)

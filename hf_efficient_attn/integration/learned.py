@@ -52,18 +52,33 @@ class LearnedParameters(nn.Module):
     ) -> None:
         super().__init__()
         self.method, self.sizes = method, sizes
+        # The same object in a module and its replicas.
+        self.identity = object()
         # In a tuple, because a module assigned to an attribute would be registered as a submodule.
         self._leader = () if leader is None else (leader,)
-        if leader is not None:
-            return
-        for name, value in self.start_values().items():
+        start = {} if leader is not None else self.start_values()
+        # Replicas of `torch.nn.DataParallel` have tensors of these names, and no parameters.
+        self.names = tuple(start)
+        for name, value in start.items():
             empty = torch.empty(value.shape, device=device, dtype=dtype or torch.get_default_dtype())
             setattr(self, name, nn.Parameter(empty))
         self.reset_parameters()
 
     def forward(self) -> dict[str, Tensor]:
-        """Return the parameters by name, as the functional form takes them."""
-        return self._leader[0]() if self._leader else self.tensors()
+        """Return the parameters by name, as the functional form takes them.
+
+        Raises:
+            UnsupportedAttentionError: the module is a replica of `torch.nn.DataParallel`, and its model has not been
+                called, so that the leader would be that of the original model.
+        """
+        if not self._leader:
+            return self.tensors()
+        if _is_replica(self) and not _is_replica(self.holder):
+            raise UnsupportedAttentionError(
+                f"{self.method.method}: a layer of a DataParallel replica shares its learned parameters with another "
+                "one and is called without its model: call the model, or use share='none'"
+            )
+        return self.holder()
 
     @property
     def holder(self) -> "LearnedParameters":
@@ -72,7 +87,7 @@ class LearnedParameters(nn.Module):
 
     def tensors(self) -> dict[str, Tensor]:
         """The parameters by name as they are stored, without running any hook."""
-        return dict(self.holder.named_parameters())
+        return {name: getattr(self.holder, name) for name in self.holder.names}
 
     def start_values(self) -> dict[str, Tensor]:
         """The values that a conversion starts from: float32, on the CPU whatever the default device is."""
@@ -95,6 +110,25 @@ class LearnedParameters(nn.Module):
         """The method, and names and shapes of the parameters."""
         shapes = ", ".join(f"{name}={tuple(p.shape)}" for name, p in self.tensors().items())
         return f"{self.method.method}: {shapes}{', held by another layer' if self._leader else ''}"
+
+
+def bind_replica(model: nn.Module) -> None:
+    """Make layers that share their parameters refer to the replica of the layer that holds them.
+
+    Args:
+        model: a model that is called. Unless it is a replica of `torch.nn.DataParallel`, nothing changes.
+    """
+    if not _is_replica(model):
+        return
+    found = [module for module in model.modules() if isinstance(module, LearnedParameters)]
+    holders = {module.identity: module for module in found if not module._leader}
+    for module in found:
+        if module._leader:
+            module._leader = (holders.get(module.holder.identity, module.holder),)
+
+
+def _is_replica(module: nn.Module) -> bool:
+    return getattr(module, "_is_replica", False)
 
 
 def learned_of(module: nn.Module) -> LearnedParameters | None:

@@ -11,6 +11,7 @@ import copy
 import inspect
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
@@ -54,8 +55,8 @@ def _makes_mask(module: nn.Module) -> bool:
 def _extend_mask(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A forward pre-hook: make the mask of the keys (B, 1, 1, Nk)."""
+    """A forward pre-hook: make the mask of the keys bool (B, 1, 1, Nk)."""
     mask = kwargs.get("attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2:
-        kwargs = {**kwargs, "attention_mask": mask[:, None, None, :]}
+        kwargs = {**kwargs, "attention_mask": mask[:, None, None, :].to(torch.bool)}
     return args, kwargs

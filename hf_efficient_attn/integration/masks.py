@@ -1,12 +1,15 @@
-"""The mask function of every method: it returns the padding as a (B, Nk) mask and refuses everything else.
+"""The mask function of every method: it returns the padding as a (B, Nk) mask and refuses all patterns but windows.
 
 Transformers describes a mask by a function of four indices and builds a (B, 1, Nq, Nk) tensor from it. Here padding is
-a mask of the keys, which also knows whether it was made for causal attention (`is_causal_mask`), and other patterns are
-refused. Without a mask, causality is what the attention module says, as with exact attention.
+a mask of the keys, and other patterns are refused. Some models make a causal mask for modules that call themselves
+bidirectional (the text model of AIMv2), and exact attention follows the mask. The mask therefore says whether it is
+causal, by its dtype: that survives whatever may happen to a tensor on its way (detach, slices, other devices), and
+the code of a model that takes such a mask for a bool one fails instead of computing something else. Without a mask,
+causality is what the attention module says, as with exact attention.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,14 +20,39 @@ from transformers.utils.import_utils import is_tracing
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.head_numbers import refuse_lost_padding
 from hf_efficient_attn.integration.settings import EXACT
+from hf_efficient_attn.methods import unwrapped
 
-# The attribute of a mask that tells whether it is causal.
-_IS_CAUSAL = "_efficient_attention_is_causal"
+# The dtypes of masks, which no tokenizer and no model uses for a mask, by what they say: whether the mask is causal,
+# and whether it is of a sliding window.
+_DTYPES = {
+    (True, False): torch.int16,
+    (False, False): torch.uint16,
+    (True, True): torch.uint32,
+    (False, True): torch.uint64,
+}
+_KINDS: dict[torch.dtype, tuple[bool | None, bool]] = {torch.bool: (None, False)}
+_KINDS |= {dtype: kind for kind, dtype in _DTYPES.items()}
+# Arguments that tell where the texts of a packed row begin.
+_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
 _PATTERN = (
-    "the mask is not plain causal or full attention (packed sequences, a local window, blocks or a prefix), which "
+    "the mask is not plain causal or full attention (packed sequences, chunks, blocks or a prefix), which "
     "sub-quadratic attention cannot keep: pad the sequences instead of packing them, or use "
     f"attn_implementation={EXACT!r}"
 )
+
+
+class KeyMask(NamedTuple):
+    """What a mask of `padding_mask` says.
+
+    Attributes:
+        keys: bool (B, Nk), True for the keys to attend to; None if there is no padding.
+        is_causal: whether it was made for causal attention; None if that is not known.
+        is_local: whether it was made for a sliding window that is shorter than the keys.
+    """
+
+    keys: Tensor | None
+    is_causal: bool | None
+    is_local: bool = False
 
 
 def padding_mask(
@@ -43,12 +71,11 @@ def padding_mask(
     """Make the mask of the keys. Transformers determines the arguments.
 
     Returns:
-        bool (B, kv_length), True for the keys to attend to; None if there is no padding. `is_causal_mask` of a mask
-        tells whether it is of causal attention.
+        (B, kv_length), 1 for the keys to attend to, in a form that `read_mask` reads; None if there is no padding.
 
     Raises:
-        UnsupportedAttentionError: packed sequences, a local window that is shorter than the keys, any other pattern, a
-            static cache, or a mask of the keys that is not 2-D.
+        UnsupportedAttentionError: packed sequences, chunks, any other pattern, a static cache, or a mask of the keys
+            that is not 2-D.
     """
     # Only Transformers' functions for bidirectional masks pass this argument.
     is_causal = "allow_is_bidirectional_skip" not in kwargs
@@ -57,32 +84,81 @@ def padding_mask(
             "the last key does not belong to the last query, as in a static key-value cache: use the ordinary dynamic "
             f"cache (leave cache_implementation out), or attn_implementation={EXACT!r}"
         )
-    if local_size is not None and local_size < kv_length:
-        raise UnsupportedAttentionError(
-            f"a layer of this model attends to a window of {local_size} keys and the sequence has {kv_length}; such a "
-            "layer is already sub-quadratic and its window would be lost: use "
-            f"attn_implementation={EXACT!r} for this model"
-        )
+    window = local_size if local_size is not None and local_size < kv_length else None
     if use_vmap:
         raise UnsupportedAttentionError(_PATTERN)
     mask = None if attention_mask is None else _key_mask(attention_mask, batch_size, kv_length, kv_offset)
     if mask_function is not causal_mask_function and mask_function is not bidirectional_mask_function:
         valid = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device) if mask is None else mask
-        _check_pattern(mask_function, is_causal, valid, q_length, q_offset, kv_offset)
-    if mask is None or (not is_tracing(mask) and bool(mask.all())):
+        if window is None:
+            _check_pattern(mask_function, is_causal, valid, q_length, q_offset, kv_offset)
+        else:
+            _check_window(mask_function, is_causal, window, valid, q_length, q_offset, kv_offset)
+            mask = valid
+    if mask is None or (window is None and not is_tracing(mask) and bool(unwrapped(mask).all())):
         return None
     refuse_lost_padding(mask, is_causal)
-    setattr(mask, _IS_CAUSAL, is_causal)
-    return mask
+    return mask.to(_DTYPES[is_causal, window is not None])
 
 
-def is_causal_mask(mask: Tensor | None) -> bool | None:
-    """Whether a mask of `padding_mask` was made for causal attention; None if it is not known.
+def read_mask(name: str, mask: object) -> KeyMask:
+    """Read a mask of `padding_mask`, as an attention module passes it on.
 
-    Some models make a causal mask for modules that call themselves bidirectional (the text model of AIMv2), and exact
-    attention follows the mask.
+    Args:
+        name: what reads it, a method, for the message.
+        mask: the mask. A bool one (B, Nk) was made by other code, and says nothing about causality.
+
+    Raises:
+        UnsupportedAttentionError: it is another mask.
     """
-    return getattr(mask, _IS_CAUSAL, None)
+    if mask is None:
+        return KeyMask(None, None)
+    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.dtype in _KINDS:
+        return KeyMask(mask.to(torch.bool), *_KINDS[mask.dtype])
+    kind = f"{mask.ndim}-D {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
+    raise UnsupportedAttentionError(
+        f"{name}: a {kind} attention mask cannot be kept, because no (queries, keys) mask is ever built here: give the "
+        "model an attention_mask of shape (batch, sequence length) that is 1 for every token and 0 for padding, or use "
+        f"attn_implementation={EXACT!r}"
+    )
+
+
+def refuse_packed_rows(given: Mapping[str, Any]) -> None:
+    """Refuse a call with several texts in one row, which would attend to each other.
+
+    Transformers looks at the positions only where it makes a causal mask without a cache.
+
+    Args:
+        given: the arguments of the call by their names.
+
+    Raises:
+        UnsupportedAttentionError: an argument says where texts begin, or the positions of a row begin again, not
+            counting positions of padding. While a graph is traced, the check of the positions is part of the graph.
+    """
+    found = next((name for name in _PACKING if given.get(name) is not None), None)
+    ids, mask = given.get("position_ids"), given.get("attention_mask")
+    is_known = mask is None or (
+        isinstance(mask, Tensor) and mask.ndim == 2
+    )  # else a model makes masks for a part of it
+    if found is None and is_known and isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_meta:
+        restarts = ids[:, 1:] < ids[:, :-1]
+        if mask is not None and mask.shape[1] >= ids.shape[1]:
+            valid = mask[:, mask.shape[1] - ids.shape[1] :].to(ids.device, torch.bool)
+            restarts = restarts & valid[:, 1:] & valid[:, :-1]
+        if is_tracing(restarts):
+            torch._assert_async(~restarts.any(), _packed("position_ids"))
+        elif ids.shape[1] > 1 and bool(unwrapped(restarts).any()):
+            found = "position_ids"
+    if found is not None:
+        raise UnsupportedAttentionError(_packed(found))
+
+
+def _packed(argument: str) -> str:
+    return (
+        f"{argument}: the rows are packed sequences, several texts in one, which would attend to each other, because "
+        "attention here knows padding only: pad the texts (DataCollatorWithPadding) instead of packing them "
+        "(DataCollatorWithFlattening), or use attn_implementation='flash_attention_2'"
+    )
 
 
 def _key_mask(attention_mask: Tensor, batch: int, kv_length: int, kv_offset: int) -> Tensor:
@@ -133,5 +209,44 @@ def _check_pattern(
         plain = (reaches_first & mask_function(batch, head, queries, last)).all()
     if is_tracing(plain):
         torch._assert_async(plain, _PATTERN)
-    elif not bool(plain):
+    elif not bool(unwrapped(plain).all()):
+        raise UnsupportedAttentionError(_PATTERN)
+
+
+def _check_window(
+    mask_function: Callable[..., Tensor],
+    is_causal: bool,
+    window: int,
+    valid: Tensor,
+    q_length: int,
+    q_offset: int,
+    kv_offset: int,
+) -> None:
+    """Refuse a composed mask unless it equals a sliding window, by the ends of every query's interval of keys.
+
+    Args:
+        mask_function: of batch index, head, query position and key position.
+        is_causal: whether the window is of earlier keys only.
+        window: the number of keys, the query's own included; on each side, not included, if not causal.
+        valid: bool (B, Nk), False for padding, whose pairs do not matter.
+        q_length: number of queries.
+        q_offset: position of the first query.
+        kv_offset: position of the first key.
+    """
+    device, kv_length = valid.device, valid.shape[1]
+    batch = torch.arange(valid.shape[0], device=device)[:, None]
+    head = torch.zeros((), dtype=torch.int64, device=device)
+    queries = torch.arange(q_length, device=device) + q_offset
+    low, high = (queries - window + 1, queries) if is_causal else (queries - window, queries + window)
+    plain = torch.ones((), dtype=torch.bool, device=device)
+    for keys, reached in ((low, True), (high, True), (low - 1, False), (high + 1, False)):
+        position = keys - kv_offset
+        inside = (position >= 0) & (position < kv_length)
+        counts = inside & valid[:, position.clamp(0, kv_length - 1)]
+        # A packed row is valid everywhere, and only its positions say where its texts begin.
+        found = mask_function(batch, head, queries, keys.clamp(kv_offset, kv_offset + kv_length - 1))
+        plain = plain & ((found if reached else ~found) | ~counts).all()
+    if is_tracing(plain):
+        torch._assert_async(plain, _PATTERN)
+    elif not bool(unwrapped(plain).all()):
         raise UnsupportedAttentionError(_PATTERN)

@@ -64,6 +64,14 @@ def score_change(module: nn.Module, *, is_attention: bool) -> str | None:
     return found[0] if found else None
 
 
+def composes_mask(model: nn.Module) -> bool:
+    """Whether a model composes its masks by a function of its own, as its config asks for (EmbeddingGemma)."""
+    name, forward = "use_bidirectional_attention", inspect.unwrap(type(model).forward)
+    if getattr(model.config, name, None) is not True or not inspect.isfunction(forward):
+        return False
+    return name in forward.__code__.co_names and "or_mask_function" in _strings(forward.__code__)
+
+
 def attention_arguments(kind: type[nn.Module]) -> frozenset[str]:
     """The names of the arguments that an attention class passes to its attention function, or that this reads.
 

@@ -10,6 +10,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.import_utils import is_tracing
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.methods import unwrapped
 from hf_efficient_attn.ops.export import is_compiling
 
 _NAMES = ("position_embeddings", "wpe", "embed_positions", "position_embedding")
@@ -77,7 +78,14 @@ def tables_of(parts: Sequence[PreTrainedModel]) -> dict[PreTrainedModel, tuple[P
     return {part: tuple(table for owner, table in found.values() if owner is part) for part in parts}
 
 
-def refuse_long_input(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments of a call of a model by their names."""
+    if not args:
+        return kwargs
+    return {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
+
+
+def refuse_long_input(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
     """Refuse a call of a model whose input is longer than its position table.
 
     Without this the call ends in an index error, on a GPU in an assertion that ends the process. Only shapes are looked
@@ -85,8 +93,7 @@ def refuse_long_input(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Map
 
     Args:
         model: the model that holds the tables, at its attribute `TABLES`.
-        args: the positional arguments of the call.
-        kwargs: the keyword arguments of the call.
+        kwargs: the arguments of the call by their names.
 
     Raises:
         UnsupportedAttentionError: the input is too long.
@@ -94,7 +101,7 @@ def refuse_long_input(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Map
     tables: tuple[PositionTable, ...] = getattr(model, TABLES, ())
     if not tables:
         return
-    ids = kwargs.get("input_ids", args[0] if args else None)
+    ids = kwargs.get("input_ids")
     embeds = kwargs.get("inputs_embeds")
     if isinstance(ids, Tensor) and ids.ndim >= 2:
         length = ids.shape[-1]
@@ -142,4 +149,4 @@ def _used_positions(embedding: nn.Embedding, length: int, ids: object, kwargs: M
         counts = mask.sum(-1)
     else:
         return length
-    return None if is_compiling() or is_tracing(counts) or counts.is_meta else int(counts.max())
+    return None if is_compiling() or is_tracing(counts) or counts.is_meta else int(unwrapped(counts).max())

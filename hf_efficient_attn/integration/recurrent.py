@@ -29,7 +29,8 @@ from hf_efficient_attn.ops.random import draw_seed
 
 # In Transformers 5.12 `crop` takes the length that remains, in later versions minus the number of tokens to remove.
 _CROPS_TO_LENGTH = not hasattr(CacheLayerMixin, "get_max_length")
-# The attribute of keys that refers to the layer that returned them.
+# The attribute of keys that refers to the layer that returned them. No output depends on it: keys that lose it are
+# computed with as any others, and `NewKeys` without it are refused.
 _STATE_LAYER = "_state_layer"
 
 

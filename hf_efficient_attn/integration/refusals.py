@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
@@ -131,40 +130,19 @@ def warn_of_exact_cross_attention(module: nn.Module, reason: str, names: list[st
         setattr(module, WARNED, True)
 
 
-def refuse_arguments(
-    name: str, module: nn.Module, kv_len: int, attention_mask: object, kwargs: Mapping[str, Any]
-) -> None:
+def refuse_arguments(name: str, module: nn.Module, kwargs: Mapping[str, Any]) -> None:
     """Refuse everything in a call of an attention module that would silently be lost.
 
     Args:
         name: what refuses, a method.
         module: the attention module.
-        kv_len: number of keys.
-        attention_mask: as the module passes it; only None and a bool mask (B, Nk) are supported.
         kwargs: the further arguments of the attention function.
 
     Raises:
         UnsupportedAttentionError: names the argument and what to do instead.
     """
-    if isinstance(attention_mask, Tensor):
-        is_supported = attention_mask.ndim == 2 and attention_mask.dtype == torch.bool
-        kind = f"{attention_mask.ndim}-D {attention_mask.dtype}"
-    else:
-        is_supported, kind = attention_mask is None, type(attention_mask).__name__
-    if not is_supported:
-        raise UnsupportedAttentionError(
-            f"{name}: a {kind} attention mask cannot be kept, because no (queries, keys) mask is ever built here: give "
-            "the model an attention_mask of shape (batch, sequence length) that is 1 for every token and 0 for "
-            f"padding, or use attn_implementation={EXACT!r}"
-        )
     if kwargs.get("output_attentions"):
         raise UnsupportedAttentionError(no_attentions(name))
-    window = kwargs.get("sliding_window")
-    if window is not None and window < kv_len:
-        raise UnsupportedAttentionError(
-            f"{name}: the layer attends to a sliding window of {window} keys and the sequence has {kv_len}, so that "
-            f"the window would be lost: use attn_implementation={EXACT!r} for this model"
-        )
     for argument, value in kwargs.items():
         if value is not None and (argument in _ATTENTION_ARGUMENTS or _is_lost(module, argument, value)):
             raise UnsupportedAttentionError(

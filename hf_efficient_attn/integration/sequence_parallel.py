@@ -135,6 +135,12 @@ def _check(model: PreTrainedModel) -> None:
             refuse(
                 f"computes attention that no method replaces, in {path} ({type(module).__name__}): use another model"
             )
+    for found in models.attention_modules(model):
+        if found.location.window is not None:
+            refuse(
+                f"attends to a sliding window in {found.location.name}, which is not divided over processes: use a "
+                "model without windows"
+            )
     if "recurrent" in str(layers := getattr(model.config, "layer_types", None)) or "linear_attention" in str(layers):
         refuse("has layers with a state along the sequence, which would begin again in each process")
 

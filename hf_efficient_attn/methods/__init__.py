@@ -38,7 +38,7 @@ from hf_efficient_attn.methods._shared.registry import (
     register_method,
     unregister,
 )
-from hf_efficient_attn.methods._shared.transforms import in_transform, refuse_second_gradient
+from hf_efficient_attn.methods._shared.transforms import in_transform, refuse_second_gradient, unwrapped
 
 for _module in sorted(info.name for info in pkgutil.iter_modules(__path__)):
     if not _module.startswith("_"):
@@ -76,5 +76,6 @@ __all__ = [
     "register_method",
     "sharded_attention",
     "unregister",
+    "unwrapped",
     "update_state",
 ]

@@ -29,7 +29,8 @@ from transformers.utils import logging
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, exact_output
-from hf_efficient_attn.integration.configs import method_of, settings_of
+from hf_efficient_attn.integration.attention import method_at
+from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.learned import learned_of
 from hf_efficient_attn.integration.models import attention_modules, transformers_models
 from hf_efficient_attn.methods import MethodConfig
@@ -71,7 +72,7 @@ def attention_of(model: nn.Module, part: nn.Module) -> FormerAttention:
     for root in transformers_models(model):
         for module, location, config, _ in attention_modules(root):
             name, learned = method_of(config), learned_of(module)
-            method = None if name is None else settings_of(config, name).for_layer(location.layer, location.name)
+            method = method_at(config, name, location)
             layers[module] = method, {} if learned is None else learned.tensors()
     return FormerAttention(str(transformers_models(part)[0].config._attn_implementation), layers)
 

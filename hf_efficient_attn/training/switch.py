@@ -339,7 +339,7 @@ def _why_parameters_are_fixed(model: nn.Module) -> str | None:
     if "DeepSpeedEngine" in kinds:
         return "DeepSpeed partitions the parameters that exist at the start"
     if any(isinstance(module, nn.DataParallel) for module in modules):
-        return "DataParallel does not copy modules with a replaced forward correctly"
+        return "a change of the parameters is not tested with DataParallel"
     return None
 
 

@@ -48,6 +48,13 @@ def _is_wrapped(x: object) -> bool:
     return isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
+def unwrapped(x: Tensor) -> Tensor:
+    """The numbers of a tensor in all transforms of `torch.func`, with a dimension more for each `vmap`, for checks."""
+    while _is_wrapped(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
+
+
 def call_in_transform(
     function: Callable[..., Tensor], arguments: Sequence[Any], name: str, *, by_rows: bool, draws: bool
 ) -> Tensor:

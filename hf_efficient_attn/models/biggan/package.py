@@ -2,10 +2,12 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.integration import own_forward
 from hf_efficient_attn.integration.foreign import register_foreign
 from hf_efficient_attn.integration.layers import layer_seed
 from hf_efficient_attn.integration.refusals import check_methods
@@ -55,25 +57,24 @@ class PackageBigGAN:
                 "hf_efficient_attn.models.biggan.BigGANModel, whose from_pretrained reads the same folder"
             )
         for module in modules:
-            module.forward = functools.partial(_forward, module, method)
+            own_forward.give(module, own_forward.bind(module, _forward, method))
 
     def restore(self, modules: Sequence[nn.Module]) -> None:
         """Give the modules their own forward back."""
         for module in modules:
-            forward = vars(module).get("forward")
-            if isinstance(forward, functools.partial) and forward.func is _forward:
-                del module.forward
+            if own_forward.computes(own_forward.own_forward(module), _forward):
+                own_forward.take(module)
 
 
 def _is_self_attention(cls: type) -> bool:
     return cls.__name__ == "SelfAttn" and cls.__module__.partition(".")[0] == _PACKAGE
 
 
-def _forward(module: nn.Module, method: MethodConfig, x: Tensor) -> Tensor:
+def _forward(module: Any, method: MethodConfig, x: Tensor) -> Tensor:
     """Replace `SelfAttn.forward`: (B, C, height, width) -> (B, C, height, width)."""
     projections = [module.get_submodule(name) for name in _PROJECTIONS]
     out = pixel_attention(module, x, projections, functools.partial(_compute, method))
-    return x + module.get_parameter("gamma") * out
+    return x + module.gamma * out
 
 
 def _compute(
