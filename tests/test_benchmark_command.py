@@ -396,8 +396,10 @@ def test_default_methods_and_lengths(made, text):
     assert list(found["pays_from"]) == compared("auto", "kdeformer", "nearfar")
 
 
-def _row(attention, speed_up, error, length=4096):
-    return {"attention": attention, "length": length, "speed_up": speed_up, "error": error}
+def _row(attention, speed_up, error, length=4096, spread=0.01):
+    """A measurement whose rounds differ by `spread` to either side; 0 if there was a single one."""
+    times = {"seconds": 1.0, "speed_up": speed_up, "speed_up_min": speed_up - spread, "speed_up_max": speed_up + spread}
+    return {"attention": attention, "length": length, "error": error, **times}
 
 
 def test_the_fastest_of_the_accurate_methods_is_recommended():
@@ -411,9 +413,24 @@ def test_the_fastest_of_the_accurate_methods_is_recommended():
     found = payoff.recommend_method([_row("a", 4.0, 0.3), _row("b", 2.0, 0.2), _row("d", 1.0, 0.0)])
     assert found["recommended"] == "b"
     assert "none of them keeps 0.1" in found["recommendation"]
-    found = payoff.recommend_method([_row("a", 1.04, 0.3), _row("b", 0.5, 0.0)])
+    found = payoff.recommend_method([_row("a", 1.15, 0.3), _row("b", 0.5, 0.0)])
     assert found["recommended"] == "sdpa"
     assert "exact attention (sdpa)" in found["recommendation"]
+
+
+def test_times_that_do_not_differ_decide_nothing():
+    """Two runs of noisy rounds recommend the same, whichever of two equal methods happens to be faster."""
+    for first, second in ((2.0, 2.2), (2.2, 2.0)):
+        found = payoff.recommend_method([_row("a", first, 0.01, spread=0.2), _row("b", second, 0.09, spread=0.2)])
+        assert found["recommended"] == "a"
+        assert "differ too little" in found["recommendation"]
+        found = payoff.recommend_method([_row("a", first, 0.01, spread=0.02), _row("b", second, 0.09, spread=0.02)])
+        assert found["recommended"] == ("b" if second > first else "a")
+    # A gain that is smaller than the spread of the rounds is none, and a single round has the spread of a busy machine.
+    for gain, spread, recommended in ((1.3, 0.2, "sdpa"), (1.3, 0.1, "a"), (1.3, 0.0, "sdpa"), (1.5, 0.0, "a")):
+        rows = [_row("a", gain, 0.01, spread=spread), _row("b", 0.9, 0.0)]
+        assert payoff.recommend_method(rows)["recommended"] == recommended
+        assert payoff.pays_from(rows, "a") == (4096 if recommended == "a" else None)
 
 
 def test_nothing_is_recommended_without_a_comparison():
@@ -534,7 +551,7 @@ def test_learned_tables_have_the_length_of_the_pictures(made, photographs, capsy
 
 
 def rows_of(speeds):
-    return [{"attention": "m", "length": length, "speed_up": speed} for length, speed in speeds]
+    return [_row("m", speed, 0.0, length) for length, speed in speeds]
 
 
 @pytest.mark.parametrize(
@@ -543,7 +560,7 @@ def rows_of(speeds):
         ([(512, 0.5), (1024, 1.2), (2048, 3.0)], 1024),
         ([(2048, 3.0), (512, 2.0), (1024, 1.2)], 512),
         ([(512, 1.5), (1024, 0.9), (2048, 3.0)], 2048),
-        ([(512, 1.5), (1024, 1.9), (2048, 1.04)], None),
+        ([(512, 1.5), (1024, 1.9), (2048, 1.15)], None),
     ],
 )
 def test_pays_from(speeds, expected):
