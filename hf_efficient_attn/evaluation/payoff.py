@@ -89,7 +89,11 @@ def recommend_method(measurements: Sequence[Row]) -> dict[str, str | None]:
         equal = [row for row in good if timing_of(row).range[1] >= timing_of(fastest).range[0]]
         reason = f"the fastest with an error of at most {_MAX_ERROR}"
         if len(equal) > 1:
-            reason = f"the smallest of the fastest that keep {_MAX_ERROR}, whose times differ too little to be told apart"
+            reason = (
+                f"the smallest of the fastest that keep {_MAX_ERROR}, whose times differ too little to be told apart"
+            )
     best = min(equal if good else faster, key=lambda row: row["error"])
     about = f"{best['speed_up']:.1f} times as fast as exact attention with an error of {best['error']:.3f}"
+    if best.get("output_error") is not None:
+        about += f" in attention and of {best['output_error']:.3f} in the output"
     return {"recommended": best["attention"], "recommendation": f"{where}{best['attention']}, {about}, {reason}."}

@@ -9,7 +9,7 @@ from torch.utils.benchmark import timer
 from transformers import PreTrainedModel
 
 from hf_efficient_attn.evaluation.capture import forward
-from hf_efficient_attn.evaluation.comparison import ERROR_INPUTS, Procedure
+from hf_efficient_attn.evaluation.comparison import ERROR_INPUTS, Procedure, chunk_label
 from hf_efficient_attn.evaluation.data import ModelData
 from hf_efficient_attn.evaluation.progress import Step
 from hf_efficient_attn.integration.models import attention_modules
@@ -66,9 +66,17 @@ class PassTimes:
 
 
 def plan_of(
-    times: PassTimes, lengths: Sequence[int], labels: Sequence[str], procedure: Procedure, data: ModelData
+    times: PassTimes,
+    lengths: Sequence[int],
+    labels: Sequence[str],
+    procedure: Procedure,
+    data: ModelData,
+    chunk: int | None = None,
 ) -> list[Step]:
-    """The steps of a benchmark: for each length exact attention, then each method. The key is (length, label)."""
+    """The steps of a benchmark: for each length exact attention, then each method. The key is (length, label).
+
+    With `chunk`, texts that are longer are also divided into pieces (`comparison.Variant`).
+    """
     batches = math.ceil(data.rows / procedure.batch) if data.is_real else 0
     further = 1 + max(0, batches - procedure.rounds)  # passes that are not timed
 
@@ -85,6 +93,10 @@ def plan_of(
         steps.append(Step(f"{EXACT} at {length} tokens", seconds, (length, EXACT)))
         seconds = procedure.rounds * timed(method) + (further + generated) * method + timed(exact)
         steps += [Step(f"{label} at {length} tokens", seconds, (length, label)) for label in labels]
+        if chunk is not None and length > chunk:
+            one = length / chunk * times.exact(chunk)
+            label, seconds = chunk_label(chunk), procedure.rounds * one + further * one + timed(exact)
+            steps.append(Step(f"{label} at {length} tokens", seconds, (length, label)))
     return steps
 
 
