@@ -828,13 +828,8 @@ def test_long_texts_are_also_embedded_in_pieces(made, text, capsys):
     found = run_json(capsys, *arguments, "--rounds", 1, "--rows", 2, "--no-memory")
     assert [row["attention"] for row in found["measurements"]] == ["sdpa", "longformer"] * 2 + ["sdpa, chunks of 128"]
     row = found["measurements"][-1]
-    assert (row["method"], row["length"], row["batch"], row["error"], row["output_error"]) == (
-        "sdpa",
-        300,
-        1,
-        None,
-        None,
-    )
+    assert (row["method"], row["length"], row["batch"]) == ("sdpa", 300, 1)
+    assert (row["error"], row["output_error"]) == (None, None)
     assert (found["chunk"], list(found["pays_from"]), found["labels"]) == (128, ["longformer"], ["longformer"])
     assert any("split it" in note for note in found["notes"])
     model = transformers.BertModel.from_pretrained(made("bert")).eval()

@@ -263,7 +263,7 @@ class LengthComparison:
         return answer._replace(states=work.states)
 
     def _output_error(self, answers: Sequence[Answer]) -> float | None:
-        """|S - E| / |E| of the last hidden states in the Frobenius norm, over `ERROR_INPUTS` inputs; None without any."""
+        """|S - E| / |E| of the last hidden states (Frobenius norm) over `ERROR_INPUTS` inputs; None without any."""
         pairs = zip(answers, self._references, strict=True)
         norm = functools.partial(torch.linalg.vector_norm, dim=(1, 2), dtype=torch.float64)
         errors = [

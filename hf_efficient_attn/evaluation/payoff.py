@@ -78,8 +78,8 @@ def recommend_method(measurements: Sequence[Row]) -> dict[str, str | None]:
     faster = [row for row in rows if timing_of(row).is_gain]
     if not faster:
         sentence = (
-            f"{where}exact attention ({EXACT}), because none of the methods is at least {MIN_SPEED_UP} times as fast in "
-            "each round."
+            f"{where}exact attention ({EXACT}), because no method is at least {MIN_SPEED_UP} times as fast in each "
+            "round."
         )
         return {"recommended": EXACT, "recommendation": sentence}
     good = [row for row in faster if row["error"] <= _MAX_ERROR]
@@ -89,9 +89,7 @@ def recommend_method(measurements: Sequence[Row]) -> dict[str, str | None]:
         equal = [row for row in good if timing_of(row).range[1] >= timing_of(fastest).range[0]]
         reason = f"the fastest with an error of at most {_MAX_ERROR}"
         if len(equal) > 1:
-            reason = (
-                f"the smallest of the fastest that keep {_MAX_ERROR}, whose times differ too little to be told apart"
-            )
+            reason = f"the smallest of those that keep {_MAX_ERROR}, whose times differ too little to tell them apart"
     best = min(equal if good else faster, key=lambda row: row["error"])
     about = f"{best['speed_up']:.1f} times as fast as exact attention with an error of {best['error']:.3f}"
     if best.get("output_error") is not None:

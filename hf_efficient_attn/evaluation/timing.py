@@ -55,7 +55,7 @@ class Timing(NamedTuple):
 
     @property
     def is_gain(self) -> bool:
-        """Whether the call is faster than the reference by more than chance: at least by `MIN_SPEED_UP` in each round."""
+        """Whether the call is faster than the reference by more than chance: `MIN_SPEED_UP` times in each round."""
         return self.range[0] >= MIN_SPEED_UP
 
 
