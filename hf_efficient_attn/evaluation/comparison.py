@@ -409,13 +409,6 @@ def answer_of(task: str, output: Any, inputs: Inputs) -> Answer | None:
     return Answer(losses, losses)
 
 
-def embed(model: PreTrainedModel, inputs: Inputs) -> Tensor:
-    """The normalised mean of a model's last hidden states, (B, W)."""
-    found = answer_of("embedding", run_model("embedding", model, inputs), inputs)
-    assert found is not None
-    return found.compared
-
-
 def compare(task: str, answer: Tensor, reference: Tensor) -> Tensor:
     """Compare answers with those of exact attention: cosines, differences of log likelihoods, or equality (0 or 1)."""
     if task == "embedding":
