@@ -191,8 +191,7 @@ class LengthComparison:
         Returns:
             a dictionary for JSON: a row of the benchmark's "measurements".
         """
-        rounds, passes = self._procedure.rounds, max(self._procedure.rounds, self._batches)
-        exact = self._pass(EXACT, 0)
+        rounds, chunk, exact = self._procedure.rounds, self._variants[label].chunk, self._pass(EXACT, 0)
         work, begin = self._pass(label, 0), timer()
         peak = None
         if self._procedure.memory:
@@ -203,6 +202,8 @@ class LengthComparison:
         calls = calls_to_time(work, first)
         # A first call fills memory and caches. It counts only if it is long, so that this makes no difference.
         is_timed = first > LONG_SECONDS and peak is None and work.model.device.type == "cpu"
+        # Long passes of exact attention are timed again after those of each method.
+        passes = max(1 if label == EXACT and first > LONG_SECONDS else rounds, self._batches)
         if label == EXACT:
             self._exact_calls = calls
         pairs: list[tuple[float, float]] = []  # seconds of a call, and of exact attention
@@ -221,8 +222,9 @@ class LengthComparison:
             if label == EXACT:
                 self._exact_seconds = waiting[-1]
             elif waiting and (self._exact_seconds < LONG_SECONDS or index + 1 == passes):
-                after = time_calls(exact, self._exact_calls)
-                pairs += [(seconds, (self._exact_seconds + after) / 2) for seconds in waiting]
+                # Nothing follows the chunks, and what they gain is clear.
+                after = self._exact_seconds if chunk is not None else time_calls(exact, self._exact_calls)
+                pairs += zip(waiting, _between(self._exact_seconds, after, len(waiting)), strict=True)
                 self._exact_seconds, waiting = after, []
             advance((index + 1) / (passes + 1))
         if label == EXACT:
@@ -353,6 +355,16 @@ class _Pass:
 
     def _keep(self, module: nn.Module, args: Any, output: Any) -> None:
         self.states = getattr(output, "last_hidden_state", getattr(output, "logits", None))
+
+
+def _between(before: float, after: float, count: int) -> list[float]:
+    """The times that calls are compared with: the first with that before, the last with that after, one with the mean.
+
+    If the load of the machine changes the reference, the ratios of the rounds differ.
+    """
+    if count == 1:
+        return [(before + after) / 2]
+    return [before + (after - before) * index / (count - 1) for index in range(count)]
 
 
 def _perplexity(answers: Sequence[Answer]) -> float | None:
