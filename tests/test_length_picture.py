@@ -25,7 +25,13 @@ def result(ends):
     return {
         "machine": {"cpu": "a processor", "threads": 2},
         "measurements": [
-            {"attention": label, "tokens": tokens, "seconds": seconds * tokens / 1024, "error": error * tokens / 1024}
+            {
+                "attention": label,
+                "length": tokens,
+                "seconds": seconds * tokens / 1024,
+                "error": error * tokens / 1024,
+                "output_error": 2 * error * tokens / 1024,
+            }
             for tokens in (512, 1024)
             for label, (seconds, error) in ends.items()
         ],
@@ -55,10 +61,11 @@ def test_the_command_measures_writes_and_draws_again(tmp_path, capsys):
     arguments = ["--length", "24,96", "--method", "kdeformer:block_size=16:num_samples=8", "--rounds", "1"]
     assert cli.run(length.app, [*arguments, "--threads", "1", "--output", str(picture)], "length") == 0
     rows = json.loads(picture.with_suffix(".json").read_text())["measurements"]
-    assert [(row["tokens"], row["attention"].partition(" ")[0]) for row in rows] == [
+    assert [(row["length"], row["attention"].partition(" ")[0]) for row in rows] == [
         (tokens, name) for tokens in (24, 96) for name in ("sdpa", "kdeformer")
     ]
-    assert [row["error"] > 0 for row in rows] == [False, False, False, True]
+    for key in ("error", "output_error"):
+        assert [row[key] > 1e-4 for row in rows] == [False, False, False, True]
     assert all(row["seconds"] > 0 for row in rows)
     printed = capsys.readouterr().out
     picture.unlink()
