@@ -42,11 +42,11 @@ def summarise(result: Mapping[str, Any]) -> list[str]:
         last = timing_of(rows[-1])
         about = f"{last.ratio:.1f} times as fast as exact attention at {rows[-1]['length']} tokens"
         if first is None:
-            where = "up to" if len(rows) > 1 else "at"
+            where = f" up to {rows[-1]['length']} tokens" if len(rows) > 1 else ""
             low, high = last.range
             sentences.append(
-                f"{label} does not pay off {where} {rows[-1]['length']} tokens: it is {about} ({low:.2f} to {high:.2f} "
-                f"in the rounds), and less than {MIN_SPEED_UP} in any of them is no gain."
+                f"{label} does not pay off{where}: it is {about} ({low:.2f} to {high:.2f} in the rounds), and less than "
+                f"{MIN_SPEED_UP} in any of them is no gain."
             )
             continue
         where = "at all measured lengths" if first == rows[0]["length"] else f"from {first} tokens on"
