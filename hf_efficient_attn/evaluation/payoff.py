@@ -45,8 +45,8 @@ def summarise(result: Mapping[str, Any]) -> list[str]:
             where = f" up to {rows[-1]['length']} tokens" if len(rows) > 1 else ""
             low, high = last.range
             sentences.append(
-                f"{label} does not pay off{where}: it is {about} ({low:.2f} to {high:.2f} in the rounds), and less than "
-                f"{MIN_SPEED_UP} in any of them is no gain."
+                f"{label} does not pay off{where}: it is {about} ({low:.2f} to {high:.2f} in the rounds), and less "
+                f"than {MIN_SPEED_UP} in any of them is no gain."
             )
             continue
         where = "at all measured lengths" if first == rows[0]["length"] else f"from {first} tokens on"
