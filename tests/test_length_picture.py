@@ -23,7 +23,7 @@ needs_minilm = pytest.mark.skipif(
 def result(ends):
     """Measurements at two lengths, the last of which are given as label -> (seconds, error)."""
     return {
-        "machine": {"cpu": "a processor", "threads": 2},
+        "machine": {"cpu": "a processor", "threads": 2, "device": "cpu", "dtype": "float32"},
         "measurements": [
             {
                 "attention": label,

@@ -30,7 +30,7 @@ from hf_efficient_attn.evaluation.benchmark import benchmark_checkpoint
 from hf_efficient_attn.evaluation.charts import label_ends
 from hf_efficient_attn.evaluation.comparison import Procedure
 from hf_efficient_attn.evaluation.demo import minilm_folder
-from hf_efficient_attn.evaluation.timing import use_threads
+from hf_efficient_attn.evaluation.timing import describe, use_threads
 from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.io.json import read_json_object, write_json
 from hf_efficient_attn.io.writing import check_picture, replacing
@@ -90,7 +90,7 @@ def draw(result: Mapping[str, Any]) -> "Figure":
     panels["seconds"].yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     about = result["machine"]
     figure.supxlabel(
-        f"MiniLM (BERT, 6 layers) on Python's documentation, no training. {about['cpu']}, {about['threads']} threads.",
+        f"MiniLM (BERT, 6 layers) on Python's documentation, no training. {describe(about)}.",
         fontsize=7.5, color="0.35",
     )  # fmt: skip
     exact = last[EXACT]["seconds"]
