@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import hf_efficient_attn as hea
 from hf_efficient_attn import cli
-from hf_efficient_attn.checkpoint import open_checkpoint
+from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.checkpoint.loading import quiet
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation import (
@@ -39,6 +39,7 @@ from hf_efficient_attn.evaluation.data import ModelData, task_of
 from hf_efficient_attn.evaluation.names import name_of
 from hf_efficient_attn.evaluation.progress import Execution
 from hf_efficient_attn.integration.layers import ranges
+from hf_efficient_attn.integration.settings import as_settings
 from hf_efficient_attn.io import reading
 from hf_efficient_attn.methods import make_config
 from hf_efficient_attn.models.t2t_vit import T2TViTConfig, T2TViTForImageClassification
@@ -123,6 +124,10 @@ def small(method):
 COMPARED = ("auto", "kdeformer", "nearfar", "nystromformer")
 
 
+def open_model(folder):
+    return load_model(open_checkpoint(folder)).eval()
+
+
 def compared(*names):
     return [name for name in names if name in hea.available_methods()]
 
@@ -185,7 +190,7 @@ def test_measurements_for_every_task(family, head, task, agreement, made, text, 
         assert len(row["layer_errors"]) == 2
         assert row["error"] == pytest.approx(sum(row["layer_errors"]) / 2)
         if row["method"] == "sdpa":
-            assert (row["speed_up"], row["error"], row["settings"]) == (1.0, 0.0, {})
+            assert (row["speed_up"], row["error"], row["settings"], row["output_error"]) == (1.0, 0.0, {}, 0.0)
             assert row["agreement"] == pytest.approx(1.0)
         else:
             assert 0.01 < row["error"] < 2.0
@@ -258,7 +263,7 @@ def test_the_perplexity_is_printed_and_a_card_takes_it(family, title, made, text
     header, _, *rows = (line.split("|")[1:-1] for line in out.splitlines() if line.startswith("|"))
     speeds = ["first tok", "tok/s"] if family == "gpt2" else []
     columns = [cell.strip() for cell in header]
-    assert columns[columns.index("error") :] == ["error", "perplexity", title, *speeds]
+    assert columns[columns.index("error") :] == ["error", "output", "perplexity", title, *speeds]
     measured = json.loads((tmp_path / "benchmark.json").read_text())["measurements"]
     printed = [float(row[columns.index("perplexity")]) for row in rows]
     assert printed == pytest.approx([row["perplexity"] for row in measured], rel=1e-3)
@@ -333,7 +338,7 @@ def test_masked_tokens_are_predicted(made, text):
     labels = torch.full((2, 40), -100)
     labels[:, 1:-1] = torch.where(inputs.masked[:, 1:-1], plain[:80].view(2, 40)[:, :38], -100)
     with torch.no_grad():
-        guesses, losses = comparison.answer_of("masked-lm", capture.forward(model, inputs.values), inputs)
+        guesses, losses, _ = comparison.answer_of("masked-lm", capture.forward(model, inputs.values), inputs)
         output = model(**inputs.values, labels=labels)
         assert guesses.tolist() == output.logits[inputs.masked].argmax(-1).tolist()
     assert losses.shape == (10,)
@@ -346,8 +351,8 @@ def test_masked_tokens_are_predicted(made, text):
 def test_embeddings_are_mean_pooled(made, text):
     model = transformers.BertModel.from_pretrained(made("bert")).eval()
     inputs = ModelData(model, made("bert"), text, longest=40, rows=2).inputs(40, 0, 2)
-    given = comparison.embed(model, inputs)
     with torch.no_grad():
+        given = comparison.answer_of("embedding", capture.forward(model, inputs.values), inputs).compared
         pooled = model(**inputs.values).last_hidden_state.mean(1)
     torch.testing.assert_close(given, pooled / pooled.norm(dim=1, keepdim=True))
     torch.testing.assert_close(comparison.compare("embedding", given, given), torch.ones(2))
@@ -396,8 +401,10 @@ def test_default_methods_and_lengths(made, text):
     assert list(found["pays_from"]) == compared("auto", "kdeformer", "nearfar")
 
 
-def _row(attention, speed_up, error, length=4096):
-    return {"attention": attention, "length": length, "speed_up": speed_up, "error": error}
+def _row(attention, speed_up, error, length=4096, spread=0.01):
+    """A measurement whose rounds differ by `spread` to either side; 0 if there was a single one."""
+    times = {"seconds": 1.0, "speed_up": speed_up, "speed_up_min": speed_up - spread, "speed_up_max": speed_up + spread}
+    return {"attention": attention, "length": length, "error": error, **times}
 
 
 def test_the_fastest_of_the_accurate_methods_is_recommended():
@@ -411,9 +418,24 @@ def test_the_fastest_of_the_accurate_methods_is_recommended():
     found = payoff.recommend_method([_row("a", 4.0, 0.3), _row("b", 2.0, 0.2), _row("d", 1.0, 0.0)])
     assert found["recommended"] == "b"
     assert "none of them keeps 0.1" in found["recommendation"]
-    found = payoff.recommend_method([_row("a", 1.04, 0.3), _row("b", 0.5, 0.0)])
+    found = payoff.recommend_method([_row("a", 1.15, 0.3), _row("b", 0.5, 0.0)])
     assert found["recommended"] == "sdpa"
     assert "exact attention (sdpa)" in found["recommendation"]
+
+
+def test_times_that_do_not_differ_decide_nothing():
+    """Two runs of noisy rounds recommend the same, whichever of two equal methods happens to be faster."""
+    for first, second in ((2.0, 2.2), (2.2, 2.0)):
+        found = payoff.recommend_method([_row("a", first, 0.01, spread=0.2), _row("b", second, 0.09, spread=0.2)])
+        assert found["recommended"] == "a"
+        assert "differ too little" in found["recommendation"]
+        found = payoff.recommend_method([_row("a", first, 0.01, spread=0.02), _row("b", second, 0.09, spread=0.02)])
+        assert found["recommended"] == ("b" if second > first else "a")
+    # A gain that is smaller than the spread of the rounds is none, and a single round has the spread of a busy machine.
+    for gain, spread, recommended in ((1.3, 0.2, "sdpa"), (1.3, 0.1, "a"), (1.3, 0.0, "sdpa"), (1.5, 0.0, "a")):
+        rows = [_row("a", gain, 0.01, spread=spread), _row("b", 0.9, 0.0)]
+        assert payoff.recommend_method(rows)["recommended"] == recommended
+        assert payoff.pays_from(rows, "a") == (4096 if recommended == "a" else None)
 
 
 def test_nothing_is_recommended_without_a_comparison():
@@ -534,7 +556,7 @@ def test_learned_tables_have_the_length_of_the_pictures(made, photographs, capsy
 
 
 def rows_of(speeds):
-    return [{"attention": "m", "length": length, "speed_up": speed} for length, speed in speeds]
+    return [_row("m", speed, 0.0, length) for length, speed in speeds]
 
 
 @pytest.mark.parametrize(
@@ -543,7 +565,7 @@ def rows_of(speeds):
         ([(512, 0.5), (1024, 1.2), (2048, 3.0)], 1024),
         ([(2048, 3.0), (512, 2.0), (1024, 1.2)], 512),
         ([(512, 1.5), (1024, 0.9), (2048, 3.0)], 2048),
-        ([(512, 1.5), (1024, 1.9), (2048, 1.04)], None),
+        ([(512, 1.5), (1024, 1.9), (2048, 1.15)], None),
     ],
 )
 def test_pays_from(speeds, expected):
@@ -750,18 +772,18 @@ def test_rows_are_told_when_they_are_complete_and_the_estimate_before(made, text
 
 
 def test_a_limit_of_time(made, text):
-    """Each pass is measured once, then on fewer texts unless rows are given; then the longest inputs are left out."""
+    """Each pass is measured twice, then on fewer texts unless rows are given; then the longest inputs are left out."""
     methods = {"window": hea.LongformerConfig(window_size=3)}
     arguments = made("bert"), methods, [30, 60]
     procedure = Procedure(rounds=50, memory=False, rows=4)
     limited = benchmark.benchmark_checkpoint(
         *arguments, data=text, procedure=procedure, execution=Execution(minutes=1e-6)
     )
-    assert [(row["length"], row["attention"]) for row in limited["measurements"]] == [(30, "sdpa")]
+    assert [(row["length"], row["attention"]) for row in limited["measurements"]] == [(30, "sdpa")]  # nothing fits
     assert limited["left_out"] == ["window at 30 tokens", "sdpa at 60 tokens", "window at 60 tokens"]
     assert limited["complete"] is False
     assert limited["data"]["rows"] == 4
-    assert any("each pass is measured once" in note for note in limited["notes"])
+    assert any("each pass is measured twice" in note for note in limited["notes"])
     assert not any("the agreement" in note for note in limited["notes"])
     fewer = benchmark.benchmark_checkpoint(
         *arguments, data=text, procedure=procedure._replace(rows=None), execution=Execution(minutes=1e-6)
@@ -770,7 +792,82 @@ def test_a_limit_of_time(made, text):
     assert any("the agreement is measured on 1 of 4 texts; --rows N" in note for note in fewer["notes"])
     enough = benchmark.benchmark_checkpoint(*arguments, data=text, procedure=ONE_ROW, execution=Execution(minutes=60))
     assert enough["complete"] is True
-    assert not any("each pass is measured once" in note for note in enough["notes"])
+    assert not any("each pass is measured twice" in note for note in enough["notes"])
+
+
+@pytest.mark.parametrize(("seconds", "order"), [(1e9, [90, 60, 30]), (50.0, [60, 30, 90]), (1.0, [30, 60, 90])])
+def test_the_greatest_length_that_fits_is_measured_first(seconds, order, made, text, monkeypatch):
+    """Then shorter ones, and last those that do not fit; every pass takes as many seconds as a tenth of its tokens."""
+    monkeypatch.setattr(plan.PassTimes, "exact", lambda times, tokens: tokens / 10)
+    monkeypatch.setattr(plan.PassTimes, "method", lambda times, tokens: tokens / 10)
+    monkeypatch.setattr(Execution, "seconds_left", lambda execution: seconds)
+    found = benchmark.Benchmark(
+        made("bert"), {"window": hea.LongformerConfig(window_size=3)}, [30, 60, 90], data=text, procedure=ONE_ROW,
+        execution=Execution(minutes=1.0),
+    )  # fmt: skip
+    assert list(dict.fromkeys(step.key[0] for step in found.plan)) == order
+    unlimited = benchmark.Benchmark(made("bert"), None, [30, 60, 90], data=text, execution=Execution())
+    assert list(dict.fromkeys(step.key[0] for step in unlimited.plan)) == [30, 60, 90]
+
+
+def test_default_lengths_within_a_limit_keep_the_greatest_that_fits(made, text, monkeypatch):
+    monkeypatch.setattr(plan.PassTimes, "exact", lambda times, tokens: tokens / 10)
+    monkeypatch.setattr(plan.PassTimes, "method", lambda times, tokens: tokens / 10)
+    monkeypatch.setattr(Execution, "seconds_left", lambda execution: 60.0 * 5)
+    found = benchmark.Benchmark(
+        made("bert"), {"window": hea.LongformerConfig(window_size=3)}, None, data=text, procedure=ONE_ROW,
+        execution=Execution(minutes=5.0),
+    )  # fmt: skip
+    assert list(dict.fromkeys(step.key[0] for step in found.plan)) == [256, 128]
+    assert any("Left out to save time: lengths of 512 tokens" in note for note in found.result()["notes"])
+
+
+def test_long_texts_are_also_embedded_in_pieces(made, text, capsys):
+    """The pieces are as long as the model's positions before they are extended; together they are the whole text."""
+    arguments = ("benchmark", made("bert"), "--methods", "longformer", "--lengths", "100,300", "--data", text)
+    found = run_json(capsys, *arguments, "--rounds", 1, "--rows", 2, "--no-memory")
+    assert [row["attention"] for row in found["measurements"]] == ["sdpa", "longformer"] * 2 + ["sdpa, chunks of 128"]
+    row = found["measurements"][-1]
+    assert (row["method"], row["length"], row["batch"]) == ("sdpa", 300, 1)
+    assert (row["error"], row["output_error"]) == (None, None)
+    assert (found["chunk"], list(found["pays_from"]), found["labels"]) == (128, ["longformer"], ["longformer"])
+    assert any("split it" in note for note in found["notes"])
+    model = transformers.BertModel.from_pretrained(made("bert")).eval()
+    extended = hea.extend_positions(transformers.BertModel.from_pretrained(made("bert")).eval(), 300)
+    ids = tokenizer_for("bert")(TEXT, add_special_tokens=False)["input_ids"]
+    cosines = []
+    for start in (0, 300):
+        whole = torch.tensor([[2, *ids[start : start + 298], 3]])
+        pieces = [[2, *ids[start + piece : start + piece + 126], 3] for piece in (0, 126, 172)]
+        with torch.no_grad():
+            exact = extended(whole).last_hidden_state.mean(1)[0]
+            parts = torch.nn.functional.normalize(model(torch.tensor(pieces)).last_hidden_state.mean(1), dim=1)
+        cosines.append(torch.cosine_similarity(exact, parts.mean(0), dim=0).item())
+    assert row["agreement"] == pytest.approx(sum(cosines) / 2, abs=1e-5)
+    assert command(*arguments, "--rounds", 1, "--rows", 1, "--no-memory") == 0
+    assert "| sdpa, chunks of 128 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("family", "head"), [("bert", False), ("bert", True), ("gpt2", True), ("deit", True)])
+def test_the_error_of_the_output_is_that_of_the_last_hidden_states(family, head, made, text, photographs):
+    config = hea.LongformerConfig(window_size=3)
+    data = photographs if family == "deit" else text
+    found = benchmark.benchmark_checkpoint(
+        made(family, head), {"window": config}, [66], data=data, procedure=QUICK._replace(rows=3)
+    )["measurements"]
+    assert found[0]["output_error"] == 0.0
+    variants = comparison.make_variants(open_model(made(family, head)), {"window": as_settings(config)}, None, 66)
+    inputs = ModelData(open_model(made(family, head)), made(family, head), data, longest=66, rows=3)
+    errors = []
+    for index in range(2):
+        with torch.no_grad():
+            exact, own = (
+                one.model.base_model(**inputs.inputs(66, index, 1).values).last_hidden_state.double()
+                for one in variants.values()
+            )
+        errors.append(((own - exact).norm() / exact.norm()).item())
+    assert found[1]["output_error"] == pytest.approx(sum(errors) / 2, rel=1e-4)
+    assert 0.0 < found[1]["output_error"] < 2.0
 
 
 def test_a_limit_of_time_keeps_eight_pictures(made, tmp_path):
@@ -861,6 +958,21 @@ def test_number_of_passes(made, text, monkeypatch):
     assert found["data"]["rows"] == 4
     # One pass for each text, and of exact attention one after each method.
     assert counts == {"sdpa": 4 + 3, "kdeformer": 4, "longformer": 4, "linear": 4}
+
+
+def test_rounds_are_compared_with_exact_attention_before_and_after(made, text, monkeypatch):
+    """Where passes are long, exact attention has one time before and one after: its noise is part of the spread."""
+    times = iter([2.0, 1.0, 1.0, 6.0])  # exact attention, two rounds of the window, exact attention
+    monkeypatch.setattr(comparison, "LONG_SECONDS", 0.0)
+    monkeypatch.setattr(comparison, "time_calls", lambda work, calls: (work(), next(times))[1])
+    monkeypatch.setattr(comparison, "peak_of", lambda work, device: (work(), 1)[1])
+    methods = {"window": hea.LongformerConfig(window_size=3)}
+    found = benchmark.benchmark_checkpoint(
+        made("bert"), methods, [40], data=text, procedure=Procedure(rounds=2, rows=1)
+    )
+    exact, row = found["measurements"]
+    assert (exact["seconds"], row["seconds"]) == (2.0, 1.0)
+    assert (row["speed_up_min"], row["speed_up"], row["speed_up_max"]) == (2.0, 4.0, 6.0)
 
 
 def test_too_little_memory_is_one_line(made, text, monkeypatch, capsys):

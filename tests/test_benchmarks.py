@@ -31,7 +31,7 @@ from hf_efficient_attn.evaluation import timing
 from instances import inputs, numbers, relative_error
 from recipes.benchmarks import attention, compiled, error, flurka, peers, step, tasks
 from recipes.common import inputs as real_inputs
-from recipes.common import memory
+from recipes.common import memory, retrieval
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DATA = pathlib.Path(os.environ.get("HEA_DATA", ROOT.parent / "shared" / "data"))
@@ -392,7 +392,14 @@ def test_mean_error_is_zero_for_uniform_attention(causal):
 def test_ranks_of_a_search():
     questions = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])
     paragraphs = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.8, 0.6]])
-    assert tasks.ranks(questions, paragraphs, torch.tensor([0, 0, 1])).tolist() == [1, 3, 2]
+    assert retrieval.ranks(questions @ paragraphs.t(), torch.tensor([0, 0, 1])).tolist() == [1, 3, 2]
+
+
+def test_texts_in_pieces_are_as_similar_as_their_mean_or_their_best_piece():
+    pieces, question = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]]), torch.tensor([[0.0, 1.0]])
+    found = retrieval.similarities(question, pieces, torch.tensor([0, 0, 1]), 2)
+    torch.testing.assert_close(found["mean of"], torch.tensor([[0.5**0.5, 0.8]]))
+    torch.testing.assert_close(found["best of"], torch.tensor([[1.0, 0.8]]))
 
 
 @pytest.mark.parametrize("task", ["search", "states", "images"])

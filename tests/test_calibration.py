@@ -12,7 +12,7 @@ import transformers
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation import calibration, capture
+from hf_efficient_attn.evaluation import calibration, capture, timing
 from hf_efficient_attn.methods import make_config
 from tiny_models import tiny_batch, tiny_model
 
@@ -429,13 +429,16 @@ def test_calibrate_warns_if_nothing_is_saved(monkeypatch):
 
     def speed(*arguments):
         measured.append(arguments)
-        return 0.4
+        return timing.Timing(5.0, 2.0, 0.4, 0.3, 0.5)
 
     monkeypatch.setattr(calibration, "measure_speed", speed)
-    with pytest.warns(UserWarning, match=r"at 70 tokens .* saves nothing.* takes 2\.5 times as long.*longer"):
+    with pytest.warns(UserWarning, match=r"at 70 tokens .* saves nothing.* is 0\.4 times.*0\.3 to 0\.5 in 3 .*longer"):
         config = hea.calibrate(model, data, **options)
     assert measured[0][2] == config
-    monkeypatch.setattr(calibration, "measure_speed", lambda *arguments: 1.7)
+    monkeypatch.setattr(calibration, "measure_speed", lambda *arguments: timing.Timing(1.0, 1.7, 1.7, 1.1, 1.8))
+    with pytest.warns(UserWarning, match=r"is 1\.7 times as fast.*1\.1 to 1\.8"):  # within the spread of the rounds
+        hea.calibrate(model, data, **options)
+    monkeypatch.setattr(calibration, "measure_speed", lambda *arguments: timing.Timing(1.0, 1.7, 1.7, 1.6, 1.8))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert hea.calibrate(model, data, **options) == config
@@ -448,7 +451,7 @@ def test_the_speed_is_that_of_the_chosen_layers(monkeypatch):
         capture.Call, "compute", lambda call, config: called.append((call.layer, config)) or compute(call, config)
     )
     choice = hea.EfficientAttentionConfig("longformer", {"window_size": 3}, [1], 70)
-    assert calibration.measure_speed(tiny_model("bert"), tiny_batch("bert"), choice) > 0
+    assert calibration.measure_speed(tiny_model("bert"), tiny_batch("bert"), choice).ratio > 0
     assert set(called) == {(1, hea.LongformerConfig(window_size=3))}
 
 

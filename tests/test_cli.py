@@ -250,20 +250,10 @@ def test_replacing_keeps_the_old_file_when_writing_fails(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_compare_rankings():
-    reference = torch.tensor([[6.0, 5, 4, 3, 2, 1], [1, 2, 3, 4, 5, 6]])
-    found = torch.tensor([[6.0, 5, 4, 3, 1, 2], [6, 2, 3, 4, 5, 1]])
-    assert demo.compare_rankings(reference, reference) == (2, 5.0)
-    assert demo.compare_rankings(found, reference) == (1, 4.0)
-
-
 @pytest.mark.exhaustive
 @needs_minilm
 @needs_matplotlib
-def test_demo_measures(monkeypatch, tmp_path, capsys):
-    topics = demo.pydoc_data.topics.topics
-    longest = sorted(topics, key=lambda name: -len(topics[name]))[:6]
-    monkeypatch.setattr(demo.pydoc_data.topics, "topics", {name: topics[name] for name in longest})
+def test_demo_measures(tmp_path, capsys):
     picture = tmp_path / "demo.png"
     arguments = ["demo", "--length", "512,1024", "--threads", "1"]
     assert status(*arguments, "--json", "--plot", str(picture)) == 0
@@ -271,16 +261,14 @@ def test_demo_measures(monkeypatch, tmp_path, capsys):
     assert err == ""  # no progress bars, since stderr is not a terminal
     result = json.loads(out)
     measured = {(row["attention"], row["length"]): row for row in result["measurements"]}
+    chunks = measured.pop(("sdpa, chunks of 512", 1024))
+    assert chunks["speed_up"] > 0.5 and 0.8 < chunks["agreement"] < 0.999
     assert set(measured) == {(name, n) for name in ("sdpa", "auto", "nearfar") for n in (512, 1024)}
     for n in (512, 1024):
         assert measured["auto", n]["error"] < 1e-5  # below the built-in crossover
         assert measured["auto", n]["agreement"] > 0.99999
         assert 0.01 < measured["nearfar", n]["error"] < 0.2
     assert all(row["seconds"] > 0 and -1.0001 <= row["agreement"] <= 1.0001 for row in measured.values())
-    searches = {entry["attention"]: entry for entry in result["search"]}
-    assert set(searches) == {"auto", "nearfar", "sdpa, first 512 tokens"}
-    assert all(entry["topics"] == 6 and entry["tokens"] <= 1024 for entry in searches.values())
-    assert searches["auto"]["same_first"] == 20 and searches["nearfar"]["same_first"] >= 16
     assert len(result["summary"]) == 2
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert list(tmp_path.iterdir()) == [picture]
@@ -293,7 +281,6 @@ def test_demo_as_a_process():
     assert done.returncode == 0, done.stderr
     assert "error:" not in done.stderr
     assert "|    512 | longformer (window_size=64)" in done.stdout
-    assert "Search: 20 questions in" in done.stdout
     assert "MiniLM was trained with 512 positions" in done.stdout
 
 

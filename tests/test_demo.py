@@ -48,52 +48,17 @@ def test_tables(capsys):
     assert err == ""
     labels = ["sdpa", "longformer (window_size=4)", "linear"]
     rows = cells(out)
-    assert [row[:2] for row in rows[:6]] == [[length, label] for length in ("512", "600") for label in labels]
-    assert [row[:2] for row in rows[6:]] == [
-        ["longformer (window_size=4)", "600"], ["linear", "600"], ["sdpa, first 512 tokens", "512"],
-    ]  # fmt: skip
+    labels.append("sdpa, chunks of 128")
+    assert [row[:2] for row in rows] == [[length, label] for length in ("512", "600") for label in labels]
     before, _, after = out.partition("| tokens")
     assert "Expected: about " in before
-    assert "for 10 measurements" in before
+    assert "for 8 measurements" in before
     assert "MiB" not in out
-    assert "20 questions in 16 topics" in after
-    assert "Add --full" in after
+    assert "split it" in after and "cannot be split" in after
 
 
-def test_full(capsys, monkeypatch):
-    monkeypatch.setattr(demo, "FULL", demo.FULL._replace(lengths=(512,), searched=512))
-    result = json.loads(run(capsys, "--full", "--json").out)
-    assert {row["length"] for row in result["measurements"]} == {512}
-    assert [entry["attention"] for entry in result["search"]] == ["longformer (window_size=4)", "linear"]
-    assert {entry["topics"] for entry in result["search"]} == {len(demo.pydoc_data.topics.topics)}
-    assert "Add --full" not in run(capsys, "--full").out
-
-
-def test_the_default_is_small():
-    assert max(demo.SMALL.lengths) < max(demo.FULL.lengths)
-    assert demo.SMALL.topics * demo.SMALL.searched < len(demo.pydoc_data.topics.topics) * demo.FULL.searched
-
-
-@pytest.mark.parametrize(("steps", "entries"), [(1, 0), (2, 1)])
-def test_an_interruption_of_the_search(steps, entries, capsys, monkeypatch):
-    carry_out, done = demo.Search.carry_out, []
-
-    def limited(*arguments):
-        if len(done) == steps:
-            raise KeyboardInterrupt
-        done.append(None)
-        return carry_out(*arguments)
-
-    monkeypatch.setattr(demo.Search, "carry_out", limited)
-    out, err = run(capsys, "--length", "512", "--json", status=130)
-    assert err == "error: interrupted\n"
-    result = json.loads(out)
-    assert (result["complete"], len(result["measurements"]), len(result["search"])) == (False, 3, entries)
-    assert result["left_out"] == ["search with longformer (window_size=4)", "search with linear"][entries:]
-    done.clear()
-    out = run(capsys, "--length", "512", status=130).out
-    assert len(cells(out)) == 3 + entries
-    assert "Not complete. Not measured: search with " in out
+def test_the_default_shows_where_methods_are_faster():
+    assert demo.LENGTHS[-1] == 8192
 
 
 def test_an_interruption_before_the_first_row(tmp_path, capsys, monkeypatch):
@@ -108,8 +73,7 @@ def test_an_interruption_before_the_first_row(tmp_path, capsys, monkeypatch):
 def test_a_limit_of_time(capsys):
     result = json.loads(run(capsys, "--length", "512", "--minutes", "0.000001", "--json").out)
     assert [row["attention"] for row in result["measurements"]] == ["sdpa"]
-    assert result["search"] == []
-    assert result["left_out"][-1] == "search with linear"
+    assert result["left_out"][-1] == "sdpa, chunks of 128 at 512 tokens"
 
 
 @pytest.mark.exhaustive

@@ -253,10 +253,10 @@ def _recommendation(result: dict[str, Any]) -> list[str]:
         f"Expected: mean error {_short(found['error'])} in the converted layers. Over all layers, attention costs as "
         f"much as {found['columns']:.0f} keys per query instead of {found['keys']:.0f}."
     )
-    saves = found["speed_up"] is None or found["speed_up"] >= 1.05
+    saves = found["saves"] is not False
     if found["speed_up"] is not None:
         speed = f"Measured here: attention is {found['speed_up']:.1f} times as fast as exact attention"
-        lines.append(speed + ("." if saves else f": this saves nothing. {_how_to_save()}."))
+        lines.append(speed + ("." if saves else f": this saves nothing, or too little. {_how_to_save()}."))
     return [*lines, "To apply it:" if saves else "To apply it all the same:", f"    {result['command']}"]
 
 

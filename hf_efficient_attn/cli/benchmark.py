@@ -186,6 +186,7 @@ class Report:
 
     def begin(self, result: dict[str, Any]) -> None:
         """Say what is compared."""
+        from hf_efficient_attn.evaluation.comparison import chunk_label
         from hf_efficient_attn.evaluation.timing import describe
 
         labels = result["labels"]
@@ -193,19 +194,32 @@ class Report:
             f"{result['source']} on {result['data']['name']}: {', '.join(labels)} against exact attention (sdpa)\n"
             f"{describe(result['machine'])}"
         )
-        self.result, self.label_width = result, max(map(len, ["sdpa", *labels]))
+        more = [] if result["chunk"] is None else [chunk_label(result["chunk"])]
+        self.result, self.label_width = result, max(map(len, ["sdpa", *labels, *more]))
 
     def add(self, row: dict[str, Any]) -> None:
         """Print a row of "measurements"."""
         if self._table is None:
             typer.echo()
-            headers = ["tokens", "attention", "seconds", "speed-up", *self._memory("MiB"), "error"]
+            headers = ["tokens", "attention", "seconds", "speed-up", *self._memory("MiB"), "error", "output"]
             headers += [*self._perplexity("perplexity"), self._agreement, *self._generation("first tok", "tok/s")]
-            widths = [6, self.label_width, 7, 8, *self._memory(6), 6, *self._perplexity(10), 6, *self._generation(9, 6)]
+            widths = [
+                6,
+                self.label_width,
+                7,
+                8,
+                *self._memory(6),
+                6,
+                6,
+                *self._perplexity(10),
+                6,
+                *self._generation(9, 6),
+            ]
             self._table = LiveTable(headers, widths, left=["attention"])
         self._batch = row["batch"]
         cells = [row["length"], row["attention"], f"{row['seconds']:.3f}", f"{row['speed_up']:.2f}x"]
         cells += [*self._memory(_number(row["peak_memory_mib"], ".0f")), _number(row["error"], ".3f")]
+        cells.append(_number(row["output_error"], ".3f"))
         cells += self._perplexity(_number(row["perplexity"], ".5g"))
         cells.append(_number(row["agreement"], ".4f"))
         cells += self._generation(_number(row["first_token_seconds"], ".3f"), _number(row["tokens_per_second"], ".1f"))
@@ -240,7 +254,8 @@ class Report:
             f"seconds: median of the forward passes{of_batch}. "
             "speed-up: over exact attention in passes before and after, median.",
             *self._memory("MiB: peak of PyTorch's memory in a pass, without model and inputs."),
-            "error: relative operator norm of the error of a layer's output, averaged over heads and layers.",
+            "error: relative operator norm of the error of a layer's attention, averaged over heads and layers.",
+            "output: relative error of the model's last hidden states (Frobenius norm), through all layers.",
             *self._perplexity(f"perplexity: {_PERPLEXITY.get(self.result['task'])}."),
             f"{self._agreement}: {_AGREEMENT[self.result['task']]}, over {inputs}.",
             *self._generation(

@@ -1,7 +1,7 @@
 """`hf-efficient-attn demo`."""
 
 import pathlib
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -9,7 +9,6 @@ from hf_efficient_attn.cli.benchmark import Report
 from hf_efficient_attn.cli.common import (
     Device,
     Json,
-    LiveTable,
     Minutes,
     Settings,
     Threads,
@@ -23,7 +22,12 @@ from hf_efficient_attn.cli.common import (
 )
 from hf_efficient_attn.errors import UnsupportedAttentionError
 
-_LENGTHS, _FULL_LENGTHS = "512,2048,4096", "512,2048,8192"
+_PURPOSE = (
+    "What long attention is for: inputs that cannot be split, such as large pictures, the prompts of language models, "
+    "tagging and matching over a whole text, proteins, sound, and training on long inputs. For twice the length exact "
+    "attention takes four times as long, and nearfar twice. MiniLM was trained with 512 positions: the figures say how "
+    "well a method replaces exact attention at the same length, not how good the embedding of a long text is."
+)
 
 
 @command("demo --method nearfar --method kdeformer:near_field=window --length 1024,8192 --plot demo.png")
@@ -42,14 +46,10 @@ def demo(
         typer.Option(
             metavar="N",
             show_default=False,
-            help=f"Numbers of tokens, 512 to 16384; repeated or separated by commas. [default: {_LENGTHS}; with "
-            f"--full {_FULL_LENGTHS}]",
+            help="Numbers of tokens, 512 to 16384; repeated or separated by commas. [default: 2048,8192]",
         ),
     ] = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006
-    full: Annotated[
-        bool, typer.Option("--full", help="Longer texts, and a search in all topics with 2,048 tokens of each.")
-    ] = False,
     plot: Annotated[
         pathlib.Path | None, typer.Option(metavar="FILE", help="Draw speed-up and error against length.")
     ] = None,
@@ -60,7 +60,7 @@ def demo(
 ) -> None:
     """Compare methods with exact attention on a pretrained MiniLM and Python's documentation, without network access.
 
-    It is the `benchmark` command for this model, with a search in addition.
+    It is the `benchmark` command for this model, on one text of each length.
     """
     from hf_efficient_attn.evaluation import demo
     from hf_efficient_attn.evaluation.charts import draw
@@ -73,55 +73,17 @@ def demo(
         raise UnsupportedAttentionError("the demo needs at least one --method and one --length")
     if plot is not None:
         check_picture(plot)
-    size = demo.FULL if full else demo.SMALL
-    if lengths:
-        size = size._replace(lengths=tuple(lengths))
-    report = _Report(is_silent=as_json, with_memory=False)
+    report = Report(is_silent=as_json, with_memory=False)
     place, execution = parse_device(device), report.execution(minutes)
     with use_threads(threads):
-        result, status = until_interrupted(lambda: demo.run_demo(methods, size, place, execution))
+        result, status = until_interrupted(lambda: demo.run_demo(methods, lengths or demo.LENGTHS, place, execution))
     if plot is not None:
         draw(result, plot)
     if as_json:
         print_json(result)
         raise typer.Exit(status)
     report.conclude(result)
-    if not full:
-        lengths_too = "" if lengths else f" texts of up to {demo.FULL.lengths[-1]:,} tokens, and"
-        typer.echo(
-            f"Left out to save time:{lengths_too} a search in all topics with {demo.FULL.searched:,} tokens of each. "
-            "Add --full to measure more."
-        )
+    typer.echo(_PURPOSE)
     if plot is not None:
         typer.echo(f"Written: {plot}")
     raise typer.Exit(status)
-
-
-class _Report(Report):
-    """Prints the rows of the search as well."""
-
-    _search: LiveTable | None = None
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Print a row of "measurements" or of "search"."""
-        if "same_first" not in row:
-            return super().add(row)
-        if self._search is None:
-            self.explain()
-            typer.echo(
-                f"\nSearch: {row['questions']} questions in {row['topics']} topics of the documentation, in comparison "
-                "with exact attention"
-            )
-            headers = ("attention", "tokens up to", "same best topic", "common topics among the best five")
-            width = max(len("sdpa, first 512 tokens"), self.label_width)
-            self._search = LiveTable(headers, [width, 0, 0, 0], left=["attention"])
-        same = f"{row['same_first']} of {row['questions']}"
-        self._search.add((row["attention"], row["tokens"], same, f"{row['shared_five']:.2f} of 5"))
-
-    def conclude(self, result: dict[str, Any]) -> None:
-        """Say what follows from the tables."""
-        super().conclude(result)
-        typer.echo(
-            "MiniLM was trained with 512 positions. The figures say how well a method replaces exact attention at the "
-            "same length, not how good the embedding of a long text is."
-        )

@@ -3,7 +3,8 @@
 Every method is compared with exact attention in copies of the model that share its weights (`comparison`). Errors are
 those of single layers on their inputs in the exact model. Agreement compares the outputs of the whole model with those
 of exact attention and needs no labels: the cosine of mean-pooled embeddings, the ratio of perplexities, or the share of
-inputs for which the same class, or the same token at a masked position, is most likely.
+inputs for which the same class, or the same token at a masked position, is most likely. Embeddings of long texts are
+also compared with what needs no long attention: the mean of the embeddings of pieces as long as the model's positions.
 """
 
 import math
@@ -22,6 +23,7 @@ from hf_efficient_attn.evaluation.comparison import (
     DEFAULT_PROCEDURE,
     LengthComparison,
     Procedure,
+    chunk_label,
     exact_copy,
     make_variants,
 )
@@ -58,6 +60,8 @@ FILES = ("benchmark.json", "benchmark.png")
 TEXT_ROWS, IMAGE_ROWS = 4, 32
 # A limit of time does not reduce the number of pictures further.
 _FEWEST_IMAGES = 8
+# A single one does not show how much the times vary.
+_FEWEST_ROUNDS = 2
 _SHORTEST, _LONGEST = 512, 16384
 # Estimated duration that limits the default lengths.
 _SECONDS = 60.0
@@ -94,22 +98,26 @@ def benchmark_checkpoint(
             speech; then no errors are measured.
         procedure: how the methods are measured.
         execution: a limit of time, and functions that get the estimate and each row of "measurements". If not
-            everything fits into the time, each pass is measured once; then, unless `procedure` names a number of
-            inputs, on fewer of them, at least on one batch and on 8 pictures; if that does not fit either, the last
-            methods and lengths are left out.
+            everything fits into the time, each pass is measured twice; then, unless `procedure` names a number of
+            inputs, on fewer of them, at least on one batch and on 8 pictures. The greatest length that fits comes
+            first, then shorter ones; what does not fit is left out.
         allow_pickle: whether weights in a .bin file may be read.
 
     Returns:
         a dictionary for JSON: "format", "source" (see `names.name_of`), "task", "machine", "data", "agreement" (which
-        measure), "labels" (of the methods), "notes" and "summary" (sentences), "recommended" (the label of a method,
-        "sdpa", or None) and "recommendation" (a sentence that says why, or None), "pays_from" (label -> the smallest
-        length from which on the method is faster by 5% or more, or None), "complete" (whether everything was measured),
-        "left_out" (names of the measurements that are missing), and "measurements", one for each length and method:
+        measure), "labels" (of the methods), "chunk" (the tokens of a piece where longer texts are also embedded as the
+        mean of their pieces, or None), "notes" and "summary" (sentences), "recommended" (the label of a method, "sdpa",
+        or None) and "recommendation" (a sentence that says why, or None), "pays_from" (label -> the smallest length
+        from which on the method is a gain, see `timing.Timing.is_gain`, or None), "complete" (whether everything was
+        measured), "left_out" (names of the measurements that are missing), and "measurements", one for each length and
+        method:
 
         - "seconds": of a forward pass, median of the rounds.
         - "speed_up", "speed_up_min", "speed_up_max": over exact attention, median and extremes of the rounds.
         - "peak_memory_mib": of a forward pass, without model and inputs.
         - "layer_errors": relative operator norm in each layer, averaged over heads and two inputs; "error" is the mean.
+        - "output_error": of the last hidden states (of the logits of some encoder-decoders) against those of exact
+          attention, relative, Frobenius norm, mean of two inputs.
         - "agreement": with the outputs of exact attention.
         - "perplexity": of the texts, in a causal language model of the tokens after the first, in a masked one of the
           masked tokens; None for other tasks.
@@ -183,6 +191,8 @@ class Benchmark:
         model.to(procedure.device, procedure.dtype)
         if lengths:
             check_memory(model, longest, procedure.batch)
+        is_chunked = self._task == "embedding" and not (is_image or is_speech or is_encoder_decoder(model))
+        self._chunk = max_positions(model) if is_chunked else None  # before the positions are extended
         self._notes = [allow_length(model, longest) if lengths and not is_image and not is_speech else None]
         if is_encoder_decoder(model) and own is None:
             self._notes.append(_NOTE_ON_SPEECH_ENCODER if is_speech else _NOTE_ON_ENCODER)
@@ -196,12 +206,12 @@ class Benchmark:
         )
         self._procedure, self._labels = procedure, list(settings)
         chosen = self._choose_lengths(lengths, execution)
-        self.variants = make_variants(model, settings, own if methods is None else None, chosen[-1])
+        self.variants = make_variants(model, settings, own if methods is None else None, max(chosen), self._chunk)
         self.measurements: list[dict[str, Any]] = []
         self._comparison: tuple[int, LengthComparison] | None = None
 
     def _choose_lengths(self, lengths: Sequence[int] | None, execution: Execution) -> list[int]:
-        """Choose the lengths, and make the plan."""
+        """Choose the lengths, and make the plan; with a limit of time, the greatest length that fits comes first."""
         proposed = lengths or _default_lengths(self._model, self._data)
         chosen = list(dict.fromkeys(sorted(map(self._data.tokens_for, proposed))))
         for length in chosen:
@@ -209,10 +219,11 @@ class Benchmark:
         with use_device(self._model.device):
             self.times = PassTimes(exact_copy(self._model), self._data, chosen[0], self._procedure.batch)
         left = execution.seconds_left()
+        is_limited = execution.minutes is not None
         if lengths is None:
-            limit = _SECONDS if execution.minutes is None else left
             dropped: list[str] = []
-            while len(chosen) > 1 and total(self._make_plan(chosen)) > limit:
+            limit = left if is_limited else _SECONDS
+            while len(chosen) > 1 and total(self._make_plan(chosen[-1:] if is_limited else chosen)) > limit:
                 dropped.insert(0, str(chosen.pop()))
             if dropped:
                 left_out = ", ".join(dropped)
@@ -220,12 +231,17 @@ class Benchmark:
             if self._data.is_text:
                 self._notes.append(allow_length(self._model, chosen[-1]))
         self.plan = self._make_plan(chosen)
-        if total(self.plan) > left and self._procedure.rounds > 1:
-            self._procedure = self._procedure._replace(rounds=1)
+        if total(self.plan) > left and self._procedure.rounds > _FEWEST_ROUNDS:
+            self._procedure = self._procedure._replace(rounds=_FEWEST_ROUNDS)
             self.plan = self._make_plan(chosen)
-            self._notes.append("To keep the time limit, each pass is measured once.")
+            self._notes.append("To keep the time limit, each pass is measured twice.")
         if self._procedure.rows is None and self._data.is_real:
             self._reduce_rows(chosen, left)
+        if is_limited:
+            # A stable sort: the lengths that fit from the greatest on, then the others from the smallest on.
+            fits = {length: total(self._make_plan([length])) <= left for length in chosen}
+            chosen.sort(key=lambda length: (not fits[length], -length if fits[length] else length))
+            self.plan = self._make_plan(chosen)
         return chosen
 
     def _reduce_rows(self, lengths: Sequence[int], seconds: float) -> None:
@@ -244,7 +260,7 @@ class Benchmark:
             )
 
     def _make_plan(self, lengths: Sequence[int]) -> list[Step]:
-        return plan_of(self.times, lengths, self._labels, self._procedure, self._data)
+        return plan_of(self.times, lengths, self._labels, self._procedure, self._data, self._chunk)
 
     def measure(self, step: Step, advance: Callable[[float], None]) -> dict[str, Any]:
         """Carry out the next step of the plan; returns a row of "measurements".
@@ -274,13 +290,15 @@ class Benchmark:
             "data": {"name": self._data.name, "rows": self._data.rows},
             "agreement": AGREEMENT[self._task],
             "labels": self._labels,
+            "chunk": self._chunk,
             "measurements": rows,
             "pays_from": {label: pays_from(rows, label) for label in self._labels if label in measured},
             "complete": not left_out,
             "left_out": left_out,
             "notes": [note for note in [*self._notes, *self._notes_on(rows), note_on_missing(left_out)] if note],
         }
-        return {**result, "summary": summarise(result), **recommend_method(rows)}
+        compared = [row for row in rows if row["attention"] in self._labels]
+        return {**result, "summary": summarise(result), **recommend_method(compared)}
 
     def _notes_on(self, rows: Sequence[Mapping[str, Any]]) -> list[str | None]:
         unsteady = any(row["speed_up_max"] > 1.5 * row["speed_up_min"] for row in rows)
@@ -291,7 +309,17 @@ class Benchmark:
             _note_on_data(self._data),
             UNSTEADY if unsteady else None,
         ]
-        return [self._note_on_exactness(rows), *notes]
+        return [self._note_on_exactness(rows), *notes, self._note_on_chunks(rows)]
+
+    def _note_on_chunks(self, rows: Sequence[Mapping[str, Any]]) -> str | None:
+        """What embeddings of pieces are for, if they were measured."""
+        if self._chunk is None or all(row["attention"] != chunk_label(self._chunk) for row in rows):
+            return None
+        return (
+            f"{chunk_label(self._chunk)}: exact attention within pieces as long as the model's positions, and the mean "
+            "of their embeddings. If the task can be split like this, split it: a search finds more so, and long "
+            "attention is not needed. Its cosine says that the embedding is another one, not that it is worse."
+        )
 
     def _note_on_exactness(self, rows: Sequence[Mapping[str, Any]]) -> str | None:
         """A sentence about methods that were only measured where they compute exact attention."""

@@ -20,7 +20,7 @@ from hf_efficient_attn.evaluation.capture import (
     summarize_attention,
 )
 from hf_efficient_attn.evaluation.defaults import default_variants
-from hf_efficient_attn.evaluation.timing import paired
+from hf_efficient_attn.evaluation.timing import Timing, paired_seconds, summary
 from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.refusals import check_methods
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
@@ -30,8 +30,8 @@ _BUDGETS = (32, 64, 128, 256, 512, 1024)
 # If the log errors are normal with a known deviation, an unseen sequence stays below mean + 2 deviations with
 # probability .977.
 _DEVIATIONS = 2.0
-# Smaller speed-ups may be due to chance.
-MIN_SPEED_UP = 1.05
+# Measurements of each time from which the saving is computed.
+_ROUNDS = 3
 HOW_TO_SAVE = (
     "Measure longer sequences, on which methods save more (on a CPU from about 2,048 tokens on), allow a larger error, "
     "or keep the model exact"
@@ -150,11 +150,12 @@ def calibrate(
             "or error"
         )
     settings = make_settings(chosen, max(tokens[layer] for layer in chosen))
-    speed_up = measure_speed(model, largest(batches), settings)
-    if speed_up < MIN_SPEED_UP:
+    speed = measure_speed(model, largest(batches), settings)
+    if not speed.is_gain:
         warnings.warn(
-            f"at {settings.calibrated_length} tokens this choice saves nothing: its attention takes {1 / speed_up:.1f} "
-            f"times as long as exact attention on this machine. {HOW_TO_SAVE}",
+            f"at {settings.calibrated_length} tokens this choice saves nothing: its attention is {speed.ratio:.2g} "
+            f"times as fast as exact attention on this machine ({speed.ratio_min:.2g} to {speed.ratio_max:.2g} in "
+            f"{_ROUNDS} rounds). {HOW_TO_SAVE}",
             stacklevel=2,
         )
     return settings
@@ -212,24 +213,24 @@ def make_settings(chosen: Mapping[Layer, Choice], calibrated_length: int) -> Eff
     return EfficientAttentionConfig(layers=mix, calibrated_length=calibrated_length)
 
 
-def measure_speed(model: nn.Module, batch: Batch, settings: EfficientAttentionConfig) -> float:
+def measure_speed(model: nn.Module, batch: Batch, settings: EfficientAttentionConfig) -> Timing:
     """How many times faster the attention of all layers is with `settings` than exact attention, on one batch.
 
     Projections and the other parts of the model are not included. Layers that stay exact are.
     """
-    seconds = [0.0, 0.0]
+    seconds = [[0.0, 0.0] for _ in range(_ROUNDS)]  # of the attention with `settings`, and exact, in each round
 
     def visit(call: Call) -> None:
         config, works = settings.for_layer(call.location.layer, call.name), {}
         if config is not None and call.why_exact(config) is None:
             works[""] = functools.partial(call.compute, config)
-        exact, timings = paired(call.compute_exact, works, rounds=1)
-        seconds[0] += exact.seconds
-        seconds[1] += timings[""].seconds if timings else exact.seconds
+        exact, timed = paired_seconds(call.compute_exact, works, _ROUNDS)
+        for total, pair in zip(seconds, timed.get("", zip(exact, exact, strict=True)), strict=True):
+            total[0], total[1] = total[0] + pair[0], total[1] + pair[1]
 
     with capture_attention(model, visit):
         forward(model, batch)
-    return seconds[0] / seconds[1]
+    return summary([(own, exact) for own, exact in seconds])
 
 
 def check_max_error(max_error: float) -> None:

@@ -1,6 +1,7 @@
 """Comparison of one model with several attention methods: times, memory, errors of layers, agreement of outputs."""
 
 import copy
+import functools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +34,7 @@ AGREEMENT = {
     "speech-to-text": "top1",
     "image-classification": "top1",
 }
-# Number of inputs on which the errors of layers are measured.
+# Number of inputs on which the errors of layers and of the hidden states are measured.
 ERROR_INPUTS = 2
 
 
@@ -44,11 +45,14 @@ class Variant(NamedTuple):
         model: shares its weights with the other variants.
         settings: None for exact attention.
         modules: the attention modules by their names in the model.
+        chunk: the tokens of each piece if a text is embedded as the mean of the embeddings of its pieces; None if it is
+            not divided.
     """
 
     model: PreTrainedModel
     settings: EfficientAttentionConfig | None
     modules: Mapping[str, nn.Module]
+    chunk: int | None = None
 
 
 def make_variants(
@@ -56,6 +60,7 @@ def make_variants(
     settings: Mapping[str, EfficientAttentionConfig],
     own: EfficientAttentionConfig | None,
     longest: int,
+    chunk: int | None = None,
 ) -> dict[str, Variant]:
     """Make copies of a model that share its weights, with exact attention and with each method.
 
@@ -64,9 +69,10 @@ def make_variants(
         settings: label -> method.
         own: the one of `settings` that `model` has already: this variant is `model` itself.
         longest: largest number of tokens of an input.
+        chunk: see `Variant`; None for no such variant.
 
     Returns:
-        label -> variant, exact attention first.
+        label -> variant, exact attention first and chunks last.
     """
     exact = exact_copy(model)
     variants = {EXACT: _variant(exact, None)}
@@ -82,7 +88,14 @@ def make_variants(
         converted = copy_with_shared_weights(exact)
         convert(converted, wanted)
         variants[label] = _variant(converted.eval(), wanted)
+    if chunk is not None:
+        variants[chunk_label(chunk)] = variants[EXACT]._replace(chunk=chunk)
     return variants
+
+
+def chunk_label(chunk: int) -> str:
+    """The label of exact attention on pieces of `chunk` tokens."""
+    return f"{EXACT}, chunks of {chunk}"
 
 
 def _variant(model: PreTrainedModel, settings: EfficientAttentionConfig | None) -> Variant:
@@ -109,12 +122,15 @@ class Answer(NamedTuple):
             "causal-lm": (B,), `losses`. "masked-lm": the most likely token at each masked position, one after another.
             "image-classification": (B,), the most likely class. "text-to-text" and "speech-to-text": the most likely
             successor of each token of the decoder, one after another.
+        states: (B, N, W), the last hidden states of the model without its head, or its logits where it does not give
+            them; None if they are not compared.
         losses: negative log likelihoods in nats; None for models that predict no tokens. "causal-lm": (B,), the mean
             over the tokens after the first. "masked-lm": that of each masked token.
     """
 
     compared: Tensor
     losses: Tensor | None = None
+    states: Tensor | None = None
 
 
 class Procedure(NamedTuple):
@@ -175,8 +191,7 @@ class LengthComparison:
         Returns:
             a dictionary for JSON: a row of the benchmark's "measurements".
         """
-        rounds, passes = self._procedure.rounds, max(self._procedure.rounds, self._batches)
-        exact = self._pass(EXACT, 0)
+        rounds, chunk, exact = self._procedure.rounds, self._variants[label].chunk, self._pass(EXACT, 0)
         work, begin = self._pass(label, 0), timer()
         peak = None
         if self._procedure.memory:
@@ -187,6 +202,8 @@ class LengthComparison:
         calls = calls_to_time(work, first)
         # A first call fills memory and caches. It counts only if it is long, so that this makes no difference.
         is_timed = first > LONG_SECONDS and peak is None and work.model.device.type == "cpu"
+        # Long passes of exact attention are timed again after those of each method.
+        passes = max(1 if label == EXACT and first > LONG_SECONDS else rounds, self._batches)
         if label == EXACT:
             self._exact_calls = calls
         pairs: list[tuple[float, float]] = []  # seconds of a call, and of exact attention
@@ -199,14 +216,15 @@ class LengthComparison:
                 waiting.append(first if is_timed and not index else time_calls(work, calls))
             elif work.output is None:
                 work()
-            if index < self._batches and (answer := answer_of(self._data.task, work.output, work.inputs)) is not None:
+            if index < self._batches and (answer := self._answer(label, work, index)) is not None:
                 answers.append(answer)
-            work.output = None
+            work.output = work.states = None
             if label == EXACT:
                 self._exact_seconds = waiting[-1]
             elif waiting and (self._exact_seconds < LONG_SECONDS or index + 1 == passes):
-                after = time_calls(exact, self._exact_calls)
-                pairs += [(seconds, (self._exact_seconds + after) / 2) for seconds in waiting]
+                # Nothing follows the chunks, and what they gain is clear.
+                after = self._exact_seconds if chunk is not None else time_calls(exact, self._exact_calls)
+                pairs += zip(waiting, _between(self._exact_seconds, after, len(waiting)), strict=True)
                 self._exact_seconds, waiting = after, []
             advance((index + 1) / (passes + 1))
         if label == EXACT:
@@ -215,6 +233,7 @@ class LengthComparison:
                 self._errors = self._layer_errors()
         return {
             **self._row(label, summary(pairs), peak),
+            "output_error": _for_json(self._output_error(answers)),
             "agreement": _for_json(self._agreement(answers)),
             "perplexity": _for_json(_perplexity(answers)),
             **self._generation(label),
@@ -231,23 +250,46 @@ class LengthComparison:
 
     def _pass(self, label: str, index: int) -> "_Pass":
         batch, number = self._procedure.batch, index % max(1, self._batches)
-        model = self._variants[label].model
-        return _Pass(self._data.task, model, self._data.inputs(self._length, number * batch, batch).to(model.device))
+        model, chunk = self._variants[label].model, self._variants[label].chunk
+        inputs = self._data.inputs(self._length, number * batch, batch, chunk)
+        return _Pass(self._data.task, model, inputs.to(model.device))
+
+    def _answer(self, label: str, work: "_Pass", index: int) -> Answer | None:
+        """What is kept of a pass on the batch with this index."""
+        answer = answer_of(self._data.task, work.output, work.inputs)
+        if answer is not None and self._variants[label].chunk is not None:
+            chunks = answer.compared.unflatten(0, (len(self._references[index].compared), -1))
+            return Answer(torch.nn.functional.normalize(chunks.mean(1), dim=1))
+        if answer is None or index * self._procedure.batch >= ERROR_INPUTS:
+            return answer
+        return answer._replace(states=work.states)
+
+    def _output_error(self, answers: Sequence[Answer]) -> float | None:
+        """|S - E| / |E| of the last hidden states (Frobenius norm) over `ERROR_INPUTS` inputs; None without any."""
+        pairs = zip(answers, self._references, strict=True)
+        norm = functools.partial(torch.linalg.vector_norm, dim=(1, 2), dtype=torch.float64)
+        errors = [
+            norm(one.states - exact.states) / norm(exact.states)
+            for one, exact in pairs
+            if one.states is not None and exact.states is not None and exact.states.ndim == 3
+        ]
+        return torch.cat(errors).mean().item() if errors else None
 
     def _layer_errors(self) -> dict[str, list[float]]:
         """Errors of the layers in order, averaged over heads and inputs; 0 where a layer is exact.
 
         In an encoder-decoder, layers that are exact with every method, such as those of the decoder, are left out.
         """
-        errors: dict[str, dict[Layer | None, list[float]]] = {label: {} for label in self._variants}
+        variants = {label: one for label, one in self._variants.items() if one.chunk is None}
+        errors: dict[str, dict[Layer | None, list[float]]] = {label: {} for label in variants}
 
         def config_of(call: Call, one: Variant) -> MethodConfig | None:
             return None if one.settings is None else one.settings.for_layer(call.location.layer, call.name)
 
         def visit(call: Call) -> None:
-            if self._data.is_pair and all(config_of(call, one) is None for one in self._variants.values()):
+            if self._data.is_pair and all(config_of(call, one) is None for one in variants.values()):
                 return
-            for label, one in self._variants.items():
+            for label, one in variants.items():
                 config = config_of(call, one)
                 error = 0.0
                 if config is not None:
@@ -282,7 +324,7 @@ class LengthComparison:
             "settings": {key: x for key, x in values.items() if key not in ("version", "calibrated_length")},
             "length": first.tokens,
             "pixels": first.pixels,
-            "batch": len(next(iter(first.values.values()))),
+            "batch": min(self._procedure.batch, self._data.rows),
             "seconds": timing.seconds,
             "speed_up": timing.ratio,
             "speed_up_min": timing.ratio_min,
@@ -294,16 +336,35 @@ class LengthComparison:
 
 
 class _Pass:
-    """A forward pass of a model on one batch, which keeps the output of its last call."""
+    """A forward pass of a model on one batch, which keeps output and last hidden states of its last call."""
 
     def __init__(self, task: str, model: PreTrainedModel, inputs: Inputs) -> None:
         self.task, self.model, self.inputs = task, model, inputs
         self.output: Any = None
+        self.states: Tensor | None = None
 
     def __call__(self) -> None:
         """Run the model; the earlier output is freed first."""
-        self.output = None
-        self.output = run_model(self.task, self.model, self.inputs)
+        self.output = self.states = None
+        # The model without its head; where it is the model itself, its output may be logits.
+        hook = self.model.base_model.register_forward_hook(self._keep)
+        try:
+            self.output = run_model(self.task, self.model, self.inputs)
+        finally:
+            hook.remove()
+
+    def _keep(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.states = getattr(output, "last_hidden_state", getattr(output, "logits", None))
+
+
+def _between(before: float, after: float, count: int) -> list[float]:
+    """The times that calls are compared with: the first with that before, the last with that after, one with the mean.
+
+    If the load of the machine changes the reference, the ratios of the rounds differ.
+    """
+    if count == 1:
+        return [(before + after) / 2]
+    return [before + (after - before) * index / (count - 1) for index in range(count)]
 
 
 def _perplexity(answers: Sequence[Answer]) -> float | None:
@@ -358,13 +419,6 @@ def answer_of(task: str, output: Any, inputs: Inputs) -> Answer | None:
     ]
     losses = torch.cat(parts, 1).mean(1)
     return Answer(losses, losses)
-
-
-def embed(model: PreTrainedModel, inputs: Inputs) -> Tensor:
-    """The normalised mean of a model's last hidden states, (B, W)."""
-    found = answer_of("embedding", run_model("embedding", model, inputs), inputs)
-    assert found is not None
-    return found.compared
 
 
 def compare(task: str, answer: Tensor, reference: Tensor) -> Tensor:

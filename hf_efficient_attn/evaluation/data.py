@@ -308,13 +308,15 @@ class ModelData:
         if length <= sum(map(len, self.special)):
             raise UnsupportedAttentionError(f"a length of {length} only holds the special tokens: give a larger one")
 
-    def inputs(self, length: int, start: int, count: int) -> Inputs:
+    def inputs(self, length: int, start: int, count: int, chunk: int | None = None) -> Inputs:
         """The inputs with the indices start, ..., start + count - 1, as far as they exist.
 
         Args:
             length: number of tokens; pictures have the nearest possible number.
             start: index of the first input.
             count: largest size of the batch.
+            chunk: the pieces of this many tokens of each text, one after another, take the place of the text. They
+                have their special tokens, and the last two overlap, so that all have the same length.
 
         Raises:
             UnsupportedAttentionError: see `check_length`.
@@ -323,12 +325,17 @@ class ModelData:
         indices = range(start, min(start + count, self.rows))
         if self.speech is not None:
             return Inputs(self.speech.values(indices), length, None, None)
-        return self._image_inputs(length, indices) if self.is_image else self._text_inputs(length, indices)
+        return self._image_inputs(length, indices) if self.is_image else self._text_inputs(length, indices, chunk)
 
-    def _text_inputs(self, length: int, indices: range) -> Inputs:
+    def _text_inputs(self, length: int, indices: range, chunk: int | None) -> Inputs:
         before, after = self.special
         text_length = length - len(before) - len(after)
         starts = [index * self.longest for index in indices]
+        if chunk is not None:
+            rest = text_length  # of the whole text, of which `text_length` is a piece
+            text_length = chunk - len(before) - len(after)
+            pieces = [*range(0, rest - text_length, text_length), rest - text_length]
+            starts = [start + piece for start in starts for piece in pieces]
         texts = [self.token_ids[start : start + text_length].tolist() for start in starts]
         ids, masked, targets = torch.tensor([[*before, *text, *after] for text in texts]), None, None
         if self.task == "masked-lm" and self.mask_token is not None:

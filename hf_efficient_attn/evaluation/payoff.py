@@ -1,22 +1,32 @@
-"""What the measurements of `benchmark` say: from which length on a method pays off, and which method to use."""
+"""What the measurements of `benchmark` say: from which length on a method pays off, and which method to use.
+
+Two times are different if the ranges of their ratios to exact attention over the rounds (`Timing.range`) are.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hf_efficient_attn.evaluation.timing import MIN_SPEED_UP, Timing
 from hf_efficient_attn.integration.settings import EXACT
 
-# Smaller speed-ups may be due to chance.
-_MIN_SPEED_UP = 1.05
 # A larger mean error of the layers is recommended only if no method has a smaller one; the default limit of `auto`.
 _MAX_ERROR = 0.1
 
+Row = Mapping[str, Any]
 
-def pays_from(measurements: Sequence[Mapping[str, Any]], label: str) -> int | None:
-    """The smallest measured length from which on a method is faster by 5% or more; None if there is none."""
+
+def timing_of(row: Row) -> Timing:
+    """The times of a row of "measurements"."""
+    ratio, low, high = row["speed_up"], row["speed_up_min"], row["speed_up_max"]
+    return Timing(row["seconds"], row["seconds"] * ratio, ratio, low, high)
+
+
+def pays_from(measurements: Sequence[Row], label: str) -> int | None:
+    """The smallest measured length from which on a method is a gain (`Timing.is_gain`); None if there is none."""
     own = sorted((row for row in measurements if row["attention"] == label), key=lambda row: row["length"])
     first = None
     for row in reversed(own):
-        if row["speed_up"] < _MIN_SPEED_UP:
+        if not timing_of(row).is_gain:
             break
         first = row["length"]
     return first
@@ -26,25 +36,33 @@ def summarise(result: Mapping[str, Any]) -> list[str]:
     """Sentences that say from which length on each method pays off."""
     sentences = []
     for label, first in result["pays_from"].items():
-        rows = [row for row in result["measurements"] if row["attention"] == label]
-        lengths = sorted({row["length"] for row in rows})
-        if first is None:
-            where = f"up to {lengths[-1]} tokens" if len(lengths) > 1 else f"at {lengths[0]} tokens"
-            sentences.append(f"{label} does not pay off {where}: exact attention is as fast or faster.")
-            continue
-        speed_up = next(row["speed_up"] for row in rows if row["length"] == lengths[-1])
-        where = "at all measured lengths" if first == lengths[0] else f"from {first} tokens on"
-        sentences.append(
-            f"{label} pays off {where}: it is {speed_up:.1f} times as fast as exact attention at {lengths[-1]} tokens."
+        rows = sorted(
+            (row for row in result["measurements"] if row["attention"] == label), key=lambda row: row["length"]
         )
+        last = timing_of(rows[-1])
+        about = f"{last.ratio:.1f} times as fast as exact attention at {rows[-1]['length']} tokens"
+        if first is None:
+            where = f" up to {rows[-1]['length']} tokens" if len(rows) > 1 else ""
+            low, high = last.range
+            sentences.append(
+                f"{label} does not pay off{where}: it is {about} ({low:.2f} to {high:.2f} in the rounds), and less "
+                f"than {MIN_SPEED_UP} in any of them is no gain."
+            )
+            continue
+        where = "at all measured lengths" if first == rows[0]["length"] else f"from {first} tokens on"
+        sentences.append(f"{label} pays off {where}: it is {about}.")
     return sentences
 
 
-def recommend_method(measurements: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
+def recommend_method(measurements: Sequence[Row]) -> dict[str, str | None]:
     """The method to use at the greatest length at which several were compared, and why.
 
-    It is the fastest of those that keep an error of .1, averaged over layers and heads; if none keeps it, the one with
-    the smallest error of those that are faster than exact attention; if there are none, exact attention.
+    Methods that are no gain are not recommended. Of the others it is the fastest that keeps an error of .1, averaged
+    over layers and heads, or, of several whose times are not different from that of the fastest, the one with the
+    smallest error; if none keeps the error, the one with the smallest; if none is a gain, exact attention.
+
+    Args:
+        measurements: those of the methods.
 
     Returns:
         "recommended": the label, or None if errors were not measured or there is nothing to compare. "recommendation":
@@ -57,16 +75,23 @@ def recommend_method(measurements: Sequence[Mapping[str, Any]]) -> dict[str, str
     if not rows or any(row["error"] is None for row in rows):
         return {"recommended": None, "recommendation": None}
     where = f"Recommended at {rows[0]['length']} tokens: "
-    faster = [row for row in rows if row["speed_up"] >= _MIN_SPEED_UP]
+    faster = [row for row in rows if timing_of(row).is_gain]
     if not faster:
-        sentence = f"{where}exact attention ({EXACT}), because none of the methods is faster at this length."
+        sentence = (
+            f"{where}exact attention ({EXACT}), because no method is at least {MIN_SPEED_UP} times as fast in each "
+            "round."
+        )
         return {"recommended": EXACT, "recommendation": sentence}
     good = [row for row in faster if row["error"] <= _MAX_ERROR]
-    best = max(good, key=lambda row: row["speed_up"]) if good else min(faster, key=lambda row: row["error"])
-    reason = (
-        f"the fastest with an error of at most {_MAX_ERROR}"
-        if good
-        else f"the smallest of the methods that are faster; none of them keeps {_MAX_ERROR}"
-    )
+    reason = f"the smallest of the methods that are faster; none of them keeps {_MAX_ERROR}"
+    if good:
+        fastest = max(good, key=lambda row: row["speed_up"])
+        equal = [row for row in good if timing_of(row).range[1] >= timing_of(fastest).range[0]]
+        reason = f"the fastest with an error of at most {_MAX_ERROR}"
+        if len(equal) > 1:
+            reason = f"the smallest of those that keep {_MAX_ERROR}, whose times differ too little to tell them apart"
+    best = min(equal if good else faster, key=lambda row: row["error"])
     about = f"{best['speed_up']:.1f} times as fast as exact attention with an error of {best['error']:.3f}"
+    if best.get("output_error") is not None:
+        about += f" in attention and of {best['output_error']:.3f} in the output"
     return {"recommended": best["attention"], "recommendation": f"{where}{best['attention']}, {about}, {reason}."}

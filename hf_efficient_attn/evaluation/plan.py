@@ -9,9 +9,10 @@ from torch.utils.benchmark import timer
 from transformers import PreTrainedModel
 
 from hf_efficient_attn.evaluation.capture import forward
-from hf_efficient_attn.evaluation.comparison import ERROR_INPUTS, Procedure
+from hf_efficient_attn.evaluation.comparison import ERROR_INPUTS, Procedure, chunk_label
 from hf_efficient_attn.evaluation.data import ModelData
 from hf_efficient_attn.evaluation.progress import Step
+from hf_efficient_attn.evaluation.timing import LONG_SECONDS
 from hf_efficient_attn.integration.models import attention_modules
 from hf_efficient_attn.integration.settings import EXACT
 
@@ -66,14 +67,25 @@ class PassTimes:
 
 
 def plan_of(
-    times: PassTimes, lengths: Sequence[int], labels: Sequence[str], procedure: Procedure, data: ModelData
+    times: PassTimes,
+    lengths: Sequence[int],
+    labels: Sequence[str],
+    procedure: Procedure,
+    data: ModelData,
+    chunk: int | None = None,
 ) -> list[Step]:
-    """The steps of a benchmark: for each length exact attention, then each method. The key is (length, label)."""
+    """The steps of a benchmark: for each length exact attention, then each method. The key is (length, label).
+
+    With `chunk`, texts that are longer are also divided into pieces (`comparison.Variant`).
+    """
     batches = math.ceil(data.rows / procedure.batch) if data.is_real else 0
-    further = 1 + max(0, batches - procedure.rounds)  # passes that are not timed
 
     def timed(seconds: float) -> float:
         return max(seconds, min(_SHORTEST_TIMING, 50 * seconds))
+
+    def passes(seconds: float, rounds: int = procedure.rounds) -> float:
+        # One more, and those for the agreement, are not timed.
+        return rounds * timed(seconds) + (1 + max(0, batches - rounds)) * seconds
 
     steps = []
     for length in lengths:
@@ -81,10 +93,14 @@ def plan_of(
         errors = min(ERROR_INPUTS, data.rows) / procedure.batch * (exact + len(labels) * method / 2)
         # Generation passes the prompt once a round. Its other tokens take little time next to that.
         generated = procedure.rounds if data.task == "causal-lm" and procedure.new_tokens > 1 else 0
-        seconds = procedure.rounds * timed(exact) + (further + generated) * exact + (errors if data.is_real else 0.0)
+        seconds = passes(exact, 1 if exact > LONG_SECONDS else procedure.rounds)
+        seconds += generated * exact + (errors if data.is_real else 0.0)
         steps.append(Step(f"{EXACT} at {length} tokens", seconds, (length, EXACT)))
-        seconds = procedure.rounds * timed(method) + (further + generated) * method + timed(exact)
+        seconds = passes(method) + generated * method + timed(exact)
         steps += [Step(f"{label} at {length} tokens", seconds, (length, label)) for label in labels]
+        if chunk is not None and length > chunk:
+            label, seconds = chunk_label(chunk), passes(length / chunk * times.exact(chunk))
+            steps.append(Step(f"{label} at {length} tokens", seconds, (length, label)))
     return steps
 
 

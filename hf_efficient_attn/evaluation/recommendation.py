@@ -70,6 +70,7 @@ def recommend(
         - "error": the mean of the errors of "layers".
         - "columns": the cost per query in keys, averaged over all layers; "keys": that of exact attention.
         - "speed_up": of the attention of all layers over exact attention, measured on one sequence, or None.
+        - "saves": whether that is a gain (`Timing.is_gain`), or None.
         - "tokens": the length up to which this was measured.
     """
     summary = measured.summary
@@ -85,13 +86,15 @@ def recommend(
     settings = make_settings(chosen, max(measured.tokens[layer] for layer in chosen))
     exact = [layer for layer in summary.layers if layer not in chosen]
     costs = [choice.candidate.columns for choice in chosen.values()] + [num_keys] * len(exact)
+    speed = None if run is None else measure_speed(run[0], _first_sequence(run[1]), settings)
     recommended = {
         "layers": [_entry(measured, layer, choice) for layer, choice in chosen.items()],
         "exact_layers": exact,
         "error": statistics.fmean(choice.error for choice in chosen.values()),
         "columns": statistics.fmean(costs),
         "keys": num_keys,
-        "speed_up": None if run is None else measure_speed(run[0], _first_sequence(run[1]), settings),
+        "speed_up": None if speed is None else speed.ratio,
+        "saves": None if speed is None else speed.is_gain,
         "tokens": settings.calibrated_length,
     }
     return {"recommended": recommended, "calibrated": settings.to_dict(defaults=False), "nearest": None}

@@ -6,6 +6,7 @@ machine cancel. The clock is that of torch.utils.benchmark.
 
 import contextlib
 import itertools
+import math
 import os
 import pathlib
 import statistics
@@ -25,6 +26,10 @@ Work = Callable[[], Any]
 
 # A call that takes longer is not repeated to make its time exact.
 LONG_SECONDS = 0.5
+# A smaller speed-up is no gain.
+MIN_SPEED_UP = 1.15
+# On a busy machine two rounds can differ by this factor.
+_BUSY = 1.5
 
 
 class Timing(NamedTuple):
@@ -39,7 +44,19 @@ class Timing(NamedTuple):
     @property
     def unsteady(self) -> bool:
         """Whether the ratios of two rounds differ by more than half."""
-        return self.ratio_max > 1.5 * self.ratio_min
+        return self.ratio_max > _BUSY * self.ratio_min
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The smallest and the largest ratio; a single round may be as far off as rounds of a busy machine."""
+        if self.ratio_min < self.ratio_max:
+            return self.ratio_min, self.ratio_max
+        return self.ratio / math.sqrt(_BUSY), self.ratio * math.sqrt(_BUSY)
+
+    @property
+    def is_gain(self) -> bool:
+        """Whether the call is faster than the reference by more than chance: `MIN_SPEED_UP` times in each round."""
+        return self.range[0] >= MIN_SPEED_UP
 
 
 UNSTEADY = "Some rounds differ by more than half: the machine was busy, and the medians are unreliable. Run again."
@@ -79,6 +96,19 @@ def paired(
     Returns:
         the timing of the reference, and label -> timing of the call.
     """
+    references, times = paired_seconds(reference, calls, rounds, bar)
+    return summary([(x, x) for x in references]), {label: summary(pairs) for label, pairs in times.items()}
+
+
+def paired_seconds(
+    reference: Work, calls: Mapping[str, Work], rounds: int, bar: "tqdm[Any] | None" = None
+) -> tuple[list[float], dict[str, list[tuple[float, float]]]]:
+    """The seconds from which `paired` makes its summaries.
+
+    Returns:
+        the seconds of every measurement of the reference, and label -> (seconds of the call, of the reference) of each
+        round.
+    """
     number = calls_to_time(reference)
     numbers = {label: calls_to_time(call) for label, call in calls.items()}
     times: dict[str, list[tuple[float, float]]] = {label: [] for label in calls}
@@ -94,7 +124,7 @@ def paired(
             before = after
             if bar is not None:
                 bar.update()
-    return summary([(x, x) for x in references]), {label: summary(pairs) for label, pairs in times.items()}
+    return references, times
 
 
 def summary(pairs: Sequence[tuple[float, float]]) -> Timing:

@@ -49,11 +49,12 @@ from hf_efficient_attn.training import DistillationOptions, FinetuningOptions
 from hf_efficient_attn.training.batches import batch_stream
 from hf_efficient_attn.training.finetuning import Finetuning, make_teacher
 from hf_efficient_attn.training.wrappers import learned_parameters
-from recipes.benchmarks.tasks import embed, photographs, ranks, top_one, xquad
+from recipes.benchmarks.tasks import photographs, top_one
 from recipes.common import commands
 from recipes.common.data import glue
 from recipes.common.data.image_tensors import Norm, Training, preprocessor_settings
 from recipes.common.data.images import load
+from recipes.common.retrieval import embed, ranks, tokenized, xquad
 
 app = commands.new_app(no_args_is_help=True)
 
@@ -309,7 +310,8 @@ def sentences(
 
     def evaluate(model: BertModel) -> float:
         bar = tqdm(disable=True)
-        first, second = (embed(model, tokenizer, list(pairs[name]), bar, 128) for name in ("sentence1", "sentence2"))
+        sentences = (tokenized(tokenizer, pairs[name]) for name in ("sentence1", "sentence2"))
+        first, second = (embed(model, tokenizer, own, bar, 128) for own in sentences)
         return float(spearmanr((first * second).sum(1).numpy(), list(pairs["label"])).statistic)
 
     task = Task(
@@ -352,13 +354,13 @@ def search(
     paragraphs = [line.strip() for text in read_texts(files) for line in text.splitlines() if len(line) > 200]
     # As many sentences, about as long as a question.
     texts = paragraphs + [part for one in paragraphs for part in one.split(" . ")[:1]]
-    passages, questions, own = xquad(source)
     tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
+    corpus = xquad(source, tokenizer)
 
     def evaluate(model: BertModel) -> float:
         bar = tqdm(disable=True)
-        found = ranks(embed(model, tokenizer, questions, bar), embed(model, tokenizer, passages, bar), own)
-        return (found == 1).double().mean().item()
+        asked, found = (embed(model, tokenizer, texts, bar) for texts in (corpus.questions, corpus.texts))
+        return (ranks(asked @ found.t(), corpus.own) == 1).double().mean().item()
 
     def batches(seed: int) -> list[Batch]:
         long, short = (text_batches(part, 8, 256, seed) for part in (paragraphs, texts[len(paragraphs) :]))
@@ -369,8 +371,8 @@ def search(
         lambda: BertModel.from_pretrained(minilm_folder()),
         batches,
         evaluate,
-        f"MiniLM, {len(questions)} questions and {len(passages)} paragraphs of XQuAD; distilled on paragraphs of "
-        "WikiText-2 of up to 256 tokens and on their first sentences, in batches of 8.",
+        f"MiniLM, {len(corpus.questions)} questions and {len(corpus.texts)} paragraphs of XQuAD; distilled on "
+        "paragraphs of WikiText-2 of up to 256 tokens and on their first sentences, in batches of 8.",
     )
     measure(task, method, Plan(steps, finetune_steps, loss, target, learning_rate), Results(seeds, output, csv))
 

@@ -2,6 +2,7 @@
 
     python -m recipes.benchmarks.tasks search --data DATA      (MiniLM on XQuAD: which of 240 paragraphs answers?)
     python -m recipes.benchmarks.tasks search --data DATA --unit article --tokens 8192   (which of 48 whole articles?)
+    python -m recipes.benchmarks.tasks search --data DATA --chunks 256,512 --threads 1   (whole documents or chunks?)
     python -m recipes.benchmarks.tasks states --data DATA --budget 512  (MiniLM's last hidden states on 8,192 tokens)
     python -m recipes.benchmarks.tasks images --data DATA      (DeiT-tiny on a photograph of each ImageNet class)
     python -m recipes.benchmarks.tasks classify MODEL PICTURES --layers t2t.0,t2t.1      (any image classifier)
@@ -9,22 +10,27 @@
 `search` embeds every question and every paragraph of XQuAD (English) with MiniLM, mean-pooled over up to 512 tokens.
 recall@1 is the share of the 1,190 questions whose own paragraph has the highest cosine similarity of all 240. MRR is
 the mean reciprocal rank of the own paragraph. With `--unit article` the texts are the articles, the paragraphs of each
-joined. For `--tokens` above 512 the position table is repeated. `states` measures the last hidden states S of novels
+joined. With `--unit book` they are 18 documents of 8,000 tokens from nine novels, and the questions are 144 passages of
+100 tokens that are cut out of them. With `--chunks`, texts are also divided: the embedding of a text is then the mean
+of those of its chunks, or its similarity that of its best chunk. For `--tokens` above 512 the position table is
+repeated. `states` measures the last hidden states S of novels
 against those of exact attention, E: |S - E| / |E| in the Frobenius norm. `images` measures top-1, the share of
 photographs that are classified correctly. `classify` does the same for other checkpoints, pictures and layers. Its "as
 exact" is the share of pictures with the same class as with exact attention, and "faster" is the time of all pictures
 with exact attention divided by that with the method. DATA holds `squad/xquad.en.json.gz`, `text/books`,
 `models/deit-tiny-imagenet` and `images/imagenet1k-sample-*.zip`. The default is $HEA_DATA or ../shared/data.
 
-Duration: 1.5 minutes on one core for exact attention on the thousand photographs, and more for all methods. Expected
-with exact attention: recall@1 .887 of paragraphs, and of articles .839 (.732 if cut at 256 tokens); top-1 .783 on the
-thousand photographs at 224 pixels, .750 on the hundred at 512. The crop changes top-1 by up to two hundredths: whole
-squares have .804 at 224 pixels, whole pictures resized to squares .783.
+Duration: 1.5 minutes on one core for exact attention on the thousand photographs, and more for all methods; six minutes
+for the search with chunks. Expected with exact attention: recall@1 .887 of paragraphs, of articles .839 (.732 if cut at
+256 tokens), and of books what docs/guides/long_documents.md shows; top-1 .783 on the thousand photographs at 224
+pixels, .750 on the hundred at 512. The crop changes top-1 by up to two hundredths: whole squares have .804 at 224
+pixels, whole pictures resized to squares .783.
 """
 
 import json
 import pathlib
 import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -38,7 +44,6 @@ from transformers import (
     AutoTokenizer,
     BertModel,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
     ViTForImageClassification,
 )
 
@@ -48,13 +53,15 @@ from hf_efficient_attn.cli import Settings, main_of, parse_layers, parse_lengths
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.defaults import method_label
 from hf_efficient_attn.evaluation.demo import minilm_folder
+from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.methods import MethodConfig
 from recipes.common import commands
 from recipes.common.data.image_classes import class_indices
 from recipes.common.data.image_tensors import Evaluation, Norm, preprocessor_settings
 from recipes.common.data.images import EVAL_SPLITS, load, pick
 from recipes.common.image_models import for_length
-from recipes.common.inputs import MINILM_TOKENS, book_tokens, xquad_articles
+from recipes.common.inputs import MINILM_TOKENS, book_tokens
+from recipes.common.retrieval import books, chunks, embed, long_minilm, ranks, similarities, xquad
 
 app = commands.new_app(no_args_is_help=True)
 
@@ -65,56 +72,6 @@ Budget = commands.numbers_option("Budgets in columns", "64,128,256")
 Method = commands.methods_option("all, both near fields")
 # Pictures (b, 3, P, P) and their classes (b,).
 Batches = Iterable[tuple[Tensor, Tensor]]
-
-
-def xquad(data: pathlib.Path, unit: str = "paragraph") -> tuple[list[str], list[str], Tensor]:
-    """Texts, questions, and the index of the text of each question; a text is a "paragraph" or an "article"."""
-    articles = xquad_articles(data)
-    texts = articles if unit == "article" else [[paragraph] for article in articles for paragraph in article]
-    questions = [
-        (qa["question"], i) for i, paragraphs in enumerate(texts) for paragraph in paragraphs for qa in paragraph["qas"]
-    ]
-    joined = [" ".join(paragraph["context"] for paragraph in paragraphs) for paragraphs in texts]
-    return joined, [question for question, _ in questions], torch.tensor([i for _, i in questions])
-
-
-def long_minilm(tokens: int) -> PreTrainedModel:
-    """MiniLM, its position table repeated for more than 512 tokens."""
-    return hea.extend_positions(BertModel.from_pretrained(minilm_folder()), max(tokens, MINILM_TOKENS))
-
-
-@torch.inference_mode()
-def embed(
-    model: BertModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], bar: tqdm, tokens: int = MINILM_TOKENS
-) -> Tensor:
-    """Normalised mean-pooled embeddings (texts, hidden size) of up to `tokens` tokens of each text."""
-    # Batches of texts of similar length, smaller ones for long texts.
-    batch = max(1, 16 * MINILM_TOKENS // max(tokens, MINILM_TOKENS))
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-    found: list[Tensor] = [torch.empty(0)] * len(texts)
-    for start in range(0, len(order), batch):
-        part = order[start : start + batch]
-        inputs = tokenizer(
-            [texts[i] for i in part], padding=True, truncation=True, max_length=tokens, return_tensors="pt"
-        )
-        states, mask = model(**inputs).last_hidden_state, inputs["attention_mask"].unsqueeze(-1)
-        pooled = torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1), dim=1)
-        for i, embedding in zip(part, pooled, strict=True):
-            found[i] = embedding
-        bar.update(len(part))
-    return torch.stack(found)
-
-
-def ranks(questions: Tensor, paragraphs: Tensor, own: Tensor) -> Tensor:
-    """The rank of each question's own paragraph among all, from 1.
-
-    Args:
-        questions: embeddings (Q, D).
-        paragraphs: embeddings (P, D).
-        own: index of the own paragraph of each question (Q,).
-    """
-    similar = questions @ paragraphs.t()
-    return 1 + (similar > similar.gather(1, own[:, None])).sum(1)
 
 
 def photographs(data: pathlib.Path, pixels: int, batch: int = 20) -> Iterator[tuple[Tensor, Tensor]]:
@@ -200,11 +157,12 @@ def run(
 def show(rows: list[dict[str, Any]], csv: pathlib.Path | None, note: str) -> None:
     """Print a line for each method and a column for each budget and figure. Exact attention repeats its figures."""
     commands.write(rows, csv)
-    budgets = list(dict.fromkeys(row["budget"] for row in rows[1:]))
+    budgets = list(dict.fromkeys(row["budget"] for row in rows if row["budget"] != "all"))
     figures = [name for name in rows[0] if name not in ("attention", "budget")]
     cells: dict[str, list[str]] = {}
-    for row in [rows[0]] * len(budgets) + rows[1:]:
-        cells.setdefault(row["attention"], [row["attention"]]).extend(f"{row[name]:.3f}" for name in figures)
+    for row in rows:
+        own = [f"{row[name]:.3f}" for name in figures] * (len(budgets) if row["budget"] == "all" else 1)
+        cells.setdefault(row["attention"], [row["attention"]]).extend(own)
     typer.echo(table(("attention", *(f"{name}, {budget}" for budget in budgets for name in figures)), cells.values()))
     typer.echo(f"\n{note} Budgets in columns.")
 
@@ -215,24 +173,66 @@ def search(
     budget: Budget = [],  # noqa: B006 (typer copies it)
     method: Method = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006
-    unit: Annotated[str, typer.Option(metavar="UNIT", help="What is searched: paragraph or article.")] = "paragraph",
-    tokens: Annotated[int, typer.Option(metavar="N", min=2, help="Longer texts are cut.")] = MINILM_TOKENS,
+    unit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="UNIT",
+            help="What is searched: paragraph or article of XQuAD, or book. [default: paragraph; book with --chunks]",
+        ),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=3, help="Longer texts are cut. [default: 512; 8192 for books]"),
+    ] = None,
+    chunk: commands.numbers_option(
+        "Tokens of the chunks that texts are also divided into, for exact attention", "none", "--chunks"
+    ) = [],  # noqa: B006
+    threads: commands.AnyThreads = None,
     csv: commands.Csv = None,
 ) -> None:
-    """Measure recall@1 and MRR of MiniLM on XQuAD: finding the text of each question among all."""
+    """Measure recall@1 and MRR of MiniLM: finding the text of each question among all, whole or in chunks."""
     commands.check_outputs(csv, None)
-    if unit not in ("paragraph", "article"):
-        raise UnsupportedAttentionError(f"--unit {unit!r} is not one of paragraph, article")
-    wanted = settings_of(method, setting, budget)
-    texts, questions, own = xquad(commands.data_folder(data), unit)
-    tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
+    sizes = parse_lengths(chunk)
+    unit = unit or ("book" if sizes else "paragraph")
+    if unit not in ("paragraph", "article", "book"):
+        raise UnsupportedAttentionError(f"--unit {unit!r} is not one of paragraph, article, book")
+    if any(not 3 <= size <= MINILM_TOKENS for size in sizes):
+        raise UnsupportedAttentionError(f"--chunks: MiniLM was trained with chunks of 3 to {MINILM_TOKENS} tokens")
+    # With chunks, the methods that need no training, with their default budget.
+    wanted = settings_of(method or (["auto,nearfar"] if sizes else []), setting, budget or (["256"] if sizes else []))
+    folder, tokenizer = commands.data_folder(data), AutoTokenizer.from_pretrained(minilm_folder())
+    corpus = books(folder, tokenizer) if unit == "book" else xquad(folder, tokenizer, unit)
+    longest, count = tokens or (8192 if unit == "book" else MINILM_TOKENS), len(corpus.texts)
 
-    def evaluate(model: BertModel, bar: tqdm) -> dict[str, float]:
-        found = ranks(embed(model, tokenizer, questions, bar), embed(model, tokenizer, texts, bar, tokens), own)
-        return {"recall@1": (found == 1).double().mean().item(), "mrr": (1 / found).mean().item()}
+    def figures(similar: Tensor, seconds: float) -> dict[str, float]:
+        found = ranks(similar, corpus.own)
+        recall, mrr = (found == 1).double().mean().item(), (1 / found).mean().item()
+        return {"recall@1": recall, "mrr": mrr, "CPU s": seconds / count}
 
-    rows = run(lambda: long_minilm(tokens), wanted, len(texts) + len(questions), evaluate)
-    show(rows, csv, f"MiniLM, {len(questions)} questions, {len(texts)} {unit}s, up to {tokens} tokens; no training.")
+    def evaluate(model: BertModel, bar: tqdm, cut: int = longest) -> dict[str, float]:
+        asked, start = embed(model, tokenizer, corpus.questions, bar), time.process_time()
+        found = embed(model, tokenizer, corpus.texts, bar, cut)
+        return figures(asked @ found.t(), time.process_time() - start)
+
+    def in_chunks() -> Iterator[dict[str, Any]]:
+        model, bar = long_minilm(MINILM_TOKENS).eval(), tqdm(disable=True)
+        if longest > MINILM_TOKENS:
+            cut = evaluate(model, bar, MINILM_TOKENS)
+            yield {"attention": f"sdpa, cut at {MINILM_TOKENS}", "budget": "all", **cut}
+        asked = embed(model, tokenizer, corpus.questions, bar)
+        for size in sizes:
+            pieces, own = chunks(tokenizer, corpus.texts, size)
+            start = time.process_time()
+            embedded = embed(model, tokenizer, pieces, bar, size)
+            seconds = time.process_time() - start
+            for name, similar in similarities(asked, embedded, own, count).items():
+                yield {"attention": f"sdpa, {name} chunks of {size}", "budget": "all", **figures(similar, seconds)}
+
+    with use_threads(threads):
+        rows = run(lambda: long_minilm(longest), wanted, count + len(corpus.questions), evaluate)
+        rows += in_chunks() if sizes else []
+    note = f"MiniLM, {len(corpus.questions)} questions, {count} {unit}s, up to {longest} tokens; no training."
+    show(rows, csv, f"{note} CPU seconds of a text, all threads together.")
 
 
 @app.command(epilog="Example: python -m recipes.benchmarks.tasks states --method nearfar --budget 512")
