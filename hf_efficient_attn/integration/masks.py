@@ -94,11 +94,13 @@ def padding_mask(
             _check_pattern(mask_function, is_causal, valid, q_length, q_offset, kv_offset)
         else:
             _check_window(mask_function, is_causal, window, valid, q_length, q_offset, kv_offset)
-            mask = valid
-    if mask is None or (window is None and not is_tracing(mask) and bool(unwrapped(mask).all())):
+    dtype = _DTYPES[is_causal, window is not None]
+    if window is None and (mask is None or (not is_tracing(mask) and bool(unwrapped(mask).all()))):
         return None
+    if mask is None:
+        return torch.ones(batch_size, kv_length, dtype=dtype, device=device)
     refuse_lost_padding(mask, is_causal)
-    return mask.to(_DTYPES[is_causal, window is not None])
+    return mask.to(dtype)
 
 
 def read_mask(name: str, mask: object) -> KeyMask:
