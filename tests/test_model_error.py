@@ -11,6 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hf_efficient_attn as hea
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation import capture
+from hf_efficient_attn.integration.masks import read_mask
 from tiny_models import tiny_batch, tiny_model
 
 KDEFORMER = hea.KDEformerConfig(block_size=4, num_samples=8, num_probes=4)
@@ -22,6 +23,7 @@ def dense_errors(model, batch, name):
 
     def look(module, query, key, value, mask, **rest):
         out, _ = ours(module, query, key, value, mask, **rest)
+        mask = read_mask(name, mask).keys
         causal = bool(getattr(module, "is_causal", True))
         exact = hea.analysis.exact_output(
             query, key, value, attention_mask=mask, is_causal=causal, scale=rest.get("scaling")

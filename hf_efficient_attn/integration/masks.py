@@ -22,13 +22,13 @@ from hf_efficient_attn.integration.head_numbers import refuse_lost_padding
 from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.methods import unwrapped
 
-# The dtypes of masks, which no tokenizer and no model uses for a mask, by what they say: whether the mask is causal,
-# and whether it is of a sliding window.
+# The dtypes of masks by what they say: whether the mask is causal, and whether it is of a sliding window. A mask of
+# a user does not get here with its own dtype, because `padding_mask` reads it first. PyTorch cannot pickle uint16.
 _DTYPES = {
     (True, False): torch.int16,
-    (False, False): torch.uint16,
-    (True, True): torch.uint32,
-    (False, True): torch.uint64,
+    (False, False): torch.int8,
+    (True, True): torch.int32,
+    (False, True): torch.uint8,
 }
 _KINDS: dict[torch.dtype, tuple[bool | None, bool]] = {torch.bool: (None, False)}
 _KINDS |= {dtype: kind for kind, dtype in _DTYPES.items()}
