@@ -52,7 +52,10 @@ def test_info_names_the_module_of_a_method_of_another_package(monkeypatch, capsy
     assert status("info", "kdeformer") == 0
     assert "config: my_file.KDEformerConfig" in capsys.readouterr().out
     assert status("info", "my_method") == 2
-    assert "If a file of your own registers it, import that file first." in capsys.readouterr().err
+    assert (
+        "If a file of your own registers it, import that file first (--import FILE of the commands)."
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("arguments", [[], ["methods"], ["info"], ["demo"], ["crossover"]], ids=" ".join)
