@@ -18,6 +18,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import hf_efficient_attn
+from hf_efficient_attn.cli.own_files import with_import
 from hf_efficient_attn.errors import UnsupportedAttentionError
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def _load(package: str, libraries: str) -> None:
 
 
 def command(example: str, *, needs_models: bool = True) -> Callable[[CommandT], CommandT]:
-    """Add a function as a command of `app`, under its own name.
+    """Add a function as a command of `app`, under its own name, with the option --import besides its own.
 
     The first paragraph of its docstring is its summary in the list of commands. Modules of commands import only typer,
     `errors` and each other, so that --help is fast; a function imports what it needs.
@@ -99,7 +100,8 @@ def command(example: str, *, needs_models: bool = True) -> Callable[[CommandT], 
         summary = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
         epilog = f"Example: hf-efficient-attn {example}"
         kind = _Command if needs_models else _MethodsCommand
-        return app.command(cls=kind, short_help=summary, epilog=epilog)(function)
+        app.command(cls=kind, short_help=summary, epilog=epilog)(with_import(function))
+        return function
 
     return add
 
@@ -112,7 +114,7 @@ def complete_methods(incomplete: str) -> list[str]:
     return [full for name in names if (full := f"{chosen},{name}" if chosen else name).startswith(incomplete)]
 
 
-def _check_minutes(value: float | None) -> float | None:
+def check_minutes(value: float | None) -> float | None:
     """Refuse a limit of time that is not a positive number."""
     if value is not None and not 0 < value < float("inf"):
         raise typer.BadParameter(f"{value} is not a positive number of minutes.")
@@ -152,7 +154,7 @@ Minutes = Annotated[
     typer.Option(
         "--minutes",
         metavar="X",
-        callback=_check_minutes,
+        callback=check_minutes,
         help="End after about this time: leave out measurements that are not expected to fit.",
     ),
 ]

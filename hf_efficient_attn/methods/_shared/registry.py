@@ -191,10 +191,10 @@ def register_method(
 ) -> None:
     """Add a method, of this package or from a user's own file, under the name `config_class.method`.
 
-    From then on the method is available in the functional form, in Transformers as an `attn_implementation`, in saved
-    configs and, once the file that registers it has been imported, in the commands::
+    From then on the method is available in the functional form, in Transformers as an `attn_implementation` and in
+    saved configs. Every command takes the file that registers it::
 
-        python -c "import my_method; from hf_efficient_attn.cli import main; main()" info first_keys
+        hf-efficient-attn info first_keys --import my_method.py
 
     Args:
         config_class: a frozen, keyword-only dataclass that subclasses `MethodConfig`. It declares the hyperparameters,
