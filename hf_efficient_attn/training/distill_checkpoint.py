@@ -34,7 +34,7 @@ from hf_efficient_attn.training.distillation import Distillation, DistillationOp
 from hf_efficient_attn.training.distillation_run import DistillationRun
 from hf_efficient_attn.training.finetuning import make_teacher, outputs_of
 from hf_efficient_attn.training.saved_state import Interruption, SavedState, noting_interruption
-from hf_efficient_attn.training.teachability import converted_to, refuse_nothing_to_learn
+from hf_efficient_attn.training.teachability import converted_to, why_nothing_to_learn
 from hf_efficient_attn.training.training_data import BatchSize, TrainingData, mean, update
 
 FORMAT = 1
@@ -192,6 +192,8 @@ class _CheckpointRun:
 
     def __init__(self, source: Source, file: pathlib.Path, output: Output, target: Target, plan: Plan) -> None:
         config = make_config(target.method, **target.hyperparameters)
+        if (reason := why_nothing_to_learn([config])) is not None:
+            raise UnsupportedAttentionError(reason)
         self._plan, self._output, self._attention = plan, output, method_label(config)
         self._conversion = conversion = Conversion(
             source.name,
@@ -216,7 +218,6 @@ class _CheckpointRun:
                 outputs_of(self._trained, self._data.batch(self._data.held_out[0]), finetuning.target)
             teacher = _make_teacher(self._trained, plan.options)
         conversion.switch(target.method, dict(target.hyperparameters), target.layers)
-        refuse_nothing_to_learn(model)
         options = dataclasses.replace(plan.options, on_step=self._after_step)
         self._run = DistillationRun(self._trained, teacher, plan.steps, plan.loss, options)
         self._state = SavedState(conversion.place.path, self._request())
