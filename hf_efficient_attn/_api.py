@@ -4,7 +4,7 @@ from typing import Any
 
 from hf_efficient_attn import analysis, functional, integration, kernel, methods, models
 from hf_efficient_attn.conversion import convert, extend_positions
-from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.errors import UnsupportedAttentionError, did_you_mean
 from hf_efficient_attn.evaluation.calibration import calibrate
 from hf_efficient_attn.evaluation.model_error import attention_error
 from hf_efficient_attn.integration.near_far_cache import NearFarCache
@@ -48,9 +48,11 @@ def find(name: str) -> Any:
         from hf_efficient_attn.training.callback import UptrainingCallback
 
         return UptrainingCallback
-    if name in (classes := config_classes()):
+    classes = config_classes()
+    if name in classes:
         return classes[name]
-    raise AttributeError(f"module 'hf_efficient_attn' has no attribute {name!r}")
+    hint = "" if name.startswith("_") else did_you_mean(name, [*__all__, *classes])
+    raise AttributeError(f"module 'hf_efficient_attn' has no attribute {name!r}.{hint}")
 
 
 __all__ = [

@@ -1,11 +1,40 @@
 """The error for everything that this package refuses to do."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class UnsupportedAttentionError(ValueError):
     """A request that cannot be carried out. The message states what was refused, why, and what to do instead."""
+
+
+# Characters of a value in a message.
+_LONGEST = 100
+
+
+def shown(value: object) -> str:
+    """A value for a message, in one line: a tensor or a model is named by its type."""
+    text = " ".join(repr(value).split())
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[:_LONGEST]}..." if isinstance(value, (str, list, tuple, dict)) else f"<{type(value).__name__}>"
+
+
+def as_dict(value: object, what: str) -> dict[str, Any]:
+    """A copy of a mapping as a dictionary; `what` is what needs it, for the refusal of anything else."""
+    if not isinstance(value, Mapping):
+        raise UnsupportedAttentionError(f"{what} must be a dictionary, not {shown(value)}")
+    return dict(value)
+
+
+def did_you_mean(name: object, known: Iterable[object]) -> str:
+    """The sentence that suggests the most similar of the known names, whatever their case; empty if none is similar."""
+    names = {str(k).lower(): str(k) for k in known}
+    similar = difflib.get_close_matches(str(name).lower(), names, n=1, cutoff=0.5) if isinstance(name, str) else []
+    return f" Did you mean {names[similar[0]]!r}?" if similar else ""
 
 
 def unknown_name(kind: str, name: object, known: Iterable[object]) -> str:
@@ -17,13 +46,23 @@ def unknown_name(kind: str, name: object, known: Iterable[object]) -> str:
         known: the known names.
     """
     names = [str(k) for k in known]
-    similar = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
-    hint = f" Did you mean {similar[0]!r}?" if similar else ""
-    return f"unknown {kind} {name!r}.{hint} Known: {', '.join(names)}."
+    return f"unknown {kind} {shown(name)}.{did_you_mean(name, names)} Known: {', '.join(names)}."
+
+
+class KnownFields:
+    """Base of dataclasses that refuse an unknown field with a sentence, where Python raises a TypeError."""
+
+    def __new__(cls: type[T], *args: object, **values: object) -> T:
+        """Check the names only; the dataclass sets the values."""
+        known = [name for name, field in getattr(cls, "__dataclass_fields__", {}).items() if field.init]
+        for name in values:
+            if name not in known:
+                raise UnsupportedAttentionError(f"{cls.__name__}: {unknown_name('field', name, known)}")
+        return object.__new__(cls)
 
 
 # What an unknown name can also mean.
-OWN_FILE = "If a file of your own registers it, import that file first."
+OWN_FILE = "If a file of your own registers it, import that file first (--import FILE of the commands)."
 
 
 def unknown_method(name: object, known: Iterable[object]) -> str:

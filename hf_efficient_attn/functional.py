@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from hf_efficient_attn.errors import did_you_mean
 from hf_efficient_attn.methods import available_methods, functional_form, on_register
 
 _SUFFIX = "_attention"
@@ -15,7 +16,9 @@ def __getattr__(name: str) -> Callable[..., Tensor]:
     if name.endswith(_SUFFIX) and method in available_methods():
         globals()[name] = functional_form(method)
         return globals()[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__dir__())}")
+    raise AttributeError(
+        f"module {__name__!r} has no attribute {name!r}.{did_you_mean(name, __dir__())} It has {', '.join(__dir__())}"
+    )
 
 
 def __dir__() -> list[str]:

@@ -52,7 +52,10 @@ def test_info_names_the_module_of_a_method_of_another_package(monkeypatch, capsy
     assert status("info", "kdeformer") == 0
     assert "config: my_file.KDEformerConfig" in capsys.readouterr().out
     assert status("info", "my_method") == 2
-    assert "If a file of your own registers it, import that file first." in capsys.readouterr().err
+    assert (
+        "If a file of your own registers it, import that file first (--import FILE of the commands)."
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("arguments", [[], ["methods"], ["info"], ["demo"], ["crossover"]], ids=" ".join)
@@ -146,6 +149,10 @@ def test_info_describes_every_hyperparameter(name, capsys):
         (["demo", "--method", "longformer", "--set", "kdeformer.num_samples=3"], "none of the chosen methods"),
         (["demo", "--method", "longformer", "--set", "kdeformr.num_samples=3"], "Did you mean 'kdeformer'?"),
         (["demo", "--method", "longformer", "--set", "window_size"], "key=value"),
+        (["demo", "--method", "longformer", "--set", "window_siz=3"], "has it. Did you mean 'window_size'?"),
+        (["demo", "--method", "sdpa"], "sdpa is exact attention, with which methods are compared anyway: leave it out"),
+        (["demos"], "Did you mean 'demo'? Try: hf-efficient-attn --help"),
+        (["--import", "my.py", "demo"], "No such option: --import; options other than --help and --version come after"),
         (["demo", "--length", "many"], "not a number of tokens"),
         (["demo", "--length", "100"], "between 512 and 16384"),
         (["demo", "--length", ","], "at least one"),

@@ -210,6 +210,37 @@ def test_a_continued_command_equals_an_uninterrupted_one(options, number, kind, 
 
 
 @pytest.mark.parametrize("options", [(), SECOND], ids=["layers", "outputs"])
+def test_a_limit_of_time_ends_the_training_with_its_state_saved(options, base, tmp_path, capsys, monkeypatch):
+    assert command(*base, *options, "-o", tmp_path / "whole") == 0
+    # Each call does one step: the time is over before it begins.
+    capsys.readouterr()
+    total = 11 if options else 6
+    for done in range(1, total):
+        assert command(*base, *options, "--minutes", 1e-9, "-o", tmp_path / "parts") == 130
+        shown = capsys.readouterr().err
+        assert f"Stopped after {done} of {total} steps, at the end of --minutes. The state is in" in shown
+        assert not (tmp_path / "parts").exists() and (tmp_path / "parts.partial" / "state.pt").is_file()
+    # The last step needs no further call.
+    assert command(*base, *options, "--minutes", 1e-9, "-o", tmp_path / "parts") == 0
+    assert same(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
+    assert not (tmp_path / "parts.partial").exists()
+    # Time that suffices changes nothing, and Ctrl-C is not taken for the end of the time.
+    again = stop_after(monkeypatch, 2)
+    assert command(*base, *options, "--minutes", 60, "-o", tmp_path / "other") == 130
+    assert "Stopped after 2 of" in (shown := capsys.readouterr().err) and "--minutes" not in shown
+    again()
+    assert command(*base, *options, "--minutes", 60, "-o", tmp_path / "other") == 0
+    assert same(weights(tmp_path / "other"), weights(tmp_path / "whole"))
+
+
+def test_a_limit_of_time_is_refused_where_it_limits_nothing(base, tmp_path, capsys):
+    assert command(*base, "--write-now", "--minutes", 1, "-o", tmp_path / "out") == 2
+    assert "--write-now does not train, so that --minutes limits nothing" in capsys.readouterr().err
+    assert command(*base, "--minutes", 0, "-o", tmp_path / "out") == 2
+    assert "not a positive number of minutes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [(), SECOND], ids=["layers", "outputs"])
 def test_the_present_state_can_be_written(options, base, tmp_path, capsys, monkeypatch):
     again = stop_after(monkeypatch, 4, Finetuning if options else Distillation)
     assert command(*base, *options, "-o", tmp_path / "out") == 130
@@ -348,7 +379,7 @@ def test_refusals(base, made, text, tmp_path, capsys):  # noqa: F811
     assert "--lora-rank needs --finetune-steps" in refused(capsys, *base, "--lora-rank", 2, *out)
     assert "Did you mean 'logits'?" in refused(capsys, *base, *SECOND, "--finetune-target", "logit", *out)
     assert "has no logits" in refused(capsys, *base, *SECOND, "--finetune-target", "logits", *out)
-    assert "must be above 0" in refused(capsys, *base, "--learning-rate", 0, *out)
+    assert "must be a number above 0" in refused(capsys, *base, "--learning-rate", 0, *out)
     assert "no state is saved in" in refused(capsys, *base, "--write-now", *out)
     assert "give one of them" in refused(capsys, *base, "--write-now", "--restart", *out)
     (tmp_path / "out").mkdir()

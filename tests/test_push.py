@@ -126,6 +126,16 @@ def test_without_yes_there_are_no_requests(folder, online, capsys):
     assert "Nothing was sent" in out
 
 
+def test_a_dry_run_is_the_default_by_name(folder, online, capsys):
+    assert status("push", folder, REPOSITORY) == 0
+    shown = capsys.readouterr().out
+    assert status("push", folder, REPOSITORY, "--dry-run") == 0
+    assert capsys.readouterr().out == shown and "Nothing was sent" in shown
+    assert status("push", folder, REPOSITORY, "--dry-run", "--yes") == 2
+    assert "--dry-run sends nothing, and --yes sends the files: give one of them" in capsys.readouterr().err
+    assert online.requests == []
+
+
 def test_plan_as_json(folder, capsys):
     (folder / "README.md.bak").write_text("old")
     about = folder / "efficient_attention.json"
@@ -246,7 +256,7 @@ def test_the_file_of_a_method_is_missed(folder, monkeypatch, capsys):
     end = "which registers kdeformer: put it into the folder, or write into README.md where it is"
     assert lines() == [f"Card: readers need my_file.py, {end}"]
     (problem,) = [text for text in hub.plan_push(folder, REPOSITORY).problems if "no measurements" in text]
-    assert f"main()\" benchmark {folder} --card' adds them" in problem and "import my_file;" in problem
+    assert f"'hf-efficient-attn benchmark {folder} --card --import my_file.py' adds them" in problem
     (folder / "my_file.py").write_text("")
     assert lines() == []
     monkeypatch.setattr(hea.KDEformerConfig, "__module__", "__main__")

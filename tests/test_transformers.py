@@ -450,7 +450,7 @@ def test_unknown_names_and_values_are_refused_at_once():
         (lambda: hea.convert(model, "sdpa", layers=[0]), "takes no layers"),
         (lambda: hea.convert(model, {"method": "linear", "layers": [0]}, layers=[1]), "already says"),
         (lambda: hea.convert(torch.nn.Linear(2, 2), "linear"), "holds no Transformers model"),
-        (lambda: hea.convert("bert-base-uncased", "linear"), "holds no Transformers model"),
+        (lambda: hea.convert("bert-base-uncased", "linear"), "is a name and no model: load it first"),
     ):
         with pytest.raises(Refused, match=words):
             call()

@@ -234,8 +234,9 @@ def _text(node: ast.expr, tree: ast.Module) -> str:
         case ast.Call(args=[kind, *_]) if _called(node) == "unknown_name":
             return f"unknown {_text(kind, tree)} <name>. Did you mean <name>? Known: <names>."
         case ast.Call() if _called(node) == "unknown_method":
-            hint = "If a file of your own registers it, import that file first."
-            return f"unknown attention method <name>. Did you mean <name>? Known: <names>. {hint}"
+            from hf_efficient_attn.errors import OWN_FILE
+
+            return f"unknown attention method <name>. Did you mean <name>? Known: <names>. {OWN_FILE}"
         case ast.Name(id=name):  # a variable or constant of the same module that holds the message
             values = [
                 _text(other.value, tree)
@@ -246,9 +247,8 @@ def _text(node: ast.expr, tree: ast.Module) -> str:
         case ast.Call():  # a function of the same module that returns the message
             for other in ast.walk(tree):
                 if isinstance(other, ast.FunctionDef) and other.name == _called(node):
-                    returned = other.body[-1]
-                    if isinstance(returned, ast.Return) and returned.value is not None:
-                        return _text(returned.value, tree)
+                    returned = [inner.value for inner in ast.walk(other) if isinstance(inner, ast.Return)]
+                    return _either([_text(value, tree) for value in returned if value is not None])
     return _placeholder(node)
 
 

@@ -18,7 +18,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import hf_efficient_attn
-from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.cli.own_files import with_import
+from hf_efficient_attn.errors import UnsupportedAttentionError, did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +86,7 @@ def _load(package: str, libraries: str) -> None:
 
 
 def command(example: str, *, needs_models: bool = True) -> Callable[[CommandT], CommandT]:
-    """Add a function as a command of `app`, under its own name.
+    """Add a function as a command of `app`, under its own name, with the option --import besides its own.
 
     The first paragraph of its docstring is its summary in the list of commands. Modules of commands import only typer,
     `errors` and each other, so that --help is fast; a function imports what it needs.
@@ -99,7 +100,8 @@ def command(example: str, *, needs_models: bool = True) -> Callable[[CommandT], 
         summary = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
         epilog = f"Example: hf-efficient-attn {example}"
         kind = _Command if needs_models else _MethodsCommand
-        return app.command(cls=kind, short_help=summary, epilog=epilog)(function)
+        app.command(cls=kind, short_help=summary, epilog=epilog)(with_import(function))
+        return function
 
     return add
 
@@ -112,7 +114,7 @@ def complete_methods(incomplete: str) -> list[str]:
     return [full for name in names if (full := f"{chosen},{name}" if chosen else name).startswith(incomplete)]
 
 
-def _check_minutes(value: float | None) -> float | None:
+def check_minutes(value: float | None) -> float | None:
     """Refuse a limit of time that is not a positive number."""
     if value is not None and not 0 < value < float("inf"):
         raise typer.BadParameter(f"{value} is not a positive number of minutes.")
@@ -152,7 +154,7 @@ Minutes = Annotated[
     typer.Option(
         "--minutes",
         metavar="X",
-        callback=_check_minutes,
+        callback=check_minutes,
         help="End after about this time: leave out measurements that are not expected to fit.",
     ),
 ]
@@ -188,8 +190,11 @@ def run(application: typer.Typer, arguments: Sequence[str] | None, name: str) ->
         if not hasattr(error, "format_message"):  # typer's exceptions for an invalid command line have it
             raise
         context = getattr(error, "ctx", None)
-        message = error.format_message().removesuffix(".")
-        return _complain(f"{message}. Try: {context.command_path if context else name} --help", 2)
+        message = error.format_message().rstrip(".")
+        if message.startswith("No such option") and (context is None or context.parent is None):
+            message += "; options other than --help and --version come after the name of a command"
+        end = "" if message.endswith("?") else "."
+        return _complain(f"{message}{end} Try: {context.command_path if context else name} --help", 2)
 
 
 def _drop_output() -> None:
@@ -405,11 +410,16 @@ def parse_methods(methods: Iterable[str], settings: Iterable[str] = ()) -> "dict
         UnsupportedAttentionError: an unknown method or hyperparameter, or a setting that applies to no method.
     """
     from hf_efficient_attn.evaluation.defaults import method_label
+    from hf_efficient_attn.integration.settings import EXACT_IMPLEMENTATIONS
     from hf_efficient_attn.methods import make_config, method_info
 
     configs = []
     for text in split_list(methods):
         name, *pairs = text.split(":")
+        if name in EXACT_IMPLEMENTATIONS:
+            raise UnsupportedAttentionError(
+                f"{name} is exact attention, with which methods are compared anyway: leave it out"
+            )
         configs.append(make_config(name, **dict(map(_parse_pair, pairs))))
     for setting in settings:
         key, value = _parse_pair(setting)
@@ -422,7 +432,9 @@ def parse_methods(methods: Iterable[str], settings: Iterable[str] = ()) -> "dict
         ]
         if not any(matches):
             chosen = ", ".join(dict.fromkeys(config.method for config in configs))
-            raise UnsupportedAttentionError(f"--set {setting}: none of the chosen methods ({chosen}) has it")
+            names = dict.fromkeys(name for config in configs for name in config.hyperparameters())
+            hint = "" if key in names else did_you_mean(key, names)
+            raise UnsupportedAttentionError(f"--set {setting}: none of the chosen methods ({chosen}) has it.{hint}")
         configs = [
             make_config(config, **{key: value}) if is_match else config
             for config, is_match in zip(configs, matches, strict=True)

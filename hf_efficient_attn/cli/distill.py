@@ -12,6 +12,7 @@ from hf_efficient_attn.cli.common import (
     LiveTable,
     Source,
     Threads,
+    check_minutes,
     command,
     complete_methods,
     parse_device,
@@ -117,6 +118,15 @@ def distill(
     write_now: Annotated[
         bool, typer.Option("--write-now", help="Write the checkpoint from the saved state, without more training.")
     ] = False,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            "--minutes",
+            metavar="X",
+            callback=check_minutes,
+            help="End the training after about this time and save its state, as Ctrl-C does.",
+        ),
+    ] = None,
     threads: Threads = None,
     device: Device = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the output folder if it exists.")] = False,
@@ -128,8 +138,8 @@ def distill(
     No labels are needed. A twentieth of the data is held out to measure the error of each layer before and after. The
     model card gets both, and distillation.json and distillation.png are written beside it.
 
-    Ctrl-C ends the training after the present step and saves its state in OUTPUT.partial. The same command continues
-    from there. The exit status is 130.
+    Ctrl-C, or the end of --minutes, ends the training after the present step and saves its state in OUTPUT.partial.
+    The same command continues from there. The exit status is 130, because OUTPUT is not written yet.
     """
     from hf_efficient_attn.evaluation.analyze import Source as Checkpoint
     from hf_efficient_attn.evaluation.timing import use_threads
@@ -139,6 +149,10 @@ def distill(
 
     if restart and write_now:
         raise UnsupportedAttentionError("--restart discards the state that --write-now needs: give one of them")
+    if minutes is not None and write_now:
+        raise UnsupportedAttentionError(
+            "--write-now does not train, so that --minutes limits nothing: give one of them"
+        )
     chosen, hyperparameters = parse_method(method, setting)
     if hyperparameters is None:
         raise UnsupportedAttentionError(
@@ -157,12 +171,13 @@ def distill(
     rows = Rows(is_silent=as_json)
     with use_threads(threads):
         done, status = until_interrupted(
-            lambda: distill_checkpoint(checkpoint, data, place, target, plan, rows.execution())
+            lambda: distill_checkpoint(checkpoint, data, place, target, plan, rows.execution(minutes))
         )
     if status:
+        why = ", at the end of --minutes" if done["is_over"] else ""
         typer.echo(
-            f"Stopped after {done['steps_done']} of {done['steps']} steps. The state is in {done['folder']}: the same "
-            "command continues; with --write-now it writes the checkpoint as it is.",
+            f"Stopped after {done['steps_done']} of {done['steps']} steps{why}. The state is in {done['folder']}: the "
+            "same command continues; with --write-now it writes the checkpoint as it is.",
             err=True,
         )
     elif as_json:
@@ -196,11 +211,11 @@ class Rows:
         self._is_silent = is_silent
         self._table: LiveTable | None = None
 
-    def execution(self) -> "Execution":
-        """The functions that print."""
+    def execution(self, minutes: float | None = None) -> "Execution":
+        """The functions that print, and the limit of time."""
         from hf_efficient_attn.evaluation.progress import Execution
 
-        return Execution() if self._is_silent else Execution(on_begin=self.begin, on_row=self.add)
+        return Execution(minutes) if self._is_silent else Execution(minutes, on_begin=self.begin, on_row=self.add)
 
     def begin(self, about: dict[str, Any]) -> None:
         """Say what is trained, and where."""

@@ -25,6 +25,7 @@ def push(
     yes: Annotated[
         bool, typer.Option("--yes", help="Push. Without this option nothing is sent, and the hub is not contacted.")
     ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be sent, as without --yes.")] = False,
     install: Annotated[
         str | None,
         typer.Option(
@@ -43,6 +44,8 @@ def push(
     """Push a converted checkpoint to the Hugging Face Hub. Without --yes, only list what would be sent."""
     from hf_efficient_attn import hub
 
+    if yes and dry_run:
+        raise UnsupportedAttentionError("--dry-run sends nothing, and --yes sends the files: give one of them")
     if yes and show_card:
         raise UnsupportedAttentionError("--show-card sends nothing: look at the card first, and then give --yes alone")
     if not yes:

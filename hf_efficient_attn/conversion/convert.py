@@ -1,6 +1,6 @@
 """`convert`: switch a model that is in memory to another attention method."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -91,10 +91,9 @@ def _settings(
     hyperparameters: dict[str, Any],
 ) -> EfficientAttentionConfig:
     """The choice that the arguments of `convert` describe."""
-    if isinstance(method_or_config, (str, MethodConfig)):
-        if layers is not None and any(isinstance(layer, dict) for layer in layers):
-            return EfficientAttentionConfig(method_or_config, hyperparameters, layers)
-        return EfficientAttentionConfig(make_config(method_or_config, **hyperparameters), None, layers)
+    if not isinstance(method_or_config, (EfficientAttentionConfig, Mapping)):
+        make_config(method_or_config)  # refuses what is no method, None included
+        return EfficientAttentionConfig(method_or_config, hyperparameters, layers)
     settings = as_settings(method_or_config)
     if layers is None and not hyperparameters:
         return settings

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
+from hf_efficient_attn.errors import UnsupportedAttentionError, shown, unknown_name
 from hf_efficient_attn.integration.learned import LearnedParameters
 from hf_efficient_attn.integration.models import models_in, transformers_models
 from hf_efficient_attn.integration.positions import find_tables, position_offset
@@ -44,12 +44,13 @@ def extend_positions(model: nn.Module, max_length: int, method: str = "tile") ->
             present one, an unknown `method`, models without a learned table over token positions, and models whose
             attention method has learned tables of the present length.
     """
+    roots = transformers_models(model)
     if method not in ("tile", "interpolate"):
         raise UnsupportedAttentionError(unknown_name("method of extend_positions", method, ["tile", "interpolate"]))
     if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1:
-        raise UnsupportedAttentionError(f"max_length must be a positive integer, not {max_length!r}")
+        raise UnsupportedAttentionError(f"max_length must be a positive integer, not {shown(max_length)}")
     _refuse_learned_tables(model)
-    tables = [table for root in transformers_models(model) for table in position_tables(root)]
+    tables = [table for root in roots for table in position_tables(root)]
     for _, embedding, _ in tables:
         present = embedding.num_embeddings - position_offset(embedding)
         if max_length < present:

@@ -23,14 +23,13 @@ from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.evaluation.benchmark import TEXT_ROWS, own_settings
 from hf_efficient_attn.evaluation.calibration import (
-    Candidate,
     ErrorTable,
     add_errors,
     check_batches,
     check_max_error,
     largest,
-    make_candidates,
 )
+from hf_efficient_attn.evaluation.candidates import Candidate, make_candidates
 from hf_efficient_attn.evaluation.capture import (
     AttentionSummary,
     Batch,

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.errors import UnsupportedAttentionError, shown
+from hf_efficient_attn.evaluation.candidates import Candidate, configs_of, make_candidates, refuse_short
 from hf_efficient_attn.evaluation.capture import (
     AttentionSummary,
     Batch,
@@ -19,14 +20,11 @@ from hf_efficient_attn.evaluation.capture import (
     forward,
     summarize_attention,
 )
-from hf_efficient_attn.evaluation.defaults import default_variants
 from hf_efficient_attn.evaluation.timing import Timing, paired_seconds, summary
 from hf_efficient_attn.integration.layers import Layer, in_order
-from hf_efficient_attn.integration.refusals import check_methods
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods import MethodConfig, causal_methods, make_config
 
-_BUDGETS = (32, 64, 128, 256, 512, 1024)
 # If the log errors are normal with a known deviation, an unseen sequence stays below mean + 2 deviations with
 # probability .977.
 _DEVIATIONS = 2.0
@@ -38,13 +36,6 @@ HOW_TO_SAVE = (
 )
 # Standard deviation between sequences of the logarithm of the error, as far as sequences do not say more.
 _UNKNOWN_SPREAD = 0.25
-
-
-class Candidate(NamedTuple):
-    """A method at a budget; `columns` is the cost per query."""
-
-    columns: int
-    config: MethodConfig
 
 
 # (number of the batch, index in the batch) -> error of one sequence in a layer: the mean over heads; if several modules
@@ -116,7 +107,7 @@ def calibrate(
             None for the default methods (`MethodConfig.default_rank`) that support the model, fastest first; in models
             of pictures, with a global first token where they have one.
         budgets: costs per query in columns (`with_budget`); None for 32, 64, 128, ..., 1024. Budgets that reach the
-            length of the longest sequence are left out, since exact attention costs no more.
+            length of the longest sequence, without its padding, are left out, since exact attention costs no more.
         seed: added to the seed of every method; the config that is returned contains the sum.
 
     Returns:
@@ -137,7 +128,12 @@ def calibrate(
     summary = summarize_attention(model, largest(batches))
     candidates = make_candidates(methods, budgets, summary, seed, each_layer=True)
     table, tokens = measure_errors(model, batches, candidates, summary, max_error)
-    chosen = choose_each(table, candidates, max_error)
+    # The length is known without its padding only now. What computes all sequences exactly says nothing about others.
+    longest = max(tokens.values(), default=0)
+    useful = [one for one in candidates if one.columns < longest]
+    if not useful:
+        refuse_short(longest, sorted({one.columns for one in candidates}))
+    chosen = choose_each(table, useful, max_error)
     undecided = _undecided(methods, max_error, seed)
     if undecided is not None:
         rest = Choice(Candidate(0, undecided), math.nan, math.nan)
@@ -163,8 +159,7 @@ def calibrate(
 
 def _undecided(methods: "Sequence[str | MethodConfig] | None", max_error: float, seed: int) -> MethodConfig | None:
     """What a layer gets in which no candidate is accepted: the first method that decides in each call, or None."""
-    for method in [methods] if isinstance(methods, (str, MethodConfig)) else methods or ():
-        config = make_config(method)
+    for config in configs_of(methods):
         stored = config.calibrated(max_error, accepted=False)
         if stored is not None:
             return make_config(stored, seed=getattr(config, "seed", 0) + seed)
@@ -242,7 +237,8 @@ def check_max_error(max_error: float) -> None:
 def check_batches(batches: Iterable[Batch]) -> list[Batch]:
     """The batches as a list that is not empty."""
     if isinstance(batches, (Mapping, Tensor, str)) or not isinstance(batches, Iterable):
-        raise UnsupportedAttentionError("batches must be a list or another iterable of batches, not a batch itself")
+        given = "a batch itself" if isinstance(batches, (Mapping, Tensor)) else shown(batches)
+        raise UnsupportedAttentionError(f"batches must be a list or another iterable of batches, not {given}")
     batches = list(batches)
     if not batches:
         raise UnsupportedAttentionError("there are no batches, so that nothing can be measured: give at least one")
@@ -259,54 +255,6 @@ def largest(batches: Sequence[Batch]) -> Batch:
         return max((math.prod(x.shape[1:]) for x in tensors), default=0)
 
     return max(batches, key=size)
-
-
-def make_candidates(
-    methods: "Sequence[str | MethodConfig] | None",
-    budgets: Sequence[int] | None,
-    summary: AttentionSummary,
-    seed: int = 0,
-    *,
-    each_layer: bool = False,
-) -> list[Candidate]:
-    """Every method at every budget below the longest sequence, the cheapest first; raises as `calibrate` does.
-
-    With `each_layer`, methods without a causal form are allowed as long as some layers are not causal.
-    """
-    is_causal = summary.is_causal and not (each_layer and set(summary.layers) - summary.causal_layers)
-    if methods is None:
-        configs = default_variants(
-            is_causal=is_causal,
-            is_rectangular=summary.is_rectangular,
-            takes_pictures=summary.takes_pictures,
-        )
-        configs = [config for config in configs if config.adds_distance_bias or not summary.has_distance_bias]
-    else:
-        if isinstance(methods, (str, MethodConfig)):
-            methods = [methods]
-        configs = [make_config(method) for method in methods]
-        if not configs:
-            raise UnsupportedAttentionError("methods is empty: leave it out for the default methods")
-    check_methods(configs, is_causal, summary.is_rectangular)
-    sizes = sorted(set(_BUDGETS if budgets is None else budgets))
-    for columns in sizes:
-        if isinstance(columns, bool) or not isinstance(columns, int) or columns < 1:
-            raise UnsupportedAttentionError(f"a budget of {columns!r} columns is not possible; give integers above 0")
-    useful = [columns for columns in sizes if columns < summary.max_kv_len]
-    if not useful:
-        raise UnsupportedAttentionError(
-            f"the longest sequence has {summary.max_kv_len} tokens, and budgets of "
-            f"{', '.join(map(str, sizes)) or 'nothing'} columns save nothing: give longer sequences or smaller budgets"
-        )
-    cheapest: dict[MethodConfig, int] = {}
-    for columns in useful:
-        for config in configs:
-            sized = config.with_budget(columns)
-            if seed and hasattr(sized, "seed"):
-                sized = make_config(sized, seed=sized.seed + seed)
-            # A method without a budget has the same config at all of them.
-            cheapest.setdefault(sized, columns)
-    return [Candidate(columns, config) for config, columns in cheapest.items()]
 
 
 def measure_errors(

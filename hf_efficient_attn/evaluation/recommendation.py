@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from hf_efficient_attn.evaluation.calibration import (
-    Candidate,
     Choice,
     ErrorTable,
     bound,
@@ -20,6 +19,7 @@ from hf_efficient_attn.evaluation.calibration import (
     measure_speed,
     spread,
 )
+from hf_efficient_attn.evaluation.candidates import Candidate
 from hf_efficient_attn.evaluation.capture import AttentionSummary, Batch
 from hf_efficient_attn.integration.layers import Layer, ranges
 from hf_efficient_attn.integration.settings import changed_hyperparameters

@@ -73,7 +73,7 @@ def context(facts: Facts, name: str) -> dict[str, Any]:
         "benchmark": facts.benchmark,
         "calibrated": [choice.calibrated_length for _, choice in facts.choices if choice.calibrated_length],
         "command": _command(facts, own_files),
-        "command_name": command_name(own_files),
+        "import_options": "".join(f" {word}" for word in import_options(own_files)),
         "distillation": facts.distillation,
         "install": facts.install and shlex.quote(facts.install),
         "limits": [(method_info(method), exact[method]) for method in facts.methods],
@@ -177,12 +177,10 @@ def own_files_of(config_classes: Iterable[type[MethodConfig]]) -> list[OwnFile]:
     ]
 
 
-def command_name(own_files: Iterable[OwnFile]) -> str:
-    """The command of this package, after the import of files that it does not know."""
-    modules = list(dict.fromkeys(file.module for file in own_files if file.name))
-    if not modules:
-        return "hf-efficient-attn"
-    return f'python -c "import {", ".join(modules)}; from hf_efficient_attn.cli import main; main()"'
+def import_options(own_files: Iterable[OwnFile]) -> list[str]:
+    """The options of a command of this package for files that it does not know."""
+    names = dict.fromkeys(file.name for file in own_files if file.name)
+    return [word for name in names for word in ("--import", name)]
 
 
 def _command(facts: Facts, own_files: Iterable[OwnFile]) -> str | None:
@@ -205,4 +203,4 @@ def _command(facts: Facts, own_files: Iterable[OwnFile]) -> str | None:
         words += ["--max-length", str(facts.max_length)]
     if distilled is not None:
         words += _distillation_words(distilled)
-    return f"{command_name(own_files)} {shlex.join([*words, '-o', 'OUT'])}"
+    return shlex.join(["hf-efficient-attn", *words, "-o", "OUT", *import_options(own_files)])

@@ -28,7 +28,7 @@ from hf_efficient_attn.hub.card import (
     update_card,
     write_card,
 )
-from hf_efficient_attn.hub.context import command_name, find_own_files
+from hf_efficient_attn.hub.context import find_own_files, import_options
 from hf_efficient_attn.hub.facts import Facts, check_repo_id, clean, read_facts
 from hf_efficient_attn.hub.install import check_install
 from hf_efficient_attn.io.json import encode_json, read_json_object, write_json
@@ -182,7 +182,8 @@ def _missing_files(facts: Facts, found: Collection[str]) -> list[str]:
 
 def _missing_measurements(facts: Facts) -> list[str]:
     """What the card does not say about speed and error, and the command that adds it."""
-    command = f"'{command_name(find_own_files(facts))} benchmark {shlex.quote(str(facts.folder))} --card'"
+    words = ["hf-efficient-attn", "benchmark", str(facts.folder), "--card", *import_options(find_own_files(facts))]
+    command = f"'{shlex.join(words)}'"
     if facts.benchmark is None:
         return [f"no measurements: {command} adds them"]
     if not facts.benchmark.complete:

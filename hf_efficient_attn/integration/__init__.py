@@ -12,7 +12,8 @@ was just made. `register` therefore extends its base classes once, in these plac
 - `PreTrainedModel.get_correct_attn_implementation` suggests the method with the most similar name if a name is unknown,
   and refuses model classes that know only Transformers' own implementations.
 - `PreTrainedModel._initialize_weights` also initializes learned parameters (`learned.LearnedParameters`).
-- `GenerationMixin.init_continuous_batching` refuses models with a method of this package.
+- `GenerationMixin.init_continuous_batching` refuses models with a method of this package, and
+  `_prepare_cache_for_generation` texts that would become longer than their position table.
 - `DynamicCache.__init__` gives layers whose method decodes from a state their own kind of layer (`recurrent`).
 
 `models.switch` changes no class. It numbers the attention modules and attaches the parameters that their method learns.

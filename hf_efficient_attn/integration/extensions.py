@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import inspect
 import sys
 from types import FrameType
 from typing import Any
@@ -16,6 +17,7 @@ from hf_efficient_attn.errors import OWN_FILE, UnsupportedAttentionError, unknow
 from hf_efficient_attn.integration import models
 from hf_efficient_attn.integration.configs import check_parts, method_of, requested_methods, settings_of
 from hf_efficient_attn.integration.learned import LearnedParameters
+from hf_efficient_attn.integration.positions import refuse_long_generation
 from hf_efficient_attn.integration.recurrent import StateLayer, is_recurrent
 from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS
 from hf_efficient_attn.integration.transaction import Snapshot
@@ -142,10 +144,11 @@ def _extend_initialization() -> None:
 
 
 def extend_generation() -> None:
-    """Refuse continuous batching (`generate_batch`) with a method of this package. Called once.
+    """Refuse what `GenerationMixin` cannot do with a method of this package, before it begins. Called once.
 
-    Transformers would refuse it too, but not where flash attention is installed: there it would switch the model to
-    that, and generate with exact attention.
+    That is a text that would become longer than the position table, and continuous batching (`generate_batch`), which
+    Transformers would refuse too, but not where flash attention is installed: there it would switch the model to that,
+    and generate with exact attention.
     """
     initialize = GenerationMixin.init_continuous_batching
 
@@ -161,7 +164,22 @@ def extend_generation() -> None:
                 )
         return initialize(self, *args, **kwargs)
 
+    prepare = GenerationMixin._prepare_cache_for_generation
+    signature = inspect.signature(prepare)
+
+    # The length of the prompt and the largest number of new tokens are known here, and no token has been computed.
+    @functools.wraps(prepare)
+    def prepare_or_refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs).arguments
+        if any(method_of(config) for config in models.configs_of(self)):
+            # The mask of an encoder-decoder is that of the encoder.
+            inputs = {} if self.config.is_encoder_decoder else given["model_kwargs"]
+            for part in models.models_in(self.get_decoder()):
+                refuse_long_generation(part, given["max_cache_length"], inputs)
+        return prepare(self, *args, **kwargs)
+
     _replace(GenerationMixin, initialize_or_refuse)
+    _replace(GenerationMixin, prepare_or_refuse)
 
 
 def extend_caches() -> None:

@@ -54,8 +54,20 @@ def transformers_models(model: nn.Module) -> list[PreTrainedModel]:
         else:
             waiting += list(module.children())
     if not found:
-        raise UnsupportedAttentionError(f"a {type(model).__name__} holds no Transformers model (a PreTrainedModel)")
+        raise UnsupportedAttentionError(_no_model(model))
     return found
+
+
+def _no_model(value: object) -> str:
+    """Why something holds no Transformers model, and what to give instead."""
+    if isinstance(value, str):
+        return f"{value!r} is a name and no model: load it first, for example with AutoModel.from_pretrained({value!r})"
+    if isinstance(value, type):
+        return f"{value.__name__} is a class and no model: make one, for example with {value.__name__}.from_pretrained"
+    if isinstance(value, PreTrainedConfig):
+        return f"a {type(value).__name__} is a config and no model: make one with AutoModel.from_config(config)"
+    advice = ": give its attribute model" if isinstance(getattr(value, "model", None), PreTrainedModel) else ""
+    return f"a {type(value).__name__} holds no Transformers model (a PreTrainedModel){advice}"
 
 
 def configs_of(model: nn.Module) -> list[PreTrainedConfig]:

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.errors import UnsupportedAttentionError, shown
 
 Layer: TypeAlias = int | str
 # Names are read from other people's files and appear in model cards and command lines.
@@ -91,8 +91,8 @@ def check_layer(layer: Any) -> Layer:
         return layer
     if isinstance(layer, (bool, str)) or not hasattr(layer, "__index__") or int(layer) < 0:
         raise UnsupportedAttentionError(
-            f"'layers' contains {layer!r}; a layer is a non-negative integer, or a name that the model uses, such as "
-            "'encoder' or 't2t.0'"
+            f"'layers' contains {shown(layer)}; a layer is a non-negative integer, or a name that the model uses, "
+            "such as 'encoder' or 't2t.0'"
         )
     return int(layer)
 

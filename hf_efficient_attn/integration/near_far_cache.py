@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.configuration_utils import PreTrainedConfig
 
-from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.errors import UnsupportedAttentionError, shown
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.recurrent import StateLayer, as_new_keys, number_to_crop, plain_keys
 from hf_efficient_attn.methods import MethodConfig, attention, available_methods, get_method
@@ -461,6 +461,12 @@ class NearFarCache(Cache):
         if isinstance(columns, bool) or not isinstance(columns, int) or columns < _SMALLEST:
             raise UnsupportedAttentionError(
                 f"NearFarCache: columns={columns!r} must be an integer of {_SMALLEST} or more"
+            )
+        if not isinstance(config, PreTrainedConfig):
+            own = isinstance(getattr(config, "config", None), PreTrainedConfig)
+            raise UnsupportedAttentionError(
+                f"NearFarCache takes the config of a model, not {'the model' if own else shown(config)}: "
+                "hea.NearFarCache(model.config, columns=256)"
             )
         config = config.get_text_config(decoder=True)
         name = method_of(config)

@@ -126,6 +126,34 @@ def refuse_long_input(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None
             )
 
 
+def refuse_long_generation(model: PreTrainedModel, num_tokens: int, kwargs: Mapping[str, Any]) -> None:
+    """Refuse `generate` before it begins if its last tokens would exceed the position table.
+
+    Args:
+        model: the model that holds the tables, at its attribute `TABLES`.
+        num_tokens: how many tokens it gets in all, padding included. The last one that is generated is not among them.
+        kwargs: the arguments of the first call, from which the padding follows.
+
+    Raises:
+        UnsupportedAttentionError: there are fewer positions.
+    """
+    for table in getattr(model, TABLES, ()):
+        if num_tokens <= table.num_positions:
+            continue
+        position_ids, mask, padding = kwargs.get("position_ids"), kwargs.get("attention_mask"), 0
+        if isinstance(position_ids, Tensor):
+            padding = position_ids.shape[-1] - int(position_ids.max()) - 1
+        elif isinstance(mask, Tensor) and mask.ndim == 2:
+            padding = mask.shape[1] - int(mask.sum(1).max())
+        used = num_tokens - padding
+        if used > table.num_positions:
+            raise UnsupportedAttentionError(
+                f"generate would need {used} positions for the prompt and the new tokens (max_new_tokens or "
+                f"max_length), and {type(model).__name__} has {table.num_positions}: generate fewer tokens, shorten "
+                f"the prompt, or extend the positions first with hf_efficient_attn.extend_positions(model, {used})"
+            )
+
+
 def _used_positions(embedding: nn.Embedding, length: int, ids: object, kwargs: Mapping[str, Any]) -> int | None:
     """How many positions a call needs that has more columns than the table; None if that cannot be said.
 

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
+from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, as_dict, shown, unknown_name
 from hf_efficient_attn.integration.layers import (
     Layer,
     begins_with,
@@ -35,7 +35,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class EfficientAttentionConfig:
+class EfficientAttentionConfig(KnownFields):
     """The choice that a model carries in `config.efficient_attention`. Immutable, checked when it is made.
 
     Two choices are equal if models compute the same with them.
@@ -73,7 +73,8 @@ class EfficientAttentionConfig:
                 f"calibrated_length={length!r} must be a number of tokens, an integer of 1 or more; leave it out if "
                 "the errors were not measured"
             )
-        hyperparameters, layers = dict(self.hyperparameters or {}), _as_list(self.layers)
+        hyperparameters = as_dict(self.hyperparameters or {}, "hyperparameters")
+        layers = _as_list(self.layers)
         if layers is not None and any(isinstance(layer, Mapping) for layer in layers):
             if hyperparameters or isinstance(self.method, MethodConfig):
                 raise UnsupportedAttentionError(
@@ -171,7 +172,7 @@ class EfficientAttentionConfig:
         Raises:
             UnsupportedAttentionError: as the class does, for an unknown key, and for a newer version of the format.
         """
-        values = dict(values)
+        values = as_dict(values, "efficient_attention")
         version = values.pop("version", FORMAT_VERSION)
         if isinstance(version, bool) or not isinstance(version, int) or version < 1:
             raise UnsupportedAttentionError(f"efficient_attention: version={version!r} must be a positive integer")
@@ -245,7 +246,9 @@ def _as_list(layers: Any) -> list[Any] | None:
     if layers is None:
         return None
     if isinstance(layers, (str, bytes, Mapping)) or not isinstance(layers, Iterable):
-        raise UnsupportedAttentionError(f"'layers' must be a list of layer indices or of entries, not {layers!r}")
+        raise UnsupportedAttentionError(
+            f"'layers' must be a list of layer indices or of entries, not {shown(layers)}: write layers=[...]"
+        )
     layers = list(layers)
     if not layers:
         raise UnsupportedAttentionError(
@@ -261,7 +264,7 @@ def _indices(layers: Iterable[Any]) -> tuple[Layer, ...]:
 def _mix_entry(entry: Any, method: str | None) -> Entry:
     if not isinstance(entry, Mapping) or entry.get("layers") is None:
         raise UnsupportedAttentionError(
-            f'\'layers\' contains {entry!r}; in a mix every entry is {{"layers": [indices], "method": name, ...}}'
+            f'\'layers\' contains {shown(entry)}; in a mix every entry is {{"layers": [indices], "method": name, ...}}'
         )
     for key in ("version", "calibrated_length"):
         if key in entry:

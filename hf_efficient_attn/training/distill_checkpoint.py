@@ -34,7 +34,7 @@ from hf_efficient_attn.training.distillation import Distillation, DistillationOp
 from hf_efficient_attn.training.distillation_run import DistillationRun
 from hf_efficient_attn.training.finetuning import make_teacher, outputs_of
 from hf_efficient_attn.training.saved_state import Interruption, SavedState, noting_interruption
-from hf_efficient_attn.training.teachability import converted_to, refuse_nothing_to_learn
+from hf_efficient_attn.training.teachability import converted_to, why_nothing_to_learn
 from hf_efficient_attn.training.training_data import BatchSize, TrainingData, mean, update
 
 FORMAT = 1
@@ -160,6 +160,7 @@ def distill_checkpoint(
         target: the method.
         plan: how it is trained.
         execution: `on_begin` gets what is known of "distillation" before the training, `on_row` each row of "history".
+            At the end of `minutes` the training is interrupted, after one step at least.
 
     Returns:
         the report of `convert_checkpoint`, and "distillation", the contents of distillation.json: "format", "source",
@@ -173,8 +174,8 @@ def distill_checkpoint(
     Raises:
         UnsupportedAttentionError: a source, a method or data that cannot be used, a method that learns nothing or
             computes inputs of this length exactly, a state of another request, or a loss that is not finite.
-        Interrupted: the user interrupted the training. The state is saved. The result has "steps_done", "steps" (of
-            both stages) and "folder" (of the state).
+        Interrupted: the user, or the limit of time, interrupted the training. The state is saved. The result has
+            "steps_done", "steps" (of both stages), "folder" (of the state) and "is_over" (whether the time was over).
     """
     check_drawing()
     plan, execution = plan or Plan(), execution or Execution()
@@ -191,6 +192,8 @@ class _CheckpointRun:
 
     def __init__(self, source: Source, file: pathlib.Path, output: Output, target: Target, plan: Plan) -> None:
         config = make_config(target.method, **target.hyperparameters)
+        if (reason := why_nothing_to_learn([config])) is not None:
+            raise UnsupportedAttentionError(reason)
         self._plan, self._output, self._attention = plan, output, method_label(config)
         self._conversion = conversion = Conversion(
             source.name,
@@ -215,7 +218,6 @@ class _CheckpointRun:
                 outputs_of(self._trained, self._data.batch(self._data.held_out[0]), finetuning.target)
             teacher = _make_teacher(self._trained, plan.options)
         conversion.switch(target.method, dict(target.hyperparameters), target.layers)
-        refuse_nothing_to_learn(model)
         options = dataclasses.replace(plan.options, on_step=self._after_step)
         self._run = DistillationRun(self._trained, teacher, plan.steps, plan.loss, options)
         self._state = SavedState(conversion.place.path, self._request())
@@ -231,6 +233,7 @@ class _CheckpointRun:
         self._saved_at: int | None = None
         self._load()
         self._execution, self._interruption = Execution(), Interruption()
+        self._is_over = False
 
     def _request(self) -> dict[str, Any]:
         return {
@@ -331,11 +334,14 @@ class _CheckpointRun:
             raise KeyboardInterrupt
 
     def _is_interrupted(self) -> bool:
-        """Whether Ctrl-C was pressed; in a distributed training, in any of the processes."""
-        requested, reduce = self._interruption.requested, self._plan.options.reduce
-        if reduce is None:
-            return requested
-        return reduce(torch.tensor(float(requested), device=self.model.device)).item() > 0
+        """Whether Ctrl-C was pressed or the time is over; in a distributed training, in any of the processes."""
+        is_last = self._run.num_batches == self._plan.num_batches
+        is_over = not is_last and self._execution.seconds_left() <= 0
+        flags, reduce = [self._interruption.requested, is_over], self._plan.options.reduce
+        if reduce is not None:
+            flags = (reduce(torch.tensor(flags, dtype=torch.float32, device=self.model.device)) > 0).tolist()
+        self._is_over = flags[1]
+        return any(flags)
 
     @contextlib.contextmanager
     def reporting_interruption(self) -> Iterator[None]:
@@ -345,10 +351,8 @@ class _CheckpointRun:
         except KeyboardInterrupt:
             if self._saved_at is None:
                 raise KeyboardInterrupt from None
-            folder = str(self._state.folder)
-            raise Interrupted(
-                {"steps_done": self._saved_at, "steps": self._plan.num_batches, "folder": folder}
-            ) from None
+            known = {"steps_done": self._saved_at, "steps": self._plan.num_batches, "folder": str(self._state.folder)}
+            raise Interrupted({**known, "is_over": self._is_over}) from None
 
     @contextlib.contextmanager
     def _divergence(self) -> Iterator[None]:

@@ -11,19 +11,20 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, shown
 from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, forward
 from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.integration.learned import LearnedParameters, learned_of
 from hf_efficient_attn.integration.models import attention_modules, transformers_models
 from hf_efficient_attn.methods import MethodConfig
 from hf_efficient_attn.training.attention_loss import WINDOW, DivergedError, backward, check_loss, squared_error
-from hf_efficient_attn.training.finetuning import FinetuningOptions
+from hf_efficient_attn.training.finetuning import FinetuningOptions, check_rate
 
 
 class LayerLoss(NamedTuple):
@@ -45,7 +46,7 @@ Capture = Callable[[nn.Module, Callable[[Call], None]], AbstractContextManager[N
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillationOptions:
+class DistillationOptions(KnownFields):
     """How `hea.distill` trains.
 
     Attributes:
@@ -69,8 +70,16 @@ class DistillationOptions:
     show_progress: bool = True
 
     def __post_init__(self) -> None:
-        if not self.learning_rate > 0:
-            raise UnsupportedAttentionError(f"learning_rate={self.learning_rate!r} must be above 0")
+        check_rate("learning_rate", self.learning_rate)
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise UnsupportedAttentionError(f"seed={shown(self.seed)} must be an integer")
+        if not isinstance(self.finetuning, (FinetuningOptions, NoneType)):
+            raise UnsupportedAttentionError(
+                f"finetuning must be hea.FinetuningOptions(steps=...) or None, not {shown(self.finetuning)}"
+            )
+        for name in ("on_step", "reduce"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise UnsupportedAttentionError(f"{name} must be a function or None, not {shown(getattr(self, name))}")
 
 
 class _Group:

@@ -1,14 +1,16 @@
 """Both stages of a distillation, from a model with exact attention to a converted one: `hea.distill`."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from itertools import islice
+from types import NoneType
 from typing import Any
 
 from torch import nn
 from tqdm import tqdm
 
 from hf_efficient_attn.conversion import convert
-from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.errors import UnsupportedAttentionError, shown
 from hf_efficient_attn.evaluation.capture import Batch
 from hf_efficient_attn.evaluation.progress import partial_result
 from hf_efficient_attn.integration.models import snapshot, transformers_models
@@ -72,7 +74,7 @@ def distill(
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise UnsupportedAttentionError(f"steps={steps!r} must be an integer of 1 or more")
     check_loss(loss)
-    options = options or DistillationOptions()
+    options = _check_options(options, hyperparameters)
     refuse_converted(model)
     stream = batch_stream(batches, options.seed, steps)
     before = snapshot(transformers_models(model))
@@ -91,6 +93,20 @@ def distill(
         before.restore()
         raise
     return model
+
+
+def _check_options(options: object, hyperparameters: Mapping[str, Any]) -> DistillationOptions:
+    """The options, after a check that they are not given as a dictionary or among the hyperparameters."""
+    if not isinstance(options, (DistillationOptions, NoneType)):
+        raise UnsupportedAttentionError(
+            f"options must be hea.DistillationOptions(learning_rate=...) or None, not {shown(options)}"
+        )
+    for spec in fields(DistillationOptions):
+        if spec.name in hyperparameters and spec.name != "seed":  # methods have a seed of their own
+            raise UnsupportedAttentionError(
+                f"{spec.name!r} is no hyperparameter of a method: give options=hea.DistillationOptions({spec.name}=...)"
+            )
+    return options or DistillationOptions()
 
 
 class DistillationRun:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
+from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, shown, unknown_name
 from hf_efficient_attn.evaluation.capture import Batch, capture_attention, forward
 from hf_efficient_attn.integration.models import transformers_models
 from hf_efficient_attn.training.attention_loss import WINDOW, DivergedError
@@ -36,8 +36,14 @@ _WARMUP = 0.1
 _MAX_NORM = 1.0
 
 
+def check_rate(name: str, value: object) -> None:
+    """Refuse a learning rate that is not a number above 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise UnsupportedAttentionError(f"{name}={shown(value)} must be a number above 0")
+
+
 @dataclass(frozen=True, kw_only=True)
-class FinetuningOptions:
+class FinetuningOptions(KnownFields):
     """The second stage of `hea.distill`: the whole converted model, or LoRA adapters, imitates the exact model.
 
     Attributes:
@@ -61,9 +67,9 @@ class FinetuningOptions:
         if self.target not in TARGETS:
             raise UnsupportedAttentionError(unknown_name("target", self.target, TARGETS))
         for name in ("learning_rate", "attention_learning_rate"):
-            if not getattr(self, name) > 0:
-                raise UnsupportedAttentionError(f"{name}={getattr(self, name)!r} must be above 0")
-        if self.lora_rank is not None and (isinstance(self.lora_rank, bool) or self.lora_rank < 1):
+            check_rate(name, getattr(self, name))
+        rank = self.lora_rank
+        if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
             raise UnsupportedAttentionError(f"lora_rank={self.lora_rank!r} must be 1 or more, or None")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
+from hf_efficient_attn.errors import UnsupportedAttentionError, shown, unknown_name
 from hf_efficient_attn.evaluation.capture import Batch
 from hf_efficient_attn.methods import method_info
 from hf_efficient_attn.training.distillation import DistillationOptions
@@ -84,7 +84,8 @@ class UptrainingSchedule:
         given: Iterable[Any] = stages.stages if isinstance(stages, UptrainingSchedule) else stages
         if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
             raise UnsupportedAttentionError(
-                f"stages must be a list of (attention, end), not {stages!r}; UptrainingSchedule.parse reads strings"
+                f"stages must be a list of (attention, end), not {shown(stages)}; UptrainingSchedule.parse reads "
+                "strings"
             )
         self.stages: tuple[Stage, ...] = make_stages(given, part)
         if total_steps is not None and (isinstance(total_steps, bool) or not isinstance(total_steps, int)):

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_method
+from hf_efficient_attn.errors import UnsupportedAttentionError, as_dict, shown, unknown_method
 from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS, EfficientAttentionConfig
-from hf_efficient_attn.methods import MethodConfig, available_methods, make_config, method_info
+from hf_efficient_attn.methods import MethodConfig, available_methods, get_method, make_config, method_info
 from hf_efficient_attn.training.teachability import why_nothing_to_learn
 
 
@@ -76,9 +76,9 @@ def _make_stage(given: Any, before: Stage | None) -> Stage:
         return _stage_from_dict(given)
     if isinstance(given, (str, bytes)) or not isinstance(given, Sequence) or len(given) not in (2, 3):
         raise UnsupportedAttentionError(
-            f"{given!r} is not a stage: use (attention, end) or (attention, end, hyperparameters)"
+            f"{shown(given)} is not a stage: use (attention, end) or (attention, end, hyperparameters)"
         )
-    values = dict(given[2]) if len(given) == 3 and given[2] is not None else {}
+    values = as_dict(given[2] or {}, "the hyperparameters of a stage") if len(given) == 3 else {}
     distill = _check_distill(values.pop("distill", 0))
     stage = _stage_of(given[0], _check_end(given[1]), values, before)
     if distill:
@@ -108,10 +108,10 @@ def _stage_of(attention: Any, end: float | int | None, values: dict[str, Any], b
     if isinstance(attention, MethodConfig):
         config = make_config(attention, **values)
         return Stage(config.method, end, EfficientAttentionConfig(config, None, layers))
-    if attention not in available_methods():
+    if isinstance(attention, str) and attention not in available_methods():
         known = [*available_methods(), *EXACT_IMPLEMENTATIONS]
         raise UnsupportedAttentionError(f"a stage: {unknown_method(attention, known)}")
-    values = {**_inherited(attention, before), **values}
+    values = {**_inherited(get_method(attention).info.name, before), **values}
     return Stage(attention, end, EfficientAttentionConfig(attention, values, layers))
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
+from hf_efficient_attn.methods._shared.arguments import check_names, check_types, refuse_positional
 from hf_efficient_attn.methods._shared.config import MethodConfig
 from hf_efficient_attn.methods._shared.graph import is_operator, operator_forward
 from hf_efficient_attn.methods._shared.learned_shapes import parameters_of_slice
@@ -112,6 +113,14 @@ def attention(
     """
     arguments = _Arguments(attention_mask, is_causal, scale, dropout_p, seed, distance_bias, heads)
     config, some = _split_hyperparameters(method_or_config, hyperparameters)
+    tensors = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "attention_mask": attention_mask,
+        "distance_bias": distance_bias,
+    }
+    check_types(config, tensors, is_causal, scale, dropout_p, parameters)
     given = _Parameters(parameters, some)
     if in_transform(query, key, value, arguments, given):
         return _in_transform(config, query, key, value, arguments, given)
@@ -218,6 +227,14 @@ def naive_attention(
     """Compute the readable form of a method, with dense (Nq, Nk) matrices; see `attention` for the arguments."""
     arguments = _Arguments(attention_mask, is_causal, scale, 0.0, seed, distance_bias)
     config, some = _split_hyperparameters(method_or_config, hyperparameters)
+    tensors = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "attention_mask": attention_mask,
+        "distance_bias": distance_bias,
+    }
+    check_types(config, tensors, is_causal, scale, 0.0, parameters)
     form = get_method(config.method).naive
     return _compute(form, config, query, key, value, arguments, _Parameters(parameters, some))
 
@@ -336,6 +353,7 @@ def _split_hyperparameters(
     """The config with the hyperparameters, and the tensors among them, which are learned parameters."""
     if not hyperparameters:
         return make_config(method_or_config), {}
+    check_names(make_config(method_or_config), hyperparameters)
     some = {k: v for k, v in hyperparameters.items() if isinstance(v, Tensor)}
     return make_config(method_or_config, **{k: v for k, v in hyperparameters.items() if k not in some}), some
 
@@ -554,7 +572,7 @@ def functional_form(name: str) -> Callable[..., Tensor]:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
+        *others: object,
         attention_mask: Tensor | None = None,
         is_causal: bool = False,
         scale: float | None = None,
@@ -562,6 +580,8 @@ def functional_form(name: str) -> Callable[..., Tensor]:
         seed: int | None = 0,
         **hyperparameters: Any,
     ) -> Tensor:
+        if others:
+            refuse_positional(name)
         given = {k: v for k, v in hyperparameters.items() if v is not None or k not in info.learned_parameters}
         return attention(
             name,
@@ -584,7 +604,8 @@ def functional_form(name: str) -> Callable[..., Tensor]:
         f"Args:\n{lines}"
     )
     signature = inspect.signature(call)
-    common = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    common = [p for p in signature.parameters.values() if p.kind not in variable]
     defaults = {f.name: f.default for f in fields} | dict.fromkeys(info.learned_parameters)
     own = [inspect.Parameter(k, inspect.Parameter.KEYWORD_ONLY, default=v) for k, v in defaults.items()]
     vars(call)["__signature__"] = signature.replace(parameters=common + own)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
-from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
+from hf_efficient_attn.errors import UnsupportedAttentionError, as_dict, shown, unknown_name
 
 ConfigT = TypeVar("ConfigT", bound="MethodConfig")
 
@@ -104,6 +104,16 @@ class MethodConfig:
     near: ClassVar[str] = ""
     far: ClassVar[str] = ""
 
+    def __new__(cls: type[ConfigT], *args: object, **hyperparameters: object) -> ConfigT:
+        """Refuse unknown hyperparameters as `from_dict` does, where Python raises a TypeError."""
+        if args:
+            raise UnsupportedAttentionError(
+                f"{cls.__name__} takes hyperparameters by name, not {shown(args[0])} alone: "
+                f"{', '.join(f'{name}=...' for name in cls.hyperparameters())}"
+            )
+        cls.check_hyperparameters(hyperparameters)
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
             value, minimum, choices = (
@@ -151,7 +161,7 @@ class MethodConfig:
         Raises:
             UnsupportedAttentionError: the method has no such hyperparameter, or the dictionary is another method's.
         """
-        values = dict(values)
+        values = as_dict(values, f"the argument of {cls.__name__}.from_dict")
         method = values.pop("method", cls.method)
         if method != cls.method:
             raise UnsupportedAttentionError(

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_method
+from hf_efficient_attn.errors import UnsupportedAttentionError, shown, unknown_method
 from hf_efficient_attn.methods._shared.config import ConfigT, MethodConfig
 from hf_efficient_attn.ops.random import Seed
 
@@ -159,6 +159,7 @@ _LISTENERS: list[Listener] = []
 
 # Transformers interprets these parts of the name of an attention implementation.
 _RESERVED = ("flash", "/", "sdpa", "flex_attention", "|")
+_EXACT = ("sdpa", "eager")
 _FACTS = ("method", "title", "paper", "year", "causal", "rectangular", "summary")
 # Arguments of `attention` and keys of `config.efficient_attention`.
 _TAKEN = (
@@ -189,10 +190,10 @@ def register_method(
 ) -> None:
     """Add a method, of this package or from a user's own file, under the name `config_class.method`.
 
-    From then on the method is available in the functional form, in Transformers as an `attn_implementation`, in saved
-    configs and, once the file that registers it has been imported, in the commands::
+    From then on the method is available in the functional form, in Transformers as an `attn_implementation` and in
+    saved configs. Every command takes the file that registers it::
 
-        python -c "import my_method; from hf_efficient_attn.cli import main; main()" info first_keys
+        hf-efficient-attn info first_keys --import my_method.py
 
     Args:
         config_class: a frozen, keyword-only dataclass that subclasses `MethodConfig`. It declares the hyperparameters,
@@ -335,7 +336,7 @@ def _check(
     """Check what would otherwise fail only when the new method is used."""
     if not (isinstance(config_class, type) and issubclass(config_class, MethodConfig)):
         raise UnsupportedAttentionError(
-            f"the first argument of register_method must be a subclass of MethodConfig; got {config_class!r}"
+            f"the first argument of register_method must be a subclass of MethodConfig; got {shown(config_class)}"
         )
 
     def refuse(problem: str) -> None:
@@ -424,8 +425,34 @@ def get_method(name: str) -> Method:
         UnsupportedAttentionError: there is no such method. The message names the most similar one.
     """
     if not isinstance(name, str) or name not in _REGISTRY:
-        raise UnsupportedAttentionError(unknown_method(name, _REGISTRY))
+        raise UnsupportedAttentionError(_no_method(name))
     return _REGISTRY[name]
+
+
+def _no_method(value: object) -> str:
+    """The sentence about something that is not the name of a method."""
+    if isinstance(value, type) and issubclass(value, MethodConfig):
+        return f"{value.__name__} is a class: give the config {value.__name__}(), or the name {value.method!r}"
+    if isinstance(value, type):
+        return f"{value.__name__} is a class: give the name of a method, or a config"
+    if isinstance(value, MethodConfig):
+        return f"{type(value).__name__}(...) is a config, but a name is needed here: give {value.method!r}"
+    if isinstance(value, str) and value in _EXACT:
+        return (
+            f"{value!r} is exact attention, which is no method of this package: call hea.convert(model, {value!r}), or "
+            "torch.nn.functional.scaled_dot_product_attention"
+        )
+    order = ""
+    if isinstance(value, Tensor):
+        order = "before the tensors: hea.attention(method, query, key, value)"
+    elif isinstance(value, nn.Module):
+        order = "after the model: hea.convert(model, method)"
+    if order:
+        return (
+            f"a {type(value).__name__} is no attention method: give a name from hea.available_methods(), or a method's "
+            f"config, {order}"
+        )
+    return unknown_method(value, _REGISTRY)
 
 
 def method_info(name: str) -> MethodInfo:

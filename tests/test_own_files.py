@@ -1,0 +1,165 @@
+"""The option --import: a method of a user's own file works in every command, and needs the file when it is loaded."""
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+import typer
+from transformers import AutoModel
+
+import hf_efficient_attn as hea
+from hf_efficient_attn import cli
+from hf_efficient_attn.cli.common import app
+from hf_efficient_attn.methods import unregister
+from test_benchmark_command import command, made, run_json, text  # noqa: F401 (fixtures)
+from tiny_models import output, tiny_batch
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+EXAMPLE = ROOT / "docs" / "guides" / "random_keys.py"
+GROUP = typer.main.get_command(app)
+COMMANDS = sorted(GROUP.commands)
+
+
+@pytest.fixture(autouse=True)
+def _restored(monkeypatch):
+    """Forget the methods and modules that a test imports."""
+    modules, methods = set(sys.modules), set(hea.available_methods())
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    for name in set(hea.available_methods()) - methods:
+        unregister(name)
+    for name in set(sys.modules) - modules:
+        if not name.startswith(("torch.", "transformers.", "hf_efficient_attn.")):
+            del sys.modules[name]
+
+
+def refusal(capsys, *arguments):
+    capsys.readouterr()
+    assert command(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1
+    return err.removeprefix("error: ").strip()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_the_option(name):
+    (option,) = [parameter for parameter in GROUP.commands[name].params if "--import" in parameter.opts]
+    assert option.multiple and option.metavar == "FILE" and "method of your own" in option.help
+    missing = [p for p in GROUP.commands[name].params if p.required]
+    assert not any(p.name == option.name for p in missing)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_imports_the_file_first(name, capsys, tmp_path):
+    needed = {
+        "info": ["random_keys"],
+        "convert": ["x", "-o", "y"],
+        "distill": ["x", "--data", "y", "-o", "z", "--method", "random_keys"],
+        "push": ["x", "a/b"],
+        "benchmark": ["x"],
+        "analyze": ["x", "--data", "y"],
+    }.get(name, [])
+    (tmp_path / "own.py").write_text("raise ValueError('reached')")
+    assert "ValueError in line 1: reached" in refusal(capsys, name, *needed, "--import", tmp_path / "own.py")
+
+
+def test_a_method_of_ones_own_in_the_commands(made, text, tmp_path, capsys):  # noqa: F811
+    assert "unknown attention method 'random_keys'" in refusal(capsys, "info", "random_keys")
+    own = ("--import", EXAMPLE)
+    about = run_json(capsys, "info", "random_keys", *own)
+    assert about["config_class"] == "RandomKeysConfig"
+    assert "random_keys" in [entry["name"] for entry in run_json(capsys, "methods", *own)]
+    out, small = tmp_path / "out", ("--set", "num_samples=16")
+    done = run_json(capsys, "convert", made("bert"), "--method", "random_keys", *small, "-o", out, *own)
+    assert "import random_keys" in done["load"]
+    card = (out / "README.md").read_text()
+    assert "The file `random_keys.py` registers it" in card
+    assert re.search(r"hf-efficient-attn convert .* --import random_keys.py\n", card)
+    batch = tiny_batch("bert", length=60)
+    model = AutoModel.from_pretrained(out)
+    assert model.config._attn_implementation == "random_keys"
+    expected = hea.convert(AutoModel.from_pretrained(made("bert")), "random_keys", num_samples=16)
+    assert torch.equal(output(model, batch), output(expected, batch))
+    found = run_json(capsys, "benchmark", out, "--lengths", "48", "--data", text, *own)
+    assert any("random_keys" in row["attention"] for row in found["measurements"])
+    methods = ("--methods", "random_keys,longformer", "--length", "60", "--budgets", "16")
+    found = run_json(capsys, "analyze", made("bert"), "--data", text, *methods, *own)
+    assert "random_keys" in json.dumps(found["layers"])
+    plan = run_json(capsys, "push", out, "me/mine", *own)
+    assert any("readers need random_keys.py" in problem for problem in plan["card_problems"])
+    arguments = ("--data", text, "--method", "random_keys", "--length", "40", "-o", tmp_path / "z")
+    assert "random_keys has no learned parameters" in refusal(capsys, "distill", made("bert"), *arguments, *own)
+
+
+def test_a_checkpoint_needs_the_file_in_a_new_process(made, text, tmp_path):  # noqa: F811
+    def run(*arguments):
+        line = [sys.executable, "-m", "hf_efficient_attn", *map(str, arguments)]
+        return subprocess.run(line, capture_output=True, text=True, cwd=ROOT)
+
+    out = tmp_path / "out"
+    done = run("convert", made("bert"), "--method", "random_keys", "-o", out, "--import", EXAMPLE)
+    assert done.returncode == 0, done.stderr
+    for arguments in (("push", out, "me/mine"), ("benchmark", out, "--lengths", "32", "--data", text)):
+        refused = run(*arguments)
+        assert refused.returncode == 2
+        assert "unknown attention method 'random_keys'" in refused.stderr and "--import FILE" in refused.stderr
+    assert run("push", out, "me/mine", "--import", EXAMPLE).returncode == 0
+
+
+def test_files_are_repeatable_and_imported_once(tmp_path, capsys):
+    source = EXAMPLE.read_text()
+    for name in ("one_method", "two_method"):
+        own = source.replace("random_keys", name).replace("RandomKeys", name.title().replace("_", ""))
+        (tmp_path / f"{name}.py").write_text(f"import helper_of_mine\n{own}")
+    (tmp_path / "helper_of_mine.py").write_text("")
+    files = ("--import", tmp_path / "one_method.py", "--import", tmp_path / "two_method.py")
+    for _ in range(2):
+        listed = [entry["name"] for entry in run_json(capsys, "methods", *files)]
+        assert {"one_method", "two_method"} <= set(listed)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing.py", None, "there is no such file"),
+        ("method.txt", "", "give a Python file, whose name ends in .py"),
+        ("my-method.py", "", "cannot import a module with the name 'my-method': rename the file"),
+        ("random.py", "", "another module has the name 'random': rename the file"),
+        ("datasets.py", "", "another module has the name 'datasets': rename the file"),
+        ("nothing_at_all.py", "x = 1", "it registers no method: it must call hea.register_method"),
+        ("no_syntax.py", "def f(:", "it cannot be imported, because of SyntaxError: invalid syntax"),
+        ("no_name.py", "\nx = y", "because of NameError in line 2: name 'y' is not defined"),
+        ("no_package.py", "import nothing_like_it", "because of ModuleNotFoundError in line 1"),
+        (
+            "no_config.py",
+            "import hf_efficient_attn as hea\nhea.register_method(3, forward=len, naive=len)",
+            "because of UnsupportedAttentionError in line 2: the first argument of register_method must be",
+        ),
+        (
+            "taken.py",
+            EXAMPLE.read_text().replace('"random_keys"', '"kdeformer"'),
+            "a method named 'kdeformer' is registered already",
+        ),
+    ],
+)
+def test_files_that_are_refused(name, content, message, tmp_path, capsys):
+    if name == "datasets.py":
+        pytest.importorskip("datasets")
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    before, path = set(hea.available_methods()), list(sys.path)
+    for _ in range(2):
+        found = refusal(capsys, "methods", "--import", tmp_path / name)
+        assert found.startswith(f"--import {tmp_path / name}: ") and message in found
+    assert set(hea.available_methods()) == before
+    assert path[: len(path)] == sys.path[: len(path)]
+
+
+def test_help_and_completion_import_nothing(tmp_path, capsys):
+    (tmp_path / "own.py").write_text("raise ValueError")
+    assert cli.run(app, ["info", "--import", str(tmp_path / "own.py"), "--help"], "hf-efficient-attn") == 0
+    assert "--import FILE" in capsys.readouterr().out
