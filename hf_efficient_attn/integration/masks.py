@@ -89,11 +89,11 @@ def padding_mask(
         raise UnsupportedAttentionError(_PATTERN)
     mask = None if attention_mask is None else _key_mask(attention_mask, batch_size, kv_length, kv_offset)
     if mask_function is not causal_mask_function and mask_function is not bidirectional_mask_function:
-        valid = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device) if mask is None else mask
+        pairs = _Pairs(mask_function, batch_size, q_length, kv_length, q_offset, kv_offset, torch.device(device))
         if window is None:
-            _check_pattern(mask_function, is_causal, valid, q_length, q_offset, kv_offset)
+            _check_pattern(pairs, is_causal, mask)
         else:
-            _check_window(mask_function, is_causal, window, valid, q_length, q_offset, kv_offset)
+            _check_window(pairs, is_causal, mask, window)
     dtype = _DTYPES[is_causal, window is not None]
     if window is None and (mask is None or (not is_tracing(mask) and bool(unwrapped(mask).all()))):
         return None
@@ -176,9 +176,46 @@ def _key_mask(attention_mask: Tensor, batch: int, kv_length: int, kv_offset: int
     return mask.expand(batch, -1)
 
 
-def _check_pattern(
-    mask_function: Callable[..., Tensor], is_causal: bool, valid: Tensor, q_length: int, q_offset: int, kv_offset: int
-) -> None:
+class _Pairs(NamedTuple):
+    """The pairs of queries and keys of a mask, as Transformers describes them.
+
+    Attributes:
+        function: of batch index, head, query position and key position.
+        batch_size: B.
+        q_length: number of queries.
+        kv_length: number of keys.
+        q_offset: position of the first query.
+        kv_offset: position of the first key.
+        device: of the mask.
+    """
+
+    function: Callable[..., Tensor]
+    batch_size: int
+    q_length: int
+    kv_length: int
+    q_offset: int
+    kv_offset: int
+    device: torch.device
+
+    def queries(self) -> Tensor:
+        """The positions of the queries."""
+        return torch.arange(self.q_length, device=self.device) + self.q_offset
+
+    def contain(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Whether the mask contains pairs of positions, bool (B, ...)."""
+        batch = torch.arange(self.batch_size, device=self.device)[:, None]
+        return self.function(batch, torch.zeros((), dtype=torch.int64, device=self.device), queries, keys)
+
+
+def _refuse_unless(plain: Tensor) -> None:
+    """Refuse a pattern by a bool scalar. While a graph is traced, the check is part of the graph."""
+    if is_tracing(plain):
+        torch._assert_async(plain, _PATTERN)
+    elif not bool(unwrapped(plain).all()):
+        raise UnsupportedAttentionError(_PATTERN)
+
+
+def _check_pattern(pairs: _Pairs, is_causal: bool, mask: Tensor | None) -> None:
     """Refuse a composed mask unless it equals plain causal or full attention.
 
     Composed masks can be plain: while a graph is traced, Transformers assumes that every sequence is packed, because it
@@ -188,67 +225,42 @@ def _check_pattern(
     key, otherwise to the last valid key.
 
     Args:
-        mask_function: of batch index, head, query position and key position.
+        pairs: the composed mask.
         is_causal: which of the two patterns is expected.
-        valid: bool (B, Nk), False for padding, whose pairs do not matter.
-        q_length: number of queries.
-        q_offset: position of the first query.
-        kv_offset: position of the first key.
+        mask: bool (B, Nk), False for padding, whose pairs do not matter; None for none.
     """
-    device, kv_length = valid.device, valid.shape[1]
-    batch = torch.arange(valid.shape[0], device=device)[:, None]
-    head = torch.zeros((), dtype=torch.int64, device=device)
-    queries = torch.arange(q_length, device=device) + q_offset
-    first = kv_offset + valid.to(torch.int64).argmax(1, keepdim=True)
-    reaches_first = mask_function(batch, head, queries, first)
+    queries, kv_length = pairs.queries(), pairs.kv_length
+    valid = torch.ones(pairs.batch_size, kv_length, dtype=torch.bool, device=pairs.device) if mask is None else mask
+    reaches_first = pairs.contain(queries, pairs.kv_offset + valid.to(torch.int64).argmax(1, keepdim=True))
     if is_causal:
-        valid_query = valid[:, kv_length - q_length :]
-        plain = ((reaches_first & mask_function(batch, head, queries, queries)) | ~valid_query).all()
-        reaches_next = mask_function(batch, head, queries[:-1], queries[1:])
+        valid_query = valid[:, kv_length - pairs.q_length :]
+        plain = ((reaches_first & pairs.contain(queries, queries)) | ~valid_query).all()
+        reaches_next = pairs.contain(queries[:-1], queries[1:])
         plain = plain & ~(reaches_next & valid_query[:, :-1] & valid_query[:, 1:]).any()
     else:
-        last = kv_offset + kv_length - 1 - valid.flip(1).to(torch.int64).argmax(1, keepdim=True)
-        plain = (reaches_first & mask_function(batch, head, queries, last)).all()
-    if is_tracing(plain):
-        torch._assert_async(plain, _PATTERN)
-    elif not bool(unwrapped(plain).all()):
-        raise UnsupportedAttentionError(_PATTERN)
+        last = pairs.kv_offset + kv_length - 1 - valid.flip(1).to(torch.int64).argmax(1, keepdim=True)
+        plain = (reaches_first & pairs.contain(queries, last)).all()
+    _refuse_unless(plain)
 
 
-def _check_window(
-    mask_function: Callable[..., Tensor],
-    is_causal: bool,
-    window: int,
-    valid: Tensor,
-    q_length: int,
-    q_offset: int,
-    kv_offset: int,
-) -> None:
+def _check_window(pairs: _Pairs, is_causal: bool, mask: Tensor | None, window: int) -> None:
     """Refuse a composed mask unless it equals a sliding window, by the ends of every query's interval of keys.
 
     Args:
-        mask_function: of batch index, head, query position and key position.
+        pairs: the composed mask.
         is_causal: whether the window is of earlier keys only.
+        mask: bool (B, Nk), False for padding, whose pairs do not matter; None for none.
         window: the number of keys, the query's own included; on each side, not included, if not causal.
-        valid: bool (B, Nk), False for padding, whose pairs do not matter.
-        q_length: number of queries.
-        q_offset: position of the first query.
-        kv_offset: position of the first key.
     """
-    device, kv_length = valid.device, valid.shape[1]
-    batch = torch.arange(valid.shape[0], device=device)[:, None]
-    head = torch.zeros((), dtype=torch.int64, device=device)
-    queries = torch.arange(q_length, device=device) + q_offset
+    queries, last = pairs.queries(), pairs.kv_length - 1
     low, high = (queries - window + 1, queries) if is_causal else (queries - window, queries + window)
-    plain = torch.ones((), dtype=torch.bool, device=device)
-    for keys, reached in ((low, True), (high, True), (low - 1, False), (high + 1, False)):
-        position = keys - kv_offset
-        inside = (position >= 0) & (position < kv_length)
-        counts = inside & valid[:, position.clamp(0, kv_length - 1)]
+    plain = torch.ones((), dtype=torch.bool, device=pairs.device)
+    for keys, is_reached in ((low, True), (high, True), (low - 1, False), (high + 1, False)):
+        position = keys - pairs.kv_offset
+        counts = (position >= 0) & (position <= last)
+        if mask is not None:
+            counts = counts & mask[:, position.clamp(0, last)]
         # A packed row is valid everywhere, and only its positions say where its texts begin.
-        found = mask_function(batch, head, queries, keys.clamp(kv_offset, kv_offset + kv_length - 1))
-        plain = plain & ((found if reached else ~found) | ~counts).all()
-    if is_tracing(plain):
-        torch._assert_async(plain, _PATTERN)
-    elif not bool(unwrapped(plain).all()):
-        raise UnsupportedAttentionError(_PATTERN)
+        found = pairs.contain(queries, keys.clamp(pairs.kv_offset, pairs.kv_offset + last))
+        plain = plain & ((found if is_reached else ~found) | ~counts).all()
+    _refuse_unless(plain)
