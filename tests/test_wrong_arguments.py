@@ -262,6 +262,18 @@ def test_calibration_on_sequences_within_the_budgets():
     assert found.calibrated_length == 70
 
 
+def test_calibration_on_sequences_that_the_default_budget_covers():
+    """Without budgets, 70 tokens are within those of the methods; with budgets they are measured as asked."""
+    batch, model = tiny_batch("bert", length=70), tiny_model("bert")
+    refused(
+        lambda: hea.calibrate(model, [batch], max_error=5.0, methods=["nearfar"]),
+        "the longest sequence has 70 tokens without its padding, which nearfar (up to 256 tokens) computes exactly",
+        "budgets=[...]",
+    )
+    assert hea.calibrate(model, [batch], max_error=5.0, methods=["nearfar"], budgets=[32]).method == "nearfar"
+    assert hea.calibrate(model, [batch], max_error=9.0, methods=["nystromformer"]).method == "nystromformer"
+
+
 def test_values_are_shown_in_one_line():
     for value in (torch.zeros(30, 4), tiny_model("bert"), tiny_config("bert"), "a\nb" * 100, list(range(1000))):
         assert "\n" not in shown(value) and len(shown(value)) < 110

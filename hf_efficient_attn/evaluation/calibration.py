@@ -121,7 +121,8 @@ def calibrate(
         UnsupportedAttentionError: no batches; `max_error` not above 0; a model whose attention cannot be replaced; a
             method that does not support the model (no causal form for a decoder, or as many keys as queries needed
             where there are fewer); a method with learned parameters; a budget too small for a method; no budget below
-            the length of the longest sequence; or no candidate that is accepted in any layer.
+            the length of the longest sequence, or, without `budgets`, sequences that the chosen methods compute exactly
+            with their default hyperparameters; or no candidate that is accepted in any layer.
     """
     check_max_error(max_error)
     batches = check_batches(batches)
@@ -134,6 +135,8 @@ def calibrate(
     if not useful:
         refuse_short(longest, sorted({one.columns for one in candidates}))
     chosen = choose_each(table, useful, max_error)
+    if budgets is None:
+        _refuse_exact([choice.candidate.config for choice in chosen.values()], longest)
     undecided = _undecided(methods, max_error, seed)
     if undecided is not None:
         rest = Choice(Candidate(0, undecided), math.nan, math.nan)
@@ -155,6 +158,21 @@ def calibrate(
             stacklevel=2,
         )
     return settings
+
+
+def _refuse_exact(chosen: Sequence[MethodConfig], longest: int) -> None:
+    """Refuse a choice of methods that compute all sequences exactly with their default budget, unless some do not.
+
+    A smaller budget saves nothing on sequences so short, and its error says nothing about longer ones.
+    """
+    limits = {config.method: make_config(config.method).to_measure().exact_length for config in chosen}
+    if limits and longest <= min(limits.values()):
+        names = " and ".join(f"{method} (up to {limit} tokens)" for method, limit in limits.items())
+        raise UnsupportedAttentionError(
+            f"the longest sequence has {longest} tokens without its padding, which {names} computes exactly with the "
+            "default hyperparameters, so that there is nothing to choose: give sequences as long as those that the "
+            "model is for, or name smaller budgets, budgets=[...]"
+        )
 
 
 def _undecided(methods: "Sequence[str | MethodConfig] | None", max_error: float, seed: int) -> MethodConfig | None:
