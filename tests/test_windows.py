@@ -205,13 +205,15 @@ def test_the_window_costs_what_it_is_long(is_causal):
     assert (out[:, :, ~rows] == 0).all()
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("name", ["Qwen2", "ModernBert"])
-def test_compiled(name):
+def test_compiled(name, padding, backend):
     torch.compiler.reset()
-    model, inputs = converted(exact_model(name), "linear"), batch(70, "left")
+    model, inputs = converted(exact_model(name), "linear"), batch(70, padding)
     if name == "Qwen2":
         model.config.use_cache = False
-    expected, compiled = output(model, inputs), torch.compile(model, fullgraph=True, backend="aot_eager")
+    expected, compiled = output(model, inputs), torch.compile(model, fullgraph=True, backend=backend)
     torch.testing.assert_close(output(compiled, inputs), expected, rtol=1e-4, atol=1e-4)
 
 

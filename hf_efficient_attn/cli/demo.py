@@ -46,7 +46,7 @@ def demo(
         typer.Option(
             metavar="N",
             show_default=False,
-            help="Numbers of tokens, 512 to 16384; repeated or separated by commas. [default: 1024,8192]",
+            help="Numbers of tokens, 512 to 16384; repeated or separated by commas. [default: 512,8192]",
         ),
     ] = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006

@@ -202,8 +202,9 @@ class LengthComparison:
         calls = calls_to_time(work, first)
         # A first call fills memory and caches. It counts only if it is long, so that this makes no difference.
         is_timed = first > LONG_SECONDS and peak is None and work.model.device.type == "cpu"
-        # Long passes of exact attention are timed again after those of each method.
-        passes = max(1 if label == EXACT and first > LONG_SECONDS else rounds, self._batches)
+        # Long passes of exact attention are timed again after those of each method, and what chunks gain is clear.
+        is_once = first > LONG_SECONDS and (label == EXACT or chunk is not None)
+        passes = max(1 if is_once else rounds, self._batches)
         if label == EXACT:
             self._exact_calls = calls
         pairs: list[tuple[float, float]] = []  # seconds of a call, and of exact attention
@@ -222,7 +223,7 @@ class LengthComparison:
             if label == EXACT:
                 self._exact_seconds = waiting[-1]
             elif waiting and (self._exact_seconds < LONG_SECONDS or index + 1 == passes):
-                # Nothing follows the chunks, and what they gain is clear.
+                # Nothing follows the chunks.
                 after = self._exact_seconds if chunk is not None else time_calls(exact, self._exact_calls)
                 pairs += zip(waiting, _between(self._exact_seconds, after, len(waiting)), strict=True)
                 self._exact_seconds, waiting = after, []

@@ -19,7 +19,7 @@ from hf_efficient_attn.methods import MethodConfig
 
 SHORTEST, LONGEST = 512, 16384
 # Less than a minute on two cores.
-LENGTHS = (1024, 8192)
+LENGTHS = (512, 8192)
 
 
 def minilm_folder() -> pathlib.Path:
