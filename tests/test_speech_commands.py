@@ -280,7 +280,7 @@ def test_other_refusals(whisper, recordings, tmp_path, capsys):
         (["benchmark", plain, "--data", recordings], "plain contains no preprocessor_config.json"),
         (["analyze", broken, "--data", recordings], "broken: its feature extractor cannot be loaded"),
         (["benchmark", foreign, "--data", recordings], "makes 200 frames of 80 features, and the model takes 80 of 8"),
-        (["distill", whisper, "--data", recordings, "--method", "linear", "-o", tmp_path / "new"], "takes speech"),
+        (["distill", whisper, "--data", recordings, "--method", "linformer", "-o", tmp_path / "new"], "takes speech"),
     ]
     for arguments, message in cases:
         capsys.readouterr()
