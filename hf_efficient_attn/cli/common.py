@@ -391,8 +391,9 @@ def _parse_pair(text: str) -> tuple[str, Any]:
     if not key or not equals:
         raise UnsupportedAttentionError(f"{text!r} sets no hyperparameter; write key=value")
     try:
-        return key.strip(), json.loads(value)
-    except json.JSONDecodeError:
+        # JSON has no numbers such as .05.
+        return key.strip(), float(value) if value.lstrip("+-").startswith(".") else json.loads(value)
+    except ValueError:
         return key.strip(), value
 
 
