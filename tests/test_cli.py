@@ -224,7 +224,9 @@ def test_parse_methods():
             near_field="window", num_hashes=4, block_size=32, seed=3
         ),
     }
-    assert list(cli.parse_methods(["auto:max_error=.05"]).values()) == [hea.AutoConfig(max_error=0.05)]
+    assert list(cli.parse_methods(["auto:max_error=.05"]).values()) == [
+        hea.method_info("auto").config_class(max_error=0.05)
+    ]
 
 
 def test_parse_lengths():
