@@ -102,7 +102,7 @@ def test_what_is_refused(method, is_causal):
 
 
 def test_dropout():
-    """The gradient is that of the weights that were kept, and the global generator moves on."""
+    """The gradient uses the weights that the forward pass kept, and the global generator moves on."""
     query, key, value = tensors_of()
 
     def call(value):

@@ -263,7 +263,7 @@ def test_calibration_on_sequences_within_the_budgets():
 
 
 def test_calibration_on_sequences_that_the_default_budget_covers():
-    """Without budgets, 70 tokens are within those of the methods; with budgets they are measured as asked."""
+    """The default budgets compute 70 tokens exactly, which is refused; budgets that are given are measured."""
     batch, model = tiny_batch("bert", length=70), tiny_model("bert")
     refused(
         lambda: hea.calibrate(model, [batch], max_error=5.0, methods=["nearfar"]),

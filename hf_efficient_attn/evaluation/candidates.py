@@ -66,7 +66,7 @@ def make_candidates(
 
 
 def configs_of(methods: "Sequence[str | MethodConfig] | str | MethodConfig | None") -> list[MethodConfig]:
-    """The configs of the methods to choose from; a single one may stand for a list."""
+    """The configs of the methods to choose from, given as a list or as a single method."""
     if methods is not None and (isinstance(methods, str) or not isinstance(methods, Iterable)):
         methods = [methods]
     return [make_config(method) for method in methods or ()]

@@ -172,7 +172,7 @@ def extend_generation() -> None:
     def prepare_or_refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(self, *args, **kwargs).arguments
         if any(method_of(config) for config in models.configs_of(self)):
-            # The mask of an encoder-decoder is that of the encoder.
+            # In an encoder-decoder the mask belongs to the encoder.
             inputs = {} if self.config.is_encoder_decoder else given["model_kwargs"]
             for part in models.models_in(self.get_decoder()):
                 refuse_long_generation(part, given["max_cache_length"], inputs)

@@ -1,12 +1,13 @@
 """What users pass to attention: arguments of the wrong type, and names that other packages use for them."""
 
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown, unknown_name
 from hf_efficient_attn.methods._shared.config import MethodConfig
+from hf_efficient_attn.ops.random import HeadSlice
 
 _ARGUMENTS = ("attention_mask", "is_causal", "scale", "dropout_p", "parameters", "distance_bias", "heads")
 _MASK = "use attention_mask, bool (B, Nk), True = attend, and is_causal"
@@ -34,6 +35,18 @@ _ELSEWHERE = {
 }
 
 
+class Arguments(NamedTuple):
+    """The arguments of a call besides the tensors, as the user gave them; see `call.attention`."""
+
+    attention_mask: Tensor | None
+    is_causal: bool
+    scale: float | None
+    dropout_p: float
+    seed: int | Tensor | None
+    distance_bias: Tensor | None = None
+    heads: HeadSlice | None = None
+
+
 def check_names(config: MethodConfig, hyperparameters: Mapping[str, Any]) -> None:
     """Refuse keyword arguments of a call that are neither hyperparameters nor learned parameters, which are tensors."""
     known = (*config.hyperparameters(), *config.learned_parameters)
@@ -46,26 +59,22 @@ def check_names(config: MethodConfig, hyperparameters: Mapping[str, Any]) -> Non
             refuse(_no_tensor(name, value), config)
 
 
-def check_types(
-    config: MethodConfig,
-    tensors: Mapping[str, object],
-    is_causal: object,
-    scale: object,
-    dropout_p: object,
-    parameters: object,
-) -> None:
+def check_types(config: MethodConfig, tensors: tuple[object, ...], arguments: Arguments, parameters: object) -> None:
     """Refuse arguments of a call that do not have the types of its signature.
 
     Args:
         config: the method.
-        tensors: the arguments that must be tensors, by name. All but query, key and value may be None.
-        is_causal: must be a bool.
-        scale: must be a number or None.
-        dropout_p: must be a number.
+        tensors: query, key and value.
+        arguments: the other arguments.
         parameters: must be a mapping or None.
     """
-    for name, x in tensors.items():
-        if not isinstance(x, Tensor) and (x is not None or name in ("query", "key", "value")):
+    for name, x in zip(("query", "key", "value"), tensors, strict=True):
+        if not isinstance(x, Tensor):
+            refuse(_no_tensor(name, x), config)
+    # A user's values may have other types than the annotated ones.
+    mask, is_causal, scale, dropout_p, _, bias, _ = cast(tuple[object, ...], arguments)
+    for name, x in (("attention_mask", mask), ("distance_bias", bias)):
+        if x is not None and not isinstance(x, Tensor):
             refuse(_no_tensor(name, x), config)
     if not isinstance(is_causal, bool):
         refuse(f"is_causal must be True or False, not {shown(is_causal)}", config)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
-from hf_efficient_attn.methods._shared.arguments import check_names, check_types, refuse_positional
+from hf_efficient_attn.methods._shared.arguments import Arguments, check_names, check_types, refuse_positional
 from hf_efficient_attn.methods._shared.config import MethodConfig
 from hf_efficient_attn.methods._shared.graph import is_operator, operator_forward
 from hf_efficient_attn.methods._shared.learned_shapes import parameters_of_slice
@@ -37,18 +37,6 @@ from hf_efficient_attn.ops.random import HeadSeed, HeadSlice, Seed, draw_seed
 _MAX_DECODED_QUERIES = 128
 # Bytes of a number -> integers of the same size.
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class _Arguments(NamedTuple):
-    """The arguments of a call besides the tensors, as the user gave them; see `attention`."""
-
-    attention_mask: Tensor | None
-    is_causal: bool
-    scale: float | None
-    dropout_p: float
-    seed: int | Tensor | None
-    distance_bias: Tensor | None = None
-    heads: HeadSlice | None = None
 
 
 class _Parameters(NamedTuple):
@@ -111,16 +99,9 @@ def attention(
             the mask is not (B, Nk); `is_causal` with a method that has no causal form; Nq != Nk with a method that has
             no rectangular form.
     """
-    arguments = _Arguments(attention_mask, is_causal, scale, dropout_p, seed, distance_bias, heads)
+    arguments = Arguments(attention_mask, is_causal, scale, dropout_p, seed, distance_bias, heads)
     config, some = _split_hyperparameters(method_or_config, hyperparameters)
-    tensors = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "attention_mask": attention_mask,
-        "distance_bias": distance_bias,
-    }
-    check_types(config, tensors, is_causal, scale, dropout_p, parameters)
+    check_types(config, (query, key, value), arguments, parameters)
     given = _Parameters(parameters, some)
     if in_transform(query, key, value, arguments, given):
         return _in_transform(config, query, key, value, arguments, given)
@@ -128,7 +109,7 @@ def attention(
 
 
 def _attention(
-    config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, arguments: _Arguments, given: _Parameters
+    config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, arguments: Arguments, given: _Parameters
 ) -> Tensor:
     form = get_method(config.method).forward
     if config.compute_dtype == "auto":
@@ -140,7 +121,7 @@ def _attention(
 
 
 def _in_transform(
-    config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, arguments: _Arguments, given: _Parameters
+    config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, arguments: Arguments, given: _Parameters
 ) -> Tensor:
     """`_attention` inside a transform of `torch.func`."""
     if arguments.seed is None:
@@ -188,7 +169,7 @@ def sharded_attention(
     form = get_method(config.method).sharded
     query, key, value = _cast_under_autocast(query, key, value)
     dtype = value.dtype
-    arguments = _Arguments(shards.own_mask, is_causal, scale, 0.0, seed)
+    arguments = Arguments(shards.own_mask, is_causal, scale, 0.0, seed)
     _check(config, query, key, value, arguments)
     if parameters is None:
         parameters = _all_parameters(config, {}, query, key, value)
@@ -225,16 +206,9 @@ def naive_attention(
     **hyperparameters: Any,
 ) -> Tensor:
     """Compute the readable form of a method, with dense (Nq, Nk) matrices; see `attention` for the arguments."""
-    arguments = _Arguments(attention_mask, is_causal, scale, 0.0, seed, distance_bias)
+    arguments = Arguments(attention_mask, is_causal, scale, 0.0, seed, distance_bias)
     config, some = _split_hyperparameters(method_or_config, hyperparameters)
-    tensors = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "attention_mask": attention_mask,
-        "distance_bias": distance_bias,
-    }
-    check_types(config, tensors, is_causal, scale, 0.0, parameters)
+    check_types(config, (query, key, value), arguments, parameters)
     form = get_method(config.method).naive
     return _compute(form, config, query, key, value, arguments, _Parameters(parameters, some))
 
@@ -310,7 +284,7 @@ def attention_with_state(
         The output (B, H, N, Dv) in the dtype of `value`, and the state of all tokens so far.
     """
     query, key, value = _cast_under_autocast(query, key, value)
-    arguments, dtype = _Arguments(attention_mask, True, scale, dropout_p, seed), value.dtype
+    arguments, dtype = Arguments(attention_mask, True, scale, dropout_p, seed), value.dtype
     _check(config, query, key, value, arguments)
     if parameters is None:
         parameters = _all_parameters(config, {}, query, key, value)
@@ -364,7 +338,7 @@ def _compute(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    arguments: _Arguments,
+    arguments: Arguments,
     given: _Parameters = _NO_PARAMETERS,
 ) -> Tensor:
     """Check a call, prepare its tensors, and compute one form of a method: (B, H, Nq, Dv)."""
@@ -485,7 +459,7 @@ def _cast_to_compute(config: MethodConfig, *tensors: Tensor) -> tuple[Tensor, ..
     return tuple(x.bfloat16() for x in tensors)
 
 
-def _check(config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, arguments: _Arguments) -> None:
+def _check(config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, arguments: Arguments) -> None:
     """Refuse everything that can be wrong with a call before any work is done."""
     refuse_tracing(config)
 

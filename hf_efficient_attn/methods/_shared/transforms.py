@@ -179,7 +179,7 @@ def _apply(part: _Part, *tensors: Tensor) -> Any:
 
 
 def _gradient_of(part: _Part) -> _Part:
-    """The gradients of all floating-point tensors, as a function of that of the output and of the tensors."""
+    """A part that takes the gradient of the output and all tensors, and returns the gradients of the tensors."""
 
     def gradients(grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
