@@ -79,7 +79,10 @@ def test_queries_without_a_key():
 def test_any_scale(scale):
     query, key, value, bias = numbers(1, 2, 5, 8), numbers(1, 2, 9, 8), numbers(1, 2, 9, 8), numbers(1, 2, 1, 9)
     leaves = [x.requires_grad_() for x in (query, key, value, bias)]
-    found = [torch.autograd.grad(form(*leaves, scale=scale).out.sin().sum(), leaves) for form in (attend, partial_attention_naive)]
+    found = [
+        torch.autograd.grad(form(*leaves, scale=scale).out.sin().sum(), leaves)
+        for form in (attend, partial_attention_naive)
+    ]
     for ours, naive in zip(*found, strict=True):
         torch.testing.assert_close(ours, naive, rtol=1e-8, atol=1e-8)
 

@@ -16,21 +16,17 @@ from hf_efficient_attn.methods import longformer
 from hf_efficient_attn.ops import (
     causal,
     constants,
-    gather_attend,
     near_far,
     near_far_sampling,
-    onednn,
     precision,
     window,
 )
-from hf_efficient_attn.ops import partial as partial_module
 from hf_efficient_attn.ops.accelerator import use_backend
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.features import key_state, orthogonal_features, query_state, softmax_features
 from hf_efficient_attn.ops.hashing import angular_hash, gray_rank, hyperplanes, sort_by_hash
 from hf_efficient_attn.ops.linear_attention import elu_features
-from hf_efficient_attn.ops.onednn import grouped_attention
 from hf_efficient_attn.ops.partial import Partial, merge, partial_attention, partial_attention_naive, prefix_merge
 from hf_efficient_attn.ops.random import normal, offsets, uniform
 from hf_efficient_attn.ops.sampling import (

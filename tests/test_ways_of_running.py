@@ -12,7 +12,7 @@ from torch.export import Dim
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods import exportable_methods
 from test_learned import learned_in, shake
-from tiny_models import DATA_DEPENDENT, DECODERS, METHODS, SMALL, output, tiny_batch, tiny_model
+from tiny_models import DECODERS, METHODS, SMALL, output, tiny_batch, tiny_model
 
 # What is enough for the core suite: features, a window, sampled keys, learned projections.
 CHOSEN = ("linear", "longformer", "kdeformer", "linformer")

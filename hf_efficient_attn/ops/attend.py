@@ -177,7 +177,9 @@ def _backward(
     )
     grad_bias = None
     if with_bias and bias is not None:
-        grad_bias = grad_key[..., dim].unsqueeze(2).to(bias.dtype).sum_to_size(bias.shape) / (scale * _unit(dtype, scale))
+        grad_bias = grad_key[..., dim].unsqueeze(2).to(bias.dtype).sum_to_size(bias.shape) / (
+            scale * _unit(dtype, scale)
+        )
     return (
         grad_query[..., :dim].reshape(query.shape).to(query.dtype),
         grad_key[..., :dim].sum_to_size(key.shape).to(key.dtype),
