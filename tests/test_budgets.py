@@ -1,4 +1,4 @@
-"""Sizes that docs/contributing.md promises: lines by folder and file, and where devices and compilation are asked for."""
+"""Sizes of the package by folder and file, and where it asks for devices and compilation (docs/contributing.md)."""
 
 import re
 from pathlib import Path
