@@ -90,7 +90,7 @@ def forward(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor,
             query, key, value, key_mask, is_causal=options.is_causal, scale=scale, dropout_p=dropout_p
         )
         return unflatten_heads(out, shape)
-    # In the backward pass a slice holds the gradients of the keys of all its blocks. Autograd keeps weights for dropout.
+    # In the backward pass a slice holds the gradients of the keys of all its blocks. Only dropout keeps weights.
     drops = options.dropout_p > 0.0
     size = slice_size(key.shape[2] * (key.shape[3] + value.shape[3]) * 2, key.device)
 

@@ -42,7 +42,7 @@ def lse_columns(lse: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
 
 
 def _two_numbers(column: Tensor, dtype: torch.dtype) -> Tensor:
-    """Two numbers of `dtype` with the sum (...): (..., 2). Both meet the same number, so one of them has the gradient."""
+    """Two numbers of `dtype` with the sum (...): (..., 2). Their factors are equal, so one of them has the gradient."""
     high = column.detach().to(dtype)
     return torch.stack((high, (column - high).to(dtype)), -1)
 

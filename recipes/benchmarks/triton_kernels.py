@@ -3,8 +3,7 @@
     python -m recipes.benchmarks.triton_kernels
     python -m recipes.benchmarks.triton_kernels --dtype float32 --width 64,128,256 --block 32,128
 
-The kernels are those of attention to gathered keys ("forward" and "backward") and of kernel halving ("differences" and
-"decisions" of buckets of 256 pairs).
+The kernels are those of attention to gathered keys, "forward" and "backward".
 
 Needs Triton (extra `gpu-test`), not a GPU: Triton brings the assembler of CUDA, `ptxas`. Duration: a minute. Expected:
 no bytes are spilled in half precision, and programs use at most 99 KiB of shared memory; otherwise `--check` exits with
@@ -38,19 +37,12 @@ MOST_SHARED_KIB = 99
 _DTYPES = {"float32": ("fp32", 4), "float16": ("fp16", 2), "bfloat16": ("bf16", 2)}
 # The types of the kernels' arguments. Those that are not listed are pointers to numbers of the inputs' dtype.
 _TYPES = {
-    **dict.fromkeys(("index", "order", "seed", "kept"), "*i64"),
-    "plan": "*fp64",
+    **dict.fromkeys(("index", "order"), "*i64"),
     **dict.fromkeys(("log_weight", "lse", "grad_lse", "grad_key", "grad_value", "grad_log_weight"), "*fp32"),
-    **dict.fromkeys(("norm", "largest", "difference"), "*fp32"),
     **dict.fromkeys(("query_head", "query_row", "key_head", "key_row", "value_head", "value_row"), "i32"),
     **dict.fromkeys(("q_len", "kv_len", "block_q", "num_blocks", "num_keys", "chunks"), "i32"),
-    **dict.fromkeys(("index_head", "plan_part", "plan_head", "num_pairs", "bucket", "num_buckets", "num_heads"), "i32"),
-    **dict.fromkeys(("stream", "first_number"), "i32"),
-    "mixed_stream": "i64",
     "scale": "fp32",
 }
-# `thinformer` fills buckets of up to about so many pairs.
-_BUCKET = 256
 
 
 class Case(NamedTuple):
@@ -95,33 +87,12 @@ def _gather_attend(case: Case) -> Program:
     return Program(kernel, constants, (tiling.block_m, tiling.block_n), tiling.num_warps, tiling.num_stages)
 
 
-def _halving(case: Case) -> Program:
-    """The differences of the pairs of a bucket, or the decisions about them, for buckets of `case.block` pairs."""
-    import triton
-
-    from hf_efficient_attn.ops import triton_thinning as kernels
-
-    itemsize = _DTYPES[case.dtype][1]
-    warps = kernels.warps_of(case.block, itemsize)
-    if case.kernel == "decisions":
-        size = triton.next_power_of_2(case.block)
-        return Program(kernels._decision_kernel, {"BUCKET": size}, (1, size), warps[1], 3)
-    block = kernels.block_of(case.block)
-    constants = {**dict.fromkeys(("HEAD_DIM", "VALUE_DIM"), case.width), "STEP": kernels.step_of(itemsize)}
-    constants |= {"BLOCK": block, "UPCAST": False}
-    return Program(kernels._difference_kernel, constants, (block, block), warps[0], 1)
-
-
-# By which function the kernels are described.
-_KERNELS = {"forward": _gather_attend, "backward": _gather_attend, "differences": _halving, "decisions": _halving}
-
-
 def compiled(case: Case) -> dict[str, Any]:
     """Compile a kernel, for D = Dv and aligned tensors: the case, and the resources of its program as a row."""
     import triton
     from triton.backends.compiler import GPUTarget
 
-    described = _KERNELS[case.kernel](case)
+    described = _gather_attend(case)
     kernel, constants = described.kernel, described.constants
     names = kernel.arg_names
     signature = {x: "constexpr" if x in constants else _TYPES.get(x, f"*{_DTYPES[case.dtype][0]}") for x in names}
@@ -196,10 +167,7 @@ def run(
         raise UnsupportedAttentionError(f"--width: the kernels have at most 256 dimensions; {max(widths)} is larger")
     _check_triton()
     sizes = [(x, d, q) for x in dtypes for d in widths for q in blocks]
-    buckets = [(x, d, _BUCKET) for x in dtypes for d in widths]
     cases = [Case(kernel, *x, a) for kernel in ("forward", "backward") for x in sizes for a in ARCHITECTURES]
-    cases += [Case("differences", *x, a) for x in buckets for a in ARCHITECTURES]
-    cases += [Case("decisions", dtypes[0], widths[0], _BUCKET, a) for a in ARCHITECTURES]  # they read no key or value
     rows = [compiled(case) for case in tqdm(cases, disable=None, leave=False)]
     commands.write(rows, csv)
     headers = ("kernel", "dtype", "D", "block", "sm", "tile", "warps", "registers", "bytes spilled", "shared KiB")
