@@ -204,22 +204,25 @@ def rounds_attention(
         keys = key_order.gather(2, index.flatten(2)).view_as(index)
         # The start of the block of keys of each query in each round.
         first = start.gather(2, query_rank // plan.block_q)
-        partials = []
-        for s in range(rounds):
+
+        def one_round(s: int) -> Partial:
+            own, own_keys = queries[:, s], keys[:, s]
             # Round t contains a pair if the rank of the key is in the block of keys of the query.
-            earlier = [(_at(key_rank[:, t], keys[:, s]), _at(first[:, t], queries[:, s])) for t in range(s)]
-            masked_keys = None if masked is None else masked[:, s]
-            bias = _round_bias(query.dtype, (queries[:, s], keys[:, s]), masked_keys, earlier, others)
-            block = take(query, queries[:, s]), take(key, keys[:, s]), take(value, keys[:, s])
-            part = partial_attention(*block, bias, scale=scale, dropout_p=dropout_p)
-            rank = query_rank[:, s]
-            partials.append(Partial(take(part.out.flatten(1, 2), rank), part.lse.flatten(1).gather(1, rank)))
+            earlier = [(_at(key_rank[:, t], own_keys), _at(first[:, t], own)) for t in range(s)]
+            bias = _round_bias(query.dtype, (own, own_keys), None if masked is None else masked[:, s], earlier, others)
+            block = take(query, own), take(key, own_keys), take(value, own_keys)
+            part, rank = partial_attention(*block, bias, scale=scale, dropout_p=dropout_p), query_rank[:, s]
+            return Partial(take(part.out.flatten(1, 2), rank), part.lse.flatten(1).gather(1, rank))
+
+        # The first round, which has no bias, needs the least memory beside the other results.
+        partials = [one_round(s) for s in reversed(range(rounds))]
         out, lse = merge(*partials)
         return torch.where((lse == -torch.inf).unsqueeze(-1), value, out) if others else out
 
     tensors = query, key, value, plan.num_keys, plan.query_order, plan.key_order, plan.start
-    size = slice_size(query.shape[1] * plan.block_k, query.device)
-    return sliced(some_heads, *tensors, size=size, draws=dropout_p > 0.0)
+    size = slice_size(2 * query.shape[1] * plan.block_k, query.device)
+    # Without dropout autograd keeps copies of the tokens, and biases: 1.3 times as fast as to compute them again.
+    return sliced(some_heads, *tensors, size=size, draws=dropout_p > 0.0, recompute=dropout_p > 0.0)
 
 
 def _at(x: Tensor, index: Tensor) -> Tensor:
