@@ -17,12 +17,12 @@ from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, ShardedForm, register_method
 from hf_efficient_attn.ops.blocks import pad_to_blocks, take
-from hf_efficient_attn.ops.collectives import Shards, with_neighbors
 from hf_efficient_attn.ops.distance_bias import bias_of, biased_window
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.export import exporting_to_onnx
 from hf_efficient_attn.ops.near_far import dense_attention
 from hf_efficient_attn.ops.partial import Partial, merge, partial_attention
+from hf_efficient_attn.ops.shards import Shards, with_neighbors
 from hf_efficient_attn.ops.slices import slice_size, sliced
 from hf_efficient_attn.ops.window import window_partial
 

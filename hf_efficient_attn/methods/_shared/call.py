@@ -28,10 +28,10 @@ from hf_efficient_attn.methods._shared.registry import (
     make_config,
 )
 from hf_efficient_attn.methods._shared.transforms import call_in_transform, in_transform, refuse_second_gradient
-from hf_efficient_attn.ops.collectives import Shards, over_heads
 from hf_efficient_attn.ops.export import exporting_to_onnx, is_compiling
 from hf_efficient_attn.ops.precision import multiplies_bfloat16
 from hf_efficient_attn.ops.random import HeadSeed, HeadSlice, Seed, draw_seed
+from hf_efficient_attn.ops.shards import Shards, over_heads
 
 # With a key-value cache, up to this many queries are decoded, and more are computed like a whole sequence.
 _MAX_DECODED_QUERIES = 128
