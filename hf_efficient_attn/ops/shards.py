@@ -4,7 +4,7 @@ Every process holds a contiguous shard of the tokens of each sequence. `Shards` 
 same functions in the same order, forward and backward, so results must stay connected to what was sent even where a
 process has no use for them. A weight of 0 keeps such a connection.
 
-The collectives and their gradients are those of `torch.distributed.nn`.
+The collectives and their gradients are PyTorch's functional ones.
 """
 
 import math
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.nn import functional as collectives
+from torch.distributed import _functional_collectives as collectives
 
 from hf_efficient_attn.ops.partial import Partial, safe_row_max
 from hf_efficient_attn.ops.random import HeadSlice
@@ -81,8 +81,10 @@ def _explained(name: str, group: "dist.ProcessGroup") -> Iterator[None]:
 
 def gather(x: Tensor, group: "dist.ProcessGroup") -> Tensor:
     """The tensors of all processes, which have one shape: (...) -> (processes, ...)."""
+    # Newer versions of PyTorch warn about the older name. A copy waits for the result of a collective.
+    gathered: Any = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
     with _explained("all_gather", group):
-        return torch.stack(collectives.all_gather(x, group))
+        return gathered(x.contiguous().view(-1), 0, group).clone().view(group.size(), *x.shape)
 
 
 def gather_plain(x: Tensor, group: "dist.ProcessGroup") -> Tensor:
@@ -93,7 +95,7 @@ def gather_plain(x: Tensor, group: "dist.ProcessGroup") -> Tensor:
 def total(tensors: Sequence[Tensor], group: "dist.ProcessGroup") -> list[Tensor]:
     """The sum over all processes of each of some tensors of one dtype, in one collective."""
     with _explained("all_reduce", group):
-        flat = collectives.all_reduce(torch.cat([x.flatten() for x in tensors]), group=group)
+        flat = collectives.all_reduce(torch.cat([x.flatten() for x in tensors]), "sum", group).clone()
     return [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in tensors]), tensors, strict=True)]
 
 
@@ -131,10 +133,9 @@ def exchange(parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Sequen
     """
     sent = [sum(x.numel() for x in some) for some in parts]
     sizes = [[math.prod(shape) for shape in some] for some in shapes]
-    received = [sum(some) for some in sizes]
     flat = torch.cat([x.reshape(-1) for some in parts for x in some])
     with _explained("all_to_all", group):
-        out = collectives.all_to_all_single(flat.new_empty(sum(received)), flat, received, sent, group)
+        out = collectives.all_to_all_single_autograd(flat, [sum(some) for some in sizes], sent, group).clone()
     pieces = iter(out.split([n for some in sizes for n in some]))
     return [[next(pieces).view(tuple(shape)) for shape in some] for some in shapes]
 

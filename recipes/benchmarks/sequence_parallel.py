@@ -22,7 +22,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import typer
 from torch import Tensor
-from torch.distributed.nn import functional as collectives
+from torch.distributed import _functional_collectives as collectives
 
 from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
@@ -75,28 +75,30 @@ class Traffic:
 
 
 class _Counted:
-    """The functions of `torch.distributed.nn` that the package calls. They count, and send nothing on meta tensors."""
+    """The functional collectives that the package calls. They count, and send nothing on meta tensors."""
 
     def __init__(self, forward: Traffic, backward: Traffic) -> None:
         self.forward, self.backward = forward, backward
 
-    def _count(self, name: str, name_of_gradient: str, sent: Tensor, out: Any) -> Any:
+    def _count(self, name: str, name_of_gradient: str, sent: Tensor, out: Tensor) -> Tensor:
         self.forward.count(name, sent)
-        for x in out if isinstance(out, tuple) else (out,):
-            if x.requires_grad:
-                x.register_hook(functools.partial(self.backward.count, name_of_gradient))
+        if out.requires_grad:
+            out.register_hook(functools.partial(self.backward.count, name_of_gradient))
         return out
 
-    def all_gather(self, x: Tensor, group: Any) -> tuple[Tensor, ...]:
-        out = tuple(1 * x for _ in range(group.size())) if x.is_meta else collectives.all_gather(x, group)
+    def all_gather_single_autograd(self, x: Tensor, dim: int, group: Any) -> Tensor:
+        function: Any = getattr(collectives, "all_gather_single_autograd", None)
+        function = function or collectives.all_gather_tensor_autograd
+        out = x.repeat(group.size()) if x.is_meta else function(x, dim, group)
         return self._count("all_gather", "reduce_scatter", x, out)
 
-    def all_reduce(self, x: Tensor, group: Any) -> Tensor:
-        out = 1 * x if x.is_meta else collectives.all_reduce(x, group=group)
+    def all_reduce(self, x: Tensor, operation: str, group: Any) -> Tensor:
+        out = 1 * x if x.is_meta else collectives.all_reduce(x, operation, group)
         return self._count("all_reduce", "all_reduce", x, out)
 
-    def all_to_all_single(self, out: Tensor, x: Tensor, received: list[int], sent: list[int], group: Any) -> Tensor:
-        out = out + x.sum() if x.is_meta else collectives.all_to_all_single(out, x, received, sent, group)
+    def all_to_all_single_autograd(self, x: Tensor, received: list[int], sent: list[int], group: Any) -> Tensor:
+        out = x.new_empty(sum(received)) + x.sum() if x.is_meta else None
+        out = collectives.all_to_all_single_autograd(x, received, sent, group) if out is None else out
         return self._count("all_to_all", "all_to_all", x, out)
 
 
