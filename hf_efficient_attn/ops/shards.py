@@ -84,7 +84,8 @@ def gather(x: Tensor, group: "dist.ProcessGroup") -> Tensor:
     # Newer versions of PyTorch warn about the older name. A copy waits for the result of a collective.
     gathered: Any = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
     with _explained("all_gather", group):
-        return gathered(x.contiguous().view(-1), 0, group).clone().view(group.size(), *x.shape)
+        out: Tensor = gathered(x.contiguous().view(-1), 0, group).clone()
+    return out.view(group.size(), *x.shape)
 
 
 def gather_plain(x: Tensor, group: "dist.ProcessGroup") -> Tensor:

@@ -64,8 +64,10 @@ def window_partial(
             is_inner = low < high and first == low
             bias = in_window[None, None]
             bias = bias if is_inner else bias + mask_bias(valid[:, first:last, None], query.dtype)
-            some = (x if last - first == num_blocks else x[:, first:last] for x in (blocks, keys, values))
-            parts.append(partial_attention(*some, bias, scale=scale, dropout_p=dropout_p))
+            own, own_keys, own_values = (
+                x if last - first == num_blocks else x[:, first:last] for x in (blocks, keys, values)
+            )
+            parts.append(partial_attention(own, own_keys, own_values, bias, scale=scale, dropout_p=dropout_p))
     out, lse = (torch.cat(x, 1) if len(parts) > 1 else x[0] for x in zip(*parts, strict=True))
     return Partial(out.flatten(1, 2)[:, :length], lse.flatten(1, 2)[:, :length])
 
