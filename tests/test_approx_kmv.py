@@ -29,14 +29,14 @@ def attention(tensors, mask=None, seed=0, error_percent=60):
 def parts_of(config, tensors):
     """What the fast form computes for the first head."""
     query, key, value = (x[0, 0] for x in tensors)
-    return approx_kmv._parts(config, approx_kmv._Head(query, key, value, scale=1.0, dropout_p=0.0, seed=0))
+    return list(approx_kmv._parts(config, approx_kmv._Head(query, key, value, scale=1.0, dropout_p=0.0, seed=0)))
 
 
 def fraction_of_pairs(tensors, error_percent=60):
     """The fraction of all pairs that one head computes after its plan; None if it computes all of them."""
     config = hea.ApproxKMVConfig(error_percent=error_percent)
     parts = parts_of(config, tensors)
-    if parts is None:
+    if not parts:
         return None
     return sum((part.bias > -torch.inf).sum().item() for part in parts) / (tensors[0].shape[2] * tensors[1].shape[2])
 

@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_efficient_attn as hea
 import processes
-from hf_efficient_attn.ops.collectives import Shards, to_heads, to_tokens
+from hf_efficient_attn.ops.shards import Shards, to_heads, to_tokens
 from processes import refused
 
 LENGTH = 48

@@ -12,14 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_efficient_attn import functional
-from hf_efficient_attn.methods import longformer
 from hf_efficient_attn.ops import (
     causal,
     constants,
     near_far,
     near_far_sampling,
-    precision,
-    window,
 )
 from hf_efficient_attn.ops.accelerator import use_backend
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take, valid_first
@@ -323,92 +320,6 @@ def test_window(length, left, right, skip, masked):
     naive = partial_attention_naive(*row, mask_bias(pairs, torch.float64), scale=0.9)
     close(ours.out, naive.out)
     close(ours.lse, naive.lse)
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_windows_in_bfloat16_go_to_the_fused_kernel_of_processors_with_matrix_units(is_causal, monkeypatch):
-    """It gets bfloat16 and sums in float32: the error is that of exact attention in bfloat16."""
-    row = [numbers(2, 300, 8, seed=s) for s in range(3)]
-    options = {"left": 40, "right": 0 if is_causal else 40, "scale": 0.9}
-    expected = window_partial(*row, **options)
-    calls = []
-
-    def recorded(query, *rest, **rest_options):
-        calls.append(query.dtype)
-        return partial_attention(query, *rest, **rest_options)
-
-    monkeypatch.setattr(precision, "_CPU_HAS_MATRIX_UNITS", True)
-    monkeypatch.setattr(window, "partial_attention", recorded)
-    ours = window_partial(*(x.bfloat16() for x in row), **options)
-    assert set(calls) == {torch.bfloat16}
-    assert ours.lse.dtype == torch.float32
-    assert (ours.out.double() - expected.out).norm() < 0.01 * expected.out.norm()
-    close(ours.lse.double(), expected.lse, 0.05)
-    # Without the matrix units, and in float32, plain products in float32 are faster.
-    for tensors, has_units in (([x.bfloat16() for x in row], False), ([x.float() for x in row], True)):
-        monkeypatch.setattr(precision, "_CPU_HAS_MATRIX_UNITS", has_units)
-        calls.clear()
-        window_partial(*tensors, **options)
-        assert not calls
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_windows_go_to_the_kernel_of_an_accelerator(is_causal, monkeypatch):
-    """Its replacement checks the arguments. Masks, global tokens and dropout take the other form."""
-
-    def stand_in(query, key, value, ends, ends_of_keys, longest, longest_of_keys, *, scale, window_size):
-        assert ends.dtype == ends_of_keys.dtype == torch.int32
-        assert longest == longest_of_keys == 90
-        outs = []
-        for start, end in itertools.pairwise(ends.tolist()):
-            q, k, v = (x[start:end].transpose(0, 1).double() for x in (query, key, value))
-            distance = torch.arange(90) - torch.arange(90)[:, None]
-            pairs = (distance >= -window_size[0]) & (distance <= window_size[1])
-            outs.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=pairs, scale=scale))
-        calls.append(window_size)
-        return torch.cat([x.transpose(0, 1) for x in outs]).to(value.dtype)
-
-    calls = []
-    tensors = [numbers(2, 3, 90, 8, seed=s, dtype=torch.bfloat16) for s in range(3)]
-    options = {"is_causal": is_causal, "window_size": 10, "scale": 0.7}
-    blocks = functional.longformer_attention(*tensors, **options)
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", stand_in)
-    monkeypatch.setattr(longformer, "has_window_kernel", lambda query, value: True)
-    ours = functional.longformer_attention(*tensors, **options)
-    assert calls == [(10, 0 if is_causal else 10)]
-    close(ours, blocks, 0.02)
-    mask = torch.ones(2, 90, dtype=torch.bool)
-    for other in ({"attention_mask": mask}, {"global_tokens": 2}, {"dropout_p": 0.5}):
-        functional.longformer_attention(*tensors, **options, **other)
-    assert len(calls) == 1
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "device", "expected"),
-    [
-        ((1, 2, 50, 64), torch.bfloat16, "meta", True),
-        ((1, 2, 50, 64), torch.float32, "meta", False),
-        ((1, 2, 50, 60), torch.float16, "meta", False),
-        ((1, 2, 50, 512), torch.float16, "meta", False),
-        ((64, 64, 1 << 14, 64), torch.float16, "meta", False),
-        ((1, 2, 50, 64), torch.bfloat16, "cpu", False),
-    ],
-)
-def test_what_the_kernel_for_windows_takes(shape, dtype, device, expected):
-    query = torch.empty(1, dtype=dtype, device=device).expand(shape)
-    assert window.has_window_kernel(query, query) == expected
-    assert not window.has_window_kernel(query, query[..., :8])
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_windows_on_an_accelerator_without_this_kernel(masked):
-    row = [numbers(2, 300, 8, seed=s) for s in range(3)]
-    mask = torch.arange(300)[None] % 7 > 0 if masked else None
-    expected = window_partial(*row, mask, left=30, right=9, scale=0.9)
-    with use_backend("library"):
-        ours = window_partial(*row, mask, left=30, right=9, scale=0.9)
-    close(ours.out, expected.out)
-    close(ours.lse, expected.lse)
 
 
 # Blocks.

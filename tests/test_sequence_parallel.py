@@ -22,8 +22,8 @@ from transformers import (
 
 import hf_efficient_attn as hea
 import processes
-from hf_efficient_attn.ops.collectives import counted_traffic
 from processes import refused
+from recipes.benchmarks.sequence_parallel import counted_traffic
 
 LENGTHS = {1: (61,), 2: (33, 28), 4: (16, 15, 7, 23)}
 LENGTH = 61
@@ -153,7 +153,7 @@ def traffic_and_refusals():
     group, (ids, mask), own, rank = dist.group.WORLD, batch("right"), own_tokens(), dist.get_rank()
     ids, mask, found = ids[:, own], mask[:, own], {}
     model = hea.sequence_parallel(make("llama", "linear"), group)
-    with torch.no_grad(), counted_traffic() as traffic:
+    with torch.no_grad(), counted_traffic() as (traffic, _):
         model(ids)
     found["bytes"] = traffic.sent
     found["labels"] = refused(lambda: model(ids, labels=ids))
@@ -267,5 +267,6 @@ def test_a_process_that_dies_ends_the_others(tmp_path, when):
     with pytest.raises(AssertionError) as error:
         processes.run(2, tmp_path, die_in_a_layer, when)
     error.match(r"exit codes \[1, 3\]")
-    error.match("all_to_all of a sequence that 2 processes share failed in process 0: another process has ended")
+    if when == "forward":  # the backward pass is PyTorch's
+        error.match("all_to_all of a sequence that 2 processes share failed in process 0: another process has ended")
     assert time.monotonic() - start < 300  # and not only after the timeout of the test

@@ -9,9 +9,9 @@ import torch.distributed as dist
 import processes
 from hf_efficient_attn.methods import attention, get_method, sharded_attention
 from hf_efficient_attn.ops.accelerator import use_backend
-from hf_efficient_attn.ops.collectives import Shards
 from hf_efficient_attn.ops.coreset_landmarks import CoresetOptions, Inputs
 from hf_efficient_attn.ops.coreset_near_keys import heads_with_near_keys
+from hf_efficient_attn.ops.shards import Shards
 from instances import INSTANCES, inputs
 from test_heads import parameters_of
 

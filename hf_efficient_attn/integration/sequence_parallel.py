@@ -24,7 +24,7 @@ from hf_efficient_attn.integration import models, positions
 from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.model_code import uses_interface
 from hf_efficient_attn.integration.sharding import PARALLEL, SHARDS, SequenceParallel
-from hf_efficient_attn.ops.collectives import Shards, gather_plain
+from hf_efficient_attn.ops.shards import Shards, gather_plain
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 

@@ -26,13 +26,13 @@ counted. A bound by shape would be that of all pairs, or would cut off buckets a
 sequence is a separate problem on its valid tokens, and they are solved one after the other.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from hf_efficient_attn.kernel import products
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
@@ -43,6 +43,7 @@ from hf_efficient_attn.ops.exact import exact_attention
 from hf_efficient_attn.ops.near_far import dense_attention
 from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
 from hf_efficient_attn.ops.random import head_slice, seed_value, uniform
+from hf_efficient_attn.ops.slices import sliced
 
 # Hash tables, and hashes that make up a bucket of one table, with a budget.
 _TABLES, _DEPTH = 8, 4
@@ -93,9 +94,9 @@ class _Part(NamedTuple):
     """Some queries of one head with the keys that are computed for them.
 
     Attributes:
-        queries: int64 (R,), the queries.
+        queries: int64 (R,), the queries, ascending.
         keys: int64 (R, M), the keys of each query.
-        bias: (R, M), the log-weights of the keys, which are added to the scores; -inf for an unused entry.
+        bias: float64 (R, M), the log-weights of the keys, which are added to the scores; -inf for an unused entry.
     """
 
     queries: Tensor
@@ -113,58 +114,59 @@ class _Head(NamedTuple):
     dropout_p: float
     seed: int | Tensor
 
-    def exact(self, queries: Tensor | None = None) -> Tensor:
-        """Exact attention of all queries, or of those at the indices `queries` (R,): (R, Dv)."""
-        query = self.query if queries is None else self.query[queries]
-        tensors = (x[None] for x in (query, self.key, self.value))
+    def exact(self, queries: Tensor) -> Tensor:
+        """Exact attention of the queries at some indices (R,): (R, Dv)."""
+        tensors = (x[None] for x in (self.query[queries], self.key, self.value))
         return exact_attention(*tensors, is_causal=False, scale=self.scale, dropout_p=self.dropout_p)[0]
 
-    def log_factor(self) -> Tensor:
-        """The log of the ratio of each row of A to the row of its Gaussian kernel: (Nq,)."""
-        acc_dtype = accumulation_dtype(self.query.dtype)
-        query, key = self.query.detach().to(acc_dtype), self.key.detach().to(acc_dtype)
-        _, _, _, log_factor = products.attention_to_gaussian(query, key, scale=self.scale)
-        return log_factor
+    def attend(self, part: _Part) -> tuple[Tensor, Tensor]:
+        """Attention of a part: the output (R, Dv) and its lse (R,)."""
+
+        def forward(query: Tensor, keys: Tensor, bias: Tensor) -> Tensor:
+            own = query[None, :, None], self.key[keys][None], self.value[keys][None], bias[None, :, None]
+            out, lse = (x[0, :, 0] for x in partial_attention(*own, scale=self.scale, dropout_p=self.dropout_p))
+            return torch.cat((out.to(lse.dtype), lse.unsqueeze(1)), 1)
+
+        # Computed again in the backward pass, because autograd would keep a copy of the keys of every query.
+        rows = self.query[part.queries], part.keys, part.bias.to(accumulation_dtype(self.query.dtype))
+        both = sliced(forward, *rows, size=len(part.queries), draws=self.dropout_p > 0.0)
+        return both[:, :-1].to(self.value.dtype), both[:, -1]
+
+    def gaussian(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys in units of the bandwidth, and the log of the ratio of each row of A to that of its kernel.
+
+        Without a gradient: (Nq, D), (Nk, D) and (Nq,).
+        """
+        query, key = (x.detach().to(accumulation_dtype(x.dtype)) for x in (self.query, self.key))
+        queries, keys, bandwidth, log_factor = products.attention_to_gaussian(query, key, scale=self.scale)
+        return queries / bandwidth, keys / bandwidth, log_factor
 
 
 _Form: TypeAlias = Callable[[ApproxKMVConfig, _Head], Tensor]
 
 
-def _parts(config: ApproxKMVConfig, head: _Head) -> Iterator[_Part] | None:
-    """The keys that are computed for the queries of one head; None if all keys are computed for all queries."""
+@torch.no_grad()
+def _parts(config: ApproxKMVConfig, head: _Head) -> Iterator[_Part]:
+    """The keys that are computed for queries of one head. All keys are computed for the other queries."""
     if head.scale == 0.0 or 0 < len(head.key) <= config.num_samples:
-        return None
-    acc_dtype = accumulation_dtype(head.query.dtype)
-    query, key, value = (x.detach().to(acc_dtype) for x in head[:3])
-    queries, keys, bandwidth, _ = products.attention_to_gaussian(query, key, scale=head.scale)
-    queries, keys = queries / bandwidth, keys / bandwidth
+        return
+    queries, keys, _ = head.gaussian()
     if config.num_samples:
-        return _parts_by_budget(config.num_samples, queries, keys, head.seed)
+        yield from _parts_by_budget(config.num_samples, queries, keys, head.seed)
+        return
+    value = head.value.detach().to(keys.dtype)
     x = torch.cat((value, value.new_ones(len(value), 1)), 1)
     # `delta` is for all columns of the product together.
     delta, eps = min(0.5, _DELTA * x.shape[1]), config.error_percent / 100
     plan = products.plan_product(queries, keys, x, eps=eps, delta=delta, seed=head.seed, sums=False)
-    return None if isinstance(plan, int) else _parts_by_error(plan, head.seed)
-
-
-def _parts_by_error(plan: products.Plan, seed: int | Tensor) -> Iterator[_Part]:
-    """The queries of a plan that are not computed exactly, with the keys that the plan chooses."""
-    num_light = len(plan.light)
+    if isinstance(plan, int):  # the exact product is cheaper
+        return
     for block, found, _ in kde.shared_buckets(plan.tables, _PAIRS):
-        queries = torch.arange(block.start, block.stop, device=found.device)
-        queries = queries[~plan.whole[queries]]
-        most_draws = max(1, int(plan.draws[queries].max()) if len(queries) else 1)
-        for part in queries.split(max(1, _PAIRS // most_draws)):
-            # `found` holds each pair of a query and a light key as query * num_light + key.
-            own = found[(found // num_light >= part[0]) & (found // num_light <= part[-1])]
-            own = own[torch.isin(own // num_light, part)]
-            drawn, used = products.draw_columns(plan.draws[part], part, found, num_light, seed, _DRAWS)
-            log_weight = (num_light / plan.draws[part]).log()[:, None].expand(drawn.shape)
-            log_weight = log_weight.masked_fill(~used, -torch.inf)
-            near, bias = _pad(torch.searchsorted(part, own // num_light), own % num_light, len(part))
-            keys = torch.cat((plan.heavy.expand(len(part), -1), plan.light[near], plan.light[drawn]), 1)
-            heavy_bias = bias.new_zeros(len(part), len(plan.heavy))
-            yield _Part(part, keys, torch.cat((heavy_bias, bias, log_weight.to(bias.dtype)), 1))
+        own = torch.arange(block.start, block.stop, device=found.device)
+        own = own[~plan.whole[own]]
+        most_draws = max(1, int(plan.draws[own].max()) if len(own) else 1)
+        for some in own.split(max(1, _PAIRS // most_draws)) if len(own) else ():
+            yield _part(some, found, plan.draws[some], plan.light, plan.heavy, head.seed)
 
 
 def _parts_by_budget(budget: int, queries: Tensor, keys: Tensor, seed: int | Tensor) -> Iterator[_Part]:
@@ -187,18 +189,43 @@ def _parts_by_budget(budget: int, queries: Tensor, keys: Tensor, seed: int | Ten
     met = kde.collision_chance(distances[None] / widths[:, None]).pow(_DEPTH).mean(1) * _TABLES * num_keys
     width = widths[int((met <= budget // 2).sum().clamp(min=1)) - 1].item()
     tables = kde.hash_tables(queries, keys, kde.Hash(width, _DEPTH, _TABLES), seed, _HASH)
+    light, heavy = torch.arange(num_keys, device=device), torch.arange(0, device=device)
     for block, found, times in kde.shared_buckets(tables, _PAIRS):
         # Of the keys of each query keep those that it meets in most tables.
         order = (found // num_keys * (_TABLES + 1) + _TABLES - times).argsort(stable=True)
         row = found[order] // num_keys - block.start
         kept = found[order[_rank_in_group(row, block.stop - block.start) < budget // 2]].sort().values
-        for part in torch.arange(block.start, block.stop, device=device).split(max(1, _PAIRS // budget)):
-            own = kept[(kept // num_keys >= part[0]) & (kept // num_keys <= part[-1])]
-            near, bias = _pad(own // num_keys - part[0], own % num_keys, len(part))
-            draws = budget - (bias == 0).sum(1)
-            drawn, used = products.draw_columns(draws, part, own, num_keys, seed, _DRAWS)
-            log_weight = (num_keys / draws).log()[:, None].expand(drawn.shape).masked_fill(~used, -torch.inf)
-            yield _Part(part, torch.cat((near, drawn), 1), torch.cat((bias, log_weight.to(bias.dtype)), 1))
+        for some in torch.arange(block.start, block.stop, device=device).split(max(1, _PAIRS // budget)):
+            yield _part(some, kept, budget, light, heavy, seed)
+
+
+def _part(
+    queries: Tensor, found: Tensor, draws: Tensor | int, light: Tensor, heavy: Tensor, seed: int | Tensor
+) -> _Part:
+    """The part of some queries: the heavy keys, the light keys that share a bucket, and light keys that are drawn.
+
+    Args:
+        queries: int64 (R,), ascending.
+        found: the pairs of queries and keys that share a bucket, as sorted numbers query * L + index of the light key.
+        draws: the number of draws of each query (R,), or that of its keys of both kinds.
+        light: int64 (L,).
+        heavy: int64 (n,).
+        seed: of the draws.
+    """
+    num_light = len(light)
+    row = torch.searchsorted(queries, found // num_light).clamp(max=len(queries) - 1)
+    is_own = queries[row] == found // num_light
+    row, own = row[is_own], found[is_own]
+    # The pairs as keys (R, m), with -inf as bias where a query has less than m.
+    rank, width = _rank_in_group(row, len(queries)), int(torch.bincount(row).max()) if len(row) else 0
+    near = row.new_zeros(len(queries), width)
+    bias = torch.full(near.shape, -torch.inf, dtype=torch.float64, device=row.device)
+    near[row, rank], bias[row, rank] = own % num_light, 0.0
+    draws = draws if isinstance(draws, Tensor) else draws - (bias == 0).sum(1)
+    drawn, used = products.draw_columns(draws, queries, own, num_light, seed, _DRAWS)
+    log_weight = (num_light / draws).log().double()[:, None].expand(drawn.shape).masked_fill(~used, -torch.inf)
+    keys = torch.cat((heavy.expand(len(queries), -1), light[near], light[drawn]), 1)
+    return _Part(queries, keys, torch.cat((bias.new_zeros(len(queries), len(heavy)), bias, log_weight), 1))
 
 
 def _rank_in_group(group: Tensor, num_groups: int) -> Tensor:
@@ -207,48 +234,18 @@ def _rank_in_group(group: Tensor, num_groups: int) -> Tensor:
     return torch.arange(len(group), device=group.device) - (sizes.cumsum(0) - sizes)[group]
 
 
-def _pad(row: Tensor, key: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Turn pairs (P,) of a row and a key, sorted by row, into keys (R, M) and a bias (R, M): 0, or -inf for padding."""
-    shape = (num_rows, int(torch.bincount(row, minlength=num_rows).max()) if len(row) else 0)
-    rank = _rank_in_group(row, num_rows)
-    keys = row.new_zeros(shape)
-    keys[row, rank] = key
-    bias = torch.full(shape, -torch.inf, dtype=torch.float64, device=row.device)
-    bias[row, rank] = 0.0
-    return keys, bias
+def _log_min_denominator(config: ApproxKMVConfig) -> float:
+    """The log of the smallest denominator, in units of the kernel, of a query that is not computed exactly."""
+    return math.log(2 * config.error_percent / 100)
 
 
-def _attend_part(
-    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, bias: Tensor, scale: float, dropout_p: float
-) -> tuple[Tensor, Tensor]:
-    """Attention of queries (R, D) to the keys at the indices `keys` (R, M): the output (R, Dv) and its lse (R,)."""
-    bias = bias.to(accumulation_dtype(query.dtype))[None, :, None]
-    part = partial_attention(
-        query[None, :, None], key[keys][None], value[keys][None], bias, scale=scale, dropout_p=dropout_p
-    )
-    return part.out[0, :, 0], part.lse[0, :, 0]
-
-
-def _fast_head(config: ApproxKMVConfig, head: _Head) -> Tensor:
+def _forward_head(config: ApproxKMVConfig, head: _Head) -> Tensor:
     """The output (Nq, Dv) of one head."""
-    query, key, value = head[:3]
-    with torch.no_grad():
-        parts = _parts(config, head)
-    if parts is None:
-        return head.exact()
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    log_factor = None if config.num_samples else head.log_factor()
     outs, indices = [], []
-    is_open = torch.ones(len(query), dtype=torch.bool, device=query.device)
-    while True:
-        with torch.no_grad():
-            part = next(parts, None)
-        if part is None:
-            break
-        queries = part.queries
-        arguments = (query[queries], key, value, part.keys, part.bias, head.scale, head.dropout_p)
-        # Checkpointing, because autograd would otherwise keep a copy of the keys of every query.
-        out, lse = checkpoint(_attend_part, *arguments, use_reentrant=False) if needs_grad else _attend_part(*arguments)
+    log_factor = None if config.num_samples or head.scale == 0.0 else head.gaussian()[2]
+    is_open = torch.ones(len(head.query), dtype=torch.bool, device=head.query.device)
+    for part in _parts(config, head):
+        (out, lse), queries = head.attend(part), part.queries
         if log_factor is not None:
             is_accurate = lse.detach() - log_factor[queries] >= _log_min_denominator(config)
             out, queries = out[is_accurate], queries[is_accurate]
@@ -262,24 +259,18 @@ def _fast_head(config: ApproxKMVConfig, head: _Head) -> Tensor:
     return torch.cat(outs)[torch.cat(indices).argsort()]
 
 
-def _log_min_denominator(config: ApproxKMVConfig) -> float:
-    """The log of the smallest denominator, in units of the kernel, of a query that is not computed exactly."""
-    return torch.tensor(2 * config.error_percent / 100, device="cpu").log().item()
-
-
 def _naive_head(config: ApproxKMVConfig, head: _Head) -> Tensor:
     """The output (Nq, Dv) of one head, by a dense matrix of weights."""
     query, key, value = head[:3]
     weights = torch.ones(len(query), len(key), dtype=torch.float64, device=query.device)
-    with torch.no_grad():
-        scores = query.double() @ key.double().t() * head.scale
-        for queries, keys, bias in _parts(config, head) or ():
-            own = torch.zeros(len(queries), len(key), dtype=torch.float64, device=query.device)
-            own.scatter_add_(1, keys, bias.exp())
-            if not config.num_samples:
-                lse = (scores[queries] + own.log()).logsumexp(1) - head.log_factor()[queries]
-                own[lse < _log_min_denominator(config)] = 1.0
-            weights[queries] = own
+    scores = (query.double() @ key.double().t() * head.scale).detach()
+    for queries, keys, bias in _parts(config, head):
+        own = torch.zeros(len(queries), len(key), dtype=torch.float64, device=query.device)
+        own.scatter_add_(1, keys, bias.exp())
+        if not config.num_samples:
+            lse = (scores[queries] + own.log()).logsumexp(1) - head.gaussian()[2][queries]
+            own[lse < _log_min_denominator(config)] = 1.0
+        weights[queries] = own
     return dense_attention(query[None], key[None], value[None], weights.log()[None], scale=head.scale)[0]
 
 
@@ -288,33 +279,29 @@ def _by_head(
 ) -> Tensor:
     """Compute one form for each head of each sequence on its valid tokens: (B, H, Nq, Dv)."""
     key_mask, scale, dropout_p = options.key_mask, options.scale, options.dropout_p
-    shape, q_len, kv_len = query.shape, query.shape[2], key.shape[2]
-    if kv_len <= config.num_samples:
-        query, key, value, key_mask = flatten_heads(query, key, value, key_mask)
-        out = exact_attention(query, key, value, key_mask, is_causal=False, scale=scale, dropout_p=dropout_p)
-        return unflatten_heads(out, shape)
-    outs, seed, first = [], seed_value(options.seed), head_slice(options.seed, shape[1]).first
-    for b in range(shape[0]):
-        valid = None if key_mask is None else key_mask[b].nonzero().squeeze(1)
+    (batch, num_heads, q_len, _), kv_len = query.shape, key.shape[2]
+    seed, first = seed_value(options.seed), head_slice(options.seed, num_heads).first
+    every, out = torch.arange(max(q_len, kv_len), device=query.device), []
+    for b in range(batch):
+        own = every[:kv_len] if key_mask is None else key_mask[b].nonzero().squeeze(1)
         # In self-attention a masked token has no query either, and its output is 0.
-        valid_queries = valid if q_len == kv_len else None
-        for h in range(shape[1]):
-            q, k, v = query[b, h], key[b, h], value[b, h]
-            if valid is not None:
-                q, k, v = q if valid_queries is None else q[valid_queries], k[valid], v[valid]
-            if len(k) and len(q):
-                out = form(config, _Head(q, k, v, scale, dropout_p, seed + _SEED_STEP * (first + h)))
-            else:
-                out = v.new_zeros(len(q), v.shape[1]) + 0.0 * v.sum()
-            if valid_queries is not None:
-                out = out.new_zeros(q_len, v.shape[1]).index_copy(0, valid_queries, out)
-            outs.append(out)
-    return unflatten_heads(torch.stack(outs), shape)
+        rows = own if q_len == kv_len else every[:q_len]
+        for h in range(num_heads):
+            tensors = query[b, h, rows], key[b, h, own], value[b, h, own]
+            of_head = value.new_zeros(q_len, value.shape[3]) + 0.0 * tensors[2].sum()
+            if len(own) and len(rows):
+                head = _Head(*tensors, scale, dropout_p, seed + _SEED_STEP * (first + h))
+                of_head = of_head.index_copy(0, rows, form(config, head))
+            out.append(of_head)
+    return torch.stack(out).unflatten(0, (batch, num_heads))
 
 
 def forward(config: ApproxKMVConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Compute the fast form; see `register_method` for the arguments."""
-    return _by_head(_fast_head, config, query, key, value, options)
+    shape, exact = query.shape, {"is_causal": False, "scale": options.scale, "dropout_p": options.dropout_p}
+    if key.shape[2] <= config.num_samples:
+        return unflatten_heads(exact_attention(*flatten_heads(query, key, value, options.key_mask), **exact), shape)
+    return _by_head(_forward_head, config, query, key, value, options)
 
 
 def naive(config: ApproxKMVConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:

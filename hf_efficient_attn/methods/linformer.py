@@ -32,11 +32,11 @@ from hf_efficient_attn.methods._shared.projections import (
     tables,
 )
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, ShardedForm, register_method
-from hf_efficient_attn.ops.collectives import Shards, total
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.landmarks import attention_to_few_keys
 from hf_efficient_attn.ops.precision import attention_dtype, sum_dtype
 from hf_efficient_attn.ops.projections import STARTS_FROM, contractions, projected_key_mask
+from hf_efficient_attn.ops.shards import Shards, total
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,14 +16,15 @@ from torch.nn.functional import pad
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, ShardedForm, register_method
-from hf_efficient_attn.ops.blocks import chunked_over_heads, pad_to_blocks, take
-from hf_efficient_attn.ops.collectives import Shards, with_neighbors
+from hf_efficient_attn.ops.blocks import pad_to_blocks, take
 from hf_efficient_attn.ops.distance_bias import bias_of, biased_window
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.export import exporting_to_onnx
 from hf_efficient_attn.ops.near_far import dense_attention
 from hf_efficient_attn.ops.partial import Partial, merge, partial_attention
-from hf_efficient_attn.ops.window import has_window_kernel, window_by_kernel, window_partial
+from hf_efficient_attn.ops.shards import Shards, with_neighbors
+from hf_efficient_attn.ops.slices import slice_size, sliced
+from hf_efficient_attn.ops.window import window_partial
 
 # Queries that attend to the global tokens at a time.
 _BLOCK_Q = 128
@@ -80,7 +81,7 @@ def forward(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor,
         )  # fmt: skip
     if exporting_to_onnx():  # the same graph for every length and batch
         query, key, value, key_mask = flatten_heads(query, key, value, key_mask)
-        return unflatten_heads(_window_and_global(config, query, key, value, key_mask, options), shape)
+        return unflatten_heads(_window_and_global(config, options, key_mask, query, key, value), shape)
     if key.shape[2] <= config.exact_length:
         query, key, value, key_mask = flatten_heads(query, key, value, key_mask)
         scale, dropout_p = options.scale, options.dropout_p
@@ -88,42 +89,31 @@ def forward(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor,
             query, key, value, key_mask, is_causal=options.is_causal, scale=scale, dropout_p=dropout_p
         )
         return unflatten_heads(out, shape)
-    plain = key_mask is None and not config.global_tokens and not options.dropout_p
-    if plain and has_window_kernel(query, value):
-        right = 0 if options.is_causal else config.window_size
-        return window_by_kernel(query, key, value, left=config.window_size, right=right, scale=options.scale)
+    # In the backward pass a slice holds the gradients of the keys of all its blocks. Only dropout keeps weights.
+    drops = options.dropout_p > 0.0
+    size = slice_size(key.shape[2] * (key.shape[3] + value.shape[3]) * 2, key.device)
 
-    def some_heads(
-        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        result = _window_and_global(config, query, key, value, mask, options, out)
-        return result if out is None or result.data_ptr() == out.data_ptr() else out.copy_(result)
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        form = functools.partial(_window_and_global, config, options, mask)
+        return sliced(form, query, key, value, size=size, draws=drops, recompute=drops)
 
-    result = (query.shape[2], value.shape[3], value.dtype)
     if key_mask is None:
-        flat = (x.flatten(0, 1) for x in (query, key, value))
-        return unflatten_heads(chunked_over_heads(some_heads, *flat, result=result), shape)
+        query, key, value, _ = flatten_heads(query, key, value, None)
+        return unflatten_heads(attend(query, key, value, None), shape)
     # With a mask each block has its own bias. One sequence of the batch at a time, so that all heads share it.
-    outs = [
-        chunked_over_heads(functools.partial(some_heads, mask=mask[None]), q, k, v, result=result)
-        for q, k, v, mask in zip(query, key, value, key_mask, strict=True)
-    ]
-    return torch.stack(outs)
+    rows = zip(query, key, value, key_mask.split(1), strict=True)
+    return torch.stack([attend(*row) for row in rows])
 
 
 def _window_and_global(
     config: LongformerConfig,
+    options: AttentionOptions,
+    mask: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
-    options: AttentionOptions,
-    out: Tensor | None = None,
 ) -> Tensor:
-    """Attention of (BH, N, D) inputs: (BH, N, Dv).
-
-    The mask is (1, N), or (BH, N) where `window_partial` takes that. `out` is memory for the result, or None.
-    """
+    """Attention of (BH, N, D) inputs with a mask (1 or BH, N): (BH, N, Dv)."""
     is_causal, scale, dropout_p = options.is_causal, options.scale, options.dropout_p
     length, device = query.shape[1], query.device
     num_global, left, block_q = config.global_tokens, config.window_size, _BLOCK_Q
@@ -131,9 +121,7 @@ def _window_and_global(
         num_global, left, block_q = min(num_global, length), min(left, length - 1), min(block_q, length)
     right = 0 if is_causal else left
     if not num_global:
-        return window_partial(
-            query, key, value, mask, left=left, right=right, scale=scale, dropout_p=dropout_p, out=out
-        ).out
+        return window_partial(query, key, value, mask, left=left, right=right, scale=scale, dropout_p=dropout_p).out
     # `index` (1 or BH, G): positions of the first G valid tokens. If there are fewer, `valid` is False at the others.
     position = torch.arange(length, device=device)
     if mask is None:

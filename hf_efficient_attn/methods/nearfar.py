@@ -26,10 +26,10 @@ from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, ShardedForm, register_method
 from hf_efficient_attn.methods._shared.weighted_coreset import naive_bidirectional
-from hf_efficient_attn.ops.collectives import Shards
 from hf_efficient_attn.ops.coreset_landmarks import CoresetOptions
 from hf_efficient_attn.ops.exact import exact_attention
 from hf_efficient_attn.ops.sharded_coreset import sharded_coreset_attention
+from hf_efficient_attn.ops.shards import Shards
 from hf_efficient_attn.ops.weighted_coreset_graph import weighted_coreset
 
 

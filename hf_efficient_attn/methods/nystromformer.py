@@ -38,7 +38,6 @@ from hf_efficient_attn.methods._shared.heads import FlatHeads, flatten_heads, un
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, ShardedForm, register_method
 from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import can_reuse_buffers, chunked_over_heads, inverse, take, valid_first
-from hf_efficient_attn.ops.collectives import Shards, gather_partials, total
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.landmarks import (
     Segments,
@@ -50,6 +49,7 @@ from hf_efficient_attn.ops.landmarks import (
 from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, merge, partial_attention
 from hf_efficient_attn.ops.pinv import DAMPING, damped_solve, iterative_pinv
 from hf_efficient_attn.ops.precision import attention_dtype
+from hf_efficient_attn.ops.shards import Shards, gather_partials, total
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,20 +5,18 @@ The code in `hf_efficient_attn.ops.lsh_rounds` follows these parts of the paper:
 - Hash: h(x) = argmax([xR; -xR]) ("Locality sensitive hashing", section 2), in `bucket_codes`. With about 2 l / m
   buckets for chunks of m tokens, one such hash costs l^2 / m. Here a bucket is a pair of hashes, each with about the
   square root of that number of values.
-- Sorting by bucket and then by position, and chunks of equal size ("LSH attention", Figure 2): `sort_by_hash`. In the
+- Sorting by bucket and then by position, and chunks of equal size ("LSH attention", Figure 2): `plan_rounds`. In the
   paper a chunk attends to itself and to the chunk before it, which suits a causal order. Here it attends to itself and
   to half of each neighbour, which is the same number of keys. Queries and keys that are not shared are sorted
   separately, and a chunk of queries attends to the keys around the index at which its middle query would be sorted
-  among the keys: `matching_block_starts`. The mean of the keys, which does not change the softmax, is subtracted before
-  the keys are hashed: `plan_rounds`.
+  among the keys. The mean of the keys, which does not change the softmax, is subtracted before the keys are hashed.
 - Merging rounds by their normalisers, with each pair counted once (Eq. 6-7): `rounds_attention`. A pair counts in the
   first round that contains it. The paper gives it the weight 1 / N_ij in each of N_ij rounds, which is the same sum.
 - Shared queries and keys ("Shared-QK attention"): with `shared_query_key`, k_j = q_j / |q_j|, and a token attends to
   itself only if it has no other key.
 
-There is no causal form. The paper masks the pairs of the future but sorts all tokens together. The chunk of a pair, and
-therefore the part of the past that a query attends to, depends on the tokens that follow. The outputs change with the
-future, and a decoder that is trained in this way learns to rely on information that it does not have when it generates.
+There is no causal form. The paper masks the pairs of the future but sorts all tokens together, so the chunk of a pair,
+and with it the output, depends on later tokens. A decoder that is trained in this way learns to rely on them.
 """
 
 from dataclasses import dataclass, replace

@@ -3,8 +3,8 @@
 How "Low-Rank Thinning" (arXiv 2502.12063), section 4, corresponds to the code:
 
 - Selection by KH-Compress with the kernel exp(<k, k'> / sqrt(d)) (<v, v'> + max |V|^2): `thin` in
-  `hf_efficient_attn.ops.thinning`. It depends on the keys and values only, so all queries of a head share it.
-- Output: exact attention of all queries to the selected keys (`attention_to_few_keys`).
+  `hf_efficient_attn.ops.halving`. It depends on the keys and values only, so all queries of a head share it.
+- Output: exact attention of all queries to the selected keys.
 
 Departures from the paper:
 
@@ -18,9 +18,9 @@ Departures from the paper:
   Except: that code keeps the first token of a bucket's first pair, and then flips all decisions of a round with
   probability 1/2. Here the first decision is a fair draw.
 - The paper has no causal form, and this one has none either: a kept token would stand for later ones.
-- On accelerators without Triton 16 pairs of a bucket are decided at a time (`hf_efficient_attn.ops.batched_thinning`).
-  The rounds, and the pairs of a bucket, still follow one another, so a call is 260 to 420 kernels, where other methods
-  have 60. By Triton it is 20 to 50, with the decisions of the sequence of pairs.
+
+The rounds, and the pairs of a bucket, follow one another: a call has about 2 * num_samples steps of a few small
+operations on all heads and buckets together, whatever the length.
 
 Up to `num_samples` valid keys, all keys are kept, so the output is exact. Gradients hold the selection fixed.
 """
@@ -33,12 +33,10 @@ from torch import Tensor
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
-from hf_efficient_attn.ops import thinning
-from hf_efficient_attn.ops.accelerator import backend
-from hf_efficient_attn.ops.blocks import take_both
+from hf_efficient_attn.ops import halving
+from hf_efficient_attn.ops.blocks import take
 from hf_efficient_attn.ops.exact import exact_attention
-from hf_efficient_attn.ops.landmarks import attention_to_few_keys
-from hf_efficient_attn.ops.partial import accumulation_dtype
+from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,21 +73,17 @@ class ThinformerConfig(MethodConfig):
 
 
 def forward(config: ThinformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Fast form; see `register_method`."""
+    """Compute the fast form; see `register_method`."""
     shape, scale, dropout_p = query.shape, options.scale, options.dropout_p
     query, key, value, key_mask = flatten_heads(query, key, value, options.key_mask)
     if key.shape[1] <= config.num_samples:
         out = exact_attention(query, key, value, key_mask, is_causal=False, scale=scale, dropout_p=dropout_p)
         return unflatten_heads(out, shape)
-    kept = thinning.thin(key, value, key_mask, config.num_samples, scale=scale, seed=options.seed, batch=shape[0])
-    keys, values = take_both(key, value, kept.token)
-    log_weight: Tensor | None = kept.log_weight.to(accumulation_dtype(query.dtype))
-    if backend(query) == "cpu":
-        keys, values = (x.to(accumulation_dtype(query.dtype)) for x in (keys, values))
-    elif key_mask is None and thinning.counts_are_equal(key.shape[1], config.num_samples):
-        log_weight = None  # a constant one has no influence, but costs a copy of the queries
-    out = attention_to_few_keys(query, keys, values, log_weight, scale=scale, dropout_p=dropout_p, dtype=value.dtype)
-    return unflatten_heads(out, shape)
+    kept = halving.thin(key, value, key_mask, config.num_samples, scale=scale, seed=options.seed, batch=shape[0])
+    keys, values = (take(x, kept.token)[:, None] for x in (key, value))
+    log_weight = kept.log_weight.to(accumulation_dtype(query.dtype))[:, None, None]
+    out = partial_attention(query[:, None], keys, values, log_weight, scale=scale, dropout_p=dropout_p).out
+    return unflatten_heads(out[:, 0], shape)
 
 
 def naive(config: ThinformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -100,11 +94,11 @@ def naive(config: ThinformerConfig, query: Tensor, key: Tensor, value: Tensor, o
         valid = key.new_ones(key.shape[2], dtype=torch.bool) if options.key_mask is None else options.key_mask[b]
         if not valid.any():
             continue
-        draws = thinning.draw_numbers(int(valid.sum()), config.num_samples, num_heads, options.seed, key.device)
+        draws = halving.draw_numbers(int(valid.sum()), config.num_samples, num_heads, options.seed, key.device)
         for h in range(num_heads):
             keys, values = key[b, h, valid].double(), value[b, h, valid].double()
             own_draws = [draw[h] for draw in draws]
-            count = thinning.thin_naive(keys, values, config.num_samples, own_draws, scale=options.scale)
+            count = halving.thin_naive(keys, values, config.num_samples, own_draws, scale=options.scale)
             weights = (options.scale * query[b, h].double() @ keys.mT + count.log()).softmax(-1)
             out[b, h] = weights @ values
     return out.to(value.dtype)

@@ -6,13 +6,10 @@ all of its calls are without a bias. Queries, keys and values are padded to the 
 takes them.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.fused_attention import column_unit
 from hf_efficient_attn.ops.partial import accumulation_dtype
 
@@ -40,26 +37,14 @@ def most_negative(dtype: torch.dtype) -> float:
 
 
 def lse_columns(lse: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """`bias_columns` with a gradient in few operations: (...) -> (..., 2). -inf becomes a very negative number."""
-    columns: Tensor = _LseColumns.apply(lse, dtype, scale * column_unit(dtype, scale))  # type: ignore[no-untyped-call]
-    return columns
+    """`bias_columns` with a gradient: (...) -> (..., 2). -inf becomes a very negative number."""
+    return _two_numbers((lse / (scale * column_unit(dtype, scale))).clamp(min=most_negative(dtype)), dtype)
 
 
-class _LseColumns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, lse: Tensor, dtype: torch.dtype, factor: float) -> Tensor:
-        ctx.factor, ctx.dtype = factor, lse.dtype
-        column = (lse / factor).clamp(min=most_negative(dtype))
-        high = column.to(dtype)
-        return torch.stack((high, (column - high).to(dtype)), -1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0][..., 0].to(ctx.dtype) / ctx.factor, None, None
-
-
-def _number(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full((), value, dtype=dtype, device=device)
+def _two_numbers(column: Tensor, dtype: torch.dtype) -> Tensor:
+    """Two numbers of `dtype` with the sum (...): (..., 2). Their factors are equal, so one of them has the gradient."""
+    high = column.detach().to(dtype)
+    return torch.stack((high, (column - high).to(dtype)), -1)
 
 
 def with_square(x: Tensor, factor: float, offset: float, before: Tensor, after: Tensor) -> Tensor:
@@ -75,26 +60,7 @@ def with_square(x: Tensor, factor: float, offset: float, before: Tensor, after: 
     Returns:
         (..., D + m + 2 + p).
     """
-    result: Tensor = _WithSquare.apply(x, factor, offset, before, after)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _WithSquare(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float, offset: float, before: Tensor, after: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.factor, ctx.column = factor, x.shape[-1] + before.shape[-1]
-        acc_dtype = accumulation_dtype(x.dtype)
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=acc_dtype)
-        column = torch.addcmul(constant(_number, offset, acc_dtype, device=x.device), norm, norm, value=factor)
-        if x.dtype == torch.float16:
-            column = column.clamp(min=most_negative(x.dtype))
-        high = column.to(x.dtype)
-        before, after = (more.expand(*x.shape[:-1], -1) for more in (before, after))
-        return torch.cat((x, before, high, (column - high).to(x.dtype), after), -1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        of_square = grads[0][..., ctx.column, None]
-        return torch.addcmul(grads[0][..., : x.shape[-1]], x, of_square, value=2.0 * ctx.factor), None, None, None, None
+    column = x.to(accumulation_dtype(x.dtype)).square().sum(-1) * factor + offset
+    column = column.clamp(min=most_negative(x.dtype)) if x.dtype == torch.float16 else column
+    before, after = (more.expand(*x.shape[:-1], -1) for more in (before, after))
+    return torch.cat((x, before, _two_numbers(column, x.dtype), after), -1)

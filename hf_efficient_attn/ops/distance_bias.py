@@ -11,9 +11,11 @@ from torch.nn.functional import pad
 from hf_efficient_attn.ops.blocks import count_blocks, pad_to_blocks
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
+from hf_efficient_attn.ops.slices import slice_size, sliced
+from hf_efficient_attn.ops.window import block_distances, key_blocks, window_bias, window_block
 
-# Queries of a block of exact attention and of the window, and numbers of a bias that is made at a time.
-_BLOCK_Q, _WINDOW_BLOCK_Q, _BIAS_NUMEL = 256, 128, 1 << 22
+# Queries of a block of exact attention.
+_BLOCK_Q = 256
 
 
 def bias_of(table: Tensor, distance: Tensor) -> Tensor:
@@ -99,30 +101,23 @@ def biased_window(
     """
     (batch, num_heads, length, _), device = query.shape, query.device
     left, right = (min(side, length - 1) for side in window)
-    block_q = min(_WINDOW_BLOCK_Q, length)
+    block_q = min(2 * window_block(left, right), length)
     num_blocks, block_k = count_blocks(length, block_q), left + block_q + right
-    after = right + num_blocks * block_q - length
-    distance = torch.arange(block_k, device=device) - left - torch.arange(block_q, device=device)[:, None]
-    in_window = mask_bias((distance >= -left) & (distance <= right), query.dtype)
     # All blocks have the same distances: (H, block_q, block_k), for the heads of all sequences.
-    inner = bias_of(table.to(accumulation_dtype(query.dtype)), distance) + in_window
-    inner = inner.expand(batch, -1, -1, -1).flatten(0, 1).unsqueeze(1)
+    of_distance = bias_of(table.to(accumulation_dtype(query.dtype)), block_distances(block_q, left, right, device))
+    of_distance = (of_distance + window_bias(block_q, left, right, query.dtype, device)).repeat(batch, 1, 1)
     valid = torch.ones(1, length, dtype=torch.bool, device=device) if key_mask is None else key_mask
-    valid = mask_bias(pad(valid, (left, after)).unfold(1, block_k, block_q), query.dtype).unsqueeze(2)
-    if key_mask is not None:
-        valid = valid.repeat_interleave(num_heads, 0)
-    blocks = pad_to_blocks(query.flatten(0, 1), block_q)
-    keys, values = (
-        pad(x.flatten(0, 1), (0, 0, left, after)).unfold(1, block_k, block_q).transpose(2, 3) for x in (key, value)
-    )
-    step = max(1, _BIAS_NUMEL // (batch * num_heads * block_q * block_k))
-    outs = []
-    for start in range(0, num_blocks, step):
-        some = slice(start, min(start + step, num_blocks))
-        bias = inner + valid[:, some]
-        part = partial_attention(
-            blocks[:, some], keys[:, some], values[:, some], bias, scale=scale, dropout_p=dropout_p
-        )
-        outs.append(part.out)
-    result: Tensor = torch.cat(outs, 1).flatten(1, 2)[:, :length].unflatten(0, (batch, num_heads))
+    valid = pad(valid, (left, right + num_blocks * block_q - length)).unfold(1, block_k, block_q)
+    valid = mask_bias(valid.expand(batch, -1, -1), query.dtype).repeat_interleave(num_heads, 0)  # (BH, T, block_k)
+
+    def some_heads(query: Tensor, key: Tensor, value: Tensor, of_distance: Tensor, of_key: Tensor) -> Tensor:
+        blocks, bias = pad_to_blocks(query, block_q), of_distance[:, None] + of_key[:, :, None]
+        keys, values = (key_blocks(x, block_q, left, right) for x in (key, value))
+        part = partial_attention(blocks, keys, values, bias, scale=scale, dropout_p=dropout_p)
+        return part.out.flatten(1, 2)[:, :length]
+
+    size = slice_size(num_blocks * block_q * block_k, device)
+    flat = (x.flatten(0, 1) for x in (query, key, value))
+    out = sliced(some_heads, *flat, of_distance, valid, size=size, draws=dropout_p > 0.0)
+    result: Tensor = out.unflatten(0, (batch, num_heads))
     return result

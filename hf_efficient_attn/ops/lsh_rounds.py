@@ -10,15 +10,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.accelerator import backend
-from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, take, take_both, valid_first
-from hf_efficient_attn.ops.constants import constant, integers
+from hf_efficient_attn.ops.blocks import ceil_div, inverse, pad_to_blocks, take, valid_first
+from hf_efficient_attn.ops.constants import integers
 from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.hashing import block_starts
 from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, merge, partial_attention
 from hf_efficient_attn.ops.random import Seed, normal
+from hf_efficient_attn.ops.slices import slice_size, sliced
 
 _STREAM = 45
 # So far below any score that its exponential is 0, but finite, because the product of infinity and 0 is NaN.
@@ -56,8 +54,8 @@ def rotations(kv_len: int, block_size: int, rounds: int, head_dim: int, seed: Se
     return normal((most, rounds, 2, head_dim), seed, _STREAM, device)
 
 
-def bucket_halves(num_keys: Tensor, block_size: int, most: int) -> tuple[Tensor, Tensor]:
-    """Half of each of the two factors of the number of buckets, from 1 to `most`: int64 of the shape of `num_keys`.
+def bucket_halves(num_keys: Tensor, block_size: int, most: int) -> Tensor:
+    """Half of each of the two factors of the number of buckets, from 1 to `most`: int64 (B, 1) -> (B, 2).
 
     There are about 2 * num_keys / block_size buckets, so that a bucket has half a block on average (the paper's
     m = 2 l / n_buckets). The first half is the smallest h for which 2h * 2h buckets suffice. The second half is the
@@ -66,12 +64,10 @@ def bucket_halves(num_keys: Tensor, block_size: int, most: int) -> tuple[Tensor,
     smaller = torch.arange(1, most, device=num_keys.device)
     first = 1 + (2 * block_size * smaller * smaller < num_keys.unsqueeze(-1)).sum(-1)
     second = (num_keys + (2 * block_size * first - 1)) // (2 * block_size * first)
-    return first, second.clamp(min=1)
+    return torch.cat((first, second.clamp(min=1)), 1)
 
 
-def bucket_codes(
-    x: Tensor, directions: Tensor, halves: tuple[Tensor, Tensor], num_keys: Tensor | None = None
-) -> Tensor:
+def bucket_codes(x: Tensor, directions: Tensor, half: Tensor, num_keys: Tensor | None = None) -> Tensor:
     """The bucket of every token in every round.
 
     A bucket is a pair of hashes argmax([xR; -xR]), where R are the first directions of each factor. A single hash with
@@ -80,46 +76,21 @@ def bucket_codes(
     Args:
         x: (BH, N, D).
         directions: (h, S, 2, D), from `rotations`.
-        halves: int64 (BH or 1, 1) each, from `bucket_halves`.
+        half: int64 (BH or 1, 2), from `bucket_halves`.
         num_keys: int64 (BH or 1, 1), the number of tokens that are not 0, to subtract their mean from all; or None.
 
     Returns:
         int64 (BH, S, N).
     """
-    half = torch.stack([h.flatten() for h in halves], 1)
-    directions = _used_directions(directions, half, backend(x) != "cpu")
-    return _codes(x, directions, half, None if num_keys is None else num_keys.clamp(min=1))
-
-
-def _used_directions(directions: Tensor, half: Tensor, both: bool) -> Tensor:
-    """Directions (h, S, 2, D) as (B, S, 2, h, D) for `half` (B, 2), 0 if unused, which is never the largest product.
-
-    With `both` the opposite directions follow: (B, S, 2, 2h, D).
-    """
-    used = torch.arange(len(directions), device=directions.device) < half.unsqueeze(2)
+    # A direction that is not used is 0, which is never the largest product: (1 or BH, S, 2, h, D).
+    used = integers(len(directions), x.device) < half.unsqueeze(2)
     directions = directions.permute(1, 2, 0, 3) * used[:, None, :, :, None]
-    return torch.cat((directions, -directions), 3) if both else directions
-
-
-def _codes(x: Tensor, directions: Tensor, half: Tensor, num_keys: Tensor | int | None) -> Tensor:
-    """`bucket_codes` with directions from `_used_directions` and `half` (BH or 1, 2). `num_keys` is positive.
-
-    On an accelerator the products are in the dtype of x, and one maximum over both directions takes one launch, which
-    is slower on a CPU. The codes are other numbers in the same order.
-    """
-    on_cpu, sizes = backend(x) == "cpu", directions.shape[1:3]
-    dtype = accumulation_dtype(x.dtype) if on_cpu else x.dtype
-    directions = directions.flatten(1, 3).to(dtype).expand(x.shape[0], -1, -1)
-    projected = torch.bmm(directions, x.detach().to(dtype).mT)
-    if isinstance(num_keys, int):  # the mean is subtracted from the products, because they are fewer numbers
-        projected -= projected.mean(2, keepdim=True)
-    elif num_keys is not None:
-        projected -= projected.sum(2, keepdim=True, dtype=accumulation_dtype(dtype)) / num_keys.unsqueeze(2)
-    projected = projected.unflatten(1, (*sizes, -1))
-    if not on_cpu:
-        first, second = projected.argmax(3).unbind(2)
-        return torch.add(second, first, alpha=projected.shape[3])
-    # The largest absolute value, one direction at a time: several times as fast as a maximum with its index.
+    dtype, sizes = accumulation_dtype(x.dtype), directions.shape[1:4]
+    projected = directions.flatten(1, 3).to(dtype).expand(x.shape[0], -1, -1) @ x.detach().to(dtype).mT
+    if num_keys is not None:  # the mean is subtracted from the products, because they are fewer numbers
+        projected -= projected.sum(2, keepdim=True) / num_keys.clamp(min=1).unsqueeze(2)
+    projected = projected.unflatten(1, sizes)
+    # The largest absolute value, one direction at a time: on a CPU several times as fast as a maximum with its index.
     largest, *others = projected.abs().unbind(3)
     index = torch.zeros_like(largest, dtype=torch.int16)
     for h, other in enumerate(others, 1):
@@ -128,32 +99,6 @@ def _codes(x: Tensor, directions: Tensor, half: Tensor, num_keys: Tensor | int |
     index = index.long()
     index += (projected.gather(3, index.unsqueeze(3)).squeeze(3) < 0) * half[:, None, :, None]
     return index[:, :, 0] * (2 * half[:, 1, None, None]) + index[:, :, 1]
-
-
-def _half_of(kv_len: int, block_size: int, device: torch.device) -> Tensor:
-    """Both of `bucket_halves` for `kv_len` keys: int64 (1, 2)."""
-    most = len(rotations(kv_len, block_size, 1, 1, 0, device))
-    return torch.cat(bucket_halves(torch.full((1, 1), kv_len, device=device), block_size, most), 1)
-
-
-def _directions_of(
-    kv_len: int,
-    block_size: int,
-    rounds: int,
-    head_dim: int,
-    seed: Seed,
-    dtype: torch.dtype,
-    both: bool,
-    device: torch.device,
-) -> Tensor:
-    """`_used_directions` for `kv_len` keys: (1, rounds, 2, h, D)."""
-    directions = rotations(kv_len, block_size, rounds, head_dim, seed, device)
-    return _used_directions(directions, constant(_half_of, kv_len, block_size, device=device), both).to(dtype)
-
-
-def _shares(length: int, device: torch.device) -> Tensor:
-    """floor(i 2^31 / N) for each of N positions: (N,)."""
-    return (torch.arange(length, device=device) << 31) // length
 
 
 def _sort(codes: Tensor, share: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -172,6 +117,7 @@ def _sort(codes: Tensor, share: Tensor, mask: Tensor | None) -> tuple[Tensor, Te
     return keys, order
 
 
+@torch.no_grad()
 def plan_rounds(
     query: Tensor, key: Tensor, key_mask: Tensor | None, *, block_size: int, rounds: int, seed: Seed
 ) -> Rounds:
@@ -191,49 +137,36 @@ def plan_rounds(
         rounds: number of hashes.
         seed: seed of the hashes.
     """
-    with torch.no_grad():
-        (batch_heads, q_len, head_dim), kv_len, device = query.shape, key.shape[1], key.device
-        block_k, same_length, both = 2 * block_size, q_len == kv_len, backend(key) != "cpu"
-        if key_mask is None and kv_len <= rounds * block_k:
-            key_mask = torch.ones(batch_heads, kv_len, dtype=torch.bool, device=device)
-        query_mask = key_mask if same_length else None
-        if key_mask is None:
-            num_keys: Tensor | None = None
-            count: Tensor | int = kv_len
-            half = constant(_half_of, kv_len, block_size, device=device)
-            dtype = key.dtype if both else accumulation_dtype(key.dtype)
-            sizes = kv_len, block_size, rounds, head_dim, seed, dtype, both
-            directions = constant(_directions_of, *sizes, device=device)
-        else:
-            count = num_keys = key_mask.sum(1, keepdim=True)
-            directions = rotations(kv_len, block_size, rounds, head_dim, seed, device)
-            half = torch.cat(bucket_halves(num_keys, block_size, len(directions)), 1)
-            directions, count = _used_directions(directions, half, both), count.clamp(min=1)
-        share = query_share = integers(kv_len, device)
-        if not same_length:
-            query_share, share = (constant(_shares, n, device=device) for n in (q_len, kv_len))
-            if key_mask is not None:
-                share = ((key_mask.cumsum(1) - 1).clamp(min=0) << 31).floor_divide(count).unsqueeze(1)
-        centered = None if query is key else count
-        keys, key_order = _sort(_codes(key, directions, half, centered), share, key_mask)
-        queries, query_order = keys, key_order
-        if query is not key:
-            queries, query_order = _sort(_codes(query, directions, half, None), query_share, query_mask)
-        repeated = count if isinstance(count, int) else count.repeat_interleave(rounds, 0)
-        start = block_starts(
-            queries.flatten(0, 1),
-            keys.flatten(0, 1),
-            q_len if query_mask is None else repeated,
-            repeated,
-            block_size,
-            block_k,
-        ).unflatten(0, (batch_heads, rounds))
-        if key_mask is None or num_keys is None:
-            return Rounds(query_order, key_order, start, block_size, block_k, None)
-        short = (num_keys <= rounds * block_k)[:, :, None]
-        disjoint = torch.arange(rounds, device=device)[:, None] * block_k
-        key_order = torch.where(short, valid_first(key_mask)[:, None], key_order)
-        return Rounds(query_order, key_order, torch.where(short, disjoint, start), block_size, block_k, num_keys)
+    (batch_heads, q_len, head_dim), kv_len, device = query.shape, key.shape[1], key.device
+    block_k, same_length = 2 * block_size, q_len == kv_len
+    if key_mask is None and kv_len <= rounds * block_k:
+        key_mask = torch.ones(batch_heads, kv_len, dtype=torch.bool, device=device)
+    query_mask = key_mask if same_length else None
+    num_keys = torch.full((1, 1), kv_len, device=device) if key_mask is None else key_mask.sum(1, keepdim=True)
+    directions = rotations(kv_len, block_size, rounds, head_dim, seed, device)
+    half = bucket_halves(num_keys, block_size, len(directions))
+    share = query_share = integers(kv_len, device)
+    if not same_length:  # the share of the sequence before a token, as an integer below 2^31
+        rank = share if key_mask is None else (key_mask.cumsum(1) - 1).clamp(min=0).unsqueeze(1)
+        query_share = (integers(q_len, device) << 31) // q_len
+        share = (rank << 31) // num_keys.clamp(min=1).unsqueeze(2)
+    keys, key_order = _sort(bucket_codes(key, directions, half, None if query is key else num_keys), share, key_mask)
+    queries, query_order = keys, key_order
+    if query is not key:
+        queries, query_order = _sort(bucket_codes(query, directions, half), query_share, query_mask)
+    # A block of keys is centered on the sorted index that the middle query of the block would have among the keys.
+    middle = torch.arange(block_size // 2, q_len + block_size // 2, block_size, device=device).clamp(max=q_len - 1)
+    middle = middle.expand(batch_heads, rounds, -1)
+    if query_mask is not None:
+        middle = torch.minimum(middle, (num_keys - 1).clamp(min=0).unsqueeze(2))
+    start = (torch.searchsorted(keys, queries.gather(2, middle)) - block_k // 2).clamp(min=0)
+    start = torch.minimum(start, (num_keys - block_k).clamp(min=0).unsqueeze(2))
+    if key_mask is None:
+        return Rounds(query_order, key_order, start, block_size, block_k, None)
+    short = (num_keys <= rounds * block_k)[:, :, None]
+    disjoint = torch.arange(rounds, device=device)[:, None] * block_k
+    key_order = torch.where(short, valid_first(key_mask)[:, None], key_order)
+    return Rounds(query_order, key_order, torch.where(short, disjoint, start), block_size, block_k, num_keys)
 
 
 def rounds_attention(
@@ -261,42 +194,35 @@ def rounds_attention(
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, num_keys: Tensor | None, *orders: Tensor) -> Tensor:
         query_order, key_order, start = orders
-        missing = num_blocks * plan.block_q - query.shape[1]
         query_rank, key_rank = (inverse(x.flatten(0, 1)).view_as(x) for x in (query_order, key_order))
         # The last block is padded with query 0; the result for the padding is not used.
-        queries = (pad(query_order, (0, missing)) if missing else query_order).unflatten(2, (num_blocks, plan.block_q))
-        index, masked = start.unsqueeze(3) + integers(plan.block_k, query.device), None
-        if num_keys is not None:
-            masked = index >= num_keys[:, :, None, None]
-            index = index.clamp(max=key.shape[1] - 1)
-        # By round, so that the keys of a round are contiguous.
-        keys = key_order.movedim(1, 0).gather(2, index.movedim(1, 0).flatten(2)).unflatten(2, index.shape[2:])
-        del index
-        # The start of the block of keys of each query in each round but the last.
-        first = start[:, :-1].gather(2, query_rank[:, :-1] // plan.block_q) if rounds > 1 else query_rank
-        is_finite = num_keys is None and not others
-        partials = []
-        for s in reversed(range(rounds)):  # the first round needs the least memory beside the other results
-            own = queries[:, s]
-            # Round t contains a pair if the rank of the key is in the block of keys of the query.
-            earlier = [(_at(key_rank[:, t], keys[s]), _at(first[:, t], own)) for t in range(s)]
-            bias = _round_bias(query.dtype, own, keys[s], None if masked is None else masked[:, s], earlier, others)
-            del earlier
-            block = take(query, own), *take_both(key, value, keys[s])
-            part = partial_attention(*block, bias, scale=scale, dropout_p=dropout_p, finite_bias=is_finite)
-            del block, bias
-            rank = query_rank[:, s]
-            partials.append(Partial(take(part.out.flatten(1, 2), rank), part.lse.flatten(1).gather(1, rank)))
-            del part
-        partials.reverse()
-        if num_keys is not None or others:
-            out, lse = merge(*partials)
-            return torch.where((lse == -torch.inf).unsqueeze(-1), value, out) if others else out
-        return _merge_rounds(partials)
+        queries = pad_to_blocks(query_order.flatten(0, 1).unsqueeze(2), plan.block_q)
+        queries = queries.view(len(query), rounds, num_blocks, plan.block_q)
+        index = start.unsqueeze(3) + integers(plan.block_k, query.device)
+        masked = None if num_keys is None else index >= num_keys[:, :, None, None]
+        index = index.clamp(max=key.shape[1] - 1)
+        keys = key_order.gather(2, index.flatten(2)).view_as(index)
+        # The start of the block of keys of each query in each round.
+        first = start.gather(2, query_rank // plan.block_q)
 
-    return chunked_over_heads(
-        some_heads, query, key, value, plan.num_keys, plan.query_order, plan.key_order, plan.start
-    )
+        def one_round(s: int) -> Partial:
+            own, own_keys = queries[:, s], keys[:, s]
+            # Round t contains a pair if the rank of the key is in the block of keys of the query.
+            earlier = [(_at(key_rank[:, t], own_keys), _at(first[:, t], own)) for t in range(s)]
+            bias = _round_bias(query.dtype, (own, own_keys), None if masked is None else masked[:, s], earlier, others)
+            block = take(query, own), take(key, own_keys), take(value, own_keys)
+            part, rank = partial_attention(*block, bias, scale=scale, dropout_p=dropout_p), query_rank[:, s]
+            return Partial(take(part.out.flatten(1, 2), rank), part.lse.flatten(1).gather(1, rank))
+
+        # The first round, which has no bias, needs the least memory beside the other results.
+        partials = [one_round(s) for s in reversed(range(rounds))]
+        out, lse = merge(*partials)
+        return torch.where((lse == -torch.inf).unsqueeze(-1), value, out) if others else out
+
+    tensors = query, key, value, plan.num_keys, plan.query_order, plan.key_order, plan.start
+    size = slice_size(2 * query.shape[1] * plan.block_k, query.device)
+    # Without dropout autograd keeps copies of the tokens, and biases: 1.3 times as fast as to compute them again.
+    return sliced(some_heads, *tensors, size=size, draws=dropout_p > 0.0, recompute=dropout_p > 0.0)
 
 
 def _at(x: Tensor, index: Tensor) -> Tensor:
@@ -304,23 +230,9 @@ def _at(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(1, index.flatten(1)).view_as(index)
 
 
-def _merge_rounds(partials: list[Partial]) -> Tensor:
-    """The output of `merge`, with fewer operations, if every query has a key in the first round."""
-    if len(partials) == 1:
-        return partials[0].out
-    weights = torch.stack([part.lse for part in partials]).softmax(0).to(partials[0].out.dtype).unsqueeze(3)
-    if len(partials) == 2:
-        return torch.lerp(partials[0].out, partials[1].out, weights[1])
-    out = partials[0].out * weights[0]
-    for part, weight in zip(partials[1:], weights[1:], strict=True):
-        out = torch.addcmul(out, part.out, weight)
-    return out
-
-
 def _round_bias(
     dtype: torch.dtype,
-    queries: Tensor,
-    keys: Tensor,
+    pairs: tuple[Tensor, Tensor],
     masked: Tensor | None,
     earlier: list[tuple[Tensor, Tensor]],
     others: bool,
@@ -332,16 +244,14 @@ def _round_bias(
 
     Args:
         dtype: dtype of the queries.
-        queries: int64 (BH, T, block_q).
-        keys: int64 (BH, T, block_k).
+        pairs: the queries, int64 (BH, T, block_q), and the keys, (BH, T, block_k).
         masked: bool (BH, T, block_k), or None.
         earlier: for each earlier round the ranks of these keys, (BH, T, block_k), and the starts of the blocks of keys
             of these queries, (BH, T, block_q).
         others: exclude the pairs of a token with itself.
     """
-    if backend(keys) != "cpu":
-        return _round_bias_of_pairs(dtype, queries, keys, masked, earlier, others)
-    acc_dtype, bias, block_k = accumulation_dtype(dtype), None, keys.shape[2]
+    (queries, keys), acc_dtype, bias = pairs, accumulation_dtype(dtype), None
+    block_k = keys.shape[2]
     for rank, first in earlier:
         # Twice a rank is even and twice the center of a block is odd, because block_k is even. So the distance is at
         # most block_k - 1 within the block of keys, and at least block_k + 1 outside.
@@ -357,32 +267,6 @@ def _round_bias(
         key_bias = mask_bias(~masked[:, :, None], dtype)
         bias = key_bias if bias is None else bias.add_(key_bias)
     return bias
-
-
-def _round_bias_of_pairs(
-    dtype: torch.dtype,
-    queries: Tensor,
-    keys: Tensor,
-    masked: Tensor | None,
-    earlier: list[tuple[Tensor, Tensor]],
-    others: bool,
-) -> Tensor | None:
-    """`_round_bias` by bool masks, which need fewer launches and less memory.
-
-    If only pairs of an earlier round are excluded, they get a very negative number, else all that is excluded -inf.
-    """
-    excluded = None if masked is None else masked.unsqueeze(2)
-    for rank, first in earlier:
-        rank, first = rank.unsqueeze(2), first.unsqueeze(3)
-        inside = (rank >= first).logical_and_(rank < first + keys.shape[2])
-        excluded = inside if excluded is None else inside.logical_or_(excluded)
-    if others:
-        itself = keys.unsqueeze(2) == queries.unsqueeze(3)
-        excluded = itself if excluded is None else itself.logical_or_(excluded)
-    if excluded is None:
-        return None
-    fill = -torch.inf if others or masked is not None else max(-_EXCLUDED, torch.finfo(dtype).min / 2)
-    return torch.zeros(excluded.shape, dtype=dtype, device=keys.device).masked_fill_(excluded, fill)
 
 
 def dense_pairs(plan: Rounds) -> Tensor:

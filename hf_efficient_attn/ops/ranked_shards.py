@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.blocks import inverse, valid_first
-from hf_efficient_attn.ops.collectives import Shards, exchange, gather
 from hf_efficient_attn.ops.coreset_landmarks import take_alike
+from hf_efficient_attn.ops.shards import Shards, exchange, gather
 
 
 class Ranks(NamedTuple):

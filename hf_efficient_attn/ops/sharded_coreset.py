@@ -23,7 +23,6 @@ from torch import Tensor
 
 from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import ceil_div
-from hf_efficient_attn.ops.collectives import Shards, gather_plain, merge_partials, total
 from hf_efficient_attn.ops.coreset import even_ranks, gumbel_numbers
 from hf_efficient_attn.ops.coreset_landmarks import (
     Candidates,
@@ -67,6 +66,7 @@ from hf_efficient_attn.ops.ranked_shards import (
     valid_tokens_first,
     with_near_tokens,
 )
+from hf_efficient_attn.ops.shards import Shards, gather_plain, merge_partials, total
 from hf_efficient_attn.ops.weighted_coreset import (
     ACCELERATOR_SCORES,
     SCORES,

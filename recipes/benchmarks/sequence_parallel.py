@@ -14,17 +14,22 @@ the tests. "tokens for heads" stands for every method without a form of its own,
 
 import functools
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
 from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
 
 from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods import MethodConfig, available_methods, get_method, method_info, sharded_attention
+from hf_efficient_attn.ops import shards as shards_module
 from hf_efficient_attn.ops.accelerator import use_backend
-from hf_efficient_attn.ops.collectives import Shards, Traffic, counted_traffic, over_heads
+from hf_efficient_attn.ops.shards import Shards, over_heads
 from recipes.common import commands
 from recipes.common.launches import meta_parameters, on_meta_tensors
 
@@ -46,6 +51,69 @@ class _Group:
         return self._rank
 
 
+@dataclass
+class Traffic:
+    """What a process gives to collectives.
+
+    Attributes:
+        sent: bytes by the name of the collective.
+        calls: how many collectives there are.
+    """
+
+    sent: dict[str, int] = field(default_factory=dict)
+    calls: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes in all collectives together."""
+        return sum(self.sent.values())
+
+    def count(self, name: str, x: Tensor) -> None:
+        """Count a collective that sends a tensor."""
+        self.sent[name] = self.sent.get(name, 0) + x.numel() * x.element_size()
+        self.calls += 1
+
+
+class _Counted:
+    """The functional collectives that the package calls. They count, and send nothing on meta tensors."""
+
+    def __init__(self, forward: Traffic, backward: Traffic) -> None:
+        self.forward, self.backward = forward, backward
+
+    def _count(self, name: str, name_of_gradient: str, sent: Tensor, out: Tensor) -> Tensor:
+        self.forward.count(name, sent)
+        if out.requires_grad:
+            out.register_hook(functools.partial(self.backward.count, name_of_gradient))
+        return out
+
+    def all_gather_single_autograd(self, x: Tensor, dim: int, group: Any) -> Tensor:
+        function: Any = getattr(collectives, "all_gather_single_autograd", None)
+        function = function or collectives.all_gather_tensor_autograd
+        out = x.repeat(group.size()) if x.is_meta else function(x, dim, group)
+        return self._count("all_gather", "reduce_scatter", x, out)
+
+    def all_reduce(self, x: Tensor, operation: str, group: Any) -> Tensor:
+        out = 1 * x if x.is_meta else collectives.all_reduce(x, operation, group)
+        return self._count("all_reduce", "all_reduce", x, out)
+
+    def all_to_all_single_autograd(self, x: Tensor, received: list[int], sent: list[int], group: Any) -> Tensor:
+        out = x.new_empty(sum(received)) + x.sum() if x.is_meta else None
+        out = collectives.all_to_all_single_autograd(x, received, sent, group) if out is None else out
+        return self._count("all_to_all", "all_to_all", x, out)
+
+
+@contextmanager
+def counted_traffic() -> Iterator[tuple[Traffic, Traffic]]:
+    """Count what this process gives to collectives in calls in this context, forward and in their backward passes."""
+    forward, backward = Traffic(), Traffic()
+    original = shards_module.collectives
+    shards_module.collectives = _Counted(forward, backward)  # type: ignore[assignment]
+    try:
+        yield forward, backward
+    finally:
+        shards_module.collectives = original
+
+
 class Setting(NamedTuple):
     """What is the same for all rows: (B, H, H_kv, D), the number of processes, and whether attention is causal."""
 
@@ -64,18 +132,14 @@ def traffic(config: MethodConfig | None, length: int, how: Setting) -> tuple[Tra
         torch.empty(batch, n, lengths[shards.rank], dim, dtype=torch.bfloat16, device="meta", requires_grad=True)
         for n in (heads, kv_heads, kv_heads)
     ]
-    with use_backend("library"), on_meta_tensors(), counted_traffic() as forward:
+    with use_backend("library"), on_meta_tensors(), counted_traffic() as (forward, backward):
         if config is None:
             out = over_heads(_any_attention, *own, shards)
         else:
             parameters = meta_parameters(config, length, (heads, dim, dim)) or {}
             call = functools.partial(sharded_attention, shards=shards, is_causal=how.is_causal, parameters=parameters)
             out = call(config, *own)
-        with counted_traffic() as backward:
-            torch.autograd.grad(out, own, torch.empty_like(out), allow_unused=True)
-    for name, count in backward.sent.items():  # the outer context has counted it as well
-        forward.sent[name] -= count
-    forward.calls -= backward.calls
+        torch.autograd.grad(out, own, torch.empty_like(out), allow_unused=True)
     return forward, backward
 
 

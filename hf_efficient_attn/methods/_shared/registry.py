@@ -88,7 +88,7 @@ class ShardedForm(Generic[ConfigT]):
     Attributes:
         forward: forward(config, query, key, value, options, shards) returns the output (B, H, n, Dv) for the query
             (B, H, n, D) of the n tokens of this process, whose keys (B, H_kv, n, D) and values (B, H_kv, n, Dv) are not
-            repeated. `options.key_mask` is that of these tokens, and `shards` (`hf_efficient_attn.ops.collectives`)
+            repeated. `options.key_mask` is that of these tokens, and `shards` (`hf_efficient_attn.ops.shards`)
             says which they are. All processes must call the same collectives.
         applies: applies(config, length, is_causal) says whether the form computes sequences of so many tokens in all
             processes together with these hyperparameters.

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from hf_efficient_attn.methods._shared.config import ConfigT, MethodConfig
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, Recurrence, ShardedForm, State
-from hf_efficient_attn.ops.collectives import Shards, gather, total
 from hf_efficient_attn.ops.linear_attention import LinearState
 from hf_efficient_attn.ops.partial import Partial, merge
+from hf_efficient_attn.ops.shards import Shards, gather, total
 
 # Tokens whose features are in memory at a time.
 _BLOCK = 1 << 14

@@ -19,13 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.accelerator import backend
-from hf_efficient_attn.ops.batched_thinning import Numbers, Rounds, halve
-from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, take, valid_first
-from hf_efficient_attn.ops.constants import constant
-from hf_efficient_attn.ops.export import is_compiling
+from hf_efficient_attn.ops.blocks import ceil_div, take, valid_first
 from hf_efficient_attn.ops.partial import accumulation_dtype
-from hf_efficient_attn.ops.random import HeadSeed, HeadSlice, Seed, seed_for_operator, uniform_of_heads
+from hf_efficient_attn.ops.precision import LOG2_E
+from hf_efficient_attn.ops.random import Seed, uniform_of_heads
+from hf_efficient_attn.ops.slices import slice_size, sliced
 
 _STREAM = 60_000
 # Pairs of a bucket, at least. Smaller ones are hardly better than fair draws, and hardly cheaper.
@@ -74,20 +72,9 @@ def draw_numbers(kv_len: int, num_samples: int, num_heads: int, seed: Seed, devi
     return [2.0 * x.mT - 1.0 for x in numbers.split(sizes)]
 
 
-def counts_are_equal(kv_len: int, num_samples: int) -> bool:
-    """Whether all kept tokens stand for equally many tokens, if none of `kv_len` is masked."""
-    return num_samples << len(_rounds(kv_len, num_samples)) == kv_len
-
-
+@torch.no_grad()
 def thin(
-    key: Tensor,
-    value: Tensor,
-    key_mask: Tensor | None,
-    num_samples: int,
-    *,
-    scale: float,
-    seed: Seed,
-    batch: int,
+    key: Tensor, value: Tensor, key_mask: Tensor | None, num_samples: int, *, scale: float, seed: Seed, batch: int
 ) -> Thinned:
     """Keep `num_samples` tokens of each head, or all valid ones if there are not more. No gradient flows through it.
 
@@ -102,80 +89,34 @@ def thin(
         seed: seed of the decisions.
         batch: B. All sequences of a batch use the same random numbers.
     """
-    tensors, options = (key.detach(), value.detach(), key_mask), (num_samples, float(scale), batch)
-    if is_compiling():
-        value, heads = seed_for_operator(seed, len(key) // batch, key.device)
-        return Thinned(*torch.ops.hf_efficient_attn.thin(*tensors, value, *options, heads))
-    return Thinned(*_thin_by_rounds(*tensors, seed, *options))
-
-
-def _thin(
-    key: Tensor,
-    value: Tensor,
-    key_mask: Tensor | None,
-    seed: Tensor,
-    num_samples: int,
-    scale: float,
-    batch: int,
-    heads: list[int],
-) -> tuple[Tensor, Tensor]:
-    return _thin_by_rounds(key, value, key_mask, HeadSeed(seed, HeadSlice(*heads)), num_samples, scale, batch)
-
-
-def _thin_by_rounds(
-    key: Tensor, value: Tensor, key_mask: Tensor | None, seed: Seed, num_samples: int, scale: float, batch: int
-) -> tuple[Tensor, Tensor]:
     (batch_heads, kv_len, _), device, acc_dtype = key.shape, key.device, accumulation_dtype(key.dtype)
-    rounds, num_tokens = _rounds(kv_len, num_samples), None if key_mask is None else key_mask.sum(1, keepdim=True)
-    if backend(key) != "cpu":
-        plan = Rounds(kv_len, tuple(round.num_pairs for round in rounds), tuple(round.bucket for round in rounds))
-        order = None if key_mask is None else valid_first(key_mask)
-        numbers = Numbers(seed, _STREAM, batch_heads // batch)
-        with torch.autocast(device.type, enabled=False):
-            index, count = halve(key, value, order, num_tokens, plan, numbers, scale)
-        return index, count.log().contiguous()
-    num_tokens = torch.full((batch_heads, 1), kv_len, device=device) if num_tokens is None else num_tokens
+    rounds = _rounds(kv_len, num_samples)
     draws = draw_numbers(kv_len, num_samples, batch_heads // batch, seed, device)
+    num_tokens = torch.full((batch_heads, 1), kv_len, device=device)
+    num_tokens = num_tokens if key_mask is None else key_mask.sum(1, keepdim=True)
     index, count = _spread(num_tokens, num_samples << len(rounds))
     index = index.clamp(max=kv_len - 1)
     index = index if key_mask is None else valid_first(key_mask).gather(1, index)
-    sizes = constant(_num_pairs, kv_len, num_samples, device=device)
-    num_rounds = (num_tokens > sizes).sum(1, keepdim=True).double()
-    # A constant factor of the kernel has no influence. This one prevents that it overflows.
-    key, value = key.to(acc_dtype) * math.sqrt(abs(scale)), value.to(acc_dtype)
+    sizes = num_tokens.new_tensor([round.num_pairs for round in rounds])
+    num_rounds = (num_tokens > sizes).sum(1, keepdim=True).double()  # those with a pair of two tokens
+    # A constant factor of the kernel has no influence. This one prevents that it overflows. The exponential is one to
+    # base 2, which is several times as fast on a CPU.
+    key, value = key.to(acc_dtype) * math.sqrt(abs(scale) * LOG2_E), value.to(acc_dtype)
     value = value / value.abs().amax((1, 2), keepdim=True).clamp(min=torch.finfo(acc_dtype).tiny)
     shift = key.square().sum(2).amax(1)
     for round, draw in zip(reversed(rounds), reversed(draws), strict=True):
         # The margin is that of a failure probability of 1/2, divided among the rounds and the pairs of a round.
         margin = 0.5 + (8.0 * round.num_pairs * num_rounds).clamp(min=1.0).log()
-        draw = draw.repeat(batch, 1)
         missing = -round.num_pairs % round.bucket
         shape = (batch_heads, -1, round.bucket)
         pairs = pad(index, (0, 2 * missing)).view(*shape, 2)
         counts = pad(count, (0, 2 * missing)).view(*shape, 2)
-        with torch.autocast(device.type, enabled=False):
-            kernel = chunked_over_heads(_pair_kernel, key, value, shift, pairs, counts)
-        kept = _walk(kernel, counts, pad(draw, (0, missing)).view(shape), margin)
+        size = slice_size(4 * (round.num_pairs + missing) * round.bucket, device)
+        kernel = sliced(_pair_kernel, key, value, shift, pairs, counts, size=size)
+        kept = _walk(kernel, counts, pad(draw, (0, missing)).repeat(batch, 1).view(shape), margin)
         index = pairs.gather(3, kept).flatten(1)[:, : round.num_pairs]
         count = count.unflatten(1, (-1, 2)).sum(2)
-    return index, count.log()
-
-
-# torch.compile would unroll the loop over the pairs.
-_compiled_thin = torch.library.custom_op("hf_efficient_attn::thin", _thin, mutates_args=())
-
-
-@_compiled_thin.register_fake
-def _(
-    key: Tensor, value: Tensor, key_mask: Tensor | None, seed: Tensor, num_samples: int, *_options: object
-) -> tuple[Tensor, Tensor]:
-    shape = (key.shape[0], num_samples)
-    return key.new_empty(shape, dtype=torch.int64), key.new_empty(shape, dtype=torch.float64)
-
-
-def _num_pairs(kv_len: int, num_samples: int, device: torch.device) -> Tensor:
-    """The number of pairs of each round."""
-    return torch.tensor([round.num_pairs for round in _rounds(kv_len, num_samples)], device=device)
+    return Thinned(index, count.log())
 
 
 def _spread(num_tokens: Tensor, num_places: int) -> tuple[Tensor, Tensor]:
@@ -197,7 +138,7 @@ def _pair_kernel(key: Tensor, value: Tensor, shift: Tensor, pairs: Tensor, count
     """The kernel of the differences between the two tokens of each pair; 0 for pairs of fewer than two tokens.
 
     Args:
-        key: (BH, Nk, D), times the root of the scale.
+        key: (BH, Nk, D), times the root of the scale / log 2.
         value: (BH, Nk, Dv), divided by b.
         shift: (BH,), subtracted from the exponents.
         pairs: int64 (BH, T, P, 2), the tokens of the pairs of T buckets.
@@ -207,7 +148,7 @@ def _pair_kernel(key: Tensor, value: Tensor, shift: Tensor, pairs: Tensor, count
         (BH, T, P, P).
     """
     keys, values = take(key, pairs.flatten(2)), take(value, pairs.flatten(2))
-    kernel = (keys @ keys.mT).sub_(shift.view(-1, 1, 1, 1)).exp_()
+    kernel = (keys @ keys.mT).sub_(shift.view(-1, 1, 1, 1)).exp2_()
     kernel *= (values @ values.mT).add_(1.0)
     rows = kernel[..., ::2, :] - kernel[..., 1::2, :]
     both = (counts.amin(-1) > 0).to(kernel.dtype)

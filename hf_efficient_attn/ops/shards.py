@@ -1,20 +1,22 @@
-"""Collectives over the processes that share a sequence, with gradients.
+"""Sums, gathers and exchanges over the processes that share a sequence, with gradients.
 
 Every process holds a contiguous shard of the tokens of each sequence. `Shards` says which. Every process must call the
 same functions in the same order, forward and backward, so results must stay connected to what was sent even where a
 process has no use for them. A weight of 0 keeps such a connection.
 
-PyTorch's public collectives have no gradient. The functions here are theirs with one.
+The collectives and their gradients are PyTorch's functional ones.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
 
 from hf_efficient_attn.ops.partial import Partial, safe_row_max
 from hf_efficient_attn.ops.random import HeadSlice
@@ -64,49 +66,11 @@ class Shards:
         return None if self.key_mask is None else self.key_mask[:, self.own]
 
 
-@dataclass
-class Traffic:
-    """What a process gave to collectives.
-
-    Attributes:
-        sent: bytes by the name of the collective.
-        calls: how many collectives there were.
-    """
-
-    sent: dict[str, int] = field(default_factory=dict)
-    calls: int = 0
-
-    @property
-    def total(self) -> int:
-        """Bytes in all collectives together."""
-        return sum(self.sent.values())
-
-
-# Newer versions of PyTorch warn about the older names.
-_gather_single: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
-_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
-_counters: list[Traffic] = []
-
-
 @contextmanager
-def counted_traffic() -> Iterator[Traffic]:
-    """Count what this process gives to collectives in this context, forward and backward."""
-    traffic = Traffic()
-    _counters.append(traffic)
+def _explained(name: str, group: "dist.ProcessGroup") -> Iterator[None]:
+    """Say what an error of a collective means."""
     try:
-        yield traffic
-    finally:
-        _counters.remove(traffic)
-
-
-def _run(name: str, sent: Tensor, collective: Callable[..., Any], *arguments: Any, group: "dist.ProcessGroup") -> None:
-    for traffic in _counters:
-        traffic.sent[name] = traffic.sent.get(name, 0) + sent.numel() * sent.element_size()
-        traffic.calls += 1
-    if sent.is_meta:  # only counted
-        return
-    try:
-        collective(*arguments, group=group)
+        yield
     except RuntimeError as error:
         raise RuntimeError(
             f"{name} of a sequence that {group.size()} processes share failed in process {group.rank()}: another "
@@ -115,71 +79,24 @@ def _run(name: str, sent: Tensor, collective: Callable[..., Any], *arguments: An
         ) from error
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: "dist.ProcessGroup") -> Tensor:
-        ctx.options = sent, received, group
-        out = x.new_empty(sum(received))
-        _run("all_to_all", x, dist.all_to_all_single, out, x.contiguous(), received, sent, group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        sent, received, group = ctx.options
-        grad = grads[0].new_empty(sum(sent))
-        _run("all_to_all", grads[0], dist.all_to_all_single, grad, grads[0].contiguous(), sent, received, group=group)
-        return grad, None, None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: "dist.ProcessGroup") -> Tensor:
-        ctx.group, ctx.rank = group, group.rank()
-        out = x.new_empty(group.size() * x.numel())
-        _run("all_gather", x, _gather_single, out, x.contiguous().view(-1), group=group)
-        return out.view(group.size(), *x.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        # Each process gets the sum of what all processes have for its part.
-        grad = grads[0].contiguous()
-        own = torch.empty_like(grad[0])
-        _run("reduce_scatter", grad, _scatter_single, own.view(-1), grad.view(-1), group=ctx.group)
-        return own, None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: "dist.ProcessGroup") -> Tensor:
-        ctx.group = group
-        out = x.clone(memory_format=torch.contiguous_format)
-        _run("all_reduce", out, dist.all_reduce, out, group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        # All processes use the sum, so a part of it has the gradients of all of them.
-        grad = grads[0].clone(memory_format=torch.contiguous_format)
-        _run("all_reduce", grad, dist.all_reduce, grad, group=ctx.group)
-        return grad, None
+def gather(x: Tensor, group: "dist.ProcessGroup") -> Tensor:
+    """The tensors of all processes, which have one shape: (...) -> (processes, ...)."""
+    # Newer versions of PyTorch warn about the older name. A copy waits for the result of a collective.
+    gathered: Any = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+    with _explained("all_gather", group):
+        out: Tensor = gathered(x.contiguous().view(-1), 0, group).clone()
+    return out.view(group.size(), *x.shape)
 
 
 def gather_plain(x: Tensor, group: "dist.ProcessGroup") -> Tensor:
     """`gather` without a gradient, of any dtype."""
-    out = x.new_empty(group.size() * x.numel())
-    _run("all_gather", x, _gather_single, out, x.contiguous().view(-1), group=group)
-    return out.view(group.size(), *x.shape)
-
-
-def gather(x: Tensor, group: "dist.ProcessGroup") -> Tensor:
-    """The tensors of all processes, which have one shape: (...) -> (processes, ...)."""
-    out: Tensor = _Gather.apply(x, group)  # type: ignore[no-untyped-call]
-    return out
+    return gather(x.detach(), group)
 
 
 def total(tensors: Sequence[Tensor], group: "dist.ProcessGroup") -> list[Tensor]:
     """The sum over all processes of each of some tensors of one dtype, in one collective."""
-    flat: Tensor = _Sum.apply(torch.cat([x.flatten() for x in tensors]), group)  # type: ignore[no-untyped-call]
+    with _explained("all_reduce", group):
+        flat = collectives.all_reduce(torch.cat([x.flatten() for x in tensors]), "sum", group).clone()
     return [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in tensors]), tensors, strict=True)]
 
 
@@ -216,18 +133,12 @@ def exchange(parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Sequen
         For each process the tensors that came from it.
     """
     sent = [sum(x.numel() for x in some) for some in parts]
-    sizes = [[_numel(shape) for shape in some] for some in shapes]
+    sizes = [[math.prod(shape) for shape in some] for some in shapes]
     flat = torch.cat([x.reshape(-1) for some in parts for x in some])
-    out: Tensor = _AllToAll.apply(flat, sent, [sum(some) for some in sizes], group)  # type: ignore[no-untyped-call]
+    with _explained("all_to_all", group):
+        out = collectives.all_to_all_single_autograd(flat, [sum(some) for some in sizes], sent, group).clone()
     pieces = iter(out.split([n for some in sizes for n in some]))
     return [[next(pieces).view(tuple(shape)) for shape in some] for some in shapes]
-
-
-def _numel(shape: Sequence[int]) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count
 
 
 def heads_of(rank: int, size: int, num_heads: int) -> slice:
