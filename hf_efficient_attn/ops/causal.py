@@ -17,22 +17,27 @@ interval of a pair, interval j at 2 j L, is sampled. Counted from block 1 on, th
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.accelerator import backend
-from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, take
-from hf_efficient_attn.ops.causal_kernels import IntervalPlan, causal_block_partial, sampled_intervals_attention
-from hf_efficient_attn.ops.causal_probe_kernels import Grid, sample_all_levels
-from hf_efficient_attn.ops.constants import constant, integers
+from hf_efficient_attn.ops.blocks import ceil_div, inverse, pad_to_blocks, take
+from hf_efficient_attn.ops.constants import integers
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
-from hf_efficient_attn.ops.hashing import angular_hash, hyperplanes, sort_by_hash
-from hf_efficient_attn.ops.near_far_sampling import SamplingOptions, sample_keys, split_scale_evenly
+from hf_efficient_attn.ops.hashing import hash_keys
 from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, partial_attention
 from hf_efficient_attn.ops.random import Seed, offsets, seed_value
-from hf_efficient_attn.ops.sampling import stratified_ranks
+from hf_efficient_attn.ops.sampling import (
+    FarField,
+    SamplingOptions,
+    column_scores,
+    sample_keys,
+    split_scale_evenly,
+    stratified_ranks,
+)
+from hf_efficient_attn.ops.slices import slice_size, sliced
 
 # Streams of random numbers on level 0.
 _PROBES, _SAMPLES = 21, 22
@@ -41,62 +46,74 @@ _PROBES, _SAMPLES = 21, 22
 QueryPart = tuple[slice, Partial]
 
 
+class IntervalPlan(NamedTuple):
+    """The far field on one level: J intervals of L = block_size * 2**level tokens.
+
+    Attributes:
+        level: the level.
+        sample_index: int64 (BH, J, M), the sampled keys of each interval, counted from its first token.
+        log_weight: (BH, J, M), their log-weights.
+        key_order: int64 (BH, J, L), the keys of each interval in the order of a hash; None if the near field is the
+            window alone.
+        query_block: int64 (BH, J, L), for each query that sees the interval the block of hashed keys that belongs to
+            its near field; None likewise.
+        block_k: keys of a block of hashed keys.
+    """
+
+    level: int
+    sample_index: Tensor
+    log_weight: Tensor
+    key_order: Tensor | None = None
+    query_block: Tensor | None = None
+    block_k: int = 0
+
+
 def left_intervals(x: Tensor, num_intervals: int, length: int) -> Tensor:
     """View the left intervals of the first pairs of intervals: (BH, N, ...) -> (BH, num_intervals, length, ...)."""
     return x.unfold(1, length, 2 * length)[:, :num_intervals].movedim(-1, 2)
 
 
-def interval_scores(
-    query: Tensor, key: Tensor, squares: Tensor, gram: Tensor, level: int, options: SamplingOptions
+def _interval_scores(
+    query: Tensor, key: Tensor, value: Tensor, level: int, length: int, options: SamplingOptions
 ) -> Tensor:
-    """The unnormalized sampling probabilities of the keys of intervals, from each interval's own queries.
+    """The unnormalized sampling probabilities of the keys of J intervals of L tokens, from each interval's own queries.
+
+    They are those of `column_scores`, with the softmax of each interval in place of D^-1 A_res.
 
     Args:
-        query: (BH, J, L, D), the queries of J intervals of L tokens.
+        query: (BH, J, L, D).
         key: (BH, J, L, D).
-        squares: (BH, J, L), |v_j|^2, or 1 for uniform probabilities.
-        gram: (BH, J, Dv, Dv), V^T V.
+        value: (BH, J, L, Dv).
         level: the level of the intervals, which determines the probes.
-        options: `scores` as in `SamplingOptions`, with the softmax of each interval in place of D^-1 A_res.
+        length: L.
+        options: `scores` as in `SamplingOptions`.
 
     Returns:
-        (BH, J, L).
+        (BH J, 1, L).
     """
-    batch_heads, num_intervals, length, head_dim = key.shape
-    dtype, kind = squares.dtype, options.scores
-    if not isinstance(kind, str):
+    norms, acc_dtype = None, accumulation_dtype(value.dtype)
+    if callable(options.scores):
         pairs, seed = zip(query.flatten(0, 1), key.flatten(0, 1), strict=True), seed_value(options.seed)
-        log_norms = [kind(*split_scale_evenly(q, k, options.scale), seed)[0] for q, k in pairs]
-        norms = torch.stack(log_norms).view(batch_heads, num_intervals, length).exp().to(dtype)
-    elif kind == "probe":
-        rank = _ranks_of(options, batch_heads, options.num_probes, length, _PROBES + 2 * level, key.device)
-        probes = query.gather(2, rank[:, None, :, None].expand(-1, num_intervals, -1, head_dim))
-        if key.dtype == torch.float16 and key.device.type == "cpu":  # has no fast product there
+        logs = [options.scores(*split_scale_evenly(q, k, options.scale), seed)[0] for q, k in pairs]
+        norms = torch.stack(logs).unsqueeze(1).exp_().to(acc_dtype)
+    elif options.scores == "probe":
+        rank = _ranks(options, len(query), options.num_probes, length, _PROBES + 2 * level, key.device)
+        probes = query.gather(2, rank[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))
+        if key.dtype == torch.float16:  # has no fast product on CPUs
             probes, key = probes.float(), key.float()
-        weights = (probes * options.scale @ key.transpose(2, 3)).softmax(-1, dtype=dtype)
-        norms = weights.square_().sum(2)
-        squares = squares * (options.num_probes / length)
-    if kind == "probe" or not isinstance(kind, str):
-        # An upper bound of |V|_op^2, as in `near_far_sampling.sampled_norm_squared`.
-        norm_squared = torch.linalg.vector_norm(gram, dim=(2, 3)).clamp(min=torch.finfo(dtype).tiny)
-        squares = torch.addcdiv(norms, squares, norm_squared.unsqueeze(2))
-    return torch.add(squares, squares.mean(2, keepdim=True), alpha=1e-6) + torch.finfo(dtype).tiny
-
-
-def _ranks_of(
-    options: SamplingOptions, batch_heads: int, count: int, length: int, stream: int, device: torch.device
-) -> Tensor:
-    """One index in each of `count` equal strata of `length` tokens: int64 (BH, count)."""
-    arguments = (batch_heads // options.batch, options.batch, count, length, options.seed, stream)
-    return constant(_ranks, *arguments, device=device)
+        weights = (probes * options.scale @ key.mT).softmax(-1, dtype=acc_dtype).flatten(0, 1)
+        norms = weights.square_().sum(1, keepdim=True).mul_(length / options.num_probes)
+    elif options.scores == "uniform":
+        return torch.ones(key.shape[:3], dtype=acc_dtype, device=key.device).flatten(0, 1).unsqueeze(1)
+    return column_scores(value.flatten(0, 1), norms, None)
 
 
 def _ranks(
-    num_heads: int, batch: int, count: int, length: int, seed: Seed, stream: int, device: torch.device
+    options: SamplingOptions, batch_heads: int, count: int, length: int, stream: int, device: torch.device
 ) -> Tensor:
-    """`count` evenly spread indices below `length` for each head, by an offset of its own: int64 (B H, count)."""
-    ranks = stratified_ranks(count, length, offsets(num_heads, seed, stream, device).unsqueeze(1))
-    return ranks.repeat(batch, 1)
+    """One index in each of `count` equal strata of `length` tokens, by an offset of each head: int64 (BH, count)."""
+    offset = offsets(batch_heads // options.batch, options.seed, stream, device).unsqueeze(1)
+    return stratified_ranks(count, length, offset).repeat(options.batch, 1)
 
 
 def plan_intervals(
@@ -118,80 +135,32 @@ def plan_intervals(
     with torch.no_grad():
         batch_heads, acc_dtype, device = query.shape[0], accumulation_dtype(value.dtype), key.device
         # The queries of block t have t-1 completed blocks before block t-1.
-        completed = ceil_div(query.shape[1], block_size) - 2
-        num_samples = min(options.num_samples, max(1, options.num_samples // 2))
-        by_probes = options.scores == "probe" and num_samples and not (options.independent or num_hashes)
-        if by_probes and backend(key) != "cpu":
-            return _plan_levels_together(query, key, max(completed, 0), block_size, num_samples, options)
-        gram = squares = value.new_empty(batch_heads, max(completed, 0), 0, 0, dtype=acc_dtype)
-        if options.scores == "uniform":
-            squares = torch.ones(value.shape[:2], dtype=acc_dtype, device=device) if options.independent else squares
-        else:
-            squares = torch.linalg.vector_norm(value, dim=-1, dtype=acc_dtype).square()
-        if (options.scores == "probe" or callable(options.scores)) and completed > 0:
-            blocks = value[:, : completed * block_size].to(acc_dtype).unflatten(1, (completed, block_size))
-            gram = blocks.transpose(2, 3) @ blocks
-        plans = []
-        for level in range(max(completed, 0).bit_length()):
-            length, count = block_size << level, ((completed >> level) + 1) >> 1
-            if num_samples >= length:
-                index = integers(length, device).expand(batch_heads, count, -1)
-                log_weight = constant(_log_weights, length, length, acc_dtype, device=device).expand_as(index)
-                plans.append(IntervalPlan(level, index, log_weight))
-                continue
-            keys = left_intervals(key, count, length)
-            if not num_samples:
-                index = torch.empty(batch_heads, count, 0, dtype=torch.int64, device=device)
-                log_weight = torch.empty(batch_heads, count, 0, dtype=acc_dtype, device=device)
-            elif options.scores == "uniform" and not options.independent:
-                index = _ranks_of(options, batch_heads, num_samples, length, _SAMPLES + 2 * level, device).unsqueeze(1)
-                index = index.expand(-1, count, -1)
-                log_weight = constant(_log_weights, num_samples, length, acc_dtype, device=device).expand_as(index)
+        completed = max(0, ceil_div(query.shape[1], block_size) - 2)
+        num_samples, plans = min(options.num_samples, max(1, options.num_samples // 2)), []
+        is_even = options.scores == "uniform" and not options.independent
+        for level in range(completed.bit_length()):
+            length, count, stream = block_size << level, ((completed >> level) + 1) >> 1, _SAMPLES + 2 * level
+            queries, keys, values = (left_intervals(x, count, length) for x in (query, key, value))
+            if is_even or not 0 < num_samples < length:
+                # One key of each of equal strata; every key if there are as many samples.
+                index = _ranks(options, batch_heads, min(num_samples, length), length, stream, device)
+                index = index.unsqueeze(1).expand(-1, count, -1)
+                log_weight = math.log(length / max(1, index.shape[2]))
+                far = FarField(
+                    index, torch.full((1, 1, 1), log_weight, dtype=acc_dtype, device=device).expand_as(index)
+                )
             else:
-                queries, own_squares = (left_intervals(x, count, length) for x in (query, squares))
-                own_gram = left_intervals(gram, count, 1 << level).sum(2)
-                scores = interval_scores(queries, keys, own_squares, own_gram, level, options)
-                arguments = (batch_heads // options.batch, options.batch, count, options.seed, _SAMPLES + 2 * level)
-                offset = constant(_offsets, *arguments, device=device)
-                scores = scores.flatten(0, 1).unsqueeze(1)
-                far = sample_keys(scores, num_samples, offset, options.seed, options.independent, complete=True)
-                index, log_weight = (x.view(batch_heads, count, num_samples) for x in far[:2])
-            plan = IntervalPlan(level, index, log_weight)
-            if num_hashes:
-                planes = hyperplanes(key.shape[2], num_hashes, options.seed, device)
-                plan = _plan_hashed_blocks(plan, query[:, block_size:], keys, max(1, block_size // 2), planes)
+                scores = _interval_scores(queries, keys, values, level, length, options)
+                offset = offsets(batch_heads // options.batch, options.seed, stream, device).repeat(options.batch)
+                offset = offset.repeat_interleave(count).unsqueeze(1)
+                far = sample_keys(scores, offset, options._replace(num_samples=num_samples), complete=True)
+                far = FarField(*(x.unflatten(0, (batch_heads, count)).squeeze(2) for x in far))
+            plan = IntervalPlan(level, *far)
+            if num_hashes and num_samples < length:
+                seen_by = _queries_of(query[:, block_size:], count, length)
+                plan = _plan_hashed_blocks(plan, seen_by, keys, max(1, block_size // 2), num_hashes, options.seed)
             plans.append(plan)
         return plans
-
-
-def _plan_levels_together(
-    query: Tensor, key: Tensor, completed: int, block_size: int, num_samples: int, options: SamplingOptions
-) -> list[IntervalPlan]:
-    """`plan_intervals` with probes, without a hash, for accelerators."""
-    counts = [((completed >> level) + 1) >> 1 for level in range(completed.bit_length())]
-    exact = sum(block_size << level <= num_samples for level in range(len(counts)))
-    unit, plans = block_size << exact, []
-    dtype = key.dtype if backend(key) == "library" else accumulation_dtype(key.dtype)
-    for level, count in enumerate(counts[:exact]):
-        index = integers(block_size << level, key.device).expand(len(key), count, -1)
-        log_weight = constant(_log_weights, index.shape[2], index.shape[2], dtype, device=key.device)
-        plans.append(IntervalPlan(level, index, log_weight.expand_as(index)))
-    if counts[exact:]:
-        grid = Grid(key.shape[1], unit, tuple(counts[exact:]), min(options.num_probes, unit), num_samples)
-        samples = sample_all_levels(query, key, grid, options.scale, options.seed, options.batch)
-        for i, count in enumerate(grid.counts):
-            sample_index, log_weight = (x[:, i, :count] for x in samples)
-            plans.append(IntervalPlan(exact + i, sample_index, log_weight))
-    return plans
-
-
-def _offsets(num_heads: int, batch: int, count: int, seed: Seed, stream: int, device: torch.device) -> Tensor:
-    """The offsets of the samples of `count` intervals: float64 (B H J, 1)."""
-    return offsets(num_heads, seed, stream, device).repeat(batch).repeat_interleave(count).unsqueeze(1)
-
-
-def _log_weights(num_samples: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full((1, 1, num_samples), math.log(length / num_samples), dtype=dtype, device=device)
 
 
 def _queries_of(queries: Tensor, num_intervals: int, length: int) -> Tensor:
@@ -203,17 +172,43 @@ def _queries_of(queries: Tensor, num_intervals: int, length: int) -> Tensor:
 
 
 def _plan_hashed_blocks(
-    plan: IntervalPlan, queries: Tensor, keys: Tensor, block_k: int, planes: Tensor
+    plan: IntervalPlan, queries: Tensor, keys: Tensor, block_k: int, num_hashes: int, seed: Seed
 ) -> IntervalPlan:
-    """Add the order of the keys (BH, J, L, D) by a hash, and the blocks of the queries (BH, Nq, D) from block 1 on."""
-    batch_heads, num_intervals, length, _ = keys.shape
-    order, codes = sort_by_hash(angular_hash(keys, planes).flatten(0, 1))
-    query_codes = angular_hash(_queries_of(queries, num_intervals, length), planes).flatten(0, 1)
+    """Add the order of the keys (BH, J, L, D) by a hash, and the blocks of the queries (BH, J, L, D) that see them."""
+    sorted_keys, order = hash_keys(keys.flatten(0, 1), num_hashes, seed).sort(stable=True)
+    # Without the share of the position: the rank of the cell.
+    cell = hash_keys(queries.flatten(0, 1), num_hashes, seed).floor_()
     # A query takes the middle of its cell's keys. Its rank among the queries of the cell would depend on later ones.
-    low, high = torch.searchsorted(codes, query_codes), torch.searchsorted(codes, query_codes, right=True)
-    query_block = ((low + high) // 2).clamp(max=length - 1) // block_k
-    shape = (batch_heads, num_intervals, length)
+    low, high = (torch.searchsorted(sorted_keys, x) for x in (cell, cell + 1))
+    query_block = ((low + high) // 2).clamp_(max=keys.shape[2] - 1) // block_k
+    shape = keys.shape[:3]
     return plan._replace(key_order=order.view(shape), query_block=query_block.view(shape), block_k=block_k)
+
+
+def causal_block_partial(
+    query: Tensor, key: Tensor, value: Tensor, block_size: int, *, scale: float, dropout_p: float = 0.0
+) -> Partial:
+    """Attention of the queries from block 1 on to their own block, causally, and to the whole block before it.
+
+    Args:
+        query: (BH, N, D).
+        key: (BH, N, D).
+        value: (BH, N, Dv).
+        block_size: tokens of a block.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a weight.
+
+    Returns:
+        Partial of out (BH, N - block_size, Dv) and lse (BH, N - block_size).
+    """
+    q_len = query.shape[1] - block_size
+    query = pad_to_blocks(query[:, block_size:], block_size)
+    key, value = (pad_to_blocks(x, block_size) for x in (key, value))
+    key, value = (torch.cat((x[:, :-1], x[:, 1:]), 2) for x in (key, value))
+    block = torch.ones(block_size, block_size, dtype=torch.bool, device=query.device)
+    bias = mask_bias(torch.cat((block, block.tril()), 1), query.dtype)[None, None]
+    out, lse = partial_attention(query, key, value, bias, scale=scale, dropout_p=dropout_p)
+    return Partial(out.flatten(1, 2)[:, :q_len], lse.flatten(1, 2)[:, :q_len])
 
 
 def causal_near_far_attention(
@@ -243,45 +238,32 @@ def causal_near_far_attention(
         (BH, N, Dv).
     """
     options = {"scale": scale, "dropout_p": dropout_p}
-    is_hashed = any(plan.key_order is not None for plan in plans)
     first = query[:, :num_exact], key[:, :num_exact], value[:, :num_exact]
-    exact = exact_attention(*first, is_causal=True, scale=scale, dropout_p=dropout_p)
+    exact = exact_attention(*first, is_causal=True, **options)
     if query.shape[1] <= num_exact:
         return exact
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, *tensors: Tensor) -> Tensor:
-        near = causal_block_partial(query, key, value, block_size, **options)
-        parts = [(slice(None), near)]
-        queries = query[:, block_size:]
+        parts = [(slice(None), causal_block_partial(query, key, value, block_size, **options))]
         for i, plan in enumerate(plans):
             index, log_weight, key_order, query_block = tensors[4 * i : 4 * i + 4]
-            own = plan._replace(sample_index=index, log_weight=log_weight, key_order=key_order, query_block=query_block)
+            own = IntervalPlan(plan.level, index, log_weight, key_order, query_block, plan.block_k)
             far = _sampled_parts if query_block is None else _hashed_and_sampled_parts
-            parts += far(queries, key, value, own, block_size, **options)
+            parts += far(query[:, block_size:], key, value, own, block_size, **options)
         return merge_query_subsets(parts)[:, num_exact - block_size :]
 
-    if plans and not is_hashed and backend(query) != "cpu":
-        out = sampled_intervals_attention(query, key, value, plans, block_size, **options)
-        return torch.cat((exact, out[:, num_exact - block_size :]), 1)
     tensors = [x for plan in plans for x in (plan.sample_index, plan.log_weight, plan.key_order, plan.query_block)]
-    return torch.cat((exact, chunked_over_heads(some_heads, query, key, value, *tensors)), 1)
+    size = slice_size(query.shape[1] * 2 * max(query.shape[2], value.shape[2]), query.device)
+    return torch.cat((exact, sliced(some_heads, query, key, value, *tensors, size=size, draws=dropout_p > 0.0)), 1)
 
 
 def _sampled_parts(
-    queries: Tensor,
-    key: Tensor,
-    value: Tensor,
-    plan: IntervalPlan,
-    block_size: int,
-    *,
-    scale: float,
-    dropout_p: float,
+    queries: Tensor, key: Tensor, value: Tensor, plan: IntervalPlan, block_size: int, *, scale: float, dropout_p: float
 ) -> list[QueryPart]:
     """Attention of the queries (BH, Nq, D) from block 1 on to the samples of one level."""
     length = block_size << plan.level
-    first = (torch.arange(plan.sample_index.shape[1], device=key.device) * 2 * length)[:, None]
-    index, bias = plan.sample_index + first, plan.log_weight[:, :, None]
-    keys, values = take(key, index), take(value, index)
+    index = plan.sample_index + (integers(plan.sample_index.shape[1], key.device) * 2 * length)[:, None]
+    keys, values, bias = take(key, index), take(value, index), plan.log_weight[:, :, None]
     return interval_attention(queries, keys, values, bias, length, scale=scale, dropout_p=dropout_p)
 
 
@@ -318,14 +300,7 @@ def interval_attention(
 
 
 def _hashed_and_sampled_parts(
-    queries: Tensor,
-    key: Tensor,
-    value: Tensor,
-    plan: IntervalPlan,
-    block_size: int,
-    *,
-    scale: float,
-    dropout_p: float,
+    queries: Tensor, key: Tensor, value: Tensor, plan: IntervalPlan, block_size: int, *, scale: float, dropout_p: float
 ) -> list[QueryPart]:
     """`_sampled_parts` with a near field: each query also attends to its block of hashed keys.
 
@@ -429,36 +404,3 @@ def merge_query_subsets(parts: Sequence[QueryPart]) -> Tensor:
         weight = _view_of(weights[i], queries, part.lse).unsqueeze(-1)
         _view_of(out, queries, part.out).addcmul_(part.out.to(out.dtype), weight)
     return out.to(first.out.dtype)
-
-
-def dense_causal_log_weights(
-    plans: Sequence[IntervalPlan],
-    length: int,
-    block_size: int,
-    num_exact: int,
-    batch_heads: int,
-    device: torch.device | str = "cpu",
-) -> Tensor:
-    """The readable form: what is added to the scores before the softmax, float64 (BH, N, N) for N = `length`."""
-    weights = torch.full((batch_heads, length, length), -torch.inf, dtype=torch.float64, device=device)
-    for i in range(length):
-        if i < num_exact:
-            weights[:, i, : i + 1] = 0.0
-            continue
-        completed = i // block_size - 1
-        weights[:, i, max(0, completed) * block_size : i + 1] = 0.0
-        for plan in plans:
-            if completed < 0 or not completed >> plan.level & 1:
-                continue
-            j, interval = (completed >> plan.level) // 2, block_size << plan.level
-            first = 2 * j * interval
-            for a in range(batch_heads):
-                samples = zip(plan.sample_index[a, j].tolist(), plan.log_weight[a, j].tolist(), strict=True)
-                for index, log_weight in samples:
-                    old = weights[a, i, first + index]
-                    weights[a, i, first + index] = torch.logaddexp(old, torch.full_like(old, log_weight))
-                if plan.query_block is not None and plan.key_order is not None:
-                    block = int(plan.query_block[a, j, i - block_size - (2 * j + 1) * interval])
-                    near = plan.key_order[a, j, block * plan.block_k : (block + 1) * plan.block_k]
-                    weights[a, i, first + near] = 0.0
-    return weights

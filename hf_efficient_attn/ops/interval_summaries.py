@@ -12,8 +12,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.blocks import ceil_div
-from hf_efficient_attn.ops.causal import interval_attention, left_intervals, merge_query_subsets
-from hf_efficient_attn.ops.causal_kernels import causal_block_partial
+from hf_efficient_attn.ops.causal import (
+    causal_block_partial,
+    interval_attention,
+    left_intervals,
+    merge_query_subsets,
+)
 from hf_efficient_attn.ops.chunk_summaries import Chunks, Heads, summarize
 from hf_efficient_attn.ops.exact import exact_attention
 from hf_efficient_attn.ops.partial import accumulation_dtype
