@@ -23,12 +23,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.blocks import ceil_div, inverse, pad_to_blocks, take
+from hf_efficient_attn.ops.attend import attend
+from hf_efficient_attn.ops.blocks import ceil_div, inverse, pad_to_blocks, take, take_both
 from hf_efficient_attn.ops.constants import integers
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.hashing import hash_keys
-from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, partial_attention
-from hf_efficient_attn.ops.random import Seed, offsets, seed_value
+from hf_efficient_attn.ops.partial import Partial, accumulation_dtype
+from hf_efficient_attn.ops.random import offsets, seed_value
 from hf_efficient_attn.ops.sampling import (
     FarField,
     SamplingOptions,
@@ -42,9 +43,6 @@ from hf_efficient_attn.ops.slices import slice_size, sliced
 # Streams of random numbers on level 0.
 _PROBES, _SAMPLES = 21, 22
 
-# Queries (a slice of all queries from block 1 on), and their attention to some keys.
-QueryPart = tuple[slice, Partial]
-
 
 class IntervalPlan(NamedTuple):
     """The far field on one level: J intervals of L = block_size * 2**level tokens.
@@ -55,8 +53,8 @@ class IntervalPlan(NamedTuple):
         log_weight: (BH, J, M), their log-weights.
         key_order: int64 (BH, J, L), the keys of each interval in the order of a hash; None if the near field is the
             window alone.
-        query_block: int64 (BH, J, L), for each query that sees the interval the block of hashed keys that belongs to
-            its near field; None likewise.
+        query_block: int64 (BH, J, L or less), for each query that sees the interval the block of hashed keys that
+            belongs to its near field; None likewise.
         block_k: keys of a block of hashed keys.
     """
 
@@ -68,9 +66,35 @@ class IntervalPlan(NamedTuple):
     block_k: int = 0
 
 
+def _levels(length: int, block_size: int) -> list[tuple[int, int]]:
+    """The number of sampled intervals and the tokens of an interval, J and L, of each level of N = `length` tokens."""
+    # The queries of block t have t-1 completed blocks before block t-1.
+    completed = max(0, ceil_div(length, block_size) - 2)
+    return [(((completed >> i) + 1) >> 1, block_size << i) for i in range(completed.bit_length())]
+
+
 def left_intervals(x: Tensor, num_intervals: int, length: int) -> Tensor:
     """View the left intervals of the first pairs of intervals: (BH, N, ...) -> (BH, num_intervals, length, ...)."""
     return x.unfold(1, length, 2 * length)[:, :num_intervals].movedim(-1, 2)
+
+
+def _later_queries(query: Tensor, block_size: int) -> Tensor:
+    """The queries from block 1 on, padded for `_seen_by`: (BH, N, D) -> (BH, P, D)."""
+    ends = [2 * count * length for count, length in _levels(query.shape[1], block_size) if count > 1]
+    missing = max([query.shape[1] - block_size, *ends]) + block_size - query.shape[1]
+    query = query[:, block_size:]
+    return pad(query, (0, 0, 0, missing)) if missing else query
+
+
+def _seen_by(x: Tensor, num_intervals: int, length: int) -> Tensor:
+    """View the queries that see each interval: (BH, P, ...) -> (BH, num_intervals, length, ...).
+
+    A single interval may have fewer: it is not padded, since it may be half of the sequence.
+    """
+    if num_intervals == 1:
+        return x[:, None, length : 2 * length]
+    view: Tensor = x[:, : 2 * num_intervals * length].unflatten(1, (num_intervals, 2, length))
+    return view[:, :, 1]
 
 
 def _interval_scores(
@@ -134,21 +158,18 @@ def plan_intervals(
     """
     with torch.no_grad():
         batch_heads, acc_dtype, device = query.shape[0], accumulation_dtype(value.dtype), key.device
-        # The queries of block t have t-1 completed blocks before block t-1.
-        completed = max(0, ceil_div(query.shape[1], block_size) - 2)
         num_samples, plans = min(options.num_samples, max(1, options.num_samples // 2)), []
         is_even = options.scores == "uniform" and not options.independent
-        for level in range(completed.bit_length()):
-            length, count, stream = block_size << level, ((completed >> level) + 1) >> 1, _SAMPLES + 2 * level
+        later = _later_queries(query, block_size) if num_hashes else query
+        for level, (count, length) in enumerate(_levels(query.shape[1], block_size)):
             queries, keys, values = (left_intervals(x, count, length) for x in (query, key, value))
+            stream = _SAMPLES + 2 * level
             if is_even or not 0 < num_samples < length:
                 # One key of each of equal strata; every key if there are as many samples.
-                index = _ranks(options, batch_heads, min(num_samples, length), length, stream, device)
-                index = index.unsqueeze(1).expand(-1, count, -1)
-                log_weight = math.log(length / max(1, index.shape[2]))
-                far = FarField(
-                    index, torch.full((1, 1, 1), log_weight, dtype=acc_dtype, device=device).expand_as(index)
-                )
+                taken = min(num_samples, length)
+                index = _ranks(options, batch_heads, taken, length, stream, device).unsqueeze(1).expand(-1, count, -1)
+                log_weight = torch.full((), math.log(length / max(1, taken)), dtype=acc_dtype, device=device)
+                far = FarField(index, log_weight.expand_as(index))
             else:
                 scores = _interval_scores(queries, keys, values, level, length, options)
                 offset = offsets(batch_heads // options.batch, options.seed, stream, device).repeat(options.batch)
@@ -157,58 +178,17 @@ def plan_intervals(
                 far = FarField(*(x.unflatten(0, (batch_heads, count)).squeeze(2) for x in far))
             plan = IntervalPlan(level, *far)
             if num_hashes and num_samples < length:
-                seen_by = _queries_of(query[:, block_size:], count, length)
-                plan = _plan_hashed_blocks(plan, seen_by, keys, max(1, block_size // 2), num_hashes, options.seed)
+                block_k, hashed = max(1, block_size // 2), (num_hashes, options.seed)
+                sorted_keys, order = hash_keys(keys.flatten(0, 1), *hashed).sort(stable=True)
+                # Without the share of the position: the rank of the cell.
+                seeing = _seen_by(later, count, length)
+                cell = hash_keys(seeing.flatten(0, 1), *hashed).floor_().to(sorted_keys.dtype)
+                # The middle of the cell's keys. The query's rank in the cell would depend on later queries.
+                low, high = (torch.searchsorted(sorted_keys, x) for x in (cell, cell + 1))
+                block = ((low + high) // 2).clamp_(max=length - 1) // block_k
+                plan = IntervalPlan(level, *far, order.view(keys.shape[:3]), block.view(seeing.shape[:3]), block_k)
             plans.append(plan)
         return plans
-
-
-def _queries_of(queries: Tensor, num_intervals: int, length: int) -> Tensor:
-    """The queries that see each interval: (BH, Nq, D) from block 1 on -> (BH, J, L, D), padded with zeros."""
-    missing = 2 * num_intervals * length - queries.shape[1]
-    queries = pad(queries, (0, 0, 0, missing)) if missing > 0 else queries[:, : 2 * num_intervals * length]
-    pairs: Tensor = queries.unflatten(1, (num_intervals, 2, length))
-    return pairs[:, :, 1]
-
-
-def _plan_hashed_blocks(
-    plan: IntervalPlan, queries: Tensor, keys: Tensor, block_k: int, num_hashes: int, seed: Seed
-) -> IntervalPlan:
-    """Add the order of the keys (BH, J, L, D) by a hash, and the blocks of the queries (BH, J, L, D) that see them."""
-    sorted_keys, order = hash_keys(keys.flatten(0, 1), num_hashes, seed).sort(stable=True)
-    # Without the share of the position: the rank of the cell.
-    cell = hash_keys(queries.flatten(0, 1), num_hashes, seed).floor_()
-    # A query takes the middle of its cell's keys. Its rank among the queries of the cell would depend on later ones.
-    low, high = (torch.searchsorted(sorted_keys, x) for x in (cell, cell + 1))
-    query_block = ((low + high) // 2).clamp_(max=keys.shape[2] - 1) // block_k
-    shape = keys.shape[:3]
-    return plan._replace(key_order=order.view(shape), query_block=query_block.view(shape), block_k=block_k)
-
-
-def causal_block_partial(
-    query: Tensor, key: Tensor, value: Tensor, block_size: int, *, scale: float, dropout_p: float = 0.0
-) -> Partial:
-    """Attention of the queries from block 1 on to their own block, causally, and to the whole block before it.
-
-    Args:
-        query: (BH, N, D).
-        key: (BH, N, D).
-        value: (BH, N, Dv).
-        block_size: tokens of a block.
-        scale: factor of the scores.
-        dropout_p: probability of dropping a weight.
-
-    Returns:
-        Partial of out (BH, N - block_size, Dv) and lse (BH, N - block_size).
-    """
-    q_len = query.shape[1] - block_size
-    query = pad_to_blocks(query[:, block_size:], block_size)
-    key, value = (pad_to_blocks(x, block_size) for x in (key, value))
-    key, value = (torch.cat((x[:, :-1], x[:, 1:]), 2) for x in (key, value))
-    block = torch.ones(block_size, block_size, dtype=torch.bool, device=query.device)
-    bias = mask_bias(torch.cat((block, block.tril()), 1), query.dtype)[None, None]
-    out, lse = partial_attention(query, key, value, bias, scale=scale, dropout_p=dropout_p)
-    return Partial(out.flatten(1, 2)[:, :q_len], lse.flatten(1, 2)[:, :q_len])
 
 
 def causal_near_far_attention(
@@ -244,101 +224,90 @@ def causal_near_far_attention(
         return exact
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, *tensors: Tensor) -> Tensor:
-        parts = [(slice(None), causal_block_partial(query, key, value, block_size, **options))]
+        near, parts = causal_block_partial(query, key, value, block_size, **options), []
+        queries = _later_queries(query, block_size)
         for i, plan in enumerate(plans):
-            index, log_weight, key_order, query_block = tensors[4 * i : 4 * i + 4]
-            own = IntervalPlan(plan.level, index, log_weight, key_order, query_block, plan.block_k)
-            far = _sampled_parts if query_block is None else _hashed_and_sampled_parts
-            parts += far(query[:, block_size:], key, value, own, block_size, **options)
-        return merge_query_subsets(parts)[:, num_exact - block_size :]
+            own = IntervalPlan(plan.level, *tensors[4 * i : 4 * i + 4], plan.block_k)
+            count, length = own.sample_index.shape[1], block_size << plan.level
+            seeing = _seen_by(queries, count, length)
+            if own.query_block is not None:
+                intervals = (left_intervals(x, count, length) for x in (key, value))
+                parts.append(_hashed_and_sampled(seeing, *intervals, own, **options))
+                continue
+            index = own.sample_index + (integers(count, key.device) * 2 * length)[:, None]
+            parts.append(attend(seeing, *take_both(key, value, index), own.log_weight.unsqueeze(2), **options))
+        return _merge(near, parts, plans, block_size)[:, num_exact - block_size : query.shape[1] - block_size]
 
     tensors = [x for plan in plans for x in (plan.sample_index, plan.log_weight, plan.key_order, plan.query_block)]
-    size = slice_size(query.shape[1] * 2 * max(query.shape[2], value.shape[2]), query.device)
+    size = slice_size(query.shape[1] * max(query.shape[2], value.shape[2]), query.device)
     return torch.cat((exact, sliced(some_heads, query, key, value, *tensors, size=size, draws=dropout_p > 0.0)), 1)
 
 
-def _sampled_parts(
-    queries: Tensor, key: Tensor, value: Tensor, plan: IntervalPlan, block_size: int, *, scale: float, dropout_p: float
-) -> list[QueryPart]:
-    """Attention of the queries (BH, Nq, D) from block 1 on to the samples of one level."""
-    length = block_size << plan.level
-    index = plan.sample_index + (integers(plan.sample_index.shape[1], key.device) * 2 * length)[:, None]
-    keys, values, bias = take(key, index), take(value, index), plan.log_weight[:, :, None]
-    return interval_attention(queries, keys, values, bias, length, scale=scale, dropout_p=dropout_p)
-
-
-def interval_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor, length: int, *, scale: float, dropout_p: float
-) -> list[QueryPart]:
-    """Attention of queries to keys that stand for the intervals they see on one level.
+def causal_block_partial(
+    query: Tensor, key: Tensor, value: Tensor, block_size: int, *, scale: float, dropout_p: float = 0.0
+) -> Partial:
+    """Attention of the queries from block 1 on to their own block, causally, and to the whole block before it.
 
     Args:
-        queries: (BH, Nq, D), the queries from block 1 on.
-        keys: (BH, J, M, D), the M keys of each of J intervals.
-        values: (BH, J, M, Dv).
-        bias: broadcastable to (BH, J, 1, M), added to the scores.
-        length: tokens of an interval.
+        query: (BH, N, D).
+        key: (BH, N, D).
+        value: (BH, N, Dv).
+        block_size: tokens of a block.
         scale: factor of the scores.
         dropout_p: probability of dropping a weight.
 
     Returns:
-        Slices of the queries and their partials. The queries of all complete intervals are in one partial
-        (BH, J', L, .) with a slice that also holds the queries between them. The last interval may have fewer queries.
+        Partial of out (BH, N - block_size, Dv) and lse (BH, N - block_size).
     """
-    bias = bias.expand(-1, keys.shape[1], -1, -1)
-    q_len, complete, parts = queries.shape[1], queries.shape[1] // (2 * length), []
-    if complete:
-        every = slice(0, complete * 2 * length)
-        blocks = queries[:, every].unflatten(1, (complete, 2, length))[:, :, 1]
-        tensors = blocks, keys[:, :complete], values[:, :complete], bias[:, :complete]
-        parts.append((every, partial_attention(*tensors, scale=scale, dropout_p=dropout_p)))
-    if complete < keys.shape[1]:
-        last = slice((2 * complete + 1) * length, q_len)
-        tensors = queries[:, None, last], keys[:, complete:], values[:, complete:], bias[:, complete:]
-        parts.append((last, partial_attention(*tensors, scale=scale, dropout_p=dropout_p)))
-    return parts
+    q_len = query.shape[1] - block_size
+    query = pad_to_blocks(query[:, block_size:], block_size)
+    key, value = (pad_to_blocks(x, block_size) for x in (key, value))
+    key, value = (torch.cat((x[:, :-1], x[:, 1:]), 2) for x in (key, value))
+    block = torch.ones(block_size, block_size, dtype=torch.bool, device=query.device)
+    bias = mask_bias(torch.cat((block, block.tril()), 1), query.dtype)[None, None]
+    out, lse = attend(query, key, value, bias, scale=scale, dropout_p=dropout_p)
+    return Partial(out.flatten(1, 2)[:, :q_len], lse.flatten(1, 2)[:, :q_len])
 
 
-def _hashed_and_sampled_parts(
-    queries: Tensor, key: Tensor, value: Tensor, plan: IntervalPlan, block_size: int, *, scale: float, dropout_p: float
-) -> list[QueryPart]:
-    """`_sampled_parts` with a near field: each query also attends to its block of hashed keys.
+def _hashed_and_sampled(
+    queries: Tensor, key: Tensor, value: Tensor, plan: IntervalPlan, *, scale: float, dropout_p: float
+) -> Partial:
+    """Attention of the queries that see the intervals of a level to their blocks of hashed keys and to the samples.
 
     The queries of one block of keys are gathered into blocks of their own, which then share these keys and the samples.
+
+    Args:
+        queries: (BH, J, L or less, D).
+        key: (BH, J, L, D).
+        value: (BH, J, L, Dv).
+        plan: with blocks of hashed keys.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a weight.
+
+    Returns:
+        Partial with out (BH, J, L or less, Dv).
     """
     assert plan.key_order is not None and plan.query_block is not None
-    (batch_heads, num_intervals, _), length, block_k = plan.sample_index.shape, block_size << plan.level, plan.block_k
-    own_queries = _queries_of(queries, num_intervals, length).flatten(0, 1)
-    keys, values = (left_intervals(x, num_intervals, length).flatten(0, 1) for x in (key, value))
-    key_order, query_block, index, log_weight = (
-        x.flatten(0, 1) for x in (plan.key_order, plan.query_block, plan.sample_index, plan.log_weight)
+    shape, length, block_k, device = queries.shape[:3], key.shape[2], plan.block_k, key.device
+    queries, key, value, index, log_weight, key_order, query_block = (
+        x.flatten(0, 1) for x in (queries, key, value, *plan[1:5])
     )
     slot, block_of_slots = group_by_block(query_block, ceil_div(length, block_k), block_k)
-    num_blocks = block_of_slots.shape[1]
-    # An unused slot gets the query at index `length`, which is padding.
-    query_of_slot = torch.full((len(own_queries), num_blocks * block_k), length, device=key.device).scatter_(
-        1, slot, torch.arange(length, device=key.device).expand_as(slot)
-    )
-    grouped = take(pad(own_queries, (0, 0, 0, 1)), query_of_slot).unflatten(1, (num_blocks, block_k))
-    sorted_index = block_of_slots[:, :, None] * block_k + torch.arange(block_k, device=key.device)
+    num_blocks, q_len = block_of_slots.shape[1], queries.shape[1]
+    # An unused slot gets the query at index `q_len`, which is padding.
+    query_of_slot = torch.full((len(queries), num_blocks * block_k), q_len, device=device)
+    query_of_slot.scatter_(1, slot, integers(q_len, device).expand_as(slot))
+    grouped = take(pad(queries, (0, 0, 0, 1)), query_of_slot).unflatten(1, (num_blocks, block_k))
+    sorted_index = block_of_slots[:, :, None] * block_k + integers(block_k, device)
     near = key_order.gather(1, sorted_index.clamp(max=length - 1).flatten(1)).view_as(sorted_index)
     block_of_sample = inverse(key_order).gather(1, index) // block_k
     in_near_field = block_of_sample[:, None] == block_of_slots[:, :, None]
     far_bias = log_weight[:, None].expand(-1, num_blocks, -1).masked_fill(in_near_field, -torch.inf)
     bias = torch.cat((mask_bias(sorted_index < length, far_bias.dtype), far_bias), 2)[:, :, None]
     key_index = torch.cat((near, index[:, None].expand(-1, num_blocks, -1)), 2)
-    keys, values = take(keys, key_index), take(values, key_index)
-    part = partial_attention(grouped, keys, values, bias, scale=scale, dropout_p=dropout_p)
-    out: Tensor = take(part.out.flatten(1, 2), slot).unflatten(0, (batch_heads, num_intervals))
-    lse: Tensor = part.lse.flatten(1, 2).gather(1, slot).unflatten(0, (batch_heads, num_intervals))
-    complete, parts = queries.shape[1] // (2 * length), []
-    if complete:
-        parts.append((slice(0, complete * 2 * length), Partial(out[:, :complete], lse[:, :complete])))
-    if complete < num_intervals:
-        last = slice((2 * complete + 1) * length, queries.shape[1])
-        left = queries.shape[1] - last.start
-        parts.append((last, Partial(out[:, complete:, :left], lse[:, complete:, :left])))
-    return parts
+    out, lse = attend(grouped, *take_both(key, value, key_index), bias, scale=scale, dropout_p=dropout_p)
+    out = take(out.flatten(1, 2), slot)
+    return Partial(out.unflatten(0, shape[:2]), lse.flatten(1, 2).gather(1, slot).view(shape))
 
 
 def group_by_block(query_block: Tensor, num_key_blocks: int, size: int) -> tuple[Tensor, Tensor]:
@@ -371,36 +340,21 @@ def group_by_block(query_block: Tensor, num_key_blocks: int, size: int) -> tuple
     return slot, order.new_zeros(order.shape[0], num_blocks).scatter_(1, number, sorted_block)
 
 
-def _view_of(x: Tensor, queries: slice, part: Tensor) -> Tensor:
-    """The view of x (BH, Nq, ...) that corresponds to a part (BH, Nq', ...) or, of every second L, (BH, J, L, ...)."""
-    x = x[:, queries]
-    if part.ndim == x.ndim:
-        return x
-    if part.shape[1] == 1 and part.shape[2] == x.shape[1]:
-        return x[:, None]
-    view: Tensor = x.unflatten(1, (part.shape[1], 2, part.shape[2]))
-    return view[:, :, 1]
+def _merge(near: Partial, parts: Sequence[Partial], plans: Sequence[IntervalPlan], block_size: int) -> Tensor:
+    """The output of the merge of the window, whose partial has all queries, and of the levels: (BH, P, Dv).
 
-
-def merge_query_subsets(parts: Sequence[QueryPart]) -> Tensor:
-    """The output of `merge` for partials that each have a subset of the queries; the first has all of them.
-
-    Most parts have at most half of the queries, so they are added to slices of one output in place.
-
-    Args:
-        parts: slices of the queries and their partials, as `interval_attention` returns them.
-
-    Returns:
-        (BH, Nq, Dv).
+    The queries of a level are at most half of all. So its partial is added to a view of the output.
     """
-    first = parts[0][1]
-    lses = torch.full((len(parts), *first.lse.shape), -torch.inf, dtype=first.lse.dtype, device=first.lse.device)
-    for i, (queries, part) in enumerate(parts):
-        _view_of(lses[i], queries, part.lse).copy_(part.lse)
-    # Every query attends to itself, so that the softmax is defined.
+    views = [(plan.sample_index.shape[1], block_size << plan.level) for plan in plans]
+    padded = max([near.lse.shape[1], *(2 * count * length for count, length in views if count > 1)])
+    missing = padded - near.lse.shape[1]
+    lses = near.lse.new_full((1 + len(parts), near.lse.shape[0], padded), -torch.inf)
+    lses[0, :, : padded - missing] = near.lse
+    for lse, part, view in zip(lses[1:], parts, views, strict=True):
+        _seen_by(lse, *view).copy_(part.lse)
+    # Every query attends to itself, so that the softmax is defined. That of padding is NaN.
     weights = lses.softmax(0)
-    out = first.out * weights[0].unsqueeze(-1)
-    for i, (queries, part) in enumerate(parts[1:], 1):
-        weight = _view_of(weights[i], queries, part.lse).unsqueeze(-1)
-        _view_of(out, queries, part.out).addcmul_(part.out.to(out.dtype), weight)
-    return out.to(first.out.dtype)
+    out = pad(near.out, (0, 0, 0, missing)) * weights[0].unsqueeze(-1)
+    for weight, part, view in zip(weights[1:], parts, views, strict=True):
+        _seen_by(out, *view).addcmul_(part.out.to(out.dtype), _seen_by(weight, *view).unsqueeze(-1))
+    return out.to(near.out.dtype)

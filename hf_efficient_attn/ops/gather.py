@@ -6,8 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.blocks import pad_to_blocks, take, take_both
-from hf_efficient_attn.ops.partial import partial_attention
+from hf_efficient_attn.ops.attend import attend
+from hf_efficient_attn.ops.blocks import inverse, pad_to_blocks, take, take_both
+from hf_efficient_attn.ops.slices import slice_size, sliced
 
 # Numbers of a query, key or value that the Triton kernels hold at most.
 _LARGEST_DIM = 256
@@ -22,14 +23,12 @@ class GatheredKeys(NamedTuple):
         bias: (BH, T, 1, K), added to the scores.
         block_q: queries of a block.
         query_order: int64 (BH, Nq), the order in which the queries are cut into blocks, or None.
-        query_rank: int64 (BH, Nq), the inverse of `query_order`, or None.
     """
 
     key_index: Tensor
     bias: Tensor
     block_q: int
     query_order: Tensor | None = None
-    query_rank: Tensor | None = None
 
 
 def gathered_attention(
@@ -48,15 +47,19 @@ def gathered_attention(
     Returns:
         (BH, Nq, Dv), by position of the queries.
     """
-    index, bias, block_q, order, rank = gathered
+    index, bias, block_q, order = gathered
     if not dropout_p and kernel_applies(query, key, value):
         from hf_efficient_attn.ops.triton_gather import gather_attend  # Triton is no dependency
 
         return gather_attend(query, key, value, index, bias.squeeze(2).float(), order, block_q, scale)[0]
+
+    def some_heads(blocks: Tensor, key: Tensor, value: Tensor, index: Tensor, bias: Tensor) -> Tensor:
+        return attend(blocks, *take_both(key, value, index), bias, scale=scale, dropout_p=dropout_p).out
+
     blocks = pad_to_blocks(query if order is None else take(query, order), block_q)
-    keys, values = take_both(key, value, index)
-    out = partial_attention(blocks, keys, values, bias, scale=scale, dropout_p=dropout_p).out.flatten(1, 2)
-    return out[:, : query.shape[1]] if rank is None else take(out, rank)
+    size = slice_size(index[0].numel() * max(key.shape[2], value.shape[2]), query.device)
+    out = sliced(some_heads, blocks, key, value, index, bias, size=size, draws=dropout_p > 0.0).flatten(1, 2)
+    return out[:, : query.shape[1]] if order is None else take(out, inverse(order))
 
 
 def kernel_applies(*tensors: Tensor) -> bool:

@@ -51,7 +51,7 @@ def hyperplanes(head_dim: int, num_hashes: int, seed: Seed, device: torch.device
 def hash_keys(x: Tensor, num_hashes: int, seed: Seed, mask: Tensor | None = None) -> Tensor:
     """What tokens are sorted by: the Gray rank of the cell plus position / N, which tells the tokens of a cell apart.
 
-    Positions and N count the valid tokens.
+    Positions and N count the valid tokens. Called without a gradient.
 
     Args:
         x: (BH, N, D).
@@ -60,22 +60,23 @@ def hash_keys(x: Tensor, num_hashes: int, seed: Seed, mask: Tensor | None = None
         mask: bool (BH, N), True for valid tokens, or None. Masked tokens get inf.
 
     Returns:
-        (BH, N), float32 if that holds all ranks and positions, else float64. Without a gradient.
+        (BH, N), float32 if that holds all ranks and positions, else float64.
     """
     length, device = x.shape[1], x.device
     dtype = torch.float32 if length <= 2.0 ** (24 - num_hashes) else torch.float64
     # The product of planes and tokens is three times as fast as that of tokens and planes, which has few columns.
-    sides = constant(_last_first, x.shape[2], num_hashes, seed, x.dtype, device=device) @ x.detach().mT
+    planes = constant(_last_first, x.shape[2], num_hashes, seed, x.dtype, device=device).expand(len(x), -1, -1)
+    sides = torch.bmm(planes, x.mT)
     if mask is None:
-        share = constant(_shares, length, dtype, device=device)
+        share = constant(_shares, length, num_hashes, dtype, device=device)
     else:
         count = mask.cumsum(1)
-        share = (count - 1).to(dtype) / count[:, -1:].clamp(min=1)
+        share = (count - 1).to(dtype) / count[:, -1:].clamp(min=1) + (2.0**num_hashes - 1.0) / 2.0
+        share = share.unsqueeze(1)
     # (-1)^(bit b of the rank) is the product of the signs of the sides from b on.
     parity = torch.copysign(torch.ones((), dtype=dtype, device=device), sides).cumprod(1, dtype=dtype)
-    powers = constant(_powers, num_hashes, dtype, device=device)
-    # The rank is exact, so that only the sum with the share is rounded.
-    keys = (powers @ parity).squeeze(1).add_((2.0**num_hashes - 1.0) / 2.0).add_(share)
+    powers = constant(_powers, num_hashes, dtype, device=device).expand(len(x), -1, -1)
+    keys = torch.baddbmm(share, powers, parity).squeeze(1)
     return keys if mask is None else keys.masked_fill_(~mask, torch.inf)
 
 
@@ -84,13 +85,15 @@ def _last_first(head_dim: int, num_hashes: int, seed: Seed, dtype: torch.dtype, 
     return -hyperplanes(head_dim, num_hashes, seed, device).t().flip(0).to(dtype)
 
 
-def _shares(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.arange(length, device=device).to(dtype) / length
+def _shares(length: int, num_hashes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Position / N, and the sum of 2^b / 2: (1, 1, N)."""
+    share = torch.arange(length, device=device).to(dtype) / length
+    return (share + (2.0**num_hashes - 1.0) / 2.0).view(1, 1, -1)
 
 
 def _powers(num_hashes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """-2^b / 2 from the last b to the first: (1, r)."""
-    return -(2.0 ** torch.arange(num_hashes - 2, -2, -1, dtype=dtype, device=device)).view(1, -1)
+    """-2^b / 2 from the last b to the first: (1, 1, r)."""
+    return -(2.0 ** torch.arange(num_hashes - 2, -2, -1, dtype=dtype, device=device)).view(1, 1, -1)
 
 
 def plan_lsh(

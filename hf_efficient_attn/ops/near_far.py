@@ -29,7 +29,6 @@ from hf_efficient_attn.ops.sampling import (
     sample_outside,
     stratified_ranks,
 )
-from hf_efficient_attn.ops.slices import slice_size, sliced
 
 # Exact rows of a head by which its near field is chosen.
 NUM_ROWS = 32
@@ -225,7 +224,7 @@ def row_weights(query: Tensor, key: Tensor, positions: Tensor, key_mask: Tensor 
     """
     if query.dtype == torch.float16:  # has no fast product on CPUs
         query, key = query.float(), key.float()
-    scores = take(query, positions) * scale @ key.mT
+    scores = torch.bmm(take(query, positions) * scale, key.mT)
     if key_mask is None:
         return scores.softmax(2, dtype=accumulation_dtype(query.dtype))
     scores = scores.masked_fill_(~key_mask[:, None], -torch.inf)
@@ -265,11 +264,13 @@ def probe_norms(
         (BH, G, Nk), by position, and the group of each block, int64 (BH or 1, T).
     """
     groups, batch_heads = options.groups, query.shape[0]
-    first, count, group = query_groups(near, groups)
+    group = query_groups(near, groups)
     if rows is None:
         offset = offsets(batch_heads // options.batch, options.seed, _PROBES, query.device).repeat(options.batch)
-        index = stratified_ranks(ceil_div(options.num_probes, groups), count.unsqueeze(2), offset[:, None, None])
-        index = (index + first.unsqueeze(2)).flatten(1).clamp_(max=near.num_queries - 1).clamp_(min=0)
+        bounds = torch.searchsorted(group, integers(groups + 1, query.device).expand(len(group), -1)) * near.block_q
+        bounds = bounds.clamp(max=near.num_queries).unsqueeze(2)  # where the groups begin and end
+        index = stratified_ranks(ceil_div(options.num_probes, groups), bounds.diff(dim=1), offset[:, None, None])
+        index = (index + bounds[:, :-1]).flatten(1).clamp_(max=near.num_queries - 1).clamp_(min=0)
         positions = index if near.query_order is None else near.query_order.gather(1, index)
         weights = row_weights(query, key, positions, key_mask, options.scale)
         rows = ExactRows(index, near_keys(near, index), weights)
@@ -281,9 +282,10 @@ def probe_norms(
     if rows.valid is not None:
         member, num_rows = member & rows.valid.unsqueeze(1), rows.valid.sum(1, keepdim=True)
     # A group has R / G rows on average, of R valid ones.
-    factor = torch.as_tensor(near.num_queries * groups / num_rows, dtype=rows.weights.dtype, device=query.device)
+    factor = near.num_queries * groups / num_rows
     squares = rows.weights.scatter_(2, rows.near_keys, 0.0).square_()
-    return member * factor.view(-1, 1, 1) @ squares, group
+    member = member * (factor.unsqueeze(2) if isinstance(factor, Tensor) else factor)
+    return torch.bmm(member.to(squares.dtype), squares), group
 
 
 def sampling_scores(
@@ -349,23 +351,15 @@ def near_far_attention(
     # The nearest index of the near field is the index itself if it lies there.
     nearest = torch.clamp(far_index, near_index[..., :1], near_index[..., -1:])
     far_bias = far.log_weight.masked_fill(nearest == far_index, -torch.inf)
-    limit = near.num_keys if isinstance(near.num_keys, int) else near.num_keys[:, :, None]
-    near_bias = torch.zeros_like(near_index, dtype=far_bias.dtype).masked_fill_(near_index >= limit, -torch.inf)
+    near_bias = torch.zeros_like(near_index, dtype=far_bias.dtype)
+    if isinstance(near.num_keys, Tensor):
+        near_bias.masked_fill_(near_index >= near.num_keys.unsqueeze(2), -torch.inf)
     index, bias = torch.cat((near_index, far_index), 2), torch.cat((near_bias, far_bias), 2)[:, :, None]
     if near.key_order is not None:
         index = near.key_order.gather(1, index.flatten(1)).view_as(index)
 
-    rank = None if near.query_order is None else inverse(near.query_order)
-
-    def some_heads(
-        query: Tensor, key: Tensor, value: Tensor, index: Tensor, bias: Tensor, *order: Tensor | None
-    ) -> Tensor:
-        gathered = GatheredKeys(index, bias, near.block_q, *order)
-        return gathered_attention(query, key, value, gathered, scale=scale, dropout_p=dropout_p)
-
-    tensors = query, key, value, index, bias, near.query_order, rank
-    size = slice_size(max(index[0].numel(), query.shape[1]) * max(query.shape[2], value.shape[2]), query.device)
-    return sliced(some_heads, *tensors, size=size, draws=dropout_p > 0.0)
+    gathered = GatheredKeys(index, bias, near.block_q, near.query_order)
+    return gathered_attention(query, key, value, gathered, scale=scale, dropout_p=dropout_p)
 
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, log_weights: Tensor, *, scale: float) -> Tensor:

@@ -117,7 +117,7 @@ def sampled_norm_squared(value: Tensor, key_mask: Tensor | None) -> Tensor:
         sample = take(value, index).to(acc_dtype).masked_fill(~valid.unsqueeze(2), 0.0)
         # The quotient of integers would have float32.
         factor = count.to(acc_dtype) / valid.sum(1, keepdim=True).clamp(min=1)
-    return torch.linalg.matrix_norm(sample.mT @ sample).unsqueeze(1) * factor
+    return torch.linalg.vector_norm(torch.bmm(sample.mT, sample), dim=(1, 2)).unsqueeze(1) * factor
 
 
 def split_scale_evenly(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -126,22 +126,19 @@ def split_scale_evenly(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor
     return query.double() * math.copysign(root, scale), key.double() * root
 
 
-def query_groups(near: NearField, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+def query_groups(near: NearField, groups: int) -> Tensor:
     """Divide the blocks of queries into groups of neighbors whose sizes differ by at most one.
 
+    Some groups are empty if there are fewer blocks than groups.
+
     Returns:
-        start: int64 (BH or 1, G), the sorted index of the first query of each group.
-        count: int64 (BH or 1, G), the number of its queries; 0 for some groups if there are fewer blocks than groups.
-        group: int64 (BH or 1, T), the group of each block.
+        int64 (BH or 1, T), the group of each block.
     """
-    device = near.start.device
-    num_queries = torch.as_tensor(near.num_queries, device=device).view(-1, 1).clamp(min=1)
-    valid_blocks = (num_queries + near.block_q - 1) // near.block_q
-    first = (integers(groups + 1, device) * valid_blocks + groups - 1) // groups * near.block_q
-    first = torch.minimum(first, num_queries)
-    # The clamp is for blocks without a valid query, whose output is not used.
-    group = (integers(near.start.shape[1], device) * groups // valid_blocks).clamp_(max=groups - 1)
-    return first[:, :-1], first.diff(dim=1), group
+    valid_blocks = (near.num_queries + near.block_q - 1) // near.block_q
+    valid_blocks = valid_blocks if isinstance(valid_blocks, int) else valid_blocks.clamp_(min=1)
+    # The last clamp is for blocks without a valid query, whose output is not used.
+    group = integers(near.start.shape[1], near.start.device)[None] * groups // valid_blocks
+    return group.clamp_(max=groups - 1)
 
 
 def density_norms(
@@ -277,10 +274,10 @@ def systematic_sample(
     steps = integers(num_samples, offset.device)
     # Moved back a little, so that rounding moves no point beyond the end.
     points = (offset.unsqueeze(2) + steps) * (1.0 - 1e-9)
-    index, probability, total = _locate(probabilities, points, num_samples + 1.0, group)
+    index, probability = _locate(probabilities, points, num_samples + 1.0, group)
     if complete:
         return index, probability.log_().neg_()
-    selected = steps < total.round_()
+    selected = steps < _of_group(probabilities.sum(2, keepdim=True), group).round()
     return index.masked_fill_(~selected, 0), probability.log_().neg_().masked_fill_(~selected, -torch.inf)
 
 
@@ -302,12 +299,12 @@ def independent_sample(
     """
     scores = scores.to(torch.float64)
     shares = scores / scores.sum(2, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
-    index, share, total = _locate(shares, numbers.sort(2).values * (1.0 - 1e-9), 2.0, group)
-    nothing = total < 0.5
+    index, share = _locate(shares, numbers.sort(2).values * (1.0 - 1e-9), 2.0, group)
+    nothing = _of_group(shares.sum(2, keepdim=True), group) < 0.5
     return index.masked_fill_(nothing, 0), (share * num_samples).log_().neg_().masked_fill_(nothing, -torch.inf)
 
 
-def _locate(lengths: Tensor, points: Tensor, stretch: float, group: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _locate(lengths: Tensor, points: Tensor, stretch: float, group: Tensor | None) -> tuple[Tensor, Tensor]:
     """Find the interval in which each point lies if the intervals of its group are laid end to end.
 
     Args:
@@ -317,22 +314,23 @@ def _locate(lengths: Tensor, points: Tensor, stretch: float, group: Tensor | Non
         group: as in `systematic_sample`.
 
     Returns:
-        The index of the interval and its length, (BH, S, K), and the sum of the lengths of the group, (BH, S or 1, 1).
-        A point beyond the end has any index.
+        The index of the interval and its length, (BH, S, K). A point beyond the end has any index.
     """
     (batch_heads, groups, size), ends = lengths.shape, lengths.cumsum(2)
-    total = ends[..., -1:]
-    if group is not None and groups > 1:
+    if group is not None:
         # The groups are laid end to end as well, so that one search serves all of them.
-        group = group.unsqueeze(2)
-        total = total.gather(1, group.expand(batch_heads, -1, -1))
         ends = ends + stretch * integers(groups, ends.device)[:, None]
-        points = points + stretch * group
+        points = points + stretch * group.unsqueeze(2)
     found = torch.searchsorted(ends.view(batch_heads, -1), points.flatten(1))
     # Some are beyond the end if probabilities are NaN, as in intervals of masked tokens that nothing sees.
     found.clamp_(max=groups * size - 1)
     length = lengths.view(batch_heads, -1).gather(1, found)
-    return found.remainder_(size).view_as(points), length.view_as(points), total
+    return found.remainder_(size).view_as(points), length.view_as(points)
+
+
+def _of_group(totals: Tensor, group: Tensor | None) -> Tensor:
+    """The totals (BH, G, 1) of the group of each sample: (BH, S, 1)."""
+    return totals if group is None else totals.gather(1, group.unsqueeze(2).expand(len(totals), -1, -1))
 
 
 def stratified_ranks(count: int, available: Tensor | int, offset: Tensor) -> Tensor:
