@@ -184,14 +184,6 @@ def test_the_operators_of_the_package_are_entered():
     assert all(kernel.line.startswith("ops/") for kernel in found.by_kernel)
 
 
-def test_triton_operators_are_one_kernel():
-    query, key, value = (meta(2, 24, 16) for _ in range(3))
-    index, log_weight = meta(2, 3, 5, dtype=torch.int64), meta(2, 3, 5)
-    operator = torch.ops.hf_efficient_attn.gather_attend
-    found = count(lambda: operator(query, key, value, index, log_weight, None, 8, 0.25))
-    assert (found.kernels, [kernel.operator for kernel in found.by_kernel]) == (1, ["gather_attend"])
-
-
 def test_an_operator_that_cannot_be_entered_is_refused():
     library = torch.library.Library("hf_efficient_attn", "FRAGMENT")
     library.define("of_a_test(Tensor x) -> Tensor")

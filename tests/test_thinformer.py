@@ -8,7 +8,7 @@ from hf_efficient_attn.ops import batched_thinning, thinning
 from hf_efficient_attn.ops.accelerator import use_backend
 from instances import inputs, numbers, padding_mask
 from recipes.common.launches import launches
-from test_gather_attend import DEVICE, needs_triton
+from test_gather import DEVICE, needs_triton
 
 HEADS = 3
 

@@ -267,8 +267,9 @@ def probe_norms(
     group = query_groups(near, groups)
     if rows is None:
         offset = offsets(batch_heads // options.batch, options.seed, _PROBES, query.device).repeat(options.batch)
-        bounds = torch.searchsorted(group, integers(groups + 1, query.device).expand(len(group), -1)) * near.block_q
-        bounds = bounds.clamp(max=near.num_queries).unsqueeze(2)  # where the groups begin and end
+        # Where the groups begin and end.
+        first = torch.searchsorted(group, integers(groups + 1, query.device).repeat(len(group), 1))
+        bounds = (first * near.block_q).clamp_(max=near.num_queries).unsqueeze(2)
         index = stratified_ranks(ceil_div(options.num_probes, groups), bounds.diff(dim=1), offset[:, None, None])
         index = (index + bounds[:, :-1]).flatten(1).clamp_(max=near.num_queries - 1).clamp_(min=0)
         positions = index if near.query_order is None else near.query_order.gather(1, index)
@@ -282,10 +283,10 @@ def probe_norms(
     if rows.valid is not None:
         member, num_rows = member & rows.valid.unsqueeze(1), rows.valid.sum(1, keepdim=True)
     # A group has R / G rows on average, of R valid ones.
-    factor = near.num_queries * groups / num_rows
     squares = rows.weights.scatter_(2, rows.near_keys, 0.0).square_()
-    member = member * (factor.unsqueeze(2) if isinstance(factor, Tensor) else factor)
-    return torch.bmm(member.to(squares.dtype), squares), group
+    factor = near.num_queries * groups
+    factor = factor / num_rows if isinstance(factor, int) else (factor.to(squares.dtype) / num_rows).unsqueeze(2)
+    return torch.bmm(member.to(squares.dtype) * factor, squares), group
 
 
 def sampling_scores(

@@ -77,7 +77,7 @@ def _gather_attend(case: Case) -> Program:
     """Attention to gathered keys or its gradient, for blocks of `case.block` queries."""
     import triton
 
-    from hf_efficient_attn.ops import triton_gather_attend as kernels
+    from hf_efficient_attn.ops import triton_gather as kernels
 
     backward = case.kernel == "backward"
     tiling = kernels.tiling(case.block, case.width, _DTYPES[case.dtype][1], backward)
@@ -170,7 +170,7 @@ def _check_triton() -> None:
     try:
         import triton
 
-        from hf_efficient_attn.ops import triton_gather_attend as kernels
+        from hf_efficient_attn.ops import triton_gather as kernels
     except ImportError as error:
         raise UnsupportedAttentionError(
             f"Triton cannot be imported ({error}): pip install 'hf_efficient_attn[gpu-test]'"
