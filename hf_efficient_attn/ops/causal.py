@@ -217,25 +217,27 @@ def causal_near_far_attention(
     Returns:
         (BH, N, Dv).
     """
-    options = {"scale": scale, "dropout_p": dropout_p}
     first = query[:, :num_exact], key[:, :num_exact], value[:, :num_exact]
-    exact = exact_attention(*first, is_causal=True, **options)
+    exact = exact_attention(*first, is_causal=True, scale=scale, dropout_p=dropout_p)
     if query.shape[1] <= num_exact:
         return exact
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, *tensors: Tensor) -> Tensor:
-        near, parts = causal_block_partial(query, key, value, block_size, **options), []
-        queries = _later_queries(query, block_size)
+        near = causal_block_partial(query, key, value, block_size, scale=scale, dropout_p=dropout_p)
+        queries, parts = _later_queries(query, block_size), []
         for i, plan in enumerate(plans):
-            own = IntervalPlan(plan.level, *tensors[4 * i : 4 * i + 4], plan.block_k)
-            count, length = own.sample_index.shape[1], block_size << plan.level
+            index, log_weight, key_order, query_block = tensors[4 * i : 4 * i + 4]
+            count, length = index.shape[1], block_size << plan.level
             seeing = _seen_by(queries, count, length)
-            if own.query_block is not None:
-                intervals = (left_intervals(x, count, length) for x in (key, value))
-                parts.append(_hashed_and_sampled(seeing, *intervals, own, **options))
-                continue
-            index = own.sample_index + (integers(count, key.device) * 2 * length)[:, None]
-            parts.append(attend(seeing, *take_both(key, value, index), own.log_weight.unsqueeze(2), **options))
+            if query_block is None:
+                index = index + (integers(count, key.device) * 2 * length)[:, None]
+                keys, values = take_both(key, value, index)
+                part = attend(seeing, keys, values, log_weight.unsqueeze(2), scale=scale, dropout_p=dropout_p)
+            else:
+                own = IntervalPlan(plan.level, index, log_weight, key_order, query_block, plan.block_k)
+                keys, values = (left_intervals(x, count, length) for x in (key, value))
+                part = _hashed_and_sampled(seeing, keys, values, own, scale=scale, dropout_p=dropout_p)
+            parts.append(part)
         return _merge(near, parts, plans, block_size)[:, num_exact - block_size : query.shape[1] - block_size]
 
     tensors = [x for plan in plans for x in (plan.sample_index, plan.log_weight, plan.key_order, plan.query_block)]
@@ -290,7 +292,8 @@ def _hashed_and_sampled(
     assert plan.key_order is not None and plan.query_block is not None
     shape, length, block_k, device = queries.shape[:3], key.shape[2], plan.block_k, key.device
     queries, key, value, index, log_weight, key_order, query_block = (
-        x.flatten(0, 1) for x in (queries, key, value, *plan[1:5])
+        x.flatten(0, 1)
+        for x in (queries, key, value, plan.sample_index, plan.log_weight, plan.key_order, plan.query_block)
     )
     slot, block_of_slots = group_by_block(query_block, ceil_div(length, block_k), block_k)
     num_blocks, q_len = block_of_slots.shape[1], queries.shape[1]

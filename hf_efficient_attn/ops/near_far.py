@@ -93,10 +93,10 @@ def make_plan(
         options: the far field. Each block of queries has its own sample, by the scores of its group.
     """
     with torch.no_grad():
-        num_samples, kind, short = options.num_samples, options.scores, None
+        num_samples, kind = options.num_samples, options.scores
         num_rows = max(_PROBED_ROWS, options.num_probes) if kind == "probe" else NUM_ROWS
         near, rows = plan_near_field(query, key, key_mask, near_options, options, num_rows)
-        acc_dtype, before = accumulation_dtype(query.dtype), None
+        short = before = None
         if isinstance(near.num_keys, Tensor):
             # Sequences whose valid keys fit into the budget attend to all of them, as they would without padding.
             # Every block of queries gets the last block of keys. The keys before it are all sampled, with weight 1.
@@ -107,9 +107,9 @@ def make_plan(
         arguments = query.shape[0] // options.batch, num_blocks, options.seed
         offset = constant(offsets_of_blocks, *arguments, device=query.device).repeat(options.batch, 1)
         if not num_samples or (kind == "uniform" and not (options.shared or options.independent)):
-            return near, sample_outside(near, num_samples, offset, acc_dtype)
+            return near, sample_outside(near, num_samples, offset, accumulation_dtype(query.dtype))
         scores, group = sampling_scores(query, key, value, key_mask, near, rows, options)
-        if short is not None:
+        if short is not None and before is not None:
             only = (integers(key.shape[1], key.device) < before).to(scores.dtype).unsqueeze(1)
             scores = torch.where(short.unsqueeze(2), only, scores)
         # Without a mask every score is positive, and there are more keys than samples.
@@ -278,15 +278,16 @@ def probe_norms(
         group_of_row = integers(groups, query.device).repeat_interleave(index.shape[1] // groups).expand_as(index)
     else:
         group_of_row = group.expand(batch_heads, -1).gather(1, rows.sorted_index // near.block_q)
-    member = group_of_row.unsqueeze(1) == integers(groups, query.device)[:, None]
+    member: Tensor = group_of_row.unsqueeze(1) == integers(groups, query.device)[:, None]
     num_rows: Tensor | int = rows.weights.shape[1]
     if rows.valid is not None:
         member, num_rows = member & rows.valid.unsqueeze(1), rows.valid.sum(1, keepdim=True)
     # A group has R / G rows on average, of R valid ones.
     squares = rows.weights.scatter_(2, rows.near_keys, 0.0).square_()
-    factor = near.num_queries * groups
-    factor = factor / num_rows if isinstance(factor, int) else (factor.to(squares.dtype) / num_rows).unsqueeze(2)
-    return torch.bmm(member.to(squares.dtype) * factor, squares), group
+    member, factor = member.to(squares.dtype), near.num_queries * groups
+    # A quotient of integers would have float32.
+    weight = factor / num_rows if isinstance(factor, int) else (factor.to(member.dtype) / num_rows).unsqueeze(2)
+    return torch.bmm(member * weight, squares), group
 
 
 def sampling_scores(

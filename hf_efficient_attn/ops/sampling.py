@@ -83,7 +83,7 @@ def column_scores(value: Tensor, norms: Tensor | None, key_mask: Tensor | None) 
     """
     acc_dtype = accumulation_dtype(value.dtype)
     tiny = torch.finfo(acc_dtype).tiny
-    scores = torch.linalg.vector_norm(value, dim=2, dtype=acc_dtype).square_().unsqueeze(1)
+    scores: Tensor = torch.linalg.vector_norm(value, dim=2, dtype=acc_dtype).square_().unsqueeze(1)
     if norms is not None:
         norm_squared = sampled_norm_squared(value, key_mask).clamp_(min=tiny)
         scores = torch.addcdiv(norms, scores, norm_squared.unsqueeze(2))
@@ -117,7 +117,8 @@ def sampled_norm_squared(value: Tensor, key_mask: Tensor | None) -> Tensor:
         sample = take(value, index).to(acc_dtype).masked_fill(~valid.unsqueeze(2), 0.0)
         # The quotient of integers would have float32.
         factor = count.to(acc_dtype) / valid.sum(1, keepdim=True).clamp(min=1)
-    return torch.linalg.vector_norm(torch.bmm(sample.mT, sample), dim=(1, 2)).unsqueeze(1) * factor
+    norm: Tensor = torch.linalg.vector_norm(torch.bmm(sample.mT, sample), dim=(1, 2)).unsqueeze(1)
+    return norm * factor
 
 
 def split_scale_evenly(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
