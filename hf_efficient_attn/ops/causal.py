@@ -353,11 +353,11 @@ def _merge(near: Partial, parts: Sequence[Partial], plans: Sequence[IntervalPlan
     missing = padded - near.lse.shape[1]
     lses = near.lse.new_full((1 + len(parts), near.lse.shape[0], padded), -torch.inf)
     lses[0, :, : padded - missing] = near.lse
-    for lse, part, view in zip(lses[1:], parts, views, strict=True):
-        _seen_by(lse, *view).copy_(part.lse)
+    for i, (part, view) in enumerate(zip(parts, views, strict=True), 1):
+        _seen_by(lses[i], *view).copy_(part.lse)
     # Every query attends to itself, so that the softmax is defined. That of padding is NaN.
     weights = lses.softmax(0)
     out = pad(near.out, (0, 0, 0, missing)) * weights[0].unsqueeze(-1)
-    for weight, part, view in zip(weights[1:], parts, views, strict=True):
-        _seen_by(out, *view).addcmul_(part.out.to(out.dtype), _seen_by(weight, *view).unsqueeze(-1))
+    for i, (part, view) in enumerate(zip(parts, views, strict=True), 1):
+        _seen_by(out, *view).addcmul_(part.out.to(out.dtype), _seen_by(weights[i], *view).unsqueeze(-1))
     return out.to(near.out.dtype)
