@@ -14,7 +14,7 @@ where a key is sampled by the estimated norm of its column of the attention matr
   `near_field="auto"` they are the rows that choose the near field, and otherwise those of `num_probes` queries.
   `column_scores="kde"` is the paper's estimate: Algorithm 1, lines 3-4, with Algorithm 2 on densities by hashing
   (`kernel.softmax_column_norms`), minus the norms of the near field (Algorithm 3, line 3). The amount of its work
-  depends on the data, so torch.compile does not support it.
+  depends on the data.
 
 Departures from the paper:
 
