@@ -4,9 +4,6 @@ Without a GPU the kernels run in Triton's interpreter (see conftest.py), and wit
 """
 
 import importlib.util
-import os
-import subprocess
-import sys
 from typing import NamedTuple
 
 import pytest
@@ -226,21 +223,3 @@ def test_what_the_kernels_do_not_compute(why, monkeypatch):
         torch.use_deterministic_algorithms(False)
     OnGpu.is_cuda, OnGpu.dtype, OnGpu.shape = True, torch.float32, (2, 45, 256)
     assert gather.kernel_applies(OnGpu(), OnGpu())
-
-
-@needs_triton
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_kernels_spill_no_registers(dtype):
-    """Compiled for compute capability 8.0, 9.0 and 10.0, with as much shared memory as all these devices have."""
-    command = [sys.executable, "-m", "recipes.benchmarks.triton_kernels", "--check"]
-    result = subprocess.run(
-        [*command, "--dtype", dtype, "--width", "64,128"],
-        env={**os.environ, "TRITON_INTERPRET": "0"},
-        capture_output=True,
-        text=True,
-        cwd=os.path.dirname(os.path.dirname(__file__)),
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    # Forward, backward and differences for each width and architecture, and the decisions.
-    assert result.stdout.count(dtype) == 3 * 2 * 3 + 3

@@ -48,7 +48,7 @@ def tiling(block_q: int, dim: int, itemsize: int, backward: bool) -> Tiling:
     """The tiling for blocks of `block_q` queries.
 
     It keeps the programs within the 99 KiB of shared memory that all devices of compute capability 8.0 and later have,
-    and in half precision within their registers: `recipes.benchmarks.triton_kernels` compiles them.
+    and in half precision within their registers.
 
     Args:
         block_q: queries of a block.
