@@ -209,12 +209,16 @@ def _spread_queries(
     And which of them exist, bool (BH, R), since each of fewer queries than rows is taken once; None if all exist.
     """
     count, num_queries = min(num_rows, shape[1]), window.num_queries
-    offset = uniform((1, count), seed, _ROWS, device)
     if isinstance(num_queries, int):
-        return stratified_ranks(count, num_queries, offset).expand(shape[0], -1), None
+        return constant(_even_ranks, count, num_queries, seed, device=device).expand(shape[0], -1), None
+    offset = uniform((1, count), seed, _ROWS, device)
     sampled, step = num_queries.clamp(1, count), integers(count, device)
     ranks = ((step + offset) * num_queries / sampled).to(torch.int64)
     return ranks.clamp_(max=num_queries - 1).clamp_(min=0), step < num_queries
+
+
+def _even_ranks(count: int, num_queries: int, seed: Seed, device: torch.device) -> Tensor:
+    return stratified_ranks(count, num_queries, uniform((1, count), seed, _ROWS, device))
 
 
 def row_weights(query: Tensor, key: Tensor, positions: Tensor, key_mask: Tensor | None, scale: float) -> Tensor:
