@@ -27,7 +27,7 @@ from promises import (
     exact_attention,
     outputs_that_count,
 )
-from test_gather_attend import needs_triton
+from test_gather import needs_triton
 
 each_form = pytest.mark.parametrize(
     ("instance", "is_causal"), [pytest.param(i, c, id=f"{i}{'-causal' if c else ''}") for i, c in forms()]

@@ -8,22 +8,28 @@ import torch
 from torch import Tensor
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.ops import causal, near_far, near_far_sampling, near_field
-from hf_efficient_attn.ops.accelerator import use_backend
+from hf_efficient_attn.methods._shared.sampled_keys import dense_log_weights
+from hf_efficient_attn.ops import near_far
+from hf_efficient_attn.ops.hashing import NearField, plan_lsh
+from hf_efficient_attn.ops.sampling import SamplingOptions
 from tests.instances import numbers
 
 
 def plans(
     query: Tensor, key: Tensor, mask: Tensor | None = None, block: int = 8
-) -> tuple[near_field.NearField, near_field.NearField, near_field.NearField]:
+) -> tuple[NearField, NearField, NearField]:
     """The window, the blocks of a hash, and the choice between them."""
-    window = near_field.plan_window(query, key, block, mask)
-    lsh = near_field.plan_lsh(query, key, block, mask, 6, 0, window.block_q)
-    options = near_field.NearFieldOptions("auto", block, 6)
-    return window, lsh, near_field.plan_near_field(query, key, mask, options, scale=1.0, seed=0)[0]
+    window = near_far.plan_window(query, key, block, mask)
+    lsh = plan_lsh(query, key, block, mask, 6, 0, window.block_q)
+    options = SamplingOptions(0, "uniform", 1, False, 1.0, seed=0, batch=1)
+    return (
+        window,
+        lsh,
+        near_far.plan_near_field(query, key, mask, near_far.NearFieldOptions("auto", block, 6), options)[0],
+    )
 
 
-def dense_pairs(near: near_field.NearField, q_len: int, kv_len: int) -> Tensor:
+def dense_pairs(near: NearField, q_len: int, kv_len: int) -> Tensor:
     """bool (BH, Nq, Nk), the pairs of a near field, found block by block."""
     found = torch.zeros(near.start.shape[0], q_len, kv_len, dtype=torch.bool)
     for a, starts in enumerate(near.start.tolist()):
@@ -56,7 +62,7 @@ def test_each_head_gets_the_near_field_that_holds_more_of_its_rows():
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_choice_is_that_of_dense_matrices(q_len, masked):
     # With no more queries than rows, every query is one of the exact rows.
-    assert q_len <= near_field.NUM_ROWS
+    assert q_len <= near_far.NUM_ROWS
     query, key = numbers(16, q_len, 4).float(), numbers(16, 30, 4, seed=1).float()
     # In half of the heads, tokens resemble their neighbors.
     angle = torch.arange(30) * (2 * math.pi / 30)
@@ -104,35 +110,10 @@ def local_and_repeated(length: int, dtype: torch.dtype = torch.float32) -> Tenso
     return (torch.stack((local, copies) * 3) + noise).to(dtype)
 
 
-@pytest.mark.parametrize("length", [129, 200])
-@pytest.mark.parametrize("scores", ["uniform", "probe"])
-def test_the_plan_of_few_kernels_chooses_the_same_near_fields(length, scores):
-    tokens, value = local_and_repeated(length), numbers(6, length, 3, seed=7).float()
-    near_options = near_field.NearFieldOptions("auto", 16, 6, 12)
-    options = near_far_sampling.SamplingOptions(20, scores, 8, False, 1.0, 0, batch=2, groups=3)
-    expected, far_expected = near_far.make_plan(tokens, tokens, value, None, near_options, options)
-    with use_backend("library"):
-        near, far = near_far.make_plan(tokens, tokens, value, None, near_options, options)
-    assert near.query_slot is not None and expected.query_slot is None
-    assert torch.equal(dense_pairs(near, length, length), dense_pairs(expected, length, length))
-    num_blocks = near.start.shape[1]
-    rank = near.query_order.argsort(1)
-    assert torch.equal(near.query_slot, rank % 12 * num_blocks + rank // 12)
-    assert far.sorted_index.shape == far_expected.sorted_index.shape == (6, num_blocks, 20)
-    if scores == "uniform":
-        # The same samples, and the same attention without a bias.
-        torch.testing.assert_close(far[:2], far_expected[:2], rtol=0.0, atol=0.0)
-    with use_backend("library"):
-        ours = near_far.near_far_attention(tokens, tokens, value, near, far, scale=1.0)
-    weights = near_far.dense_log_weights(near, far, length, length)
-    naive = near_far.dense_attention(tokens, tokens, value, weights, scale=1.0)
-    torch.testing.assert_close(ours, naive, rtol=1e-3, atol=1e-4)
-
-
 @pytest.mark.parametrize("groups", [1, 2, 3, 7])
 @pytest.mark.parametrize("length", [41, 70, 200, 767, 768, 1000])
-def test_the_plan_of_few_kernels_is_that_of_a_padded_sequence(length, groups):
-    """There the general plan has a mask. It chooses the same near fields, groups and samples, with the same weights."""
+def test_the_plan_is_that_of_a_padded_sequence(length, groups):
+    """It has the same near fields, groups and samples, with the same weights."""
     # One head has a window and one the blocks of the hash. Lengths of 384 and more leave out values of the norm.
     tokens, value = local_and_repeated(length, torch.float64)[:2], numbers(2, length, 3, seed=7)
     mask = torch.arange(2 * length) % 5 != 2
@@ -140,60 +121,29 @@ def test_the_plan_of_few_kernels_is_that_of_a_padded_sequence(length, groups):
     mask[position[-1] + 1 :] = False
     padded_tokens, padded_value = (numbers(2, len(mask), x.shape[2], seed=9) for x in (tokens, value))
     padded_tokens[:, position], padded_value[:, position] = tokens, value
-    near_options = near_field.NearFieldOptions("auto", 16, 6, 12)
-    options = near_far_sampling.SamplingOptions(20, "probe", 8, False, 1.0, 0, batch=1, groups=groups)
-    plan = near_options, options
-    with use_backend("library"):
-        near, far = near_far.make_plan(tokens, tokens, value, None, *plan)
-        masked = near_far.make_plan(padded_tokens, padded_tokens, padded_value, mask.expand(2, -1), *plan)
-    assert near.query_slot is not None and masked[0].query_slot is None
-    ours = near_far.dense_log_weights(*masked, len(mask), len(mask))[:, position][..., position]
-    expected = near_far.dense_log_weights(near, far, length, length)
+    plan = near_far.NearFieldOptions("auto", 16, 6, 12), SamplingOptions(20, "probe", 8, False, 1.0, 0, 1, groups)
+    near, far = near_far.make_plan(tokens, tokens, value, None, *plan)
+    masked = near_far.make_plan(padded_tokens, padded_tokens, padded_value, mask.expand(2, -1), *plan)
+    ours = dense_log_weights(*masked, len(mask), len(mask))[:, position][..., position]
+    expected = dense_log_weights(near, far, length, length)
     torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.exhaustive), torch.bfloat16])
-def test_the_samples_of_few_kernels_are_unbiased(dtype):
+def test_the_samples_are_unbiased(dtype):
     """Over many samples the mean weight of every key is 1 minus its share of blocks whose near field holds it."""
     tokens, value = local_and_repeated(96, dtype)[:2], numbers(2, 96, 3, seed=7).to(dtype)
     total, draws = torch.zeros(2, 8, 96), 400
     for seed in range(draws):
-        options = near_far_sampling.SamplingOptions(24, "probe", 8, False, 1.0, seed, batch=1, groups=2)
-        with use_backend("library"):
-            near, far = near_far.make_plan(
-                tokens, tokens, value, None, near_field.NearFieldOptions("auto", 16, 6, 12), options
-            )
-        index, log_weight = far[:2]
-        assert (log_weight >= 0).all() and log_weight.dtype == dtype
+        options = SamplingOptions(24, "probe", 8, False, 1.0, seed, batch=1, groups=2)
+        near, far = near_far.make_plan(
+            tokens, tokens, value, None, near_far.NearFieldOptions("auto", 16, 6, 12), options
+        )
+        index, log_weight = far
+        assert (log_weight >= 0).all() and log_weight.dtype == torch.float32
         assert (index.diff(dim=2) > 0).all()  # no key twice
         positions = near.key_order.gather(1, index.flatten(1)).view_as(index)
-        total.scatter_add_(2, positions, log_weight.float().exp())
+        total.scatter_add_(2, positions, log_weight.exp())
     mean = (total / draws).mean(1)
     assert (mean.mean(1) - 1.0).abs().max() < 0.03
     assert (mean - 1.0).abs().mean() < 0.1
-
-
-@pytest.mark.parametrize("length", [41, 130, 203])
-@pytest.mark.parametrize("method", ["kdeformer", "hyperattention"])
-def test_the_causal_form_of_few_kernels_has_the_same_output_and_gradients(method, length, monkeypatch):
-    """With the same samples: kdeformer draws others there."""
-    plan_intervals = causal.plan_intervals
-
-    def plan(*arguments):
-        with use_backend("library"):
-            return plan_intervals(*arguments)
-
-    monkeypatch.setattr(causal, "plan_intervals", plan)
-    config = hea.method_info(method).config_class(block_size=8, num_samples=12)
-    tensors = [numbers(2, 2, length, dim, seed=dim) for dim in (4, 5, 3)]
-    tensors[1] = tensors[1][..., :4]
-    found = []
-    for form in ("cpu", "library"):
-        leaves = [x.clone().requires_grad_() for x in tensors]
-        with use_backend(form):
-            out = hea.attention(config, *leaves, is_causal=True)
-            with torch.no_grad():
-                again = hea.attention(config, *leaves, is_causal=True)
-            grads = torch.autograd.grad((out * out).sum() + out[..., 0].sum(), leaves)
-        found.append((out, again, *grads))
-    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-10)

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_efficient_attn as hea
 from hf_efficient_attn import cli
-from hf_efficient_attn.ops import gather_attend, onednn
+from hf_efficient_attn.ops import onednn
 from recipes.benchmarks import operations
 from recipes.common import counting
 from recipes.common.counting import count
@@ -158,10 +158,8 @@ def test_a_method_that_hashes_sorts_and_moves():
     ids=lambda x: getattr(x, "method", None),
 )
 @pytest.mark.parametrize("values", [16, 10])
-@pytest.mark.parametrize("path", ["fused", "grouped", "differentiable"])
-def test_operations_are_two_for_every_multiplication(config, multiplications, values, path, monkeypatch):
-    monkeypatch.setattr(gather_attend, "_LEAST_GROUPED", 0)
-    monkeypatch.setattr(gather_attend, "use_grouped", lambda *_: path == "grouped")
+@pytest.mark.parametrize("path", ["fused", "differentiable"])
+def test_operations_are_two_for_every_multiplication(config, multiplications, values, path):
     inputs = tensors(96, 16, values)
     if path == "differentiable":
         inputs = tuple(x.requires_grad_() for x in inputs)
@@ -198,10 +196,7 @@ class Named(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", hea.available_methods())
-@pytest.mark.parametrize("grouped", [False, True])
-def test_everything_that_counts_is_counted(name, grouped, monkeypatch):
-    monkeypatch.setattr(gather_attend, "_LEAST_GROUPED", 0)
-    monkeypatch.setattr(gather_attend, "use_grouped", lambda *_: grouped)
+def test_everything_that_counts_is_counted(name):
     config = hea.method_info(name).config_class().with_budget(32)
     patterns = {
         "products": r"mm(?!ax)|mv|dot|conv|_linear|attention|attend|outer|cdist",

@@ -12,25 +12,28 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_efficient_attn import functional
+from hf_efficient_attn.methods._shared.sampled_keys import dense_causal_log_weights, dense_log_weights
 from hf_efficient_attn.ops import (
     causal,
     constants,
     near_far,
-    near_far_sampling,
 )
-from hf_efficient_attn.ops.accelerator import use_backend
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.features import key_state, orthogonal_features, query_state, softmax_features
-from hf_efficient_attn.ops.hashing import angular_hash, gray_rank, hyperplanes, sort_by_hash
+from hf_efficient_attn.ops.hashing import NearField, hash_keys, hyperplanes
 from hf_efficient_attn.ops.linear_attention import elu_features
 from hf_efficient_attn.ops.partial import Partial, merge, partial_attention, partial_attention_naive, prefix_merge
 from hf_efficient_attn.ops.random import normal, offsets, uniform
 from hf_efficient_attn.ops.sampling import (
-    complete_systematic_sample,
+    FarField,
+    SamplingOptions,
+    column_scores,
     inclusion_probabilities,
     independent_sample,
-    operator_norm_squared,
+    query_groups,
+    sample_keys,
+    sampled_norm_squared,
     stratified_ranks,
     systematic_sample,
 )
@@ -385,44 +388,36 @@ def lemma_order(r: int) -> list[tuple[bool, ...]]:
 
 
 @pytest.mark.parametrize("r", range(1, 9))
-def test_gray_rank_is_the_order_of_the_lemma(r):
-    order = lemma_order(r)
+def test_hash_keys_are_in_the_order_of_the_lemma(r):
+    """The whole part is the rank of the cell in the order of Lemma A.2. Tokens of a cell are in their own order."""
+    order, planes = lemma_order(r), hyperplanes(5, r, 0, CPU)
     assert len(set(order)) == 2**r
     assert all(sum(a != b for a, b in zip(*pair, strict=True)) == 1 for pair in itertools.pairwise(order))
-    assert gray_rank(torch.tensor(order)).tolist() == list(range(2**r))
+    x = numbers(2, 300, 5)
+    x[:, 100] = x[:, 7]
+    keys = hash_keys(x, r, 0)
+    ranks = [order.index(tuple(bits)) for bits in (x @ planes > 0).flatten(0, 1).tolist()]
+    assert keys.floor().flatten().tolist() == ranks
+    assert (keys[:, 7] < keys[:, 100]).all() and keys[0].unique().numel() == 300
+    assert torch.equal(hash_keys(7.0 * x, r, 0), keys)
+    mask = torch.arange(300).expand(2, -1) < torch.tensor([[300], [40]])
+    masked = hash_keys(x, r, 0, mask)
+    assert torch.equal(masked[0], keys[0]) and (masked[1, 40:] == torch.inf).all()
+    assert torch.equal(masked[1, :40].floor(), keys[1, :40].floor())
 
 
-def test_gray_rank_of_the_longest_code():
-    bits = torch.zeros(2, 62, dtype=torch.bool)
-    bits[1, -1] = True
-    assert gray_rank(bits).tolist() == [0, 2**62 - 1]
+def test_hash_keys_of_the_longest_code():
+    keys = hash_keys(numbers(1, 50, 5), 62, 0)
+    assert keys.dtype == torch.float64 and (keys >= 0).all() and (keys <= 2.0**62).all()
 
 
 def test_the_hash_is_angular():
-    """Two vectors fall on different sides of a plane with probability angle / pi, and their lengths do not matter."""
+    """Two vectors fall on different sides of a plane with probability angle / pi."""
     planes = hyperplanes(2, 20000, 0, CPU)
     for angle in (0.1, 1.0, 2.5):
         x = torch.tensor([[1.0, 0.0], [math.cos(angle), math.sin(angle)]], dtype=torch.float64)
         sides = x @ planes > 0
         assert (sides[0] != sides[1]).double().mean().item() == pytest.approx(angle / math.pi, abs=0.015)
-    x, planes = numbers(3, 11, 5), hyperplanes(5, 6, 1, CPU)
-    assert torch.equal(angular_hash(x, planes), angular_hash(7.0 * x, planes))
-    assert angular_hash(x.requires_grad_(), planes).grad_fn is None
-
-
-@quick
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(0, 99))
-def test_sorting_is_stable_and_puts_masked_tokens_last(codes, seed):
-    codes = torch.tensor([codes])
-    mask = numbers(1, codes.shape[1], seed=seed) > -0.5
-    for key_mask in (None, mask):
-        order, ordered = sort_by_hash(codes, key_mask)
-        flags = torch.ones_like(codes, dtype=torch.bool) if key_mask is None else key_mask
-        expected = sorted(range(codes.shape[1]), key=lambda j, f=flags: (not f[0, j], codes[0, j] if f[0, j] else 0, j))
-        assert order[0].tolist() == expected
-        count = int(flags.sum())
-        assert torch.equal(ordered[0, :count], codes[0, order[0, :count]])
-        assert (ordered[0, count:] == torch.iinfo(torch.int64).max).all()
 
 
 # Sampling.
@@ -460,29 +455,24 @@ def test_inclusion_probabilities_with_few_keys_and_a_large_budget():
 def test_systematic_sample_has_no_duplicates(scores, budget, offset):
     probabilities = inclusion_probabilities(torch.tensor([scores], dtype=torch.float64), budget)
     drawn = systematic_sample(probabilities[:, None], budget, torch.tensor([[offset]], dtype=torch.float64))
-    index, log_weight, selected = (x[0, 0] for x in drawn)
+    index, log_weight = (x[0, 0] for x in drawn)
+    selected = log_weight > -torch.inf
     chosen = index[selected].tolist()
-    assert len(set(chosen)) == len(chosen)
+    assert len(set(chosen)) == len(chosen) == round(probabilities.sum().item())
     assert chosen == sorted(chosen)
-    total = probabilities.sum().item()
-    assert math.floor(total - 1e-6) <= len(chosen) <= math.ceil(total + 1e-6)
     close(log_weight[selected], -probabilities[0, chosen].log())
-    assert (log_weight[~selected] == -torch.inf).all()
     assert (index[~selected] == 0).all()
 
 
 @pytest.mark.parametrize("groups", [1, 3])
 def test_a_complete_systematic_sample_is_the_same_sample(groups):
-    scores = numbers(2 * groups, 50).exp()
-    probabilities = inclusion_probabilities(scores, 20).view(2, groups, 50)
+    probabilities = inclusion_probabilities(numbers(2, groups, 50).exp(), 20)
     offset = torch.tensor([[1e-12, 0.3, 1 - 1e-15, 0.7], [0.5, 0.1, 0.9, 1 - 1e-16]], dtype=torch.float64)
     group = None if groups == 1 else torch.tensor([[0, 1, 2, 2], [2, 0, 1, 2]])
-    index, log_weight = complete_systematic_sample(probabilities, 20, offset, group)
-    expected, expected_weight, selected = systematic_sample(probabilities, 20, offset, group)
-    assert torch.equal(index[selected], expected[selected])
-    close(log_weight[selected], expected_weight[selected])
-    # A point that rounding moves beyond the end selects nothing there, and the last index here.
-    assert (~selected).sum() <= 2 and log_weight.isfinite().all() and (index.diff(dim=2) > 0).all()
+    found, expected = (systematic_sample(probabilities, 20, offset, group, complete) for complete in (True, False))
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+    # Rounding moves no point beyond the end.
+    assert found[1].isfinite().all() and (found[0].diff(dim=2) > 0).all()
 
 
 def test_systematic_sample_is_unbiased():
@@ -490,12 +480,8 @@ def test_systematic_sample_is_unbiased():
     scores, terms, steps = numbers(1, 40).exp(), numbers(40, seed=1), 20000
     probabilities = inclusion_probabilities(scores, 12)
     grid = (torch.arange(steps, dtype=torch.float64) + 0.5) / steps
-    drawn = systematic_sample(probabilities[:, None], 12, grid[None])
-    index, log_weight, selected = (x[0] for x in drawn)
-    counts = torch.zeros(40, dtype=torch.float64).index_add_(
-        0, index[selected], torch.ones(int(selected.sum())).double()
-    )
-    assert (counts / steps - probabilities[0]).abs().max() < 1e-3
+    index, log_weight = (x[0] for x in systematic_sample(probabilities[:, None], 12, grid[None]))
+    assert (index.flatten().bincount(minlength=40) / steps - probabilities[0]).abs().max() < 1e-3
     sums = (terms[index] * log_weight.exp()).sum(1)
     assert sums.mean().item() == pytest.approx(terms.sum().item(), abs=0.01)
 
@@ -503,9 +489,7 @@ def test_systematic_sample_is_unbiased():
 def test_independent_sample_is_unbiased():
     scores, terms, steps = numbers(1, 40).exp(), numbers(40, seed=1), 20000
     draws = uniform((steps, 12), 0, 0, CPU)
-    drawn = independent_sample(scores[:, None], 12, draws[None])
-    index, log_weight, selected = (x[0] for x in drawn)
-    assert selected.all()
+    index, log_weight = (x[0] for x in independent_sample(scores[:, None], 12, draws[None]))
     chance = scores[0] / scores.sum()
     counts = index.flatten().bincount(minlength=40) / index.numel()
     assert (counts - chance).abs().max() < 0.004
@@ -522,7 +506,7 @@ def test_samples_of_several_groups_are_those_of_each_group_alone(independent):
     scores[:, 2, 5:] = 0.0
     group = torch.tensor([[0, 3, 1, 2, 3, 0], [2, 2, 0, 1, 1, 3]])
     draws = uniform((2, 6, 9), 0, 0, CPU)
-    probabilities = inclusion_probabilities(scores.flatten(0, 1), 9).view(2, 4, 30)
+    probabilities = inclusion_probabilities(scores, 9)
     for a in range(2):
         for s in range(6):
             own = slice(a, a + 1), group[a, s].reshape(1)
@@ -537,10 +521,7 @@ def test_samples_of_several_groups_are_those_of_each_group_alone(independent):
 
 
 def test_independent_sample_of_nothing():
-    _, log_weight, selected = independent_sample(
-        torch.zeros(1, 1, 5), 3, torch.full((1, 1, 3), 0.5, dtype=torch.float64)
-    )
-    assert not selected.any()
+    _, log_weight = independent_sample(torch.zeros(1, 1, 5), 3, torch.full((1, 1, 3), 0.5, dtype=torch.float64))
     assert (log_weight == -torch.inf).all()
 
 
@@ -556,19 +537,6 @@ def test_stratified_ranks(count, available, offset):
     if count == available:
         assert ranks[0].tolist() == list(range(available))
     assert (stratified_ranks(count, torch.tensor([[0]]), offset) == 0).all()
-
-
-def test_operator_norm():
-    for seed in range(5):
-        x = numbers(3, 50, 8, seed=seed) * torch.linspace(0.2, 2.0, 8, dtype=torch.float64)
-        exact = torch.linalg.matrix_norm(x, 2).square()
-        ours = operator_norm_squared(x)[:, 0]
-        # The power method approaches the largest eigenvalue from below.
-        assert (ours <= exact * (1 + 1e-12)).all()
-        assert (ours >= 0.9 * exact).all()
-    spiked = numbers(1, 50, 8) + 30.0
-    close(operator_norm_squared(spiked)[:, 0], torch.linalg.matrix_norm(spiked, 2).square(), 1e-8)
-    assert operator_norm_squared(torch.zeros(1, 5, 3)).item() == 0.0
 
 
 # Random numbers.
@@ -665,8 +633,8 @@ def test_feature_states_are_the_products_of_feature_maps():
 # Near and far field.
 
 
-def sampling(**changes) -> near_far_sampling.SamplingOptions:
-    default = near_far_sampling.SamplingOptions(20, "probe", 8, False, 0.5, seed=0, batch=2, groups=3)
+def sampling(**changes) -> SamplingOptions:
+    default = SamplingOptions(20, "probe", 8, False, 0.5, seed=0, batch=2, groups=3)
     return default._replace(**changes)
 
 
@@ -679,6 +647,15 @@ def plan(near_field="lsh", q_len=90, mask=None, **changes):
     return row, near, far
 
 
+def residual(query: Tensor, key: Tensor, near: NearField, key_mask: Tensor | None) -> Tensor:
+    """D^-1 A_res of 90 tokens, with rows of masked queries."""
+    nothing = FarField(torch.zeros(4, 1, 0, dtype=torch.int64), torch.zeros(4, 1, 0))
+    held = dense_log_weights(near, nothing, 90, 90) == 0
+    scores = query @ key.transpose(1, 2) * 0.5
+    scores = scores if key_mask is None else scores.masked_fill(~key_mask[:, None], -torch.inf)
+    return scores.softmax(-1).masked_fill(held, 0.0)
+
+
 MASKED = torch.arange(90) < torch.tensor([[90], [61]])
 
 
@@ -688,7 +665,7 @@ MASKED = torch.arange(90) < torch.tensor([[90], [61]])
 @pytest.mark.parametrize("near_field", ["lsh", "window", "auto"])
 def test_a_plan_counts_no_pair_twice_and_no_masked_key(near_field, length, mask, independent):
     (query, key, value), near, far = plan(near_field, length, mask, independent=independent)
-    weights = near_far.dense_log_weights(near, far, length, 90)
+    weights = dense_log_weights(near, far, length, 90)
     for a, start in itertools.product(range(4), near.start[0].tolist()):
         assert 0 <= start <= 90 - 16 or a
     valid = torch.ones(4, 90, dtype=torch.bool) if mask is None else mask.repeat_interleave(2, 0)
@@ -707,8 +684,8 @@ def test_a_plan_counts_no_pair_twice_and_no_masked_key(near_field, length, mask,
 @pytest.mark.parametrize("near_field", ["lsh", "window"])
 def test_the_near_field_is_close_by_position_or_by_hash(near_field):
     (query, key, _), near, far = plan(near_field)
-    nothing = far._replace(sorted_index=far.sorted_index[..., :0], log_weight=far.log_weight[..., :0])
-    held = near_far.dense_log_weights(near, nothing, 90, 90) == 0
+    nothing = FarField(far.sorted_index[..., :0], far.log_weight[..., :0])
+    held = dense_log_weights(near, nothing, 90, 90) == 0
     if near_field == "window":
         reach = (torch.arange(90)[:, None] - torch.arange(90)).abs().expand(4, -1, -1)[held]
         assert reach.max() <= 16
@@ -721,61 +698,44 @@ def test_the_near_field_is_close_by_position_or_by_hash(near_field):
 @pytest.mark.parametrize("near_field", ["lsh", "window", "auto"])
 def test_probes_of_all_queries_are_the_norms_of_the_residual(near_field, mask):
     """With as many probes as queries the estimate is exactly the squared column norms of D^-1 A_res."""
-    (query, key, _), near, far = plan(near_field, mask=mask)
+    (query, key, _), near, _ = plan(near_field, mask=mask)
     key_mask = None if mask is None else mask.repeat_interleave(2, 0)
-    nothing = far._replace(sorted_index=far.sorted_index[..., :0], log_weight=far.log_weight[..., :0])
-    held = near_far.dense_log_weights(near, nothing, 90, 90) == 0
-    valid = torch.ones(4, 90, dtype=torch.bool) if mask is None else key_mask
-    scores = (query @ key.transpose(1, 2) * 0.5).masked_fill(~valid[:, None], -torch.inf)
-    residual = scores.softmax(-1).masked_fill(held, 0.0).masked_fill(~valid[:, :, None], 0.0)
+    expected = residual(query, key, near, key_mask)
     for a in (0, 2):
-        count = int(valid[a].sum())
-        offset = torch.full((4,), 0.5, dtype=torch.float64)
-        ours = near_far_sampling.probe_scores(query, key, near, key_mask, offset, sampling(num_probes=count, groups=1))
-        close(ours[a, 0], residual[a].square().sum(0))
+        count = 90 if mask is None else int(key_mask[a].sum())
+        options = sampling(num_probes=count, groups=1)
+        ours, _ = near_far.probe_norms(query, key, key_mask, near, None, options)
+        close(ours[a, 0], (expected[a] if mask is None else expected[a][key_mask[a]]).square().sum(0))
 
 
 @pytest.mark.parametrize("mask", [None, MASKED], ids=["", "masked"])
 @pytest.mark.parametrize("near_field", ["lsh", "window", "auto"])
 def test_groups_of_blocks_partition_the_queries(near_field, mask):
-    """Group sizes differ by at most one block, and each valid query is in one group. Some groups may be empty."""
+    """Group sizes differ by at most one block. Some groups may be empty."""
     _, near, _ = plan(near_field, mask=mask)
     for groups in (1, 3, 4, 50):
-        first, count, group = near_far_sampling.query_groups(near, groups)
+        group = query_groups(near, groups).expand(4, -1)
         for a in (0, 2):
-            queries = 90 if mask is None else int(mask[a // 2].sum())
-            num_blocks = -(-queries // near.block_q)
-            held = [group[a, :num_blocks].eq(g).sum().item() for g in range(groups)]
-            assert sum(held) == num_blocks and max(held) - min(held) <= 1
+            num_blocks = -(-(90 if mask is None else int(mask[a // 2].sum())) // near.block_q)
+            held = group[a, :num_blocks].bincount(minlength=groups)
+            assert len(held) == groups and held.max() - held.min() <= 1
             assert group[a].diff().min() >= 0 and group[a].max() < groups
-            for g in range(groups):
-                own = [t for t in range(num_blocks) if group[a, t] == g]
-                expected = sum(min(queries, (t + 1) * near.block_q) - t * near.block_q for t in own)
-                assert count[a, g] == expected
-                assert not own or first[a, g] == own[0] * near.block_q
 
 
 @pytest.mark.parametrize("mask", [None, MASKED], ids=["", "masked"])
 @pytest.mark.parametrize("near_field", ["lsh", "window", "auto"])
 def test_probes_of_a_group_are_queries_of_its_blocks(near_field, mask):
     """If all queries of a group are probes, the estimate is that of its rows of D^-1 A_res, scaled to all queries."""
-    (query, key, _), near, far = plan(near_field, mask=mask)
+    (query, key, _), near, _ = plan(near_field, mask=mask)
     key_mask = None if mask is None else mask.repeat_interleave(2, 0)
-    nothing = far._replace(sorted_index=far.sorted_index[..., :0], log_weight=far.log_weight[..., :0])
-    held = near_far.dense_log_weights(near, nothing, 90, 90) == 0
-    valid = torch.ones(4, 90, dtype=torch.bool) if mask is None else key_mask
-    scores = (query @ key.transpose(1, 2) * 0.5).masked_fill(~valid[:, None], -torch.inf)
-    residual = scores.softmax(-1).masked_fill(held, 0.0)
-    first, count, _ = near_far_sampling.query_groups(near, 2)
+    expected = residual(query, key, near, key_mask)
     for a in (0, 2):
-        each, total = int(count[a, 1]), int(count[a].sum())
-        offset = torch.full((4,), 0.5, dtype=torch.float64)
-        ours = near_far_sampling.probe_scores(
-            query, key, near, key_mask, offset, sampling(num_probes=2 * each, groups=2)
-        )[a, 1]
-        index = torch.arange(int(first[a, 1]), int(first[a, 1]) + each)
+        total = 90 if mask is None else int(key_mask[a].sum())
+        own = (query_groups(near, 2).expand(4, -1)[a] == 1).nonzero()[:, 0]
+        index = torch.arange(int(own[0]) * near.block_q, total)
+        ours, _ = near_far.probe_norms(query, key, key_mask, near, None, sampling(num_probes=2 * len(index), groups=2))
         queries = index if near.query_order is None else near.query_order[a, index]
-        close(ours, residual[a, queries].square().sum(0) * total / each)
+        close(ours[a, 1], expected[a, queries].square().sum(0) * total / len(index))
 
 
 def test_each_block_has_its_own_sample_unless_all_share_one():
@@ -791,30 +751,42 @@ def test_each_block_has_its_own_sample_unless_all_share_one():
 
 def test_sampling_scores_are_those_of_the_paper():
     (query, key, value), near, _ = plan()
-    offset = torch.full((4,), 0.5, dtype=torch.float64)
 
     def scores(kind):
         options = sampling(scores=kind, num_probes=90, groups=1)
-        return near_far_sampling.sampling_scores(query, key, value, near, None, offset, options)
+        return near_far.sampling_scores(query, key, value, None, near, None, options)[0]
 
     squares = value.square().sum(-1)
-    ours = scores("value_norm")
-    close(ours[:, 0], squares.gather(1, near.key_order), 1e-5)
+    close(scores("value_norm")[:, 0], squares.gather(1, near.key_order), 1e-5)
     assert torch.equal(scores("uniform"), torch.ones(4, 1, 90, dtype=torch.float64))
-    norms = near_far_sampling.probe_scores(query, key, near, None, offset, sampling(num_probes=90, groups=1))[:, 0]
+    norms = near_far.probe_norms(query, key, None, near, None, sampling(num_probes=90, groups=1))[0]
     singular = torch.linalg.svdvals(value)
     gamma = 1.0 / singular.pow(4).sum(1).sqrt()
-    close(near_far_sampling.sampled_norm_squared(value, None)[:, 0], 1.0 / gamma)
+    close(sampled_norm_squared(value, None)[:, 0], 1.0 / gamma)
     # The Frobenius norm of V^T V is not less than the square of the operator norm of V, and equal for rank 1.
     assert (1.0 / gamma >= singular[:, 0].square()).all()
     line = value[:, :, :1] * value[:, :1]
-    close(near_far_sampling.sampled_norm_squared(line, None)[:, 0], torch.linalg.matrix_norm(line, 2).square())
+    close(sampled_norm_squared(line, None)[:, 0], torch.linalg.matrix_norm(line, 2).square())
     # Of more than 767 values, every second is used, every third from 3 * 384 on, and so on.
     many = numbers(4, 1153, 5)
     largest = torch.linalg.matrix_norm(many[:, 1::3].mT @ many[:, 1::3]) * (1153 / 384)
-    close(near_far_sampling.sampled_norm_squared(many, None)[:, 0], largest)
+    close(sampled_norm_squared(many, None)[:, 0], largest)
     ours = scores("probe")[:, 0].gather(1, inverse(near.key_order))
-    close(ours, norms + gamma[:, None] * squares, 1e-5)
+    close(ours, norms[:, 0] + gamma[:, None] * squares, 1e-5)
+
+
+@pytest.mark.parametrize("scores", ["value_norm", "probe"])
+def test_scores_of_a_padded_sequence_are_those_without_padding(scores):
+    value, norms = numbers(2, 1000, 5), numbers(2, 3, 1000, seed=1).exp() if scores == "probe" else None
+    mask = torch.arange(1500) % 3 != 1
+    padded = numbers(2, 1500, 5, seed=2)
+    padded[:, mask] = value
+    if norms is not None:
+        norms, of_valid = numbers(2, 3, 1500, seed=3).exp(), norms
+        norms[..., mask] = of_valid
+    ours = column_scores(padded, norms, mask.expand(2, -1))
+    assert not ours[..., ~mask].any()
+    close(ours[..., mask], column_scores(value, None if norms is None else norms[..., mask], None), 1e-9)
 
 
 @pytest.mark.parametrize("independent", [False, True])
@@ -822,13 +794,12 @@ def test_sampling_scores_are_those_of_the_paper():
 def test_the_far_field_is_unbiased(scores, independent):
     """Over many samples the mean weight of every key with a score is 1, as in the residual."""
     (query, key, value), near, _ = plan("window")
-    weights = near_far_sampling.sampling_scores(
-        query, key, value, near, None, torch.full((4,), 0.5).double(), sampling(scores=scores, groups=1)
-    )
+    options = sampling(scores=scores, groups=1, independent=independent)
+    weights, _ = near_far.sampling_scores(query, key, value, None, near, None, options)
     total, draws, together = torch.zeros(4, 90), 4000, 40
     for seed in range(draws // together):
         turns = uniform((2, together), seed, 12, CPU).repeat(2, 1)
-        far = near_far_sampling.sample_keys(weights, 20, turns, seed, independent)
+        far = sample_keys(weights, turns, options._replace(seed=seed))
         total.scatter_add_(1, far.sorted_index.flatten(1), far.log_weight.flatten(1).exp().float())
     mean = total / draws
     assert (mean.mean(1) - 1.0).abs().max() < 0.02
@@ -855,7 +826,7 @@ def test_causal_samples_are_from_completed_blocks_only(scores, independent, num_
     assert [p.level for p in plans] == list(range(5))
     for plan_ in plans:
         assert ((plan_.sample_index >= 0) & (plan_.sample_index < size << plan_.level)).all()
-    weights = causal.dense_causal_log_weights(plans, length, size, 20, 4)
+    weights = dense_causal_log_weights(plans, length, size, 20, 4)
     block, position = torch.arange(length) // size, torch.arange(length)
     near = (block[:, None] - block <= 1) & (position <= position[:, None])
     first = (position[:, None] < 20) & (position <= position[:, None])
@@ -874,7 +845,7 @@ def test_causal_samples_are_from_completed_blocks_only(scores, independent, num_
 def test_causal_hashed_blocks_have_similar_keys_and_count_no_key_twice():
     (query, key, _), plans = causal_plan(203, num_hashes=3)
     (_, _, _), without = causal_plan(203)
-    hashed, plain = (causal.dense_causal_log_weights(p, 203, 8, 20, 4) for p in (plans, without))
+    hashed, plain = (dense_causal_log_weights(p, 203, 8, 20, 4) for p in (plans, without))
     assert torch.equal(hashed[plain == 0], plain[plain == 0])
     # A block of hashed keys adds keys similar to the query to the near field. The samples do not change otherwise.
     added = (hashed == 0) & (plain != 0)
@@ -908,22 +879,6 @@ def test_the_slots_of_queries_do_not_depend_on_later_ones(query_block, size, dat
     assert torch.equal(first[1].gather(1, used), other[1].gather(1, used))
 
 
-@pytest.mark.parametrize("length", [60, 203])
-@pytest.mark.parametrize("num_samples", [12, 40])
-def test_the_causal_form_of_accelerators_is_that_of_the_cpu(length, num_samples):
-    """One list of keys of all levels for each block. With 20 samples, the intervals of two levels are shorter."""
-    row = [x.requires_grad_() for x in (numbers(4, length, 6), numbers(4, length, 6, seed=1), numbers(4, length, 5))]
-    plans = causal.plan_intervals(*row, 8, sampling(num_samples=num_samples, num_probes=5))
-    options = {"block_size": 8, "num_exact": 20, "scale": 0.5}
-    expected = causal.causal_near_far_attention(*row, plans, **options)
-    with use_backend("library"):
-        ours = causal.causal_near_far_attention(*row, plans, **options)
-    close(ours, expected, 1e-9)
-    direction = numbers(4, length, 5, seed=3)
-    for grads in zip(*(torch.autograd.grad(x, row, direction) for x in (ours, expected)), strict=True):
-        close(*grads, 1e-8)
-
-
 def test_a_causal_plan_does_not_depend_on_later_tokens():
     """The sample of an interval depends on its tokens alone, so that a longer plan extends a shorter one."""
     long = causal_plan(203)[1]
@@ -936,43 +891,13 @@ def test_a_causal_plan_does_not_depend_on_later_tokens():
 
 
 @pytest.mark.parametrize("scores", ["value_norm", "probe"])
-@pytest.mark.parametrize("form", ["cpu", "library"])
-def test_a_causal_far_field_is_unbiased(scores, form):
+def test_a_causal_far_field_is_unbiased(scores):
     total, draws = 0.0, 100
     for seed in range(draws):
-        with use_backend(form):
-            _, plans = causal_plan(70, scores, seed=seed)
-        total = total + causal.dense_causal_log_weights(plans, 70, 8, 8, 4).exp()
+        _, plans = causal_plan(70, scores, seed=seed)
+        total = total + dense_causal_log_weights(plans, 70, 8, 8, 4).exp()
     mean = (total / draws)[:, 8:].sum(-1).mean(0)
     close(mean, torch.arange(9, 71).double(), 0.05)
-
-
-@pytest.mark.parametrize("length", [30, 70, 203, 256])
-@pytest.mark.parametrize("num_samples", [2, 12, 40])
-def test_the_levels_that_are_planned_together(length, num_samples):
-    """Every key is drawn as often as its expected count says, from its own interval, whatever follows the interval."""
-    row = numbers(4, length, 6), 4 * numbers(4, length, 6, seed=1), numbers(4, length, 5, seed=2)
-    options = sampling(num_samples=num_samples, num_probes=5)
-    expected = causal.plan_intervals(*row, 8, options)
-    with use_backend("library"):
-        plans = causal.plan_intervals(*row, 8, options)
-        for x in row:  # of masked tokens
-            x[:, length - 3 :] = torch.nan
-        damaged = causal.plan_intervals(*row, 8, options)
-    assert [plan.sample_index.shape for plan in plans] == [plan.sample_index.shape for plan in expected]
-    for plan_, other in zip(plans, damaged, strict=True):
-        size = 8 << plan_.level
-        assert ((plan_.sample_index >= 0) & (plan_.sample_index < size)).all()
-        assert ((other.sample_index >= 0) & (other.sample_index < size)).all()
-        complete = (2 * torch.arange(plan_.sample_index.shape[1]) + 1) * size <= length - 3
-        assert torch.equal(other.sample_index[:, complete], plan_.sample_index[:, complete])
-        assert torch.equal(other.log_weight[:, complete], plan_.log_weight[:, complete])
-        # An expected count is at most a little above 1, so that a key is drawn twice at most.
-        counts = torch.zeros(4, plan_.sample_index.shape[1], size).scatter_add_(
-            2, plan_.sample_index, torch.ones_like(plan_.log_weight).float()
-        )
-        own = counts.gather(2, plan_.sample_index)
-        assert ((own - torch.exp(-plan_.log_weight)).abs() < 1 + 1e-6).all()
 
 
 def test_the_features_of_very_negative_numbers_are_no_zeros():

@@ -4,7 +4,7 @@ The near field computes blocks of hashed queries and keys exactly. The far field
 where a key is sampled by the estimated norm of its column of the attention matrix. The code follows these equations:
 
 - Near field, A_spar of Eq. 10: blocks of equal size in the Gray order of an angular hash (Appendix A). `plan_lsh` in
-  `hf_efficient_attn.ops.near_field` chooses them. The paper pairs the b-th block of queries with the b-th block of
+  `hf_efficient_attn.ops.hashing` chooses them. The paper pairs the b-th block of queries with the b-th block of
   keys. Here the hash of the middle query of a block determines its keys.
 - Far field, A_res = A - A_spar: m keys. Key j is sampled with a probability proportional to the squared norm of column
   j of D^-1 A_res plus gamma |v_j|^2 with gamma = 1 / |V|_op^2 (Algorithm 1, lines 2 and 5; Algorithm 3, line 3). The
@@ -14,7 +14,7 @@ where a key is sampled by the estimated norm of its column of the attention matr
   `near_field="auto"` they are the rows that choose the near field, and otherwise those of `num_probes` queries.
   `column_scores="kde"` is the paper's estimate: Algorithm 1, lines 3-4, with Algorithm 2 on densities by hashing
   (`kernel.softmax_column_norms`), minus the norms of the near field (Algorithm 3, line 3). The amount of its work
-  depends on the data, so torch.compile does not support it.
+  depends on the data.
 
 Departures from the paper:
 
@@ -31,8 +31,7 @@ Departures from the paper:
 - Algorithm 1 divides by a separate estimate of D. Here the denominator of an output is the sum of the weights in its
   numerator (the merged lse of near and far field). Every output is therefore a convex combination of values, the errors
   of numerator and denominator partly cancel, and no output is scaled up by a poor estimate of D.
-- The paper has no causal form. The one here is that of `hf_efficient_attn.ops.causal`. On accelerators it scores keys
-  by the sums of the probes' weights, not of their squares (`hf_efficient_attn.ops.causal_probe_kernels`).
+- The paper has no causal form. The one here is that of `hf_efficient_attn.ops.causal`.
 """
 
 from dataclasses import dataclass

@@ -35,7 +35,7 @@ from hf_efficient_attn.methods._shared.registry import AttentionOptions, registe
 from hf_efficient_attn.methods._shared.sampled_keys import check_num_hashes
 from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take, valid_first
-from hf_efficient_attn.ops.causal_kernels import causal_block_partial
+from hf_efficient_attn.ops.causal import causal_block_partial
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.features import (
     key_state,
@@ -46,8 +46,8 @@ from hf_efficient_attn.ops.features import (
     states_before,
     states_elsewhere,
 )
+from hf_efficient_attn.ops.hashing import plan_lsh
 from hf_efficient_attn.ops.near_and_features import Features, block_attention, causal_block_attention
-from hf_efficient_attn.ops.near_field import plan_lsh
 from hf_efficient_attn.ops.partial import Partial, merge, partial_attention
 from hf_efficient_attn.ops.random import Seed
 

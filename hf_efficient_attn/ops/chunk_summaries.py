@@ -17,7 +17,7 @@ from hf_efficient_attn.ops.blocks import pad_to_blocks, take
 from hf_efficient_attn.ops.chunk_windows import WindowPlan, WindowSizes, first_query, plan_windows
 from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.fused_attention import bias_columns, column_unit
-from hf_efficient_attn.ops.gather_attend import GatheredKeys, gathered_attention
+from hf_efficient_attn.ops.gather import GatheredKeys, gathered_attention
 from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
 
 # The logit of padding. It is finite, so that the softmax over a part that is all padding is defined.

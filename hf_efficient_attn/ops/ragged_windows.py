@@ -25,7 +25,7 @@ from hf_efficient_attn.ops.chunk_summaries import Heads
 from hf_efficient_attn.ops.chunk_windows import WindowSizes
 from hf_efficient_attn.ops.constants import constant, integers
 from hf_efficient_attn.ops.fused_attention import bias_columns, column_unit
-from hf_efficient_attn.ops.gather_attend import GatheredKeys, gathered_attention
+from hf_efficient_attn.ops.gather import GatheredKeys, gathered_attention
 from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
 
 # i n for a masked query i: behind all keys, for up to 2**30 of them.

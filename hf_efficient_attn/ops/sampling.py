@@ -1,14 +1,230 @@
-"""Which keys to sample, and the log-weights that make up for the keys that are not sampled."""
+"""Which keys to sample: their scores, the draw, and the log-weights that make up for the keys that are not sampled."""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.constants import constant, integers
+from hf_efficient_attn.ops.blocks import take
+from hf_efficient_attn.ops.constants import integers
+from hf_efficient_attn.ops.hashing import NearField
+from hf_efficient_attn.ops.partial import accumulation_dtype
+from hf_efficient_attn.ops.random import Seed, offsets, seed_value, uniform
 
-# Samples up to which the matrix of `_limit` is kept: 8 MB.
-_KEPT_SAMPLES = 1024
+# Values from which the operator norm of V is estimated, at least.
+NORM_VALUES = 384
+# The least score of a key, relative to the mean. A key with a value of norm 0 still counts in the denominator.
+LEAST_SCORE = 1e-6
 # A sum of scores that is 0. No score is so small, and its inverse times `num_samples` is finite.
 _TINY = 1e-290
+# The offsets of a head's blocks are multiples of this plastic ratio modulo 1; those of the heads are of the golden one.
+_TURN = 0.7548776662466927
+# Streams of random numbers.
+_INDEPENDENT, _SAMPLES = 3, 12
+
+# norms(queries (Nq, D), keys (Nk, D), seed) -> logs of the squared column norms of the softmax matrix of
+# queries keys^T, (Nk,), and of its row sums, (Nq,), both float64.
+ColumnNorms = Callable[[Tensor, Tensor, int | Tensor], tuple[Tensor, Tensor]]
+
+
+class SamplingOptions(NamedTuple):
+    """How the keys of a far field are sampled.
+
+    Attributes:
+        num_samples: samples per block of queries.
+        scores: the unnormalized sampling probabilities of the keys. "uniform": 1. "value_norm": |v_j|^2. "probe":
+            estimated squared column norm of D^-1 A_res + gamma |v_j|^2 with gamma = 1 / |V|_op^2 (Algorithm 1, lines 2
+            and 5, and Algorithm 3, line 3, of Zandieh et al. 2023). A function: the same with its own norms.
+        num_probes: queries from which "probe" estimates the norms.
+        independent: sample with replacement, as in the paper's Algorithm 1, rather than systematically without.
+        scale: factor of the attention scores.
+        seed: of the hash and of the samples.
+        batch: B. Sequences of a batch use the same random numbers.
+        groups: groups of neighboring blocks of queries. Each has its own estimated norms for "probe".
+        shared: one sample for all blocks of queries instead of one for each.
+    """
+
+    num_samples: int
+    scores: str | ColumnNorms
+    num_probes: int
+    independent: bool
+    scale: float
+    seed: Seed
+    batch: int
+    groups: int = 1
+    shared: bool = False
+
+
+class FarField(NamedTuple):
+    """The sampled keys of each of S samples; S is the number of blocks of queries, or 1 if all share one sample.
+
+    Attributes:
+        sorted_index: int64 (BH, S, M).
+        log_weight: (BH, S, M), -inf for an unused entry.
+    """
+
+    sorted_index: Tensor
+    log_weight: Tensor
+
+
+def column_scores(value: Tensor, norms: Tensor | None, key_mask: Tensor | None) -> Tensor:
+    """The unnormalized sampling probabilities |v_j|^2, or column norm + gamma |v_j|^2; 0 for masked keys.
+
+    Args:
+        value: (BH, Nk, Dv).
+        norms: (BH, G, Nk), the squared column norms, or None.
+        key_mask: bool (BH, Nk), True for valid keys, or None.
+
+    Returns:
+        (BH, G, Nk), where G is 1 without `norms`.
+    """
+    acc_dtype = accumulation_dtype(value.dtype)
+    tiny = torch.finfo(acc_dtype).tiny
+    scores: Tensor = torch.linalg.vector_norm(value, dim=2, dtype=acc_dtype).square_().unsqueeze(1)
+    if norms is not None:
+        norm_squared = sampled_norm_squared(value, key_mask).clamp_(min=tiny)
+        scores = torch.addcdiv(norms, scores, norm_squared.unsqueeze(2))
+    count: Tensor | int = value.shape[1]
+    if key_mask is not None:
+        scores = scores.masked_fill(~key_mask.unsqueeze(1), 0.0)
+        count = key_mask.sum(1)[:, None, None].clamp(min=1)
+    scores = scores + (scores.sum(2, keepdim=True) * (LEAST_SCORE / count) + tiny)
+    return scores if key_mask is None else scores.masked_fill_(~key_mask.unsqueeze(1), 0.0)
+
+
+def sampled_norm_squared(value: Tensor, key_mask: Tensor | None) -> Tensor:
+    """|V|_op^2 by the Frobenius norm of V^T V, from up to 767 values: (BH, Nk, Dv) -> (BH, 1).
+
+    It is an upper bound, and close if one direction prevails. It only balances two terms of a sampling distribution,
+    and on activations of BERT and DeiT the errors with it and with the power method are equal. The values lie at a
+    regular distance among the valid ones, so that padding does not change the estimate.
+    """
+    kv_len, acc_dtype = value.shape[1], accumulation_dtype(value.dtype)
+    if key_mask is None:
+        step = max(1, kv_len // NORM_VALUES)
+        sample = value[:, step // 2 :: step].to(acc_dtype)
+        factor: Tensor | float = kv_len / sample.shape[1]
+    else:
+        count = key_mask.sum(1, keepdim=True)
+        distance = (count // NORM_VALUES).clamp(min=1)
+        rank = distance // 2 + integers(min(kv_len, 2 * NORM_VALUES), value.device) * distance
+        # The key of rank r is the first with r + 1 valid keys up to it.
+        index = torch.searchsorted(key_mask.cumsum(1), rank + 1).clamp(max=kv_len - 1)
+        valid = rank < count
+        sample = take(value, index).to(acc_dtype).masked_fill(~valid.unsqueeze(2), 0.0)
+        # The quotient of integers would have float32.
+        factor = count.to(acc_dtype) / valid.sum(1, keepdim=True).clamp(min=1)
+    norm: Tensor = torch.linalg.vector_norm(torch.bmm(sample.mT, sample), dim=(1, 2)).unsqueeze(1)
+    return norm * factor
+
+
+def split_scale_evenly(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Float64 queries and keys (..., D) whose products are the scores, each multiplied with the root of the scale."""
+    root = math.sqrt(abs(scale))
+    return query.double() * math.copysign(root, scale), key.double() * root
+
+
+def query_groups(near: NearField, groups: int) -> Tensor:
+    """Divide the blocks of queries into groups of neighbors whose sizes differ by at most one.
+
+    Some groups are empty if there are fewer blocks than groups.
+
+    Returns:
+        int64 (BH or 1, T), the group of each block.
+    """
+    valid_blocks = (near.num_queries + near.block_q - 1) // near.block_q
+    valid_blocks = valid_blocks if isinstance(valid_blocks, int) else valid_blocks.clamp_(min=1)
+    # The last clamp is for blocks without a valid query, whose output is not used.
+    group = integers(near.start.shape[1], near.start.device)[None] * groups // valid_blocks
+    return group.clamp_(max=groups - 1)
+
+
+def density_norms(
+    query: Tensor, key: Tensor, key_mask: Tensor | None, near: NearField, options: SamplingOptions
+) -> Tensor:
+    """Squared column norms of the residual from estimates of those of D^-1 A (Zandieh et al. 2023, Eq. 10-11).
+
+    The part in the near field is subtracted from each estimate (Algorithm 3, line 3), and negative results become 0.
+    Each head is computed separately, on its valid tokens. The arguments are those of `make_plan`.
+
+    Returns:
+        (BH, 1, Nk), by position.
+    """
+    norms, (block_q, is_same) = options.scores, (near.block_q, query.shape[1] == key.shape[1])
+    assert callable(norms)
+    out = torch.zeros(key.shape[:2], dtype=torch.float64, device=key.device)
+    block_keys = near.start[:, :, None] + integers(near.block_k, key.device)
+    for a in range(key.shape[0]):
+        valid = torch.ones_like(out[a], dtype=torch.bool) if key_mask is None else key_mask[a]
+        if not valid.any():
+            continue
+        valid_query = valid if is_same else torch.ones_like(query[a, :, 0], dtype=torch.bool)
+        queries, keys = split_scale_evenly(query[a].masked_fill(~valid_query[:, None], 0.0), key[a], options.scale)
+        log_norms, log_sums = norms(queries[valid_query], keys[valid], seed_value(options.seed))
+        logs = torch.full_like(queries[:, 0], -torch.inf).masked_scatter(valid_query, -2.0 * log_sums)
+        order = integers(len(logs), key.device) if near.query_order is None else near.query_order[a]
+        index = block_keys[a] if near.key_order is None else near.key_order[a][block_keys[a]]
+        blocks = pad(order, (0, len(index) * block_q - len(order)), value=-1).view(-1, block_q)
+        weight = logs[blocks].masked_fill(blocks < 0, -torch.inf)
+        pairs = 2.0 * queries[blocks] @ keys[index].mT + weight[:, :, None]
+        near_norms = torch.zeros_like(out[a]).index_add_(0, index.flatten(), pairs.exp_().sum(1).flatten())
+        out[a, valid] = (log_norms.exp() - near_norms[valid]).clamp(min=0.0)
+    return out.to(accumulation_dtype(query.dtype)).unsqueeze(1)
+
+
+def offsets_of_blocks(num_heads: int, num_blocks: int, seed: Seed, device: torch.device) -> Tensor:
+    """Offsets in (0, 1) of the samples of a head's blocks: float64 (H, T)."""
+    turn = _TURN * torch.arange(num_blocks, device=device, dtype=torch.float64)
+    return (offsets(num_heads, seed, _SAMPLES, device).unsqueeze(1) + turn).frac()
+
+
+def sample_keys(
+    scores: Tensor, offset: Tensor, options: SamplingOptions, group: Tensor | None = None, complete: bool = False
+) -> FarField:
+    """Sample keys: systematically without replacement, or independently as in the paper's Algorithm 1.
+
+    Args:
+        scores: (BH, G, Nk), by sorted index.
+        offset: float64 (BH, S) in (0, 1), the offset of each sample.
+        options: sampling options.
+        group: int64 (BH or 1, S), the scores from which each sample is drawn; None if G is 1.
+        complete: whether at least `num_samples` scores of each group are known to be positive.
+    """
+    num_samples = options.num_samples
+    if options.independent:
+        numbers = uniform((num_samples,), options.seed, _INDEPENDENT, scores.device) + offset.unsqueeze(2)
+        index, log_weight = independent_sample(scores, num_samples, numbers.frac(), group)
+    else:
+        probabilities = inclusion_probabilities(scores, num_samples)
+        index, log_weight = systematic_sample(probabilities, num_samples, offset, group, complete)
+    return FarField(index, log_weight.to(accumulation_dtype(scores.dtype)))
+
+
+def sample_outside(near: NearField, num_samples: int, offset: Tensor, dtype: torch.dtype) -> FarField:
+    """Sample the keys outside of each near field with equal probabilities, systematically without replacement.
+
+    All samples of a block of queries have the same weight.
+
+    Args:
+        near: the near field.
+        num_samples: keys of each sample.
+        offset: float64 (BH, T) in (0, 1), the offset of each sample; or (BH, 1) without samples.
+        dtype: of the log-weights.
+    """
+    device, num_keys, start = offset.device, near.num_keys, near.start.unsqueeze(2)
+    if not num_samples:
+        return FarField(offset[..., :0].unsqueeze(1).to(torch.int64), offset[..., :0].unsqueeze(1).to(dtype))
+    rest = torch.as_tensor(num_keys, dtype=torch.float64, device=device).view(-1, 1, 1) - near.block_k
+    step = (rest / num_samples).clamp(min=1.0)
+    index = ((offset.unsqueeze(2) + integers(num_samples, device)) * step).to(torch.int64)
+    log_weight = step.log().to(dtype).masked_fill(index >= rest, -torch.inf)
+    # Counted from the end of the near field on, the keys behind it follow those before it.
+    index = torch.add(index, index >= start, alpha=near.block_k)
+    limit = num_keys - 1 if isinstance(num_keys, int) else num_keys.unsqueeze(2) - 1
+    return FarField(index.clamp_(max=limit).clamp_(min=0), log_weight)
 
 
 def inclusion_probabilities(scores: Tensor, num_samples: int) -> Tensor:
@@ -20,159 +236,55 @@ def inclusion_probabilities(scores: Tensor, num_samples: int) -> Tensor:
     the largest of them.
 
     Args:
-        scores: (BH, N), not negative.
+        scores: (..., N), not negative.
         num_samples: expected number of samples.
 
     Returns:
-        float64 (BH, N), since sums of many probabilities select the samples.
+        float64 (..., N), since sums of many probabilities select the samples.
     """
     if not num_samples:
         return torch.zeros_like(scores, dtype=torch.float64)
-    highest, index = scores.topk(min(num_samples, scores.shape[1]), dim=1)
-    rest = scores.scatter(1, index, 0.0).sum(1, keepdim=True, dtype=torch.float64)
+    highest, index = scores.topk(min(num_samples, scores.shape[-1]), dim=-1)
+    rest = scores.scatter(-1, index, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
     # Sums of the scores from rank r on, r from the last to 0, added from the smallest to the largest.
-    others = highest.flip(1).cumsum(1, dtype=torch.float64) + rest
-    left = constant(_left, highest.shape[1], num_samples, device=scores.device)
-    return (scores * (left / others.clamp(min=_TINY)).amax(1, keepdim=True)).clamp(max=1.0)
-
-
-def _left(count: int, num_samples: int, device: torch.device) -> Tensor:
-    """num_samples - r, for r from count - 1 to 0."""
-    return torch.arange(1, count + 1, dtype=torch.float64, device=device) + (num_samples - count)
+    others = highest.flip(-1).cumsum(-1, dtype=torch.float64) + rest
+    left = integers(highest.shape[-1], scores.device) + (num_samples - highest.shape[-1] + 1)
+    return (scores * (left / others.clamp_(min=_TINY)).amax(-1, keepdim=True)).clamp_(max=1.0)
 
 
 def systematic_sample(
-    probabilities: Tensor, num_samples: int, offset: Tensor, group: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+    probabilities: Tensor, num_samples: int, offset: Tensor, group: Tensor | None = None, complete: bool = False
+) -> tuple[Tensor, Tensor]:
     """Sample at most `num_samples` different indices, index j with probability `probabilities[j]` (Madow 1949).
 
     The probabilities are laid end to end on a line. Each of the points offset, offset + 1, ... selects the index in
     whose interval it lies. No interval is longer than 1, so no index is selected twice.
 
     Args:
-        probabilities: float64 (BH, G, N) in [0, 1]. Each of the G groups sums to at most `num_samples` up to rounding.
+        probabilities: float64 (BH, G, N) in [0, 1]. Each of the G groups sums to an integer up to rounding, and to
+            `num_samples` at most.
         num_samples: number of points.
         offset: float64 (BH, S) in (0, 1), one for each of S samples.
-        group: int64 (BH, S), the group from which each sample is drawn; None if G is 1.
+        group: int64 (BH or 1, S), the group from which each sample is drawn; None if G is 1.
+        complete: whether every group is known to sum to `num_samples`, so that every point selects an index.
 
     Returns:
-        index: int64 (BH, S, num_samples), ascending; 0 where no index is selected.
+        index: int64 (BH, S, num_samples), ascending where an index is selected.
         log_weight: float64 (BH, S, num_samples), -log(probability); -inf where no index is selected.
-        selected: bool (BH, S, num_samples), False for the points beyond the sum of the probabilities.
     """
-    points = torch.arange(num_samples, device=probabilities.device, dtype=torch.float64) + offset.unsqueeze(2)
-    index, probability, selected = _locate(probabilities, points, num_samples + 1.0, group)
-    selected = selected & (probability > 0)
-    return torch.where(selected, index, 0), torch.where(selected, -probability.log(), -torch.inf), selected
-
-
-def complete_systematic_sample(
-    probabilities: Tensor, num_samples: int, offset: Tensor, group: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """`systematic_sample` if every group sums to `num_samples`, up to rounding, so that every point selects an index.
-
-    It takes half of the operations, each of which is a kernel on an accelerator. The arguments are the same.
-
-    Returns:
-        index: int64 (BH, S, num_samples), ascending.
-        log_weight: float64 (BH, S, num_samples).
-    """
-    (batch_heads, groups, size), ends = probabilities.shape, probabilities.cumsum(2)
-    if group is not None and groups > 1:
-        stretch = num_samples + 1.0
-        ends = ends + constant(_ends_of_groups, groups, stretch, device=ends.device)
-        offset = torch.add(offset, group, alpha=stretch)
+    steps = integers(num_samples, offset.device)
     # Moved back a little, so that rounding moves no point beyond the end.
-    points = offset.unsqueeze(2) + constant(_steps, num_samples, device=offset.device)
-    found = torch.searchsorted(ends.view(batch_heads, -1), points.flatten(1))
-    # Points are never beyond the end, unless probabilities are NaN, as in intervals of masked tokens that nothing sees.
-    found = found.clamp_(max=groups * size - 1)
-    probability = probabilities.view(batch_heads, -1).gather(1, found).view_as(points)
-    return found.remainder_(size).view_as(points), probability.log().neg_()
-
-
-def sample_with_few_kernels(
-    scores: Tensor, num_samples: int, offset: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """`complete_systematic_sample` by the probabilities of `inclusion_probabilities`, for accelerators.
-
-    Args:
-        scores: (BH, G, N), positive.
-        num_samples: number of points, less than N.
-        offset: float64 (BH, G, S) in (0, 1), one for each of the S samples of a group.
-        dtype: of the log-weights.
-
-    Returns:
-        index: int64 (BH, G, S, num_samples), ascending.
-        log_weight: (BH, G, S, num_samples).
-    """
-    probabilities = (scores / _limit(scores, num_samples)).clamp(max=1.0)
-    points = offset.unsqueeze(3) + integers(num_samples, scores.device)
-    # Without the last end, rounding moves no point beyond the keys.
-    index = torch.searchsorted(probabilities[..., :-1].cumsum(2), points.flatten(2))
-    log_weight = index.new_empty(index.shape, dtype=dtype)
-    torch.xlogy(-1.0, probabilities.gather(2, index), out=log_weight)
-    return index.view_as(points), log_weight.view_as(points)
-
-
-def _limit(scores: Tensor, num_samples: int) -> Tensor:
-    """The score from which a key is always included: float64 (BH, G, 1).
-
-    If the r highest scores reach it, it is the sum of the others divided by (num_samples - r). This quotient is the
-    least for the right r.
-    """
-    total, highest = scores.sum(2, keepdim=True, dtype=torch.float64), scores.topk(num_samples, dim=2).values
-    is_kept = num_samples <= _KEPT_SAMPLES
-    of_ranks = (
-        constant(_of_ranks, num_samples, device=scores.device) if is_kept else _of_ranks(num_samples, scores.device)
-    )
-    return (torch.cat((total, highest), 2) @ of_ranks).amin(2, keepdim=True)
-
-
-def _of_ranks(num_samples: int, device: torch.device) -> Tensor:
-    """By which the total and the highest scores become the quotients of all r: float64 (M + 1, M)."""
-    sums = torch.ones(num_samples, num_samples, dtype=torch.float64, device=device).triu(1).neg()
-    sums = torch.cat((torch.ones_like(sums[:1]), sums))
-    return sums / torch.arange(num_samples, 0, -1, dtype=torch.float64, device=device)
-
-
-def _ends_of_groups(groups: int, stretch: float, device: torch.device) -> Tensor:
-    return (torch.arange(groups, dtype=torch.float64, device=device) * stretch)[:, None]
-
-
-def _steps(num_samples: int, device: torch.device) -> Tensor:
-    return torch.arange(num_samples, dtype=torch.float64, device=device) * (1.0 - 1e-9) - 1e-9
-
-
-def _locate(lengths: Tensor, points: Tensor, stretch: float, group: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the interval in which each point lies if the intervals of its group are laid end to end.
-
-    Args:
-        lengths: (BH, G, N), the lengths of the intervals. Each group sums to less than `stretch`.
-        points: (BH, S, K), not negative.
-        stretch: length of the line that each group gets.
-        group: as in `systematic_sample`.
-
-    Returns:
-        The index of the interval, its length, and whether there is one; (BH, S, K) each.
-    """
-    (batch_heads, groups, size), ends = lengths.shape, lengths.cumsum(2)
-    if group is None:
-        group = torch.zeros(points.shape[:2], dtype=torch.int64, device=points.device)
-    else:
-        # The groups are laid end to end as well, so that one search serves all of them.
-        ends = ends + stretch * torch.arange(groups, device=ends.device)[:, None]
-        points = points + stretch * group.unsqueeze(2)
-    found = torch.searchsorted(ends.view(batch_heads, -1), points.flatten(1)).view_as(points)
-    first = group.unsqueeze(2) * size
-    inside = found < first + size
-    found = torch.where(inside, found, first)
-    return found - first, lengths.flatten(1).gather(1, found.flatten(1)).view_as(points), inside
+    points = (offset.unsqueeze(2) + steps) * (1.0 - 1e-9)
+    index, probability = _locate(probabilities, points, num_samples + 1.0, group)
+    if complete:
+        return index, probability.log_().neg_()
+    selected = steps < _of_group(probabilities.sum(2, keepdim=True), group).round()
+    return index.masked_fill_(~selected, 0), probability.log_().neg_().masked_fill_(~selected, -torch.inf)
 
 
 def independent_sample(
     scores: Tensor, num_samples: int, numbers: Tensor, group: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Sample with replacement, with probabilities p_j proportional to the scores and weights 1 / (num_samples p_j).
 
     This is the sampling of Algorithm 1 of Zandieh et al. 2023 (lines 5-7).
@@ -188,11 +300,38 @@ def independent_sample(
     """
     scores = scores.to(torch.float64)
     shares = scores / scores.sum(2, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
-    # Rounding may leave the sum of the shares just below 1.
-    index, probability, selected = _locate(shares, numbers.sort(2).values * (1 - 1e-12), 2.0, group)
-    selected = selected & (probability > 0)
-    log_weight = torch.where(selected, -(num_samples * probability).log(), -torch.inf)
-    return torch.where(selected, index, 0), log_weight, selected
+    index, share = _locate(shares, numbers.sort(2).values * (1.0 - 1e-9), 2.0, group)
+    nothing = _of_group(shares.sum(2, keepdim=True), group) < 0.5
+    return index.masked_fill_(nothing, 0), (share * num_samples).log_().neg_().masked_fill_(nothing, -torch.inf)
+
+
+def _locate(lengths: Tensor, points: Tensor, stretch: float, group: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Find the interval in which each point lies if the intervals of its group are laid end to end.
+
+    Args:
+        lengths: (BH, G, N), the lengths of the intervals. Each group sums to less than `stretch`.
+        points: (BH, S, K), positive.
+        stretch: length of the line that each group gets.
+        group: as in `systematic_sample`.
+
+    Returns:
+        The index of the interval and its length, (BH, S, K). A point beyond the end has any index.
+    """
+    (batch_heads, groups, size), ends = lengths.shape, lengths.cumsum(2)
+    if group is not None:
+        # The groups are laid end to end as well, so that one search serves all of them.
+        ends = ends + stretch * integers(groups, ends.device)[:, None]
+        points = points + stretch * group.unsqueeze(2)
+    found = torch.searchsorted(ends.view(batch_heads, -1), points.flatten(1))
+    # Some are beyond the end if probabilities are NaN, as in intervals of masked tokens that nothing sees.
+    found.clamp_(max=groups * size - 1)
+    length = lengths.view(batch_heads, -1).gather(1, found)
+    return found.remainder_(size).view_as(points), length.view_as(points)
+
+
+def _of_group(totals: Tensor, group: Tensor | None) -> Tensor:
+    """The totals (BH, G, 1) of the group of each sample: (BH, S, 1)."""
+    return totals if group is None else totals.gather(1, group.unsqueeze(2).expand(len(totals), -1, -1))
 
 
 def stratified_ranks(count: int, available: Tensor | int, offset: Tensor) -> Tensor:
@@ -201,32 +340,10 @@ def stratified_ranks(count: int, available: Tensor | int, offset: Tensor) -> Ten
     Args:
         count: number of ranks.
         available: an integer, or int64 broadcastable to the result. If it is 0 the ranks are 0.
-        offset: float64 in (0, 1), where in its stratum each rank lies; the last dimension is 1.
+        offset: float64 in (0, 1), where in its stratum each rank lies; the last dimension is 1, or `count`.
 
     Returns:
         int64 (BH, count), for `offset` (BH, 1).
     """
-    steps = torch.arange(count, device=offset.device, dtype=torch.float64) + offset
-    ranks = (steps * available / count).floor().to(torch.int64)
-    if isinstance(available, int):
-        return ranks.clamp(max=available - 1)
-    return torch.minimum(ranks, (available - 1).clamp(min=0))
-
-
-def operator_norm_squared(x: Tensor) -> Tensor:
-    """Largest eigenvalue of x^T x by the power method: (BH, N, D) -> (BH, 1)."""
-    return largest_eigenvalue(x.transpose(1, 2) @ x)
-
-
-def largest_eigenvalue(gram: Tensor, steps: int = 12) -> Tensor:
-    """Largest eigenvalue of positive semidefinite matrices by the power method: (BH, D, D) -> (BH, 1)."""
-    # Start from the column with the largest diagonal entry. For random matrices it is never orthogonal to the first
-    # eigenvector.
-    largest = gram.diagonal(dim1=1, dim2=2).argmax(1)
-    vector = gram.gather(2, largest[:, None, None].expand(-1, gram.shape[1], 1))
-    tiny = torch.finfo(gram.dtype).tiny
-    for _ in range(steps):
-        vector = vector / torch.linalg.vector_norm(vector, dim=1, keepdim=True).clamp(min=tiny)
-        vector = gram @ vector
-    eigenvalue: Tensor = torch.linalg.vector_norm(vector, dim=1)
-    return eigenvalue
+    ranks = ((integers(count, offset.device) + offset) * available / count).to(torch.int64)
+    return ranks.clamp_(max=available - 1).clamp_(min=0)

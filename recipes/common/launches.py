@@ -55,9 +55,8 @@ _WAITING = {
 _INDEXED_READS = {"gather", "index_select", "index", "embedding", "take"}
 _INDEXED_WRITES = {"scatter_", "scatter_add_", "scatter_reduce_", "index_add_", "index_copy_", "index_put_"}
 _OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_"}
-# Operators of the package that are Triton kernels, and their number of kernels: the gradient of gather-attend fills
-# three buffers and casts two of them besides.
-_TRITON = {"gather_attend": 1, "gather_attend_backward": 6, "halve_round": 2}
+# Operators of the package that are Triton kernels, and their number of kernels.
+_TRITON = {"halve_round": 2}
 _FACTORIES = ((torch, "tensor"), (torch, "as_tensor"), (torch, "asarray"), (Tensor, "new_tensor"))
 
 

@@ -1,6 +1,7 @@
 """What KDEformer and HyperAttention have in common: an exact near field of blocks and a far field of sampled keys."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +14,11 @@ from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_hea
 from hf_efficient_attn.methods._shared.registry import AttentionOptions
 from hf_efficient_attn.ops import causal, near_far
 from hf_efficient_attn.ops.blocks import inverse, take, valid_first
-from hf_efficient_attn.ops.causal_kernels import IntervalPlan
+from hf_efficient_attn.ops.causal import IntervalPlan
 from hf_efficient_attn.ops.exact import exact_attention, exact_decode
-from hf_efficient_attn.ops.near_far_sampling import FarField, SamplingOptions
-from hf_efficient_attn.ops.near_field import NearField, NearFieldOptions
+from hf_efficient_attn.ops.hashing import NearField
+from hf_efficient_attn.ops.near_far import NearFieldOptions
+from hf_efficient_attn.ops.sampling import FarField, SamplingOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,12 +204,67 @@ def naive(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor, 
         query, key, value, order = move_valid_first(query, key, value, key_mask)
         size = max(1, config.block_size // 2)
         plans = _plan_causal(config, query, key, value, size, sampling)
-        log_weights = causal.dense_causal_log_weights(plans, q_len, size, budget, batch_heads, device)
+        log_weights = dense_causal_log_weights(plans, q_len, size, budget, batch_heads, device)
     else:
         near, far = _plan_bidirectional(config, query, key, value, key_mask, sampling)
-        log_weights = near_far.dense_log_weights(near, far, q_len, kv_len)
+        log_weights = dense_log_weights(near, far, q_len, kv_len)
     out = near_far.dense_attention(query, key, value, log_weights, scale=options.scale)
     return unflatten_heads(restore_order(out, order, key_mask), shape)
+
+
+def dense_log_weights(near: NearField, far: FarField, q_len: int, kv_len: int) -> Tensor:
+    """The readable form: what is added to the scores before the softmax, float64 (BH, Nq, Nk).
+
+    It is 0 for a pair of the near field, -log(probability) for a sampled key outside of it, and -inf elsewhere.
+    """
+    device = near.start.device
+    weights = torch.full((near.start.shape[0], q_len, kv_len), -torch.inf, dtype=torch.float64, device=device)
+    for a in range(weights.shape[0]):
+        keys = torch.arange(kv_len, device=device) if near.key_order is None else near.key_order[a]
+        queries = torch.arange(q_len, device=device) if near.query_order is None else near.query_order[a]
+        num_keys = near.num_keys if isinstance(near.num_keys, int) else int(near.num_keys[a])
+        for t, start in enumerate(near.start[a].tolist()):
+            block = queries[t * near.block_q : (t + 1) * near.block_q, None]
+            sample = min(t, far.sorted_index.shape[1] - 1)
+            for index, log_weight in zip(*(x[a, sample].tolist() for x in far[:2]), strict=True):
+                # logaddexp, because independent sampling may select a key twice.
+                old = weights[a, block, keys[index]]
+                weights[a, block, keys[index]] = torch.logaddexp(old, torch.full_like(old, log_weight))
+            weights[a, block, keys[start : min(start + near.block_k, num_keys)]] = 0.0
+    return weights
+
+
+def dense_causal_log_weights(
+    plans: Sequence[IntervalPlan],
+    length: int,
+    block_size: int,
+    num_exact: int,
+    batch_heads: int,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """The readable form: what is added to the scores before the softmax, float64 (BH, N, N) for N = `length`."""
+    weights = torch.full((batch_heads, length, length), -torch.inf, dtype=torch.float64, device=device)
+    for i in range(length):
+        if i < num_exact:
+            weights[:, i, : i + 1] = 0.0
+            continue
+        completed = i // block_size - 1
+        weights[:, i, max(0, completed) * block_size : i + 1] = 0.0
+        for plan in plans:
+            if completed < 0 or not completed >> plan.level & 1:
+                continue
+            j, interval = (completed >> plan.level) // 2, block_size << plan.level
+            first = 2 * j * interval
+            for a in range(batch_heads):
+                samples = zip(plan.sample_index[a, j].tolist(), plan.log_weight[a, j].tolist(), strict=True)
+                for index, log_weight in samples:
+                    old = weights[a, i, first + index]
+                    weights[a, i, first + index] = torch.logaddexp(old, torch.full_like(old, log_weight))
+                if plan.query_block is not None and plan.key_order is not None:
+                    block = int(plan.query_block[a, j, i - block_size - (2 * j + 1) * interval])
+                    near = plan.key_order[a, j, block * plan.block_k : (block + 1) * plan.block_k]
+                    weights[a, i, first + near] = 0.0
+    return weights
 
 
 def decode(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:

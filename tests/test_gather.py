@@ -1,12 +1,9 @@
-"""Attention to gathered keys: the Triton kernels and the other forms.
+"""Attention to gathered keys, and the Triton kernels for it.
 
 Without a GPU the kernels run in Triton's interpreter (see conftest.py), and without Triton these tests are skipped.
 """
 
 import importlib.util
-import os
-import subprocess
-import sys
 from typing import NamedTuple
 
 import pytest
@@ -14,10 +11,9 @@ import torch
 from torch import Tensor
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.ops import gather_attend as module
-from hf_efficient_attn.ops.accelerator import use_backend
+from hf_efficient_attn.ops import gather
 from hf_efficient_attn.ops.blocks import inverse
-from hf_efficient_attn.ops.gather_attend import GatheredKeys, gather_attend, gathered_attention
+from hf_efficient_attn.ops.gather import GatheredKeys, gathered_attention
 from hf_efficient_attn.ops.partial import partial_attention_naive
 from instances import inputs, padding_mask
 
@@ -26,6 +22,13 @@ needs_triton = pytest.mark.skipif(
 )
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = 0.3
+
+
+def gather_attend(*arguments) -> tuple[Tensor, Tensor]:
+    """The attention by the kernels."""
+    from hf_efficient_attn.ops import triton_gather
+
+    return triton_gather.gather_attend(*arguments)
 
 
 class Sizes(NamedTuple):
@@ -171,42 +174,24 @@ def test_no_queries_and_no_keys():
     assert not any(x.any() for x in torch.autograd.grad(out.sum(), given[1:3]))
 
 
-@needs_triton
-def test_the_operator_keeps_the_rules_of_operators():
-    """Its schema, its fake results, and its gradient under tracing, with static and with symbolic sizes."""
-    torch.library.opcheck(gather_attend, (*case(Sizes()).to(torch.float32), SCALE))
-
-
-@needs_triton
-@pytest.mark.parametrize("form", ["forward", "backward"])
-def test_a_compiled_graph_contains_the_kernel(form):
-    given = case(Sizes()).to(torch.float32)
-    rank = inverse(given.order)
-    gathered = GatheredKeys(given.index, given.log_weight.unsqueeze(2), given.block_q, given.order, rank)
-
-    def call() -> Tensor:
-        with torch.set_grad_enabled(form == "backward"):
-            return gathered_attention(*given[:3], gathered, scale=SCALE)
-
-    expected = call()
-    with use_backend("triton"):
-        torch._dynamo.reset()
-        ours = torch.compile(call, fullgraph=True, backend="aot_eager")()
-    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
-    if form == "backward":
-        grads = (torch.autograd.grad(x.square().sum(), (*given[:3], given.log_weight)) for x in (ours, expected))
-        for grad, wanted in zip(*grads, strict=True):
-            torch.testing.assert_close(grad, wanted, atol=1e-4, rtol=1e-4)
+@pytest.mark.parametrize(("sizes", "ordered"), CASES)
+def test_attention_to_gathered_keys(sizes, ordered):
+    """The form of PyTorch's operators, with gradients."""
+    given = case(sizes, ordered=ordered, dtype=torch.float64)
+    gathered = GatheredKeys(given.index, given.log_weight.unsqueeze(2).double(), given.block_q, given.order)
+    out = gathered_attention(*given[:3], gathered, scale=SCALE)
+    expected = reference(given)[0]
+    torch.testing.assert_close(out, expected, atol=1e-9, rtol=1e-7)
+    leaves = *given[:3], given.log_weight
+    for grads in zip(*(torch.autograd.grad(x.square().sum(), leaves) for x in (out, expected)), strict=True):
+        torch.testing.assert_close(*grads, atol=1e-6, rtol=1e-6)
 
 
 @needs_triton
 @pytest.mark.parametrize("mask", ["none", "holes"])
-@pytest.mark.parametrize("method", ["kdeformer", "hyperattention", "eva"])
-def test_methods_by_triton_are_those_by_the_cpu(method, mask, monkeypatch):
-    calls = []
-    monkeypatch.setattr(module, "gather_attend", lambda *args: calls.append(1) or gather_attend(*args))
-    near = {"window_size": 16, "num_landmarks": 4} if method == "eva" else {"block_size": 16, "num_samples": 24}
-    config = hea.method_info(method).config_class(**near)
+@pytest.mark.parametrize("method", ["kdeformer", "hyperattention"])
+def test_methods_by_triton_are_those_by_other_kernels(method, mask, monkeypatch):
+    config = hea.method_info(method).config_class(block_size=16, num_samples=24)
     key_mask = padding_mask(mask, 2, 75)
     rows = [x.to(DEVICE).requires_grad_() for x in inputs(batch=2, q_len=75, value_dim=5)]
     grad = torch.randn(2, 2, 75, 5, generator=torch.Generator().manual_seed(0)).to(DEVICE)
@@ -214,71 +199,27 @@ def test_methods_by_triton_are_those_by_the_cpu(method, mask, monkeypatch):
         key_mask = key_mask.to(DEVICE)
         grad = grad * key_mask[:, None, :, None]  # outputs of masked tokens are not used
     results = []
-    for form in ("library", "cpu", "triton"):
-        if form == "cpu" and DEVICE != "cpu":
-            continue
-        assert not calls
-        with use_backend(form):
-            out = hea.attention(config, *rows, attention_mask=key_mask)
-            results.append((out * (grad != 0), *torch.autograd.grad(out, rows, grad)))
-    assert calls
-    for other in results[:-1]:
-        for ours, expected in zip(results[-1], other, strict=True):
-            torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-4)
+    for applies in (False, True):
+        monkeypatch.setattr(gather, "kernel_applies", lambda *_, applies=applies: applies)
+        out = hea.attention(config, *rows, attention_mask=key_mask)
+        results.append((out * (grad != 0), *torch.autograd.grad(out, rows, grad)))
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("why", ["dropout", "float64", "dimensions", "deterministic"])
-def test_what_the_kernels_do_not_compute_takes_the_other_form(why, monkeypatch):
-    monkeypatch.setattr(module, "gather_attend", lambda *args: pytest.fail("the kernel was called"))
-    given = case(Sizes(head_dim=257 if why == "dimensions" else 20)).to(torch.float32)
-    rows = [x.double() if why == "float64" else x for x in given[:3]]
-    bias = given.log_weight.unsqueeze(2).to(rows[0].dtype)
-    gathered = GatheredKeys(given.index, bias, given.block_q, given.order, inverse(given.order))
-    options = {"scale": SCALE, "dropout_p": 1e-9 if why == "dropout" else 0.0}
-    expected = gathered_attention(*rows, gathered, scale=SCALE)
+@pytest.mark.parametrize("why", ["cpu", "float64", "dimensions", "deterministic"])
+def test_what_the_kernels_do_not_compute(why, monkeypatch):
+    class OnGpu:
+        is_cuda, requires_grad, device = why != "cpu", True, torch.device("cuda", 0)
+        dtype = torch.float64 if why == "float64" else torch.float32
+        shape = (2, 45, 257 if why == "dimensions" else 20)
+
+    monkeypatch.setattr(gather, "_HAS_TRITON", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     torch.use_deterministic_algorithms(why == "deterministic")
     try:
-        with use_backend("triton"):
-            ours = gathered_attention(*rows, gathered, **options)
+        assert not gather.kernel_applies(OnGpu(), OnGpu())
     finally:
         torch.use_deterministic_algorithms(False)
-    torch.testing.assert_close(ours, expected)
-
-
-def test_meta_tensors_need_no_triton():
-    given = [x.detach().to("meta") if isinstance(x, Tensor) else x for x in case(Sizes())]
-    rows = [x.bfloat16().requires_grad_() for x in given[:3]]
-    bias = given[4].float().unsqueeze(2).requires_grad_()
-    gathered = GatheredKeys(given[3], bias, given[6], given[5], given[5])
-    with use_backend("triton"):
-        out = gathered_attention(*rows, gathered, scale=SCALE)
-    assert out.shape == (2, 45, 12) and out.dtype == torch.bfloat16 and out.is_meta
-    grads = torch.autograd.grad(out.sum(), (*rows, bias))
-    assert [(x.shape, x.dtype) for x in grads] == [(x.shape, x.dtype) for x in (*rows, bias)]
-
-
-@needs_triton
-def test_tensors_on_the_cpu_need_the_interpreter(monkeypatch):
-    from hf_efficient_attn.ops import triton_gather_attend
-
-    monkeypatch.setattr(triton_gather_attend, "_INTERPRETED", False)
-    with pytest.raises(RuntimeError, match="set TRITON_INTERPRET=1"):
-        gather_attend(*case(Sizes()), SCALE)
-
-
-@needs_triton
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_kernels_spill_no_registers(dtype):
-    """Compiled for compute capability 8.0, 9.0 and 10.0, with as much shared memory as all these devices have."""
-    command = [sys.executable, "-m", "recipes.benchmarks.triton_kernels", "--check"]
-    result = subprocess.run(
-        [*command, "--dtype", dtype, "--width", "64,128"],
-        env={**os.environ, "TRITON_INTERPRET": "0"},
-        capture_output=True,
-        text=True,
-        cwd=os.path.dirname(os.path.dirname(__file__)),
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    # Forward and backward for each width and architecture.
-    assert result.stdout.count(dtype) == 2 * 2 * 3
+    OnGpu.is_cuda, OnGpu.dtype, OnGpu.shape = True, torch.float32, (2, 45, 256)
+    assert gather.kernel_applies(OnGpu(), OnGpu())

@@ -6,11 +6,10 @@ Gimelshein 2018). The backward computes the weights anew from the lse, as in Fla
 share a key, so it adds the gradients of keys and values atomically to float32 buffers. Products have operands of the
 inputs' dtype and float32 sums.
 
-Only `hf_efficient_attn.ops.gather_attend` and other kernels import this module, and only for tensors that are computed
-by Triton. With TRITON_INTERPRET=1 in the environment before the first import of Triton, the kernels run on the CPU.
+Only `hf_efficient_attn.ops.gather` imports this module, and only for tensors that it computes. With TRITON_INTERPRET=1
+in the environment before the first import of Triton, the kernels run on the CPU.
 """
 
-import contextlib
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +48,7 @@ def tiling(block_q: int, dim: int, itemsize: int, backward: bool) -> Tiling:
     """The tiling for blocks of `block_q` queries.
 
     It keeps the programs within the 99 KiB of shared memory that all devices of compute capability 8.0 and later have,
-    and in half precision within their registers: `recipes.benchmarks.triton_kernels` compiles them.
+    and in half precision within their registers.
 
     Args:
         block_q: queries of a block.
@@ -271,19 +270,7 @@ def _strides(*tensors: Tensor) -> tuple[list[Tensor], list[int]]:
     return rows, [x.stride(dim) for x in rows for dim in (0, 1)]
 
 
-def _device(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
-    """The context in which kernels run on the device of a tensor."""
-    if tensor.is_cuda:
-        return torch.cuda.device(tensor.device)
-    if not _INTERPRETED:
-        raise RuntimeError(
-            f"Triton's kernels do not run on {tensor.device}: use a CUDA device, or set TRITON_INTERPRET=1 in the "
-            "environment before Triton is imported to interpret them on the CPU"
-        )
-    return contextlib.nullcontext()
-
-
-def forward(
+def gather_attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -293,50 +280,76 @@ def forward(
     block_q: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Output and lse; see `hf_efficient_attn.ops.gather_attend.gather_attend`."""
-    (batch_heads, q_len, _), value_dim = query.shape, value.shape[2]
-    out = value.new_empty(batch_heads, q_len, value_dim)
-    lse = torch.empty(batch_heads, q_len, dtype=torch.float32, device=query.device)
-    if not lse.numel():
-        return out, lse
-    grid, sizes, constants = _launch(query, key, value, index, block_q, backward=False)
-    rows, strides = _strides(query, key, value)
-    constants["HAS_ORDER"] = order is not None
-    plan = [index.contiguous(), log_weight.contiguous(), index if order is None else order.contiguous()]
-    with _device(query):
-        _forward_kernel[grid](*rows, *plan, out, lse, *strides, scale, q_len, block_q, *sizes, **constants)
-    return out, lse
+    """Attention of blocks of queries to keys by index, and its lse, by one kernel. Differentiable.
+
+    Args:
+        query: (BH, Nq, D), not float64.
+        key: (BH, Nk, D).
+        value: (BH, Nk, Dv).
+        index: (BH, T, K), int32 or int64, the keys of each block.
+        log_weight: float32 (BH, T, K), added to the scores; -inf for an unused entry, whose key is not read.
+        order: (BH, Nq), int32 or int64, the order in which the queries are cut into blocks, or None.
+        block_q: queries of a block, at least Nq / T.
+        scale: factor of the scores.
+
+    Returns:
+        out (BH, Nq, Dv) in the dtype of `value` and lse float32 (BH, Nq), by position of the queries; 0 and -inf for
+        queries without a key.
+    """
+    found: tuple[Tensor, Tensor] = _GatherAttend.apply(
+        query, key, value, index, log_weight, order, block_q, float(scale)
+    )
+    return found
 
 
-def backward(
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    index: Tensor,
-    log_weight: Tensor,
-    order: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    block_q: int,
-    scale: float,
-    with_log_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value and log-weights (empty unless `with_log_weight`)."""
-    grad_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    grad_key, grad_value = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (key, value))
-    grad_log_weight = torch.zeros(index.shape if with_log_weight else 0, dtype=torch.float32, device=query.device)
-    if grad_query.numel():
-        grid, sizes, constants = _launch(query, key, value, index, block_q, backward=True)
+class _GatherAttend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        index: Tensor,
+        log_weight: Tensor,
+        order: Tensor | None,
+        block_q: int,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        (batch_heads, q_len, _), value_dim = query.shape, value.shape[2]
+        out = value.new_empty(batch_heads, q_len, value_dim)
+        lse = torch.empty(batch_heads, q_len, dtype=torch.float32, device=query.device)
+        if not lse.numel():
+            return out, lse
+        grid, sizes, constants = _launch(query, key, value, index, block_q, backward=False)
         rows, strides = _strides(query, key, value)
-        constants |= {"HAS_ORDER": order is not None, "WITH_LOG_WEIGHT": with_log_weight}
+        constants["HAS_ORDER"] = order is not None
         plan = [index.contiguous(), log_weight.contiguous(), index if order is None else order.contiguous()]
-        known = [x.contiguous() for x in (out, lse, grad_out, grad_lse)]
-        grads = (grad_query, grad_key, grad_value, grad_log_weight)
-        lengths = (query.shape[1], key.shape[1])
-        with _device(query):
-            _backward_kernel[grid](
-                *rows, *plan, *known, *grads, *strides, scale, *lengths, block_q, *sizes, **constants
-            )
-    return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), grad_log_weight
+        with torch.cuda.device_of(query):
+            _forward_kernel[grid](*rows, *plan, out, lse, *strides, scale, q_len, block_q, *sizes, **constants)
+        return out, lse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        *tensors, ctx.block_q, ctx.scale = inputs
+        ctx.save_for_backward(*tensors, *output)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+        (query, key, value, index, log_weight, order, out, lse), block_q = ctx.saved_tensors, ctx.block_q
+        with_log_weight = ctx.needs_input_grad[4]
+        grad_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        grad_key, grad_value = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (key, value))
+        grad_log_weight = torch.zeros(index.shape if with_log_weight else 0, dtype=torch.float32, device=query.device)
+        if grad_query.numel():
+            grid, sizes, constants = _launch(query, key, value, index, block_q, backward=True)
+            rows, strides = _strides(query, key, value)
+            constants |= {"HAS_ORDER": order is not None, "WITH_LOG_WEIGHT": with_log_weight}
+            plan = [index.contiguous(), log_weight.contiguous(), index if order is None else order.contiguous()]
+            known = [x.contiguous() for x in (out, lse, grad_out, grad_lse)]
+            grads = (grad_query, grad_key, grad_value, grad_log_weight)
+            lengths = (query.shape[1], key.shape[1])
+            with torch.cuda.device_of(query):
+                _backward_kernel[grid](
+                    *rows, *plan, *known, *grads, *strides, ctx.scale, *lengths, block_q, *sizes, **constants
+                )
+        grads_of = (grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype))
+        return *grads_of, None, grad_log_weight if with_log_weight else None, None, None, None
