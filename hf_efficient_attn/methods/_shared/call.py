@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.methods._shared.arguments import Arguments, check_names, check_types, refuse_positional
 from hf_efficient_attn.methods._shared.config import MethodConfig
-from hf_efficient_attn.methods._shared.graph import is_operator, operator_forward
+from hf_efficient_attn.methods._shared.graph import call_in_graph, in_graph
 from hf_efficient_attn.methods._shared.learned_shapes import parameters_of_slice
 from hf_efficient_attn.methods._shared.registry import (
     AttentionForward,
@@ -375,8 +375,8 @@ def _compute(
     elif offset > 0:  # give queries to the keys before the first query, and drop their outputs below
         query = torch.cat((query.new_zeros(batch, num_heads, offset, head_dim), query), 2)
     key, value = _repeat_kv(query, key, value)
-    if form is method.forward and is_operator(config, (query, key, value), options):
-        form = operator_forward
+    if in_graph() and form in (method.forward, decode):
+        form = functools.partial(call_in_graph, "forward" if form is method.forward else "decode")
     if is_autocast:
         with torch.autocast(device_type, enabled=False):
             out = form(config, query, key, value, options)

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.ops.export import is_compiling
-from hf_efficient_attn.ops.random import draw_seed
+from hf_efficient_attn.ops.random import draw_seed, with_draws_of
 
 
 class _Part(NamedTuple):
@@ -78,15 +78,11 @@ def call_in_transform(
         for i, x in zip(index, tensors, strict=True):
             filled[i] = x
         given = pytree.tree_unflatten(filled, structure)
-        if not draws:
-            return function(*given)
-        devices = [] if tensors[0].device.type == "cpu" else [tensors[0].device]
-        with torch.random.fork_rng(devices, device_type=tensors[0].device.type if devices else "cuda"):
-            torch.manual_seed(seed)  # the gradient draws the same again
+        with with_draws_of(seed, tensors[0].device):  # the gradient draws the same again
             return function(*given)
 
     with torch._C._DisableFuncTorch():  # `vmap` forbids to draw, and to read a number back
-        seed = int(draw_seed(leaves[index[0]].device)) if draws else 0
+        seed = int(draw_seed(leaves[index[0]].device)) if draws else None
     out: Tensor = _apply(_Part(of_tensors, name, by_rows, draws), *(leaves[i] for i in index))
     return out
 
