@@ -30,13 +30,9 @@ Departures from the paper, and the reasons:
   Each interval has num_landmarks / 2 summaries of its own tokens. A fixed grid of chunks would cost N^2 / chunk size.
 
 EVA never switches by length. With up to window_size keys, all of them are in the near field and the output is exact.
-The computation is in `hf_efficient_attn.ops.chunk_summaries` and, for the causal form, in
-`hf_efficient_attn.ops.interval_summaries`. On an accelerator the causal form takes few launches
-(`hf_efficient_attn.ops.interval_levels`) if window_size / num_landmarks is 1, 2, 4, ...
+The computation is in `hf_efficient_attn.ops.chunks`.
 """
 
-import functools
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -45,18 +41,20 @@ from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
-from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
+from hf_efficient_attn.methods._shared.heads import unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
-from hf_efficient_attn.ops.accelerator import backend
-from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, take, valid_first
-from hf_efficient_attn.ops.chunk_summaries import Heads, window_attention
-from hf_efficient_attn.ops.chunk_windows import kept_plan, plan_windows, query_blocks, window_sizes
+from hf_efficient_attn.ops.blocks import ceil_div
+from hf_efficient_attn.ops.chunks import (
+    Heads,
+    Masks,
+    interval_attention,
+    plan_intervals,
+    window_attention,
+    window_sizes,
+)
 from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.exact import exact_decode
-from hf_efficient_attn.ops.interval_levels import interval_level_attention, interval_sizes
-from hf_efficient_attn.ops.interval_summaries import causal_summary_attention, plan_interval_chunks
 from hf_efficient_attn.ops.partial import accumulation_dtype
-from hf_efficient_attn.ops.ragged_windows import Masks, ragged_window_attention
 from hf_efficient_attn.ops.random import Seed, head_slice, normal
 
 # Streams of random numbers: one for the chunks, and one for each level of groups or intervals.
@@ -139,19 +137,17 @@ def _maps(config: EvaConfig, query: Tensor, options: AttentionOptions) -> list[T
 
 
 def _noise(config: EvaConfig, query: Tensor, options: AttentionOptions, num_chunks: int, stream: int) -> Tensor | None:
-    """Standard normal numbers (BH, num_chunks, D) for query (B, H, Nq, D); None if omega is not drawn.
+    """Standard normal numbers (H, num_chunks, D) for query (B, H, Nq, D); None if omega is not drawn.
 
     The numbers of a chunk depend on its index, not on the number of chunks.
     """
     if config.proposal == "mean":
         return None
-    batch, num_heads, _, head_dim = query.shape
+    _, num_heads, _, head_dim = query.shape
     seed, dtype, device = options.seed, accumulation_dtype(query.dtype), query.device
     # What is kept is rounded up, so that sequences of all lengths have few different ones.
     sizes = 1 << (num_chunks - 1).bit_length(), num_heads, head_dim, seed, stream, dtype
-    drawn = constant(_draw, *sizes, device=device)
-    drawn = drawn[:, :num_chunks]
-    return drawn if batch == 1 else drawn.repeat(batch, 1, 1)
+    return constant(_draw, *sizes, device=device)[:, :num_chunks]
 
 
 def _draw(
@@ -175,14 +171,6 @@ def _resolve(query_mask: QueryMask, query: Tensor, key: Tensor, key_mask: Tensor
     return query.shape[2] == key.shape[2], key_mask if query.shape[2] == key.shape[2] else None
 
 
-class _Order(NamedTuple):
-    """Orders that put valid tokens first, (BH, Nk) and (BH, Nq), and the query mask (BH, Nq); None without padding."""
-
-    key_order: Tensor | None
-    query_order: Tensor | None
-    query_mask: Tensor | None
-
-
 def forward(
     config: EvaConfig,
     query: Tensor,
@@ -193,95 +181,24 @@ def forward(
 ) -> Tensor:
     """Fast form; see `register_method`. FLuRKA, whose keys are not tokens, also gives the mask of the queries."""
     same_tokens, query_mask = _resolve(query_mask, query, key, options.key_mask)
-    maps = _maps(config, query, options)
-    if not options.is_causal and backend(query) != "cpu" and not (same_tokens and options.key_mask is None):
-        sizes = window_sizes(key.shape[2], config.window_size, config.num_landmarks, masked=True)
-        if not sizes.level:
-            noise = _noise(config, query[:1], options, sizes.num_chunks, _CHUNKS)
-            masks_of_tokens = Masks(options.key_mask, query_mask, same_tokens)
-            attend = functools.partial(ragged_window_attention, sizes=sizes, scale=options.scale)
-            return attend(Heads(query, key, value, *maps), masks_of_tokens, noise, dropout_p=options.dropout_p)
-    maps = [None if x is None else x.repeat(query.shape[0], 1, 1) for x in maps]
-    masks = [None if x is None else valid_first(x) for x in (options.key_mask, query_mask)]
-    order = _Order(*(_repeat_for_heads(x, query) for x in (*masks, query_mask)))
+    masked = None if query_mask is None else ~query_mask[:, None, :, None]
+    query = query if masked is None else query.masked_fill(masked, 0.0)
+    heads, call = Heads(query, key, value, *_maps(config, query, options)), (options.scale, options.dropout_p)
     if options.is_causal:
-        attention, plan = _causal_form(config, query, options)
+        block = max(1, config.window_size // 2)
+        plan = plan_intervals(query.shape[2], block, max(1, config.num_landmarks // 2))
+        noises = [_noise(config, query, options, x.num_chunks, _LEVELS + i) for i, x in enumerate(plan)]
+        out = interval_attention(
+            heads, options.key_mask, noises, plan=plan, block=block, scale=call[0], dropout_p=call[1]
+        )
     else:
-        attention, plan = _bidirectional_form(config, query, key, options, same_tokens, query_mask)
-
-    def some_heads(*tensors: Tensor | None) -> Tensor:
-        heads, order = Heads._make(tensors[:5]), _Order._make(tensors[5:8])
-        if order.key_order is not None:
-            heads = heads._replace(key=take(heads.key, order.key_order), value=take(heads.value, order.key_order))
-        if order.query_order is None or order.query_mask is None:
-            return attention(heads, tensors[8:])
-        masked = ~order.query_mask[:, :, None]
-        heads = heads._replace(query=take(heads.query.masked_fill(masked, 0.0), order.query_order))
-        return take(attention(heads, tensors[8:]), inverse(order.query_order)).masked_fill(masked, 0.0)
-
-    flat = flatten_heads(query, key, value, None)[:3]
-    return unflatten_heads(chunked_over_heads(some_heads, *flat, *maps, *order, *plan), query.shape)
-
-
-def _repeat_for_heads(x: Tensor | None, query: Tensor) -> Tensor | None:
-    """Repeat (B, ...) for every head, or (1, ...) for every batch row and head, of query (B, H, Nq, D): (BH, ...)."""
-    if x is None:
-        return None
-    batch, num_heads = query.shape[:2]
-    return x.expand(batch * num_heads, *x.shape[1:]) if x.shape[0] == 1 else x.repeat_interleave(num_heads, 0)
-
-
-# attention(heads, tensors) computes some heads. Its `tensors` are the parts of the second element for these heads.
-_Form: TypeAlias = tuple[Callable[[Heads, Sequence[Tensor | None]], Tensor], Sequence[Tensor | None]]
-
-
-def _bidirectional_form(
-    config: EvaConfig,
-    query: Tensor,
-    key: Tensor,
-    options: AttentionOptions,
-    same_tokens: bool,
-    query_mask: Tensor | None,
-) -> _Form:
-    """Cut the keys into windows and chunks, and draw the noise of each chunk and group of windows."""
-
-    def count(x: Tensor, mask: Tensor | None) -> Tensor:
-        """Number of valid tokens, int64 (B, 1), or (1, 1) without a mask."""
-        return torch.full((1, 1), x.shape[2], device=x.device) if mask is None else mask.sum(1, keepdim=True)
-
-    masked, q_len, kv_len = options.key_mask is not None, query.shape[2], key.shape[2]
-    sizes = window_sizes(kv_len, config.window_size, config.num_landmarks, masked)
-    if not masked and query_mask is None:
-        block_q = sizes.window if same_tokens else ceil_div(sizes.window * q_len, kv_len)
-        dtype, other_queries = accumulation_dtype(key.dtype), None if same_tokens else q_len
-        plan = kept_plan(sizes, other_queries, dtype, key.device)
-    else:
-        num_keys, blocks = count(key, options.key_mask), None
-        if not same_tokens:
-            blocks = query_blocks(sizes, num_keys, count(query, query_mask), q_len, True)
-        block_q = sizes.window if blocks is None else blocks.block_q
-        plan = plan_windows(sizes, num_keys, blocks)
-    attention = functools.partial(
-        window_attention, sizes=sizes, block_q=block_q, scale=options.scale, dropout_p=options.dropout_p
-    )
-    tensors = [_repeat_for_heads(x, query) for x in plan]
-    noises = [_noise(config, query, options, n, _CHUNKS + i) for i, n in enumerate(sizes.summaries)]
-    return attention, tensors + noises
-
-
-def _causal_form(config: EvaConfig, query: Tensor, options: AttentionOptions) -> _Form:
-    """Cut the intervals of each level into chunks, and draw their noise."""
-    block = max(1, config.window_size // 2)
-    plan = plan_interval_chunks(query.shape[2], block, max(1, config.num_landmarks // 2))
-    noises = [
-        None if level.chunk == 1 else _noise(config, query, options, level.num_chunks, _LEVELS + i)
-        for i, level in enumerate(plan)
-    ]
-    sizes = interval_sizes(query.shape[2], block, max(1, config.num_landmarks // 2))
-    scale, dropout_p = options.scale, options.dropout_p
-    if backend(query) != "cpu" and scale != 0.0 and sizes is not None:
-        return functools.partial(interval_level_attention, sizes=sizes, scale=scale, dropout_p=dropout_p), noises
-    return functools.partial(causal_summary_attention, plan=plan, block=block, scale=scale, dropout_p=dropout_p), noises
+        is_masked = options.key_mask is not None
+        sizes = window_sizes(key.shape[2], config.window_size, config.num_landmarks, is_masked)
+        noises = [_noise(config, query, options, n, _CHUNKS + i) for i, n in enumerate(sizes.summaries)]
+        masks = Masks(options.key_mask, query_mask, same_tokens)
+        out = window_attention(heads, masks, noises, sizes=sizes, scale=call[0], dropout_p=call[1])
+    out = unflatten_heads(out, query.shape)
+    return out if masked is None else out.masked_fill(masked, 0.0)
 
 
 def decode(config: EvaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
