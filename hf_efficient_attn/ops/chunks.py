@@ -9,7 +9,7 @@ The forms move valid tokens before masked ones: of n valid keys the positions ar
 is B, or 1 if all batch rows are alike because nothing is masked.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from hf_efficient_attn.ops.blocks import ceil_div, inverse, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.constants import integers
 from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, partial_attention
+from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, merge, partial_attention
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
 
@@ -340,9 +340,7 @@ class IntervalChunks(NamedTuple):
     """The chunks of the causal form on one level of intervals.
 
     The completed blocks before the two that a query sees exactly are split into intervals of 1, 2, 4, ... blocks by the
-    binary digits of their number. So on a level with intervals of L tokens, a query that does not see an interval of
-    the level is followed, L queries later, by one that does: the tokens are pairs of intervals, and the queries of the
-    right one, counted from block 1 on, see the left one.
+    binary digits of their number. So on each level the tokens are pairs of intervals, of which the left one is seen.
 
     Attributes:
         num_intervals: intervals of this level that are seen.
@@ -358,6 +356,10 @@ class IntervalChunks(NamedTuple):
     def num_chunks(self) -> int:
         """Chunks of an interval."""
         return ceil_div(self.interval, self.chunk)
+
+    def counts(self, most: int) -> Tensor:
+        """The number of tokens of the chunks of an interval, and 0 after the last one: float64 (most,)."""
+        return (self.interval - torch.arange(most, dtype=torch.float64) * self.chunk).clamp(0, self.chunk)
 
 
 def plan_intervals(length: int, block: int, max_chunks: int) -> list[IntervalChunks]:
@@ -424,52 +426,49 @@ def _after_first_block(
     dropout_p: float,
 ) -> Tensor:
     """The causal form for the queries from block 1 on: (BH, N - block, Dv)."""
-    query, q_len = heads.query[:, block:], heads.query.shape[1] - block
-    keys, values = (pad_to_blocks(x, block) for x in heads[1:3])
+    queries, keys, values = (pad_to_blocks(x, block) for x in heads[:3])
+    queries, num_blocks, device = queries[:, 1:], queries.shape[1] - 1, queries.device
     keys, values = (torch.cat((x[:, :-1], x[:, 1:]), 2) for x in (keys, values))
-    bias = mask_bias(_causal_pairs(block, query.device), query.dtype)[None, None]
-    near = partial_attention(pad_to_blocks(query, block), keys, values, bias, scale=scale, dropout_p=dropout_p)
-    near = Partial(*(x.flatten(1, 2)[:, :q_len] for x in near))
-    parts: list[list[Partial]] = []
-    for level, noise in zip(plan, noises, strict=True):
-        keys, values = _interval_summaries(level, heads, noise, scale)
-        counts = torch.full((level.num_chunks,), level.chunk, dtype=near.lse.dtype, device=query.device)
-        counts[-1] = level.interval - (level.num_chunks - 1) * level.chunk
-        queries = _right_intervals(query, level)
-        sizes = [x.shape[1] for x in queries]
-        parts.append(
-            [
-                partial_attention(q, k, v, counts.log()[None, None, None], scale=scale, dropout_p=dropout_p)
-                for q, k, v in zip(queries, keys.split(sizes, 1), values.split(sizes, 1), strict=True)
-            ]
+    bias = mask_bias(_causal_pairs(block, device), queries.dtype)[None, None]
+    out = partial_attention(queries, keys, values, bias, scale=scale, dropout_p=dropout_p)
+    if plan:
+        # The summaries of the intervals of all levels, (BH, J, M, .). Those that an interval lacks have no weight.
+        most = max(level.num_chunks for level in plan)
+        levels = [_interval_summaries(level, heads, noise, scale) for level, noise in zip(plan, noises, strict=True)]
+        keys, values = (
+            torch.cat([pad(x, (0, 0, 0, most - x.shape[2])) for x in some], 1) for some in zip(*levels, strict=True)
         )
-    # Most parts have at most half of the queries, so they are added to views of one output.
-    lses = near.lse.new_full((len(plan) + 1, *near.lse.shape), -torch.inf)
-    lses[0] = near.lse
-    for i, (level, own) in enumerate(zip(plan, parts, strict=True), 1):
-        for view, part in zip(_right_intervals(lses[i], level), own, strict=True):
-            view.copy_(part.lse)
-    weights = lses.softmax(0).to(near.out.dtype)  # defined, because a query attends to itself
-    out = near.out * weights[0].unsqueeze(-1)
-    for level, own, weight in zip(plan, parts, weights[1:], strict=True):
-        views = zip(_right_intervals(out, level), _right_intervals(weight, level), own, strict=True)
-        for view, own_weight, part in views:
-            view.addcmul_(part.out, own_weight.unsqueeze(-1))
-    return out
+        counts = torch.cat([level.counts(most).expand(level.num_intervals, -1) for level in plan])
+        bias = counts.log().to(device, out.lse.dtype)
+        # Block 1 sees no interval.
+        parts = [Partial(torch.zeros_like(out.out[:, :1]), torch.full_like(out.lse[:, :1], -torch.inf))]
+        order = [integers(1, device)]
+        for index, rows in _seen_intervals(num_blocks, plan):
+            index, rows, seen = index.to(device), rows.to(device), (len(index), -1)
+            order.append(index)
+            own_keys, own_values, own_bias = (
+                x.index_select(1, rows).unflatten(1, seen).flatten(2, 3) for x in (keys, values, bias[None])
+            )
+            tensors = queries.index_select(1, index), own_keys, own_values, own_bias.unsqueeze(2)
+            parts.append(partial_attention(*tensors, scale=scale, dropout_p=dropout_p))
+        rank = torch.cat(order).argsort()
+        out = merge(out, Partial(*(torch.cat(x, 1).index_select(1, rank) for x in zip(*parts, strict=True))))
+    return out.out.flatten(1, 2)[:, : heads.query.shape[1] - block]
 
 
-def _right_intervals(x: Tensor, level: IntervalChunks) -> list[Tensor]:
-    """Views of the queries from block 1 on, x (BH, Nq, ...), that see the intervals of a level: (BH, J, L, ...) each.
+def _seen_intervals(num_blocks: int, plan: Sequence[IntervalChunks]) -> Iterator[tuple[Tensor, Tensor]]:
+    """For 1, 2, ... intervals the blocks, from block 1 on, that see so many, int64 (T,), and these, int64 (T * count,).
 
-    The first is of complete intervals. The last interval may have fewer queries.
+    The intervals of all levels are counted one level after the other.
     """
-    length, views = level.interval, []
-    complete = x.shape[1] // (2 * length)
-    if complete:
-        views.append(x[:, : complete * 2 * length].unflatten(1, (complete, 2, length))[:, :, 1])
-    if complete < level.num_intervals:
-        views.append(x[:, None, (2 * complete + 1) * length :])
-    return views
+    level, block = torch.arange(len(plan)), torch.arange(num_blocks)[:, None]
+    is_seen = (block >> level) % 2 == 1
+    counts = torch.tensor([level.num_intervals for level in plan])
+    row = counts.cumsum(0) - counts + (block >> (level + 1))
+    for number in range(1, len(plan) + 1):
+        index = (is_seen.sum(1) == number).nonzero()[:, 0]
+        if len(index):
+            yield index, row[index][is_seen[index]]
 
 
 def _interval_summaries(
