@@ -1,5 +1,6 @@
 """Landmarks, which are means of segments of the valid tokens; pseudo-inverses; and attention to a few keys."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,10 +28,12 @@ class Segments(NamedTuple):
         sizes: int64 (R, L), the number of tokens of each segment; R is B, or 1 without a mask.
         lengths: int64 (R, L), how many positions each segment covers, masked ones included. A segment begins where the
             one before it ends.
+        equal: whether the segments are known to be equal parts of the sequence.
     """
 
     sizes: Tensor
     lengths: Tensor
+    equal: bool
 
 
 def segment_sizes(num_tokens: Tensor, num_segments: int) -> Tensor:
@@ -58,11 +61,14 @@ def find_segments(key_mask: Tensor | None, total: int, own: slice, num_segments:
         ends = torch.searchsorted(rank, sizes.cumsum(1)) + 1
     ends = ends.clamp(own.start, own.stop) - own.start
     ends[:, -1] = own.stop - own.start  # with the padding behind the last token
-    return Segments(sizes, ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1])))
+    equal = key_mask is None and own == slice(0, total) and total % num_segments == 0
+    return Segments(sizes, ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1])), equal)
 
 
 def segment_sums(x: Tensor, segments: Segments) -> Tensor:
     """The sums of the segments of x (B, H, N, D), which is 0 at masked tokens: (B, H, L, D), accumulated."""
+    if segments.equal:  # a fifth of the time
+        return x.unflatten(2, (segments.sizes.shape[1], -1)).sum(3, dtype=accumulation_dtype(x.dtype))
     lengths = segments.lengths[:, None].expand(*x.shape[:2], -1).contiguous()
     return torch.segment_reduce(x.to(accumulation_dtype(x.dtype)), "sum", lengths=lengths, axis=2, unsafe=True)
 
@@ -135,12 +141,14 @@ def landmark_attention(
     part = partial_attention(queries[:, None], *tokens, bias, scale=options.scale)  # B V
     if shards is not None:
         part = merge(*gather_partials(Partial(part.out.to(acc_dtype), part.lse), shards.group))
-    empty = [(x.sizes == 0).expand(batch, -1).repeat_interleave(num_heads, 0) for x in (segments, of_queries)]
-    middle = _landmark_weights(queries.to(acc_dtype), keys.to(acc_dtype), *empty, options.scale)
+    empty = None
+    if all_keys[0] is not None:
+        empty = [(x.sizes == 0).expand(batch, -1).repeat_interleave(num_heads, 0) for x in (segments, of_queries)]
+    middle = _landmark_weights(queries.to(acc_dtype), keys.to(acc_dtype), empty, options.scale)
     values = part.out[:, 0].to(acc_dtype)
     values = iterative_pinv(middle, options.iterations) @ values if options.iterations else damped_solve(middle, values)
     landmark_bias = None
-    if any_few:
+    if empty is not None and any_few:
         # With the values of the tokens in place of Z B V, F Z B V is exact attention.
         values = torch.where(few.repeat_interleave(num_heads)[:, None, None], means[2], values)
         landmark_bias = mask_bias(~empty[0], acc_dtype)
@@ -156,12 +164,18 @@ def _all_heads(x: Tensor, num_heads: int) -> Tensor:
     return (x if groups == 1 else x.repeat_interleave(groups, 1)).flatten(0, 1)
 
 
-def _landmark_weights(queries: Tensor, keys: Tensor, empty: Tensor, empty_queries: Tensor, scale: float) -> Tensor:
-    """A = softmax(Q~ K~^T) (BH, L, L) for landmarks (BH, L, D); 0 in the columns and rows of empty segments."""
+def _landmark_weights(queries: Tensor, keys: Tensor, empty: Sequence[Tensor] | None, scale: float) -> Tensor:
+    """A = softmax(Q~ K~^T) (BH, L, L) for landmarks (BH, L, D); 0 in the columns and rows of empty segments.
+
+    `empty` tells which segments of keys and of queries have no token, bool (BH, L) each.
+    """
+    scores = queries @ keys.mT * scale
+    if empty is None:
+        return scores.softmax(-1)
     # If all segments are empty, their scores stay finite, because the gradient of softmax over -inf only is NaN.
-    excluded = empty & ~empty.all(1, keepdim=True)
-    scores = (queries @ keys.mT * scale).masked_fill(excluded.unsqueeze(1), -torch.inf)
-    return scores.softmax(-1).masked_fill(empty.unsqueeze(1) | empty_queries.unsqueeze(2), 0.0)
+    excluded = empty[0] & ~empty[0].all(1, keepdim=True)
+    weights = scores.masked_fill(excluded.unsqueeze(1), -torch.inf).softmax(-1)
+    return weights.masked_fill(empty[0].unsqueeze(1) | empty[1].unsqueeze(2), 0.0)
 
 
 def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
