@@ -8,11 +8,7 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.methods import get_method
 from instances import INSTANCES, Instance, inputs, padding_mask
 
-FORMS = [
-    pytest.param(i, c, id=f"{i}{'-causal' if c else ''}")
-    for i in INSTANCES
-    for c in i.forms
-]
+FORMS = [pytest.param(i, c, id=f"{i}{'-causal' if c else ''}") for i in INSTANCES for c in i.forms]
 
 
 class Graphs:
