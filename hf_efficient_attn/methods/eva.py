@@ -33,8 +33,9 @@ EVA never switches by length. With up to window_size keys, all of them are in th
 The computation is in `hf_efficient_attn.ops.chunks`.
 """
 
+import functools
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -43,23 +44,21 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
-from hf_efficient_attn.ops.blocks import ceil_div
 from hf_efficient_attn.ops.chunks import (
     Heads,
     Masks,
     interval_attention,
-    plan_intervals,
+    interval_sizes,
     window_attention,
     window_sizes,
 )
-from hf_efficient_attn.ops.constants import constant
+from hf_efficient_attn.ops.chunks_naive import interval_chunks, summary_attention_naive, window_chunks
 from hf_efficient_attn.ops.exact import exact_decode
 from hf_efficient_attn.ops.partial import accumulation_dtype
-from hf_efficient_attn.ops.random import Seed, head_slice, normal
+from hf_efficient_attn.ops.random import head_slice, normal
 
-# Streams of random numbers: one for the chunks, and one for each level of groups or intervals.
+# Streams of random numbers: one for the chunks, and the following ones for the levels of groups or intervals.
 _CHUNKS = 40
-_LEVELS = _CHUNKS + 1
 _MAPS = ("proposal_query", "proposal_key")
 
 # bool (B, Nq), the queries that count and have an output; None if all do. "keys": the key mask if there are as many
@@ -95,14 +94,23 @@ class EvaConfig(MethodConfig):
     seed: int = option(0, "Seed of the draws of 'normal' and 'learned'.", minimum=0)
 
     @property
+    def block(self) -> int:
+        """Tokens of a block in the causal form, whose near field is two blocks."""
+        return max(1, self.window_size // 2)
+
+    @property
+    def interval_chunks(self) -> int:
+        """Chunks of an interval of blocks in the causal form."""
+        return max(1, self.num_landmarks // 2)
+
+    @property
     def exact_length(self) -> int:
         """The window, or more if the chunks next to it have one key each. The smaller number of the two forms counts.
 
         The causal form has two blocks of half a window, so an odd window counts as one key less there.
         """
-        block, chunks = max(1, self.window_size // 2), max(1, self.num_landmarks // 2)
         # An interval of 1, 2, 4, ... blocks is exact if it has at least as many chunks as keys.
-        causal = block * (1 + (1 << (chunks // block).bit_length()))
+        causal = self.block * (1 + (1 << (self.interval_chunks // self.block).bit_length()))
         return min(causal, self.window_size * max(1, self.num_landmarks // self.window_size))
 
     def with_budget(self, columns: int) -> "EvaConfig":
@@ -143,32 +151,18 @@ def _noise(config: EvaConfig, query: Tensor, options: AttentionOptions, num_chun
     """
     if config.proposal == "mean":
         return None
-    _, num_heads, _, head_dim = query.shape
-    seed, dtype, device = options.seed, accumulation_dtype(query.dtype), query.device
-    # What is kept is rounded up, so that sequences of all lengths have few different ones.
-    sizes = 1 << (num_chunks - 1).bit_length(), num_heads, head_dim, seed, stream, dtype
-    return constant(_draw, *sizes, device=device)[:, :num_chunks]
+    first, total = head_slice(options.seed, query.shape[1])
+    # The numbers are kept, so that sequences of all lengths should need few different sets of them.
+    shape = 1 << (num_chunks - 1).bit_length(), total, query.shape[3]
+    drawn = normal(shape, options.seed, stream, query.device)[:num_chunks, first : first + query.shape[1]]
+    return drawn.transpose(0, 1).to(accumulation_dtype(query.dtype))
 
 
-def _draw(
-    num_chunks: int,
-    num_heads: int,
-    head_dim: int,
-    seed: Seed,
-    stream: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    first, total = head_slice(seed, num_heads)
-    drawn = normal((num_chunks, total, head_dim), seed, stream, device)[:, first : first + num_heads]
-    return drawn.to(dtype).transpose(0, 1).contiguous()
-
-
-def _resolve(query_mask: QueryMask, query: Tensor, key: Tensor, key_mask: Tensor | None) -> tuple[bool, Tensor | None]:
-    """Whether the queries are the keys' own tokens, and the query mask (B, Nq) or None."""
+def _masks(query_mask: QueryMask, query: Tensor, key: Tensor, key_mask: Tensor | None) -> Masks:
     if isinstance(query_mask, Tensor) or query_mask is None:
-        return False, query_mask
-    return query.shape[2] == key.shape[2], key_mask if query.shape[2] == key.shape[2] else None
+        return Masks(key_mask, query_mask, False)
+    same_tokens = query.shape[2] == key.shape[2]
+    return Masks(key_mask, key_mask if same_tokens else None, same_tokens)
 
 
 def forward(
@@ -180,25 +174,20 @@ def forward(
     query_mask: QueryMask = "keys",
 ) -> Tensor:
     """Fast form; see `register_method`. FLuRKA, whose keys are not tokens, also gives the mask of the queries."""
-    same_tokens, query_mask = _resolve(query_mask, query, key, options.key_mask)
-    masked = None if query_mask is None else ~query_mask[:, None, :, None]
-    query = query if masked is None else query.masked_fill(masked, 0.0)
+    masks = _masks(query_mask, query, key, options.key_mask)
+    excluded = None if masks.queries is None else ~masks.queries[:, None, :, None]
+    query = query if excluded is None else query.masked_fill(excluded, 0.0)
     heads, call = Heads(query, key, value, *_maps(config, query, options)), (options.scale, options.dropout_p)
     if options.is_causal:
-        block = max(1, config.window_size // 2)
-        plan = plan_intervals(query.shape[2], block, max(1, config.num_landmarks // 2))
-        noises = [_noise(config, query, options, x.num_chunks, _LEVELS + i) for i, x in enumerate(plan)]
-        out = interval_attention(
-            heads, options.key_mask, noises, plan=plan, block=block, scale=call[0], dropout_p=call[1]
-        )
+        cut = interval_sizes(query.shape[2], config.block, config.interval_chunks)
+        noises = [_noise(config, query, options, x.num_chunks, _CHUNKS + i) for i, x in enumerate(cut.levels, 1)]
+        out = interval_attention(heads, options.key_mask, noises, cut, *call)
     else:
-        is_masked = options.key_mask is not None
-        sizes = window_sizes(key.shape[2], config.window_size, config.num_landmarks, is_masked)
+        sizes = window_sizes(key.shape[2], config.window_size, config.num_landmarks, masks.keys is not None)
         noises = [_noise(config, query, options, n, _CHUNKS + i) for i, n in enumerate(sizes.summaries)]
-        masks = Masks(options.key_mask, query_mask, same_tokens)
-        out = window_attention(heads, masks, noises, sizes=sizes, scale=call[0], dropout_p=call[1])
+        out = window_attention(heads, masks, noises, sizes, *call)
     out = unflatten_heads(out, query.shape)
-    return out if masked is None else out.masked_fill(masked, 0.0)
+    return out if excluded is None else out.masked_fill(excluded, 0.0)
 
 
 def decode(config: EvaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -215,89 +204,18 @@ def naive(
     query_mask: QueryMask = "keys",
 ) -> Tensor:
     """Readable form: one batch row at a time without its padding, chunk by chunk, with dense scores."""
-    out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=torch.float64)
-    maps = [None if x is None else x.double() for x in _maps(config, query, options)]
-    query_mask, root = _resolve(query_mask, query, key, options.key_mask)[1], abs(options.scale) ** 0.5
-    for b in range(query.shape[0]):
-        valid_q, valid_k = (
-            x.new_ones(x.shape[2], dtype=torch.bool) if mask is None else mask[b]
-            for x, mask in ((query, query_mask), (key, options.key_mask))
-        )
-        q, k, v = query[b][:, valid_q].double(), key[b][:, valid_k].double(), value[b][:, valid_k].double()
-        num_queries, num_keys = q.shape[1], k.shape[1]
-        if not num_queries or not num_keys:
-            continue
-        # The position of each query among the keys.
-        position = torch.arange(num_queries, device=q.device) * num_keys // num_queries
-        all_positions = torch.arange(num_keys, device=q.device)
-        near, chunks = (_causal_chunks if options.is_causal else _bidirectional_chunks)(config, all_positions)
-        seen, keys, values, bias = [near[position]], [k], [v], [q.new_zeros(num_keys)]
-        for start, stop, seen_from, stream, number in chunks:
-            noise = _noise(config, q[None], options, number + 1, stream)
-            queries = q[:, start * num_queries // num_keys : ceil_div(stop * num_queries, num_keys)]
-            means = queries.mean(1), k[:, start:stop].mean(1)
-            mu = [x if w is None else torch.einsum("hde,he->hd", w, x) for x, w in zip(means, maps, strict=True)]
-            omega = root * (mu[0] * (1 if options.scale >= 0 else -1) + mu[1]) + (
-                0.0 if noise is None else noise[:, -1]
-            )
-            scaled = root * k[:, start:stop]
-            xi = (torch.einsum("hd,hmd->hm", omega, scaled) - scaled.square().sum(-1) / 2).softmax(-1)
-            keys.append(means[1][:, None])
-            values.append(torch.einsum("hm,hmd->hd", xi, v[:, start:stop])[:, None])
-            bias.append(q.new_tensor([stop - start]).log())
-            seen.append(seen_from[position, None])
-        scores = q @ torch.cat(keys, 1).transpose(1, 2) * options.scale + torch.cat(bias)
-        weights = scores.masked_fill(~torch.cat(seen, 1), -torch.inf).softmax(-1)
-        out[b, :, valid_q] = weights @ torch.cat(values, 1)
-    return out.to(value.dtype)
+    heads = Heads(query, key, value, *_maps(config, query, options))
+    masks = _masks(query_mask, query, key, options.key_mask)
+    if options.is_causal:
+        cut = functools.partial(interval_chunks, block_size=config.block, most=config.interval_chunks)
+    else:
+        cut = functools.partial(window_chunks, window_size=config.window_size, landmarks=config.num_landmarks)
 
+    def draw(stream: int, number: int) -> Tensor | float:
+        drawn = _noise(config, query, options, number + 1, _CHUNKS + stream)
+        return 0.0 if drawn is None else drawn[:, number]
 
-class _Chunk(NamedTuple):
-    """Tokens start .. stop - 1, bool (N,) the positions that see the summary, and the stream and number of its draw."""
-
-    start: int
-    stop: int
-    seen_from: Tensor
-    stream: int
-    number: int
-
-
-def _bidirectional_chunks(config: EvaConfig, position: Tensor) -> tuple[Tensor, list[_Chunk]]:
-    """The near field, bool (N, N), and the chunks for the positions (N,) of all keys."""
-    num_keys, window_size, landmarks = len(position), config.window_size, config.num_landmarks
-    window, num_windows = position // window_size, max(1, ceil_div(num_keys, window_size))
-    chunks, level = [], 0
-    while ceil_div(num_windows, 1 << level) > landmarks:
-        size = window_size << level
-        for index, start in enumerate(range(0, num_keys, size)):
-            # Seen from the other half of the next larger group, if that lies in the window's own chunk.
-            seen_from = window >> level == index ^ 1
-            chunks.append(_Chunk(start, min(start + size, num_keys), seen_from, _LEVELS + level, index))
-        level += 1
-    size, parts = window_size << level, max(1, min(window_size, landmarks // num_windows))
-    for index in range(ceil_div(num_keys, size) * parts):
-        group, part = divmod(index, parts)
-        start, stop = (min(num_keys, group * size + p * size // parts) for p in (part, part + 1))
-        if start < stop:
-            chunks.append(_Chunk(start, stop, window >> level != group, _CHUNKS, index))
-    return window[:, None] == window, chunks
-
-
-def _causal_chunks(config: EvaConfig, position: Tensor) -> tuple[Tensor, list[_Chunk]]:
-    """The same for the causal form."""
-    num_keys, block_size = len(position), max(1, config.window_size // 2)
-    block, chunks = position // block_size, []
-    for level in range(num_keys.bit_length()):
-        interval, completed = block_size << level, (block - 1).clamp(min=0) >> level
-        size = ceil_div(interval, min(interval, max(1, config.num_landmarks // 2)))
-        for number in range(0, num_keys // interval, 2):
-            seen_from = (completed & 1 == 1) & (completed - 1 == number)
-            for index in range(ceil_div(interval, size)):
-                start = number * interval + index * size
-                stop = min(start + size, (number + 1) * interval)
-                chunks.append(_Chunk(start, stop, seen_from, _LEVELS + level, index))
-    near = (position <= position[:, None]) & (block >= block[:, None] - 1)
-    return near, [chunk for chunk in chunks if chunk.seen_from.any()]
+    return summary_attention_naive(heads, masks, cut, draw, options.scale).to(value.dtype)
 
 
 register_method(EvaConfig, forward=forward, naive=naive, decode=decode, initial_parameters=initial_parameters)

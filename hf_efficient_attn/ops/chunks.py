@@ -9,7 +9,8 @@ The forms move valid tokens before masked ones: of n valid keys the positions ar
 is B, or 1 if all batch rows are alike because nothing is masked.
 """
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -171,7 +172,7 @@ class _Plan(NamedTuple):
 
 
 def window_attention(
-    heads: Heads, masks: Masks, noises: Sequence[Tensor | None], *, sizes: WindowSizes, scale: float, dropout_p: float
+    heads: Heads, masks: Masks, noises: Sequence[Tensor | None], sizes: WindowSizes, scale: float, dropout_p: float
 ) -> Tensor:
     """The bidirectional form: (BH, Nq, Dv).
 
@@ -336,50 +337,50 @@ def _mean_queries(query: Tensor, query_mask: Tensor | None, start: Tensor, stop:
 # --- the causal form ---
 
 
-class IntervalChunks(NamedTuple):
-    """The chunks of the causal form on one level of intervals.
+class Level(NamedTuple):
+    """Intervals of `length` tokens, of which `count` are seen, and the tokens of their chunks; the last has the rest."""
 
-    The completed blocks before the two that a query sees exactly are split into intervals of 1, 2, 4, ... blocks by the
-    binary digits of their number. So on each level the tokens are pairs of intervals, of which the left one is seen.
-
-    Attributes:
-        num_intervals: intervals of this level that are seen.
-        interval: tokens of an interval, L.
-        chunk: tokens of a chunk; the last one of an interval may have fewer.
-    """
-
-    num_intervals: int
-    interval: int
+    length: int
+    count: int
     chunk: int
 
     @property
     def num_chunks(self) -> int:
         """Chunks of an interval."""
-        return ceil_div(self.interval, self.chunk)
-
-    def counts(self, most: int) -> Tensor:
-        """The number of tokens of the chunks of an interval, and 0 after the last one: float64 (most,)."""
-        return (self.interval - torch.arange(most, dtype=torch.float64) * self.chunk).clamp(0, self.chunk)
+        return ceil_div(self.length, self.chunk)
 
 
-def plan_intervals(length: int, block: int, max_chunks: int) -> list[IntervalChunks]:
-    """The intervals of 1, 2, 4, ... blocks of `block` tokens, each cut into at most `max_chunks` equal chunks."""
-    completed = max(0, ceil_div(length, block) - 2)
-    plan = []
-    for level in range(completed.bit_length()):
-        interval = block << level
-        chunk = ceil_div(interval, min(interval, max_chunks))
-        plan.append(IntervalChunks(((completed >> level) + 1) >> 1, interval, chunk))
-    return plan
+class IntervalSizes(NamedTuple):
+    """How a sequence is cut into intervals.
+
+    The completed blocks before the two that a query sees exactly are split into intervals of 1, 2, 4, ... blocks by the
+    binary digits of their number. So on each level the tokens are pairs of intervals, of which the left one is seen.
+
+    Attributes:
+        block: tokens of a block.
+        most: chunks of an interval at most.
+        levels: the levels of intervals.
+    """
+
+    block: int
+    most: int
+    levels: tuple[Level, ...]
+
+
+def interval_sizes(length: int, block: int, most: int) -> IntervalSizes:
+    """The intervals of 1, 2, 4, ... blocks of `block` tokens, each cut into at most `most` equal chunks."""
+    completed, levels = max(0, ceil_div(length, block) - 2), []
+    for i in range(completed.bit_length()):
+        interval = block << i
+        levels.append(Level(interval, ((completed >> i) + 1) >> 1, ceil_div(interval, min(interval, most))))
+    return IntervalSizes(block, most, tuple(levels))
 
 
 def interval_attention(
     heads: Heads,
     key_mask: Tensor | None,
     noises: Sequence[Tensor | None],
-    *,
-    plan: Sequence[IntervalChunks],
-    block: int,
+    sizes: IntervalSizes,
     scale: float,
     dropout_p: float,
 ) -> Tensor:
@@ -390,104 +391,100 @@ def interval_attention(
         key_mask: bool (B, N), or None.
         noises: for each level the standard normal numbers (H, C, D), or None. A query sees one interval per level, so
             the intervals of a level share their numbers.
-        plan: the levels of intervals.
-        block: tokens of a block.
+        sizes: the sizes of blocks and intervals.
         scale: factor of the scores.
         dropout_p: probability of dropping a weight.
     """
-    order = None if key_mask is None else _repeat_for_heads(valid_first(key_mask), *heads.key.shape[:2])
+    length, block, device = heads.key.shape[2], sizes.block, heads.key.device
+    attend = functools.partial(partial_attention, scale=scale, dropout_p=dropout_p)
+    # Which of the block before and of its own a query of a block sees.
+    pairs = torch.ones(block, 2 * block, dtype=torch.bool, device=device).tril(block)
+    near_bias = mask_bias(pairs, heads.key.dtype)[None, None]
 
     def some_heads(*tensors: Tensor | None) -> Tensor:
-        heads, order, noises = Heads._make(tensors[:5]), tensors[-1], tensors[5:-1]
+        heads, noises, order = Heads._make(tensors[:5]), tensors[5:-1], tensors[-1]
         if order is not None:
             heads = Heads(*(take(x, order) for x in heads[:3]), *heads[3:])
-        query, key, value = (x[:, None, :block] for x in heads[:3])
-        bias = mask_bias(_causal_pairs(block, key.device)[: key.shape[2], block : block + key.shape[2]], key.dtype)
-        out = partial_attention(query, key, value, bias[None, None], scale=scale, dropout_p=dropout_p).out[:, 0]
-        if heads.query.shape[1] > block:
-            out = torch.cat((out, _after_first_block(heads, noises, plan, block, scale, dropout_p)), 1)
+        queries, keys, values = (pad_to_blocks(x, block) for x in heads[:3])
+        first, queries = queries.split((1, queries.shape[1] - 1), 1)
+        out = attend(first, keys[:, :1], values[:, :1], near_bias[..., block:]).out
+        if length > block:
+            keys, values = (torch.cat((x[:, :-1], x[:, 1:]), 2) for x in (keys, values))
+            near = attend(queries, keys, values, near_bias)
+            if sizes.levels:
+                table = [_interval_summaries(*x, heads, sizes, scale) for x in zip(sizes.levels, noises, strict=True)]
+                keys, values, bias = (torch.cat(x, 1) for x in zip(*table, strict=True))
+                near = merge(near, _far_partial(queries, keys, values, bias, sizes, attend))
+            out = torch.cat((out, near.out), 1)
+        out = out.flatten(1, 2)[:, :length]
         return out if order is None else take(out, inverse(order))
 
-    size = slice_size(2 * heads.value[0, 0].numel(), heads.key.device)
+    order = None if key_mask is None else _repeat_for_heads(valid_first(key_mask), *heads.key.shape[:2])
+    size = slice_size(2 * heads.value[0, 0].numel(), device)
     return sliced(some_heads, *heads.flattened(noises), order, size=size, draws=dropout_p > 0.0)
 
 
-def _causal_pairs(block: int, device: torch.device) -> Tensor:
-    """Which of the block before and of its own a query of a block sees: bool (block, 2 * block)."""
-    return torch.ones(block, 2 * block, dtype=torch.bool, device=device).tril(block)
+def _far_partial(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor,
+    sizes: IntervalSizes,
+    attend: Callable[..., Partial],
+) -> Partial:
+    """Attention of the blocks from block 1 on, (BH, T, S, D), to the summaries of the intervals that each sees.
 
+    Blocks that see equally many intervals are one call.
 
-def _after_first_block(
-    heads: Heads,
-    noises: Sequence[Tensor | None],
-    plan: Sequence[IntervalChunks],
-    block: int,
-    scale: float,
-    dropout_p: float,
-) -> Tensor:
-    """The causal form for the queries from block 1 on: (BH, N - block, Dv)."""
-    queries, keys, values = (pad_to_blocks(x, block) for x in heads[:3])
-    queries, num_blocks, device = queries[:, 1:], queries.shape[1] - 1, queries.device
-    keys, values = (torch.cat((x[:, :-1], x[:, 1:]), 2) for x in (keys, values))
-    bias = mask_bias(_causal_pairs(block, device), queries.dtype)[None, None]
-    out = partial_attention(queries, keys, values, bias, scale=scale, dropout_p=dropout_p)
-    if plan:
-        # The summaries of the intervals of all levels, (BH, J, M, .). Those that an interval lacks have no weight.
-        most = max(level.num_chunks for level in plan)
-        levels = [_interval_summaries(level, heads, noise, scale) for level, noise in zip(plan, noises, strict=True)]
-        keys, values = (
-            torch.cat([pad(x, (0, 0, 0, most - x.shape[2])) for x in some], 1) for some in zip(*levels, strict=True)
-        )
-        counts = torch.cat([level.counts(most).expand(level.num_intervals, -1) for level in plan])
-        bias = counts.log().to(device, out.lse.dtype)
-        # Block 1 sees no interval.
-        parts = [Partial(torch.zeros_like(out.out[:, :1]), torch.full_like(out.lse[:, :1], -torch.inf))]
-        order = [integers(1, device)]
-        for index, rows in _seen_intervals(num_blocks, plan):
-            index, rows, seen = index.to(device), rows.to(device), (len(index), -1)
-            order.append(index)
-            own_keys, own_values, own_bias = (
-                x.index_select(1, rows).unflatten(1, seen).flatten(2, 3) for x in (keys, values, bias[None])
-            )
-            tensors = queries.index_select(1, index), own_keys, own_values, own_bias.unsqueeze(2)
-            parts.append(partial_attention(*tensors, scale=scale, dropout_p=dropout_p))
-        rank = torch.cat(order).argsort()
-        out = merge(out, Partial(*(torch.cat(x, 1).index_select(1, rank) for x in zip(*parts, strict=True))))
-    return out.out.flatten(1, 2)[:, : heads.query.shape[1] - block]
-
-
-def _seen_intervals(num_blocks: int, plan: Sequence[IntervalChunks]) -> Iterator[tuple[Tensor, Tensor]]:
-    """For 1, 2, ... intervals the blocks, from block 1 on, that see so many, int64 (T,), and these, int64 (T * count,).
-
-    The intervals of all levels are counted one level after the other.
+    Args:
+        queries: (BH, T, S, D).
+        keys: (BH, J, M, D), the M summaries of each interval, level by level.
+        values: (BH, J, M, Dv).
+        bias: (1, J, M), added to their scores.
+        sizes: the sizes of blocks and intervals.
+        attend: softmax attention.
     """
-    level, block = torch.arange(len(plan)), torch.arange(num_blocks)[:, None]
-    is_seen = (block >> level) % 2 == 1
-    counts = torch.tensor([level.num_intervals for level in plan])
-    row = counts.cumsum(0) - counts + (block >> (level + 1))
-    for number in range(1, len(plan) + 1):
-        index = (is_seen.sum(1) == number).nonzero()[:, 0]
-        if len(index):
-            yield index, row[index][is_seen[index]]
+    level, block = torch.arange(len(sizes.levels)), torch.arange(queries.shape[1])[:, None]
+    is_seen, counts = (block >> level) % 2 == 1, torch.tensor([level.count for level in sizes.levels])
+    interval = counts.cumsum(0) - counts + (block >> (level + 1))
+    # Block 1 sees no interval.
+    out = queries.new_zeros(*queries.shape[:1], 1, sizes.block, values.shape[3])
+    parts, order = [Partial(out, bias.new_full(out.shape[:3], -torch.inf))], [integers(1, queries.device)]
+    for number in range(1, len(sizes.levels) + 1):
+        own = (is_seen.sum(1) == number).nonzero()[:, 0]
+        if not len(own):
+            continue
+        seen = interval[own][is_seen[own]].to(queries.device)  # (T' number,)
+        order.append(own.to(queries.device))
+        tensors = [x.index_select(1, seen).unflatten(1, (-1, number)).flatten(2, 3) for x in (keys, values, bias)]
+        tensors[2] = tensors[2].unsqueeze(2)
+        parts.append(attend(queries.index_select(1, order[-1]), *tensors))
+    rank = torch.cat(order).argsort()
+    return Partial(*(torch.cat(x, 1).index_select(1, rank) for x in zip(*parts, strict=True)))
 
 
 def _interval_summaries(
-    level: IntervalChunks, heads: Heads, noise: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """The keys and values that stand for the left intervals of a level: (BH, J, C, D) and (BH, J, C, Dv)."""
-    (count, length, chunk), num_chunks = level, level.num_chunks
-    # (BH, N, D) -> (BH, J, L, D)
-    tokens = [x.unfold(1, length, 2 * length)[:, :count].transpose(2, 3) for x in heads[:3]]
+    level: Level, noise: Tensor | None, heads: Heads, sizes: IntervalSizes, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The keys and values that stand for the left intervals of a level, and their bias.
+
+    Returns:
+        (BH, J, M, D), (BH, J, M, Dv) and (1, J, M), where M is the same on all levels.
+    """
+    (length, count, chunk), num_chunks = level, level.num_chunks
+    tokens = [x.unfold(1, length, 2 * length)[:, :count].mT for x in heads[:3]]  # (BH, J, L, .)
     if chunk == 1:
-        return tokens[1], tokens[2]
-    padding = num_chunks * chunk - length
-    parts = [
-        (pad(x, (0, 0, 0, padding)) if padding else x).reshape(len(x), count * num_chunks, chunk, -1) for x in tokens
-    ]
-    valid = None
-    if padding:
-        position = integers(num_chunks * chunk, heads.key.device).view(1, 1, num_chunks, chunk)
-        valid = (position < length).expand(1, count, -1, -1).flatten(1, 2)
-    noise = None if noise is None else noise.repeat(1, count, 1)
-    keys, values = _summarize(parts, valid, heads, noise, scale)
-    return keys.unflatten(1, (count, num_chunks)), values.unflatten(1, (count, num_chunks))
+        keys, values = tokens[1:]
+    else:
+        padding, valid = num_chunks * chunk - length, None
+        if padding:
+            tokens = [pad(x, (0, 0, 0, padding)) for x in tokens]
+            position = integers(num_chunks * chunk, heads.key.device).view(1, num_chunks, chunk)
+            valid = (position < length).repeat(1, count, 1)
+        parts = [x.reshape(len(x), count * num_chunks, chunk, -1) for x in tokens]
+        noise = None if noise is None else noise.repeat(1, count, 1)
+        keys, values = (x.unflatten(1, (count, -1)) for x in _summarize(parts, valid, heads, noise, scale))
+    most = max(level.num_chunks for level in sizes.levels)
+    keys, values = (pad(x, (0, 0, 0, most - num_chunks)) if most > num_chunks else x for x in (keys, values))
+    counts = (length - integers(most, keys.device) * chunk).clamp(0, chunk)
+    return keys, values, counts.to(accumulation_dtype(keys.dtype)).log().expand(1, count, -1)

@@ -35,14 +35,23 @@ STARTS_FROM = {NAMES[1]: NAMES[0]}
 def start_tables(
     projection_dim: int, max_length: int, init: str, seed: int, streams: Sequence[int]
 ) -> dict[str, Tensor]:
-    """The initial tables of keys and, with a second stream of random numbers, of values; see `start_table`."""
-    names = NAMES[: len(streams)]
-    if init == "means":  # the same for both
-        return dict.fromkeys(names, start_table(projection_dim, max_length, init, 0, 0))
-    return {
-        name: start_table(projection_dim, max_length, init, seed, stream)
-        for name, stream in zip(names, streams, strict=True)
-    }
+    """The initial tables of keys and, with a second stream of random numbers, of values: float32 (P, M).
+
+    Args:
+        projection_dim: P.
+        max_length: M.
+        init: "means": averages of P segments of the tokens. "gaussian": normal numbers of variance 1 / P, in which
+            column j is the same for every M.
+        seed: seed of the Gaussian numbers.
+        streams: distinguish the uses of one seed, one for each table.
+    """
+    names, shape = NAMES[: len(streams)], (max_length, projection_dim)
+    if init == "gaussian":
+        numbers = [normal(shape, seed, stream, torch.device("cpu")).t() * projection_dim**-0.5 for stream in streams]
+        return {name: x.to(torch.float32).contiguous() for name, x in zip(names, numbers, strict=True)}
+    sizes = segment_sizes(torch.tensor(max_length), projection_dim)
+    inside = torch.repeat_interleave(sizes) == torch.arange(projection_dim)[:, None]
+    return dict.fromkeys(names, inside / sizes.clamp(min=1)[:, None])
 
 
 def projection_tables(method: str, projection_dim: int, kv_len: int, parameters: Mapping[str, Tensor]) -> list[Tensor]:
@@ -52,47 +61,18 @@ def projection_tables(method: str, projection_dim: int, kv_len: int, parameters:
         UnsupportedAttentionError: a table has another shape, or M is less than `kv_len`.
     """
     tables = {NAMES[0]: parameters[NAMES[0]], NAMES[1]: parameters.get(NAMES[1], parameters[NAMES[0]])}
-    return [check_table(method, name, table, projection_dim, kv_len) for name, table in tables.items()]
-
-
-def start_table(projection_dim: int, max_length: int, init: str, seed: int, stream: int) -> Tensor:
-    """The initial values of a table: float32 (P, M).
-
-    Args:
-        projection_dim: P.
-        max_length: M.
-        init: "means": averages of P segments of the tokens. "gaussian": normal numbers of variance 1 / P, in which
-            column j is the same for every M.
-        seed: seed of the Gaussian numbers.
-        stream: distinguishes the uses of one seed.
-    """
-    if init == "gaussian":
-        numbers = normal((max_length, projection_dim), seed, stream, torch.device("cpu"))
-        return torch.mul(numbers.t(), projection_dim**-0.5).to(torch.float32).contiguous()
-    sizes = segment_sizes(torch.tensor(max_length), projection_dim)
-    ends = sizes.cumsum(0)[:, None]
-    position = torch.arange(max_length)
-    inside = (position < ends) & (position >= ends - sizes[:, None])
-    return torch.div(inside, sizes.clamp(min=1)[:, None])
-
-
-def check_table(method: str, name: str, table: Tensor, projection_dim: int, kv_len: int) -> Tensor:
-    """Return the table if its shape is (projection_dim, kv_len or more).
-
-    Raises:
-        UnsupportedAttentionError: it is not.
-    """
-    if table.ndim != 2 or table.shape[0] != projection_dim:
-        raise UnsupportedAttentionError(
-            f"{method}: {name} {tuple(table.shape)} does not suit projection_dim={projection_dim}; give a tensor "
-            "(projection_dim, max_length)"
-        )
-    if table.shape[1] < kv_len:
-        raise UnsupportedAttentionError(
-            f"{method}: {kv_len} keys are more than the {table.shape[1]} that {name} has columns for; make the "
-            f"tables with max_length={kv_len} or more, or cut the input"
-        )
-    return table
+    for name, table in tables.items():
+        if table.ndim != 2 or table.shape[0] != projection_dim:
+            raise UnsupportedAttentionError(
+                f"{method}: {name} {tuple(table.shape)} does not suit projection_dim={projection_dim}; give a tensor "
+                "(projection_dim, max_length)"
+            )
+        if table.shape[1] < kv_len:
+            raise UnsupportedAttentionError(
+                f"{method}: {kv_len} keys are more than the {table.shape[1]} that {name} has columns for; make the "
+                f"tables with max_length={kv_len} or more, or cut the input"
+            )
+    return list(tables.values())
 
 
 class Contraction(NamedTuple):
