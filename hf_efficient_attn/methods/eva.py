@@ -26,14 +26,16 @@ Departures from the paper, and the reasons:
   floor(i n / m) among the n keys and sees the window at that position. The mean query of a chunk [a, b) is that of the
   queries from floor(a m / n) to ceil(b m / n) - 1, which is at least one. With m = n these are the chunk's own tokens.
 - Causal form: the near field is the own block of window_size / 2 tokens, up to the query, and the block before it. The
-  completed blocks before those are split into intervals of 1, 2, 4, ... blocks as in `hf_efficient_attn.ops.causal`.
-  Each interval has num_landmarks / 2 summaries of its own tokens. A fixed grid of chunks would cost N^2 / chunk size.
+  completed blocks before those are split into intervals of 1, 2, 4, ... blocks. Each
+  has num_landmarks / 2 summaries of its own tokens. A fixed grid of chunks would cost N^2 / chunk size.
 
 EVA never switches by length. With up to window_size keys, all of them are in the near field and the output is exact.
-The computation is in `hf_efficient_attn.ops.chunks`.
+The computation is in `hf_efficient_attn.ops.chunks` and, for the causal form, in
+`hf_efficient_attn.ops.chunks_causal`.
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -44,14 +46,8 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
-from hf_efficient_attn.ops.chunks import (
-    Heads,
-    Masks,
-    interval_attention,
-    interval_sizes,
-    window_attention,
-    window_sizes,
-)
+from hf_efficient_attn.ops.chunks import Heads, Masks, window_attention, window_sizes
+from hf_efficient_attn.ops.chunks_causal import interval_attention, interval_sizes
 from hf_efficient_attn.ops.chunks_naive import interval_chunks, summary_attention_naive, window_chunks
 from hf_efficient_attn.ops.exact import exact_decode
 from hf_efficient_attn.ops.partial import accumulation_dtype
@@ -94,23 +90,14 @@ class EvaConfig(MethodConfig):
     seed: int = option(0, "Seed of the draws of 'normal' and 'learned'.", minimum=0)
 
     @property
-    def block(self) -> int:
-        """Tokens of a block in the causal form, whose near field is two blocks."""
-        return max(1, self.window_size // 2)
-
-    @property
-    def interval_chunks(self) -> int:
-        """Chunks of an interval of blocks in the causal form."""
-        return max(1, self.num_landmarks // 2)
-
-    @property
     def exact_length(self) -> int:
         """The window, or more if the chunks next to it have one key each. The smaller number of the two forms counts.
 
         The causal form has two blocks of half a window, so an odd window counts as one key less there.
         """
+        block, chunks = max(1, self.window_size // 2), max(1, self.num_landmarks // 2)
         # An interval of 1, 2, 4, ... blocks is exact if it has at least as many chunks as keys.
-        causal = self.block * (1 + (1 << (self.interval_chunks // self.block).bit_length()))
+        causal = block * (1 + (1 << (chunks // block).bit_length()))
         return min(causal, self.window_size * max(1, self.num_landmarks // self.window_size))
 
     def with_budget(self, columns: int) -> "EvaConfig":
@@ -177,15 +164,19 @@ def forward(
     masks = _masks(query_mask, query, key, options.key_mask)
     excluded = None if masks.queries is None else ~masks.queries[:, None, :, None]
     query = query if excluded is None else query.masked_fill(excluded, 0.0)
-    heads, call = Heads(query, key, value, *_maps(config, query, options)), (options.scale, options.dropout_p)
+    heads, cut = Heads(query, key, value, *_maps(config, query, options)), (config.window_size, config.num_landmarks)
+
+    def noises(sizes: Sequence[int], first: int) -> list[Tensor | None]:
+        return [_noise(config, query, options, n, first + i) for i, n in enumerate(sizes)]
+
     if options.is_causal:
-        cut = interval_sizes(query.shape[2], config.block, config.interval_chunks)
-        noises = [_noise(config, query, options, x.num_chunks, _CHUNKS + i) for i, x in enumerate(cut.levels, 1)]
-        out = interval_attention(heads, options.key_mask, noises, cut, *call)
+        intervals = interval_sizes(key.shape[2], *cut)
+        draws = noises(intervals.summaries, _CHUNKS + 1)
+        out = interval_attention(heads, masks.keys, draws, intervals, options.scale, options.dropout_p)
     else:
-        sizes = window_sizes(key.shape[2], config.window_size, config.num_landmarks, masks.keys is not None)
-        noises = [_noise(config, query, options, n, _CHUNKS + i) for i, n in enumerate(sizes.summaries)]
-        out = window_attention(heads, masks, noises, sizes, *call)
+        windows = window_sizes(key.shape[2], *cut, masks.keys is not None)
+        draws = noises(windows.summaries, _CHUNKS)
+        out = window_attention(heads, masks, draws, windows, options.scale, options.dropout_p)
     out = unflatten_heads(out, query.shape)
     return out if excluded is None else out.masked_fill(excluded, 0.0)
 
@@ -206,16 +197,14 @@ def naive(
     """Readable form: one batch row at a time without its padding, chunk by chunk, with dense scores."""
     heads = Heads(query, key, value, *_maps(config, query, options))
     masks = _masks(query_mask, query, key, options.key_mask)
-    if options.is_causal:
-        cut = functools.partial(interval_chunks, block_size=config.block, most=config.interval_chunks)
-    else:
-        cut = functools.partial(window_chunks, window_size=config.window_size, landmarks=config.num_landmarks)
+    cut = interval_chunks if options.is_causal else window_chunks
+    own_cut = functools.partial(cut, window_size=config.window_size, landmarks=config.num_landmarks)
 
     def draw(stream: int, number: int) -> Tensor | float:
         drawn = _noise(config, query, options, number + 1, _CHUNKS + stream)
         return 0.0 if drawn is None else drawn[:, number]
 
-    return summary_attention_naive(heads, masks, cut, draw, options.scale).to(value.dtype)
+    return summary_attention_naive(heads, masks, own_cut, draw, options.scale).to(value.dtype)
 
 
 register_method(EvaConfig, forward=forward, naive=naive, decode=decode, initial_parameters=initial_parameters)

@@ -16,8 +16,8 @@ Departures from the paper. Where the paper's assumptions hold, the result is the
   the valid tokens. With as many queries as keys, as in self-attention, the key mask is also the mask of the queries.
 - The iteration starts from the norms of each batch row's and each head's own matrix. The authors' code uses the largest
   norms in the batch, so the output of a batch row depends on the others.
-- With up to L tokens the output is exact attention. In a padded batch no other code path is needed for that: the
-  landmarks are then the keys themselves, and F W with W = V is exact.
+- With up to L tokens the output is exact attention. For a short row of a padded batch the landmarks are the keys
+  themselves, and F W with W = V is exact.
 - pinv="solve" is regularised least squares in place of the iteration.
 
 The weights of a query sum to 1 only as far as Z is the pseudo-inverse, and some are negative, so outputs are not
@@ -89,9 +89,8 @@ class NystromformerConfig(MethodConfig):
     def with_budget(self, columns: int) -> "NystromformerConfig":
         """Half as many landmarks as the budget has exact keys.
 
-        For each query, F W costs as much as attention to L keys, and B V costs the same again. The pseudo-inverse, with
-        4 L^3 multiplications per step, is not counted: for N > 60 L^2 / D its six steps cost less than a tenth of the
-        rest.
+        For each query, F W costs as much as attention to L keys, and B V the same again. The pseudo-inverse is not
+        counted: for N > 60 L^2 / D its six steps of 4 L^3 multiplications cost less than a tenth of the rest.
         """
         return replace(self, num_landmarks=max(1, self.check_budget(columns) // 2))
 
@@ -164,9 +163,7 @@ def naive(config: NystromformerConfig, query: Tensor, key: Tensor, value: Tensor
         valid = key.new_ones(kv_len, dtype=torch.bool) if options.key_mask is None else options.key_mask[b]
         queries, keys, values = query[b].double(), key[b, :, valid].double(), value[b, :, valid].double()
         num_keys = keys.shape[1]
-        if not num_keys:
-            out = queries.new_zeros(*queries.shape[:2], value.shape[3])
-        elif num_keys <= count or q_len <= count:
+        if num_keys <= count or q_len <= count:
             out = softmax(queries, keys) @ values
         else:
             mean_queries, mean_keys = means(queries[:, valid] if q_len == kv_len else queries), means(keys)
@@ -183,11 +180,9 @@ def naive(config: NystromformerConfig, query: Tensor, key: Tensor, value: Tensor
                     z = z @ (13 * one - product @ (15 * one - product @ (7 * one - product))) / 4
             out = softmax(queries, mean_keys) @ z @ softmax(mean_queries, keys) @ values
         if kernel is not None:
-            half, skip = config.conv_kernel_size // 2, torch.zeros_like(values)
-            padded = pad(values, (0, 0, half, half))
-            for i in range(config.conv_kernel_size):
-                skip = skip + kernel[:, i, None, None] * padded[:, i : i + num_keys]
-            out = out.index_add(1, valid.nonzero()[:, 0], skip)
+            padded = pad(values, (0, 0, config.conv_kernel_size // 2, config.conv_kernel_size // 2))
+            terms = [kernel[:, i, None, None] * padded[:, i : i + num_keys] for i in range(config.conv_kernel_size)]
+            out = out.index_add(1, valid.nonzero()[:, 0], sum(terms, torch.zeros_like(values)))
         outs.append(out)
     return torch.stack(outs).to(value.dtype)
 
@@ -198,8 +193,5 @@ register_method(
     naive=naive,
     initial_parameters=initial_parameters,
     # A convolution needs neighbors, and few tokens are computed exactly.
-    sharded=ShardedForm(
-        forward,
-        lambda config, length, is_causal: not config.conv_kernel_size and length > config.num_landmarks,
-    ),
+    sharded=ShardedForm(forward, lambda config, n, is_causal: not config.conv_kernel_size and n > config.num_landmarks),
 )

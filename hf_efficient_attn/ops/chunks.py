@@ -2,15 +2,13 @@
 
 The method and its departures from the paper are described in `hf_efficient_attn.methods.eva`. A window is a set of
 consecutive keys that a query sees exactly, a group is 2**level consecutive windows, and a chunk is what one summary
-represents: a part of a window, or a group. `window_attention` is the bidirectional form, `interval_attention` the
-causal one.
+represents: a part of a window, or a group. `hf_efficient_attn.ops.chunks_causal` is the causal form.
 
-The forms move valid tokens before masked ones: of n valid keys the positions are 0 to n - 1. Shapes: BH is B * H, and R
+Both move valid tokens before masked ones: of n valid keys the positions are 0 to n - 1. Shapes: BH is B * H, and R
 is B, or 1 if all batch rows are alike because nothing is masked.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,8 +17,7 @@ from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.blocks import ceil_div, inverse, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.constants import integers
-from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, merge, partial_attention
+from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
 
@@ -54,14 +51,14 @@ class Masks(NamedTuple):
     same_tokens: bool
 
 
-def _repeat_for_heads(x: Tensor | None, batch: int, num_heads: int) -> Tensor | None:
+def repeat_for_heads(x: Tensor | None, batch: int, num_heads: int) -> Tensor | None:
     """Repeat (B, ...) for every head, or (1, ...) for every batch row and head: (BH, ...)."""
     if x is None:
         return None
     return x.expand(batch * num_heads, *x.shape[1:]) if len(x) == 1 else x.repeat_interleave(num_heads, 0)
 
 
-def _summarize(
+def summarize(
     tokens: Sequence[Tensor], valid: Tensor | None, heads: Heads, noise: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """The mean key and the estimated value beta_c(omega_c) of each chunk.
@@ -99,9 +96,6 @@ def _mean(x: Tensor, valid: Tensor | None) -> Tensor:
     if valid is None:
         return x.mean(2)
     return x.masked_fill(~valid.unsqueeze(-1), 0.0).sum(2) / valid.sum(2).clamp(min=1).unsqueeze(-1)
-
-
-# --- the bidirectional form ---
 
 
 class WindowSizes(NamedTuple):
@@ -209,7 +203,7 @@ def window_attention(
                 parts, valid = [take(x, plan.token) for x in tokens], plan.valid
             if plan.mean_query is not None:
                 parts = [plan.mean_query.split(sizes.summaries, 1)[i], *parts]
-            return _summarize(parts, valid, heads, noises[i], scale)
+            return summarize(parts, valid, heads, noises[i], scale)
 
         num_blocks, found = plan.window.shape[1], [summaries(i, count) for i, count in enumerate(sizes.summaries)]
         siblings = [((plan.window >> i) ^ 1).clamp(max=n - 1) for i, n in enumerate(sizes.summaries[1:])]
@@ -228,7 +222,7 @@ def window_attention(
         out = partial_attention(*tensors, scale=scale, dropout_p=dropout_p).out.flatten(1, 2)
         return out[:, : query.shape[1]] if plan.slot is None else take(out, plan.slot)
 
-    tensors = [_repeat_for_heads(x, batch, num_heads) for x in plan[:-1]]
+    tensors = [repeat_for_heads(x, batch, num_heads) for x in plan[:-1]]
     size = slice_size(plan.bias[0].numel() * max(dim, heads.value.shape[3]), heads.key.device)
     flat = *heads.flattened(noises), *tensors, plan.mean_query
     return sliced(some_heads, *flat, size=size, draws=dropout_p > 0.0)
@@ -243,7 +237,10 @@ def _plan(query: Tensor, key: Tensor, masks: Masks, sizes: WindowSizes) -> tuple
         query_order, slot, block_q = key_order, None if key_order is None else inverse(key_order), window
         own_window = integers(sizes.num_windows, device)[None]
     else:
-        query_order, slot, own_window, block_q = _query_blocks(masks.queries, num_keys, query.shape[2], sizes)
+        rank, num_queries = integers(query.shape[2], device)[None], torch.full((1, 1), query.shape[2], device=device)
+        if masks.queries is not None:
+            rank, num_queries = (masks.queries.cumsum(1) - 1).clamp(min=0), masks.queries.sum(1, keepdim=True)
+        query_order, slot, own_window, block_q = _query_blocks(masks.queries, rank, num_queries, num_keys, sizes)
     # A batch row with fewer keys is cut by its own number of keys.
     own_windows = ((num_keys + window - 1) // window).clamp(min=1)
     own_level = torch.zeros_like(num_keys)
@@ -271,13 +268,16 @@ def _plan(query: Tensor, key: Tensor, masks: Masks, sizes: WindowSizes) -> tuple
     bias = torch.cat([x.expand(rows, -1, -1) for x in counts], 2).to(accumulation_dtype(key.dtype)).log().unsqueeze(2)
     mean_query = None
     if not masks.same_tokens:
-        mean_query = _mean_queries(query, masks.queries, torch.cat(starts, 1), torch.cat(stops, 1), num_keys)
+        # Query i of m covers the positions from i n / m to (i + 1) n / m among n keys.
+        first = torch.cat(starts, 1) * num_queries // num_keys.clamp(min=1)
+        last = (torch.cat(stops, 1) * num_queries + num_keys - 1) // num_keys.clamp(min=1)
+        mean_query = _mean_queries(query, rank, first, last)
     valid, token = token < stop[..., None], token.clamp(max=kv_len - 1)
     return _Plan(key_order, query_order, slot, own_window, num_keys, token, valid, bias, mean_query), block_q
 
 
 def _query_blocks(
-    query_mask: Tensor | None, num_keys: Tensor, q_len: int, sizes: WindowSizes
+    query_mask: Tensor | None, rank: Tensor, num_queries: Tensor, num_keys: Tensor, sizes: WindowSizes
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """`query_order`, `slot` and `window` of `_Plan` for queries that are other tokens, and the queries of a block.
 
@@ -285,206 +285,29 @@ def _query_blocks(
     block starts at a multiple of block_q queries, and once more where a window starts. At most an eighth of the slots
     are unused if there are many queries, and a half if smaller blocks would each gather keys for few queries.
     """
-    device, num_windows = num_keys.device, sizes.num_windows
+    q_len, num_windows = rank.shape[1], sizes.num_windows
     block_q = max(ceil_div(q_len, 8 * num_windows), min(64, ceil_div(q_len, num_windows)))
     num_blocks = ceil_div(q_len, block_q) + num_windows - 1
-    rank, num_queries = _ranks(query_mask, q_len, device)
     window = rank * num_keys // num_queries.clamp(min=1) // sizes.window
     slot = rank + window * block_q
     if query_mask is not None:  # masked queries have one more slot, at the end
         slot = slot.masked_fill(~query_mask, num_blocks * block_q)
     empty = slot.new_zeros(len(slot), num_blocks * block_q + 1)
-    order = empty.scatter(1, slot, integers(q_len, device).expand_as(slot))[:, :-1]
+    order = empty.scatter(1, slot, integers(q_len, rank.device).expand_as(slot))[:, :-1]
     own_window = empty[:, : num_blocks + 1].scatter(1, slot // block_q, window.expand_as(slot))[:, :-1]
     return order, slot.clamp(max=num_blocks * block_q - 1), own_window, block_q
 
 
-def _ranks(query_mask: Tensor | None, q_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The rank of each query among the valid ones, int64 (R, Nq), and their number, (R, 1)."""
-    if query_mask is None:
-        return integers(q_len, device)[None], torch.full((1, 1), q_len, device=device)
-    return (query_mask.cumsum(1) - 1).clamp(min=0), query_mask.sum(1, keepdim=True)
-
-
-def _mean_queries(query: Tensor, query_mask: Tensor | None, start: Tensor, stop: Tensor, num_keys: Tensor) -> Tensor:
-    """The means of the queries that share a position with chunks of other tokens: (BH, C, D), accumulated.
-
-    Query i of m covers the positions from i n / m to (i + 1) n / m among n keys.
-
-    Args:
-        query: (B, H, Nq, D), 0 where it is masked.
-        query_mask: bool (B, Nq), or None.
-        start: int64 (R, C), the first position of each chunk.
-        stop: int64 (R, C), the position after its last one.
-        num_keys: int64 (R, 1), n.
-    """
-    rank, num_queries = _ranks(query_mask, query.shape[2], query.device)
-    first = start * num_queries // num_keys.clamp(min=1)
-    last = (stop * num_queries + num_keys - 1) // num_keys.clamp(min=1)
+def _mean_queries(query: Tensor, rank: Tensor, first: Tensor, last: Tensor) -> Tensor:
+    """The means of queries (B, H, Nq, D), 0 where masked, of ranks (R, Nq) from `first` to `last` - 1: (BH, C, D)."""
 
     def some_rows(query: Tensor, *indices: Tensor) -> Tensor:
         rank, first, last = (x.unsqueeze(i) for i, x in zip((1, 2, 2), indices, strict=True))
         tokens = query.transpose(1, 2).flatten(2).to(accumulation_dtype(query.dtype))  # (b, Nq, H D)
         inside = ((rank >= first) & (rank < last)).to(tokens.dtype)
-        means = inside @ tokens / (last - first).clamp(min=1)
+        means: Tensor = inside @ tokens / (last - first).clamp(min=1)
         return means.unflatten(2, query.shape[1::2]).transpose(1, 2)
 
-    size = slice_size(query.shape[2] * max(start.shape[1], query[0, :, 0].numel()), query.device)
+    size = slice_size(query.shape[2] * max(first.shape[1], query[0, :, 0].numel()), query.device)
     rows = (x.expand(len(query), -1) for x in (rank, first, last))
     return sliced(some_rows, query, *rows, size=size).flatten(0, 1)
-
-
-# --- the causal form ---
-
-
-class Level(NamedTuple):
-    """Intervals of `length` tokens, of which `count` are seen, and the tokens of their chunks; the last has the rest."""
-
-    length: int
-    count: int
-    chunk: int
-
-    @property
-    def num_chunks(self) -> int:
-        """Chunks of an interval."""
-        return ceil_div(self.length, self.chunk)
-
-
-class IntervalSizes(NamedTuple):
-    """How a sequence is cut into intervals.
-
-    The completed blocks before the two that a query sees exactly are split into intervals of 1, 2, 4, ... blocks by the
-    binary digits of their number. So on each level the tokens are pairs of intervals, of which the left one is seen.
-
-    Attributes:
-        block: tokens of a block.
-        most: chunks of an interval at most.
-        levels: the levels of intervals.
-    """
-
-    block: int
-    most: int
-    levels: tuple[Level, ...]
-
-
-def interval_sizes(length: int, block: int, most: int) -> IntervalSizes:
-    """The intervals of 1, 2, 4, ... blocks of `block` tokens, each cut into at most `most` equal chunks."""
-    completed, levels = max(0, ceil_div(length, block) - 2), []
-    for i in range(completed.bit_length()):
-        interval = block << i
-        levels.append(Level(interval, ((completed >> i) + 1) >> 1, ceil_div(interval, min(interval, most))))
-    return IntervalSizes(block, most, tuple(levels))
-
-
-def interval_attention(
-    heads: Heads,
-    key_mask: Tensor | None,
-    noises: Sequence[Tensor | None],
-    sizes: IntervalSizes,
-    scale: float,
-    dropout_p: float,
-) -> Tensor:
-    """The causal form: (BH, N, Dv).
-
-    Args:
-        heads: the tensors of all heads, with Nq = Nk = N. Masked queries, keys and values are 0.
-        key_mask: bool (B, N), or None.
-        noises: for each level the standard normal numbers (H, C, D), or None. A query sees one interval per level, so
-            the intervals of a level share their numbers.
-        sizes: the sizes of blocks and intervals.
-        scale: factor of the scores.
-        dropout_p: probability of dropping a weight.
-    """
-    length, block, device = heads.key.shape[2], sizes.block, heads.key.device
-    attend = functools.partial(partial_attention, scale=scale, dropout_p=dropout_p)
-    # Which of the block before and of its own a query of a block sees.
-    pairs = torch.ones(block, 2 * block, dtype=torch.bool, device=device).tril(block)
-    near_bias = mask_bias(pairs, heads.key.dtype)[None, None]
-
-    def some_heads(*tensors: Tensor | None) -> Tensor:
-        heads, noises, order = Heads._make(tensors[:5]), tensors[5:-1], tensors[-1]
-        if order is not None:
-            heads = Heads(*(take(x, order) for x in heads[:3]), *heads[3:])
-        queries, keys, values = (pad_to_blocks(x, block) for x in heads[:3])
-        first, queries = queries.split((1, queries.shape[1] - 1), 1)
-        out = attend(first, keys[:, :1], values[:, :1], near_bias[..., block:]).out
-        if length > block:
-            keys, values = (torch.cat((x[:, :-1], x[:, 1:]), 2) for x in (keys, values))
-            near = attend(queries, keys, values, near_bias)
-            if sizes.levels:
-                table = [_interval_summaries(*x, heads, sizes, scale) for x in zip(sizes.levels, noises, strict=True)]
-                keys, values, bias = (torch.cat(x, 1) for x in zip(*table, strict=True))
-                near = merge(near, _far_partial(queries, keys, values, bias, sizes, attend))
-            out = torch.cat((out, near.out), 1)
-        out = out.flatten(1, 2)[:, :length]
-        return out if order is None else take(out, inverse(order))
-
-    order = None if key_mask is None else _repeat_for_heads(valid_first(key_mask), *heads.key.shape[:2])
-    size = slice_size(2 * heads.value[0, 0].numel(), device)
-    return sliced(some_heads, *heads.flattened(noises), order, size=size, draws=dropout_p > 0.0)
-
-
-def _far_partial(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    bias: Tensor,
-    sizes: IntervalSizes,
-    attend: Callable[..., Partial],
-) -> Partial:
-    """Attention of the blocks from block 1 on, (BH, T, S, D), to the summaries of the intervals that each sees.
-
-    Blocks that see equally many intervals are one call.
-
-    Args:
-        queries: (BH, T, S, D).
-        keys: (BH, J, M, D), the M summaries of each interval, level by level.
-        values: (BH, J, M, Dv).
-        bias: (1, J, M), added to their scores.
-        sizes: the sizes of blocks and intervals.
-        attend: softmax attention.
-    """
-    level, block = torch.arange(len(sizes.levels)), torch.arange(queries.shape[1])[:, None]
-    is_seen, counts = (block >> level) % 2 == 1, torch.tensor([level.count for level in sizes.levels])
-    interval = counts.cumsum(0) - counts + (block >> (level + 1))
-    # Block 1 sees no interval.
-    out = queries.new_zeros(*queries.shape[:1], 1, sizes.block, values.shape[3])
-    parts, order = [Partial(out, bias.new_full(out.shape[:3], -torch.inf))], [integers(1, queries.device)]
-    for number in range(1, len(sizes.levels) + 1):
-        own = (is_seen.sum(1) == number).nonzero()[:, 0]
-        if not len(own):
-            continue
-        seen = interval[own][is_seen[own]].to(queries.device)  # (T' number,)
-        order.append(own.to(queries.device))
-        tensors = [x.index_select(1, seen).unflatten(1, (-1, number)).flatten(2, 3) for x in (keys, values, bias)]
-        tensors[2] = tensors[2].unsqueeze(2)
-        parts.append(attend(queries.index_select(1, order[-1]), *tensors))
-    rank = torch.cat(order).argsort()
-    return Partial(*(torch.cat(x, 1).index_select(1, rank) for x in zip(*parts, strict=True)))
-
-
-def _interval_summaries(
-    level: Level, noise: Tensor | None, heads: Heads, sizes: IntervalSizes, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The keys and values that stand for the left intervals of a level, and their bias.
-
-    Returns:
-        (BH, J, M, D), (BH, J, M, Dv) and (1, J, M), where M is the same on all levels.
-    """
-    (length, count, chunk), num_chunks = level, level.num_chunks
-    tokens = [x.unfold(1, length, 2 * length)[:, :count].mT for x in heads[:3]]  # (BH, J, L, .)
-    if chunk == 1:
-        keys, values = tokens[1:]
-    else:
-        padding, valid = num_chunks * chunk - length, None
-        if padding:
-            tokens = [pad(x, (0, 0, 0, padding)) for x in tokens]
-            position = integers(num_chunks * chunk, heads.key.device).view(1, num_chunks, chunk)
-            valid = (position < length).repeat(1, count, 1)
-        parts = [x.reshape(len(x), count * num_chunks, chunk, -1) for x in tokens]
-        noise = None if noise is None else noise.repeat(1, count, 1)
-        keys, values = (x.unflatten(1, (count, -1)) for x in _summarize(parts, valid, heads, noise, scale))
-    most = max(level.num_chunks for level in sizes.levels)
-    keys, values = (pad(x, (0, 0, 0, most - num_chunks)) if most > num_chunks else x for x in (keys, values))
-    counts = (length - integers(most, keys.device) * chunk).clamp(0, chunk)
-    return keys, values, counts.to(accumulation_dtype(keys.dtype)).log().expand(1, count, -1)

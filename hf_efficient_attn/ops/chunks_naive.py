@@ -40,12 +40,13 @@ def window_chunks(position: Tensor, window_size: int, landmarks: int) -> tuple[T
     return window[:, None] == window, chunks
 
 
-def interval_chunks(position: Tensor, block_size: int, most: int) -> tuple[Tensor, list[Chunk]]:
+def interval_chunks(position: Tensor, window_size: int, landmarks: int) -> tuple[Tensor, list[Chunk]]:
     """The same for the causal form."""
-    num_keys, block, chunks = len(position), position // block_size, []
+    block_size, num_keys, chunks = max(1, window_size // 2), len(position), []
+    block = position // block_size
     for level in range(num_keys.bit_length()):
         interval, completed = block_size << level, (block - 1).clamp(min=0) >> level
-        size = ceil_div(interval, min(interval, most))
+        size = ceil_div(interval, min(interval, max(1, landmarks // 2)))
         for number in range(0, num_keys // interval, 2):
             seen_from = (completed & 1 == 1) & (completed - 1 == number)
             for index in range(ceil_div(interval, size)):
@@ -71,17 +72,15 @@ def summary_attention_naive(
         draw: gives the standard normal numbers (H, D) of a chunk for its stream and number, or 0.
         scale: factor of the scores.
     """
-    out, root = (
-        heads.query.new_zeros(*heads.query.shape[:3], heads.value.shape[3], dtype=torch.float64),
-        abs(scale) ** 0.5,
-    )
+    (query, key, value), root = heads[:3], abs(scale) ** 0.5
+    out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=torch.float64)
     maps = [None if x is None else x.double() for x in heads[3:]]
     for b in range(len(out)):
         valid_q, valid_k = (
             x.new_ones(x.shape[2], dtype=torch.bool) if mask is None else mask[b]
-            for x, mask in ((heads.query, masks.queries), (heads.key, masks.keys))
+            for x, mask in ((query, masks.queries), (key, masks.keys))
         )
-        q, k, v = (x[b][:, valid].double() for x, valid in zip(heads, (valid_q, valid_k, valid_k), strict=False))
+        q, k, v = query[b][:, valid_q].double(), key[b][:, valid_k].double(), value[b][:, valid_k].double()
         num_queries, num_keys = q.shape[1], k.shape[1]
         if not num_queries or not num_keys:
             continue

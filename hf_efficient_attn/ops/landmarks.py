@@ -68,21 +68,24 @@ def find_segments(key_mask: Tensor | None, total: int, own: slice, num_segments:
 def segment_sums(x: Tensor, segments: Segments) -> Tensor:
     """The sums of the segments of x (B, H, N, D), which is 0 at masked tokens: (B, H, L, D), accumulated."""
     if segments.equal:  # a fifth of the time
-        return x.unflatten(2, (segments.sizes.shape[1], -1)).sum(3, dtype=accumulation_dtype(x.dtype))
+        parts: Tensor = x.unflatten(2, (segments.sizes.shape[1], -1))
+        return parts.sum(3, dtype=accumulation_dtype(x.dtype))
     lengths = segments.lengths[:, None].expand(*x.shape[:2], -1).contiguous()
-    return torch.segment_reduce(x.to(accumulation_dtype(x.dtype)), "sum", lengths=lengths, axis=2, unsafe=True)
+    x = x.to(accumulation_dtype(x.dtype))
+    sums: Tensor = torch.segment_reduce(x, "sum", lengths=lengths, axis=2, unsafe=True)
+    return sums
 
 
 class LandmarkOptions(NamedTuple):
     """The hyperparameters of `landmark_attention`.
 
     Attributes:
-        count: the number of landmarks, L.
+        num_landmarks: L.
         iterations: steps of `iterative_pinv`, or 0 for `damped_solve`.
         scale: factor of the scores.
     """
 
-    count: int
+    num_landmarks: int
     iterations: int
     scale: float
 
@@ -118,31 +121,33 @@ def landmark_attention(
     (batch, num_heads, q_len, _), kv_len, device = query.shape, key.shape[2], query.device
     acc_dtype, dtype = accumulation_dtype(query.dtype), attention_dtype(query)
     dtype = acc_dtype if dtype == torch.float16 else dtype
-    all_keys = (key_mask, kv_len, slice(0, kv_len)) if shards is None else (shards.key_mask, shards.total, shards.own)
-    segments = of_queries = find_segments(*all_keys, options.count, device)
+    all_keys, total_len, own = key_mask, kv_len, slice(0, kv_len)
+    if shards is not None:
+        all_keys, total_len, own = shards.key_mask, shards.total, shards.own
+    segments = of_queries = find_segments(all_keys, total_len, own, options.num_landmarks, device)
     masked_query = query
     if q_len != kv_len:  # other tokens, which have no mask
-        of_queries = find_segments(None, q_len, slice(0, q_len), options.count, device)
+        of_queries = find_segments(None, q_len, slice(0, q_len), options.num_landmarks, device)
     elif key_mask is not None:
         masked_query = query.masked_fill(~key_mask[:, None, :, None], 0.0)
-    few = (segments.sizes.sum(1) <= options.count).expand(batch)
+    few = (segments.sizes.sum(1) <= options.num_landmarks).expand(batch)
     # Each of a few tokens is a landmark by itself.
-    any_few = all_keys[0] is not None and bool(few.any())
+    any_few = all_keys is not None and bool(few.any())
     sums = [segment_sums(masked_query, of_queries), segment_sums(key, segments)]
     sums += [segment_sums(value, segments)] if any_few else []
     sums = sums if shards is None else total(sums, shards.group)
     counts = [x.sizes.clamp(min=1)[:, None, :, None] for x in (of_queries, segments, segments)]
     means = [_all_heads(x / n, num_heads) for x, n in zip(sums, counts, strict=False)]  # (BH, L, .)
     queries, keys = (x.to(dtype) for x in means[:2])
-    tokens = [_all_heads(x, num_heads).to(dtype)[:, None] for x in (key, value)]
+    tokens, values = (_all_heads(x, num_heads).to(dtype)[:, None] for x in (key, value))
     bias = None
     if key_mask is not None:
         bias = mask_bias(key_mask, acc_dtype).repeat_interleave(num_heads, 0)[:, None, None]
-    part = partial_attention(queries[:, None], *tokens, bias, scale=options.scale)  # B V
+    part = partial_attention(queries[:, None], tokens, values, bias, scale=options.scale)  # B V
     if shards is not None:
         part = merge(*gather_partials(Partial(part.out.to(acc_dtype), part.lse), shards.group))
     empty = None
-    if all_keys[0] is not None:
+    if all_keys is not None:
         empty = [(x.sizes == 0).expand(batch, -1).repeat_interleave(num_heads, 0) for x in (segments, of_queries)]
     middle = _landmark_weights(queries.to(acc_dtype), keys.to(acc_dtype), empty, options.scale)
     values = part.out[:, 0].to(acc_dtype)

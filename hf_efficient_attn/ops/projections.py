@@ -119,7 +119,7 @@ class Contraction(NamedTuple):
         def some_rows(x: Tensor, column: Tensor) -> Tensor:
             # The columns are gathered and not the tokens: one product for all heads of a batch row, side by side.
             tokens = x.to(table.dtype).transpose(1, 2).flatten(2)  # (B, n, H D)
-            product = embedding(column, columns).mT @ tokens
+            product: Tensor = embedding(column, columns).mT @ tokens
             return product.to(acc_dtype).unflatten(2, x.shape[1::2]).transpose(1, 2)
 
         size = slice_size(x.shape[2] * max(len(table), x.shape[1] * x.shape[3]), x.device)
