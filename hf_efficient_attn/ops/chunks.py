@@ -305,8 +305,9 @@ def _mean_queries(query: Tensor, rank: Tensor, first: Tensor, last: Tensor) -> T
         rank, first, last = (x.unsqueeze(i) for i, x in zip((1, 2, 2), indices, strict=True))
         tokens = query.transpose(1, 2).flatten(2).to(accumulation_dtype(query.dtype))  # (b, Nq, H D)
         inside = ((rank >= first) & (rank < last)).to(tokens.dtype)
-        means: Tensor = inside @ tokens / (last - first).clamp(min=1)
-        return means.unflatten(2, query.shape[1::2]).transpose(1, 2)
+        means = inside @ tokens / (last - first).clamp(min=1)
+        of_heads: Tensor = means.unflatten(2, query.shape[1::2])
+        return of_heads.transpose(1, 2)
 
     size = slice_size(query.shape[2] * max(first.shape[1], query[0, :, 0].numel()), query.device)
     rows = (x.expand(len(query), -1) for x in (rank, first, last))

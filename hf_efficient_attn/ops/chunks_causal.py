@@ -1,6 +1,7 @@
 """The causal form of `hf_efficient_attn.ops.chunks`: two blocks exactly, and summaries of earlier intervals."""
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -128,22 +129,22 @@ def _far_partial(
         sizes: the sizes of blocks and intervals.
         attend: softmax attention.
     """
-    level, block = torch.arange(len(sizes.levels)), torch.arange(queries.shape[1])[:, None]
-    is_seen, counts = (block >> level) % 2 == 1, torch.tensor([level.num_intervals for level in sizes.levels])
-    interval = counts.cumsum(0) - counts + (block >> (level + 1))
-    # Block 1 sees no interval.
-    out = queries.new_zeros(*queries.shape[:1], 1, sizes.block, values.shape[3])
-    parts, order = [Partial(out, bias.new_full(out.shape[:3], -torch.inf))], [integers(1, queries.device)]
-    for number in range(1, len(sizes.levels) + 1):
-        own = (is_seen.sum(1) == number).nonzero()[:, 0]
-        if not len(own):
+    first = [0, *itertools.accumulate(level.num_intervals for level in sizes.levels)]
+    groups: dict[int, dict[int, list[int]]] = {}  # number of intervals -> block -> these
+    for block in range(queries.shape[1]):
+        seen = [first[i] + (block >> (i + 1)) for i in range(len(sizes.levels)) if block >> i & 1]
+        groups.setdefault(len(seen), {})[block] = seen
+    order = torch.tensor([block for group in groups.values() for block in group], device=queries.device)
+    parts = []
+    for (number, group), own in zip(groups.items(), order.split([len(x) for x in groups.values()]), strict=True):
+        if not number:  # block 1
+            out = queries.new_zeros(*queries.shape[:1], 1, sizes.block, values.shape[3])
+            parts.append(Partial(out, bias.new_full(out.shape[:3], -torch.inf)))
             continue
-        seen = interval[own][is_seen[own]].to(queries.device)  # (T' number,)
-        order.append(own.to(queries.device))
-        tensors = [x.index_select(1, seen).unflatten(1, (-1, number)).flatten(2, 3) for x in (keys, values, bias)]
-        tensors[2] = tensors[2].unsqueeze(2)
-        parts.append(attend(queries.index_select(1, order[-1]), *tensors))
-    rank = torch.cat(order).argsort()
+        index = torch.tensor(list(group.values()), device=queries.device).flatten()
+        tensors = [x.index_select(1, index).unflatten(1, (-1, number)).flatten(2, 3) for x in (keys, values, bias)]
+        parts.append(attend(queries.index_select(1, own), *tensors[:2], tensors[2].unsqueeze(2)))
+    rank = order.argsort()
     return Partial(*(torch.cat(x, 1).index_select(1, rank) for x in zip(*parts, strict=True)))
 
 

@@ -50,7 +50,8 @@ def start_tables(
         numbers = [normal(shape, seed, stream, torch.device("cpu")).t() * projection_dim**-0.5 for stream in streams]
         return {name: x.to(torch.float32).contiguous() for name, x in zip(names, numbers, strict=True)}
     sizes = segment_sizes(torch.tensor(max_length), projection_dim)
-    inside = torch.repeat_interleave(sizes) == torch.arange(projection_dim)[:, None]
+    ends, position = sizes.cumsum(0)[:, None], torch.arange(max_length)
+    inside = (position < ends) & (position >= ends - sizes[:, None])
     return dict.fromkeys(names, inside / sizes.clamp(min=1)[:, None])
 
 
@@ -119,8 +120,9 @@ class Contraction(NamedTuple):
         def some_rows(x: Tensor, column: Tensor) -> Tensor:
             # The columns are gathered and not the tokens: one product for all heads of a batch row, side by side.
             tokens = x.to(table.dtype).transpose(1, 2).flatten(2)  # (B, n, H D)
-            product: Tensor = embedding(column, columns).mT @ tokens
-            return product.to(acc_dtype).unflatten(2, x.shape[1::2]).transpose(1, 2)
+            product = embedding(column, columns).mT @ tokens
+            of_heads: Tensor = product.to(acc_dtype).unflatten(2, x.shape[1::2])
+            return of_heads.transpose(1, 2)
 
         size = slice_size(x.shape[2] * max(len(table), x.shape[1] * x.shape[3]), x.device)
         return sliced(some_rows, x, self.column[:, some], size=size)
