@@ -201,8 +201,8 @@ def _cuda_backward(grad_out: Tensor, inputs: list[Tensor], out: Tensor, lse: Ten
     if not on_amd:
         lse = pad(lse, (0, -lse.shape[2] % 32), value=torch.inf)
     state = state.new_empty((), dtype=torch.int64)
-    given = (grad_out, *inputs, None, out, lse, state, state, 0.0, [True, True, True, False], False)
-    return _EFFICIENT_BACKWARD(*given, scale=scale)[:3]
+    given = (grad_out, *inputs, None, out, lse, state, state, 0.0)
+    return _EFFICIENT_BACKWARD(*given, [True, True, True, False], False, scale=scale)[:3]
 
 
 def _takes_flash(query: Tensor) -> bool:
@@ -261,8 +261,8 @@ def _arranged(
     if key.shape[1] == value.shape[1] == 1 and (bias is None or bias.shape[1] == bias.shape[2] == 1):
         return query.reshape(batch_heads, 1, -1, query.shape[3]), key, value, bias
     key, value = key.expand(-1, num_blocks, -1, -1), value.expand(-1, num_blocks, -1, -1)
-    if query.device.type == "cpu" and key.is_contiguous() and value.is_contiguous():
-        if bias is None or bias.shape[:2] in ((1, 1), (batch_heads, num_blocks)):
-            bias = None if bias is None else bias.flatten(0, 1).unsqueeze(1)
-            query, key, value = (x.flatten(0, 1).unsqueeze(1) for x in (query, key, value))
+    as_batch = query.device.type == "cpu" and key.is_contiguous() and value.is_contiguous()
+    if as_batch and (bias is None or bias.shape[:2] in ((1, 1), (batch_heads, num_blocks))):
+        bias = None if bias is None else bias.flatten(0, 1).unsqueeze(1)
+        query, key, value = (x.flatten(0, 1).unsqueeze(1) for x in (query, key, value))
     return query, key, value, bias

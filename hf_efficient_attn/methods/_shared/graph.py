@@ -15,7 +15,6 @@ from torch import Tensor
 
 from hf_efficient_attn.methods._shared.config import MethodConfig
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, get_method, make_config
-from hf_efficient_attn.ops.export import exporting_to_onnx, is_compiling
 from hf_efficient_attn.ops.random import HeadSeed, HeadSlice, Seed, draw_seed, seed_value, with_draws_of
 
 
@@ -42,12 +41,7 @@ class _Call(NamedTuple):
     text: str
     is_causal: bool
     numbers: list[float]
-    needs_grad: bool
-
-
-def in_graph() -> bool:
-    """Whether this call is recorded into a graph that contains it as one operator."""
-    return is_compiling() and not exporting_to_onnx()
+    needs_grad: bool = True
 
 
 def call_in_graph(
@@ -93,7 +87,8 @@ def _run(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
     method, seed = get_method(values.pop("method")), int(call.seed)
     seed_of_heads: Seed = HeadSeed(seed, HeadSlice(*heads)) if heads else seed
     parameters = dict(zip(names, call.learned, strict=True))
-    options = AttentionOptions(call.key_mask, call.is_causal, *call.numbers, seed_of_heads, parameters, call.bias)
+    scale, dropout_p = call.numbers
+    options = AttentionOptions(call.key_mask, call.is_causal, scale, dropout_p, seed_of_heads, parameters, call.bias)
     with torch.autocast(query.device.type, enabled=False), with_draws_of(call.draws, query.device):
         out: Tensor = getattr(method, form)(make_config(method.info.name, **values), query, key, value, options)
     return out
@@ -162,7 +157,7 @@ def _attention_backward(
     numbers: list[float],
 ) -> list[Tensor]:
     """The gradients of query, key, value, the learned parameters and the bias."""
-    call = _Call(key_mask, bias, seed, draws, learned, text, is_causal, numbers, True)
+    call = _Call(key_mask, bias, seed, draws, learned, text, is_causal, numbers)
     with _autograd():
         leaves = _leaves(query, key, value, call)
         out = _run(*leaves)
@@ -173,7 +168,7 @@ def _attention_backward(
 
 @_attention_backward.register_fake
 def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> list[Tensor]:
-    call = _Call(*others, True)
+    call = _Call(*others)
     return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in _differentiable(query, key, value, call)]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.ops.export import is_compiling
+from hf_efficient_attn.ops.export import replaced_in_graphs
 from hf_efficient_attn.ops.random import draw_seed, with_draws_of
 
 
@@ -37,9 +37,10 @@ class _Part(NamedTuple):
     is_gradient: bool = False
 
 
+@replaced_in_graphs(lambda *_: False)
 def in_transform(*arguments: object) -> bool:
     """Whether a tensor among the arguments belongs to a transform of `torch.func` that is being computed."""
-    if is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
+    if torch._C._functorch.peek_interpreter_stack() is None:
         return False
     return any(_is_wrapped(x) for x in pytree.tree_leaves(arguments))
 
@@ -87,6 +88,7 @@ def call_in_transform(
     return out
 
 
+@replaced_in_graphs(lambda out, name: out)
 def refuse_second_gradient(out: Tensor, name: str) -> Tensor:
     """Make the gradient of a method's output refuse to be differentiated. Gradients by hand would give a wrong one."""
 
@@ -94,7 +96,7 @@ def refuse_second_gradient(out: Tensor, name: str) -> Tensor:
         if torch.is_grad_enabled():  # the case in a backward pass with create_graph=True only
             _refuse_twice(name)
 
-    if out.requires_grad and not is_compiling():
+    if out.requires_grad:
         out.register_hook(refuse)
     return out
 
