@@ -35,7 +35,6 @@ The computation is in `hf_efficient_attn.ops.chunks` and, for the causal form, i
 """
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -46,8 +45,8 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
-from hf_efficient_attn.ops.chunks import Heads, Masks, window_attention, window_sizes
-from hf_efficient_attn.ops.chunks_causal import interval_attention, interval_sizes
+from hf_efficient_attn.ops.chunks import Heads, Masks, window_attention
+from hf_efficient_attn.ops.chunks_causal import interval_attention
 from hf_efficient_attn.ops.chunks_naive import interval_chunks, summary_attention_naive, window_chunks
 from hf_efficient_attn.ops.exact import exact_decode
 from hf_efficient_attn.ops.partial import accumulation_dtype
@@ -131,8 +130,8 @@ def _maps(config: EvaConfig, query: Tensor, options: AttentionOptions) -> list[T
     return maps
 
 
-def _noise(config: EvaConfig, query: Tensor, options: AttentionOptions, num_chunks: int, stream: int) -> Tensor | None:
-    """Standard normal numbers (H, num_chunks, D) for query (B, H, Nq, D); None if omega is not drawn.
+def _noise(config: EvaConfig, query: Tensor, options: AttentionOptions, stream: int, count: int) -> Tensor | None:
+    """Standard normal numbers (H, count, D) of chunks for query (B, H, Nq, D); None if omega is not drawn.
 
     The numbers of a chunk depend on its index, not on the number of chunks.
     """
@@ -140,8 +139,8 @@ def _noise(config: EvaConfig, query: Tensor, options: AttentionOptions, num_chun
         return None
     first, total = head_slice(options.seed, query.shape[1])
     # The numbers are kept, so that sequences of all lengths should need few different sets of them.
-    shape = 1 << (num_chunks - 1).bit_length(), total, query.shape[3]
-    drawn = normal(shape, options.seed, stream, query.device)[:num_chunks, first : first + query.shape[1]]
+    shape = 1 << (count - 1).bit_length(), total, query.shape[3]
+    drawn = normal(shape, options.seed, _CHUNKS + stream, query.device)[:count, first : first + query.shape[1]]
     return drawn.transpose(0, 1).to(accumulation_dtype(query.dtype))
 
 
@@ -164,19 +163,11 @@ def forward(
     masks = _masks(query_mask, query, key, options.key_mask)
     excluded = None if masks.queries is None else ~masks.queries[:, None, :, None]
     query = query if excluded is None else query.masked_fill(excluded, 0.0)
-    heads, cut = Heads(query, key, value, *_maps(config, query, options)), (config.window_size, config.num_landmarks)
-
-    def noises(sizes: Sequence[int], first: int) -> list[Tensor | None]:
-        return [_noise(config, query, options, n, first + i) for i, n in enumerate(sizes)]
-
-    if options.is_causal:
-        intervals = interval_sizes(key.shape[2], *cut)
-        draws = noises(intervals.summaries, _CHUNKS + 1)
-        out = interval_attention(heads, masks.keys, draws, intervals, options.scale, options.dropout_p)
-    else:
-        windows = window_sizes(key.shape[2], *cut, masks.keys is not None)
-        draws = noises(windows.summaries, _CHUNKS)
-        out = window_attention(heads, masks, draws, windows, options.scale, options.dropout_p)
+    heads = Heads(query, key, value, *_maps(config, query, options))
+    draw = functools.partial(_noise, config, query, options)
+    attention = interval_attention if options.is_causal else window_attention
+    cut = config.window_size, config.num_landmarks
+    out = attention(heads, masks, draw, *cut, scale=options.scale, dropout_p=options.dropout_p)
     out = unflatten_heads(out, query.shape)
     return out if excluded is None else out.masked_fill(excluded, 0.0)
 
@@ -197,14 +188,10 @@ def naive(
     """Readable form: one batch row at a time without its padding, chunk by chunk, with dense scores."""
     heads = Heads(query, key, value, *_maps(config, query, options))
     masks = _masks(query_mask, query, key, options.key_mask)
-    cut = interval_chunks if options.is_causal else window_chunks
-    own_cut = functools.partial(cut, window_size=config.window_size, landmarks=config.num_landmarks)
-
-    def draw(stream: int, number: int) -> Tensor | float:
-        drawn = _noise(config, query, options, number + 1, _CHUNKS + stream)
-        return 0.0 if drawn is None else drawn[:, number]
-
-    return summary_attention_naive(heads, masks, own_cut, draw, options.scale).to(value.dtype)
+    draw = functools.partial(_noise, config, query, options)
+    chunks_of = interval_chunks if options.is_causal else window_chunks
+    cut = functools.partial(chunks_of, window_size=config.window_size, num_landmarks=config.num_landmarks)
+    return summary_attention_naive(heads, masks, draw, cut, options.scale).to(value.dtype)
 
 
 register_method(EvaConfig, forward=forward, naive=naive, decode=decode, initial_parameters=initial_parameters)

@@ -8,8 +8,8 @@ Both move valid tokens before masked ones: of n valid keys the positions are 0 t
 is B, or 1 if all batch rows are alike because nothing is masked.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from hf_efficient_attn.ops.blocks import ceil_div, inverse, pad_to_blocks, take,
 from hf_efficient_attn.ops.constants import integers
 from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
 from hf_efficient_attn.ops.slices import slice_size, sliced
+
+# draw(stream, count) gives standard normal numbers (H, count, D) for chunks, or None if omega is not drawn.
+Draw: TypeAlias = Callable[[int, int], Tensor | None]
 
 
 class Heads(NamedTuple):
@@ -166,18 +169,21 @@ class _Plan(NamedTuple):
 
 
 def window_attention(
-    heads: Heads, masks: Masks, noises: Sequence[Tensor | None], sizes: WindowSizes, scale: float, dropout_p: float
+    heads: Heads, masks: Masks, draw: Draw, window_size: int, num_landmarks: int, *, scale: float, dropout_p: float
 ) -> Tensor:
     """The bidirectional form: (BH, Nq, Dv).
 
     Args:
         heads: the tensors of all heads. Masked queries, keys and values are 0.
         masks: which keys and queries count.
-        noises: for each of `sizes.summaries` the standard normal numbers (H, C, D), or None.
-        sizes: the sizes of windows and chunks.
+        draw: gives the standard normal numbers: of the chunks as stream 0, of the groups of each level as 1, 2, ...
+        window_size: keys of a window.
+        num_landmarks: chunks at most.
         scale: factor of the scores.
         dropout_p: probability of dropping a weight.
     """
+    sizes = window_sizes(heads.key.shape[2], window_size, num_landmarks, masks.keys is not None)
+    noises = [draw(i, count) for i, count in enumerate(sizes.summaries)]
     (batch, num_heads, kv_len, dim), window = heads.key.shape, sizes.window
     heads = heads._replace(query=heads.query.to(heads.key.dtype))  # FLuRKA contracts keys to another dtype
     plan, block_q = _plan(heads.query, heads.key, masks, sizes)

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.blocks import ceil_div, inverse, pad_to_blocks, take, valid_first
-from hf_efficient_attn.ops.chunks import Heads, repeat_for_heads, summarize
+from hf_efficient_attn.ops.chunks import Draw, Heads, Masks, repeat_for_heads, summarize
 from hf_efficient_attn.ops.constants import integers
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, merge, partial_attention
@@ -44,11 +44,6 @@ class IntervalSizes(NamedTuple):
     block: int
     levels: tuple[Level, ...]
 
-    @property
-    def summaries(self) -> list[int]:
-        """Chunks of an interval of each level."""
-        return [level.num_chunks for level in self.levels]
-
 
 def interval_sizes(length: int, window_size: int, num_landmarks: int) -> IntervalSizes:
     """The intervals of blocks of window_size / 2 tokens, each cut into at most num_landmarks / 2 equal chunks."""
@@ -61,24 +56,22 @@ def interval_sizes(length: int, window_size: int, num_landmarks: int) -> Interva
 
 
 def interval_attention(
-    heads: Heads,
-    key_mask: Tensor | None,
-    noises: Sequence[Tensor | None],
-    sizes: IntervalSizes,
-    scale: float,
-    dropout_p: float,
+    heads: Heads, masks: Masks, draw: Draw, window_size: int, num_landmarks: int, *, scale: float, dropout_p: float
 ) -> Tensor:
     """The causal form: (BH, N, Dv).
 
     Args:
         heads: the tensors of all heads, with Nq = Nk = N. Masked queries, keys and values are 0.
-        key_mask: bool (B, N), or None.
-        noises: for each level the standard normal numbers (H, C, D), or None. A query sees one interval per level, so
-            the intervals of a level share their numbers.
-        sizes: the sizes of blocks and intervals.
+        masks: which tokens count.
+        draw: gives the standard normal numbers of an interval of each level, as streams 1, 2, ... A query sees one
+            interval per level, so that those of a level share them.
+        window_size: tokens of the two blocks of the near field.
+        num_landmarks: twice the largest number of chunks of an interval.
         scale: factor of the scores.
         dropout_p: probability of dropping a weight.
     """
+    sizes = interval_sizes(heads.key.shape[2], window_size, num_landmarks)
+    noises = [draw(i, level.num_chunks) for i, level in enumerate(sizes.levels, 1)]
     length, block, device = heads.key.shape[2], sizes.block, heads.key.device
     attend = functools.partial(partial_attention, scale=scale, dropout_p=dropout_p)
     # Which of the block before and of its own a query of a block sees.
@@ -104,7 +97,7 @@ def interval_attention(
         out = out.flatten(1, 2)[:, :length]
         return out if order is None else take(out, inverse(order))
 
-    order = None if key_mask is None else repeat_for_heads(valid_first(key_mask), *heads.key.shape[:2])
+    order = None if masks.keys is None else repeat_for_heads(valid_first(masks.keys), *heads.key.shape[:2])
     size = slice_size(2 * heads.value[0, 0].numel(), device)
     return sliced(some_heads, *heads.flattened(noises), order, size=size, draws=dropout_p > 0.0)
 
@@ -169,7 +162,7 @@ def _interval_summaries(
         parts = [x.reshape(len(x), count * num_chunks, chunk, -1) for x in tokens]
         noise = None if noise is None else noise.repeat(1, count, 1)
         keys, values = (x.unflatten(1, (count, -1)) for x in summarize(parts, valid, heads, noise, scale))
-    most = max(sizes.summaries)
+    most = max(level.num_chunks for level in sizes.levels)
     keys, values = (pad(x, (0, 0, 0, most - num_chunks)) if most > num_chunks else x for x in (keys, values))
     counts = (length - integers(most, keys.device) * chunk).clamp(0, chunk)
     return keys, values, counts.to(accumulation_dtype(keys.dtype)).log().expand(1, count, -1)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.blocks import ceil_div
-from hf_efficient_attn.ops.chunks import Heads, Masks
+from hf_efficient_attn.ops.chunks import Draw, Heads, Masks
 
 
 class Chunk(NamedTuple):
@@ -20,18 +20,18 @@ class Chunk(NamedTuple):
     number: int
 
 
-def window_chunks(position: Tensor, window_size: int, landmarks: int) -> tuple[Tensor, list[Chunk]]:
+def window_chunks(position: Tensor, window_size: int, num_landmarks: int) -> tuple[Tensor, list[Chunk]]:
     """The near field, bool (N, N), and the chunks for the positions (N,) of all keys, in the bidirectional form."""
     num_keys = len(position)
     window, num_windows = position // window_size, max(1, ceil_div(num_keys, window_size))
     chunks, level = [], 0
-    while ceil_div(num_windows, 1 << level) > landmarks:
+    while ceil_div(num_windows, 1 << level) > num_landmarks:
         size = window_size << level
         for index, start in enumerate(range(0, num_keys, size)):
             # Seen from the other half of the next larger group, if that lies in the window's own chunk.
             chunks.append(Chunk(start, min(start + size, num_keys), window >> level == index ^ 1, level + 1, index))
         level += 1
-    size, parts = window_size << level, max(1, min(window_size, landmarks // num_windows))
+    size, parts = window_size << level, max(1, min(window_size, num_landmarks // num_windows))
     for index in range(ceil_div(num_keys, size) * parts):
         group, part = divmod(index, parts)
         start, stop = (min(num_keys, group * size + p * size // parts) for p in (part, part + 1))
@@ -40,13 +40,13 @@ def window_chunks(position: Tensor, window_size: int, landmarks: int) -> tuple[T
     return window[:, None] == window, chunks
 
 
-def interval_chunks(position: Tensor, window_size: int, landmarks: int) -> tuple[Tensor, list[Chunk]]:
+def interval_chunks(position: Tensor, window_size: int, num_landmarks: int) -> tuple[Tensor, list[Chunk]]:
     """The same for the causal form."""
     block_size, num_keys, chunks = max(1, window_size // 2), len(position), []
     block = position // block_size
     for level in range(num_keys.bit_length()):
         interval, completed = block_size << level, (block - 1).clamp(min=0) >> level
-        size = ceil_div(interval, min(interval, max(1, landmarks // 2)))
+        size = ceil_div(interval, min(interval, max(1, num_landmarks // 2)))
         for number in range(0, num_keys // interval, 2):
             seen_from = (completed & 1 == 1) & (completed - 1 == number)
             for index in range(ceil_div(interval, size)):
@@ -59,8 +59,8 @@ def interval_chunks(position: Tensor, window_size: int, landmarks: int) -> tuple
 def summary_attention_naive(
     heads: Heads,
     masks: Masks,
+    draw: Draw,
     cut: Callable[[Tensor], tuple[Tensor, list[Chunk]]],
-    draw: Callable[[int, int], Tensor | float],
     scale: float,
 ) -> Tensor:
     """Float64 (B, H, Nq, Dv), 0 for masked queries.
@@ -68,8 +68,8 @@ def summary_attention_naive(
     Args:
         heads: the tensors of all heads.
         masks: which keys and queries count.
+        draw: gives the standard normal numbers of chunks.
         cut: gives the near field and the chunks for the positions of all keys.
-        draw: gives the standard normal numbers (H, D) of a chunk for its stream and number, or 0.
         scale: factor of the scores.
     """
     (query, key, value), root = heads[:3], abs(scale) ** 0.5
@@ -92,7 +92,8 @@ def summary_attention_naive(
             queries = q[:, start * num_queries // num_keys : ceil_div(stop * num_queries, num_keys)]
             means = queries.mean(1), k[:, start:stop].mean(1)
             mu = [x if w is None else torch.einsum("hde,he->hd", w, x) for x, w in zip(means, maps, strict=True)]
-            omega = root * (mu[0] * (1 if scale >= 0 else -1) + mu[1]) + draw(stream, number)
+            noise = draw(stream, number + 1)
+            omega = root * (mu[0] * (1 if scale >= 0 else -1) + mu[1]) + (0.0 if noise is None else noise[:, number])
             scaled = root * k[:, start:stop]
             xi = (torch.einsum("hd,hmd->hm", omega, scaled) - scaled.square().sum(-1) / 2).softmax(-1)
             keys.append(means[1][:, None])
