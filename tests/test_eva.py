@@ -12,7 +12,6 @@ import hf_efficient_attn as hea
 import promises
 from hf_efficient_attn.methods import AttentionOptions, eva
 from hf_efficient_attn.methods.eva import forward, naive
-from hf_efficient_attn.ops.accelerator import use_backend
 from hf_efficient_attn.ops.random import normal
 from instances import Instance, inputs, numbers, padding_mask, relative_error
 
@@ -348,67 +347,25 @@ def test_budgets():
     assert (hea.EvaConfig().window_size, hea.EvaConfig().num_landmarks) == (128, 128)
 
 
+def output_and_gradients(form, tensors, learned: dict, options: dict):
+    leaves = [x.clone().requires_grad_() for x in (*tensors, *learned.values())]
+    out = form("eva", *leaves[:3], **options, **dict(zip(learned, leaves[3:], strict=True)))
+    return out, *torch.autograd.grad(out.square().sum(), leaves)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("padding", ["none", "holes"])
 @pytest.mark.parametrize("proposal", ["normal", "learned"])
 @pytest.mark.parametrize(
     ("length", "window_size", "num_landmarks"),
-    [(96, 8, 24), (90, 8, 24), (160, 8, 4), (150, 8, 4), (133, 4, 3), (90, 6, 40)],
+    [(96, 8, 24), (90, 8, 24), (160, 8, 4), (150, 8, 4), (133, 4, 3), (90, 6, 40), (40, 16, 16), (64, 4, 2)],
 )
-def test_the_form_for_accelerators(length, window_size, num_landmarks, proposal, padding):
+def test_readable_form(length, window_size, num_landmarks, proposal, padding, is_causal):
     """Parts of windows, whole windows and groups of up to 16 windows, with and without a shorter last one."""
     tensors, mask = inputs(batch=2, q_len=length, dtype=torch.float64), padding_mask(padding, 2, length)
-    maps = {}
-    if proposal == "learned":
-        maps = {name: numbers(2, 8, 8, seed=i) for i, name in enumerate(("proposal_query", "proposal_key"))}
+    learned = maps(num_heads=2, head_dim=8) if proposal == "learned" else {}
     options = {"window_size": window_size, "num_landmarks": num_landmarks, "attention_mask": mask, "scale": -0.6}
-
-    def output():
-        leaves = [x.clone().requires_grad_() for x in (*tensors, *maps.values())]
-        named = dict(zip(maps, leaves[3:], strict=True))
-        out = hea.functional.eva_attention(*leaves[:3], **options, **named, proposal=proposal)
-        return out, *torch.autograd.grad(out.square().sum(), leaves)
-
-    expected = output()
-    with use_backend("library"):
-        ours = output()
-    torch.testing.assert_close(ours, expected, rtol=1e-8, atol=1e-8)
-
-
-@pytest.mark.parametrize("padding", ["none", "holes"])
-@pytest.mark.parametrize("proposal", ["normal", "mean", "learned"])
-@pytest.mark.parametrize(
-    ("length", "window_size", "num_landmarks"),
-    [(40, 16, 16), (150, 16, 16), (400, 8, 8), (333, 16, 4), (64, 4, 2), (150, 16, 24), (33, 16, 16)],
-)
-def test_the_causal_form_for_accelerators(length, window_size, num_landmarks, proposal, padding):
-    """Intervals of one block with and without summaries, and sizes that need the form for the CPU."""
-    tensors, mask = inputs(batch=2, q_len=length, dtype=torch.float64), padding_mask(padding, 2, length)
-    maps = {}
-    if proposal == "learned":
-        maps = {name: numbers(2, 8, 8, seed=i) for i, name in enumerate(("proposal_query", "proposal_key"))}
-    options = {"window_size": window_size, "num_landmarks": num_landmarks, "attention_mask": mask, "scale": -0.6}
-    options |= {"proposal": proposal, "is_causal": True}
-
-    def output():
-        leaves = [x.clone().requires_grad_() for x in (*tensors, *maps.values())]
-        named = dict(zip(maps, leaves[3:], strict=True))
-        out = hea.functional.eva_attention(*leaves[:3], **options, **named)
-        without_gradient = hea.functional.eva_attention(*tensors, **options, **maps)
-        return out, without_gradient, *torch.autograd.grad(out.square().sum(), leaves)
-
-    expected = output()
-    with use_backend("library"):
-        ours = output()
-    torch.testing.assert_close(ours, expected, rtol=1e-8, atol=1e-8)
-
-
-@pytest.mark.parametrize("length", [1100, 4500])
-@pytest.mark.parametrize("proposal", ["normal", "mean"])
-def test_the_causal_form_for_accelerators_in_long_sequences(proposal, length):
-    """Chunks of so many sizes that blocks of 16 blocks save a call, and of more, which need several calls."""
-    tensors = inputs(q_len=length, num_heads=1, head_dim=4, dtype=torch.float64)
-    options = {"window_size": 2, "num_landmarks": 2, "proposal": proposal, "is_causal": True}
-    expected = hea.functional.eva_attention(*tensors, **options)
-    with use_backend("library"):
-        ours = hea.functional.eva_attention(*tensors, **options)
+    options |= {"proposal": proposal, "is_causal": is_causal}
+    ours = output_and_gradients(hea.attention, tensors, learned, options)
+    expected = output_and_gradients(hea.naive_attention, tensors, learned, options)
     torch.testing.assert_close(ours, expected, rtol=1e-8, atol=1e-8)

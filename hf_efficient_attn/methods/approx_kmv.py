@@ -36,7 +36,7 @@ from torch import Tensor
 
 from hf_efficient_attn.kernel import products
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
-from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
+from hf_efficient_attn.methods._shared.exact import exact_form
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
 from hf_efficient_attn.ops import kde
 from hf_efficient_attn.ops.exact import exact_attention
@@ -293,14 +293,14 @@ def _by_head(
                 head = _Head(*tensors, scale, dropout_p, seed + _SEED_STEP * (first + h))
                 of_head = of_head.index_copy(0, rows, form(config, head))
             out.append(of_head)
-    return torch.stack(out).unflatten(0, (batch, num_heads))
+    result: Tensor = torch.stack(out).unflatten(0, (batch, num_heads))
+    return result
 
 
 def forward(config: ApproxKMVConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Compute the fast form; see `register_method` for the arguments."""
-    shape, exact = query.shape, {"is_causal": False, "scale": options.scale, "dropout_p": options.dropout_p}
     if key.shape[2] <= config.num_samples:
-        return unflatten_heads(exact_attention(*flatten_heads(query, key, value, options.key_mask), **exact), shape)
+        return exact_form(query, key, value, options)
     return _by_head(_forward_head, config, query, key, value, options)
 
 

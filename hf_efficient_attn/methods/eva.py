@@ -26,42 +26,34 @@ Departures from the paper, and the reasons:
   floor(i n / m) among the n keys and sees the window at that position. The mean query of a chunk [a, b) is that of the
   queries from floor(a m / n) to ceil(b m / n) - 1, which is at least one. With m = n these are the chunk's own tokens.
 - Causal form: the near field is the own block of window_size / 2 tokens, up to the query, and the block before it. The
-  completed blocks before those are split into intervals of 1, 2, 4, ... blocks as in `hf_efficient_attn.ops.causal`.
-  Each interval has num_landmarks / 2 summaries of its own tokens. A fixed grid of chunks would cost N^2 / chunk size.
+  completed blocks before those are split into intervals of 1, 2, 4, ... blocks. Each
+  has num_landmarks / 2 summaries of its own tokens. A fixed grid of chunks would cost N^2 / chunk size.
 
 EVA never switches by length. With up to window_size keys, all of them are in the near field and the output is exact.
-The computation is in `hf_efficient_attn.ops.chunk_summaries` and, for the causal form, in
-`hf_efficient_attn.ops.interval_summaries`. On an accelerator the causal form takes few launches
-(`hf_efficient_attn.ops.interval_levels`) if window_size / num_landmarks is 1, 2, 4, ...
+The computation is in `hf_efficient_attn.ops.chunks` and, for the causal form, in
+`hf_efficient_attn.ops.chunks_causal`.
 """
 
 import functools
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
-from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
+from hf_efficient_attn.methods._shared.heads import unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
-from hf_efficient_attn.ops.accelerator import backend
-from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, take, valid_first
-from hf_efficient_attn.ops.chunk_summaries import Heads, window_attention
-from hf_efficient_attn.ops.chunk_windows import kept_plan, plan_windows, query_blocks, window_sizes
-from hf_efficient_attn.ops.constants import constant
+from hf_efficient_attn.ops.chunks import Heads, Masks, window_attention
+from hf_efficient_attn.ops.chunks_causal import interval_attention
+from hf_efficient_attn.ops.chunks_naive import interval_chunks, summary_attention_naive, window_chunks
 from hf_efficient_attn.ops.exact import exact_decode
-from hf_efficient_attn.ops.interval_levels import interval_level_attention, interval_sizes
-from hf_efficient_attn.ops.interval_summaries import causal_summary_attention, plan_interval_chunks
 from hf_efficient_attn.ops.partial import accumulation_dtype
-from hf_efficient_attn.ops.ragged_windows import Masks, ragged_window_attention
-from hf_efficient_attn.ops.random import Seed, head_slice, normal
+from hf_efficient_attn.ops.random import head_slice, normal
 
-# Streams of random numbers: one for the chunks, and one for each level of groups or intervals.
+# Streams of random numbers: one for the chunks, and the following ones for the levels of groups or intervals.
 _CHUNKS = 40
-_LEVELS = _CHUNKS + 1
 _MAPS = ("proposal_query", "proposal_key")
 
 # bool (B, Nq), the queries that count and have an output; None if all do. "keys": the key mask if there are as many
@@ -138,49 +130,25 @@ def _maps(config: EvaConfig, query: Tensor, options: AttentionOptions) -> list[T
     return maps
 
 
-def _noise(config: EvaConfig, query: Tensor, options: AttentionOptions, num_chunks: int, stream: int) -> Tensor | None:
-    """Standard normal numbers (BH, num_chunks, D) for query (B, H, Nq, D); None if omega is not drawn.
+def _noise(config: EvaConfig, query: Tensor, options: AttentionOptions, stream: int, count: int) -> Tensor | None:
+    """Standard normal numbers (H, count, D) of chunks for query (B, H, Nq, D); None if omega is not drawn.
 
     The numbers of a chunk depend on its index, not on the number of chunks.
     """
     if config.proposal == "mean":
         return None
-    batch, num_heads, _, head_dim = query.shape
-    seed, dtype, device = options.seed, accumulation_dtype(query.dtype), query.device
-    # What is kept is rounded up, so that sequences of all lengths have few different ones.
-    sizes = 1 << (num_chunks - 1).bit_length(), num_heads, head_dim, seed, stream, dtype
-    drawn = constant(_draw, *sizes, device=device)
-    drawn = drawn[:, :num_chunks]
-    return drawn if batch == 1 else drawn.repeat(batch, 1, 1)
+    first, total = head_slice(options.seed, query.shape[1])
+    # The numbers are kept, so that sequences of all lengths should need few different sets of them.
+    shape = 1 << (count - 1).bit_length(), total, query.shape[3]
+    drawn = normal(shape, options.seed, _CHUNKS + stream, query.device)[:count, first : first + query.shape[1]]
+    return drawn.transpose(0, 1).to(accumulation_dtype(query.dtype))
 
 
-def _draw(
-    num_chunks: int,
-    num_heads: int,
-    head_dim: int,
-    seed: Seed,
-    stream: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    first, total = head_slice(seed, num_heads)
-    drawn = normal((num_chunks, total, head_dim), seed, stream, device)[:, first : first + num_heads]
-    return drawn.to(dtype).transpose(0, 1).contiguous()
-
-
-def _resolve(query_mask: QueryMask, query: Tensor, key: Tensor, key_mask: Tensor | None) -> tuple[bool, Tensor | None]:
-    """Whether the queries are the keys' own tokens, and the query mask (B, Nq) or None."""
+def _masks(query_mask: QueryMask, query: Tensor, key: Tensor, key_mask: Tensor | None) -> Masks:
     if isinstance(query_mask, Tensor) or query_mask is None:
-        return False, query_mask
-    return query.shape[2] == key.shape[2], key_mask if query.shape[2] == key.shape[2] else None
-
-
-class _Order(NamedTuple):
-    """Orders that put valid tokens first, (BH, Nk) and (BH, Nq), and the query mask (BH, Nq); None without padding."""
-
-    key_order: Tensor | None
-    query_order: Tensor | None
-    query_mask: Tensor | None
+        return Masks(key_mask, query_mask, False)
+    same_tokens = query.shape[2] == key.shape[2]
+    return Masks(key_mask, key_mask if same_tokens else None, same_tokens)
 
 
 def forward(
@@ -192,96 +160,16 @@ def forward(
     query_mask: QueryMask = "keys",
 ) -> Tensor:
     """Fast form; see `register_method`. FLuRKA, whose keys are not tokens, also gives the mask of the queries."""
-    same_tokens, query_mask = _resolve(query_mask, query, key, options.key_mask)
-    maps = _maps(config, query, options)
-    if not options.is_causal and backend(query) != "cpu" and not (same_tokens and options.key_mask is None):
-        sizes = window_sizes(key.shape[2], config.window_size, config.num_landmarks, masked=True)
-        if not sizes.level:
-            noise = _noise(config, query[:1], options, sizes.num_chunks, _CHUNKS)
-            masks_of_tokens = Masks(options.key_mask, query_mask, same_tokens)
-            attend = functools.partial(ragged_window_attention, sizes=sizes, scale=options.scale)
-            return attend(Heads(query, key, value, *maps), masks_of_tokens, noise, dropout_p=options.dropout_p)
-    maps = [None if x is None else x.repeat(query.shape[0], 1, 1) for x in maps]
-    masks = [None if x is None else valid_first(x) for x in (options.key_mask, query_mask)]
-    order = _Order(*(_repeat_for_heads(x, query) for x in (*masks, query_mask)))
-    if options.is_causal:
-        attention, plan = _causal_form(config, query, options)
-    else:
-        attention, plan = _bidirectional_form(config, query, key, options, same_tokens, query_mask)
-
-    def some_heads(*tensors: Tensor | None) -> Tensor:
-        heads, order = Heads._make(tensors[:5]), _Order._make(tensors[5:8])
-        if order.key_order is not None:
-            heads = heads._replace(key=take(heads.key, order.key_order), value=take(heads.value, order.key_order))
-        if order.query_order is None or order.query_mask is None:
-            return attention(heads, tensors[8:])
-        masked = ~order.query_mask[:, :, None]
-        heads = heads._replace(query=take(heads.query.masked_fill(masked, 0.0), order.query_order))
-        return take(attention(heads, tensors[8:]), inverse(order.query_order)).masked_fill(masked, 0.0)
-
-    flat = flatten_heads(query, key, value, None)[:3]
-    return unflatten_heads(chunked_over_heads(some_heads, *flat, *maps, *order, *plan), query.shape)
-
-
-def _repeat_for_heads(x: Tensor | None, query: Tensor) -> Tensor | None:
-    """Repeat (B, ...) for every head, or (1, ...) for every batch row and head, of query (B, H, Nq, D): (BH, ...)."""
-    if x is None:
-        return None
-    batch, num_heads = query.shape[:2]
-    return x.expand(batch * num_heads, *x.shape[1:]) if x.shape[0] == 1 else x.repeat_interleave(num_heads, 0)
-
-
-# attention(heads, tensors) computes some heads. Its `tensors` are the parts of the second element for these heads.
-_Form: TypeAlias = tuple[Callable[[Heads, Sequence[Tensor | None]], Tensor], Sequence[Tensor | None]]
-
-
-def _bidirectional_form(
-    config: EvaConfig,
-    query: Tensor,
-    key: Tensor,
-    options: AttentionOptions,
-    same_tokens: bool,
-    query_mask: Tensor | None,
-) -> _Form:
-    """Cut the keys into windows and chunks, and draw the noise of each chunk and group of windows."""
-
-    def count(x: Tensor, mask: Tensor | None) -> Tensor:
-        """Number of valid tokens, int64 (B, 1), or (1, 1) without a mask."""
-        return torch.full((1, 1), x.shape[2], device=x.device) if mask is None else mask.sum(1, keepdim=True)
-
-    masked, q_len, kv_len = options.key_mask is not None, query.shape[2], key.shape[2]
-    sizes = window_sizes(kv_len, config.window_size, config.num_landmarks, masked)
-    if not masked and query_mask is None:
-        block_q = sizes.window if same_tokens else ceil_div(sizes.window * q_len, kv_len)
-        dtype, other_queries = accumulation_dtype(key.dtype), None if same_tokens else q_len
-        plan = kept_plan(sizes, other_queries, dtype, key.device)
-    else:
-        num_keys, blocks = count(key, options.key_mask), None
-        if not same_tokens:
-            blocks = query_blocks(sizes, num_keys, count(query, query_mask), q_len, True)
-        block_q = sizes.window if blocks is None else blocks.block_q
-        plan = plan_windows(sizes, num_keys, blocks)
-    attention = functools.partial(
-        window_attention, sizes=sizes, block_q=block_q, scale=options.scale, dropout_p=options.dropout_p
-    )
-    tensors = [_repeat_for_heads(x, query) for x in plan]
-    noises = [_noise(config, query, options, n, _CHUNKS + i) for i, n in enumerate(sizes.summaries)]
-    return attention, tensors + noises
-
-
-def _causal_form(config: EvaConfig, query: Tensor, options: AttentionOptions) -> _Form:
-    """Cut the intervals of each level into chunks, and draw their noise."""
-    block = max(1, config.window_size // 2)
-    plan = plan_interval_chunks(query.shape[2], block, max(1, config.num_landmarks // 2))
-    noises = [
-        None if level.chunk == 1 else _noise(config, query, options, level.num_chunks, _LEVELS + i)
-        for i, level in enumerate(plan)
-    ]
-    sizes = interval_sizes(query.shape[2], block, max(1, config.num_landmarks // 2))
-    scale, dropout_p = options.scale, options.dropout_p
-    if backend(query) != "cpu" and scale != 0.0 and sizes is not None:
-        return functools.partial(interval_level_attention, sizes=sizes, scale=scale, dropout_p=dropout_p), noises
-    return functools.partial(causal_summary_attention, plan=plan, block=block, scale=scale, dropout_p=dropout_p), noises
+    masks = _masks(query_mask, query, key, options.key_mask)
+    excluded = None if masks.queries is None else ~masks.queries[:, None, :, None]
+    query = query if excluded is None else query.masked_fill(excluded, 0.0)
+    heads = Heads(query, key, value, *_maps(config, query, options))
+    draw = functools.partial(_noise, config, query, options)
+    attention = interval_attention if options.is_causal else window_attention
+    cut = config.window_size, config.num_landmarks
+    out = attention(heads, masks, draw, *cut, scale=options.scale, dropout_p=options.dropout_p)
+    out = unflatten_heads(out, query.shape)
+    return out if excluded is None else out.masked_fill(excluded, 0.0)
 
 
 def decode(config: EvaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -298,89 +186,12 @@ def naive(
     query_mask: QueryMask = "keys",
 ) -> Tensor:
     """Readable form: one batch row at a time without its padding, chunk by chunk, with dense scores."""
-    out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=torch.float64)
-    maps = [None if x is None else x.double() for x in _maps(config, query, options)]
-    query_mask, root = _resolve(query_mask, query, key, options.key_mask)[1], abs(options.scale) ** 0.5
-    for b in range(query.shape[0]):
-        valid_q, valid_k = (
-            x.new_ones(x.shape[2], dtype=torch.bool) if mask is None else mask[b]
-            for x, mask in ((query, query_mask), (key, options.key_mask))
-        )
-        q, k, v = query[b][:, valid_q].double(), key[b][:, valid_k].double(), value[b][:, valid_k].double()
-        num_queries, num_keys = q.shape[1], k.shape[1]
-        if not num_queries or not num_keys:
-            continue
-        # The position of each query among the keys.
-        position = torch.arange(num_queries, device=q.device) * num_keys // num_queries
-        all_positions = torch.arange(num_keys, device=q.device)
-        near, chunks = (_causal_chunks if options.is_causal else _bidirectional_chunks)(config, all_positions)
-        seen, keys, values, bias = [near[position]], [k], [v], [q.new_zeros(num_keys)]
-        for start, stop, seen_from, stream, number in chunks:
-            noise = _noise(config, q[None], options, number + 1, stream)
-            queries = q[:, start * num_queries // num_keys : ceil_div(stop * num_queries, num_keys)]
-            means = queries.mean(1), k[:, start:stop].mean(1)
-            mu = [x if w is None else torch.einsum("hde,he->hd", w, x) for x, w in zip(means, maps, strict=True)]
-            omega = root * (mu[0] * (1 if options.scale >= 0 else -1) + mu[1]) + (
-                0.0 if noise is None else noise[:, -1]
-            )
-            scaled = root * k[:, start:stop]
-            xi = (torch.einsum("hd,hmd->hm", omega, scaled) - scaled.square().sum(-1) / 2).softmax(-1)
-            keys.append(means[1][:, None])
-            values.append(torch.einsum("hm,hmd->hd", xi, v[:, start:stop])[:, None])
-            bias.append(q.new_tensor([stop - start]).log())
-            seen.append(seen_from[position, None])
-        scores = q @ torch.cat(keys, 1).transpose(1, 2) * options.scale + torch.cat(bias)
-        weights = scores.masked_fill(~torch.cat(seen, 1), -torch.inf).softmax(-1)
-        out[b, :, valid_q] = weights @ torch.cat(values, 1)
-    return out.to(value.dtype)
-
-
-class _Chunk(NamedTuple):
-    """Tokens start .. stop - 1, bool (N,) the positions that see the summary, and the stream and number of its draw."""
-
-    start: int
-    stop: int
-    seen_from: Tensor
-    stream: int
-    number: int
-
-
-def _bidirectional_chunks(config: EvaConfig, position: Tensor) -> tuple[Tensor, list[_Chunk]]:
-    """The near field, bool (N, N), and the chunks for the positions (N,) of all keys."""
-    num_keys, window_size, landmarks = len(position), config.window_size, config.num_landmarks
-    window, num_windows = position // window_size, max(1, ceil_div(num_keys, window_size))
-    chunks, level = [], 0
-    while ceil_div(num_windows, 1 << level) > landmarks:
-        size = window_size << level
-        for index, start in enumerate(range(0, num_keys, size)):
-            # Seen from the other half of the next larger group, if that lies in the window's own chunk.
-            seen_from = window >> level == index ^ 1
-            chunks.append(_Chunk(start, min(start + size, num_keys), seen_from, _LEVELS + level, index))
-        level += 1
-    size, parts = window_size << level, max(1, min(window_size, landmarks // num_windows))
-    for index in range(ceil_div(num_keys, size) * parts):
-        group, part = divmod(index, parts)
-        start, stop = (min(num_keys, group * size + p * size // parts) for p in (part, part + 1))
-        if start < stop:
-            chunks.append(_Chunk(start, stop, window >> level != group, _CHUNKS, index))
-    return window[:, None] == window, chunks
-
-
-def _causal_chunks(config: EvaConfig, position: Tensor) -> tuple[Tensor, list[_Chunk]]:
-    """The same for the causal form."""
-    num_keys, block_size = len(position), max(1, config.window_size // 2)
-    block, chunks = position // block_size, []
-    for level in range(num_keys.bit_length()):
-        interval, completed = block_size << level, (block - 1).clamp(min=0) >> level
-        size = ceil_div(interval, min(interval, max(1, config.num_landmarks // 2)))
-        for number in range(0, num_keys // interval, 2):
-            seen_from = (completed & 1 == 1) & (completed - 1 == number)
-            for index in range(ceil_div(interval, size)):
-                start = number * interval + index * size
-                stop = min(start + size, (number + 1) * interval)
-                chunks.append(_Chunk(start, stop, seen_from, _LEVELS + level, index))
-    near = (position <= position[:, None]) & (block >= block[:, None] - 1)
-    return near, [chunk for chunk in chunks if chunk.seen_from.any()]
+    heads = Heads(query, key, value, *_maps(config, query, options))
+    masks = _masks(query_mask, query, key, options.key_mask)
+    draw = functools.partial(_noise, config, query, options)
+    chunks_of = interval_chunks if options.is_causal else window_chunks
+    cut = functools.partial(chunks_of, window_size=config.window_size, num_landmarks=config.num_landmarks)
+    return summary_attention_naive(heads, masks, draw, cut, options.scale).to(value.dtype)
 
 
 register_method(EvaConfig, forward=forward, naive=naive, decode=decode, initial_parameters=initial_parameters)

@@ -63,14 +63,27 @@ class LinformerConfig(ProjectionConfig):
     )
 
 
-def forward(config: LinformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Fast form; see `register_method`."""
-    (batch, num_heads, kv_len), dtype = key.shape[:3], attention_dtype(query)
-    both = contractions(tables(config, kv_len, options), options.key_mask, kv_len, sum_dtype(query))
-    bias = mask_bias(projected_key_mask(both, batch), dtype).repeat_interleave(num_heads, 0)
+def forward(
+    config: LinformerConfig,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: AttentionOptions,
+    shards: Shards | None = None,
+) -> Tensor:
+    """Fast form; see `register_method`. With `shards` it is a `ShardedForm`: the contracted keys and values travel."""
+    dtype, groups = attention_dtype(query), query.shape[1] // key.shape[1]
+    kv_len, key_mask, own = key.shape[2], options.key_mask, slice(None)
+    if shards is not None:
+        kv_len, key_mask, own = shards.total, shards.key_mask, shards.own
+    both = contractions(tables(config, kv_len, options), key_mask, kv_len, sum_dtype(query))
+    parts = [table.project_some(x, own) for table, x in zip(both, (key, value), strict=True)]  # (B, H, P, .)
+    parts = parts if shards is None else total(parts, shards.group)
     keys, values = (
-        table.project(x).to(dtype).flatten(0, 1) for table, x in zip(both, (key, value), strict=True)
-    )  # (BH, P, .)
+        table.scale(x).to(dtype).repeat_interleave(groups, 1).flatten(0, 1)
+        for table, x in zip(both, parts, strict=True)
+    )
+    bias = mask_bias(projected_key_mask(both, len(query)), dtype).repeat_interleave(query.shape[1], 0)
     out = attention_to_few_keys(
         query.flatten(0, 1), keys, values, bias, scale=options.scale, dropout_p=options.dropout_p, dtype=value.dtype
     )
@@ -86,29 +99,11 @@ def naive(config: LinformerConfig, query: Tensor, key: Tensor, value: Tensor, op
     return torch.stack(outs).to(value.dtype)
 
 
-def forward_shard(
-    config: LinformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, shards: Shards
-) -> Tensor:
-    """The form for a sequence that processes share: the contracted keys and values travel; see `ShardedForm`."""
-    dtype, groups = attention_dtype(query), query.shape[1] // key.shape[1]
-    both = contractions(tables(config, shards.total, options), shards.key_mask, shards.total, sum_dtype(query))
-    parts = [table.project_some(x, shards.key_mask, shards.own) for table, x in zip(both, (key, value), strict=True)]
-    keys, values = (
-        table.scale(x).to(dtype).repeat_interleave(groups, 1).flatten(0, 1)
-        for table, x in zip(both, total(parts, shards.group), strict=True)
-    )  # (BH, P, .)
-    bias = mask_bias(projected_key_mask(both, len(query)), dtype).repeat_interleave(query.shape[1], 0)
-    out = attention_to_few_keys(
-        query.flatten(0, 1), keys, values, bias, scale=options.scale, dropout_p=0.0, dtype=value.dtype
-    )
-    return unflatten_heads(out, query.shape)
-
-
 register_method(
     LinformerConfig,
     forward=forward,
     naive=naive,
     initial_parameters=initial_parameters,
     starts_from=STARTS_FROM,
-    sharded=ShardedForm(forward_shard, lambda config, length, is_causal: True),
+    sharded=ShardedForm(forward, lambda config, length, is_causal: True),
 )

@@ -1,38 +1,39 @@
-"""Landmarks, which are means of segments of the valid tokens, and attention of many queries to a few keys."""
+"""Landmarks, which are means of segments of the valid tokens; pseudo-inverses; and attention to a few keys."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import conv2d
 
-from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, pad_to_blocks, take, valid_first
-from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
+from hf_efficient_attn.ops.blocks import inverse, take, valid_first
+from hf_efficient_attn.ops.exact import mask_bias
+from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, merge, partial_attention
+from hf_efficient_attn.ops.precision import attention_dtype
+from hf_efficient_attn.ops.shards import Shards, gather_partials, total
+from hf_efficient_attn.ops.slices import slice_size, sliced
 
-# Scores of a head that `attention_to_few_keys` computes at a time if there is no fused kernel: 16 MiB of float32.
-_SCORES = 1 << 22
+# `damped_solve` damps squared singular values below this part of |A|_1 |A|_inf. They are more noise than signal, and
+# six steps of the iteration damp those below 1e-3 of it as well.
+DAMPING = 1e-4
 
 
 class Segments(NamedTuple):
-    """Segments of the valid tokens, L of them for every mask.
+    """L segments of the valid tokens, for every mask.
 
     Of n tokens the first n mod L segments have one token more than the others. If n < L the last segments are empty.
 
     Attributes:
-        token: int64 (B, L, S), the tokens of each segment; S is the size of the largest possible one.
-        weight: (B, L, S), 1 / size for the tokens of the segment, and 0 for padding.
+        sizes: int64 (R, L), the number of tokens of each segment; R is B, or 1 without a mask.
+        lengths: int64 (R, L), how many positions each segment covers, masked ones included. A segment begins where the
+            one before it ends.
+        equal: whether the segments are known to be equal parts of the sequence.
     """
 
-    token: Tensor
-    weight: Tensor
-
-    @property
-    def empty(self) -> Tensor:
-        """Bool (B, L): which segments have no token."""
-        return self.weight[..., 0] == 0
-
-    def repeat_interleave(self, repeats: int) -> "Segments":
-        """The segments of every sequence for `repeats` heads: (B * repeats, L, S)."""
-        return Segments(*(x.repeat_interleave(repeats, 0) for x in self))
+    sizes: Tensor
+    lengths: Tensor
+    equal: bool
 
 
 def segment_sizes(num_tokens: Tensor, num_segments: int) -> Tensor:
@@ -41,48 +42,197 @@ def segment_sizes(num_tokens: Tensor, num_segments: int) -> Tensor:
     return (num_tokens // num_segments).unsqueeze(-1) + (segment < (num_tokens % num_segments).unsqueeze(-1))
 
 
-def masked_segments(key_mask: Tensor, num_segments: int, dtype: torch.dtype) -> Segments:
-    """The segments of the valid tokens of a bool mask (B, N), with weights of `dtype`."""
-    length = key_mask.shape[1]
-    sizes = segment_sizes(key_mask.sum(1), num_segments)
-    starts = sizes.cumsum(1) - sizes
-    rank = torch.arange(ceil_div(length, num_segments), device=key_mask.device)
-    inside = rank < sizes.unsqueeze(2)
-    index = (starts.unsqueeze(2) + rank).clamp(max=length - 1).flatten(1)
-    index = valid_first(key_mask).gather(1, index).view(inside.shape)
-    return Segments(index, inside.to(dtype) / sizes.clamp(min=1).unsqueeze(2).to(dtype))
-
-
-def segment_means(x: Tensor, num_segments: int, segments: Segments | None = None) -> Tensor:
-    """The means of the segments, in the accumulation dtype; 0 for empty segments.
+def find_segments(key_mask: Tensor | None, total: int, own: slice, num_segments: int, device: torch.device) -> Segments:
+    """The segments of `total` tokens, with the lengths of their parts at the positions `own`.
 
     Args:
-        x: (BH, N, D).
+        key_mask: bool (B, total), or None if all tokens are valid.
+        total: the number of tokens.
+        own: the positions that the lengths count.
         num_segments: L.
-        segments: the segments of the valid tokens (BH, L, S), or None if all tokens are valid.
+        device: of the result.
+    """
+    if key_mask is None:
+        sizes = segment_sizes(torch.full((1,), total, device=device), num_segments)
+        ends = sizes.cumsum(1)
+    else:
+        rank = key_mask.cumsum(1)
+        sizes = segment_sizes(rank[:, -1], num_segments)
+        ends = torch.searchsorted(rank, sizes.cumsum(1)) + 1
+    ends = ends.clamp(own.start, own.stop) - own.start
+    ends[:, -1] = own.stop - own.start  # with the padding behind the last token
+    equal = key_mask is None and own == slice(0, total) and total % num_segments == 0
+    return Segments(sizes, ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1])), equal)
+
+
+def segment_sums(x: Tensor, segments: Segments) -> Tensor:
+    """The sums of the segments of x (B, H, N, D), which is 0 at masked tokens: (B, H, L, D), accumulated."""
+    if segments.equal:  # a fifth of the time
+        parts: Tensor = x.unflatten(2, (segments.sizes.shape[1], -1))
+        return parts.sum(3, dtype=accumulation_dtype(x.dtype))
+    lengths = segments.lengths[:, None].expand(*x.shape[:2], -1).contiguous()
+    x = x.to(accumulation_dtype(x.dtype))
+    sums: Tensor = torch.segment_reduce(x, "sum", lengths=lengths, axis=2, unsafe=True)
+    return sums
+
+
+class LandmarkOptions(NamedTuple):
+    """The hyperparameters of `landmark_attention`.
+
+    Attributes:
+        num_landmarks: L.
+        iterations: steps of `iterative_pinv`, or 0 for `damped_solve`.
+        scale: factor of the scores.
+    """
+
+    num_landmarks: int
+    iterations: int
+    scale: float
+
+
+def landmark_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    options: LandmarkOptions,
+    *,
+    dropout_p: float,
+    shards: Shards | None = None,
+) -> Tensor:
+    """F Z B V with F = softmax(Q K~^T), Z the pseudo-inverse of A = softmax(Q~ K~^T) and B = softmax(Q~ K^T).
+
+    The landmarks Q~ and K~ are means of segments of the valid tokens. All three factors use them in the dtype of the
+    products, because Z enlarges differences between them. Z is float32, and the products of float16 tensors are, too:
+    the weights can exceed its range.
+
+    Args:
+        query: (B, H, Nq, D), with the mask of the keys if Nq = Nk.
+        key: (B, H_kv, Nk, D), with more than L tokens in all processes together.
+        value: (B, H_kv, Nk, Dv); key and value are 0 where they are masked.
+        key_mask: bool (B, Nk), or None.
+        options: the hyperparameters.
+        dropout_p: probability of dropping a weight of F.
+        shards: if the tokens of the sequence are divided over processes, which tokens these are.
 
     Returns:
-        (BH, L, D).
+        (BH, Nq, Dv) in the dtype of the products. A sequence with up to L tokens has exact attention.
     """
-    acc_dtype = accumulation_dtype(x.dtype)
-    if segments is not None:
+    (batch, num_heads, q_len, _), kv_len, device = query.shape, key.shape[2], query.device
+    acc_dtype, dtype = accumulation_dtype(query.dtype), attention_dtype(query)
+    dtype = acc_dtype if dtype == torch.float16 else dtype
+    all_keys, total_len, own = key_mask, kv_len, slice(0, kv_len)
+    if shards is not None:
+        all_keys, total_len, own = shards.key_mask, shards.total, shards.own
+    segments = of_queries = find_segments(all_keys, total_len, own, options.num_landmarks, device)
+    masked_query = query
+    if q_len != kv_len:  # other tokens, which have no mask
+        of_queries = find_segments(None, q_len, slice(0, q_len), options.num_landmarks, device)
+    elif key_mask is not None:
+        masked_query = query.masked_fill(~key_mask[:, None, :, None], 0.0)
+    few = (segments.sizes.sum(1) <= options.num_landmarks).expand(batch)
+    # Each of a few tokens is a landmark by itself.
+    any_few = all_keys is not None and bool(few.any())
+    sums = [segment_sums(masked_query, of_queries), segment_sums(key, segments)]
+    sums += [segment_sums(value, segments)] if any_few else []
+    sums = sums if shards is None else total(sums, shards.group)
+    counts = [x.sizes.clamp(min=1)[:, None, :, None] for x in (of_queries, segments, segments)]
+    means = [_all_heads(x / n, num_heads) for x, n in zip(sums, counts, strict=False)]  # (BH, L, .)
+    queries, keys = (x.to(dtype) for x in means[:2])
+    tokens, values = (_all_heads(x, num_heads).to(dtype)[:, None] for x in (key, value))
+    bias = None
+    if key_mask is not None:
+        bias = mask_bias(key_mask, acc_dtype).repeat_interleave(num_heads, 0)[:, None, None]
+    part = partial_attention(queries[:, None], tokens, values, bias, scale=options.scale)  # B V
+    if shards is not None:
+        part = merge(*gather_partials(Partial(part.out.to(acc_dtype), part.lse), shards.group))
+    empty = None
+    if all_keys is not None:
+        empty = [(x.sizes == 0).expand(batch, -1).repeat_interleave(num_heads, 0) for x in (segments, of_queries)]
+    middle = _landmark_weights(queries.to(acc_dtype), keys.to(acc_dtype), empty, options.scale)
+    values = part.out[:, 0].to(acc_dtype)
+    values = iterative_pinv(middle, options.iterations) @ values if options.iterations else damped_solve(middle, values)
+    landmark_bias = None
+    if empty is not None and any_few:
+        # With the values of the tokens in place of Z B V, F Z B V is exact attention.
+        values = torch.where(few.repeat_interleave(num_heads)[:, None, None], means[2], values)
+        landmark_bias = mask_bias(~empty[0], acc_dtype)
+    # Weights that exceed the range of float16 need the wider dtype.
+    result = value.dtype if value.dtype == torch.bfloat16 else dtype
+    tensors = query.flatten(0, 1), keys, values.to(dtype), landmark_bias
+    return attention_to_few_keys(*tensors, scale=options.scale, dropout_p=dropout_p, dtype=result)
 
-        def some_heads(x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-            # A masked token may be NaN, which a weight of 0 would not remove.
-            tokens = take(x, index).masked_fill((weight == 0).unsqueeze(3), 0.0)
-            return (weight.unsqueeze(2) @ tokens.to(acc_dtype)).squeeze(2)
 
-        return chunked_over_heads(some_heads, x, *segments)
-    (batch_heads, length, head_dim), (size, longer) = x.shape, divmod(x.shape[1], num_segments)
-    head, tail = x[:, : longer * (size + 1)], x[:, longer * (size + 1) :]
-    parts = []
-    if longer:
-        parts.append(head.reshape(batch_heads, longer, size + 1, head_dim).mean(2, dtype=acc_dtype))
-    if size:
-        parts.append(tail.reshape(batch_heads, num_segments - longer, size, head_dim).mean(2, dtype=acc_dtype))
-    else:
-        parts.append(x.new_zeros(batch_heads, num_segments - length, head_dim, dtype=acc_dtype))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+def _all_heads(x: Tensor, num_heads: int) -> Tensor:
+    """Repeat (B, H_kv, N, .) for all heads: (B H, N, .)."""
+    groups = num_heads // x.shape[1]
+    return (x if groups == 1 else x.repeat_interleave(groups, 1)).flatten(0, 1)
+
+
+def _landmark_weights(queries: Tensor, keys: Tensor, empty: Sequence[Tensor] | None, scale: float) -> Tensor:
+    """A = softmax(Q~ K~^T) (BH, L, L) for landmarks (BH, L, D); 0 in the columns and rows of empty segments.
+
+    `empty` tells which segments of keys and of queries have no token, bool (BH, L) each.
+    """
+    scores = queries @ keys.mT * scale
+    if empty is None:
+        return scores.softmax(-1)
+    # If all segments are empty, their scores stay finite, because the gradient of softmax over -inf only is NaN.
+    excluded = empty[0] & ~empty[0].all(1, keepdim=True)
+    weights = scores.masked_fill(excluded.unsqueeze(1), -torch.inf).softmax(-1)
+    return weights.masked_fill(empty[0].unsqueeze(1) | empty[1].unsqueeze(2), 0.0)
+
+
+def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
+    """Approximate the pseudo-inverse of every matrix by the third-order iteration of Razavi et al. (2014).
+
+    It starts from Z = A^T / (|A|_1 |A|_inf), and a step is Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4. With
+    e = 1 - s z, for singular values s of A and z of Z, a step takes e to e^3 (3 + e) / 4. A small s z grows by a factor
+    of 13/4 per step, so that few steps leave small singular values damped. Each matrix starts from its own norms and
+    does not depend on the others.
+
+    Args:
+        matrix: (BH, L, M). Rows and columns of zeros remain zeros.
+        iterations: number of steps.
+
+    Returns:
+        (BH, M, L).
+    """
+    z = matrix.mT / _norm_bound(matrix)
+    for _ in range(iterations):
+        product = torch.bmm(matrix, z)
+        inner = torch.baddbmm(product, product, product, beta=7.0, alpha=-1.0)
+        inner = torch.baddbmm(product, product, inner, beta=15.0, alpha=-1.0)
+        z = torch.baddbmm(z, z, inner, beta=3.25, alpha=-0.25)
+    return z
+
+
+def _norm_bound(matrix: Tensor) -> Tensor:
+    """|A|_1 |A|_inf, a bound of |A|_2^2: the largest column sum times the largest row sum, (..., 1, 1); 1 for A = 0."""
+    size = matrix.abs()
+    bound = size.sum(-2).amax(-1) * size.sum(-1).amax(-1)
+    return bound.masked_fill(bound == 0, 1.0)[..., None, None]
+
+
+def damped_solve(matrix: Tensor, right: Tensor) -> Tensor:
+    """The X that minimizes |A X - Y|^2 + c |X|^2 with c = 1e-4 |A|_1 |A|_inf.
+
+    It is computed by the Cholesky decomposition of A^T A + c I, in float64 for every dtype, because A^T A loses half of
+    the digits. The result and its gradient are also finite for singular matrices, unlike those of a truncated
+    pseudo-inverse.
+
+    Args:
+        matrix: A, (..., L, M).
+        right: Y, (..., L, N).
+
+    Returns:
+        X, (..., M, N), in the dtype of `matrix`.
+    """
+    a, right = matrix.double(), right.double()
+    gram = a.transpose(-1, -2) @ a
+    gram = gram + DAMPING * _norm_bound(a) * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    factor, _ = torch.linalg.cholesky_ex(gram)
+    return torch.cholesky_solve(a.transpose(-1, -2) @ right, factor).to(matrix.dtype)
 
 
 def attention_to_few_keys(
@@ -99,8 +249,8 @@ def attention_to_few_keys(
 
     Args:
         query: (BH, N, D).
-        key: (BH, L, D), in the accumulation dtype.
-        value: (BH, L, Dv), in the accumulation dtype.
+        key: (BH, L, D), in the dtype of the products.
+        value: (BH, L, Dv), in the dtype of the products.
         bias: (BH, L) in the accumulation dtype, or None; -inf excludes a key.
         scale: factor of the scores.
         dropout_p: probability of dropping a weight of a query.
@@ -109,22 +259,31 @@ def attention_to_few_keys(
     Returns:
         (BH, N, Dv); 0 if the bias excludes all keys.
     """
-    # The fused kernel for the CPU needs the numbers of a token to be contiguous, which those of a solve are not.
-    key, value = key.contiguous(), value.contiguous()
-    if bias is not None:
-        excluded = (bias == -torch.inf).all(1, keepdim=True)
-        bias, value = bias.masked_fill(excluded, 0.0), value.masked_fill(excluded.unsqueeze(2), 0.0)
-    block_q = ceil_div(query.shape[1], ceil_div(query.shape[1] * key.shape[1], _SCORES))
 
-    def some_heads(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-        blocks = pad_to_blocks(query.to(key.dtype), block_q)
-        block_bias = None if bias is None else bias[:, None, None]
-        tensors = blocks, key[:, None], value[:, None], block_bias
-        result = partial_attention(*tensors, scale=scale, dropout_p=dropout_p).out
-        result = result.flatten(1, 2)[:, : query.shape[1]].to(dtype)
-        return result if out is None else out.copy_(result)
+    def some_heads(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+        tensors = (
+            query.to(key.dtype)[:, None],
+            key[:, None],
+            value[:, None],
+            None if bias is None else bias[:, None, None],
+        )
+        return partial_attention(*tensors, scale=scale, dropout_p=dropout_p).out[:, 0].to(dtype)
 
-    # A few heads at a time only if the queries are converted to the accumulation dtype.
-    step = query.shape[0] if query.dtype == key.dtype else None
-    shape = (query.shape[1], value.shape[2], dtype)
-    return chunked_over_heads(some_heads, query, key, value, bias, result=shape, step=step)
+    if query.dtype == key.dtype == dtype:
+        return some_heads(query, key, value, bias)
+    # The copies in another dtype are those of a few heads.
+    size = slice_size(query[0].numel(), query.device)
+    return sliced(some_heads, query, key, value, bias, size=size, draws=dropout_p > 0.0)
+
+
+def token_convolution(value: Tensor, kernel: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Convolve the valid tokens of value (B, H, N, Dv) with kernel (H, size): (B, H, N, Dv) in the kernel's dtype."""
+    value, weight = value.to(kernel.dtype), kernel[:, None, :, None]
+    padding, groups = (kernel.shape[1] // 2, 0), kernel.shape[0]
+    if key_mask is None:
+        return conv2d(value, weight, padding=padding, groups=groups)
+    order = valid_first(key_mask).repeat_interleave(value.shape[1], 0)
+    valid = take(value.flatten(0, 1), order).view(value.shape)
+    out = conv2d(valid, weight, padding=padding, groups=groups)
+    out = take(out.flatten(0, 1), inverse(order)).view(value.shape)
+    return out.masked_fill(~key_mask[:, None, :, None], 0.0)

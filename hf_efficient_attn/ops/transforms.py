@@ -173,7 +173,8 @@ def _apply(part: _Part, *tensors: Tensor) -> Any:
     is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if is_recorded or in_transform(*tensors):
         return _Call.apply(part, *tensors)  # type: ignore[no-untyped-call]
-    return part.function(*tensors)
+    with torch.no_grad():  # `torch.func` forbids checkpoints here, and nothing needs a gradient
+        return part.function(*tensors)
 
 
 def _gradient_of(part: _Part) -> _Part:

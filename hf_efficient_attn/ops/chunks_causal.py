@@ -1,0 +1,168 @@
+"""The causal form of `hf_efficient_attn.ops.chunks`: two blocks exactly, and summaries of earlier intervals."""
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hf_efficient_attn.ops.blocks import ceil_div, inverse, pad_to_blocks, take, valid_first
+from hf_efficient_attn.ops.chunks import Draw, Heads, Masks, repeat_for_heads, summarize
+from hf_efficient_attn.ops.constants import integers
+from hf_efficient_attn.ops.exact import mask_bias
+from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, merge, partial_attention
+from hf_efficient_attn.ops.slices import slice_size, sliced
+
+
+class Level(NamedTuple):
+    """Intervals of `length` tokens, of which so many are seen, in chunks of `chunk` tokens; the last may have fewer."""
+
+    length: int
+    num_intervals: int
+    chunk: int
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of an interval."""
+        return ceil_div(self.length, self.chunk)
+
+
+class IntervalSizes(NamedTuple):
+    """How a sequence is cut into intervals.
+
+    The completed blocks before the two that a query sees exactly are split into intervals of 1, 2, 4, ... blocks by the
+    binary digits of their number. So on each level the tokens are pairs of intervals, of which the left one is seen.
+
+    Attributes:
+        block: tokens of a block.
+        levels: the levels of intervals.
+    """
+
+    block: int
+    levels: tuple[Level, ...]
+
+
+def interval_sizes(length: int, window_size: int, num_landmarks: int) -> IntervalSizes:
+    """The intervals of blocks of window_size / 2 tokens, each cut into at most num_landmarks / 2 equal chunks."""
+    block, most = max(1, window_size // 2), max(1, num_landmarks // 2)
+    completed, levels = max(0, ceil_div(length, block) - 2), []
+    for i in range(completed.bit_length()):
+        interval = block << i
+        levels.append(Level(interval, ((completed >> i) + 1) >> 1, ceil_div(interval, min(interval, most))))
+    return IntervalSizes(block, tuple(levels))
+
+
+def interval_attention(
+    heads: Heads, masks: Masks, draw: Draw, window_size: int, num_landmarks: int, *, scale: float, dropout_p: float
+) -> Tensor:
+    """The causal form: (BH, N, Dv).
+
+    Args:
+        heads: the tensors of all heads, with Nq = Nk = N. Masked queries, keys and values are 0.
+        masks: which tokens count.
+        draw: gives the standard normal numbers of an interval of each level, as streams 1, 2, ... A query sees one
+            interval per level, so that those of a level share them.
+        window_size: tokens of the two blocks of the near field.
+        num_landmarks: twice the largest number of chunks of an interval.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a weight.
+    """
+    sizes = interval_sizes(heads.key.shape[2], window_size, num_landmarks)
+    noises = [draw(i, level.num_chunks) for i, level in enumerate(sizes.levels, 1)]
+    length, block, device = heads.key.shape[2], sizes.block, heads.key.device
+    attend = functools.partial(partial_attention, scale=scale, dropout_p=dropout_p)
+    # Which of the block before and of its own a query of a block sees.
+    pairs = torch.ones(block, 2 * block, dtype=torch.bool, device=device).tril(block)
+    near_bias = mask_bias(pairs, heads.key.dtype)[None, None]
+
+    def some_heads(*tensors: Tensor | None) -> Tensor:
+        heads, noises, order = Heads._make(tensors[:5]), tensors[5:-1], tensors[-1]
+        if order is not None:
+            query, key, value = (take(x, order) for x in heads[:3])
+            heads = heads._replace(query=query, key=key, value=value)
+        queries, keys, values = (pad_to_blocks(x, block) for x in heads[:3])
+        first, queries = queries.split((1, queries.shape[1] - 1), 1)
+        out = attend(first, keys[:, :1], values[:, :1], near_bias[..., block:]).out
+        if length > block:
+            keys, values = (torch.cat((x[:, :-1], x[:, 1:]), 2) for x in (keys, values))
+            near = attend(queries, keys, values, near_bias)
+            if sizes.levels:
+                table = [_interval_summaries(*x, heads, sizes, scale) for x in zip(sizes.levels, noises, strict=True)]
+                keys, values, bias = (torch.cat(x, 1) for x in zip(*table, strict=True))
+                near = merge(near, _far_partial(queries, keys, values, bias, sizes, attend))
+            out = torch.cat((out, near.out), 1)
+        out = out.flatten(1, 2)[:, :length]
+        return out if order is None else take(out, inverse(order))
+
+    order = None if masks.keys is None else repeat_for_heads(valid_first(masks.keys), *heads.key.shape[:2])
+    size = slice_size(2 * heads.value[0, 0].numel(), device)
+    return sliced(some_heads, *heads.flattened(noises), order, size=size, draws=dropout_p > 0.0)
+
+
+def _far_partial(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor,
+    sizes: IntervalSizes,
+    attend: Callable[..., Partial],
+) -> Partial:
+    """Attention of the blocks from block 1 on, (BH, T, S, D), to the summaries of the intervals that each sees.
+
+    Blocks that see equally many intervals are one call.
+
+    Args:
+        queries: (BH, T, S, D).
+        keys: (BH, J, M, D), the M summaries of each interval, level by level.
+        values: (BH, J, M, Dv).
+        bias: (1, J, M), added to their scores.
+        sizes: the sizes of blocks and intervals.
+        attend: softmax attention.
+    """
+    first = [0, *itertools.accumulate(level.num_intervals for level in sizes.levels)]
+    groups: dict[int, dict[int, list[int]]] = {}  # number of intervals -> block -> these
+    for block in range(queries.shape[1]):
+        seen = [first[i] + (block >> (i + 1)) for i in range(len(sizes.levels)) if block >> i & 1]
+        groups.setdefault(len(seen), {})[block] = seen
+    order = torch.tensor([block for group in groups.values() for block in group], device=queries.device)
+    parts = []
+    for (number, group), own in zip(groups.items(), order.split([len(x) for x in groups.values()]), strict=True):
+        if not number:  # block 1
+            out = queries.new_zeros(*queries.shape[:1], 1, sizes.block, values.shape[3])
+            parts.append(Partial(out, bias.new_full(out.shape[:3], -torch.inf)))
+            continue
+        index = torch.tensor(list(group.values()), device=queries.device).flatten()
+        tensors = [x.index_select(1, index).unflatten(1, (-1, number)).flatten(2, 3) for x in (keys, values, bias)]
+        parts.append(attend(queries.index_select(1, own), *tensors[:2], tensors[2].unsqueeze(2)))
+    rank = order.argsort()
+    return Partial(*(torch.cat(x, 1).index_select(1, rank) for x in zip(*parts, strict=True)))
+
+
+def _interval_summaries(
+    level: Level, noise: Tensor | None, heads: Heads, sizes: IntervalSizes, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The keys and values that stand for the left intervals of a level, and their bias.
+
+    Returns:
+        (BH, J, M, D), (BH, J, M, Dv) and (1, J, M), where M is the same on all levels.
+    """
+    (length, count, chunk), num_chunks = level, level.num_chunks
+    tokens = [x.unfold(1, length, 2 * length)[:, :count].mT for x in heads[:3]]  # (BH, J, L, .)
+    if chunk == 1:
+        keys, values = tokens[1:]
+    else:
+        padding, valid = num_chunks * chunk - length, None
+        if padding:
+            tokens = [pad(x, (0, 0, 0, padding)) for x in tokens]
+            position = integers(num_chunks * chunk, heads.key.device).view(1, num_chunks, chunk)
+            valid = (position < length).repeat(1, count, 1)
+        parts = [x.reshape(len(x), count * num_chunks, chunk, -1) for x in tokens]
+        noise = None if noise is None else noise.repeat(1, count, 1)
+        keys, values = (x.unflatten(1, (count, -1)) for x in summarize(parts, valid, heads, noise, scale))
+    most = max(level.num_chunks for level in sizes.levels)
+    keys, values = (pad(x, (0, 0, 0, most - num_chunks)) if most > num_chunks else x for x in (keys, values))
+    counts = (length - integers(most, keys.device) * chunk).clamp(0, chunk)
+    return keys, values, counts.to(accumulation_dtype(keys.dtype)).log().expand(1, count, -1)
