@@ -125,22 +125,30 @@ def causal_coreset_attention(
     Returns:
         (BH, N, Dv).
     """
-    first = (x[:, : options.num_exact] for x in (query, key, value))
-    outs = [exact_attention(*first, is_causal=True, scale=scale, dropout_p=dropout_p)]
+    bounds = list(epoch_bounds(query.shape[1], options))
 
-    def epoch(query: Tensor, key: Tensor, value: Tensor, *coreset: Tensor) -> Tensor:
+    def some_heads(query: Tensor, key: Tensor, value: Tensor, *coresets: Tensor) -> Tensor:
+        first = (x[:, : options.num_exact] for x in (query, key, value))
+        outs = [exact_attention(*first, is_causal=True, scale=scale, dropout_p=dropout_p)]
         acc_dtype = accumulation_dtype(value.dtype)
         queries, keys, values = (x.to(acc_dtype) for x in (query, key, value))
-        out = _epoch(queries, keys, values, _Coreset(*coreset), options.block_size, scale, dropout_p)
-        return out.to(value.dtype)
+        for i, (start, end) in enumerate(bounds):
+            coreset = _Coreset(*coresets[i * len(_Coreset._fields) : (i + 1) * len(_Coreset._fields)])
+            tensors = queries[:, start:end], keys[:, :end], values[:, :end]
+            outs.append(_epoch(*tensors, coreset, options.block_size, scale, dropout_p).to(value.dtype))
+        return torch.cat(outs, 1)
 
     with torch.autocast(query.device.type, enabled=False):
-        for start, end in epoch_bounds(query.shape[1], options):
-            coreset = _coreset(key, start - options.block_size, options, scale)
-            size = slice_size(end * options.num_samples, query.device)
-            tensors = query[:, start:end], key[:, :end], value[:, :end], *coreset
-            outs.append(sliced(epoch, *tensors, size=size, draws=dropout_p > 0.0))
-    return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+        coresets = [tensor for coreset in _coresets(key, bounds, options, scale) for tensor in coreset]
+        size = slice_size(query.shape[1] * max(options.num_samples, query.shape[2]), query.device)
+        return sliced(some_heads, query, key, value, *coresets, size=size, draws=dropout_p > 0.0)
+
+
+def candidate_positions(start: int, options: CausalCoresetOptions, device: torch.device) -> Tensor:
+    """The positions of evenly spaced keys of the prefix of the epoch that starts at `start`, int64 (C,)."""
+    prefix = start - options.block_size
+    count = min(prefix, _CANDIDATES)
+    return torch.arange(count, device=device) * prefix // count
 
 
 def candidate_clusters(points: Tensor, options: CausalCoresetOptions) -> tuple[Tensor, Tensor]:
@@ -159,12 +167,6 @@ def candidate_clusters(points: Tensor, options: CausalCoresetOptions) -> tuple[T
         return draw, nearest(points, _means(points, points, cluster, drawn))
 
 
-def candidate_positions(prefix: int, device: torch.device) -> Tensor:
-    """The positions of evenly spaced keys of a prefix, int64 (C,)."""
-    count = min(prefix, _CANDIDATES)
-    return torch.arange(count, device=device) * prefix // count
-
-
 def _means(keys: Tensor, points: Tensor, cluster: Tensor, drawn: Tensor) -> Tensor:
     """The weighted means of clusters of keys (BH, C, D), or `drawn` (BH, m, D) where a cluster is empty.
 
@@ -178,11 +180,22 @@ def _means(keys: Tensor, points: Tensor, cluster: Tensor, drawn: Tensor) -> Tens
     return torch.where(total > 0, sums / torch.where(total > 0, total, 1.0), drawn)
 
 
-def _coreset(key: Tensor, prefix: int, options: CausalCoresetOptions, scale: float) -> _Coreset:
-    """The landmarks of an epoch, from the first `prefix` of the keys (BH, N, D)."""
-    factor = options.temperature**2 * abs(scale)
-    center = key[:, :prefix].mean(1, keepdim=True, dtype=accumulation_dtype(key.dtype))
-    keys = key.index_select(1, candidate_positions(prefix, key.device)) - center
+def _coresets(
+    key: Tensor, bounds: list[tuple[int, int]], options: CausalCoresetOptions, scale: float
+) -> list[_Coreset]:
+    """The landmarks of all epochs from keys (BH, N, D)."""
+    if not bounds:
+        return []
+    positions = [candidate_positions(start, options, key.device) for start, _ in bounds]
+    candidates = key.index_select(1, torch.cat(positions)).to(accumulation_dtype(key.dtype))
+    sizes = [len(position) for position in positions]
+    return [_coreset(own, options, scale) for own in candidates.split(sizes, 1)]
+
+
+def _coreset(candidates: Tensor, options: CausalCoresetOptions, scale: float) -> _Coreset:
+    """The landmarks of an epoch from candidates (BH, C, D)."""
+    factor, center = options.temperature**2 * abs(scale), candidates.mean(1, keepdim=True)
+    keys = candidates - center
     draw, cluster = candidate_clusters(keys.detach() * factor**0.5, options)
     landmark = _means(keys, keys * factor**0.5, cluster, take(keys, draw))
     half = (0.5 * factor) * landmark.square().sum(2, keepdim=True)
@@ -265,3 +278,68 @@ def _far_field(query: Tensor, coreset: _Coreset, weighted: Tensor, scale: float,
     # Weights are dropped in the numerators only, as in softmax attention.
     dropped = partial_attention(query, key, weighted[..., :-2], bias, scale=scale, dropout_p=dropout_p)
     return Partial(torch.cat((dropped.out, far.out[..., -2:]), 3), far.lse)
+
+
+def causal_coreset_naive(
+    query: Tensor, key: Tensor, value: Tensor, options: CausalCoresetOptions, *, scale: float
+) -> Tensor:
+    """The readable form of `causal_coreset_attention`, one query at a time with a dense row of weights, in float64.
+
+    With the same draws and clusters: (BH, N, D), (BH, N, D), (BH, N, Dv) -> float64 (BH, N, Dv).
+    """
+    query, key, value = query.double(), key.double(), value.double()
+    future = torch.ones(query.shape[1], query.shape[1], dtype=torch.bool, device=query.device).triu(1)
+    out = (scale * query @ key.mT).masked_fill(future, -torch.inf).softmax(-1) @ value
+    for start, end in epoch_bounds(query.shape[1], options):
+        position = candidate_positions(start, options, key.device)
+        candidates = key[:, position] - key[:, position].mean(1, keepdim=True)
+        clusters = candidate_clusters(candidates * options.temperature * abs(scale) ** 0.5, options)
+        for a in range(len(query)):
+            center, draw, cluster = key[a, position].mean(0), clusters[0][a], clusters[1][a]
+            landmark = _naive_landmarks(candidates[a], draw, cluster, options.temperature**2 * abs(scale))
+            for i in range(start, end):
+                block = start + (i - start) // options.block_size * options.block_size
+                near = slice(block - options.block_size, i + 1)
+                head = query[a, i], key[a, : i + 1] - center, value[a, : i + 1]
+                out[a, i] = _naive_row(*head, landmark, near.start, options, scale)
+    return out
+
+
+def _naive_landmarks(points: Tensor, draw: Tensor, cluster: Tensor, factor: float) -> Tensor:
+    """The landmarks (m, D), weighted means of clusters of candidates (C, D), or `draw` where a cluster is empty."""
+    landmark, norm = points[draw], factor * points.square().sum(1)
+    weight = (_POWER * (norm - norm.max())).clamp(min=_LEAST_LOG_WEIGHT).exp()
+    for i in range(len(landmark)):
+        members = cluster == i
+        if members.any():
+            landmark[i] = (weight[members, None] * points[members]).sum(0) / weight[members].sum()
+    return landmark
+
+
+def _naive_row(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    landmark: Tensor,
+    first_near: int,
+    options: CausalCoresetOptions,
+    scale: float,
+) -> Tensor:
+    """The output (Dv,) of a query (D,) from all keys (n, D) up to its own, exactly from key `first_near` on."""
+    factor, scores = options.temperature**2 * abs(scale), scale * key @ query
+    half = 0.5 * factor * landmark.square().sum(1)
+    reference = (half.max() - _REFERENCE).clamp(min=0.0)  # bounds exponents, and cancels
+    rows = factor * landmark @ key[:first_near].T - (half + reference)[:, None]
+    kernel = rows.clamp(max=_LARGEST).exp()  # K_cj
+    unit = torch.exp(-0.5 * factor * torch.cdist(landmark, landmark).square())
+    one = torch.eye(len(unit), dtype=unit.dtype, device=unit.device)
+    weights = torch.linalg.solve(unit + options.ridge * one, kernel)  # (m, n), of keys for landmarks
+    logits = scale * landmark @ query + reference - half
+    largest = max(logits.max(), scores[first_near:].max())
+    exact, basis = torch.exp(scores[first_near:] - largest), torch.exp(logits - largest)
+    numerator, denominator = basis @ weights @ value[:first_near], basis @ weights.sum(1)
+    positive = torch.maximum(weights.sum(1), torch.exp(half - reference).clamp(min=_LEAST))
+    if exact.sum() + denominator <= SAFE * (exact.sum() + basis @ positive):
+        means = kernel @ value[:first_near] / kernel.sum(1, keepdim=True)
+        numerator, denominator = (basis * positive) @ means, basis @ positive
+    return (exact @ value[first_near:] + numerator) / (exact.sum() + denominator)
