@@ -261,7 +261,7 @@ def _epoch(
     if not bool(is_safe.all()):
         # Weights of both signs may cancel. Then the far field is that of positive weights, and of the means of the
         # values around the landmarks.
-        means = sums[..., :-2] / sums[..., -1:].clamp(min=torch.finfo(sums.dtype).tiny)
+        means = sums[..., :-2] / sums[..., -1:].clamp(min=_LEAST)
         positive = torch.cat((means * weighted[..., -1:], weighted[..., -2:]), 3)
         other = _far_field(blocks, coreset, positive, scale, dropout_p).out[..., :value_dim]
         numerator, weight = torch.where(is_safe, numerator, other), torch.where(is_safe, weight, bound)
@@ -340,6 +340,6 @@ def _naive_row(
     numerator, denominator = basis @ weights @ value[:first_near], basis @ weights.sum(1)
     positive = torch.maximum(weights.sum(1), torch.exp(half - reference).clamp(min=_LEAST))
     if exact.sum() + denominator <= SAFE * (exact.sum() + basis @ positive):
-        means = kernel @ value[:first_near] / kernel.sum(1, keepdim=True)
+        means = kernel @ value[:first_near] / kernel.sum(1, keepdim=True).clamp(min=_LEAST)
         numerator, denominator = (basis * positive) @ means, basis @ positive
     return (exact @ value[first_near:] + numerator) / (exact.sum() + denominator)
