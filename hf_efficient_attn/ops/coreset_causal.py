@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.blocks import ceil_div, pad_to_blocks, take
 from hf_efficient_attn.ops.coreset import cluster_sums, draw_apart, gumbel_numbers, nearest, regularized_solve
@@ -239,7 +238,8 @@ def _epoch(
     # The far keys of block t are those of the prefix and of t blocks after it. The last block of the prefix is added
     # with the others. The sums of the last two columns are the weights.
     first, last = prefix - block_size, prefix + (num_blocks - 1) * block_size
-    keys, targets = pad(key[:, :last], (0, 1), value=1.0), pad(value[:, :last], (0, 2), value=1.0)
+    ones = key.new_ones(1, 1, 2).expand(len(key), last, -1)
+    keys, targets = torch.cat((key[:, :last], ones[..., :1]), 2), torch.cat((value[:, :last], ones), 2)
     features = (coreset.factor @ keys.mT).clamp_(max=LOG2_E * _LARGEST).exp2_()
     before = features[..., :first] @ targets[:, :first]
     own = features[..., first:].unflatten(2, (num_blocks, block_size)).transpose(1, 2)
@@ -249,7 +249,7 @@ def _epoch(
     weighted[..., -1:].clamp_(min=coreset.least.unsqueeze(1))  # positive weights, for a bound of the denominator
     far = _far_field(blocks, coreset, weighted, scale, dropout_p)
 
-    keys, values = (pad(x[:, prefix:], (0, 0, 0, num_blocks * block_size - length)) for x in (key, value))
+    keys, values = (pad_to_blocks(x[:, prefix:], block_size).flatten(1, 2) for x in (key, value))
     keys, values = (x.unfold(1, 2 * block_size, block_size).mT for x in (keys, values))
     block = torch.ones(block_size, block_size, dtype=torch.bool, device=query.device)
     bias = mask_bias(torch.cat((block, block.tril()), 1), query.dtype)[None, None]
