@@ -375,7 +375,7 @@ def _compute(
     elif offset > 0:  # give queries to the keys before the first query, and drop their outputs below
         query = torch.cat((query.new_zeros(batch, num_heads, offset, head_dim), query), 2)
     key, value = _repeat_kv(query, key, value)
-    if (in_graph() or query.is_meta) and form in (method.forward, decode):
+    if in_graph() and form in (method.forward, decode):
         form = functools.partial(call_in_graph, "forward" if form is method.forward else "decode")
     if is_autocast:
         with torch.autocast(device_type, enabled=False):
