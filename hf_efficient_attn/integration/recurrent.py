@@ -16,7 +16,7 @@ Any other cache (`DynamicCache()` without a config, a quantised one) keeps keys 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,43 +80,56 @@ def number_to_crop(tokens_to_remove: int, seen: int) -> int:
     return -tokens_to_remove
 
 
-class _Options(NamedTuple):
-    """What all calls on one state must have in common."""
+class Call(NamedTuple):
+    """Options of one call of a layer's `attention`; see there."""
 
     scale: float | None
-    seed: int | Tensor
+    dropout_p: float
+    seed: int | Tensor | None
+    parameters: Mapping[str, Tensor] | None
 
 
-class _Tokens(NamedTuple):
+class Tokens(NamedTuple):
     """Keys (B, H_kv, N, D) and values (B, H_kv, N, Dv) of tokens, and their mask, bool (B, N) or None."""
 
     key: Tensor
     value: Tensor
     mask: Tensor | None
 
+    @property
+    def number(self) -> int:
+        """N."""
+        return self.key.shape[2]
 
-class _Record(NamedTuple):
-    """What `crop` needs: a state, the number of valid tokens in it, and the tokens that came afterwards."""
-
-    state: Any
-    valid: Tensor | int | None
-    tokens: list[_Tokens]
+    def piece(self, own: slice) -> "Tokens":
+        """Some of the tokens."""
+        return Tokens(self.key[:, :, own], self.value[:, :, own], None if self.mask is None else self.mask[:, own])
 
 
-class StateLayer(DynamicLayer):
-    """A cache layer of constant size for a method with a recurrence.
+class Record(NamedTuple):
+    """What `crop` needs: the attributes of a layer before some tokens, and these tokens."""
+
+    content: Mapping[str, Any]
+    tokens: list[Tokens]
+
+
+class MethodLayer(DynamicLayer):
+    """A cache layer that computes attention itself, from what it holds instead of the keys of all tokens.
+
+    `update` returns keys that say which layer they come from, and the attention function calls `attention`.
 
     Args:
         method: the config of the method, which must also be that of the attention function.
 
     Attributes:
-        state: named tuple of tensors (B, H_kv, ...); None before the first tokens, and if keys are kept instead.
-        keys: None, except between the first `update` and the call of the attention function, and for ever if there is
-            no such call.
-        values: like the keys.
         seen: number of tokens, padding included.
-        valid: number of tokens without padding: integers (B,), or None if there is no padding.
     """
+
+    # The attributes that change with the tokens. They are replaced, never changed in place.
+    _content: ClassVar[tuple[str, ...]]
+    # For messages: what the layer holds, and what to do where two layers share keys.
+    _holds: ClassVar[str]
+    _unshared: ClassVar[str]
 
     def __init__(self, method: MethodConfig) -> None:
         super().__init__()
@@ -127,44 +140,25 @@ class StateLayer(DynamicLayer):
     def reset(self) -> None:
         """Forget all tokens."""
         self.keys = self.values = None
-        self.state: Any = None
-        self.is_initialized = False
-        self.seen = 0
-        self.valid: Any = None
-        self.options: _Options | None = None
-        # The learned parameters of the method, by name, as the last call gave them.
-        self.parameters: Mapping[str, Tensor] = {}
-        # Tokens that are not part of the state yet.
-        self.pending: _Tokens | None = None
+        self.seen, self.is_initialized = 0, False
         # Whether the attention function has used the keys of the last `update`.
         self.was_used = True
-        self.record: _Record | None = None
+        self.record: Record | None = None
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Take the keys and values (B, H_kv, N, .) of N new tokens.
+    @property
+    def keeps_keys(self) -> bool:
+        """Whether this is an ordinary layer of keys and values for now."""
+        return False
 
-        Returns:
-            Keys and values for the attention function; see the module's docstring.
-
-        Raises:
-            UnsupportedAttentionError: the attention function did not use the keys of the last call.
-        """
-        if self.options is None:
-            if self.is_initialized or is_compiling():
-                return super().update(key_states, value_states, *args, **kwargs)
-            self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
-            self.keys, self.values = key_states, value_states
-            returned = key_states.view_as(key_states)
-            setattr(returned, _STATE_LAYER, self)
-        else:
-            if not self.was_used:
-                raise UnsupportedAttentionError(
-                    f"{self.method.method}: the last tokens were put into the cache, but no attention followed (the "
-                    "call may have failed midway): start with a new cache"
-                )
-            self.seen, self.was_used = self.seen + key_states.shape[-2], False
-            returned = as_new_keys(key_states, self)
-        return returned, value_states
+    def _take(self, key: Tensor) -> Tensor:
+        """Count new keys, and return them for the attention function."""
+        if not self.was_used:
+            raise UnsupportedAttentionError(
+                f"{self.method.method}: the last tokens were put into the cache, but no attention followed (the call "
+                "may have failed midway): start with a new cache"
+            )
+        self.seen, self.was_used = self.seen + key.shape[-2], False
+        return as_new_keys(key, self)
 
     def attention(
         self,
@@ -176,7 +170,7 @@ class StateLayer(DynamicLayer):
         scale: float | None,
         dropout_p: float,
         seed: int | Tensor | None,
-        parameters: Mapping[str, Tensor],
+        parameters: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """Causal attention of the tokens of the last `update` to all tokens.
 
@@ -187,8 +181,9 @@ class StateLayer(DynamicLayer):
             attention_mask: bool (B, all tokens) or None.
             scale: the factor of the scores; 1/sqrt(D) if None.
             dropout_p: the probability with which an attention weight is dropped.
-            seed: that of the first call holds for all later ones; None (training) draws one from the global generator.
-            parameters: the learned parameters of the method, by name.
+            seed: of the method in the first call. That of a state holds for all later calls. None (training) draws one
+                from the global generator.
+            parameters: the learned parameters of the method, by name; None for their initial values.
 
         Returns:
             (B, H, N, Dv).
@@ -196,89 +191,64 @@ class StateLayer(DynamicLayer):
         Raises:
             UnsupportedAttentionError: the mask of earlier tokens has changed, or the same keys are used twice.
         """
-        self.parameters = parameters
+        call = Call(scale, dropout_p, seed, parameters)
         if not isinstance(key, NewKeys):
-            seed = draw_seed(query.device) if seed is None else seed
-            out = attention(
-                self.method, query, key, value, attention_mask=attention_mask, is_causal=True, scale=scale,
-                dropout_p=dropout_p, seed=seed, parameters=parameters,
-            )  # fmt: skip
-            if self.options is None and self.keys is not None and self.keys.shape == key.shape:
-                # The layer's own keys may be on another device by now: an offloading cache moves them after `update`.
-                self._begin(_Tokens(key.view_as(key), value, attention_mask), _Options(scale, seed))
-            return out
+            return self._first_attention(query, Tokens(key, value, attention_mask), call)
         if self.was_used:
             raise UnsupportedAttentionError(
-                f"{self.method.method}: two layers of this model use the same keys, which a state does not support: "
-                "generate with use_cache=False"
+                f"{self.method.method}: two layers of this model use the same keys, which {self._unshared}"
             )
-        key = plain_keys(key)
-        self._update_pending()
-        new = _Tokens(key, value, self._new_mask(attention_mask, key.shape[2]))
-        self._record(new)
-        out, self.state = attention_with_state(
-            self.method, self.state, query, key, value, attention_mask=new.mask, dropout_p=dropout_p,
-            parameters=parameters, **self._options(),
-        )  # fmt: skip
-        self._count(new, self.seen - key.shape[2])
+        tokens = Tokens(plain_keys(key), value, self._new_mask(attention_mask, self.seen - value.shape[2]))
+        out = self._attention(query, tokens, call)
         self.was_used = True
         return out
 
-    def _begin(self, tokens: _Tokens, options: _Options) -> None:
-        """Keep a state from now on. With gradients it is made when the next token comes, otherwise at once."""
-        self.options, self.seen, self.pending = options, tokens.key.shape[-2], tokens
-        self.keys = self.values = None
-        self._record(self.pending)
-        self._count(self.pending, 0)
-        if not torch.is_grad_enabled():
-            self._update_pending()
+    def _first_attention(self, query: Tensor, tokens: Tokens, call: Call) -> Tensor:
+        """The attention of keys that `update` returned as they are."""
+        raise NotImplementedError
 
-    def _options(self) -> dict[str, Any]:
-        assert self.options is not None
-        return self.options._asdict()
+    def _attention(self, query: Tensor, tokens: Tokens, call: Call) -> Tensor:
+        """The attention of new tokens, which then are part of what the layer holds."""
+        raise NotImplementedError
 
-    def _update_pending(self) -> None:
-        if self.pending is not None:
-            self.state, self.pending = self._updated(self.pending), None
+    def _add(self, tokens: Tokens) -> None:
+        """Add the last tokens of those seen to what the layer holds."""
+        raise NotImplementedError
 
-    def _updated(self, tokens: _Tokens) -> Any:
-        """The state after these tokens."""
-        return update_state(
-            self.method, self.state, tokens.key, tokens.value, attention_mask=tokens.mask,
-            parameters=self.parameters, **self._options(),
-        )  # fmt: skip
+    def _select(self, select: Callable[[Tensor], Tensor]) -> None:
+        """Replace every tensor by a selection of its batch rows."""
+        raise NotImplementedError
 
-    def _new_mask(self, mask: Tensor | None, new: int) -> Tensor | None:
-        """The mask of the last `new` tokens, after a check that the number of valid earlier tokens is unchanged."""
-        earlier = self.seen - new
-        valid = earlier if mask is None else mask[:, :earlier].sum(1)
-        if mask is not None or self.valid is not None:
-            counted = earlier if self.valid is None else self.valid
-            if not torch.as_tensor(valid == counted).all():
+    def _num_valid(self) -> Tensor | None:
+        """The number of valid tokens that the layer holds, (B,); None if none was masked."""
+        raise NotImplementedError
+
+    def _new_mask(self, mask: Tensor | None, earlier: int) -> Tensor | None:
+        """The mask of the new tokens, after a check that the number of valid earlier tokens is unchanged."""
+        counted = self._num_valid()
+        if mask is not None or counted is not None:
+            valid = earlier if mask is None else mask[:, :earlier].sum(1)
+            if not torch.as_tensor(valid == (earlier if counted is None else counted)).all():
                 raise UnsupportedAttentionError(
-                    f"{self.method.method}: the attention_mask of earlier tokens has changed, and a state cannot "
+                    f"{self.method.method}: the attention_mask of earlier tokens has changed, and {self._holds} cannot "
                     "forget tokens: give the mask of all tokens, with its earlier part unchanged, or start with a new "
                     "cache"
                 )
         # Usually only the prompt has padding, and attention without a mask is faster.
         return None if mask is None or mask[:, earlier:].all() else mask[:, earlier:]
 
-    def _count(self, new: _Tokens, earlier: int) -> None:
-        """Count the valid tokens of each batch row, from the first padding on; `earlier` tokens came before."""
-        if new.mask is None and self.valid is None:
+    def _record(self, tokens: Tokens) -> None:
+        """Remember new tokens, and what the layer held before the first of them, for `crop`."""
+        if not self.record_past:
             return
-        added = new.key.shape[2] if new.mask is None else new.mask.sum(1)
-        self.valid = (earlier if self.valid is None else self.valid) + added
-
-    def _record(self, new: _Tokens) -> None:
-        if self.record_past:
-            if self.record is None:
-                self.record = _Record(self.state, self.valid, [])
-            self.record.tokens.append(new)
+        if self.record is None:
+            content = {name: getattr(self, name) for name in self._content}
+            self.record = Record({**content, "seen": self.seen - tokens.number}, [])
+        self.record.tokens.append(tokens)
 
     def get_seq_length(self) -> int:
         """Number of tokens so far, padding included."""
-        return super().get_seq_length() if self.options is None else self.seen
+        return super().get_seq_length() if self.keeps_keys else self.seen
 
     def activate_past_recording(self) -> None:
         """Keep new tokens until the next `crop`, for assisted generation."""
@@ -286,11 +256,11 @@ class StateLayer(DynamicLayer):
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]  # a plain attribute of the base class
-        """Whether `crop` can remove tokens: kept keys can always be removed, those of a state if they are recorded."""
-        return self.record_past or (self.options is None and self.is_initialized)
+        """Whether `crop` can remove tokens: kept keys can always be removed, others if they are recorded."""
+        return self.record_past or (self.keeps_keys and self.is_initialized)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens, which a state can do only if they were recorded.
+        """Remove the last tokens, unless they have changed what the layer holds and were not recorded.
 
         Args:
             tokens_to_remove: minus the number of tokens to remove. In Transformers 5.12 also the length that remains.
@@ -298,74 +268,187 @@ class StateLayer(DynamicLayer):
         Raises:
             UnsupportedAttentionError: the tokens were not recorded.
         """
-        if self.options is None:
+        if self.keeps_keys:
             return super().crop(tokens_to_remove) if self.is_initialized else None
-        number = number_to_crop(tokens_to_remove, self.seen)
-        record, self.record = self.record, None
+        number, record = number_to_crop(tokens_to_remove, self.seen), self.record
+        self.record = None
         if number == 0:
             return None
         remaining = self.seen - number
         if remaining <= 0:
             return self.reset()
-        recorded = 0 if record is None else sum(tokens.key.shape[2] for tokens in record.tokens)
-        if record is None or number > recorded:
-            raise UnsupportedAttentionError(
-                f"{self.method.method}: {number} tokens cannot be taken back, because a state sums over all "
-                "tokens: start with a new cache, or call its activate_past_recording() before the tokens come, as "
-                "assisted generation does in newer versions of Transformers"
-            )
-        self._update_pending()
-        self.state, self.valid, self.seen = record.state, record.valid, self.seen - recorded
+        recorded = 0 if record is None else sum(tokens.number for tokens in record.tokens)
+        if record is None or number > recorded or not self._needs(record):
+            return self._forget(number)
+        for name, content in record.content.items():
+            setattr(self, name, content)
         for tokens in record.tokens:
-            length = min(tokens.key.shape[2], remaining - self.seen)
-            if length > 0:
-                mask = None if tokens.mask is None else tokens.mask[:, :length]
-                tokens = _Tokens(tokens.key[:, :, :length], tokens.value[:, :, :length], mask)
-                self._count(tokens, self.seen)
-                self.state, self.seen = self._updated(tokens), self.seen + length
+            own = tokens.piece(slice(0, max(0, remaining - self.seen)))
+            if own.number:
+                self.seen += own.number
+                self._add(own)
         return None
 
-    def _select(self, select: Callable[[Tensor], Tensor]) -> None:
-        """Replace every tensor of the state by a selection of its batch rows."""
-        self._update_pending()
-        self.state = type(self.state)(*(select(x) for x in self.state))
-        self.valid = None if self.valid is None else select(self.valid)
-        self.record = None
+    def _needs(self, record: Record) -> bool:
+        """Whether tokens can be removed by way of the record only."""
+        return True
+
+    def _forget(self, number: int) -> None:
+        """Remove so many tokens without a record, or refuse to."""
+        raise NotImplementedError
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Give batch row i the state of row beam_idx[i]."""
-        if self.options is None:
-            super().reorder_cache(beam_idx)
-        else:
-            self._select(lambda x: x.index_select(0, beam_idx.to(x.device)))
+        """Give batch row i what row beam_idx[i] has."""
+        self._select(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every batch row."""
-        if self.options is None:
-            super().batch_repeat_interleave(repeats)
-        else:
-            self._select(lambda x: x.repeat_interleave(repeats, 0))
+        self._select(lambda x: x.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these batch rows."""
-        if self.options is None:
-            super().batch_select_indices(indices)
-        else:
-            self._select(lambda x: x[indices.to(x.device)])
+        self._select(lambda x: x[indices.to(x.device)])
 
     def offload(self) -> None:
-        """Move kept keys to the CPU. A state stays, because it does not grow."""
-        if self.options is None:
+        """Move kept keys to the CPU. Other content stays, because it does not grow."""
+        if self.keeps_keys:
             super().offload()
 
     def prefetch(self) -> None:
         """Move kept keys back."""
-        if self.options is None:
+        if self.keeps_keys:
             super().prefetch()
 
 
-def state_layer_of(key: Tensor) -> StateLayer | None:
-    """The `StateLayer` that returned these keys; None if they come from elsewhere."""
+class StateLayer(MethodLayer):
+    """A cache layer of constant size for a method with a recurrence.
+
+    Attributes:
+        state: named tuple of tensors (B, H_kv, ...); None before the first tokens, and if keys are kept instead.
+        keys: None, except between the first `update` and the call of the attention function, and for ever if there is
+            no such call.
+        values: like the keys.
+        valid: number of tokens without padding: integers (B,), or None if there is no padding.
+    """
+
+    _content = ("state", "valid")
+    _holds = "a state"
+    _unshared = "a state does not support: generate with use_cache=False"
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        super().reset()
+        self.state: Any = None
+        self.valid: Any = None
+        # Scale and seed, which all calls on one state must have in common.
+        self.options: dict[str, Any] | None = None
+        # The learned parameters of the method, by name, as the last call gave them.
+        self.parameters: Mapping[str, Tensor] | None = {}
+        # Tokens that are not part of the state yet.
+        self.pending: Tokens | None = None
+
+    @property
+    def keeps_keys(self) -> bool:
+        """Whether no attention function has asked for a state."""
+        return self.options is None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Take the keys and values (B, H_kv, N, .) of N new tokens.
+
+        Returns:
+            Keys and values for the attention function; see the module's docstring.
+
+        Raises:
+            UnsupportedAttentionError: the attention function did not use the keys of the last call.
+        """
+        if self.options is not None:
+            return self._take(key_states), value_states
+        if self.is_initialized or is_compiling():
+            return super().update(key_states, value_states, *args, **kwargs)
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+        self.keys, self.values = key_states, value_states
+        returned = key_states.view_as(key_states)
+        setattr(returned, _STATE_LAYER, self)
+        return returned, value_states
+
+    def _first_attention(self, query: Tensor, tokens: Tokens, call: Call) -> Tensor:
+        self.parameters = call.parameters
+        options = {"scale": call.scale, "seed": draw_seed(query.device) if call.seed is None else call.seed}
+        key, value, mask = tokens
+        out = attention(
+            self.method, query, key, value, attention_mask=mask, is_causal=True, dropout_p=call.dropout_p,
+            parameters=call.parameters, **options,
+        )  # fmt: skip
+        # The layer's own keys may be on another device by now: an offloading cache moves them after `update`.
+        if self.options is None and self.keys is not None and self.keys.shape == key.shape:
+            tokens = tokens._replace(key=key.view_as(key))
+            self.options, self.seen, self.keys, self.values = options, key.shape[-2], None, None
+            self._record(tokens)
+            self._count(tokens)
+            # With gradients the state is made when the next token comes, otherwise at once.
+            self.pending = tokens
+            if not torch.is_grad_enabled():
+                self._update_pending()
+        return out
+
+    def _attention(self, query: Tensor, tokens: Tokens, call: Call) -> Tensor:
+        self.parameters = call.parameters
+        self._update_pending()
+        self._record(tokens)
+        assert self.options is not None
+        out, self.state = attention_with_state(
+            self.method, self.state, query, tokens.key, tokens.value, attention_mask=tokens.mask,
+            dropout_p=call.dropout_p, parameters=call.parameters, **self.options,
+        )  # fmt: skip
+        self._count(tokens)
+        return out
+
+    def _update_pending(self) -> None:
+        if self.pending is not None:
+            self.state, self.pending = self._updated(self.pending), None
+
+    def _updated(self, tokens: Tokens) -> Any:
+        """The state after these tokens."""
+        assert self.options is not None
+        return update_state(
+            self.method, self.state, tokens.key, tokens.value, attention_mask=tokens.mask,
+            parameters=self.parameters, **self.options,
+        )  # fmt: skip
+
+    def _add(self, tokens: Tokens) -> None:
+        self.state, self.pending = self._updated(tokens), None
+        self._count(tokens)
+
+    def _num_valid(self) -> Tensor | None:
+        found: Tensor | None = self.valid
+        return found
+
+    def _count(self, new: Tokens) -> None:
+        """Count the valid tokens of each batch row, from the first padding on."""
+        if new.mask is None and self.valid is None:
+            return
+        added = new.number if new.mask is None else new.mask.sum(1)
+        self.valid = (self.seen - new.number if self.valid is None else self.valid) + added
+
+    def _forget(self, number: int) -> None:
+        raise UnsupportedAttentionError(
+            f"{self.method.method}: {number} tokens cannot be taken back, because a state sums over all tokens: start "
+            "with a new cache, or call its activate_past_recording() before the tokens come, as assisted generation "
+            "does in newer versions of Transformers"
+        )
+
+    def _select(self, select: Callable[[Tensor], Tensor]) -> None:
+        self.record = None
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = select(self.keys), select(self.values)
+        self._update_pending()
+        if self.state is not None:
+            self.state = type(self.state)(*(select(x) for x in self.state))
+        self.valid = None if self.valid is None else select(self.valid)
+
+
+def state_layer_of(key: Tensor) -> MethodLayer | None:
+    """The layer that returned these keys; None if they come from elsewhere."""
     return getattr(key, _STATE_LAYER, None)
 
 
