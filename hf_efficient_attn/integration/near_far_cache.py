@@ -46,12 +46,12 @@ class NearFarLayer(MethodLayer):
         values: (B, H_kv, L, Dv).
         position: int64 (B, L), the position of each kept key in the sequence; -1 where a row keeps fewer.
         coreset: landmarks (B, H_kv, m, .) of the older keys; None as long as there are none.
-        counts: number of kept keys of each row.
-        merged: number of keys of each row that the landmarks represent.
+        counts: int64 (B,), number of kept keys of each row, on the CPU.
+        valid: int64 (B,), number of valid tokens of each row, on the CPU.
     """
 
     supports_early_init = False
-    _content = ("keys", "values", "position", "coreset", "counts", "merged")
+    _content = ("keys", "values", "position", "coreset", "counts", "valid")
     _holds = "landmarks"
     _unshared = "NearFarCache does not support: use the ordinary cache"
 
@@ -66,10 +66,15 @@ class NearFarLayer(MethodLayer):
         """Forget all tokens."""
         super().reset()
         self.position: Any = None
+        self.counts: Any = None
         self.coreset: GrowingCoreset | None = None
-        self.counts: list[int] = []
-        self.merged: list[int] = []
         self.scale = 0.0
+
+    @property
+    def merged(self) -> Tensor:
+        """Number of keys of each row that the landmarks represent, int64 (B,)."""
+        merged: Tensor = self.valid - self.counts
+        return merged
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Begin with no keys, of these sizes and types."""
@@ -77,7 +82,7 @@ class NearFarLayer(MethodLayer):
         self.dtype, self.device, self.is_initialized = value_states.dtype, key_states.device, True
         self.keys, self.values = key_states[:, :, :0].to(self.dtype), value_states[:, :, :0]
         self.position = torch.zeros(batch, 0, dtype=torch.int64, device=self.device)
-        self.counts, self.merged = [0] * batch, [0] * batch
+        self.counts = self.valid = torch.zeros(batch, dtype=torch.int64)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take the keys and values (B, H_kv, N, .) of N new tokens, and return them for the attention function.
@@ -104,7 +109,7 @@ class NearFarLayer(MethodLayer):
         self._record(new)
         if self.seen > new.number:
             attend = functools.partial(self._attend, query, dropout_p=call.dropout_p)
-            return torch.cat(self._add_pieces(new, self.seen - new.number, attend), 2)
+            return torch.cat(self._add(new, attend), 2)
         out = attention(
             self.method, query, key, value, attention_mask=mask, is_causal=True, scale=call.scale,
             dropout_p=call.dropout_p, seed=call.seed, parameters=call.parameters,
@@ -112,66 +117,51 @@ class NearFarLayer(MethodLayer):
         self._add(new)
         return out
 
-    def _add(self, tokens: Tokens) -> None:
-        earlier = self.seen - tokens.number
-        if earlier:
-            self._add_pieces(tokens, earlier)
-        else:  # they are merged after all of them are added
-            self._append(tokens, 0)
-            self._merge_rows([count > self.columns for count in self.counts])
-
-    def _add_pieces(
-        self, new: Tokens, earlier: int, attend: Callable[[slice, int], Tensor] | None = None
-    ) -> list[Tensor]:
-        """Keep new tokens after `earlier` others, and merge the older ones of rows that are full.
+    def _add(self, new: Tokens, attend: Callable[[slice, int], Tensor] | None = None) -> list[Tensor]:
+        """Keep the new tokens, and merge the older ones of rows that are full: of the first tokens after all are added.
 
         Args:
-            new: the tokens.
-            earlier: number of earlier tokens, padding included; at least 1.
+            new: the last tokens of those seen.
             attend: called for every piece of the new tokens, with the position of the first one, as soon as its keys
                 are kept.
 
         Returns:
             what `attend` returned.
         """
-        outs, start = [], 0
+        outs, start, earlier = [], 0, self.seen - new.number
+        if earlier == 0:
+            self._append(new, 0)
+            self._merge_rows(self.counts > self.columns)
+            return []
         while start < new.number:
-            self._merge_rows([count >= room for count, room in zip(self.counts, self._rooms(), strict=True)])
-            end = start + self._num_fitting(None if new.mask is None else new.mask[:, start:])
-            piece = slice(start, end)
+            self._merge_rows(self.counts >= self._rooms())
+            left = self._rooms() - self.counts
+            fitting = int(left.min())
+            if new.mask is not None:  # the number of next tokens for which no row has to merge
+                used = new.mask[:, start:].cumsum(1)
+                fitting = int((used <= left.to(used.device)[:, None]).sum(1).min())
+            piece = slice(start, start + fitting)
             self._append(new.piece(piece), earlier + start)
             if attend is not None:
                 outs.append(attend(piece, earlier + start))
-            start = min(end, new.number)
+            start += fitting
         return outs
 
-    def _num_valid(self) -> Tensor | None:
-        return torch.tensor(self.counts, device=self.device) + torch.tensor(self.merged, device=self.device)
-
-    def _rooms(self) -> list[int]:
-        """How many keys each row may keep."""
-        return [self.columns - (self.num_landmarks if merged else 0) for merged in self.merged]
-
-    def _num_fitting(self, mask: Tensor | None) -> int:
-        """The number of next tokens for which no row has to merge; `mask` (B, tokens) is that of all next tokens."""
-        left = [room - count for count, room in zip(self.counts, self._rooms(), strict=True)]
-        if mask is None:
-            return min(left)
-        used, left_of = mask.cumsum(1), torch.tensor(left, device=mask.device)
-        return int((used <= left_of[:, None]).sum(1).min())
+    def _rooms(self) -> Tensor:
+        """How many keys each row may keep, (B,)."""
+        return self.columns - self.num_landmarks * (self.merged > 0)
 
     def _append(self, new: Tokens, first: int) -> None:
         """Keep the keys of tokens from position `first` on."""
         assert self.keys is not None and self.values is not None
-        (key, value, mask), num_new = new, new.number
-        position = torch.arange(first, first + num_new, device=self.device).expand(len(self.counts), -1)
-        if mask is not None:
-            position = position.masked_fill(~mask, -1)
-        added = [num_new] * len(self.counts) if mask is None else mask.sum(1).tolist()
-        self.keys, self.values = torch.cat((self.keys, key), 2), torch.cat((self.values, value), 2)
+        position = torch.arange(first, first + new.number, device=self.device).expand(len(self.counts), -1)
+        added: Tensor | int = new.number
+        if new.mask is not None:
+            position, added = position.masked_fill(~new.mask, -1), new.mask.sum(1).cpu()
+        self.keys, self.values = torch.cat((self.keys, new.key), 2), torch.cat((self.values, new.value), 2)
         self.position = torch.cat((self.position, position), 1)
-        self.counts = [count + new for count, new in zip(self.counts, added, strict=True)]
-        if self.keys.shape[2] > self.columns and max(self.counts) <= self.columns:
+        self.counts, self.valid = self.counts + added, self.valid + added
+        if self.keys.shape[2] > self.columns and self.counts.max() <= self.columns:
             self._drop_empty()
 
     def _attend(self, query: Tensor, piece: slice, first: int, dropout_p: float) -> Tensor:
@@ -194,15 +184,14 @@ class NearFarLayer(MethodLayer):
             out = merge(far, Partial(out.to(far.out.dtype), lse)).out
         return out.to(values.dtype).reshape(batch, num_heads, q_len, -1)
 
-    def _merge_rows(self, full: list[bool]) -> None:
-        """In each full row, merge all kept keys except the newest into the landmarks."""
-        rows = [row for row, is_full in enumerate(full) if is_full]
-        if not rows:
+    def _merge_rows(self, full: Tensor) -> None:
+        """In each full row, of bool (B,), merge all kept keys except the newest into the landmarks."""
+        if not full.any():
             return
         assert self.keys is not None and self.values is not None
         if self.coreset is None:
             self.coreset = empty_coreset(self.keys, self.values, self.num_landmarks)
-        index = torch.tensor(rows, device=self.device)
+        index = full.nonzero()[:, 0].to(self.device)
         position = self.position[index]
         newest = position.topk(self.num_newest, dim=1).values[:, -1:]
         old = (position >= 0) & (position < newest)
@@ -212,24 +201,21 @@ class NearFarLayer(MethodLayer):
         order_of_heads, mask = (x.repeat_interleave(num_kv_heads, 0) for x in (order, old.gather(1, order)))
         key, value = (take(x[index].flatten(0, 1), order_of_heads) for x in (self.keys, self.values))
         own = GrowingCoreset(*(x[index].flatten(0, 1) for x in self.coreset))
-        merged = add_keys(own, key, value, mask, scale=self.scale, seed=self.seed, batch=len(rows))
+        merged = add_keys(own, key, value, mask, scale=self.scale, seed=self.seed, batch=len(index))
         self.coreset = GrowingCoreset(
             *(
-                x.index_copy(0, index, new.unflatten(0, (len(rows), num_kv_heads)))
+                x.index_copy(0, index, new.unflatten(0, (len(index), num_kv_heads)))
                 for x, new in zip(self.coreset, merged, strict=True)
             )
         )
         self.position = self.position.index_copy(0, index, position.masked_fill(old, -1))
-        counts = [self.num_newest if is_full else count for count, is_full in zip(self.counts, full, strict=True)]
-        self.merged = [m + old - new for m, old, new in zip(self.merged, self.counts, counts, strict=True)]
-        self.counts = counts
+        self.counts = torch.where(full, self.num_newest, self.counts)
         self._drop_empty()
 
     def _drop_empty(self) -> None:
         """Keep as many columns as the fullest row needs, in the order of positions."""
         assert self.keys is not None and self.values is not None
-        size = max(self.counts)
-        order = self.position.argsort(dim=1)[:, self.position.shape[1] - size :]
+        order = self.position.argsort(dim=1)[:, self.position.shape[1] - int(self.counts.max()) :]
         self.position = self.position.gather(1, order)
         heads = order.repeat_interleave(self.keys.shape[1], 0)
         self.keys, self.values = (
@@ -243,32 +229,29 @@ class NearFarLayer(MethodLayer):
 
     def _needs(self, record: Record) -> bool:
         """If some of the removed tokens may have caused a merge. Without them it would come later."""
-        return record.content["merged"] != self.merged
+        return record.content["coreset"] is not self.coreset
 
     def _forget(self, number: int) -> None:
         assert self.keys is not None and self.values is not None
         kept = (self.position >= 0) & (self.position < self.seen - number)
-        counts = kept.sum(1).tolist()
-        if any(merged and not count for merged, count in zip(self.merged, counts, strict=True)):
+        counts = kept.sum(1).cpu()
+        if ((self.merged > 0) & (counts == 0)).any():
             raise UnsupportedAttentionError(
                 f"{self.method.method}: {number} tokens cannot be taken back, because landmarks represent some of "
                 f"them: remove fewer than {self.num_newest} tokens, start with a new cache, or call its "
                 "activate_past_recording() before the tokens come, as assisted generation does in newer versions of "
                 "Transformers"
             )
-        self.seen, self.counts = self.seen - number, counts
+        self.seen, self.counts, self.valid = self.seen - number, counts, self.merged + counts
         self.position = self.position.masked_fill(~kept, -1)
         self._drop_empty()
 
     def _select(self, select: Callable[[Tensor], Tensor]) -> None:
         self.record = None
-        if not self.is_initialized:
-            return
-        assert self.keys is not None and self.values is not None
-        rows = select(torch.arange(len(self.counts), device=self.device)).tolist()
-        self.keys, self.values, self.position = select(self.keys), select(self.values), select(self.position)
-        self.coreset = None if self.coreset is None else GrowingCoreset(*(select(x) for x in self.coreset))
-        self.counts, self.merged = [self.counts[row] for row in rows], [self.merged[row] for row in rows]
+        if self.is_initialized:
+            for name in ("keys", "values", "position", "counts", "valid"):
+                setattr(self, name, select(getattr(self, name)))
+            self.coreset = None if self.coreset is None else GrowingCoreset(*(select(x) for x in self.coreset))
 
 
 class NearFarCache(Cache):

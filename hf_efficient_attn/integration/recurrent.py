@@ -123,6 +123,7 @@ class MethodLayer(DynamicLayer):
 
     Attributes:
         seen: number of tokens, padding included.
+        valid: number of tokens without padding: integers (B,), or None if there is no padding.
     """
 
     # The attributes that change with the tokens. They are replaced, never changed in place.
@@ -141,6 +142,7 @@ class MethodLayer(DynamicLayer):
         """Forget all tokens."""
         self.keys = self.values = None
         self.seen, self.is_initialized = 0, False
+        self.valid: Any = None
         # Whether the attention function has used the keys of the last `update`.
         self.was_used = True
         self.record: Record | None = None
@@ -211,24 +213,20 @@ class MethodLayer(DynamicLayer):
         """The attention of new tokens, which then are part of what the layer holds."""
         raise NotImplementedError
 
-    def _add(self, tokens: Tokens) -> None:
-        """Add the last tokens of those seen to what the layer holds."""
+    def _add(self, new: Tokens) -> Any:
+        """Add new tokens, the last of those seen, to what the layer holds."""
         raise NotImplementedError
 
     def _select(self, select: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor by a selection of its batch rows."""
         raise NotImplementedError
 
-    def _num_valid(self) -> Tensor | None:
-        """The number of valid tokens that the layer holds, (B,); None if none was masked."""
-        raise NotImplementedError
-
     def _new_mask(self, mask: Tensor | None, earlier: int) -> Tensor | None:
         """The mask of the new tokens, after a check that the number of valid earlier tokens is unchanged."""
-        counted = self._num_valid()
-        if mask is not None or counted is not None:
-            valid = earlier if mask is None else mask[:, :earlier].sum(1)
-            if not torch.as_tensor(valid == (earlier if counted is None else counted)).all():
+        if mask is not None or self.valid is not None:
+            counted = torch.as_tensor(earlier if self.valid is None else self.valid)
+            given = earlier if mask is None else mask[:, :earlier].sum(1).to(counted.device)
+            if not (counted == given).all():
                 raise UnsupportedAttentionError(
                     f"{self.method.method}: the attention_mask of earlier tokens has changed, and {self._holds} cannot "
                     "forget tokens: give the mask of all tokens, with its earlier part unchanged, or start with a new "
@@ -328,7 +326,6 @@ class StateLayer(MethodLayer):
         keys: None, except between the first `update` and the call of the attention function, and for ever if there is
             no such call.
         values: like the keys.
-        valid: number of tokens without padding: integers (B,), or None if there is no padding.
     """
 
     _content = ("state", "valid")
@@ -339,7 +336,6 @@ class StateLayer(MethodLayer):
         """Forget all tokens."""
         super().reset()
         self.state: Any = None
-        self.valid: Any = None
         # Scale and seed, which all calls on one state must have in common.
         self.options: dict[str, Any] | None = None
         # The learned parameters of the method, by name, as the last call gave them.
@@ -415,13 +411,9 @@ class StateLayer(MethodLayer):
             parameters=self.parameters, **self.options,
         )  # fmt: skip
 
-    def _add(self, tokens: Tokens) -> None:
-        self.state, self.pending = self._updated(tokens), None
-        self._count(tokens)
-
-    def _num_valid(self) -> Tensor | None:
-        found: Tensor | None = self.valid
-        return found
+    def _add(self, new: Tokens) -> None:
+        self.state, self.pending = self._updated(new), None
+        self._count(new)
 
     def _count(self, new: Tokens) -> None:
         """Count the valid tokens of each batch row, from the first padding on."""
