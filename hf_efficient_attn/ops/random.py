@@ -107,8 +107,8 @@ def with_draws_of(seed: Tensor | int | None, device: torch.device) -> Iterator[N
     if seed is None:
         yield
         return
-    on_cpu = device.type == "cpu"
-    with torch.random.fork_rng([] if on_cpu else [device], device_type="cuda" if on_cpu else device.type):
+    # Tensors on an accelerator know its number. The CPU has none, and its state is always among those that are kept.
+    with torch.random.fork_rng([] if device.index is None else [device], device_type=device.type):
         torch.manual_seed(int(seed))
         yield
 
