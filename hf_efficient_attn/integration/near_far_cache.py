@@ -20,8 +20,9 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown
+from hf_efficient_attn.integration.cache_layers import Call, MethodLayer, Record, Tokens
 from hf_efficient_attn.integration.configs import method_of, settings_of
-from hf_efficient_attn.integration.recurrent import Call, MethodLayer, Record, StateLayer, Tokens
+from hf_efficient_attn.integration.recurrent import StateLayer
 from hf_efficient_attn.methods import MethodConfig, attention, available_methods, get_method
 from hf_efficient_attn.ops.blocks import take
 from hf_efficient_attn.ops.exact import mask_bias

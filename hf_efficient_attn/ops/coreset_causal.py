@@ -342,4 +342,5 @@ def _naive_row(
     if exact.sum() + denominator <= SAFE * (exact.sum() + basis @ positive):
         means = kernel @ value[:first_near] / kernel.sum(1, keepdim=True).clamp(min=_LEAST)
         numerator, denominator = (basis * positive) @ means, basis @ positive
-    return (exact @ value[first_near:] + numerator) / (exact.sum() + denominator)
+    out: Tensor = (exact @ value[first_near:] + numerator) / (exact.sum() + denominator)
+    return out
