@@ -4,9 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.causal_coreset import causal_coreset_attention
-from hf_efficient_attn.ops.causal_coreset_naive import causal_coreset_naive
-from hf_efficient_attn.ops.causal_coreset_plan import CausalCoresetOptions, epoch_bounds, split_columns
+from hf_efficient_attn.ops.coreset_causal import (
+    CausalCoresetOptions,
+    causal_coreset_attention,
+    causal_coreset_naive,
+    epoch_bounds,
+    split_columns,
+)
 
 SCALE = 8**-0.5
 
@@ -36,7 +40,7 @@ def error(out: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("columns", [1, 2, 5, 33])
-@pytest.mark.parametrize("changes", [{}, {"temperature": 1.2}, {"cluster_size": 0}, {"ridge": 3.0}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"temperature": 1.2}, {"ridge": 3.0}, {"seed": 3}], ids=str)
 def test_the_fast_form_equals_the_naive_form(columns: int, changes: dict[str, float]) -> None:
     """In float64, with two sequences in a batch and a length that is no multiple of a block."""
     inputs, chosen = tensors(131), options(columns, **changes)
@@ -107,31 +111,31 @@ def test_a_constant_in_all_keys_changes_nothing() -> None:
     torch.testing.assert_close(moved, out, rtol=1e-7, atol=1e-7)
 
 
-def test_clusters_find_single_keys_far_back() -> None:
-    """Queries that copy one key each, among keys that are too different for the pivots."""
+@pytest.mark.parametrize("scale", [0.0, -SCALE])
+def test_any_scale(scale: float) -> None:
+    """Negative and zero factors of the scores are those of the naive form, too."""
+    inputs, chosen = tensors(101, 2), options(8)
+    expected = causal_coreset_naive(*inputs, chosen, scale=scale)
+    torch.testing.assert_close(causal_coreset_attention(*inputs, chosen, scale=scale), expected, rtol=1e-7, atol=1e-8)
+
+
+def test_equal_keys_are_represented_exactly() -> None:
+    """Where all keys equal one of three, which is what the landmarks are, up to the ridge."""
+    query, key, value = tensors(200)
+    key = key[:, :3].repeat(1, 67, 1)[:, :200]
+    out = causal_coreset_attention(query, key, value, options(16, ridge=1e-9), scale=SCALE)
+    assert error(out, exact(query, key, value)) < 1e-4
+
+
+def test_copying_heads_use_positive_weights() -> None:
+    """Queries that copy one key each, among keys that are too different for the landmarks, stay near their values."""
     generator = torch.Generator().manual_seed(0)
     key = torch.nn.functional.normalize(torch.randn(2, 600, 32, generator=generator), dim=2) * 3.0
     value = torch.randn(2, 600, 8, generator=generator)
-    source = torch.arange(600) - 300
-    query = key[:, source.clamp(min=0)] * 1.2
-    expected = exact(query, key, value, 1.0)[:, 300:]
-    without, found = (
-        error(causal_coreset_attention(query, key, value, options(96, cluster_size=c), scale=1.0)[:, 300:], expected)
-        for c in (0, 24)
-    )
-    assert found < 0.6 * without
-
-
-def test_clusters_add_only_what_the_landmarks_miss() -> None:
-    """Where all keys equal one of the landmarks, which represent themselves, the clusters change next to nothing."""
-    query, key, value = tensors(100)
-    key = key[:, :3].repeat(1, 34, 1)[:, :100]
-    chosen = options(32, num_exact=64, ridge=1e-9, num_samples=11)
-    without, with_clusters = (
-        causal_coreset_attention(query, key, value, chosen._replace(cluster_size=c), scale=SCALE) for c in (0, 4)
-    )
-    assert error(with_clusters, without) < 1e-4
-    assert error(with_clusters, exact(query, key, value)) < 1e-4
+    query = key[:, (torch.arange(600) - 300).clamp(min=0)] * 1.2
+    out, expected = causal_coreset_attention(query, key, value, options(96), scale=1.0), exact(query, key, value, 1.0)
+    assert error(out[:, 300:], expected[:, 300:]) < 1.0
+    assert out.abs().max() < 1.5 * value.abs().max()
 
 
 @pytest.mark.parametrize("factor", [30.0, 300.0])

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.integration.cache_layers import NewKeys, cache_layer_of
 from hf_efficient_attn.integration.configs import settings_of
 from hf_efficient_attn.integration.distance_bias import TAKES_DISTANCE_BIAS, take_bias
 from hf_efficient_attn.integration.exact import exact_layer
@@ -13,7 +14,6 @@ from hf_efficient_attn.integration.head_numbers import head_slice_of, refuse_con
 from hf_efficient_attn.integration.layers import Layer, layer_of, layer_seed
 from hf_efficient_attn.integration.learned import required_tensors
 from hf_efficient_attn.integration.masks import KeyMask, read_mask
-from hf_efficient_attn.integration.recurrent import NewKeys, state_layer_of
 from hf_efficient_attn.integration.refusals import (
     refuse_arguments,
     refuse_unchecked,
@@ -140,7 +140,7 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
             out = attend(method, tensors, shards, seed=seed_of_layer, parameters=parameters, **call)
             return out.transpose(1, 2).contiguous(), None
         heads = head_slice_of(name, module, query.shape[1])
-        cached = state_layer_of(key)
+        cached = cache_layer_of(key)
         from_state = cached is not None and method == cached.method and is_causal
         if isinstance(key, NewKeys) and not from_state:
             held = "a state" if cached is None else f"a state of {cached.method}"

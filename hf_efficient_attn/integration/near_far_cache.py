@@ -10,17 +10,19 @@ As with a `recurrent.StateLayer`, `update` returns keys that say which layer the
 asks this layer for its output.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown
+from hf_efficient_attn.integration.cache_layers import Call, MethodLayer, Record, Tokens
 from hf_efficient_attn.integration.configs import method_of, settings_of
-from hf_efficient_attn.integration.recurrent import StateLayer, as_new_keys, number_to_crop, plain_keys
+from hf_efficient_attn.integration.recurrent import StateLayer
 from hf_efficient_attn.methods import MethodConfig, attention, available_methods, get_method
 from hf_efficient_attn.ops.blocks import take
 from hf_efficient_attn.ops.exact import mask_bias
@@ -30,31 +32,9 @@ from hf_efficient_attn.ops.partial import Partial, merge, partial_attention
 
 # The smallest budget: one newest key, two more before they are merged, and five landmarks.
 _SMALLEST = 8
-# The attributes of a layer that change with its tokens.
-_CONTENT = ("keys", "values", "position", "coreset", "counts", "merged", "seen")
 
 
-class _Tokens(NamedTuple):
-    """Keys (B, H_kv, N, D) and values (B, H_kv, N, Dv) of tokens, 0 where masked; their mask, bool (B, N), or None."""
-
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None
-
-
-class _Record(NamedTuple):
-    """What `crop` needs: the attributes of a layer before some tokens, and these tokens."""
-
-    content: Mapping[str, Any]
-    tokens: list[_Tokens]
-
-    @property
-    def seen(self) -> int:
-        """Number of tokens in `tokens`."""
-        return sum(tokens.key.shape[2] for tokens in self.tokens)
-
-
-class NearFarLayer(CacheLayerMixin):
+class NearFarLayer(MethodLayer):
     """A layer of `NearFarCache`.
 
     Args:
@@ -67,35 +47,35 @@ class NearFarLayer(CacheLayerMixin):
         values: (B, H_kv, L, Dv).
         position: int64 (B, L), the position of each kept key in the sequence; -1 where a row keeps fewer.
         coreset: landmarks (B, H_kv, m, .) of the older keys; None as long as there are none.
-        counts: number of kept keys of each row.
-        merged: number of keys of each row that the landmarks represent.
-        seen: number of tokens, padding included.
+        counts: int64 (B,), number of kept keys of each row, on the CPU.
+        valid: int64 (B,), number of valid tokens of each row, on the CPU.
     """
 
-    is_sliding = False
     supports_early_init = False
+    _content = ("keys", "values", "position", "coreset", "counts", "valid")
+    _holds = "landmarks"
+    _unshared = "NearFarCache does not support: use the ordinary cache"
 
     def __init__(self, method: MethodConfig, columns: int, seed: int = 0) -> None:
-        super().__init__()
-        self.method, self.columns, self.seed = method, columns, seed
+        super().__init__(method)
+        self.columns, self.seed = columns, seed
         # Half of the budget for landmarks and an eighth for neighbors had larger errors with GPT-2.
         self.num_newest = columns // 8
         self.num_landmarks = columns - self.num_newest - columns // 4
-        self.record_past = False
-        self.reset()
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self.keys = self.values = None
+        super().reset()
         self.position: Any = None
+        self.counts: Any = None
         self.coreset: GrowingCoreset | None = None
-        self.counts: list[int] = []
-        self.merged: list[int] = []
-        self.seen, self.is_initialized = 0, False
-        # Whether the attention function has used the keys of the last `update`.
-        self.was_used = True
-        self.record: _Record | None = None
         self.scale = 0.0
+
+    @property
+    def merged(self) -> Tensor:
+        """Number of keys of each row that the landmarks represent, int64 (B,)."""
+        merged: Tensor = self.valid - self.counts
+        return merged
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Begin with no keys, of these sizes and types."""
@@ -103,7 +83,7 @@ class NearFarLayer(CacheLayerMixin):
         self.dtype, self.device, self.is_initialized = value_states.dtype, key_states.device, True
         self.keys, self.values = key_states[:, :, :0].to(self.dtype), value_states[:, :, :0]
         self.position = torch.zeros(batch, 0, dtype=torch.int64, device=self.device)
-        self.counts, self.merged = [0] * batch, [0] * batch
+        self.counts = self.valid = torch.zeros(batch, dtype=torch.int64)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take the keys and values (B, H_kv, N, .) of N new tokens, and return them for the attention function.
@@ -117,146 +97,72 @@ class NearFarLayer(CacheLayerMixin):
                 "NearFarCache does not work in a compiled model, because its sizes depend on the padding: leave "
                 "torch.compile or the cache out"
             )
-        if not self.was_used:
-            raise UnsupportedAttentionError(
-                f"{self.method.method}: the last tokens were put into the cache, but no attention followed (the call "
-                "may have failed midway): start with a new cache"
-            )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.seen, self.was_used = self.seen + key_states.shape[2], False
-        return as_new_keys(key_states, self), value_states
+        return self._take(key_states), value_states
 
-    def attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        *,
-        scale: float | None,
-        dropout_p: float,
-        seed: int | Tensor | None,
-        parameters: Mapping[str, Tensor] | None = None,
-    ) -> Tensor:
-        """Causal attention of the tokens of the last `update` to all tokens.
-
-        Args:
-            query: (B, H, N, D).
-            key: (B, H_kv, N, D), as `update` returned it.
-            value: (B, H_kv, N, Dv), as `update` returned it.
-            attention_mask: bool (B, all tokens) or None.
-            scale: the factor of the scores; 1/sqrt(D) if None.
-            dropout_p: the probability with which the weight of an exact key is dropped.
-            seed: of the method in the first call; None (training) draws one from the global generator.
-            parameters: the learned parameters of the method, by name, which only the first call uses; None for their
-                initial values.
-
-        Returns:
-            (B, H, N, Dv) in the dtype of `value`.
-
-        Raises:
-            UnsupportedAttentionError: the mask of earlier tokens has changed, or the same keys are used twice.
-        """
-        if self.was_used:
-            raise UnsupportedAttentionError(
-                f"{self.method.method}: two layers of this model use the same keys, which NearFarCache does not "
-                "support: use the ordinary cache"
-            )
-        key, earlier = plain_keys(key), self.seen - value.shape[2]
-        mask = self._new_mask(attention_mask, earlier)
+    def _attention(self, query: Tensor, tokens: Tokens, call: Call) -> Tensor:
+        key, value, mask = tokens
         query, key = query.to(value.dtype), key.to(value.dtype)
         if mask is not None:
             key, value = (x.masked_fill(~mask[:, None, :, None], 0.0) for x in (key, value))
-        self.scale, new = query.shape[3] ** -0.5 if scale is None else scale, _Tokens(key, value, mask)
-        self._record(new, earlier)
-        if earlier == 0:
-            out = attention(
-                self.method, query, key, value, attention_mask=mask, is_causal=True, scale=scale, dropout_p=dropout_p,
-                seed=seed, parameters=parameters,
-            )  # fmt: skip
-            self._add(new, 0)
-        else:
-            out = torch.cat(
-                self._add(new, earlier, lambda piece, first: self._attend(query, piece, first, dropout_p)), 2
-            )
-        self.was_used = True
+        self.scale, new = query.shape[3] ** -0.5 if call.scale is None else call.scale, Tokens(key, value, mask)
+        self._record(new)
+        if self.seen > new.number:
+            attend = functools.partial(self._attend, query, dropout_p=call.dropout_p)
+            return torch.cat(self._add(new, attend), 2)
+        out = attention(
+            self.method, query, key, value, attention_mask=mask, is_causal=True, scale=call.scale,
+            dropout_p=call.dropout_p, seed=call.seed, parameters=call.parameters,
+        )  # fmt: skip
+        self._add(new)
         return out
 
-    def _add(self, new: _Tokens, earlier: int, attend: Callable[[slice, int], Tensor] | None = None) -> list[Tensor]:
-        """Keep new tokens after `earlier` others, and merge the older ones of rows that are full.
+    def _add(self, new: Tokens, attend: Callable[[slice, int], Tensor] | None = None) -> list[Tensor]:
+        """Keep the new tokens, and merge the older ones of rows that are full: of the first tokens after all are added.
 
         Args:
-            new: the tokens. If there are no earlier ones, they are merged after all of them are added.
-            earlier: number of earlier tokens, padding included.
+            new: the last tokens of those seen.
             attend: called for every piece of the new tokens, with the position of the first one, as soon as its keys
                 are kept.
 
         Returns:
             what `attend` returned.
         """
+        outs, start, earlier = [], 0, self.seen - new.number
         if earlier == 0:
-            self._append(*new, 0)
-            self._merge_rows([count > self.columns for count in self.counts])
+            self._append(new, 0)
+            self._merge_rows(self.counts > self.columns)
             return []
-        outs, start = [], 0
-        while start < new.key.shape[2]:
-            self._merge_rows([count >= room for count, room in zip(self.counts, self._rooms(), strict=True)])
-            end = start + self._num_fitting(None if new.mask is None else new.mask[:, start:])
-            piece = slice(start, end)
-            own = None if new.mask is None else new.mask[:, piece]
-            self._append(new.key[:, :, piece], new.value[:, :, piece], own, earlier + start)
+        while start < new.number:
+            self._merge_rows(self.counts >= self._rooms())
+            left = self._rooms() - self.counts
+            fitting = int(left.min())
+            if new.mask is not None:  # the number of next tokens for which no row has to merge
+                used = new.mask[:, start:].cumsum(1)
+                fitting = int((used <= left.to(used.device)[:, None]).sum(1).min())
+            piece = slice(start, start + fitting)
+            self._append(new.piece(piece), earlier + start)
             if attend is not None:
                 outs.append(attend(piece, earlier + start))
-            start = end
+            start += fitting
         return outs
 
-    def _record(self, new: _Tokens, earlier: int) -> None:
-        """Remember new tokens, and what the layer held before the first of them, for `crop`."""
-        if not self.record_past:
-            return
-        if self.record is None:
-            # No tensor is ever changed in place, but the lists of counts are.
-            content = {name: getattr(self, name) for name in _CONTENT}
-            copies = {name: list(content[name]) for name in ("counts", "merged")}
-            self.record = _Record({**content, **copies, "seen": earlier}, [])
-        self.record.tokens.append(new)
+    def _rooms(self) -> Tensor:
+        """How many keys each row may keep, (B,)."""
+        return self.columns - self.num_landmarks * (self.merged > 0)
 
-    def _new_mask(self, mask: Tensor | None, earlier: int) -> Tensor | None:
-        """The mask of the new tokens, after a check that the number of valid earlier tokens is unchanged."""
-        counted = [kept + merged for kept, merged in zip(self.counts, self.merged, strict=True)]
-        valid = [earlier] * len(counted) if mask is None else mask[:, :earlier].sum(1).tolist()
-        if valid != counted:
-            raise UnsupportedAttentionError(
-                f"{self.method.method}: the attention_mask of earlier tokens has changed, and landmarks cannot forget "
-                "tokens: give the mask of all tokens, with its earlier part unchanged, or start with a new cache"
-            )
-        return None if mask is None or bool(mask[:, earlier:].all()) else mask[:, earlier:]
-
-    def _rooms(self) -> list[int]:
-        """How many keys each row may keep."""
-        return [self.columns - (self.num_landmarks if merged else 0) for merged in self.merged]
-
-    def _num_fitting(self, mask: Tensor | None) -> int:
-        """The number of next tokens for which no row has to merge; `mask` (B, tokens) is that of all next tokens."""
-        left = [room - count for count, room in zip(self.counts, self._rooms(), strict=True)]
-        if mask is None:
-            return min(left)
-        used, left_of = mask.cumsum(1), torch.tensor(left, device=mask.device)
-        return int((used <= left_of[:, None]).sum(1).min())
-
-    def _append(self, key: Tensor, value: Tensor, mask: Tensor | None, first: int) -> None:
+    def _append(self, new: Tokens, first: int) -> None:
         """Keep the keys of tokens from position `first` on."""
         assert self.keys is not None and self.values is not None
-        num_new = key.shape[2]
-        position = torch.arange(first, first + num_new, device=self.device).expand(len(self.counts), -1)
-        if mask is not None:
-            position = position.masked_fill(~mask, -1)
-        added = [num_new] * len(self.counts) if mask is None else mask.sum(1).tolist()
-        self.keys, self.values = torch.cat((self.keys, key), 2), torch.cat((self.values, value), 2)
+        position = torch.arange(first, first + new.number, device=self.device).expand(len(self.counts), -1)
+        added: Tensor | int = new.number
+        if new.mask is not None:
+            position, added = position.masked_fill(~new.mask, -1), new.mask.sum(1).cpu()
+        self.keys, self.values = torch.cat((self.keys, new.key), 2), torch.cat((self.values, new.value), 2)
         self.position = torch.cat((self.position, position), 1)
-        self.counts = [count + new for count, new in zip(self.counts, added, strict=True)]
-        if self.keys.shape[2] > self.columns and max(self.counts) <= self.columns:
+        self.counts, self.valid = self.counts + added, self.valid + added
+        if self.keys.shape[2] > self.columns and self.counts.max() <= self.columns:
             self._drop_empty()
 
     def _attend(self, query: Tensor, piece: slice, first: int, dropout_p: float) -> Tensor:
@@ -279,15 +185,14 @@ class NearFarLayer(CacheLayerMixin):
             out = merge(far, Partial(out.to(far.out.dtype), lse)).out
         return out.to(values.dtype).reshape(batch, num_heads, q_len, -1)
 
-    def _merge_rows(self, full: list[bool]) -> None:
-        """In each full row, merge all kept keys except the newest into the landmarks."""
-        rows = [row for row, is_full in enumerate(full) if is_full]
-        if not rows:
+    def _merge_rows(self, full: Tensor) -> None:
+        """In each full row, of bool (B,), merge all kept keys except the newest into the landmarks."""
+        if not full.any():
             return
         assert self.keys is not None and self.values is not None
         if self.coreset is None:
             self.coreset = empty_coreset(self.keys, self.values, self.num_landmarks)
-        index = torch.tensor(rows, device=self.device)
+        index = full.nonzero()[:, 0].to(self.device)
         position = self.position[index]
         newest = position.topk(self.num_newest, dim=1).values[:, -1:]
         old = (position >= 0) & (position < newest)
@@ -297,24 +202,21 @@ class NearFarLayer(CacheLayerMixin):
         order_of_heads, mask = (x.repeat_interleave(num_kv_heads, 0) for x in (order, old.gather(1, order)))
         key, value = (take(x[index].flatten(0, 1), order_of_heads) for x in (self.keys, self.values))
         own = GrowingCoreset(*(x[index].flatten(0, 1) for x in self.coreset))
-        merged = add_keys(own, key, value, mask, scale=self.scale, seed=self.seed, batch=len(rows))
+        merged = add_keys(own, key, value, mask, scale=self.scale, seed=self.seed, batch=len(index))
         self.coreset = GrowingCoreset(
             *(
-                x.index_copy(0, index, new.unflatten(0, (len(rows), num_kv_heads)))
+                x.index_copy(0, index, new.unflatten(0, (len(index), num_kv_heads)))
                 for x, new in zip(self.coreset, merged, strict=True)
             )
         )
         self.position = self.position.index_copy(0, index, position.masked_fill(old, -1))
-        for row in rows:
-            self.merged[row] += self.counts[row] - self.num_newest
-            self.counts[row] = self.num_newest
+        self.counts = torch.where(full, self.num_newest, self.counts)
         self._drop_empty()
 
     def _drop_empty(self) -> None:
         """Keep as many columns as the fullest row needs, in the order of positions."""
         assert self.keys is not None and self.values is not None
-        size = max(self.counts)
-        order = self.position.argsort(dim=1)[:, self.position.shape[1] - size :]
+        order = self.position.argsort(dim=1)[:, self.position.shape[1] - int(self.counts.max()) :]
         self.position = self.position.gather(1, order)
         heads = order.repeat_interleave(self.keys.shape[1], 0)
         self.keys, self.values = (
@@ -326,103 +228,31 @@ class NearFarLayer(CacheLayerMixin):
         tensors = [self.keys, self.values, self.position, *(self.coreset or ())]
         return sum(x.numel() for x in tensors if x is not None)
 
-    def get_seq_length(self) -> int:
-        """Number of tokens so far, padding included."""
-        return self.seen
+    def _needs(self, record: Record) -> bool:
+        """If some of the removed tokens may have caused a merge. Without them it would come later."""
+        return record.content["coreset"] is not self.coreset
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The number of keys that a mask must have, and the position of its first key."""
-        return self.seen + query_length, 0
-
-    def get_max_length(self) -> int:
-        """-1: any number of tokens can be added."""
-        return -1
-
-    # The name in Transformers 5.12.
-    get_max_cache_shape = get_max_length
-
-    def activate_past_recording(self) -> None:
-        """Keep new tokens until the next `crop`, for assisted generation."""
-        self.record_past = True
-
-    @property
-    def is_croppable(self) -> bool:  # type: ignore[override]  # a plain attribute of the base class
-        """Whether `crop` can remove all tokens since the last `crop`: if they are recorded."""
-        return self.record_past
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens, unless one of them has been merged into a landmark and is not recorded.
-
-        Args:
-            tokens_to_remove: minus the number of tokens to remove. In Transformers 5.12 also the length that remains.
-
-        Raises:
-            UnsupportedAttentionError: there are landmarks for some of the tokens.
-        """
-        number, record = number_to_crop(tokens_to_remove, self.seen), self.record
-        self.record = None
-        if number == 0:
-            return None
-        remaining = self.seen - number
-        if remaining <= 0:
-            return self.reset()
-        if record is not None and number <= record.seen and record.content["merged"] != self.merged:
-            # Some of the removed tokens may have caused a merge. Without them it would come later.
-            return self._restore(record, remaining)
+    def _forget(self, number: int) -> None:
         assert self.keys is not None and self.values is not None
-        kept = (self.position >= 0) & (self.position < remaining)
-        counts = kept.sum(1).tolist()
-        if any(merged and not count for merged, count in zip(self.merged, counts, strict=True)):
+        kept = (self.position >= 0) & (self.position < self.seen - number)
+        counts = kept.sum(1).cpu()
+        if ((self.merged > 0) & (counts == 0)).any():
             raise UnsupportedAttentionError(
                 f"{self.method.method}: {number} tokens cannot be taken back, because landmarks represent some of "
                 f"them: remove fewer than {self.num_newest} tokens, start with a new cache, or call its "
                 "activate_past_recording() before the tokens come, as assisted generation does in newer versions of "
                 "Transformers"
             )
-        self.seen, self.counts = remaining, counts
+        self.seen, self.counts, self.valid = self.seen - number, counts, self.merged + counts
         self.position = self.position.masked_fill(~kept, -1)
         self._drop_empty()
-        return None
-
-    def _restore(self, record: _Record, length: int) -> None:
-        """Go back to the content of a record, and add as many of its tokens as make up a length again."""
-        for name, value in record.content.items():
-            setattr(self, name, value)
-        for tokens in record.tokens:
-            number = min(tokens.key.shape[2], length - self.seen)
-            if number > 0:
-                mask = None if tokens.mask is None else tokens.mask[:, :number]
-                earlier, self.seen = self.seen, self.seen + number
-                self._add(_Tokens(tokens.key[:, :, :number], tokens.value[:, :, :number], mask), earlier)
 
     def _select(self, select: Callable[[Tensor], Tensor]) -> None:
-        """Replace every tensor by a selection of its batch rows."""
         self.record = None
-        if not self.is_initialized:
-            return
-        assert self.keys is not None and self.values is not None
-        rows = select(torch.arange(len(self.counts), device=self.device)).tolist()
-        self.keys, self.values, self.position = select(self.keys), select(self.values), select(self.position)
-        self.coreset = None if self.coreset is None else GrowingCoreset(*(select(x) for x in self.coreset))
-        self.counts, self.merged = [self.counts[row] for row in rows], [self.merged[row] for row in rows]
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Give batch row i the keys and landmarks of row beam_idx[i]."""
-        self._select(lambda x: x.index_select(0, beam_idx.to(x.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every batch row."""
-        self._select(lambda x: x.repeat_interleave(repeats, 0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these batch rows."""
-        self._select(lambda x: x[indices.to(x.device)])
-
-    def offload(self) -> None:
-        """Do nothing: the layer does not grow."""
-
-    def prefetch(self) -> None:
-        """Do nothing: the layer is never moved."""
+        if self.is_initialized:
+            for name in ("keys", "values", "position", "counts", "valid"):
+                setattr(self, name, select(getattr(self, name)))
+            self.coreset = None if self.coreset is None else GrowingCoreset(*(select(x) for x in self.coreset))
 
 
 class NearFarCache(Cache):

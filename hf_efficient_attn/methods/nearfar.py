@@ -11,8 +11,8 @@ There all heads have near keys, those of a block as long as the budget, unless `
 `hf_efficient_attn.ops.sharded_coreset` is the bidirectional form for a sequence that processes share. It is that of
 the CPU on accelerators as well, where its output is therefore not that of one process up to rounding.
 
-`hf_efficient_attn.ops.causal_coreset` describes the causal form, in which nothing is chosen, averaged or fitted from
-later tokens, and `hf_efficient_attn.ops.causal_landmarks` its steps on accelerators. It depends on the whole budget,
+`hf_efficient_attn.ops.coreset_causal` describes the causal form, in which nothing is chosen, averaged or fitted from
+later tokens. It depends on the whole budget,
 block_size + num_samples, and on the seed. The other hyperparameters are those of the bidirectional form.
 """
 

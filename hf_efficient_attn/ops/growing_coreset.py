@@ -22,10 +22,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.blocks import chunked_over_heads, take
+from hf_efficient_attn.ops.blocks import take
 from hf_efficient_attn.ops.coreset import candidate_positions, choose_pivots, regularized_solve
 from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, safe_row_max
 from hf_efficient_attn.ops.random import Seed
+from hf_efficient_attn.ops.slices import slice_size, sliced
 
 # Keys are multiplied by `_TEMPERATURE` in the kernel between keys. Measured on GPT-2: .5 to .75 differ little.
 _TEMPERATURE = 0.6
@@ -40,8 +41,6 @@ _LARGEST_WEIGHT = 1e3
 # Denominators of Nystrom weights that are safe, as multiples of those of the clusters.
 _SAFE = (0.5, 2.0)
 _SMALLEST_SCALE = 1e-9
-# Scores of keys and landmarks of some heads that are computed at a time: 16 MiB in float32.
-_SCORES_NUMEL = 1 << 22
 
 
 class GrowingCoreset(NamedTuple):
@@ -101,9 +100,9 @@ def add_keys(
     pivots = choose_pivots(take(x, position), valid, num_landmarks, seed=seed, batch=batch)
     start = take(x, position.gather(1, pivots.candidate))
     sizes = [points.shape[2], clusters.shape[2], clusters.shape[2]]
-    step = max(1, _SCORES_NUMEL // (x.shape[1] * num_landmarks))
+    size = slice_size(x.shape[1] * num_landmarks, x.device)
     with torch.autocast(x.device.type, enabled=False):
-        merged = chunked_over_heads(_merged, x, clusters, weights, start, pivots.selected, step=step)
+        merged = sliced(_merged, x, clusters, weights, start, pivots.selected, size=size)
     landmark, clusters, weights = merged.split(sizes, 2)
     return GrowingCoreset(torch.where(clusters[..., -1:] > 0, landmark / factor + center, 0.0), clusters, weights)
 

@@ -1,0 +1,299 @@
+"""Layers of Transformers' cache whose method computes attention from what the layer holds, instead of from all keys.
+
+No attention class is patched: a model's attention module passes what `cache.update` returns straight to its attention
+function, so that the keys themselves can say which layer of which cache they come from. The attention function asks
+this layer for its output.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.methods import MethodConfig
+
+# In Transformers 5.12 `crop` takes the length that remains, in later versions minus the number of tokens to remove.
+_CROPS_TO_LENGTH = not hasattr(CacheLayerMixin, "get_max_length")
+# The attribute of keys that refers to the layer that returned them. No output depends on it: keys that lose it are
+# computed with as any others, and `NewKeys` without it are refused.
+LAYER = "_state_layer"
+
+
+class NewKeys(Tensor):
+    """Keys of only the new tokens, on their way from a cache layer to the attention function. Nothing else uses them.
+
+    Code that reads them as if they were the keys of all tokens would silently lose the past: another attention function
+    after the model was switched, or a model that changes its cached keys. torch.compile fails on them; a cache that a
+    compiled forward began keeps keys and values instead.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Allow to look at size, type and device, and refuse everything else."""
+        name = getattr(function, "__name__", "")
+        looks = name in ("__get__", "size", "dim", "__repr__") or name.lstrip("_").startswith("is_")
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **(kwargs or {})) if looks else None
+        if not looks or isinstance(result, Tensor):
+            raise UnsupportedAttentionError(
+                "this cache holds a state of the method that the model had when the cache was made, and no keys that "
+                f"{name!r} could read: start with a new cache after switching the model or compiling its forward; if "
+                "the model itself changes its cached keys, generate with use_cache=False"
+            )
+        return result
+
+
+def as_new_keys(key: Tensor, layer: object) -> Tensor:
+    """Keys of new tokens that only the attention functions of this package can use, by asking the layer."""
+    new = key.as_subclass(NewKeys)
+    setattr(new, LAYER, layer)
+    return new
+
+
+def plain_keys(key: Tensor) -> Tensor:
+    """The tensor of what `as_new_keys` returned."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return key.as_subclass(Tensor)
+
+
+def number_to_crop(tokens_to_remove: int, seen: int) -> int:
+    """The number of tokens that a call of `crop` removes from a layer that has seen so many."""
+    if tokens_to_remove > 0 or (tokens_to_remove == 0 and _CROPS_TO_LENGTH):
+        return max(0, seen - tokens_to_remove)
+    return -tokens_to_remove
+
+
+class Call(NamedTuple):
+    """Options of one call of a layer's `attention`; see there."""
+
+    scale: float | None
+    dropout_p: float
+    seed: int | Tensor | None
+    parameters: Mapping[str, Tensor] | None
+
+
+class Tokens(NamedTuple):
+    """Keys (B, H_kv, N, D) and values (B, H_kv, N, Dv) of tokens, and their mask, bool (B, N) or None."""
+
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+
+    @property
+    def number(self) -> int:
+        """N."""
+        return self.key.shape[2]
+
+    def piece(self, own: slice) -> "Tokens":
+        """Some of the tokens."""
+        return Tokens(self.key[:, :, own], self.value[:, :, own], None if self.mask is None else self.mask[:, own])
+
+
+class Record(NamedTuple):
+    """What `crop` needs: the attributes of a layer before some tokens, and these tokens."""
+
+    content: Mapping[str, Any]
+    tokens: list[Tokens]
+
+
+class MethodLayer(DynamicLayer):
+    """A cache layer that computes attention itself, from what it holds instead of the keys of all tokens.
+
+    `update` returns keys that say which layer they come from, and the attention function calls `attention`.
+
+    Args:
+        method: the config of the method, which must also be that of the attention function.
+
+    Attributes:
+        seen: number of tokens, padding included.
+        valid: number of tokens without padding: integers (B,), or None if there is no padding.
+    """
+
+    # The attributes that change with the tokens. They are replaced, never changed in place.
+    _content: ClassVar[tuple[str, ...]]
+    # For messages: what the layer holds, and what to do where two layers share keys.
+    _holds: ClassVar[str]
+    _unshared: ClassVar[str]
+    # Attention (query, tokens, call) to keys that `update` returned as they are, and to new tokens.
+    _first_attention: Callable[..., Tensor]
+    _attention: Callable[..., Tensor]
+    # Add the last tokens of those seen; remove a number of tokens without a record, or refuse to; apply a selection of
+    # batch rows to every tensor.
+    _add: Callable[..., Any]
+    _forget: Callable[[int], None]
+    _select: Callable[[Callable[[Tensor], Tensor]], None]
+
+    def __init__(self, method: MethodConfig) -> None:
+        super().__init__()
+        self.method = method
+        self.record_past = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.keys = self.values = None
+        self.seen, self.is_initialized = 0, False
+        self.valid: Any = None
+        # Whether the attention function has used the keys of the last `update`.
+        self.was_used = True
+        self.record: Record | None = None
+
+    @property
+    def keeps_keys(self) -> bool:
+        """Whether this is an ordinary layer of keys and values for now."""
+        return False
+
+    def _take(self, key: Tensor) -> Tensor:
+        """Count new keys, and return them for the attention function."""
+        if not self.was_used:
+            raise UnsupportedAttentionError(
+                f"{self.method.method}: the last tokens were put into the cache, but no attention followed (the call "
+                "may have failed midway): start with a new cache"
+            )
+        self.seen, self.was_used = self.seen + key.shape[-2], False
+        return as_new_keys(key, self)
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        scale: float | None,
+        dropout_p: float,
+        seed: int | Tensor | None,
+        parameters: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """Causal attention of the tokens of the last `update` to all tokens.
+
+        Args:
+            query: (B, H, N, D).
+            key: (B, H_kv, N, D), as `update` returned it.
+            value: (B, H_kv, N, Dv), as `update` returned it.
+            attention_mask: bool (B, all tokens) or None.
+            scale: the factor of the scores; 1/sqrt(D) if None.
+            dropout_p: the probability with which an attention weight is dropped.
+            seed: of the method in the first call. That of a state holds for all later calls. None (training) draws one
+                from the global generator.
+            parameters: the learned parameters of the method, by name; None for their initial values.
+
+        Returns:
+            (B, H, N, Dv).
+
+        Raises:
+            UnsupportedAttentionError: the mask of earlier tokens has changed, or the same keys are used twice.
+        """
+        call = Call(scale, dropout_p, seed, parameters)
+        if not isinstance(key, NewKeys):
+            return self._first_attention(query, Tokens(key, value, attention_mask), call)
+        if self.was_used:
+            raise UnsupportedAttentionError(
+                f"{self.method.method}: two layers of this model use the same keys, which {self._unshared}"
+            )
+        tokens = Tokens(plain_keys(key), value, self._new_mask(attention_mask, self.seen - value.shape[2]))
+        out = self._attention(query, tokens, call)
+        self.was_used = True
+        return out
+
+    def _new_mask(self, mask: Tensor | None, earlier: int) -> Tensor | None:
+        """The mask of the new tokens, after a check that the number of valid earlier tokens is unchanged."""
+        if mask is not None or self.valid is not None:
+            counted = torch.as_tensor(earlier if self.valid is None else self.valid)
+            given = earlier if mask is None else mask[:, :earlier].sum(1).to(counted.device)
+            if not (counted == given).all():
+                raise UnsupportedAttentionError(
+                    f"{self.method.method}: the attention_mask of earlier tokens has changed, and {self._holds} cannot "
+                    "forget tokens: give the mask of all tokens, with its earlier part unchanged, or start with a new "
+                    "cache"
+                )
+        # Usually only the prompt has padding, and attention without a mask is faster.
+        return None if mask is None or mask[:, earlier:].all() else mask[:, earlier:]
+
+    def _record(self, tokens: Tokens) -> None:
+        """Remember new tokens, and what the layer held before the first of them, for `crop`."""
+        if not self.record_past:
+            return
+        if self.record is None:
+            content = {name: getattr(self, name) for name in self._content}
+            self.record = Record({**content, "seen": self.seen - tokens.number}, [])
+        self.record.tokens.append(tokens)
+
+    def get_seq_length(self) -> int:
+        """Number of tokens so far, padding included."""
+        return super().get_seq_length() if self.keeps_keys else self.seen
+
+    def activate_past_recording(self) -> None:
+        """Keep new tokens until the next `crop`, for assisted generation."""
+        self.record_past = True
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]  # a plain attribute of the base class
+        """Whether `crop` can remove tokens: kept keys can always be removed, others if they are recorded."""
+        return self.record_past or (self.keeps_keys and self.is_initialized)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens, unless they have changed what the layer holds and were not recorded.
+
+        Args:
+            tokens_to_remove: minus the number of tokens to remove. In Transformers 5.12 also the length that remains.
+
+        Raises:
+            UnsupportedAttentionError: the tokens were not recorded.
+        """
+        if self.keeps_keys:
+            return super().crop(tokens_to_remove) if self.is_initialized else None
+        number, record = number_to_crop(tokens_to_remove, self.seen), self.record
+        self.record = None
+        if number == 0:
+            return None
+        remaining = self.seen - number
+        if remaining <= 0:
+            return self.reset()
+        recorded = 0 if record is None else sum(tokens.number for tokens in record.tokens)
+        if record is None or number > recorded or not self._needs(record):
+            return self._forget(number)
+        for name, content in record.content.items():
+            setattr(self, name, content)
+        for tokens in record.tokens:
+            own = tokens.piece(slice(0, max(0, remaining - self.seen)))
+            if own.number:
+                self.seen += own.number
+                self._add(own)
+        return None
+
+    def _needs(self, record: Record) -> bool:
+        """Whether tokens can be removed by way of the record only."""
+        return True
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Give batch row i what row beam_idx[i] has."""
+        self._select(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every batch row."""
+        self._select(lambda x: x.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only these batch rows."""
+        self._select(lambda x: x[indices.to(x.device)])
+
+    def offload(self) -> None:
+        """Move kept keys to the CPU. Other content stays, because it does not grow."""
+        if self.keeps_keys:
+            super().offload()
+
+    def prefetch(self) -> None:
+        """Move kept keys back."""
+        if self.keeps_keys:
+            super().prefetch()
+
+
+def cache_layer_of(key: Tensor) -> MethodLayer | None:
+    """The layer that returned these keys; None if they come from elsewhere."""
+    return getattr(key, LAYER, None)
