@@ -63,7 +63,8 @@ def elu_features(x: Tensor) -> Tensor:
 
     Computed as written it is 0 for x below -17 in float32, so the exponential itself is taken.
     """
-    return x.clamp(max=0.0).mul(LOG2_E).exp2().add(x.relu())
+    positive = x.relu()
+    return (x - positive).mul_(LOG2_E).exp2_() + positive
 
 
 def elu(scale: float, head_dim: int) -> Features:

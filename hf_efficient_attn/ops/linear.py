@@ -66,13 +66,18 @@ def update_state(
     state: FeatureState | None, key: Tensor, value: Tensor, key_mask: Tensor | None, features: Features
 ) -> FeatureState:
     """Add tokens, key (..., N, D), value (..., N, Dv) and mask (..., N), to a state; None is that of no tokens."""
+    acc_dtype = accumulation_dtype(value.dtype)
     phi, log_weight = features.of_key(key, key_mask)
-    value = pad(value.to(phi.dtype), (0, _ONES), value=1.0)
-    if log_weight is not None:
+    value = value.to(phi.dtype)
+    if log_weight is None:
+        norm = phi.sum(-2, dtype=acc_dtype).unsqueeze(-1)
+        log = norm.new_zeros(norm.shape[:-2])
+    else:
         log = log_weight.detach().amax(-1)
-        value = value * torch.exp2(log_weight - log.unsqueeze(-1)).to(phi.dtype).unsqueeze(-1)
-    sums = (phi.mT @ value).to(accumulation_dtype(phi.dtype))
-    own = FeatureState(sums, sums.new_zeros(sums.shape[:-2]) if log_weight is None else log)
+        weight = torch.exp2(log_weight - log.unsqueeze(-1)).to(phi.dtype).unsqueeze(-1)
+        norm, value = (phi.mT @ weight).to(acc_dtype), value * weight
+    sums = torch.cat(((phi.mT @ value).to(acc_dtype), norm.expand(*norm.shape[:-1], _ONES)), -1)
+    own = FeatureState(sums, log)
     return own if state is None else union(state, own)
 
 
@@ -83,11 +88,10 @@ def query_state(query: Tensor, state: FeatureState, features: Features, dropout_
     """
     phi, log_factor = features.of_query(query)
     sums = state.sums.to(phi.dtype)
-    result = phi @ sums
-    total = result[..., -1:]
+    values, total = _apart(phi @ sums)
     if dropout_p:
-        result = dropout(phi, dropout_p) @ sums
-    return as_partial(result[..., :-_ONES], total, state.log.unsqueeze(-1), log_factor)
+        values, _ = _apart(dropout(phi, dropout_p) @ sums)
+    return as_partial(values, total, state.log.unsqueeze(-1), log_factor)
 
 
 def bidirectional(tokens: Tokens, features: Features, dropout_p: float = 0.0) -> Tensor:
@@ -123,8 +127,8 @@ def count_of(features: Features, tokens: Tokens) -> int:
 
 
 def numel_of_head(key: Tensor, num_features: int) -> int:
-    """Numbers of the largest temporary of a head with keys (BH, N, D)."""
-    return min(key.shape[1], _CHUNK * _SEGMENT_CHUNKS) * max(num_features, key.shape[2], _CHUNK)
+    """Numbers of the temporaries of a head with keys (BH, N, D) that count for `slice_size`."""
+    return 2 * min(key.shape[1], _CHUNK * _SEGMENT_CHUNKS) * max(num_features, key.shape[2], _CHUNK)
 
 
 def _segments(step: int, *tensors: Tensor | None) -> list[tuple[Tensor | None, ...]]:
@@ -199,12 +203,11 @@ def _causal_segment(
         result = torch.baddbmm(earlier, pairs, value)
         return result.view(batch_heads, -1, result.shape[2])[:, :length]
 
-    result = all_sums(phi_q)
-    total = result[..., -1:]
+    values, total = _apart(all_sums(phi_q))
     if dropout_p:
-        result = all_sums(dropout(phi_q, dropout_p))
+        values, _ = _apart(all_sums(dropout(phi_q, dropout_p)))
     log = None if factors is None else factors.largest[:, :length]
-    part = as_partial(result[..., :-_ONES], total, log, log_factor)
+    part = as_partial(values, total, log, log_factor)
     end = after.new_zeros(batch_heads) if factors is None else factors.largest[:, -1]
     return part, FeatureState(after.view(batch_heads, *sums.shape[1:]), end)
 
@@ -225,19 +228,22 @@ def _states(sums: Tensor, factors: _Factors | None, state: FeatureState | None) 
     return both[0] + (start if factors is None else start[:, :-1]), both[1] + start[:, -1:]
 
 
+def _apart(sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of values (..., Dv) and of weights (..., 1). The gradient of `split` is one copy, those of slices are more."""
+    values, totals = sums.split((sums.shape[-1] - _ONES, _ONES), -1)
+    return values, totals[..., :1]
+
+
 def as_partial(sums: Tensor, total: Tensor, *logs: Tensor | None) -> Partial:
     """The partial of sums of values (..., Dv) and of weights (..., 1), relative to powers of two (...).
 
-    The output is 0 where the weights sum to 0: there is no key, or all products underflow. Where they sum to less than
-    5e-31 (2e-246 in float64), their inverse and so the gradient could overflow, and no gradient passes.
+    The output is 0 and no gradient passes where the weights sum to less than 5e-31 (2e-246 in float64): there is no key,
+    or their inverse and so the gradient could overflow.
     """
-    acc_dtype = accumulation_dtype(total.dtype)
-    empty = total == 0
-    if total.requires_grad:
-        is_tiny = total < torch.finfo(acc_dtype).tiny ** 0.8
-        sums, total = (torch.where(is_tiny, x.detach(), x) for x in (sums, total))
-    total = total.masked_fill(empty, 1.0)
-    lse = total.to(acc_dtype).squeeze(-1).log2()
+    total = total.to(accumulation_dtype(total.dtype))
+    empty = total < torch.finfo(total.dtype).tiny ** 0.8
+    total = total.masked_fill(empty, torch.inf)
+    lse = total.squeeze(-1).log2()
     for log in logs:
         lse = lse if log is None else lse + log
     return Partial(sums / total, (lse / LOG2_E).masked_fill(empty.squeeze(-1), -torch.inf))

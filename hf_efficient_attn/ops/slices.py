@@ -24,7 +24,12 @@ def slice_size(numel: int, device: torch.device) -> int:
 
 
 def sliced(
-    function: Callable[..., Tensor], *tensors: Tensor | None, size: int, dim: int = 0, draws: bool = False
+    function: Callable[..., Tensor],
+    *tensors: Tensor | None,
+    size: int,
+    dim: int = 0,
+    draws: bool = False,
+    recompute: bool = True,
 ) -> Tensor:
     """Call `function` with slices of the tensors and concatenate the results along `dim`.
 
@@ -34,6 +39,7 @@ def sliced(
         size: of a slice along `dim`, for example by `slice_size`.
         dim: 0 for heads, 1 for blocks.
         draws: whether the function draws from the global generator, so that the backward pass must draw the same.
+        recompute: whether the backward pass computes a slice again; otherwise its intermediate results are kept.
 
     Returns:
         The result of all slices, as one call with the whole tensors would give it.
@@ -41,12 +47,13 @@ def sliced(
     given = [x for x in tensors if x is not None]
     total = given[0].shape[dim]
     if size >= total:
-        return _recomputed(function, tensors, draws)
+        return _recomputed(function, tensors, draws) if recompute else function(*tensors)
     # `split` instead of slices: its gradient is one concatenation, that of a slice a whole tensor of zeros.
     splits = [[None] * -(-total // size) if x is None else x.split(size, dim) for x in tensors]
     parts = zip(*splits, strict=True)
     if torch.is_grad_enabled():
-        return torch.cat([_recomputed(function, part, draws) for part in parts], dim)
+        outs = [_recomputed(function, part, draws) if recompute else function(*part) for part in parts]
+        return torch.cat(outs, dim)
     whole, start = None, 0
     for part in parts:
         out = function(*part)

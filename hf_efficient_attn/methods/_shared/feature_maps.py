@@ -31,6 +31,9 @@ from hf_efficient_attn.ops.slices import slice_size, sliced
 # The learned parameter of a window beside the features; see `hf_efficient_attn.methods._shared.windowed_features`.
 LOG_WEIGHT = "far_log_weight"
 
+# The most features of a token that are not computed again in the backward pass.
+_FEW_FEATURES = 128
+
 
 class FeatureMapConfig(Protocol):
     """What the functions below read of a config."""
@@ -121,7 +124,9 @@ def over_heads(
     key = tensors[1]
     assert key is not None
     size = slice_size(numel_of_head(key, num_features), key.device)
-    return sliced(function, *tensors, size=size, draws=options.dropout_p > 0.0)
+    # Few features are kept for the backward pass: they take little more memory than the keys.
+    recompute = num_features > _FEW_FEATURES
+    return sliced(function, *tensors, size=size, draws=options.dropout_p > 0.0, recompute=recompute)
 
 
 def features_forward(
