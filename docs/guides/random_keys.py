@@ -7,8 +7,8 @@ from torch import Tensor
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods import AttentionOptions, MethodConfig, option
+from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.partial import partial_attention
 from hf_efficient_attn.ops.random import uniform
 
 
@@ -46,7 +46,7 @@ def forward(config: RandomKeysConfig, query: Tensor, key: Tensor, value: Tensor,
     key, value = (x.take_along_dim(sampled[:, None, :, None], 2) for x in (key, value))
     flat = (x.flatten(0, 1)[:, None] for x in (query, key, value))  # (B * H, 1, N, D)
     bias = bias.repeat_interleave(num_heads, 0)[:, None, None]
-    partial = partial_attention(*flat, bias, scale=options.scale, dropout_p=options.dropout_p)
+    partial = attend(*flat, bias, scale=options.scale, dropout_p=options.dropout_p)
     return partial.out[:, 0].unflatten(0, (batch, num_heads))
 
 

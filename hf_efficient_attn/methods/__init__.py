@@ -8,12 +8,11 @@ import importlib
 import pkgutil
 
 from hf_efficient_attn.methods._shared import crossover
+from hf_efficient_attn.methods._shared.arguments import refuse_positional, refuse_tracing
 from hf_efficient_attn.methods._shared.call import (
     attention,
     attention_with_state,
-    functional_form,
     naive_attention,
-    refuse_tracing,
     sharded_attention,
     update_state,
 )
@@ -38,7 +37,7 @@ from hf_efficient_attn.methods._shared.registry import (
     register_method,
     unregister,
 )
-from hf_efficient_attn.methods._shared.transforms import in_transform, refuse_second_gradient, unwrapped
+from hf_efficient_attn.ops.transforms import in_transform, refuse_second_gradient, unwrapped
 
 for _module in sorted(info.name for info in pkgutil.iter_modules(__path__)):
     if not _module.startswith("_"):
@@ -59,7 +58,6 @@ __all__ = [
     "crossover",
     "distance_bias_methods",
     "exportable_methods",
-    "functional_form",
     "get_method",
     "in_transform",
     "learns",
@@ -71,6 +69,7 @@ __all__ = [
     "option",
     "parameters_of_slice",
     "rectangular_methods",
+    "refuse_positional",
     "refuse_second_gradient",
     "refuse_tracing",
     "register_method",

@@ -2,22 +2,19 @@
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
-from hf_efficient_attn.ops.accelerator import backend
+from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.blocks import pad_to_blocks
-from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
+from hf_efficient_attn.ops.partial import accumulation_dtype
+from hf_efficient_attn.ops.slices import slice_size, sliced
 
 _BLOCK_Q = 256
 
 
 def mask_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where the bool mask is True and -inf elsewhere, in the accumulation dtype of `dtype`.
-
-    On an accelerator it is in `dtype` itself, the only one that the kernels of `fused_attention` take for pairs.
-    """
-    dtype = accumulation_dtype(dtype) if backend(mask) == "cpu" else dtype
-    zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    """0 where the bool mask is True and -inf elsewhere, in the accumulation dtype of `dtype`."""
+    zeros = torch.zeros(mask.shape, dtype=accumulation_dtype(dtype), device=mask.device)
     return zeros.masked_fill_(~mask, -torch.inf)
 
 
@@ -45,20 +42,23 @@ def exact_attention(
     Returns:
         (BH, Nq, Dv); 0 for queries without a key.
     """
-    q_len = query.shape[1]
-    if is_causal and key_mask is None and backend(query) != "cpu" and query.dtype != torch.float64:
-        # One launch. There is no fused kernel for float64, and the plain form holds all pairs.
-        # Of one dimension, as flash attention takes them; zeros change no score.
-        dim, value_dim = max(query.shape[2], value.shape[2]), value.shape[2]
-        query, key, value = (pad(x, (0, dim - x.shape[2])) if x.shape[2] < dim else x for x in (query, key, value))
+    (batch_heads, q_len, head_dim), kv_len = query.shape, key.shape[1]
+    is_plain = key_mask is None and dropout_p == 0.0 and head_dim == value.shape[2]
+    if is_causal and is_plain and query.dtype != torch.float64:
+        # One kernel. There is none for float64 on an accelerator, where the plain form holds all pairs.
         query, key, value = (x.unsqueeze(0) for x in (query, key, value))
-        out = scaled_dot_product_attention(query, key, value, dropout_p=dropout_p, is_causal=True, scale=scale)
-        return out.squeeze(0)[..., :value_dim]
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale).squeeze(0)
     bias = None if key_mask is None else mask_bias(key_mask, query.dtype)[:, None, None]
+
+    def attend_blocks(blocks: Tensor) -> Tensor:
+        return attend(blocks, key[:, None], value[:, None], bias, scale=scale, dropout_p=dropout_p).out
+
     if not is_causal:
         blocks = pad_to_blocks(query, min(q_len, _BLOCK_Q))
-        out = partial_attention(blocks, key[:, None], value[:, None], bias, scale=scale, dropout_p=dropout_p).out
-        return out.flatten(1, 2)[:, :q_len]
+        if dropout_p == 0.0:
+            return attend_blocks(blocks).flatten(1, 2)[:, :q_len]
+        size = slice_size(batch_heads * blocks.shape[2] * kv_len, query.device)
+        return sliced(attend_blocks, blocks, size=size, dim=1, draws=True).flatten(1, 2)[:, :q_len]
     outs = []
     for start in range(0, q_len, _BLOCK_Q):
         end = min(start + _BLOCK_Q, q_len)
@@ -67,7 +67,7 @@ def exact_attention(
         if bias is not None:
             block_bias = block_bias + bias[..., :end]
         block = query[:, None, start:end], key[:, None, :end], value[:, None, :end]
-        outs.append(partial_attention(*block, block_bias, scale=scale, dropout_p=dropout_p).out[:, 0])
+        outs.append(attend(*block, block_bias, scale=scale, dropout_p=dropout_p).out[:, 0])
     return torch.cat(outs, 1)
 
 
@@ -94,6 +94,6 @@ def exact_decode(
         pairs = (pairs & key_mask[:, None]).repeat_interleave(query.shape[1], 0)
     query_block, key, value = (x.flatten(0, 1)[:, None] for x in (query, key, value))
     bias = mask_bias(pairs, query.dtype)[:, None]
-    out = partial_attention(query_block, key, value, bias, scale=scale, dropout_p=dropout_p).out[:, 0]
+    out = attend(query_block, key, value, bias, scale=scale, dropout_p=dropout_p).out[:, 0]
     result: Tensor = out.unflatten(0, query.shape[:2])
     return result

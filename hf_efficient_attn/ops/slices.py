@@ -19,7 +19,7 @@ CPU_NUMEL, ACCELERATOR_NUMEL = 1 << 20, 1 << 28
 
 
 def slice_size(numel: int, device: torch.device) -> int:
-    """How many heads or blocks to process at a time if the largest temporary of each has `numel` numbers; at least 1."""
+    """How many heads or blocks to process at a time, whose largest temporaries have `numel` numbers each."""
     return max(1, (CPU_NUMEL if device.type == "cpu" else ACCELERATOR_NUMEL) // max(1, numel))
 
 
@@ -68,5 +68,7 @@ def sliced(
 def _recomputed(function: Callable[..., Tensor], tensors: tuple[Tensor | None, ...], draws: bool) -> Tensor:
     if not torch.is_grad_enabled():
         return function(*tensors)
-    out: Tensor = checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=draws, determinism_check="none")
+    out: Tensor = checkpoint(
+        function, *tensors, use_reentrant=False, preserve_rng_state=draws, determinism_check="none"
+    )
     return out

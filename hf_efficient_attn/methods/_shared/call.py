@@ -3,35 +3,30 @@
 A method deals with none of these; `hf_efficient_attn.methods._shared.registry.register_method` states what it is given.
 """
 
-import dataclasses
 import functools
-import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
-from hf_efficient_attn.methods._shared.arguments import Arguments, check_names, check_types, refuse_positional
+from hf_efficient_attn.methods._shared.arguments import Arguments, check_call, check_names, check_types
 from hf_efficient_attn.methods._shared.config import MethodConfig
-from hf_efficient_attn.methods._shared.graph import is_operator, operator_forward
+from hf_efficient_attn.methods._shared.graph import call_in_graph
 from hf_efficient_attn.methods._shared.learned_shapes import parameters_of_slice
 from hf_efficient_attn.methods._shared.registry import (
     AttentionForward,
     AttentionOptions,
     State,
-    causal_methods,
-    distance_bias_methods,
-    exportable_methods,
     get_method,
     make_config,
 )
-from hf_efficient_attn.methods._shared.transforms import call_in_transform, in_transform, refuse_second_gradient
 from hf_efficient_attn.ops.collectives import Shards, over_heads
-from hf_efficient_attn.ops.export import exporting_to_onnx, is_compiling
+from hf_efficient_attn.ops.export import in_graph, replaced_in_graphs
 from hf_efficient_attn.ops.precision import multiplies_bfloat16
 from hf_efficient_attn.ops.random import HeadSeed, HeadSlice, Seed, draw_seed
+from hf_efficient_attn.ops.transforms import call_in_transform, in_transform, refuse_second_gradient
 
 # With a key-value cache, up to this many queries are decoded, and more are computed like a whole sequence.
 _MAX_DECODED_QUERIES = 128
@@ -170,7 +165,7 @@ def sharded_attention(
     query, key, value = _cast_under_autocast(query, key, value)
     dtype = value.dtype
     arguments = Arguments(shards.own_mask, is_causal, scale, 0.0, seed)
-    _check(config, query, key, value, arguments)
+    check_call(config, query, key, value, arguments)
     if parameters is None:
         parameters = _all_parameters(config, {}, query, key, value)
     query, key, value = _cast_to_compute(config, query, key, value)
@@ -285,7 +280,7 @@ def attention_with_state(
     """
     query, key, value = _cast_under_autocast(query, key, value)
     arguments, dtype = Arguments(attention_mask, True, scale, dropout_p, seed), value.dtype
-    _check(config, query, key, value, arguments)
+    check_call(config, query, key, value, arguments)
     if parameters is None:
         parameters = _all_parameters(config, {}, query, key, value)
     query, key, value = _cast_to_compute(config, query, key, value)
@@ -346,7 +341,7 @@ def _compute(
     is_autocast = torch.is_autocast_enabled(device_type)
     if is_autocast:
         query, key, value = _cast_under_autocast(query, key, value)
-    _check(config, query, key, value, arguments)
+    check_call(config, query, key, value, arguments)
     (batch, num_heads, q_len, head_dim), kv_len = query.shape, key.shape[2]
     if query.numel() == 0:
         learned = (given.complete or given.some).values()
@@ -375,8 +370,8 @@ def _compute(
     elif offset > 0:  # give queries to the keys before the first query, and drop their outputs below
         query = torch.cat((query.new_zeros(batch, num_heads, offset, head_dim), query), 2)
     key, value = _repeat_kv(query, key, value)
-    if form is method.forward and is_operator(config, (query, key, value), options):
-        form = operator_forward
+    if in_graph() and form in (method.forward, decode):
+        form = functools.partial(call_in_graph, "forward" if form is method.forward else "decode")
     if is_autocast:
         with torch.autocast(device_type, enabled=False):
             out = form(config, query, key, value, options)
@@ -420,13 +415,19 @@ def _all_parameters(
     return {**{name: x.to(query.device) for name, x in initial.items()}, **some}
 
 
-def _zero_masked(key: Tensor, value: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Set keys and values (B, H_kv, Nk, .) to 0 where the mask (B, Nk) is False, so that padding may hold NaN."""
+def _fill_masked(key: Tensor, value: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`_zero_masked` with a gradient."""
     if key_mask is None:
         return key, value
-    if is_compiling() or (torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)):
-        masked = ~key_mask[:, None, :, None]
-        return key.masked_fill(masked, 0.0), value.masked_fill(masked, 0.0)
+    masked = ~key_mask[:, None, :, None]
+    return key.masked_fill(masked, 0.0), value.masked_fill(masked, 0.0)
+
+
+@replaced_in_graphs(_fill_masked)
+def _zero_masked(key: Tensor, value: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Set keys and values (B, H_kv, Nk, .) to 0 where the mask (B, Nk) is False, so that padding may hold NaN."""
+    if key_mask is None or (torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)):
+        return _fill_masked(key, value, key_mask)
     # `masked_fill` is not vectorized on CPUs: for two tensors it takes up to a fifth of the time of exact attention.
     integer = _INTEGERS[key.element_size()]
     bits = key_mask.to(integer).neg_()[:, None, :, None]  # all bits where the mask is True
@@ -457,130 +458,3 @@ def _cast_to_compute(config: MethodConfig, *tensors: Tensor) -> tuple[Tensor, ..
     if any(x.dtype != torch.float32 for x in tensors):
         return tensors
     return tuple(x.bfloat16() for x in tensors)
-
-
-def _check(config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, arguments: Arguments) -> None:
-    """Refuse everything that can be wrong with a call before any work is done."""
-    refuse_tracing(config)
-
-    def refuse(problem: str) -> None:
-        raise UnsupportedAttentionError(f"{config.method}: {problem}")
-
-    # Each attribute of a tensor is read once, because that takes most of the time of a call of few tokens.
-    info, mask, shapes = get_method(config.method).info, arguments.attention_mask, (query.shape, key.shape, value.shape)
-    if not len(shapes[0]) == len(shapes[1]) == len(shapes[2]) == 4:
-        refuse(f"query, key and value must have the shape (batch, num_heads, length, head_dim); got {_names(shapes)}")
-    (batch, num_heads, q_len, head_dim), (*of_key, key_dim), (*of_value, _) = shapes
-    kv_batch, num_kv_heads, kv_len = of_key
-    if of_key != of_value or batch != kv_batch or head_dim != key_dim:
-        refuse(f"these shapes do not fit together: {_names(shapes)}")
-    if num_kv_heads == 0 or num_heads % num_kv_heads:
-        refuse(f"the number of key heads, {num_kv_heads}, must divide the number of query heads, {num_heads}")
-    dtype = query.dtype
-    if not dtype == key.dtype == value.dtype or not dtype.is_floating_point:
-        refuse(f"query, key and value must have the same floating-point dtype; got {dtype}, {key.dtype}, {value.dtype}")
-    if mask is not None:
-        expected = (batch, kv_len)
-        if mask.ndim == 4:
-            refuse(
-                "a 4-D attention mask is not supported, because no (q_len, kv_len) mask is ever built here. Give a "
-                f"bool mask of shape {expected} (True = attend) and is_causal, or use attention 'sdpa'"
-            )
-        if tuple(mask.shape) != expected or mask.dtype != torch.bool:
-            refuse(f"attention_mask must be bool {expected}, True = attend; got {mask.dtype} {tuple(mask.shape)}")
-    if arguments.is_causal and not info.causal:
-        refuse(f"it has no causal form. Methods that have one: {', '.join(causal_methods())}")
-    if q_len != kv_len and config.needs_square and not arguments.is_causal:
-        refuse(f"it needs as many queries as keys; got {q_len} and {kv_len}")
-    bias = arguments.distance_bias
-    if bias is not None:
-        if not config.adds_distance_bias:
-            refuse(
-                "it cannot add a bias by distance to its scores, because it does not compute the scores of all pairs. "
-                f"Methods that can: {', '.join(distance_bias_methods())}"
-            )
-        if bias.ndim != 2 or bias.shape[0] != num_heads or bias.shape[1] % 2 == 0:
-            refuse(f"distance_bias must be ({num_heads}, 2R + 1); got {tuple(bias.shape)}")
-    if not 0.0 <= arguments.dropout_p < 1.0:
-        refuse(f"dropout_p={arguments.dropout_p!r} must be at least 0 and below 1")
-    if arguments.seed is not None and not isinstance(arguments.seed, (int, Tensor)):
-        refuse(f"seed must be an integer or None, not {type(arguments.seed).__name__}")
-
-
-def _names(shapes: Iterable[torch.Size]) -> str:
-    """The shapes of query, key and value for messages."""
-    return ", ".join(f"{name} {tuple(shape)}" for name, shape in zip(("query", "key", "value"), shapes, strict=True))
-
-
-def refuse_tracing(config: MethodConfig) -> None:
-    """Refuse a call that `torch.jit.trace` or `torch.onnx.export` records if the graph would fail or be wrong.
-
-    Raises:
-        UnsupportedAttentionError: the method is not `exportable` to ONNX, or the tracer replaces lengths by numbers.
-    """
-    is_onnx = exporting_to_onnx()
-    if is_onnx and not config.exportable:
-        raise UnsupportedAttentionError(
-            f"{config.method} cannot be exported to ONNX: its sorting, sampling or lengths have no form there. Convert "
-            f"the model to {' or '.join(exportable_methods())}, or back to exact attention with hea.convert(model, "
-            "'sdpa'), before the export"
-        )
-    if is_compiling() or not torch.jit.is_tracing():
-        return
-    if is_onnx:
-        raise UnsupportedAttentionError(
-            f"{config.method}: torch.onnx.export with dynamo=False gives a graph for the length of the example only: "
-            "leave dynamo=False out"
-        )
-    raise UnsupportedAttentionError(
-        f"{config.method}: torch.jit.trace gives a graph for the length and the values of the example only: use "
-        f"torch.compile or torch.export, or torch.onnx.export with {' or '.join(exportable_methods())}"
-    )
-
-
-def functional_form(name: str) -> Callable[..., Tensor]:
-    """Make `functional.<name>_attention`: `attention` by one method, with its hyperparameters in the signature."""
-    info = get_method(name).info
-
-    def call(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *others: object,
-        attention_mask: Tensor | None = None,
-        is_causal: bool = False,
-        scale: float | None = None,
-        dropout_p: float = 0.0,
-        seed: int | None = 0,
-        **hyperparameters: Any,
-    ) -> Tensor:
-        if others:
-            refuse_positional(name)
-        given = {k: v for k, v in hyperparameters.items() if v is not None or k not in info.learned_parameters}
-        return attention(
-            name,
-            query,
-            key,
-            value,
-            attention_mask=attention_mask,
-            is_causal=is_causal,
-            scale=scale,
-            dropout_p=dropout_p,
-            seed=seed,
-            **given,
-        )
-
-    fields = [f for f in dataclasses.fields(info.config_class) if f.name != "seed"]
-    lines = "\n".join(f"    {f.name}: {f.metadata.get('help', '')} Default {f.default!r}." for f in fields)
-    call.__name__ = call.__qualname__ = f"{name}_attention"
-    call.__doc__ = (
-        f"{info.title} ({info.paper}): {info.summary}\n\nThe arguments up to `seed` are those of `attention`.\n\n"
-        f"Args:\n{lines}"
-    )
-    signature = inspect.signature(call)
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    common = [p for p in signature.parameters.values() if p.kind not in variable]
-    defaults = {f.name: f.default for f in fields} | dict.fromkeys(info.learned_parameters)
-    own = [inspect.Parameter(k, inspect.Parameter.KEYWORD_ONLY, default=v) for k, v in defaults.items()]
-    vars(call)["__signature__"] = signature.replace(parameters=common + own)
-    return call

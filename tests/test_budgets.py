@@ -1,0 +1,50 @@
+"""Sizes of the package by folder and file, and where it asks for devices and compilation (docs/contributing.md)."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import hf_efficient_attn as hea
+
+ROOT = Path(hea.__file__).parent
+BUDGETS = {"ops": 9000, "methods": 4000}
+# What reads the device of a tensor, and which files may.
+DEVICE = re.compile(r"\bbackend\(|device\.type\s*(==|!=|in\b|not in\b)|\.is_cuda\b")
+MAY_ASK = {"attend.py", "slices.py", "triton_gather.py"}
+
+
+def texts(*folders: str) -> dict[Path, str]:
+    return {path: path.read_text(encoding="utf-8") for name in folders for path in (ROOT / name).rglob("*.py")}
+
+
+@pytest.mark.parametrize("folder", BUDGETS)
+def test_lines_of_a_folder(folder):
+    assert sum(len(text.splitlines()) for text in texts(folder).values()) <= BUDGETS[folder]
+
+
+def test_lines_of_a_file():
+    long = {}
+    for path, text in texts("ops", "methods").items():
+        limit = 200 if path.parent.name == "methods" else 400
+        if len(text.splitlines()) > limit:
+            long[path.name] = len(text.splitlines())
+    assert not long
+
+
+def test_number_of_files():
+    assert len(texts("ops")) <= 25
+
+
+def test_a_device_chooses_slices_and_kernels_only():
+    assert {path.name for path, text in texts("ops", "methods").items() if DEVICE.search(text)} <= MAY_ASK
+
+
+def test_one_module_asks_whether_a_call_is_compiled():
+    assert [path.name for path, text in texts(".").items() if "is_compiling(" in text] == ["export.py"]
+
+
+def test_gradients_are_those_of_autograd():
+    found = "".join(texts("ops", "methods").values())
+    assert found.count("autograd.Function)") <= 5
+    assert "".join(texts(".").values()).count("custom_op(") <= 3
