@@ -23,7 +23,7 @@ exp(-|q|^2/2) / F, so that both fields have the same normalisation.
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -145,9 +145,7 @@ def forward(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tenso
     return unflatten_heads(out, shape)
 
 
-def _bidirectional(
-    tokens: tuple[Tensor, ...], length: int, plan: _Blocks, features: Features, call: dict[str, float]
-) -> Tensor:
+def _bidirectional(tokens: tuple[Tensor, ...], length: int, plan: _Blocks, features: Features, call: Any) -> Tensor:
     """Attention of blocks (BH, T, S, .) of `length` tokens to a block of keys and to the features of all others."""
     query, key, value = tokens
     (num_blocks, size), valid, bias = key.shape[1:3], None, None
@@ -165,7 +163,7 @@ def _bidirectional(
     return merge(near, query_state(query, state, features, call["dropout_p"])).out
 
 
-def _causal(tokens: tuple[Tensor, ...], features: Features, call: dict[str, float]) -> Tensor:
+def _causal(tokens: tuple[Tensor, ...], features: Features, call: Any) -> Tensor:
     """Attention of blocks (BH, T, S, .) to the own block up to the query, the one before and the features of the rest.
 
     Masked tokens come last.

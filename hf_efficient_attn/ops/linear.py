@@ -9,7 +9,7 @@ A key has a weight 2**w_j besides its features (`hf_efficient_attn.ops.features`
 two. In the causal form that is the largest weight so far, so nothing overflows and no later key has an influence.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -131,7 +131,7 @@ def numel_of_head(key: Tensor, num_features: int) -> int:
     return 2 * min(key.shape[1], _CHUNK * _SEGMENT_CHUNKS) * max(num_features, key.shape[2], _CHUNK)
 
 
-def _segments(step: int, *tensors: Tensor | None) -> list[tuple[Tensor | None, ...]]:
+def _segments(step: int, *tensors: Any) -> list[tuple[Any, ...]]:
     """Up to `step` tokens at a time of tensors (BH, N, ...)."""
     given = next(x for x in tensors if x is not None)
     if exporting_to_onnx() or given.shape[1] <= step:

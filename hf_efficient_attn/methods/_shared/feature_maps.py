@@ -31,8 +31,9 @@ from hf_efficient_attn.ops.slices import slice_size, sliced
 # The learned parameter of a window beside the features; see `hf_efficient_attn.methods._shared.windowed_features`.
 LOG_WEIGHT = "far_log_weight"
 
-# The most features of a token that are not computed again in the backward pass.
-_FEW_FEATURES = 128
+# Features that are kept for the backward pass: up to so many of a token, which take little more memory than the keys,
+# and up to so many numbers of a call. Others are computed again, which takes up to half as long again.
+_FEW_FEATURES, _KEPT_NUMEL = 128, 1 << 22
 
 
 class FeatureMapConfig(Protocol):
@@ -124,8 +125,7 @@ def over_heads(
     key = tensors[1]
     assert key is not None
     size = slice_size(numel_of_head(key, num_features), key.device)
-    # Few features are kept for the backward pass: they take little more memory than the keys.
-    recompute = num_features > _FEW_FEATURES
+    recompute = num_features > _FEW_FEATURES and key.shape[0] * key.shape[1] * num_features > _KEPT_NUMEL
     return sliced(function, *tensors, size=size, draws=options.dropout_p > 0.0, recompute=recompute)
 
 

@@ -123,15 +123,17 @@ def windowed_forward(
         log_weight: Tensor,
         *state: Tensor,
     ) -> Tensor:
-        length, common = query.shape[1], {"is_causal": options.is_causal, "dropout_p": options.dropout_p}
+        length, scale, dropout_p = query.shape[1], options.scale, options.dropout_p
         left = config.window_size if exporting_to_onnx() else min(config.window_size, length - 1)
-        right, call = 0 if options.is_causal else left, {"scale": options.scale, "dropout_p": options.dropout_p}
-        near = window_partial(query, key, value, mask, left=left, right=right, **call)
+        right = 0 if options.is_causal else left
+        near = window_partial(query, key, value, mask, left=left, right=right, scale=scale, dropout_p=dropout_p)
         if not exporting_to_onnx() and length <= config.window_size + 1:
             return near.out
         tokens, features = Tokens(query, key, value, mask), of_heads(query_map, key_map)
-        before = FeatureState(*state) if state else None
-        far = features_beyond(tokens, features, config.window_size + 1, **common, state=before)
+        before, distance = FeatureState(*state) if state else None, config.window_size + 1
+        far = features_beyond(
+            tokens, features, distance, is_causal=options.is_causal, dropout_p=dropout_p, state=before
+        )
         return merge(near, *(Partial(x.out, x.lse + log_weight) for x in far)).out.to(value.dtype)
 
     def of_batch(mask: Tensor | None, *tensors: Tensor | None) -> Tensor:
