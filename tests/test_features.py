@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_efficient_attn.ops import linear
-from hf_efficient_attn.ops.features import Features, elu, favor
+from hf_efficient_attn.ops.features import Features, elu_map, favor
 from hf_efficient_attn.ops.linear import Tokens, bidirectional, causal, log_weights_naive, query_state, update_state
 from instances import numbers
 
@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 def features(name: str) -> Features:
-    return elu(0.7, 6) if name == "elu" else favor(20, -0.4, 6, 3, CPU)
+    return elu_map(0.7, 6) if name == "elu" else favor(20, -0.4, 6, 3, CPU)
 
 
 def tokens(length: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tokens:

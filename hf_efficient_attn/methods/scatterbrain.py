@@ -37,7 +37,7 @@ from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.features import Features, favor
 from hf_efficient_attn.ops.linear import FeatureState, log_weights_naive, others, query_state, update_state
 from hf_efficient_attn.ops.near_field import plan_lsh
-from hf_efficient_attn.ops.partial import Partial, merge, partial_attention
+from hf_efficient_attn.ops.partial import merge, partial_attention
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
 
@@ -110,11 +110,10 @@ def _plan(
         size = config.block_size
         near = plan_lsh(query, key, size, key_mask, config.num_hashes, options.seed)
         # `plan_lsh` gives `size` keys from any start. Take the block that has most of them.
-        num_keys = None if isinstance(near.num_keys, int) else near.num_keys
-        last = ((key.shape[1] if num_keys is None else num_keys) - 1) // size
-        block = (near.start + size // 2) // size
-        block = block.clamp(max=last) if isinstance(last, int) else torch.minimum(block, last.clamp(min=0))
-        return _Blocks(near.query_order, near.key_order, block, num_keys)
+        last = (torch.as_tensor(near.num_keys, device=key.device) - 1) // size
+        block = torch.minimum((near.start + size // 2) // size, last.clamp(min=0))
+        num_valid = None if key_mask is None else key_mask.sum(1, keepdim=True)
+        return _Blocks(near.query_order, near.key_order, block, num_valid)
 
 
 def forward(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:

@@ -67,8 +67,8 @@ def elu_features(x: Tensor) -> Tensor:
     return (x - positive).mul_(LOG2_E).exp2_() + positive
 
 
-def elu(scale: float, head_dim: int) -> Features:
-    """The features elu(x) + 1. A scale other than 1/sqrt(D) multiplies the queries by scale * sqrt(D)."""
+def elu_map(scale: float, head_dim: int) -> Features:
+    """elu(x) + 1. A scale other than 1/sqrt(D) multiplies the queries by scale * sqrt(D)."""
     factor = query_factor(scale, head_dim)
     return _without_weights(
         lambda query: (elu_features(_scaled(query, factor)), None), lambda key: elu_features(_scaled(key, None))
@@ -76,7 +76,7 @@ def elu(scale: float, head_dim: int) -> Features:
 
 
 def learned(feature_map: str, query_map: Tensor, key_map: Tensor, scale: float, head_dim: int) -> Features:
-    """Learned features with maps (..., D, F), or (..., D + 1, F) for "t2r"; the scale is treated as by `elu`."""
+    """Learned features with maps (..., D, F), or (..., D + 1, F) for "t2r"; the scale is treated as by `elu_map`."""
     factor = query_factor(scale, head_dim)
     return _without_weights(
         lambda query: _learned_of_query(_scaled(query, factor), query_map, feature_map),

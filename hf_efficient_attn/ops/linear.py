@@ -183,7 +183,7 @@ def _causal_segment(
     tokens: Tokens, features: Features, size: int, dropout_p: float, state: FeatureState | None
 ) -> tuple[Partial, FeatureState]:
     """`causal` for tokens in chunks of `size`, and the state after them."""
-    (batch_heads, length, value_dim), acc_dtype = tokens.value.shape, accumulation_dtype(tokens.value.dtype)
+    (batch_heads, length, _), acc_dtype = tokens.value.shape, accumulation_dtype(tokens.value.dtype)
     phi_q, log_factor = features.of_query(tokens.query)
     phi_k, log_weight = features.of_key(tokens.key, tokens.key_mask)
     dtype = phi_k.dtype
@@ -229,13 +229,13 @@ def _states(sums: Tensor, factors: _Factors | None, state: FeatureState | None) 
 
 
 def _apart(sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of values (..., Dv) and of weights (..., 1). The gradient of `split` is one copy, those of slices are more."""
+    """Sums of values (..., Dv) and of weights (..., 1). The gradient of `split` is one copy, not two sums."""
     values, totals = sums.split((sums.shape[-1] - _ONES, _ONES), -1)
     return values, totals[..., :1]
 
 
 def as_partial(sums: Tensor, total: Tensor, *logs: Tensor | None) -> Partial:
-    """The partial of sums of values (..., Dv) and of weights (..., 1), relative to powers of two (...).
+    """The partial of sums of values (..., Dv) and of weights (..., 1), relative to powers of two.
 
     The output is 0 and no gradient passes where the weights sum to less than 5e-31 (2e-246 in float64): there is no key,
     or their inverse and so the gradient could overflow.

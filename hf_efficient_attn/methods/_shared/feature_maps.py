@@ -14,7 +14,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions
 from hf_efficient_attn.ops.export import exporting_to_onnx
-from hf_efficient_attn.ops.features import LEARNED, NAMES, Features, elu, favor, learned, start_map
+from hf_efficient_attn.ops.features import LEARNED, NAMES, Features, elu_map, favor, learned, start_map
 from hf_efficient_attn.ops.linear import (
     FeatureState,
     Tokens,
@@ -106,7 +106,7 @@ def features_of(
     if config.feature_map == "favor":
         fixed = favor(config.num_features, scale, head_dim, options.seed, x.device)
     else:
-        fixed = elu(scale, head_dim)
+        fixed = elu_map(scale, head_dim)
 
     def features(query_map: Tensor | None, key_map: Tensor | None) -> Features:
         if query_map is None or key_map is None:

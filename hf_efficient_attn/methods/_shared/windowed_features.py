@@ -76,7 +76,7 @@ def initial_log_weight(config: WindowConfig, num_kv_heads: int) -> dict[str, Ten
 
 
 def _log_weight(config: WindowConfig, x: Tensor, options: AttentionOptions) -> Tensor:
-    """c for each of the heads of x (B, H, N, D): (H, 1).
+    """The constant c of each of the heads of x (B, H, N, D): (H, 1).
 
     Raises:
         UnsupportedAttentionError: the parameter is missing or has another shape.
