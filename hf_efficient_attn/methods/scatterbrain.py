@@ -12,8 +12,7 @@ the far field negative, as it does in the paper's form if one near key has most 
 exp(-|q|^2/2) / F, so that both fields have the same normalisation.
 
 - `near_field="window"`: queries and keys are split into blocks of block_size by position, and a query attends to its
-  own block. Three blocks of a third of this size, centred on the query's own, have an error that is 0 to 4 % smaller on
-  activations of BERT (MiniLM), but they take two to three times as long, because there are three times as many states.
+  own block. Three blocks of a third of this size have a slightly smaller error, but take two to three times as long.
 - `near_field="lsh"`: queries and keys are sorted by an angular hash as in KDEformer (`near_field.plan_lsh`) and split
   into blocks of block_size. The hash of the middle query of a block determines its block of keys. The paper uses the
   buckets of several rounds of cross-polytope hashing. The complement of equal blocks is a contiguous set of blocks on

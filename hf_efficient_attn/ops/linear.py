@@ -237,8 +237,8 @@ def _apart(sums: Tensor) -> tuple[Tensor, Tensor]:
 def as_partial(sums: Tensor, total: Tensor, *logs: Tensor | None) -> Partial:
     """The partial of sums of values (..., Dv) and of weights (..., 1), relative to powers of two.
 
-    The output is 0 and no gradient passes where the weights sum to less than 5e-31 (2e-246 in float64): there is no key,
-    or their inverse and so the gradient could overflow.
+    The output is 0 and no gradient passes where the weights sum to less than 5e-31 (2e-246 in float64): there is no
+    key, or their inverse and so the gradient could overflow.
     """
     total = total.to(accumulation_dtype(total.dtype))
     empty = total < torch.finfo(total.dtype).tiny ** 0.8
@@ -250,7 +250,7 @@ def as_partial(sums: Tensor, total: Tensor, *logs: Tensor | None) -> Partial:
 
 
 def others(state: FeatureState, *, earlier_only: bool) -> FeatureState:
-    """For each block of a state (BH, T, ...) the union of all other blocks, or of those before it, which alone count."""
+    """For each block of a state (BH, T, ...) the union of all other blocks, or of those before it alone."""
     sums, log = _sums_of_others(state.sums.flatten(2), state.log, earlier_only)
     return FeatureState(sums.view(state.sums.shape), log)
 
