@@ -14,7 +14,7 @@ from torch import Tensor
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods._shared import error_bound
-from hf_efficient_attn.ops.feature_maps import LEARNED
+from hf_efficient_attn.ops.features import LEARNED
 
 # The tests run in several processes and their tensors are small, so each process uses one thread.
 torch.set_num_threads(1)

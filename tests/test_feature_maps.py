@@ -7,7 +7,7 @@ from transformers import AutoModel, AutoTokenizer
 import hf_efficient_attn as hea
 from hf_efficient_attn.evaluation.capture import capture_attention, forward
 from hf_efficient_attn.integration.learned import LearnedParameters
-from hf_efficient_attn.ops.feature_maps import LEARNED, count_features, start_map
+from hf_efficient_attn.ops.features import LEARNED, count_features, start_map
 from recipes.common.data.image_tensors import Evaluation, Norm, preprocessor_settings
 from recipes.common.data.images import load
 from tiny_models import DECODERS, tiny_batch, tiny_model

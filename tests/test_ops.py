@@ -20,9 +20,8 @@ from hf_efficient_attn.ops import (
 )
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
-from hf_efficient_attn.ops.features import key_state, orthogonal_features, query_state, softmax_features
+from hf_efficient_attn.ops.features import elu_features, orthogonal_features, softmax_features
 from hf_efficient_attn.ops.hashing import NearField, hash_keys, hyperplanes
-from hf_efficient_attn.ops.linear_attention import elu_features
 from hf_efficient_attn.ops.partial import Partial, merge, partial_attention, partial_attention_naive, prefix_merge
 from hf_efficient_attn.ops.random import normal, offsets, uniform
 from hf_efficient_attn.ops.sampling import (
@@ -37,7 +36,6 @@ from hf_efficient_attn.ops.sampling import (
     stratified_ranks,
     systematic_sample,
 )
-from hf_efficient_attn.ops.scan import exclusive_prefix_sum
 from hf_efficient_attn.ops.window import window_partial
 from instances import numbers
 
@@ -264,23 +262,11 @@ def test_prefix_merge_is_a_loop(length, seed):
         state = merge(state, part)
 
 
-@quick
-@given(st.integers(1, 20), st.integers(0, 99))
-def test_exclusive_prefix_sum(length, seed):
-    x = numbers(2, length, 3, 2, seed=seed).requires_grad_()
-    close(exclusive_prefix_sum(x), x.cumsum(1) - x)
-    assert torch.autograd.gradcheck(exclusive_prefix_sum, x, fast_mode=True)
-    compiled = torch.compile(exclusive_prefix_sum, fullgraph=True, backend="eager")
-    close(compiled(x), x.cumsum(1) - x)
-
-
-@pytest.mark.parametrize("scan", ["merge", "sum"])
-def test_scans_do_not_look_ahead(scan):
+def test_scans_do_not_look_ahead():
     part = Partial(numbers(1, 37, 3, 2, dtype=torch.float32), numbers(1, 37, 3, dtype=torch.float32))
 
     def states(part):
-        return torch.cat([x.flatten(2) for x in prefix_merge(part, 1)], 2) if scan == "merge" else (
-            exclusive_prefix_sum(part.out))  # fmt: skip
+        return torch.cat([x.flatten(2) for x in prefix_merge(part, 1)], 2)
 
     whole = states(part)
     for cut in (0, 1, 7, 8, 16, 31, 36):
@@ -617,17 +603,6 @@ def test_features_estimate_the_exponential():
     features = orthogonal_features(30000, 6, 0, CPU)
     maps = [torch.exp(x @ features.t() - 0.5 * x.square().sum(-1, keepdim=True)) for x in (query, key)]
     close(maps[0] @ maps[1].transpose(2, 3) / 30000, (query @ key.transpose(2, 3)).exp(), 0.05)
-
-
-def test_feature_states_are_the_products_of_feature_maps():
-    query, key, value = numbers(2, 3, 5, 6), numbers(2, 3, 7, 6, seed=1), numbers(2, 3, 7, 4, seed=2)
-    features = orthogonal_features(9, 6, 0, CPU)
-    bias = -0.5 * key.square().sum(-1)[:, :, None]
-    ours = query_state(query, key_state(key, value, features, bias), features)
-    weights = (query @ features.t()).exp() @ ((key @ features.t()).exp() * bias.transpose(2, 3).exp()).transpose(2, 3)
-    total = weights.sum(-1, keepdim=True)
-    close(ours.out, weights @ value / total)
-    close(ours.lse, total.squeeze(-1).log())
 
 
 # Near and far field.

@@ -5,11 +5,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.ops.accelerator import use_backend
-from hf_efficient_attn.ops.features import orthogonal_features, states_before, states_elsewhere
+from hf_efficient_attn.ops.features import EMPTY, orthogonal_features
 from hf_efficient_attn.ops.hashing import hyperplanes
-from hf_efficient_attn.ops.partial import Partial, merge
-from instances import inputs, numbers, padding_mask, relative_error
+from hf_efficient_attn.ops.linear import FeatureState, others
+from instances import inputs, numbers, relative_error
 
 OPTIONS = {"block_size": 8, "num_features": 12}
 
@@ -138,74 +137,34 @@ def test_more_features_and_more_near_keys_reduce_the_error():
     assert larger < 0.9 * error("performer", num_features=32)
 
 
-def partials(blocks: int) -> Partial:
-    """Partials of shape (2, blocks, 5, .). The first blocks of one head and the last blocks of the other are empty."""
-    out, lse = numbers(2, blocks, 5, 3, seed=1), 40.0 * numbers(2, blocks, 5, seed=2)
-    empty = torch.zeros(2, blocks, 5, dtype=torch.bool)
-    empty[0, :2], empty[1, -2:], empty[:, :, 4] = True, True, True
-    return Partial(out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, -torch.inf))
+def states(blocks: int) -> FeatureState:
+    """States of shape (2, blocks, 5, .). The first blocks of one head and the last blocks of the other are empty."""
+    sums, log = numbers(2, blocks, 5, 3, seed=1), 40.0 * numbers(2, blocks, seed=2)
+    empty = torch.zeros(2, blocks, dtype=torch.bool)
+    empty[0, :2], empty[1, -2:] = True, True
+    return FeatureState(sums.masked_fill(empty[..., None, None], 0.0), log.masked_fill(empty, EMPTY))
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 3, 7, 8])
-@pytest.mark.parametrize("gradient", [False, True])
-def test_merged_states_of_other_blocks(blocks, gradient):
-    check_merged_states(blocks, gradient)
+@pytest.mark.parametrize("blocks", [1, 2, 3, 7, 16, 17, 40])
+@pytest.mark.parametrize("earlier_only", [False, True])
+def test_sums_of_other_blocks(blocks, earlier_only):
+    state = states(blocks)
+    found = others(state, earlier_only=earlier_only)
+    seen = torch.ones(blocks, blocks).tril(-1) if earlier_only else 1.0 - torch.eye(blocks)
+    wanted = torch.einsum("ts,bs,bsfd->btfd", seen.double(), torch.exp2(state.log), state.sums)
+    torch.testing.assert_close(found.sums * torch.exp2(found.log)[..., None, None], wanted, rtol=1e-10, atol=0.0)
+    sums = state.sums.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(others(state._replace(sums=sums), earlier_only=earlier_only).sums.sum(), sums)
+    assert gradient.isfinite().all()
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 3, 7, 8, 30])
-@pytest.mark.parametrize("gradient", [False, True])
-def test_merged_states_of_other_blocks_on_an_accelerator(blocks, gradient):
-    with use_backend("library"):
-        check_merged_states(blocks, gradient)
-
-
-def test_merged_states_on_an_accelerator_do_not_look_ahead():
-    state = Partial(numbers(2, 11, 5, 3).float(), 40.0 * numbers(2, 11, 5, seed=2).float())
-    with use_backend("library"):
-        whole = states_before(state)
-        for cut in range(11):
-            changed = Partial(*(torch.cat((x[:, :cut], 9.0 * x[:, cut:].flip(1)), 1) for x in state))
-            ours = states_before(changed)
-            assert all(torch.equal(x[:, : cut + 1], y[:, : cut + 1]) for x, y in zip(ours, whole, strict=True))
-
-
-@pytest.mark.parametrize("padding", ["none", "holes", "empty"])
-@pytest.mark.parametrize("near_field", ["window", "lsh"])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_the_form_for_accelerators(near_field, is_causal, padding):
-    tensors, mask = inputs(batch=2, q_len=150, dtype=torch.float64), padding_mask(padding, 2, 150)
-    options = {**OPTIONS, "near_field": near_field, "is_causal": is_causal, "attention_mask": mask}
-
-    def output():
-        leaves = [x.clone().requires_grad_() for x in tensors]
-        out = hea.functional.scatterbrain_attention(*leaves, **options, scale=-0.4)
-        without_gradient = hea.functional.scatterbrain_attention(*tensors, **options, scale=-0.4)
-        return out, without_gradient, *torch.autograd.grad(out.square().sum(), leaves)
-
-    expected = output()
-    with use_backend("library"):
-        ours = output()
-    torch.testing.assert_close(ours, expected, rtol=1e-8, atol=1e-8)
-
-
-def check_merged_states(blocks, gradient):
-    state = partials(blocks)
-    leaves = Partial(*(x.clone().requires_grad_(gradient) for x in state))
-    for form, others in (
-        (states_before, lambda t: range(t)),
-        (states_elsewhere, lambda t: [s for s in range(blocks) if s != t]),
-    ):
-        ours = form(leaves)
-        for t in range(blocks):
-            parts = [Partial(state.out[:, s], state.lse[:, s]) for s in others(t)]
-            empty = Partial(torch.zeros_like(state.out[:, 0]), torch.full_like(state.lse[:, 0], -torch.inf))
-            expected = merge(empty, *parts)
-            torch.testing.assert_close(ours.out[:, t], expected.out, rtol=1e-10, atol=1e-10)
-            torch.testing.assert_close(ours.lse[:, t], expected.lse, rtol=1e-10, atol=1e-10)
-        if gradient and blocks > 2:
-            grads = torch.autograd.grad(ours.out.sum() + ours.lse.masked_fill(ours.lse == -torch.inf, 0).sum(), leaves)
-            assert all(g.isfinite().all() for g in grads)
-            assert grads[0].abs().sum() > 0
+def test_sums_of_earlier_blocks_do_not_look_ahead():
+    state = FeatureState(numbers(2, 40, 5, 3).float(), 40.0 * numbers(2, 40, seed=2).float())
+    whole = others(state, earlier_only=True)
+    for cut in range(40):
+        changed = FeatureState(*(torch.cat((x[:, :cut], 9.0 * x[:, cut:].flip(1)), 1) for x in state))
+        ours = others(changed, earlier_only=True)
+        assert all(torch.equal(x[:, : cut + 1], y[:, : cut + 1]) for x, y in zip(ours, whole, strict=True))
 
 
 def test_budgets():

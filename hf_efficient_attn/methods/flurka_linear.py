@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.flurka import FlurkaConfig, register_flurka
 from hf_efficient_attn.methods._shared.registry import make_config
-from hf_efficient_attn.ops.feature_maps import LEARNED
-from hf_efficient_attn.ops.feature_maps import NAMES as MAPS
+from hf_efficient_attn.ops.features import LEARNED
+from hf_efficient_attn.ops.features import NAMES as MAPS
 from hf_efficient_attn.ops.projections import NAMES as TABLES
 
 

@@ -1,13 +1,13 @@
 """Linear transformer (Katharopoulos, Vyas, Pappas, Fleuret, ICML 2020): weights phi(q) . phi(k), phi(x) = elu(x) + 1.
 
-Other features, which are learned, are those of `hf_efficient_attn.ops.feature_maps`. With `window_size`, the weights of
+Other features, which are learned, are those of `hf_efficient_attn.ops.features`. With `window_size`, the weights of
 softmax replace those of the features in a window; see `hf_efficient_attn.methods._shared.windowed_features`.
 
 - Bidirectional, Eq. 4-6: out_i = phi(q_i)^T S / phi(q_i)^T Z with S = sum_j phi(k_j) v_j^T and Z = sum_j phi(k_j).
 - Causal, Eq. 9-12: the same with sums up to token i, computed chunk by chunk.
 - Recurrent, Eq. 16-20: S and Z are the state.
 
-The computation is in `hf_efficient_attn.ops.linear_attention`. The paper has no scale. Here, a scale other than
+The computation is in `hf_efficient_attn.ops.linear`. The paper has no scale. Here, a scale other than
 1/sqrt(D) multiplies the queries by scale * sqrt(D) before phi. Dropout acts on phi(q_i) / phi(q_i)^T Z.
 
 A model that is trained with a window can learn to ignore the features: its loss is then that of the window alone. So
@@ -15,11 +15,9 @@ measure the features alone as well, `dataclasses.replace(config, window_size=0)`
 the window alone, which is `longformer`.
 """
 
-import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
@@ -31,9 +29,7 @@ from hf_efficient_attn.methods._shared.feature_maps import (
     features_update,
     initial_maps,
     is_learned,
-    uses_maps,
 )
-from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, Recurrence, State, register_method
 from hf_efficient_attn.methods._shared.sharded_states import sharded_states
 from hf_efficient_attn.methods._shared.windowed_features import (
@@ -43,14 +39,7 @@ from hf_efficient_attn.methods._shared.windowed_features import (
     windowed_query,
     windowed_update,
 )
-from hf_efficient_attn.ops.blocks import can_reuse_buffers, chunked_over_heads
-from hf_efficient_attn.ops.feature_maps import LEARNED, NAMES, count_features
-from hf_efficient_attn.ops.linear_attention import (
-    BUFFERED_HEADS,
-    buffered_causal_linear_attention,
-    buffered_linear_attention,
-    trained_linear_attention,
-)
+from hf_efficient_attn.ops.features import LEARNED, NAMES, count_features
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,22 +120,8 @@ def forward(
     initial_state: Any = None,
 ) -> Tensor:
     """Fast form; see `register_method`. As part of the recurrence it also takes the state of earlier tokens."""
-    if config.window_size:
-        return windowed_forward(config, query, key, value, options, initial_state)
-    if uses_maps(config, options):
-        return features_forward(config, query, key, value, options, initial_state)
-    scale, result = options.scale, (query.shape[2], value.shape[3], value.dtype)
-    tensors: list[Tensor | None]
-    tensors = [*flatten_heads(query, key, value, options.key_mask), *(x.flatten(0, 1) for x in initial_state or ())]
-    if not options.dropout_p and can_reuse_buffers(*tensors):
-        buffered = buffered_causal_linear_attention if options.is_causal else buffered_linear_attention
-        out = chunked_over_heads(functools.partial(buffered, scale=scale), *tensors, result=result, step=BUFFERED_HEADS)
-    elif not options.dropout_p and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        attend = functools.partial(trained_linear_attention, scale=scale, is_causal=options.is_causal)
-        out = chunked_over_heads(attend, *tensors).to(value.dtype)
-    else:
-        return features_forward(config, query, key, value, options, initial_state)
-    return unflatten_heads(out, query.shape)
+    form = windowed_forward if config.window_size else features_forward
+    return form(config, query, key, value, options, initial_state)
 
 
 def recurrence_update(config: LinearConfig, state: Any, key: Tensor, value: Tensor, options: AttentionOptions) -> State:

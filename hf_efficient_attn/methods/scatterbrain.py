@@ -7,14 +7,12 @@ phi(q_i) . phi(k_j) for all pairs plus a sparse correction exp(q_i . k_j) - phi(
 
 On S the features cancel. The output consists of exp(q_i . k_j) on S and of phi(q_i) . phi(k_j) outside of S, and it is
 computed in this form: the far field is phi(q_i) . sum_{j not in S_i} phi(k_j) v_j^T, whose sums over the keys outside
-of S are merged from the blocks before and after the near field. Nothing is subtracted, so rounding cannot make the far
-field negative, as it does in the paper's form if one near key has most of the weight. All sums are kept in the log
-domain (`hf_efficient_attn.ops.features`; on accelerators `hf_efficient_attn.ops.near_and_features`). Each query has the
-factor exp(-|q|^2/2) / F, so that both fields have the same normalisation.
+of S are added up from the other blocks (`hf_efficient_attn.ops.linear`). Nothing is subtracted, so rounding cannot make
+the far field negative, as it does in the paper's form if one near key has most of the weight. Each query has the factor
+exp(-|q|^2/2) / F, so that both fields have the same normalisation.
 
 - `near_field="window"`: queries and keys are split into blocks of block_size by position, and a query attends to its
-  own block. Three blocks of a third of this size, centred on the query's own, have an error that is 0 to 4 % smaller on
-  activations of BERT (MiniLM), but they take two to three times as long, because there are three times as many states.
+  own block. Three blocks of a third of this size have a slightly smaller error, but take two to three times as long.
 - `near_field="lsh"`: queries and keys are sorted by an angular hash as in KDEformer (`near_field.plan_lsh`) and split
   into blocks of block_size. The hash of the middle query of a block determines its block of keys. The paper uses the
   buckets of several rounds of cross-polytope hashing. The complement of equal blocks is a contiguous set of blocks on
@@ -24,7 +22,7 @@ factor exp(-|q|^2/2) / F, so that both fields have the same normalisation.
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,23 +31,13 @@ from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
 from hf_efficient_attn.methods._shared.sampled_keys import check_num_hashes
-from hf_efficient_attn.ops.accelerator import backend
-from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take, valid_first
-from hf_efficient_attn.ops.causal import causal_block_partial
+from hf_efficient_attn.ops.blocks import ceil_div, inverse, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
-from hf_efficient_attn.ops.features import (
-    key_state,
-    query_factor,
-    query_state,
-    softmax_features,
-    split_scale,
-    states_before,
-    states_elsewhere,
-)
+from hf_efficient_attn.ops.features import Features, favor
 from hf_efficient_attn.ops.hashing import plan_lsh
-from hf_efficient_attn.ops.near_and_features import Features, block_attention, causal_block_attention
-from hf_efficient_attn.ops.partial import Partial, merge, partial_attention
-from hf_efficient_attn.ops.random import Seed
+from hf_efficient_attn.ops.linear import FeatureState, log_weights_naive, others, query_state, update_state
+from hf_efficient_attn.ops.partial import merge, partial_attention
+from hf_efficient_attn.ops.slices import slice_size, sliced
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,150 +89,98 @@ class _Blocks(NamedTuple):
         query_order: (BH, N), the order of the queries; None for the order of their positions.
         key_order: (BH, N), the same for the keys.
         key_block: (BH, T), or None if the near field of query block t is key block t.
-        num_valid: (BH, 1) or an integer, the number of valid keys. They come first in their order.
+        num_valid: (BH, 1), the number of valid keys, which come first in their order; None if all are.
     """
 
     query_order: Tensor | None
     key_order: Tensor | None
     key_block: Tensor | None
-    num_valid: Tensor | int
+    num_valid: Tensor | None
 
 
-class _Far(NamedTuple):
-    """What the far field needs beside queries and states: the features (F, D), the scale, and the dropout."""
-
-    features: Tensor
-    scale: float
-    dropout_p: float
-
-    def key_states(self, key: Tensor, value: Tensor, bias: Tensor | None) -> Partial:
-        """Attention of the features to each block of keys: Partial (BH, T, F, .).
-
-        Args:
-            key: (BH, T, S, D), T blocks of S keys.
-            value: (BH, T, S, Dv).
-            bias: (BH or 1, T, 1, S), added to the scores, or None.
-        """
-        _, key, factor = split_scale(key, key, self.scale)
-        factor = factor.unsqueeze(2)
-        return key_state(key, value.to(key.dtype), self.features, factor if bias is None else factor + bias)
-
-    def query_states(self, query: Tensor, states: Partial) -> Partial:
-        """Attention of query blocks (BH, T, S, D) to their states, including the factor of each query."""
-        query, _, _ = split_scale(query, query, self.scale)
-        part = query_state(query, states, self.features, self.dropout_p)
-        return Partial(part.out, part.lse + query_factor(query, self.features.shape[0]))
-
-
-def _plan(config: ScatterbrainConfig, query: Tensor, key: Tensor, key_mask: Tensor | None, seed: Seed) -> _Blocks:
+def _plan(
+    config: ScatterbrainConfig, query: Tensor, key: Tensor, key_mask: Tensor | None, options: AttentionOptions
+) -> _Blocks:
     """Choose the near field of (BH, N, D) queries and keys, without gradient."""
-    if config.near_field == "window":
+    if config.near_field == "window" or options.is_causal:
         order = None if key_mask is None else valid_first(key_mask)
-        return _Blocks(order, order, None, key.shape[1] if key_mask is None else key_mask.sum(1, keepdim=True))
+        return _Blocks(order, order, None, None if key_mask is None else key_mask.sum(1, keepdim=True))
     with torch.no_grad():
         size = config.block_size
-        near = plan_lsh(query, key, size, key_mask, config.num_hashes, seed)
+        near = plan_lsh(query, key, size, key_mask, config.num_hashes, options.seed)
         # `plan_lsh` gives `size` keys from any start. Take the block that has most of them.
-        block, last = (near.start + size // 2) // size, (near.num_keys - 1) // size
-        block = block.clamp(max=last) if isinstance(last, int) else torch.minimum(block, last.clamp(min=0))
-        return _Blocks(near.query_order, near.key_order, block, near.num_keys)
+        last = (torch.as_tensor(near.num_keys, device=key.device) - 1) // size
+        block = torch.minimum((near.start + size // 2) // size, last.clamp(min=0))
+        num_valid = None if key_mask is None else key_mask.sum(1, keepdim=True)
+        return _Blocks(near.query_order, near.key_order, block, num_valid)
 
 
 def forward(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Compute the fast form; see `register_method` for the arguments."""
-    shape, scale, dropout_p = query.shape, options.scale, options.dropout_p
+    shape, scale, dropout_p, is_causal = query.shape, options.scale, options.dropout_p, options.is_causal
     query, key, value, key_mask = flatten_heads(query, key, value, options.key_mask)
-    few_launches = backend(query) != "cpu" and scale != 0.0
-    if few_launches:
-        far: _Far | Features = Features(config.num_features, options.seed, scale, dropout_p)
-    else:
-        features = softmax_features(config.num_features, query.shape[-1], options.seed, query.device)
-        far = _Far(features, scale, dropout_p)
-    if key.shape[1] <= config.exact_length:
-        out = exact_attention(
-            query, key, value, key_mask, is_causal=options.is_causal, scale=scale, dropout_p=dropout_p
-        )
-    elif options.is_causal:
-        order = None if key_mask is None else valid_first(key_mask)
-        if order is not None:
-            query, key, value = (take(x, order) for x in (query, key, value))
-        out = _causal(query, key, value, ceil_div(config.block_size, 2), far)
-        out = out if order is None else take(out, inverse(order))
-    else:
-        plan = _plan(config, query, key, key_mask, options.seed)
-        out = _bidirectional(query, key, value, plan, config.block_size, far)
-    if key_mask is not None and key.shape[1] > config.block_size:
-        out = out.masked_fill(~key_mask[:, :, None], 0.0)
+    if shape[2] <= config.exact_length:
+        out = exact_attention(query, key, value, key_mask, is_causal=is_causal, scale=scale, dropout_p=dropout_p)
+        return unflatten_heads(out, shape)
+    features = favor(config.num_features, scale, shape[3], options.seed, query.device)
+    size = ceil_div(config.block_size, 2) if is_causal else config.block_size
+    call = {"scale": scale, "dropout_p": dropout_p}
+
+    def some_heads(query: Tensor, key: Tensor, value: Tensor, *plan: Tensor | None) -> Tensor:
+        blocks = _Blocks(*plan)
+        query = query if blocks.query_order is None else take(query, blocks.query_order)
+        if blocks.key_order is not None:
+            key, value = take(key, blocks.key_order), take(value, blocks.key_order)
+        tokens = tuple(pad_to_blocks(x, size) for x in (query, key, value))
+        out = _causal(tokens, features, call) if is_causal else _bidirectional(tokens, shape[2], blocks, features, call)
+        out = out.flatten(1, 2)[:, : shape[2]]
+        return out if blocks.query_order is None else take(out, inverse(blocks.query_order))
+
+    plan = _plan(config, query, key, key_mask, options)
+    numel = shape[2] * max(config.num_features, 2 * size)
+    out = sliced(some_heads, query, key, value, *plan, size=slice_size(numel, query.device), draws=dropout_p > 0.0)
+    out = out if key_mask is None else out.masked_fill(~key_mask[:, :, None], 0.0)
     return unflatten_heads(out, shape)
 
 
-def _bidirectional(query: Tensor, key: Tensor, value: Tensor, plan: _Blocks, size: int, far: _Far | Features) -> Tensor:
-    """The bidirectional form of (BH, N, D) inputs with blocks of `size` tokens: (BH, N, Dv)."""
-    length = query.shape[1]
-    if plan.key_order is not None:
-        key, value = take(key, plan.key_order), take(value, plan.key_order)
-    key, value = pad_to_blocks(key, size), pad_to_blocks(value, size)
-    query_rank, valid, bias = None if plan.query_order is None else inverse(plan.query_order), None, None
-    if not isinstance(plan.num_valid, int) or length % size:
-        sorted_index = torch.arange(key.shape[1] * size, device=key.device)[None]
-        valid = (sorted_index < plan.num_valid).unflatten(1, (key.shape[1], size))
-    if isinstance(far, Features):
-        blocks = pad_to_blocks(query if plan.query_order is None else take(query, plan.query_order), size)
-        out = block_attention(blocks, key, value, None if valid is None else ~valid, plan.key_block, far)
-        return out[:, :length] if query_rank is None else take(out, query_rank)
-    if valid is not None:
+def _bidirectional(tokens: tuple[Tensor, ...], length: int, plan: _Blocks, features: Features, call: Any) -> Tensor:
+    """Attention of blocks (BH, T, S, .) of `length` tokens to a block of keys and to the features of all others."""
+    query, key, value = tokens
+    (num_blocks, size), valid, bias = key.shape[1:3], None, None
+    if plan.num_valid is not None or length % size:
+        index = torch.arange(num_blocks * size, device=key.device).view(1, num_blocks, size)
+        valid = index < (length if plan.num_valid is None else plan.num_valid.unsqueeze(2))
         bias = mask_bias(valid, key.dtype).unsqueeze(2)
-    states = states_elsewhere(far.key_states(key, value, bias))
+    state = others(update_state(None, key, value, valid, features), earlier_only=False)
     if plan.key_block is not None:
         block = plan.key_block
-        key, value, out, lse = (take(x.flatten(2), block).unflatten(2, x.shape[2:]) for x in (key, value, *states))
-        states = Partial(out, lse)
-        bias = None if bias is None else take(bias[:, :, 0].expand(key.shape[0], -1, -1), block)[:, :, None]
-    bias = None if bias is None else bias.expand(key.shape[0], -1, -1, -1)
-
-    def some_heads(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bias: Tensor | None,
-        order: Tensor | None,
-        rank: Tensor | None,
-        *states: Tensor,
-    ) -> Tensor:
-        blocks = pad_to_blocks(query if order is None else take(query, order), size)
-        near = partial_attention(blocks, key, value, bias, scale=far.scale, dropout_p=far.dropout_p)
-        out = merge(near, far.query_states(blocks, Partial(*states))).out.flatten(1, 2)
-        return out[:, :length] if rank is None else take(out, rank)
-
-    return chunked_over_heads(some_heads, query, key, value, bias, plan.query_order, query_rank, *states)
+        bias = None if bias is None else take(bias[:, :, 0].expand(key.shape[0], -1, -1), block).unsqueeze(2)
+        key, value, sums = (take(x.flatten(2), block).unflatten(2, x.shape[2:]) for x in (key, value, state.sums))
+        state = FeatureState(sums, state.log.gather(1, block))
+    near = partial_attention(query, key, value, bias, **call)
+    return merge(near, query_state(query, state, features, call["dropout_p"])).out
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, size: int, far: _Far | Features) -> Tensor:
-    """The causal form of (BH, N, D) inputs with blocks of `size` tokens: (BH, N, Dv). Valid tokens come first."""
-    if isinstance(far, Features):
-        return causal_block_attention(query, key, value, size, far)
-    length, scale, dropout_p = query.shape[1], far.scale, far.dropout_p
-    first_out = exact_attention(
-        query[:, :size], key[:, :size], value[:, :size], is_causal=True, scale=scale, dropout_p=dropout_p
-    )
-    # Block t attends to block t-1 exactly, and to the features of blocks 0 to t-2.
-    completed = (ceil_div(length, size) - 1) * size
-    key_blocks, value_blocks = (pad_to_blocks(x[:, :completed], size) for x in (key, value))
-    states = states_before(far.key_states(key_blocks, value_blocks, None))
+def _causal(tokens: tuple[Tensor, ...], features: Features, call: Any) -> Tensor:
+    """Attention of blocks (BH, T, S, .) to the own block up to the query, the one before and the features of the rest.
 
-    def some_heads(query: Tensor, key: Tensor, value: Tensor, *states: Tensor) -> Tensor:
-        near = causal_block_partial(query, key, value, size, scale=scale, dropout_p=dropout_p)
-        out, lse = far.query_states(pad_to_blocks(query[:, size:], size), Partial(*states))
-        out, lse = (x.flatten(1, 2)[:, : length - size] for x in (out, lse))
-        return merge(near, Partial(out, lse)).out
-
-    return torch.cat((first_out, chunked_over_heads(some_heads, query, key, value, *states)), 1)
+    Masked tokens come last.
+    """
+    query, key, value = tokens
+    size = key.shape[2]
+    bias = mask_bias(torch.ones(size, 2 * size, dtype=torch.bool, device=key.device).tril(size), key.dtype)
+    first = partial_attention(query[:, :1], key[:, :1], value[:, :1], bias[None, None, :, size:], **call)
+    keys, values = (x.flatten(1, 2).unfold(1, 2 * size, size).transpose(2, 3) for x in (key, value))
+    near = partial_attention(query[:, 1:], keys, values, bias[None, None], **call)
+    state = others(update_state(None, key[:, :-1], value[:, :-1], None, features), earlier_only=True)
+    far = query_state(query[:, 1:], state, features, call["dropout_p"])
+    return torch.cat((first.out, merge(near, far).out), 1)
 
 
 def naive(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Compute the readable form: the dense scores of both fields, and a dense mask of the pairs that are near."""
     shape, length = query.shape, query.shape[2]
-    features = softmax_features(config.num_features, query.shape[-1], options.seed, query.device)
+    features = favor(config.num_features, options.scale, query.shape[-1], options.seed, query.device)
     query, key, value, key_mask = flatten_heads(query, key, value, options.key_mask)
     valid = torch.ones(key.shape[:2], dtype=torch.bool, device=key.device) if key_mask is None else key_mask
     if length <= config.block_size:
@@ -253,22 +189,18 @@ def naive(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tensor,
         block = (valid.cumsum(1) - 1) // ceil_div(config.block_size, 2)
         near = block[:, :, None] - block[:, None] <= 1
     else:
-        plan = _plan(config, query, key, key_mask, options.seed)
+        plan = _plan(config, query, key, key_mask, options)
         position = torch.arange(length, device=key.device)[None]
         query_block, key_block = (
             (position if x is None else inverse(x)) // config.block_size for x in (plan.query_order, plan.key_order)
         )
         near_block = query_block if plan.key_block is None else plan.key_block.gather(1, query_block)
         near = near_block[:, :, None] == key_block[:, None]
-    q, k, key_factor = split_scale(query.double(), key.double(), options.scale)
-    q_products, k_products = q @ features.t(), k @ features.t()
-    q_max, k_max = q_products.amax(-1, keepdim=True), k_products.amax(-1, keepdim=True)
-    products = torch.exp(q_products - q_max) @ torch.exp(k_products - k_max).transpose(1, 2)
-    far = products.log() + q_max + k_max.transpose(1, 2)
-    far = far + query_factor(q, config.num_features).unsqueeze(2) + key_factor.unsqueeze(1)
+    query, key = query.double(), key.double()
+    far = log_weights_naive(query, key, features)
     allowed = valid[:, None].expand(-1, length, -1)
     allowed = allowed.tril() if options.is_causal else allowed
-    scores = torch.where(near, q @ k.transpose(1, 2), far).masked_fill(~allowed, -torch.inf)
+    scores = torch.where(near, query @ key.mT * options.scale, far).masked_fill(~allowed, -torch.inf)
     out = scores.softmax(-1).nan_to_num(0.0) @ value.double()
     return unflatten_heads(out.to(value.dtype), shape)
 

@@ -1,34 +1,209 @@
-"""Random features of the softmax kernel (Choromanski et al. 2021, FAVOR+), in the log domain.
+"""Features phi of linear attention, whose weights are phi(q) . phi(k) in place of exp(scale q . k).
 
-exp(q . k) = E_w [exp(w . q - |q|^2/2) exp(w . k - |k|^2/2)]. With F features w_f the sums over the keys,
+- elu(x) + 1 (Katharopoulos et al. 2020).
+- Random features of the softmax kernel (Choromanski et al. 2021, FAVOR+): exp(w_f . x - |x|^2/2) for F random
+  directions w_f. The mean over the directions of the products of features is exp(q . k).
+- Learned features, a linear map of every head and a positive function. With y = x W for a token x (D) and the map W
+  (D, F) of its head: "hedgehog" (Zhang, Bhatia, Kumbong, Re, ICLR 2024, section 4.2) is softmax([y, -y]), 2 F features;
+  "exp" (the same before its normalisation, Eq. 6) is exp([y, -y]), 2 F features; "t2r" (Kasai et al., EMNLP 2021,
+  Eq. 5) is relu(y + b), F features, with the bias b as a last row of W.
 
-    b_f = log sum_j exp(w_f . k_j - |k_j|^2/2),   M_f = the average of v_j by these weights,
-
-are the `Partial` of features that attend to keys. The output of a query is the softmax over the features of
-w_f . q + b_f, applied to M_f, which is a second attention. So the maxima that prevent overflow are taken for each
-feature and for each query, never over the queries and keys of a sequence, and no epsilon is added.
+No feature overflows: a feature is given as a number and the log of a factor that all features of its token share. Those
+of keys are weights of the keys. Those of queries cancel in the output, unless other weights are added.
 """
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.accelerator import backend
-from hf_efficient_attn.ops.block_states import merge_other_blocks
 from hf_efficient_attn.ops.blocks import ceil_div
 from hf_efficient_attn.ops.constants import constant
-from hf_efficient_attn.ops.export import is_compiling
-from hf_efficient_attn.ops.partial import (
-    Partial,
-    accumulation_dtype,
-    exp_,
-    merge,
-    partial_attention,
-    prefix_merge,
-    safe_row_max,
-)
+from hf_efficient_attn.ops.partial import accumulation_dtype
+from hf_efficient_attn.ops.precision import LOG2_E, sum_dtype
 from hf_efficient_attn.ops.random import Seed, normal
+
+# Features that are learned, and the names of the maps as learned parameters.
+LEARNED = ("hedgehog", "t2r", "exp")
+NAMES = ("query_map", "key_map")
+# The log of the weight of a masked key: finite, so that no difference of two is NaN.
+EMPTY = -1e30
+# The smallest learned feature: the product of two is far above the smallest number of float32. If all features that a
+# query shares with the keys are smaller, the output is about the mean of the values and not 0 / 0.
+_LEAST = 1e-12
+# The smallest and the largest exponent of a feature "exp" of a key.
+_LEAST_LOG, _LARGEST_LOG = -27.0, 60.0
+# The initial bias of "t2r". With 0 the length of a query would have no effect.
+_START_BIAS = 0.25
+_STREAM = 61
+# Factors of the initial maps of queries and keys. With 1, as in Hedgehog, pretrained models have nearly equal weights:
+# the mean error of the layers of MiniLM, DeiT-tiny and gpt2-books falls from .65, .91 and .68 to .60, .80 and .62 for
+# "hedgehog", and from .68, .92 and .73 to .63, .83 and .67 for "exp", whose keys are not normalised.
+_START = {"hedgehog": (1.5, 1.5), "exp": (2.0, 1.0), "t2r": (1.0, 1.0)}
+
+
+class Features(NamedTuple):
+    """How features are computed, in the dtype of products.
+
+    Attributes:
+        of_query: of queries (..., N, D) -> features (..., N, F), and the log to base 2 of their factor (..., N), or
+            None for factors of 1.
+        of_key: of keys (..., N, D) and their mask, bool (..., N) or None -> the same. The features of a masked key are
+            0, and the log of its factor is `EMPTY`.
+    """
+
+    of_query: Callable[[Tensor], tuple[Tensor, Tensor | None]]
+    of_key: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+
+
+def elu_features(x: Tensor) -> Tensor:
+    """phi(x) = elu(x) + 1 (Eq. 7 of Katharopoulos et al.), which is positive: (...) -> (...).
+
+    Computed as written it is 0 for x below -17 in float32, so the exponential itself is taken.
+    """
+    positive = x.relu()
+    return (x - positive).mul_(LOG2_E).exp2_() + positive
+
+
+def elu_map(scale: float, head_dim: int) -> Features:
+    """elu(x) + 1. A scale other than 1/sqrt(D) multiplies the queries by scale * sqrt(D)."""
+    factor = query_factor(scale, head_dim)
+    return _without_weights(
+        lambda query: (elu_features(_scaled(query, factor)), None), lambda key: elu_features(_scaled(key, None))
+    )
+
+
+def learned(feature_map: str, query_map: Tensor, key_map: Tensor, scale: float, head_dim: int) -> Features:
+    """Learned features with maps (..., D, F), or (..., D + 1, F) for "t2r"; the scale is treated as by `elu_map`."""
+    factor = query_factor(scale, head_dim)
+    return _without_weights(
+        lambda query: _learned_of_query(_scaled(query, factor), query_map, feature_map),
+        lambda key: _learned_of_key(_scaled(key, None), key_map, feature_map),
+    )
+
+
+def favor(num_features: int, scale: float, head_dim: int, seed: Seed, device: torch.device) -> Features:
+    """Positive orthogonal random features of exp(scale q . k).
+
+    With r, the largest w_f . x of a token, its features are exp(w_f . x - r) <= 1, and exp(r - |x|^2/2) is their
+    factor. So the product of a feature of a query and of a key is lost only if it is smaller than the largest one by
+    the range of float32. The scale is split evenly between queries and keys; queries take its sign.
+    """
+    root = abs(scale) ** 0.5 * LOG2_E
+    directions = softmax_features(num_features, head_dim, seed, device).t() * root  # (D, F)
+
+    def features(x: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
+        dtype = sum_dtype(x)
+        x = x.to(accumulation_dtype(x.dtype))
+        logs = x @ directions.to(x.dtype)
+        size = logs.detach().amax(-1, keepdim=True)  # cancels, so no gradient passes
+        half_norm = x.square().sum(-1) * (0.5 * abs(scale) * LOG2_E)
+        return logs.sub_(size).exp2_().to(dtype), size.squeeze(-1) - half_norm
+
+    def of_query(query: Tensor) -> tuple[Tensor, Tensor]:
+        phi, log = features(query, directions if scale >= 0 else -directions)
+        return phi, log - math.log2(num_features)
+
+    def of_key(key: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        phi, log = features(key, directions)
+        if key_mask is None:
+            return phi, log
+        return phi * key_mask.unsqueeze(-1), log.masked_fill(~key_mask, EMPTY)
+
+    return Features(of_query, of_key)
+
+
+def query_factor(scale: float, head_dim: int) -> float | None:
+    """Factor of the queries that stands for `scale`; None for the default scale, 1/sqrt(D)."""
+    factor = scale * head_dim**0.5
+    return None if abs(factor - 1.0) < 1e-12 else factor
+
+
+def _scaled(x: Tensor, factor: float | None) -> Tensor:
+    """Tokens times a factor, in the accumulation dtype, so that features are rounded once."""
+    x = x.to(accumulation_dtype(x.dtype))
+    return x if factor is None else x * factor
+
+
+def _without_weights(
+    of_query: Callable[[Tensor], tuple[Tensor, Tensor | None]], of_key: Callable[[Tensor], Tensor]
+) -> Features:
+    """`Features` whose keys have factors of 1, from functions without masks and in the accumulation dtype."""
+
+    def query(query: Tensor) -> tuple[Tensor, Tensor | None]:
+        phi, log = of_query(query)
+        return phi.to(sum_dtype(query)), log
+
+    def key(key: Tensor, key_mask: Tensor | None) -> tuple[Tensor, None]:
+        phi = of_key(key).to(sum_dtype(key))
+        return phi if key_mask is None else phi * key_mask.unsqueeze(-1), None
+
+    return Features(query, key)
+
+
+def _learned_of_query(x: Tensor, weight: Tensor, feature_map: str) -> tuple[Tensor, Tensor | None]:
+    """Learned features of queries (..., N, D). Those of "exp" are divided by their sum."""
+    y = _outputs(x, weight, feature_map)
+    if feature_map == "t2r":
+        return y.clamp(min=_LEAST), None
+    if feature_map == "hedgehog":
+        return y.softmax(-1).clamp(min=_LEAST), None
+    size = y.detach().amax(-1, keepdim=True)
+    phi = (y - size).mul(LOG2_E).exp2()
+    total = phi.sum(-1, keepdim=True)
+    return (phi / total).clamp(min=_LEAST), (total.log2() + size * LOG2_E).squeeze(-1)
+
+
+def _learned_of_key(x: Tensor, weight: Tensor, feature_map: str) -> Tensor:
+    y = _outputs(x, weight, feature_map)
+    if feature_map == "exp":
+        return y.clamp(_LEAST_LOG, _LARGEST_LOG).mul(LOG2_E).exp2()
+    return (y if feature_map == "t2r" else y.softmax(-1)).clamp(min=_LEAST)
+
+
+def _outputs(x: Tensor, weight: Tensor, feature_map: str) -> Tensor:
+    """The numbers that become features: y + b for "t2r", and [y, -y] for the others."""
+    weight = weight.to(x.dtype)
+    if feature_map == "t2r":
+        return x @ weight[..., :-1, :] + weight[..., -1:, :]
+    y = x @ weight
+    return torch.cat((y, -y), -1)
+
+
+def count_features(feature_map: str, num_features: int) -> int:
+    """The number of features of a token for maps with `num_features` columns."""
+    return num_features if feature_map == "t2r" else 2 * num_features
+
+
+def start_map(
+    feature_map: str, num_heads: int, head_dim: int, num_features: int, seed: int, *, is_query: bool
+) -> Tensor:
+    """The initial map of every head: float32 (H, D, F), or (H, D + 1, F) with the bias of "t2r".
+
+    The first D columns are the identity, as in Hedgehog, and further ones are blocks of random orthogonal columns. With
+    fewer features than D there are only random orthogonal columns, so that no dimension is left out; they are longer by
+    sqrt(D / F). All columns are multiplied by a factor of the feature map.
+    """
+    num_blocks = ceil_div(num_features, head_dim)
+    numbers = normal((num_blocks, head_dim, head_dim), seed, _STREAM, torch.device("cpu"))
+    columns = torch.linalg.qr(numbers)[0]
+    if num_features >= head_dim:
+        columns[0] = torch.eye(head_dim, dtype=columns.dtype, device=columns.device)
+    start = columns.transpose(0, 1).flatten(1)[:, :num_features] * max(1.0, head_dim / num_features) ** 0.5
+    start = start * _START[feature_map][0 if is_query else 1]
+    if feature_map == "t2r":
+        start = torch.cat((start, start.new_full((1, num_features), _START_BIAS)))
+    maps: Tensor = start.float().repeat(num_heads, 1, 1)
+    return maps
+
+
+def log_weight_of_zeros(feature_map: str, num_features: int) -> float:
+    """The negative log of phi(0) . phi(0), for the initial maps of learned features."""
+    if feature_map == "t2r":
+        return -math.log(num_features * _START_BIAS**2)
+    return math.log(2 * num_features) if feature_map == "hedgehog" else -math.log(2 * num_features)
 
 
 def orthogonal_features(num_features: int, head_dim: int, seed: Seed, device: torch.device) -> Tensor:
@@ -49,108 +224,3 @@ def orthogonal_features(num_features: int, head_dim: int, seed: Seed, device: to
 def softmax_features(num_features: int, head_dim: int, seed: Seed, device: torch.device) -> Tensor:
     """`orthogonal_features`, kept if the seed is a number, because QR takes longer than a short attention."""
     return constant(orthogonal_features, num_features, head_dim, seed, device=device)
-
-
-def split_scale(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Multiply queries and keys (..., D) with the root of |scale|, in the accumulation dtype.
-
-    Returns:
-        The queries, which also take the sign of the scale; the keys; and the log factor -|k|^2/2 (...) of the keys.
-    """
-    acc_dtype, root = accumulation_dtype(query.dtype), abs(scale) ** 0.5
-    query, key = query.to(acc_dtype) * (root if scale >= 0 else -root), key.to(acc_dtype) * root
-    return query, key, -0.5 * key.square().sum(-1)
-
-
-def key_state(key: Tensor, value: Tensor, features: Tensor, bias: Tensor) -> Partial:
-    """The sums over the keys of each of T blocks: features that attend to keys.
-
-    Args:
-        key: (BH, T, N, D).
-        value: (BH, T, N, Dv).
-        features: (F, D).
-        bias: (BH, T, 1, N), the log factors of the keys, -inf for masked keys.
-
-    Returns:
-        Partial of out (BH, T, F, Dv) = M and lse (BH, T, F) = b.
-    """
-    directions = features.to(key.dtype).expand(key.shape[0], key.shape[1], -1, -1)
-    return partial_attention(directions, key, value, bias, scale=1.0)
-
-
-def query_state(query: Tensor, state: Partial, features: Tensor, dropout_p: float = 0.0) -> Partial:
-    """The output of queries for the sums over keys: queries that attend to features.
-
-    Args:
-        query: (BH, T, N, D).
-        state: out (BH, T, F, Dv) and lse (BH, T, F), from `key_state`.
-        features: (F, D).
-        dropout_p: probability of dropping the weight of a feature.
-
-    Returns:
-        Partial of out (BH, T, N, Dv) and lse (BH, T, N). The lse lacks the factor of the query, `query_factor`, which
-        cancels unless the partial is merged with another.
-    """
-    directions = features.to(query.dtype).expand(query.shape[0], state.out.shape[1], -1, -1)
-    return partial_attention(query, directions, state.out, state.lse.unsqueeze(2), scale=1.0, dropout_p=dropout_p)
-
-
-def merge_blocks(state: Partial) -> Partial:
-    """The merge of all blocks of a state (BH, T, F, .), as one block: out (BH, 1, F, Dv) and lse (BH, 1, F).
-
-    The lse of features without a key is not -inf but finite, so that this takes few kernels.
-    """
-    lse = state.lse.clamp(min=-1e30)
-    weights = lse.softmax(1).unsqueeze(-1)
-    return Partial((state.out * weights).sum(1, keepdim=True), lse.logsumexp(1, keepdim=True))
-
-
-def query_factor(query: Tensor, num_features: int) -> Tensor:
-    """The log factor -|q|^2/2 - log F of queries (..., D), which the lse of `query_state` lacks: (...)."""
-    return -0.5 * query.square().sum(-1) - math.log(num_features)
-
-
-def states_before(state: Partial) -> Partial:
-    """For each block t of a state (BH, T, F, .), the merge of the blocks 0 .. t-1, which alone determine it."""
-    if backend(state.lse) != "cpu":
-        return merge_other_blocks(state, earlier_only=True)
-    if _needs_functional_form(state):
-        return prefix_merge(state, 1)
-    # Block by block in one buffer. The doubling of `prefix_merge` would pass over the whole state log2(T) times.
-    outs, lses = state
-    total = torch.logcumsumexp(lses, 1)
-    before = torch.cat((torch.full_like(total[:, :1], -torch.inf), total[:, :-1]), 1)
-    kept, added = (exp_(x - safe_row_max(total)).unsqueeze(-1) for x in (before, lses))
-    out = torch.empty_like(outs)
-    out[:, 0] = 0.0
-    for t in range(outs.shape[1] - 1):
-        torch.mul(out[:, t], kept[:, t], out=out[:, t + 1]).addcmul_(outs[:, t], added[:, t])
-    return Partial(out, before)
-
-
-def states_elsewhere(state: Partial) -> Partial:
-    """For each block t of a state (BH, T, F, .), the merge of all other blocks."""
-    if backend(state.lse) != "cpu":
-        return merge_other_blocks(state, earlier_only=False)
-    before = states_before(state)
-    if _needs_functional_form(state):
-        after = prefix_merge(Partial(*(x.flip(1) for x in state)), 1)
-        return merge(before, Partial(*(x.flip(1) for x in after)))
-    # The sums over later blocks are computed from the last block on, in a buffer of one block, and are added to the
-    # sums over earlier blocks.
-    outs, lses = state
-    out, total = before.out, torch.logcumsumexp(lses.flip(1), 1).flip(1)
-    after_lse = torch.cat((total[:, 1:], torch.full_like(total[:, :1], -torch.inf)), 1)
-    lse = torch.logaddexp(before.lse, after_lse)
-    kept, added = (exp_(x - safe_row_max(total)).unsqueeze(-1) for x in (after_lse, lses))
-    first, second = (exp_(x - safe_row_max(lse)).unsqueeze(-1) for x in (before.lse, after_lse))
-    running = torch.zeros_like(outs[:, 0])
-    for t in reversed(range(outs.shape[1])):
-        out[:, t].mul_(first[:, t]).addcmul_(running, second[:, t])
-        running.mul_(kept[:, t]).addcmul_(outs[:, t], added[:, t])
-    return Partial(out, lse)
-
-
-def _needs_functional_form(state: Partial) -> bool:
-    """Whether in-place updates are impossible: with a gradient or with `torch.compile`."""
-    return is_compiling() or (torch.is_grad_enabled() and any(x.requires_grad for x in state))

@@ -1,35 +1,39 @@
-"""Linear attention with the features of an option `feature_map`.
+"""Linear attention with the features of an option `feature_map`, for the methods that have one.
 
-The learned features are those of `hf_efficient_attn.ops.feature_maps`. All others have no maps and are elu(x) + 1. Sums
-over the keys are those of the linear transformer (`hf_efficient_attn.ops.linear_attention`): out_i = phi(q_i)^T S /
-phi(q_i)^T Z. A scale other than 1/sqrt(D) multiplies the queries by scale * sqrt(D) before phi. Dropout acts on
-phi(q_i).
+The features are those of `hf_efficient_attn.ops.features`, and the sums over the keys those of
+`hf_efficient_attn.ops.linear`. Dropout acts on the features of the queries.
 """
 
+from collections.abc import Callable
 from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor
-from torch.nn.functional import dropout
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions
-from hf_efficient_attn.ops.blocks import chunked_over_heads
-from hf_efficient_attn.ops.feature_maps import LEARNED, NAMES, learned_features, learned_query_features, start_map
-from hf_efficient_attn.ops.linear_attention import (
-    LinearState,
-    causal_linear_attention,
-    key_features,
-    linear_attention,
-    normalize,
-    query_factor,
-    query_features,
+from hf_efficient_attn.ops.export import exporting_to_onnx
+from hf_efficient_attn.ops.features import LEARNED, NAMES, Features, elu_map, favor, learned, start_map
+from hf_efficient_attn.ops.linear import (
+    FeatureState,
+    Tokens,
+    bidirectional,
+    causal,
+    log_weights_naive,
+    numel_of_head,
+    query_state,
+    update_state,
 )
 from hf_efficient_attn.ops.partial import accumulation_dtype
-from hf_efficient_attn.ops.precision import sum_dtype
+from hf_efficient_attn.ops.slices import slice_size, sliced
 
 # The learned parameter of a window beside the features; see `hf_efficient_attn.methods._shared.windowed_features`.
 LOG_WEIGHT = "far_log_weight"
+
+# Features that are kept for the backward pass: up to so many of a token, which take little more memory than the keys,
+# and up to so many numbers of a call. Others are computed again, which takes up to half as long again.
+_FEW_FEATURES, _KEPT_NUMEL = 128, 1 << 22
 
 
 class FeatureMapConfig(Protocol):
@@ -43,7 +47,7 @@ class FeatureMapConfig(Protocol):
 
     @property
     def num_features(self) -> int:
-        """Columns of a map."""
+        """Random features, or columns of a map."""
 
     @property
     def seed(self) -> int:
@@ -55,23 +59,6 @@ def is_learned(config: FeatureMapConfig) -> bool:
     return config.feature_map in LEARNED
 
 
-def uses_maps(config: FeatureMapConfig, options: AttentionOptions) -> bool:
-    """`is_learned`, after a check that there are no maps otherwise.
-
-    Raises:
-        UnsupportedAttentionError: there are maps, and the features of the config are not learned.
-    """
-    if is_learned(config):
-        return True
-    for name in (*NAMES, LOG_WEIGHT):
-        if name in options.parameters:
-            raise UnsupportedAttentionError(
-                f"{config.method}: {name} has no effect with feature_map={config.feature_map!r}: choose a learned "
-                f"feature map, {', '.join(map(repr, LEARNED))}, or give no {name}"
-            )
-    return False
-
-
 def initial_maps(config: FeatureMapConfig, num_kv_heads: int, head_dim: int) -> dict[str, Tensor]:
     """`query_map` and `key_map` (H_kv, D, F); empty if the features are not learned."""
     if not is_learned(config):
@@ -80,59 +67,66 @@ def initial_maps(config: FeatureMapConfig, num_kv_heads: int, head_dim: int) -> 
     return {name: start_map(config.feature_map, *sizes, is_query=name == NAMES[0]) for name in NAMES}
 
 
-def maps(config: FeatureMapConfig, num_heads: int, head_dim: int, options: AttentionOptions) -> list[Tensor | None]:
-    """The maps of queries and keys for each of H heads, (H, D, F); None for features that are not learned.
+def maps(config: FeatureMapConfig, x: Tensor, options: AttentionOptions) -> list[Tensor | None]:
+    """The maps of queries and keys for the heads of x (B, H, N, D): (H, D, F), or None if they are not learned.
 
     Raises:
-        UnsupportedAttentionError: a map is missing or has another shape.
+        UnsupportedAttentionError: a map is missing, has another shape, or is given although none is learned.
     """
-    if not uses_maps(config, options):
+    num_heads, head_dim = x.shape[1], x.shape[3]
+    if not is_learned(config):
+        for name in (*NAMES, LOG_WEIGHT):
+            if name in options.parameters:
+                raise UnsupportedAttentionError(
+                    f"{config.method}: {name} has no effect with feature_map={config.feature_map!r}: choose a learned "
+                    f"feature map, {', '.join(map(repr, LEARNED))}, or give no {name}"
+                )
         return [None, None]
     rows = head_dim + (config.feature_map == "t2r")
     found: list[Tensor | None] = []
     for name in NAMES:
-        x = options.parameters.get(name)
-        if x is None or x.ndim != 3 or num_heads % max(1, x.shape[0]) or x.shape[1:] != (rows, config.num_features):
+        own = options.parameters.get(name)
+        wanted = (rows, config.num_features)
+        if own is None or own.ndim != 3 or num_heads % max(1, own.shape[0]) or own.shape[1:] != wanted:
             raise UnsupportedAttentionError(
-                f"{config.method}: {name} {None if x is None else tuple(x.shape)} does not match feature_map="
+                f"{config.method}: {name} {None if own is None else tuple(own.shape)} does not match feature_map="
                 f"{config.feature_map!r}, num_features={config.num_features} and {num_heads} heads with "
                 f"head_dim={head_dim}: give a tensor (num_heads, {rows}, {config.num_features}), with the number of "
                 "key heads in grouped-query attention"
             )
-        found.append(x.repeat_interleave(num_heads // x.shape[0], 0))
+        found.append(own.repeat_interleave(num_heads // own.shape[0], 0))
     return found
 
 
-def scaled_query_features(config: FeatureMapConfig, query: Tensor, weight: Tensor | None, scale: float) -> Tensor:
-    """Features of queries (..., N, D), without the factor of `query_features_and_factor`."""
-    if weight is None:
-        return query_features(query, scale)
-    return learned_features(_scaled(query, scale), weight, config.feature_map, is_query=True)
+def features_of(
+    config: FeatureMapConfig, x: Tensor, options: AttentionOptions
+) -> Callable[[Tensor | None, Tensor | None], Features]:
+    """The function that gives the features for the maps of queries and of keys, of some heads of x (B, H, N, D)."""
+    scale, head_dim = options.scale, x.shape[3]
+    if config.feature_map == "favor":
+        fixed = favor(config.num_features, scale, head_dim, options.seed, x.device)
+    else:
+        fixed = elu_map(scale, head_dim)
+
+    def features(query_map: Tensor | None, key_map: Tensor | None) -> Features:
+        if query_map is None or key_map is None:
+            return fixed
+        return learned(config.feature_map, query_map, key_map, scale, head_dim)
+
+    return features
 
 
-def query_features_and_factor(
-    config: FeatureMapConfig, query: Tensor, weight: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor | None]:
-    """Features of queries (..., N, D), and the log of the factor that they lack; see `learned_query_features`."""
-    if weight is None:
-        return query_features(query, scale), None
-    return learned_query_features(_scaled(query, scale), weight, config.feature_map)
-
-
-def _scaled(query: Tensor, scale: float) -> Tensor:
-    """Queries whose scale is 1/sqrt(D)."""
-    factor = query_factor(scale, query.shape[-1])
-    return query if factor is None else query.to(accumulation_dtype(query.dtype)) * factor
-
-
-def masked_key_features(
-    config: FeatureMapConfig, key: Tensor, weight: Tensor | None, key_mask: Tensor | None
+def over_heads(
+    function: Callable[..., Tensor], *tensors: Tensor | None, num_features: int, options: AttentionOptions
 ) -> Tensor:
-    """Features of keys (..., N, D), 0 where `key_mask`, bool (..., N), is False."""
-    if weight is None:
-        return key_features(key, key_mask)
-    phi = learned_features(key, weight, config.feature_map, is_query=False)
-    return phi if key_mask is None else phi * key_mask.unsqueeze(-1)
+    """Call a function for the query, key, value and further tensors (BH, ...) of some heads at a time."""
+    if exporting_to_onnx():
+        return function(*tensors)
+    key = tensors[1]
+    assert key is not None
+    size = slice_size(numel_of_head(key, num_features), key.device)
+    recompute = num_features > _FEW_FEATURES and key.shape[0] * key.shape[1] * num_features > _KEPT_NUMEL
+    return sliced(function, *tensors, size=size, draws=options.dropout_p > 0.0, recompute=recompute)
 
 
 def features_forward(
@@ -141,64 +135,60 @@ def features_forward(
     key: Tensor,
     value: Tensor,
     options: AttentionOptions,
-    initial_state: LinearState | None = None,
+    initial_state: FeatureState | None = None,
 ) -> Tensor:
     """Fast form; see `register_method`. As part of the recurrence it also takes the state of earlier tokens."""
-    batch, num_heads, _, head_dim = query.shape
+    of_heads, (query_map, key_map) = features_of(config, query, options), maps(config, query, options)
     tensors: list[Tensor | None] = [*flatten_heads(query, key, value, options.key_mask)]
-    tensors += [None if x is None else x.repeat(batch, 1, 1) for x in maps(config, num_heads, head_dim, options)]
+    tensors += [None if x is None else x.repeat(query.shape[0], 1, 1) for x in (query_map, key_map)]
     tensors += [x.flatten(0, 1) for x in initial_state or ()]
 
-    def some_heads(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_mask: Tensor | None,
-        query_map: Tensor | None,
-        key_map: Tensor | None,
-        *state: Tensor,
-    ) -> Tensor:
-        dtype = sum_dtype(value)
-        phi_q = scaled_query_features(config, query, query_map, options.scale).to(dtype)
-        phi_k = masked_key_features(config, key, key_map, key_mask).to(dtype)
+    def some_heads(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, *rest: Tensor | None) -> Tensor:
+        tokens, features = Tokens(query, key, value, key_mask), of_heads(*rest[:2])
         if options.is_causal:
-            before = LinearState(*state) if state else None
-            out = causal_linear_attention(phi_q, phi_k, value.to(dtype), options.dropout_p, before)
-        else:
-            out = linear_attention(phi_q, phi_k, value.to(dtype), options.dropout_p)
-        return out.to(value.dtype)
+            state = FeatureState(*rest[2:]) if rest[2:] else None  # type: ignore[arg-type]
+            return causal(tokens, features, options.dropout_p, state).out.to(value.dtype)
+        return bidirectional(tokens, features, options.dropout_p).to(value.dtype)
 
-    return unflatten_heads(chunked_over_heads(some_heads, *tensors), query.shape)
+    out = over_heads(some_heads, *tensors, num_features=config.num_features, options=options)
+    return unflatten_heads(out, query.shape)
 
 
 def features_update(
-    config: FeatureMapConfig, state: LinearState | None, key: Tensor, value: Tensor, options: AttentionOptions
-) -> LinearState:
+    config: FeatureMapConfig, state: FeatureState | None, key: Tensor, value: Tensor, options: AttentionOptions
+) -> FeatureState:
     """Add tokens to the state; see `Recurrence`."""
-    weight = maps(config, key.shape[1], key.shape[3], options)[1]
-    phi = masked_key_features(config, key, weight, None if options.key_mask is None else options.key_mask[:, None])
-    phi = phi.to(accumulation_dtype(key.dtype))
-    products, norm = phi.transpose(2, 3) @ value.to(phi.dtype), phi.sum(2)
-    return LinearState(products, norm) if state is None else LinearState(state.products + products, state.norm + norm)
+    key, value = (x.to(accumulation_dtype(x.dtype)) for x in (key, value))
+    key_mask = None if options.key_mask is None else options.key_mask[:, None]
+    features = features_of(config, key, options)(*maps(config, key, options))
+    return update_state(state, key, value, key_mask, features)
 
 
-def features_query(config: FeatureMapConfig, state: LinearState, query: Tensor, options: AttentionOptions) -> Tensor:
+def features_query(config: FeatureMapConfig, state: FeatureState, query: Tensor, options: AttentionOptions) -> Tensor:
     """Attention to all tokens of a state; see `Recurrence`."""
-    weight = maps(config, query.shape[1], query.shape[3], options)[0]
-    phi = scaled_query_features(config, query, weight, options.scale).to(state.norm.dtype)
-    total = phi @ state.norm.unsqueeze(-1)
-    phi = dropout(phi, options.dropout_p) if options.dropout_p else phi
-    return normalize(phi @ state.products, total)
+    query = query.to(state.sums.dtype)
+    features = features_of(config, query, options)(*maps(config, query, options))
+    return query_state(query, state, features, options.dropout_p).out
 
 
 def features_naive(
     config: FeatureMapConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """Readable form: the dense matrix of phi(q_i) . phi(k_j)."""
-    of_query, of_key = maps(config, query.shape[1], query.shape[3], options)
-    key_mask = None if options.key_mask is None else options.key_mask[:, None]
-    phi_q = scaled_query_features(config, query.double(), of_query, options.scale)
-    weights = phi_q @ masked_key_features(config, key.double(), of_key, key_mask).mT
+    """Readable form: the dense matrix of the logs of phi(q_i) . phi(k_j)."""
+    return softmax_naive(log_weights(config, query, key, options), value, options)
+
+
+def log_weights(config: FeatureMapConfig, query: Tensor, key: Tensor, options: AttentionOptions) -> Tensor:
+    """The logs of phi(q_i) . phi(k_j), without sums over tokens: float64 (B, H, Nq, Nk)."""
+    query, key = query.double(), key.double()
+    return log_weights_naive(query, key, features_of(config, query, options)(*maps(config, query, options)))
+
+
+def softmax_naive(scores: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Attention with scores (B, H, Nq, Nk); 0 for a query without keys."""
     if options.is_causal:
-        weights = weights.tril()
-    return normalize(weights @ value.double(), weights.sum(-1, keepdim=True)).to(value.dtype)
+        future = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(future, -torch.inf)
+    if options.key_mask is not None:
+        scores = scores.masked_fill(~options.key_mask[:, None, None], -torch.inf)
+    return (scores.softmax(-1).nan_to_num(0.0) @ value.double()).to(value.dtype)

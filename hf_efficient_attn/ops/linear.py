@@ -1,0 +1,343 @@
+"""Attention through features: the weight of a pair is phi(q) . phi(k), so that sums over the keys stand for all keys.
+
+With S = sum_j phi(k_j) v_j^T and Z = sum_j phi(k_j), the output of a query is phi(q)^T S / phi(q)^T Z (Katharopoulos et
+al. 2020). S and Z are a `FeatureState`, which tokens are added to and which queries read. In the causal form the
+sequence is divided into chunks: the states before all chunks of a segment are one product with a triangular matrix, and
+the pairs of a query and a key of the same chunk are a triangular matrix of products.
+
+A key has a weight 2**w_j besides its features (`hf_efficient_attn.ops.features`), and sums are relative to a power of
+two. In the causal form that is the largest weight so far, so nothing overflows and no later key has an influence.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout, pad
+
+from hf_efficient_attn.ops.blocks import ceil_div, pad_to_blocks
+from hf_efficient_attn.ops.constants import integers
+from hf_efficient_attn.ops.export import exporting_to_onnx
+from hf_efficient_attn.ops.features import EMPTY, Features
+from hf_efficient_attn.ops.partial import Partial, accumulation_dtype
+from hf_efficient_attn.ops.precision import LOG2_E
+from hf_efficient_attn.ops.slices import slice_size
+
+# Tokens of a chunk for up to so many features, and for more. Chunks of a segment: the triangular matrix has as many
+# rows.
+_FEW_FEATURES, _SMALL_CHUNK, _CHUNK = 128, 64, 128
+_SEGMENT_CHUNKS = 32
+# Blocks of a group whose sums are added up by one product.
+_GROUP = 16
+# Columns of ones that are added to the values, whose sums are those of the weights: a multiple of 8, as the kernels for
+# half precision want it.
+_ONES = 8
+
+
+class FeatureState(NamedTuple):
+    """Sums over some tokens, relative to 2**log.
+
+    Attributes:
+        sums: (..., F, Dv + 8), S and, in the last 8 columns, Z.
+        log: (...).
+    """
+
+    sums: Tensor
+    log: Tensor
+
+
+class Tokens(NamedTuple):
+    """Query (BH, Nq, D), key (BH, Nk, D), value (BH, Nk, Dv) and key mask, bool (BH or 1, Nk) or None."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_mask: Tensor | None
+
+
+def union(*states: FeatureState) -> FeatureState:
+    """The state of the tokens of all states."""
+    log = torch.stack([x.log for x in states]).amax(0)
+    sums = torch.stack([x.sums * torch.exp2(x.log - log)[..., None, None] for x in states]).sum(0)
+    return FeatureState(sums, log)
+
+
+def update_state(
+    state: FeatureState | None, key: Tensor, value: Tensor, key_mask: Tensor | None, features: Features
+) -> FeatureState:
+    """Add tokens, key (..., N, D), value (..., N, Dv) and mask (..., N), to a state; None is that of no tokens."""
+    acc_dtype = accumulation_dtype(value.dtype)
+    phi, log_weight = features.of_key(key, key_mask)
+    value = value.to(phi.dtype)
+    if log_weight is None:
+        norm = phi.sum(-2, dtype=acc_dtype).unsqueeze(-1)
+        log = norm.new_zeros(norm.shape[:-2])
+    else:
+        log = log_weight.detach().amax(-1)
+        weight = torch.exp2(log_weight - log.unsqueeze(-1)).to(phi.dtype).unsqueeze(-1)
+        norm, value = (phi.mT @ weight).to(acc_dtype), value * weight
+    sums = torch.cat(((phi.mT @ value).to(acc_dtype), norm.expand(*norm.shape[:-1], _ONES)), -1)
+    own = FeatureState(sums, log)
+    return own if state is None else union(state, own)
+
+
+def query_state(query: Tensor, state: FeatureState, features: Features, dropout_p: float = 0.0) -> Partial:
+    """Attention of queries (..., N, D) to all tokens of a state.
+
+    `dropout_p` is the probability of dropping a feature of a query, here and in all forms below.
+    """
+    phi, log_factor = features.of_query(query)
+    sums = state.sums.to(phi.dtype)
+    values, total = _apart(phi @ sums)
+    if dropout_p:
+        values, _ = _apart(dropout(phi, dropout_p) @ sums)
+    return as_partial(values, total, state.log.unsqueeze(-1), log_factor)
+
+
+def bidirectional(tokens: Tokens, features: Features, dropout_p: float = 0.0) -> Tensor:
+    """Attention of all queries to all keys: (BH, Nq, Dv)."""
+    step = slice_size(count_of(features, tokens), tokens.key.device)
+    state = None
+    for key, value, key_mask in _segments(step, *tokens[1:]):
+        state = update_state(state, key, value, key_mask, features)
+    assert state is not None
+    outs = [query_state(query, state, features, dropout_p).out for (query,) in _segments(step, tokens.query)]
+    return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+
+
+def causal(tokens: Tokens, features: Features, dropout_p: float = 0.0, state: FeatureState | None = None) -> Partial:
+    """Attention of each query to the keys up to it, and to all tokens of a state (BH, ...).
+
+    Returns:
+        Partial of out (BH, N, Dv) and lse (BH, N).
+    """
+    size = _SMALL_CHUNK if count_of(features, tokens) <= _FEW_FEATURES else _CHUNK
+    size = size if exporting_to_onnx() else min(size, tokens.key.shape[1])
+    parts = []
+    for segment in _segments(size * _SEGMENT_CHUNKS, *tokens):
+        part, state = _causal_segment(Tokens(*segment), features, size, dropout_p, state)
+        parts.append(part)
+    return parts[0] if len(parts) == 1 else Partial(*(torch.cat(x, 1) for x in zip(*parts, strict=True)))
+
+
+def count_of(features: Features, tokens: Tokens) -> int:
+    """The number of features of a token."""
+    with torch.no_grad():
+        return features.of_key(tokens.key[:, :1], None)[0].shape[2]
+
+
+def numel_of_head(key: Tensor, num_features: int) -> int:
+    """Numbers of the temporaries of a head with keys (BH, N, D) that count for `slice_size`."""
+    return 2 * min(key.shape[1], _CHUNK * _SEGMENT_CHUNKS) * max(num_features, key.shape[2], _CHUNK)
+
+
+def _segments(step: int, *tensors: Any) -> list[tuple[Any, ...]]:
+    """Up to `step` tokens at a time of tensors (BH, N, ...)."""
+    given = next(x for x in tensors if x is not None)
+    if exporting_to_onnx() or given.shape[1] <= step:
+        return [tensors]
+    count = ceil_div(given.shape[1], step)
+    return list(zip(*([None] * count if x is None else x.split(step, 1) for x in tensors), strict=True))
+
+
+class _Factors(NamedTuple):
+    """Powers of two of differences of log weights for C chunks of S tokens.
+
+    Attributes:
+        of_key: (BH * C, S, 1), the weights of keys relative to the largest one at the end of their chunk.
+        of_query: (BH * C, S, 1), what the sums before a chunk are multiplied with for a query.
+        of_pairs: (BH * C, S, S), the weights of keys for each query of their chunk, relative to its largest one.
+        of_chunks: (BH, C + 1, C), what the sums of chunk c' are multiplied with in those before chunk c.
+        of_start: (BH, C + 1, 1), likewise for the state before the segment.
+        largest: (BH, C * S), the largest log weight up to each token.
+    """
+
+    of_key: Tensor
+    of_query: Tensor
+    of_pairs: Tensor
+    of_chunks: Tensor
+    of_start: Tensor
+    largest: Tensor
+
+
+def _factors(log_weight: Tensor, size: int, start: Tensor | None) -> _Factors:
+    """The factors for log weights (BH, N), and the log (BH,) of the state before them."""
+    log_weight = pad(log_weight, (0, -log_weight.shape[1] % size), value=EMPTY)
+    start = log_weight.new_full((log_weight.shape[0], 1), EMPTY) if start is None else start.unsqueeze(1)
+    all_largest = torch.maximum(log_weight.detach().cummax(1).values, start)
+    log_weight, largest = (x.unflatten(1, (-1, size)) for x in (log_weight, all_largest))  # (BH, C, S)
+    ends = largest[:, :, -1]
+    before = torch.cat((start, ends), 1)
+    pairs = log_weight.unsqueeze(2) - largest.unsqueeze(3)
+    return _Factors(
+        torch.exp2(log_weight - ends.unsqueeze(2)).flatten(0, 1).unsqueeze(2),
+        torch.exp2(before[:, :-1, None] - largest).flatten(0, 1).unsqueeze(2),
+        pairs.clamp_(max=0.0).exp2_().flatten(0, 1),  # later keys, which do not count, could overflow
+        torch.exp2(ends.unsqueeze(1) - before.unsqueeze(2)).tril_(-1),
+        torch.exp2(start - before).unsqueeze(2),
+        all_largest,
+    )
+
+
+def _causal_segment(
+    tokens: Tokens, features: Features, size: int, dropout_p: float, state: FeatureState | None
+) -> tuple[Partial, FeatureState]:
+    """`causal` for tokens in chunks of `size`, and the state after them."""
+    (batch_heads, length, _), acc_dtype = tokens.value.shape, accumulation_dtype(tokens.value.dtype)
+    phi_q, log_factor = features.of_query(tokens.query)
+    phi_k, log_weight = features.of_key(tokens.key, tokens.key_mask)
+    dtype = phi_k.dtype
+    value = pad(tokens.value.to(dtype), (0, _ONES), value=1.0)
+    phi_q, phi_k, value = (pad_to_blocks(x, size).flatten(0, 1) for x in (phi_q, phi_k, value))  # (BH * C, S, .)
+    factors = None if log_weight is None else _factors(log_weight, size, None if state is None else state.log)
+    weighted = value if factors is None else value * factors.of_key.to(dtype)
+    sums = torch.bmm(phi_k.mT, weighted).to(acc_dtype)  # (BH * C, F, Dv + 8)
+    before, after = _states(sums.view(batch_heads, -1, sums[0].numel()), factors, state)
+    states = before.to(dtype).view(sums.shape)
+
+    def all_sums(phi_q: Tensor) -> Tensor:
+        """The sums of values and, in further columns, of weights: (BH, N, Dv + 8)."""
+        pairs, earlier = torch.bmm(phi_q, phi_k.mT).tril_(), torch.bmm(phi_q, states)
+        if factors is not None:
+            pairs, earlier = pairs * factors.of_pairs.to(dtype), earlier * factors.of_query.to(dtype)
+        result = torch.baddbmm(earlier, pairs, value)
+        return result.view(batch_heads, -1, result.shape[2])[:, :length]
+
+    values, total = _apart(all_sums(phi_q))
+    if dropout_p:
+        values, _ = _apart(all_sums(dropout(phi_q, dropout_p)))
+    log = None if factors is None else factors.largest[:, :length]
+    part = as_partial(values, total, log, log_factor)
+    end = after.new_zeros(batch_heads) if factors is None else factors.largest[:, -1]
+    return part, FeatureState(after.view(batch_heads, *sums.shape[1:]), end)
+
+
+def _states(sums: Tensor, factors: _Factors | None, state: FeatureState | None) -> tuple[Tensor, Tensor]:
+    """The sums before each chunk (BH, C, F * (Dv + 8)) and after the last one (BH, 1, .), from those of the chunks."""
+    batch_heads, num_chunks, _ = sums.shape
+    start = None if state is None else state.sums.flatten(1).unsqueeze(1)
+    if factors is None:
+        of_chunks = sums.new_ones(num_chunks + 1, num_chunks).tril_(-1).expand(batch_heads, -1, -1)
+    else:
+        of_chunks = factors.of_chunks
+        start = None if start is None else start * factors.of_start
+    # The last row apart, so that the first ones need no copy.
+    both = torch.bmm(of_chunks[:, :-1], sums), torch.bmm(of_chunks[:, -1:], sums)
+    if start is None:
+        return both
+    return both[0] + (start if factors is None else start[:, :-1]), both[1] + start[:, -1:]
+
+
+def _apart(sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of values (..., Dv) and of weights (..., 1). The gradient of `split` is one copy, not two sums."""
+    values, totals = sums.split((sums.shape[-1] - _ONES, _ONES), -1)
+    return values, totals[..., :1]
+
+
+def as_partial(sums: Tensor, total: Tensor, *logs: Tensor | None) -> Partial:
+    """The partial of sums of values (..., Dv) and of weights (..., 1), relative to powers of two.
+
+    The output is 0 and no gradient passes where the weights sum to less than 5e-31 (2e-246 in float64): there is no
+    key, or their inverse and so the gradient could overflow.
+    """
+    total = total.to(accumulation_dtype(total.dtype))
+    empty = total < torch.finfo(total.dtype).tiny ** 0.8
+    total = total.masked_fill(empty, torch.inf)
+    lse = total.squeeze(-1).log2()
+    for log in logs:
+        lse = lse if log is None else lse + log
+    return Partial(sums / total, (lse / LOG2_E).masked_fill(empty.squeeze(-1), -torch.inf))
+
+
+def others(state: FeatureState, *, earlier_only: bool) -> FeatureState:
+    """For each block of a state (BH, T, ...) the union of all other blocks, or of those before it alone."""
+    sums, log = _sums_of_others(state.sums.flatten(2), state.log, earlier_only)
+    return FeatureState(sums.view(state.sums.shape), log)
+
+
+def _sums_of_others(sums: Tensor, log: Tensor, earlier_only: bool) -> tuple[Tensor, Tensor]:
+    """`others` for sums (BH, T, M) and their logs (BH, T).
+
+    Blocks form groups, and a block adds up the blocks of its own group and the sums of the other groups, each by one
+    product. The largest weight of the blocks that are added up is 1, so nothing is lost beside a block that is not.
+    """
+    num_blocks = sums.shape[1]
+    largest = _largest_of_others(log, earlier_only)
+    if num_blocks <= _GROUP:
+        return torch.bmm(_of_others(log, largest, earlier_only), sums), largest
+    missing = -num_blocks % _GROUP
+    groups = pad(sums, (0, 0, 0, missing)).unflatten(1, (-1, _GROUP)).flatten(0, 1)  # (BH * G, S, M)
+    group_log, group_largest = (
+        pad(x, (0, missing), value=EMPTY).unflatten(1, (-1, _GROUP)) for x in (log, largest)
+    )  # (BH, G, S)
+    ends = group_log.amax(2)
+    whole = torch.bmm(torch.exp2(group_log - ends.unsqueeze(2)).to(sums.dtype).flatten(0, 1).unsqueeze(1), groups)
+    others, others_log = _sums_of_others(whole.view(len(sums), -1, sums.shape[2]), ends, earlier_only)
+    own = torch.bmm(_of_others(group_log.flatten(0, 1), group_largest.flatten(0, 1), earlier_only), groups)
+    factor = torch.exp2(others_log.unsqueeze(2) - group_largest).clamp(max=1.0)
+    both = torch.addcmul(own.view(*factor.shape, -1), others.unsqueeze(2), factor.unsqueeze(3))
+    return both.flatten(1, 2)[:, :num_blocks], largest
+
+
+def _largest_of_others(log: Tensor, earlier_only: bool) -> Tensor:
+    """The largest log (BH, T) of the blocks before each block, or of all other blocks."""
+    if earlier_only:
+        return pad(log, (1, -1), value=EMPTY).cummax(1).values
+    if log.shape[1] == 1:
+        return torch.full_like(log, EMPTY)
+    top = log.topk(2, 1)
+    return torch.where(integers(log.shape[1], log.device) == top.indices[:, :1], top.values[:, 1:], top.values[:, :1])
+
+
+def _of_others(log: Tensor, largest: Tensor, earlier_only: bool) -> Tensor:
+    """What the sums of block t' are multiplied with in those of the others of block t: (BH, T, T)."""
+    factors = torch.exp2((log.unsqueeze(1) - largest.unsqueeze(2)).clamp_(max=0.0))
+    if earlier_only:
+        return factors.tril_(-1)
+    return factors.masked_fill_(torch.eye(log.shape[1], dtype=torch.bool, device=log.device), 0.0)
+
+
+def features_beyond(
+    tokens: Tokens,
+    features: Features,
+    distance: int,
+    *,
+    is_causal: bool,
+    dropout_p: float = 0.0,
+    state: FeatureState | None = None,
+) -> list[Partial]:
+    """Attention to the keys up to i - `distance` of query i, at least 1, and to those from i + `distance` on.
+
+    This is the causal form for keys that are moved by some tokens, once in each direction. Nothing is subtracted, so
+    rounding cannot make a weight negative. A state is of tokens that are far for every query.
+
+    Returns:
+        Partials of out (BH, N, Dv) and lse (BH, N): one if `is_causal`, else two.
+    """
+    earlier = causal(_moved(tokens, distance), features, dropout_p, state)
+    if is_causal:
+        return [earlier]
+    reverse = Tokens(*(None if x is None else x.flip(1) for x in tokens))  # type: ignore[arg-type]
+    later = causal(_moved(reverse, distance), features, dropout_p)
+    return [earlier, Partial(*(x.flip(1) for x in later))]
+
+
+def _moved(tokens: Tokens, distance: int) -> Tokens:
+    """The tokens with keys at positions that are `distance` later. Masked ones come before them."""
+    query, key, value, key_mask = tokens
+    length = key.shape[1]
+    key_mask = torch.ones_like(key[:1, :, 0], dtype=torch.bool) if key_mask is None else key_mask
+    if exporting_to_onnx():  # N is unknown, and may be less than the distance
+        key, value = (pad(x, (0, 0, distance, 0))[:, :length] for x in (key, value))
+        return Tokens(query, key, value, pad(key_mask, (distance, 0))[:, :length])
+    key, value = (pad(x, (0, 0, distance, -distance)) for x in (key, value))
+    return Tokens(query, key, value, pad(key_mask, (distance, -distance)))
+
+
+def log_weights_naive(query: Tensor, key: Tensor, features: Features) -> Tensor:
+    """The logs of the weights of all pairs of queries (..., Nq, D) and keys (..., Nk, D): (..., Nq, Nk)."""
+    (phi_q, log_q), (phi_k, log_k) = features.of_query(query), features.of_key(key, None)
+    logs = (phi_q @ phi_k.mT).log2()
+    logs = logs if log_q is None else logs + log_q.unsqueeze(-1)
+    logs = logs if log_k is None else logs + log_k.unsqueeze(-2)
+    return logs / LOG2_E

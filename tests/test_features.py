@@ -1,0 +1,80 @@
+"""Attention through features: the causal scan with states, masks and several segments against dense matrices."""
+
+import pytest
+import torch
+
+from hf_efficient_attn.ops import linear
+from hf_efficient_attn.ops.features import Features, elu_map, favor
+from hf_efficient_attn.ops.linear import Tokens, bidirectional, causal, log_weights_naive, query_state, update_state
+from instances import numbers
+
+CPU = torch.device("cpu")
+
+
+def features(name: str) -> Features:
+    return elu_map(0.7, 6) if name == "elu" else favor(20, -0.4, 6, 3, CPU)
+
+
+def tokens(length: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tokens:
+    query, key, value = (numbers(2, length, d, seed=seed + i, dtype=dtype) for i, d in enumerate((6, 6, 5)))
+    key_mask = torch.ones(2, length, dtype=torch.bool)
+    key_mask[0, ::3], key_mask[1, :7] = False, False
+    return Tokens(query, key, value, key_mask)
+
+
+def dense(query, parts, features, future=None):
+    """Attention to the keys of all parts, and its lse."""
+    key, value, mask = (torch.cat(x, 1) for x in zip(*(part[1:] for part in parts), strict=True))
+    scores = log_weights_naive(query, key, features).masked_fill(~mask[:, None], -torch.inf)
+    scores = scores if future is None else scores.masked_fill(future, -torch.inf)
+    return scores.softmax(-1).nan_to_num(0.0) @ value, scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("name", ["elu", "favor"])
+@pytest.mark.parametrize("with_state", [False, True])
+def test_the_causal_scan(name, with_state, monkeypatch):
+    monkeypatch.setattr(linear, "_SEGMENT_CHUNKS", 2)
+    own, before = tokens(300), tokens(40, seed=5)
+    leaves = [x.clone().requires_grad_() for x in (*own[:3], *before[1:3])]
+
+    def outputs(form):
+        now, earlier = Tokens(*leaves[:3], own.key_mask), Tokens(before.query, *leaves[3:], before.key_mask)
+        out, lse = form(now, earlier)
+        return out, lse, *torch.autograd.grad(out.square().sum() + lse[:, 7:].sum(), leaves, allow_unused=True)
+
+    def ours(now, earlier):
+        state = update_state(None, *earlier[1:], features(name)) if with_state else None
+        return causal(now, features(name), state=state)
+
+    def naive(now, earlier):
+        parts = [earlier, now] if with_state else [now]
+        length = sum(x.key.shape[1] for x in parts)
+        future = torch.ones(300, length, dtype=torch.bool).triu(length - 300 + 1)
+        return dense(now.query, parts, features(name), future)
+
+    for found, wanted in zip(outputs(ours), outputs(naive), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["elu", "favor"])
+def test_all_keys_and_states(name):
+    own = tokens(300)
+    wanted, lse = dense(own.query, [own], features(name))
+    torch.testing.assert_close(bidirectional(own, features(name)), wanted, rtol=1e-9, atol=1e-9)
+    state = None
+    for some in (slice(0, 1), slice(1, 200), slice(200, 300)):
+        state = update_state(state, *(x[:, some] for x in own[1:]), features(name))
+    found = query_state(own.query, state, features(name))
+    torch.testing.assert_close(found.out, wanted, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found.lse, lse, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["elu", "favor"])
+def test_the_scan_does_not_look_ahead(name, monkeypatch):
+    monkeypatch.setattr(linear, "_SEGMENT_CHUNKS", 2)
+    own = tokens(300, dtype=torch.float32)._replace(key_mask=None)
+    whole = causal(own, features(name))
+    for cut in (1, 64, 65, 130, 299):
+        changed = Tokens(*(torch.cat((x[:, :cut], 30.0 - x[:, cut:]), 1) for x in own[:3]), None)
+        ours = causal(changed, features(name))
+        assert all(torch.equal(x[:, :cut], y[:, :cut]) for x, y in zip(ours, whole, strict=True))
