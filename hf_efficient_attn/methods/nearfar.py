@@ -24,13 +24,10 @@ from torch import Tensor
 from hf_efficient_attn.methods._shared.causal_coreset import decode_exactly, forward_causal, naive_causal
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
-from hf_efficient_attn.methods._shared.registry import AttentionOptions, ShardedForm, register_method
-from hf_efficient_attn.methods._shared.weighted_coreset import naive_bidirectional
-from hf_efficient_attn.ops.collectives import Shards
-from hf_efficient_attn.ops.coreset_landmarks import CoresetOptions
+from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
+from hf_efficient_attn.methods._shared.lengths import without_padding
 from hf_efficient_attn.ops.exact import exact_attention
-from hf_efficient_attn.ops.sharded_coreset import sharded_coreset_attention
-from hf_efficient_attn.ops.weighted_coreset_graph import weighted_coreset
+from hf_efficient_attn.ops.weighted_coreset import CoresetOptions, weighted_coreset_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +85,7 @@ def _coreset_options(config: NearFarConfig, options: AttentionOptions) -> Corese
         near_share=config.near_share,
         scale=options.scale,
         seed=options.seed,
+        dropout_p=options.dropout_p,
     )
 
 
@@ -95,35 +93,24 @@ def forward(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, op
     """Fast form; see `register_method`."""
     if options.is_causal:
         return forward_causal(config.exact_length, query, key, value, options)
-    flat, shape = flatten_heads(query, key, value, options.key_mask), query.shape
-    if key.shape[2] <= config.exact_length:
-        out = exact_attention(*flat, is_causal=False, scale=options.scale, dropout_p=options.dropout_p)
-    else:
-        out = weighted_coreset(*flat, _coreset_options(config, options), options.dropout_p)
-    return unflatten_heads(out, shape)
+    coreset = _coreset_options(config, options)
+
+    def of_one_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if key.shape[1] <= config.exact_length:
+            return exact_attention(
+                query, key, value, is_causal=False, scale=options.scale, dropout_p=options.dropout_p
+            )
+        return weighted_coreset_attention(query, key, value, coreset)
+
+    out = without_padding(of_one_length, flatten_heads(query, key, value, options.key_mask))
+    return unflatten_heads(out, query.shape)
 
 
 def naive(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form."""
     if options.is_causal:
         return naive_causal(config.exact_length, query, key, value, options)
-    return naive_bidirectional(_coreset_options(config, options), query, key, value, options)
+    raise NotImplementedError
 
 
-def forward_shard(
-    config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, shards: Shards
-) -> Tensor:
-    """The form for a sequence that processes share: what landmarks are made from travels; see `ShardedForm`."""
-    return sharded_coreset_attention(query, key, value, shards, _coreset_options(config, options))
-
-
-register_method(
-    NearFarConfig,
-    forward=forward,
-    naive=naive,
-    decode=decode_exactly,
-    # Few tokens are computed exactly, and the causal form has other landmarks for each interval of tokens.
-    sharded=ShardedForm(
-        forward_shard, lambda config, length, is_causal: not is_causal and length > config.exact_length
-    ),
-)
+register_method(NearFarConfig, forward=forward, naive=naive, decode=decode_exactly)

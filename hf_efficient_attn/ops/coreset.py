@@ -92,7 +92,9 @@ def _growing_draws(count: int, like: Tensor) -> list[int]:
     return sizes
 
 
-def draw_apart(points: Tensor, power: float, numbers: Tensor, valid: Tensor | None, count: int) -> Pivots:
+def draw_apart(
+    points: Tensor, power: float, numbers: Tensor, valid: Tensor | None, count: int, tilt: Tensor | None = None
+) -> Pivots:
     """Draw points that are far from each other, in a few draws, each from the ones that the earlier draws left over.
 
     The probability of a point x grows with K(x, x)^power (1 - K(x, p)^2 / (K(x, x) K(p, p))) for the kernel
@@ -112,7 +114,8 @@ def draw_apart(points: Tensor, power: float, numbers: Tensor, valid: Tensor | No
     points = points.detach()
     norm = points.square().sum(2)
     closed = torch.zeros_like(norm, dtype=torch.bool) if valid is None else ~valid
-    log_weight = norm if valid is None else norm.masked_fill(closed, 0.0)
+    log_weight = norm if tilt is None else norm + tilt
+    log_weight = log_weight if valid is None else log_weight.masked_fill(closed, 0.0)
     log_weight = (power * (log_weight - log_weight.amax(1, keepdim=True))).clamp(min=_LEAST)
     log_left = None
     closest = torch.full_like(norm, -torch.inf)
@@ -454,7 +457,7 @@ def candidate_positions(
     """
     count = min(kv_len, limit)
     if key_mask is None:
-        return constant(_even_positions, kv_len, count, device=device)[None], None
+        return constant(even_positions, kv_len, count, device=device)[None], None
     num_valid = key_mask.sum(1, keepdim=True)
     rank, exists = even_ranks(num_valid, count, device)
     return valid_first(key_mask).gather(1, rank), exists
@@ -466,5 +469,5 @@ def even_ranks(num_valid: Tensor, count: int, device: torch.device) -> tuple[Ten
     return torch.where(num_valid > count, rank * num_valid // count, rank), rank < num_valid
 
 
-def _even_positions(kv_len: int, count: int, device: torch.device) -> Tensor:
+def even_positions(kv_len: int, count: int, device: torch.device) -> Tensor:
     return torch.arange(count, device=device) * kv_len // count
