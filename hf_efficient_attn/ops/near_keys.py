@@ -9,18 +9,20 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import dropout
 
-from hf_efficient_attn.ops.blocks import ceil_div, pad_to_blocks, take
+from hf_efficient_attn.ops.blocks import ceil_div, take
 from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.coreset import largest_of_rows, regularized_solve
-from hf_efficient_attn.ops.partial import Partial, partial_attention
+from hf_efficient_attn.ops.precision import LOG2_E
 
 if TYPE_CHECKING:
-    from hf_efficient_attn.ops.weighted_coreset import CoresetOptions, Landmarks
+    from hf_efficient_attn.ops.weighted_coreset import Landmarks
 
 NUM_NEIGHBORS = 4
-# Largest exponent of what near keys count in the row of a probe.
-MAX_LOGIT = 20.0
+# What landmarks count for a near key is at most about 1 relative to the largest term of its query's sum. More would be
+# due to logits that float32 cannot represent. Exponents of two for near keys are limited for the same reason.
+MAX_COUNTED, MAX_EXPONENT = 4.0, 30.0
 
 
 def near_block_q(width: int) -> int:
@@ -38,13 +40,13 @@ def near_index(q_len: int, width: int, device: torch.device) -> Tensor:
     return first.clamp(0, q_len - width).unsqueeze(1) + torch.arange(width, device=device)
 
 
-def _indexes(q_len: int, width: int, device: torch.device) -> Tensor:
+def near_index_of(q_len: int, width: int, device: torch.device) -> Tensor:
     return constant(near_index, q_len, width, device=device)
 
 
 def near_share_of_rows(query: Tensor, lse: Tensor, key: Tensor, position: Tensor, width: int) -> Tensor:
     """The mean share of the attention that near keys hold, (BH,), of queries (BH, P, D) times the scale at positions."""
-    index = _indexes(key.shape[1], width, key.device)[position // near_block_q(width)]
+    index = near_index_of(key.shape[1], width, key.device)[position // near_block_q(width)]
     scores = (key[:, index] * query.unsqueeze(2)).sum(3)
     return (scores - lse.unsqueeze(2)).exp().sum(2).mean(1)
 
@@ -97,49 +99,36 @@ class NearField(NamedTuple):
         key: centered, (BH, Nk, D).
         value: (BH, Nk, Dv).
         weights: of all keys.
-        landmark: (BH, m, D).
-        bias: (BH, m), of the landmarks.
-        options: of the call.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a weight from the numerator.
     """
 
     key: Tensor
     value: Tensor
     weights: KeyWeights
-    landmark: Tensor
-    bias: Tensor
-    options: "CoresetOptions"
+    scale: float
+    dropout_p: float
 
-    def _keys(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys, values (BH, T, w (1 + nn), .) and bias of blocks with near keys (T, w).
+    def sums(self, query: Tensor, features: Tensor, ref: Tensor, index: Tensor) -> Tensor:
+        """What near keys add to the sums of queries, without what landmarks count for them.
 
-        A near key counts 1. It is followed by its landmarks, which count as much as its weights, negative. Values have
-        columns for the sums, the denominator, and the sizes of its terms, as in `weighted_coreset`.
+        Args:
+            query: (BH, T, M, D), in blocks.
+            features: (BH, T, M, m), what landmarks with a weight of 1 count for each query, relative to exp(ref).
+            ref: (BH, T, M, 1).
+            index: int64 (T, w), the near keys of each block.
+
+        Returns:
+            (BH, T, M, Dv + 3), numerators, denominator, the denominator again, and the sum of the sizes of its terms;
+            dropout acts on the numerators only.
         """
-        shape = (len(self.key), *index.shape)
-        index = index.expand(shape)
+        index = index.expand(len(self.key), -1, -1)
         keys, values = take(self.key, index), take(self.value, index)
-        ones = torch.ones_like(values[..., :1])
-        values = torch.cat((values, ones, ones), 3)
-        own, weight = take(self.weights.index, index).flatten(2), take(self.weights.weight, index).flatten(2)
-        key = torch.cat((keys, take(self.landmark, own)), 2)
-        size = weight.detach().abs().clamp(min=1e-35)
-        bias = take(self.bias.unsqueeze(2), own).squeeze(3) + size.log()
-        values = torch.cat((values, -(weight / size).unsqueeze(3) * values.repeat_interleave(NUM_NEIGHBORS, 2)), 2)
-        values = torch.cat((values, values[..., -1:].detach().abs()), 3)
-        return key, values, torch.cat((torch.zeros_like(keys[..., 0]), bias), 2).unsqueeze(2)
-
-    def partial(self, query: Tensor) -> Partial:
-        """What near keys add to the sums of queries (BH, Nq, D), without what landmarks count for them."""
-        from hf_efficient_attn.ops.weighted_coreset import attend_in_numerator
-
-        q_len, width = query.shape[1], self.options.block_size
-        blocks = pad_to_blocks(query, near_block_q(width))
-        out, lse = attend_in_numerator(blocks, *self._keys(_indexes(q_len, width, query.device)), self.options)
-        return Partial(out.flatten(1, 2)[:, None, :q_len], lse.flatten(1, 2)[:, None, :q_len])
-
-    def sums_of_rows(self, query: Tensor, position: Tensor, lse: Tensor) -> Tensor:
-        """The same for queries (BH, P, D) at some positions, relative to exp(lse), (BH, P, Dv + 1)."""
-        width = self.options.block_size
-        index = _indexes(self.key.shape[1], width, query.device)[position // near_block_q(width)]
-        out, own = partial_attention(query.unsqueeze(2), *self._keys(index), scale=self.options.scale)
-        return out[:, :, 0, :-2] * (own - lse.unsqueeze(2)).clamp(max=MAX_LOGIT).exp()
+        own, weight = take(self.weights.index, index).flatten(2), take(self.weights.weight, index).unsqueeze(2)
+        counted = features.gather(3, own.unsqueeze(2).expand(-1, -1, features.shape[2], -1))
+        counted = (counted.unflatten(3, weight.shape[3:]) * weight).sum(4).clamp(-MAX_COUNTED, MAX_COUNTED)
+        exact = ((self.scale * query @ keys.mT - ref) * LOG2_E).clamp(max=MAX_EXPONENT).exp2()
+        pairs = exact - counted
+        kept = dropout(pairs, self.dropout_p) if self.dropout_p else pairs
+        total, size = pairs.sum(3, keepdim=True), (exact + counted.abs()).detach().sum(3, keepdim=True)
+        return torch.cat((kept @ values, total, total, size), 3)

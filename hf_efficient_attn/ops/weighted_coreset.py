@@ -22,11 +22,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.blocks import take
+from hf_efficient_attn.ops.blocks import pad_to_blocks, take
 from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.coreset import cluster_sums, draw_apart, even_positions, gumbel_numbers, nearest, regularized_solve
-from hf_efficient_attn.ops.near_keys import KeyWeights, NearField, near_share_of_rows, weigh_keys
-from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, merge, partial_attention
+from hf_efficient_attn.ops.near_keys import NearField, near_block_q, near_index_of, near_share_of_rows, weigh_keys
+from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, exp_, partial_attention
+from hf_efficient_attn.ops.precision import LOG2_E
 from hf_efficient_attn.ops.random import Seed
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
@@ -163,7 +164,8 @@ def _local_heads(query: Tensor, key: Tensor, rows: Rows | None, options: Coreset
         return None
     if options.near_share == 0.0 or rows is None:
         return key.new_ones(len(key), dtype=torch.bool)
-    share = near_share_of_rows(query[:, rows.index] * options.scale, rows.lse, key, rows.index, options.block_size)
+    index, lse = rows.index[::3], rows.lse[:, ::3]
+    share = near_share_of_rows(query[:, index] * options.scale, lse, key, index, options.block_size)
     return share > options.near_share
 
 
@@ -179,7 +181,7 @@ def _attend_alike(
         landmarks = choose_landmarks(query, key, value, numbers, options)
         return _attend(query, key, value, landmarks, own, options)
 
-    numel = options.num_landmarks * count // _HEADS_PER_SLICE
+    numel = options.num_landmarks * (max(count, query.shape[1]) if options.block_size else count) // _HEADS_PER_SLICE
     return sliced(
         some_heads, query, key, value, *((None, None) if rows is None else rows[1:]),
         size=slice_size(numel, key.device), draws=options.dropout_p > 0,
@@ -217,7 +219,7 @@ def choose_landmarks(
     # In float64, because the norms of neighbors nearly cancel.
     points = landmarks.double() * root
     half_norm = 0.5 * points.square().sum(2, keepdim=True)
-    kernel = (torch.baddbmm(-half_norm, points, points.mT) - half_norm.mT).clamp(max=0.0).to(key.dtype).exp()
+    kernel = ((torch.baddbmm(-half_norm, points, points.mT) - half_norm.mT).to(key.dtype) * LOG2_E).clamp(max=0.0).exp2()
     bias = -(half_norm + landmarks.double() @ tilt.double().mT).squeeze(2)
     value, log_count = sums[..., :-1] / sums[..., -1:].clamp(min=1.0), sums[..., -1].log()
     return Landmarks(landmarks, points, bias.to(key.dtype), tilt, kernel, value, log_count)
@@ -248,7 +250,7 @@ def _attend(
     if options.block_size:
         root = TEMPERATURE * abs(scale) ** 0.5
         near_weights, shift = weigh_keys(key, root, landmarks, 3 * RIDGE)
-        near = NearField(key, value, near_weights, landmarks.key, landmarks.bias + shift[..., 0], options)
+        near = NearField(key, value, near_weights, scale, options.dropout_p)
         unfitted, rights = near_weights.sums(with_ones(value)), []
     else:
         sums, shift = _rows_of_landmarks(key, value, landmarks, scale)
@@ -258,7 +260,7 @@ def _attend(
     if rows is not None:
         probes = query[:, rows.index]
         logits = torch.baddbmm((landmarks.bias[:, None] - rows.lse.unsqueeze(2)), probes, landmarks.key.mT, alpha=scale)
-        basis = logits.clamp(-80.0, MAX_LOGIT).exp()
+        basis = (logits.clamp(max=MAX_LOGIT) * LOG2_E).exp2()
         rights.append(basis.mT)
     # One solve for all right sides, each of which takes time.
     solved = regularized_solve(landmarks.kernel, torch.cat(rights, 2), RIDGE) if rights else None
@@ -270,7 +272,9 @@ def _attend(
         exact = with_ones(rows.out)
         missing = exact - basis @ unfitted
         if near is not None:
-            missing = missing - near.sums_of_rows(probes, rows.index, rows.lse)
+            index = near_index_of(key.shape[1], options.block_size, key.device)[rows.index // near_block_q(options.block_size)]
+            of_near = near.sums(probes.unsqueeze(2), basis.unsqueeze(2), rows.lse[..., None, None], index)
+            missing = missing - of_near[:, :, 0, :-2]
         fit, left = _fit(basis, solved, missing)
         weights, by_means = unfitted + fit, _means_are_better(probes, exact, left, landmarks, scale)
     return _attend_safely(query, landmarks, (weights, unfitted), near, by_means, options)
@@ -332,10 +336,11 @@ def _attend_safely(
     def far(query: Tensor, values: Tensor, bias: Tensor = bias, key: Tensor = landmarks.key) -> Partial:
         return attend_in_numerator(query[:, None], key[:, None], values[:, None], bias, options)
 
-    sums = far(query, torch.cat((fitted, sizes), 2))
-    of_near = None if near is None else near.partial(query)
-    both = sums if of_near is None else merge(sums, of_near)
-    numerator, (denominator, least, terms) = both.out[:, 0, :, :-3], both.out[:, 0, :, -3:].split(1, dim=2)
+    sums, lse = (x[:, 0] for x in far(query, torch.cat((fitted, sizes), 2)))
+    if near is not None:
+        of_near, log_factor = _sums_of_near_keys(query, landmarks, near, lse, options)
+        sums = sums * log_factor.exp() + of_near
+    numerator, (denominator, least, terms) = sums[..., :-3], sums[..., -3:].split(1, dim=2)
     positive = least > LEAST_DENOMINATOR * terms
     positive = positive if by_means is None else positive & ~by_means
     safe = positive & (denominator > FIT_RANGE[0] * least) & (denominator < FIT_RANGE[1] * least)
@@ -350,13 +355,26 @@ def _attend_safely(
     own_safe, own_positive, own_query = (take(x[heads], some) for x in (safe, positive, query))
     second = _by_means(own_query, Landmarks(*(x[heads] for x in landmarks)), options.scale, options.dropout_p)
     if any(x > y for x, y in zip(*counts, strict=True)):
-        part = far(own_query, torch.cat((unfitted, sizes), 2)[heads], bias[heads], landmarks.key[heads])
-        if of_near is not None:
-            part = merge(part, Partial(take(of_near.out[heads, 0], some)[:, None], take(of_near.lse[heads, 0, :, None], some)[:, None, :, 0]))
-        both = part.out[:, 0]
-        second = torch.where(own_positive, both[..., :-3] / torch.where(own_positive, both[..., -3:-2], 1.0), second)
+        sums = far(own_query, torch.cat((unfitted, sizes), 2)[heads], bias[heads], landmarks.key[heads]).out[:, 0]
+        if near is not None:
+            sums = sums * take(log_factor[heads], some).exp() + take(of_near[heads], some)
+        second = torch.where(own_positive, sums[..., :-3] / torch.where(own_positive, sums[..., -3:-2], 1.0), second)
     second = torch.where(own_safe, take(out[heads], some), second)
     return out.index_put((heads[:, None], some), second)
+
+
+def _sums_of_near_keys(
+    query: Tensor, landmarks: Landmarks, near: NearField, lse: Tensor, options: CoresetOptions
+) -> tuple[Tensor, Tensor]:
+    """`NearField.sums` of all queries, (BH, Nq, Dv + 3), and the log of the factor of sums relative to exp(lse)."""
+    q_len, block_q = query.shape[1], near_block_q(options.block_size)
+    index = near_index_of(q_len, options.block_size, query.device)
+    logits = torch.baddbmm(landmarks.bias[:, None] * LOG2_E, query, landmarks.key.mT, alpha=options.scale * LOG2_E)
+    ref = lse.detach().unsqueeze(2)
+    features = (logits - ref * LOG2_E).exp2()
+    blocks, features, refs = (pad_to_blocks(x, block_q) for x in (query, features, ref))
+    sums = near.sums(blocks, features, refs, index).flatten(1, 2)[:, :q_len]
+    return sums, lse.unsqueeze(2) - ref
 
 
 def attend_in_numerator(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, options: CoresetOptions) -> Partial:
