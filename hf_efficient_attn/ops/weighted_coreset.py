@@ -137,8 +137,9 @@ def weighted_coreset_attention(query: Tensor, key: Tensor, value: Tensor, option
         if len(index) == len(key):
             return _attend_alike(query, key, value, rows, own)
         if len(index):
-            of_rows = None if rows is None else Rows(rows.index, rows.out[index], rows.lse[index])
-            outs.append(_attend_alike(query[index], key[index], value[index], of_rows, own))
+            tensors = (x.index_select(0, index) for x in (query, key, value))
+            of_rows = None if rows is None else Rows(rows.index, *(x.index_select(0, index) for x in rows[1:]))
+            outs.append(_attend_alike(*tensors, of_rows, own))
     return torch.cat(outs).index_select(0, torch.cat(some).argsort())
 
 
@@ -148,7 +149,7 @@ def _without_near_keys(options: CoresetOptions) -> CoresetOptions:
 
 def _exact_rows(query: Tensor, key: Tensor, value: Tensor, options: CoresetOptions) -> Rows:
     index = constant(_middle_positions, query.shape[1], options.num_probes, device=key.device)
-    part = partial_attention(query[:, None, index], key[:, None], value[:, None], scale=options.scale)
+    part = partial_attention(query.index_select(1, index)[:, None], key[:, None], value[:, None], scale=options.scale)
     return Rows(index, part.out[:, 0], part.lse[:, 0])
 
 
@@ -165,7 +166,7 @@ def _local_heads(query: Tensor, key: Tensor, rows: Rows | None, options: Coreset
     if options.near_share == 0.0 or rows is None:
         return key.new_ones(len(key), dtype=torch.bool)
     index, lse = rows.index[::3], rows.lse[:, ::3]
-    share = near_share_of_rows(query[:, index] * options.scale, lse, key, index, options.block_size)
+    share = near_share_of_rows(query.index_select(1, index) * options.scale, lse, key, index, options.block_size)
     return share > options.near_share
 
 
@@ -181,14 +182,14 @@ def _attend_alike(
         landmarks = choose_landmarks(query, key, value, numbers, options)
         return _attend(query, key, value, landmarks, own, options)
 
-    numel = options.num_landmarks * (max(count, query.shape[1]) if options.block_size else count) // _HEADS_PER_SLICE
+    numel = options.num_landmarks * count // _HEADS_PER_SLICE
     return sliced(
         some_heads, query, key, value, *((None, None) if rows is None else rows[1:]),
         size=slice_size(numel, key.device), draws=options.dropout_p > 0,
     )
 
 
-_HEADS_PER_SLICE = 3
+_HEADS_PER_SLICE = 4
 
 
 def choose_landmarks(
@@ -197,9 +198,9 @@ def choose_landmarks(
     """Draw keys among evenly spaced candidates, and move them to the means of their clusters."""
     count, scale, root = options.num_landmarks, options.scale, TEMPERATURE * abs(options.scale) ** 0.5
     spread = constant(_middle_positions, query.shape[1], min(query.shape[1], NUM_QUERIES), device=key.device)
-    tilt = query[:, spread].mean(1, keepdim=True) * (TILT * scale)
+    tilt = query.index_select(1, spread).mean(1, keepdim=True) * (TILT * scale)
     position = constant(even_positions, key.shape[1], numbers.shape[1], device=key.device)
-    keys, values = (x if len(position) == x.shape[1] else x[:, position] for x in (key, value))
+    keys, values = (x if len(position) == x.shape[1] else x.index_select(1, position) for x in (key, value))
     # 2 g = |x|^2 + 2 <tilt, k> of the candidates.
     points, tilted = (keys * root).detach(), 2.0 * (keys @ tilt.mT).squeeze(2)
     pivot = draw_apart(points, DRAW_POWER, numbers, None, count, tilted.detach()).candidate
@@ -249,16 +250,20 @@ def _attend(
     scale, near = options.scale, None
     if options.block_size:
         root = TEMPERATURE * abs(scale) ** 0.5
-        near_weights, shift = weigh_keys(key, root, landmarks, 3 * RIDGE)
-        near = NearField(key, value, near_weights, scale, options.dropout_p)
-        unfitted, rights = near_weights.sums(with_ones(value)), []
+        of_keys = weigh_keys(key, root, landmarks)
+        shift, own, log_weight = of_keys.shift.unsqueeze(2), of_keys.landmark, of_keys.log_weight
+        bias = (landmarks.bias + of_keys.shift).gather(1, own) + log_weight
+        near = NearField(key, value, take(landmarks.key, own), bias, scale, options.dropout_p)
+        terms = with_ones(value) * (log_weight * LOG2_E).exp2().unsqueeze(2)
+        unfitted = cluster_sums(own, terms, options.num_landmarks)
+        rights = []
     else:
         sums, shift = _rows_of_landmarks(key, value, landmarks, scale)
         unfitted, rights = None, [sums]
     landmarks = landmarks._replace(bias=landmarks.bias + shift[..., 0])
     basis = None
     if rows is not None:
-        probes = query[:, rows.index]
+        probes = query.index_select(1, rows.index)
         logits = torch.baddbmm((landmarks.bias[:, None] - rows.lse.unsqueeze(2)), probes, landmarks.key.mT, alpha=scale)
         basis = (logits.clamp(max=MAX_LOGIT) * LOG2_E).exp2()
         rights.append(basis.mT)
@@ -273,7 +278,7 @@ def _attend(
         missing = exact - basis @ unfitted
         if near is not None:
             index = near_index_of(key.shape[1], options.block_size, key.device)[rows.index // near_block_q(options.block_size)]
-            of_near = near.sums(probes.unsqueeze(2), basis.unsqueeze(2), rows.lse[..., None, None], index)
+            of_near = near.sums(probes.unsqueeze(2), rows.lse[..., None, None], index)
             missing = missing - of_near[:, :, 0, :-2]
         fit, left = _fit(basis, solved, missing)
         weights, by_means = unfitted + fit, _means_are_better(probes, exact, left, landmarks, scale)
@@ -338,7 +343,7 @@ def _attend_safely(
 
     sums, lse = (x[:, 0] for x in far(query, torch.cat((fitted, sizes), 2)))
     if near is not None:
-        of_near, log_factor = _sums_of_near_keys(query, landmarks, near, lse, options)
+        of_near, log_factor = _sums_of_near_keys(query, near, lse, options)
         sums = sums * log_factor.exp() + of_near
     numerator, (denominator, least, terms) = sums[..., :-3], sums[..., -3:].split(1, dim=2)
     positive = least > LEAST_DENOMINATOR * terms
@@ -364,17 +369,13 @@ def _attend_safely(
 
 
 def _sums_of_near_keys(
-    query: Tensor, landmarks: Landmarks, near: NearField, lse: Tensor, options: CoresetOptions
+    query: Tensor, near: NearField, lse: Tensor, options: CoresetOptions
 ) -> tuple[Tensor, Tensor]:
     """`NearField.sums` of all queries, (BH, Nq, Dv + 3), and the log of the factor of sums relative to exp(lse)."""
     q_len, block_q = query.shape[1], near_block_q(options.block_size)
-    index = near_index_of(q_len, options.block_size, query.device)
-    logits = torch.baddbmm(landmarks.bias[:, None] * LOG2_E, query, landmarks.key.mT, alpha=options.scale * LOG2_E)
-    ref = lse.detach().unsqueeze(2)
-    features = (logits - ref * LOG2_E).exp2()
-    blocks, features, refs = (pad_to_blocks(x, block_q) for x in (query, features, ref))
-    sums = near.sums(blocks, features, refs, index).flatten(1, 2)[:, :q_len]
-    return sums, lse.unsqueeze(2) - ref
+    index, ref = near_index_of(q_len, options.block_size, query.device), lse.detach().unsqueeze(2)
+    blocks, refs = (pad_to_blocks(x, block_q) for x in (query, ref))
+    return near.sums(blocks, refs, index).flatten(1, 2)[:, :q_len], lse.unsqueeze(2) - ref
 
 
 def attend_in_numerator(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, options: CoresetOptions) -> Partial:
