@@ -27,7 +27,8 @@ from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_hea
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
 from hf_efficient_attn.methods._shared.lengths import without_padding
 from hf_efficient_attn.ops.exact import exact_attention
-from hf_efficient_attn.ops.weighted_coreset import CoresetOptions, weighted_coreset_attention
+from hf_efficient_attn.ops.coreset_landmarks import CoresetOptions
+from hf_efficient_attn.ops.weighted_coreset import weighted_coreset_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +98,7 @@ def forward(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, op
 
     def of_one_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if key.shape[1] <= config.exact_length:
-            return exact_attention(
-                query, key, value, is_causal=False, scale=options.scale, dropout_p=options.dropout_p
-            )
+            return exact_attention(query, key, value, is_causal=False, scale=options.scale, dropout_p=options.dropout_p)
         return weighted_coreset_attention(query, key, value, coreset)
 
     out = without_padding(of_one_length, flatten_heads(query, key, value, options.key_mask))

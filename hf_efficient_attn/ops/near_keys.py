@@ -5,23 +5,21 @@ help as much. What landmarks count for near keys is subtracted. For this each ke
 `NUM_NEIGHBORS` landmarks: the nearest one and those nearest to that.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout
 
-from hf_efficient_attn.ops.blocks import ceil_div, take
+from hf_efficient_attn.ops.blocks import ceil_div, pad_to_blocks, take
 from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.coreset import nearest
+from hf_efficient_attn.ops.coreset_landmarks import TEMPERATURE, CoresetOptions, Landmarks
 from hf_efficient_attn.ops.precision import LOG2_E
 
-if TYPE_CHECKING:
-    from hf_efficient_attn.ops.weighted_coreset import Landmarks
-
-# Largest exponents of two of near keys, and of what landmarks count for them, relative to the sum of a query. The latter
-# is at most about 1. More would be due to logits that float32 cannot represent.
-MAX_EXPONENT, MAX_COUNTED = 30.0, 2.0
+# Largest exponent of two of what landmarks count for a near key, relative to the sum of the query or to the near key
+# that counts most. It is at most about 0. More would be due to logits that float32 cannot represent.
+MAX_COUNTED = 2.0
 
 
 def near_block_q(width: int) -> int:
@@ -39,40 +37,38 @@ def near_index(q_len: int, width: int, device: torch.device) -> Tensor:
     return first.clamp(0, q_len - width).unsqueeze(1) + torch.arange(width, device=device)
 
 
-def near_index_of(q_len: int, width: int, device: torch.device) -> Tensor:
+def _kept_index(q_len: int, width: int, device: torch.device) -> Tensor:
     return constant(near_index, q_len, width, device=device)
 
 
 def near_share_of_rows(query: Tensor, lse: Tensor, key: Tensor, position: Tensor, width: int) -> Tensor:
     """The mean share of the attention that near keys hold, (BH,), of queries (BH, P, D) times the scale at positions."""
-    index = near_index_of(key.shape[1], width, key.device)[position // near_block_q(width)]
+    index = _kept_index(key.shape[1], width, key.device)[position // near_block_q(width)]
     scores = (take(key, index.expand(len(key), -1, -1)) * query.unsqueeze(2)).sum(3)
     return (scores - lse.unsqueeze(2)).exp().sum(2).mean(1)
 
 
-class KeyWeights(NamedTuple):
-    """The weight of each key on its nearest landmark.
+def near_field(
+    key: Tensor, value: Tensor, landmarks: Landmarks, options: CoresetOptions
+) -> tuple["NearField", Tensor, Tensor, Tensor]:
+    """The near keys of heads, where each key (BH, Nk, D) is represented by its nearest landmark.
 
-    Attributes:
-        landmark: int64 (BH, Nk).
-        log_weight: (BH, Nk), without `shift`.
-        shift: (BH, 1).
+    The weight of a key is exp(-|x - y|^2 / 2 + g) for points x and y of the key and the landmark.
+
+    Returns:
+        The near field; the landmark of each key, int64 (BH, Nk); its weight (BH, Nk) relative to exp(shift); and the
+        shift (BH, 1).
     """
-
-    landmark: Tensor
-    log_weight: Tensor
-    shift: Tensor
-
-
-def weigh_keys(key: Tensor, root: float, landmarks: "Landmarks") -> KeyWeights:
-    """The weights of keys (BH, Nk, D), exp(-|x - y|^2 / 2 + g) for points x and y of the key and of its landmark."""
-    centers, points = landmarks.points.to(key.dtype), key * root
+    root = TEMPERATURE * abs(options.scale) ** 0.5
+    points, centers = key * root, landmarks.points.to(key.dtype)
     own = nearest(points.detach(), centers.detach())
     center = take(centers, own)
     # |x|^2 / 2 is part of both g and the distance.
     exponent = ((points - 0.5 * center) * center).sum(2) + (key @ landmarks.tilt.mT).squeeze(2)
     shift = exponent.detach().amax(1, keepdim=True)
-    return KeyWeights(own, exponent - shift, shift)
+    bias = landmarks.bias.gather(1, own) + exponent
+    near = NearField(key, value, take(landmarks.key, own), bias, options)
+    return near, own, ((exponent - shift) * LOG2_E).exp2(), shift
 
 
 class NearField(NamedTuple):
@@ -83,36 +79,50 @@ class NearField(NamedTuple):
         value: (BH, Nk, Dv).
         landmark: the landmark of each key, (BH, Nk, D).
         bias: what is added to its score, with the weight of the key: (BH, Nk).
-        scale: factor of the scores.
-        dropout_p: probability of dropping a weight from the numerator.
+        options: of the call.
     """
 
     key: Tensor
     value: Tensor
     landmark: Tensor
     bias: Tensor
-    scale: float
-    dropout_p: float
+    options: CoresetOptions
 
-    def sums(self, query: Tensor, ref: Tensor, index: Tensor) -> Tensor:
+    def sums_of_all(self, query: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """`_sums` of all queries (BH, Nq, D), and `ref` (BH, Nq, 1), at least lse (BH, Nq)."""
+        q_len, width = query.shape[1], self.options.block_size
+        blocks, least = (pad_to_blocks(x, near_block_q(width)) for x in (query, lse.detach().unsqueeze(2)))
+        sums, ref = (
+            x.flatten(1, 2)[:, :q_len] for x in self._sums(blocks, least, _kept_index(q_len, width, query.device))
+        )
+        return sums, ref
+
+    def sums_of_rows(self, query: Tensor, position: Tensor, lse: Tensor) -> Tensor:
+        """The same of queries (BH, P, D) at some positions, (BH, P, Dv + 1), relative to the exponential of their lse."""
+        width = self.options.block_size
+        index = _kept_index(self.key.shape[1], width, query.device)[position // near_block_q(width)]
+        return self._sums(query.unsqueeze(2), lse[..., None, None], index)[0][:, :, 0, :-2]
+
+    def _sums(self, query: Tensor, least: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         """What near keys add to the sums of queries, without what landmarks count for them.
 
         Args:
             query: (BH, T, M, D), in blocks.
-            ref: (BH, T, M, 1). The sums are relative to exp(ref).
+            least: (BH, T, M, 1), the least reference.
             index: int64 (T, w), the near keys of each block.
 
         Returns:
-            (BH, T, M, Dv + 3), numerators, denominator, the denominator again, and the sum of the sizes of its terms;
-            dropout acts on the numerators only.
+            sums: (BH, T, M, Dv + 3), numerators, denominator, the denominator again, and the sum of the sizes of its
+                terms; dropout acts on the numerators only.
+            ref: (BH, T, M, 1). The sums are relative to its exponential.
         """
-        index = index.expand(len(self.key), -1, -1)
-        query, ref = query * (self.scale * LOG2_E), ref * LOG2_E
-        exact, counted = (query @ take(x, index).mT - ref for x in (self.key, self.landmark))
-        exact = exact.clamp(max=MAX_EXPONENT).exp2()
-        bias = take(self.bias.unsqueeze(2), index).mT * LOG2_E
-        pairs = exact - (counted + bias).clamp(max=MAX_COUNTED).exp2()
-        kept = dropout(pairs, self.dropout_p) if self.dropout_p else pairs
+        index, dropout_p = index.expand(len(self.key), -1, -1), self.options.dropout_p
+        exact, counted = (query @ take(x * self.options.scale, index).mT for x in (self.key, self.landmark))
+        ref = torch.maximum(least, exact.detach().amax(3, keepdim=True))
+        exact = ((exact - ref) * LOG2_E).exp2()
+        counted = (counted + take(self.bias.unsqueeze(2), index).mT - ref) * LOG2_E
+        pairs = exact - counted.clamp(max=MAX_COUNTED).exp2()
+        kept = dropout(pairs, dropout_p) if dropout_p else pairs
         total = pairs.sum(3, keepdim=True)
         size = 2.0 * exact.detach().sum(3, keepdim=True) - total.detach()
-        return torch.cat((kept @ take(self.value, index), total, total, size), 3)
+        return torch.cat((kept @ take(self.value, index), total, total, size), 3), ref

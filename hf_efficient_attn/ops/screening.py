@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_efficient_attn.ops.blocks import take
 from hf_efficient_attn.ops.coreset import candidate_positions, regularized_solve
-from hf_efficient_attn.ops.weighted_coreset import TEMPERATURE
+from hf_efficient_attn.ops.coreset_landmarks import TEMPERATURE
 from hf_efficient_attn.ops.weighted_coreset import RIDGE
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.partial import accumulation_dtype

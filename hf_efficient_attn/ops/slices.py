@@ -61,5 +61,7 @@ def sliced(
 def _recomputed(function: Callable[..., Tensor], tensors: tuple[Tensor | None, ...], draws: bool) -> Tensor:
     if not torch.is_grad_enabled():
         return function(*tensors)
-    out: Tensor = checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=draws, determinism_check="none")
+    out: Tensor = checkpoint(
+        function, *tensors, use_reentrant=False, preserve_rng_state=draws, determinism_check="none"
+    )
     return out
