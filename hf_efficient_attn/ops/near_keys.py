@@ -42,7 +42,7 @@ def _kept_index(q_len: int, width: int, device: torch.device) -> Tensor:
 
 
 def near_share_of_rows(query: Tensor, lse: Tensor, key: Tensor, position: Tensor, width: int) -> Tensor:
-    """The mean share of the attention that near keys hold, (BH,), of queries (BH, P, D) times the scale at positions."""
+    """The mean share of near keys in the attention, (BH,), of queries (BH, P, D), times the scale, at positions."""
     index = _kept_index(key.shape[1], width, key.device)[position // near_block_q(width)]
     scores = (take(key, index.expand(len(key), -1, -1)) * query.unsqueeze(2)).sum(3)
     return (scores - lse.unsqueeze(2)).exp().sum(2).mean(1)
@@ -98,7 +98,7 @@ class NearField(NamedTuple):
         return sums, ref
 
     def sums_of_rows(self, query: Tensor, position: Tensor, lse: Tensor) -> Tensor:
-        """The same of queries (BH, P, D) at some positions, (BH, P, Dv + 1), relative to the exponential of their lse."""
+        """The same of queries (BH, P, D) at positions, (BH, P, Dv + 1), relative to the exponential of their lse."""
         width = self.options.block_size
         index = _kept_index(self.key.shape[1], width, query.device)[position // near_block_q(width)]
         return self._sums(query.unsqueeze(2), lse[..., None, None], index)[0][:, :, 0, :-2]

@@ -14,11 +14,10 @@ from torch import Tensor
 from hf_efficient_attn.ops.blocks import take
 from hf_efficient_attn.ops.coreset import candidate_positions, regularized_solve
 from hf_efficient_attn.ops.coreset_landmarks import TEMPERATURE
-from hf_efficient_attn.ops.weighted_coreset import RIDGE
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.row_error import row_error
-from hf_efficient_attn.ops.weighted_coreset import LEAST_DENOMINATOR
+from hf_efficient_attn.ops.weighted_coreset import LEAST_DENOMINATOR, RIDGE
 
 NUM_KEYS, NUM_QUERIES, NUM_LANDMARKS, NUM_STEPS = 256, 64, 32, 2
 # Smallest logarithm of the weight of a key in the mean of its cluster, relative to the largest.

@@ -4,10 +4,10 @@ The softmax sum of a query q over the keys k_j is approximated through the featu
 
     sum_j exp(scale <q, k_j>) [v_j, 1]  ~  sum_i exp(scale <q, c_i> - g(c_i)) U_i,    U = sum_j w_j exp(g(k_j)) [v_j, 1]
 
-- exp(scale <q, k> - g(k)) is interpolated between landmarks, with the kernel exp(-|x - y|^2 / 2) of x = t sqrt(scale) k:
-  w_j = (K_cc + ridge I)^-1 K_cj. Keys are centered. g(k) = |x|^2 / 2 + `TILT` scale <q, k> for the mean query q, so that
-  what is interpolated varies little. With the first term alone these are Nystrom weights (WildCat, Schroeder & Mackey
-  2026).
+- exp(scale <q, k> - g(k)) is interpolated between landmarks, w_j = (K_cc + ridge I)^-1 K_cj, with the kernel
+  exp(-|x - y|^2 / 2) of x = t sqrt(scale) k. Keys are centered. g(k) = |x|^2 / 2 + `TILT` scale <q, k> for the mean
+  query q, so that what is interpolated varies little. With the first term alone these are Nystrom weights (WildCat,
+  Schroeder & Mackey 2026).
 - A landmark is the weighted mean of a cluster of keys. Clusters begin with keys that are drawn far from each other
   (`hf_efficient_attn.ops.coreset.draw_apart`), and some steps of Lloyd's algorithm follow. A key counts more where g is
   large, because it can have a large score.
@@ -40,6 +40,8 @@ from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, partial_a
 from hf_efficient_attn.ops.precision import LOG2_E
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
+# Every third probe tells whether the attention of a head is local.
+ROWS_OF_SHARE = 3
 # Relative to the unit diagonal of K_cc.
 RIDGE = 1e-3
 # A denominator must be this share of the sum of its terms' sizes, and a fitted one within these multiples of the
@@ -119,7 +121,7 @@ def _local_heads(query: Tensor, key: Tensor, rows: Rows | None, options: Coreset
         return None
     if options.near_share == 0.0 or rows is None:
         return key.new_ones(len(key), dtype=torch.bool)
-    index, lse = rows.index[::3], rows.lse[:, ::3]
+    index, lse = rows.index[::ROWS_OF_SHARE], rows.lse[:, ::ROWS_OF_SHARE]
     share = near_share_of_rows(query.index_select(1, index) * options.scale, lse, key, index, options.block_size)
     return share > options.near_share
 

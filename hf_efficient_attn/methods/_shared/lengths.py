@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from hf_efficient_attn.methods._shared.heads import FlatHeads
