@@ -7,7 +7,6 @@ from torch.nn.functional import scaled_dot_product_attention
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods import wildcat as module
 from hf_efficient_attn.methods._shared.call import naive_attention
-from hf_efficient_attn.ops import nystrom
 from hf_efficient_attn.ops.accelerator import use_backend
 from hf_efficient_attn.ops.coreset import choose_pivots
 from instances import CONTENTS, inputs, numbers, padding_mask, relative_error

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_efficient_attn.ops.export import is_compiling
 from hf_efficient_attn.version import __version__
 
 FORMAT = 1
@@ -104,7 +103,7 @@ def crossover_length(
 ) -> int:
     """The number of tokens from which on a method is faster than exact attention on this machine.
 
-    The file is read once in a process, also under `torch.compile`.
+    The file is read once in a process.
 
     Args:
         method: the name of the method.
@@ -115,8 +114,6 @@ def crossover_length(
         relative_cost: cost of the method per token, divided by that with its default hyperparameters.
     """
     key = table_key(dtype, is_causal)
-    if is_compiling():  # sizes may be unknown, and a graph contains the number of threads
-        return Crossover(*_measured_or_built_in(method, device.type, device.index, key)).at(total_dim, relative_cost)
     return _kept_length(method, device, key, total_dim, relative_cost, torch.get_num_threads())
 
 
@@ -125,20 +122,8 @@ def _kept_length(
     method: str, device: torch.device, key: str, total_dim: int, relative_cost: float, num_threads: int
 ) -> int:
     """The length, kept because to find it takes a sizable part of exact attention of a short sequence."""
-    return Crossover(*_measured_or_built_in(method, device.type, device.index, key)).at(total_dim, relative_cost)
-
-
-def _measured_or_built_in(method: str, device_type: str, device_index: int | None, key: str) -> tuple[int, int]:
-    """The lengths of a row of the table on this machine, with the number of threads of PyTorch at present."""
-    device = torch.device(device_type) if device_index is None else torch.device(device_type, device_index)
     table = measured_table(str(cache_file()), machine_name(device), method) or {}
-    small, large = table.get(key) or built_in_table(device_type)[key]
-    return small, large
-
-
-# A graph contains the result and does not trace how a file is read. This is `torch.compiler.assume_constant_result`,
-# which would import the compiler here.
-vars(_measured_or_built_in)["_dynamo_marked_constant"] = True
+    return (table.get(key) or built_in_table(device.type)[key]).at(total_dim, relative_cost)
 
 
 def cache_file() -> pathlib.Path:
