@@ -277,18 +277,6 @@ def test_a_failed_write_leaves_the_file_as_it_was(cache, monkeypatch):
     assert writing.replacing is measuring.replacing
 
 
-def test_torch_compile_takes_the_length_as_a_constant(cache):
-    def work(x):
-        longest = crossover.crossover_length("kdeformer", x.shape[1], dtype=x.dtype, is_causal=False, device=x.device)
-        return x * 2 if x.shape[0] < longest else x * 3
-
-    measuring.store_crossover("kdeformer", CPU, FOUND)
-    for dynamic in (False, True):
-        compiled = torch.compile(work, fullgraph=True, backend="eager", dynamic=dynamic)
-        assert compiled(torch.ones(699, LARGE_DIM))[0, 0] == 2
-        assert compiled(torch.ones(700, LARGE_DIM))[0, 0] == 3
-
-
 # The command.
 
 
