@@ -336,7 +336,7 @@ PROMISES: dict[str, Promise] = {
     "naive": Promise(7, promises.check_naive, _naive, 2.0),
     "naive_gradients": Promise(7, promises.check_naive_gradients, _naive_gradients),
     "budget": Promise(8, promises.check_whole_budget, _budget, applies=lambda i: i.limit in ("exact", "bounded")),
-    "compiles": Promise(9, promises.check_compiles, _compiles, 0.004, lambda i: not i.data_dependent),
+    "compiles": Promise(9, promises.check_compiles, _compiles, 0.004),
     "refused": Promise(10, promises.check_refused, _refused),
     "memory": Promise(11, promises.check_largest_tensor, _memory, 0.1, _is_long_enough, ("length",)),
     "transaction": Promise(12, promises.check_transaction, _transaction, 0.2, lambda i: i.method in ROWS),

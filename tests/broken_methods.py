@@ -4,6 +4,7 @@ Each is a small change of the same correct dense attention. `broken(form)` regis
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -175,10 +176,11 @@ def builds_all_pairs(config, query, key, value, mask, is_causal, scale, seed) ->
     return torch.zeros_like(value[:, :, :1]).expand(-1, -1, query.shape[2], -1) + pairs[:1, :1]
 
 
-def branches_on_values(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    if query.abs().max() > 1e6:
-        query = query * 0.5
-    return _dense(query, key, value, mask, is_causal, scale)
+_CALLS = itertools.count()
+
+
+def counts_its_calls(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
+    return _dense(query, key, value, mask, is_causal, scale * (1.0 + 0.01 * next(_CALLS)))
 
 
 def queries_without_keys_give_nan(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:

@@ -47,7 +47,7 @@ class Instance:
         skips_masked_queries: whether the outputs of masked tokens are 0 when queries and keys are the same tokens.
         square: whether it needs as many queries as keys, although the method has a rectangular form.
         call_seed: whether the seed of a call has the same effect as that of the config.
-        data_dependent: whether the amount of work depends on the data, so that the method cannot be compiled.
+        data_dependent: whether the amount of work depends on the data.
         switches: whether the causal form is exact up to a length at which it is not exact in longer sequences. Then a
             sequence has another output alone than in a batch with longer ones.
         splits_scale: whether queries and keys are both multiplied by sqrt(scale), so that draws depend on both.

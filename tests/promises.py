@@ -428,7 +428,7 @@ def check_converges_in_expectation(instance: Instance, is_causal: bool, length: 
 def check_compiles(
     instance: Instance, is_causal: bool, backend: str = "aot_eager", padding: str = "left", **shape: Any
 ) -> None:
-    """The graph has no break, so no branch depends on values. Output and gradients are those of eager mode."""
+    """The graph has no break. Output and gradients are those of eager mode."""
     leaves = [x.requires_grad_() for x in inputs(**{"batch": 2, "q_len": 61, **shape}, dtype=torch.float64)]
     key_mask = padding_mask(padding, leaves[1].shape[0], leaves[1].shape[2])
     torch._dynamo.reset()

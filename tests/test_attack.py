@@ -38,7 +38,7 @@ BROKEN = {
     "naive": bad.never_converges,
     "naive_gradients": bad.detaches_the_keys,
     "budget": bad.stops_short,
-    "compiles": bad.branches_on_values,
+    "compiles": bad.counts_its_calls,
     "memory": bad.builds_all_pairs,
 }
 BY_THE_PACKAGE = ["state", "refused", "transaction"]
@@ -53,11 +53,7 @@ def test_every_promise_has_something_that_breaks_it():
     assert {promise.number for promise in PROMISES.values()} == set(range(1, 13))
 
 
-# A graph that fails to compile changes when PyTorch frees tensors later in the process, which the counts of memory in
-# test_launches.py see. They are in the other suite.
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name == "compiles")) for name in BROKEN]
-)
+@pytest.mark.parametrize("name", BROKEN)
 def test_finds_a_method_that_breaks_the_promise(name, monkeypatch, capsys):
     # `test_failures_are_reduced` takes more tries.
     monkeypatch.setattr(attack, "_TRIES", 4)

@@ -1,12 +1,11 @@
-"""Gradients of attention in blocks, of windows and of what landmarks count, against those of plain operations."""
+"""Gradients of windows and of what landmarks count, against those of plain operations."""
 
 import pytest
 import torch
 
-from hf_efficient_attn.ops import partial
 from hf_efficient_attn.ops.coreset_near_keys import count_near_keys
 from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.partial import partial_attention, partial_attention_naive
+from hf_efficient_attn.ops.partial import partial_attention_naive
 from hf_efficient_attn.ops.window import window_partial
 
 
@@ -28,41 +27,6 @@ def check(ours, naive, tensors, with_lse):
     found, expected = (gradients(x, tensors, 9, with_lse) for x in (ours, naive))
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y.nan_to_num(), rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("with_lse", [False, True])
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(
-    ("blocks", "key_blocks", "rows", "dims", "biased"),
-    [(1, 1, 300, (8, 8), True), (3, 1, 100, (8, 12), False), (2, 2, 256, (12, 7), True), (2, 2, 30, (5, 5), True)],
-)
-def test_gradients_of_blocks(blocks, key_blocks, rows, dims, biased, threads, with_lse, monkeypatch):
-    """By the fused kernel and by chunks; the fused kernel needs a head for each thread."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1 if threads == 1 else 100)
-    query, key = numbers(2, blocks, rows, dims[0]), numbers(2, key_blocks, 40, dims[0], seed=1)
-    value, bias = numbers(2, key_blocks, 40, dims[1], seed=2), numbers(2, key_blocks, 1, 40, seed=3)
-    bias[0, 0, 0, :7] = -torch.inf
-    bias[1] = bias[1] * 100.0
-    tensors = [x.requires_grad_() for x in ((query, key, value, bias) if biased else (query, key, value))]
-    assert partial._by_fused(query, key, value, bias if biased else None, 0.3) == (threads == 1 and rows > 30)
-    ours, naive = (f(*tensors, scale=0.3) for f in (partial_attention, partial_attention_naive))
-    torch.testing.assert_close(ours.out, naive.out)
-    torch.testing.assert_close(ours.lse, naive.lse)
-    check(ours, naive, tensors, with_lse)
-
-
-@pytest.mark.parametrize("rows", [30, 300])
-def test_gradients_of_queries_without_a_key(rows):
-    query, key, value = (numbers(2, 1, n, 8, seed=n).requires_grad_() for n in (rows, 40, 41))
-    bias = torch.zeros(2, 1, 1, 40, dtype=torch.float64)
-    bias[0] = -torch.inf
-    bias.requires_grad_()
-    out, lse = partial_attention(query, key, value[:, :, :40], bias, scale=0.3)
-    assert (out[0] == 0).all()
-    assert (lse[0] == -torch.inf).all()
-    for x in torch.autograd.grad(out.sum() + lse[1].sum(), (query, key, value, bias)):
-        assert (x[0] == 0).all()
-        assert x.isfinite().all()
 
 
 @pytest.mark.parametrize("with_lse", [False, True])

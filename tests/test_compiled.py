@@ -5,15 +5,10 @@ import torch
 from torch import Tensor
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.ops.accelerator import use_backend
+from hf_efficient_attn.methods import get_method
 from instances import INSTANCES, Instance, inputs, padding_mask
 
-FORMS = [
-    pytest.param(i, c, id=f"{i}{'-causal' if c else ''}")
-    for i in INSTANCES
-    for c in i.forms
-    if ("causal" if c else "bidirectional") in i.info.config_class.runs_in_chunks
-]
+FORMS = [pytest.param(i, c, id=f"{i}{'-causal' if c else ''}") for i in INSTANCES for c in i.forms]
 
 
 class Graphs:
@@ -27,7 +22,7 @@ class Graphs:
         return graph
 
     def calls(self) -> int:
-        return sum("hf_efficient_attn.method" in name for names in self.operators for name in names)
+        return sum("hf_efficient_attn.attention" in name for names in self.operators for name in names)
 
 
 def attend(config: hea.methods.MethodConfig, tensors: tuple[Tensor, ...], mask: Tensor | None, **options) -> Tensor:
@@ -68,19 +63,44 @@ def test_under_autocast_the_products_of_the_method_are_in_its_own_dtype():
     assert torch.equal(ours, eager)
 
 
-def test_what_needs_a_gradient_or_another_form_is_in_the_graph_itself():
-    config, tensors = hea.LongformerConfig(window_size=8), inputs(1, 2, 60, 8)
+@pytest.mark.parametrize(("instance", "is_causal"), FORMS)
+def test_gradients_are_those_of_the_eager_form(instance: Instance, is_causal):
+    """Of queries, keys and values; also where the form depends on whether a gradient is wanted."""
     graphs = Graphs()
-    form = compiled(graphs)
-    form(config, [x.requires_grad_() for x in tensors], None).sum().backward()
-    assert all(x.grad is not None for x in tensors)
-    with torch.no_grad():
-        form(config, tensors, None, dropout_p=0.1)
-        with use_backend("library"):
-            form(config, tensors, None)
-        assert graphs.calls() == 0 < len(graphs.operators)
-        form(config, tensors, None)
+    form, config, found = compiled(graphs), instance.config(), []
+    for call in (form, attend):
+        tensors = [x.requires_grad_() for x in inputs(2, 4, 130, 16, num_kv_heads=2, value_dim=12)]
+        out = call(config, tensors, padding_mask("right", 2, 130), is_causal=is_causal, scale=0.3)
+        out.square().sum().backward()
+        found.append((out, *(x.grad for x in tensors)))
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
     assert graphs.calls() == 1
+
+
+def test_learned_parameters_have_gradients():
+    found = []
+    for call in (torch.compile(attend, fullgraph=True, backend="aot_eager"), attend):
+        tensors = inputs(1, 2, 90, 8)
+        config = hea.LinformerConfig(projection_dim=16)
+        initial = get_method("linformer").initial_parameters(
+            config, num_heads=2, num_kv_heads=2, head_dim=8, value_dim=8, max_length=90
+        )
+        learned = {name: x.requires_grad_() for name, x in initial.items()}
+        call(config, tensors, None, parameters=learned).square().sum().backward()
+        found.append([x.grad for x in learned.values()])
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+def test_dropout_in_a_graph_has_the_gradient_of_what_it_drew():
+    """With values of 1 and keys of 0 every output counts the weights that were kept, and so does the gradient."""
+    form, config = torch.compile(attend, fullgraph=True, backend="aot_eager"), hea.LongformerConfig(window_size=8)
+    query, key, _ = (torch.zeros(1, 1, 60, 8) for _ in range(3))
+    value = torch.ones(1, 1, 60, 8, requires_grad=True)
+    out = form(config, (query, key, value), None, dropout_p=0.5)
+    assert 0.5 < out.mean() < 1.5
+    assert out.std() > 0.05
+    out[..., 0].sum().backward()
+    torch.testing.assert_close((value.grad[..., 0]).sum(), out[..., 0].sum())
 
 
 def test_an_operator_of_inductor():

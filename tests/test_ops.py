@@ -16,21 +16,17 @@ from hf_efficient_attn.methods import longformer
 from hf_efficient_attn.ops import (
     causal,
     constants,
-    gather_attend,
     near_far,
     near_far_sampling,
-    onednn,
     precision,
     window,
 )
-from hf_efficient_attn.ops import partial as partial_module
 from hf_efficient_attn.ops.accelerator import use_backend
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.features import key_state, orthogonal_features, query_state, softmax_features
 from hf_efficient_attn.ops.hashing import angular_hash, gray_rank, hyperplanes, sort_by_hash
 from hf_efficient_attn.ops.linear_attention import elu_features
-from hf_efficient_attn.ops.onednn import grouped_attention
 from hf_efficient_attn.ops.partial import Partial, merge, partial_attention, partial_attention_naive, prefix_merge
 from hf_efficient_attn.ops.random import normal, offsets, uniform
 from hf_efficient_attn.ops.sampling import (
@@ -1068,116 +1064,6 @@ def test_the_levels_that_are_planned_together(length, num_samples):
         assert ((own - torch.exp(-plan_.log_weight)).abs() < 1 + 1e-6).all()
 
 
-@quick
-@given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 12), st.sampled_from([3, 4]), st.booleans())
-def test_grouped_attention_is_attention(block_q, num_blocks, block_k, head_dim, masked):
-    query, key, value = (numbers(n, head_dim, seed=n + i).float() for i, n in enumerate((20, 30, 30)))
-    value = value[:, :3]
-    query_index, key_index = torch.randint(20, (block_q, num_blocks)), torch.randint(30, (num_blocks, block_k))
-    bias = torch.randn(num_blocks, block_k)
-    if masked:
-        bias[0] = -torch.inf
-    got = grouped_attention(query, key, value, query_index, key_index, bias, scale=0.3)
-    blocks = (query[query_index].transpose(0, 1)[None], key[key_index][None], value[key_index][None])
-    expected = partial_attention_naive(*blocks, bias[None, :, None], scale=0.3).out.nan_to_num(0.0)
-    torch.testing.assert_close(got.transpose(0, 1)[None], expected)
-
-
-@pytest.mark.parametrize("near_field", ["lsh", "window", "auto"])
-@pytest.mark.parametrize("length", [301, 1100])
-def test_both_cpu_paths_agree(near_field, length, monkeypatch):
-    """With oneDNN and without it. The processor and the number of threads determine which one is used."""
-    query, key, value = (torch.randn(2, 3, length, 16) for _ in range(3))
-    mask = torch.rand(2, length) > 0.3
-    options = {"near_field": near_field, "block_size": 32, "num_samples": 32, "attention_mask": mask}
-    outs = []
-    monkeypatch.setattr(gather_attend, "_LEAST_GROUPED", 0)
-    for grouped in (False, True):
-        monkeypatch.setattr(gather_attend, "use_grouped", lambda *_, grouped=grouped: grouped)
-        outs.append(functional.kdeformer_attention(query, key, value, **options))
-    torch.testing.assert_close(*outs, atol=2e-6, rtol=1e-5)
-    assert not torch.equal(*outs)  # or the same path ran twice
-
-
-@pytest.mark.parametrize(
-    ("vendor", "family", "expected"),
-    [("AuthenticAMD", "25", False), ("AuthenticAMD", "26", True), ("GenuineIntel", "26", False), ("?", "x", False)],
-)
-def test_which_processors_have_full_width_units(tmp_path, vendor, family, expected):
-    one = f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel name\t: a: b\n"
-    (tmp_path / "cpuinfo").write_text(f"{one}\n{one}")
-    assert onednn._full_width_amd(str(tmp_path / "cpuinfo")) is expected
-    assert onednn._full_width_amd(str(tmp_path / "nothing")) is False
-
-
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("bias", [None, "finite", "large", "excluded"])
-@pytest.mark.parametrize("size", ["small", "some scores", "large scores", "large values"])
-def test_attention_by_products(monkeypatch, shared, bias, size):
-    """In chunks of queries and of keys, also with keys of which nothing is left.
-
-    Small scores and values need no maximum of the scores.
-    """
-    monkeypatch.setattr(partial_module, "use_product", lambda *_: True)
-    monkeypatch.setattr(onednn, "_LEAST_NUMEL", 0)
-    monkeypatch.setattr(onednn, "_PRODUCT_KEYS", 16)
-    monkeypatch.setattr(onednn, "_PRODUCT_NUMEL", 16 * 10)
-    blocks = 1 if shared else 2
-    query, key, value = torch.randn(2, 2, 23, 5), torch.randn(2, blocks, 37, 5), torch.randn(2, blocks, 37, 3)
-    if size == "large scores":
-        key = 60.0 * key
-    if size == "large values":
-        value = 1e30 * value
-    if size == "some scores":
-        query[:, :, ::2] *= 60.0
-    bounded = onednn._are_bounded(query[0], key[0], value[0])
-    assert bounded.any() == (size in ("small", "some scores"))
-    assert bounded.all() == (size == "small")
-    added = None if bias is None else torch.randn(2, blocks, 1, 37)
-    if added is not None and bias == "large":
-        added = 100.0 * added - 1000.0
-    if added is not None and bias == "excluded":
-        added[0, :, :, :20] = -torch.inf
-        added[1] = -torch.inf
-    assert partial_module._by_products(query, key, value, added)
-    got = partial_attention(query, key, value, added, scale=1.3)
-    expected = partial_attention_naive(query, key, value, added, scale=1.3)
-    # Scores of 1,000 have an error of 1e-4 in float32.
-    largest = float(value.abs().max())
-    precision = 1e-3 if "scores" in size or bias == "large" else 1e-5
-    tolerance = {"rtol": precision, "atol": precision * max(1.0, largest)}
-    torch.testing.assert_close(got.out, expected.out.nan_to_num(0.0), **tolerance)
-    torch.testing.assert_close(got.lse, expected.lse, rtol=precision, atol=precision)
-    assert not partial_module._by_products(query, key, value, torch.zeros(2, 1, 23, 37))
-
-
-def test_products_are_for_many_scores(monkeypatch):
-    monkeypatch.setattr(partial_module, "use_product", lambda *_: True)
-    x = torch.zeros(1, 1, 8, 4)
-    assert not partial_module._by_products(x, x, x, None)
-
-
-def test_grouped_products_are_for_plain_float32_only(monkeypatch):
-    monkeypatch.setattr(onednn, "_full_width_amd", lambda: True)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    x = torch.zeros(2, 3)
-    assert onednn.use_grouped(x, None, x)
-    assert not onednn.use_grouped(x, x.double())
-    assert not onednn.use_grouped(x.clone().requires_grad_())
-    with torch.no_grad():
-        assert onednn.use_grouped(x.clone().requires_grad_())
-    with torch.backends.mkldnn.flags(enabled=False):
-        assert not onednn.use_grouped(x)
-        assert not onednn.use_product(x)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert onednn.use_product(x)
-    assert not onednn.use_grouped(x)
-    monkeypatch.setattr(onednn, "_full_width_amd", lambda: False)
-    assert not onednn.use_grouped(x)
-
-
 def test_the_features_of_very_negative_numbers_are_no_zeros():
     """elu(x) + 1 rounds to 0 below -17, and a query would lose all its keys."""
     x = torch.tensor([-60.0, -20.0, -1.0, 0.0, 2.0])
@@ -1206,22 +1092,6 @@ def test_the_gradient_is_finite_where_the_weights_nearly_underflow(is_causal, dt
     gradients = torch.autograd.grad(out.sum(), (query, key, value))
     assert all(gradient.isfinite().all() for gradient in gradients)
     assert gradients[1].count_nonzero() == 2 and gradients[2].count_nonzero() == 2
-
-
-def test_products_get_rows_without_gaps(monkeypatch):
-    """The heads of a model have gaps between their rows, for which oneDNN's product is a hundred times slower."""
-    seen = []
-
-    def product(x, weight, bias=None):
-        seen.append(x.is_contiguous() and (weight.is_contiguous() or weight.t().is_contiguous()))
-        return x @ weight.t() if bias is None else x @ weight.t() + bias
-
-    monkeypatch.setattr(onednn, "product", product)
-    query, key, value = (torch.randn(40, 3, 8).transpose(0, 1) for _ in range(3))
-    out, lse = onednn.product_attention(query, key, value, None, 0.3, True)
-    assert len(seen) == 6 and all(seen)
-    torch.testing.assert_close(out, (0.3 * query @ key.mT).softmax(2) @ value)
-    torch.testing.assert_close(lse, (0.3 * query @ key.mT).logsumexp(2))
 
 
 # Constants.

@@ -14,7 +14,7 @@ from hf_efficient_attn.ops import constants
 from hf_efficient_attn.ops.random import HeadSlice
 from instances import INSTANCES, inputs, padding_mask
 from test_heads import HEADS, KV_HEADS, parameters_of
-from tiny_models import DATA_DEPENDENT, FIRST, METHODS, tiny_batch, tiny_model
+from tiny_models import FIRST, METHODS, tiny_batch, tiny_model
 
 THREADS, ROUNDS = 4, 5
 
@@ -79,11 +79,7 @@ COMPILED = ("kdeformer", "nearfar", "linear", "thinformer")
 @pytest.mark.parametrize("is_causal", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     "method",
-    [
-        pytest.param(method, marks=[] if method in COMPILED else pytest.mark.exhaustive)
-        for method in METHODS
-        if method not in DATA_DEPENDENT
-    ],
+    [pytest.param(method, marks=[] if method in COMPILED else pytest.mark.exhaustive) for method in METHODS],
 )
 def test_compiled_calls(method, is_causal, of_slice):
     """All calls have the same shapes, so that each has a graph of its own: another graph may round differently."""

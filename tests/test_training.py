@@ -8,7 +8,6 @@ import transformers
 
 import hf_efficient_attn as hea
 from tiny_models import (
-    DATA_DEPENDENT,
     DECODERS,
     FAMILIES,
     METHODS,
@@ -103,8 +102,6 @@ def eager_and_compiled(family, model, inputs):
 @each_method
 @pytest.mark.parametrize(("family", "padding"), [("bert", "left"), ("gpt2", "none")])
 def test_compiling_to_one_graph(family, padding, method):
-    if method in DATA_DEPENDENT:
-        pytest.skip("the method's control flow depends on the data")
     layers = {"n_layer": 1} if family == "gpt2" else {"num_hidden_layers": 1}
     model, inputs = tiny_model(family, method, **layers), tiny_batch(family, padding=padding)
     (out, gradients), (compiled, compiled_gradients) = eager_and_compiled(family, model, inputs)

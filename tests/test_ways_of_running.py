@@ -12,7 +12,7 @@ from torch.export import Dim
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods import exportable_methods
 from test_learned import learned_in, shake
-from tiny_models import DATA_DEPENDENT, DECODERS, METHODS, SMALL, output, tiny_batch, tiny_model
+from tiny_models import DECODERS, METHODS, SMALL, output, tiny_batch, tiny_model
 
 # What is enough for the core suite: features, a window, sampled keys, learned projections.
 CHOSEN = ("linear", "longformer", "kdeformer", "linformer")
@@ -64,7 +64,7 @@ def saved_and_loaded(program) -> nn.Module:
     return torch.export.load(file).module()
 
 
-@pytest.mark.parametrize("method", methods(*DATA_DEPENDENT))
+@pytest.mark.parametrize("method", methods())
 @pytest.mark.parametrize("family", MODELS)
 def test_an_exported_graph_of_fixed_shapes(family, method):
     make, names = MODELS[family]
@@ -74,7 +74,7 @@ def test_an_exported_graph_of_fixed_shapes(family, method):
         torch.testing.assert_close(loaded(*make(2, 70)), model(*make(2, 70)), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("method", methods(*DATA_DEPENDENT))
+@pytest.mark.parametrize("method", methods())
 @pytest.mark.parametrize("family", MODELS)
 def test_an_exported_graph_of_dynamic_shapes(family, method):
     """One graph for other batches, and, if the inputs are texts, other lengths and masks: right, or an error."""
@@ -93,12 +93,6 @@ def test_an_exported_graph_of_dynamic_shapes(family, method):
                     continue
                 raise
             torch.testing.assert_close(found, model(*inputs), atol=1e-5, rtol=1e-5)
-
-
-def test_a_method_that_reads_values_is_not_exported():
-    model = Positional(tiny_model("bert", "approx_kmv"), MODELS["bert"][1])
-    with torch.no_grad(), pytest.raises(Exception, match="data-dependent"):
-        torch.export.export(model, text(2, 70))
 
 
 @pytest.mark.parametrize("method", exportable_methods())
@@ -124,7 +118,7 @@ def test_a_model_in_onnx(family, method, tmp_path):
 
 
 @pytest.mark.parametrize("way", ["dynamic", "mark_dynamic"])
-@pytest.mark.parametrize("method", methods(*DATA_DEPENDENT))
+@pytest.mark.parametrize("method", methods())
 def test_a_compiled_model_of_dynamic_lengths(method, way):
     """No length but the first one is compiled, except for methods whose graph is limited to some lengths."""
     graphs = []

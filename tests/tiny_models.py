@@ -19,8 +19,6 @@ EXACT = list(dict.fromkeys(i.method for i in INSTANCES if i.limit == "exact"))
 # exactly.
 SAME_BY_STEP = list(dict.fromkeys(i.method for i in INSTANCES if not i.exact_steps))
 RANDOM = [i.method for i in FIRST.values() if i.random]
-# Methods that torch.compile cannot trace at the hyperparameters above.
-DATA_DEPENDENT = [method for method in SMALL if next(i for i in INSTANCES if i.method == method).data_dependent]
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 TEXT = {"vocab_size": 60, "max_position_embeddings": 128}
 IMAGE = {"image_size": 32, "patch_size": 4}

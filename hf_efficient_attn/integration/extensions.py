@@ -22,7 +22,7 @@ from hf_efficient_attn.integration.recurrent import StateLayer, is_recurrent
 from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS
 from hf_efficient_attn.integration.transaction import Snapshot
 from hf_efficient_attn.methods import available_methods
-from hf_efficient_attn.ops.export import is_compiling
+from hf_efficient_attn.ops.export import nothing, replaced_in_graphs
 
 # The attribute by which Transformers knows modules that need no initialization.
 _INITIALIZED = "_is_hf_initialized"
@@ -199,8 +199,11 @@ def extend_caches() -> None:
         **kwargs: Any,
     ) -> None:
         initialize(self, ddp_cache_data, config, *args, **kwargs)
-        if type(self) is not DynamicCache or config is None or is_compiling():
-            return
+        if type(self) is DynamicCache and config is not None:
+            add_states(self, config)
+
+    @replaced_in_graphs(nothing)
+    def add_states(self: DynamicCache, config: PreTrainedConfig) -> None:
         config = config.get_text_config(decoder=True)
         name = method_of(config)
         if name is None:

@@ -11,7 +11,7 @@ from transformers.utils.import_utils import is_tracing
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods import unwrapped
-from hf_efficient_attn.ops.export import is_compiling
+from hf_efficient_attn.ops.export import nothing, replaced_in_graphs
 
 _NAMES = ("position_embeddings", "wpe", "embed_positions", "position_embedding")
 # The attribute of a model with the `PositionTable`s that it holds.
@@ -177,4 +177,10 @@ def _used_positions(embedding: nn.Embedding, length: int, ids: object, kwargs: M
         counts = mask.sum(-1)
     else:
         return length
-    return None if is_compiling() or is_tracing(counts) or counts.is_meta else int(unwrapped(counts).max())
+    return _largest(counts)
+
+
+@replaced_in_graphs(nothing)
+def _largest(counts: Tensor) -> int | None:
+    """The largest number, or None where it cannot be read."""
+    return None if is_tracing(counts) or counts.is_meta else int(unwrapped(counts).max())

@@ -21,7 +21,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.model_code import attention_arguments
 from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.methods import MethodConfig, causal_methods, get_method, learns, rectangular_methods
-from hf_efficient_attn.ops.export import is_compiling
+from hf_efficient_attn.ops.export import nothing, replaced_in_graphs
 
 # The attribute of an attention module whose exact cross attention has been warned of.
 WARNED = "_efficient_attention_warned"
@@ -123,9 +123,10 @@ def why_cross_attention_is_exact(method: str | MethodConfig, config: object) -> 
     return None
 
 
+@replaced_in_graphs(nothing)
 def warn_of_exact_cross_attention(module: nn.Module, reason: str, names: list[str]) -> None:
     """Warn once per module that cross attention stays exact. No warning is given while a graph is traced."""
-    if not is_compiling() and not getattr(module, WARNED, False):
+    if not getattr(module, WARNED, False):
         warnings.warn(f"{reason}: cross attention stays exact in {', '.join(names)}", stacklevel=2)
         setattr(module, WARNED, True)
 

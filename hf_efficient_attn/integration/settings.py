@@ -17,7 +17,7 @@ from hf_efficient_attn.integration.layers import (
     is_selected,
 )
 from hf_efficient_attn.methods import MethodConfig, get_method, make_config
-from hf_efficient_attn.ops.export import is_compiling
+from hf_efficient_attn.ops.export import nothing, replaced_in_graphs
 
 # Version 2 has `calibrated_length`. A choice without it is written as version 1, which earlier releases read.
 FORMAT_VERSION = 2
@@ -204,6 +204,7 @@ def changed_hyperparameters(config: MethodConfig) -> dict[str, Any]:
 _WARNED = "_warned_of_length"
 
 
+@replaced_in_graphs(nothing)
 def warn_beyond_calibration(settings: EfficientAttentionConfig, kv_len: int, key_mask: Tensor | None) -> None:
     """Warn once for each choice of a sequence that is longer than those that the choice was calibrated on.
 
@@ -215,7 +216,7 @@ def warn_beyond_calibration(settings: EfficientAttentionConfig, kv_len: int, key
         key_mask: bool (B, Nk), True = attend; None if nothing is masked.
     """
     limit = settings.calibrated_length
-    if limit is None or is_compiling() or kv_len <= limit or hasattr(settings, _WARNED):
+    if limit is None or kv_len <= limit or hasattr(settings, _WARNED):
         return
     # Padding does not count. Only inputs longer than the limit take the time to count their tokens.
     longest = kv_len if key_mask is None else int(key_mask.sum(1).max())

@@ -1,7 +1,7 @@
 """Attention of a module whose model is divided over processes by `hea.sequence_parallel`."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -9,7 +9,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.methods import MethodConfig, sharded_attention
 from hf_efficient_attn.ops.collectives import Shards, over_heads
-from hf_efficient_attn.ops.export import is_compiling
+from hf_efficient_attn.ops.export import replaced_in_graphs
 from hf_efficient_attn.ops.random import HeadSlice
 
 # The attribute of models and attention modules with their `SequenceParallel`.
@@ -57,10 +57,17 @@ def shards_of(module: nn.Module, kwargs: Mapping[str, Any]) -> Shards | None:
             f"sequence_parallel: a {type(module).__name__} is called outside of a call of its model: call the model "
             "that was given to sequence_parallel; with gradient checkpointing, its layers must pass keyword arguments"
         )
-    if is_compiling():
-        raise UnsupportedAttentionError(
-            "sequence_parallel: the exchanges between processes cannot be compiled: leave torch.compile out"
-        )
+    return _of_this_call(shards)
+
+
+def _refuse(shards: Shards) -> NoReturn:
+    raise UnsupportedAttentionError(
+        "sequence_parallel: the exchanges between processes cannot be compiled: leave torch.compile out"
+    )
+
+
+@replaced_in_graphs(_refuse)
+def _of_this_call(shards: Shards) -> Shards:
     return shards
 
 

@@ -28,7 +28,6 @@ class HyperAttentionConfig(SampledKeysConfig):
     title = "HyperAttention"
     paper = "Han, Jayaram, Karbasi, Mirrokni, Woodruff, Zandieh, ICLR 2024"
     year = 2023
-    runs_in_chunks = ("bidirectional", "causal")
     summary = "blocks of an angular hash exactly, and uniformly sampled columns for the rest"
     paper_url = "https://arxiv.org/abs/2310.05869"
     near = "LSH blocks or a window"

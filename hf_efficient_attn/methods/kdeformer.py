@@ -50,7 +50,6 @@ class KDEformerConfig(SampledKeysConfig):
     title = "KDEformer"
     paper = "Zandieh, Han, Daliri, Karbasi, ICML 2023"
     year = 2023
-    runs_in_chunks = ("bidirectional", "causal")
     summary = "blocks of an angular hash exactly, and columns sampled by their estimated norms in the rest"
     paper_url = "https://arxiv.org/abs/2302.02451"
     near = "LSH blocks or a window"

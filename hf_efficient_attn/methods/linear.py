@@ -66,7 +66,6 @@ class LinearConfig(MethodConfig):
     exportable = True
     mixes_queries = False
     learned_parameters = (*NAMES, LOG_WEIGHT)
-    runs_in_chunks = ("causal",)
     summary = "elu(x) + 1 features in place of the exponential; an attention of its own, for training"
     paper_url = "https://arxiv.org/abs/2006.16236"
     near = "none, or a window"

@@ -40,7 +40,6 @@ class LongformerConfig(MethodConfig):
     causal = True
     rectangular = False
     exportable = True
-    runs_in_chunks = ("bidirectional", "causal")
     summary = "a sliding window, and optional global tokens"
     paper_url = "https://arxiv.org/abs/2004.05150"
     near = "a window"

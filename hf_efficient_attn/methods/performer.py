@@ -57,7 +57,6 @@ class PerformerConfig(MethodConfig):
     rectangular = True
     mixes_queries = False
     learned_parameters = NAMES
-    runs_in_chunks = ("causal",)
     summary = "positive orthogonal random features of the softmax kernel (FAVOR+)"
     paper_url = "https://arxiv.org/abs/2009.14794"
     near = "none"

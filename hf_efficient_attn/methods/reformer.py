@@ -48,7 +48,6 @@ class ReformerConfig(MethodConfig):
     year = 2020
     causal = False
     rectangular = True
-    runs_in_chunks = ("bidirectional", "causal")
     summary = "chunks of tokens sorted by a random hash, in rounds whose pairs count once"
     paper_url = "https://arxiv.org/abs/2001.04451"
     near = "chunks of equal hashes, in several rounds"

@@ -62,7 +62,6 @@ class ScatterbrainConfig(MethodConfig):
     year = 2021
     causal = True
     rectangular = False
-    runs_in_chunks = ("bidirectional", "causal")
     summary = "a window or hashed blocks exactly, and positive random features for the rest"
     paper_url = "https://arxiv.org/abs/2110.15343"
     near = "a block of positions or of a hash"

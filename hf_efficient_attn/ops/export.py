@@ -1,7 +1,13 @@
 """Whether a call is traced: by `torch.compile`, `torch.export` or the exporter to ONNX."""
 
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
 import torch
 from torch import Tensor
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def is_compiling() -> bool:
@@ -13,6 +19,28 @@ def is_compiling() -> bool:
     if torch.compiler.is_dynamo_compiling():
         return True
     return torch.compiler.is_compiling() and type(torch.empty(0)) is not Tensor
+
+
+def in_graph() -> bool:
+    """Whether this call is recorded into a graph that contains calls of methods as operators: not one for ONNX."""
+    return is_compiling() and not exporting_to_onnx()
+
+
+def replaced_in_graphs(replacement: Callable[..., Any]) -> Callable[[_Function], _Function]:
+    """Decorate a function in whose place graphs contain another one, with the same arguments."""
+
+    def decorate(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return replacement(*args, **kwargs) if is_compiling() else function(*args, **kwargs)
+
+        return cast(_Function, call)
+
+    return decorate
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """What stands in graphs for a check of values or a warning, with `replaced_in_graphs`."""
 
 
 def exporting_to_onnx() -> bool:

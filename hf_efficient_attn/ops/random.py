@@ -12,8 +12,9 @@ depends on its number among all heads of the layer, so that it does not depend o
 such a call is a `HeadSeed`, which knows these numbers.
 """
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -95,6 +96,21 @@ def _mix(x: _Bits) -> _Bits:
 def draw_seed(device: torch.device) -> Tensor:
     """Draw a seed from the global generator of `device`, as training does: an int64 scalar tensor."""
     return torch.randint(2**31 - 1, (), device=device)
+
+
+@contextlib.contextmanager
+def with_draws_of(seed: Tensor | int | None, device: torch.device) -> Iterator[None]:
+    """Within this context the global generators give the draws of the seed. Afterwards they go on as before.
+
+    Nothing happens if the seed is None.
+    """
+    if seed is None:
+        yield
+        return
+    on_cpu = device.type == "cpu"
+    with torch.random.fork_rng([] if on_cpu else [device], device_type="cuda" if on_cpu else device.type):
+        torch.manual_seed(int(seed))
+        yield
 
 
 def uniform(shape: tuple[int, ...], seed: Seed, stream: int, device: torch.device) -> Tensor:

@@ -19,7 +19,7 @@ CPU_NUMEL, ACCELERATOR_NUMEL = 1 << 20, 1 << 28
 
 
 def slice_size(numel: int, device: torch.device) -> int:
-    """How many heads or blocks to process at a time if the largest temporary of each has `numel` numbers; at least 1."""
+    """How many heads or blocks to process at a time, whose largest temporaries have `numel` numbers each."""
     return max(1, (CPU_NUMEL if device.type == "cpu" else ACCELERATOR_NUMEL) // max(1, numel))
 
 

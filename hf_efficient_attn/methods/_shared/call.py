@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.methods._shared.arguments import Arguments, check_names, check_types, refuse_positional
 from hf_efficient_attn.methods._shared.config import MethodConfig
-from hf_efficient_attn.methods._shared.graph import is_operator, operator_forward
+from hf_efficient_attn.methods._shared.graph import call_in_graph
 from hf_efficient_attn.methods._shared.learned_shapes import parameters_of_slice
 from hf_efficient_attn.methods._shared.registry import (
     AttentionForward,
@@ -29,7 +29,7 @@ from hf_efficient_attn.methods._shared.registry import (
 )
 from hf_efficient_attn.methods._shared.transforms import call_in_transform, in_transform, refuse_second_gradient
 from hf_efficient_attn.ops.collectives import Shards, over_heads
-from hf_efficient_attn.ops.export import exporting_to_onnx, is_compiling
+from hf_efficient_attn.ops.export import exporting_to_onnx, in_graph, replaced_in_graphs
 from hf_efficient_attn.ops.precision import multiplies_bfloat16
 from hf_efficient_attn.ops.random import HeadSeed, HeadSlice, Seed, draw_seed
 
@@ -375,8 +375,8 @@ def _compute(
     elif offset > 0:  # give queries to the keys before the first query, and drop their outputs below
         query = torch.cat((query.new_zeros(batch, num_heads, offset, head_dim), query), 2)
     key, value = _repeat_kv(query, key, value)
-    if form is method.forward and is_operator(config, (query, key, value), options):
-        form = operator_forward
+    if in_graph() and form in (method.forward, decode):
+        form = functools.partial(call_in_graph, "forward" if form is method.forward else "decode")
     if is_autocast:
         with torch.autocast(device_type, enabled=False):
             out = form(config, query, key, value, options)
@@ -420,13 +420,19 @@ def _all_parameters(
     return {**{name: x.to(query.device) for name, x in initial.items()}, **some}
 
 
-def _zero_masked(key: Tensor, value: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Set keys and values (B, H_kv, Nk, .) to 0 where the mask (B, Nk) is False, so that padding may hold NaN."""
+def _fill_masked(key: Tensor, value: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`_zero_masked` with a gradient."""
     if key_mask is None:
         return key, value
-    if is_compiling() or (torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)):
-        masked = ~key_mask[:, None, :, None]
-        return key.masked_fill(masked, 0.0), value.masked_fill(masked, 0.0)
+    masked = ~key_mask[:, None, :, None]
+    return key.masked_fill(masked, 0.0), value.masked_fill(masked, 0.0)
+
+
+@replaced_in_graphs(_fill_masked)
+def _zero_masked(key: Tensor, value: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Set keys and values (B, H_kv, Nk, .) to 0 where the mask (B, Nk) is False, so that padding may hold NaN."""
+    if key_mask is None or (torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)):
+        return _fill_masked(key, value, key_mask)
     # `masked_fill` is not vectorized on CPUs: for two tensors it takes up to a fifth of the time of exact attention.
     integer = _INTEGERS[key.element_size()]
     bits = key_mask.to(integer).neg_()[:, None, :, None]  # all bits where the mask is True
@@ -525,7 +531,7 @@ def refuse_tracing(config: MethodConfig) -> None:
             f"the model to {' or '.join(exportable_methods())}, or back to exact attention with hea.convert(model, "
             "'sdpa'), before the export"
         )
-    if is_compiling() or not torch.jit.is_tracing():
+    if in_graph() or not torch.jit.is_tracing():
         return
     if is_onnx:
         raise UnsupportedAttentionError(

@@ -65,8 +65,6 @@ class MethodConfig:
         default_for: what a default method is a default of: "compare", the command `benchmark`; "demo", the command
             `demo`; and "calibrate", the command `analyze` and `hea.calibrate`.
         default_variants: the hyperparameters of each variant of the method that the commands compare by default.
-        runs_in_chunks: the forms, "bidirectional" or "causal", that on CPUs are faster in chunks of heads or blocks
-            than as a graph of `torch.compile`, which then calls them as one operator, unless a gradient is needed.
         switches_to: for a method that is exact up to a length and then computes another one, the name of the latter.
             The length follows from the crossover of that one. Empty: the method does not switch.
         summary: what the method computes, in one line.
@@ -97,7 +95,6 @@ class MethodConfig:
     default_rank: ClassVar[int | None] = None
     default_for: ClassVar[tuple[str, ...]] = ("compare", "calibrate")
     default_variants: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)
-    runs_in_chunks: ClassVar[tuple[str, ...]] = ()
     switches_to: ClassVar[str] = ""
     summary: ClassVar[str]
     paper_url: ClassVar[str] = ""

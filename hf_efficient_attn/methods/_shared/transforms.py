@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.ops.export import is_compiling
-from hf_efficient_attn.ops.random import draw_seed
+from hf_efficient_attn.ops.export import replaced_in_graphs
+from hf_efficient_attn.ops.random import draw_seed, with_draws_of
 
 
 class _Part(NamedTuple):
@@ -37,9 +37,10 @@ class _Part(NamedTuple):
     is_gradient: bool = False
 
 
+@replaced_in_graphs(lambda *_: False)
 def in_transform(*arguments: object) -> bool:
     """Whether a tensor among the arguments belongs to a transform of `torch.func` that is being computed."""
-    if is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
+    if torch._C._functorch.peek_interpreter_stack() is None:
         return False
     return any(_is_wrapped(x) for x in pytree.tree_leaves(arguments))
 
@@ -78,19 +79,16 @@ def call_in_transform(
         for i, x in zip(index, tensors, strict=True):
             filled[i] = x
         given = pytree.tree_unflatten(filled, structure)
-        if not draws:
-            return function(*given)
-        devices = [] if tensors[0].device.type == "cpu" else [tensors[0].device]
-        with torch.random.fork_rng(devices, device_type=tensors[0].device.type if devices else "cuda"):
-            torch.manual_seed(seed)  # the gradient draws the same again
+        with with_draws_of(seed, tensors[0].device):  # the gradient draws the same again
             return function(*given)
 
     with torch._C._DisableFuncTorch():  # `vmap` forbids to draw, and to read a number back
-        seed = int(draw_seed(leaves[index[0]].device)) if draws else 0
+        seed = int(draw_seed(leaves[index[0]].device)) if draws else None
     out: Tensor = _apply(_Part(of_tensors, name, by_rows, draws), *(leaves[i] for i in index))
     return out
 
 
+@replaced_in_graphs(lambda out, name: out)
 def refuse_second_gradient(out: Tensor, name: str) -> Tensor:
     """Make the gradient of a method's output refuse to be differentiated. Gradients by hand would give a wrong one."""
 
@@ -98,7 +96,7 @@ def refuse_second_gradient(out: Tensor, name: str) -> Tensor:
         if torch.is_grad_enabled():  # the case in a backward pass with create_graph=True only
             _refuse_twice(name)
 
-    if out.requires_grad and not is_compiling():
+    if out.requires_grad:
         out.register_hook(refuse)
     return out
 

@@ -37,7 +37,7 @@ from hf_efficient_attn.models.biggan.spectral_norm import (
     register_conversion,
 )
 from hf_efficient_attn.models.eager import eager_attention_forward
-from hf_efficient_attn.ops.export import is_compiling
+from hf_efficient_attn.ops.export import nothing, replaced_in_graphs
 
 register_conversion()
 
@@ -45,6 +45,12 @@ register_conversion()
 _FOR_CONFIG = (
     "cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies", "spectral_norm",
 )  # fmt: skip
+
+
+@replaced_in_graphs(nothing)  # reading the values would break a graph, where the embedding's own check remains
+def _check_classes(labels: Tensor, num_classes: int) -> None:
+    if not ((labels >= 0) & (labels < num_classes)).all():
+        raise ValueError(f"classes are numbered from 0 to {num_classes - 1}, not {labels.tolist()}")
 
 
 @dataclass
@@ -231,9 +237,7 @@ class BigGANModel(PreTrainedModel):
                 f"class_label must be ({batch}, {num_classes}) weights of classes or ({batch},) integers, not "
                 f"{tuple(labels.shape)} of {labels.dtype}"
             )
-        # Reading the values would break a traced graph, where the embedding's own check remains.
-        if not is_compiling() and not ((labels >= 0) & (labels < num_classes)).all():
-            raise ValueError(f"classes are numbered from 0 to {num_classes - 1}, not {labels.tolist()}")
+        _check_classes(labels, num_classes)
         return functional.embedding(labels.long(), self.embeddings.weight.t())
 
     @torch.no_grad()

@@ -14,7 +14,7 @@ from torch.nn import functional
 from hf_efficient_attn.models.biggan.configuration_biggan import BigGANConfig
 from hf_efficient_attn.models.biggan.sampling import check_truncation
 from hf_efficient_attn.models.biggan.spectral_norm import linear
-from hf_efficient_attn.ops.export import is_compiling
+from hf_efficient_attn.ops.export import replaced_in_graphs
 
 # A smaller share of a row is rounding: 0.58 / 0.02 is 28.999999999999996.
 _ROUNDING = 1e-6
@@ -59,20 +59,23 @@ class TracedLookup(NamedTuple):
 AnyLookup: TypeAlias = Lookup | TracedLookup
 
 
+def _look_up_in_graph(truncation: float, n_stats: int, device: torch.device | None = None) -> AnyLookup:
+    # A Python float would become a constant of the graph. Worse, torch.compile was seen to keep the first value of a
+    # rounded float for all later ones.
+    position = torch.ones((), dtype=torch.float64, device=device) * truncation / (1.0 / (n_stats - 1))
+    floor = position.floor()
+    share = torch.where(position == floor, 1.0, position - floor)
+    row = floor.long()
+    return TracedLookup(torch.stack((row.clamp(max=n_stats - 1), (row + 1).clamp(max=n_stats - 1))), share)
+
+
+@replaced_in_graphs(_look_up_in_graph)
 def look_up(truncation: float, n_stats: int, device: torch.device | None = None) -> AnyLookup:
     """Find the statistics for a truncation in a table of `n_stats` rows, for truncations from 0 to 1 in equal steps.
 
     Between two rows the weights are the wrong way round: at three quarters of the way from the lower to the upper row,
     the lower row has weight 3/4. pytorch-pretrained-biggan does the same, and this model reproduces its images.
     """
-    if is_compiling():
-        # A Python float would become a constant of the graph. Worse, torch.compile was seen to keep the first value of
-        # a rounded float for all later ones.
-        position = torch.ones((), dtype=torch.float64, device=device) * truncation / (1.0 / (n_stats - 1))
-        floor = position.floor()
-        share = torch.where(position == floor, 1.0, position - floor)
-        row = floor.long()
-        return TracedLookup(torch.stack((row.clamp(max=n_stats - 1), (row + 1).clamp(max=n_stats - 1))), share)
     exact = float(truncation) / (1.0 / (n_stats - 1))
     lower = int(exact)
     # Rounding may lead past the last row.

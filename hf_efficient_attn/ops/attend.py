@@ -1,0 +1,268 @@
+"""Softmax attention of blocks of queries to their keys, and its lse: the one function that knows the kernels.
+
+Where PyTorch has a fused kernel, it computes forward and backward: that of the CPU, and on CUDA FlashAttention for half
+precision and "memory-efficient attention" for float32. Everything else takes plain products: other devices, float64 on
+an accelerator, dropout, a bias of single pairs on an accelerator or with a gradient, and graphs for ONNX.
+
+The kernels know no gradient of the lse and none of a bias. Further dimensions stand for them. A bias per key is a
+dimension of the keys, where all queries are 1; in half precision it is the sum of two numbers. With dP = grad_out v^T
+the gradient of the scores is P (dP - delta), where delta = grad_out . out - grad_lse. So the kernel takes a dimension
+more in which grad_out is grad_lse, out is -1 and values are 0.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout, pad
+
+from hf_efficient_attn.ops.export import exporting_to_onnx
+from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, safe_row_max
+from hf_efficient_attn.ops.precision import product_dtype
+
+_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention
+_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
+_EFFICIENT = torch.ops.aten._scaled_dot_product_efficient_attention
+_EFFICIENT_BACKWARD = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+# Dimensions that FlashAttention takes at most.
+_MAX_FLASH_DIM = 256
+
+_Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *, scale: float, dropout_p: float = 0.0
+) -> Partial:
+    """Exact attention of blocks of queries to blocks of keys: softmax(scale * query key^T + bias) value, and its lse.
+
+    Args:
+        query: (BH, T, Nq, D), where T is the number of blocks and Nq the number of queries of a block.
+        key: (BH, T, Nk, D), or (BH, 1, Nk, D) if all blocks share the keys. Overlapping views are not copied.
+        value: (BH, T, Nk, Dv), or (BH, 1, Nk, Dv) if all blocks share the keys.
+        bias: broadcastable to (BH, T, Nq, Nk), in the accumulation dtype, or None. -inf excludes a pair.
+            Differentiable.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a normalized weight; the others are divided by 1 - dropout_p. Drawn from the
+            global generator.
+
+    Returns:
+        Partial with out (BH, T, Nq, Dv) in the dtype of `value` and lse (BH, T, Nq). A query whose pairs are all
+        excluded has out 0 and lse -inf.
+    """
+    tensors = (query, key, value) if bias is None else (query, key, value, bias)
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if dropout_p > 0.0 or exporting_to_onnx() or not _has_kernel(query, key, bias, scale):
+        return _by_products(query, key, value, bias, scale, dropout_p)
+    if needs_grad:
+        return Partial(*_Attend.apply(query, key, value, bias, float(scale)))  # type: ignore[no-untyped-call]
+    return Partial(*_forward((query, key, value, bias), float(scale)))
+
+
+def _has_kernel(query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> bool:
+    kind = query.device.type
+    if query.numel() == 0 or key.numel() == 0 or kind not in ("cpu", "cuda", "meta"):  # meta: as on CUDA
+        return False
+    per_key = bias is None or bias.shape[2] == 1
+    if kind != "cpu":
+        return per_key and query.dtype != torch.float64 and scale != 0.0 and query.shape[0] < 1 << 16
+    with_bias = bias is not None and bias.requires_grad and torch.is_grad_enabled()
+    return not with_bias or (per_key and scale != 0.0)
+
+
+def _by_products(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float, dropout_p: float
+) -> Partial:
+    """`attend` by standard operators, in the accumulation dtype. Autograd keeps the weights of all pairs."""
+    acc_dtype = accumulation_dtype(query.dtype)
+    product = _product_of_blocks if exporting_to_onnx() else torch.matmul
+    scores = product(query.to(acc_dtype), key.to(acc_dtype).mT) * scale
+    if bias is not None:
+        scores = scores + bias
+    # Not by logsumexp, whose gradient is NaN if all scores of a query are -inf.
+    row_max = safe_row_max(scores.detach().amax(-1, keepdim=True)) if key.shape[2] else scores.new_zeros(())
+    weights = torch.exp(scores - row_max)
+    total = weights.sum(-1, keepdim=True)
+    empty = total == 0
+    total = total.masked_fill(empty, 1.0)
+    lse = (total.log() + row_max).masked_fill(empty, -torch.inf).squeeze(-1)
+    weights = weights / total if dropout_p == 0.0 else dropout(weights / total, dropout_p)
+    return Partial(product(weights, value.to(acc_dtype)).to(value.dtype), lse)
+
+
+def _product_of_blocks(left: Tensor, right: Tensor) -> Tensor:
+    """Product of (BH, T, M, K) and (BH, T or 1, K, N), with T unknown.
+
+    If the example of an export has one block, `matmul` takes the dimension for a broadcast one.
+    """
+    shape = left.shape[:2]
+    right = right.expand(*shape, -1, -1).flatten(0, 1)
+    product: Tensor = torch.bmm(left.flatten(0, 1), right).unflatten(0, shape)
+    return product
+
+
+class _Attend(torch.autograd.Function):
+    """Output and lse of `attend` by a fused kernel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = _forward((query, key, value, bias), scale)
+        ctx.save_for_backward(query, key, value, bias, out, lse)
+        ctx.scale = scale
+        ctx.set_materialize_grads(False)  # without a gradient of the lse less is to compute
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        query, key, value, bias, out, lse = ctx.saved_tensors
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        grads, inputs = (grad_out, grad_lse), (query, key, value, bias)
+        return *_backward(grads, inputs, (out, lse), ctx.scale, ctx.needs_input_grad[3]), None
+
+
+def _forward(inputs: _Inputs, scale: float) -> tuple[Tensor, Tensor]:
+    query, key, value, bias = inputs
+    on_cpu, shape, value_dim = query.device.type == "cpu", query.shape[:3], value.shape[3]
+    dtype = product_dtype(query)
+    columns = None if on_cpu or bias is None else bias[:, :, 0]  # only the kernel of the CPU takes a float32 bias
+    query, key, value = _widened(query.to(dtype), key.to(dtype), value.to(dtype), columns, 0, scale)
+    query, key, value, mask = _arranged(query, key, value, bias if on_cpu else None)
+    if on_cpu:
+        out, lse = _CPU(query, key, value, 0.0, False, attn_mask=mask, scale=scale)
+    elif _takes_flash(query):
+        out, lse = _FLASH(query, key, value, 0.0, False, False, scale=scale)[:2]
+    else:
+        out, lse = _EFFICIENT(query, key, value, None, True, 0.0, False, scale=scale)[:2]
+        lse = lse[..., : query.shape[2]]  # its lse is padded
+    out, lse = out[..., :value_dim].reshape(*shape, value_dim).to(inputs[2].dtype), lse.reshape(shape)
+    if bias is None:
+        return out, lse
+    empty = bias.amax(-1) == -torch.inf
+    if not on_cpu:
+        out = out.masked_fill(empty.unsqueeze(-1), 0.0)
+    return out, lse.masked_fill(empty, -torch.inf)
+
+
+def _backward(
+    grads: tuple[Tensor, Tensor | None], inputs: _Inputs, results: tuple[Tensor, Tensor], scale: float, with_bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of query, key, value and bias (None unless `with_bias`)."""
+    (query, key, value, bias), (grad_out, grad_lse) = inputs, grads
+    (dim, value_dim), on_cpu = (query.shape[3], value.shape[3]), query.device.type == "cpu"
+    dtype = accumulation_dtype(query.dtype) if on_cpu else query.dtype
+    columns = None if bias is None or (on_cpu and not with_bias) else bias[:, :, 0]
+    further = 0 if grad_lse is None else 2
+    wide = _widened(query.to(dtype), key.to(dtype), value.to(dtype), columns, further, scale)
+    grad_out, out = (pad(x.to(dtype), (0, wide[0].shape[3] - value_dim)) for x in (grad_out, results[0]))
+    if grad_lse is not None:  # as a sum of two numbers of the dtype
+        out[..., value_dim : value_dim + 2] = -1.0
+        grad_out[..., value_dim] = high = grad_lse.to(dtype)
+        grad_out[..., value_dim + 1] = grad_lse - high
+    lse = results[1].masked_fill(results[1] == -torch.inf, torch.inf)  # no weights
+    *arranged, mask = _arranged(*wide, bias if columns is None else None)
+    rows = arranged[0].shape[:3]
+    grad_out, out, lse = (x.reshape(*rows, *x.shape[3:]) for x in (grad_out, out, lse))
+    if on_cpu:
+        found = _CPU_BACKWARD(grad_out, *arranged, out, lse, 0.0, False, attn_mask=mask, scale=scale)
+    else:
+        found = _cuda_backward(grad_out, arranged, out, lse, scale)
+    blocks = max(1, arranged[1].shape[0] * arranged[1].shape[1] // key.shape[0])
+    grad_query, grad_key, grad_value = (
+        x.reshape(x.shape[0] * x.shape[1] // n, n, -1, x.shape[3])
+        for x, n in zip(found, (query.shape[1] if rows[2] == query.shape[2] else 1, blocks, blocks), strict=True)
+    )
+    grad_bias = None
+    if with_bias and bias is not None:
+        grad_bias = grad_key[..., dim].unsqueeze(2).to(bias.dtype).sum_to_size(bias.shape) / (
+            scale * _unit(dtype, scale)
+        )
+    return (
+        grad_query[..., :dim].reshape(query.shape).to(query.dtype),
+        grad_key[..., :dim].sum_to_size(key.shape).to(key.dtype),
+        grad_value[..., :value_dim].sum_to_size(value.shape).to(value.dtype),
+        grad_bias,
+    )
+
+
+def _cuda_backward(grad_out: Tensor, inputs: list[Tensor], out: Tensor, lse: Tensor, scale: float) -> Any:
+    """The gradients of query, key and value by the backward of the kernel that `_forward` has called."""
+    query, key, _ = inputs
+    # The state of the random numbers of dropout. There is none, but the kernels take it.
+    on_amd = torch.version.hip is not None
+    state = query.new_empty(() if on_amd else 2, dtype=torch.int64 if on_amd else torch.uint64)
+    if _takes_flash(query):
+        lengths = query.shape[2], key.shape[2]
+        given = (grad_out, *inputs, out, lse, None, None, *lengths, 0.0, False, state, state.new_empty(()))
+        return _FLASH_BACKWARD(*given, scale=scale)[:3]
+    if not on_amd:
+        lse = pad(lse, (0, -lse.shape[2] % 32), value=torch.inf)
+    state = state.new_empty((), dtype=torch.int64)
+    given = (grad_out, *inputs, None, out, lse, state, state, 0.0)
+    return _EFFICIENT_BACKWARD(*given, [True, True, True, False], False, scale=scale)[:3]
+
+
+def _takes_flash(query: Tensor) -> bool:
+    """Whether FlashAttention takes padded queries: half precision on Ampere's tensor cores or later."""
+    if query.dtype == torch.float32 or query.shape[3] > _MAX_FLASH_DIM:
+        return False
+    if query.device.type == "meta" or torch.version.hip is not None:
+        return True
+    return torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
+def _widened(
+    query: Tensor, key: Tensor, value: Tensor, columns: Tensor | None, further: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors with as many dimensions as a kernel takes, and the bias (., ., Nk) in two of those of the keys.
+
+    `further` is the number of dimensions that the values need besides their own.
+    """
+    dim = query.shape[3]
+    width = max(dim + (0 if columns is None else 2), value.shape[3] + further)
+    if width > dim or width > value.shape[3] or query.device.type != "cpu":
+        width += -width % 8
+    if columns is not None:
+        key = key.expand(-1, max(key.shape[1], columns.shape[1]), -1, -1)
+    # The kernels assume that the numbers of a token are contiguous.
+    query, key, value = (
+        pad(x, (0, width - x.shape[3])) if width > x.shape[3] else (x if x.stride(3) == 1 else x.contiguous())
+        for x in (query, key, value)
+    )
+    if columns is not None:
+        unit = _unit(query.dtype, scale)
+        # 0 times -inf would be NaN.
+        least = -6e4 if query.dtype == torch.float16 else -1e30
+        column = (columns / (scale * unit)).clamp(min=least, max=-least)
+        query[..., dim : dim + 2] = unit
+        key[..., dim] = high = column.to(key.dtype)
+        key[..., dim + 1] = column - high
+    return query, key, value
+
+
+def _unit(dtype: torch.dtype, scale: float) -> float:
+    """What queries are in the dimensions of a bias: a power of two, so that products with it are exact."""
+    size = 32.0 if dtype == torch.float16 else 1.0
+    return math.copysign(2.0 ** min(15, round(math.log2(size / abs(scale)))), scale)
+
+
+def _arranged(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Batch and heads of the kernels, (batch, heads, ., .), so that nothing large is copied.
+
+    Blocks that share their keys are one block. On the CPU blocks with keys of their own are the batch, since the memory
+    of an output is (batch, length, heads, dim).
+    """
+    batch_heads, num_blocks = query.shape[:2]
+    if key.shape[1] == value.shape[1] == 1 and (bias is None or bias.shape[1] == bias.shape[2] == 1):
+        return query.reshape(batch_heads, 1, -1, query.shape[3]), key, value, bias
+    key, value = key.expand(-1, num_blocks, -1, -1), value.expand(-1, num_blocks, -1, -1)
+    as_batch = query.device.type == "cpu" and key.is_contiguous() and value.is_contiguous()
+    if as_batch and (bias is None or bias.shape[:2] in ((1, 1), (batch_heads, num_blocks))):
+        bias = None if bias is None else bias.flatten(0, 1).unsqueeze(1)
+        query, key, value = (x.flatten(0, 1).unsqueeze(1) for x in (query, key, value))
+    return query, key, value, bias

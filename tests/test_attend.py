@@ -1,0 +1,139 @@
+"""`attend` against its readable form, with gradients; what the kernels of accelerators get; slices."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_efficient_attn.ops import attend as attend_module
+from hf_efficient_attn.ops import slices
+from hf_efficient_attn.ops.attend import attend
+from hf_efficient_attn.ops.partial import partial_attention_naive
+
+BIASES = {
+    "none": None, "of keys": (3, 4, 1, 33), "of shared keys": (3, 1, 1, 33), "of all heads": (1, 1, 1, 33),
+    "of pairs": (1, 1, 7, 33), "of pairs of blocks": (1, 4, 7, 33),
+}  # fmt: skip
+
+
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def windows(x: Tensor) -> Tensor:
+    """Overlapping views (BH, 4, 33, D) of (BH, 42, D)."""
+    return x.unfold(1, 33, 3).mT
+
+
+def check(keys: str, bias: str, dims: tuple[int, int], with_lse: bool, dtype: torch.dtype, tolerance: float) -> None:
+    shape = {"own": (3, 4, 33), "shared": (3, 1, 33), "overlapping": (3, 42)}[keys]
+    leaves = [numbers(3, 4, 7, dims[0]), numbers(*shape, dims[0], seed=1), numbers(*shape, dims[1], seed=2)]
+    if BIASES[bias] is not None:
+        leaves.append(numbers(*BIASES[bias], seed=3))
+        leaves[3][..., :5] = -torch.inf
+    grad_out, grad_lse = numbers(3, 4, 7, dims[1], seed=4), numbers(3, 4, 7, seed=5)
+    found = []
+    for form, kind in ((attend, dtype), (partial_attention_naive, torch.float64)):
+        given = [x.to(kind) for x in leaves]
+        given[3:] = [x.to(torch.promote_types(kind, torch.float32)) for x in given[3:]]
+        given = [x.requires_grad_() for x in given]
+        query, key, value = given[0], *(windows(x) if keys == "overlapping" else x for x in given[1:3])
+        part = form(query, key, value, *given[3:], scale=0.3)
+        loss = (part.out * grad_out.to(kind)).sum() + with_lse * (part.lse * grad_lse.to(kind)).sum()
+        found.append([*part, *torch.autograd.grad(loss, given)])
+    for ours, naive in zip(*found, strict=True):
+        torch.testing.assert_close(ours.double(), naive, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("keys", ["own", "shared", "overlapping"])
+@pytest.mark.parametrize("bias", BIASES)
+def test_output_lse_and_gradients(keys, bias):
+    for dims, with_lse in itertools.product(((8, 8), (5, 11), (12, 7)), (False, True)):
+        check(keys, bias, dims, with_lse, torch.float64, 1e-9)
+        check(keys, bias, dims, with_lse, torch.float32, 3e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", BIASES)
+def test_half_precision(bias, dtype):
+    """The bias stays in float32: a log-weight of 5 in bfloat16 would be off by up to 2 %."""
+    for keys in ("own", "shared"):
+        check(keys, bias, (16, 16), True, dtype, 0.08)
+
+
+def test_queries_without_a_key():
+    query, key, value = (numbers(2, 1, n, 8, seed=n).requires_grad_() for n in (30, 40, 40))
+    bias = torch.zeros(2, 1, 1, 40, dtype=torch.float64)
+    bias[0] = -torch.inf
+    bias.requires_grad_()
+    out, lse = attend(query, key, value, bias, scale=0.3)
+    assert (out[0] == 0).all()
+    assert (lse[0] == -torch.inf).all()
+    for x in torch.autograd.grad(out.sum() + lse[1].sum(), (query, key, value, bias)):
+        assert (x[0] == 0).all()
+        assert x.isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [-0.7, 0.0, 1e-3, 30.0])
+def test_any_scale(scale):
+    query, key, value, bias = numbers(1, 2, 5, 8), numbers(1, 2, 9, 8), numbers(1, 2, 9, 8), numbers(1, 2, 1, 9)
+    leaves = [x.requires_grad_() for x in (query, key, value, bias)]
+    found = [
+        torch.autograd.grad(form(*leaves, scale=scale).out.sin().sum(), leaves)
+        for form in (attend, partial_attention_naive)
+    ]
+    for ours, naive in zip(*found, strict=True):
+        torch.testing.assert_close(ours, naive, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-4), (torch.float16, 1e-4)])
+@pytest.mark.parametrize("scale", [0.125, -3.0])
+def test_a_bias_in_further_dimensions_of_the_keys(dtype, tolerance, scale):
+    """What the kernels of CUDA get: products with these dimensions are products and bias, -inf a very small number."""
+    query, key, value = (numbers(2, 3, n, 11, seed=n).to(dtype) for n in (5, 9, 9))
+    bias = 10.0 * numbers(2, 3, 9, seed=3).float()
+    bias[0, 0, 0] = -torch.inf
+    wide = attend_module._widened(query, key, value, bias, 0, scale)
+    assert {x.shape[3] % 8 for x in wide} == {0}
+    found = scale * (wide[0].double() @ wide[1].double().mT)
+    expected = scale * (query.double() @ key.double().mT) + bias.double()[:, :, None]
+    assert (found[0, 0, :, 0] < -1e3).all()
+    found[0, 0, :, 0] = expected[0, 0, :, 0] = 0.0
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=10 * tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize("blocks", [4, 1])
+def test_the_kernels_of_cuda_accept_the_arguments(blocks, bias, dtype):
+    """On meta tensors, for the order of the arguments and the shapes of results and gradients."""
+    query, key, value = (x.to("meta", dtype) for x in (numbers(3, 4, 7, 8), *[numbers(3, blocks, 33, 8)] * 2))
+    given = [query, key, value] + ([] if BIASES[bias] is None else [torch.zeros(BIASES[bias], device="meta")])
+    given = [x.requires_grad_() for x in given]
+    out, lse = attend(*given, scale=0.4)
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == (query.shape, dtype, query.shape[:3], torch.float32)
+    for loss in (out.sum(), out.sum() + lse.sum()):
+        for grad, x in zip(torch.autograd.grad(loss, given, retain_graph=True), given, strict=True):
+            assert (grad.shape, grad.dtype) == (x.shape, x.dtype)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("size", [1, 3, 50])
+def test_slices_are_one_call(dim, size):
+    x, weight = numbers(8, 10, 4).requires_grad_(), numbers(4, 5, seed=1).requires_grad_()
+    expected = (x @ weight).exp()
+    found = slices.sliced(lambda x, _: (x @ weight).exp(), x, None, size=size, dim=dim)
+    torch.testing.assert_close(found, expected)
+    grads = [torch.autograd.grad(y.sin().sum(), (x, weight)) for y in (found, expected)]
+    for ours, naive in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, naive)
+    with torch.no_grad():
+        torch.testing.assert_close(slices.sliced(lambda x: (x @ weight).exp(), x, size=size, dim=dim), expected)
+
+
+def test_a_slice_draws_the_same_in_the_backward_pass():
+    x = torch.ones(6, 50, requires_grad=True)
+    out = slices.sliced(lambda x: torch.nn.functional.dropout(x, 0.5), x, size=2, draws=True)
+    out.sum().backward()
+    assert torch.equal(x.grad, out.detach())
