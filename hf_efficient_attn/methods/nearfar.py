@@ -91,14 +91,17 @@ def forward(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, op
     """Fast form; see `register_method`."""
     if options.is_causal:
         return forward_causal(config.exact_length, query, key, value, options)
+    heads, (scale, dropout_p) = flatten_heads(query, key, value, options.key_mask), (options.scale, options.dropout_p)
+    if key.shape[2] <= config.exact_length:
+        return unflatten_heads(exact_attention(*heads, is_causal=False, scale=scale, dropout_p=dropout_p), query.shape)
     coreset = _coreset_options(config, options)
 
     def of_one_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if key.shape[1] <= config.exact_length:
-            return exact_attention(query, key, value, is_causal=False, scale=options.scale, dropout_p=options.dropout_p)
+            return exact_attention(query, key, value, is_causal=False, scale=scale, dropout_p=dropout_p)
         return weighted_coreset_attention(query, key, value, coreset)
 
-    out = without_padding(of_one_length, flatten_heads(query, key, value, options.key_mask))
+    out = without_padding(of_one_length, heads)
     return unflatten_heads(out, query.shape)
 
 

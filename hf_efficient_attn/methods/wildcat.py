@@ -107,6 +107,9 @@ class _Coreset(NamedTuple):
 def forward(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Fast form; see `register_method`."""
     scale, dropout_p, num_heads = options.scale, options.dropout_p, query.shape[1]
+    heads = flatten_heads(query, key, value, options.key_mask)
+    if key.shape[2] <= config.num_samples:
+        return unflatten_heads(exact_attention(*heads, is_causal=False, scale=scale, dropout_p=dropout_p), query.shape)
 
     def of_one_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if key.shape[1] <= config.num_samples:
@@ -127,7 +130,7 @@ def forward(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, op
         size = slice_size(query.shape[1] * config.num_samples // 4, query.device)
         return sliced(some_heads, query, key, value, keys, kernel_scale, size=size, draws=dropout_p > 0.0)
 
-    out = without_padding(of_one_length, flatten_heads(query, key, value, options.key_mask))
+    out = without_padding(of_one_length, heads)
     return unflatten_heads(out, query.shape)
 
 

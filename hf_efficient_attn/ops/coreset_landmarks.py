@@ -111,5 +111,5 @@ def choose_landmarks(query: Tensor, key: Tensor, value: Tensor, numbers: Tensor,
         ((torch.baddbmm(-half_norm, points, points.mT) - half_norm.mT).to(key.dtype) * LOG2_E).clamp(max=0.0).exp2()
     )
     bias = -(half_norm + landmarks.double() @ tilt.double().mT).squeeze(2)
-    value, log_count = sums[..., :-1] / sums[..., -1:].clamp(min=1.0), sums[..., -1].log()
+    value, log_count = sums[..., :-1] / sums[..., -1:].clamp(min=1.0), sums[..., -1].detach().log()
     return Landmarks(landmarks, points, bias.to(key.dtype), tilt, kernel, value, log_count)

@@ -54,8 +54,8 @@ BETTER, LEAST_LEFT = 0.5, 0.1
 LEAST_SIZE, LEAST_GRAM = 1e-25, 1e-30
 # Largest exponent of a landmark in the row of a probe. A landmark that counts far more than all keys says nothing.
 MAX_LOGIT = 20.0
-# The ridge and the largest feature of the linear correction.
-LINEAR_RIDGE, MAX_FEATURE = 30.0, 4.0
+# The ridge and the largest feature of the linear correction, and what is added to the variance of a feature.
+LINEAR_RIDGE, MAX_FEATURE, LEAST_VARIANCE = 30.0, 4.0, 1e-12
 # The largest temporary, of landmarks and candidates, may be this multiple of what `slices` is meant for: 16 MiB on a
 # CPU. Many small operations then take as long as few large ones.
 _LARGER_SLICES = 4
@@ -307,7 +307,7 @@ def _attend_safely(query: Tensor, weighted: Weighted, options: CoresetOptions) -
 def _linear_correction(query: Tensor, out: Tensor, rows: Rows) -> Tensor:
     """What the outputs of the probes miss, as a linear function of the query: (BH, Nq, Dv)."""
     probes = query.index_select(1, rows.index)
-    size = probes.std(1, keepdim=True, correction=0).clamp(min=1e-6)
+    size = (probes.var(1, keepdim=True, correction=0) + LEAST_VARIANCE).sqrt()
     # Limited, so that nothing is extrapolated to a query that is unlike all probes.
     features = with_ones(((query - probes.mean(1, keepdim=True)) / size).clamp(-MAX_FEATURE, MAX_FEATURE))
     basis, missing = features.index_select(1, rows.index), rows.out - out.index_select(1, rows.index)

@@ -20,6 +20,7 @@ from hf_efficient_attn.ops.weighted_coreset import (
     FIT_RANGE,
     LEAST_DENOMINATOR,
     LEAST_LEFT,
+    LEAST_VARIANCE,
     LINEAR_RIDGE,
     MAX_FEATURE,
     MAX_LOGIT,
@@ -116,7 +117,7 @@ def _landmarks(key: Tensor, x: Tensor, tilt: Tensor, count: int, options: Corese
 
 def _correction(query: Tensor, out: Tensor, probe: Tensor, target: Tensor) -> Tensor:
     """What the outputs of the probes miss, linear in the query."""
-    scaled = (query - query[probe].mean(0)) / query[probe].std(0, correction=0).clamp(min=1e-6)
+    scaled = (query - query[probe].mean(0)) / (query[probe].var(0, correction=0) + LEAST_VARIANCE).sqrt()
     features = torch.cat((scaled.clamp(-MAX_FEATURE, MAX_FEATURE), torch.ones_like(query[:, :1])), 1)
     system = features[probe].T @ features[probe] + LINEAR_RIDGE * torch.eye(features.shape[1], dtype=query.dtype)
     return features @ torch.linalg.inv(system) @ features[probe].T @ (target - out[probe])
