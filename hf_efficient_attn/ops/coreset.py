@@ -54,12 +54,20 @@ def _draw_sizes(num_pivots: int, block: int) -> list[int]:
     return sizes
 
 
+def _growing_draws(count: int) -> list[int]:
+    """How many points each draw of `draw_apart` selects: three times as many as all before it, and 16 at first."""
+    sizes: list[int] = []
+    while sum(sizes) < count:
+        sizes.append(min(count - sum(sizes), max(16, 3 * sum(sizes))))
+    return sizes
+
+
 def gumbel_numbers(count: int, num_candidates: int, seed: Seed, like: Tensor) -> Tensor:
     """Standard Gumbel numbers (draws, C) for `draw_apart`, where those of a candidate do not depend on C.
 
     Those of an integer seed are kept, so they must not be modified.
     """
-    return _kept_gumbel(len(_draw_sizes(count, count)), num_candidates, None, seed, like)[:, 0]
+    return _kept_gumbel(len(_growing_draws(count)), num_candidates, None, seed, like)[:, 0]
 
 
 def refinement_steps(steps: int, like: Tensor) -> int:
@@ -97,7 +105,7 @@ def draw_apart(
     log_left = None
     closest = torch.full_like(norm, -torch.inf)
     picked, was_open = [], []
-    for i, size in enumerate(_draw_sizes(count, count)):
+    for i, size in enumerate(_growing_draws(count)):
         scores = log_weight + numbers[i]
         scores = scores if log_left is None else scores + log_left
         scores, index = scores.masked_fill(closed, -torch.inf).topk(size, dim=1)

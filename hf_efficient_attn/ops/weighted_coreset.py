@@ -47,11 +47,13 @@ RIDGE = 1e-3
 # A denominator must be this share of the sum of its terms' sizes, and a fitted one within these multiples of the
 # unfitted one. Otherwise the query gets weights of the next safer kind.
 LEAST_DENOMINATOR, FIT_RANGE = 0.01, (0.6, 1.6)
+# The same relative to the sum of the exponentials. The gradient divides by the square.
+LEAST_SUM = 1e-10
 # A head attends to the means of its clusters if their squared error on the probes is below this share of that of the
 # fitted weights, whose denominators count as `LEAST_LEFT` at least.
 BETTER, LEAST_LEFT = 0.5, 0.1
 # Smallest size of the weights of a landmark, as a share of the largest; and of the squares of the probes' features.
-LEAST_SIZE, LEAST_GRAM = 1e-25, 1e-30
+LEAST_SIZE, LEAST_GRAM = 1e-15, 1e-20
 # Largest exponent of a landmark in the row of a probe. A landmark that counts far more than all keys says nothing.
 MAX_LOGIT = 20.0
 # The ridge and the largest feature of the linear correction, and what is added to the variance of a feature.
@@ -276,7 +278,7 @@ def _attend_safely(query: Tensor, weighted: Weighted, options: CoresetOptions) -
         factor = (lse.unsqueeze(2) - ref).exp()
         sums = sums * factor + of_near
     denominator, unfitted, size = sums[..., -3:].split(1, dim=2)
-    positive = unfitted > LEAST_DENOMINATOR * size
+    positive = unfitted > (LEAST_DENOMINATOR * size).clamp(min=LEAST_SUM)
     positive = positive if weighted.by_means is None else positive & ~weighted.by_means
     safe = positive & (denominator > FIT_RANGE[0] * unfitted) & (denominator < FIT_RANGE[1] * unfitted)
     out = sums[..., :-3] / torch.where(safe, denominator, 1.0)
