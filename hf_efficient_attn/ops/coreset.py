@@ -98,29 +98,31 @@ def draw_apart(
     """
     points = points.detach()
     norm = points.square().sum(2)
-    closed = torch.zeros_like(norm, dtype=torch.bool) if valid is None else ~valid
+    closed = None if valid is None else ~valid
     log_weight = norm if tilt is None else norm + tilt
-    log_weight = log_weight if valid is None else log_weight.masked_fill(closed, 0.0)
+    log_weight = log_weight if closed is None else log_weight.masked_fill(closed, 0.0)
     log_weight = (power * (log_weight - log_weight.amax(1, keepdim=True))).clamp(min=_LEAST)
-    log_left = None
-    closest = torch.full_like(norm, -torch.inf)
-    picked, was_open = [], []
-    for i, size in enumerate(_growing_draws(count)):
-        scores = log_weight + numbers[i]
-        scores = scores if log_left is None else scores + log_left
-        scores, index = scores.masked_fill(closed, -torch.inf).topk(size, dim=1)
-        selected = scores > -torch.inf
-        index = torch.where(selected, index, 0)
-        picked.append(index)
-        was_open.append(selected)
-        if i + 1 < len(numbers):
-            closed = closed.scatter(1, index, True)
+    log_weight = log_weight if valid is None else log_weight.masked_fill(~valid, -torch.inf)
+    weight_left, closest, picked, sizes = log_weight, None, [], _growing_draws(count)
+    for i, size in enumerate(sizes):
+        scores, index = (weight_left + numbers[i]).topk(size, dim=1)
+        picked.append((index, scores))
+        if i + 1 < len(sizes):
+            log_weight = log_weight.scatter(1, index, -torch.inf)  # what is drawn is not drawn again
             drawn = take(points, index)
             offset = -0.5 * drawn.square().sum(2, keepdim=True)
-            closest = torch.maximum(closest, torch.baddbmm(offset, drawn, points.mT).amax(1))
+            found = torch.baddbmm(offset, drawn, points.mT).amax(1)
+            closest = found if closest is None else torch.maximum(closest, found)
             left = -torch.expm1((2.0 * closest - norm).clamp(max=0.0))
-            log_left = left.clamp(min=_LEAST_LEFT).log()
-    return Pivots(torch.cat(picked, 1), torch.cat(was_open, 1))
+            weight_left = log_weight + left.clamp(min=_LEAST_LEFT).log()
+    candidate, scores = (torch.cat(x, 1) for x in zip(*picked, strict=True))
+    if valid is None:
+        return Pivots(candidate, constant(_all_of, *candidate.shape, device=points.device))
+    return Pivots(torch.where(scores > -torch.inf, candidate, 0), scores > -torch.inf)
+
+
+def _all_of(batch_heads: int, count: int, device: torch.device) -> Tensor:
+    return torch.ones(batch_heads, count, dtype=torch.bool, device=device)
 
 
 def _kept_gumbel(num_draws: int, num_candidates: int, num_heads: int | None, seed: Seed, like: Tensor) -> Tensor:
@@ -173,9 +175,13 @@ def largest_of_rows(x: Tensor, in_place: bool = True) -> tuple[Tensor, Tensor]:
 
 def cluster_sums(cluster: Tensor, x: Tensor, count: int) -> Tensor:
     """The sums of the members of each of `count` clusters: int64 (BH, C), (BH, C, F) -> (BH, count, F)."""
-    first = (torch.arange(len(x), device=x.device) * count).unsqueeze(1)
+    first = constant(_first_of_heads, len(x), count, device=x.device)
     sums = x.new_zeros(len(x) * count, x.shape[2])
     return sums.index_add(0, (cluster + first).flatten(), x.flatten(0, 1)).view(len(x), count, -1)
+
+
+def _first_of_heads(batch_heads: int, count: int, device: torch.device) -> Tensor:
+    return (torch.arange(batch_heads, device=device) * count).unsqueeze(1)
 
 
 def choose_pivots(
@@ -311,11 +317,10 @@ def regularized_solve(kernel: Tensor, right: Tensor | None, ridge: float) -> Ten
     system = torch.add(kernel, one, alpha=ridge)
     with torch.no_grad():
         lower, failed = torch.linalg.cholesky_ex(system)
-        size = system.diagonal(dim1=1, dim2=2).sum(1).sqrt()[:, None, None]
         # A product with the inverse takes less time than to solve triangular systems for many right sides.
-        inverse = torch.cholesky_inverse(torch.where((failed > 0)[:, None, None], size * one, lower))
+        inverse = torch.cholesky_inverse(torch.where(failed.view(-1, 1, 1) > 0, one * kernel.shape[-1] ** 0.5, lower))
     if not (torch.is_grad_enabled() and (kernel.requires_grad or (right is not None and right.requires_grad))):
-        return inverse if right is None else inverse @ right
+        return inverse if right is None else torch.bmm(inverse, right)
     right = one if right is None else right
     # A step of refinement has the value of the solution, and by R and K its gradient.
     solved = (inverse @ right).detach()

@@ -89,7 +89,7 @@ def choose_landmarks(query: Tensor, key: Tensor, value: Tensor, numbers: Tensor,
     position = constant(even_positions, key.shape[1], numbers.shape[1], device=key.device)
     keys, values = (x if len(position) == x.shape[1] else x.index_select(1, position) for x in (key, value))
     # 2 g = |x|^2 + 2 <tilt, k> of the candidates.
-    points, tilted = (keys * root).detach(), 2.0 * (keys @ tilt.mT).squeeze(2)
+    points, tilted = (keys * root).detach(), 2.0 * torch.bmm(keys, tilt.mT).squeeze(2)
     pivot = draw_apart(points, DRAW_POWER, numbers, None, count, tilted.detach()).candidate
     pivots = landmarks = take(keys, pivot)
     weight = POWER * ((keys * root).square().sum(2) + tilted)
@@ -110,6 +110,6 @@ def choose_landmarks(query: Tensor, key: Tensor, value: Tensor, numbers: Tensor,
     kernel = (
         ((torch.baddbmm(-half_norm, points, points.mT) - half_norm.mT).to(key.dtype) * LOG2_E).clamp(max=0.0).exp2()
     )
-    bias = -(half_norm + landmarks.double() @ tilt.double().mT).squeeze(2)
+    bias = -(half_norm + torch.bmm(landmarks.double(), tilt.double().mT)).squeeze(2)
     value, log_count = sums[..., :-1] / sums[..., -1:].clamp(min=1.0), sums[..., -1].detach().log()
     return Landmarks(landmarks, points, bias.to(key.dtype), tilt, kernel, value, log_count)

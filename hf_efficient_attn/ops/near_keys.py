@@ -64,7 +64,7 @@ def near_field(
     own = nearest(points.detach(), centers.detach())
     center = take(centers, own)
     # |x|^2 / 2 is part of both g and the distance.
-    exponent = ((points - 0.5 * center) * center).sum(2) + (key @ landmarks.tilt.mT).squeeze(2)
+    exponent = ((points - 0.5 * center) * center).sum(2) + torch.bmm(key, landmarks.tilt.mT).squeeze(2)
     shift = exponent.detach().amax(1, keepdim=True)
     bias = landmarks.bias.gather(1, own) + exponent
     near = NearField(key, value, take(landmarks.key, own), bias, options)

@@ -58,9 +58,9 @@ LEAST_SIZE, LEAST_GRAM = 1e-15, 1e-20
 MAX_LOGIT = 20.0
 # The ridge and the largest feature of the linear correction, and what is added to the variance of a feature.
 LINEAR_RIDGE, MAX_FEATURE, LEAST_VARIANCE = 30.0, 4.0, 1e-12
-# The largest temporary, of landmarks and candidates, may be this multiple of what `slices` is meant for: 16 MiB on a
+# The largest temporary, of landmarks and candidates, may be this multiple of what `slices` is meant for: 24 MiB on a
 # CPU. Many small operations then take as long as few large ones.
-_LARGER_SLICES = 4
+_LARGER_SLICES = 6
 
 
 class Rows(NamedTuple):
@@ -187,7 +187,7 @@ def _weigh(
     fitted = unfitted = sums if near is not None else solved[..., : sums.shape[2]]
     if rows is not None:
         exact = with_ones(rows.out)
-        missing = exact - basis @ unfitted
+        missing = torch.baddbmm(exact, basis, unfitted, alpha=-1.0)
         missing = missing if near is None else missing - near.sums_of_rows(probes, rows.index, rows.lse)
         fit, left = _fit(basis, solved[..., -len(rows.index) :], missing)
         fitted, by_means = unfitted + fit, _means_are_better(probes, exact, left, landmarks, scale)
@@ -218,10 +218,10 @@ def _fit(basis: Tensor, smooth: Tensor, missing: Tensor) -> tuple[Tensor, Tensor
     # Basis and right side are divided by the root, because squares of small numbers would be lost in the gradient.
     root = (basis.square().sum((1, 2), keepdim=True) / basis.shape[2]).clamp(min=LEAST_GRAM).sqrt()
     smooth = smooth / root
-    inverse = regularized_solve(basis / root @ smooth, None, 1.0)
-    solved = inverse @ (missing / root)
+    inverse = regularized_solve(torch.bmm(basis / root, smooth), None, 1.0)
+    solved = torch.bmm(inverse, missing / root)
     left = root.detach() * solved.detach() / inverse.detach().diagonal(dim1=1, dim2=2).unsqueeze(2)
-    return smooth @ solved, left
+    return torch.bmm(smooth, solved), left
 
 
 @torch.no_grad()
@@ -313,4 +313,5 @@ def _linear_correction(query: Tensor, out: Tensor, rows: Rows) -> Tensor:
     # Limited, so that nothing is extrapolated to a query that is unlike all probes.
     features = with_ones(((query - probes.mean(1, keepdim=True)) / size).clamp(-MAX_FEATURE, MAX_FEATURE))
     basis, missing = features.index_select(1, rows.index), rows.out - out.index_select(1, rows.index)
-    return features @ regularized_solve(basis.mT @ basis, basis.mT @ missing, LINEAR_RIDGE)
+    right = torch.bmm(basis.mT, missing)
+    return torch.bmm(features, regularized_solve(torch.bmm(basis.mT, basis), right, LINEAR_RIDGE))
