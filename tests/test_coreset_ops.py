@@ -170,12 +170,12 @@ def test_candidates_are_spread_over_the_valid_keys():
 
 
 def test_a_draw_apart_does_not_repeat_a_cluster():
-    """Ten far clusters and ten draws, the first eight at once: the later ones see which clusters are left."""
-    centers = 6.0 * numbers(1, 10, 5).float()
-    points = centers.repeat(1, 40, 1) + 0.01 * numbers(1, 400, 5, seed=1).float()
-    chosen = draw_apart(points, 0.0, gumbel_numbers(16, 400, 0, points), None, 16).candidate
-    assert (chosen[0] % 10).unique().numel() == 10
-    assert chosen.unique().numel() == 16
+    """Twenty far clusters, and 16 points at once: the next draw sees which clusters are left."""
+    centers = 6.0 * numbers(1, 20, 5).float()
+    points = centers.repeat(1, 20, 1) + 0.01 * numbers(1, 400, 5, seed=1).float()
+    chosen = draw_apart(points, 0.0, gumbel_numbers(64, 400, 0, points), None, 64).candidate
+    assert (chosen[0] % 20).unique().numel() == 20
+    assert chosen.unique().numel() == 64
 
 
 def test_a_draw_apart_prefers_large_points():

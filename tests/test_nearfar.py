@@ -60,7 +60,7 @@ def _local(length=500):
 
 def test_near_keys_help_where_attention_is_local():
     options = {"num_samples": 24, "block_size": 8}
-    assert _error(_local(), **options) < 0.75 * _error(_local(), num_samples=32, block_size=0)
+    assert _error(_local(), **options) < 0.8 * _error(_local(), num_samples=32, block_size=0)
 
 
 def test_each_head_has_near_keys_only_where_they_hold_attention():
@@ -246,9 +246,8 @@ def test_half_precision_adds_little_error(block_size):
 
 
 def test_a_call_is_few_operations():
-    """12 heads of 32, 4,096 tokens, half of the heads local: the number of heads hardly matters."""
-    spread = inputs(num_heads=6, q_len=4096, head_dim=6, dtype=torch.float32)
-    tensors = [torch.cat((b.expand(-1, 6, -1, -1), a), 1) for a, b in zip(spread, _local(4096), strict=True)]
+    """12 heads of 32, 4,096 tokens."""
+    tensors = [numbers(1, 12, 4096, 32, seed=i).float() for i in range(3)]
     count = 0
 
     class Count(torch.utils._python_dispatch.TorchDispatchMode):
@@ -260,4 +259,4 @@ def test_a_call_is_few_operations():
     nearfar(*tensors)
     with Count():
         nearfar(*tensors)
-    assert count <= 700
+    assert count <= 500

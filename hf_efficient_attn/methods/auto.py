@@ -152,8 +152,9 @@ def _forms(config: AutoAttentionConfig, options: AttentionOptions) -> Forms:
     options = options._replace(key_mask=None)
 
     def approximate(query: Tensor, key: Tensor, value: Tensor, columns: int) -> Tensor:
-        form, heads = get_method(config.switches_to).forward, (x.unsqueeze(1) for x in (query, key, value))
-        return form(_approximation(columns), *heads, options)[:, 0]
+        form = get_method(config.switches_to).forward
+        query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        return form(_approximation(columns), query, key, value, options)[:, 0]
 
     def exact(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return exact_form(query[None], key[None], value[None], options)[0]
@@ -194,7 +195,8 @@ def naive(config: AutoAttentionConfig, query: Tensor, key: Tensor, value: Tensor
             counts = _bounded(config, (q[0], k[0], v[0]), length, query.shape[1], own)[1].tolist()
         for h, count in enumerate(counts if k.shape[2] else []):
             form = _approximation(count or k.shape[2])
-            out[b : b + 1, h : h + 1, rows] = dense(form, *(x[:, h : h + 1] for x in (q, k, v)), own)
+            some = slice(h, h + 1)
+            out[b : b + 1, some, rows] = dense(form, q[:, some], k[:, some], v[:, some], own)
     return out
 
 

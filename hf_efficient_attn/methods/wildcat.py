@@ -144,7 +144,8 @@ def _kernel_scale(query: Tensor, points: Tensor, scale: float) -> Tensor:
     # With x = beta R_Q / rho this is x^2 / (x R_K) = x / R_K.
     x = largest_query * (abs(scale) / RHO)
     kernel_scale = x.square() / (x * largest_key).clamp(min=LEAST_LOGIT / RHO)
-    return kernel_scale.clamp(min=torch.finfo(points.dtype).tiny ** 0.5)
+    clamped: Tensor = kernel_scale.clamp(min=torch.finfo(points.dtype).tiny ** 0.5)
+    return clamped
 
 
 def _make_coreset(key: Tensor, value: Tensor, keys: Tensor, kernel_scale: Tensor, dropout_p: float) -> _Coreset:

@@ -67,12 +67,12 @@ class Rows(NamedTuple):
     """Exact rows of P probe queries.
 
     Attributes:
-        index: int64 (P,), the positions of the probes.
+        position: int64 (P,), of the probes.
         out: (BH, P, Dv), their exact output.
         lse: (BH, P), the log of their exact sums.
     """
 
-    index: Tensor
+    position: Tensor
     out: Tensor
     lse: Tensor
 
@@ -100,9 +100,9 @@ def weighted_coreset_attention(query: Tensor, key: Tensor, value: Tensor, option
         if len(index) == len(key):
             return _attend_alike(query, key, value, rows, own)
         if len(index):
-            tensors = (x.index_select(0, index) for x in (query, key, value))
-            of_rows = None if rows is None else Rows(rows.index, *(x.index_select(0, index) for x in rows[1:]))
-            outs.append(_attend_alike(*tensors, of_rows, own))
+            of_rows = None if rows is None else Rows(rows.position, *(x.index_select(0, index) for x in rows[1:]))
+            q, k, v = (x.index_select(0, index) for x in (query, key, value))
+            outs.append(_attend_alike(q, k, v, of_rows, own))
     return torch.cat(outs).index_select(0, torch.cat(some).argsort())
 
 
@@ -123,7 +123,7 @@ def _local_heads(query: Tensor, key: Tensor, rows: Rows | None, options: Coreset
         return None
     if options.near_share == 0.0 or rows is None:
         return key.new_ones(len(key), dtype=torch.bool)
-    index, lse = rows.index[::ROWS_OF_SHARE], rows.lse[:, ::ROWS_OF_SHARE]
+    index, lse = rows.position[::ROWS_OF_SHARE], rows.lse[:, ::ROWS_OF_SHARE]
     share = near_share_of_rows(query.index_select(1, index) * options.scale, lse, key, index, options.block_size)
     return share > options.near_share
 
@@ -135,7 +135,7 @@ def _attend_alike(query: Tensor, key: Tensor, value: Tensor, rows: Rows | None, 
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, out: Tensor | None, lse: Tensor | None) -> Tensor:
         landmarks = choose_landmarks(query, key, value, numbers, options)
-        own = None if rows is None or out is None or lse is None else Rows(rows.index, out, lse)
+        own = None if rows is None or out is None or lse is None else Rows(rows.position, out, lse)
         weighted = _weigh(query, key, value, landmarks, own, options)
         out = _attend_safely(query, weighted, options)
         return out if own is None else out + _linear_correction(query, out, own)
@@ -178,7 +178,7 @@ def _weigh(
         rights.append(sums)
     bias, by_means = landmarks.bias + shift, None
     if rows is not None:
-        probes = query.index_select(1, rows.index)
+        probes = query.index_select(1, rows.position)
         logits = torch.baddbmm(bias.unsqueeze(1) - rows.lse.unsqueeze(2), probes, landmarks.key.mT, alpha=scale)
         basis = (logits.clamp(max=MAX_LOGIT) * LOG2_E).exp2()
         rights.append(basis.mT)
@@ -188,8 +188,8 @@ def _weigh(
     if rows is not None:
         exact = with_ones(rows.out)
         missing = torch.baddbmm(exact, basis, unfitted, alpha=-1.0)
-        missing = missing if near is None else missing - near.sums_of_rows(probes, rows.index, rows.lse)
-        fit, left = _fit(basis, solved[..., -len(rows.index) :], missing)
+        missing = missing if near is None else missing - near.sums_of_rows(probes, rows.position, rows.lse)
+        fit, left = _fit(basis, solved[..., -len(rows.position) :], missing)
         fitted, by_means = unfitted + fit, _means_are_better(probes, exact, left, landmarks, scale)
     return _scaled(Weighted(landmarks, bias, fitted, unfitted, near, by_means))
 
@@ -308,10 +308,10 @@ def _attend_safely(query: Tensor, weighted: Weighted, options: CoresetOptions) -
 
 def _linear_correction(query: Tensor, out: Tensor, rows: Rows) -> Tensor:
     """What the outputs of the probes miss, as a linear function of the query: (BH, Nq, Dv)."""
-    probes = query.index_select(1, rows.index)
+    probes = query.index_select(1, rows.position)
     size = (probes.var(1, keepdim=True, correction=0) + LEAST_VARIANCE).sqrt()
     # Limited, so that nothing is extrapolated to a query that is unlike all probes.
     features = with_ones(((query - probes.mean(1, keepdim=True)) / size).clamp(-MAX_FEATURE, MAX_FEATURE))
-    basis, missing = features.index_select(1, rows.index), rows.out - out.index_select(1, rows.index)
+    basis, missing = features.index_select(1, rows.position), rows.out - out.index_select(1, rows.position)
     right = torch.bmm(basis.mT, missing)
     return torch.bmm(features, regularized_solve(torch.bmm(basis.mT, basis), right, LINEAR_RIDGE))

@@ -120,4 +120,5 @@ def _correction(query: Tensor, out: Tensor, probe: Tensor, target: Tensor) -> Te
     scaled = (query - query[probe].mean(0)) / (query[probe].var(0, correction=0) + LEAST_VARIANCE).sqrt()
     features = torch.cat((scaled.clamp(-MAX_FEATURE, MAX_FEATURE), torch.ones_like(query[:, :1])), 1)
     system = features[probe].T @ features[probe] + LINEAR_RIDGE * torch.eye(features.shape[1], dtype=query.dtype)
-    return features @ torch.linalg.inv(system) @ features[probe].T @ (target - out[probe])
+    fitted: Tensor = torch.linalg.inv(system) @ features[probe].T @ (target - out[probe])
+    return features @ fitted

@@ -117,9 +117,10 @@ def attend_within_bound(
             some = (chosen & (level == number)).flatten().nonzero()[:, 0]
             if not len(some):
                 continue
-            own = [x.index_select(0, some) for x in heads]
-            part = forms.approximate(*own, count)
-            bound = held_back_bound(*own, part, num_probes=forms.num_probes, num_rows=NUM_ROWS, scale=scale, seed=seed)
+            q, k, v = (x.index_select(0, some) for x in heads)
+            part = forms.approximate(q, k, v, count)
+            sizes = {"num_probes": forms.num_probes, "num_rows": NUM_ROWS}
+            bound = held_back_bound(q, k, v, part, **sizes, scale=scale, seed=seed)
             good = bound <= limit.max_error
             out[some[good]], columns_of[some[good]] = part[good], count
             log_bound.view(-1)[some] = bound.double().log() + 0.5 * math.log(count / limit.columns)
@@ -139,4 +140,5 @@ def _first_guess(heads: tuple[Tensor, Tensor, Tensor], columns: int, scale: floa
     if heads[1].shape[1] <= 2 * NUM_KEYS:
         return heads[1].new_full(heads[1].shape[:1], -torch.inf, dtype=torch.float64)
     error = screening_error(*heads, scale=scale).double()
-    return (error * _COPY_FACTOR * (NUM_LANDMARKS / columns) ** 0.5).log()
+    log_bound: Tensor = (error * _COPY_FACTOR * (NUM_LANDMARKS / columns) ** 0.5).log()
+    return log_bound
