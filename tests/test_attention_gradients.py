@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from hf_efficient_attn.ops.coreset_near_keys import count_near_keys
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.partial import partial_attention_naive
 from hf_efficient_attn.ops.window import window_partial
@@ -50,15 +49,3 @@ def test_gradients_of_windows(length, left, right, skip, masked, with_lse):
     torch.testing.assert_close(ours.lse, naive.lse)
     # The naive gradient of an lse of -inf is NaN.
     check(ours, naive, tensors, with_lse and bool(naive.lse.isfinite().all()))
-
-
-def test_gradients_of_what_landmarks_count(monkeypatch):
-    monkeypatch.setattr("hf_efficient_attn.ops.coreset_near_keys._GATHERED_NUMEL", 100)  # a few blocks at a time
-    basis, weight = numbers(2, 7, 3, 5).requires_grad_(), numbers(2, 20, 5, seed=1).requires_grad_()
-    index = torch.randint(20, (2, 7, 6), generator=torch.Generator().manual_seed(0))
-    gathered = weight[torch.arange(2)[:, None, None], index]
-    found, expected = count_near_keys(basis, weight, index), basis @ gathered.mT
-    torch.testing.assert_close(found, expected)
-    grad = numbers(*found.shape, seed=2)
-    for x, y in zip(*(torch.autograd.grad(z, (basis, weight), grad) for z in (found, expected)), strict=True):
-        torch.testing.assert_close(x, y)

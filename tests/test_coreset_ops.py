@@ -5,8 +5,7 @@ import itertools
 import pytest
 import torch
 
-from hf_efficient_attn.ops import coreset
-from hf_efficient_attn.ops.accelerator import use_backend
+from hf_efficient_attn.ops import coreset, slices
 from hf_efficient_attn.ops.coreset import (
     Pivots,
     candidate_positions,
@@ -62,7 +61,7 @@ def test_pivots_in_float32_are_different_and_valid(content, factor):
 def test_heads_processed_at_a_time_do_not_matter(monkeypatch):
     points = points_of("normal")
     whole = choose_pivots(points, VALID, 20, seed=1, batch=2)
-    monkeypatch.setattr(coreset, "_FACTOR_NUMEL", 1)
+    monkeypatch.setattr(slices, "CPU_NUMEL", 1)
     assert all(map(torch.equal, choose_pivots(points, VALID, 20, seed=1, batch=2), whole))
 
 
@@ -114,16 +113,9 @@ def test_duplicates_come_last():
             assert len(first) == 25 and row[:20].unique().numel() >= 19
 
 
-def test_choice_has_no_gradient_and_compiles():
+def test_choice_has_no_gradient():
     points = points_of("normal").requires_grad_()
-
-    def choose(points, valid):
-        return choose_pivots(points, valid, 20, seed=2, batch=1)
-
-    torch._dynamo.reset()
-    compiled = torch.compile(choose, fullgraph=True, backend="aot_eager")
-    for ours, other in zip(compiled(points, VALID), choose(points, VALID), strict=True):
-        assert torch.equal(ours, other) and not ours.requires_grad
+    assert not any(x.requires_grad for x in choose_pivots(points, VALID, 20, seed=2, batch=1))
 
 
 def unit_kernel(points: torch.Tensor) -> torch.Tensor:
@@ -178,12 +170,12 @@ def test_candidates_are_spread_over_the_valid_keys():
 
 
 def test_a_draw_apart_does_not_repeat_a_cluster():
-    """Ten far clusters and ten draws, the first eight at once: the later ones see which clusters are left."""
-    centers = 6.0 * numbers(1, 10, 5).float()
-    points = centers.repeat(1, 40, 1) + 0.01 * numbers(1, 400, 5, seed=1).float()
-    chosen = draw_apart(points, 0.0, gumbel_numbers(16, 400, 0, points), None, 16).candidate
-    assert (chosen[0] % 10).unique().numel() == 10
-    assert chosen.unique().numel() == 16
+    """Twenty far clusters, and 16 points at once: the next draw sees which clusters are left."""
+    centers = 6.0 * numbers(1, 20, 5).float()
+    points = centers.repeat(1, 20, 1) + 0.01 * numbers(1, 400, 5, seed=1).float()
+    chosen = draw_apart(points, 0.0, gumbel_numbers(64, 400, 0, points), None, 64).candidate
+    assert (chosen[0] % 20).unique().numel() == 20
+    assert chosen.unique().numel() == 64
 
 
 def test_a_draw_apart_prefers_large_points():
@@ -207,46 +199,6 @@ def test_a_draw_apart_of_fewer_is_the_beginning_and_knows_what_exists():
     assert not torch.equal(draw_apart(points, 0.5, gumbel_numbers(24, 64, 2, points), valid, 24).candidate, index)
 
 
-@pytest.mark.parametrize("by_product", [False, True])
-def test_nearest_landmark(monkeypatch, by_product):
-    if by_product and not torch.backends.mkldnn.is_available():
-        pytest.skip("needs oneDNN")
-    monkeypatch.setattr(coreset, "use_product", lambda *_: by_product)
-    points, landmarks = numbers(2, 300, 6).float(), numbers(2, 37, 6, seed=1).float()
-    used = torch.ones(2, 37, dtype=torch.bool)
-    used[1, 5:] = False
-    found = nearest(points, landmarks, used)
-    distance = torch.cdist(points, landmarks).masked_fill(~used[:, None], torch.inf)
-    torch.testing.assert_close(distance.gather(2, found.unsqueeze(2))[..., 0], distance.amin(2), rtol=1e-4, atol=1e-4)
-    assert found[1].max() < 5
-
-
-@pytest.mark.parametrize("content", CONTENT)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_pivots_in_two_draws_are_different_and_valid(content, dtype):
-    for factor, valid, count in itertools.product((1e-3, 1.0, 100.0), (None, VALID), (1, 2, 37, 50)):
-        points = (points_of(content) * factor).to(dtype)
-        with use_backend("library"):
-            ours = choose_pivots(points, valid, count, seed=0, batch=3)
-        assert_different_valid(ours, valid, count)
-
-
-def test_the_second_draw_avoids_what_the_first_one_covers():
-    """Of 20 pivots of 16 clusters of four, 5 are drawn first. The others are of other clusters while there are any."""
-    centers = 6.0 * torch.eye(16, dtype=torch.float64)
-    points = (centers.repeat(4, 1) + 1e-7 * numbers(64, 16))[None].expand(40, -1, -1)
-    with use_backend("library"):
-        chosen = choose_pivots(points, None, 20, seed=0, batch=1).candidate % 16
-    for row in chosen.tolist():
-        assert not set(row[:5]) & set(row[5:])
-
-
-def test_a_matrix_that_rounding_makes_indefinite_does_not_repeat_a_pivot(monkeypatch):
-    points = points_of("normal").float()
-
-    def fails(matrix):
-        return torch.full_like(matrix, torch.nan), torch.ones(len(matrix), dtype=torch.int32)
-
-    monkeypatch.setattr(torch.linalg, "cholesky_ex", fails)
-    with use_backend("library"):
-        assert_different_valid(choose_pivots(points, VALID, 37, seed=0, batch=1), VALID, 37)
+def test_nearest_landmark():
+    points, landmarks = numbers(3, 40, 5).float(), numbers(3, 9, 5, seed=1).float()
+    assert torch.equal(nearest(points, landmarks), torch.cdist(points, landmarks).argmin(2))

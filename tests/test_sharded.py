@@ -7,10 +7,8 @@ import torch
 import torch.distributed as dist
 
 import processes
-from hf_efficient_attn.methods import attention, get_method, sharded_attention
+from hf_efficient_attn.methods import attention, sharded_attention
 from hf_efficient_attn.ops.accelerator import use_backend
-from hf_efficient_attn.ops.coreset_landmarks import CoresetOptions, Inputs
-from hf_efficient_attn.ops.coreset_near_keys import heads_with_near_keys
 from hf_efficient_attn.ops.shards import Shards
 from instances import INSTANCES, inputs
 from test_heads import parameters_of
@@ -152,17 +150,6 @@ def check(results: list[dict[str, dict[str, float]]]) -> None:
 
 def test_two_processes_compute_what_one_does(tmp_path):
     check(processes.run(2, tmp_path, measure_all, cases(FIRST, ("right",)) + summarized(NEARFAR)))
-
-
-def test_nearfar_sends_summaries_in_these_cases_and_some_heads_have_near_keys():
-    config = INSTANCES[NEARFAR[0]].config()
-    form = get_method("nearfar").sharded
-    assert form.applies(config, LENGTH, False)
-    assert not form.applies(config, LENGTH, True) and not form.applies(config, config.exact_length, False)
-    query, key, value = (x.flatten(0, 1) for x in tensors_of(Case(NEARFAR[0], False, "none", is_local=True)))
-    sizes = config.num_samples, config.num_candidates, 0, config.num_probes, config.block_size, config.near_share
-    near = heads_with_near_keys(Inputs(query, key, value, None, LENGTH, LENGTH), CoresetOptions(*sizes, 8**-0.5, 0))
-    assert near.any() and not near.all()
 
 
 @pytest.mark.exhaustive

@@ -7,8 +7,6 @@ from torch.nn.functional import scaled_dot_product_attention
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods import wildcat as module
 from hf_efficient_attn.methods._shared.call import naive_attention
-from hf_efficient_attn.ops import nystrom
-from hf_efficient_attn.ops.accelerator import use_backend
 from hf_efficient_attn.ops.coreset import choose_pivots
 from instances import CONTENTS, inputs, numbers, padding_mask, relative_error
 
@@ -66,7 +64,7 @@ def test_float32_is_as_accurate_as_float64(content, spread):
 def test_outputs_are_in_the_range_of_every_feature(content, dtype):
     query, key, value = inputs(q_len=100, content=content, spread=5.0, dtype=dtype)
     mask = torch.arange(100)[None] < 80
-    out = wildcat(query, key, value, attention_mask=mask, num_samples=20)
+    out = wildcat(query, key, value, attention_mask=mask, num_samples=20)[:, :, :80]
     low, high = value[:, :, :80].amin(2, keepdim=True), value[:, :, :80].amax(2, keepdim=True)
     rounding = 2 * torch.finfo(dtype).eps * value.abs().max()
     assert ((low - rounding <= out) & (out <= high + rounding)).all()
@@ -111,14 +109,13 @@ def test_a_constant_feature_of_the_values_does_not_change_the_others(dtype):
 
 
 def gradients(form, tensors, mask, num_samples, num_candidates):
-    """Output and gradients of a weighted sum of the outputs at valid queries, in the form for accelerators."""
+    """Output and gradients of a weighted sum of the outputs at valid queries."""
     leaves = [x.detach().requires_grad_() for x in tensors]
-    with use_backend("library"):
-        out = form(*leaves, attention_mask=mask, num_samples=num_samples, num_candidates=num_candidates)
-        if mask is not None and mask.shape[1] == out.shape[2]:
-            out = out * mask[:, None, :, None]
-        weight = numbers(*out.shape, seed=4)
-        return [out.detach(), *torch.autograd.grad((out * weight.to(out.dtype)).sum(), leaves)]
+    out = form(*leaves, attention_mask=mask, num_samples=num_samples, num_candidates=num_candidates)
+    if mask is not None and mask.shape[1] == out.shape[2]:
+        out = out * mask[:, None, :, None]
+    weight = numbers(*out.shape, seed=4)
+    return [out.detach(), *torch.autograd.grad((out * weight.to(out.dtype)).sum(), leaves)]
 
 
 def naive(*tensors, **options):
@@ -128,7 +125,7 @@ def naive(*tensors, **options):
 @pytest.mark.parametrize("content", ["normal", "large", "smooth"])
 @pytest.mark.parametrize("padding", ["none", "holes", "left", "empty"])
 @pytest.mark.parametrize("shape", [{}, {"head_dim": 12, "value_dim": 7}, {"q_len": 128, "kv_len": 90}])
-def test_the_accelerator_form_is_the_readable_form(shape, padding, content):
+def test_the_form_is_the_readable_form(shape, padding, content):
     """All candidates at one distance and not, and with fewer keys than a coreset has."""
     tensors = inputs(**{"batch": 2, "num_heads": 3, "q_len": 90} | shape, content=content, dtype=torch.float64)
     mask = padding_mask(padding, 2, 90)
@@ -142,14 +139,14 @@ def test_gradients_of_outputs_that_are_clipped_and_without_a_denominator(monkeyp
     """Large logits take outputs out of the range. With a larger bound, all denominators are below it."""
     tensors = inputs(q_len=90, spread=8.0, dtype=torch.float64)
     value = tensors[2].flatten(0, 1)
-    with torch.no_grad(), use_backend("library"):
+    with torch.no_grad():
         out = wildcat(*tensors, num_samples=16).flatten(0, 1)
     assert ((out == value.amin(1, keepdim=True)) | (out == value.amax(1, keepdim=True))).any()
     for ours, readable in zip(*(gradients(f, tensors, None, 16, 64) for f in (wildcat, naive)), strict=True):
         assert relative_error(ours, readable) < 1e-9
 
     middle = (value.amin(1, keepdim=True) + value.amax(1, keepdim=True)) / 2
-    monkeypatch.setattr(nystrom, "LEAST_DENOMINATOR", 2.0)
+    monkeypatch.setattr(module, "LEAST_DENOMINATOR", 2.0)
     out, *grads = gradients(wildcat, tensors, None, 16, 64)
     torch.testing.assert_close(out.flatten(0, 1), middle.expand_as(value))
     weight = numbers(*out.shape, seed=4).sum(2, keepdim=True)
@@ -158,13 +155,12 @@ def test_gradients_of_outputs_that_are_clipped_and_without_a_denominator(monkeyp
     assert not grads[0].any() and not grads[1].any()
 
 
-def test_gradients_agree_with_finite_differences_on_an_accelerator():
+def test_gradients_agree_with_finite_differences():
     tensors = [x.requires_grad_() for x in inputs(num_heads=2, q_len=24, head_dim=3, dtype=torch.float64)]
-    with use_backend("library"):
-        torch.autograd.gradcheck(lambda *x: wildcat(*x, num_samples=5, num_candidates=12), tensors)
+    torch.autograd.gradcheck(lambda *x: wildcat(*x, num_samples=5, num_candidates=12), tensors)
 
 
-def test_equal_keys_and_a_query_of_zeros_on_an_accelerator():
+def test_equal_keys_and_a_query_of_zeros():
     """The temperature is that of the least logit, or 0."""
     for query, key in ((1.0, 0.0), (0.0, 1.0), (1.0, 1e-6), (0.0, 0.0)):
         tensors = [x * f for x, f in zip(inputs(q_len=60, dtype=torch.float64), (query, key, 1.0), strict=True)]

@@ -4,18 +4,16 @@
 - In longer sequences the error of each head is bounded from the exact rows of some queries that the weights were not
   fitted to (`hf_efficient_attn.ops.row_error`). A head whose bound exceeds `max_error` has more columns or stays exact.
   `hf_efficient_attn.methods._shared.error_bound` describes which heads are attempted.
-- These decisions depend on the data of a call. They are made in the bidirectional form on the CPU when no gradient is
-  wanted. With a gradient, under `torch.compile`, on an accelerator, which would wait for each decision, and in the
-  causal form, in which later tokens would decide about earlier ones, every head has `columns` columns, or all of them
-  are exact (`static_form`). `hea.calibrate` chooses both for each layer.
+- These decisions depend on the data of a call. They are made in the bidirectional form when no gradient is wanted.
+  With a gradient or dropout, and in the causal form, in which later tokens would decide about earlier ones, every head
+  has `columns` columns, or all of them are exact (`static_form`). `hea.calibrate` chooses both for each layer.
 
 The crossover is that of one sequence, and each sequence of a padded batch is judged by its own number of tokens, so
-that outputs do not depend on the batch. Under `torch.compile`, on an accelerator, and in the causal form, in which the
-number of later tokens must not matter, it is the padded length.
+that outputs do not depend on the batch. In the causal form, in which the number of later tokens must not matter, it is
+the padded length.
 """
 
 import dataclasses
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -24,12 +22,17 @@ from torch import Tensor
 from hf_efficient_attn.methods._shared.causal_coreset import decode_exactly
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.crossover import LARGE_DIM, crossover_length
-from hf_efficient_attn.methods._shared.error_bound import COST_POWER, Limit, bounded_attention, worthwhile_length
+from hf_efficient_attn.methods._shared.error_bound import (
+    COST_POWER,
+    Forms,
+    Limit,
+    attend_within_bound,
+    worthwhile_length,
+)
 from hf_efficient_attn.methods._shared.exact import exact_form
-from hf_efficient_attn.methods._shared.heads import FlatHeads, flatten_heads, unflatten_heads
+from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
+from hf_efficient_attn.methods._shared.lengths import without_padding
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, get_method, make_config, register_method
-from hf_efficient_attn.ops.accelerator import backend
-from hf_efficient_attn.ops.export import is_compiling
 
 # The head_dim for which lengths are measured. Most of the choice of landmarks does not depend on it, so that the cost
 # relative to exact attention is 1.4 times as high with a head_dim of 32.
@@ -63,8 +66,8 @@ class AutoAttentionConfig(MethodConfig):
     )
     static_form: str = option(
         "columns",
-        "Attention in longer sequences where the data must not decide, with a gradient, under torch.compile, on an "
-        "accelerator and in the causal form: exact, or `columns` for all heads.",
+        "Attention in longer sequences where the data must not decide, with a gradient or dropout and in the causal "
+        "form: exact, or `columns` for all heads.",
         choices=("columns", "exact"),
     )
     seed: int = option(0, "Seed of the landmarks and of the queries that bound the error.", minimum=0)
@@ -114,22 +117,26 @@ def forward(
     config: AutoAttentionConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 ) -> Tensor:
     """Fast form; see `register_method`."""
-    kv_len = key.shape[2]
-    if kv_len <= config.columns:
+    length = config.columns
+    if key.shape[2] > length:
+        length = config.exact_up_to(query.shape[1], query.shape[3], query.dtype, options.is_causal, query.device)
+    is_static = _is_static(config, query, key, value, options)
+    if key.shape[2] <= length or (is_static and config.max_error and config.static_form == "exact"):
         return exact_form(query, key, value, options)
-    length = config.exact_up_to(query.shape[1], query.shape[3], query.dtype, options.is_causal, query.device)
-    if kv_len <= length:
-        return exact_form(query, key, value, options)
-    if _is_static(config, query, key, value, options) and config.max_error and config.static_form == "exact":
-        return exact_form(query, key, value, options)
-    mask, by_shape = options.key_mask, options.is_causal or _must_not_read(query)
-    if mask is None or by_shape or not bool((short := mask.sum(1) <= length).any()):
-        return _approximate(config, query, key, value, options)
-    out = value.new_empty(*query.shape[:3], value.shape[3])
-    for rows, form in ((short, exact_form), (~short, functools.partial(_approximate, config))):
-        if bool(rows.any()):
-            out[rows] = form(query[rows], key[rows], value[rows], options._replace(key_mask=mask[rows]))
-    return out
+    if options.is_causal:
+        return get_method(config.switches_to).forward(_approximation(config.columns), query, key, value, options)
+
+    def of_one_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        forms = _forms(config, options)
+        if key.shape[1] <= length:
+            return forms.exact(query, key, value)
+        if is_static:
+            return forms.approximate(query, key, value, config.columns)
+        return _bounded(config, (query, key, value), length, num_heads, options)[0]
+
+    num_heads = query.shape[1]
+    out = without_padding(of_one_length, flatten_heads(query, key, value, options.key_mask))
+    return unflatten_heads(out, query.shape)
 
 
 def _is_static(
@@ -137,54 +144,60 @@ def _is_static(
 ) -> bool:
     """Whether all heads have the same form, whatever the data."""
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    is_bounded = config.max_error > 0 and not options.is_causal and not options.dropout_p
-    return not is_bounded or needs_grad or _must_not_read(query)
+    return needs_grad or not config.max_error or options.is_causal or options.dropout_p > 0.0
 
 
-def _must_not_read(x: Tensor) -> bool:
-    """Whether nothing may depend on the values of tensors: in a graph, and where reading them waits for a device."""
-    return is_compiling() or backend(x) != "cpu"
+def _forms(config: AutoAttentionConfig, options: AttentionOptions) -> Forms:
+    """How heads (BH, N, .) are computed. As sequences they all have the same random numbers."""
+    options = options._replace(key_mask=None)
 
+    def approximate(query: Tensor, key: Tensor, value: Tensor, columns: int) -> Tensor:
+        form = get_method(config.switches_to).forward
+        query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        return form(_approximation(columns), query, key, value, options)[:, 0]
 
-def _approximate(
-    config: AutoAttentionConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
-) -> Tensor:
-    """Attention in sequences that are longer than the crossover."""
-    if _is_static(config, query, key, value, options):
-        return get_method(config.switches_to).forward(_approximation(config.columns), query, key, value, options)
-    flat = flatten_heads(query, key, value, options.key_mask)
-    return unflatten_heads(_bounded(config, flat, query.shape, options)[0], query.shape)
+    def exact(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return exact_form(query[None], key[None], value[None], options)[0]
+
+    return Forms(approximate, exact, getattr(_approximation(config.columns), "num_probes", 0))
 
 
 def _bounded(
-    config: AutoAttentionConfig, heads: FlatHeads, shape: torch.Size, options: AttentionOptions
+    config: AutoAttentionConfig,
+    heads: tuple[Tensor, Tensor, Tensor],
+    length: int,
+    num_heads: int,
+    options: AttentionOptions,
 ) -> tuple[Tensor, Tensor]:
     """The output (BH, Nq, Dv) within the error bound, and the columns of every head (BH,); 0 for an exact one."""
-    length = config.exact_up_to(shape[1], shape[3], heads.query.dtype, False, heads.query.device)
-    return bounded_attention(_approximation, heads, Limit(config.max_error, config.columns, length, shape[0]), options)
+    limit = Limit(config.max_error, config.columns, length, len(heads[0]) // num_heads)
+    return attend_within_bound(heads, limit, _forms(config, options), options.scale, options.seed)
 
 
 def naive(config: AutoAttentionConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: dense matrices, with the decisions of `forward` about each sequence and head."""
     length = config.exact_up_to(query.shape[1], query.shape[3], query.dtype, options.is_causal, query.device)
     is_static = _is_static(config, query, key, value, options)
-    dense = get_method(config.switches_to).naive
-    outs = []
+    dense, same = get_method(config.switches_to).naive, query.shape[2] == key.shape[2]
+    out = value.new_zeros(*query.shape[:3], value.shape[3])
     for b in range(query.shape[0]):
-        q, k, v = (x[b : b + 1] for x in (query, key, value))
-        own = options._replace(key_mask=None if options.key_mask is None else options.key_mask[b : b + 1])
-        num_keys = k.shape[2] if own.key_mask is None or options.is_causal else int(own.key_mask.sum())
-        exact = _approximation(k.shape[2])  # as many columns as keys
-        if num_keys <= length or (is_static and config.max_error and config.static_form == "exact"):
-            outs.append(dense(exact, q, k, v, own))
-        elif is_static:
-            outs.append(dense(_approximation(config.columns), q, k, v, own))
-        else:
-            counts = _bounded(config, flatten_heads(q, k, v, own.key_mask), q.shape, own)[1].tolist()
-            forms = [_approximation(count) if count else exact for count in counts]
-            heads = zip(q.split(1, dim=1), k.split(1, dim=1), v.split(1, dim=1), forms, strict=True)
-            outs.append(torch.cat([dense(form, x, y, z, own) for x, y, z, form in heads], 1))
-    return torch.cat(outs)
+        own, valid = options, torch.ones_like(key[b, 0, :, 0], dtype=torch.bool)
+        if options.is_causal:  # the number of later tokens must not matter
+            own = options._replace(key_mask=None if options.key_mask is None else options.key_mask[b : b + 1])
+        elif options.key_mask is not None:
+            own, valid = options._replace(key_mask=None), options.key_mask[b]
+        rows = valid if same else torch.ones_like(query[b, 0, :, 0], dtype=torch.bool)
+        q, k, v = query[b : b + 1, :, rows], key[b : b + 1, :, valid], value[b : b + 1, :, valid]
+        counts = [config.columns] * query.shape[1]
+        if k.shape[2] <= length or (is_static and config.max_error and config.static_form == "exact"):
+            counts = [k.shape[2]] * query.shape[1]  # as many columns as keys
+        elif not is_static:
+            counts = _bounded(config, (q[0], k[0], v[0]), length, query.shape[1], own)[1].tolist()
+        for h, count in enumerate(counts if k.shape[2] else []):
+            form = _approximation(count or k.shape[2])
+            some = slice(h, h + 1)
+            out[b : b + 1, some, rows] = dense(form, q[:, some], k[:, some], v[:, some], own)
+    return out
 
 
 register_method(AutoAttentionConfig, forward=forward, naive=naive, decode=decode_exactly)

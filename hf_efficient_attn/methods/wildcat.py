@@ -20,8 +20,6 @@ Departures from the paper:
 - R_K is the largest norm of a candidate. It has no influence on the temperature if beta R_K R_Q is below 1e-3.
 - The inverse has a ridge of 1e-3, for kernels that are scaled to a unit diagonal.
 - With up to `num_samples` keys the output is exact attention.
-- On accelerators there are two draws (`hf_efficient_attn.ops.pivots`), and without dropout another order of the
-  operations (`hf_efficient_attn.ops.nystrom`).
 
 There is no causal form, because the coreset contains keys of the future. Dropout acts on the weights of the coreset in
 the numerator.
@@ -32,22 +30,26 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, threshold
+from torch.nn.functional import threshold
 
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
-from hf_efficient_attn.methods._shared.heads import FlatHeads, flatten_heads, unflatten_heads
+from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
+from hf_efficient_attn.methods._shared.lengths import without_padding
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
-from hf_efficient_attn.ops.accelerator import backend
-from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, pad_to_blocks, take
-from hf_efficient_attn.ops.coreset import candidate_positions, choose_pivots, regularized_solve
-from hf_efficient_attn.ops.exact import exact_attention, mask_bias
-from hf_efficient_attn.ops.nystrom import LEAST_DENOMINATOR, LEAST_LOGIT, NO_KEY, RHO
-from hf_efficient_attn.ops.nystrom_graph import Request, nystrom_attention
+from hf_efficient_attn.ops.blocks import take
+from hf_efficient_attn.ops.coreset import choose_pivots, even_positions, regularized_solve
+from hf_efficient_attn.ops.coreset_landmarks import with_ones
+from hf_efficient_attn.ops.exact import exact_attention
 from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
+from hf_efficient_attn.ops.slices import slice_size, sliced
 
+# The paper's constant of the temperature, 1 / W_0(1 / sqrt(1 + exp(2 W_0(2 / e^2) + 2))) with Lambert's function W_0.
+RHO = 3.94582
+# The temperature is that of logits of at least this size, so that it is finite for equal keys.
+LEAST_LOGIT = 1e-3
+# A denominator below this is rounding. The largest of its terms is about 1.
+LEAST_DENOMINATOR = 1e-6
 _RIDGE = 1e-3
-# Scores of a head that are computed at a time: 4 MiB of float32.
-_SCORES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,126 +106,89 @@ class _Coreset(NamedTuple):
 
 def forward(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Fast form; see `register_method`."""
-    flat = flatten_heads(query, key, value, options.key_mask)
+    scale, dropout_p, num_heads = options.scale, options.dropout_p, query.shape[1]
+    heads = flatten_heads(query, key, value, options.key_mask)
     if key.shape[2] <= config.num_samples:
-        out = exact_attention(*flat, is_causal=False, scale=options.scale, dropout_p=options.dropout_p)
-    elif backend(query) != "cpu" and options.scale != 0.0 and not options.dropout_p:
-        candidates, batch = max(config.num_samples, config.num_candidates), key.shape[0]
-        request = Request(config.num_samples, candidates, options.seed, batch, options.scale, _RIDGE)
-        out = nystrom_attention(*flat[:3], options.key_mask, request)
-    else:
-        with torch.autocast(query.device.type, enabled=False):
-            coreset = _make_coreset(config, flat, key.shape[0], options)
-        result = (query.shape[2], value.shape[3], value.dtype)
+        return unflatten_heads(exact_attention(*heads, is_causal=False, scale=scale, dropout_p=dropout_p), query.shape)
 
-        def some_heads(query: Tensor, *coreset: Tensor, out: Tensor | None = None) -> Tensor:
-            part = _attend(query, _Coreset(*coreset), options.scale, options.dropout_p)
-            return part.to(value.dtype) if out is None else out.copy_(part)
+    def of_one_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if key.shape[1] <= config.num_samples:
+            return exact_attention(query, key, value, is_causal=False, scale=scale, dropout_p=dropout_p)
+        query, key, value = (x.to(accumulation_dtype(key.dtype)) for x in (query, key, value))
+        key = key - key.mean(1, keepdim=True)
+        position = even_positions(key.shape[1], _num_candidates(config, key.shape[1]), key.device)
+        candidates = key.index_select(1, position)
+        kernel_scale = _kernel_scale(query, candidates, scale)
+        points = candidates * kernel_scale.sqrt()
+        batch = len(key) // num_heads
+        pivot = choose_pivots(points, None, config.num_samples, seed=options.seed, batch=batch).candidate
+        keys = take(candidates, pivot)
 
-        out = chunked_over_heads(some_heads, flat.query, *coreset, result=result)
+        def some_heads(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, kernel_scale: Tensor) -> Tensor:
+            return _attend(query, _make_coreset(key, value, keys, kernel_scale, dropout_p), scale, dropout_p)
+
+        size = slice_size(query.shape[1] * config.num_samples // 4, query.device)
+        return sliced(some_heads, query, key, value, keys, kernel_scale, size=size, draws=dropout_p > 0.0)
+
+    out = without_padding(of_one_length, heads)
     return unflatten_heads(out, query.shape)
 
 
-def _kernel_scale(query: Tensor, points: Tensor, query_mask: Tensor | None, scale: float) -> Tensor:
+def _num_candidates(config: WildCatConfig, kv_len: int) -> int:
+    return min(kv_len, max(config.num_samples, config.num_candidates))
+
+
+def _kernel_scale(query: Tensor, points: Tensor, scale: float) -> Tensor:
     """Beta / tau^2 of every head, (BH, 1, 1), for queries (BH, Nq, D) and centered keys (BH, C, D)."""
-    norms = torch.linalg.vector_norm(query, dim=2, dtype=points.dtype)
-    if query_mask is not None:
-        norms = norms.masked_fill(~query_mask, 0.0)
+    largest_query, largest_key = (torch.linalg.vector_norm(x, dim=2).amax(1)[:, None, None] for x in (query, points))
     # With x = beta R_Q / rho this is x^2 / (x R_K) = x / R_K.
-    x = norms.amax(1)[:, None, None] * (abs(scale) / RHO)
-    logit = x * torch.linalg.vector_norm(points, dim=2).amax(1)[:, None, None]
-    kernel_scale = x.square() / logit.clamp(min=LEAST_LOGIT / RHO)
+    x = largest_query * (abs(scale) / RHO)
+    kernel_scale = x.square() / (x * largest_key).clamp(min=LEAST_LOGIT / RHO)
     clamped: Tensor = kernel_scale.clamp(min=torch.finfo(points.dtype).tiny ** 0.5)
     return clamped
 
 
-def _make_coreset(config: WildCatConfig, heads: FlatHeads, batch: int, options: AttentionOptions) -> _Coreset:
-    """Choose the coreset of every head and compute its weights."""
-    acc_dtype, count, mask = accumulation_dtype(heads.key.dtype), config.num_samples, options.key_mask
-    num_heads, kv_len = heads.key.shape[0] // batch, heads.key.shape[1]
-    position, valid = candidate_positions(mask, kv_len, max(count, config.num_candidates), heads.key.device)
-    if mask is None or valid is None:
-        num_keys, bias, position = None, None, position.expand(heads.key.shape[0], -1)
-        mean = heads.key.mean(1, keepdim=True, dtype=acc_dtype)
-    else:
-        position, valid = (x.repeat_interleave(num_heads, 0) for x in (position, valid))
-        num_keys = mask.sum(1).repeat_interleave(num_heads)[:, None, None].to(acc_dtype)
-        bias = mask_bias(mask, acc_dtype).repeat_interleave(num_heads, 0)[:, None, None]
-        mean = heads.key.sum(1, keepdim=True, dtype=acc_dtype) / num_keys.clamp(min=1)
-    candidates = take(heads.key, position) - mean
-    if valid is not None:
-        candidates = candidates.masked_fill(~valid.unsqueeze(2), 0.0)
-    query_mask = heads.key_mask if heads.query.shape[1] == kv_len else None
-    kernel_scale = _kernel_scale(heads.query, candidates, query_mask, options.scale)
-    root = kernel_scale.sqrt()
-    pivot, selected = choose_pivots(candidates * root, valid, count, seed=options.seed, batch=batch)
-    keys = take(candidates, pivot)
-
+def _make_coreset(key: Tensor, value: Tensor, keys: Tensor, kernel_scale: Tensor, dropout_p: float) -> _Coreset:
+    """The weights of coreset keys (BH, m, D) for centered keys (BH, Nk, D)."""
     # Sums over all keys, of one row of the kernel for each key of the coreset: exp(lse) [out, 1].
-    rows, key, value = keys * kernel_scale, heads.key.to(acc_dtype), heads.value.to(acc_dtype)
-    out, lse = (x[:, 0] for x in partial_attention(rows[:, None], key[:, None], value[:, None], bias, scale=1.0))
-    lse = torch.baddbmm(lse.unsqueeze(2), rows, mean.mT, alpha=-1.0)
-    middle, half = _value_range(heads.value, None if bias is None else bias[:, 0].mT, options.dropout_p, acc_dtype)
+    rows = keys * kernel_scale
+    out, lse = (x[:, 0] for x in partial_attention(rows[:, None], key[:, None], value[:, None], scale=1.0))
+    ends = torch.stack((value.amin(1, keepdim=True), value.amax(1, keepdim=True)))
+    if dropout_p > 0.0:  # outputs are between 0 and multiples of the values
+        middle, half = torch.zeros_like(ends[0]), ends.abs().amax(0)
+    else:
+        middle, half = 0.5 * (ends[1] + ends[0]), 0.5 * (ends[1] - ends[0])
     # The range of a feature that is constant is rounding.
-    finfo = torch.finfo(acc_dtype)
+    finfo = torch.finfo(value.dtype)
     unit = torch.add(half, middle.abs(), alpha=8 * finfo.eps).clamp(min=finfo.tiny)
-    sums = pad((out - middle) / unit, (0, 1), value=1.0)
-
     # In float64, because a kernel matrix is nearly singular, and sums of exponentials differ by orders of magnitude.
-    points = keys * root.double()
+    points = keys * kernel_scale.double().sqrt()
     kernel = points @ points.mT
     log_size = -0.5 * kernel.diagonal(dim1=1, dim2=2).unsqueeze(2)
     kernel = (kernel + log_size + log_size.mT).clamp(max=0.0).exp()
-    if num_keys is not None:
-        # With n keys in a coreset for more than n, each is its own coreset.
-        few = num_keys <= count
-        lse = lse.masked_fill(few, 0.0)
-    weights = (lse + log_size).softmax(1)  # up to a factor of all
-    weighted = regularized_solve(kernel, sums * weights, _RIDGE)
-    if num_keys is not None:
-        own = pad((take(value, position.gather(1, pivot)) - middle) / unit, (0, 1), value=1.0)
-        weighted, log_size = torch.where(few, own, weighted), log_size.masked_fill(few, 0.0)
-    # Sums of exponentials differ by many orders of magnitude, so their size goes into the exponent of the query.
-    size = torch.linalg.vector_norm(weighted.detach(), torch.inf, 2, keepdim=True)
-    size = size.clamp(min=torch.finfo(torch.float64).tiny)
-    log_size = (size.log() + log_size).squeeze(2)
-    if valid is not None:
-        log_size = log_size.masked_fill(~selected, NO_KEY)
-    return _Coreset(keys, log_size.to(acc_dtype), (weighted / size).to(acc_dtype), middle, half)
-
-
-def _value_range(value: Tensor, bias: Tensor | None, dropout_p: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The middle and half of the size of the range of every feature, (BH, 1, Dv), without the keys with a bias of -inf.
-
-    With dropout, outputs are between 0 and multiples of the values, so the middle is 0.
-    """
-    if bias is None:
-        ends = torch.stack((value.amin(1, keepdim=True), value.amax(1, keepdim=True))).to(dtype)
-    else:
-        ends = torch.stack(((value - bias).amin(1, keepdim=True), (value + bias).amax(1, keepdim=True)))
-        ends = ends.masked_fill(ends.isinf(), 0.0)
-    if dropout_p > 0.0:
-        return torch.zeros_like(ends[0]), ends.abs().amax(0)
-    low, high = (0.5 * ends).unbind()
-    return low + high, high - low
+    weights = (lse.unsqueeze(2) + log_size).softmax(1)  # up to a factor of all
+    weighted = regularized_solve(kernel, with_ones((out - middle) / unit) * weights, _RIDGE)
+    # The size of the weights goes into the exponent of the query.
+    size = torch.linalg.vector_norm(weighted.detach(), torch.inf, 2, keepdim=True).clamp(min=1e-300)
+    bias = (size.log() + log_size).squeeze(2).to(key.dtype)
+    return _Coreset(keys, bias, (weighted / size).to(key.dtype), middle, half)
 
 
 def _attend(query: Tensor, coreset: _Coreset, scale: float, dropout_p: float) -> Tensor:
-    """Attention of queries (BH, Nq, D) to the coreset: (BH, Nq, Dv) in the accumulation dtype."""
-    q_len, acc_dtype, value_dim = query.shape[1], coreset.key.dtype, coreset.middle.shape[2]
-    block_q = ceil_div(q_len, ceil_div(q_len * coreset.key.shape[1], _SCORES))
-    blocks = pad_to_blocks(query.to(acc_dtype), block_q)
-    keys, weighted, bias = coreset.key[:, None], coreset.weighted[:, None], coreset.bias[:, None, None]
-    sums = partial_attention(blocks, keys, weighted, bias, scale=scale).out.flatten(1, 2)[:, :q_len]
-    numerator, denominator = sums[..., :value_dim], sums[..., value_dim:]
+    """Attention of queries (BH, Nq, D) to the coreset: (BH, Nq, Dv)."""
+    tensors, values, bias = (
+        (query[:, None], coreset.key[:, None]),
+        coreset.weighted[:, None],
+        coreset.bias[:, None, None],
+    )
+    sums = partial_attention(*tensors, values, bias, scale=scale).out[:, 0]
+    numerator, denominator = sums[..., :-1], sums[..., -1:]
     if dropout_p > 0.0:
-        values = weighted[..., :value_dim]
-        dropped = partial_attention(blocks, keys, values, bias, scale=scale, dropout_p=dropout_p).out
-        numerator = dropped.flatten(1, 2)[:, :q_len]
+        numerator = partial_attention(*tensors, values[..., :-1], bias, scale=scale, dropout_p=dropout_p).out[:, 0]
     # Where the denominator is not positive, this divides by infinity.
     ratio = numerator / threshold(denominator, LEAST_DENOMINATOR, torch.inf)
     limit = 1.0 / (1.0 - dropout_p)
-    return torch.addcmul(coreset.middle, ratio.clamp_(-limit, limit), coreset.half)
+    return torch.addcmul(coreset.middle, ratio.clamp(-limit, limit), coreset.half)
 
 
 def naive(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -237,12 +202,12 @@ def naive(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, opti
             outs.append((scale * queries @ keys.mT).softmax(-1) @ values)
             continue
         keys = keys - keys.mean(1, keepdim=True)
-        position, _ = candidate_positions(None, num_keys, max(count, config.num_candidates), key.device)
-        candidates = keys[:, position[0]]
+        position = even_positions(num_keys, _num_candidates(config, num_keys), key.device)
+        candidates = keys[:, position]
         own_queries = queries[:, valid] if query.shape[2] == key.shape[2] else queries
-        root = _kernel_scale(own_queries, candidates, None, scale).sqrt()
+        root = _kernel_scale(own_queries, candidates, scale).sqrt()
         pivot = choose_pivots(candidates * root, None, count, seed=options.seed, batch=1).candidate
-        coreset = take(keys, position[0][pivot])
+        coreset = take(candidates, pivot)
         points, half_norm = root * coreset, 0.5 * (root * coreset).square().sum(2, keepdim=True)
         # exp(<x, y> - |x|^2 / 2), as multiples of the largest one. The missing factors are part of the logits below.
         exponents = points @ (root * keys).mT - half_norm

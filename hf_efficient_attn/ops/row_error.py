@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.blocks import ceil_div, take, valid_first
+from hf_efficient_attn.ops.blocks import ceil_div, take
 from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
@@ -222,7 +222,6 @@ def held_back_bound(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    key_mask: Tensor | None,
     approximate: Tensor,
     *,
     num_probes: int,
@@ -236,7 +235,6 @@ def held_back_bound(
         query: (BH, Nq, D).
         key: (BH, Nk, D).
         value: (BH, Nk, Dv).
-        key_mask: bool (BH, Nk), True for valid keys, or None. It also masks the queries if there are as many.
         approximate: (BH, Nq, Dv), the approximate output.
         num_probes: number of queries that it was fitted to, in the middle of equal strata.
         num_rows: number of other queries whose exact output is computed.
@@ -247,14 +245,11 @@ def held_back_bound(
         (BH,), the bound of `RowError`.
     """
     (batch_heads, q_len, _), device = query.shape, query.device
-    mask = key_mask if q_len == key.shape[1] else None
-    mask = torch.ones(1, q_len, dtype=torch.bool, device=device) if mask is None else mask
-    half = torch.full((len(mask), 1), 0.5, dtype=torch.float64, device=device)
-    probe = valid_first(mask).gather(1, stratified_ranks(num_probes, mask.sum(1, keepdim=True), half))
-    available = mask.scatter(1, probe, False)
-    rows = sample_rows(len(available), q_len, num_rows, available, num_heads=1, seed=seed, device=device)
+    probe = stratified_ranks(num_probes, q_len, torch.full((1, 1), 0.5, dtype=torch.float64, device=device))
+    available = torch.ones(1, q_len, dtype=torch.bool, device=device).scatter(1, probe, False)
+    rows = sample_rows(1, q_len, num_rows, available, num_heads=1, seed=seed, device=device)
     rows = Rows(*(x.expand(batch_heads, -1) if isinstance(x, Tensor) else x for x in rows))  # type: ignore[arg-type]
-    exact = exact_rows(query, key, value, rows, key_mask, is_causal=False, scale=scale)
+    exact = exact_rows(query, key, value, rows, is_causal=False, scale=scale)
     return row_error(take(approximate, rows.queries), exact, rows.valid, rows.population).bound
 
 

@@ -1,315 +1,317 @@
-"""Attention to a few near keys exactly and to weighted landmarks that represent all other keys.
+"""Attention to weighted landmarks that represent all keys, and exactly to near keys where attention is local.
 
-The softmax sum of a query q over the keys k_j is approximated through the features exp(scale <q, c_s>) of m landmarks:
+The softmax sum of a query q over the keys k_j is approximated through the features exp(scale <q, c_i>) of m landmarks:
 
-    sum_j exp(scale <q, k_j>) [v_j, 1]  ~  sum_s exp(scale <q, c_s>) U_s,    U = (K_cc + ridge I)^-1 K_ck [V, 1]
+    sum_j exp(scale <q, k_j>) [v_j, 1]  ~  sum_i exp(scale <q, c_i> - g(c_i)) U_i,    U = sum_j w_j exp(g(k_j)) [v_j, 1]
 
-K is the kernel exp(t^2 |scale| <x, y>) on centered keys. These are the Nystrom weights, which are those of WildCat
-(Schroeder & Mackey 2026) if the landmarks are keys. What is different here:
-
-- A landmark is the weighted mean of a cluster of keys. The clusters begin with keys that are drawn far from each other
-  (`hf_efficient_attn.ops.coreset.draw_apart`), and some steps of Lloyd's algorithm follow. A key x is drawn with a
-  probability that grows with K(x, x)^DRAW_POWER and has the weight K(x, x)^POWER in the mean, so that a key that can
-  have a large score is approximated better. Without Lloyd's steps the pivots of a randomized Cholesky decomposition are
-  better, but with them the error on activations of BERT and ViT is the same, and the pivots take longer than the steps.
-- The weights are fitted to the exact rows of a few probe queries: ridge regression of the numerator and of the
-  denominator towards the Nystrom weights, in the metric of K_cc.
-- A head whose exact rows are closer to attention to the means of the clusters, with the numbers of their keys as
-  positive weights, gets that. Nystrom weights extrapolate poorly where scores are very large.
-- In heads whose attention is local, each block of queries attends to the keys around it exactly. What the landmarks
-  count for these keys is subtracted (`hf_efficient_attn.ops.coreset_near_keys`).
-
-All exponentials are relative to a maximum. Float32 is enough for the inverse of K_cc + ridge I: the rounding of a
-backward stable decomposition is far below the ridge. On activations of BERT and ViT float64 changes no error by .0001.
+- exp(scale <q, k> - g(k)) is interpolated between landmarks, w_j = (K_cc + ridge I)^-1 K_cj, with the kernel
+  exp(-|x - y|^2 / 2) of x = t sqrt(scale) k. Keys are centered. g(k) = |x|^2 / 2 + `TILT` scale <q, k> for the mean
+  query q, so that what is interpolated varies little. With the first term alone these are Nystrom weights (WildCat,
+  Schroeder & Mackey 2026).
+- A landmark is the weighted mean of a cluster of keys. Clusters begin with keys that are drawn far from each other
+  (`hf_efficient_attn.ops.coreset.draw_apart`), and some steps of Lloyd's algorithm follow. A key counts more where g is
+  large, because it can have a large score.
+- U is fitted to the exact rows of a few probe queries: ridge regression in the metric of K_cc.
+- In heads whose attention is local, blocks of queries attend to near keys exactly, and what landmarks count for these
+  keys is subtracted (`hf_efficient_attn.ops.near_keys`).
+- Where the fit fails, queries attend to the means of the clusters, with the numbers of their keys as weights.
+- What the outputs of the probes still miss is corrected by ridge regression, linear in the query. On activations of
+  BERT this lowers the error by 2 to 10 %.
 """
 
-import functools
-from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.accelerator import backend
-from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take
-from hf_efficient_attn.ops.coreset import gumbel_numbers
-from hf_efficient_attn.ops.coreset_blocks_graph import block_attention
+from hf_efficient_attn.ops.blocks import take
+from hf_efficient_attn.ops.constants import constant
+from hf_efficient_attn.ops.coreset import cluster_sums, gumbel_numbers, regularized_solve
 from hf_efficient_attn.ops.coreset_landmarks import (
+    TEMPERATURE,
     CoresetOptions,
-    Inputs,
-    center,
+    Landmarks,
     choose_landmarks,
-    gather_candidates,
-    order_tokens,
+    middle_positions,
+    with_ones,
 )
-from hf_efficient_attn.ops.coreset_near_keys import (
-    MAX_COUNTED,
-    NearKeys,
-    NearPlan,
-    count_near_keys,
-    gather_near_keys,
-    heads_with_near_keys,
-    near_block_q,
-    plan_near_keys,
-)
-from hf_efficient_attn.ops.coreset_weights import Coreset, weigh
-from hf_efficient_attn.ops.export import is_compiling
-from hf_efficient_attn.ops.onednn import product_attention, products, use_product
-from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention, safe_row_max
+from hf_efficient_attn.ops.near_keys import NearField, near_field, near_share_of_rows
+from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, partial_attention
 from hf_efficient_attn.ops.precision import LOG2_E
+from hf_efficient_attn.ops.slices import slice_size, sliced
 
+# Every third probe tells whether the attention of a head is local.
+ROWS_OF_SHARE = 3
+# Relative to the unit diagonal of K_cc.
+RIDGE = 1e-3
 # A denominator must be this share of the sum of its terms' sizes, and a fitted one within these multiples of the
-# unfitted one. Otherwise the weights of the next safer kind are used for the query.
+# unfitted one. Otherwise the query gets weights of the next safer kind.
 LEAST_DENOMINATOR, FIT_RANGE = 0.01, (0.6, 1.6)
 # The same relative to the sum of the exponentials. The gradient divides by the square.
 LEAST_SUM = 1e-10
-# Scores of a head that are computed at a time: 4 MiB of float32.
-SCORES = 1 << 20
-# Keys of several heads that are processed at a time, so that small operations use all cores.
-TOKENS = 1 << 14
-# Numbers of keys and landmarks at a time on an accelerator, 512 MiB of float32, of which there are about three.
-ACCELERATOR_SCORES = 1 << 27
+# A head attends to the means of its clusters if their squared error on the probes is below this share of that of the
+# fitted weights, whose denominators count as `LEAST_LEFT` at least.
+BETTER, LEAST_LEFT = 0.5, 0.1
+# Smallest size of the weights of a landmark, as a share of the largest; and of the squares of the probes' features.
+LEAST_SIZE, LEAST_GRAM = 1e-15, 1e-20
+# Largest exponent of a landmark in the row of a probe. A landmark that counts far more than all keys says nothing.
+MAX_LOGIT = 20.0
+# The ridge and the largest feature of the linear correction, and what is added to the variance of a feature.
+LINEAR_RIDGE, MAX_FEATURE, LEAST_VARIANCE = 30.0, 4.0, 1e-12
+# The largest temporary, of landmarks and candidates, may be this multiple of what `slices` is meant for: 24 MiB on a
+# CPU. Many small operations then take as long as few large ones.
+_LARGER_SLICES = 6
 
 
-def weighted_coreset_attention(
-    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, options: CoresetOptions, dropout_p: float = 0.0
-) -> Tensor:
+class Rows(NamedTuple):
+    """Exact rows of P probe queries.
+
+    Attributes:
+        position: int64 (P,), of the probes.
+        out: (BH, P, Dv), their exact output.
+        lse: (BH, P), the log of their exact sums.
+    """
+
+    position: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+def weighted_coreset_attention(query: Tensor, key: Tensor, value: Tensor, options: CoresetOptions) -> Tensor:
     """The bidirectional form.
 
     Args:
         query: (BH, Nq, D).
-        key: (BH, Nk, D), with more keys than landmarks and near keys together.
+        key: (BH, Nk, D), with more keys than landmarks and near keys together. None is padding.
         value: (BH, Nk, Dv).
-        key_mask: bool (BH, Nk), True for valid keys, or None. It also masks the queries if there are as many.
         options: how landmarks are chosen.
-        dropout_p: probability of dropping a weight from the numerator.
 
     Returns:
-        (BH, Nq, Dv) in the dtype of `value`.
+        (BH, Nq, Dv) in the accumulation dtype.
     """
-    if backend(key) != "cpu" and dropout_p == 0.0:
-        return block_attention(query, key, value, key_mask, options)
-    inputs, order = order_tokens(query, key, value, key_mask)
-    num_candidates = min(options.num_candidates, key.shape[1])
-    like = key.new_empty(0, dtype=accumulation_dtype(key.dtype))
-    numbers = gumbel_numbers(options.num_landmarks + options.block_size, num_candidates, options.seed, like)
-    near = heads_with_near_keys(inputs, options)
-    if near is None or is_fixed(key):
-        out = _attend_alike(inputs, numbers, options, near, dropout_p)
-    else:
-        groups = [(near.logical_not().nonzero()[:, 0], None), (near.nonzero()[:, 0], near)]
-        # Heads without near keys and the others, if there are both.
-        outs = [
-            _attend_alike(_of_heads(index, inputs), numbers, options, None if own is None else own[index], dropout_p)
-            for index, own in groups
-            if len(index)
-        ]
-        index = torch.cat([index for index, _ in groups])
-        out = outs[0] if len(outs) == 1 else torch.cat(outs).index_select(0, index.argsort())
-    if order is None or key_mask is None:
-        return out
-    return take(out, inverse(order)).masked_fill(~key_mask[:, :, None], 0.0)
+    query, key, value = (x.to(accumulation_dtype(key.dtype)) for x in (query, key, value))
+    key = key - key.mean(1, keepdim=True)
+    rows = _exact_rows(query, key, value, options) if options.num_probes else None
+    local = _local_heads(query, key, rows, options)
+    if local is None:
+        return _attend_alike(query, key, value, rows, _without_near_keys(options))
+    outs, some = [], [x.nonzero()[:, 0] for x in (~local, local)]
+    for index, own in zip(some, (_without_near_keys(options), options), strict=True):
+        if len(index) == len(key):
+            return _attend_alike(query, key, value, rows, own)
+        if len(index):
+            of_rows = None if rows is None else Rows(rows.position, *(x.index_select(0, index) for x in rows[1:]))
+            q, k, v = (x.index_select(0, index) for x in (query, key, value))
+            outs.append(_attend_alike(q, k, v, of_rows, own))
+    return torch.cat(outs).index_select(0, torch.cat(some).argsort())
 
 
-def _of_heads(index: Tensor, inputs: Inputs) -> Inputs:
-    """The inputs of some heads."""
-    if len(index) == inputs.key.shape[0]:
-        return inputs
-    some: tuple[Any, ...] = tuple(x.index_select(0, index) if isinstance(x, Tensor) else x for x in inputs)
-    return Inputs(*some)
+def _without_near_keys(options: CoresetOptions) -> CoresetOptions:
+    return options._replace(num_landmarks=options.num_landmarks + options.block_size, block_size=0)
 
 
-def _attend_alike(
-    inputs: Inputs, numbers: Tensor, options: CoresetOptions, near: Tensor | None, dropout_p: float
-) -> Tensor:
-    """Attend in heads that all have near keys or all have none: (BH, Nq, Dv) in the dtype of the values.
+def _exact_rows(query: Tensor, key: Tensor, value: Tensor, options: CoresetOptions) -> Rows:
+    index = constant(middle_positions, query.shape[1], options.num_probes, device=key.device)
+    part = partial_attention(query.index_select(1, index)[:, None], key[:, None], value[:, None], scale=options.scale)
+    return Rows(index, part.out[:, 0], part.lse[:, 0])
 
-    Where there is no choice by data all heads have room for both, and `near` (BH,) says which have near keys.
+
+@torch.no_grad()
+def _local_heads(query: Tensor, key: Tensor, rows: Rows | None, options: CoresetOptions) -> Tensor | None:
+    """Which heads have near keys: bool (BH,), or None if no head has."""
+    if not options.block_size or query.shape[1] != key.shape[1] or options.near_share >= 1.0:
+        return None
+    if options.near_share == 0.0 or rows is None:
+        return key.new_ones(len(key), dtype=torch.bool)
+    index, lse = rows.position[::ROWS_OF_SHARE], rows.lse[:, ::ROWS_OF_SHARE]
+    share = near_share_of_rows(query.index_select(1, index) * options.scale, lse, key, index, options.block_size)
+    return share > options.near_share
+
+
+def _attend_alike(query: Tensor, key: Tensor, value: Tensor, rows: Rows | None, options: CoresetOptions) -> Tensor:
+    """Attend in heads that all have near keys, or have none if `options.block_size` is 0."""
+    count = min(options.num_candidates, key.shape[1])
+    numbers = gumbel_numbers(options.num_landmarks, count, options.seed, key)
+
+    def some_heads(query: Tensor, key: Tensor, value: Tensor, out: Tensor | None, lse: Tensor | None) -> Tensor:
+        landmarks = choose_landmarks(query, key, value, numbers, options)
+        own = None if rows is None or out is None or lse is None else Rows(rows.position, out, lse)
+        weighted = _weigh(query, key, value, landmarks, own, options)
+        out = _attend_safely(query, weighted, options)
+        return out if own is None else out + _linear_correction(query, out, own)
+
+    of_rows = (None, None) if rows is None else rows[1:]
+    size = slice_size(options.num_landmarks * count // _LARGER_SLICES, key.device)
+    return sliced(some_heads, query, key, value, *of_rows, size=size, draws=options.dropout_p > 0.0)
+
+
+class Weighted(NamedTuple):
+    """Weighted landmarks: sum_i exp(scale <q, c_i> + bias_i) weights_i are the sums of a query.
+
+    Attributes:
+        landmarks: without their final bias.
+        bias: (BH, m).
+        fitted: (BH, m, Dv + 1), for the numerator and the denominator.
+        unfitted: the same without a fit.
+        near: near keys, or None.
+        by_means: bool (BH, 1, 1), heads whose queries attend to the means of the clusters instead; None: no head.
     """
-    both, kv_len = is_fixed(inputs.key), inputs.key.shape[1]
-    if near is None or both:
-        options = options._replace(num_landmarks=options.num_landmarks + options.block_size)
-    # Integers are the same for all heads.
-    counts = (x if isinstance(x, Tensor) else None for x in (inputs.num_keys, inputs.num_queries))
 
-    def some_heads(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> Tensor:
-        bias, num_keys, num_queries, own_near = rest
-        own = inputs._replace(query=query, key=key, value=value, bias=bias)
-        own = own if num_keys is None else own._replace(num_keys=num_keys)
-        own = center(own if num_queries is None else own._replace(num_queries=num_queries))
-        candidates = gather_candidates(own, options.num_candidates)
-        landmarks = choose_landmarks(candidates, numbers, options, own_near if both else None)
-        plan = None if near is None else plan_near_keys(own, options.block_size, own_near if both else None)
-        coreset, weights = weigh(own, landmarks, options, plan)
-        if plan is None or weights is None:
-            return attend_to_coreset(own, coreset, None, options, dropout_p).to(value.dtype)
-
-        def with_near_keys(some: slice) -> Tensor:
-            heads = _slice_heads(own, some)
-            near_keys = gather_near_keys(heads, plan_of_heads(plan, some), weights.of_keys(heads.key, some))
-            return attend_to_coreset(heads, coreset_of_heads(coreset, some), near_keys, options, dropout_p).to(
-                value.dtype
-            )
-
-        at_a_time = len(own.key)
-        if backend(own.key) != "cpu":
-            at_a_time = max(1, ACCELERATOR_SCORES // (kv_len * options.num_landmarks))
-        if at_a_time >= len(own.key):
-            return with_near_keys(slice(None))
-        return torch.cat([with_near_keys(slice(a, a + at_a_time)) for a in range(0, len(own.key), at_a_time)])
-
-    step = TOKENS // kv_len if near is None else SCORES // (kv_len * options.num_landmarks)
-    return chunked_over_heads(some_heads, *inputs[:4], *counts, near, step=max(1, step))
+    landmarks: Landmarks
+    bias: Tensor
+    fitted: Tensor
+    unfitted: Tensor
+    near: NearField | None
+    by_means: Tensor | None
 
 
-def _slice_heads(inputs: Inputs, some: slice) -> Inputs:
-    own: tuple[Any, ...] = tuple(x[some] if isinstance(x, Tensor) else x for x in inputs)
-    return Inputs(*own)
-
-
-def coreset_of_heads(coreset: Coreset, some: slice | Tensor) -> Coreset:
-    """The coreset of some heads."""
-    own: tuple[Any, ...] = tuple(None if x is None else x[some] for x in coreset)
-    return Coreset(*own)
-
-
-def plan_of_heads(plan: NearPlan, some: slice) -> NearPlan:
-    """The near keys of some heads."""
-    index, bias = plan.key_index, plan.bias
-    index = index if len(index) == 1 else index[some]
-    return plan._replace(key_index=index, bias=bias if bias is None or len(bias) == 1 else bias[some])
-
-
-def is_fixed(x: Tensor) -> bool:
-    """Whether the form of a head must not depend on data: in a graph, and where reading it waits for a device."""
-    return is_compiling() or backend(x) != "cpu"
-
-
-def attend_to_coreset(
-    inputs: Inputs, coreset: Coreset, near: NearKeys | None, options: CoresetOptions, dropout_p: float
-) -> Tensor:
-    """Attention of all queries to the coreset and to near keys: (BH, Nq, Dv) in the accumulation dtype."""
-    if coreset.by_means is not None and not is_fixed(inputs.key):
-        is_by_means = coreset.by_means.flatten()
-        if bool(is_by_means.all()):
-            return _by_means(inputs.query, coreset, options.scale, dropout_p)
-        if bool(is_by_means.any()):
-            fitted, means = (x.nonzero()[:, 0] for x in (~is_by_means, is_by_means))
-            some: tuple[Any, ...] = () if near is None else tuple(None if x is None else x[fitted] for x in near)
-            own = None if near is None else NearKeys(*some)
-            outs = (
-                attend_to_coreset(
-                    _of_heads(fitted, inputs), coreset_of_heads(coreset, fitted), own, options, dropout_p
-                ),
-                _by_means(inputs.query[means], coreset_of_heads(coreset, means), options.scale, dropout_p),
-            )
-            return torch.cat(outs).index_select(0, torch.cat((fitted, means)).argsort())
-        coreset = coreset._replace(by_means=None)
-    query, scale = inputs.query, options.scale
-    if near is None:
-        sums, numerator_of = _far_sums(query, coreset, scale, dropout_p)
+def _weigh(
+    query: Tensor, key: Tensor, value: Tensor, landmarks: Landmarks, rows: Rows | None, options: CoresetOptions
+) -> Weighted:
+    """The weights of the landmarks: those of the interpolation, or for near keys of the nearest landmark, and a fit."""
+    scale, near, rights = options.scale, None, []
+    if options.block_size:
+        near, own, weight, shift = near_field(key, value, landmarks, options)
+        sums = cluster_sums(own, with_ones(value) * weight.unsqueeze(2), options.num_landmarks)
     else:
-        sums, numerator_of = _near_and_far_sums(inputs, coreset, near, scale, dropout_p)
-    numerator, (denominator, unfitted, size, total) = sums[..., :-4], sums[..., -4:].split(1, dim=2)
-    positive = unfitted > torch.maximum(LEAST_DENOMINATOR * size, LEAST_SUM * total)
-    positive = positive if coreset.by_means is None else positive & ~coreset.by_means
-    low, high = FIT_RANGE
-    safe = positive & (denominator > low * unfitted) & (denominator < high * unfitted)
-    out = numerator / torch.where(safe, denominator, 1.0)
+        sums, shift = _rows_of_landmarks(key, value, landmarks, scale)
+        rights.append(sums)
+    bias, by_means = landmarks.bias + shift, None
+    if rows is not None:
+        probes = query.index_select(1, rows.position)
+        logits = torch.baddbmm(bias.unsqueeze(1) - rows.lse.unsqueeze(2), probes, landmarks.key.mT, alpha=scale)
+        basis = (logits.clamp(max=MAX_LOGIT) * LOG2_E).exp2()
+        rights.append(basis.mT)
+    # One solve for all right sides.
+    solved = regularized_solve(landmarks.kernel, torch.cat(rights, 2), RIDGE) if rights else sums
+    fitted = unfitted = sums if near is not None else solved[..., : sums.shape[2]]
+    if rows is not None:
+        exact = with_ones(rows.out)
+        missing = torch.baddbmm(exact, basis, unfitted, alpha=-1.0)
+        missing = missing if near is None else missing - near.sums_of_rows(probes, rows.position, rows.lse)
+        fit, left = _fit(basis, solved[..., -len(rows.position) :], missing)
+        fitted, by_means = unfitted + fit, _means_are_better(probes, exact, left, landmarks, scale)
+    return _scaled(Weighted(landmarks, bias, fitted, unfitted, near, by_means))
 
-    def repaired(some: slice) -> Tensor:
-        own, own_positive = coreset_of_heads(coreset, some), positive[some]
-        second = numerator_of(some) / torch.where(own_positive, unfitted[some], 1.0)
-        if is_fixed(query) or dropout_p > 0.0 or not bool((safe[some] | own_positive).all()):
-            second = torch.where(own_positive, second, _by_means(query[some], own, scale, dropout_p))
-        return torch.where(safe[some], out[some], second)
 
-    if is_fixed(query):
-        return repaired(slice(None))
-    # One head at a time, because rounding in a product of several heads could depend on the other heads.
-    is_safe = safe.flatten(1).all(1).tolist()
-    if all(is_safe):
+def _rows_of_landmarks(key: Tensor, value: Tensor, landmarks: Landmarks, scale: float) -> tuple[Tensor, Tensor]:
+    """K_ck exp(g) [V, 1] relative to exp(shift), (BH, m, Dv + 1), and the shift (BH, 1): softmax rows of landmarks.
+
+    The exponent of a landmark and a key is <x, y> - |x|^2 / 2 + <tilt, k>.
+    """
+    rows = landmarks.key * (TEMPERATURE**2 * abs(scale)) + landmarks.tilt
+    out, lse = partial_attention(rows[:, None], key[:, None], value[:, None], scale=1.0)
+    lse = lse[:, 0, :, None] - 0.5 * landmarks.points.square().sum(2, keepdim=True)
+    shift = lse.amax(1, keepdim=True)
+    return with_ones(out[:, 0]) * (lse - shift).to(out.dtype).exp(), shift[..., 0].to(out.dtype)
+
+
+def _fit(basis: Tensor, smooth: Tensor, missing: Tensor) -> tuple[Tensor, Tensor]:
+    """What to add to the weights (BH, m, Dv + 1), so that the probes miss less, and what each misses without itself.
+
+    Ridge regression in the metric of A = K_cc + ridge I, (A + B^T B / size)^-1 B^T missing / size, where B is the basis
+    (BH, P, m). By the identity of Woodbury this is A^-1 B^T (size I + B A^-1 B^T)^-1 missing, with the already known
+    `smooth` = A^-1 B^T (BH, m, P). What a probe misses if the others are fitted, (BH, P, Dv + 1), has a closed form:
+    (G^-1 missing)_i / (G^-1)_ii, where G is the matrix that is inverted (the leave-one-out residual of ridge
+    regression).
+    """
+    # Basis and right side are divided by the root, because squares of small numbers would be lost in the gradient.
+    root = (basis.square().sum((1, 2), keepdim=True) / basis.shape[2]).clamp(min=LEAST_GRAM).sqrt()
+    smooth = smooth / root
+    inverse = regularized_solve(torch.bmm(basis / root, smooth), None, 1.0)
+    solved = torch.bmm(inverse, missing / root)
+    left = root.detach() * solved.detach() / inverse.detach().diagonal(dim1=1, dim2=2).unsqueeze(2)
+    return torch.bmm(smooth, solved), left
+
+
+@torch.no_grad()
+def _means_are_better(query: Tensor, exact: Tensor, left: Tensor, landmarks: Landmarks, scale: float) -> Tensor:
+    """Of which heads attention to the means of the clusters is clearly closer to the exact rows: bool (BH, 1, 1).
+
+    `left` (BH, P, Dv + 1) is what each row misses with weights that are fitted to the others.
+    """
+    fitted = (exact[..., :-1] - left[..., :-1]) / (1.0 - left[..., -1:]).clamp(min=LEAST_LEFT)
+    means = _by_means(query, landmarks, scale, 0.0)
+    of_means, of_fitted = ((x - exact[..., :-1]).square().sum((1, 2), keepdim=True) for x in (means, fitted))
+    return of_means < BETTER * of_fitted
+
+
+def _by_means(query: Tensor, landmarks: Landmarks, scale: float, dropout_p: float) -> Tensor:
+    """Attention of queries (BH, Nq, D) to the means of the clusters."""
+    keys, values, bias = landmarks.key[:, None], landmarks.value[:, None], landmarks.log_count[:, None, None]
+    return partial_attention(query[:, None], keys, values, bias, scale=scale, dropout_p=dropout_p).out[:, 0]
+
+
+def _scaled(weighted: Weighted) -> Weighted:
+    """Move the size of the weights of each landmark, large or small, into its bias."""
+    fitted, unfitted = weighted.fitted, weighted.unfitted
+    size = torch.cat((fitted, unfitted), 2).detach().abs().amax(2, keepdim=True)
+    size = size.clamp(min=torch.finfo(size.dtype).tiny).maximum(LEAST_SIZE * size.amax(1, keepdim=True))
+    bias = weighted.bias + size.squeeze(2).log()
+    return weighted._replace(bias=bias, fitted=fitted / size, unfitted=unfitted / size)
+
+
+def _far_sums(query: Tensor, weighted: Weighted, weights: Tensor, options: CoresetOptions) -> Partial:
+    """The sums over the landmarks, (BH, Nq, Dv + 3), relative to the exponential of lse (BH, Nq).
+
+    The last columns are the denominator, the unfitted denominator, and the sum of the sizes of its terms. Dropout does
+    not act on them.
+    """
+    total = weighted.unfitted[..., -1:]
+    values = torch.cat((weights, total, total.detach().abs()), 2)[:, None]
+    tensors, bias = (query[:, None], weighted.landmarks.key[:, None]), weighted.bias[:, None, None]
+    out, lse = (x[:, 0] for x in partial_attention(*tensors, values, bias, scale=options.scale))
+    if options.dropout_p:
+        dropped = partial_attention(
+            *tensors, values[..., :-3], bias, scale=options.scale, dropout_p=options.dropout_p
+        ).out[:, 0]
+        out = torch.cat((dropped, out[..., -3:]), 2)
+    return Partial(out, lse)
+
+
+def _attend_safely(query: Tensor, weighted: Weighted, options: CoresetOptions) -> Tensor:
+    """The output (BH, Nq, Dv) by fitted weights and, for queries where these are not safe, by others."""
+    sums, lse = _far_sums(query, weighted, weighted.fitted, options)
+    factor = of_near = None
+    if weighted.near is not None:
+        of_near, ref = weighted.near.sums_of_all(query, lse)
+        factor = (lse.unsqueeze(2) - ref).exp()
+        sums = sums * factor + of_near
+    denominator, unfitted, size = sums[..., -3:].split(1, dim=2)
+    positive = unfitted > (LEAST_DENOMINATOR * size).clamp(min=LEAST_SUM)
+    positive = positive if weighted.by_means is None else positive & ~weighted.by_means
+    safe = positive & (denominator > FIT_RANGE[0] * unfitted) & (denominator < FIT_RANGE[1] * unfitted)
+    out = sums[..., :-3] / torch.where(safe, denominator, 1.0)
+    unsafe = (~safe).sum((1, 2)).tolist()
+    if not any(unsafe):
         return out
-    heads = (slice(a, a + 1) for a in range(len(is_safe)))
-    return torch.cat([out[a] if good else repaired(a) for a, good in zip(heads, is_safe, strict=True)])
+    # Some queries of some heads: those of a head with the most come first, and others fill up.
+    heads = torch.tensor([i for i, number in enumerate(unsafe) if number], device=query.device)
+    index = safe[heads, :, 0].to(torch.int8).argsort(dim=1, stable=True)[:, : max(unsafe)]
 
+    def of_some(x: Tensor) -> Tensor:
+        return take(x.index_select(0, heads), index)
 
-def _block_q(q_len: int, coreset: Coreset) -> int:
-    """Queries that are processed at a time, as many as their scores fit the cache of the CPU."""
-    if coreset.key.device.type != "cpu":
-        return q_len
-    return ceil_div(q_len, ceil_div(q_len * coreset.key.shape[1], SCORES))
-
-
-def _by_means(query: Tensor, coreset: Coreset, scale: float, dropout_p: float) -> Tensor:
-    """Attention of queries (BH, Nq, D) to the means of the clusters: (BH, Nq, Dv) in the accumulation dtype."""
-    blocks, dtype = pad_to_blocks(query, _block_q(query.shape[1], coreset)), query.dtype
-    keys, means, bias = (
-        coreset.key.to(dtype)[:, None],
-        coreset.value.to(dtype)[:, None],
-        coreset.log_count[:, None, None],
+    own = weighted._replace(
+        landmarks=Landmarks(*(x.index_select(0, heads) for x in weighted.landmarks)),
+        bias=weighted.bias.index_select(0, heads),
+        unfitted=weighted.unfitted.index_select(0, heads),
     )
-    out = partial_attention(blocks, keys, means, bias, scale=scale, dropout_p=dropout_p).out
-    return out.flatten(1, 2)[:, : query.shape[1]].to(coreset.key.dtype)
+    second, own_positive = _far_sums(of_some(query), own, own.unfitted, options).out, of_some(positive)
+    if factor is not None and of_near is not None:
+        second = second * of_some(factor) + of_some(of_near)
+    second = second[..., :-3] / torch.where(own_positive, second[..., -3:-2], 1.0)
+    third = _by_means(of_some(query), own.landmarks, options.scale, options.dropout_p)
+    repaired = torch.where(of_some(safe), of_some(out), torch.where(own_positive, second, third))
+    return out.index_put((heads.unsqueeze(1), index), repaired)
 
 
-_NumeratorOf = Callable[[slice], Tensor]
-
-
-def _far_sums(query: Tensor, coreset: Coreset, scale: float, dropout_p: float) -> tuple[Tensor, _NumeratorOf]:
-    """The sums over the landmarks (BH, Nq, Dv + 4), up to a factor of each query, and how to get the unfitted one."""
-    q_len, dtype, acc_dtype = query.shape[1], query.dtype, coreset.key.dtype
-    # The factor of a query is another one than that of `partial_attention`, which dropout needs.
-    by_product = dropout_p == 0.0 and use_product(query, coreset.key, coreset.weights, coreset.bias)
-
-    def sums_of(weights: Tensor, some: slice = slice(None), dropout_p: float = 0.0) -> Tensor:
-        queries, keys, bias, weights = query[some], coreset.key[some], coreset.bias[some], weights[some]
-        if by_product:
-            return product_attention(queries, keys, weights, bias, scale, False)[0]
-        blocks = pad_to_blocks(queries, _block_q(q_len, coreset)), keys.to(dtype)[:, None], weights.to(dtype)[:, None]
-        part = partial_attention(*blocks, bias[:, None, None], scale=scale, dropout_p=dropout_p)
-        return part.out.flatten(1, 2)[:, :q_len].to(acc_dtype)
-
-    sums = sums_of(coreset.weights)
-    if dropout_p > 0.0:
-        sums = torch.cat((sums_of(coreset.weights[..., :-4], dropout_p=dropout_p), sums[..., -4:]), 2)
-    return sums, lambda some: sums_of(coreset.unfitted, some, dropout_p)
-
-
-def _near_and_far_sums(
-    inputs: Inputs, coreset: Coreset, near: NearKeys, scale: float, dropout_p: float
-) -> tuple[Tensor, _NumeratorOf]:
-    """`_far_sums` with the near keys, whose weights are exact."""
-    query, q_len, block_q = inputs.query.to(coreset.key.dtype), inputs.query.shape[1], near_block_q(near.key.shape[2])
-    # On the CPU a power of two takes an eighth of the time of one of e.
-    factor = scale * LOG2_E
-    logits = pad_to_blocks(products(query, coreset.key * factor, coreset.bias * LOG2_E), block_q)
-    scores = pad_to_blocks(query * factor, block_q) @ near.key.to(query.dtype).mT
-    if inputs.mean is not None:
-        scores = scores - pad_to_blocks(query @ (inputs.mean * factor).mT, block_q)
-    scores = scores if near.bias is None else scores + near.bias.unsqueeze(2)
-    row_max = safe_row_max(torch.maximum(logits.detach().amax(3), scores.detach().amax(3)).unsqueeze(3))
-    # In place: autograd needs the powers only.
-    basis, exact = ((x - row_max if x.requires_grad else x.sub_(row_max)).exp2_() for x in (logits, scores))
-    counted = count_near_keys(basis, near.weight, near.key_index).to(basis.dtype).clamp(-MAX_COUNTED, MAX_COUNTED)
-    counted = counted if near.bias is None else counted.masked_fill(near.bias.unsqueeze(2) == -torch.inf, 0.0)
-    pairs = exact - counted
-
-    def sums_of(basis: Tensor, weights: Tensor) -> Tensor:
-        return products(_unblocked(basis, q_len), weights.mT)
-
-    drop = functools.partial(torch.nn.functional.dropout, p=dropout_p)
-    kept_basis, kept_pairs = (drop(basis), drop(pairs)) if dropout_p > 0.0 else (basis, pairs)
-    near_sums = _unblocked(kept_pairs @ near.value.to(query.dtype), q_len)
-    total, size = (_unblocked(x.sum(3, keepdim=True), q_len) for x in (pairs, exact + counted.abs()))
-    near_sums = torch.cat((near_sums, total, total, size, torch.zeros_like(size)), 2)
-    sums = sums_of(basis, coreset.weights)
-    if dropout_p > 0.0:
-        sums = torch.cat((sums_of(kept_basis, coreset.weights[..., :-4]), sums[..., -4:]), 2)
-    return sums + near_sums, lambda some: sums_of(kept_basis[some], coreset.unfitted[some]) + near_sums[some, :, :-4]
-
-
-def _unblocked(x: Tensor, q_len: int) -> Tensor:
-    """Undo `pad_to_blocks`: (BH, T, block_q, F) -> (BH, Nq, F). The backward of a slice would fill a whole tensor."""
-    x = x.flatten(1, 2)
-    return x if x.shape[1] == q_len else x[:, :q_len]
+def _linear_correction(query: Tensor, out: Tensor, rows: Rows) -> Tensor:
+    """What the outputs of the probes miss, as a linear function of the query: (BH, Nq, Dv)."""
+    probes = query.index_select(1, rows.position)
+    size = (probes.var(1, keepdim=True, correction=0) + LEAST_VARIANCE).sqrt()
+    # Limited, so that nothing is extrapolated to a query that is unlike all probes.
+    features = with_ones(((query - probes.mean(1, keepdim=True)) / size).clamp(-MAX_FEATURE, MAX_FEATURE))
+    basis, missing = features.index_select(1, rows.position), rows.out - out.index_select(1, rows.position)
+    right = torch.bmm(basis.mT, missing)
+    return torch.bmm(features, regularized_solve(torch.bmm(basis.mT, basis), right, LINEAR_RIDGE))

@@ -81,10 +81,10 @@ def cost_of(tokens: int, head_dim: int) -> tuple[float, float]:
         scaled_dot_product_attention(query[None], key[None], value[None])
 
     def copies() -> None:
-        screening_error(query, key, value, None, scale=scale)
+        screening_error(query, key, value, scale=scale)
 
     def rows() -> None:
-        held_back_bound(query, key, value, None, value, num_probes=96, num_rows=64, scale=scale, seed=0)
+        held_back_bound(query, key, value, value, num_probes=96, num_rows=64, scale=scale, seed=0)
 
     seconds = [_cpu_time(work) for work in (exact, copies, rows)]
     return seconds[1] / seconds[0], seconds[2] / seconds[0]

@@ -122,15 +122,8 @@ def _kept_length(
     method: str, device: torch.device, key: str, total_dim: int, relative_cost: float, num_threads: int
 ) -> int:
     """The length, kept because to find it takes a sizable part of exact attention of a short sequence."""
-    return Crossover(*_measured_or_built_in(method, device.type, device.index, key)).at(total_dim, relative_cost)
-
-
-def _measured_or_built_in(method: str, device_type: str, device_index: int | None, key: str) -> tuple[int, int]:
-    """The lengths of a row of the table on this machine, with the number of threads of PyTorch at present."""
-    device = torch.device(device_type) if device_index is None else torch.device(device_type, device_index)
     table = measured_table(str(cache_file()), machine_name(device), method) or {}
-    small, large = table.get(key) or built_in_table(device_type)[key]
-    return small, large
+    return (table.get(key) or built_in_table(device.type)[key]).at(total_dim, relative_cost)
 
 
 def cache_file() -> pathlib.Path:

@@ -5,9 +5,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions
-from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.exact import exact_attention
-from hf_efficient_attn.ops.export import is_compiling
 
 
 def exact_form(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -31,6 +29,4 @@ def exact_form(query: Tensor, key: Tensor, value: Tensor, options: AttentionOpti
         return scaled_dot_product_attention(query, key, value, is_causal=options.is_causal, scale=scale)
     out = scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None, None], scale=scale)
     some = mask.any(1)
-    if not is_compiling() and backend(query) == "cpu" and bool(some.all()):
-        return out
-    return out.masked_fill(~some[:, None, None, None], 0.0)
+    return out if bool(some.all()) else out.masked_fill(~some[:, None, None, None], 0.0)
