@@ -9,7 +9,7 @@ from torch import Tensor
 from hf_efficient_attn.ops import attend as attend_module
 from hf_efficient_attn.ops import slices
 from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.partial import partial_attention_naive
+from hf_efficient_attn.ops.partial import attend_naive
 
 BIASES = {
     "none": None, "of keys": (3, 4, 1, 33), "of shared keys": (3, 1, 1, 33), "of all heads": (1, 1, 1, 33),
@@ -34,7 +34,7 @@ def check(keys: str, bias: str, dims: tuple[int, int], with_lse: bool, dtype: to
         leaves[3][..., :5] = -torch.inf
     grad_out, grad_lse = numbers(3, 4, 7, dims[1], seed=4), numbers(3, 4, 7, seed=5)
     found = []
-    for form, kind in ((attend, dtype), (partial_attention_naive, torch.float64)):
+    for form, kind in ((attend, dtype), (attend_naive, torch.float64)):
         given = [x.to(kind) for x in leaves]
         given[3:] = [x.to(torch.promote_types(kind, torch.float32)) for x in given[3:]]
         given = [x.requires_grad_() for x in given]
@@ -79,10 +79,7 @@ def test_queries_without_a_key():
 def test_any_scale(scale):
     query, key, value, bias = numbers(1, 2, 5, 8), numbers(1, 2, 9, 8), numbers(1, 2, 9, 8), numbers(1, 2, 1, 9)
     leaves = [x.requires_grad_() for x in (query, key, value, bias)]
-    found = [
-        torch.autograd.grad(form(*leaves, scale=scale).out.sin().sum(), leaves)
-        for form in (attend, partial_attention_naive)
-    ]
+    found = [torch.autograd.grad(form(*leaves, scale=scale).out.sin().sum(), leaves) for form in (attend, attend_naive)]
     for ours, naive in zip(*found, strict=True):
         torch.testing.assert_close(ours, naive, rtol=1e-8, atol=1e-8)
 

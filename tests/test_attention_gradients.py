@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.partial import partial_attention_naive
+from hf_efficient_attn.ops.partial import attend_naive
 from hf_efficient_attn.ops.window import window_partial
 
 
@@ -44,7 +44,7 @@ def test_gradients_of_windows(length, left, right, skip, masked, with_lse):
     pairs = (distance >= -left) & (distance <= right) & (torch.arange(length) >= skip)
     pairs = pairs if mask is None else pairs & mask
     ours = window_partial(*tensors, mask, left=left, right=right, skip=skip, scale=0.4)
-    naive = partial_attention_naive(*tensors, mask_bias(pairs, torch.float64), scale=0.4)
+    naive = attend_naive(*tensors, mask_bias(pairs, torch.float64), scale=0.4)
     torch.testing.assert_close(ours.out, naive.out.nan_to_num())
     torch.testing.assert_close(ours.lse, naive.lse)
     # The naive gradient of an lse of -inf is NaN.

@@ -9,10 +9,10 @@ import itertools
 
 import pytest
 import torch
+from hf_efficient_attn.ops.accelerator import use_backend
 from torch import Tensor
 
 from hf_efficient_attn.ops import coreset_landmarks, half_attention, precision
-from hf_efficient_attn.ops.accelerator import use_backend
 from instances import Instance, forms, inputs, padding_mask, relative_error
 from promises import (
     check_batch,

@@ -14,7 +14,7 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.ops import gather
 from hf_efficient_attn.ops.blocks import inverse
 from hf_efficient_attn.ops.gather import GatheredKeys, gathered_attention
-from hf_efficient_attn.ops.partial import partial_attention_naive
+from hf_efficient_attn.ops.partial import attend_naive
 from instances import inputs, padding_mask
 
 needs_triton = pytest.mark.skipif(
@@ -80,12 +80,12 @@ def case(sizes: Sizes, *, ordered: bool = True, dtype: torch.dtype = torch.float
 
 
 def reference(given: Case) -> tuple[Tensor, Tensor]:
-    """Out and lse by `partial_attention_naive`, block by block, with gathered keys."""
+    """Out and lse by `attend_naive`, block by block, with gathered keys."""
     outs, lses = [], []
     for a in range(2):
         order = torch.arange(given.query.shape[1]) if given.order is None else given.order[a]
         results = [
-            partial_attention_naive(given.query[a, rows], given.key[a, keys], given.value[a, keys], bias, scale=SCALE)
+            attend_naive(given.query[a, rows], given.key[a, keys], given.value[a, keys], bias, scale=SCALE)
             for rows, keys, bias in zip(order.split(given.block_q), given.index[a], given.log_weight[a], strict=True)
         ]
         rank = inverse(order[None])[0]

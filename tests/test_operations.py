@@ -99,7 +99,7 @@ def test_gradients_of_exact_attention():
 
 def test_gradients_of_our_kernel():
     query, key, value = (normal(2, 3, n, d, seed=n).requires_grad_() for n, d in ((5, 8), (7, 8), (7, 6)))
-    kernel = torch.ops.hf_efficient_attn.partial_attention
+    kernel = torch.ops.hf_efficient_attn.attend
     blocks = [x[:, :, None].flatten(0, 1) for x in (query, key, value)]
     found = count(lambda: kernel(*blocks, None, 1.0)[0].sum().backward())
     pairs = 6 * 5 * 7

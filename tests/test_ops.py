@@ -18,11 +18,12 @@ from hf_efficient_attn.ops import (
     constants,
     near_far,
 )
+from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.features import elu_features, orthogonal_features, softmax_features
 from hf_efficient_attn.ops.hashing import NearField, hash_keys, hyperplanes
-from hf_efficient_attn.ops.partial import Partial, merge, partial_attention, partial_attention_naive, prefix_merge
+from hf_efficient_attn.ops.partial import Partial, attend_naive, merge, prefix_merge
 from hf_efficient_attn.ops.random import normal, offsets, uniform
 from hf_efficient_attn.ops.sampling import (
     FarField,
@@ -152,7 +153,7 @@ def block_inputs(keys: str, bias: str, value_dim: int, dtype=torch.float64):
 @pytest.mark.parametrize("keys", KEYS)
 def test_partial_attention_is_its_naive_form(keys, bias, value_dim):
     query, key, value, added = block_inputs(keys, bias, value_dim)
-    ours, naive = (f(query, key, value, added, scale=0.7) for f in (partial_attention, partial_attention_naive))
+    ours, naive = (f(query, key, value, added, scale=0.7) for f in (attend, attend_naive))
     close(ours.out, naive.out)
     close(ours.lse, naive.lse)
 
@@ -171,9 +172,7 @@ def test_partial_attention_gradients(keys, bias, value_dim):
         leaves.append(added.masked_fill(shut, 0.0).requires_grad_())
 
     def partial(query, key, value, bias=None):
-        part = partial_attention(
-            query, key, value, None if bias is None else bias.masked_fill(shut, -torch.inf), scale=0.7
-        )
+        part = attend(query, key, value, None if bias is None else bias.masked_fill(shut, -torch.inf), scale=0.7)
         return part.out, part.lse.masked_fill(part.lse == -torch.inf, 0.0)
 
     assert torch.autograd.gradcheck(partial, leaves)
@@ -184,8 +183,8 @@ def test_partial_attention_gradients(keys, bias, value_dim):
 def test_partial_attention_accumulates_in_float32(dtype, value_dim):
     query, key, value, added = block_inputs("own", "all", value_dim, dtype)
     query = query * 100
-    ours = partial_attention(query, key, value, added, scale=0.7)
-    exact = partial_attention_naive(query.double(), key.double(), value.double(), added.double(), scale=0.7)
+    ours = attend(query, key, value, added, scale=0.7)
+    exact = attend_naive(query.double(), key.double(), value.double(), added.double(), scale=0.7)
     assert (ours.out.dtype, ours.lse.dtype) == (dtype, torch.float32)
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(ours.out.double(), exact.out, rtol=4 * eps, atol=4 * eps + 1e-5)
@@ -195,18 +194,16 @@ def test_partial_attention_accumulates_in_float32(dtype, value_dim):
 def test_partial_attention_of_transposed_memory():
     tensors = [numbers(2, 3, n, 8, seed=n).float() for n in (5, 9, 9)]
     turned = [x.mT.contiguous().mT for x in tensors]
-    for ours, other in zip(
-        partial_attention(*turned, scale=0.3), partial_attention_naive(*tensors, scale=0.3), strict=True
-    ):
+    for ours, other in zip(attend(*turned, scale=0.3), attend_naive(*tensors, scale=0.3), strict=True):
         close(ours, other, 1e-5)
 
 
 def test_partial_attention_without_keys_or_queries():
     query = numbers(1, 2, 3, 4)
-    part = partial_attention(query, numbers(1, 2, 0, 4), numbers(1, 2, 0, 5), scale=1.0)
+    part = attend(query, numbers(1, 2, 0, 4), numbers(1, 2, 0, 5), scale=1.0)
     assert torch.equal(part.out, torch.zeros(1, 2, 3, 5, dtype=torch.float64))
     assert (part.lse == -torch.inf).all()
-    assert partial_attention(query[:, :, :0], numbers(1, 2, 6, 4), numbers(1, 2, 6, 5), scale=1.0).out.shape == (
+    assert attend(query[:, :, :0], numbers(1, 2, 6, 4), numbers(1, 2, 6, 5), scale=1.0).out.shape == (
         1,
         2,
         0,
@@ -218,16 +215,16 @@ def test_partial_attention_without_keys_or_queries():
 def test_partial_attention_of_many_blocks(value_dim):
     """The scores exceed the cache, so that a few blocks at a time are computed."""
     query, key, value = numbers(2, 9, 500, 8), numbers(2, 1, 600, 8), numbers(2, 1, 600, value_dim)
-    ours, naive = (f(query, key, value, scale=0.3) for f in (partial_attention, partial_attention_naive))
+    ours, naive = (f(query, key, value, scale=0.3) for f in (attend, attend_naive))
     close(ours.out, naive.out)
     close(ours.lse, naive.lse)
 
 
 def test_dropout_keeps_the_mean():
     query, key, value, added = block_inputs("own", "all", 6)
-    without = partial_attention(query, key, value, added, scale=0.7)
+    without = attend(query, key, value, added, scale=0.7)
     torch.manual_seed(0)
-    draws = [partial_attention(query, key, value, added, scale=0.7, dropout_p=0.3) for _ in range(3000)]
+    draws = [attend(query, key, value, added, scale=0.7, dropout_p=0.3) for _ in range(3000)]
     mean = torch.stack([d.out for d in draws]).mean(0)
     assert (mean - without.out).abs().max() < 0.1
     close(draws[0].lse, without.lse)
@@ -241,7 +238,7 @@ def test_dropout_gradients_are_those_of_the_remaining_weights():
     def dropped(query, key, value):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
-            return partial_attention(query, key, value, scale=0.7, dropout_p=0.4).out
+            return attend(query, key, value, scale=0.7, dropout_p=0.4).out
 
     assert torch.autograd.gradcheck(dropped, leaves)
 
@@ -306,7 +303,7 @@ def test_window(length, left, right, skip, masked):
     pairs = (distance >= -left) & (distance <= right) & (torch.arange(length) >= skip)
     pairs = pairs if mask is None else pairs & mask
     ours = window_partial(*row, None if mask is None else mask[None], left=left, right=right, skip=skip, scale=0.9)
-    naive = partial_attention_naive(*row, mask_bias(pairs, torch.float64), scale=0.9)
+    naive = attend_naive(*row, mask_bias(pairs, torch.float64), scale=0.9)
     close(ours.out, naive.out)
     close(ours.lse, naive.lse)
 

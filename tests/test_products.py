@@ -2,14 +2,14 @@
 
 import pytest
 import torch
+from hf_efficient_attn.ops.accelerator import use_backend
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.ops import precision
-from hf_efficient_attn.ops.accelerator import use_backend
+from hf_efficient_attn.ops.attend import product_dtype, sum_dtype
 from hf_efficient_attn.ops.landmarks import iterative_pinv
-from hf_efficient_attn.ops.precision import attention_dtype, product_dtype, sum_dtype
 from instances import inputs, relative_error
 
 FORMS = [
@@ -33,14 +33,14 @@ def test_dtype_of_products(monkeypatch):
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
-        assert product_dtype(x) == attention_dtype(x) == half
+        assert product_dtype(x) == product_dtype(x) == half
     finally:
         torch.set_float32_matmul_precision(before)
     on_device = x.to("meta", torch.float16)
     assert product_dtype(on_device) == torch.float16
     assert sum_dtype(on_device) == single
     monkeypatch.setattr(precision, "_CPU_HAS_MATRIX_UNITS", False)
-    assert attention_dtype(x.to(half)) == single
+    assert product_dtype(x.to(half)) == single
     monkeypatch.setattr(precision, "_CPU_HAS_BFLOAT16", False)
     assert product_dtype(x.to(half)) == single
 

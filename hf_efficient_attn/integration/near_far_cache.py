@@ -24,14 +24,27 @@ from hf_efficient_attn.integration.cache_layers import Call, MethodLayer, Record
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.recurrent import StateLayer
 from hf_efficient_attn.methods import MethodConfig, attention, available_methods, get_method
+from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.blocks import take
 from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.export import is_compiling
+from hf_efficient_attn.ops.export import replaced_in_graphs
 from hf_efficient_attn.ops.growing_coreset import GrowingCoreset, add_keys, coreset_partial, empty_coreset
-from hf_efficient_attn.ops.partial import Partial, merge, partial_attention
+from hf_efficient_attn.ops.partial import Partial, merge
 
 # The smallest budget: one newest key, two more before they are merged, and five landmarks.
 _SMALLEST = 8
+
+
+def _refuse() -> NoReturn:
+    raise UnsupportedAttentionError(
+        "NearFarCache does not work in a compiled model, because its sizes depend on the padding: leave torch.compile "
+        "or the cache out"
+    )
+
+
+@replaced_in_graphs(_refuse)
+def _check_eager() -> None:
+    """Refuse a call that is compiled."""
 
 
 class NearFarLayer(MethodLayer):
@@ -92,11 +105,7 @@ class NearFarLayer(MethodLayer):
             UnsupportedAttentionError: the attention function did not use the keys of the last call, or the model is
                 being compiled.
         """
-        if is_compiling():
-            raise UnsupportedAttentionError(
-                "NearFarCache does not work in a compiled model, because its sizes depend on the padding: leave "
-                "torch.compile or the cache out"
-            )
+        _check_eager()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         return self._take(key_states), value_states
@@ -178,7 +187,7 @@ class NearFarLayer(MethodLayer):
         bias = mask_bias(pairs.repeat(1, groups, 1).repeat_interleave(num_kv_heads, 0), query.dtype)
         keys, values = self.keys.flatten(0, 1), self.values.flatten(0, 1)
         blocks = (x[:, None] for x in (flat, keys, values, bias))
-        out, lse = (x[:, 0] for x in partial_attention(*blocks, scale=self.scale, dropout_p=dropout_p))
+        out, lse = (x[:, 0] for x in attend(*blocks, scale=self.scale, dropout_p=dropout_p))
         if self.coreset is not None:
             coreset = GrowingCoreset(*(x.flatten(0, 1) for x in self.coreset))
             far = coreset_partial(flat, coreset, scale=self.scale)

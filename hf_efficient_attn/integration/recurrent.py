@@ -24,7 +24,7 @@ from torch import Tensor
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.cache_layers import LAYER, Call, MethodLayer, Tokens
 from hf_efficient_attn.methods import MethodConfig, attention, attention_with_state, get_method, update_state
-from hf_efficient_attn.ops.export import is_compiling
+from hf_efficient_attn.ops.export import replaced_in_graphs
 from hf_efficient_attn.ops.random import draw_seed
 
 
@@ -69,8 +69,13 @@ class StateLayer(MethodLayer):
         """
         if self.options is not None:
             return self._take(key_states), value_states
-        if self.is_initialized or is_compiling():
+        if self.is_initialized:
             return super().update(key_states, value_states, *args, **kwargs)
+        return self._begin(key_states, value_states)
+
+    # A graph keeps the keys.
+    @replaced_in_graphs(DynamicLayer.update)
+    def _begin(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
         self.keys, self.values = key_states, value_states
         returned = key_states.view_as(key_states)

@@ -39,9 +39,10 @@ from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.exact import exact_form
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
 from hf_efficient_attn.ops import kde
+from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.exact import exact_attention
 from hf_efficient_attn.ops.near_far import dense_attention
-from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
+from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.random import head_slice, seed_value, uniform
 from hf_efficient_attn.ops.slices import sliced
 
@@ -124,7 +125,7 @@ class _Head(NamedTuple):
 
         def forward(query: Tensor, keys: Tensor, bias: Tensor) -> Tensor:
             own = query[None, :, None], self.key[keys][None], self.value[keys][None], bias[None, :, None]
-            out, lse = (x[0, :, 0] for x in partial_attention(*own, scale=self.scale, dropout_p=self.dropout_p))
+            out, lse = (x[0, :, 0] for x in attend(*own, scale=self.scale, dropout_p=self.dropout_p))
             return torch.cat((out.to(lse.dtype), lse.unsqueeze(1)), 1)
 
         # Computed again in the backward pass, because autograd would keep a copy of the keys of every query.

@@ -32,9 +32,9 @@ from hf_efficient_attn.methods._shared.projections import (
     tables,
 )
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, ShardedForm, register_method
+from hf_efficient_attn.ops.attend import product_dtype, sum_dtype
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.landmarks import attention_to_few_keys
-from hf_efficient_attn.ops.precision import attention_dtype, sum_dtype
 from hf_efficient_attn.ops.projections import STARTS_FROM, contractions, projected_key_mask
 from hf_efficient_attn.ops.shards import Shards, total
 
@@ -72,7 +72,7 @@ def forward(
     shards: Shards | None = None,
 ) -> Tensor:
     """Fast form; see `register_method`. With `shards` it is a `ShardedForm`: the contracted keys and values travel."""
-    dtype, groups = attention_dtype(query), query.shape[1] // key.shape[1]
+    dtype, groups = product_dtype(query), query.shape[1] // key.shape[1]
     kv_len, key_mask, own = key.shape[2], options.key_mask, slice(None)
     if shards is not None:
         kv_len, key_mask, own = shards.total, shards.key_mask, shards.own

@@ -16,12 +16,13 @@ from torch.nn.functional import pad
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, ShardedForm, register_method
+from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.blocks import pad_to_blocks, take
 from hf_efficient_attn.ops.distance_bias import bias_of, biased_window
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.export import exporting_to_onnx
 from hf_efficient_attn.ops.near_far import dense_attention
-from hf_efficient_attn.ops.partial import Partial, merge, partial_attention
+from hf_efficient_attn.ops.partial import Partial, merge
 from hf_efficient_attn.ops.shards import Shards, with_neighbors
 from hf_efficient_attn.ops.slices import slice_size, sliced
 from hf_efficient_attn.ops.window import window_partial
@@ -145,7 +146,7 @@ def _window_and_global(
     blocks = pad_to_blocks(query, block_q)
     bias = pad_to_blocks(mask_bias(allowed, query.dtype), blocks.shape[2])
     global_keys, global_values = (take(x, index_per_head)[:, None] for x in (key, value))
-    far = partial_attention(blocks, global_keys, global_values, bias, scale=scale, dropout_p=dropout_p)
+    far = attend(blocks, global_keys, global_values, bias, scale=scale, dropout_p=dropout_p)
     far = Partial(far.out.flatten(1, 2)[:, :length], far.lse.flatten(1, 2)[:, :length])
     local_out = merge(near, far).out
     # The global tokens attend to all tokens, and their outputs replace those of the window.
@@ -154,9 +155,7 @@ def _window_and_global(
     if is_causal:
         allowed = allowed & (position <= index[:, :, None])
     global_queries, bias = take(query, index_per_head)[:, None], mask_bias(allowed, query.dtype)[:, None]
-    of_global = partial_attention(
-        global_queries, key[:, None], value[:, None], bias, scale=scale, dropout_p=dropout_p
-    ).out[:, 0]
+    of_global = attend(global_queries, key[:, None], value[:, None], bias, scale=scale, dropout_p=dropout_p).out[:, 0]
     is_global = torch.zeros(index.shape[0], length, dtype=torch.bool, device=device)
     is_global = is_global.scatter(1, index, torch.ones_like(index, dtype=torch.bool) if valid is None else valid)
     spread = local_out.scatter(1, index_per_head[:, :, None].expand_as(of_global), of_global)
@@ -210,7 +209,7 @@ def decode(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, 
     if options.distance_bias is not None:
         bias = bias + _bias_of_pairs(options.distance_bias.to(bias.dtype), shape, key.shape[2])
     query, key, value = (x.flatten(0, 1)[:, None] for x in (query, key, value))
-    out = partial_attention(query, key, value, bias[:, None], scale=options.scale, dropout_p=options.dropout_p).out
+    out = attend(query, key, value, bias[:, None], scale=options.scale, dropout_p=options.dropout_p).out
     return unflatten_heads(out[:, 0], shape)
 
 

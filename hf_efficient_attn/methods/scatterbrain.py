@@ -31,12 +31,13 @@ from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
 from hf_efficient_attn.methods._shared.sampled_keys import check_num_hashes
+from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.blocks import ceil_div, inverse, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.features import Features, favor
 from hf_efficient_attn.ops.hashing import plan_lsh
 from hf_efficient_attn.ops.linear import FeatureState, log_weights_naive, others, query_state, update_state
-from hf_efficient_attn.ops.partial import merge, partial_attention
+from hf_efficient_attn.ops.partial import merge
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
 
@@ -157,7 +158,7 @@ def _bidirectional(tokens: tuple[Tensor, ...], length: int, plan: _Blocks, featu
         bias = None if bias is None else take(bias[:, :, 0].expand(key.shape[0], -1, -1), block).unsqueeze(2)
         key, value, sums = (take(x.flatten(2), block).unflatten(2, x.shape[2:]) for x in (key, value, state.sums))
         state = FeatureState(sums, state.log.gather(1, block))
-    near = partial_attention(query, key, value, bias, **call)
+    near = attend(query, key, value, bias, **call)
     return merge(near, query_state(query, state, features, call["dropout_p"])).out
 
 
@@ -169,9 +170,9 @@ def _causal(tokens: tuple[Tensor, ...], features: Features, call: Any) -> Tensor
     query, key, value = tokens
     size = key.shape[2]
     bias = mask_bias(torch.ones(size, 2 * size, dtype=torch.bool, device=key.device).tril(size), key.dtype)
-    first = partial_attention(query[:, :1], key[:, :1], value[:, :1], bias[None, None, :, size:], **call)
+    first = attend(query[:, :1], key[:, :1], value[:, :1], bias[None, None, :, size:], **call)
     keys, values = (x.flatten(1, 2).unfold(1, 2 * size, size).transpose(2, 3) for x in (key, value))
-    near = partial_attention(query[:, 1:], keys, values, bias[None, None], **call)
+    near = attend(query[:, 1:], keys, values, bias[None, None], **call)
     state = others(update_state(None, key[:, :-1], value[:, :-1], None, features), earlier_only=True)
     far = query_state(query[:, 1:], state, features, call["dropout_p"])
     return torch.cat((first.out, merge(near, far).out), 1)

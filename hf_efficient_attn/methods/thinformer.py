@@ -34,9 +34,10 @@ from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
 from hf_efficient_attn.ops import halving
+from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.blocks import take
 from hf_efficient_attn.ops.exact import exact_attention
-from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
+from hf_efficient_attn.ops.partial import accumulation_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,7 @@ def forward(config: ThinformerConfig, query: Tensor, key: Tensor, value: Tensor,
     kept = halving.thin(key, value, key_mask, config.num_samples, scale=scale, seed=options.seed, batch=shape[0])
     keys, values = (take(x, kept.token)[:, None] for x in (key, value))
     log_weight = kept.log_weight.to(accumulation_dtype(query.dtype))[:, None, None]
-    out = partial_attention(query[:, None], keys, values, log_weight, scale=scale, dropout_p=dropout_p).out
+    out = attend(query[:, None], keys, values, log_weight, scale=scale, dropout_p=dropout_p).out
     return unflatten_heads(out[:, 0], shape)
 
 

@@ -36,11 +36,12 @@ from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.lengths import without_padding
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
+from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.blocks import take
 from hf_efficient_attn.ops.coreset import choose_pivots, even_positions, regularized_solve
 from hf_efficient_attn.ops.coreset_landmarks import with_ones
 from hf_efficient_attn.ops.exact import exact_attention
-from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
+from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
 # The paper's constant of the temperature, 1 / W_0(1 / sqrt(1 + exp(2 W_0(2 / e^2) + 2))) with Lambert's function W_0.
@@ -152,7 +153,7 @@ def _make_coreset(key: Tensor, value: Tensor, keys: Tensor, kernel_scale: Tensor
     """The weights of coreset keys (BH, m, D) for centered keys (BH, Nk, D)."""
     # Sums over all keys, of one row of the kernel for each key of the coreset: exp(lse) [out, 1].
     rows = keys * kernel_scale
-    out, lse = (x[:, 0] for x in partial_attention(rows[:, None], key[:, None], value[:, None], scale=1.0))
+    out, lse = (x[:, 0] for x in attend(rows[:, None], key[:, None], value[:, None], scale=1.0))
     ends = torch.stack((value.amin(1, keepdim=True), value.amax(1, keepdim=True)))
     if dropout_p > 0.0:  # outputs are between 0 and multiples of the values
         middle, half = torch.zeros_like(ends[0]), ends.abs().amax(0)
@@ -181,10 +182,10 @@ def _attend(query: Tensor, coreset: _Coreset, scale: float, dropout_p: float) ->
         coreset.weighted[:, None],
         coreset.bias[:, None, None],
     )
-    sums = partial_attention(*tensors, values, bias, scale=scale).out[:, 0]
+    sums = attend(*tensors, values, bias, scale=scale).out[:, 0]
     numerator, denominator = sums[..., :-1], sums[..., -1:]
     if dropout_p > 0.0:
-        numerator = partial_attention(*tensors, values[..., :-1], bias, scale=scale, dropout_p=dropout_p).out[:, 0]
+        numerator = attend(*tensors, values[..., :-1], bias, scale=scale, dropout_p=dropout_p).out[:, 0]
     # Where the denominator is not positive, this divides by infinity.
     ratio = numerator / threshold(denominator, LEAST_DENOMINATOR, torch.inf)
     limit = 1.0 / (1.0 - dropout_p)

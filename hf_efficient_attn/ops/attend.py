@@ -8,6 +8,9 @@ The kernels know no gradient of the lse and none of a bias. Further dimensions s
 dimension of the keys, where all queries are 1; in half precision it is the sum of two numbers. With dP = grad_out v^T
 the gradient of the scores is P (dP - delta), where delta = grad_out . out - grad_lse. So the kernel takes a dimension
 more in which grad_out is grad_lse, out is -1 and values are 0.
+
+A product of bfloat16 tensors has a bfloat16 result on the CPU, although it is summed in float32. So other modules sum
+over many tokens in parts, which they add in float32, and scores before an exponential stay in float32.
 """
 
 import math
@@ -19,7 +22,6 @@ from torch.nn.functional import dropout, pad
 
 from hf_efficient_attn.ops.export import exporting_to_onnx
 from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, safe_row_max
-from hf_efficient_attn.ops.precision import product_dtype
 
 _CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -27,6 +29,11 @@ _FLASH = torch.ops.aten._scaled_dot_product_flash_attention
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
 _EFFICIENT = torch.ops.aten._scaled_dot_product_efficient_attention
 _EFFICIENT_BACKWARD = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+_CPU_HAS_BFLOAT16 = bool(
+    torch.backends.mkldnn.is_available()
+    and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    and torch.cpu._is_avx512_bf16_supported()
+)
 # Dimensions that FlashAttention takes at most.
 _MAX_FLASH_DIM = 256
 
@@ -266,3 +273,38 @@ def _arranged(
         bias = None if bias is None else bias.flatten(0, 1).unsqueeze(1)
         query, key, value = (x.flatten(0, 1).unsqueeze(1) for x in (query, key, value))
     return query, key, value, bias
+
+
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether a device has fast products of bfloat16 tensors: accelerators, and CPUs with AVX512-BF16 or AMX."""
+    return device.type != "cpu" or (_CPU_HAS_BFLOAT16 and bool(torch.backends.mkldnn.enabled))
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which products of `x` run.
+
+    On an accelerator it is that of `x`. On the CPU it is bfloat16 for bfloat16 tensors if the processor multiplies them
+    (AVX512-BF16, AMX), and also for float32 tensors after `torch.set_float32_matmul_precision("medium")`. Otherwise
+    half precision runs in float32, since float16 products of the CPU are slow.
+    """
+    if x.dtype == torch.float64 or x.device.type != "cpu":
+        return x.dtype
+    if not multiplies_bfloat16(x.device):
+        return torch.float32
+    wants_half = x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and _medium_precision())
+    return torch.bfloat16 if wants_half else torch.float32
+
+
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """`product_dtype` for sums over all tokens. They can exceed the range of float16, so float32 takes its place."""
+    dtype = product_dtype(x)
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def _medium_precision() -> bool:
+    return torch.get_float32_matmul_precision() == "medium"
+
+
+# A graph contains the result and is traced again if it changes. This is `torch.compiler.assume_constant_result`, which
+# would import the compiler here.
+vars(_medium_precision)["_dynamo_marked_constant"] = True

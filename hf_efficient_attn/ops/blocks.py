@@ -1,18 +1,11 @@
-"""Rearranging tokens: padding to whole blocks, gathering by index, valid tokens first, a few heads at a time."""
-
-from collections.abc import Callable
+"""Rearranging tokens: padding to whole blocks, gathering by index, valid tokens first."""
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.accelerator import backend
 from hf_efficient_attn.ops.constants import constant, integers
-from hf_efficient_attn.ops.export import exporting_to_onnx, is_compiling
-
-# Numbers of queries or keys that are processed at a time on the CPU: one head of 8,192 x 64. Their temporaries fit the
-# cache and reuse memory that earlier heads have touched. Code without this loses half its time to page faults.
-_CHUNK_NUMEL = 1 << 19
+from hf_efficient_attn.ops.export import exporting_to_onnx
 
 
 def ceil_div(number: int, divisor: int) -> int:
@@ -49,12 +42,9 @@ def take(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
         (BH, ..., D).
     """
     if x.requires_grad and torch.is_grad_enabled():
-        if x.device.type == "cpu" and not is_compiling():
-            # Along the first dimension with an expanded index both directions process whole tokens.
-            flat = _flat_index(index, x.shape[1]).unsqueeze(1).expand(-1, x.shape[2])
-            return x.flatten(0, 1).gather(0, flat).view(*index.shape, x.shape[2])
-        flat = index.reshape(index.shape[0], -1, 1).expand(-1, -1, x.shape[2])
-        return x.gather(1, flat).reshape(*index.shape, x.shape[2])
+        # Along the first dimension with an expanded index both directions process whole tokens.
+        flat = _flat_index(index, x.shape[1]).unsqueeze(1).expand(-1, x.shape[2])
+        return x.flatten(0, 1).gather(0, flat).view(*index.shape, x.shape[2])
     # `index_select` copies a whole token at a time and is five times as fast as `gather`. With a gradient `gather` is
     # faster, because of its backward.
     return _select(x, _flat_index(index, x.shape[1]), index.shape, out)
@@ -97,58 +87,3 @@ def inverse(order: Tensor) -> Tensor:
 def valid_first(key_mask: Tensor) -> Tensor:
     """Stable order (BH, N) that puts the valid tokens before the masked ones, for a bool mask (BH, N)."""
     return (~key_mask).to(torch.int8).argsort(dim=1, stable=True)
-
-
-def can_reuse_buffers(*tensors: Tensor | None) -> bool:
-    """Whether blocks of tokens may be processed one after the other in reused buffers.
-
-    This holds on the CPU, without a gradient and without `torch.compile`. On an accelerator each block would launch its
-    kernels separately.
-    """
-    given = [x for x in tensors if x is not None]
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-    return not (needs_grad or is_compiling()) and backend(given[0]) == "cpu"
-
-
-def chunked_over_heads(
-    function: Callable[..., Tensor],
-    *tensors: Tensor | None,
-    result: tuple[int, int, torch.dtype] | None = None,
-    step: int | None = None,
-) -> Tensor:
-    """Call `function` for a few heads at a time and concatenate the results.
-
-    There is a single call with all heads on an accelerator, with `torch.compile` and for small tensors.
-
-    Args:
-        function: takes the tensors and returns (BH, Nq, Dv).
-        *tensors: (BH, ...) each, or None, which is passed on.
-        result: (Nq, Dv, dtype) of the result, if `function` also accepts `out=`. It then gets None or the part of the
-            result that it may write into and return, which saves a copy.
-        step: heads at a time; by default as many as fit the cache.
-
-    Returns:
-        (BH, Nq, Dv).
-    """
-    given = [x for x in tensors if x is not None]
-    batch_heads, numel = given[0].shape[0], max(x[0].numel() for x in given)
-    step = max(1, _CHUNK_NUMEL // max(1, numel)) if step is None else step
-    if step >= batch_heads or given[0].device.type != "cpu" or is_compiling():
-        return function(*tensors)
-    # `split` rather than slices: its backward is one concatenation, that of a slice a whole tensor of zeros.
-    splits = [[None] * ceil_div(batch_heads, step) if x is None else x.split(step) for x in tensors]
-    chunks = list(zip(*splits, strict=True))
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
-        return torch.cat([function(*chunk) for chunk in chunks])
-    if result is not None:
-        q_len, value_dim, dtype = result
-        whole = given[0].new_empty(batch_heads, q_len, value_dim, dtype=dtype)
-        for chunk, out in zip(chunks, whole.split(step), strict=True):
-            function(*chunk, out=out)
-        return whole
-    part = function(*chunks[0])
-    whole = part.new_empty(batch_heads, *part.shape[1:])
-    whole[:step] = part
-    for i, chunk in enumerate(chunks[1:], 1):
-        whole[i * step : (i + 1) * step] = function(*chunk)
-    return whole

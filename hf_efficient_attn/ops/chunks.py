@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.blocks import ceil_div, inverse, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.constants import integers
-from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
+from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
 # draw(stream, count) gives standard normal numbers (H, count, D) for chunks, or None if omega is not drawn.
@@ -225,7 +226,7 @@ def window_attention(
 
         mean_keys, betas = zip(*found, strict=True)
         tensors = pad_to_blocks(query, block_q), seen(key, mean_keys), seen(value, betas), plan.bias
-        out = partial_attention(*tensors, scale=scale, dropout_p=dropout_p).out.flatten(1, 2)
+        out = attend(*tensors, scale=scale, dropout_p=dropout_p).out.flatten(1, 2)
         return out[:, : query.shape[1]] if plan.slot is None else take(out, plan.slot)
 
     tensors = [repeat_for_heads(x, batch, num_heads) for x in plan[:-1]]

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.blocks import ceil_div, inverse, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.chunks import Draw, Heads, Masks, repeat_for_heads, summarize
 from hf_efficient_attn.ops.constants import integers
 from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, merge, partial_attention
+from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, merge
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
 
@@ -73,7 +74,7 @@ def interval_attention(
     sizes = interval_sizes(heads.key.shape[2], window_size, num_landmarks)
     noises = [draw(i, level.num_chunks) for i, level in enumerate(sizes.levels, 1)]
     length, block, device = heads.key.shape[2], sizes.block, heads.key.device
-    attend = functools.partial(partial_attention, scale=scale, dropout_p=dropout_p)
+    attend_to = functools.partial(attend, scale=scale, dropout_p=dropout_p)
     # Which of the block before and of its own a query of a block sees.
     pairs = torch.ones(block, 2 * block, dtype=torch.bool, device=device).tril(block)
     near_bias = mask_bias(pairs, heads.key.dtype)[None, None]
@@ -85,10 +86,10 @@ def interval_attention(
             heads = heads._replace(query=query, key=key, value=value)
         queries, keys, values = (pad_to_blocks(x, block) for x in heads[:3])
         first, queries = queries.split((1, queries.shape[1] - 1), 1)
-        out = attend(first, keys[:, :1], values[:, :1], near_bias[..., block:]).out
+        out = attend_to(first, keys[:, :1], values[:, :1], near_bias[..., block:]).out
         if length > block:
             keys, values = (torch.cat((x[:, :-1], x[:, 1:]), 2) for x in (keys, values))
-            near = attend(queries, keys, values, near_bias)
+            near = attend_to(queries, keys, values, near_bias)
             if sizes.levels:
                 table = [_interval_summaries(*x, heads, sizes, scale) for x in zip(sizes.levels, noises, strict=True)]
                 keys, values, bias = (torch.cat(x, 1) for x in zip(*table, strict=True))

@@ -8,12 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.export import is_compiling
+from hf_efficient_attn.ops.export import replaced_in_graphs
 
 # How many results are kept, and their bytes together.
 _KEPT, _KEPT_BYTES = 512, 1 << 25
 
 
+def _make(make: Callable[..., Tensor], *arguments: Any, device: torch.device) -> Tensor:
+    return make(*arguments, device)
+
+
+@replaced_in_graphs(_make)
 def constant(make: Callable[..., Tensor], *arguments: Any, device: torch.device) -> Tensor:
     """The result of make(*arguments, device), which is kept for the next call with the same arguments.
 
@@ -29,7 +34,7 @@ def constant(make: Callable[..., Tensor], *arguments: Any, device: torch.device)
     Returns:
         A tensor without gradient, which must not be modified.
     """
-    is_fake = is_compiling() or type(torch.empty(0, device=device)) is not Tensor
+    is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     if is_fake or _contain_tensor(arguments):
         return make(*arguments, device)
     return _kept(make, arguments, device)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_efficient_attn.ops.blocks import take, valid_first
 from hf_efficient_attn.ops.constants import constant
-from hf_efficient_attn.ops.precision import LOG2_E
+from hf_efficient_attn.ops.partial import LOG2_E
 from hf_efficient_attn.ops.random import Seed, uniform, uniform_of_heads
 from hf_efficient_attn.ops.slices import slice_size, sliced
 

@@ -23,11 +23,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.blocks import ceil_div, pad_to_blocks, take
 from hf_efficient_attn.ops.coreset import cluster_sums, draw_apart, gumbel_numbers, nearest, regularized_solve
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
-from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, partial_attention
-from hf_efficient_attn.ops.precision import LOG2_E
+from hf_efficient_attn.ops.partial import LOG2_E, Partial, accumulation_dtype
 from hf_efficient_attn.ops.random import Seed
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
@@ -253,7 +253,7 @@ def _epoch(
     keys, values = (x.unfold(1, 2 * block_size, block_size).mT for x in (keys, values))
     block = torch.ones(block_size, block_size, dtype=torch.bool, device=query.device)
     bias = mask_bias(torch.cat((block, block.tril()), 1), query.dtype)[None, None]
-    near = partial_attention(blocks, keys, values, bias, scale=scale, dropout_p=dropout_p)
+    near = attend(blocks, keys, values, bias, scale=scale, dropout_p=dropout_p)
 
     share = torch.sigmoid(far.lse - near.lse).unsqueeze(3)
     numerator, weight, bound = far.out.split((value_dim, 1, 1), 3)
@@ -272,11 +272,11 @@ def _epoch(
 def _far_field(query: Tensor, coreset: _Coreset, weighted: Tensor, scale: float, dropout_p: float) -> Partial:
     """Attention of blocks (BH, T, b, D) to landmarks with values (BH, T, m, Dv + 2), whose last columns are weights."""
     key, bias = coreset.landmark.unsqueeze(1).expand(-1, query.shape[1], -1, -1), coreset.bias[:, None, None]
-    far = partial_attention(query, key, weighted, bias, scale=scale)
+    far = attend(query, key, weighted, bias, scale=scale)
     if dropout_p == 0.0:
         return far
     # Weights are dropped in the numerators only, as in softmax attention.
-    dropped = partial_attention(query, key, weighted[..., :-2], bias, scale=scale, dropout_p=dropout_p)
+    dropped = attend(query, key, weighted[..., :-2], bias, scale=scale, dropout_p=dropout_p)
     return Partial(torch.cat((dropped.out, far.out[..., -2:]), 3), far.lse)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_efficient_attn.ops.blocks import take
 from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.coreset import cluster_sums, draw_apart, even_positions, nearest
-from hf_efficient_attn.ops.precision import LOG2_E
+from hf_efficient_attn.ops.partial import LOG2_E
 from hf_efficient_attn.ops.random import Seed
 
 # t: how much less the kernel distinguishes keys than the scores do. Of .5, .6, .7, .85 and 1, .7 has the least error.

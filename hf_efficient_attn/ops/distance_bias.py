@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.blocks import count_blocks, pad_to_blocks
 from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
+from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.slices import slice_size, sliced
 from hf_efficient_attn.ops.window import block_distances, key_blocks, window_bias, window_block
 
@@ -65,10 +66,10 @@ def biased_exact(
         if is_causal:
             bias = bias + mask_bias(distance <= 0, query.dtype)
         bias = bias[None] if valid is None else bias + valid[..., :end]  # (B or 1, H, block_q, Nk)
-        # The heads of a sequence take the place of the blocks of `partial_attention`.
+        # The heads of a sequence take the place of the blocks of `attend`.
         bias = bias.expand(batch, -1, -1, -1).flatten(0, 1)[:, None]
         rows, keys, values = (x.flatten(0, 1)[:, None] for x in (block, key[:, :, :end], value[:, :, :end]))
-        out = partial_attention(rows, keys, values, bias, scale=scale, dropout_p=dropout_p).out
+        out = attend(rows, keys, values, bias, scale=scale, dropout_p=dropout_p).out
         outs.append(out[:, 0].unflatten(0, query.shape[:2]))
     return torch.cat(outs, 2)
 
@@ -113,7 +114,7 @@ def biased_window(
     def some_heads(query: Tensor, key: Tensor, value: Tensor, of_distance: Tensor, of_key: Tensor) -> Tensor:
         blocks, bias = pad_to_blocks(query, block_q), of_distance[:, None] + of_key[:, :, None]
         keys, values = (key_blocks(x, block_q, left, right) for x in (key, value))
-        part = partial_attention(blocks, keys, values, bias, scale=scale, dropout_p=dropout_p)
+        part = attend(blocks, keys, values, bias, scale=scale, dropout_p=dropout_p)
         return part.out.flatten(1, 2)[:, :length]
 
     size = slice_size(num_blocks * block_q * block_k, device)

@@ -19,10 +19,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_efficient_attn.ops.attend import sum_dtype
 from hf_efficient_attn.ops.blocks import ceil_div
 from hf_efficient_attn.ops.constants import constant
-from hf_efficient_attn.ops.partial import accumulation_dtype
-from hf_efficient_attn.ops.precision import LOG2_E, sum_dtype
+from hf_efficient_attn.ops.partial import LOG2_E, accumulation_dtype
 from hf_efficient_attn.ops.random import Seed, normal
 
 # Features that are learned, and the names of the maps as learned parameters.

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.blocks import ceil_div, take, valid_first
-from hf_efficient_attn.ops.partial import accumulation_dtype
-from hf_efficient_attn.ops.precision import LOG2_E
+from hf_efficient_attn.ops.partial import LOG2_E, accumulation_dtype
 from hf_efficient_attn.ops.random import Seed, uniform_of_heads
 from hf_efficient_attn.ops.slices import slice_size, sliced
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d
 
+from hf_efficient_attn.ops.attend import attend, product_dtype
 from hf_efficient_attn.ops.blocks import inverse, take, valid_first
 from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, merge, partial_attention
-from hf_efficient_attn.ops.precision import attention_dtype
+from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, merge
 from hf_efficient_attn.ops.shards import Shards, gather_partials, total
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
@@ -119,7 +119,7 @@ def landmark_attention(
         (BH, Nq, Dv) in the dtype of the products. A sequence with up to L tokens has exact attention.
     """
     (batch, num_heads, q_len, _), kv_len, device = query.shape, key.shape[2], query.device
-    acc_dtype, dtype = accumulation_dtype(query.dtype), attention_dtype(query)
+    acc_dtype, dtype = accumulation_dtype(query.dtype), product_dtype(query)
     dtype = acc_dtype if dtype == torch.float16 else dtype
     all_keys, total_len, own = key_mask, kv_len, slice(0, kv_len)
     if shards is not None:
@@ -143,7 +143,7 @@ def landmark_attention(
     bias = None
     if key_mask is not None:
         bias = mask_bias(key_mask, acc_dtype).repeat_interleave(num_heads, 0)[:, None, None]
-    part = partial_attention(queries[:, None], tokens, values, bias, scale=options.scale)  # B V
+    part = attend(queries[:, None], tokens, values, bias, scale=options.scale)  # B V
     if shards is not None:
         part = merge(*gather_partials(Partial(part.out.to(acc_dtype), part.lse), shards.group))
     empty = None
@@ -267,7 +267,7 @@ def attention_to_few_keys(
             value[:, None],
             None if bias is None else bias[:, None, None],
         )
-        return partial_attention(*tensors, scale=scale, dropout_p=dropout_p).out[:, 0].to(dtype)
+        return attend(*tensors, scale=scale, dropout_p=dropout_p).out[:, 0].to(dtype)
 
     if query.dtype == key.dtype == dtype:
         return some_heads(query, key, value, bias)

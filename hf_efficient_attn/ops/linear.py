@@ -19,8 +19,7 @@ from hf_efficient_attn.ops.blocks import ceil_div, pad_to_blocks
 from hf_efficient_attn.ops.constants import integers
 from hf_efficient_attn.ops.export import exporting_to_onnx
 from hf_efficient_attn.ops.features import EMPTY, Features
-from hf_efficient_attn.ops.partial import Partial, accumulation_dtype
-from hf_efficient_attn.ops.precision import LOG2_E
+from hf_efficient_attn.ops.partial import LOG2_E, Partial, accumulation_dtype
 from hf_efficient_attn.ops.slices import slice_size
 
 # Tokens of a chunk for up to so many features, and for more. Chunks of a segment: the triangular matrix has as many

@@ -11,10 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.blocks import ceil_div, inverse, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.constants import integers
 from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, merge, partial_attention
+from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, merge
 from hf_efficient_attn.ops.random import Seed, normal
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
@@ -211,7 +212,7 @@ def rounds_attention(
             earlier = [(_at(key_rank[:, t], own_keys), _at(first[:, t], own)) for t in range(s)]
             bias = _round_bias(query.dtype, (own, own_keys), None if masked is None else masked[:, s], earlier, others)
             block = take(query, own), take(key, own_keys), take(value, own_keys)
-            part, rank = partial_attention(*block, bias, scale=scale, dropout_p=dropout_p), query_rank[:, s]
+            part, rank = attend(*block, bias, scale=scale, dropout_p=dropout_p), query_rank[:, s]
             return Partial(take(part.out.flatten(1, 2), rank), part.lse.flatten(1).gather(1, rank))
 
         # The first round, which has no bias, needs the least memory beside the other results.

@@ -22,10 +22,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.blocks import ceil_div, take
 from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.partial import accumulation_dtype, partial_attention
+from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.random import Seed, uniform
 from hf_efficient_attn.ops.sampling import stratified_ranks
 
@@ -149,9 +150,9 @@ def exact_rows(
         own = table.to(accumulation_dtype(query.dtype)).gather(1, index.flatten(1)).view(index.shape)[:, None]
         own = own if bias is None else own + bias
         bias = own + mask_bias(distance <= 0, query.dtype)[:, None] if is_causal else own
-        return partial_attention(queries, key[:, None], value[:, None], bias, scale=scale).out[:, 0]
+        return attend(queries, key[:, None], value[:, None], bias, scale=scale).out[:, 0]
     if not is_causal:
-        return partial_attention(queries, key[:, None], value[:, None], bias, scale=scale).out[:, 0]
+        return attend(queries, key[:, None], value[:, None], bias, scale=scale).out[:, 0]
     (q_len, kv_len), count = (query.shape[1], key.shape[1]), rows.queries.shape[1]
     position = rows.queries + kv_len - q_len
     outs = []
@@ -164,7 +165,7 @@ def exact_rows(
         if bias is not None:
             block_bias = block_bias + bias[..., :last]
         block = queries[:, :, start:end], key[:, None, :last], value[:, None, :last]
-        outs.append(partial_attention(*block, block_bias, scale=scale).out[:, 0])
+        outs.append(attend(*block, block_bias, scale=scale).out[:, 0])
     return torch.cat(outs, 1)
 
 

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.blocks import take
 from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.coreset import cluster_sums, gumbel_numbers, regularized_solve
@@ -36,8 +37,7 @@ from hf_efficient_attn.ops.coreset_landmarks import (
     with_ones,
 )
 from hf_efficient_attn.ops.near_keys import NearField, near_field, near_share_of_rows
-from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, partial_attention
-from hf_efficient_attn.ops.precision import LOG2_E
+from hf_efficient_attn.ops.partial import LOG2_E, Partial, accumulation_dtype
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
 # Every third probe tells whether the attention of a head is local.
@@ -112,7 +112,7 @@ def _without_near_keys(options: CoresetOptions) -> CoresetOptions:
 
 def _exact_rows(query: Tensor, key: Tensor, value: Tensor, options: CoresetOptions) -> Rows:
     index = constant(middle_positions, query.shape[1], options.num_probes, device=key.device)
-    part = partial_attention(query.index_select(1, index)[:, None], key[:, None], value[:, None], scale=options.scale)
+    part = attend(query.index_select(1, index)[:, None], key[:, None], value[:, None], scale=options.scale)
     return Rows(index, part.out[:, 0], part.lse[:, 0])
 
 
@@ -200,7 +200,7 @@ def _rows_of_landmarks(key: Tensor, value: Tensor, landmarks: Landmarks, scale: 
     The exponent of a landmark and a key is <x, y> - |x|^2 / 2 + <tilt, k>.
     """
     rows = landmarks.key * (TEMPERATURE**2 * abs(scale)) + landmarks.tilt
-    out, lse = partial_attention(rows[:, None], key[:, None], value[:, None], scale=1.0)
+    out, lse = attend(rows[:, None], key[:, None], value[:, None], scale=1.0)
     lse = lse[:, 0, :, None] - 0.5 * landmarks.points.square().sum(2, keepdim=True)
     shift = lse.amax(1, keepdim=True)
     return with_ones(out[:, 0]) * (lse - shift).to(out.dtype).exp(), shift[..., 0].to(out.dtype)
@@ -239,7 +239,7 @@ def _means_are_better(query: Tensor, exact: Tensor, left: Tensor, landmarks: Lan
 def _by_means(query: Tensor, landmarks: Landmarks, scale: float, dropout_p: float) -> Tensor:
     """Attention of queries (BH, Nq, D) to the means of the clusters."""
     keys, values, bias = landmarks.key[:, None], landmarks.value[:, None], landmarks.log_count[:, None, None]
-    return partial_attention(query[:, None], keys, values, bias, scale=scale, dropout_p=dropout_p).out[:, 0]
+    return attend(query[:, None], keys, values, bias, scale=scale, dropout_p=dropout_p).out[:, 0]
 
 
 def _scaled(weighted: Weighted) -> Weighted:
@@ -260,11 +260,9 @@ def _far_sums(query: Tensor, weighted: Weighted, weights: Tensor, options: Cores
     total = weighted.unfitted[..., -1:]
     values = torch.cat((weights, total, total.detach().abs()), 2)[:, None]
     tensors, bias = (query[:, None], weighted.landmarks.key[:, None]), weighted.bias[:, None, None]
-    out, lse = (x[:, 0] for x in partial_attention(*tensors, values, bias, scale=options.scale))
+    out, lse = (x[:, 0] for x in attend(*tensors, values, bias, scale=options.scale))
     if options.dropout_p:
-        dropped = partial_attention(
-            *tensors, values[..., :-3], bias, scale=options.scale, dropout_p=options.dropout_p
-        ).out[:, 0]
+        dropped = attend(*tensors, values[..., :-3], bias, scale=options.scale, dropout_p=options.dropout_p).out[:, 0]
         out = torch.cat((dropped, out[..., -3:]), 2)
     return Partial(out, lse)
 

@@ -4,10 +4,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.blocks import ceil_div, count_blocks, pad_to_blocks
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.export import exporting_to_onnx
-from hf_efficient_attn.ops.partial import Partial, partial_attention
+from hf_efficient_attn.ops.partial import Partial
 
 # The fewest and the most queries of a block: few, so that few keys of a block are outside the window of its queries.
 _MIN_BLOCK_Q, _MAX_BLOCK_Q = 32, 64
@@ -67,7 +68,7 @@ def window_partial(
             own, own_keys, own_values = (
                 x if last - first == num_blocks else x[:, first:last] for x in (blocks, keys, values)
             )
-            parts.append(partial_attention(own, own_keys, own_values, bias, scale=scale, dropout_p=dropout_p))
+            parts.append(attend(own, own_keys, own_values, bias, scale=scale, dropout_p=dropout_p))
     out, lse = (torch.cat(x, 1) if len(parts) > 1 else x[0] for x in zip(*parts, strict=True))
     return Partial(out.flatten(1, 2)[:, :length], lse.flatten(1, 2)[:, :length])
 

@@ -152,7 +152,7 @@ FORMULAS = {
     **_operators(_added_product, "baddbmm_"),
     **_operators(_attention, _CPU),
     **_operators(_attention_backward(1), f"{_CPU}_backward"),
-    _OWN.partial_attention: _attention,
+    _OWN.attend: _attention,
     _OWN.partial_attention_backward: _attention_backward(2),
     # The product of oneDNN, which the package uses on some processors. Not every build of torch has it.
     **({torch.ops.mkldnn._linear_pointwise: _linear} if hasattr(torch.ops.mkldnn, "_linear_pointwise") else {}),
@@ -167,7 +167,7 @@ FORMULAS_BY_PART: dict[str, dict[Any, Formula]] = {
         **_operators(_broadcast, "logaddexp", "logaddexp2"),
         **_operators(_pairs(), _CPU, *_KERNELS),
         **_operators(_pairs(1), f"{_CPU}_backward", *(f"{name}_backward" for name in _KERNELS)),
-        _OWN.partial_attention: _pairs(),
+        _OWN.attend: _pairs(),
         _OWN.partial_attention_backward: _pairs(2),
     },
     "sorting": {

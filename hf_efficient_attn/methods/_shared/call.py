@@ -22,8 +22,8 @@ from hf_efficient_attn.methods._shared.registry import (
     get_method,
     make_config,
 )
+from hf_efficient_attn.ops.attend import multiplies_bfloat16
 from hf_efficient_attn.ops.export import in_graph, replaced_in_graphs
-from hf_efficient_attn.ops.precision import multiplies_bfloat16
 from hf_efficient_attn.ops.random import HeadSeed, HeadSlice, Seed, draw_seed
 from hf_efficient_attn.ops.shards import Shards, over_heads
 from hf_efficient_attn.ops.transforms import call_in_transform, in_transform, refuse_second_gradient

@@ -35,8 +35,8 @@ from hf_efficient_attn.methods._shared.registry import (
     make_config,
     register_method,
 )
+from hf_efficient_attn.ops.attend import sum_dtype
 from hf_efficient_attn.ops.partial import accumulation_dtype
-from hf_efficient_attn.ops.precision import sum_dtype
 from hf_efficient_attn.ops.projections import NAMES as TABLES
 from hf_efficient_attn.ops.projections import STARTS_FROM, Contraction, contractions, projected_key_mask
 

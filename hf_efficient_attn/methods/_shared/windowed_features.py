@@ -35,11 +35,12 @@ from hf_efficient_attn.methods._shared.feature_maps import (
 )
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions
+from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.export import exporting_to_onnx
 from hf_efficient_attn.ops.features import log_weight_of_zeros
 from hf_efficient_attn.ops.linear import FeatureState, Tokens, features_beyond, query_state, update_state
-from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, merge, partial_attention
+from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, merge
 from hf_efficient_attn.ops.window import window_partial
 
 
@@ -177,7 +178,7 @@ def windowed_query(config: WindowConfig, state: WindowState, query: Tensor, opti
     query, dropout_p, shape = query.to(state.key.dtype), options.dropout_p, query.shape
     blocks, keys, values = (x.flatten(0, 1).unsqueeze(1) for x in (query, state.key, state.value))
     bias = mask_bias(state.valid.flatten(0, 1)[:, None, None] > 0, query.dtype)
-    near = partial_attention(blocks, keys, values, bias, scale=options.scale, dropout_p=dropout_p)
+    near = attend(blocks, keys, values, bias, scale=options.scale, dropout_p=dropout_p)
     features = features_of(config, query, options)(*maps(config, query, options))
     far = query_state(query, FeatureState(*state[:2]), features, dropout_p)
     near = Partial(*(x.squeeze(1).unflatten(0, shape[:2]) for x in near))
