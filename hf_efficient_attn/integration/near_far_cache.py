@@ -12,7 +12,7 @@ asks this layer for its output.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
