@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from hf_efficient_attn.ops.accelerator import use_backend
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods import get_method, parameters_of_slice
-from hf_efficient_attn.ops.accelerator import use_backend
 from hf_efficient_attn.ops.random import HeadSlice
 from instances import INSTANCES, inputs, padding_mask
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.methods._shared.sampled_keys import dense_log_weights
 from hf_efficient_attn.ops import near_far
 from hf_efficient_attn.ops.hashing import NearField, plan_lsh
+from hf_efficient_attn.ops.naive import dense_log_weights
 from hf_efficient_attn.ops.sampling import SamplingOptions
 from tests.instances import numbers
 

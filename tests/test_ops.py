@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_efficient_attn import functional
-from hf_efficient_attn.methods._shared.sampled_keys import dense_causal_log_weights, dense_log_weights
 from hf_efficient_attn.ops import (
     causal,
     constants,
@@ -23,6 +22,7 @@ from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, 
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.features import elu_features, orthogonal_features, softmax_features
 from hf_efficient_attn.ops.hashing import NearField, hash_keys, hyperplanes
+from hf_efficient_attn.ops.naive import dense_attention, dense_causal_log_weights, dense_log_weights
 from hf_efficient_attn.ops.partial import Partial, attend_naive, merge, prefix_merge
 from hf_efficient_attn.ops.random import normal, offsets, uniform
 from hf_efficient_attn.ops.sampling import (
@@ -649,7 +649,7 @@ def test_a_plan_counts_no_pair_twice_and_no_masked_key(near_field, length, mask,
         assert (weights[weights > -torch.inf] >= 0).all()
         assert ((weights > -torch.inf).sum(-1)[queries] <= 16 + 20).all()
     ours = near_far.near_far_attention(query, key, value, near, far, scale=0.5)
-    naive = near_far.dense_attention(query, key, value, weights, scale=0.5)
+    naive = dense_attention(query, key, value, weights, scale=0.5)
     close(ours[queries], naive[queries], 1e-6)
 
 
@@ -798,7 +798,7 @@ def test_causal_samples_are_from_completed_blocks_only(scores, independent, num_
     assert [p.level for p in plans] == list(range(5))
     for plan_ in plans:
         assert ((plan_.sample_index >= 0) & (plan_.sample_index < size << plan_.level)).all()
-    weights = dense_causal_log_weights(plans, length, size, 20, 4)
+    weights = dense_causal_log_weights(plans, length, size, 20, torch.zeros(4))
     block, position = torch.arange(length) // size, torch.arange(length)
     near = (block[:, None] - block <= 1) & (position <= position[:, None])
     first = (position[:, None] < 20) & (position <= position[:, None])
@@ -811,13 +811,13 @@ def test_causal_samples_are_from_completed_blocks_only(scores, independent, num_
     if scores == "uniform" and not num_hashes:
         close(far, completed.sum(1)[20:].double(), 1e-9)
     ours = causal.causal_near_far_attention(*row, plans, block_size=size, num_exact=20, scale=0.5)
-    close(ours, near_far.dense_attention(*row, weights, scale=0.5), 1e-6)
+    close(ours, dense_attention(*row, weights, scale=0.5), 1e-6)
 
 
 def test_causal_hashed_blocks_have_similar_keys_and_count_no_key_twice():
     (query, key, _), plans = causal_plan(203, num_hashes=3)
     (_, _, _), without = causal_plan(203)
-    hashed, plain = (dense_causal_log_weights(p, 203, 8, 20, 4) for p in (plans, without))
+    hashed, plain = (dense_causal_log_weights(p, 203, 8, 20, torch.zeros(4)) for p in (plans, without))
     assert torch.equal(hashed[plain == 0], plain[plain == 0])
     # A block of hashed keys adds keys similar to the query to the near field. The samples do not change otherwise.
     added = (hashed == 0) & (plain != 0)
@@ -867,7 +867,7 @@ def test_a_causal_far_field_is_unbiased(scores):
     total, draws = 0.0, 100
     for seed in range(draws):
         _, plans = causal_plan(70, scores, seed=seed)
-        total = total + dense_causal_log_weights(plans, 70, 8, 8, 4).exp()
+        total = total + dense_causal_log_weights(plans, 70, 8, 8, torch.zeros(4)).exp()
     mean = (total / draws)[:, 8:].sum(-1).mean(0)
     close(mean, torch.arange(9, 71).double(), 0.05)
 

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
+from hf_efficient_attn.ops.accelerator import use_backend
 
 import processes
 from hf_efficient_attn.methods import attention, sharded_attention
-from hf_efficient_attn.ops.accelerator import use_backend
 from hf_efficient_attn.ops.shards import Shards
 from instances import INSTANCES, inputs
 from test_heads import parameters_of

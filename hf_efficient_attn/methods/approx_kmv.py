@@ -41,7 +41,7 @@ from hf_efficient_attn.methods._shared.registry import AttentionOptions, registe
 from hf_efficient_attn.ops import kde
 from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.exact import exact_attention
-from hf_efficient_attn.ops.near_far import dense_attention
+from hf_efficient_attn.ops.naive import dense_attention
 from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.random import head_slice, seed_value, uniform
 from hf_efficient_attn.ops.slices import sliced

@@ -47,8 +47,8 @@ from hf_efficient_attn.methods._shared.heads import unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
 from hf_efficient_attn.ops.chunks import Heads, Masks, window_attention
 from hf_efficient_attn.ops.chunks_causal import interval_attention
-from hf_efficient_attn.ops.chunks_naive import interval_chunks, summary_attention_naive, window_chunks
 from hf_efficient_attn.ops.exact import exact_decode
+from hf_efficient_attn.ops.naive import interval_chunks, summary_attention_naive, window_chunks
 from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.random import head_slice, normal
 

@@ -16,8 +16,7 @@ contain it. Departures from the paper:
 
 from dataclasses import dataclass
 
-from hf_efficient_attn.methods._shared.registry import register_method
-from hf_efficient_attn.methods._shared.sampled_keys import SampledKeysConfig, decode, forward, naive
+from hf_efficient_attn.methods._shared.sampled_keys import SampledKeysConfig, register_sampled_keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,4 +33,4 @@ class HyperAttentionConfig(SampledKeysConfig):
     far = "keys sampled uniformly"
 
 
-register_method(HyperAttentionConfig, forward=forward, naive=naive, decode=decode)
+register_sampled_keys(HyperAttentionConfig)

@@ -37,8 +37,7 @@ Departures from the paper:
 from dataclasses import dataclass
 
 from hf_efficient_attn.methods._shared.config import option
-from hf_efficient_attn.methods._shared.registry import register_method
-from hf_efficient_attn.methods._shared.sampled_keys import SampledKeysConfig, decode, forward, naive
+from hf_efficient_attn.methods._shared.sampled_keys import SampledKeysConfig, register_sampled_keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,4 +69,4 @@ class KDEformerConfig(SampledKeysConfig):
     )
 
 
-register_method(KDEformerConfig, forward=forward, naive=naive, decode=decode)
+register_sampled_keys(KDEformerConfig)

@@ -21,7 +21,7 @@ from hf_efficient_attn.ops.blocks import pad_to_blocks, take
 from hf_efficient_attn.ops.distance_bias import bias_of, biased_window
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.export import exporting_to_onnx
-from hf_efficient_attn.ops.near_far import dense_attention
+from hf_efficient_attn.ops.naive import dense_attention
 from hf_efficient_attn.ops.partial import Partial, merge
 from hf_efficient_attn.ops.shards import Shards, with_neighbors
 from hf_efficient_attn.ops.slices import slice_size, sliced

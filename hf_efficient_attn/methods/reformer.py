@@ -31,8 +31,8 @@ from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
 from hf_efficient_attn.ops.exact import exact_attention
-from hf_efficient_attn.ops.lsh_rounds import Rounds, dense_pairs, plan_rounds, rounds_attention
-from hf_efficient_attn.ops.near_far import dense_attention
+from hf_efficient_attn.ops.lsh_rounds import Rounds, plan_rounds, rounds_attention
+from hf_efficient_attn.ops.naive import dense_attention, dense_pairs
 from hf_efficient_attn.ops.partial import accumulation_dtype
 
 

@@ -87,3 +87,24 @@ def inverse(order: Tensor) -> Tensor:
 def valid_first(key_mask: Tensor) -> Tensor:
     """Stable order (BH, N) that puts the valid tokens before the masked ones, for a bool mask (BH, N)."""
     return (~key_mask).to(torch.int8).argsort(dim=1, stable=True)
+
+
+def move_valid_first(
+    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Move the valid tokens of (BH, N, D) inputs to the front, so that blocks are counted from the first of them.
+
+    Returns:
+        The inputs, and the order (BH, N) in which their tokens are now; None if there is no mask.
+    """
+    if key_mask is None:
+        return query, key, value, None
+    order = valid_first(key_mask)
+    return take(query, order), take(key, order), take(value, order), order
+
+
+def restore_order(out: Tensor, order: Tensor | None, key_mask: Tensor | None) -> Tensor:
+    """Undo `move_valid_first` for the output (BH, N, Dv). Outputs at masked tokens are 0."""
+    if order is None or key_mask is None:
+        return out
+    return take(out, inverse(order)).masked_fill(~key_mask[:, :, None], 0.0)

@@ -156,6 +156,8 @@ def plan_intervals(
         options: how the keys are sampled.
         num_hashes: hyperplanes of the hash, or 0.
     """
+    if not options.num_samples and not num_hashes:
+        return []
     with torch.no_grad():
         batch_heads, acc_dtype, device = query.shape[0], accumulation_dtype(value.dtype), key.device
         num_samples, plans = min(options.num_samples, max(1, options.num_samples // 2)), []

@@ -268,17 +268,3 @@ def _round_bias(
         key_bias = mask_bias(~masked[:, :, None], dtype)
         bias = key_bias if bias is None else bias.add_(key_bias)
     return bias
-
-
-def dense_pairs(plan: Rounds) -> Tensor:
-    """The readable form: bool (BH, Nq, Nk), True for the pairs of any round."""
-    (batch_heads, rounds, q_len), kv_len = plan.query_order.shape, plan.key_order.shape[2]
-    pairs = torch.zeros(batch_heads, q_len, kv_len, dtype=torch.bool, device=plan.query_order.device)
-    for a in range(batch_heads):
-        num_keys = kv_len if plan.num_keys is None else int(plan.num_keys[a])
-        for s in range(rounds):
-            for t, start in enumerate(plan.start[a, s].tolist()):
-                queries = plan.query_order[a, s, t * plan.block_q : (t + 1) * plan.block_q]
-                keys = plan.key_order[a, s, start : min(start + plan.block_k, num_keys)]
-                pairs[a, queries[:, None], keys] = True
-    return pairs

@@ -366,20 +366,3 @@ def near_far_attention(
 
     gathered = GatheredKeys(index, bias, near.block_q, near.query_order)
     return gathered_attention(query, key, value, gathered, scale=scale, dropout_p=dropout_p)
-
-
-def dense_attention(query: Tensor, key: Tensor, value: Tensor, log_weights: Tensor, *, scale: float) -> Tensor:
-    """softmax(scale * query key^T + log_weights) value with dense float64 matrices; 0 for queries without a key.
-
-    Args:
-        query: (BH, Nq, D).
-        key: (BH, Nk, D).
-        value: (BH, Nk, Dv).
-        log_weights: float64 (BH, Nq, Nk).
-        scale: factor of the scores.
-
-    Returns:
-        (BH, Nq, Dv) in the dtype of `value`.
-    """
-    scores = query.double() @ key.double().transpose(1, 2) * scale + log_weights
-    return (scores.softmax(-1).nan_to_num(0.0) @ value.double()).to(value.dtype)

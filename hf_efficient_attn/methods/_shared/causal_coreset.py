@@ -5,7 +5,7 @@ from torch import Tensor
 from hf_efficient_attn.methods._shared.config import MethodConfig
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions
-from hf_efficient_attn.methods._shared.sampled_keys import move_valid_first, restore_order
+from hf_efficient_attn.ops.blocks import move_valid_first, restore_order
 from hf_efficient_attn.ops.coreset_causal import (
     CausalCoresetOptions,
     causal_coreset_attention,

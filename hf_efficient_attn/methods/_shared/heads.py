@@ -1,9 +1,13 @@
 """Batch rows and heads as one dimension, which is how the primitives in `hf_efficient_attn.ops` take their inputs."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from hf_efficient_attn.methods._shared.registry import AttentionOptions
+from hf_efficient_attn.ops.exact import exact_attention, exact_decode
 
 
 class FlatHeads(NamedTuple):
@@ -25,3 +29,25 @@ def unflatten_heads(x: Tensor, shape: torch.Size) -> Tensor:
     """Inverse of `flatten_heads` for an output: (B * H, N, .) -> (B, H, N, .), for a shape that starts with B, H."""
     out: Tensor = x.unflatten(0, shape[:2])
     return out
+
+
+def by_heads(
+    form: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: AttentionOptions,
+    exact_length: int = 0,
+) -> Tensor:
+    """A form of `FlatHeads`, or exact attention to up to `exact_length` keys, as (B, H, Nq, Dv)."""
+    flat = flatten_heads(query, key, value, options.key_mask)
+    if key.shape[2] <= exact_length:
+        out = exact_attention(*flat, is_causal=options.is_causal, scale=options.scale, dropout_p=options.dropout_p)
+    else:
+        out = form(*flat)
+    return unflatten_heads(out, query.shape)
+
+
+def decode_exactly(config: object, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Decode a few tokens with exact attention to all cached keys, which costs as much as reading the cache."""
+    return exact_decode(query, key, value, options.key_mask, scale=options.scale, dropout_p=options.dropout_p)
