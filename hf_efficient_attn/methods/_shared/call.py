@@ -1,6 +1,6 @@
 """The path from a user's call to a method: checks, masks, grouped queries, precision and learned parameters.
 
-A method deals with none of these; `hf_efficient_attn.methods._shared.registration.register_method` states what it is given.
+A method deals with none of these; `register_method` states what it is given.
 """
 
 import functools
