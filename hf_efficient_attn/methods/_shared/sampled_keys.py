@@ -9,7 +9,8 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.kernel.densities import softmax_column_norms
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import by_heads, decode_exactly
-from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
+from hf_efficient_attn.methods._shared.registration import register_method
+from hf_efficient_attn.methods._shared.registry import AttentionOptions
 from hf_efficient_attn.ops import causal, near_far
 from hf_efficient_attn.ops.blocks import move_valid_first, restore_order
 from hf_efficient_attn.ops.naive import (
