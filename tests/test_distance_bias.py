@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods import distance_bias_methods, naive_attention
-from hf_efficient_attn.ops.distance_bias import bias_of, biased_exact
+from hf_efficient_attn.ops.exact import bias_of, biased_exact
 
 SIZES = {
     "vocab_size": 60, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0,

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from hf_efficient_attn.ops.accelerator import use_backend
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods import get_method, parameters_of_slice

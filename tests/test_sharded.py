@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
-from hf_efficient_attn.ops.accelerator import use_backend
 
 import processes
 from hf_efficient_attn.methods import attention, sharded_attention

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_efficient_attn.ops.distance_bias import biased_exact
+from hf_efficient_attn.ops.exact import biased_exact
 
 # Queries for which one mask is built at a time.
 _BLOCK_Q = 256

@@ -1,7 +1,7 @@
 """Linear transformer (Katharopoulos, Vyas, Pappas, Fleuret, ICML 2020): weights phi(q) . phi(k), phi(x) = elu(x) + 1.
 
 Other features, which are learned, are those of `hf_efficient_attn.ops.features`. With `window_size`, the weights of
-softmax replace those of the features in a window; see `hf_efficient_attn.methods._shared.windowed_features`.
+softmax replace those of the features in a window; see `hf_efficient_attn.ops.near_features`.
 
 - Bidirectional, Eq. 4-6: out_i = phi(q_i)^T S / phi(q_i)^T Z with S = sum_j phi(k_j) v_j^T and Z = sum_j phi(k_j).
 - Causal, Eq. 9-12: the same with sums up to token i, computed chunk by chunk.
@@ -16,35 +16,14 @@ the window alone, which is `longformer`.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
-from torch import Tensor
-
-from hf_efficient_attn.methods._shared.config import MethodConfig, option
-from hf_efficient_attn.methods._shared.feature_maps import (
-    LOG_WEIGHT,
-    features_forward,
-    features_naive,
-    features_query,
-    features_update,
-    initial_maps,
-    is_learned,
-)
-from hf_efficient_attn.methods._shared.registration import register_method
-from hf_efficient_attn.methods._shared.registry import AttentionOptions, Recurrence, State
-from hf_efficient_attn.methods._shared.sharded_states import sharded_states
-from hf_efficient_attn.methods._shared.windowed_features import (
-    initial_log_weight,
-    windowed_forward,
-    windowed_naive,
-    windowed_query,
-    windowed_update,
-)
+from hf_efficient_attn.methods._shared.config import option
+from hf_efficient_attn.methods._shared.feature_maps import LOG_WEIGHT, FeatureConfig, register_features
 from hf_efficient_attn.ops.features import LEARNED, NAMES, count_features
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearConfig(MethodConfig):
+class LinearConfig(FeatureConfig):
     """Hyperparameters of the linear transformer: the features, and a window that is computed exactly."""
 
     method = "linear"
@@ -96,7 +75,7 @@ class LinearConfig(MethodConfig):
         columns = self.check_budget(columns)
         num_features, window_size = self.num_features, self.window_size
         near = columns if self.window_size else 0
-        if is_learned(self):
+        if self.is_learned:
             near //= 2
             num_features = max(1, (columns - near) // count_features(self.feature_map, 1))
         if self.window_size:
@@ -104,51 +83,4 @@ class LinearConfig(MethodConfig):
         return replace(self, num_features=num_features, window_size=window_size)
 
 
-def initial_parameters(
-    config: LinearConfig, *, num_heads: int, head_dim: int, value_dim: int, max_length: int, num_kv_heads: int
-) -> dict[str, Tensor]:
-    """The maps of learned features, and the log weight of the features beside a window."""
-    found = initial_maps(config, num_kv_heads, head_dim)
-    return {**found, **initial_log_weight(config, num_kv_heads)} if found and config.window_size else found
-
-
-def forward(
-    config: LinearConfig,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    options: AttentionOptions,
-    initial_state: Any = None,
-) -> Tensor:
-    """Fast form; see `register_method`. As part of the recurrence it also takes the state of earlier tokens."""
-    form = windowed_forward if config.window_size else features_forward
-    return form(config, query, key, value, options, initial_state)
-
-
-def recurrence_update(config: LinearConfig, state: Any, key: Tensor, value: Tensor, options: AttentionOptions) -> State:
-    """Add tokens to the state, Eq. 18-19; see `Recurrence`."""
-    update = windowed_update if config.window_size else features_update
-    return update(config, state, key, value, options)
-
-
-def recurrence_query(config: LinearConfig, state: Any, query: Tensor, options: AttentionOptions) -> Tensor:
-    """Attention to all tokens of a state, Eq. 20; see `Recurrence`."""
-    return (windowed_query if config.window_size else features_query)(config, state, query, options)
-
-
-def naive(config: LinearConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Readable form: the dense matrix of all weights."""
-    return (windowed_naive if config.window_size else features_naive)(config, query, key, value, options)
-
-
-_RECURRENCE: Recurrence[LinearConfig] = Recurrence(recurrence_update, recurrence_query, forward)
-
-register_method(
-    LinearConfig,
-    forward=forward,
-    naive=naive,
-    initial_parameters=initial_parameters,
-    recurrence=_RECURRENCE,
-    # The state of a window contains tokens and is no sum.
-    sharded=sharded_states(_RECURRENCE, lambda config, length, is_causal: not config.window_size),
-)
+register_features(LinearConfig)

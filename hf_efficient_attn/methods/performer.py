@@ -11,25 +11,13 @@ causal model, and add 1e-6.
 
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
-from hf_efficient_attn.methods._shared.config import MethodConfig, option
-from hf_efficient_attn.methods._shared.feature_maps import (
-    features_forward,
-    features_naive,
-    features_query,
-    features_update,
-    initial_maps,
-    is_learned,
-)
-from hf_efficient_attn.methods._shared.registration import register_method
-from hf_efficient_attn.methods._shared.registry import Recurrence
-from hf_efficient_attn.methods._shared.sharded_states import sharded_states
+from hf_efficient_attn.methods._shared.config import option
+from hf_efficient_attn.methods._shared.feature_maps import FeatureConfig, register_features
 from hf_efficient_attn.ops.features import LEARNED, NAMES, count_features
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerformerConfig(MethodConfig):
+class PerformerConfig(FeatureConfig):
     """Hyperparameters of the Performer."""
 
     method = "performer"
@@ -65,24 +53,8 @@ class PerformerConfig(MethodConfig):
     def with_budget(self, columns: int) -> "PerformerConfig":
         """As many features as the budget has exact keys."""
         columns = self.check_budget(columns)
-        columns = max(1, columns // count_features(self.feature_map, 1)) if is_learned(self) else columns
+        columns = max(1, columns // count_features(self.feature_map, 1)) if self.is_learned else columns
         return replace(self, num_features=columns)
 
 
-def initial_parameters(
-    config: PerformerConfig, *, num_heads: int, head_dim: int, value_dim: int, max_length: int, num_kv_heads: int
-) -> dict[str, Tensor]:
-    """The maps of learned features."""
-    return initial_maps(config, num_kv_heads, head_dim)
-
-
-_RECURRENCE: Recurrence[PerformerConfig] = Recurrence(features_update, features_query, features_forward)
-
-register_method(
-    PerformerConfig,
-    forward=features_forward,
-    naive=features_naive,
-    initial_parameters=initial_parameters,
-    recurrence=_RECURRENCE,
-    sharded=sharded_states(_RECURRENCE, lambda config, length, is_causal: True),
-)
+register_features(PerformerConfig)

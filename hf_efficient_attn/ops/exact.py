@@ -1,4 +1,8 @@
-"""Exact attention in blocks of queries, with memory linear in the sequence, for sequences within a method's budget."""
+"""Exact attention in blocks of queries, with memory linear in the sequence, also with a bias by distance, as in T5.
+
+A table (H, 2R + 1) holds the bias of each head for the distances -R to R, the position of the key minus that of the
+query. Beyond them the bias is that of -R or R. No (Nq, Nk) bias is ever made: only that of some blocks of queries.
+"""
 
 import torch
 from torch import Tensor
@@ -97,3 +101,58 @@ def exact_decode(
     out = attend(query_block, key, value, bias, scale=scale, dropout_p=dropout_p).out[:, 0]
     result: Tensor = out.unflatten(0, query.shape[:2])
     return result
+
+
+def bias_of(table: Tensor, distance: Tensor) -> Tensor:
+    """The bias for some distances: table (H, 2R + 1), distance int64 (..., Nq, Nk) -> (H, ..., Nq, Nk)."""
+    largest = (table.shape[1] - 1) // 2
+    return table[:, distance.clamp(-largest, largest) + largest]
+
+
+def biased_exact(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    table: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    is_causal: bool,
+    scale: float,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Exact attention with a bias, some queries at a time: softmax(scale * query key^T + bias) value.
+
+    Args:
+        query: (B, H, Nq, D).
+        key: (B, H, Nk, D).
+        value: (B, H, Nk, Dv).
+        table: (H, 2R + 1), the bias.
+        key_mask: bool (B, Nk), True for valid keys, or None.
+        is_causal: whether the queries are the last Nq positions and attend to the keys up to their own position.
+            Otherwise query i is at position i.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a weight.
+
+    Returns:
+        (B, H, Nq, Dv); 0 for queries without a key.
+    """
+    (batch, _, q_len, _), kv_len, device = query.shape, key.shape[2], query.device
+    acc_dtype, offset = accumulation_dtype(query.dtype), kv_len - q_len if is_causal else 0
+    table = table.to(acc_dtype)
+    valid = None if key_mask is None else mask_bias(key_mask, query.dtype)[:, None, None]  # (B, 1, 1, Nk)
+    outs = []
+    for start in range(0, q_len, _BLOCK_Q):
+        block = query[:, :, start : start + _BLOCK_Q]
+        positions = torch.arange(start, start + block.shape[2], device=device)[:, None] + offset
+        end = max(1, min(kv_len, offset + start + block.shape[2])) if is_causal else kv_len
+        distance = torch.arange(end, device=device) - positions
+        bias = bias_of(table, distance)
+        if is_causal:
+            bias = bias + mask_bias(distance <= 0, query.dtype)
+        bias = bias[None] if valid is None else bias + valid[..., :end]  # (B or 1, H, block_q, Nk)
+        # The heads of a sequence take the place of the blocks of `attend`.
+        bias = bias.expand(batch, -1, -1, -1).flatten(0, 1)[:, None]
+        rows, keys, values = (x.flatten(0, 1)[:, None] for x in (block, key[:, :, :end], value[:, :, :end]))
+        out = attend(rows, keys, values, bias, scale=scale, dropout_p=dropout_p).out
+        outs.append(out[:, 0].unflatten(0, query.shape[:2]))
+    return torch.cat(outs, 2)

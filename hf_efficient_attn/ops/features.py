@@ -115,6 +115,21 @@ def favor(num_features: int, scale: float, head_dim: int, seed: Seed, device: to
     return Features(of_query, of_key)
 
 
+def features_of_maps(
+    feature_map: str, num_features: int, scale: float, head_dim: int, seed: Seed, device: torch.device
+) -> Callable[[Tensor | None, Tensor | None], Features]:
+    """The function that gives the features for maps of queries and of keys, which are None for "favor" and "elu"."""
+    is_random = feature_map == "favor"
+    fixed = favor(num_features, scale, head_dim, seed, device) if is_random else elu_map(scale, head_dim)
+
+    def features(query_map: Tensor | None, key_map: Tensor | None) -> Features:
+        if query_map is None or key_map is None:
+            return fixed
+        return learned(feature_map, query_map, key_map, scale, head_dim)
+
+    return features
+
+
 def query_factor(scale: float, head_dim: int) -> float | None:
     """Factor of the queries that stands for `scale`; None for the default scale, 1/sqrt(D)."""
     factor = scale * head_dim**0.5

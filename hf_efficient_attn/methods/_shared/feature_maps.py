@@ -1,194 +1,157 @@
 """Linear attention with the features of an option `feature_map`, for the methods that have one.
 
-The features are those of `hf_efficient_attn.ops.features`, and the sums over the keys those of
-`hf_efficient_attn.ops.linear`. Dropout acts on the features of the queries.
+The computation is in `hf_efficient_attn.ops.near_features`. Dropout acts on the features of the queries. With a window,
+c is the learned parameter `far_log_weight`, which every key head has together with its maps. It starts at the value for
+which a query and a key of zeros have the weight 1, as in softmax. Features that are not learned keep this value, for
+`elu` -log D.
 """
 
-from collections.abc import Callable
-from typing import ClassVar, Protocol
+import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
-from hf_efficient_attn.methods._shared.registry import AttentionOptions
-from hf_efficient_attn.ops.export import exporting_to_onnx
-from hf_efficient_attn.ops.features import LEARNED, NAMES, Features, elu_map, favor, learned, start_map
-from hf_efficient_attn.ops.linear import (
-    FeatureState,
-    Tokens,
-    bidirectional,
-    causal,
-    log_weights_naive,
-    numel_of_head,
-    query_state,
-    update_state,
+from hf_efficient_attn.methods._shared.config import MethodConfig
+from hf_efficient_attn.methods._shared.registration import register_method
+from hf_efficient_attn.methods._shared.registry import AttentionOptions, Recurrence, ShardedForm
+from hf_efficient_attn.ops.features import LEARNED, NAMES, features_of_maps, log_weight_of_zeros, start_map
+from hf_efficient_attn.ops.naive import dense_softmax
+from hf_efficient_attn.ops.near_features import (
+    FeatureCall,
+    State,
+    add_tokens,
+    feature_attention,
+    feature_scores_naive,
+    read_state,
+    sharded_feature_attention,
 )
-from hf_efficient_attn.ops.partial import accumulation_dtype
-from hf_efficient_attn.ops.slices import slice_size, sliced
+from hf_efficient_attn.ops.shards import Shards
 
-# The learned parameter of a window beside the features; see `hf_efficient_attn.methods._shared.windowed_features`.
+# The learned parameter of a window beside the features.
 LOG_WEIGHT = "far_log_weight"
 
-# Features that are kept for the backward pass: up to so many of a token, which take little more memory than the keys,
-# and up to so many numbers of a call. Others are computed again, which takes up to half as long again.
-_FEW_FEATURES, _KEPT_NUMEL = 128, 1 << 22
 
+@dataclass(frozen=True, kw_only=True)
+class FeatureConfig(MethodConfig):
+    """What the functions below read of a config; the methods declare these as hyperparameters."""
 
-class FeatureMapConfig(Protocol):
-    """What the functions below read of a config."""
-
-    method: ClassVar[str]
-
-    @property
-    def feature_map(self) -> str:
-        """The features."""
+    feature_map = ""
+    num_features = 0
+    window_size = 0
+    seed = 0
 
     @property
-    def num_features(self) -> int:
-        """Random features, or columns of a map."""
-
-    @property
-    def seed(self) -> int:
-        """Seed of the initial maps."""
+    def is_learned(self) -> bool:
+        """Whether the features are learned."""
+        return self.feature_map in LEARNED
 
 
-def is_learned(config: FeatureMapConfig) -> bool:
-    """Whether the features of a config are learned."""
-    return config.feature_map in LEARNED
-
-
-def initial_maps(config: FeatureMapConfig, num_kv_heads: int, head_dim: int) -> dict[str, Tensor]:
-    """`query_map` and `key_map` (H_kv, D, F); empty if the features are not learned."""
-    if not is_learned(config):
+def initial_parameters(
+    config: FeatureConfig, *, num_heads: int, head_dim: int, value_dim: int, max_length: int, num_kv_heads: int
+) -> dict[str, Tensor]:
+    """`query_map` and `key_map` (H_kv, D, F) of learned features, and with a window `far_log_weight` (H_kv,)."""
+    if not config.is_learned:
         return {}
     sizes = num_kv_heads, head_dim, config.num_features, config.seed
-    return {name: start_map(config.feature_map, *sizes, is_query=name == NAMES[0]) for name in NAMES}
-
-
-def maps(config: FeatureMapConfig, x: Tensor, options: AttentionOptions) -> list[Tensor | None]:
-    """The maps of queries and keys for the heads of x (B, H, N, D): (H, D, F), or None if they are not learned.
-
-    Raises:
-        UnsupportedAttentionError: a map is missing, has another shape, or is given although none is learned.
-    """
-    num_heads, head_dim = x.shape[1], x.shape[3]
-    if not is_learned(config):
-        for name in (*NAMES, LOG_WEIGHT):
-            if name in options.parameters:
-                raise UnsupportedAttentionError(
-                    f"{config.method}: {name} has no effect with feature_map={config.feature_map!r}: choose a learned "
-                    f"feature map, {', '.join(map(repr, LEARNED))}, or give no {name}"
-                )
-        return [None, None]
-    rows = head_dim + (config.feature_map == "t2r")
-    found: list[Tensor | None] = []
-    for name in NAMES:
-        own = options.parameters.get(name)
-        wanted = (rows, config.num_features)
-        if own is None or own.ndim != 3 or num_heads % max(1, own.shape[0]) or own.shape[1:] != wanted:
-            raise UnsupportedAttentionError(
-                f"{config.method}: {name} {None if own is None else tuple(own.shape)} does not match feature_map="
-                f"{config.feature_map!r}, num_features={config.num_features} and {num_heads} heads with "
-                f"head_dim={head_dim}: give a tensor (num_heads, {rows}, {config.num_features}), with the number of "
-                "key heads in grouped-query attention"
-            )
-        found.append(own.repeat_interleave(num_heads // own.shape[0], 0))
+    found = {name: start_map(config.feature_map, *sizes, is_query=name == NAMES[0]) for name in NAMES}
+    if config.window_size:
+        start = log_weight_of_zeros(config.feature_map, config.num_features)
+        found[LOG_WEIGHT] = torch.full((num_kv_heads,), start, device="cpu")
     return found
 
 
-def features_of(
-    config: FeatureMapConfig, x: Tensor, options: AttentionOptions
-) -> Callable[[Tensor | None, Tensor | None], Features]:
-    """The function that gives the features for the maps of queries and of keys, of some heads of x (B, H, N, D)."""
-    scale, head_dim = options.scale, x.shape[3]
-    if config.feature_map == "favor":
-        fixed = favor(config.num_features, scale, head_dim, options.seed, x.device)
-    else:
-        fixed = elu_map(scale, head_dim)
+def _call(config: FeatureConfig, x: Tensor, options: AttentionOptions) -> FeatureCall:
+    """The features for the heads of x (B, H, N, D).
 
-    def features(query_map: Tensor | None, key_map: Tensor | None) -> Features:
-        if query_map is None or key_map is None:
-            return fixed
-        return learned(config.feature_map, query_map, key_map, scale, head_dim)
+    Raises:
+        UnsupportedAttentionError: a learned parameter is missing, has another shape, or is given although none is.
+    """
+    (_, num_heads, _, head_dim), given = x.shape, options.parameters
+    feature_map, num_features, log_weight = config.feature_map, config.num_features, -math.log(head_dim)
+    sizes = feature_map, num_features, options.scale, head_dim, options.seed, x.device
+    call = FeatureCall(
+        features_of_maps(*sizes),
+        (given.get(NAMES[0]), given.get(NAMES[1])),
+        num_features,
+        options.scale,
+        options.dropout_p,
+        config.window_size,
+        log_weight if not config.is_learned else given.get(LOG_WEIGHT, log_weight),
+    )
+    if not config.is_learned:
+        for name in (*NAMES, LOG_WEIGHT):
+            if name in given:
+                raise UnsupportedAttentionError(
+                    f"{config.method}: {name} has no effect with feature_map={feature_map!r}: choose a learned "
+                    f"feature map, {', '.join(map(repr, LEARNED))}, or give no {name}"
+                )
+        return call
+    rows = head_dim + (feature_map == "t2r")
+    for name, own in zip(NAMES, call.maps, strict=True):
+        wanted = (rows, num_features)
+        if own is None or own.ndim != 3 or num_heads % max(1, own.shape[0]) or own.shape[1:] != wanted:
+            raise UnsupportedAttentionError(
+                f"{config.method}: {name} {None if own is None else tuple(own.shape)} does not match feature_map="
+                f"{feature_map!r}, num_features={num_features} and {num_heads} heads with head_dim={head_dim}: give "
+                f"a tensor (num_heads, {rows}, {num_features}), with the number of key heads in grouped-query attention"
+            )
+    weight = given.get(LOG_WEIGHT)
+    if config.window_size and (weight is None or weight.ndim != 1 or num_heads % max(1, weight.shape[0])):
+        raise UnsupportedAttentionError(
+            f"{config.method}: {LOG_WEIGHT} {None if weight is None else tuple(weight.shape)} does not match "
+            f"window_size={config.window_size} and {num_heads} heads: give a tensor (num_heads,), with the number of "
+            "key heads in grouped-query attention, or set window_size=0"
+        )
+    return call
 
-    return features
 
-
-def over_heads(
-    function: Callable[..., Tensor], *tensors: Tensor | None, num_features: int, options: AttentionOptions
-) -> Tensor:
-    """Call a function for the query, key, value and further tensors (BH, ...) of some heads at a time."""
-    if exporting_to_onnx():
-        return function(*tensors)
-    key = tensors[1]
-    assert key is not None
-    size = slice_size(numel_of_head(key, num_features), key.device)
-    recompute = num_features > _FEW_FEATURES and key.shape[0] * key.shape[1] * num_features > _KEPT_NUMEL
-    return sliced(function, *tensors, size=size, draws=options.dropout_p > 0.0, recompute=recompute)
-
-
-def features_forward(
-    config: FeatureMapConfig,
+def _forward(
+    config: FeatureConfig,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     options: AttentionOptions,
-    initial_state: FeatureState | None = None,
+    initial_state: State | None = None,
 ) -> Tensor:
     """Fast form; see `register_method`. As part of the recurrence it also takes the state of earlier tokens."""
-    of_heads, (query_map, key_map) = features_of(config, query, options), maps(config, query, options)
-    tensors: list[Tensor | None] = [*flatten_heads(query, key, value, options.key_mask)]
-    tensors += [None if x is None else x.repeat(query.shape[0], 1, 1) for x in (query_map, key_map)]
-    tensors += [x.flatten(0, 1) for x in initial_state or ()]
-
-    def some_heads(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, *rest: Tensor | None) -> Tensor:
-        tokens, features = Tokens(query, key, value, key_mask), of_heads(*rest[:2])
-        if options.is_causal:
-            state = FeatureState(*rest[2:]) if rest[2:] else None  # type: ignore[arg-type]
-            return causal(tokens, features, options.dropout_p, state).out.to(value.dtype)
-        return bidirectional(tokens, features, options.dropout_p).to(value.dtype)
-
-    out = over_heads(some_heads, *tensors, num_features=config.num_features, options=options)
-    return unflatten_heads(out, query.shape)
+    call, is_causal = _call(config, query, options), options.is_causal
+    return feature_attention(query, key, value, options.key_mask, call, is_causal=is_causal, state=initial_state)
 
 
-def features_update(
-    config: FeatureMapConfig, state: FeatureState | None, key: Tensor, value: Tensor, options: AttentionOptions
-) -> FeatureState:
+def _naive(config: FeatureConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Readable form: the dense matrix of the logs of all weights."""
+    scores, mask = feature_scores_naive(query, key, _call(config, query, options)), options.key_mask
+    return dense_softmax(scores, value, None if mask is None else mask[:, None], options.is_causal)
+
+
+def _update(config: FeatureConfig, state: State | None, key: Tensor, value: Tensor, options: AttentionOptions) -> State:
     """Add tokens to the state; see `Recurrence`."""
-    key, value = (x.to(accumulation_dtype(x.dtype)) for x in (key, value))
-    key_mask = None if options.key_mask is None else options.key_mask[:, None]
-    features = features_of(config, key, options)(*maps(config, key, options))
-    return update_state(state, key, value, key_mask, features)
+    return add_tokens(state, key, value, options.key_mask, _call(config, key, options))
 
 
-def features_query(config: FeatureMapConfig, state: FeatureState, query: Tensor, options: AttentionOptions) -> Tensor:
+def _query(config: FeatureConfig, state: State, query: Tensor, options: AttentionOptions) -> Tensor:
     """Attention to all tokens of a state; see `Recurrence`."""
-    query = query.to(state.sums.dtype)
-    features = features_of(config, query, options)(*maps(config, query, options))
-    return query_state(query, state, features, options.dropout_p).out
+    return read_state(query, state, _call(config, query, options))
 
 
-def features_naive(
-    config: FeatureMapConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+def _forward_shard(
+    config: FeatureConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, shards: Shards
 ) -> Tensor:
-    """Readable form: the dense matrix of the logs of phi(q_i) . phi(k_j)."""
-    return softmax_naive(log_weights(config, query, key, options), value, options)
+    """The form for a sequence that processes share; see `ShardedForm`."""
+    call, is_causal = _call(config, query, options), options.is_causal
+    return sharded_feature_attention(query, key, value, options.key_mask, call, shards, is_causal=is_causal)
 
 
-def log_weights(config: FeatureMapConfig, query: Tensor, key: Tensor, options: AttentionOptions) -> Tensor:
-    """The logs of phi(q_i) . phi(k_j), without sums over tokens: float64 (B, H, Nq, Nk)."""
-    query, key = query.double(), key.double()
-    return log_weights_naive(query, key, features_of(config, query, options)(*maps(config, query, options)))
-
-
-def softmax_naive(scores: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Attention with scores (B, H, Nq, Nk); 0 for a query without keys."""
-    if options.is_causal:
-        future = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(future, -torch.inf)
-    if options.key_mask is not None:
-        scores = scores.masked_fill(~options.key_mask[:, None, None], -torch.inf)
-    return (scores.softmax(-1).nan_to_num(0.0) @ value.double()).to(value.dtype)
+def register_features(config_class: type[FeatureConfig]) -> None:
+    """Register the method with these hyperparameters."""
+    register_method(
+        config_class,
+        forward=_forward,
+        naive=_naive,
+        initial_parameters=initial_parameters,
+        recurrence=Recurrence(_update, _query, _forward),
+        # The state of a window contains tokens and is no sum.
+        sharded=ShardedForm(_forward_shard, lambda config, length, is_causal: not config.window_size),
+    )

@@ -40,11 +40,15 @@ def by_heads(
     exact_length: int = 0,
 ) -> Tensor:
     """A form of `FlatHeads`, or exact attention to up to `exact_length` keys, as (B, H, Nq, Dv)."""
-    flat = flatten_heads(query, key, value, options.key_mask)
     if key.shape[2] <= exact_length:
-        out = exact_attention(*flat, is_causal=options.is_causal, scale=options.scale, dropout_p=options.dropout_p)
-    else:
-        out = form(*flat)
+        return exactly(query, key, value, options)
+    return unflatten_heads(form(*flatten_heads(query, key, value, options.key_mask)), query.shape)
+
+
+def exactly(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Exact attention, by the same computation as the methods' own."""
+    flat, (scale, dropout_p) = flatten_heads(query, key, value, options.key_mask), (options.scale, options.dropout_p)
+    out = exact_attention(*flat, is_causal=options.is_causal, scale=scale, dropout_p=dropout_p)
     return unflatten_heads(out, query.shape)
 
 

@@ -1,0 +1,277 @@
+"""Attention through features, alone or outside of a window that is computed exactly (LoLCATs: Zhang et al., ICLR 2025).
+
+With a window, a query i attends to the `window_size` keys on each side of it, in the causal form on the left only, and
+to itself with the weights of softmax, and to all other keys with those of features:
+
+    out_i = sum_j w_ij v_j / sum_j w_ij
+    w_ij = exp(scale q_i . k_j) in the window, and exp(c) phi(q_i) . phi(k_j) outside of it
+
+The two parts are partials, so that the sums are computed in the log domain. c is `log_weight`, one for every head.
+Masked tokens count in the distances between others. As the state of a recurrence, the last window_size + 1 tokens are
+kept as they are, and the sums of `FeatureState` represent all earlier ones.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hf_efficient_attn.ops.attend import attend
+from hf_efficient_attn.ops.exact import mask_bias
+from hf_efficient_attn.ops.export import exporting_to_onnx
+from hf_efficient_attn.ops.features import EMPTY, Features
+from hf_efficient_attn.ops.linear import (
+    FeatureState,
+    Tokens,
+    bidirectional,
+    causal,
+    features_beyond,
+    log_weights_naive,
+    numel_of_head,
+    query_state,
+    union,
+    update_state,
+)
+from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, merge
+from hf_efficient_attn.ops.shards import Shards, gather
+from hf_efficient_attn.ops.slices import slice_size, sliced
+from hf_efficient_attn.ops.window import window_partial
+
+# Features that are kept for the backward pass: up to so many of a token, which take little more memory than the keys,
+# and up to so many numbers of a call. Others are computed again, which takes up to half as long again.
+_FEW_FEATURES, _KEPT_NUMEL = 128, 1 << 22
+# Tokens of a process whose features are in memory at a time.
+_BLOCK = 1 << 14
+
+
+class FeatureCall(NamedTuple):
+    """What the forms below need besides the tokens.
+
+    Attributes:
+        of_maps: gives the features of heads for their maps of queries and of keys.
+        maps: the maps (H, D, F) of queries and of keys, or None if the features are not learned. A tensor of fewer
+            heads serves groups of as many heads each.
+        num_features: the number of features that slices are made for.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a weight of the window or a feature of a query.
+        window_size: keys of the window on each side; 0 for no window.
+        log_weight: c, (H,) as `maps`, or one number; without effect if there is no window.
+    """
+
+    of_maps: Callable[[Tensor | None, Tensor | None], Features]
+    maps: tuple[Tensor | None, Tensor | None]
+    num_features: int
+    scale: float
+    dropout_p: float
+    window_size: int = 0
+    log_weight: Tensor | float = 0.0
+
+    def maps_for(self, num_heads: int) -> list[Tensor | None]:
+        """The maps of so many heads, (H, D, F) each."""
+        return [None if x is None else x.repeat_interleave(num_heads // x.shape[0], 0) for x in self.maps]
+
+    def features(self, x: Tensor) -> Features:
+        """The features of tokens with the heads of x (B, H, N, D)."""
+        return self.of_maps(*self.maps_for(x.shape[1]))
+
+    def log_weight_for(self, x: Tensor) -> Tensor:
+        """The constant c of the heads of x (B, H, N, D): (H, 1)."""
+        num_heads, dtype = x.shape[1], accumulation_dtype(x.dtype)
+        if not isinstance(self.log_weight, Tensor):
+            return torch.full((num_heads, 1), self.log_weight, dtype=dtype, device=x.device)
+        return self.log_weight.repeat_interleave(num_heads // self.log_weight.shape[0]).to(dtype).unsqueeze(1)
+
+
+class WindowState(NamedTuple):
+    """The state of the recurrence with a window, with W = window_size + 1.
+
+    Attributes:
+        sums: (B, H, F, Dv + 8), those of all tokens but the last W, as in `FeatureState`.
+        log: (B, H), likewise.
+        key: (B, H, W, D), the last W keys. Zeros come before the first token.
+        value: (B, H, W, Dv), their values.
+        valid: (B, H, W), 1 for valid tokens and 0 for masked ones and for those before the first token.
+    """
+
+    sums: Tensor
+    log: Tensor
+    key: Tensor
+    value: Tensor
+    valid: Tensor
+
+
+State: TypeAlias = FeatureState | WindowState
+
+
+def feature_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    call: FeatureCall,
+    *,
+    is_causal: bool,
+    state: State | None = None,
+) -> Tensor:
+    """Attention of queries (B, H, Nq, D) to keys (B, H, Nk, D), values (B, H, Nk, Dv), mask (B, Nk) or None.
+
+    As part of a recurrence it is causal and also takes the state of earlier tokens.
+    """
+    if call.window_size:
+        return _windowed(query, key, value, key_mask, call, is_causal, state)
+
+    def some_heads(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, *rest: Tensor | None) -> Tensor:
+        tokens, features = Tokens(query, key, value, key_mask), call.of_maps(*rest[:2])
+        if is_causal:
+            before = FeatureState(*rest[2:]) if rest[2:] else None  # type: ignore[arg-type]
+            return causal(tokens, features, call.dropout_p, before).out.to(value.dtype)
+        return bidirectional(tokens, features, call.dropout_p).to(value.dtype)
+
+    mask = None if key_mask is None else key_mask.repeat_interleave(query.shape[1], 0)
+    maps = (None if x is None else x.repeat(query.shape[0], 1, 1) for x in call.maps_for(query.shape[1]))
+    flat = *(x.flatten(0, 1) for x in (query, key, value)), mask, *maps, *(x.flatten(0, 1) for x in state or ())
+    out = _over_heads(some_heads, *flat, num_features=call.num_features, draws=call.dropout_p > 0.0)
+    result: Tensor = out.unflatten(0, query.shape[:2])
+    return result
+
+
+def _over_heads(function: Callable[..., Tensor], *tensors: Tensor | None, num_features: int, draws: bool) -> Tensor:
+    """Call a function for the query, key, value and further tensors (BH, ...) of some heads at a time."""
+    key = tensors[1]
+    if exporting_to_onnx() or key is None:
+        return function(*tensors)
+    size = slice_size(numel_of_head(key, num_features), key.device)
+    recompute = num_features > _FEW_FEATURES and key.shape[0] * key.shape[1] * num_features > _KEPT_NUMEL
+    return sliced(function, *tensors, size=size, draws=draws, recompute=recompute)
+
+
+def _windowed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    call: FeatureCall,
+    is_causal: bool,
+    state: State | None,
+) -> Tensor:
+    """`feature_attention` with a window."""
+    learned, first = [*call.maps_for(query.shape[1]), call.log_weight_for(query)], 0
+    if isinstance(state, WindowState):  # the tokens in the window of the first query, with queries that are dropped
+        first = state.key.shape[2]
+        key_mask = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if key_mask is None else key_mask
+        key_mask = torch.cat((state.valid[:, 0] > 0, key_mask), 1)
+        query = pad(query, (0, 0, first, 0))
+        key, value = (torch.cat((x.to(y.dtype), y), 2) for x, y in ((state.key, key), (state.value, value)))
+
+    def some_heads(mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> Tensor:
+        query_map, key_map, log_weight, *sums = rest
+        length, scale, dropout_p = query.shape[1], call.scale, call.dropout_p
+        left = call.window_size if exporting_to_onnx() else min(call.window_size, length - 1)
+        right = 0 if is_causal else left
+        near = window_partial(query, key, value, mask, left=left, right=right, scale=scale, dropout_p=dropout_p)
+        if not exporting_to_onnx() and length <= call.window_size + 1:
+            return near.out
+        tokens, features = Tokens(query, key, value, mask), call.of_maps(query_map, key_map)
+        before, distance = FeatureState(*sums) if sums else None, call.window_size + 1
+        far = features_beyond(tokens, features, distance, is_causal=is_causal, dropout_p=dropout_p, state=before)
+        return merge(near, *(Partial(x.out, x.lse + log_weight) for x in far)).out.to(value.dtype)
+
+    def of_batch(mask: Tensor | None, *tensors: Tensor | None) -> Tensor:
+        function, draws = functools.partial(some_heads, mask), call.dropout_p > 0.0
+        return _over_heads(function, *tensors, num_features=2 * call.num_features, draws=draws)
+
+    tokens = query, key, value, *(() if state is None else state[:2])
+    if key_mask is None or exporting_to_onnx():
+        mask = None if key_mask is None else key_mask.repeat_interleave(query.shape[1], 0)
+        flat = [x.flatten(0, 1) for x in tokens]
+        whole = (None if x is None else x.repeat(query.shape[0], *[1] * (x.ndim - 1)) for x in learned)
+        out: Tensor = of_batch(mask, *flat[:3], *whole, *flat[3:]).unflatten(0, query.shape[:2])
+        return out[:, :, first:]
+    # As for the window alone, one sequence of the batch at a time, so that all heads share the bias of its mask.
+    rows = zip(key_mask.unsqueeze(1), *tokens, strict=True)
+    return torch.stack([of_batch(mask, *own[:3], *learned, *own[3:]) for mask, *own in rows])[:, :, first:]
+
+
+def add_tokens(state: State | None, key: Tensor, value: Tensor, key_mask: Tensor | None, call: FeatureCall) -> State:
+    """The state after further tokens, key (B, H, N, D), value (B, H, N, Dv) and mask (B, N) or None."""
+    (batch, num_heads, length, _), dtype, features = key.shape, accumulation_dtype(key.dtype), call.features(key)
+    key, value = key.to(dtype), value.to(dtype)
+    before = None if state is None else FeatureState(*state[:2])
+    if not call.window_size:
+        return update_state(before, key, value, None if key_mask is None else key_mask[:, None], features)
+    valid = torch.ones_like(key[..., 0]) if key_mask is None else key_mask[:, None].to(dtype)
+    valid, kept = valid.expand(batch, num_heads, length), call.window_size + 1
+    if state is None:
+        key, value, valid = pad(key, (0, 0, kept, 0)), pad(value, (0, 0, kept, 0)), pad(valid, (kept, 0))
+    else:
+        key, value, valid = (torch.cat(pair, 2) for pair in zip(state[2:], (key, value, valid), strict=True))
+    # As many tokens as came in are no longer within the window of the next query.
+    sums = update_state(before, key[:, :, :length], value[:, :, :length], valid[:, :, :length] > 0, features)
+    # A copy, so that the other tokens are not kept in memory.
+    return WindowState(*sums, *(x[:, :, length:].clone() for x in (key, value, valid)))
+
+
+def read_state(query: Tensor, state: State, call: FeatureCall) -> Tensor:
+    """Attention of queries (B, H, N, D) to all tokens of a state; with a window N = 1, and it is the newest token."""
+    query = query.to(state.sums.dtype)
+    far = query_state(query, FeatureState(*state[:2]), call.features(query), call.dropout_p)
+    if not isinstance(state, WindowState):
+        return far.out
+    blocks, keys, values = (x.flatten(0, 1).unsqueeze(1) for x in (query, state.key, state.value))
+    bias = mask_bias(state.valid.flatten(0, 1)[:, None, None] > 0, query.dtype)
+    near = attend(blocks, keys, values, bias, scale=call.scale, dropout_p=call.dropout_p)
+    near = Partial(*(x.squeeze(1).unflatten(0, query.shape[:2]) for x in near))
+    return merge(near, Partial(far.out, far.lse + call.log_weight_for(query))).out
+
+
+def sharded_feature_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    call: FeatureCall,
+    shards: Shards,
+    *,
+    is_causal: bool,
+) -> Tensor:
+    """Attention of a sequence that processes share, without a window: only the states of their tokens travel.
+
+    Bidirectional: the union of all states is queried. Causal: the union of those of earlier processes is the initial
+    state of the process's own tokens.
+    """
+    state, groups = None, query.shape[1] // key.shape[1]
+    for start in range(0, key.shape[2], _BLOCK):
+        some = slice(start, start + _BLOCK)
+        own_mask = None if key_mask is None else key_mask[:, some]
+        state = add_tokens(state, key[:, :, some], value[:, :, some], own_mask, call)
+    assert isinstance(state, FeatureState)
+    state = FeatureState(*(x.repeat_interleave(groups, 1) for x in _of_all(state, shards, is_causal)))
+    if is_causal:
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+        return feature_attention(query, key, value, key_mask, call, is_causal=True, state=state)
+    return torch.cat([read_state(some, state, call) for some in query.split(_BLOCK, 2)], 2).to(value.dtype)
+
+
+def _of_all(state: FeatureState, shards: Shards, is_causal: bool) -> FeatureState:
+    """The state of the tokens of all processes, or of those before this one."""
+    packed = gather(torch.cat((state.sums.flatten(2), state.log.unsqueeze(2)), 2), shards.group)
+    sums, log = packed[..., :-1].unflatten(3, state.sums.shape[2:]), packed[..., -1].detach()
+    if is_causal:
+        # Replaced rather than left out, so that every process has a gradient to send.
+        before = (torch.arange(shards.size, device=log.device) < shards.rank).view(-1, 1, 1)
+        sums, log = torch.where(before[..., None, None], sums, 0.0), torch.where(before, log, EMPTY)
+    return union(*(FeatureState(*x) for x in zip(sums, log, strict=True)))
+
+
+def feature_scores_naive(query: Tensor, key: Tensor, call: FeatureCall) -> Tensor:
+    """The readable form: the logs of all weights, float64 (B, H, Nq, Nk)."""
+    query, key = query.double(), key.double()
+    logs = log_weights_naive(query, key, call.features(query))
+    if not call.window_size:
+        return logs
+    position = torch.arange(query.shape[2], device=query.device)
+    in_window = (position - position[:, None]).abs() <= call.window_size
+    return torch.where(in_window, query @ key.mT * call.scale, logs + call.log_weight_for(query).unsqueeze(-1))
