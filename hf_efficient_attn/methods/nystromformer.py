@@ -28,15 +28,13 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
-from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
+from hf_efficient_attn.methods._shared.heads import exactly, unflatten_heads
 from hf_efficient_attn.methods._shared.registration import register_method
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, ShardedForm
-from hf_efficient_attn.ops.exact import exact_attention
-from hf_efficient_attn.ops.landmarks import DAMPING, LandmarkOptions, landmark_attention, token_convolution
+from hf_efficient_attn.ops.landmarks import LandmarkOptions, add_convolution, landmark_attention, landmark_naive
 from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.shards import Shards
 
@@ -103,34 +101,6 @@ def initial_parameters(
     return {"conv_weight": torch.zeros(num_heads, config.conv_kernel_size)} if config.conv_kernel_size else {}
 
 
-def forward(
-    config: NystromformerConfig,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    options: AttentionOptions,
-    shards: Shards | None = None,
-) -> Tensor:
-    """Fast form; see `register_method`. With `shards` it is a `ShardedForm`: the landmarks travel."""
-    kernel = _kernel(config, query, key, options)
-    if shards is None and min(query.shape[2], key.shape[2]) <= config.num_landmarks:
-        flat = flatten_heads(query, key, value, options.key_mask)
-        out = exact_attention(*flat, is_causal=False, scale=options.scale, dropout_p=options.dropout_p)
-    else:
-        iterations = config.pinv_iterations if config.pinv == "iterative" else 0
-        chosen = LandmarkOptions(config.num_landmarks, iterations, options.scale)
-        tensors = query, key, value, options.key_mask
-        out = landmark_attention(*tensors, chosen, dropout_p=options.dropout_p, shards=shards)
-    out = unflatten_heads(out, query.shape)
-    if kernel is not None:
-        out = out.to(kernel.dtype) + token_convolution(value, kernel, options.key_mask)
-    if out.dtype == value.dtype:
-        return out
-    # If the landmarks are far from the tokens, the weights are large and can exceed the range of float16.
-    limit = torch.finfo(value.dtype).max
-    return out.clamp(-limit, limit).to(value.dtype)
-
-
 def _kernel(config: NystromformerConfig, query: Tensor, key: Tensor, options: AttentionOptions) -> Tensor | None:
     """The kernels of the convolution (H, kernel) in the accumulation dtype, or None if there is none."""
     kernel, size, num_heads = options.parameters.get("conv_weight"), config.conv_kernel_size, query.shape[1]
@@ -149,43 +119,34 @@ def _kernel(config: NystromformerConfig, query: Tensor, key: Tensor, options: At
     return kernel.to(accumulation_dtype(query.dtype))
 
 
+def _landmarks(config: NystromformerConfig, options: AttentionOptions) -> LandmarkOptions:
+    iterations = config.pinv_iterations if config.pinv == "iterative" else 0
+    return LandmarkOptions(config.num_landmarks, iterations, options.scale)
+
+
+def forward(
+    config: NystromformerConfig,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: AttentionOptions,
+    shards: Shards | None = None,
+) -> Tensor:
+    """Fast form; see `register_method`. With `shards` it is a `ShardedForm`: the landmarks travel."""
+    kernel = _kernel(config, query, key, options)
+    if shards is None and min(query.shape[2], key.shape[2]) <= config.num_landmarks:
+        out = exactly(query, key, value, options)
+    else:
+        tensors, chosen = (query, key, value, options.key_mask), _landmarks(config, options)
+        out = landmark_attention(*tensors, chosen, dropout_p=options.dropout_p, shards=shards)
+        out = unflatten_heads(out, query.shape)
+    return add_convolution(out, value, kernel, options.key_mask)
+
+
 def naive(config: NystromformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: one batch row at a time without its padding, with dense matrices."""
-    q_len, kv_len, count = query.shape[2], key.shape[2], config.num_landmarks
-    kernel, outs = _kernel(config, query, key, options), []
-
-    def softmax(q: Tensor, k: Tensor) -> Tensor:
-        return (options.scale * q @ k.transpose(1, 2)).softmax(-1)
-
-    def means(x: Tensor) -> Tensor:
-        return torch.stack([part.mean(1) for part in x.tensor_split(count, 1)], 1)
-
-    for b in range(query.shape[0]):
-        valid = key.new_ones(kv_len, dtype=torch.bool) if options.key_mask is None else options.key_mask[b]
-        queries, keys, values = query[b].double(), key[b, :, valid].double(), value[b, :, valid].double()
-        num_keys = keys.shape[1]
-        if num_keys <= count or q_len <= count:
-            out = softmax(queries, keys) @ values
-        else:
-            mean_queries, mean_keys = means(queries[:, valid] if q_len == kv_len else queries), means(keys)
-            middle = softmax(mean_queries, mean_keys)
-            one = torch.eye(count, dtype=torch.float64, device=middle.device)
-            # The largest sum of a column. The sum of a row is 1.
-            norm = middle.sum(1).amax(1).view(-1, 1, 1)
-            if config.pinv == "solve":
-                z = torch.linalg.solve(middle.mT @ middle + DAMPING * norm * one, middle.mT)
-            else:
-                z = middle.mT / norm
-                for _ in range(config.pinv_iterations):
-                    product = middle @ z
-                    z = z @ (13 * one - product @ (15 * one - product @ (7 * one - product))) / 4
-            out = softmax(queries, mean_keys) @ z @ softmax(mean_queries, keys) @ values
-        if kernel is not None:
-            padded = pad(values, (0, 0, config.conv_kernel_size // 2, config.conv_kernel_size // 2))
-            terms = [kernel[:, i, None, None] * padded[:, i : i + num_keys] for i in range(config.conv_kernel_size)]
-            out = out.index_add(1, valid.nonzero()[:, 0], sum(terms, torch.zeros_like(values)))
-        outs.append(out)
-    return torch.stack(outs).to(value.dtype)
+    kernel, chosen = _kernel(config, query, key, options), _landmarks(config, options)
+    return landmark_naive(query, key, value, options.key_mask, chosen, kernel)
 
 
 register_method(

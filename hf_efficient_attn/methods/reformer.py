@@ -20,7 +20,6 @@ and with it the output, depends on later tokens. A decoder that is trained in th
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,12 +27,11 @@ from torch.nn.functional import normalize
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
-from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
+from hf_efficient_attn.methods._shared.heads import by_heads
 from hf_efficient_attn.methods._shared.registration import register_method
 from hf_efficient_attn.methods._shared.registry import AttentionOptions
-from hf_efficient_attn.ops.exact import exact_attention
 from hf_efficient_attn.ops.lsh_rounds import Rounds, plan_rounds, rounds_attention
-from hf_efficient_attn.ops.naive import dense_attention, dense_pairs
+from hf_efficient_attn.ops.naive import dense_attention, dense_pairs, log_of
 from hf_efficient_attn.ops.partial import accumulation_dtype
 
 
@@ -79,57 +77,46 @@ class ReformerConfig(MethodConfig):
         return replace(self, block_size=columns // (2 * rounds), num_hashes=rounds)
 
 
-class _Prepared(NamedTuple):
-    """Inputs (BH, N, D) and the plan of their rounds. With shared queries and keys, `key` is the normalised query."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    plan: Rounds
-
-
-def _prepare(config: ReformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> _Prepared:
-    """Flatten (B, H, N, D) inputs and plan the rounds."""
-    query, key, value, key_mask = flatten_heads(query, key, value, options.key_mask)
-    size, rounds, seed = config.block_size, config.num_hashes, options.seed
+def _plan(
+    config: ReformerConfig, query: Tensor, key: Tensor, key_mask: Tensor | None, options: AttentionOptions
+) -> tuple[Tensor, Rounds]:
+    """The keys, which with shared queries and keys are the normalised queries, and the rounds."""
+    sizes, seed = {"block_size": config.block_size, "rounds": config.num_hashes}, options.seed
     if not config.shared_query_key:
-        plan = plan_rounds(query, key, key_mask, block_size=size, rounds=rounds, seed=seed)
-        return _Prepared(query, key, value, plan)
+        return key, plan_rounds(query, key, key_mask, **sizes, seed=seed)
     if query.shape[1] != key.shape[1]:
         raise UnsupportedAttentionError(
             f"{config.method}: shared_query_key uses the queries as keys, so there must be as many queries as values; "
-            f"got {query.shape[1]} and {value.shape[1]}. Set shared_query_key=False"
+            f"got {query.shape[1]} and {key.shape[1]}. Set shared_query_key=False"
         )
-    plan = plan_rounds(query, query, key_mask, block_size=size, rounds=rounds, seed=seed)
+    plan = plan_rounds(query, query, key_mask, **sizes, seed=seed)
     key = query if key_mask is None else query.masked_fill(~key_mask[:, :, None], 0.0)
-    key = normalize(key.to(accumulation_dtype(key.dtype)), dim=-1).to(key.dtype)
-    return _Prepared(query, key, value, plan)
+    return normalize(key.to(accumulation_dtype(key.dtype)), dim=-1).to(key.dtype), plan
 
 
 def forward(config: ReformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Compute the fast form; see `register_method` for the arguments."""
-    shape, shared = query.shape, config.shared_query_key
-    scale, dropout_p = options.scale, options.dropout_p
-    if key.shape[2] <= config.exact_length:
-        query, key, value, key_mask = flatten_heads(query, key, value, options.key_mask)
-        out = exact_attention(query, key, value, key_mask, is_causal=False, scale=scale, dropout_p=dropout_p)
-    else:
-        out = rounds_attention(
-            *_prepare(config, query, key, value, options), others=shared, scale=scale, dropout_p=dropout_p
-        )
-    return unflatten_heads(out, shape)
+    """Fast form; see `register_method`."""
+    shared, (scale, dropout_p) = config.shared_query_key, (options.scale, options.dropout_p)
+
+    def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
+        key, plan = _plan(config, query, key, key_mask, options)
+        return rounds_attention(query, key, value, plan, others=shared, scale=scale, dropout_p=dropout_p)
+
+    return by_heads(form, query, key, value, options, config.exact_length)
 
 
 def naive(config: ReformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Compute the readable form, with the dense matrix of the pairs that are in any round."""
-    shape = query.shape
-    query, key, value, plan = _prepare(config, query, key, value, options)
-    pairs = dense_pairs(plan)
-    if config.shared_query_key:
-        same_token = torch.eye(key.shape[1], dtype=torch.bool, device=query.device)
-        pairs = torch.where((pairs & ~same_token).any(-1, keepdim=True), pairs & ~same_token, pairs)
-    log_weights = torch.zeros(pairs.shape, dtype=torch.float64, device=query.device).masked_fill(~pairs, -torch.inf)
-    return unflatten_heads(dense_attention(query, key, value, log_weights, scale=options.scale), shape)
+    """Readable form, with the dense matrix of the pairs that are in any round."""
+
+    def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
+        key, plan = _plan(config, query, key, key_mask, options)
+        pairs = dense_pairs(plan)
+        if config.shared_query_key:
+            others = pairs & ~torch.eye(key.shape[1], dtype=torch.bool, device=query.device)
+            pairs = torch.where(others.any(-1, keepdim=True), others, pairs)
+        return dense_attention(query, key, value, log_of(pairs), scale=options.scale)
+
+    return by_heads(form, query, key, value, options)
 
 
 register_method(ReformerConfig, forward=forward, naive=naive)

@@ -22,24 +22,20 @@ exp(-|q|^2/2) / F, so that both fields have the same normalisation.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
-from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
+from hf_efficient_attn.methods._shared.heads import by_heads
 from hf_efficient_attn.methods._shared.registration import register_method
 from hf_efficient_attn.methods._shared.registry import AttentionOptions
 from hf_efficient_attn.methods._shared.sampled_keys import check_num_hashes
-from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.blocks import ceil_div, inverse, pad_to_blocks, take, valid_first
-from hf_efficient_attn.ops.exact import exact_attention, mask_bias
-from hf_efficient_attn.ops.features import Features, favor
-from hf_efficient_attn.ops.hashing import plan_lsh
-from hf_efficient_attn.ops.linear import FeatureState, log_weights_naive, others, query_state, update_state
-from hf_efficient_attn.ops.partial import merge
-from hf_efficient_attn.ops.slices import slice_size, sliced
+from hf_efficient_attn.ops.blocks import ceil_div, inverse
+from hf_efficient_attn.ops.features import favor
+from hf_efficient_attn.ops.linear import log_weights_naive
+from hf_efficient_attn.ops.naive import dense_softmax
+from hf_efficient_attn.ops.near_features import block_attention, plan_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,127 +80,49 @@ class ScatterbrainConfig(MethodConfig):
         return replace(self, block_size=near, num_features=columns - near)
 
 
-class _Blocks(NamedTuple):
-    """Sorted queries and keys, split into blocks. The near field of query block t is the key block `key_block[:, t]`.
-
-    Attributes:
-        query_order: (BH, N), the order of the queries; None for the order of their positions.
-        key_order: (BH, N), the same for the keys.
-        key_block: (BH, T), or None if the near field of query block t is key block t.
-        num_valid: (BH, 1), the number of valid keys, which come first in their order; None if all are.
-    """
-
-    query_order: Tensor | None
-    key_order: Tensor | None
-    key_block: Tensor | None
-    num_valid: Tensor | None
-
-
-def _plan(
-    config: ScatterbrainConfig, query: Tensor, key: Tensor, key_mask: Tensor | None, options: AttentionOptions
-) -> _Blocks:
-    """Choose the near field of (BH, N, D) queries and keys, without gradient."""
-    if config.near_field == "window" or options.is_causal:
-        order = None if key_mask is None else valid_first(key_mask)
-        return _Blocks(order, order, None, None if key_mask is None else key_mask.sum(1, keepdim=True))
-    with torch.no_grad():
-        size = config.block_size
-        near = plan_lsh(query, key, size, key_mask, config.num_hashes, options.seed)
-        # `plan_lsh` gives `size` keys from any start. Take the block that has most of them.
-        last = (torch.as_tensor(near.num_keys, device=key.device) - 1) // size
-        block = torch.minimum((near.start + size // 2) // size, last.clamp(min=0))
-        num_valid = None if key_mask is None else key_mask.sum(1, keepdim=True)
-        return _Blocks(near.query_order, near.key_order, block, num_valid)
-
-
 def forward(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Compute the fast form; see `register_method` for the arguments."""
-    shape, scale, dropout_p, is_causal = query.shape, options.scale, options.dropout_p, options.is_causal
-    query, key, value, key_mask = flatten_heads(query, key, value, options.key_mask)
-    if shape[2] <= config.exact_length:
-        out = exact_attention(query, key, value, key_mask, is_causal=is_causal, scale=scale, dropout_p=dropout_p)
-        return unflatten_heads(out, shape)
-    features = favor(config.num_features, scale, shape[3], options.seed, query.device)
-    size = ceil_div(config.block_size, 2) if is_causal else config.block_size
-    call = {"scale": scale, "dropout_p": dropout_p}
+    """Fast form; see `register_method`."""
+    features = favor(config.num_features, options.scale, query.shape[3], options.seed, query.device)
+    is_causal, (scale, dropout_p) = options.is_causal, (options.scale, options.dropout_p)
+    num_hashes = config.num_hashes if config.near_field == "lsh" and not is_causal else 0
 
-    def some_heads(query: Tensor, key: Tensor, value: Tensor, *plan: Tensor | None) -> Tensor:
-        blocks = _Blocks(*plan)
-        query = query if blocks.query_order is None else take(query, blocks.query_order)
-        if blocks.key_order is not None:
-            key, value = take(key, blocks.key_order), take(value, blocks.key_order)
-        tokens = tuple(pad_to_blocks(x, size) for x in (query, key, value))
-        out = _causal(tokens, features, call) if is_causal else _bidirectional(tokens, shape[2], blocks, features, call)
-        out = out.flatten(1, 2)[:, : shape[2]]
-        return out if blocks.query_order is None else take(out, inverse(blocks.query_order))
+    def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
+        plan = plan_blocks(query, key, key_mask, config.block_size, num_hashes, options.seed)
+        size = ceil_div(config.block_size, 2) if is_causal else config.block_size
+        out = block_attention(
+            query, key, value, plan, features, size, is_causal=is_causal, scale=scale, dropout_p=dropout_p
+        )
+        return out if key_mask is None else out.masked_fill(~key_mask[:, :, None], 0.0)
 
-    plan = _plan(config, query, key, key_mask, options)
-    numel = shape[2] * max(config.num_features, 2 * size)
-    out = sliced(some_heads, query, key, value, *plan, size=slice_size(numel, query.device), draws=dropout_p > 0.0)
-    out = out if key_mask is None else out.masked_fill(~key_mask[:, :, None], 0.0)
-    return unflatten_heads(out, shape)
-
-
-def _bidirectional(tokens: tuple[Tensor, ...], length: int, plan: _Blocks, features: Features, call: Any) -> Tensor:
-    """Attention of blocks (BH, T, S, .) of `length` tokens to a block of keys and to the features of all others."""
-    query, key, value = tokens
-    (num_blocks, size), valid, bias = key.shape[1:3], None, None
-    if plan.num_valid is not None or length % size:
-        index = torch.arange(num_blocks * size, device=key.device).view(1, num_blocks, size)
-        valid = index < (length if plan.num_valid is None else plan.num_valid.unsqueeze(2))
-        bias = mask_bias(valid, key.dtype).unsqueeze(2)
-    state = others(update_state(None, key, value, valid, features), earlier_only=False)
-    if plan.key_block is not None:
-        block = plan.key_block
-        bias = None if bias is None else take(bias[:, :, 0].expand(key.shape[0], -1, -1), block).unsqueeze(2)
-        key, value, sums = (take(x.flatten(2), block).unflatten(2, x.shape[2:]) for x in (key, value, state.sums))
-        state = FeatureState(sums, state.log.gather(1, block))
-    near = attend(query, key, value, bias, **call)
-    return merge(near, query_state(query, state, features, call["dropout_p"])).out
-
-
-def _causal(tokens: tuple[Tensor, ...], features: Features, call: Any) -> Tensor:
-    """Attention of blocks (BH, T, S, .) to the own block up to the query, the one before and the features of the rest.
-
-    Masked tokens come last.
-    """
-    query, key, value = tokens
-    size = key.shape[2]
-    bias = mask_bias(torch.ones(size, 2 * size, dtype=torch.bool, device=key.device).tril(size), key.dtype)
-    first = attend(query[:, :1], key[:, :1], value[:, :1], bias[None, None, :, size:], **call)
-    keys, values = (x.flatten(1, 2).unfold(1, 2 * size, size).transpose(2, 3) for x in (key, value))
-    near = attend(query[:, 1:], keys, values, bias[None, None], **call)
-    state = others(update_state(None, key[:, :-1], value[:, :-1], None, features), earlier_only=True)
-    far = query_state(query[:, 1:], state, features, call["dropout_p"])
-    return torch.cat((first.out, merge(near, far).out), 1)
+    return by_heads(form, query, key, value, options, config.exact_length)
 
 
 def naive(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Compute the readable form: the dense scores of both fields, and a dense mask of the pairs that are near."""
-    shape, length = query.shape, query.shape[2]
-    features = favor(config.num_features, options.scale, query.shape[-1], options.seed, query.device)
-    query, key, value, key_mask = flatten_heads(query, key, value, options.key_mask)
-    valid = torch.ones(key.shape[:2], dtype=torch.bool, device=key.device) if key_mask is None else key_mask
-    if length <= config.block_size:
-        near = torch.ones(1, length, length, dtype=torch.bool, device=key.device)
-    elif options.is_causal:
-        block = (valid.cumsum(1) - 1) // ceil_div(config.block_size, 2)
-        near = block[:, :, None] - block[:, None] <= 1
-    else:
-        plan = _plan(config, query, key, key_mask, options)
-        position = torch.arange(length, device=key.device)[None]
-        query_block, key_block = (
-            (position if x is None else inverse(x)) // config.block_size for x in (plan.query_order, plan.key_order)
-        )
-        near_block = query_block if plan.key_block is None else plan.key_block.gather(1, query_block)
-        near = near_block[:, :, None] == key_block[:, None]
-    query, key = query.double(), key.double()
-    far = log_weights_naive(query, key, features)
-    allowed = valid[:, None].expand(-1, length, -1)
-    allowed = allowed.tril() if options.is_causal else allowed
-    scores = torch.where(near, query @ key.mT * options.scale, far).masked_fill(~allowed, -torch.inf)
-    out = scores.softmax(-1).nan_to_num(0.0) @ value.double()
-    return unflatten_heads(out.to(value.dtype), shape)
+    """Readable form: the dense scores of both fields, and a dense mask of the pairs that are near."""
+    length, size = query.shape[2], config.block_size
+    features = favor(config.num_features, options.scale, query.shape[3], options.seed, query.device)
+    num_hashes = config.num_hashes if config.near_field == "lsh" else 0
+
+    def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
+        if length <= size:
+            near = torch.ones(1, length, length, dtype=torch.bool, device=key.device)
+        elif options.is_causal:
+            valid = torch.ones_like(key[..., 0], dtype=torch.bool) if key_mask is None else key_mask
+            block = (valid.cumsum(1) - 1) // ceil_div(size, 2)
+            near = block[:, :, None] - block[:, None] <= 1
+        else:
+            plan = plan_blocks(query, key, key_mask, size, num_hashes, options.seed)
+            position = torch.arange(length, device=key.device)[None]
+            of_query, of_key = (
+                (position if x is None else inverse(x)) // size for x in (plan.query_order, plan.key_order)
+            )
+            of_query = of_query if plan.key_block is None else plan.key_block.gather(1, of_query)
+            near = of_query[:, :, None] == of_key[:, None]
+        query, key = query.double(), key.double()
+        scores = torch.where(near, query @ key.mT * options.scale, log_weights_naive(query, key, features))
+        return dense_softmax(scores, value, key_mask, options.is_causal)
+
+    return by_heads(form, query, key, value, options)
 
 
 register_method(ScatterbrainConfig, forward=forward, naive=naive)

@@ -27,18 +27,13 @@ Up to `num_samples` valid keys, all keys are kept, so the output is exact. Gradi
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
-from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
+from hf_efficient_attn.methods._shared.heads import by_heads
 from hf_efficient_attn.methods._shared.registration import register_method
 from hf_efficient_attn.methods._shared.registry import AttentionOptions
-from hf_efficient_attn.ops import halving
-from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.blocks import take
-from hf_efficient_attn.ops.exact import exact_attention
-from hf_efficient_attn.ops.partial import accumulation_dtype
+from hf_efficient_attn.ops.halving import thinned_attention, thinned_attention_naive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,35 +70,22 @@ class ThinformerConfig(MethodConfig):
 
 
 def forward(config: ThinformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Compute the fast form; see `register_method`."""
-    shape, scale, dropout_p = query.shape, options.scale, options.dropout_p
-    query, key, value, key_mask = flatten_heads(query, key, value, options.key_mask)
-    if key.shape[1] <= config.num_samples:
-        out = exact_attention(query, key, value, key_mask, is_causal=False, scale=scale, dropout_p=dropout_p)
-        return unflatten_heads(out, shape)
-    kept = halving.thin(key, value, key_mask, config.num_samples, scale=scale, seed=options.seed, batch=shape[0])
-    keys, values = (take(x, kept.token)[:, None] for x in (key, value))
-    log_weight = kept.log_weight.to(accumulation_dtype(query.dtype))[:, None, None]
-    out = attend(query[:, None], keys, values, log_weight, scale=scale, dropout_p=dropout_p).out
-    return unflatten_heads(out[:, 0], shape)
+    """Fast form; see `register_method`."""
+    count, seed, (scale, dropout_p) = config.num_samples, options.seed, (options.scale, options.dropout_p)
+
+    def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
+        return thinned_attention(
+            query, key, value, key_mask, count, scale=scale, seed=seed, batch=batch, dropout_p=dropout_p
+        )
+
+    batch = len(query)
+    return by_heads(form, query, key, value, options, count)
 
 
 def naive(config: ThinformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: one head at a time without padding, with a dense matrix that has weight 0 for dropped keys."""
-    batch, num_heads, q_len, _ = query.shape
-    out = value.new_zeros((batch, num_heads, q_len, value.shape[3]), dtype=torch.float64)
-    for b in range(batch):
-        valid = key.new_ones(key.shape[2], dtype=torch.bool) if options.key_mask is None else options.key_mask[b]
-        if not valid.any():
-            continue
-        draws = halving.draw_numbers(int(valid.sum()), config.num_samples, num_heads, options.seed, key.device)
-        for h in range(num_heads):
-            keys, values = key[b, h, valid].double(), value[b, h, valid].double()
-            own_draws = [draw[h] for draw in draws]
-            count = halving.thin_naive(keys, values, config.num_samples, own_draws, scale=options.scale)
-            weights = (options.scale * query[b, h].double() @ keys.mT + count.log()).softmax(-1)
-            out[b, h] = weights @ values
-    return out.to(value.dtype)
+    tensors, count = (query, key, value, options.key_mask), config.num_samples
+    return thinned_attention_naive(*tensors, count, scale=options.scale, seed=options.seed)
 
 
 register_method(ThinformerConfig, forward=forward, naive=naive)

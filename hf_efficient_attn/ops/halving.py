@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.blocks import ceil_div, take, valid_first
 from hf_efficient_attn.ops.partial import LOG2_E, accumulation_dtype
 from hf_efficient_attn.ops.random import Seed, uniform_of_heads
@@ -116,6 +117,25 @@ def thin(
         index = pairs.gather(3, kept).flatten(1)[:, : round.num_pairs]
         count = count.unflatten(1, (-1, 2)).sum(2)
     return Thinned(index, count.log())
+
+
+def thinned_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    num_samples: int,
+    *,
+    scale: float,
+    seed: Seed,
+    batch: int,
+    dropout_p: float,
+) -> Tensor:
+    """Attention of queries (BH, Nq, D) to the tokens that `thin` keeps, with their log-weights: (BH, Nq, Dv)."""
+    token, log_weight = thin(key, value, key_mask, num_samples, scale=scale, seed=seed, batch=batch)
+    keys, values = (take(x, token)[:, None] for x in (key, value))
+    bias = log_weight.to(accumulation_dtype(query.dtype))[:, None, None]
+    return attend(query[:, None], keys, values, bias, scale=scale, dropout_p=dropout_p).out[:, 0]
 
 
 def _spread(num_tokens: Tensor, num_places: int) -> tuple[Tensor, Tensor]:
@@ -227,3 +247,21 @@ def thin_naive(key: Tensor, value: Tensor, num_samples: int, draws: list[Tensor]
     for j, count in places:
         out[j] += count
     return out
+
+
+def thinned_attention_naive(
+    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, num_samples: int, *, scale: float, seed: Seed
+) -> Tensor:
+    """The readable form for (B, H, N, .) tokens: dense, one head at a time, without padding."""
+    (batch, num_heads, _, _), device = query.shape, key.device
+    out = value.new_zeros((*query.shape[:3], value.shape[3]), dtype=torch.float64)
+    for b in range(batch):
+        valid = key.new_ones(key.shape[2], dtype=torch.bool) if key_mask is None else key_mask[b]
+        if not valid.any():
+            continue
+        draws = draw_numbers(int(valid.sum()), num_samples, num_heads, seed, device)
+        for h in range(num_heads):
+            keys, values = key[b, h, valid].double(), value[b, h, valid].double()
+            count = thin_naive(keys, values, num_samples, [draw[h] for draw in draws], scale=scale)
+            out[b, h] = (scale * query[b, h].double() @ keys.mT + count.log()).softmax(-1) @ values
+    return out.to(value.dtype)

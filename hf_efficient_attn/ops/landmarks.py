@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import conv2d
+from torch.nn.functional import conv2d, pad
 
 from hf_efficient_attn.ops.attend import attend, product_dtype
 from hf_efficient_attn.ops.blocks import inverse, take, valid_first
@@ -276,6 +276,17 @@ def attention_to_few_keys(
     return sliced(some_heads, query, key, value, bias, size=size, draws=dropout_p > 0.0)
 
 
+def add_convolution(out: Tensor, value: Tensor, kernel: Tensor | None, key_mask: Tensor | None) -> Tensor:
+    """Add the convolution of the values to an output (B, H, N, Dv), and cast it to their dtype."""
+    if kernel is not None:
+        out = out.to(kernel.dtype) + token_convolution(value, kernel, key_mask)
+    if out.dtype == value.dtype:
+        return out
+    # If the landmarks are far from the tokens, the weights are large and can exceed the range of float16.
+    limit = torch.finfo(value.dtype).max
+    return out.clamp(-limit, limit).to(value.dtype)
+
+
 def token_convolution(value: Tensor, kernel: Tensor, key_mask: Tensor | None) -> Tensor:
     """Convolve the valid tokens of value (B, H, N, Dv) with kernel (H, size): (B, H, N, Dv) in the kernel's dtype."""
     value, weight = value.to(kernel.dtype), kernel[:, None, :, None]
@@ -287,3 +298,48 @@ def token_convolution(value: Tensor, kernel: Tensor, key_mask: Tensor | None) ->
     out = conv2d(valid, weight, padding=padding, groups=groups)
     out = take(out.flatten(0, 1), inverse(order)).view(value.shape)
     return out.masked_fill(~key_mask[:, None, :, None], 0.0)
+
+
+def landmark_naive(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    options: LandmarkOptions,
+    kernel: Tensor | None = None,
+) -> Tensor:
+    """The readable form of `landmark_attention` and `add_convolution`, with dense matrices, for one row after another."""
+    (q_len, kv_len), (count, iterations, scale), outs = (query.shape[2], key.shape[2]), options, []
+
+    def softmax(q: Tensor, k: Tensor) -> Tensor:
+        return (scale * q @ k.mT).softmax(-1)
+
+    def means(x: Tensor) -> Tensor:
+        return torch.stack([part.mean(1) for part in x.tensor_split(count, 1)], 1)
+
+    for b in range(query.shape[0]):
+        valid = key.new_ones(kv_len, dtype=torch.bool) if key_mask is None else key_mask[b]
+        queries, keys, values = query[b].double(), key[b, :, valid].double(), value[b, :, valid].double()
+        if keys.shape[1] <= count or q_len <= count:
+            out = softmax(queries, keys) @ values
+        else:
+            mean_queries, mean_keys = means(queries[:, valid] if q_len == kv_len else queries), means(keys)
+            middle = softmax(mean_queries, mean_keys)
+            one = torch.eye(count, dtype=torch.float64, device=middle.device)
+            # The largest sum of a column. The sum of a row is 1.
+            norm = middle.sum(1).amax(1).view(-1, 1, 1)
+            z = (
+                middle.mT / norm
+                if iterations
+                else torch.linalg.solve(middle.mT @ middle + DAMPING * norm * one, middle.mT)
+            )
+            for _ in range(iterations):
+                product = middle @ z
+                z = z @ (13 * one - product @ (15 * one - product @ (7 * one - product))) / 4
+            out = softmax(queries, mean_keys) @ z @ softmax(mean_queries, keys) @ values
+        if kernel is not None:
+            size = kernel.shape[1]
+            windows = pad(values, (0, 0, size // 2, size // 2)).unfold(1, size, 1)
+            out = out.index_add(1, valid.nonzero()[:, 0], (windows * kernel.double()[:, None, None]).sum(-1))
+        outs.append(out)
+    return torch.stack(outs).to(value.dtype)
