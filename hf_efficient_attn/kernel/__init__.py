@@ -14,8 +14,8 @@ from hf_efficient_attn.kernel.products import (
     Plan,
     approx_kernel_matvec,
     attention_to_gaussian,
-    draw_columns,
     kernel_matvec,
     light_draws,
     plan_product,
 )
+from hf_efficient_attn.ops.kde import draw_columns

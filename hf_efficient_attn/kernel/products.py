@@ -409,24 +409,9 @@ def light_draws(
         # As many queries as fit. The last of them has the most draws.
         total = draws[order] * torch.arange(1, len(order) + 1, device=order.device)
         some = order[: max(1, int((total <= (1 << 20) // numbers).sum()))]
-        key_index, used = draw_columns(draws[some], some, found, num_light, seed, stream)
+        key_index, used = kde.draw_columns(draws[some], some, found, num_light, seed, stream)
         yield some, key_index, used
         order = order[len(some) :]
-
-
-def draw_columns(
-    draws: Tensor, queries: Tensor, found: Tensor, num_light: int, seed: int | Tensor, stream: int
-) -> tuple[Tensor, Tensor]:
-    """The draws (R,) of the queries (R,): keys int64 (R, M) and which of them count, as in `light_draws`."""
-    most = int(draws.max())
-    # The first query's number gives each call a stream of its own.
-    numbers = uniform((len(queries), most), seed, stream + 1000 * int(queries.min()), queries.device)
-    key_index = (numbers * num_light).to(torch.int64).clamp(max=num_light - 1)
-    used = torch.arange(most, device=queries.device) < draws[:, None]
-    if len(found):
-        pair = queries[:, None] * num_light + key_index
-        used &= found[torch.searchsorted(found, pair).clamp(max=len(found) - 1)] != pair
-    return key_index, used
 
 
 def _light_sizes(plan: Plan, queries: Tensor, points: Tensor, x: Tensor, squares: Tensor, bounds: _Bounds) -> Plan:

@@ -15,13 +15,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_efficient_attn.ops.attend import attend
+from hf_efficient_attn.ops.partial import Partial, accumulation_dtype
 from hf_efficient_attn.ops.random import Seed, normal, uniform
+from hf_efficient_attn.ops.slices import sliced
 
 # Numbers of a temporary tensor: 32 MiB of float64.
 _NUMBERS = 1 << 22
 # Pairs at a time, before those that several tables contain are merged.
 _PAIRS = 1 << 21
 _DRAWS = 10_000
+# Attention to a number of keys: hash tables, hashes that make up a bucket of one, pairs at a time, streams of numbers.
+_BUDGET_TABLES, _BUDGET_DEPTH, _BUDGET_PAIRS = 8, 4, 1 << 17
+_BUDGET_SAMPLE, _BUDGET_HASH, _PART_DRAWS = 40_000, 70, 50_001
 
 
 class Hash(NamedTuple):
@@ -277,3 +283,111 @@ def gaussian_kde(
     mean = total / tables
     error = ((squares / tables - mean.square()).clamp(min=0.0) / max(1, tables - 1)).sqrt()
     return Density(mean, error, tables * num_queries)
+
+
+class Part(NamedTuple):
+    """Some queries of one head with the keys that are computed for them.
+
+    Attributes:
+        queries: int64 (R,), the queries, ascending.
+        keys: int64 (R, M), the keys of each query.
+        bias: float64 (R, M), the log-weights of the keys, which are added to the scores; -inf for an unused entry.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    bias: Tensor
+
+
+def attend_part(query: Tensor, key: Tensor, value: Tensor, part: Part, *, scale: float, dropout_p: float) -> Partial:
+    """Attention of a part of one head, query (Nq, D), key (Nk, D) and value (Nk, Dv): out (R, Dv) and lse (R,)."""
+
+    def forward(query: Tensor, keys: Tensor, bias: Tensor) -> Tensor:
+        own = query[None, :, None], key[keys][None], value[keys][None], bias[None, :, None]
+        out, lse = (x[0, :, 0] for x in attend(*own, scale=scale, dropout_p=dropout_p))
+        return torch.cat((out.to(lse.dtype), lse.unsqueeze(1)), 1)
+
+    # Computed again in the backward pass, because autograd would keep a copy of the keys of every query.
+    rows = query[part.queries], part.keys, part.bias.to(accumulation_dtype(query.dtype))
+    both = sliced(forward, *rows, size=len(part.queries), draws=dropout_p > 0.0)
+    return Partial(both[:, :-1].to(value.dtype), both[:, -1])
+
+
+def parts_by_budget(budget: int, queries: Tensor, keys: Tensor, seed: int | Tensor) -> Iterator[Part]:
+    """All queries with `budget` keys each: half of them by shared buckets, the rest drawn.
+
+    Args:
+        budget: the number of keys for each query.
+        queries: (Nq, D), in units of the bandwidth.
+        keys: (Nk, D), in units of the bandwidth.
+        seed: of the hash and of the draws.
+    """
+    num_queries, num_keys, device = len(queries), len(keys), keys.device
+    numbers = uniform((2, 4096), seed, _BUDGET_SAMPLE, device)
+    query, key = (
+        (u * n).to(torch.int64).clamp(max=n - 1) for u, n in zip(numbers, (num_queries, num_keys), strict=True)
+    )
+    distances = (queries[query] - keys[key]).norm(dim=1).double()
+    widths = distances.median().clamp(min=1e-9) * 2.0 ** (0.25 * torch.arange(-16, 9, device=device))
+    # The largest width of a bucket at which a query is expected to meet at most half of its budget.
+    met = collision_chance(distances[None] / widths[:, None]).pow(_BUDGET_DEPTH).mean(1) * _BUDGET_TABLES * num_keys
+    width = widths[int((met <= budget // 2).sum().clamp(min=1)) - 1].item()
+    tables = hash_tables(queries, keys, Hash(width, _BUDGET_DEPTH, _BUDGET_TABLES), seed, _BUDGET_HASH)
+    light, heavy = torch.arange(num_keys, device=device), torch.arange(0, device=device)
+    for block, found, times in shared_buckets(tables, _BUDGET_PAIRS):
+        # Of the keys of each query keep those that it meets in most tables.
+        order = (found // num_keys * (_BUDGET_TABLES + 1) + _BUDGET_TABLES - times).argsort(stable=True)
+        row = found[order] // num_keys - block.start
+        kept = found[order[_rank_in_group(row, block.stop - block.start) < budget // 2]].sort().values
+        for some in torch.arange(block.start, block.stop, device=device).split(max(1, _BUDGET_PAIRS // budget)):
+            yield part_of(some, kept, budget, light, heavy, seed)
+
+
+def part_of(
+    queries: Tensor, found: Tensor, draws: Tensor | int, light: Tensor, heavy: Tensor, seed: int | Tensor
+) -> Part:
+    """The part of some queries: the heavy keys, the light keys that share a bucket, and light keys that are drawn.
+
+    Args:
+        queries: int64 (R,), ascending.
+        found: the pairs of queries and keys that share a bucket, as sorted numbers query * L + index of the light key.
+        draws: the number of draws of each query (R,), or that of its keys of both kinds.
+        light: int64 (L,).
+        heavy: int64 (n,).
+        seed: of the draws.
+    """
+    num_light = len(light)
+    row = torch.searchsorted(queries, found // num_light).clamp(max=len(queries) - 1)
+    is_own = queries[row] == found // num_light
+    row, own = row[is_own], found[is_own]
+    # The pairs as keys (R, m), with -inf as bias where a query has less than m.
+    rank, width = _rank_in_group(row, len(queries)), int(torch.bincount(row).max()) if len(row) else 0
+    near = row.new_zeros(len(queries), width)
+    bias = torch.full(near.shape, -torch.inf, dtype=torch.float64, device=row.device)
+    near[row, rank], bias[row, rank] = own % num_light, 0.0
+    draws = draws if isinstance(draws, Tensor) else draws - (bias == 0).sum(1)
+    drawn, used = draw_columns(draws, queries, own, num_light, seed, _PART_DRAWS)
+    log_weight = (num_light / draws).log().double()[:, None].expand(drawn.shape).masked_fill(~used, -torch.inf)
+    keys = torch.cat((heavy.expand(len(queries), -1), light[near], light[drawn]), 1)
+    return Part(queries, keys, torch.cat((bias.new_zeros(len(queries), len(heavy)), bias, log_weight), 1))
+
+
+def draw_columns(
+    draws: Tensor, queries: Tensor, found: Tensor, num_light: int, seed: int | Tensor, stream: int
+) -> tuple[Tensor, Tensor]:
+    """The draws (R,) of the queries (R,): keys int64 (R, M) and which of them count, as in `light_draws`."""
+    most = int(draws.max())
+    # The first query's number gives each call a stream of its own.
+    numbers = uniform((len(queries), most), seed, stream + 1000 * int(queries.min()), queries.device)
+    key_index = (numbers * num_light).to(torch.int64).clamp(max=num_light - 1)
+    used = torch.arange(most, device=queries.device) < draws[:, None]
+    if len(found):
+        pair = queries[:, None] * num_light + key_index
+        used &= found[torch.searchsorted(found, pair).clamp(max=len(found) - 1)] != pair
+    return key_index, used
+
+
+def _rank_in_group(group: Tensor, num_groups: int) -> Tensor:
+    """The rank of each element among the elements of its group, for a sorted `group` (P,): (P,)."""
+    sizes = torch.bincount(group, minlength=num_groups)
+    return torch.arange(len(group), device=group.device) - (sizes.cumsum(0) - sizes)[group]

@@ -308,7 +308,7 @@ def landmark_naive(
     options: LandmarkOptions,
     kernel: Tensor | None = None,
 ) -> Tensor:
-    """The readable form of `landmark_attention` and `add_convolution`, with dense matrices, for one row after another."""
+    """The readable form of `landmark_attention` and `add_convolution`, with dense matrices, one row after another."""
     (q_len, kv_len), (count, iterations, scale), outs = (query.shape[2], key.shape[2]), options, []
 
     def softmax(q: Tensor, k: Tensor) -> Tensor:
