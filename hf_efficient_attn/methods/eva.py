@@ -43,18 +43,14 @@ from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
-from hf_efficient_attn.methods._shared.heads import unflatten_heads
+from hf_efficient_attn.methods._shared.heads import decode_exactly, unflatten_heads
 from hf_efficient_attn.methods._shared.registration import register_method
 from hf_efficient_attn.methods._shared.registry import AttentionOptions
-from hf_efficient_attn.ops.chunks import Heads, Masks, window_attention
+from hf_efficient_attn.ops.chunks import Draw, Heads, Masks, chunk_noise, window_attention
 from hf_efficient_attn.ops.chunks_causal import interval_attention
-from hf_efficient_attn.ops.exact import exact_decode
 from hf_efficient_attn.ops.naive import interval_chunks, summary_attention_naive, window_chunks
 from hf_efficient_attn.ops.partial import accumulation_dtype
-from hf_efficient_attn.ops.random import head_slice, normal
 
-# Streams of random numbers: one for the chunks, and the following ones for the levels of groups or intervals.
-_CHUNKS = 40
 _MAPS = ("proposal_query", "proposal_key")
 
 # bool (B, Nq), the queries that count and have an output; None if all do. "keys": the key mask if there are as many
@@ -131,25 +127,17 @@ def _maps(config: EvaConfig, query: Tensor, options: AttentionOptions) -> list[T
     return maps
 
 
-def _noise(config: EvaConfig, query: Tensor, options: AttentionOptions, stream: int, count: int) -> Tensor | None:
-    """Standard normal numbers (H, count, D) of chunks for query (B, H, Nq, D); None if omega is not drawn.
-
-    The numbers of a chunk depend on its index, not on the number of chunks.
-    """
-    if config.proposal == "mean":
-        return None
-    first, total = head_slice(options.seed, query.shape[1])
-    # The numbers are kept, so that sequences of all lengths should need few different sets of them.
-    shape = 1 << (count - 1).bit_length(), total, query.shape[3]
-    drawn = normal(shape, options.seed, _CHUNKS + stream, query.device)[:count, first : first + query.shape[1]]
-    return drawn.transpose(0, 1).to(accumulation_dtype(query.dtype))
-
-
-def _masks(query_mask: QueryMask, query: Tensor, key: Tensor, key_mask: Tensor | None) -> Masks:
-    if isinstance(query_mask, Tensor) or query_mask is None:
-        return Masks(key_mask, query_mask, False)
-    same_tokens = query.shape[2] == key.shape[2]
-    return Masks(key_mask, key_mask if same_tokens else None, same_tokens)
+def _call(
+    config: EvaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, query_mask: QueryMask
+) -> tuple[Heads, Masks, Draw]:
+    """The tensors and masks of the forms, and what draws the numbers of the chunks."""
+    maps = _maps(config, query, options)
+    same_tokens = isinstance(query_mask, str) and query.shape[2] == key.shape[2]
+    if isinstance(query_mask, str):
+        query_mask = options.key_mask if same_tokens else None
+    drawn = None if config.proposal == "mean" else options.seed
+    draw = functools.partial(chunk_noise, query.shape, accumulation_dtype(query.dtype), query.device, drawn)
+    return Heads(query, key, value, *maps), Masks(options.key_mask, query_mask, same_tokens), draw
 
 
 def forward(
@@ -161,21 +149,14 @@ def forward(
     query_mask: QueryMask = "keys",
 ) -> Tensor:
     """Fast form; see `register_method`. FLuRKA, whose keys are not tokens, also gives the mask of the queries."""
-    masks = _masks(query_mask, query, key, options.key_mask)
+    heads, masks, draw = _call(config, query, key, value, options, query_mask)
     excluded = None if masks.queries is None else ~masks.queries[:, None, :, None]
-    query = query if excluded is None else query.masked_fill(excluded, 0.0)
-    heads = Heads(query, key, value, *_maps(config, query, options))
-    draw = functools.partial(_noise, config, query, options)
+    heads = heads if excluded is None else heads._replace(query=query.masked_fill(excluded, 0.0))
     attention = interval_attention if options.is_causal else window_attention
     cut = config.window_size, config.num_landmarks
     out = attention(heads, masks, draw, *cut, scale=options.scale, dropout_p=options.dropout_p)
     out = unflatten_heads(out, query.shape)
     return out if excluded is None else out.masked_fill(excluded, 0.0)
-
-
-def decode(config: EvaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """The last few queries attend to all cached keys exactly, because a cache has no queries for the summaries."""
-    return exact_decode(query, key, value, options.key_mask, scale=options.scale, dropout_p=options.dropout_p)
 
 
 def naive(
@@ -187,12 +168,9 @@ def naive(
     query_mask: QueryMask = "keys",
 ) -> Tensor:
     """Readable form: one batch row at a time without its padding, chunk by chunk, with dense scores."""
-    heads = Heads(query, key, value, *_maps(config, query, options))
-    masks = _masks(query_mask, query, key, options.key_mask)
-    draw = functools.partial(_noise, config, query, options)
-    chunks_of = interval_chunks if options.is_causal else window_chunks
-    cut = functools.partial(chunks_of, window_size=config.window_size, num_landmarks=config.num_landmarks)
-    return summary_attention_naive(heads, masks, draw, cut, options.scale).to(value.dtype)
+    call, sizes = _call(config, query, key, value, options, query_mask), (config.window_size, config.num_landmarks)
+    cut = interval_chunks if options.is_causal else window_chunks
+    return summary_attention_naive(*call, lambda position: cut(position, *sizes), options.scale).to(value.dtype)
 
 
-register_method(EvaConfig, forward=forward, naive=naive, decode=decode, initial_parameters=initial_parameters)
+register_method(EvaConfig, forward=forward, naive=naive, decode=decode_exactly, initial_parameters=initial_parameters)

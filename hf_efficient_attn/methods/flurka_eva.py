@@ -16,11 +16,8 @@ modules describe the departures from the papers.
 
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
-from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.config import option
 from hf_efficient_attn.methods._shared.flurka import FlurkaConfig, register_flurka
-from hf_efficient_attn.methods._shared.registry import make_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +29,8 @@ class FlurkaEvaConfig(FlurkaConfig):
     summary = "learned projections along the sequence, a window of the contracted keys exactly, and control variates"
     far = "learned projections, then `eva`"
     kernel = "eva"
+    kernel_fields = ("window_size", "num_landmarks", "proposal")
+    averages_queries = True
 
     window_size: int = option(64, "Contracted keys that each query attends to exactly.", minimum=1)
     num_landmarks: int = option(
@@ -48,15 +47,6 @@ class FlurkaEvaConfig(FlurkaConfig):
         """A sixth of the budget for the window, a sixth for summaries, and the rest for the contracted keys."""
         part = max(1, self.check_budget(columns, 3) // 6)
         return replace(self, window_size=part, num_landmarks=part, projection_dim=columns - 2 * part)
-
-    def kernel_config(self) -> MethodConfig:
-        """The config of EVA."""
-        sizes = {"window_size": self.window_size, "num_landmarks": self.num_landmarks}
-        return make_config(self.kernel, proposal=self.proposal, **sizes)
-
-    def kernel_arguments(self, query_mask: Tensor | None) -> dict[str, Tensor | None]:
-        """EVA averages queries, so it needs their mask."""
-        return {"query_mask": query_mask}
 
 
 register_flurka(FlurkaEvaConfig)

@@ -6,9 +6,8 @@ over the contracted keys. `hf_efficient_attn.methods._shared.flurka` describes t
 
 from dataclasses import dataclass
 
-from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.config import option
 from hf_efficient_attn.methods._shared.flurka import FlurkaConfig, register_flurka
-from hf_efficient_attn.methods._shared.registry import make_config
 from hf_efficient_attn.ops.features import LEARNED
 from hf_efficient_attn.ops.features import NAMES as MAPS
 from hf_efficient_attn.ops.projections import NAMES as TABLES
@@ -24,6 +23,7 @@ class FlurkaLinearConfig(FlurkaConfig):
     summary = "learned projections along the sequence, and elu(x) + 1 features of the contracted keys"
     far = "learned projections, then `linear`"
     kernel = "linear"
+    kernel_fields = ("feature_map", "num_features", "seed")
     learned_parameters = TABLES + MAPS
 
     feature_map: str = option(
@@ -34,10 +34,6 @@ class FlurkaLinearConfig(FlurkaConfig):
         carried=True,
     )
     num_features: int = option(64, "Columns of the map of learned features.", minimum=1, carried=True)
-
-    def kernel_config(self) -> MethodConfig:
-        """The config of the linear transformer."""
-        return make_config(self.kernel, feature_map=self.feature_map, num_features=self.num_features, seed=self.seed)
 
 
 register_flurka(FlurkaLinearConfig)

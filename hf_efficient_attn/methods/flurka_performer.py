@@ -7,9 +7,8 @@ the contracted keys. With more and more features the output converges to that of
 
 from dataclasses import dataclass, replace
 
-from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.config import option
 from hf_efficient_attn.methods._shared.flurka import FlurkaConfig, register_flurka
-from hf_efficient_attn.methods._shared.registry import make_config
 from hf_efficient_attn.ops.features import LEARNED
 from hf_efficient_attn.ops.features import NAMES as MAPS
 from hf_efficient_attn.ops.projections import NAMES as TABLES
@@ -25,6 +24,7 @@ class FlurkaPerformerConfig(FlurkaConfig):
     summary = "learned projections along the sequence, and random features of the contracted keys (FAVOR+)"
     far = "learned projections, then `performer`"
     kernel = "performer"
+    kernel_fields = ("num_features", "feature_map")
 
     learned_parameters = TABLES + MAPS
 
@@ -46,10 +46,6 @@ class FlurkaPerformerConfig(FlurkaConfig):
         """Half of the budget for features, which a query attends to, half for the contracted keys."""
         features = self.check_budget(columns, 2) // 2
         return replace(self, num_features=features, projection_dim=columns - features)
-
-    def kernel_config(self) -> MethodConfig:
-        """The config of the Performer."""
-        return make_config(self.kernel, num_features=self.num_features, feature_map=self.feature_map)
 
 
 register_flurka(FlurkaPerformerConfig)

@@ -24,20 +24,11 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.methods._shared.config import option
-from hf_efficient_attn.methods._shared.heads import unflatten_heads
-from hf_efficient_attn.methods._shared.projections import (
-    ProjectionConfig,
-    initial_parameters,
-    naive_contraction,
-    tables,
-)
+from hf_efficient_attn.methods._shared.projections import ProjectionConfig, initial_parameters, tables
 from hf_efficient_attn.methods._shared.registration import register_method
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, ShardedForm
-from hf_efficient_attn.ops.attend import product_dtype, sum_dtype
-from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.landmarks import attention_to_few_keys
-from hf_efficient_attn.ops.projections import STARTS_FROM, contractions, projected_key_mask
-from hf_efficient_attn.ops.shards import Shards, total
+from hf_efficient_attn.ops.projections import STARTS_FROM, naive_contraction, projection_attention
+from hf_efficient_attn.ops.shards import Shards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,30 +64,17 @@ def forward(
     shards: Shards | None = None,
 ) -> Tensor:
     """Fast form; see `register_method`. With `shards` it is a `ShardedForm`: the contracted keys and values travel."""
-    dtype, groups = product_dtype(query), query.shape[1] // key.shape[1]
-    kv_len, key_mask, own = key.shape[2], options.key_mask, slice(None)
-    if shards is not None:
-        kv_len, key_mask, own = shards.total, shards.key_mask, shards.own
-    both = contractions(tables(config, kv_len, options), key_mask, kv_len, sum_dtype(query))
-    parts = [table.project_some(x, own) for table, x in zip(both, (key, value), strict=True)]  # (B, H, P, .)
-    parts = parts if shards is None else total(parts, shards.group)
-    keys, values = (
-        table.scale(x).to(dtype).repeat_interleave(groups, 1).flatten(0, 1)
-        for table, x in zip(both, parts, strict=True)
+    both = tables(config, key.shape[2] if shards is None else shards.total, options)
+    return projection_attention(
+        query, key, value, options.key_mask, both, scale=options.scale, dropout_p=options.dropout_p, shards=shards
     )
-    bias = mask_bias(projected_key_mask(both, len(query)), dtype).repeat_interleave(query.shape[1], 0)
-    out = attention_to_few_keys(
-        query.flatten(0, 1), keys, values, bias, scale=options.scale, dropout_p=options.dropout_p, dtype=value.dtype
-    )
-    return unflatten_heads(out, query.shape)
 
 
 def naive(config: LinformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: one batch row at a time without its padding."""
-    outs = [
-        (options.scale * q.double() @ keys.mT).softmax(-1) @ values
-        for q, (keys, values) in zip(query, naive_contraction(config, key, value, options), strict=True)
-    ]
+    contracted = naive_contraction(tables(config, key.shape[2], options), key, value, options.key_mask)
+    rows = zip(query.double(), contracted, strict=True)
+    outs = [(options.scale * q @ keys.mT).softmax(-1) @ values for q, (keys, values) in rows]
     return torch.stack(outs).to(value.dtype)
 
 

@@ -19,8 +19,11 @@ from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.blocks import ceil_div, inverse, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.constants import integers
 from hf_efficient_attn.ops.partial import accumulation_dtype
+from hf_efficient_attn.ops.random import Seed, head_slice, normal
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
+# Streams of random numbers: one for the chunks, and the following ones for the levels of groups or intervals.
+_STREAM = 40
 # draw(stream, count) gives standard normal numbers (H, count, D) for chunks, or None if omega is not drawn.
 Draw: TypeAlias = Callable[[int, int], Tensor | None]
 
@@ -53,6 +56,22 @@ class Masks(NamedTuple):
     keys: Tensor | None
     queries: Tensor | None
     same_tokens: bool
+
+
+def chunk_noise(
+    shape: torch.Size, dtype: torch.dtype, device: torch.device, seed: Seed | None, stream: int, count: int
+) -> Tensor | None:
+    """Standard normal numbers (H, count, D) of chunks for queries of a shape (B, H, Nq, D); None without a seed.
+
+    The numbers of a chunk depend on its index, not on the number of chunks.
+    """
+    if seed is None:
+        return None
+    first, total = head_slice(seed, shape[1])
+    # The numbers are kept, so that sequences of all lengths should need few different sets of them.
+    sizes = 1 << (count - 1).bit_length(), total, shape[3]
+    drawn = normal(sizes, seed, _STREAM + stream, device)[:count, first : first + shape[1]]
+    return drawn.transpose(0, 1).to(dtype)
 
 
 def repeat_for_heads(x: Tensor | None, batch: int, num_heads: int) -> Tensor | None:

@@ -12,7 +12,7 @@ other sequences:
   of one sign and close to 0 for Gaussian ones. With n = M the factor is 1 and the product is that of the paper.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,10 +20,13 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.ops.attend import product_dtype, sum_dtype
 from hf_efficient_attn.ops.constants import integers
-from hf_efficient_attn.ops.landmarks import segment_sizes
+from hf_efficient_attn.ops.exact import mask_bias
+from hf_efficient_attn.ops.landmarks import attention_to_few_keys, segment_sizes
 from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.random import normal
+from hf_efficient_attn.ops.shards import Shards, total
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
 # Names of the tables of keys and of values as learned parameters.
@@ -162,13 +165,13 @@ def _factors(table: Tensor, num_tokens: Tensor) -> tuple[Tensor, Tensor]:
     """The factors of the rows for n tokens, and whether they have weight: (P, M), (B,) -> (B, P) each."""
     used = (integers(table.shape[1], table.device)[:, None] < num_tokens).to(table.dtype)
     size, square = table.abs(), table.square()
-    total, total_square = size.sum(1), square.sum(1)  # (P,), of all columns
+    whole, whole_square = size.sum(1), square.sum(1)  # (P,), of all columns
     part, part_square = (size @ used).t(), (square @ used).t()  # (B, P), of the columns that are used
     valid = part > 0
     # The factor of a row without weight is 1. Its quotients are replaced, because the gradient of 0 / 0 is NaN.
-    of_tokens = [x.masked_fill(~valid, 1.0) for x in (total.expand_as(part), total_square.expand_as(part))]
+    of_tokens = [x.masked_fill(~valid, 1.0) for x in (whole.expand_as(part), whole_square.expand_as(part))]
     part, part_square = (x.masked_fill(~valid, 1.0) for x in (part, part_square))
-    one_sign = table.sum(1).abs() / total.masked_fill(total == 0, 1.0)
+    one_sign = table.sum(1).abs() / whole.masked_fill(whole == 0, 1.0)
     by_weight, by_norm = of_tokens[0] / part, of_tokens[1] / part_square
     return by_weight**one_sign * by_norm ** (0.5 - 0.5 * one_sign), valid
 
@@ -184,3 +187,76 @@ def naive_projection(table: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     projected = x.new_zeros(x.shape[0], table.shape[0], x.shape[2])
     projected[:, valid] = part * (weight**one_sign * norm ** (1 - one_sign))[:, None] @ x
     return projected, valid
+
+
+def naive_contraction(
+    tables: Sequence[Tensor], key: Tensor, value: Tensor, key_mask: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Readable form: contracted keys (H, P', D) and values (H, P', Dv) in float64 for one batch row after the other.
+
+    Padding is removed first, and so are contracted keys without a weight: P' is at most P.
+    """
+    for b in range(key.shape[0]):
+        valid = slice(None) if key_mask is None else key_mask[b]
+        keys, keys_weigh = naive_projection(tables[0].double(), key[b, :, valid].double())
+        values, values_weigh = naive_projection(tables[1].double(), value[b, :, valid].double())
+        yield keys[:, keys_weigh & values_weigh], values[:, keys_weigh & values_weigh]
+
+
+def contract_hidden_states(
+    both: Sequence[Contraction],
+    hidden_states: Tensor,
+    projections: Sequence[Callable[[Tensor], Tensor]],
+    num_heads: int,
+) -> list[Tensor]:
+    """Contracted keys and values (B, H, P, D) from contracted hidden states (B, N, W), which are 0 where masked.
+
+    `projections` are affine maps (B, P, W) -> (B, P, H * D), under the autocast of the caller.
+    """
+    contracted: list[Tensor] = []
+    with torch.autocast(hidden_states.device.type, enabled=False):
+        for i, table in enumerate(both):
+            same = i > 0 and table is both[0]
+            x = contracted[0] if same else table.project(hidden_states[:, None])[:, 0].to(hidden_states.dtype)
+            contracted.append(x)  # (B, P, W)
+    keys_and_values = []
+    for table, x, project in zip(both, contracted, projections, strict=True):
+        # The projection adds its bias once. The contraction of projected tokens would contain it E 1 times.
+        bias, excess = project(x.new_zeros(1, 1, x.shape[2])), (table.sums() - 1.0).unsqueeze(2)
+        x = project(x)
+        x = (x + (excess * bias).to(x.dtype)).unflatten(2, (num_heads, -1)).transpose(1, 2)
+        keys_and_values.append(x.to(accumulation_dtype(x.dtype)))
+    return keys_and_values
+
+
+def projection_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    tables: Sequence[Tensor],
+    *,
+    scale: float,
+    dropout_p: float,
+    shards: Shards | None = None,
+) -> Tensor:
+    """Attention of queries (B, H, Nq, D) to contracted keys and values (B, H_kv, Nk, .): (B, H, Nq, Dv).
+
+    With `shards` the tokens are those of one process, and the sums of all processes are added up.
+    """
+    dtype, groups, kv_len, own = product_dtype(query), query.shape[1] // key.shape[1], key.shape[2], slice(None)
+    if shards is not None:
+        kv_len, key_mask, own = shards.total, shards.key_mask, shards.own
+    both = contractions(tables, key_mask, kv_len, sum_dtype(query))
+    parts = [table.project_some(x, own) for table, x in zip(both, (key, value), strict=True)]  # (B, H_kv, P, .)
+    parts = parts if shards is None else total(parts, shards.group)
+    keys, values = (
+        table.scale(x).to(dtype).repeat_interleave(groups, 1).flatten(0, 1)
+        for table, x in zip(both, parts, strict=True)
+    )
+    bias = mask_bias(projected_key_mask(both, len(query)), dtype).repeat_interleave(query.shape[1], 0)
+    out = attention_to_few_keys(
+        query.flatten(0, 1), keys, values, bias, scale=scale, dropout_p=dropout_p, dtype=value.dtype
+    )
+    result: Tensor = out.unflatten(0, query.shape[:2])
+    return result

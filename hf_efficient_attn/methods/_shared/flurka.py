@@ -15,30 +15,34 @@ Departures from the paper, in which all sequences have M tokens:
 There is no causal form, because a contracted key contains tokens of the future.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from hf_efficient_attn.methods._shared.config import MethodConfig
-from hf_efficient_attn.methods._shared.projections import (
-    ProjectionConfig,
-    initial_parameters,
-    naive_contraction,
-    tables,
-)
+from hf_efficient_attn.methods._shared.projections import ProjectionConfig, initial_parameters, tables
 from hf_efficient_attn.methods._shared.registration import register_method
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, HiddenProjections, get_method, make_config
 from hf_efficient_attn.ops.attend import sum_dtype
-from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.projections import NAMES as TABLES
-from hf_efficient_attn.ops.projections import STARTS_FROM, Contraction, contractions, projected_key_mask
+from hf_efficient_attn.ops.projections import (
+    STARTS_FROM,
+    contract_hidden_states,
+    contractions,
+    naive_contraction,
+    projected_key_mask,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlurkaConfig(ProjectionConfig):
-    """Hyperparameters of the contraction; `kernel` is the method that attends to the contracted keys."""
+    """Hyperparameters of the contraction.
+
+    `kernel` is the method that attends to the contracted keys, and `kernel_fields` are its hyperparameters, which the
+    config has under the same names. `averages_queries` tells whether it needs the mask of the queries.
+    """
 
     paper = "Gupta, Guo, Yuan, Zhou, Mendis 2023"
     paper_url = "https://arxiv.org/abs/2306.15799"
@@ -46,14 +50,30 @@ class FlurkaConfig(ProjectionConfig):
     near = "none"
     streams = (51, 52)
     kernel = ""
+    kernel_fields: ClassVar[tuple[str, ...]] = ()
+    averages_queries = False
 
     def kernel_config(self) -> MethodConfig:
         """The config of the kernel's method."""
-        return make_config(self.kernel)
+        return make_config(self.kernel, **{name: getattr(self, name) for name in self.kernel_fields})
 
-    def kernel_arguments(self, query_mask: Tensor | None) -> dict[str, Tensor | None]:
-        """Further arguments of the kernel's `forward` and `naive`; `query_mask` is bool (B, Nq) or None."""
-        return {}
+
+def _attend(
+    config: FlurkaConfig,
+    form: str,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    options: AttentionOptions,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None = None,
+) -> Tensor:
+    """A form of the kernel's method, with the masks of the queries (B, Nq) and of the contracted keys (B, P)."""
+    parameters = {name: x for name, x in options.parameters.items() if name not in TABLES}
+    options = options._replace(key_mask=key_mask, is_causal=False, parameters=parameters)
+    more = {"query_mask": query_mask} if config.averages_queries else {}
+    out: Tensor = getattr(get_method(config.kernel), form)(config.kernel_config(), query, keys, values, options, **more)
+    return out
 
 
 def _query_mask(query: Tensor, key: Tensor, options: AttentionOptions) -> Tensor | None:
@@ -61,25 +81,12 @@ def _query_mask(query: Tensor, key: Tensor, options: AttentionOptions) -> Tensor
     return options.key_mask if query.shape[2] == key.shape[2] else None
 
 
-def _of_kernel(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The learned parameters of the kernel: all but the tables."""
-    return {name: x for name, x in parameters.items() if name not in TABLES}
-
-
-def _kernel_options(both: list[Contraction], batch: int, options: AttentionOptions) -> AttentionOptions:
-    """The options of the call to the kernel, with a mask of the contracted keys (B, P)."""
-    key_mask, parameters = projected_key_mask(both, batch), _of_kernel(options.parameters)
-    return options._replace(key_mask=key_mask, is_causal=False, parameters=parameters)
-
-
 def forward(config: FlurkaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Fast form; see `register_method`."""
-    kv_len, kernel = key.shape[2], get_method(config.kernel).forward
+    kv_len, mask = key.shape[2], _query_mask(query, key, options)
     both = contractions(tables(config, kv_len, options), options.key_mask, kv_len, sum_dtype(query))
-    arguments = config.kernel_arguments(_query_mask(query, key, options))
-    options = _kernel_options(both, key.shape[0], options)
-    keys, values = both[0].project(key), both[1].project(value)  # (B, H, P, .)
-    return kernel(config.kernel_config(), query, keys, values, options, **arguments).to(value.dtype)
+    keys, values, key_mask = both[0].project(key), both[1].project(value), projected_key_mask(both, len(key))
+    return _attend(config, "forward", query, keys, values, options, mask, key_mask).to(value.dtype)
 
 
 def forward_hidden_states(
@@ -104,37 +111,23 @@ def forward_hidden_states(
     Returns:
         (B, H, N, D) in the dtype of `query`.
     """
-    device, dtype, kv_len = query.device.type, hidden_states.dtype, hidden_states.shape[1]
+    device, kv_len = query.device.type, hidden_states.shape[1]
     with torch.autocast(device, enabled=False):
         both = contractions(tables(config, kv_len, options), options.key_mask, kv_len, sum_dtype(hidden_states))
-        contracted = [both[0].project(hidden_states[:, None])[:, 0].to(dtype)]  # (B, P, W)
-        same = both[1] is both[0]
-        contracted.append(contracted[0] if same else both[1].project(hidden_states[:, None])[:, 0].to(dtype))
-    keys_and_values = []
-    for table, x, project in zip(both, contracted, projections, strict=True):
-        # The projection adds its bias once. The contraction of projected tokens would contain it E 1 times.
-        bias, excess = project(x.new_zeros(1, 1, x.shape[2])), (table.sums() - 1.0).unsqueeze(2)
-        x = project(x)
-        x = (x + (excess * bias).to(x.dtype)).unflatten(2, (query.shape[1], -1)).transpose(1, 2)  # (B, H, P, D)
-        keys_and_values.append(x.to(accumulation_dtype(x.dtype)))
-    keys, values = keys_and_values
-    arguments = config.kernel_arguments(options.key_mask)
-    options = _kernel_options(both, hidden_states.shape[0], options)
+    keys, values = contract_hidden_states(both, hidden_states, projections, query.shape[1])
+    key_mask = projected_key_mask(both, len(hidden_states))
     with torch.autocast(device, enabled=False):
-        kernel = get_method(config.kernel).forward
-        return kernel(config.kernel_config(), query, keys, values, options, **arguments).to(query.dtype)
+        out = _attend(config, "forward", query, keys, values, options, options.key_mask, key_mask)
+        return out.to(query.dtype)
 
 
 def naive(config: FlurkaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: one batch row at a time without its padding, by the kernel's readable form."""
-    kernel, query_mask, outs = get_method(config.kernel).naive, _query_mask(query, key, options), []
-    kernel_options = options._replace(key_mask=None, is_causal=False, parameters=_of_kernel(options.parameters))
-    for b, (keys, values) in enumerate(naive_contraction(config, key, value, options)):
-        row = slice(b, b + 1)
-        arguments = config.kernel_arguments(None if query_mask is None else query_mask[row])
-        outs.append(
-            kernel(config.kernel_config(), query[row].double(), keys[None], values[None], kernel_options, **arguments)
-        )
+    masks, outs = _query_mask(query, key, options), []
+    contracted = naive_contraction(tables(config, key.shape[2], options), key, value, options.key_mask)
+    for b, (keys, values) in enumerate(contracted):
+        own, mask = query[b : b + 1].double(), None if masks is None else masks[b : b + 1]
+        outs.append(_attend(config, "naive", own, keys[None], values[None], options, mask))
     return torch.cat(outs).to(value.dtype)
 
 

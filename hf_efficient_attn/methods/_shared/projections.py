@@ -1,6 +1,5 @@
 """What the Linformer and the FLuRKA methods share: learned tables that contract a sequence to P tokens."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
@@ -8,7 +7,7 @@ from torch import Tensor
 
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.registry import AttentionOptions
-from hf_efficient_attn.ops.projections import NAMES, naive_projection, projection_tables, start_tables
+from hf_efficient_attn.ops.projections import NAMES, projection_tables, start_tables
 
 ConfigT = TypeVar("ConfigT", bound="ProjectionConfig")
 
@@ -60,18 +59,3 @@ def initial_parameters(
 def tables(config: ProjectionConfig, kv_len: int, options: AttentionOptions) -> list[Tensor]:
     """The tables (P, M) of keys and of values for `kv_len` tokens. They are the same if only the first one is given."""
     return projection_tables(config.method, config.projection_dim, kv_len, dict(options.parameters))
-
-
-def naive_contraction(
-    config: ProjectionConfig, key: Tensor, value: Tensor, options: AttentionOptions
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Readable form: contracted keys (H, P', D) and values (H, P', Dv) in float64 for one batch row after the other.
-
-    Padding is removed first, and so are contracted keys without a weight: P' is at most P.
-    """
-    both = [x.double() for x in tables(config, key.shape[2], options)]
-    for b in range(key.shape[0]):
-        valid = slice(None) if options.key_mask is None else options.key_mask[b]
-        keys, keys_weigh = naive_projection(both[0], key[b, :, valid].double())
-        values, values_weigh = naive_projection(both[1], value[b, :, valid].double())
-        yield keys[:, keys_weigh & values_weigh], values[:, keys_weigh & values_weigh]
