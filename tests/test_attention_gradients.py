@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from hf_efficient_attn.ops.exact import mask_bias
+from hf_efficient_attn.ops.exact import mask_bias, window_partial
 from hf_efficient_attn.ops.partial import attend_naive
-from hf_efficient_attn.ops.window import window_partial
 
 
 def numbers(*shape, seed=0):

@@ -146,7 +146,7 @@ def test_learned_proposal(case):
     ours = hea.attention(config, query, key, value, **learned)
     assert relative_error(ours, plain) > 1e-3
     # The draws are those of proposal="normal", so they are left out here.
-    with patch.object(eva, "_noise", lambda *arguments: None):
+    with patch.object(eva, "chunk_noise", lambda *arguments: None):
         ours = hea.attention(config, query, key, value, **learned)
     for b, head in ((0, 0), (1, 1)):
         theirs = paper(

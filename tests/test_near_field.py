@@ -10,7 +10,7 @@ from torch import Tensor
 import hf_efficient_attn as hea
 from hf_efficient_attn.ops import near_far
 from hf_efficient_attn.ops.hashing import NearField, plan_lsh
-from hf_efficient_attn.ops.naive import dense_log_weights
+from hf_efficient_attn.ops.near_far import dense_log_weights
 from hf_efficient_attn.ops.sampling import SamplingOptions
 from tests.instances import numbers
 

@@ -14,16 +14,16 @@ from torch import Tensor
 from hf_efficient_attn import functional
 from hf_efficient_attn.ops import (
     causal,
-    constants,
     near_far,
+    random,
 )
 from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.blocks import ceil_div, inverse, pad_to_blocks, take, valid_first
-from hf_efficient_attn.ops.exact import exact_attention, mask_bias
+from hf_efficient_attn.ops.causal import dense_causal_log_weights
+from hf_efficient_attn.ops.exact import exact_attention, mask_bias, window_partial
 from hf_efficient_attn.ops.features import elu_features, orthogonal_features, softmax_features
 from hf_efficient_attn.ops.hashing import NearField, hash_keys, hyperplanes
-from hf_efficient_attn.ops.naive import dense_attention, dense_causal_log_weights, dense_log_weights
-from hf_efficient_attn.ops.partial import Partial, attend_naive, merge, prefix_merge
+from hf_efficient_attn.ops.near_far import dense_log_weights
+from hf_efficient_attn.ops.partial import Partial, attend_naive, dense_attention, merge, prefix_merge
 from hf_efficient_attn.ops.random import normal, offsets, uniform
 from hf_efficient_attn.ops.sampling import (
     FarField,
@@ -37,7 +37,7 @@ from hf_efficient_attn.ops.sampling import (
     stratified_ranks,
     systematic_sample,
 )
-from hf_efficient_attn.ops.window import window_partial
+from hf_efficient_attn.ops.tokens import ceil_div, inverse, pad_to_blocks, take, valid_first
 from instances import numbers
 
 CPU = torch.device("cpu")
@@ -895,23 +895,23 @@ def test_constants_are_kept_up_to_a_size(monkeypatch):
         calls.append(count)
         return torch.ones(count, device=device)
 
-    monkeypatch.setattr(constants, "_results", OrderedDict())
-    monkeypatch.setattr(constants, "_KEPT_BYTES", 4 * 100)
+    monkeypatch.setattr(random, "_results", OrderedDict())
+    monkeypatch.setattr(random, "_KEPT_BYTES", 4 * 100)
     cpu = torch.device("cpu")
     for count in (40, 50, 40):
-        assert constants.constant(ones, count, device=cpu).tolist() == [1.0] * count
+        assert random.constant(ones, count, device=cpu).tolist() == [1.0] * count
     assert calls == [40, 50]
-    constants.constant(ones, 60, device=cpu)  # in place of that of 50, which is the oldest
+    random.constant(ones, 60, device=cpu)  # in place of that of 50, which is the oldest
     for count in (40, 60, 50):
-        constants.constant(ones, count, device=cpu)
+        random.constant(ones, count, device=cpu)
     assert calls == [40, 50, 60, 50]
-    assert constants.constant(ones, 200, device=cpu).shape == (200,)  # too large to be kept
-    monkeypatch.setattr(constants, "_KEPT", 2)
+    assert random.constant(ones, 200, device=cpu).shape == (200,)  # too large to be kept
+    monkeypatch.setattr(random, "_KEPT", 2)
     for count in range(5):
-        constants.constant(ones, count, device=cpu)
-    assert len(constants._results) == 2
+        random.constant(ones, count, device=cpu)
+    assert len(random._results) == 2
     with torch.inference_mode():
-        kept = constants.constant(ones, 10, device=cpu)
+        kept = random.constant(ones, 10, device=cpu)
     assert not kept.is_inference()
 
 

@@ -12,8 +12,8 @@ from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 import hf_efficient_attn as hea
 import promises
 from hf_efficient_attn.ops import lsh_rounds
-from hf_efficient_attn.ops.blocks import inverse
 from hf_efficient_attn.ops.lsh_rounds import Rounds, bucket_codes, plan_rounds, rounds_attention
+from hf_efficient_attn.ops.tokens import inverse
 from instances import Instance, inputs, numbers, padding_mask, relative_error
 from tiny_models import tiny_model
 

@@ -7,8 +7,8 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.evaluation.capture import capture_attention, forward
 from hf_efficient_attn.evaluation.norms import operator_norm
 from hf_efficient_attn.io.text import read_text
-from hf_efficient_attn.ops.blocks import take
 from hf_efficient_attn.ops.row_error import exact_rows, row_error, row_error_naive, sample_rows
+from hf_efficient_attn.ops.tokens import take
 from instances import inputs, numbers, padding_mask
 
 CPU = torch.device("cpu")

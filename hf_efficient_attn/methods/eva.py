@@ -47,8 +47,12 @@ from hf_efficient_attn.methods._shared.heads import decode_exactly, unflatten_he
 from hf_efficient_attn.methods._shared.registration import register_method
 from hf_efficient_attn.methods._shared.registry import AttentionOptions
 from hf_efficient_attn.ops.chunks import Draw, Heads, Masks, chunk_noise, window_attention
-from hf_efficient_attn.ops.chunks_causal import interval_attention
-from hf_efficient_attn.ops.naive import interval_chunks, summary_attention_naive, window_chunks
+from hf_efficient_attn.ops.chunks_causal import (
+    interval_attention,
+    interval_chunks,
+    summary_attention_naive,
+    window_chunks,
+)
 from hf_efficient_attn.ops.partial import accumulation_dtype
 
 _MAPS = ("proposal_query", "proposal_key")

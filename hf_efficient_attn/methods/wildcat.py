@@ -38,12 +38,12 @@ from hf_efficient_attn.methods._shared.lengths import without_padding
 from hf_efficient_attn.methods._shared.registration import register_method
 from hf_efficient_attn.methods._shared.registry import AttentionOptions
 from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.blocks import take
 from hf_efficient_attn.ops.coreset import choose_pivots, even_positions, regularized_solve
 from hf_efficient_attn.ops.coreset_landmarks import with_ones
 from hf_efficient_attn.ops.exact import exact_attention
 from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.slices import slice_size, sliced
+from hf_efficient_attn.ops.tokens import take
 
 # The paper's constant of the temperature, 1 / W_0(1 / sqrt(1 + exp(2 W_0(2 / e^2) + 2))) with Lambert's function W_0.
 RHO = 3.94582

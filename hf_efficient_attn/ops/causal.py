@@ -24,12 +24,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.blocks import ceil_div, inverse, pad_to_blocks, take, take_both
-from hf_efficient_attn.ops.constants import integers
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.hashing import hash_keys
 from hf_efficient_attn.ops.partial import Partial, accumulation_dtype
-from hf_efficient_attn.ops.random import offsets, seed_value
+from hf_efficient_attn.ops.random import integers, offsets, seed_value
 from hf_efficient_attn.ops.sampling import (
     FarField,
     SamplingOptions,
@@ -39,6 +37,7 @@ from hf_efficient_attn.ops.sampling import (
     stratified_ranks,
 )
 from hf_efficient_attn.ops.slices import slice_size, sliced
+from hf_efficient_attn.ops.tokens import ceil_div, inverse, pad_to_blocks, take, take_both
 
 # Streams of random numbers on level 0.
 _PROBES, _SAMPLES = 21, 22
@@ -363,3 +362,34 @@ def _merge(near: Partial, parts: Sequence[Partial], plans: Sequence[IntervalPlan
     for i, (part, view) in enumerate(zip(parts, views, strict=True), 1):
         _seen_by(out, *view).addcmul_(part.out.to(out.dtype), _seen_by(weights[i], *view).unsqueeze(-1))
     return out.to(near.out.dtype)
+
+
+def dense_causal_log_weights(
+    plans: Sequence[IntervalPlan], length: int, block_size: int, num_exact: int, like: Tensor
+) -> Tensor:
+    """The readable form: what is added to the scores before the softmax, float64 (BH, N, N).
+
+    N is `length`; BH and the device are those of `like`.
+    """
+    weights = like.new_full((len(like), length, length), -torch.inf, dtype=torch.float64)
+    for i in range(length):
+        if i < num_exact:
+            weights[:, i, : i + 1] = 0.0
+            continue
+        completed = i // block_size - 1
+        weights[:, i, max(0, completed) * block_size : i + 1] = 0.0
+        for plan in plans:
+            if completed < 0 or not completed >> plan.level & 1:
+                continue
+            j, interval = (completed >> plan.level) // 2, block_size << plan.level
+            first = 2 * j * interval
+            for a in range(len(like)):
+                samples = zip(plan.sample_index[a, j].tolist(), plan.log_weight[a, j].tolist(), strict=True)
+                for index, log_weight in samples:
+                    old = weights[a, i, first + index]
+                    weights[a, i, first + index] = torch.logaddexp(old, torch.full_like(old, log_weight))
+                if plan.query_block is not None and plan.key_order is not None:
+                    block = int(plan.query_block[a, j, i - block_size - (2 * j + 1) * interval])
+                    near = plan.key_order[a, j, block * plan.block_k : (block + 1) * plan.block_k]
+                    weights[a, i, first + near] = 0.0
+    return weights

@@ -14,11 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.blocks import take, valid_first
-from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.partial import LOG2_E
-from hf_efficient_attn.ops.random import Seed, uniform, uniform_of_heads
+from hf_efficient_attn.ops.random import Seed, constant, uniform, uniform_of_heads
 from hf_efficient_attn.ops.slices import slice_size, sliced
+from hf_efficient_attn.ops.tokens import take, valid_first
 
 # Streams of random numbers, one for each draw of a block of pivots.
 _STREAM = 5000

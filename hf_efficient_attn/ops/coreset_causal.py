@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.blocks import ceil_div, pad_to_blocks, take
 from hf_efficient_attn.ops.coreset import cluster_sums, draw_apart, gumbel_numbers, nearest, regularized_solve
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.partial import LOG2_E, Partial, accumulation_dtype
 from hf_efficient_attn.ops.random import Seed
 from hf_efficient_attn.ops.slices import slice_size, sliced
+from hf_efficient_attn.ops.tokens import ceil_div, pad_to_blocks, take
 
 # Keys of the prefix, evenly spaced, from which landmarks are made.
 _CANDIDATES = 1024

@@ -8,11 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.blocks import take
-from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.coreset import cluster_sums, draw_apart, even_positions, nearest
 from hf_efficient_attn.ops.partial import LOG2_E
-from hf_efficient_attn.ops.random import Seed
+from hf_efficient_attn.ops.random import Seed, constant
+from hf_efficient_attn.ops.tokens import take
 
 # t: how much less the kernel distinguishes keys than the scores do. Of .5, .6, .7, .85 and 1, .7 has the least error.
 TEMPERATURE = 0.7

@@ -1,17 +1,22 @@
-"""Exact attention in blocks of queries, with memory linear in the sequence, also with a bias by distance, as in T5.
+"""Exact attention to all keys, to a sliding window and to global tokens, with memory linear in the sequence.
 
-A table (H, 2R + 1) holds the bias of each head for the distances -R to R, the position of the key minus that of the
+Queries are cut into blocks; those of a window attend to overlapping views of the keys. A bias by distance, as in T5, is
+a table (H, 2R + 1) with the bias of each head for the distances -R to R, the position of the key minus that of the
 query. Beyond them the bias is that of -R or R. No (Nq, Nk) bias is ever made: only that of some blocks of queries.
 """
 
+import functools
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.blocks import pad_to_blocks
-from hf_efficient_attn.ops.partial import accumulation_dtype
+from hf_efficient_attn.ops.export import exporting_to_onnx
+from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, merge
 from hf_efficient_attn.ops.slices import slice_size, sliced
+from hf_efficient_attn.ops.tokens import ceil_div, count_blocks, pad_to_blocks, take
 
 _BLOCK_Q = 256
 
@@ -156,3 +161,214 @@ def biased_exact(
         out = attend(rows, keys, values, bias, scale=scale, dropout_p=dropout_p).out
         outs.append(out[:, 0].unflatten(0, query.shape[:2]))
     return torch.cat(outs, 2)
+
+
+# The fewest and the most queries of a block: few, so that few keys of a block are outside the window of its queries.
+_MIN_BLOCK_Q, _MAX_BLOCK_Q = 32, 64
+# Queries that attend to the global tokens at a time.
+_GLOBAL_BLOCK_Q = 128
+
+
+class WindowCall(NamedTuple):
+    """Which keys a query attends to, and how.
+
+    Attributes:
+        window_size: keys on each side, in the causal form on the left only.
+        num_global: the first valid tokens that attend to all tokens and that all tokens attend to.
+        is_causal: whether a query attends to keys up to its own position only.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a weight.
+    """
+
+    window_size: int
+    num_global: int
+    is_causal: bool
+    scale: float
+    dropout_p: float
+
+
+def window_partial(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None = None,
+    table: Tensor | None = None,
+    *,
+    left: int,
+    right: int,
+    skip: int = 0,
+    scale: float,
+    dropout_p: float = 0.0,
+) -> Partial:
+    """Attention of each query i to the keys i - left .. i + right.
+
+    Args:
+        query: (BH, N, D).
+        key: (BH, N, D).
+        value: (BH, N, Dv).
+        key_mask: bool (1 or BH, N), True for valid keys, or None. With a mask each block has a bias of its own, so that
+            (1, N) is cheaper.
+        table: (BH, 2R + 1), the bias by distance (`hf_efficient_attn.ops.exact`), or None.
+        left: keys before the query.
+        right: keys after the query.
+        skip: number of first keys that no query attends to.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a weight.
+
+    Returns:
+        Partial of out (BH, N, Dv) and lse (BH, N).
+    """
+    length, device, exporting = query.shape[1], query.device, exporting_to_onnx()
+    # With a gradient blocks are larger, because the gradient of a key is summed over all blocks that contain it.
+    block_q = _MAX_BLOCK_Q if left + right >= 2 * _MAX_BLOCK_Q else _MIN_BLOCK_Q
+    block_q *= 2 if torch.is_grad_enabled() and key.requires_grad else 1
+    block_q = block_q if exporting else min(block_q, length)  # a graph must not depend on the length
+    num_blocks, block_k = count_blocks(length, block_q), left + block_q + right
+    after = right + num_blocks * block_q - length
+    distance = torch.arange(block_k, device=device) - left - torch.arange(block_q, device=device)[:, None]
+    in_window = mask_bias((distance >= -left) & (distance <= right), query.dtype)[None, None]
+    if table is not None:
+        in_window = in_window + bias_of(table.to(in_window.dtype), distance).unsqueeze(1)
+    valid = torch.ones(1, length, dtype=torch.bool, device=device) if key_mask is None else key_mask
+    valid = valid & (torch.arange(length, device=device) >= skip)
+    valid = pad(valid, (left, after)).unfold(1, block_k, block_q)  # (1 or BH, T, block_k)
+    # Without a mask all blocks but those at both ends have the same bias.
+    low = high = num_blocks
+    if key_mask is None and not exporting:
+        low = min(num_blocks, ceil_div(left + skip, block_q))
+        high = max(low, num_blocks - ceil_div(after, block_q))
+    blocks = pad_to_blocks(query, block_q)
+    keys, values = (pad(x, (0, 0, left, after)).unfold(1, block_k, block_q).transpose(2, 3) for x in (key, value))
+    parts = []
+    for first, last in ((0, low), (low, high), (high, num_blocks)):
+        if first < last:
+            is_inner = low < high and first == low
+            bias = in_window if is_inner else in_window + mask_bias(valid[:, first:last, None], query.dtype)
+            own, own_keys, own_values = (
+                x if last - first == num_blocks else x[:, first:last] for x in (blocks, keys, values)
+            )
+            parts.append(attend(own, own_keys, own_values, bias, scale=scale, dropout_p=dropout_p))
+    out, lse = (torch.cat(x, 1) if len(parts) > 1 else x[0] for x in zip(*parts, strict=True))
+    return Partial(out.flatten(1, 2)[:, :length], lse.flatten(1, 2)[:, :length])
+
+
+def window_attention(
+    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, table: Tensor | None, call: WindowCall
+) -> Tensor:
+    """Attention to the window and the global tokens.
+
+    Args:
+        query: (B, H, N, D).
+        key: (B, H, N, D).
+        value: (B, H, N, Dv).
+        key_mask: bool (B, N), True for valid keys, or None.
+        table: (H, 2R + 1), the bias by distance, or None; without global tokens only.
+        call: which keys a query attends to.
+
+    Returns:
+        (B, H, N, Dv).
+    """
+    (batch, num_heads, length, head_dim), drops = query.shape, call.dropout_p > 0.0
+    # In the backward pass a slice holds the gradients of the keys of all its blocks. Only dropout and a bias keep more.
+    numel = max(2 * (head_dim + value.shape[3]), 0 if table is None else 2 * (call.window_size + _MAX_BLOCK_Q))
+    size, recompute = slice_size(length * numel, query.device), drops or table is not None
+
+    def of_mask(mask: Tensor | None, *tensors: Any) -> Tensor:
+        form = functools.partial(_window_and_global, call, mask)
+        if exporting_to_onnx():  # the same graph for every length and batch
+            return form(*tensors)
+        return sliced(form, *tensors, size=size, draws=drops, recompute=recompute)
+
+    if key_mask is None or exporting_to_onnx():
+        mask = None if key_mask is None else key_mask.repeat_interleave(num_heads, 0)
+        flat = (x.flatten(0, 1) for x in (query, key, value))
+        out: Tensor = of_mask(mask, *flat, None if table is None else table.repeat(batch, 1))
+        unflat: Tensor = out.unflatten(0, (batch, num_heads))
+        return unflat
+    # With a mask each block has its own bias. One sequence of the batch at a time, so that all heads share it.
+    rows = zip(key_mask.split(1), query, key, value, strict=True)
+    return torch.stack([of_mask(*row, table) for row in rows])
+
+
+def _window_and_global(
+    call: WindowCall, mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None
+) -> Tensor:
+    """Attention of (BH, N, D) inputs with a mask (1 or BH, N): (BH, N, Dv)."""
+    (left, num_global, is_causal, scale, dropout_p), block_q = call, _GLOBAL_BLOCK_Q
+    length, device = query.shape[1], query.device
+    if not exporting_to_onnx():
+        num_global, left, block_q = min(num_global, length), min(left, length - 1), min(block_q, length)
+    right = 0 if is_causal else left
+    if not num_global:
+        return window_partial(
+            query, key, value, mask, table, left=left, right=right, scale=scale, dropout_p=dropout_p
+        ).out
+    # `index` (1 or BH, G): positions of the first G valid tokens. If there are fewer, `valid` is False at the others.
+    position = torch.arange(length, device=device)
+    if mask is None:
+        index, valid, skipped, local_mask = position[None, :num_global], None, num_global, None
+    else:
+        index = torch.where(mask, length - position, -position).topk(num_global, dim=1).indices
+        valid, skipped = mask.gather(1, index), 0
+        local_mask = mask & (mask.cumsum(1) > num_global)
+    near = window_partial(
+        query, key, value, local_mask, left=left, right=right, skip=skipped, scale=scale, dropout_p=dropout_p
+    )
+    # All tokens attend to the global tokens. In the causal form those before a global token do not; padding between the
+    # tokens can put any token before one.
+    if valid is None:
+        allowed = torch.ones(1, length, num_global, dtype=torch.bool, device=device)
+    else:
+        allowed = valid[:, None].expand(-1, length, -1)
+    if is_causal:
+        allowed = allowed & (index[:, None] <= position[:, None])
+    index_per_head = index.expand(query.shape[0], -1)
+    blocks = pad_to_blocks(query, block_q)
+    bias = pad_to_blocks(mask_bias(allowed, query.dtype), blocks.shape[2])
+    global_keys, global_values = (take(x, index_per_head)[:, None] for x in (key, value))
+    far = attend(blocks, global_keys, global_values, bias, scale=scale, dropout_p=dropout_p)
+    far = Partial(far.out.flatten(1, 2)[:, :length], far.lse.flatten(1, 2)[:, :length])
+    local_out = merge(near, far).out
+    # The global tokens attend to all tokens, and their outputs replace those of the window.
+    allowed = torch.ones(1, length, dtype=torch.bool, device=device) if mask is None else mask
+    allowed = allowed[:, None].expand(-1, num_global, -1)
+    if is_causal:
+        allowed = allowed & (position <= index[:, :, None])
+    global_queries, bias = take(query, index_per_head)[:, None], mask_bias(allowed, query.dtype)[:, None]
+    of_global = attend(global_queries, key[:, None], value[:, None], bias, scale=scale, dropout_p=dropout_p).out[:, 0]
+    is_global = torch.zeros(index.shape[0], length, dtype=torch.bool, device=device)
+    is_global = is_global.scatter(1, index, torch.ones_like(index, dtype=torch.bool) if valid is None else valid)
+    spread = local_out.scatter(1, index_per_head[:, :, None].expand_as(of_global), of_global)
+    return torch.where(is_global[:, :, None], spread, local_out)
+
+
+def window_pairs(q_len: int, key_mask: Tensor, call: WindowCall) -> Tensor:
+    """The pairs of the window and of the global tokens, bool (B, Nq, Nk), for the last Nq of the keys (B, Nk)."""
+    kv_len = key_mask.shape[1]
+    position = torch.arange(kv_len, device=key_mask.device)
+    distance = position - position[kv_len - q_len :, None]
+    is_global = key_mask & (key_mask.cumsum(1) <= call.num_global)
+    pairs = (distance.abs() <= call.window_size) | is_global[:, None] | is_global[:, kv_len - q_len :, None]
+    pairs = pairs & key_mask[:, None]
+    return pairs & (distance <= 0) if call.is_causal else pairs
+
+
+def bias_of_pairs(table: Tensor, q_len: int, kv_len: int) -> Tensor:
+    """The bias by distance of the last Nq of Nk positions: (H, Nq, Nk)."""
+    position = torch.arange(kv_len, device=table.device)
+    return bias_of(table, position - position[kv_len - q_len :, None])
+
+
+def window_decode(
+    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, table: Tensor | None, call: WindowCall
+) -> Tensor:
+    """Causal `window_attention` of the last few queries. Without global tokens only the keys in the window are read."""
+    q_len = query.shape[2]
+    num_keys = key.shape[2] if call.num_global else min(call.window_size + q_len, key.shape[2])
+    key, value = key[:, :, -num_keys:], value[:, :, -num_keys:]
+    key_mask = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if key_mask is None else key_mask[:, -num_keys:]
+    bias = mask_bias(window_pairs(q_len, key_mask, call), query.dtype)[:, None]
+    bias = bias if table is None else bias + bias_of_pairs(table.to(bias.dtype), q_len, num_keys)
+    bias = bias.expand(-1, query.shape[1], -1, -1)
+    # Batch rows take the place of heads in `attend`, and heads that of blocks.
+    return attend(query, key, value, bias, scale=call.scale, dropout_p=call.dropout_p).out

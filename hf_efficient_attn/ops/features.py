@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.attend import sum_dtype
-from hf_efficient_attn.ops.blocks import ceil_div
-from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.partial import LOG2_E, accumulation_dtype
-from hf_efficient_attn.ops.random import Seed, normal
+from hf_efficient_attn.ops.random import Seed, constant, normal
+from hf_efficient_attn.ops.tokens import ceil_div
 
 # Features that are learned, and the names of the maps as learned parameters.
 LEARNED = ("hedgehog", "t2r", "exp")

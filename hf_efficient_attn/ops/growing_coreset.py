@@ -22,11 +22,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.blocks import take
 from hf_efficient_attn.ops.coreset import candidate_positions, choose_pivots, regularized_solve
 from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, safe_row_max
 from hf_efficient_attn.ops.random import Seed
 from hf_efficient_attn.ops.slices import slice_size, sliced
+from hf_efficient_attn.ops.tokens import take
 
 # Keys are multiplied by `_TEMPERATURE` in the kernel between keys. Measured on GPT-2: .5 to .75 differ little.
 _TEMPERATURE = 0.6

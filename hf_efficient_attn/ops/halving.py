@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.blocks import ceil_div, take, valid_first
 from hf_efficient_attn.ops.partial import LOG2_E, accumulation_dtype
 from hf_efficient_attn.ops.random import Seed, uniform_of_heads
 from hf_efficient_attn.ops.slices import slice_size, sliced
+from hf_efficient_attn.ops.tokens import ceil_div, take, valid_first
 
 _STREAM = 60_000
 # Pairs of a bucket, at least. Smaller ones are hardly better than fair draws, and hardly cheaper.

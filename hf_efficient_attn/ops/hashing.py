@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.constants import constant
-from hf_efficient_attn.ops.random import Seed, normal
+from hf_efficient_attn.ops.random import Seed, constant, normal
 
 
 class NearField(NamedTuple):

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.blocks import ceil_div, inverse, pad_to_blocks, take, valid_first
-from hf_efficient_attn.ops.constants import integers
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, merge
-from hf_efficient_attn.ops.random import Seed, normal
+from hf_efficient_attn.ops.random import Seed, integers, normal
 from hf_efficient_attn.ops.slices import slice_size, sliced
+from hf_efficient_attn.ops.tokens import ceil_div, inverse, pad_to_blocks, take, valid_first
 
 _STREAM = 45
 # So far below any score that its exponential is 0, but finite, because the product of infinity and 0 is NaN.
@@ -268,3 +267,17 @@ def _round_bias(
         key_bias = mask_bias(~masked[:, :, None], dtype)
         bias = key_bias if bias is None else bias.add_(key_bias)
     return bias
+
+
+def dense_pairs(plan: Rounds) -> Tensor:
+    """The readable form: bool (BH, Nq, Nk), True for the pairs of any round."""
+    (batch_heads, rounds, q_len), kv_len = plan.query_order.shape, plan.key_order.shape[2]
+    pairs = torch.zeros(batch_heads, q_len, kv_len, dtype=torch.bool, device=plan.query_order.device)
+    for a in range(batch_heads):
+        num_keys = kv_len if plan.num_keys is None else int(plan.num_keys[a])
+        for s in range(rounds):
+            for t, start in enumerate(plan.start[a, s].tolist()):
+                queries = plan.query_order[a, s, t * plan.block_q : (t + 1) * plan.block_q]
+                keys = plan.key_order[a, s, start : min(start + plan.block_k, num_keys)]
+                pairs[a, queries[:, None], keys] = True
+    return pairs

@@ -12,12 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.blocks import ceil_div, inverse, take, valid_first
-from hf_efficient_attn.ops.constants import constant, integers
-from hf_efficient_attn.ops.gather import GatheredKeys, gathered_attention
 from hf_efficient_attn.ops.hashing import NearField, plan_lsh
 from hf_efficient_attn.ops.partial import accumulation_dtype
-from hf_efficient_attn.ops.random import Seed, offsets, uniform
+from hf_efficient_attn.ops.random import Seed, constant, integers, offsets, uniform
 from hf_efficient_attn.ops.sampling import (
     FarField,
     SamplingOptions,
@@ -29,6 +26,7 @@ from hf_efficient_attn.ops.sampling import (
     sample_outside,
     stratified_ranks,
 )
+from hf_efficient_attn.ops.tokens import GatheredKeys, ceil_div, gathered_attention, inverse, take, valid_first
 
 # Exact rows of a head by which its near field is chosen.
 NUM_ROWS = 32
@@ -366,3 +364,25 @@ def near_far_attention(
 
     gathered = GatheredKeys(index, bias, near.block_q, near.query_order)
     return gathered_attention(query, key, value, gathered, scale=scale, dropout_p=dropout_p)
+
+
+def dense_log_weights(near: NearField, far: FarField, q_len: int, kv_len: int) -> Tensor:
+    """The readable form: what is added to the scores before the softmax, float64 (BH, Nq, Nk).
+
+    It is 0 for a pair of the near field, -log(probability) for a sampled key outside of it, and -inf elsewhere.
+    """
+    device = near.start.device
+    weights = torch.full((near.start.shape[0], q_len, kv_len), -torch.inf, dtype=torch.float64, device=device)
+    for a in range(weights.shape[0]):
+        keys = torch.arange(kv_len, device=device) if near.key_order is None else near.key_order[a]
+        queries = torch.arange(q_len, device=device) if near.query_order is None else near.query_order[a]
+        num_keys = near.num_keys if isinstance(near.num_keys, int) else int(near.num_keys[a])
+        for t, start in enumerate(near.start[a].tolist()):
+            block = queries[t * near.block_q : (t + 1) * near.block_q, None]
+            sample = min(t, far.sorted_index.shape[1] - 1)
+            for index, log_weight in zip(*(x[a, sample].tolist() for x in far[:2]), strict=True):
+                # logaddexp, because independent sampling may select a key twice.
+                old = weights[a, block, keys[index]]
+                weights[a, block, keys[index]] = torch.logaddexp(old, torch.full_like(old, log_weight))
+            weights[a, block, keys[start : min(start + near.block_k, num_keys)]] = 0.0
+    return weights

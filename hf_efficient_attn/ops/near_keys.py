@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout
 
-from hf_efficient_attn.ops.blocks import ceil_div, pad_to_blocks, take
-from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.coreset import nearest
 from hf_efficient_attn.ops.coreset_landmarks import TEMPERATURE, CoresetOptions, Landmarks
 from hf_efficient_attn.ops.partial import LOG2_E
+from hf_efficient_attn.ops.random import constant
+from hf_efficient_attn.ops.tokens import ceil_div, pad_to_blocks, take
 
 # Largest exponent of two of what landmarks count for a near key, relative to the sum of the query or to the near key
 # that counts most. It is at most about 0. More would be due to logits that float32 cannot represent.

@@ -108,3 +108,34 @@ def _shift(partial: Partial, dim: int, step: int) -> Partial:
         fill = torch.full_like(tensor.narrow(dim, 0, step), empty)
         moved.append(torch.cat((fill, tensor.narrow(dim, 0, length - step)), dim))
     return Partial(*moved)
+
+
+def dense_softmax(scores: Tensor, value: Tensor, key_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    """Attention with scores (..., Nq, Nk), values (..., Nk, Dv) and mask (..., Nk); 0 for a query without keys."""
+    if is_causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(future, -torch.inf)
+    if key_mask is not None:
+        scores = scores.masked_fill(~key_mask.unsqueeze(-2), -torch.inf)
+    return (scores.softmax(-1).nan_to_num(0.0) @ value.double()).to(value.dtype)
+
+
+def dense_attention(query: Tensor, key: Tensor, value: Tensor, log_weights: Tensor, *, scale: float) -> Tensor:
+    """softmax(scale * query key^T + log_weights) value with dense float64 matrices; 0 for queries without a key.
+
+    Args:
+        query: (BH, Nq, D).
+        key: (BH, Nk, D).
+        value: (BH, Nk, Dv).
+        log_weights: float64 (BH, Nq, Nk).
+        scale: factor of the scores.
+
+    Returns:
+        (BH, Nq, Dv) in the dtype of `value`.
+    """
+    return dense_softmax(query.double() @ key.double().mT * scale + log_weights, value)
+
+
+def log_of(pairs: Tensor) -> Tensor:
+    """The log-weights of pairs, bool (...): 0 for those that count and -inf for all others, float64."""
+    return torch.zeros(pairs.shape, dtype=torch.float64, device=pairs.device).masked_fill(~pairs, -torch.inf)

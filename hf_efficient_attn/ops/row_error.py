@@ -23,12 +23,11 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.blocks import ceil_div, take
-from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.partial import accumulation_dtype
-from hf_efficient_attn.ops.random import Seed, uniform
+from hf_efficient_attn.ops.random import Seed, constant, uniform
 from hf_efficient_attn.ops.sampling import stratified_ranks
+from hf_efficient_attn.ops.tokens import ceil_div, take
 
 _STREAM = 31
 # Squarings of a Gram matrix: the leading eigenvector is that of 2**6 steps of the power method.

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.coreset import cluster_sums, even_positions, nearest, regularized_solve
 from hf_efficient_attn.ops.coreset_landmarks import LEAST_LOG_WEIGHT, TEMPERATURE, with_ones
 from hf_efficient_attn.ops.partial import accumulation_dtype
+from hf_efficient_attn.ops.random import constant
 from hf_efficient_attn.ops.row_error import row_error
 from hf_efficient_attn.ops.weighted_coreset import LEAST_DENOMINATOR, RIDGE
 

@@ -6,7 +6,7 @@ Gimelshein 2018). The backward computes the weights anew from the lse, as in Fla
 share a key, so it adds the gradients of keys and values atomically to float32 buffers. Products have operands of the
 inputs' dtype and float32 sums.
 
-Only `hf_efficient_attn.ops.gather` imports this module, and only for tensors that it computes. With TRITON_INTERPRET=1
+Only `hf_efficient_attn.ops.tokens` imports this module, and only for tensors that it computes. With TRITON_INTERPRET=1
 in the environment before the first import of Triton, the kernels run on the CPU.
 """
 
@@ -16,8 +16,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from hf_efficient_attn.ops.blocks import ceil_div
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
@@ -248,7 +246,7 @@ def _launch(
     padded = [max(16, triton.next_power_of_2(x)) for x in (head_dim, value_dim)]
     itemsize = max(x.element_size() for x in (key, value))
     block_m, block_n, num_warps, num_stages = tiling(block_q, max(head_dim, value_dim), itemsize, backward)
-    chunks = ceil_div(block_q, block_m)
+    chunks = -(-block_q // block_m)
     constants = {
         "HEAD_DIM": head_dim,
         "VALUE_DIM": value_dim,

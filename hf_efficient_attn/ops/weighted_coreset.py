@@ -25,8 +25,6 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.blocks import take
-from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.coreset import cluster_sums, gumbel_numbers, regularized_solve
 from hf_efficient_attn.ops.coreset_landmarks import (
     TEMPERATURE,
@@ -38,7 +36,9 @@ from hf_efficient_attn.ops.coreset_landmarks import (
 )
 from hf_efficient_attn.ops.near_keys import NearField, near_field, near_share_of_rows
 from hf_efficient_attn.ops.partial import LOG2_E, Partial, accumulation_dtype
+from hf_efficient_attn.ops.random import constant
 from hf_efficient_attn.ops.slices import slice_size, sliced
+from hf_efficient_attn.ops.tokens import take
 
 # Every third probe tells whether the attention of a head is local.
 ROWS_OF_SHARE = 3

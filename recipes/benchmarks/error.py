@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
+from hf_efficient_attn.ops.accelerator import use_backend
 from torch import Tensor
 from tqdm import tqdm
 
@@ -37,7 +38,6 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.defaults import method_label
 from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.methods import MethodConfig
-from hf_efficient_attn.ops.accelerator import use_backend
 from recipes.common import commands
 from recipes.common.inputs import Activation, deit_activations, exact_outputs, mean_error, minilm_activations
 

@@ -21,6 +21,7 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
+from hf_efficient_attn.ops.accelerator import use_backend
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
@@ -28,7 +29,6 @@ from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_method
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods import MethodConfig, available_methods, get_method, method_info, sharded_attention
 from hf_efficient_attn.ops import shards as shards_module
-from hf_efficient_attn.ops.accelerator import use_backend
 from hf_efficient_attn.ops.shards import Shards, over_heads
 from recipes.common import commands
 from recipes.common.launches import meta_parameters, on_meta_tensors

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from hf_efficient_attn.ops.accelerator import Backend, use_backend
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -41,7 +42,6 @@ from torch.utils._pytree import tree_leaves
 import hf_efficient_attn as hea
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods import MethodConfig, get_method
-from hf_efficient_attn.ops.accelerator import Backend, use_backend
 
 _PACKAGE = pathlib.Path(hea.__file__).parent
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}

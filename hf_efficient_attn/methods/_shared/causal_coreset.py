@@ -5,7 +5,6 @@ from torch import Tensor
 from hf_efficient_attn.methods._shared.config import MethodConfig
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.registry import AttentionOptions
-from hf_efficient_attn.ops.blocks import move_valid_first, restore_order
 from hf_efficient_attn.ops.coreset_causal import (
     CausalCoresetOptions,
     causal_coreset_attention,
@@ -13,6 +12,7 @@ from hf_efficient_attn.ops.coreset_causal import (
     split_columns,
 )
 from hf_efficient_attn.ops.exact import exact_attention, exact_decode
+from hf_efficient_attn.ops.tokens import move_valid_first, restore_order
 
 
 def forward_causal(columns: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:

@@ -16,7 +16,6 @@ There is no causal form, because a contracted key contains tokens of the future.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -35,6 +34,9 @@ from hf_efficient_attn.ops.projections import (
     projected_key_mask,
 )
 
+# Without an annotation in the class, which would make it a hyperparameter.
+_NO_FIELDS: tuple[str, ...] = ()
+
 
 @dataclass(frozen=True, kw_only=True)
 class FlurkaConfig(ProjectionConfig):
@@ -50,7 +52,7 @@ class FlurkaConfig(ProjectionConfig):
     near = "none"
     streams = (51, 52)
     kernel = ""
-    kernel_fields: ClassVar[tuple[str, ...]] = ()
+    kernel_fields = _NO_FIELDS
     averages_queries = False
 
     def kernel_config(self) -> MethodConfig:

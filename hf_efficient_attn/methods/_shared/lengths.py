@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from hf_efficient_attn.methods._shared.heads import FlatHeads
-from hf_efficient_attn.ops.blocks import take, valid_first
+from hf_efficient_attn.ops.tokens import take, valid_first
 
 
 def without_padding(form: Callable[[Tensor, Tensor, Tensor], Tensor], heads: FlatHeads) -> Tensor:
