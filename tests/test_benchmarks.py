@@ -453,18 +453,6 @@ def test_errors_of_default_hyperparameters(monkeypatch, capsys, tmp_path):
         assert "leave out --budget and --check" in capsys.readouterr().err
 
 
-def test_errors_of_the_form_for_accelerators(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(error, "minilm_activations", lambda *_, length: tiny_activations()[0])
-    arguments = ["--method", "nearfar,longformer", "--budget", "8", "--seeds", "1"]
-    found = []
-    for more in ([], ["--accelerator"]):
-        assert accuracy(*arguments, *more, "--csv", str(tmp_path / "errors.csv")) == 0
-        assert ("form for accelerators" in capsys.readouterr().out) == bool(more)
-        found.append([float(row["error"]) for row in read_csv(tmp_path / "errors.csv")])
-    cpu, library = found
-    assert cpu[0] != library[0] and abs(cpu[1] - library[1]) < 1e-4
-
-
 def test_methods_by_budgets():
     rows = [
         {"method": name, "budget": budget, "error": error, "deviation": deviation}

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_efficient_attn as hea
 from hf_efficient_attn import cli
-from hf_efficient_attn.ops import onednn
+from hf_efficient_attn.ops.attend import attend
 from recipes.benchmarks import operations
 from recipes.common import counting
 from recipes.common.counting import count
@@ -97,13 +97,12 @@ def test_gradients_of_exact_attention():
     assert found == (2 * pairs * 32 + 2 * pairs * (3 * 16 + 2 * 16), 2 * pairs, 0, 0)
 
 
-def test_gradients_of_our_kernel():
-    query, key, value = (normal(2, 3, n, d, seed=n).requires_grad_() for n, d in ((5, 8), (7, 8), (7, 6)))
-    kernel = torch.ops.hf_efficient_attn.attend
-    blocks = [x[:, :, None].flatten(0, 1) for x in (query, key, value)]
-    found = count(lambda: kernel(*blocks, None, 1.0)[0].sum().backward())
+def test_gradients_of_attend():
+    query, key, value = (normal(6, 1, n, d, seed=n).requires_grad_() for n, d in ((5, 8), (7, 8), (7, 6)))
+    found = count(lambda: attend(query, key, value, scale=1.0).out.sum().backward())
     pairs = 6 * 5 * 7
-    assert found == (2 * pairs * (8 + 6) + 2 * pairs * (3 * 8 + 2 * 6), 2 * pairs, 0, 0)
+    # The kernel takes values of the dimension of the keys.
+    assert found == (2 * pairs * (8 + 8) + 2 * pairs * (3 * 8 + 2 * 8), 2 * pairs, 0, 0)
 
 
 def test_multiply_adds_as_one_operation():
@@ -168,12 +167,6 @@ def test_operations_are_two_for_every_multiplication(config, multiplications, va
         # The sums of weights are further columns of both products: a multiple of 8 columns, of which one is used.
         expected += 2 * 96 * 16 * 8
     assert counting.operations(config, inputs) == 2 * 2 * expected
-
-
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
-def test_products_of_onednn_are_counted():
-    x, weight, bias = torch.randn(6, 8), torch.randn(5, 8), torch.randn(5)
-    assert count(lambda: onednn.product(x, weight, bias)).products == 2 * 6 * 8 * 5
 
 
 class Named(TorchDispatchMode):
