@@ -118,8 +118,8 @@ def test_counts_do_not_accumulate():
 
 
 def test_a_tiny_method_by_hand():
-    # The state of the keys and its product with each query, which has 8 more columns for the sums of weights; elu(x) + 1
-    # counts one exponential per element. One key is mapped for the number of features.
+    # The state of the keys and its product with each query, with 8 columns for the sums of weights; elu(x) + 1 counts
+    # one exponential per element. One key is mapped for the number of features.
     found = count(lambda: hea.attention(hea.LinearConfig(), *tensors(96, 16, 10)))
     assert found.products == 2 * 2 * (96 * 16 * 10 + 96 * 16 * 18)
     assert found.exponentials == 2 * (2 * 96 + 1) * 16
@@ -151,8 +151,8 @@ def test_a_method_that_hashes_sorts_and_moves():
         ),
         # The state of the keys, and its product with each query, with 8 columns for the sums of weights.
         (hea.LinearConfig(), lambda n, d, dv: n * d * dv + n * d * (dv + 8)),
-        # Features of queries and keys, and of one key for their number; the state of the keys, the sum of their weights,
-        # and their product with each query.
+        # Features of queries and keys, and of one key for their number; the state of the keys, and its product with
+        # each query.
         (
             hea.PerformerConfig(num_features=32),
             lambda n, d, dv: (2 * n + 1) * 32 * d + n * 32 * (dv + 1) + n * 32 * (dv + 8),

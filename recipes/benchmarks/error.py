@@ -194,8 +194,9 @@ def error(
         mean = mean_error(activations, exact_outputs(activations, causal), causal)
     num_heads, length, head_dim = activations[0].query.shape[1:]
     layers = [key for key in rows[0] if key.startswith("layer_")]
+    form = ", causal" if causal else ""
     title = (
-        f"{model}: {length} tokens{', causal' if causal else ''}, {len(layers)} layers, {num_heads} heads of {head_dim}, "
+        f"{model}: {length} tokens{form}, {len(layers)} layers, {num_heads} heads of {head_dim}, "
         f"{len(activations) // len(layers)} inputs"
     )
     commands.write(rows, csv, plot, functools.partial(draw, title=title))

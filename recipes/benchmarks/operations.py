@@ -21,8 +21,8 @@ Duration: about a minute on one core. Expected: how many times fewer products th
 hyperparameters need (the paper's figure in parentheses): BigGAN kdeformer 3.02 (4.14), performer 6.27 (6.38); T2T-ViT
 kdeformer 18.8 (18.3), reformer 14.2 (13.8), performer 30.9 (31.8), scatterbrain 19.9 (22.4). On BigGAN PyTorch's kernel
 takes keys of the dimension of the values, so that scores cost four times as much. Counting exponentials, sorts and
-gathers changes little: kdeformer 2.97 and 18.0. The times differ: on one core kdeformer is 2 and 3.5 times
-faster than exact attention, performer 6 and 13 times.
+gathers changes little: kdeformer 2.97 and 18.0. The times differ: on one core kdeformer is 2 and 3.5 times faster than
+exact attention, performer 6 and 13 times.
 """
 
 import contextlib

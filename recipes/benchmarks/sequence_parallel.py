@@ -3,9 +3,9 @@
     python -m recipes.benchmarks.sequence_parallel
     python -m recipes.benchmarks.sequence_parallel --length 131072 --processes 16 --causal
 
-Duration: a few seconds. Expected with 8 processes and 16 heads of dimension 64 in bfloat16: 266 KB for linear, .8 MB
-for nystromformer, 1 MB for performer and 2 MB for linformer and longformer, which do not depend on the length. Methods
-that exchange tokens for heads send 8 MB at 8,192 tokens and 67 MB at 65,536.
+Duration: a quarter of a minute. Expected with 8 processes and 16 heads of dimension 64 in bfloat16: 295 KB for linear,
+.8 MB for nystromformer, 1.2 MB for performer and 2.1 MB for linformer and longformer, which do not depend on the
+length. Methods that exchange tokens for heads send 8 MB at 8,192 tokens and 67 MB at 65,536.
 
 One process runs the calls of a model and exchanges nothing: it receives zeros. The bytes are what it gives to the
 collectives, forward and backward. How much of that is on the wire depends on the library: all_reduce moves about twice
@@ -139,8 +139,9 @@ def traffic(config: MethodConfig | None, length: int, how: Setting) -> tuple[Tra
         if config is None:
             out = over_heads(_any_attention, *own, shards)
         else:
-            initial, sizes = get_method(config.method).initial_parameters, dict(num_heads=heads, max_length=length)
-            parameters = initial(config, head_dim=dim, value_dim=dim, **sizes) if initial else {}
+            initial = get_method(config.method).initial_parameters
+            sizes = {"num_heads": heads, "head_dim": dim, "value_dim": dim, "max_length": length}
+            parameters = initial(config, **sizes) if initial else {}
             call = functools.partial(sharded_attention, shards=shards, is_causal=how.is_causal, parameters=parameters)
             out = call(config, *own)
         torch.autograd.grad(out, own, torch.ones_like(out), allow_unused=True)
