@@ -71,10 +71,9 @@ def calibrate(
 
     Layers in which no candidate stays below it keep exact attention.
 
-    `methods=["auto"]` calibrates `auto`. Where it may not decide by the data of a call (in training, under
-    `torch.compile` and in decoders), all heads of a layer then have the columns that are accepted here, or exact
-    attention where no budget is accepted. In all other calls `auto` decides for each head, with these columns first and
-    `max_error` as its bound.
+    `methods=["auto"]` calibrates `auto`. Where it may not decide by the data of a call (in training and in decoders),
+    all heads of a layer then have the columns that are accepted here, or exact attention where no budget is accepted.
+    In all other calls `auto` decides for each head, with these columns first and `max_error` as its bound.
 
     The error of a layer on a sequence is |A - E| / |E| in the operator norm, averaged over heads. E is the output of
     exact attention, and A is the output of the method for the same queries, keys and values. These are the layer's

@@ -20,7 +20,6 @@ with a window as near field; at 4,096 tokens and a budget of 256 .38 and .35; on
 most .125, .12 and .055; at 4,096 tokens it has .128 on two books, which misses the goal.
 """
 
-import contextlib
 import functools
 import statistics
 from collections.abc import Sequence
@@ -28,7 +27,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
-from hf_efficient_attn.ops.accelerator import use_backend
 from torch import Tensor
 from tqdm import tqdm
 
@@ -163,9 +161,6 @@ def error(
         bool, typer.Option("--defaults", help="The hyperparameters of each method as they are, without a budget.")
     ] = False,
     causal: Annotated[bool, typer.Option("--causal", help="Causal attention, for methods that have it.")] = False,
-    accelerator: Annotated[
-        bool, typer.Option("--accelerator", help="The form of each method for accelerators, computed on the CPU.")
-    ] = False,
     by_layer: Annotated[bool, typer.Option("--by-layer", help="Print the error of every layer too.")] = False,
     check: commands.Check = False,
     csv: commands.Csv = None,
@@ -195,12 +190,11 @@ def error(
                 config.with_budget(columns)
     with use_threads(threads):
         activations = read(commands.data_folder(data), inputs)
-        with use_backend("library") if accelerator else contextlib.nullcontext():
-            rows = measure(configs, activations, budgets, seeds, causal)
+        rows = measure(configs, activations, budgets, seeds, causal)
         mean = mean_error(activations, exact_outputs(activations, causal), causal)
     num_heads, length, head_dim = activations[0].query.shape[1:]
     layers = [key for key in rows[0] if key.startswith("layer_")]
-    form = (", causal" if causal else "") + (", form for accelerators" if accelerator else "")
+    form = ", causal" if causal else ""
     title = (
         f"{model}: {length} tokens{form}, {len(layers)} layers, {num_heads} heads of {head_dim}, "
         f"{len(activations) // len(layers)} inputs"

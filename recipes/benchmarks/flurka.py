@@ -23,8 +23,8 @@ features:
     flurka_performer  N W^2 + 2 P W^2 + 2 N P W + 2 (N + P) W F
 
 These are the projections, the contraction, and the products with the contracted vectors or features. They omit the
-normaliser of `linear` (N W multiplications in a sum) and the small products for the biases of contracted vectors. Those
-of eva are not counted. The paper (Eq. 6-8) also counts an operation for every exponential and feature and has F = D:
+sums of weights (up to 9 N H F) and the small products for the biases of contracted vectors. Those of eva are not
+counted. The paper (Eq. 6-8) also counts an operation for every exponential and feature and has F = D:
 
     kernel            3 N W^2 + 2 N W + 2 N W D
     low-rank          N W^2 + 2 P W^2 + 4 N P W + N H P

@@ -3,13 +3,15 @@
     python -m recipes.benchmarks.sequence_parallel
     python -m recipes.benchmarks.sequence_parallel --length 131072 --processes 16 --causal
 
-Duration: a few seconds. Expected at 1,048,576 tokens, 8 processes and 16 heads of dimension 64 in bfloat16: 266 KB for
-linear, .8 MB for nystromformer, 3.2 MB for nearfar, and 1 GB for methods that exchange tokens for heads.
+Duration: a quarter of a minute. Expected with 8 processes and 16 heads of dimension 64 in bfloat16: 295 KB for linear,
+.8 MB for nystromformer, 1.2 MB for performer and 2.1 MB for linformer and longformer, which do not depend on the
+length. Methods that exchange tokens for heads send 8 MB at 8,192 tokens and 67 MB at 65,536.
 
-The calls are those of a model, on meta tensors, and the bytes are what the process gives to the collectives, forward
-and backward. How much of that is on the wire depends on the library: all_reduce moves about twice as much, all_gather
-one copy for each other process, and all_to_all all but the process's own part. The same counter counts real calls in
-the tests. "tokens for heads" stands for every method without a form of its own, and for exact attention.
+One process runs the calls of a model and exchanges nothing: it receives zeros. The bytes are what it gives to the
+collectives, forward and backward. How much of that is on the wire depends on the library: all_reduce moves about twice
+as much, all_gather one copy for each other process, and all_to_all all but the process's own part. The same counter
+counts real calls in the tests. "tokens for heads" stands for every method without a form of its own, and for exact
+attention.
 """
 
 import functools
@@ -21,7 +23,6 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from hf_efficient_attn.ops.accelerator import use_backend
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
@@ -31,7 +32,6 @@ from hf_efficient_attn.methods import MethodConfig, available_methods, get_metho
 from hf_efficient_attn.ops import shards as shards_module
 from hf_efficient_attn.ops.shards import Shards, over_heads
 from recipes.common import commands
-from recipes.common.launches import meta_parameters, on_meta_tensors
 
 app = commands.new_app()
 
@@ -75,7 +75,7 @@ class Traffic:
 
 
 class _Counted:
-    """The functional collectives that the package calls. They count, and send nothing on meta tensors."""
+    """The functional collectives that the package calls. They count, and send nothing in a group of `_Group`."""
 
     def __init__(self, forward: Traffic, backward: Traffic) -> None:
         self.forward, self.backward = forward, backward
@@ -89,16 +89,18 @@ class _Counted:
     def all_gather_single_autograd(self, x: Tensor, dim: int, group: Any) -> Tensor:
         function: Any = getattr(collectives, "all_gather_single_autograd", None)
         function = function or collectives.all_gather_tensor_autograd
-        out = x.repeat(group.size()) if x.is_meta else function(x, dim, group)
+        out = x.repeat(group.size()) if isinstance(group, _Group) else function(x, dim, group)
         return self._count("all_gather", "reduce_scatter", x, out)
 
     def all_reduce(self, x: Tensor, operation: str, group: Any) -> Tensor:
-        out = 1 * x if x.is_meta else collectives.all_reduce(x, operation, group)
+        out = 1 * x if isinstance(group, _Group) else collectives.all_reduce(x, operation, group)
         return self._count("all_reduce", "all_reduce", x, out)
 
     def all_to_all_single_autograd(self, x: Tensor, received: list[int], sent: list[int], group: Any) -> Tensor:
-        out = x.new_empty(sum(received)) + x.sum() if x.is_meta else None
-        out = collectives.all_to_all_single_autograd(x, received, sent, group) if out is None else out
+        if isinstance(group, _Group):
+            out = x.new_zeros(sum(received)) + 0 * x.sum()
+        else:
+            out = collectives.all_to_all_single_autograd(x, received, sent, group)
         return self._count("all_to_all", "all_to_all", x, out)
 
 
@@ -128,18 +130,21 @@ def traffic(config: MethodConfig | None, length: int, how: Setting) -> tuple[Tra
     bounds = [length * i // size for i in range(size + 1)]
     lengths = tuple(b - a for a, b in itertools.pairwise(bounds))
     shards = Shards(_Group(size, size // 2), lengths, size // 2)  # type: ignore[arg-type]
+    draws = torch.Generator().manual_seed(0)
     own = [
-        torch.empty(batch, n, lengths[shards.rank], dim, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        torch.randn(batch, n, lengths[shards.rank], dim, generator=draws).to(torch.bfloat16).requires_grad_()
         for n in (heads, kv_heads, kv_heads)
     ]
-    with use_backend("library"), on_meta_tensors(), counted_traffic() as (forward, backward):
+    with counted_traffic() as (forward, backward):
         if config is None:
             out = over_heads(_any_attention, *own, shards)
         else:
-            parameters = meta_parameters(config, length, (heads, dim, dim)) or {}
+            initial = get_method(config.method).initial_parameters
+            sizes = {"num_heads": heads, "head_dim": dim, "value_dim": dim, "max_length": length}
+            parameters = initial(config, **sizes) if initial else {}
             call = functools.partial(sharded_attention, shards=shards, is_causal=how.is_causal, parameters=parameters)
             out = call(config, *own)
-        torch.autograd.grad(out, own, torch.empty_like(out), allow_unused=True)
+        torch.autograd.grad(out, own, torch.ones_like(out), allow_unused=True)
     return forward, backward
 
 
@@ -176,9 +181,9 @@ def in_words(count: int) -> str:
     return f"{count} B"
 
 
-@app.command(epilog="Example: python -m recipes.benchmarks.sequence_parallel --length 1048576 --processes 8")
+@app.command(epilog="Example: python -m recipes.benchmarks.sequence_parallel --length 65536 --processes 16")
 def run(
-    length: commands.numbers_option("Tokens of all processes together", "131072,1048576") = [],  # noqa: B006
+    length: commands.numbers_option("Tokens of all processes together", "8192,65536") = [],  # noqa: B006
     method: commands.methods_option("those with a form of their own") = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006
     processes: Annotated[int, typer.Option(metavar="N", min=1, help="Processes that share a sequence.")] = 8,
@@ -189,7 +194,7 @@ def run(
     width: commands.HeadDim = 64,
     csv: commands.Csv = None,
 ) -> None:
-    """Count the bytes that a process sends in one layer, on meta tensors in bfloat16."""
+    """Count the bytes that a process sends in one layer, in bfloat16."""
     commands.check_outputs(csv, None)
     if kv_heads and heads % kv_heads:
         raise UnsupportedAttentionError(f"--kv-heads {kv_heads} must divide --heads {heads}")
@@ -197,7 +202,7 @@ def run(
     names = method or [name for name in available_methods() if get_method(name).sharded is not None]
     configs = {k: v for k, v in parse_methods(names, setting).items() if not causal or method_info(v.method).causal}
     rows = []
-    for tokens in parse_lengths(length) or [131_072, 1_048_576]:
+    for tokens in parse_lengths(length) or [8192, 65_536]:
         for label, config in configs.items():
             given = config if own_form(config, tokens, causal) else None
             rows.append(row(label if given else f"{label} ({EXCHANGE})", given, tokens, how))

@@ -71,11 +71,6 @@ def _added_product(_: Shape, left: Shape, right: Shape, **__: Any) -> int:
     return 2 * math.prod(left) * right[-1]
 
 
-def _linear(x: Shape, weight: Shape, *_: Any, **__: Any) -> int:
-    """(..., K) times the transpose of (M, K)."""
-    return 2 * math.prod(x) * weight[0]
-
-
 def _elements(x: Shape, *_: Any, **__: Any) -> int:
     return math.prod(x)
 
@@ -138,7 +133,6 @@ def _operators(formula: Formula, *names: str) -> dict[Any, Formula]:
     return {getattr(torch.ops.aten, name): formula for name in names if hasattr(torch.ops.aten, name)}
 
 
-_OWN = torch.ops.hf_efficient_attn
 _CPU = "_scaled_dot_product_flash_attention_for_cpu"
 _KERNELS = [
     "_scaled_dot_product_flash_attention",
@@ -146,16 +140,12 @@ _KERNELS = [
     "_scaled_dot_product_cudnn_attention",
 ]
 
-# Products that torch's counter has no formula for. The backward operator of torch's kernel takes the gradient of the
-# output before the query; ours takes the gradients of the output and of the lse.
+# Products that torch's counter has no formula for. The backward operator takes the gradient of the output before the
+# query.
 FORMULAS = {
     **_operators(_added_product, "baddbmm_"),
     **_operators(_attention, _CPU),
     **_operators(_attention_backward(1), f"{_CPU}_backward"),
-    _OWN.attend: _attention,
-    _OWN.partial_attention_backward: _attention_backward(2),
-    # The product of oneDNN, which the package uses on some processors. Not every build of torch has it.
-    **({torch.ops.mkldnn._linear_pointwise: _linear} if hasattr(torch.ops.mkldnn, "_linear_pointwise") else {}),
 }
 FORMULAS_BY_PART: dict[str, dict[Any, Formula]] = {
     "products": FORMULAS,
@@ -167,8 +157,6 @@ FORMULAS_BY_PART: dict[str, dict[Any, Formula]] = {
         **_operators(_broadcast, "logaddexp", "logaddexp2"),
         **_operators(_pairs(), _CPU, *_KERNELS),
         **_operators(_pairs(1), f"{_CPU}_backward", *(f"{name}_backward" for name in _KERNELS)),
-        _OWN.attend: _pairs(),
-        _OWN.partial_attention_backward: _pairs(2),
     },
     "sorting": {
         **_operators(_any_sort, "sort", "argsort"),

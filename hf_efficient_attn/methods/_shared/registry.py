@@ -79,9 +79,8 @@ class Recurrence(Generic[ConfigT]):
 class ShardedForm(Generic[ConfigT]):
     """Attention of a sequence whose tokens are divided over processes, in which only summaries of the keys travel.
 
-    Its output and its gradients are those of `forward` on the whole sequence, up to rounding; a method that has another
-    form on accelerators may have the form for the CPU here on all devices, and says so. A method without it is computed
-    from all tokens of some heads in each process, which have to be sent there and back.
+    Its output and its gradients are those of `forward` on the whole sequence, up to rounding. A method without it is
+    computed from all tokens of some heads in each process, which have to be sent there and back.
 
     Attributes:
         forward: forward(config, query, key, value, options, shards) returns the output (B, H, n, Dv) for the query
