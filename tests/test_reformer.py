@@ -11,8 +11,8 @@ from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
 import hf_efficient_attn as hea
 import promises
-from hf_efficient_attn.ops import lsh_rounds
-from hf_efficient_attn.ops.lsh_rounds import Rounds, bucket_codes, plan_rounds, rounds_attention
+from hf_efficient_attn.ops import hashing
+from hf_efficient_attn.ops.hashing import Rounds, bucket_codes, plan_rounds, rounds_attention
 from hf_efficient_attn.ops.tokens import inverse
 from instances import Instance, inputs, numbers, padding_mask, relative_error
 from tiny_models import tiny_model
@@ -95,8 +95,8 @@ def test_a_bucket_is_a_pair_of_the_papers_hashes():
 def test_number_of_buckets(size):
     """There are enough buckets for half a chunk each, and at most twice as many, or 4."""
     counts = torch.arange(1, 5000)
-    most = len(lsh_rounds.rotations(5000, size, 1, 2, 0, counts.device))
-    first, second = lsh_rounds.bucket_halves(counts[:, None], size, most).unbind(1)
+    most = len(hashing.rotations(5000, size, 1, 2, 0, counts.device))
+    first, second = hashing.bucket_halves(counts[:, None], size, most).unbind(1)
     assert first.min() == second.min() == 1
     assert max(first.max(), second.max()) <= most
     buckets = (4 * first * second).flatten()

@@ -1,20 +1,27 @@
-"""Angular locality-sensitive hashing with blocks of equal size (Zandieh et al. 2023, Appendix A).
+"""Locality-sensitive hashing: blocks of queries and keys of similar hash, as a plan without a gradient.
 
-Definition A.1: bit b of a code tells on which side of the b-th random hyperplane a vector lies. Lemma A.2: the codes
-are put in the order of the reflected Gray code, in which neighbors differ in one bit, so that neighboring codes are
-neighboring cells of space. Definition A.3: the tokens are sorted by the rank of their code in that order and cut into
-blocks of equal size.
+`plan_lsh` (Zandieh et al. 2023, Appendix A): bit b of a code tells on which side of the b-th random hyperplane a vector
+lies (Definition A.1). The tokens are sorted by the rank of their code in the order of the reflected Gray code, in which
+neighbors differ in one bit (Lemma A.2), and cut into blocks of equal size (Definition A.3). In that order the new bit
+is appended at the end, and the second half is reversed. So the last bit is the most significant one of the rank, and
+bit b of the rank is the parity of the bits b, b+1, ... of the code.
 
-In the order of Lemma A.2 the new bit is appended at the end, and the second half is reversed. So the last bit is the
-most significant one of the rank, and bit b of the rank is the parity of the bits b, b+1, ... of the code.
+`plan_rounds` (Kitaev, Kaiser, Levskaya, ICLR 2020, section 2): in every round queries and keys are sorted by the bucket
+of a new random hash, and `rounds_attention` merges the rounds.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.random import Seed, constant, normal
+from hf_efficient_attn.ops.attend import attend
+from hf_efficient_attn.ops.exact import mask_bias
+from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, merge
+from hf_efficient_attn.ops.random import Seed, constant, integers, normal
+from hf_efficient_attn.ops.slices import slice_size, sliced
+from hf_efficient_attn.ops.tokens import ceil_div, inverse, pad_to_blocks, take, valid_first
 
 
 class NearField(NamedTuple):
@@ -52,14 +59,8 @@ def hash_keys(x: Tensor, num_hashes: int, seed: Seed, mask: Tensor | None = None
 
     Positions and N count the valid tokens. Called without a gradient.
 
-    Args:
-        x: (BH, N, D).
-        num_hashes: hyperplanes of the hash, r.
-        seed: seed of the hyperplanes.
-        mask: bool (BH, N), True for valid tokens, or None. Masked tokens get inf.
-
-    Returns:
-        (BH, N), float32 if that holds all ranks and positions, else float64.
+    For tokens (BH, N, D) and r hyperplanes of a seed: (BH, N), float32 if that holds all ranks and positions, else
+    float64. Tokens that the mask, bool (BH, N) or None, excludes get inf.
     """
     length, device = x.shape[1], x.device
     dtype = torch.float32 if length <= 2.0 ** (24 - num_hashes) else torch.float64
@@ -106,8 +107,7 @@ def plan_lsh(
 ) -> NearField:
     """Blocks of queries and blocks of keys in hash order, without a gradient.
 
-    Queries and keys are sorted by the same hash (Definition A.3), and the queries are cut into equal blocks. The paper
-    pairs the b-th block of queries with the b-th block of keys; see `block_starts` for the departure.
+    `block_starts` describes the departure from the paper.
 
     Args:
         query: (BH, Nq, D).
@@ -138,23 +138,262 @@ def block_starts(
 ) -> Tensor:
     """For each block of sorted queries the sorted index at which its block of keys starts.
 
-    The papers have one set of vectors or assume that queries and keys are distributed alike, and pair the b-th block of
-    queries with the b-th block of keys. Two sets may be distributed differently over the cells of the hash. So here the
-    block of keys is centered on the sorted index that the middle query of the block would have among the keys.
+    The papers pair the b-th block of queries with the b-th block of keys. Two sets of vectors may be distributed
+    differently over the cells of the hash. So here the block of keys is centered on the sorted index that the middle
+    query of the block would have among the keys.
 
-    Args:
-        query_keys: (BH, Nq), the sorted `hash_keys` of the queries.
-        keys: (BH, Nk), those of the keys.
-        num_queries: number of valid queries, an integer or int64 (BH, 1).
-        num_keys: number of valid keys, likewise.
-        block_q: queries of a block.
-        block_k: keys of a block.
-
-    Returns:
-        int64 (BH, T) for T blocks of queries. A block of keys ends before `num_keys` if there are at least `block_k`.
+    `query_keys` (BH, Nq) and `keys` (BH, Nk) are sorted `hash_keys`, of which so many, an integer or int64 (BH, 1), are
+    valid. Returns int64 (BH, T). A block of keys ends before `num_keys` if there are at least `block_k`.
     """
     (batch_heads, q_len), device = query_keys.shape, keys.device
     middle = torch.arange(block_q // 2, q_len + block_q // 2, block_q, device=device).expand(batch_heads, -1)
     of_middle = query_keys.gather(1, middle.clamp(max=num_queries - 1).clamp_(min=0))
     start = torch.searchsorted(keys, of_middle) - block_k // 2
     return start.clamp_(max=num_keys - block_k).clamp_(min=0)
+
+
+_STREAM = 45
+# So far below any score that its exponential is 0, but finite, because the product of infinity and 0 is NaN.
+_EXCLUDED = 1e30
+# What tokens are sorted by is bucket * 2**32 + position. The bucket of masked tokens comes after all others.
+_BUCKET, _LAST_BUCKET = 1 << 32, 1 << 30
+
+
+class Rounds(NamedTuple):
+    """The block of keys of each of T blocks of queries, in each of S rounds.
+
+    Attributes:
+        query_order: int64 (BH, S, Nq), the query at each sorted index. Block t starts at sorted index t * block_q.
+        key_order: int64 (BH, S, Nk), the key at each sorted index, valid keys first.
+        start: int64 (BH, S, T), the sorted index at which the block of keys starts.
+        block_q: queries of a block.
+        block_k: keys of a block.
+        num_keys: int64 (BH, 1), the number of valid keys, or None if all are valid.
+    """
+
+    query_order: Tensor
+    key_order: Tensor
+    start: Tensor
+    block_q: int
+    block_k: int
+    num_keys: Tensor | None
+
+
+def rotations(kv_len: int, block_size: int, rounds: int, head_dim: int, seed: Seed, device: torch.device) -> Tensor:
+    """Random directions of every round for up to `kv_len` keys: (h, rounds, 2, D), float64, standard normal.
+
+    Fewer keys use the first of the h directions: see `bucket_halves`.
+    """
+    most = math.isqrt(ceil_div(kv_len, 2 * block_size) - 1) + 1
+    return normal((most, rounds, 2, head_dim), seed, _STREAM, device)
+
+
+def bucket_halves(num_keys: Tensor, block_size: int, most: int) -> Tensor:
+    """Half of each of the two factors of the number of buckets, from 1 to `most`: int64 (B, 1) -> (B, 2).
+
+    There are about 2 * num_keys / block_size buckets, so that a bucket has half a block on average (the paper's
+    m = 2 l / n_buckets). The first half is the smallest h for which 2h * 2h buckets suffice. The second half is the
+    smallest that suffices together with the first.
+    """
+    smaller = torch.arange(1, most, device=num_keys.device)
+    first = 1 + (2 * block_size * smaller * smaller < num_keys.unsqueeze(-1)).sum(-1)
+    second = (num_keys + (2 * block_size * first - 1)) // (2 * block_size * first)
+    return torch.cat((first, second.clamp(min=1)), 1)
+
+
+def bucket_codes(x: Tensor, directions: Tensor, half: Tensor, num_keys: Tensor | None = None) -> Tensor:
+    """The bucket of every token in every round.
+
+    A bucket is a pair of hashes argmax([xR; -xR]), where R are the first directions of each factor. A single hash with
+    as many buckets would cost their number times N, which is quadratic for blocks of constant size.
+
+    The arguments are tokens (BH, N, D), the results of `rotations` and `bucket_halves`, and, to subtract their mean from
+    all, the number of tokens that are not 0, int64 (BH or 1, 1). Returns int64 (BH, S, N).
+    """
+    # A direction that is not used is 0, which is never the largest product: (1 or BH, S, 2, h, D).
+    used = integers(len(directions), x.device) < half.unsqueeze(2)
+    directions = directions.permute(1, 2, 0, 3) * used[:, None, :, :, None]
+    dtype, sizes = accumulation_dtype(x.dtype), directions.shape[1:4]
+    projected = directions.flatten(1, 3).to(dtype).expand(x.shape[0], -1, -1) @ x.detach().to(dtype).mT
+    if num_keys is not None:  # the mean is subtracted from the products, because they are fewer numbers
+        projected -= projected.sum(2, keepdim=True) / num_keys.clamp(min=1).unsqueeze(2)
+    projected = projected.unflatten(1, sizes)
+    # The largest absolute value, one direction at a time: on a CPU several times as fast as a maximum with its index.
+    largest, *others = projected.abs().unbind(3)
+    index = torch.zeros_like(largest, dtype=torch.int16)
+    for h, other in enumerate(others, 1):
+        index = torch.maximum(index, (other > largest).to(torch.int16).mul_(h))
+        largest = torch.maximum(largest, other)
+    index = index.long()
+    index += (projected.gather(3, index.unsqueeze(3)).squeeze(3) < 0) * half[:, None, :, None]
+    return index[:, :, 0] * (2 * half[:, 1, None, None]) + index[:, :, 1]
+
+
+def _sort(codes: Tensor, share: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Sort tokens by bucket (BH, S, N), and within it by their share of the sequence, from 0 to 2^31 - 1.
+
+    Those that the mask, bool (BH, N), excludes come last. Returns what they are sorted by, and the order.
+    """
+    codes = codes if mask is None else codes.masked_fill(~mask.unsqueeze(1), _LAST_BUCKET)
+    keys, order = torch.add(share, codes, alpha=_BUCKET).sort()
+    return keys, order
+
+
+@torch.no_grad()
+def plan_rounds(
+    query: Tensor, key: Tensor, key_mask: Tensor | None, *, block_size: int, rounds: int, seed: Seed
+) -> Rounds:
+    """Blocks of `block_size` queries, each with 2 * block_size keys: its own block and half of each neighboring block.
+
+    If the keys are not the queries, their mean is subtracted before hashing. Softmax attention does not change if the
+    same vector is added to all keys, but a large vector would put all keys into one bucket.
+
+    Up to rounds * 2 * block_size keys are all computed: their blocks are disjoint parts of one order.
+
+    Args:
+        query: (BH, Nq, D).
+        key: (BH, Nk, D), or the same tensor as `query`. Otherwise it is 0 for masked keys.
+        key_mask: bool (BH, Nk), True for valid keys, or None. It also masks the queries if there are as many.
+        block_size: queries of a block.
+        rounds: number of hashes.
+        seed: seed of the hashes.
+    """
+    (batch_heads, q_len, head_dim), kv_len, device = query.shape, key.shape[1], key.device
+    block_k, same_length = 2 * block_size, q_len == kv_len
+    if key_mask is None and kv_len <= rounds * block_k:
+        key_mask = torch.ones(batch_heads, kv_len, dtype=torch.bool, device=device)
+    query_mask = key_mask if same_length else None
+    num_keys = torch.full((1, 1), kv_len, device=device) if key_mask is None else key_mask.sum(1, keepdim=True)
+    directions = rotations(kv_len, block_size, rounds, head_dim, seed, device)
+    half = bucket_halves(num_keys, block_size, len(directions))
+    share = query_share = integers(kv_len, device)
+    if not same_length:  # the share of the sequence before a token, as an integer below 2^31
+        rank = share if key_mask is None else (key_mask.cumsum(1) - 1).clamp(min=0).unsqueeze(1)
+        query_share = (integers(q_len, device) << 31) // q_len
+        share = (rank << 31) // num_keys.clamp(min=1).unsqueeze(2)
+    keys, key_order = _sort(bucket_codes(key, directions, half, None if query is key else num_keys), share, key_mask)
+    queries, query_order = keys, key_order
+    if query is not key:
+        queries, query_order = _sort(bucket_codes(query, directions, half), query_share, query_mask)
+    # A block of keys is centered on the sorted index that the middle query of the block would have among the keys.
+    middle = torch.arange(block_size // 2, q_len + block_size // 2, block_size, device=device).clamp(max=q_len - 1)
+    middle = middle.expand(batch_heads, rounds, -1)
+    if query_mask is not None:
+        middle = torch.minimum(middle, (num_keys - 1).clamp(min=0).unsqueeze(2))
+    start = (torch.searchsorted(keys, queries.gather(2, middle)) - block_k // 2).clamp(min=0)
+    start = torch.minimum(start, (num_keys - block_k).clamp(min=0).unsqueeze(2))
+    if key_mask is None:
+        return Rounds(query_order, key_order, start, block_size, block_k, None)
+    short = (num_keys <= rounds * block_k)[:, :, None]
+    disjoint = torch.arange(rounds, device=device)[:, None] * block_k
+    key_order = torch.where(short, valid_first(key_mask)[:, None], key_order)
+    return Rounds(query_order, key_order, torch.where(short, disjoint, start), block_size, block_k, num_keys)
+
+
+def rounds_attention(
+    query: Tensor, key: Tensor, value: Tensor, plan: Rounds, *, others: bool, scale: float, dropout_p: float = 0.0
+) -> Tensor:
+    """The attention of a plan.
+
+    A pair that several rounds contain counts in the first of them only, so that this round needs no bias and dropout is
+    applied once to each pair. The paper's weights of the rounds (Eq. 6-7) have the same sum.
+
+    Args:
+        query: (BH, Nq, D).
+        key: (BH, Nk, D).
+        value: (BH, Nk, Dv).
+        plan: the rounds.
+        others: whether a token attends to itself only if it has no other key. Then Nq = Nk.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a weight.
+
+    Returns:
+        (BH, Nq, Dv).
+    """
+    rounds, num_blocks = plan.start.shape[1:]
+
+    def some_heads(query: Tensor, key: Tensor, value: Tensor, num_keys: Tensor | None, *orders: Tensor) -> Tensor:
+        query_order, key_order, start = orders
+        query_rank, key_rank = (inverse(x.flatten(0, 1)).view_as(x) for x in (query_order, key_order))
+        # The last block is padded with query 0; the result for the padding is not used.
+        queries = pad_to_blocks(query_order.flatten(0, 1).unsqueeze(2), plan.block_q)
+        queries = queries.view(len(query), rounds, num_blocks, plan.block_q)
+        index = start.unsqueeze(3) + integers(plan.block_k, query.device)
+        masked = None if num_keys is None else index >= num_keys[:, :, None, None]
+        index = index.clamp(max=key.shape[1] - 1)
+        keys = key_order.gather(2, index.flatten(2)).view_as(index)
+        # The start of the block of keys of each query in each round.
+        first = start.gather(2, query_rank // plan.block_q)
+
+        def one_round(s: int) -> Partial:
+            own, own_keys = queries[:, s], keys[:, s]
+            # Round t contains a pair if the rank of the key is in the block of keys of the query.
+            earlier = [(_at(key_rank[:, t], own_keys), _at(first[:, t], own)) for t in range(s)]
+            bias = _round_bias(query.dtype, (own, own_keys), None if masked is None else masked[:, s], earlier, others)
+            block = take(query, own), take(key, own_keys), take(value, own_keys)
+            part, rank = attend(*block, bias, scale=scale, dropout_p=dropout_p), query_rank[:, s]
+            return Partial(take(part.out.flatten(1, 2), rank), part.lse.flatten(1).gather(1, rank))
+
+        # The first round, which has no bias, needs the least memory beside the other results.
+        partials = [one_round(s) for s in reversed(range(rounds))]
+        out, lse = merge(*partials)
+        return torch.where((lse == -torch.inf).unsqueeze(-1), value, out) if others else out
+
+    tensors = query, key, value, plan.num_keys, plan.query_order, plan.key_order, plan.start
+    size = slice_size(2 * query.shape[1] * plan.block_k, query.device)
+    # Without dropout autograd keeps copies of the tokens, and biases: 1.3 times as fast as to compute them again.
+    return sliced(some_heads, *tensors, size=size, draws=dropout_p > 0.0, recompute=dropout_p > 0.0)
+
+
+def _at(x: Tensor, index: Tensor) -> Tensor:
+    """The numbers x (BH, N) at an index (BH, ...), in its shape."""
+    return x.gather(1, index.flatten(1)).view_as(index)
+
+
+def _round_bias(
+    dtype: torch.dtype,
+    pairs: tuple[Tensor, Tensor],
+    masked: Tensor | None,
+    earlier: list[tuple[Tensor, Tensor]],
+    others: bool,
+) -> Tensor | None:
+    """The bias of the pairs of a round, (BH, T, block_q or 1, block_k), or None if all pairs count.
+
+    It is -inf for masked keys and -`_EXCLUDED` for pairs of an earlier round, whose weight is then nothing beside what
+    their query has in that round.
+
+    `pairs` are the queries, int64 (BH, T, block_q), and the keys, (BH, T, block_k). `earlier` has for each earlier
+    round the ranks of these keys, and the starts of the blocks of keys of these queries. `others` excludes the pairs of
+    a token with itself.
+    """
+    (queries, keys), acc_dtype, bias = pairs, accumulation_dtype(dtype), None
+    block_k = keys.shape[2]
+    for rank, first in earlier:
+        # Twice a rank is even and twice the center of a block is odd, because block_k is even. So the distance is at
+        # most block_k - 1 within the block of keys, and at least block_k + 1 outside.
+        center = (2 * first + (block_k - 1)).to(acc_dtype)
+        gap = ((2 * rank).to(acc_dtype)[:, :, None] - center[:, :, :, None]).abs_()
+        # Several operations on one buffer are several times as fast as a masked fill.
+        excluded = gap.clamp_(block_k - 1, block_k).sub_(block_k).mul_(_EXCLUDED)
+        bias = excluded if bias is None else bias.add_(excluded)
+    if others:
+        itself = mask_bias(keys[:, :, None] != queries[:, :, :, None], dtype)
+        bias = itself if bias is None else bias.add_(itself)
+    if masked is not None:
+        key_bias = mask_bias(~masked[:, :, None], dtype)
+        bias = key_bias if bias is None else bias.add_(key_bias)
+    return bias
+
+
+def dense_pairs(plan: Rounds) -> Tensor:
+    """The readable form: bool (BH, Nq, Nk), True for the pairs of any round."""
+    (batch_heads, rounds, q_len), kv_len = plan.query_order.shape, plan.key_order.shape[2]
+    pairs = torch.zeros(batch_heads, q_len, kv_len, dtype=torch.bool, device=plan.query_order.device)
+    for a in range(batch_heads):
+        num_keys = kv_len if plan.num_keys is None else int(plan.num_keys[a])
+        for s in range(rounds):
+            for t, start in enumerate(plan.start[a, s].tolist()):
+                queries = plan.query_order[a, s, t * plan.block_q : (t + 1) * plan.block_q]
+                keys = plan.key_order[a, s, start : min(start + plan.block_k, num_keys)]
+                pairs[a, queries[:, None], keys] = True
+    return pairs
