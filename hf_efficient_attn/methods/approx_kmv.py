@@ -14,9 +14,8 @@ Departures of this method from the paper:
   their means, which has neither property.
 - The guarantee |K x - y| <= eps |x| holds for all rows together, for a kernel that is at most 1. It says little about a
   row whose denominator is less than 2 eps, so such a row is computed exactly.
-- `num_samples` > 0 sets the cost of a query instead of the error. Half of these keys are those that share most buckets
-  with the query, and the rest is drawn. In this case there is no guarantee for the error. Sequences of up to
-  `num_samples` keys are computed exactly.
+- `num_samples` > 0 sets the cost of a query instead of the error, without a guarantee. Half of these keys are those
+  that share most buckets with the query, and the rest is drawn. Up to `num_samples` keys are computed exactly.
 
 The amount of work depends on the data: the number of draws is the one that the error of this data requires, rows with a
 small denominator are computed exactly, and the keys that share a bucket with a query may be none or all. A bound by
@@ -32,6 +31,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hf_efficient_attn.kernel import products
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
@@ -94,14 +94,12 @@ class _Head(NamedTuple):
     dropout_p: float
     seed: int | Tensor
 
-    def gaussian(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys in units of the bandwidth, and the log of the ratio of each row of A to that of its kernel.
 
-        Without a gradient: (Nq, D), (Nk, D) and (Nq,).
-        """
-        query, key = (x.detach().to(accumulation_dtype(x.dtype)) for x in (self.query, self.key))
-        queries, keys, bandwidth, log_factor = products.attention_to_gaussian(query, key, scale=self.scale)
-        return queries / bandwidth, keys / bandwidth, log_factor
+def _gaussian(head: _Head) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys in units of the bandwidth, and the log of the ratio of each row of A to that of its kernel."""
+    query, key = (x.detach().to(accumulation_dtype(x.dtype)) for x in head[:2])
+    queries, keys, bandwidth, log_factor = products.attention_to_gaussian(query, key, scale=head.scale)
+    return queries / bandwidth, keys / bandwidth, log_factor
 
 
 @torch.no_grad()
@@ -109,12 +107,11 @@ def _parts(config: ApproxKMVConfig, head: _Head) -> Iterator[kde.Part]:
     """The keys that are computed for queries of one head. All keys are computed for the other queries."""
     if head.scale == 0.0 or 0 < len(head.key) <= config.num_samples:
         return
-    queries, keys, _ = head.gaussian()
+    queries, keys, _ = _gaussian(head)
     if config.num_samples:
         yield from kde.parts_by_budget(config.num_samples, queries, keys, head.seed)
         return
-    value = head.value.detach().to(keys.dtype)
-    x = torch.cat((value, value.new_ones(len(value), 1)), 1)
+    x = pad(head.value.detach().to(keys.dtype), (0, 1), value=1.0)
     # `delta` is for all columns of the product together.
     delta, eps = min(0.5, _DELTA * x.shape[1]), config.error_percent / 100
     plan = products.plan_product(queries, keys, x, eps=eps, delta=delta, seed=head.seed, sums=False)
@@ -132,7 +129,7 @@ def _least_lse(config: ApproxKMVConfig, head: _Head) -> Tensor:
     """The lse (Nq,) that a query needs, so that the error says something about it: -inf with a budget."""
     if config.num_samples or head.scale == 0.0:
         return head.query.new_full((len(head.query),), -torch.inf)
-    return head.gaussian()[2] + math.log(2 * config.error_percent / 100)
+    return _gaussian(head)[2] + math.log(2 * config.error_percent / 100)
 
 
 def _forward_head(config: ApproxKMVConfig, head: _Head) -> Tensor:

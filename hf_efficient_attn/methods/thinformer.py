@@ -25,6 +25,7 @@ operations on all heads and buckets together, whatever the length.
 Up to `num_samples` valid keys, all keys are kept, so the output is exact. Gradients hold the selection fixed.
 """
 
+import functools
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -71,15 +72,11 @@ class ThinformerConfig(MethodConfig):
 
 def forward(config: ThinformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Fast form; see `register_method`."""
-    count, seed, (scale, dropout_p) = config.num_samples, options.seed, (options.scale, options.dropout_p)
-
-    def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
-        return thinned_attention(
-            query, key, value, key_mask, count, scale=scale, seed=seed, batch=batch, dropout_p=dropout_p
-        )
-
-    batch = len(query)
-    return by_heads(form, query, key, value, options, count)
+    form = functools.partial(
+        thinned_attention, num_samples=config.num_samples, scale=options.scale, seed=options.seed,
+        batch=len(query), dropout_p=options.dropout_p,
+    )  # fmt: skip
+    return by_heads(form, query, key, value, options, config.num_samples)
 
 
 def naive(config: ThinformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:

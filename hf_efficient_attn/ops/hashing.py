@@ -207,8 +207,8 @@ def bucket_codes(x: Tensor, directions: Tensor, half: Tensor, num_keys: Tensor |
     A bucket is a pair of hashes argmax([xR; -xR]), where R are the first directions of each factor. A single hash with
     as many buckets would cost their number times N, which is quadratic for blocks of constant size.
 
-    The arguments are tokens (BH, N, D), the results of `rotations` and `bucket_halves`, and, to subtract their mean from
-    all, the number of tokens that are not 0, int64 (BH or 1, 1). Returns int64 (BH, S, N).
+    For tokens (BH, N, D), the results of `rotations` and `bucket_halves`, and, to subtract their mean from all, the
+    number of tokens that are not 0, int64 (BH or 1, 1). Returns int64 (BH, S, N).
     """
     # A direction that is not used is 0, which is never the largest product: (1 or BH, S, 2, h, D).
     used = integers(len(directions), x.device) < half.unsqueeze(2)
