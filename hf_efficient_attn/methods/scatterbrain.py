@@ -7,13 +7,13 @@ phi(q_i) . phi(k_j) for all pairs plus a sparse correction exp(q_i . k_j) - phi(
 
 On S the features cancel. The output consists of exp(q_i . k_j) on S and of phi(q_i) . phi(k_j) outside of S, and it is
 computed in this form: the far field is phi(q_i) . sum_{j not in S_i} phi(k_j) v_j^T, whose sums over the keys outside
-of S are added up from the other blocks (`hf_efficient_attn.ops.linear`). Nothing is subtracted, so rounding cannot make
-the far field negative, as it does in the paper's form if one near key has most of the weight. Each query has the factor
-exp(-|q|^2/2) / F, so that both fields have the same normalisation.
+of S are added up from the other blocks (`hf_efficient_attn.ops.near_features`). Nothing is subtracted, so rounding
+cannot make the far field negative, as it does in the paper's form if one near key has most of the weight. Each query
+has the factor exp(-|q|^2/2) / F, so that both fields have the same normalisation.
 
 - `near_field="window"`: queries and keys are split into blocks of block_size by position, and a query attends to its
   own block. Three blocks of a third of this size have a slightly smaller error, but take two to three times as long.
-- `near_field="lsh"`: queries and keys are sorted by an angular hash as in KDEformer (`near_field.plan_lsh`) and split
+- `near_field="lsh"`: queries and keys are sorted by an angular hash as in KDEformer (`hashing.plan_lsh`) and split
   into blocks of block_size. The hash of the middle query of a block determines its block of keys. The paper uses the
   buckets of several rounds of cross-polytope hashing. The complement of equal blocks is a contiguous set of blocks on
   each side.

@@ -3,7 +3,7 @@
 The queries are cut into blocks, in the order of a hash or in the order of their positions. Each block attends exactly
 to one block of `block_size` keys in the same kind of order, its near field, and to sampled keys outside of it, its far
 field. Both share one softmax. `NearField` and `FarField` are the plan. It is computed without a gradient. The readable
-form, in `hf_efficient_attn.methods._shared.sampled_keys`, is computed from the same plan.
+form, `dense_log_weights`, is computed from the same plan.
 """
 
 import math
