@@ -19,7 +19,7 @@ from hf_efficient_attn.ops import (
     near_far,
 )
 from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, pad_to_blocks, take, valid_first
+from hf_efficient_attn.ops.blocks import ceil_div, inverse, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.features import elu_features, orthogonal_features, softmax_features
 from hf_efficient_attn.ops.hashing import NearField, hash_keys, hyperplanes
@@ -312,23 +312,6 @@ def test_take_and_inverse(gradient):
 def test_valid_first_is_stable():
     mask = torch.tensor([[False, True, True, False, True], [False] * 5, [True] * 5])
     assert valid_first(mask).tolist() == [[1, 2, 4, 0, 3], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
-
-
-def test_chunked_over_heads_joins_the_chunks():
-    x, mask, large = numbers(7, 3, 2), None, torch.zeros(7, 1).expand(7, 1 << 18)
-    calls = []
-
-    def double(x, mask, large):
-        calls.append(x.shape[0])
-        assert mask is None
-        assert large.shape[0] == x.shape[0]
-        return 2 * x
-
-    assert torch.equal(chunked_over_heads(double, x, mask, large), 2 * x)
-    assert calls == [2, 2, 2, 1]
-    x.requires_grad_()
-    chunked_over_heads(double, x, mask, large).sum().backward()
-    assert torch.equal(x.grad, torch.full_like(x, 2.0))
 
 
 # Hashing.
