@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods import attention_with_state
-from hf_efficient_attn.ops import accelerator
 from hf_efficient_attn.ops import causal as causal_ops
 from hf_efficient_attn.ops import near_far as near_far_ops
 from instances import Instance, inputs, padding_mask, relative_error
@@ -63,11 +62,6 @@ def check_shapes(instance: Instance, is_causal: bool, padding: str = "none", **s
         # The tables of the projections are float32 in any case.
         rounding = 1.0 + 20.0 * max(torch.finfo(dtype).eps for dtype in (value.dtype, torch.float32))
         assert out.abs().max() <= value.abs().max() * rounding + 1e-6, "an output exceeds all values"
-
-
-def inexact_budgets() -> int:
-    """The number of budgets beyond which no method is exact: the causal nearfar is up to 4.5 on accelerators."""
-    return 2 if accelerator.backend(torch.empty(0)) == "cpu" else 5
 
 
 def check_exact(instance: Instance, is_causal: bool, length: int, padding: str = "none", **shape: Any) -> None:
@@ -397,7 +391,7 @@ def check_whole_budget(instance: Instance, is_causal: bool, length: int, **shape
 
 def check_converges(instance: Instance, is_causal: bool, length: int = 200) -> None:
     """The error decreases with the budget, and is 0 if the budget is as large as the sequence."""
-    middle = length // (inexact_budgets() + 1)
+    middle = length // (2 + 1)
     errors = [budget_error(instance, is_causal, c, q_len=length) for c in (length // 8, middle, length - 20)]
     assert errors[0] > errors[1] > errors[2] > 0, errors
     check_whole_budget(instance, is_causal, length)

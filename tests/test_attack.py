@@ -89,7 +89,7 @@ def test_finds_what_the_package_breaks(name, monkeypatch):
 
     promises_state, hea_convert = promises.attention_with_state, hea.convert
     monkeypatch.setattr(promises, "attention_with_state", forgetting)
-    monkeypatch.setattr(call, "_check", lambda *_: None)
+    monkeypatch.setattr(call, "check_call", lambda *_: None)
     monkeypatch.setattr(hea, "convert", convert)
     assert only(name, {"linear": ROWS["linear"]}, 8).failures.total() > 0
 
@@ -188,7 +188,7 @@ def test_command_for_a_given_time(capsys):
 
 
 def test_command_with_failures(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(call, "_check", lambda *_: None)
+    monkeypatch.setattr(call, "check_call", lambda *_: None)
     file = tmp_path / "result.json"
     assert command("--cases", 20, "--method", "linear", "--promise", "refused", "--json", file) == 1
     captured = capsys.readouterr().out

@@ -1,18 +1,15 @@
-"""The promises in all forms of the operations: by the kernels of accelerators, and in bfloat16 on the CPU.
+"""The promises in bfloat16 on the CPU, and with slices of other sizes.
 
-`test_promises.py` checks the form for the CPU with products in the dtype of the inputs, `test_promises_library.py`
-everything once more in the library form.
+`test_promises.py` checks the forms with slices for the CPU and products in the dtype of the inputs.
 """
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
-from hf_efficient_attn.ops.accelerator import use_backend
 from torch import Tensor
 
-from hf_efficient_attn.ops import coreset_landmarks, half_attention, precision
+from hf_efficient_attn.ops import attend, slices
 from instances import Instance, forms, inputs, padding_mask, relative_error
 from promises import (
     check_batch,
@@ -27,16 +24,9 @@ from promises import (
     exact_attention,
     outputs_that_count,
 )
-from test_gather import needs_triton
 
 each_form = pytest.mark.parametrize(
     ("instance", "is_causal"), [pytest.param(i, c, id=f"{i}{'-causal' if c else ''}") for i, c in forms()]
-)
-# Triton kernels gather the keys of blocks. Other methods have none of their own.
-GATHERING = ("eva", "hyperattention", "kdeformer")
-each_gathering = pytest.mark.parametrize(
-    ("instance", "is_causal"),
-    [pytest.param(i, c, id=f"{i}{'-causal' if c else ''}") for i, c in forms() if i.method in GATHERING],
 )
 # An odd length, keys that several heads share, and values of another dimension: no dimension is a multiple of 8.
 ODD = {"batch": 2, "num_heads": 4, "num_kv_heads": 2, "q_len": 83, "head_dim": 12, "value_dim": 7}
@@ -84,76 +74,24 @@ def error_of(out: Tensor, mask: Tensor, tensors: tuple[Tensor, ...], is_causal: 
     return relative_error(out, exact.masked_fill(~outputs_that_count(mask, exact).unsqueeze(-1), 0.0))
 
 
-# Forms that take other steps on accelerators, with the same error: methods and whether they are causal.
-OTHER_STEPS = (*itertools.product(("auto", "nearfar", "wildcat"), (False, True)), ("kdeformer", True))
 # Methods that hash tokens or draw keys by scores: after rounding a few hashes and draws are others.
 BY_SCORES = ("hyperattention", "kdeformer", "reformer")
 
 
 @each_form
-def test_promises_in_the_library_form(instance, is_causal):
-    with use_backend("library"):
-        check_promises(instance, is_causal, torch.float32)
+def test_the_size_of_a_slice_changes_rounding_only(instance, is_causal, monkeypatch):
+    """One head or block at a time, and all at once as on an accelerator, with gradients; methods do not see it."""
+    tensors, mask, found = inputs(**ODD, dtype=torch.float64), padding_mask("holes", 2, ODD["q_len"]), []
+    for numel in (1, slices.ACCELERATOR_NUMEL):
+        monkeypatch.setattr(slices, "CPU_NUMEL", numel)
+        found.append(results(instance, is_causal, mask, tensors))
+    check_close(*found, 1e-9)
 
 
-@each_form
-def test_the_library_form_equals_the_form_for_the_cpu(instance, is_causal):
-    for shape in (ODD, EVEN):
-        tensors = inputs(**shape, dtype=torch.float64)
-        mask = padding_mask("holes", shape["batch"], shape["q_len"])
-        ours = results(instance, is_causal, mask, tensors)
-        with use_backend("library"):
-            other = results(instance, is_causal, mask, tensors)
-        if (instance.method, is_causal) not in OTHER_STEPS:
-            check_close(other, ours, 1e-9)
-        errors = [error_of(out, mask, tensors, is_causal) for out in (ours[0], other[0])]
-        # Other draws of few keys: over 12 seeds the mean error on such inputs is 1.06 times as large.
-        draws_differ = (instance.method, is_causal) == ("kdeformer", True)
-        assert errors[1] <= (1.2 if draws_differ else 1.1) * errors[0]
-
-
-# Triton's interpreter is slow.
-SHORT = ODD | {"batch": 1, "num_heads": 2, "num_kv_heads": 1, "q_len": 45}
-
-
-@needs_triton
-@pytest.mark.exhaustive
-@each_gathering
-def test_promises_in_the_triton_form(instance, is_causal):
-    with use_backend("triton"):
-        check_shapes(instance, is_causal, "empty", **SHORT | {"batch": 2})
-        check_shapes(instance, is_causal, dtype=torch.float16, **SHORT)
-        check_masked_keys(instance, is_causal, "holes", **SHORT)
-        check_masked_gradients(instance, is_causal, q_len=45)
-        check_queries_without_keys(instance, is_causal, 45)
-        if is_causal:
-            check_future(instance, 60, 25, "left")
-        check_seeds(instance, is_causal, q_len=45)
-        check_finite(instance, is_causal, torch.float32, 1e4, autocast=False, length=45)
-        check_sums(instance, is_causal, torch.float16, q_len=60)
-
-
-@needs_triton
-@pytest.mark.exhaustive
-@each_gathering
-def test_the_triton_form_equals_the_library_form(instance, is_causal):
-    """There is no kernel for float64, so the difference is that of two orders of float32 sums."""
-    tensors, mask = inputs(**SHORT), padding_mask("holes", 1, SHORT["q_len"])
-    both = []
-    for form in ("library", "triton"):
-        with use_backend(form):
-            both.append(results(instance, is_causal, mask, tensors))
-    check_close(both[1], both[0], 1e-5)
-
-
-@pytest.fixture(params=[False, True], ids=["", "matrix units"])
-def _half_products(request, monkeypatch):
-    """Products in bfloat16 on the CPU whatever the processor and the sizes, without and with AMX."""
-    monkeypatch.setattr(precision, "_CPU_HAS_BFLOAT16", True)
-    monkeypatch.setattr(precision, "_CPU_HAS_MATRIX_UNITS", request.param)
-    monkeypatch.setattr(half_attention, "_LEAST_OF_BLOCK", 0)
-    monkeypatch.setattr(half_attention, "_LEAST_NUMEL", 0)
-    monkeypatch.setattr(coreset_landmarks, "multiplies_float32", lambda: False)
+@pytest.fixture
+def _half_products(monkeypatch):
+    """Products in bfloat16 on the CPU whatever the processor."""
+    monkeypatch.setattr(attend, "_CPU_HAS_BFLOAT16", True)
 
 
 half_products = pytest.mark.usefixtures("_half_products")

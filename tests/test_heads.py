@@ -5,7 +5,6 @@ import torch
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods import get_method, parameters_of_slice
-from hf_efficient_attn.ops.accelerator import use_backend
 from hf_efficient_attn.ops.random import HeadSlice
 from instances import INSTANCES, inputs, padding_mask
 
@@ -35,11 +34,10 @@ def of_slice(config, query, key, value, first, count, parameters, **options):
     return hea.attention(config, query, key, value, parameters=own, heads=heads, **options)
 
 
-@pytest.mark.parametrize("form", ["cpu", "library"])
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("instance", INSTANCES, ids=str)
-def test_heads_of_a_slice_are_those_of_the_whole(instance, is_causal, count, form):
+def test_heads_of_a_slice_are_those_of_the_whole(instance, is_causal, count):
     config = instance.config()
     if is_causal and not config.causal:
         pytest.skip("no causal form")
@@ -47,11 +45,10 @@ def test_heads_of_a_slice_are_those_of_the_whole(instance, is_causal, count, for
     key, value = key[:, :KV_HEADS], value[:, :KV_HEADS]
     options = {"is_causal": is_causal, "attention_mask": padding_mask("right", 2, 75), "seed": 7}
     parameters = parameters_of(config, value)
-    with use_backend(form):
-        whole = hea.attention(config, query, key, value, parameters=parameters, **options)
-        for first in range(0, HEADS, count):
-            part = of_slice(config, query, key, value, first, count, parameters, **options)
-            torch.testing.assert_close(part, whole[:, first : first + count], rtol=1e-4, atol=1e-5)
+    whole = hea.attention(config, query, key, value, parameters=parameters, **options)
+    for first in range(0, HEADS, count):
+        part = of_slice(config, query, key, value, first, count, parameters, **options)
+        torch.testing.assert_close(part, whole[:, first : first + count], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["kdeformer", "thinformer", "wildcat", "linear"])

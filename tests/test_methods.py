@@ -7,7 +7,6 @@ import json
 import math
 import re
 import sys
-import textwrap
 
 import pytest
 import torch
@@ -356,11 +355,8 @@ def test_a_registered_method_is_available_at_once():
 
 
 @pytest.fixture
-def own_method(tmp_path, monkeypatch):
-    """The example in the docstring of `register_method`, imported from a user's own file."""
-    example = inspect.getdoc(hea.register_method).split("uses it::")[1]
-    (tmp_path / "first_keys.py").write_text(textwrap.dedent(example))
-    monkeypatch.syspath_prepend(tmp_path)
+def own_method():
+    """A method that is registered by a file of its own."""
     module = importlib.import_module("first_keys")
     yield module
     del sys.modules["first_keys"]
@@ -369,7 +365,7 @@ def own_method(tmp_path, monkeypatch):
         del type(interface)._global_mapping["first_keys"]
 
 
-def test_the_documented_example_computes_attention_to_the_first_keys(own_method):
+def test_a_method_in_a_file_of_its_own_computes_attention_to_the_first_keys(own_method):
     query, key, value = inputs(batch=2, q_len=40, num_heads=4, num_kv_heads=2)
     mask = padding_mask("left", 2, 40)
     ours = hea.functional.first_keys_attention(query, key, value, attention_mask=mask, num_samples=25)

@@ -23,7 +23,7 @@ from hf_efficient_attn.ops.blocks import ceil_div, chunked_over_heads, inverse, 
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.features import elu_features, orthogonal_features, softmax_features
 from hf_efficient_attn.ops.hashing import NearField, hash_keys, hyperplanes
-from hf_efficient_attn.ops.partial import Partial, attend_naive, merge, prefix_merge
+from hf_efficient_attn.ops.partial import Partial, attend_naive, merge
 from hf_efficient_attn.ops.random import normal, offsets, uniform
 from hf_efficient_attn.ops.sampling import (
     FarField,
@@ -241,34 +241,6 @@ def test_dropout_gradients_are_those_of_the_remaining_weights():
             return attend(query, key, value, scale=0.7, dropout_p=0.4).out
 
     assert torch.autograd.gradcheck(dropped, leaves)
-
-
-@quick
-@given(st.integers(1, 20), st.integers(0, 99))
-def test_prefix_merge_is_a_loop(length, seed):
-    parts = []
-    for c in range(length):
-        empty = (torch.arange(3) == c).expand(2, -1)
-        out, lse = numbers(2, 3, 4, seed=seed + c), numbers(2, 3, seed=seed - c)
-        parts.append(Partial(out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, -torch.inf)))
-    scan = prefix_merge(Partial(*(torch.stack(x, 1) for x in zip(*parts, strict=True))), 1)
-    state = Partial(torch.zeros(2, 3, 4, dtype=torch.float64), torch.full((2, 3), -torch.inf, dtype=torch.float64))
-    for c, part in enumerate(parts):
-        close(scan.out[:, c], state.out)
-        close(scan.lse[:, c], state.lse)
-        state = merge(state, part)
-
-
-def test_scans_do_not_look_ahead():
-    part = Partial(numbers(1, 37, 3, 2, dtype=torch.float32), numbers(1, 37, 3, dtype=torch.float32))
-
-    def states(part):
-        return torch.cat([x.flatten(2) for x in prefix_merge(part, 1)], 2)
-
-    whole = states(part)
-    for cut in (0, 1, 7, 8, 16, 31, 36):
-        changed = Partial(*(torch.cat((x[:, :cut], 1e6 + x[:, cut:]), 1) for x in part))
-        assert torch.equal(states(changed)[:, : cut + 1], whole[:, : cut + 1])
 
 
 # Exact attention and the window.

@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 import processes
 from hf_efficient_attn.methods import attention, sharded_attention
-from hf_efficient_attn.ops.accelerator import use_backend
 from hf_efficient_attn.ops.shards import Shards
 from instances import INSTANCES, inputs
 from test_heads import parameters_of
@@ -31,10 +30,9 @@ class Case:
     dtype: torch.dtype = torch.float64
     is_local: bool = False  # some heads attend to neighbors
     is_short: bool = False  # shards of `SHORT`
-    on_accelerator: bool = False
 
     def __str__(self) -> str:
-        marks = [k for k in ("is_causal", "is_local", "is_short", "on_accelerator") if getattr(self, k)]
+        marks = [k for k in ("is_causal", "is_local", "is_short") if getattr(self, k)]
         return "-".join([str(INSTANCES[self.instance]), *marks, self.mask, str(self.num_kv_heads), str(self.dtype)])
 
 
@@ -70,14 +68,6 @@ def tensors_of(case: Case) -> list[torch.Tensor]:
 
 def measure(case: Case) -> dict[str, float]:
     """The largest difference between this process and one process with all tokens, as a share of what is allowed."""
-    if not case.on_accelerator:
-        return measure_here(case, {})
-    with use_backend("library"):
-        # One process has another form there, except with dropout, which drops nothing at this probability.
-        return measure_here(case, {"dropout_p": 1e-300})
-
-
-def measure_here(case: Case, options_of_one: dict[str, float]) -> dict[str, float]:
     config, mask = INSTANCES[case.instance].config(), mask_of(case.mask)
     size, rank = dist.get_world_size(), dist.get_rank()
     whole = [x.requires_grad_() for x in tensors_of(case)]
@@ -85,7 +75,7 @@ def measure_here(case: Case, options_of_one: dict[str, float]) -> dict[str, floa
     parameters = {k: x.double().requires_grad_() for k, x in made.items()}
     grad = torch.randn(BATCH, HEADS, LENGTH, 8, generator=torch.Generator().manual_seed(1)).to(case.dtype)
     options = {"is_causal": case.is_causal, "seed": 3}
-    out = attention(config, *whole, attention_mask=mask, parameters=parameters, **options, **options_of_one)
+    out = attention(config, *whole, attention_mask=mask, parameters=parameters, **options)
     wanted = torch.autograd.grad((out * grad).sum(), [*whole, *parameters.values()])
     shards = Shards(dist.group.WORLD, (SHORT if case.is_short else LENGTHS)[size], rank, mask)
     own = [x.detach()[:, :, shards.own].requires_grad_() for x in whole]
@@ -129,7 +119,6 @@ def summarized(rows: list[int]) -> list[Case]:
         for mask in ("none", "gaps", "few"):
             found += [Case(i, False, mask, n, is_local=True) for n in (1, 2, 4)]
             found.append(Case(i, False, mask, 2, is_local=True, is_short=True))
-            found.append(Case(i, False, mask, 2, is_local=True, on_accelerator=True))
             found += [Case(i, False, mask, 2, dtype) for dtype in (torch.bfloat16, torch.float16)]
     return found
 

@@ -11,13 +11,12 @@ from hf_efficient_attn.methods._shared import crossover
 from hf_efficient_attn.methods._shared.arguments import refuse_positional, refuse_tracing
 from hf_efficient_attn.methods._shared.call import (
     attention,
-    attention_with_state,
     naive_attention,
     sharded_attention,
-    update_state,
 )
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.learned_shapes import learns, learns_for_length, parameters_of_slice
+from hf_efficient_attn.methods._shared.registration import register_method
 from hf_efficient_attn.methods._shared.registry import (
     AttentionOptions,
     HiddenProjections,
@@ -34,9 +33,9 @@ from hf_efficient_attn.methods._shared.registry import (
     method_info,
     on_register,
     rectangular_methods,
-    register_method,
     unregister,
 )
+from hf_efficient_attn.methods._shared.state import attention_with_state, update_state
 from hf_efficient_attn.ops.transforms import in_transform, refuse_second_gradient, unwrapped
 
 for _module in sorted(info.name for info in pkgutil.iter_modules(__path__)):

@@ -37,7 +37,8 @@ from torch import Tensor
 from hf_efficient_attn.kernel import products
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.exact import exact_form
-from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
+from hf_efficient_attn.methods._shared.registration import register_method
+from hf_efficient_attn.methods._shared.registry import AttentionOptions
 from hf_efficient_attn.ops import kde
 from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.exact import exact_attention

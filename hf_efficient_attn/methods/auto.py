@@ -32,7 +32,8 @@ from hf_efficient_attn.methods._shared.error_bound import (
 from hf_efficient_attn.methods._shared.exact import exact_form
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.lengths import without_padding
-from hf_efficient_attn.methods._shared.registry import AttentionOptions, get_method, make_config, register_method
+from hf_efficient_attn.methods._shared.registration import register_method
+from hf_efficient_attn.methods._shared.registry import AttentionOptions, get_method, make_config
 
 # The head_dim for which lengths are measured. Most of the choice of landmarks does not depend on it, so that the cost
 # relative to exact attention is 1.4 times as high with a head_dim of 32.

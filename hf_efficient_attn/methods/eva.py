@@ -44,7 +44,8 @@ from torch import Tensor
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import unflatten_heads
-from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
+from hf_efficient_attn.methods._shared.registration import register_method
+from hf_efficient_attn.methods._shared.registry import AttentionOptions
 from hf_efficient_attn.ops.chunks import Heads, Masks, window_attention
 from hf_efficient_attn.ops.chunks_causal import interval_attention
 from hf_efficient_attn.ops.chunks_naive import interval_chunks, summary_attention_naive, window_chunks

@@ -16,7 +16,7 @@ contain it. Departures from the paper:
 
 from dataclasses import dataclass
 
-from hf_efficient_attn.methods._shared.registry import register_method
+from hf_efficient_attn.methods._shared.registration import register_method
 from hf_efficient_attn.methods._shared.sampled_keys import SampledKeysConfig, decode, forward, naive
 
 

@@ -37,7 +37,7 @@ Departures from the paper:
 from dataclasses import dataclass
 
 from hf_efficient_attn.methods._shared.config import option
-from hf_efficient_attn.methods._shared.registry import register_method
+from hf_efficient_attn.methods._shared.registration import register_method
 from hf_efficient_attn.methods._shared.sampled_keys import SampledKeysConfig, decode, forward, naive
 
 

@@ -30,7 +30,8 @@ from hf_efficient_attn.methods._shared.feature_maps import (
     initial_maps,
     is_learned,
 )
-from hf_efficient_attn.methods._shared.registry import AttentionOptions, Recurrence, State, register_method
+from hf_efficient_attn.methods._shared.registration import register_method
+from hf_efficient_attn.methods._shared.registry import AttentionOptions, Recurrence, State
 from hf_efficient_attn.methods._shared.sharded_states import sharded_states
 from hf_efficient_attn.methods._shared.windowed_features import (
     initial_log_weight,

@@ -31,7 +31,8 @@ from hf_efficient_attn.methods._shared.projections import (
     naive_contraction,
     tables,
 )
-from hf_efficient_attn.methods._shared.registry import AttentionOptions, ShardedForm, register_method
+from hf_efficient_attn.methods._shared.registration import register_method
+from hf_efficient_attn.methods._shared.registry import AttentionOptions, ShardedForm
 from hf_efficient_attn.ops.attend import product_dtype, sum_dtype
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.landmarks import attention_to_few_keys

@@ -15,7 +15,8 @@ from torch.nn.functional import pad
 
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
-from hf_efficient_attn.methods._shared.registry import AttentionOptions, ShardedForm, register_method
+from hf_efficient_attn.methods._shared.registration import register_method
+from hf_efficient_attn.methods._shared.registry import AttentionOptions, ShardedForm
 from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.blocks import pad_to_blocks, take
 from hf_efficient_attn.ops.distance_bias import bias_of, biased_window

@@ -21,7 +21,8 @@ from hf_efficient_attn.methods._shared.causal_coreset import decode_exactly, for
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.lengths import without_padding
-from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
+from hf_efficient_attn.methods._shared.registration import register_method
+from hf_efficient_attn.methods._shared.registry import AttentionOptions
 from hf_efficient_attn.ops.coreset_landmarks import CoresetOptions
 from hf_efficient_attn.ops.exact import exact_attention
 from hf_efficient_attn.ops.weighted_coreset import weighted_coreset_attention

@@ -33,7 +33,8 @@ from torch.nn.functional import pad
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
-from hf_efficient_attn.methods._shared.registry import AttentionOptions, ShardedForm, register_method
+from hf_efficient_attn.methods._shared.registration import register_method
+from hf_efficient_attn.methods._shared.registry import AttentionOptions, ShardedForm
 from hf_efficient_attn.ops.exact import exact_attention
 from hf_efficient_attn.ops.landmarks import DAMPING, LandmarkOptions, landmark_attention, token_convolution
 from hf_efficient_attn.ops.partial import accumulation_dtype

@@ -22,7 +22,8 @@ from hf_efficient_attn.methods._shared.feature_maps import (
     initial_maps,
     is_learned,
 )
-from hf_efficient_attn.methods._shared.registry import Recurrence, register_method
+from hf_efficient_attn.methods._shared.registration import register_method
+from hf_efficient_attn.methods._shared.registry import Recurrence
 from hf_efficient_attn.methods._shared.sharded_states import sharded_states
 from hf_efficient_attn.ops.features import LEARNED, NAMES, count_features
 

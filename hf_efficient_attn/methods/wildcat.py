@@ -35,7 +35,8 @@ from torch.nn.functional import threshold
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.lengths import without_padding
-from hf_efficient_attn.methods._shared.registry import AttentionOptions, register_method
+from hf_efficient_attn.methods._shared.registration import register_method
+from hf_efficient_attn.methods._shared.registry import AttentionOptions
 from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.blocks import take
 from hf_efficient_attn.ops.coreset import choose_pivots, even_positions, regularized_solve

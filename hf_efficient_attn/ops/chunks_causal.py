@@ -93,7 +93,7 @@ def interval_attention(
             if sizes.levels:
                 table = [_interval_summaries(*x, heads, sizes, scale) for x in zip(sizes.levels, noises, strict=True)]
                 keys, values, bias = (torch.cat(x, 1) for x in zip(*table, strict=True))
-                near = merge(near, _far_partial(queries, keys, values, bias, sizes, attend))
+                near = merge(near, _far_partial(queries, keys, values, bias, sizes, attend_to))
             out = torch.cat((out, near.out), 1)
         out = out.flatten(1, 2)[:, :length]
         return out if order is None else take(out, inverse(order))
@@ -109,7 +109,7 @@ def _far_partial(
     values: Tensor,
     bias: Tensor,
     sizes: IntervalSizes,
-    attend: Callable[..., Partial],
+    attend_to: Callable[..., Partial],
 ) -> Partial:
     """Attention of the blocks from block 1 on, (BH, T, S, D), to the summaries of the intervals that each sees.
 
@@ -121,7 +121,7 @@ def _far_partial(
         values: (BH, J, M, Dv).
         bias: (1, J, M), added to their scores.
         sizes: the sizes of blocks and intervals.
-        attend: softmax attention.
+        attend_to: `attend` with the scale and the dropout of the call.
     """
     first = [0, *itertools.accumulate(level.num_intervals for level in sizes.levels)]
     groups: dict[int, dict[int, list[int]]] = {}  # number of intervals -> block -> these
@@ -137,7 +137,7 @@ def _far_partial(
             continue
         index = torch.tensor(list(group.values()), device=queries.device).flatten()
         tensors = [x.index_select(1, index).unflatten(1, (-1, number)).flatten(2, 3) for x in (keys, values, bias)]
-        parts.append(attend(queries.index_select(1, own), *tensors[:2], tensors[2].unsqueeze(2)))
+        parts.append(attend_to(queries.index_select(1, own), *tensors[:2], tensors[2].unsqueeze(2)))
     rank = order.argsort()
     return Partial(*(torch.cat(x, 1).index_select(1, rank) for x in zip(*parts, strict=True)))
 

@@ -78,33 +78,3 @@ def attend_naive(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None 
     lse = scores.logsumexp(-1)
     weights = torch.exp(scores - safe_row_max(lse).unsqueeze(-1))
     return Partial(weights @ value, lse)
-
-
-def prefix_merge(partial: Partial, dim: int) -> Partial:
-    """For each index c along `dim`, the merge of the partials 0 .. c-1. The result at index 0 is empty.
-
-    This exclusive scan works by doubling (Hillis & Steele 1986), in log2(C) steps. The result at c depends on the
-    partials 0 .. c-1 alone, down to the last bit. A running sum relative to one common maximum would not have this
-    property, because later partials would change its rounding.
-
-    Args:
-        partial: out (..., C, ..., Dv) and lse (..., C, ...).
-        dim: the dimension of C in both, not negative.
-    """
-    scan = _shift(partial, dim, 1)
-    step = 1
-    while step < partial.lse.shape[dim]:
-        scan = merge(scan, _shift(scan, dim, step))
-        step *= 2
-    return scan
-
-
-def _shift(partial: Partial, dim: int, step: int) -> Partial:
-    """Move every partial up by `step` indices along `dim`; the first ones become empty."""
-    length = partial.lse.shape[dim]
-    step = min(step, length)
-    moved = []
-    for tensor, empty in zip(partial, (0.0, -torch.inf), strict=True):
-        fill = torch.full_like(tensor.narrow(dim, 0, step), empty)
-        moved.append(torch.cat((fill, tensor.narrow(dim, 0, length - step)), dim))
-    return Partial(*moved)

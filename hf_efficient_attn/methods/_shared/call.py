@@ -1,6 +1,6 @@
 """The path from a user's call to a method: checks, masks, grouped queries, precision and learned parameters.
 
-A method deals with none of these; `hf_efficient_attn.methods._shared.registry.register_method` states what it is given.
+A method deals with none of these; `register_method` states what it is given.
 """
 
 import functools
@@ -18,7 +18,6 @@ from hf_efficient_attn.methods._shared.learned_shapes import parameters_of_slice
 from hf_efficient_attn.methods._shared.registry import (
     AttentionForward,
     AttentionOptions,
-    State,
     get_method,
     make_config,
 )
@@ -34,14 +33,14 @@ _MAX_DECODED_QUERIES = 128
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class _Parameters(NamedTuple):
+class Parameters(NamedTuple):
     """The learned parameters that the user gave: all of them, or None, and some of them by name."""
 
     complete: Mapping[str, Tensor] | None
     some: Mapping[str, Tensor]
 
 
-_NO_PARAMETERS = _Parameters(None, {})
+_NO_PARAMETERS = Parameters(None, {})
 
 
 def attention(
@@ -97,26 +96,26 @@ def attention(
     arguments = Arguments(attention_mask, is_causal, scale, dropout_p, seed, distance_bias, heads)
     config, some = _split_hyperparameters(method_or_config, hyperparameters)
     check_types(config, (query, key, value), arguments, parameters)
-    given = _Parameters(parameters, some)
+    given = Parameters(parameters, some)
     if in_transform(query, key, value, arguments, given):
         return _in_transform(config, query, key, value, arguments, given)
     return refuse_second_gradient(_attention(config, query, key, value, arguments, given), config.method)
 
 
 def _attention(
-    config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, arguments: Arguments, given: _Parameters
+    config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, arguments: Arguments, given: Parameters
 ) -> Tensor:
     form = get_method(config.method).forward
     if config.compute_dtype == "auto":
-        return _compute(form, config, query, key, value, arguments, given)
-    query, key, value = _cast_under_autocast(query, key, value)
+        return compute(form, config, query, key, value, arguments, given)
+    query, key, value = cast_under_autocast(query, key, value)
     dtype = value.dtype
-    query, key, value = _cast_to_compute(config, query, key, value)
-    return _compute(form, config, query, key, value, arguments, given).to(dtype)
+    query, key, value = cast_to_compute(config, query, key, value)
+    return compute(form, config, query, key, value, arguments, given).to(dtype)
 
 
 def _in_transform(
-    config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, arguments: Arguments, given: _Parameters
+    config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, arguments: Arguments, given: Parameters
 ) -> Tensor:
     """`_attention` inside a transform of `torch.func`."""
     if arguments.seed is None:
@@ -162,16 +161,16 @@ def sharded_attention(
         (B, H, n, Dv) in the dtype of `value`.
     """
     form = get_method(config.method).sharded
-    query, key, value = _cast_under_autocast(query, key, value)
+    query, key, value = cast_under_autocast(query, key, value)
     dtype = value.dtype
     arguments = Arguments(shards.own_mask, is_causal, scale, 0.0, seed)
     check_call(config, query, key, value, arguments)
     if parameters is None:
-        parameters = _all_parameters(config, {}, query, key, value)
-    query, key, value = _cast_to_compute(config, query, key, value)
+        parameters = all_parameters(config, {}, query, key, value)
+    query, key, value = cast_to_compute(config, query, key, value)
     if form is not None and form.applies(config, shards.total, is_causal):
-        scale, seed = _resolve(config, query, scale, seed)
-        key, value = _zero_masked(key, value, shards.own_mask)
+        scale, seed = resolve(config, query, scale, seed)
+        key, value = zero_masked(key, value, shards.own_mask)
         options = AttentionOptions(shards.own_mask, is_causal, scale, 0.0, seed, parameters)
         with torch.autocast(query.device.type, enabled=False):
             out = form.forward(config, query, key, value, options, shards).to(dtype)
@@ -180,7 +179,7 @@ def sharded_attention(
     def some_heads(query: Tensor, key: Tensor, value: Tensor, heads: HeadSlice) -> Tensor:
         own = parameters_of_slice(config, parameters, heads, query.shape[1])
         given = arguments._replace(attention_mask=shards.key_mask, heads=heads)
-        return _compute(get_method(config.method).forward, config, query, key, value, given, _Parameters(own, {}))
+        return compute(get_method(config.method).forward, config, query, key, value, given, Parameters(own, {}))
 
     out = over_heads(some_heads, query, key, value, shards).to(dtype)
     return refuse_second_gradient(out, config.method)
@@ -205,113 +204,10 @@ def naive_attention(
     config, some = _split_hyperparameters(method_or_config, hyperparameters)
     check_types(config, (query, key, value), arguments, parameters)
     form = get_method(config.method).naive
-    return _compute(form, config, query, key, value, arguments, _Parameters(parameters, some))
+    return compute(form, config, query, key, value, arguments, Parameters(parameters, some))
 
 
-def update_state(
-    config: MethodConfig,
-    state: State | None,
-    key: Tensor,
-    value: Tensor,
-    *,
-    attention_mask: Tensor | None = None,
-    scale: float | None = None,
-    seed: int | Tensor = 0,
-    parameters: Mapping[str, Tensor] | None = None,
-) -> State:
-    """Add tokens to the state of a method with a recurrence.
-
-    Args:
-        config: the config of a method with a recurrence.
-        state: the state of the earlier tokens; None if there are none.
-        key: (B, H_kv, N, D), the keys of the new tokens.
-        value: (B, H_kv, N, Dv), the values of the new tokens.
-        attention_mask: bool (B, N), of the new tokens only.
-        scale: the factor of the scores; 1/sqrt(D) by default.
-        seed: the same in all calls for one state. The config's own seed is added to it.
-        parameters: all learned parameters of the method by name; None for the values that a conversion starts from.
-
-    Returns:
-        The state of all tokens so far.
-    """
-    if parameters is None:
-        parameters = _all_parameters(config, {}, key, key, value)
-    key, value = _cast_to_compute(config, *_cast_under_autocast(key, value))
-    key, value = _zero_masked(key, value, attention_mask)
-    scale, seed = _resolve(config, key, scale, seed)
-    options = AttentionOptions(attention_mask, True, scale, 0.0, seed, parameters)
-    recurrence = get_method(config.method).recurrence
-    assert recurrence is not None
-    with torch.autocast(key.device.type, enabled=False):
-        return recurrence.update(config, state, key, value, options)
-
-
-def attention_with_state(
-    config: MethodConfig,
-    state: State | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    attention_mask: Tensor | None = None,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    seed: int | Tensor = 0,
-    parameters: Mapping[str, Tensor] | None = None,
-) -> tuple[Tensor, State]:
-    """Causal attention of new tokens to the tokens of a state and to each other.
-
-    Up to rounding, the output is the end of the causal `attention` of all tokens together.
-
-    Args:
-        config: the config of a method with a recurrence.
-        state: the state that `update_state` or an earlier call returned; None if there are no earlier tokens.
-        query: (B, H, N, D), the queries of the new tokens.
-        key: (B, H_kv, N, D), their keys.
-        value: (B, H_kv, N, Dv), their values.
-        attention_mask: bool (B, N), of the new tokens only.
-        scale: the factor of the scores; 1/sqrt(D) by default.
-        dropout_p: the probability with which an attention weight is dropped.
-        seed: the same in all calls for one state. The config's own seed is added to it.
-        parameters: all learned parameters of the method by name; None for the values that a conversion starts from.
-
-    Returns:
-        The output (B, H, N, Dv) in the dtype of `value`, and the state of all tokens so far.
-    """
-    query, key, value = _cast_under_autocast(query, key, value)
-    arguments, dtype = Arguments(attention_mask, True, scale, dropout_p, seed), value.dtype
-    check_call(config, query, key, value, arguments)
-    if parameters is None:
-        parameters = _all_parameters(config, {}, query, key, value)
-    query, key, value = _cast_to_compute(config, query, key, value)
-    new_state = update_state(
-        config, state, key, value, attention_mask=attention_mask, scale=scale, seed=seed, parameters=parameters
-    )
-    if state is None:
-        form, given = get_method(config.method).forward, _Parameters(parameters, {})
-        out = _compute(form, config, query, key, value, arguments, given)
-        return refuse_second_gradient(out.to(dtype), config.method), new_state
-    recurrence = get_method(config.method).recurrence
-    assert recurrence is not None
-    (batch, num_heads, q_len, _), num_kv_heads = query.shape, key.shape[1]
-    scale, seed = _resolve(config, query, scale, seed)
-    options = AttentionOptions(attention_mask, True, scale, dropout_p, seed, parameters)
-    with torch.autocast(query.device.type, enabled=False):
-        if q_len == 1:
-            # One token attends to all tokens including itself. The query heads of a group, (B, H_kv, H / H_kv, D), are
-            # passed as if they were several queries of one head.
-            grouped_query = query.reshape(batch, num_kv_heads, num_heads // num_kv_heads, -1)
-            out = recurrence.query(config, new_state, grouped_query, options).reshape(batch, num_heads, 1, -1)
-        else:
-            key, value = _zero_masked(key, value, attention_mask)
-            if num_heads != num_kv_heads:
-                state = type(state)(*(x.repeat_interleave(num_heads // num_kv_heads, 1) for x in state))
-            key, value = _repeat_kv(query, key, value)
-            out = recurrence.forward(config, query, key, value, options, state)
-    return refuse_second_gradient(out.to(dtype), config.method), new_state
-
-
-def _resolve(config: MethodConfig, x: Tensor, scale: float | None, seed: int | Tensor) -> tuple[float, int | Tensor]:
+def resolve(config: MethodConfig, x: Tensor, scale: float | None, seed: int | Tensor) -> tuple[float, int | Tensor]:
     """The scale, by default 1/sqrt(D) for x (..., D), and the sum of the call's and the config's seed."""
     return x.shape[-1] ** -0.5 if scale is None else float(scale), seed + getattr(config, "seed", 0)
 
@@ -327,20 +223,20 @@ def _split_hyperparameters(
     return make_config(method_or_config, **{k: v for k, v in hyperparameters.items() if k not in some}), some
 
 
-def _compute(
+def compute(
     form: AttentionForward[Any],
     config: MethodConfig,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     arguments: Arguments,
-    given: _Parameters = _NO_PARAMETERS,
+    given: Parameters = _NO_PARAMETERS,
 ) -> Tensor:
     """Check a call, prepare its tensors, and compute one form of a method: (B, H, Nq, Dv)."""
     device_type = query.device.type
     is_autocast = torch.is_autocast_enabled(device_type)
     if is_autocast:
-        query, key, value = _cast_under_autocast(query, key, value)
+        query, key, value = cast_under_autocast(query, key, value)
     check_call(config, query, key, value, arguments)
     (batch, num_heads, q_len, head_dim), kv_len = query.shape, key.shape[2]
     if query.numel() == 0:
@@ -349,11 +245,11 @@ def _compute(
         nothing = torch.stack([0.0 * x.sum(dtype=value.dtype) for x in (query, key, value, *learned)]).sum()
         return value.new_zeros(batch, num_heads, q_len, value.shape[-1]) + nothing
     key_mask, is_causal, scale, dropout_p, seed, distance_bias, slice_of_heads = arguments
-    scale, seed = _resolve(config, query, scale, draw_seed(query.device) if seed is None else seed)
-    key, value = _zero_masked(key, value, key_mask)
+    scale, seed = resolve(config, query, scale, draw_seed(query.device) if seed is None else seed)
+    key, value = zero_masked(key, value, key_mask)
     parameters = given.complete
     if parameters is None:
-        parameters = _all_parameters(config, given.some, query, key, value, slice_of_heads)
+        parameters = all_parameters(config, given.some, query, key, value, slice_of_heads)
     seed_of_heads: Seed = seed
     if slice_of_heads is not None:
         slice_of_heads.check(num_heads)
@@ -369,7 +265,7 @@ def _compute(
         query = query[:, :, -offset:]
     elif offset > 0:  # give queries to the keys before the first query, and drop their outputs below
         query = torch.cat((query.new_zeros(batch, num_heads, offset, head_dim), query), 2)
-    key, value = _repeat_kv(query, key, value)
+    key, value = repeat_kv(query, key, value)
     if in_graph() and form in (method.forward, decode):
         form = functools.partial(call_in_graph, "forward" if form is method.forward else "decode")
     if is_autocast:
@@ -382,7 +278,7 @@ def _compute(
     return out[:, :, out.shape[2] - q_len :] if offset else out
 
 
-def _all_parameters(
+def all_parameters(
     config: MethodConfig,
     some: Mapping[str, Tensor],
     query: Tensor,
@@ -416,7 +312,7 @@ def _all_parameters(
 
 
 def _fill_masked(key: Tensor, value: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`_zero_masked` with a gradient."""
+    """`zero_masked` with a gradient."""
     if key_mask is None:
         return key, value
     masked = ~key_mask[:, None, :, None]
@@ -424,7 +320,7 @@ def _fill_masked(key: Tensor, value: Tensor, key_mask: Tensor | None) -> tuple[T
 
 
 @replaced_in_graphs(_fill_masked)
-def _zero_masked(key: Tensor, value: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def zero_masked(key: Tensor, value: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Set keys and values (B, H_kv, Nk, .) to 0 where the mask (B, Nk) is False, so that padding may hold NaN."""
     if key_mask is None or (torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)):
         return _fill_masked(key, value, key_mask)
@@ -434,7 +330,7 @@ def _zero_masked(key: Tensor, value: Tensor, key_mask: Tensor | None) -> tuple[T
     return (key.view(integer) & bits).view(key.dtype), (value.view(integer) & bits).view(value.dtype)
 
 
-def _repeat_kv(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def repeat_kv(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Repeat the heads of keys and values (B, H_kv, Nk, .) so that there are as many as of the queries."""
     groups = query.shape[1] // key.shape[1]
     if groups == 1:
@@ -442,7 +338,7 @@ def _repeat_kv(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
     return key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
 
 
-def _cast_under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def cast_under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, cast all tensors to its dtype, as PyTorch does for its own attention."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
@@ -451,7 +347,7 @@ def _cast_under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) for x in tensors)
 
 
-def _cast_to_compute(config: MethodConfig, *tensors: Tensor) -> tuple[Tensor, ...]:
+def cast_to_compute(config: MethodConfig, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast float32 tensors to the config's `compute_dtype`, if the device multiplies it fast."""
     if config.compute_dtype == "auto" or not multiplies_bfloat16(tensors[0].device):
         return tensors

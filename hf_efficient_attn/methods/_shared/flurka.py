@@ -28,13 +28,8 @@ from hf_efficient_attn.methods._shared.projections import (
     naive_contraction,
     tables,
 )
-from hf_efficient_attn.methods._shared.registry import (
-    AttentionOptions,
-    HiddenProjections,
-    get_method,
-    make_config,
-    register_method,
-)
+from hf_efficient_attn.methods._shared.registration import register_method
+from hf_efficient_attn.methods._shared.registry import AttentionOptions, HiddenProjections, get_method, make_config
 from hf_efficient_attn.ops.attend import sum_dtype
 from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.projections import NAMES as TABLES

@@ -1,15 +1,13 @@
 """The registry of methods: what a method consists of, how it is registered, and how it is found by its name."""
 
 import dataclasses
-import functools
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
-from hf_efficient_attn.errors import UnsupportedAttentionError, shown, unknown_method
+from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_method
 from hf_efficient_attn.methods._shared.config import ConfigT, MethodConfig
 from hf_efficient_attn.ops.random import Seed
 
@@ -156,224 +154,23 @@ class Method:
 _REGISTRY: dict[str, Method] = {}
 _LISTENERS: list[Listener] = []
 
-# Transformers interprets these parts of the name of an attention implementation.
-_RESERVED = ("flash", "/", "sdpa", "flex_attention", "|")
 _EXACT = ("sdpa", "eager")
-_FACTS = ("method", "title", "paper", "year", "causal", "rectangular", "summary")
-# Arguments of `attention` and keys of `config.efficient_attention`.
-_TAKEN = (
-    "method",
-    "layers",
-    "version",
-    "attention_mask",
-    "is_causal",
-    "scale",
-    "dropout_p",
-    "parameters",
-    "distance_bias",
-)
 
 
-def register_method(
-    config_class: type[ConfigT],
-    *,
-    forward: AttentionForward[ConfigT],
-    naive: AttentionForward[ConfigT],
-    decode: AttentionForward[ConfigT] | None = None,
-    initial_parameters: Callable[..., dict[str, Tensor]] | None = None,
-    starts_from: Mapping[str, str] | None = None,
-    recurrence: Recurrence[ConfigT] | None = None,
-    forward_hidden_states: Callable[..., Tensor] | None = None,
-    sharded: ShardedForm[ConfigT] | None = None,
-    replace: bool = False,
-) -> None:
-    """Add a method, of this package or from a user's own file, under the name `config_class.method`.
-
-    From then on the method is available in the functional form, in Transformers as an `attn_implementation` and in
-    saved configs. Every command takes the file that registers it::
-
-        hf-efficient-attn info first_keys --import my_method.py
-
-    Args:
-        config_class: a frozen, keyword-only dataclass that subclasses `MethodConfig`. It declares the hyperparameters,
-            all with defaults, sets the facts about the method as class attributes, and defines `with_budget`.
-        forward: the fast form. forward(config, query, key, value, options) returns the output (B, H, Nq, Dv) for query
-            (B, H, Nq, D), key (B, H, Nk, D), value (B, H, Nk, Dv) and `AttentionOptions`. The inputs have been checked,
-            keys and values have as many heads as the queries, and they are 0 wherever `options.key_mask` is False.
-        naive: the readable form with dense (Nq, Nk) matrices. It has the same signature, and tests compare the two. A
-            method that is dense itself may give the same function twice.
-        decode: causal attention of the last few queries (B, H, Nq, D) to the keys of all positions, with the same
-            signature. Without it, decoding one token costs as much as the whole sequence.
-        initial_parameters: for a method with learned parameters, initial_parameters(config, *, num_heads, head_dim,
-            value_dim, max_length) returns the values that a conversion starts from: float32 tensors of one layer by
-            their names, for sequences of up to `max_length` tokens. It may also take `num_kv_heads`, the number of key
-            heads.
-        starts_from: for a learned parameter, the name of the parameter that it is initialised with when a model is
-            switched from a method that has the latter but not the former.
-        recurrence: the operations of a causal method that can decode from a state of constant size.
-        forward_hidden_states: for a method that is cheaper to compute from hidden states than from keys and values,
-            forward_hidden_states(config, query, hidden_states, projections, options) returns the same output up to
-            rounding. `hidden_states` (B, N, W) is 0 wherever `options.key_mask` is False, and `projections` is a
-            `HiddenProjections`.
-        sharded: the form for a sequence that several processes share (`hea.sequence_parallel`).
-        replace: replace a method that has the same name, for example when a notebook cell runs again.
+def add_method(method: Method, replace: bool) -> None:
+    """Add an entry, or replace the one of the same name, and tell all listeners.
 
     Raises:
-        UnsupportedAttentionError: the name is taken or not allowed, a fact is missing, or the config class and the
-            functions do not fit together.
-
-    Example:
-        A method that attends to the first valid keys only. After this file has been imported,
-        `AutoModel.from_pretrained(..., attn_implementation="first_keys")` uses it::
-
-            from dataclasses import dataclass, replace
-
-            import torch
-            import hf_efficient_attn as hea
-            from hf_efficient_attn.methods import MethodConfig, option
-
-
-            @dataclass(frozen=True, kw_only=True)
-            class FirstKeysConfig(MethodConfig):
-                "Hyperparameters of attention to the first keys."
-
-                method = "first_keys"
-                title = "First keys"
-                paper = "none"
-                year = 2026
-                causal = False
-                rectangular = True
-                mixes_queries = False
-                summary = "exact attention to the first keys of the sequence"
-
-                num_samples: int = option(64, "Number of first valid keys that each query attends to.", minimum=1)
-                seed: int = option(0, "No effect, since nothing is drawn. Every method has this field.", minimum=0)
-
-                def with_budget(self, columns):
-                    return replace(self, num_samples=self.check_budget(columns))
-
-
-            def forward(config, query, key, value, options):
-                dtype = torch.promote_types(query.dtype, torch.float32)  # softmax and sums in float32 or float64
-                count, key_mask = min(config.num_samples, key.shape[2]), options.key_mask
-                if key_mask is not None:  # padding on the left: the first valid keys, not the first positions
-                    order = key_mask.byte().argsort(dim=1, descending=True, stable=True)[:, :count]
-                    key, value = (x.take_along_dim(order[:, None, :, None], 2) for x in (key, value))
-                    key_mask = key_mask.take_along_dim(order, 1)[:, None, None]
-                scores = query.to(dtype) @ key[:, :, :count].to(dtype).mT * options.scale  # (B, H, Nq, count)
-                if key_mask is not None:
-                    scores = scores.masked_fill(~key_mask, torch.finfo(dtype).min)
-                weights = scores.softmax(-1)
-                if key_mask is not None:
-                    weights = weights.masked_fill(~key_mask, 0.0)  # a query without keys gives 0
-                weights = torch.nn.functional.dropout(weights, options.dropout_p)
-                return (weights @ value[:, :, :count].to(dtype)).to(value.dtype)
-
-
-            hea.register_method(FirstKeysConfig, forward=forward, naive=forward)
+        UnsupportedAttentionError: there is an entry of this name, and it may not be replaced.
     """
-    _check(config_class, forward, naive, initial_parameters, recurrence)
-    name = config_class.method
+    name = method.info.name
     if name in _REGISTRY and not replace:
         raise UnsupportedAttentionError(
             f"a method named {name!r} is registered already: choose another name, or pass replace=True to replace it"
         )
-    info = MethodInfo(
-        name=name,
-        title=config_class.title,
-        paper=config_class.paper,
-        year=config_class.year,
-        causal=config_class.causal,
-        rectangular=config_class.rectangular,
-        recurrent=recurrence is not None,
-        learned_parameters=tuple(config_class.learned_parameters),
-        config_class=config_class,
-        summary=config_class.summary,
-        paper_url=config_class.paper_url,
-        near=config_class.near,
-        far=config_class.far,
-    )
-    _REGISTRY[name] = Method(
-        info=info,
-        default=config_class(),
-        forward=forward,
-        naive=naive,
-        decode=decode,
-        initial_parameters=None if initial_parameters is None else _sized(initial_parameters),
-        starts_from=dict(starts_from or {}),
-        recurrence=recurrence,
-        forward_hidden_states=forward_hidden_states,
-        sharded=sharded,
-    )
+    _REGISTRY[name] = method
     for listener in _LISTENERS:
         listener(name)
-
-
-def _sized(initial_parameters: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
-    """The function with `num_kv_heads` as a further argument, by default the number of heads, even if it takes none."""
-    takes = inspect.signature(initial_parameters).parameters
-    counts = "num_kv_heads" in takes or any(x.kind is x.VAR_KEYWORD for x in takes.values())
-
-    @functools.wraps(initial_parameters)
-    def sized(
-        config: MethodConfig, *, num_heads: int, num_kv_heads: int | None = None, **sizes: int
-    ) -> dict[str, Tensor]:
-        if counts:
-            sizes["num_kv_heads"] = num_kv_heads or num_heads
-        return initial_parameters(config, num_heads=num_heads, **sizes)
-
-    return sized
-
-
-def _check(
-    config_class: type[MethodConfig],
-    forward: object,
-    naive: object,
-    initial_parameters: object,
-    recurrence: object,
-) -> None:
-    """Check what would otherwise fail only when the new method is used."""
-    if not (isinstance(config_class, type) and issubclass(config_class, MethodConfig)):
-        raise UnsupportedAttentionError(
-            f"the first argument of register_method must be a subclass of MethodConfig; got {shown(config_class)}"
-        )
-
-    def refuse(problem: str) -> None:
-        raise UnsupportedAttentionError(f"{config_class.__name__}: {problem}")
-
-    missing = [fact for fact in _FACTS if not hasattr(config_class, fact) or getattr(config_class, fact) in ("", None)]
-    if missing:
-        refuse(f"the class attributes {', '.join(missing)} are missing; MethodConfig documents them")
-    name = config_class.method
-    for part in _RESERVED:
-        if part in name:
-            refuse(f"method={name!r} must not contain {part!r}, because Transformers gives it a special meaning")
-    if not name.isidentifier() or name == "eager":
-        refuse(f"method={name!r} must be a Python identifier other than 'eager'")
-    if any(isinstance(value, dataclasses.Field) for value in vars(config_class).values()):
-        refuse("decorate the class with @dataclass(frozen=True, kw_only=True)")
-    for spec in dataclasses.fields(config_class):
-        if spec.name in _TAKEN:
-            refuse(f"{spec.name!r} cannot be the name of a hyperparameter, because it has another meaning in a call")
-        if spec.default is dataclasses.MISSING:
-            refuse(f"the hyperparameter {spec.name!r} needs a default; declare it with `option`")
-    if "seed" not in config_class.hyperparameters():
-        refuse("the hyperparameter 'seed' is missing; every method has it, even if nothing is drawn")
-    if config_class.with_budget is MethodConfig.with_budget:
-        refuse("define with_budget(self, columns)")
-    for form in (forward, naive):
-        if not callable(form):
-            raise UnsupportedAttentionError(
-                f"{config_class.__name__}: a method needs a forward and a naive form; naive=forward is allowed"
-            )
-        try:
-            inspect.signature(form).bind(*("config", "query", "key", "value", "options"))
-        except TypeError as error:
-            refuse(f"{form!r} must accept (config, query, key, value, options): {error}")
-    if bool(config_class.learned_parameters) != (initial_parameters is not None):
-        refuse("learned_parameters and initial_parameters must be given together")
-    if recurrence is not None and not config_class.causal:
-        refuse("a method with a recurrence must be causal")
 
 
 def unregister(name: str) -> None:
