@@ -18,8 +18,7 @@ Departures of this method from the paper:
   with the query, and the rest is drawn. In this case there is no guarantee for the error. Sequences of up to
   `num_samples` keys are computed exactly.
 
-The amount of work depends on the data, so torch.compile does not support it, and on an accelerator every head waits for
-the device several times. This follows from the definition. The number of draws is the one that the error of this data
+The amount of work depends on the data, and on an accelerator every head waits for the device several times. This follows from the definition. The number of draws is the one that the error of this data
 requires, and rows with a small denominator are computed exactly. The keys that share a bucket with a query may be none
 or all, also with `num_samples`, which keeps those that share most buckets: to find them, all pairs in a bucket are
 counted. A bound by shape would be that of all pairs, or would cut off buckets and lose the guarantee. Each head of each
