@@ -151,7 +151,7 @@ def block_inputs(keys: str, bias: str, value_dim: int, dtype=torch.float64):
 @pytest.mark.parametrize("value_dim", [4, 6], ids=["fused", "by hand"])
 @pytest.mark.parametrize("bias", BIASES)
 @pytest.mark.parametrize("keys", KEYS)
-def test_partial_attention_is_its_naive_form(keys, bias, value_dim):
+def test_attend_is_its_naive_form(keys, bias, value_dim):
     query, key, value, added = block_inputs(keys, bias, value_dim)
     ours, naive = (f(query, key, value, added, scale=0.7) for f in (attend, attend_naive))
     close(ours.out, naive.out)
@@ -161,7 +161,7 @@ def test_partial_attention_is_its_naive_form(keys, bias, value_dim):
 @pytest.mark.parametrize("value_dim", [4, 6], ids=["fused", "by hand"])
 @pytest.mark.parametrize("bias", BIASES)
 @pytest.mark.parametrize("keys", KEYS)
-def test_partial_attention_gradients(keys, bias, value_dim):
+def test_attend_gradients(keys, bias, value_dim):
     """With respect to all inputs, including the bias, and through the lse, by finite differences."""
     *leaves, added = block_inputs(keys, bias, value_dim)
     leaves = [x.requires_grad_() for x in leaves]
@@ -180,7 +180,7 @@ def test_partial_attention_gradients(keys, bias, value_dim):
 
 @pytest.mark.parametrize("value_dim", [4, 6], ids=["fused", "by hand"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_partial_attention_accumulates_in_float32(dtype, value_dim):
+def test_attend_accumulates_in_float32(dtype, value_dim):
     query, key, value, added = block_inputs("own", "all", value_dim, dtype)
     query = query * 100
     ours = attend(query, key, value, added, scale=0.7)
@@ -191,14 +191,14 @@ def test_partial_attention_accumulates_in_float32(dtype, value_dim):
     torch.testing.assert_close(ours.lse.double(), exact.lse, rtol=1e-5, atol=1e-3 if dtype != torch.float32 else 1e-4)
 
 
-def test_partial_attention_of_transposed_memory():
+def test_attend_of_transposed_memory():
     tensors = [numbers(2, 3, n, 8, seed=n).float() for n in (5, 9, 9)]
     turned = [x.mT.contiguous().mT for x in tensors]
     for ours, other in zip(attend(*turned, scale=0.3), attend_naive(*tensors, scale=0.3), strict=True):
         close(ours, other, 1e-5)
 
 
-def test_partial_attention_without_keys_or_queries():
+def test_attend_without_keys_or_queries():
     query = numbers(1, 2, 3, 4)
     part = attend(query, numbers(1, 2, 0, 4), numbers(1, 2, 0, 5), scale=1.0)
     assert torch.equal(part.out, torch.zeros(1, 2, 3, 5, dtype=torch.float64))
@@ -212,7 +212,7 @@ def test_partial_attention_without_keys_or_queries():
 
 
 @pytest.mark.parametrize("value_dim", [8, 9], ids=["fused", "by hand"])
-def test_partial_attention_of_many_blocks(value_dim):
+def test_attend_of_many_blocks(value_dim):
     """The scores exceed the cache, so that a few blocks at a time are computed."""
     query, key, value = numbers(2, 9, 500, 8), numbers(2, 1, 600, 8), numbers(2, 1, 600, value_dim)
     ours, naive = (f(query, key, value, scale=0.3) for f in (attend, attend_naive))

@@ -205,8 +205,9 @@ def test_traffic_refusals_and_training(tmp_path):
     assert results[0]["random"] == results[1]["random"] is not None
     for found in results:
         assert found["mixed"] < 1e-5
-        # Of each layer the states S (8, 8) and Z (8) of two key heads in two sequences. Of the call, five integers.
-        assert found["bytes"] == {"all_gather": 2 * 2 * 2 * (8 * 8 + 8) * 8 + 5 * 8}
+        # Of each layer the states S (8, 8), Z in 8 columns and a log, of two key heads in two sequences. Of the call,
+        # five integers.
+        assert found["bytes"] == {"all_gather": 2 * 2 * 2 * (8 * (8 + 8) + 1) * 8 + 5 * 8}
 
 
 def classifier():

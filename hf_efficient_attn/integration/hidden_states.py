@@ -29,6 +29,7 @@ from hf_efficient_attn.methods import (
     refuse_second_gradient,
     refuse_tracing,
 )
+from hf_efficient_attn.ops.export import in_graph
 from hf_efficient_attn.ops.random import draw_seed
 
 
@@ -104,6 +105,7 @@ def _forward(
     if (
         form is None
         or layout is None
+        or in_graph()  # where a call of a method is one operator
         or kwargs.get("past_key_values", kwargs.get("cache")) is not None
         or kwargs.get("is_causal")
         or _is_divided(module)
