@@ -69,9 +69,15 @@ def elu_features(x: Tensor) -> Tensor:
 def elu_map(scale: float, head_dim: int) -> Features:
     """elu(x) + 1. A scale other than 1/sqrt(D) multiplies the queries by scale * sqrt(D)."""
     factor = query_factor(scale, head_dim)
-    return _without_weights(
-        lambda query: (elu_features(_scaled(query, factor)), None), lambda key: elu_features(_scaled(key, None))
-    )
+
+    def of_query(query: Tensor) -> tuple[Tensor, Tensor]:
+        # If all numbers of a query are negative, its features are relative to the largest: they could underflow, and
+        # the inverse of their sum, which the gradient has as a factor, could overflow.
+        query = _scaled(query, factor)
+        largest = query.detach().amax(-1, keepdim=True).clamp(max=0.0)
+        return elu_features(query - largest), largest.squeeze(-1) * LOG2_E
+
+    return _without_weights(of_query, lambda key: elu_features(_scaled(key, None)))
 
 
 def learned(feature_map: str, query_map: Tensor, key_map: Tensor, scale: float, head_dim: int) -> Features:
