@@ -70,12 +70,6 @@ def gumbel_numbers(count: int, num_candidates: int, seed: Seed, like: Tensor) ->
     return _kept_gumbel(len(_growing_draws(count)), num_candidates, None, seed, like)[:, 0]
 
 
-def refinement_steps(steps: int, like: Tensor) -> int:
-    """The steps. For `causal_coreset_plan` alone, with which this goes."""
-    del like
-    return steps
-
-
 def draw_apart(
     points: Tensor, power: float, numbers: Tensor, valid: Tensor | None, count: int, tilt: Tensor | None = None
 ) -> Pivots:
@@ -151,26 +145,33 @@ def _gumbel(
     return -(-torch.stack(draws).mT.log()).log().to(dtype)
 
 
-def nearest(points: Tensor, landmarks: Tensor) -> Tensor:
-    """The nearest landmark (BH, m, D) of every point (BH, C, D), by the Euclidean distance: int64 (BH, C)."""
-    with torch.no_grad():
-        offset = -0.5 * landmarks.square().sum(2).unsqueeze(1)
-        return largest_of_rows(torch.baddbmm(offset, points, landmarks.mT))[1]
+@torch.no_grad()
+def nearest(points: Tensor, landmarks: Tensor, penalty: Tensor | None = None) -> Tensor:
+    """The nearest landmark (BH, m, D) of every point (BH, C, D), by the Euclidean distance: int64 (BH, C).
+
+    `penalty` (BH, m, 1) is added to half the squared distances to a landmark.
+    """
+    offset = 0.5 * landmarks.square().sum(2, keepdim=True)
+    offset = offset if penalty is None else offset + penalty
+    # Not by `baddbmm`, which takes twice as long: on the CPU it first copies the offsets to all rows.
+    return largest_of_rows(torch.bmm(points, landmarks.mT).sub_(offset.mT))[1]
 
 
-def largest_of_rows(x: Tensor, in_place: bool = True) -> tuple[Tensor, Tensor]:
-    """The maximum over the last dimension and its index, int64, up to rounding of the last bits. In place, x is lost.
+def largest_of_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The maximum over the last dimension and its index, int64, up to rounding of the last bits. x is lost.
 
     The index replaces the last bits of each finite number, so that the maximum contains it. On a CPU this takes a
     quarter of the time of `max`. Numbers that differ by less than these bits count as equal.
     """
     integer = torch.int64 if x.dtype == torch.float64 else torch.int32
     bits = (1 << (x.shape[-1] - 1).bit_length()) - 1
-    numbers = x.view(integer)
-    marked = numbers.bitwise_and_(~bits) if in_place else numbers.bitwise_and(~bits)
-    marked.bitwise_or_(torch.arange(x.shape[-1], dtype=integer, device=x.device))
-    largest = marked.view(x.dtype).amax(-1)
+    index = constant(_integers_of, x.shape[-1], integer, device=x.device)
+    largest = x.view(integer).bitwise_and_(~bits).bitwise_or_(index).view(x.dtype).amax(-1)
     return largest, largest.view(integer).bitwise_and(bits).long()
+
+
+def _integers_of(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.arange(count, dtype=dtype, device=device)
 
 
 def cluster_sums(cluster: Tensor, x: Tensor, count: int) -> Tensor:

@@ -13,8 +13,9 @@ from hf_efficient_attn.ops.coreset_landmarks import (
     TILT,
     CoresetOptions,
     middle_positions,
+    near_block_q,
+    near_index,
 )
-from hf_efficient_attn.ops.near_keys import near_block_q, near_index
 from hf_efficient_attn.ops.weighted_coreset import (
     BETTER,
     FIT_RANGE,
@@ -72,7 +73,7 @@ def weighted_coreset_naive(query: Tensor, key: Tensor, value: Tensor, options: C
         near_rows = ((scores[probe] - lse).exp() - rows @ of_key) * near[probe]
         missing = target - rows @ (of_key @ targets) - near_rows @ targets
         # Ridge regression, and what each probe misses if the others are fitted: its leave-one-out residual.
-        strength = rows.square().sum() / m
+        strength = rows.square().sum() / (options.num_landmarks + options.block_size)
         solve = torch.linalg.inv(system + rows.T @ rows / strength) @ rows.T / strength
         fit = solve @ missing
         left = (missing - rows @ fit) / (1.0 - (rows @ solve).diagonal())[:, None]
