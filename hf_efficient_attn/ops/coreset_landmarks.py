@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout
+from torch.nn.functional import dropout, pad
 
 from hf_efficient_attn.ops.blocks import ceil_div, pad_to_blocks, take
 from hf_efficient_attn.ops.constants import constant
@@ -70,14 +70,14 @@ class Candidates(NamedTuple):
 
     Attributes:
         key: (BH, C, D).
-        value: (BH, C, Dv).
+        terms: (BH, C, D + Dv + 2), what a cluster sums: keys times their weights in its mean, the weights, values, and 1.
         tilt: `TILT` scale times the mean query, (BH, 1, D).
         unused: (BH, m, 1), `_UNUSED` for landmarks that a head does not have and 0 for others; None if all are used.
         choice: int64 (BH, m + C), the candidates with which the clusters begin, and the cluster of each candidate.
     """
 
     key: Tensor
-    value: Tensor
+    terms: Tensor
     tilt: Tensor
     unused: Tensor | None
     choice: Tensor
@@ -107,7 +107,7 @@ class Landmarks(NamedTuple):
 
 def with_ones(x: Tensor) -> Tensor:
     """One more column, for the denominators: (..., Dv) -> (..., Dv + 1)."""
-    return torch.cat((x, torch.ones_like(x[..., :1])), -1)
+    return pad(x, (0, 1), value=1.0)
 
 
 def middle_positions(length: int, count: int, device: torch.device) -> Tensor:
@@ -130,14 +130,18 @@ def choose_candidates(
         further = constant(_further, options.num_landmarks, count, key.dtype, device=key.device)
         unused = local.view(-1, 1, 1) * further
     numbers = gumbel_numbers(count, keys.shape[1], options.seed, key)
+    points, tilted = keys * options.root, torch.bmm(keys, 2.0 * tilt.mT)
+    weight = (points.square().sum(2, keepdim=True) + tilted) * (POWER * LOG2_E)
+    weight = (weight - weight.amax(1, keepdim=True)).clamp(min=LEAST_LOG_WEIGHT * LOG2_E).exp2()
+    terms = torch.cat((keys * weight, weight, with_ones(values)), 2)
 
-    def some_heads(keys: Tensor, tilt: Tensor, unused: Tensor | None) -> Tensor:
-        return _clusters(keys * options.root, 2.0 * torch.bmm(keys, tilt.mT), unused, numbers, options)
+    def some_heads(points: Tensor, tilted: Tensor, terms: Tensor, unused: Tensor | None) -> Tensor:
+        return _clusters(points, tilted, terms, unused, numbers, options)
 
     with torch.no_grad():
         size = slice_size(count * keys.shape[1] // 6, key.device)
-        choice = sliced(some_heads, keys, tilt, unused, size=size)
-    return Candidates(keys, values, tilt, unused, choice)
+        choice = sliced(some_heads, points, tilted, terms, unused, size=size)
+    return Candidates(keys, terms, tilt, unused, choice)
 
 
 def _further(first: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -146,46 +150,32 @@ def _further(first: int, count: int, dtype: torch.dtype, device: torch.device) -
 
 
 def _clusters(
-    points: Tensor, tilted: Tensor, unused: Tensor | None, numbers: Tensor, options: CoresetOptions
+    points: Tensor, tilted: Tensor, terms: Tensor, unused: Tensor | None, numbers: Tensor, options: CoresetOptions
 ) -> Tensor:
     """`Candidates.choice` by Lloyd's algorithm for points (BH, C, D); `tilted` is 2 <tilt, k>, (BH, C, 1)."""
     count = options.num_landmarks + options.block_size
     pivot = draw_apart(points, DRAW_POWER, numbers, None, count, tilted[..., 0]).candidate
-    landmarks = pivots = take(points, pivot)
-    cluster = nearest(points, landmarks, unused)
-    if options.num_refinements > 1:
-        terms = _weighted(points, points, tilted)
-        for _ in range(1, options.num_refinements):
-            landmarks = _means(cluster_sums(cluster, terms, count), pivots)
-            cluster = nearest(points, landmarks, unused)
+    pivots = take(points, pivot)
+    cluster = nearest(points, pivots, unused)
+    for _ in range(1, options.num_refinements):
+        means = _means(cluster_sums(cluster, terms, count), pivots, options.root)
+        cluster = nearest(points, means, unused)
     return torch.cat((pivot, cluster), 1)
 
 
-def _weighted(keys: Tensor, points: Tensor, tilted: Tensor) -> Tensor:
-    """Keys times their weights in the mean of a cluster, and the weights: (BH, C, D + 1). 2 g = |x|^2 + tilted."""
-    weight = (points.square().sum(2, keepdim=True) + tilted) * (POWER * LOG2_E)
-    weight = (weight - weight.amax(1, keepdim=True)).clamp(min=LEAST_LOG_WEIGHT * LOG2_E).exp2()
-    return torch.cat((keys * weight, weight), 2)
-
-
-def _means(sums: Tensor, pivots: Tensor) -> Tensor:
-    """The means of clusters, or their first keys where none is left."""
-    weight = sums[..., -1:]
-    return torch.where(weight > 0, sums[..., :-1] / weight.clamp(min=1e-35), pivots)
+def _means(sums: Tensor, first: Tensor, factor: float = 1.0) -> Tensor:
+    """The means of clusters by sums of `Candidates.terms`, times a factor; or `first` (BH, m, D) where none is left."""
+    total, weight = sums[..., : first.shape[2]], sums[..., first.shape[2], None]
+    return torch.where(weight > 0, total / (weight * (1.0 / factor)).clamp(min=1e-35), first)
 
 
 def make_landmarks(candidates: Candidates, options: CoresetOptions) -> Landmarks:
     """The means of the clusters, with a gradient."""
-    keys, values, tilt, unused, choice = candidates
+    keys, terms, tilt, unused, choice = candidates
     count, dim = options.num_landmarks + options.block_size, keys.shape[2]
     pivot, cluster = choice.split((count, keys.shape[1]), 1)
-    terms = with_ones(values)
-    if options.num_refinements:
-        terms = torch.cat((_weighted(keys, keys * options.root, 2.0 * torch.bmm(keys, tilt.mT)), terms), 2)
-    sums = cluster_sums(cluster, terms, count)
-    landmarks = take(keys, pivot)
-    if options.num_refinements:
-        landmarks, sums = _means(sums[..., : dim + 1], landmarks), sums[..., dim + 1 :]
+    landmarks, sums = take(keys, pivot), cluster_sums(cluster, terms, count)
+    landmarks = _means(sums, landmarks) if options.num_refinements else landmarks
     # In float64, because the norms of neighbors nearly cancel.
     points = landmarks.double() * options.root
     half_norm = 0.5 * points.square().sum(2, keepdim=True)
@@ -194,8 +184,9 @@ def make_landmarks(candidates: Candidates, options: CoresetOptions) -> Landmarks
     kernel = (exponent * LOG2_E).clamp(max=0.0).exp2()
     half_norm = half_norm.to(keys.dtype)
     bias = -torch.baddbmm(half_norm, landmarks, tilt.mT).squeeze(2)
-    value, log_count = sums[..., :-1] / sums[..., -1:].clamp(min=1.0), sums[..., -1].detach().log()
-    return Landmarks(landmarks, half_norm, bias, tilt, kernel, value, log_count)
+    number = sums[..., -1:].detach()
+    value = sums[..., dim + 1 : -1] / number.clamp(min=1.0)
+    return Landmarks(landmarks, half_norm, bias, tilt, kernel, value, number.squeeze(2).log())
 
 
 def near_block_q(width: int) -> int:

@@ -224,7 +224,8 @@ def _fit(basis: Tensor, smooth: Tensor, missing: Tensor) -> tuple[Tensor, Tensor
     smooth = smooth / root
     inverse = regularized_solve(torch.bmm(basis / root, smooth), None, 1.0)
     solved = torch.bmm(inverse, missing / root)
-    left = root.detach() * solved.detach() / inverse.detach().diagonal(dim1=1, dim2=2).unsqueeze(2)
+    with torch.no_grad():
+        left = root * solved / inverse.diagonal(dim1=1, dim2=2).unsqueeze(2)
     return torch.bmm(smooth, solved), left
 
 
