@@ -59,10 +59,10 @@ def _draw_sizes(num_pivots: int, block: int) -> list[int]:
 
 
 def _growing_draws(count: int) -> list[int]:
-    """How many points each draw of `draw_apart` selects: three times as many as all before it, and 16 at first."""
+    """How many points each draw of `draw_apart` selects: three times as many as all before it, and 64 at first."""
     sizes: list[int] = []
     while sum(sizes) < count:
-        sizes.append(min(count - sum(sizes), max(16, 3 * sum(sizes))))
+        sizes.append(min(count - sum(sizes), max(64, 3 * sum(sizes))))
     return sizes
 
 
@@ -315,12 +315,15 @@ def regularized_solve(kernel: Tensor, right: Tensor | None, ridge: float) -> Ten
     Returns:
         (BH, m, N).
     """
-    one = constant(_identity, kernel.shape[-1], kernel.dtype, device=kernel.device)
+    one, safe = (
+        constant(_identity, kernel.shape[-1], factor, kernel.dtype, device=kernel.device)
+        for factor in (1.0, kernel.shape[-1] ** 0.5)
+    )
     system = torch.add(kernel, one, alpha=ridge)
     with torch.no_grad():
         lower, failed = torch.linalg.cholesky_ex(system)
         # A product with the inverse takes less time than to solve triangular systems for many right sides.
-        inverse = torch.cholesky_inverse(torch.where(failed.view(-1, 1, 1) > 0, one * kernel.shape[-1] ** 0.5, lower))
+        inverse = torch.cholesky_inverse(torch.where(failed.view(-1, 1, 1) > 0, safe, lower))
     if not (torch.is_grad_enabled() and (kernel.requires_grad or (right is not None and right.requires_grad))):
         return inverse if right is None else torch.bmm(inverse, right)
     right = one if right is None else right
@@ -329,8 +332,8 @@ def regularized_solve(kernel: Tensor, right: Tensor | None, ridge: float) -> Ten
     return solved + inverse @ (right - system @ solved)
 
 
-def _identity(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.eye(size, dtype=dtype, device=device)
+def _identity(size: int, factor: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.eye(size, dtype=dtype, device=device) * factor
 
 
 def candidate_positions(

@@ -26,6 +26,8 @@ TEMPERATURE = 0.7
 TILT, DRAW_POWER, POWER = 0.3, 0.7, 0.5
 # Queries of the mean, and the smallest logarithm of a key's weight in the mean of its cluster.
 NUM_QUERIES, LEAST_LOG_WEIGHT = 512, -60.0
+# Every third probe tells whether the attention of a head is local.
+ROWS_OF_SHARE = 3
 # Half the squared norm of a landmark that is not used: no key is near it, and it counts nothing.
 _UNUSED = 1e30
 # Largest exponent of two of what landmarks count for a near key, relative to the sum of the query or to the near key
@@ -165,8 +167,8 @@ def _clusters(
 
 def _means(sums: Tensor, first: Tensor, factor: float = 1.0) -> Tensor:
     """The means of clusters by sums of `Candidates.terms`, times a factor; or `first` (BH, m, D) where none is left."""
-    total, weight = sums[..., : first.shape[2]], sums[..., first.shape[2], None]
-    return torch.where(weight > 0, total / (weight * (1.0 / factor)).clamp(min=1e-35), first)
+    total, weight, _ = sums.split((first.shape[2], 1, sums.shape[2] - first.shape[2] - 1), 2)
+    return torch.where(weight > 0, factor * total / weight.clamp(min=1e-35), first)
 
 
 def make_landmarks(candidates: Candidates, options: CoresetOptions) -> Landmarks:
@@ -204,14 +206,17 @@ def near_index(q_len: int, width: int, device: torch.device) -> Tensor:
     return first.clamp(0, q_len - width).unsqueeze(1) + torch.arange(width, device=device)
 
 
-def _index_of_rows(q_len: int, width: int, position: Tensor) -> Tensor:
-    index = constant(near_index, q_len, width, device=position.device)
-    return index.index_select(0, position // near_block_q(width))
+def _index_of_rows(q_len: int, width: int, count: int, step: int, device: torch.device) -> Tensor:
+    """The near keys, int64 (P, width), of every `step`-th of `count` queries at `middle_positions`."""
+    position = middle_positions(q_len, count, device)[::step]
+    return near_index(q_len, width, device)[position // near_block_q(width)]
 
 
-def near_share_of_rows(query: Tensor, lse: Tensor, key: Tensor, position: Tensor, width: int) -> Tensor:
-    """The mean share of near keys in the attention, (BH,), of queries (BH, P, D), times the scale, at positions."""
-    index = _index_of_rows(key.shape[1], width, position)
+def near_share_of_rows(query: Tensor, lse: Tensor, key: Tensor, options: CoresetOptions) -> Tensor:
+    """The mean share of near keys in the attention, (BH,), of every third probe (BH, P, D), by their lse (BH, P)."""
+    some = key.shape[1], options.block_size, options.num_probes, ROWS_OF_SHARE
+    index = constant(_index_of_rows, *some, device=key.device)
+    query, lse = query[:, ::ROWS_OF_SHARE] * options.scale, lse[:, ::ROWS_OF_SHARE]
     near = key.index_select(1, index.flatten()).unflatten(1, index.shape)  # (BH, P, w, D)
     scores = (near @ query.unsqueeze(3)).squeeze(3)
     return (scores - lse.unsqueeze(2)).exp().sum(2).mean(1)
@@ -241,9 +246,10 @@ class NearField(NamedTuple):
         sums, ref = self._sums(blocks, least, constant(near_index, q_len, width, device=query.device))
         return sums.flatten(1, 2)[:, :q_len], ref.flatten(1, 2)[:, :q_len]
 
-    def sums_of_rows(self, query: Tensor, position: Tensor, lse: Tensor) -> Tensor:
-        """The same of queries (BH, P, D) at positions, (BH, P, Dv + 1), relative to the exponential of their lse."""
-        index = _index_of_rows(self.key.shape[1], self.options.block_size, position)
+    def sums_of_rows(self, query: Tensor, lse: Tensor) -> Tensor:
+        """The same of the probes (BH, P, D), (BH, P, Dv + 1), relative to the exponential of their lse."""
+        every = self.key.shape[1], self.options.block_size, query.shape[1], 1
+        index = constant(_index_of_rows, *every, device=query.device)
         return self._sums(query.unsqueeze(2), lse[..., None, None], index)[0][:, :, 0, :-2]
 
     def _sums(self, query: Tensor, least: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:

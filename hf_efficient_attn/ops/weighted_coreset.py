@@ -44,8 +44,6 @@ from hf_efficient_attn.ops.coreset_landmarks import (
 from hf_efficient_attn.ops.partial import LOG2_E, Partial, accumulation_dtype
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
-# Every third probe tells whether the attention of a head is local.
-ROWS_OF_SHARE = 3
 # Relative to the unit diagonal of K_cc.
 RIDGE = 1e-3
 # A denominator must be this share of the sum of its terms' sizes, and a fitted one within these multiples of the
@@ -127,8 +125,7 @@ def _local_heads(key: Tensor, q_len: int, rows: Rows | None, options: CoresetOpt
         return None
     if options.near_share == 0.0 or rows is None:
         return key.new_ones(len(key), dtype=torch.bool)
-    position, probes, lse = rows.position[::ROWS_OF_SHARE], rows.query[:, ::ROWS_OF_SHARE], rows.lse[:, ::ROWS_OF_SHARE]
-    local = near_share_of_rows(probes * options.scale, lse, key, position, options.block_size) > options.near_share
+    local = near_share_of_rows(rows.query, rows.lse, key, options) > options.near_share
     return local if bool(local.any()) else None
 
 
@@ -184,7 +181,7 @@ def _weigh(
         exact = with_ones(rows.out)
         missing = torch.baddbmm(exact, basis, unfitted, alpha=-1.0)
         if near is not None and heads is not None:
-            of_near = near.sums_of_rows(rows.query.index_select(0, heads), rows.position, rows.lse[heads])
+            of_near = near.sums_of_rows(*(x.index_select(0, heads) for x in (rows.query, rows.lse)))
             missing = missing.index_add(0, heads, of_near, alpha=-1.0)
         fit, left = _fit(basis, solved[..., sums.shape[2] :], missing)
         fitted, by_means = unfitted + fit, _means_are_better(rows.query, exact, left, landmarks, options.scale)
@@ -237,8 +234,9 @@ def _means_are_better(query: Tensor, exact: Tensor, left: Tensor, landmarks: Lan
     """
     fitted = (exact[..., :-1] - left[..., :-1]) / (1.0 - left[..., -1:]).clamp(min=LEAST_LEFT)
     means = _by_means(query, landmarks, scale, 0.0)
-    of_means, of_fitted = ((x - exact[..., :-1]).square().sum((1, 2), keepdim=True) for x in (means, fitted))
-    return of_means < BETTER * of_fitted
+    exact = exact[..., :-1]
+    of_means, of_fitted = (torch.linalg.vector_norm(x - exact, dim=(1, 2), keepdim=True) for x in (means, fitted))
+    return of_means < BETTER**0.5 * of_fitted
 
 
 def _by_means(query: Tensor, landmarks: Landmarks, scale: float, dropout_p: float) -> Tensor:
@@ -250,7 +248,7 @@ def _by_means(query: Tensor, landmarks: Landmarks, scale: float, dropout_p: floa
 def _scaled(weighted: Weighted) -> Weighted:
     """Move the size of the weights of each landmark, large or small, into its bias."""
     fitted, unfitted = weighted.fitted, weighted.unfitted
-    size = torch.cat((fitted, unfitted), 2).detach().abs().amax(2, keepdim=True)
+    size = torch.linalg.vector_norm(torch.cat((fitted, unfitted), 2).detach(), torch.inf, 2, keepdim=True)
     size = size.clamp(min=torch.finfo(size.dtype).tiny).maximum(LEAST_SIZE * size.amax(1, keepdim=True))
     bias = weighted.bias + size.squeeze(2).log()
     return weighted._replace(bias=bias, fitted=fitted / size, unfitted=unfitted / size)
@@ -311,8 +309,9 @@ def _attend_safely(query: Tensor, weighted: Weighted, options: CoresetOptions) -
 
 def _linear_correction(query: Tensor, out: Tensor, rows: Rows) -> Tensor:
     """What the outputs of the probes miss, as a linear function of the query: (BH, Nq, Dv)."""
-    size = (rows.query.var(1, keepdim=True, correction=0) + LEAST_VARIANCE).rsqrt()
-    middle = -rows.query.mean(1, keepdim=True) * size
+    variance, mean = torch.var_mean(rows.query, 1, keepdim=True, correction=0)
+    size = (variance + LEAST_VARIANCE).rsqrt()
+    middle = -mean * size
     # Limited, so that nothing is extrapolated to a query that is unlike all probes.
     features, basis = (torch.addcmul(middle, x, size).clamp(-MAX_FEATURE, MAX_FEATURE) for x in (query, rows.query))
     basis, missing = with_ones(basis), rows.out - out.index_select(1, rows.position)

@@ -9,6 +9,7 @@ from hf_efficient_attn.ops.coreset_landmarks import (
     LEAST_LOG_WEIGHT,
     NUM_QUERIES,
     POWER,
+    ROWS_OF_SHARE,
     TEMPERATURE,
     TILT,
     CoresetOptions,
@@ -26,7 +27,6 @@ from hf_efficient_attn.ops.weighted_coreset import (
     MAX_FEATURE,
     MAX_LOGIT,
     RIDGE,
-    ROWS_OF_SHARE,
 )
 
 
