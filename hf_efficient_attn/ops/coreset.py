@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_efficient_attn.ops.blocks import take, valid_first
 from hf_efficient_attn.ops.constants import constant
-from hf_efficient_attn.ops.partial import LOG2_E, safe_row_max
+from hf_efficient_attn.ops.partial import LOG2_E
 from hf_efficient_attn.ops.random import Seed, uniform, uniform_of_heads
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
@@ -74,37 +74,31 @@ def gumbel_numbers(count: int, num_candidates: int, seed: Seed, like: Tensor) ->
     return _kept_gumbel(len(_growing_draws(count)), num_candidates, None, seed, like)[:, 0]
 
 
-def draw_apart(
-    points: Tensor, power: float, numbers: Tensor, valid: Tensor | None, count: int, tilt: Tensor | None = None
-) -> Pivots:
+@torch.no_grad()
+def draw_apart(points: Tensor, power: float, numbers: Tensor, count: int, tilt: Tensor | None = None) -> Tensor:
     """Draw points that are far from each other, in a few draws, each from the ones that the earlier draws left over.
 
     The probability of a point x grows with K(x, x)^power (1 - K(x, p)^2 / (K(x, x) K(p, p))) for the kernel
     K = exp(<x, y>) and the nearest p of the earlier draws: the diagonal of what Nystrom's approximation of K by p alone
-    leaves over. With one draw per point this would be like k-means++ (Arthur & Vassilvitskii 2007). No gradient.
+    leaves over. With one draw per point this would be like k-means++ (Arthur & Vassilvitskii 2007).
 
     Args:
         points: (BH, C, D).
         power: see above.
         numbers: (draws, C), from `gumbel_numbers`, the same for all heads.
-        valid: bool (BH, C), which points exist, or None.
         count: m, at most C.
         tilt: (BH, C), what is added to the squared norm of each point in K(x, x), or None.
 
     Returns:
-        `Pivots` (BH, m). The first ones are a choice of fewer.
+        int64 (BH, m), indices of different points. The first ones are a choice of fewer.
     """
-    points = points.detach()
     norm = points.square().sum(2)
     log_weight = norm if tilt is None else norm + tilt
-    log_weight = log_weight if valid is None else log_weight.masked_fill(~valid, -torch.inf)
-    largest = safe_row_max(log_weight.amax(1, keepdim=True))
-    log_weight = ((log_weight - largest) * power).clamp(min=_LEAST)
-    log_weight = log_weight if valid is None else log_weight.masked_fill(~valid, -torch.inf)
+    log_weight = ((log_weight - log_weight.amax(1, keepdim=True)) * power).clamp(min=_LEAST)
     weight_left, closest, picked, sizes = log_weight, None, [], _growing_draws(count)
     for i, size in enumerate(sizes):
-        scores, index = (weight_left + numbers[i]).topk(size, dim=1)
-        picked.append((index, scores))
+        index = (weight_left + numbers[i]).topk(size, dim=1)[1]
+        picked.append(index)
         if i + 1 < len(sizes):
             log_weight = log_weight.scatter(1, index, -torch.inf)  # what is drawn is not drawn again
             offset = norm.gather(1, index).unsqueeze(2)
@@ -112,14 +106,7 @@ def draw_apart(
             closest = found if closest is None else torch.maximum(closest, found)
             left = torch.expm1((closest - norm).clamp(max=0.0))
             weight_left = log_weight + left.clamp(max=-_LEAST_LEFT).abs().log()
-    candidate, scores = (torch.cat(x, 1) for x in zip(*picked, strict=True))
-    if valid is None:
-        return Pivots(candidate, constant(_all_of, *candidate.shape, device=points.device))
-    return Pivots(torch.where(scores > -torch.inf, candidate, 0), scores > -torch.inf)
-
-
-def _all_of(batch_heads: int, count: int, device: torch.device) -> Tensor:
-    return torch.ones(batch_heads, count, dtype=torch.bool, device=device)
+    return torch.cat(picked, 1)
 
 
 def _kept_gumbel(num_draws: int, num_candidates: int, num_heads: int | None, seed: Seed, like: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class Candidates(NamedTuple):
 
     Attributes:
         key: (BH, C, D).
-        terms: (BH, C, D + Dv + 2), what a cluster sums: keys times their weights in its mean, the weights, values, and 1.
+        terms: (BH, C, D + Dv + 2), what clusters sum: weighted keys, their weights, values, and 1.
         tilt: `TILT` scale times the mean query, (BH, 1, D).
         unused: (BH, m, 1), `_UNUSED` for landmarks that a head does not have and 0 for others; None if all are used.
         choice: int64 (BH, m + C), the candidates with which the clusters begin, and the cluster of each candidate.
@@ -156,7 +156,7 @@ def _clusters(
 ) -> Tensor:
     """`Candidates.choice` by Lloyd's algorithm for points (BH, C, D); `tilted` is 2 <tilt, k>, (BH, C, 1)."""
     count = options.num_landmarks + options.block_size
-    pivot = draw_apart(points, DRAW_POWER, numbers, None, count, tilted[..., 0]).candidate
+    pivot = draw_apart(points, DRAW_POWER, numbers, count, tilted[..., 0])
     pivots = take(points, pivot)
     cluster = nearest(points, pivots, unused)
     for _ in range(1, options.num_refinements):

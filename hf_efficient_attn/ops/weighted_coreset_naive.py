@@ -104,7 +104,7 @@ def _landmarks(key: Tensor, x: Tensor, tilt: Tensor, count: int, options: Corese
     """Landmarks (m, D) from candidates (C, D), and the cluster of each candidate."""
     root, tilted = TEMPERATURE * abs(options.scale) ** 0.5, 2.0 * key @ tilt
     numbers = gumbel_numbers(count, len(key), options.seed, key)
-    c = first = key[draw_apart(x[None], DRAW_POWER, numbers, None, count, tilted[None]).candidate[0]]
+    c = first = key[draw_apart(x[None], DRAW_POWER, numbers, count, tilted[None])[0]]
     weight = POWER * (x.square().sum(1) + tilted)
     weight = (weight - weight.max()).clamp(min=LEAST_LOG_WEIGHT).exp()
     cluster = _distances(x, c * root).argmin(1)
