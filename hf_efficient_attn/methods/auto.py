@@ -132,7 +132,7 @@ def forward(
             return forms.exact(query, key, value)
         if is_static:
             return forms.approximate(query, key, value, config.columns)
-        return _bounded(config, (query, key, value), length, num_heads, options)[0]
+        return _bounded(config, (query, key, value), length, len(query) // num_heads, options)[0]
 
     num_heads = query.shape[1]
     out = without_padding(of_one_length, flatten_heads(query, key, value, options.key_mask))
@@ -166,11 +166,11 @@ def _bounded(
     config: AutoAttentionConfig,
     heads: tuple[Tensor, Tensor, Tensor],
     length: int,
-    num_heads: int,
+    batch: int,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor]:
     """The output (BH, Nq, Dv) within the error bound, and the columns of every head (BH,); 0 for an exact one."""
-    limit = Limit(config.max_error, config.columns, length, len(heads[0]) // num_heads)
+    limit = Limit(config.max_error, config.columns, length, batch)
     return attend_within_bound(heads, limit, _forms(config, options), options.scale, options.seed)
 
 
@@ -192,7 +192,7 @@ def naive(config: AutoAttentionConfig, query: Tensor, key: Tensor, value: Tensor
         if k.shape[2] <= length or (is_static and config.max_error and config.static_form == "exact"):
             counts = [k.shape[2]] * query.shape[1]  # as many columns as keys
         elif not is_static:
-            counts = _bounded(config, (q[0], k[0], v[0]), length, query.shape[1], own)[1].tolist()
+            counts = _bounded(config, (q[0], k[0], v[0]), length, 1, own)[1].tolist()
         for h, count in enumerate(counts if k.shape[2] else []):
             form = _approximation(count or k.shape[2])
             some = slice(h, h + 1)
